@@ -1,0 +1,1 @@
+"""Ray clusters and their leases."""

@@ -1,0 +1,1 @@
+"""Holds Experience between collecting and learning."""

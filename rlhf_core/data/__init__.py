@@ -1,0 +1,1 @@
+"""Prompts, answers, preferences, and who judges them."""

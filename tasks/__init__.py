@@ -1,0 +1,1 @@
+"""One step each: fetch artifacts, call the core, store the result."""

@@ -1,0 +1,135 @@
+"""Weights on their way from the trainer to the makers: contiguous buckets, checksums, all or nothing.
+
+A torch tensor through Ray's object store is copied by pickle; a NumPy view is not. So tensors are
+laid into byte buckets, which the makers of a node map from shared memory without a copy.
+"""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rlhf_core.errors import RlhfError
+
+Bucket = NDArray[np.uint8]
+
+
+class WeightsError(RlhfError):
+    """Published weights arrived damaged, or do not fit the model that they are for."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlot:
+    """Where one tensor lies: its name, form, and place in the buckets."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """Name of a torch dtype, such as `bfloat16`."""
+    bucket: int
+    offset: int
+    """First byte in the bucket."""
+    size: int
+    """Bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsManifest:
+    """What a publication holds; compared by every maker before a single weight is replaced."""
+
+    version: int
+    slots: tuple[TensorSlot, ...]
+    checksums: tuple[int, ...]
+    """CRC-32 of each bucket."""
+
+
+def pack(
+    tensors: Mapping[str, Tensor], *, version: int, dtype: torch.dtype, bucket_bytes: int = 64 << 20
+) -> tuple[WeightsManifest, list[Bucket]]:
+    """Return the manifest and the buckets that carry `tensors`, cast once to `dtype`.
+
+    Args:
+        tensors: weights by name; order is kept.
+        version: number of this publication, rising by one.
+        dtype: the makers' `rollout_dtype`.
+        bucket_bytes: a bucket is closed when the next tensor would pass this; a larger tensor gets its own.
+    """
+    slots: list[TensorSlot] = []
+    buckets: list[Bucket] = []
+    pending: list[NDArray[np.uint8]] = []
+    filled = 0
+    for name, tensor in tensors.items():
+        body = _bytes_of(tensor.detach().to(device="cpu", dtype=dtype).contiguous())
+        if pending and filled + body.size > bucket_bytes:
+            buckets.append(np.concatenate(pending))
+            pending, filled = [], 0
+        dtype_name = str(dtype).removeprefix("torch.")
+        slots.append(TensorSlot(name, tuple(tensor.shape), dtype_name, len(buckets), filled, body.size))
+        pending.append(body)
+        filled += body.size
+    if pending:
+        buckets.append(np.concatenate(pending))
+    checksums = tuple(zlib.crc32(bucket) for bucket in buckets)
+    return WeightsManifest(version, tuple(slots), checksums), buckets
+
+
+def unpack(manifest: WeightsManifest, buckets: Iterable[Bucket]) -> dict[str, Tensor]:
+    """Return the tensors by name, as read-only views of the buckets.
+
+    Raises:
+        WeightsError: a bucket is missing or its checksum differs.
+    """
+    held = list(buckets)
+    if len(held) != len(manifest.checksums):
+        raise WeightsError(
+            f"weights of version {manifest.version} have {len(manifest.checksums)} buckets, but {len(held)} "
+            "came; publish them again"
+        )
+    for index, (bucket, checksum) in enumerate(zip(held, manifest.checksums, strict=True)):
+        if zlib.crc32(bucket) != checksum:
+            raise WeightsError(
+                f"bucket {index} of weights version {manifest.version} arrived damaged; publish them again"
+            )
+    return {slot.name: _view(held[slot.bucket], slot) for slot in manifest.slots}
+
+
+def replace_weights(model: torch.nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Copy `tensors` over the weights of `model`: every name and shape is checked before the first copy.
+
+    Raises:
+        WeightsError: a name is unknown, missing, or has another shape.
+    """
+    own = dict(model.named_parameters())  # tied weights once
+    unknown, missing = sorted(tensors.keys() - own.keys()), sorted(own.keys() - tensors.keys())
+    reshaped = [name for name in tensors.keys() & own.keys() if tensors[name].shape != own[name].shape]
+    if unknown or missing or reshaped:
+        raise WeightsError(
+            f"published weights do not fit the model: unknown {unknown[:3]}, missing {missing[:3]}, "
+            f"of another shape {sorted(reshaped)[:3]}; trainer and makers must be built from one configuration"
+        )
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            own[name].copy_(tensor)
+
+
+def _bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
+    flat: NDArray[np.uint8] = tensor.reshape(-1).view(torch.uint8).numpy()
+    return flat
+
+
+def _view(bucket: Bucket, slot: TensorSlot) -> Tensor:
+    dtype = getattr(torch, slot.dtype)
+    if not slot.size:
+        return torch.empty(slot.shape, dtype=dtype)
+    with warnings.catch_warnings():
+        # Ray hands out read-only arrays; these tensors are only ever copied from.
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        flat = torch.frombuffer(bucket.data, dtype=torch.uint8, count=slot.size, offset=slot.offset)
+    return flat.view(dtype).reshape(slot.shape)

@@ -1,0 +1,131 @@
+"""From scores to per-token rewards, advantages and returns."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from rlhf_core.functional.masking import masked_mean
+
+
+def token_rewards(
+    *,
+    scores: Float[Tensor, " B"],
+    kl: Float[Tensor, "B A"],
+    mask: Bool[Tensor, "B A"],
+    kl_coef: float,
+) -> Float[Tensor, "B A"]:
+    """Return the reward of each response token: the KL penalty, and the score at the last token.
+
+        r_t = -kl_coef * kl_t + [t is the last token] * score
+
+    The whole score goes to the last token that the mask counts (the stop token if there is one): spread over
+    all tokens, it would make the return grow with length. Nothing is clipped.
+
+    Args:
+        scores: one per response.
+        kl: divergence from the reference at each token, in nats.
+        mask: True on response tokens; a prefix of each row.
+        kl_coef: weight of the penalty, per nat, at least 0.
+
+    Returns:
+        Rewards; zero on padding. A row without tokens gets nothing, its score included.
+
+    Source:
+        Ouyang et al. 2022, arXiv:2203.02155, equation 2; Stiennon et al. 2020, arXiv:2009.01325.
+
+    Example:
+        >>> mask = torch.tensor([[True, True, False]])
+        >>> token_rewards(scores=torch.ones(1), kl=torch.ones(1, 3), mask=mask, kl_coef=0.5)
+        tensor([[-0.5000,  0.5000,  0.0000]])
+    """
+    zero = torch.zeros_like(kl)
+    counts_next = torch.nn.functional.pad(mask[:, 1:], (0, 1), value=False)
+    is_last = mask & ~counts_next
+    penalty = torch.where(mask, -kl_coef * kl, zero)
+    return penalty + torch.where(is_last, scores.unsqueeze(1).expand_as(kl), zero)
+
+
+def gae(
+    *,
+    rewards: Float[Tensor, "B A"],
+    values: Float[Tensor, "B A"],
+    mask: Bool[Tensor, "B A"],
+    gamma: float,
+    lam: float,
+) -> Float[Tensor, "B A"]:
+    """Return generalized advantage estimates for each response token.
+
+        delta_t = r_t + gamma * V_{t+1} - V_t
+        A_t     = delta_t + gamma * lam * A_{t+1}
+
+    The response ends in a terminal state: V and A are zero past its last token.
+
+    Args:
+        rewards: reward of each token, KL penalty included.
+        values: critic's value of the state before each token.
+        mask: True on response tokens; a prefix of each row.
+        gamma: discount per token, in [0, 1].
+        lam: bias against variance, in [0, 1]; 1 gives Monte Carlo returns.
+
+    Returns:
+        Advantages, not whitened; zero on padding.
+
+    Raises:
+        ValueError: if gamma or lam lies outside [0, 1].
+
+    Source:
+        Schulman et al. 2016, arXiv:1506.02438, section 3.
+
+    Example:
+        >>> one = torch.ones(1, 2)
+        >>> gae(rewards=one, values=0 * one, mask=one.bool(), gamma=1.0, lam=1.0)
+        tensor([[2., 1.]])
+    """
+    for name, value in (("gamma", gamma), ("lam", lam)):
+        if not 0 <= value <= 1:
+            raise ValueError(f"expected {name} in [0, 1], got {value}")
+    zero = torch.zeros_like(values)
+    values = torch.where(mask, values, zero)
+    rewards = torch.where(mask, rewards, zero)
+    next_values = torch.nn.functional.pad(values[:, 1:], (0, 1))
+    deltas = rewards + gamma * next_values - values  # [B, A], zero on padding
+    advantages = torch.empty_like(deltas)
+    running = torch.zeros_like(deltas[:, 0])
+    for t in reversed(range(deltas.shape[1])):
+        running = deltas[:, t] + gamma * lam * running
+        advantages[:, t] = running
+    return advantages
+
+
+def explained_variance(
+    *, values: Float[Tensor, "B A"], returns: Float[Tensor, "B A"], mask: Bool[Tensor, "B A"]
+) -> Float[Tensor, ""]:
+    """Return the share of the returns' variance that the critic's values explain.
+
+        1 - var(returns - values) / var(returns)
+
+    Both variances are over all counted tokens. A constant error in the values costs nothing.
+
+    Args:
+        values: the critic's predictions.
+        returns: what was to be predicted.
+        mask: True on response tokens.
+
+    Returns:
+        At most 1; 0 for a constant critic, below 0 for one that does harm; 0 if the returns are all equal,
+        as there is nothing to explain.
+
+    Example:
+        >>> returns = torch.tensor([[0.0, 2.0]])
+        >>> explained_variance(values=returns / 2, returns=returns, mask=returns > -1)
+        tensor(0.7500)
+    """
+    total = _variance(returns, mask)
+    unexplained = _variance(returns - values, mask)
+    return torch.where(total > 0, 1 - unexplained / total, torch.zeros_like(total))
+
+
+def _variance(values: Float[Tensor, "B A"], mask: Bool[Tensor, "B A"]) -> Float[Tensor, ""]:
+    return masked_mean((values - masked_mean(values, mask)).square(), mask)

@@ -64,10 +64,7 @@ class ExperienceMakerHolder:
             timeout_s: longest wait for the buckets.
         """
         tensors = unpack(manifest, ray.get(list(buckets), timeout=timeout_s))
-        for role, model in (("actor", self._maker.actor), ("critic", self._maker.critic)):
-            prefix = f"{role}."
-            part = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-            replace_weights(model, part)
+        replace_weights({"actor": self._maker.actor, "critic": self._maker.critic}, tensors)
         self._version = manifest.version
         return self._version
 

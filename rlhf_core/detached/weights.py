@@ -100,19 +100,25 @@ def unpack(manifest: WeightsManifest, buckets: Iterable[Bucket]) -> dict[str, Te
     return {slot.name: _view(held[slot.bucket], slot) for slot in manifest.slots}
 
 
-def replace_weights(model: torch.nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy `tensors` over the weights of `model`: every name and shape is checked before the first copy.
+def replace_weights(models: Mapping[str, torch.nn.Module], tensors: Mapping[str, Tensor]) -> None:
+    """Copy `tensors` over the weights of `models`: all names and shapes are checked before the first copy.
+
+    Args:
+        models: modules by role; the tensor `actor.x` is parameter `x` of the model `actor`.
+        tensors: a value for every parameter of every model.
 
     Raises:
-        WeightsError: a name is unknown, missing, or has another shape.
+        WeightsError: a name is unknown, missing, or has another shape; no weight was changed.
     """
-    own = dict(model.named_parameters())  # tied weights once
+    own = {  # named_parameters: tied weights once
+        f"{role}.{name}": parameter for role, model in models.items() for name, parameter in model.named_parameters()
+    }
     unknown, missing = sorted(tensors.keys() - own.keys()), sorted(own.keys() - tensors.keys())
-    reshaped = [name for name in tensors.keys() & own.keys() if tensors[name].shape != own[name].shape]
+    reshaped = sorted(name for name in tensors.keys() & own.keys() if tensors[name].shape != own[name].shape)
     if unknown or missing or reshaped:
         raise WeightsError(
-            f"published weights do not fit the model: unknown {unknown[:3]}, missing {missing[:3]}, "
-            f"of another shape {sorted(reshaped)[:3]}; trainer and makers must be built from one configuration"
+            f"published weights do not fit the models: unknown {unknown[:3]}, missing {missing[:3]}, "
+            f"of another shape {reshaped[:3]}; build trainer and makers from one configuration"
         )
     with torch.no_grad():
         for name, tensor in tensors.items():

@@ -1,0 +1,36 @@
+"""One episode in numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
+
+from rlhf_core.types import Sample
+
+
+def episode_metrics(
+    samples: Sequence[Sample], stats: Sequence[Any], *, versions: Any, learnt_at: int
+) -> dict[str, float]:
+    """Return the means over an episode's samples and over its optimizer steps.
+
+    Args:
+        samples: every response with what was made of it.
+        stats: `PPOStats` of each optimizer step.
+        versions: policy version of each sample, [B].
+        learnt_at: policy version at the start of the episode that learnt; staleness is counted from it.
+    """
+    metrics = {
+        "reward": fmean(sample.score for sample in samples),
+        "verifier": fmean(sample.verifier for sample in samples),
+        "well_formed": fmean(sample.well_formed for sample in samples),
+        "rm_score": fmean(sample.rm_score for sample in samples),
+        "kl": fmean(sample.kl for sample in samples),
+        "length": fmean(sample.length for sample in samples),
+        "ended": fmean(sample.ended for sample in samples),
+        "samples": float(len(samples)),
+        "staleness": float(learnt_at - int(versions.min())),
+    }
+    for name in stats[0]._fields:
+        metrics[name] = fmean(float(getattr(stat, name)) for stat in stats)
+    return metrics

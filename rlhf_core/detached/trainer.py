@@ -1,0 +1,204 @@
+"""The PPO trainer as a detached Ray actor: deals chunks, learns, publishes weights, commits its state."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from ray.exceptions import RayActorError
+
+from rlhf_core.config import PPOConfig
+from rlhf_core.data import Problem
+from rlhf_core.detached.chunks import episode_problems, make_chunks
+from rlhf_core.detached.dealer import deal
+from rlhf_core.detached.maker import MadeChunk
+from rlhf_core.detached.metrics import episode_metrics
+from rlhf_core.detached.state import EpisodeRecord, StateKeeper, TrainerPosition
+from rlhf_core.detached.weights import pack
+from rlhf_core.trainer.ppo import PPOLearner
+from rlhf_core.types import Experience, Sample
+
+
+@ray.remote(concurrency_groups={"status": 2, "compute": 1})  # type: ignore[untyped-decorator]
+class DetachedPPOTrainer:
+    """Runs episodes in lockstep with its makers: every sample comes from the version that learns from it.
+
+    A shell around `PPOLearner`. It restores itself from the keeper's last state, so building one is
+    how a run starts and how it goes on.
+
+    Args:
+        experience_maker_holder_name_list: names of the makers, looked up in this actor's namespace.
+        learner_fn: builds the learner inside this process.
+        problems: prompts of the run, in a fixed order.
+        config: the run's configuration.
+        seed: seed of prompts' order, sampling and minibatches.
+        keeper: where states and the policy go.
+        save_policy: writes the learner's finished policy to a directory.
+    """
+
+    def __init__(
+        self,
+        experience_maker_holder_name_list: Sequence[str],
+        learner_fn: Callable[[], PPOLearner],
+        problems: Sequence[Problem],
+        config: PPOConfig,
+        seed: int,
+        keeper: StateKeeper,
+        save_policy: Callable[[PPOLearner, Path], None],
+    ) -> None:
+        self._maker_names = tuple(experience_maker_holder_name_list)
+        self._learner = learner_fn()
+        self._problems, self._config, self._seed = list(problems), config, seed
+        self._keeper, self._save_policy = keeper, save_policy
+        self._incarnation = uuid.uuid4().hex
+        self._history: tuple[EpisodeRecord, ...] = ()
+        self._makers: dict[str, Any] = {}
+        self._progress = "starting"
+        self._committer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="commit")
+        self._commit: Future[None] | None = None
+        self._abandoned = threading.Event()
+        state = keeper.last_state()
+        if state is not None:
+            self._learner.load_state(state.tensors, state.learner)
+            self._history = state.history
+
+    @ray.method(concurrency_group="status")  # type: ignore[untyped-decorator]
+    def position(self) -> TrainerPosition:
+        """Return where this trainer stands."""
+        lost = tuple(name for name in self._maker_names if self._makers and name not in self._makers)
+        return TrainerPosition(len(self._history), self._incarnation, len(self._history), lost)
+
+    @ray.method(concurrency_group="status")  # type: ignore[untyped-decorator]
+    def progress(self) -> str:
+        """Return what this trainer is doing, for the run's log."""
+        return self._progress
+
+    @ray.method(concurrency_group="status")  # type: ignore[untyped-decorator]
+    def ping(self) -> int:
+        """Return this process's id: the actor is built and answers."""
+        return os.getpid()
+
+    @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]
+    def synchronise(self) -> None:
+        """Find the makers by name and give each the weights of this trainer's version."""
+        self._makers = {name: ray.get_actor(name) for name in self._maker_names}
+        self._publish()
+
+    @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]
+    def run_episode(self, episode: int) -> EpisodeRecord:
+        """Collect, learn, publish; leave the commit of the new state running, and return the episode's record.
+
+        Raises:
+            ValueError: another episode is due.
+            RlhfError: makers were lost, a number was not finite, or the commit before this one failed.
+        """
+        if episode != len(self._history):
+            raise ValueError(f"episode {len(self._history)} is due, but episode {episode} was asked for")
+        self.await_commit()
+        made, seconds = self._collect(episode)
+        samples = [sample for chunk in made for sample in chunk.samples]
+        experience = Experience.concat([Experience.from_numpy(chunk.experience) for chunk in made])
+        started = time.perf_counter()
+        self._progress = f"episode {episode + 1}: learning from {len(samples)} samples"
+        stats = self._learner.learn(experience, seed=self._seed, episode=episode)
+        seconds["learn"] = time.perf_counter() - started
+        version = episode + 1
+        started = time.perf_counter()
+        self._progress = f"episode {episode + 1}: publishing weights, version {version}"
+        self._publish(version)
+        seconds["synchronise"] = time.perf_counter() - started
+        started = time.perf_counter()
+        snapshot, learner = self._learner.state()  # the learner's only pause: a copy to host memory
+        seconds["commit"] = time.perf_counter() - started
+        metrics = episode_metrics(samples, stats, versions=experience.policy_version, learnt_at=episode)
+        record = EpisodeRecord(episode, version, self._incarnation, metrics, seconds)
+        self._history = (*self._history, record)
+        self._commit = self._committer.submit(self._commit_state, snapshot, learner, self._history, samples)
+        self._progress = f"episode {episode + 1}: done"
+        return record
+
+    @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]
+    def await_commit(self) -> int:
+        """Wait until the last episode's state is stored; return the number of stored episodes.
+
+        Raises:
+            TimeoutError: it took longer than `cluster.commit_timeout_s`.
+        """
+        if self._commit is not None:
+            try:
+                self._commit.result(timeout=self._config.cluster.commit_timeout_s)
+            except TimeoutError as error:
+                raise TimeoutError(
+                    f"waited {self._config.cluster.commit_timeout_s:.0f} s for the training state of episode "
+                    f"{len(self._history)} to be stored, and it was not; is the object store alive?"
+                ) from error
+            self._commit = None
+        return len(self._history)
+
+    @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]
+    def commit_policy(self) -> None:
+        """Store the finished policy, as a directory that `AutoModelForCausalLM.from_pretrained` loads."""
+        self._progress = "storing the policy"
+        with tempfile.TemporaryDirectory(prefix="rlhf-policy-") as directory:
+            self._save_policy(self._learner, Path(directory))
+            self._keeper.commit_policy(Path(directory), history=self._history)
+
+    def _collect(self, episode: int) -> tuple[list[MadeChunk], dict[str, float]]:
+        started = time.perf_counter()
+        problems = episode_problems(self._problems, self._config, seed=self._seed, episode=episode)
+        chunks = make_chunks(problems, self._config, episode=episode)
+
+        def report(done: int, total: int) -> None:
+            self._progress = f"episode {episode + 1}: {done} of {total} chunks made"
+
+        report(0, len(chunks))
+        timeout_s = self._config.cluster.episode_timeout_s
+        made: list[MadeChunk] = deal(
+            chunks, self._makers, version=len(self._history), timeout_s=timeout_s, on_chunk=report
+        )
+        wall = time.perf_counter() - started
+        work = {phase: sum(chunk.seconds[phase] for chunk in made) for phase in ("generate", "score")}
+        total = sum(work.values()) or 1.0
+        # Makers work side by side: their wall time is shared out in proportion to their work.
+        return made, {phase: wall * seconds / total for phase, seconds in work.items()}
+
+    def _publish(self, version: int | None = None) -> None:
+        """Send version `version` (default: the current one) to every living maker, and wait until each holds it."""
+        version = len(self._history) if version is None else version
+        dtype = getattr(torch, self._config.rollout_dtype)
+        manifest, buckets = pack(self._weights(), version=version, dtype=dtype)
+        references = [ray.put(bucket) for bucket in buckets]
+        timeout_s = self._config.cluster.start_timeout_s
+        pending = {
+            name: maker.load_weights.remote(manifest, references, timeout_s) for name, maker in self._makers.items()
+        }
+        for name, reference in pending.items():
+            try:
+                ray.get(reference, timeout=timeout_s)
+            except RayActorError:
+                self._makers.pop(name, None)  # the dealer goes on with the others; the next episode replaces it
+
+    def _weights(self) -> Mapping[str, torch.Tensor]:
+        return {
+            f"{role}.{name}": tensor
+            for role, weights in self._learner.merged_weights().items()
+            for name, tensor in weights.items()
+        }
+
+    def _commit_state(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        learner: dict[str, Any],
+        history: tuple[EpisodeRecord, ...],
+        samples: list[Sample],
+    ) -> None:
+        self._keeper.commit_state(tensors=tensors, learner=learner, history=history, samples=samples)

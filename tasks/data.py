@@ -1,0 +1,80 @@
+"""Problems and preferences, validated, split, and stored by content."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from pathlib import Path
+
+from rlhf_core.config import DataConfig, PipelineConfig
+from tasks.context import Context, commit_stage, open_context, reuse_or_make, source_digest, stage_key, stage_result
+from tasks.progress import say
+from tasks.results import StageResult
+from tasks.sentences import in_one_sentence, stage_task
+
+SPLITS = ("sft", "preferences", "ppo", "evaluation")
+
+
+def with_data(config: PipelineConfig, data: str | None) -> PipelineConfig:
+    """Return the configuration with the parameter `data` in it: a problem file or a preference file.
+
+    A reference (`dataset/...`) changes nothing here: `prepare_data` takes it as it is.
+
+    Raises:
+        DataError: the file is missing, empty, malformed, or of neither form.
+    """
+    if data is None or data.startswith("dataset/"):
+        return config
+    from rlhf_core.data import detect_form
+
+    changes = {"preferences": data} if detect_form(data) == "preferences" else {"problems": data, "task": None}
+    fields = {**config.data.model_dump(), **changes}
+    return config.model_copy(update={"data": DataConfig.model_validate(fields)})
+
+
+@stage_task(name="prepare-data")
+@in_one_sentence
+def prepare_data(config: PipelineConfig, reference: str | None) -> StageResult:
+    """Return the dataset of a run: the one that is named, or one made from the configuration and stored."""
+    context = open_context()
+    if reference is not None and reference.startswith("dataset/"):
+        return stage_result("data", context.store.resolve(reference), reused=True)
+    source = source_digest("data")
+    facts = config.data.model_dump(mode="json", exclude={"problems", "preferences"})
+    inputs = [_digest(path) for path in (config.data.problems, config.data.preferences)]
+    key = stage_key("data", config=facts, inputs=inputs, seed=config.seed, source=source)
+    return reuse_or_make(
+        context, stage="data", kind="dataset", key=key, make=lambda: _make(context, config, key, source)
+    )
+
+
+def _make(context: Context, config: PipelineConfig, key: str, source: str) -> StageResult:
+    from rlhf_core.data import load_problems, pairs_to_jsonl, problems_to_jsonl, read_preferences
+
+    started = time.perf_counter()
+    splits = load_problems(config.data, seed=config.seed)
+    files: dict[str, Path | bytes] = {f"{name}.jsonl": problems_to_jsonl(splits[name]) for name in SPLITS}
+    metrics: dict[str, float] = {f"problems_{name}": len(splits[name]) for name in SPLITS}
+    if config.data.preferences:
+        pairs = read_preferences(config.data.preferences)
+        files["pairs.jsonl"] = pairs_to_jsonl(pairs)
+        metrics["pairs"] = len(pairs)
+    metrics["seconds"] = time.perf_counter() - started
+    counts = ", ".join(f"{int(count)} {name.removeprefix('problems_')}" for name, count in metrics.items() if name != "seconds")
+    say("data", f"{counts}; no prompt in two splits")
+    return commit_stage(
+        context,
+        stage="data",
+        kind="dataset",
+        name=config.name,
+        files=files,
+        key=key,
+        parents=[],
+        config=config,
+        metrics=metrics,
+        source=source,
+    )
+
+
+def _digest(path: str | None) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else ""

@@ -1,0 +1,147 @@
+"""Where a trainer's states and policy go: the artifact store, opened inside the trainer's process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from infra.artifacts import ArtifactStore, open_default_store
+from rlhf_core.detached.state import (
+    EpisodeRecord,
+    TrainingState,
+    history_from_json,
+    history_to_json,
+)
+from rlhf_core.types import Sample
+from tasks.results import PPORun
+
+STATE, SAMPLES, METRICS = "state.json", "samples.jsonl", "metrics.jsonl"
+KEPT_STATES = 2
+SHARD_BYTES = 64 << 20
+
+
+class StoreKeeper:
+    """Commits `ppo-state/<run>@<episode + 1>`: the version is the episode, so an episode is committed once.
+
+    A trainer that was thought dead finds its version taken and cannot commit over its successor.
+    """
+
+    def __init__(self, run: PPORun) -> None:
+        self._run = run
+
+    @cached_property
+    def _store(self) -> ArtifactStore:
+        return open_default_store()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Travel without the open store: a client belongs to one process."""
+        return {"_run": self._run}
+
+    def commit_state(
+        self,
+        *,
+        tensors: Mapping[str, Any],
+        learner: dict[str, Any],
+        history: tuple[EpisodeRecord, ...],
+        samples: list[Sample],
+    ) -> None:
+        """Store the state after `history[-1]`, then let go of all but the last two."""
+        files: dict[str, Path | bytes] = {
+            STATE: json.dumps({"learner": learner, "history": history_to_json(history)}).encode(),
+            SAMPLES: _jsonl([asdict(sample) for sample in samples]),
+            **_shards(tensors),
+        }
+        self._store.commit(
+            "ppo-state",
+            self._run.name,
+            files,
+            version=len(history),
+            parents=self._parents(),
+            config=self._run.config,
+            metrics=history[-1].as_row(),
+            source_digest=self._run.source_digest,
+            flow_run=self._run.flow_run,
+        )
+        self._store.prune("ppo-state", self._run.name, keep=KEPT_STATES)
+
+    def last_state(self) -> TrainingState | None:
+        """Return the last committed state of the run, verified, or None before the first."""
+        from safetensors.torch import load_file
+
+        manifest = self._store.latest("ppo-state", self._run.name)
+        if manifest is None:
+            return None
+        directory = self._store.cached(manifest.ref)
+        tensors = {
+            name: tensor
+            for shard in sorted(directory.glob("*.safetensors"))
+            for name, tensor in load_file(shard).items()
+        }
+        facts = json.loads((directory / STATE).read_text())
+        return TrainingState(tensors, facts["learner"], history_from_json(facts["history"]))
+
+    def commit_policy(self, directory: Path, *, history: tuple[EpisodeRecord, ...]) -> None:
+        """Store the finished policy under the run's key, with the metrics of every episode and its last samples."""
+        last = self._store.latest("ppo-state", self._run.name)
+        files: dict[str, Path | bytes] = {
+            str(file.relative_to(directory)): file for file in sorted(directory.rglob("*")) if file.is_file()
+        }
+        files[METRICS] = _jsonl([record.as_row() for record in history])
+        if last is not None:
+            files[SAMPLES] = self._store.read_bytes(last, SAMPLES)
+        self._store.commit(
+            "policy",
+            self._run.preset,
+            files,
+            key=self._run.key,
+            parents=self._parents(),
+            config=self._run.config,
+            metrics=run_metrics(history),
+            source_digest=self._run.source_digest,
+            flow_run=self._run.flow_run,
+        )
+
+    def _parents(self) -> list[dict[str, str]]:
+        parents = [self._run.actor, self._run.dataset]
+        if self._run.reward_model is not None:
+            parents.insert(1, self._run.reward_model)
+        return [{"uri": parent.uri, "digest": parent.digest} for parent in parents]
+
+
+def run_metrics(history: tuple[EpisodeRecord, ...]) -> dict[str, Any]:
+    """Return a run's figures: those of its first and last episode, and its time by phase."""
+    phases = sorted({phase for record in history for phase in record.seconds})
+    times = {f"seconds_{phase}": sum(record.seconds[phase] for record in history) for phase in phases}
+    first, last = history[0].metrics, history[-1].metrics
+    figures = {f"{end}_{name}": metrics[name] for end, metrics in (("first", first), ("last", last)) for name in metrics}
+    return {
+        "episodes": len(history),
+        "incarnations": len({record.incarnation for record in history}),
+        **figures,
+        **times,
+        "seconds": sum(times.values()),
+    }
+
+
+def _shards(tensors: Mapping[str, Any]) -> dict[str, Path | bytes]:
+    """Return safetensors files of at most 64 MB, cut at tensor borders in the order of the names."""
+    from safetensors.torch import save
+
+    groups: list[dict[str, Any]] = [{}]
+    filled = 0
+    for name in sorted(tensors):
+        size = tensors[name].numel() * tensors[name].element_size()
+        if groups[-1] and filled + size > SHARD_BYTES:
+            groups.append({})
+            filled = 0
+        groups[-1][name] = tensors[name].contiguous()
+        filled += size
+    return {f"training-{index:05d}.safetensors": save(group) for index, group in enumerate(groups)}
+
+
+def _jsonl(rows: list[dict[str, Any]]) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()

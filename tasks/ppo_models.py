@@ -1,0 +1,96 @@
+"""Builds the models of a PPO run, inside the actors' own processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhf_core.config import PipelineConfig
+from tasks.context import Context, materialise
+from tasks.results import Parent, PPORun
+
+if TYPE_CHECKING:
+    from rlhf_core.experience_maker.naive import NaiveExperienceMaker
+    from rlhf_core.trainer.ppo import PPOLearner
+
+
+class LearnerFactory:
+    """Builds the learner from the run's references: actor, and a critic on the same trunk with a zero head."""
+
+    def __init__(self, run: PPORun) -> None:
+        self._run = run
+
+    def __call__(self) -> PPOLearner:
+        """Return the learner at its starting weights."""
+        from rlhf_core.models.critic import Critic
+        from rlhf_core.models.loading import default_device, load_causal_lm
+        from rlhf_core.trainer.ppo import PPOLearner
+
+        import torch
+
+        config = _config(self._run)
+        directory = _directory(self._run.actor)
+        device = default_device()
+        torch.manual_seed(config.seed)  # adapters start from random numbers
+        actor = load_causal_lm(directory, "float32", device=device)
+        critic = Critic.from_causal_lm(load_causal_lm(directory, "float32", device=device))
+        return PPOLearner(actor, critic, config.ppo, device=device)
+
+
+class MakerFactory:
+    """Builds an experience maker: actor and critic for published weights, reward model, initial model."""
+
+    def __init__(self, run: PPORun) -> None:
+        self._run = run
+
+    def __call__(self) -> NaiveExperienceMaker:
+        """Return the maker with the weights of version 0."""
+        from rlhf_core.data import PromptTemplate
+        from rlhf_core.experience_maker.naive import NaiveExperienceMaker
+        from rlhf_core.models.critic import Critic
+        from rlhf_core.models.loading import default_device, load_causal_lm, load_tokenizer
+        from rlhf_core.models.reward_model import RewardModel
+
+        config = _config(self._run)
+        directory, dtype, device = _directory(self._run.actor), config.ppo.rollout_dtype, default_device()
+        reward_model = None
+        if self._run.reward_model is not None:
+            reward_model = RewardModel.from_pretrained(_directory(self._run.reward_model), dtype).to(device)
+
+        def model() -> Any:
+            return load_causal_lm(directory, dtype, device=device)
+
+        return NaiveExperienceMaker(
+            actor=model(),
+            critic=Critic.from_causal_lm(model()),
+            reward_model=reward_model,
+            initial_model=model(),
+            template=PromptTemplate(load_tokenizer(directory), config.template),
+            config=config.ppo,
+            seed=config.seed,
+        )
+
+
+class PolicySaver:
+    """Writes the finished policy, adapters merged, as a directory that transformers loads."""
+
+    def __init__(self, run: PPORun) -> None:
+        self._run = run
+
+    def __call__(self, learner: PPOLearner, directory: Path) -> None:
+        """Write weights, configuration and tokenizer to `directory`."""
+        from rlhf_core.models.loading import load_tokenizer, save_weights
+
+        source = _directory(self._run.actor)
+        save_weights(learner.actor_config, learner.merged_weights()["actor"], load_tokenizer(source), directory)
+
+
+def _config(run: PPORun) -> PipelineConfig:
+    return PipelineConfig.model_validate(run.config)
+
+
+def _directory(parent: Parent) -> Path:
+    from infra.artifacts import open_default_store
+    from infra.settings import settings
+
+    return materialise(Context(open_default_store(), settings(), None), parent)

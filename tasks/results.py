@@ -1,0 +1,79 @@
+"""What crosses a task's border: small and plain."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Plain(BaseModel):
+    """A frozen result of a few fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Parent(Plain):
+    """An input by reference: an artifact, or a model that lies outside the store (`model/...`)."""
+
+    uri: str
+    digest: str
+    path: str | None = None
+    """Directory or name of an external model; None for an artifact."""
+
+
+class StageResult(Plain):
+    """One finished stage."""
+
+    stage: str
+    uri: str
+    digest: str
+    reused: bool
+    """True when the store already held it under this key."""
+    seconds: float
+    """Time that making it took, whenever that was."""
+    metrics: dict[str, Any]
+
+    @property
+    def parent(self) -> Parent:
+        """This stage's artifact as an input of another."""
+        return Parent(uri=self.uri, digest=self.digest)
+
+
+class PPORun(Plain):
+    """All that an episode task needs to find, build or restore the run's trainer group."""
+
+    name: str
+    """Name of the run's `ppo-state` artifacts and of its cluster."""
+    key: str
+    preset: str
+    config: dict[str, Any]
+    """The resolved `PipelineConfig`."""
+    actor: Parent
+    reward_model: Parent | None
+    dataset: Parent
+    source_digest: str
+    flow_run: str | None
+
+
+class EpisodeResult(Plain):
+    """One finished episode, by the triple that names its state, and its figures."""
+
+    run: str
+    episode: int
+    policy_version: int
+    incarnation: str
+    row: dict[str, float | int]
+
+
+class Decision(Plain):
+    """The gate's word on a policy."""
+
+    promote: bool
+    reason: str
+    policy: str
+    incumbent: str
+    """What it was compared with: the champion, or the SFT model where there is none."""
+    difference: float
+    low: float
+    high: float

@@ -1,0 +1,162 @@
+"""Preference pairs, and the reward model that is trained on them."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config import PipelineConfig
+from tasks.context import (
+    Context,
+    commit_stage,
+    materialise,
+    open_context,
+    reuse_or_make,
+    source_digest,
+    stage_key,
+    stage_result,
+)
+from tasks.progress import Progress, say
+from tasks.results import Parent, StageResult
+from tasks.sentences import in_one_sentence, stage_task
+
+PAIRS = "pairs.jsonl"
+
+
+@stage_task(name="collect-preferences")
+@in_one_sentence
+def collect_preferences(config: PipelineConfig, dataset: Parent, policy: Parent) -> StageResult:
+    """Return preference pairs: the dataset's own, or pairs of the policy's samples ordered by the verifier."""
+    context = open_context()
+    manifest = context.store.resolve(dataset.uri)
+    if any(entry.path == PAIRS for entry in manifest.files):
+        return stage_result("preferences", manifest, reused=True)
+    source = source_digest("reward_model")
+    facts = {
+        "template": config.template.model_dump(mode="json"),
+        "samples": config.reward_model.samples_per_prompt,
+        "max_new_tokens": config.reward_model.max_new_tokens,
+        "pairs": config.reward_model.pairs,
+    }
+    inputs = [dataset.digest, policy.digest]
+    key = stage_key("preferences", config=facts, inputs=inputs, seed=config.seed, source=source)
+
+    def make() -> StageResult:
+        return _sample_pairs(context, config, dataset, policy, key, source)
+
+    return reuse_or_make(context, stage="preferences", kind="dataset", key=key, make=make)
+
+
+@stage_task(name="train-reward-model")
+@in_one_sentence
+def train_reward_model(config: PipelineConfig, pairs: Parent, policy: Parent) -> StageResult:
+    """Return a reward model on the policy's trunk, trained on most pairs and measured on the others."""
+    context = open_context()
+    source = source_digest("reward_model")
+    facts = config.model_dump(mode="json", include={"template", "reward_model"})
+    inputs = [pairs.digest, policy.digest]
+    key = stage_key("reward-model", config=facts, inputs=inputs, seed=config.seed, source=source)
+
+    def make() -> StageResult:
+        return _train(context, config, pairs, policy, key, source)
+
+    return reuse_or_make(context, stage="reward-model", kind="reward-model", key=key, make=make)
+
+
+def _sample_pairs(
+    context: Context, config: PipelineConfig, dataset: Parent, policy: Parent, key: str, source: str
+) -> StageResult:
+    from rlhf_core.data import PromptTemplate, pairs_to_jsonl, problems_from_jsonl
+    from rlhf_core.experience_maker.preferences import sample_pairs
+    from rlhf_core.models.loading import default_device, load_causal_lm, load_tokenizer
+
+    started = time.perf_counter()
+    directory = materialise(context, policy)
+    template = PromptTemplate(load_tokenizer(directory), config.template)
+    problems = problems_from_jsonl((materialise(context, dataset) / "preferences.jsonl").read_bytes())
+    model = load_causal_lm(directory, config.ppo.rollout_dtype, device=default_device())
+    progress = Progress("preferences", len(problems), "prompt")
+    made = sample_pairs(
+        model, template, problems, config.reward_model, seed=config.seed, on_progress=lambda done: progress.step(done)
+    )
+    metrics: dict[str, Any] = {**made.figures, "seconds": time.perf_counter() - started}
+    say("preferences", f"{len(made.pairs)} pairs from {len(problems)} prompts")
+    return commit_stage(
+        context,
+        stage="preferences",
+        kind="dataset",
+        name=f"{config.name}-preferences",
+        files={PAIRS: pairs_to_jsonl(made.pairs)},
+        key=key,
+        parents=[policy, dataset],
+        config=config,
+        metrics=metrics,
+        source=source,
+    )
+
+
+def _train(
+    context: Context, config: PipelineConfig, pairs: Parent, policy: Parent, key: str, source: str
+) -> StageResult:
+    from rlhf_core.data import PromptTemplate, pairs_from_jsonl
+    from rlhf_core.data.preferences import encode_pairs, split_pairs
+    from rlhf_core.functional.intervals import wilson_interval
+    from rlhf_core.models.loading import default_device, load_causal_lm, load_tokenizer
+    from rlhf_core.models.reward_model import RewardModel
+    from rlhf_core.trainer.reward_model import pair_accuracy
+    from rlhf_core.trainer.reward_model import train_reward_model as train
+
+    started = time.perf_counter()
+    directory = materialise(context, policy)
+    tokenizer = load_tokenizer(directory)
+    rows = pairs_from_jsonl((materialise(context, pairs) / PAIRS).read_bytes())
+    split = split_pairs(rows, config.reward_model, seed=config.seed)
+    template = PromptTemplate(tokenizer, config.template)
+    training = encode_pairs(split.training, template, config.reward_model.max_length)
+    heldout = encode_pairs(split.heldout, template, config.reward_model.max_length)
+    model = RewardModel.from_causal_lm(load_causal_lm(directory, "float32", device=default_device()))
+    steps = config.reward_model.epochs * -(-len(training.pairs) // config.reward_model.batch_size)
+    progress = Progress("reward-model", steps, "step")
+
+    def on_step(step: int, metrics: dict[str, float]) -> None:
+        progress.step(step + 1, loss=metrics["loss"], accuracy=metrics["accuracy"])
+
+    history = train(model, training.pairs, config.reward_model, seed=config.seed, on_step=on_step)
+    measured = pair_accuracy(model, heldout.pairs, batch_size=config.reward_model.micro_batch_size)
+    model.set_scale(mean=measured.score_mean, std=measured.score_std)
+    interval = wilson_interval(measured.right, measured.pairs, config.gate.confidence)
+    metrics: dict[str, Any] = {
+        "steps": len(history),
+        "pairs": len(training.pairs),
+        "heldout_pairs": measured.pairs,
+        "too_long": training.too_long + heldout.too_long,
+        "accuracy": measured.right / measured.pairs,
+        "low": interval.low,
+        "high": interval.high,
+        "score_mean": measured.score_mean,
+        "score_std": measured.score_std,
+        "first_loss": history[0]["loss"],
+        "last_loss": history[-1]["loss"],
+        "seconds": time.perf_counter() - started,
+    }
+    say(
+        "reward-model",
+        f"{metrics['accuracy']:.3f} right [{interval.low:.3f}, {interval.high:.3f}] of {measured.pairs} held-out pairs",
+    )
+    with tempfile.TemporaryDirectory(prefix="rlhf-reward-model-") as folder:
+        model.save_pretrained(Path(folder))
+        tokenizer.save_pretrained(folder)
+        return commit_stage(
+            context,
+            stage="reward-model",
+            kind="reward-model",
+            name=config.name,
+            files=Path(folder),
+            key=key,
+            parents=[policy, pairs],
+            config=config,
+            metrics=metrics,
+            source=source,
+        )

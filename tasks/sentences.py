@@ -1,0 +1,51 @@
+"""Where a user's mistake becomes one sentence in the run's state and log, instead of a traceback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any, ParamSpec, TypeVar
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+from prefect.exceptions import FailedRun, MissingContextError
+from prefect.logging import get_logger, get_run_logger
+from prefect.states import Failed
+
+from infra.errors import InfraError
+from rlhf_core.errors import RlhfError
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def run_logger() -> Any:
+    """Return the run's logger inside a flow or task, an ordinary one elsewhere (tests, plain calls)."""
+    try:
+        return get_run_logger()
+    except MissingContextError:
+        return get_logger("rlhf")
+
+
+def in_one_sentence(function: Callable[P, R]) -> Callable[P, R]:
+    """Let expected errors of a flow or task end it as Failed with their sentence, never retried.
+
+    A flow that a failed task or subflow ends passes its sentence on.
+    """
+
+    @wraps(function)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except FailedRun as error:
+            return Failed(message=str(error))  # type: ignore[return-value]
+        except (RlhfError, InfraError) as error:
+            run_logger().error("%s", error)
+            return Failed(message=str(error))  # type: ignore[return-value]
+
+    return guarded
+
+
+stage_task = partial(task, cache_policy=NO_CACHE, persist_result=False)
+"""A Prefect task that remembers nothing: the artifact store alone says what is done."""

@@ -1,0 +1,91 @@
+"""Supervised fine-tuning on demonstrations."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config import PipelineConfig
+from tasks.context import (
+    Context,
+    base_model,
+    commit_stage,
+    materialise,
+    open_context,
+    reuse_or_make,
+    source_digest,
+    stage_key,
+)
+from tasks.progress import Progress
+from tasks.results import Parent, StageResult
+from tasks.sentences import in_one_sentence, stage_task
+
+
+@stage_task(name="train-sft")
+@in_one_sentence
+def train_sft(config: PipelineConfig, dataset: Parent) -> StageResult:
+    """Return the SFT model of the preset's base model and of the dataset's demonstrations."""
+    context = open_context()
+    base = base_model(context, config)
+    source = source_digest("sft")
+    facts = config.model_dump(mode="json", include={"template", "sft"})
+    key = stage_key("sft", config=facts, inputs=[dataset.digest, base.digest], seed=config.seed, source=source)
+
+    def make() -> StageResult:
+        return _make(context, config, dataset, base, key, source)
+
+    return reuse_or_make(context, stage="sft", kind="sft", key=key, make=make)
+
+
+def _make(
+    context: Context, config: PipelineConfig, dataset: Parent, base: Parent, key: str, source: str
+) -> StageResult:
+    from rlhf_core.data import PromptTemplate, problems_from_jsonl
+    from rlhf_core.models.loading import default_device, load_causal_lm, load_tokenizer, save_model
+    from rlhf_core.models.lora import attach_lora, merge_lora
+    from rlhf_core.trainer.sft import train_sft as train
+
+    started = time.perf_counter()
+    directory = materialise(context, base)
+    tokenizer = load_tokenizer(directory)
+    template = PromptTemplate(tokenizer, config.template)
+    demonstrations = problems_from_jsonl((materialise(context, dataset) / "sft.jsonl").read_bytes())
+    examples = [
+        (template.prompt_ids(problem.prompt), template.response_ids(template.answer_text(problem.answer)))
+        for problem in demonstrations
+    ]
+    model = load_causal_lm(directory, "float32", device=default_device())
+    if config.sft.lora:
+        model = attach_lora(model, config.sft.lora)
+    steps = config.sft.epochs * -(-len(examples) // config.sft.batch_size)
+    progress = Progress("sft", steps, "step")
+
+    def on_step(step: int, metrics: dict[str, float]) -> None:
+        progress.step(step + 1, loss=metrics["loss"])
+
+    history = train(model, examples, config.sft, seed=config.seed, on_step=on_step)
+    if config.sft.lora:
+        model = merge_lora(model)
+    metrics: dict[str, Any] = {
+        "steps": len(history),
+        "demonstrations": len(examples),
+        "first_loss": history[0]["loss"],
+        "last_loss": history[-1]["loss"],
+        "seconds": time.perf_counter() - started,
+    }
+    with tempfile.TemporaryDirectory(prefix="rlhf-sft-") as folder:
+        save_model(model, tokenizer, Path(folder))
+        return commit_stage(
+            context,
+            stage="sft",
+            kind="sft",
+            name=config.name,
+            files=Path(folder),
+            key=key,
+            parents=[base, dataset],
+            config=config,
+            metrics=metrics,
+            source=source,
+        )

@@ -1,0 +1,48 @@
+"""The actor is a plain causal language model; here is how its response tokens are scored."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rlhf_core.functional.logprobs import logprobs_from_logits
+from rlhf_core.models.trunk import position_ids
+
+
+def response_logits(
+    model: PreTrainedModel, *, sequences: Tensor, attention_mask: Tensor, num_actions: int
+) -> Tensor:
+    """Return the logits that predict each response token, [B A V].
+
+    The head is applied at these positions only: over a vocabulary of 49152 words, the prompt's logits would
+    cost more than the layers below.
+
+    Args:
+        model: a causal language model.
+        sequences: [B S], prompts padded left, responses right.
+        attention_mask: [B S], True on tokens.
+        num_actions: width of the response part, A; below S, as the first token has nothing before it.
+    """
+    length = sequences.shape[1]
+    # The token at position t is predicted at t - 1.
+    positions = torch.arange(length - num_actions - 1, length - 1, device=sequences.device)
+    output = model(
+        input_ids=sequences,
+        attention_mask=attention_mask.long(),
+        position_ids=position_ids(attention_mask),
+        logits_to_keep=positions,
+        use_cache=False,
+    )
+    logits: Tensor = output.logits
+    return logits
+
+
+def response_logprobs(
+    model: PreTrainedModel, *, sequences: Tensor, attention_mask: Tensor, num_actions: int, temperature: float
+) -> Tensor:
+    """Return the log-probability of each response token in float32, [B A]; meaningless on padding."""
+    logits = response_logits(
+        model, sequences=sequences, attention_mask=attention_mask, num_actions=num_actions
+    )
+    return logprobs_from_logits(logits, sequences[:, -num_actions:], temperature=temperature)

@@ -1,0 +1,77 @@
+"""The one-number head that reward model and critic put on a transformer, and the files of both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModel, PreTrainedModel
+
+from rlhf_core.errors import ModelError
+from rlhf_core.models.lora import save_merged
+
+HEAD_FILE = "head.safetensors"
+
+
+class TrunkAndHead(NamedTuple):
+    """What `load_with_head` found in a directory."""
+
+    trunk: PreTrainedModel
+    head: nn.Linear
+    extra: dict[str, Tensor]
+
+
+def random_head(trunk: PreTrainedModel) -> nn.Linear:
+    """Return a head with weights of standard deviation 1/(H + 1), so that first scores are of order one."""
+    head = zero_head(trunk)
+    nn.init.normal_(head.weight, std=1 / (head.in_features + 1))
+    return head
+
+
+def zero_head(trunk: PreTrainedModel) -> nn.Linear:
+    """Return a head that says 0 everywhere, in float32 whatever the trunk is in."""
+    head = nn.Linear(trunk.config.hidden_size, 1, device=trunk.device, dtype=torch.float32)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    return head
+
+
+def apply_head(head: nn.Linear, hidden: Tensor) -> Tensor:
+    """Return the head's output in float32, [...] from [... H], also under autocast.
+
+    Scores and values are compared with others in their third digit, which bfloat16 does not have.
+    """
+    with torch.autocast(device_type=hidden.device.type, enabled=False):
+        output: Tensor = head(hidden.to(head.weight.dtype))
+    return output.squeeze(-1).float()
+
+
+def save_with_head(
+    trunk: PreTrainedModel, head: nn.Linear, extra: Mapping[str, Tensor], directory: Path, max_shard_size: str
+) -> None:
+    """Write the trunk (adapters merged) as transformers does, and the head with `extra` tensors beside it."""
+    save_merged(trunk, directory, max_shard_size=max_shard_size)
+    named = {"weight": head.weight, "bias": head.bias, **extra}
+    tensors = {name: tensor.detach().cpu().clone() for name, tensor in named.items()}
+    save_file(tensors, directory / HEAD_FILE)
+
+
+def load_with_head(directory: Path, dtype: torch.dtype, *, kind: str) -> TrunkAndHead:
+    """Return what `save_with_head` wrote, the trunk in `dtype` and the head in float32.
+
+    Raises:
+        ModelError: if there is no head; the message says that a `kind` was wanted.
+    """
+    if not (directory / HEAD_FILE).is_file():
+        raise ModelError(
+            f"{directory} holds no {kind}, as it has no {HEAD_FILE}; give the directory of a stored {kind}"
+        )
+    tensors = load_file(directory / HEAD_FILE)
+    trunk = AutoModel.from_pretrained(directory, dtype=dtype)
+    head = zero_head(trunk)
+    head.load_state_dict({name: tensors.pop(name) for name in ("weight", "bias")})
+    return TrunkAndHead(trunk.eval(), head, tensors)

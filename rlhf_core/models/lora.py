@@ -1,0 +1,174 @@
+"""Low-rank adapters, and a model's weights by name with or without them.
+
+Adapters are injected into the model itself, which keeps its class: whoever calls the model need not know.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rlhf_core.config import LoRAConfig
+from rlhf_core.errors import ModelError
+
+_ADAPTER = "default"
+_ADAPTER_MARK = ".lora_"
+_BASE_MARK = ".base_layer"
+
+
+def attach_lora(model: PreTrainedModel, config: LoRAConfig, *, seed: int) -> None:
+    """Put adapters on the model's linear layers, in place, and freeze everything else in it.
+
+    Adapters are float32 whatever the model is in; at first they change nothing, as one factor is zero.
+
+    Args:
+        model: a causal language model or a trunk, in any dtype.
+        config: rank, scale, dropout and target layers.
+        seed: of the random factor; the global random state is left as it was.
+
+    Raises:
+        ModelError: if the model has adapters already, or none of its layers has a target's name.
+    """
+    if _adapted_layers(model):
+        raise ModelError(
+            "this model has adapters already; merge them (save_merged) and load the result first"
+        )
+    targets = config.target_modules
+    settings = LoraConfig(
+        r=config.r,
+        lora_alpha=config.alpha,
+        lora_dropout=config.dropout,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+    )
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        # GPT-2 keeps its weights transposed; peft sees it, says so, and does the right thing.
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")
+        torch.manual_seed(seed)
+        try:
+            inject_adapter_in_model(settings, model, adapter_name=_ADAPTER)
+        except ValueError as error:
+            raise ModelError(
+                f"{type(model).__name__} has no layer named like {targets!r}; set lora.target_modules to "
+                "'all-linear' or to names of its linear layers"
+            ) from error
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    model.train(model.training)  # the new layers come in training mode, whatever the model is in
+
+
+def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that training changes, by name, in the model's order."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def trainable_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return copies, in host memory, of what training changes: adapters and heads, or else all weights."""
+    return {
+        name: parameter.detach().to("cpu", copy=True)
+        for name, parameter in trainable_parameters(model).items()
+    }
+
+
+def load_trainable_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Put back what `trainable_state` returned, all of it or nothing.
+
+    Raises:
+        ModelError: if names or shapes differ from the model's.
+    """
+    own = trainable_parameters(model)
+    unlike = {name for name in own.keys() & state.keys() if own[name].shape != state[name].shape}
+    wrong = sorted((own.keys() ^ state.keys()) | unlike)
+    if wrong:
+        raise ModelError(
+            f"the state does not fit the model: {len(wrong)} tensors are missing, unknown or of another "
+            f"shape, first {wrong[0]!r}; build the model with the configuration of the stored state"
+        )
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(state[name])
+
+
+def merged_parameters(model: nn.Module, *, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """Return all weights by the names they have without adapters, adapters added in; changes nothing.
+
+    The sum is in float32 and rounded once. Tied weights come once, under the name of `named_parameters`.
+
+    Args:
+        model: any module, with or without adapters inside.
+        dtype: of the result; None keeps each weight's own. Weights are copied only if summed or cast.
+    """
+    layers = _adapted_layers(model)
+    merged = {}
+    for name, parameter in model.named_parameters():
+        if _ADAPTER_MARK in name:
+            continue
+        weight = parameter.detach()
+        layer_name, _, leaf = name.rpartition(_BASE_MARK + ".")
+        if leaf == "weight" and layer_name in layers:
+            delta = layers[layer_name].get_delta_weight(_ADAPTER).detach()
+            weight = (weight.float() + delta.float()).to(weight.dtype if dtype is None else dtype)
+        merged[name.replace(_BASE_MARK, "")] = weight if dtype is None else weight.to(dtype)
+    return merged
+
+
+def save_merged(
+    model: PreTrainedModel,
+    directory: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_size: str = "64MB",
+) -> None:
+    """Write the model with its adapters merged, as `from_pretrained` loads it: safetensors shards and config.
+
+    Args:
+        model: a causal language model or a trunk; stays as it is.
+        directory: made if absent.
+        dtype: of the weights written; None keeps the model's.
+        max_shard_size: shards are cut at the borders of tensors, in the model's order.
+    """
+    # save_pretrained empties the mapping that it is given: this one is its own.
+    state = {name: tensor.contiguous() for name, tensor in merged_parameters(model, dtype=dtype).items()}
+    model.save_pretrained(directory, state_dict=state, max_shard_size=max_shard_size)
+    if dtype is not None:
+        config = copy.deepcopy(model.config)
+        config.dtype = dtype
+        config.save_pretrained(directory)
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Run the block with the adapters switched off: the model is then what it was before training.
+
+    Raises:
+        ModelError: if the model has no adapters, as the block would then silently use the trained weights.
+    """
+    layers = _adapted_layers(model)
+    if not layers:
+        raise ModelError("this model has no adapters to switch off; give an initial_model of its own")
+    for layer in layers.values():
+        layer._disable_adapters = True  # enable_adapters() would also change what is trainable
+    try:
+        yield
+    finally:
+        for layer in layers.values():
+            layer._disable_adapters = False
+
+
+def set_adapter_dropout(model: nn.Module, *, active: bool) -> None:
+    """Switch the adapters' dropout, and no other part of the model, to training or evaluation."""
+    for layer in _adapted_layers(model).values():
+        layer.lora_dropout.train(active)
+
+
+def _adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}

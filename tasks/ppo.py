@@ -76,9 +76,12 @@ def next_episode(run: PPORun) -> int:
 def _may_pass(_task: Any, _task_run: Any, state: Any) -> bool:
     """Retry what a new trainer group can mend (a dead process, a late answer); never a bug or a bad number."""
     import ray
+    from rlhf_core.detached.dealer import MakersLostError
 
     error = state.result(raise_on_failure=False)
-    return isinstance(error, ray.exceptions.RayError | TimeoutError | ConnectionError | OSError)
+    if isinstance(error, ray.exceptions.RayTaskError):  # raised inside an actor: what it raised decides
+        error = error.cause
+    return isinstance(error, ray.exceptions.RayActorError | MakersLostError | TimeoutError | ConnectionError)
 
 
 @stage_task(name="episode", task_run_name="episode {episode}", retries=2, retry_delay_seconds=2, retry_condition_fn=_may_pass)
@@ -195,3 +198,11 @@ def _say_episode(record: Any, episodes: int) -> None:
         f"KL {metrics['kl']:.4f}  length {metrics['length']:.1f}  "
         + (f"{duration(left)} left in this stage" if left else f"took {duration(sum(record.seconds.values()))}"),
     )
+
+
+def end_cluster(run: PPORun) -> None:
+    """End the run's cluster and everything on it, and wait until it is gone; nothing if it never started."""
+    from infra.clusters import disconnect, release_cluster
+
+    disconnect()
+    release_cluster(run.name)

@@ -1,0 +1,39 @@
+"""Evaluation as a flow of its own: base, SFT, PPO and champion on the same held-out problems."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect import flow
+
+from flows.presets import resolve
+from tasks.data import prepare_data, with_data
+from tasks.evaluate import contestants, evaluate_policy
+from tasks.results import StageResult
+from tasks.sentences import in_one_sentence
+
+
+@flow(name="evaluate", persist_result=False)
+@in_one_sentence
+def evaluate(
+    preset: str = "quickstart",
+    model: str | None = None,
+    actor: str | None = None,
+    data: str | None = None,
+    seed: int | None = None,
+    overrides: dict[str, Any] | None = None,
+) -> dict[str, StageResult]:
+    """Evaluate a policy, and beside it its SFT parent, the base model, and the champion.
+
+    Args:
+        preset: name of a preset.
+        model: base model: packaged name, directory, or hub name.
+        actor: policy to evaluate; default: the latest of the preset.
+        data: problem file, or `dataset/...` reference.
+        seed: seed of the problems.
+        overrides: configuration by dotted key.
+    """
+    config = with_data(resolve(preset, model=model, seed=seed, overrides=overrides), data)
+    policies = contestants(config, actor)
+    dataset = prepare_data(config, data)
+    return {role: evaluate_policy(config, policy, dataset.parent) for role, policy in policies.items()}

@@ -1,0 +1,62 @@
+"""The whole night: data -> SFT -> reward model -> PPO -> evaluation -> gate -> promotion. Read this first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect import flow
+
+from flows.evaluate import evaluate
+from flows.ppo import ppo
+from flows.presets import resolve
+from flows.reward_model import reward_model as train_reward_model
+from flows.sft import sft
+from tasks.data import prepare_data, with_data
+from tasks.ppo import check_machine
+from tasks.promote import gate, promote
+from tasks.report import write_report
+from tasks.results import Decision
+from tasks.sentences import in_one_sentence
+
+
+@flow(name="pipeline", persist_result=False)
+@in_one_sentence
+def pipeline(
+    preset: str = "quickstart",
+    model: str | None = None,
+    actor: str | None = None,
+    reward_model: str | None = None,
+    data: str | None = None,
+    episodes: int | None = None,
+    seed: int | None = None,
+    overrides: dict[str, Any] | None = None,
+) -> Decision:
+    """Turn a base model, problems and preferences into an aligned model, and promote it if it is better.
+
+    Args:
+        preset: name of a preset.
+        model: base model: packaged name, directory, or hub name.
+        actor: SFT model to use instead of training one.
+        reward_model: reward model to use instead of training one.
+        data: problem file, preference file, or `dataset/...` reference.
+        episodes: number of PPO episodes.
+        seed: seed of everything random.
+        overrides: configuration by dotted key.
+    """
+    config = with_data(resolve(preset, model=model, episodes=episodes, seed=seed, overrides=overrides), data)
+    check_machine(config)
+    dataset = prepare_data(config, data)
+    common: dict[str, Any] = {"preset": preset, "model": model, "data": dataset.uri, "seed": seed, "overrides": overrides}
+    stages = [dataset]
+    if actor is None:
+        stages.append(sft(**common))
+        actor = stages[-1].uri
+    if reward_model is None and config.ppo.reward.reward_model > 0:
+        stages.append(train_reward_model(actor=actor, **common))
+        reward_model = stages[-1].uri
+    policy = ppo(actor=actor, reward_model=reward_model, episodes=episodes, **common)
+    evaluations = evaluate(actor=policy.uri, **common)
+    decision = gate(config, evaluations)
+    champion = promote(config, decision)
+    write_report(config, [*stages, policy], evaluations, decision, champion)
+    return decision

@@ -1,0 +1,55 @@
+"""PPO as a flow of its own: a loop over episodes, one task each, on the run's own Ray cluster."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect import flow
+
+from flows.presets import resolve
+from tasks.data import prepare_data, with_data
+from tasks.ppo import check_machine, end_cluster, finished_policy, next_episode, plan_ppo, ppo_episode, publish_policy
+from tasks.report import show_episodes
+from tasks.results import StageResult
+from tasks.sentences import in_one_sentence
+
+
+@flow(name="ppo", persist_result=False)
+@in_one_sentence
+def ppo(
+    preset: str = "quickstart",
+    model: str | None = None,
+    actor: str | None = None,
+    reward_model: str | None = None,
+    data: str | None = None,
+    episodes: int | None = None,
+    seed: int | None = None,
+    overrides: dict[str, Any] | None = None,
+) -> StageResult:
+    """Improve a policy with PPO; goes on from the last committed episode of the same configuration and inputs.
+
+    Args:
+        preset: name of a preset.
+        model: base model: packaged name, directory, or hub name.
+        actor: policy to start from; default: the latest SFT model of the preset.
+        reward_model: reward model; default: the latest of the preset, where the preset gives it weight.
+        data: problem file, or `dataset/...` reference.
+        episodes: number of episodes.
+        seed: seed of everything random.
+        overrides: configuration by dotted key.
+    """
+    config = with_data(resolve(preset, model=model, episodes=episodes, seed=seed, overrides=overrides), data)
+    check_machine(config)
+    dataset = prepare_data(config, data)
+    run = plan_ppo(config, actor, reward_model, dataset.parent)
+    done = finished_policy(run, reused=True)
+    if done is not None:
+        return done
+    try:
+        for episode in range(next_episode(run), config.ppo.episodes):
+            ppo_episode(run, episode)
+        policy = publish_policy(run)
+    finally:
+        end_cluster(run)
+    show_episodes(policy)
+    return policy

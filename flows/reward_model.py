@@ -1,0 +1,41 @@
+"""Reward-model training as a flow of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect import flow
+
+from flows.presets import resolve
+from tasks.data import prepare_data, with_data
+from tasks.policies import find_policy
+from tasks.results import StageResult
+from tasks.reward_model import collect_preferences, train_reward_model
+from tasks.sentences import in_one_sentence
+
+
+@flow(name="reward-model", persist_result=False)
+@in_one_sentence
+def reward_model(
+    preset: str = "quickstart",
+    model: str | None = None,
+    actor: str | None = None,
+    data: str | None = None,
+    seed: int | None = None,
+    overrides: dict[str, Any] | None = None,
+) -> StageResult:
+    """Train a reward model on preference pairs: a file's, or the SFT model's own samples ordered by the verifier.
+
+    Args:
+        preset: name of a preset.
+        model: base model: packaged name, directory, or hub name.
+        actor: SFT model whose trunk it starts from; default: the latest of the preset.
+        data: preference file, problem file, or `dataset/...` reference.
+        seed: seed of everything random.
+        overrides: configuration by dotted key.
+    """
+    config = with_data(resolve(preset, model=model, seed=seed, overrides=overrides), data)
+    dataset = prepare_data(config, data)
+    policy = find_policy(config, actor)
+    pairs = collect_preferences(config, dataset.parent, policy)
+    return train_reward_model(config, pairs.parent, policy)

@@ -1,0 +1,142 @@
+"""Finding manifests: by version, by reference, or all of them."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from infra.artifacts.aliases import list_aliases, read_alias
+from infra.artifacts.backend import Backend
+from infra.artifacts.layout import VERSIONS, version_key, versions_prefix
+from infra.artifacts.manifest import Manifest
+from infra.artifacts.parallel import in_parallel
+from infra.artifacts.ref import (
+    KINDS,
+    LATEST,
+    ArtifactRef,
+    Reference,
+    check_kind,
+    did_you_mean,
+    enumerate_names,
+    parse_reference,
+    version_uri,
+)
+from infra.errors import ReferenceNotFoundError, StoreError
+
+_MANIFEST = re.compile(r"([0-9]{8})\.json")
+
+
+class Catalog:
+    """The manifests of a store. What exists is listed anew each time; what a manifest says never changes."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._known: dict[tuple[str, str, int], Manifest] = {}
+
+    def names(self, kind: str) -> list[str]:
+        """Return the names of a kind that have a version."""
+        return [
+            name
+            for name in self._backend.children(f"{VERSIONS}{check_kind(kind)}/")
+            if self.versions(kind, name)
+        ]
+
+    def versions(self, kind: str, name: str) -> list[int]:
+        """Return the numbers of an artifact's versions, lowest first, without reading any."""
+        found = map(_MANIFEST.fullmatch, self._backend.children(versions_prefix(kind, name)))
+        return [int(match[1]) for match in found if match]
+
+    def read(self, kind: str, name: str, version: int) -> Manifest | None:
+        """Return the manifest of a version, or None if there is none."""
+        stored = self._backend.read(version_key(kind, name, version))
+        if stored is None:
+            return None
+        uri = version_uri(kind, name, version)
+        manifest = Manifest.from_json(stored.data, uri)
+        if manifest.uri != uri:
+            raise StoreError(
+                f"the manifest {uri} says that it is {manifest.uri}: the store has been altered by hand"
+            )
+        self._known[kind, name, version] = manifest
+        return manifest
+
+    def latest(self, kind: str, name: str) -> Manifest | None:
+        """Return the highest version, or None if there is none."""
+        for version in reversed(self.versions(kind, name)):
+            if (manifest := self.read(kind, name, version)) is not None:  # else removed since it was listed
+                return manifest
+        return None
+
+    def every(self, kind: str | None = None, name: str | None = None) -> list[Manifest]:
+        """Return the manifests of a kind and name, or of all kinds or names, in order."""
+        kinds = KINDS if kind is None else (check_kind(kind),)
+        artifacts = [(each, found) for each in kinds for found in ([name] if name else self.names(each))]
+        versions = [(*artifact, version) for artifact in artifacts for version in self.versions(*artifact)]
+        found = in_parallel(lambda version: self._known.get(version) or self.read(*version), versions)
+        return [manifest for manifest in found if manifest is not None]
+
+    def resolve(self, text: str) -> Manifest:
+        """Return what a reference names.
+
+        Raises:
+            ReferenceNotFoundError: if there is nothing; the message offers the nearest names.
+        """
+        reference = parse_reference(text)
+        found = self._look_up(reference)
+        if found is None:
+            raise ReferenceNotFoundError(f"the store has no {text}{self._what_there_is(reference)}")
+        return found
+
+    def pinned(self, ref: ArtifactRef) -> Manifest | None:
+        """Return the manifest that a parent or task names, or None if it is gone.
+
+        Raises:
+            StoreError: if the version holds other files than the reference says.
+        """
+        reference = parse_reference(ref.uri)
+        found = self._look_up(reference)
+        if found is not None and ref.digest and found.digest != ref.digest:
+            raise StoreError(
+                f"{ref.uri} holds other files than it is referred to with (digest {found.digest[:12]}, "
+                f"expected {ref.digest[:12]}); it may come from another store"
+            )
+        return found
+
+    def by_key(self, index: str) -> Manifest | None:
+        """Return what an entry of the key index points at, or None if either is not there."""
+        stored = self._backend.read(index)
+        if stored is None:
+            return None
+        try:
+            entry = json.loads(stored.data)
+            return self.pinned(ArtifactRef(entry["uri"], entry["digest"]))
+        except (ValueError, KeyError, TypeError):
+            raise StoreError(
+                f"{index} in the artifact store cannot be read; remove it, and it is made anew"
+            ) from None
+
+    def _look_up(self, reference: Reference) -> Manifest | None:
+        kind, name = reference.kind, reference.name
+        if reference.selector == LATEST:
+            return self.latest(kind, name)
+        if reference.version is not None:
+            return self.read(kind, name, reference.version)
+        alias = read_alias(self._backend, kind, name, reference.selector)
+        return None if alias is None else self.resolve(alias.uri)
+
+    def _what_there_is(self, reference: Reference) -> str:
+        kind, name = reference.kind, reference.name
+        versions = self.versions(kind, name)
+        if not versions:
+            everything = [f"{each}/{found}" for each in KINDS for found in self.names(each)]
+            hint = did_you_mean(f"{kind}/{name}", everything)
+            there = [item for item in everything if item.startswith(f"{kind}/")] or everything
+            return f"{hint}; it holds {enumerate_names(there)}" if there else ": it is empty so far"
+        numbers = enumerate_names(str(version) for version in reversed(versions))
+        if reference.version is not None:
+            return f"; the versions of {kind}/{name} are {numbers}"
+        aliases = [LATEST, *list_aliases(self._backend, kind, name)]
+        hint = did_you_mean(reference.selector, aliases)
+        return (
+            f"{hint}; the aliases of {kind}/{name} are {enumerate_names(aliases)}, and its versions {numbers}"
+        )

@@ -1,0 +1,39 @@
+"""Where things stand in the store."""
+
+from __future__ import annotations
+
+from infra.artifacts.ref import check_key, check_kind, check_name
+
+VERSIONS = "versions/"
+LEASES = "leases/"
+TRASH = "trash/"
+
+
+def blob_key(sha256: str) -> str:
+    """Return where the body of that hash is."""
+    return f"blobs/sha256/{sha256[:2]}/{sha256[2:]}"
+
+
+def versions_prefix(kind: str, name: str) -> str:
+    """Return where the manifests of an artifact are."""
+    return f"{VERSIONS}{check_kind(kind)}/{check_name(name)}/"
+
+
+def version_key(kind: str, name: str, version: int) -> str:
+    """Return where the manifest of a version is."""
+    return f"{versions_prefix(kind, name)}{version:08d}.json"
+
+
+def index_key(kind: str, key: str) -> str:
+    """Return where it stands what was made from these inputs."""
+    return f"keys/{check_kind(kind)}/{check_key(key)}.json"
+
+
+def aliases_prefix(kind: str, name: str) -> str:
+    """Return where the aliases of an artifact are."""
+    return f"aliases/{check_kind(kind)}/{check_name(name)}/"
+
+
+def alias_key(kind: str, name: str, alias: str) -> str:
+    """Return where an alias is."""
+    return f"{aliases_prefix(kind, name)}{alias}.json"

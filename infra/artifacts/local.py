@@ -1,0 +1,203 @@
+"""The store in a directory: for one machine, or several that share a file system with locks."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from uuid import uuid4
+
+from infra.artifacts.backend import CHUNK_BYTES, Stored
+from infra.errors import StoreError
+
+LOCK_TIMEOUT_S = 30.0
+STALE_S = 24 * 3600.0
+"""A temporary file of this age belongs to a writer that was killed."""
+_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+
+
+class LocalBackend:
+    """Objects as files. What is written is on the disk, with its folder's entry, before a call returns."""
+
+    def __init__(self, url: str, root: Path) -> None:
+        self.url = url
+        self._root = root
+        self._temporary = root / "tmp"
+
+    def probe(self) -> None:
+        """Make the directory, write to it, and clear what killed writers left."""
+        with self._explained("open"):
+            _make_directory(self._temporary)
+            self._write_temporary(b"").unlink()
+            for leftover in self._temporary.iterdir():
+                with suppress(FileNotFoundError):  # its writer, or another process that opens the store
+                    if time.time() - leftover.stat().st_mtime > STALE_S:
+                        leftover.unlink()
+
+    def read(self, key: str) -> Stored | None:
+        """Return a small object, or None if there is none."""
+        with self._explained("read"):
+            try:
+                data = self._path(key).read_bytes()
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+        return Stored(data, hashlib.sha256(data).hexdigest())
+
+    def create(self, key: str, data: bytes) -> bool:
+        """Write a small object unless one is there: a hard link to a finished file takes the name."""
+        path = self._path(key)
+        with self._explained("write to"):
+            _make_directory(path.parent)
+            temporary = self._write_temporary(data)
+            try:
+                os.link(temporary, path)
+            except FileExistsError:
+                return False
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                return self._create_under_lock(temporary, path)
+            finally:
+                temporary.unlink(missing_ok=True)
+            _sync_directory(path.parent)
+        return True
+
+    def replace(self, key: str, data: bytes, tag: str) -> bool:
+        """Write a small object if it is still in the state that `tag` names; a lock keeps others away."""
+        with self._explained("write to"), self._locked():
+            current = self.read(key)
+            if current is None or current.tag != tag:
+                return False
+            self._move(self._write_temporary(data), self._path(key))
+        return True
+
+    def delete(self, key: str) -> None:
+        """Remove an object; it may be gone already."""
+        with self._explained("delete from"):
+            self._path(key).unlink(missing_ok=True)
+
+    def children(self, prefix: str) -> list[str]:
+        """Return the sorted names directly under a prefix."""
+        with self._explained("list"):
+            try:
+                return sorted(os.listdir(self._path(prefix)))
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+
+    def size(self, key: str) -> int | None:
+        """Return the size of an object in bytes, or None if there is none."""
+        with self._explained("read"):
+            try:
+                return self._path(key).stat().st_size
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+
+    def upload(self, key: str, source: Path | bytes, sha256: str) -> None:
+        """Copy a blob under a temporary name, check its hash, and move it into place."""
+        with self._explained("write to"):
+            temporary, found = self._copy_temporary(source)
+            if found != sha256:
+                temporary.unlink()
+                raise StoreError(f"{source if isinstance(source, Path) else key} changed while it was stored")
+            path = self._path(key)
+            _make_directory(path.parent)
+            self._move(temporary, path)
+
+    def download(self, key: str, size: int) -> Iterator[bytes]:
+        """Yield an object piece by piece; its reader counts and hashes the pieces."""
+        del size  # a file ends by itself
+        with self._explained("read"), self._path(key).open("rb") as file:
+            while piece := file.read(CHUNK_BYTES):
+                yield piece
+
+    def _path(self, key: str) -> Path:
+        return self._root / key
+
+    def _write_temporary(self, data: bytes) -> Path:
+        return self._copy_temporary(data)[0]
+
+    def _copy_temporary(self, source: Path | bytes) -> tuple[Path, str]:
+        """Write a finished file under a name of its own; return it and the hash of what was written."""
+        path = self._temporary / uuid4().hex
+        digest = hashlib.sha256()
+        try:
+            with path.open("xb") as file:
+                for piece in _pieces(source):
+                    digest.update(piece)
+                    file.write(piece)
+                file.flush()
+                os.fsync(file.fileno())
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        return path, digest.hexdigest()
+
+    def _create_under_lock(self, temporary: Path, path: Path) -> bool:
+        """Take the name where the file system has no hard links."""
+        with self._locked():
+            if path.exists():
+                return False
+            self._move(temporary, path)
+        return True
+
+    def _move(self, temporary: Path, path: Path) -> None:
+        os.replace(temporary, path)
+        _sync_directory(path.parent)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        deadline = time.monotonic() + LOCK_TIMEOUT_S
+        with (self._root / ".lock").open("ab") as file:
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise StoreError(
+                            f"the lock of the artifact store {self._root} was not free within "
+                            f"{LOCK_TIMEOUT_S:.0f} s; another process holds {file.name}"
+                        ) from None
+                    time.sleep(0.01)
+            yield  # closing the file lets go
+
+    @contextmanager
+    def _explained(self, verb: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise StoreError(
+                f"cannot {verb} the artifact store in the directory {self._root}: {error.strerror or error}; "
+                "choose a directory that can be written (RLHF_STORE_URL), or mend this one"
+            ) from error
+
+
+def _pieces(source: Path | bytes) -> Iterator[bytes]:
+    if isinstance(source, bytes):
+        yield source
+        return
+    with source.open("rb") as file:
+        while piece := file.read(CHUNK_BYTES):
+            yield piece
+
+
+def _make_directory(path: Path) -> None:
+    """Make a directory and its parents, each entered in its parent on the disk."""
+    if path.is_dir():
+        return
+    _make_directory(path.parent)
+    path.mkdir(exist_ok=True)
+    _sync_directory(path.parent)
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,202 @@
+"""The manifest of one version: what it holds, what it came from, and who wrote it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import PurePosixPath
+from typing import Annotated, Any, Literal, Self
+from uuid import uuid4
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import PydanticSerializationError, to_jsonable_python
+
+from infra.artifacts.ref import ArtifactRef, check_key, check_kind, check_name, version_uri
+from infra.errors import StoreError
+
+PACKAGES = (
+    "rlhf-flows",
+    "torch",
+    "transformers",
+    "peft",
+    "datasets",
+    "safetensors",
+    "numpy",
+    "ray",
+    "prefect",
+    "reasoning-gym",
+    "math-verify",
+)
+"""What the numbers of an artifact depend on; their versions stand in its manifest."""
+Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+
+
+def check_path(path: str) -> str:
+    """Return a file's path inside its artifact, or raise StoreError if it could lead outside of it."""
+    pure = PurePosixPath(path)
+    clean = str(pure) == path and "\\" not in path and path.isprintable()
+    if not clean or pure.is_absolute() or ".." in pure.parts or path in {"", "."}:
+        raise StoreError(
+            f"{path!r} cannot be a file of an artifact: use a relative path with forward slashes and no '..'"
+        )
+    return path
+
+
+class FileEntry(BaseModel):
+    """One file of an artifact; its body is the blob of that hash."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    path: Annotated[str, AfterValidator(check_path)]
+    size: int = Field(ge=0)
+    sha256: Sha256
+
+
+class Manifest(BaseModel):
+    """What one version of an artifact is; it is written after all that it names, and never changes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+
+    schema_version: Literal[1] = 1
+    kind: Annotated[str, AfterValidator(check_kind)]
+    name: Annotated[str, AfterValidator(check_name)]
+    version: int = Field(ge=0, le=99_999_999)
+    digest: Sha256
+    files: tuple[FileEntry, ...]
+    parents: tuple[ArtifactRef, ...] = ()
+    key: Annotated[str, AfterValidator(check_key)] | None = None
+    config: dict[str, JsonValue] = {}
+    source_digest: str = ""
+    packages: dict[str, str] = {}
+    metrics: dict[str, JsonValue] = {}
+    flow_run: str | None = None
+    created: datetime
+    writer: str
+    """A random id: tells a writer whose answer was lost that the manifest it finds is its own."""
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Self:
+        paths = [entry.path for entry in self.files]
+        if len(set(paths)) != len(paths):
+            raise ValueError("a path is named twice")
+        if {str(parent) for path in paths for parent in PurePosixPath(path).parents} & set(paths):
+            raise ValueError("a path is both a file and a folder")
+        if self.digest != digest_of(self.files):
+            raise ValueError("the digest is not that of the files")
+        return self
+
+    @property
+    def uri(self) -> str:
+        """`kind/name@version`."""
+        return version_uri(self.kind, self.name, self.version)
+
+    @property
+    def ref(self) -> ArtifactRef:
+        """What other artifacts and tasks know it by."""
+        return ArtifactRef(uri=self.uri, digest=self.digest)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all its files."""
+        return sum(entry.size for entry in self.files)
+
+    def entry(self, path: str) -> FileEntry:
+        """Return the entry of one file.
+
+        Raises:
+            StoreError: if the artifact has no such file; the message lists those it has.
+        """
+        for entry in self.files:
+            if entry.path == path:
+                return entry
+        listing = ", ".join(entry.path for entry in self.files) or "none"
+        raise StoreError(f"{self.uri} has no file {path!r}; its files are {listing}")
+
+    def to_json(self) -> bytes:
+        """Return the manifest as it is stored."""
+        return self.model_dump_json(indent=1).encode()
+
+    @classmethod
+    def draft(cls, files: tuple[FileEntry, ...], *, kind: str, name: str, **fields: Any) -> Manifest:
+        """Return a manifest that is complete, but not yet written.
+
+        Args:
+            files: what it holds.
+            kind: of the artifact.
+            name: of the artifact.
+            **fields: the others; config and metrics may hold whatever becomes JSON.
+
+        Raises:
+            StoreError: if a field cannot stand in a manifest.
+        """
+        try:
+            for field in ("config", "metrics"):
+                fields[field] = to_jsonable_python(dict(fields.get(field, {})))
+            return cls(
+                kind=kind,
+                name=name,
+                digest=digest_of(files),
+                files=files,
+                packages=installed_packages(),
+                created=datetime.now(UTC),
+                writer=uuid4().hex,
+                **fields,
+            )
+        except ValidationError as error:
+            raise StoreError(f"cannot store {kind}/{name}: {first_complaint(error)}") from None
+        except PydanticSerializationError as error:
+            raise StoreError(
+                f"cannot store {kind}/{name}: config or metrics are not plain JSON: {error}"
+            ) from None
+
+    @classmethod
+    def from_json(cls, data: bytes, where: str) -> Manifest:
+        """Read a stored manifest.
+
+        Raises:
+            StoreError: if it is damaged or of a later form; the message names it and what is wrong.
+        """
+        try:
+            return cls.model_validate_json(data)
+        except ValidationError as error:
+            raise StoreError(f"the manifest {where} cannot be read: {first_complaint(error)}") from None
+        except StoreError as error:
+            raise StoreError(f"the manifest {where} cannot be read: {error}") from None
+
+
+def first_complaint(error: ValidationError) -> str:
+    """Return where and what, of the first thing that pydantic found wrong."""
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    place = ".".join(map(str, first["loc"]))
+    return f"{place}: {first['msg']}" if place else first["msg"]
+
+
+def digest_of(files: Iterable[FileEntry]) -> str:
+    """Return the SHA-256 over the sorted (path, sha256) list: the same files, the same digest."""
+    listing = sorted([entry.path, entry.sha256] for entry in files)
+    return hashlib.sha256(json.dumps(listing, separators=(",", ":")).encode()).hexdigest()
+
+
+@cache
+def installed_packages() -> dict[str, str]:
+    """Return the versions of the packages that numbers depend on, without importing them."""
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

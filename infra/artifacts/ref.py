@@ -1,0 +1,138 @@
+"""Names of artifacts: what a reference looks like, how it is read, and what was probably meant."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from infra.errors import ReferenceNotFoundError, StoreError
+
+KINDS = ("dataset", "sft", "reward-model", "ppo-state", "policy", "evaluation", "run")
+LATEST = "latest"
+EXTERNAL_PREFIX = "model/"
+"""A parent whose URI starts so came from outside the store: a leaf of every lineage."""
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}")
+_VERSION = re.compile(r"[0-9]{1,8}")
+_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class ArtifactRef:
+    """One version of one artifact: what crosses a task's border instead of the artifact."""
+
+    uri: str
+    """`kind/name@version`, or `model/...` for what came from outside the store."""
+    digest: str
+    """SHA-256 over the sorted (path, sha256) list of its files."""
+
+    def __str__(self) -> str:
+        return self.uri
+
+    @property
+    def is_external(self) -> bool:
+        """Whether the store does not hold it."""
+        return self.uri.startswith(EXTERNAL_PREFIX)
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A reference as a person writes it: `policy/llama7b`, `policy/llama7b@12`, `policy/llama7b@champion`."""
+
+    kind: str
+    name: str
+    selector: str = LATEST
+
+    @property
+    def version(self) -> int | None:
+        """The version when the reference names one, else None."""
+        return int(self.selector) if _VERSION.fullmatch(self.selector) else None
+
+    def __str__(self) -> str:
+        return f"{self.kind}/{self.name}@{self.selector}"
+
+
+def version_uri(kind: str, name: str, version: int) -> str:
+    """Return the reference of one version, as manifests and parents write it."""
+    return f"{kind}/{name}@{version}"
+
+
+def parse_reference(text: str) -> Reference:
+    """Read a reference to something in the store.
+
+    Args:
+        text: `kind/name`, `kind/name@version` or `kind/name@alias`; without `@` it means `@latest`.
+
+    Returns:
+        Its parts, each of an allowed form; whether it exists is the store's to say.
+
+    Raises:
+        ReferenceNotFoundError: if the text is no reference, or its kind is unknown.
+
+    Example:
+        >>> parse_reference("policy/llama7b@12").version
+        12
+    """
+    path, at, selector = text.partition("@")
+    kind, _, name = path.partition("/")
+    selector = selector if at else LATEST
+    if kind not in KINDS:
+        hint = did_you_mean(kind, KINDS)
+        raise ReferenceNotFoundError(
+            f"{text!r} names no artifact: expected kind/name, kind/name@version or kind/name@alias{hint}; "
+            f"the kinds are {', '.join(KINDS)}"
+        )
+    if not (_NAME.fullmatch(name) and _NAME.fullmatch(selector)):
+        raise ReferenceNotFoundError(
+            f"{text!r} names no artifact: expected {kind}/name, {kind}/name@version or {kind}/name@alias, "
+            "in lower-case letters, digits, dots, dashes and underscores"
+        )
+    return Reference(kind, name, selector)
+
+
+def check_kind(kind: str) -> str:
+    """Return the kind, or raise StoreError if there is none such."""
+    if kind not in KINDS:
+        raise StoreError(
+            f"there is no kind of artifact {kind!r}{did_you_mean(kind, KINDS)}; use one of {', '.join(KINDS)}"
+        )
+    return kind
+
+
+def check_name(name: str, what: str = "name") -> str:
+    """Return the name, or raise StoreError if it could not stand in a path or a reference."""
+    if not _NAME.fullmatch(name):
+        raise StoreError(
+            f"{name!r} cannot be the {what} of an artifact: use at most 128 lower-case letters, digits, "
+            "dots, dashes and underscores, beginning with a letter or digit"
+        )
+    return name
+
+
+def check_key(key: str) -> str:
+    """Return the key that an artifact is found by, or raise StoreError if it could not stand in a path."""
+    return check_name(key, "key")
+
+
+def check_alias(alias: str) -> str:
+    """Return the alias, or raise StoreError if it reads as a version or is `latest`, which is computed."""
+    if alias == LATEST or _VERSION.fullmatch(alias):
+        raise StoreError(
+            f"{alias!r} cannot be an alias: {LATEST!r} and bare numbers already mean versions; choose a word"
+        )
+    return check_name(alias, "alias")
+
+
+def did_you_mean(text: str, known: Iterable[str]) -> str:
+    """Return ` (did you mean ...?)` with the nearest known names, or nothing when none is near."""
+    nearest = difflib.get_close_matches(text, list(known), n=3, cutoff=0.5)
+    return f" (did you mean {' or '.join(nearest)}?)" if nearest else ""
+
+
+def enumerate_names(names: Iterable[str]) -> str:
+    """Return the names in a row, the first few of many."""
+    known = list(names)
+    rest = len(known) - _SHOWN
+    return ", ".join(known[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")

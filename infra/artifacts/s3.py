@@ -1,0 +1,235 @@
+"""The store in a bucket, through s3fs."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import s3fs
+from fsspec.asyn import sync
+
+from infra.artifacts.backend import CHUNK_BYTES, Stored
+from infra.artifacts.opening import S3Options
+from infra.artifacts.s3_errors import RefusedError, Retrier
+from infra.errors import StoreError
+
+PART_BYTES = 32 << 20
+"""A blob above this size goes up in parts, each checked and retried by itself."""
+CONNECT_TIMEOUT_S = 5.0
+READ_TIMEOUT_S = 30.0
+DEADLINE_S = 120.0
+OPEN_LIMIT_S = 15.0
+"""An absent server is said soon when the store is opened; later it has the whole deadline to come back."""
+_CONDITION_FAILED = {"PreconditionFailed", "412"}
+_ABSENT = {"NoSuchKey", "404"}
+
+
+class S3Backend:
+    """Objects in a bucket. s3fs and botocore make one attempt each; retries and deadline are ours."""
+
+    def __init__(
+        self, url: str, bucket: str, prefix: str, options: S3Options, deadline_s: float = DEADLINE_S
+    ) -> None:
+        self.url = url
+        self._bucket = bucket
+        self._prefix = f"{prefix}/" if prefix else ""
+        self._options = options
+        self._open_limit_s = min(OPEN_LIMIT_S, deadline_s)
+        self._retrier = Retrier(options.endpoint_url, bucket, deadline_s)
+        self._lock = threading.Lock()
+        self._opened: tuple[int, s3fs.S3FileSystem] | None = None
+
+    def probe(self) -> None:
+        """Check that the bucket is there and lets us in, and that the server enforces conditional writes."""
+        files, page = self._files(), {"Prefix": self._prefix, "MaxKeys": 1}
+        self._retrier.run(
+            "looking around",
+            lambda timeout: files.call_s3("list_objects_v2", Bucket=self._bucket, timeout=timeout, **page),
+            limit_s=self._open_limit_s,
+        )
+        key = "probe/conditional-write"
+        with suppress(RefusedError):  # whoever may only read can open the store, and will not write
+            if self.create(key, b"") and self.create(key, b""):
+                raise StoreError(
+                    f"the S3 server of the bucket {self._bucket!r} does not enforce conditional writes "
+                    "(If-None-Match), so two writers would overwrite each other; use a server that does"
+                )
+
+    def read(self, key: str) -> Stored | None:
+        """Return a small object, or None if there is none."""
+        try:
+            data, tag = self._retrier.run(f"reading {key}", partial(self._get, key, None))
+        except RefusedError as error:
+            if error.code in _ABSENT:
+                return None
+            raise
+        return Stored(data, tag)
+
+    def create(self, key: str, data: bytes) -> bool:
+        """Write a small object unless one is there."""
+        return self._put_if(key, data, IfNoneMatch="*")
+
+    def replace(self, key: str, data: bytes, tag: str) -> bool:
+        """Write a small object if it is still in the state that `tag`, its ETag, names."""
+        return self._put_if(key, data, IfMatch=tag)
+
+    def delete(self, key: str) -> None:
+        """Remove an object; it may be gone already."""
+        self._call(f"deleting {key}", "delete_object", Key=self._prefix + key)
+
+    def children(self, prefix: str) -> list[str]:
+        """Return the sorted names directly under a prefix, page by page."""
+        full = self._prefix + prefix
+        names: list[str] = []
+        more: dict[str, str] = {}
+        while True:
+            page = self._call(f"listing {prefix}", "list_objects_v2", Prefix=full, Delimiter="/", **more)
+            names += [item["Key"] for item in page.get("Contents", ())]
+            names += [item["Prefix"] for item in page.get("CommonPrefixes", ())]
+            if not page.get("IsTruncated"):
+                return sorted(name.removeprefix(full).rstrip("/") for name in names if name != full)
+            more = {"ContinuationToken": page["NextContinuationToken"]}
+
+    def size(self, key: str) -> int | None:
+        """Return the size of an object in bytes, or None if there is none."""
+        try:
+            found = self._call(f"looking for {key}", "head_object", Key=self._prefix + key)
+        except RefusedError as error:
+            if error.code in _ABSENT:
+                return None
+            raise
+        return int(found["ContentLength"])
+
+    def upload(self, key: str, source: Path | bytes, sha256: str) -> None:
+        """Send a blob; the server checks each piece (Content-MD5), we check the hash of what we read."""
+        digest = hashlib.sha256()
+        size = len(source) if isinstance(source, bytes) else source.stat().st_size
+        if size <= PART_BYTES:
+            body = source if isinstance(source, bytes) else source.read_bytes()
+            digest.update(body)
+            _check_unchanged(key, source, digest.hexdigest(), sha256)
+            self._put(key, body)
+        else:
+            self._put_parts(key, source, size, sha256)
+        if (stored := self.size(key)) != size:
+            raise StoreError(f"{key} arrived in the artifact store with {stored} of {size} bytes; try again")
+
+    def download(self, key: str, size: int) -> Iterator[bytes]:
+        """Yield an object of known size piece by piece, each retried by itself."""
+        for start in range(0, size, CHUNK_BYTES):
+            span = f"bytes={start}-{min(start + CHUNK_BYTES, size) - 1}"
+            yield self._retrier.run(f"reading {key}", partial(self._get, key, span))[0]
+
+    def _put(self, key: str, body: bytes, **condition: str) -> None:
+        full = self._prefix + key
+        self._call(f"writing {key}", "put_object", Key=full, Body=body, ContentMD5=_md5(body), **condition)
+
+    def _put_if(self, key: str, data: bytes, **condition: str) -> bool:
+        try:
+            self._put(key, data, **condition)
+        except RefusedError as error:
+            if error.code in _CONDITION_FAILED or (error.code in _ABSENT and "IfMatch" in condition):
+                return False
+            raise
+        return True
+
+    def _put_parts(self, key: str, source: Path | bytes, size: int, sha256: str) -> None:
+        """Send a large blob in parts; it becomes visible with the last request, or not at all."""
+        full, what = self._prefix + key, f"writing {key}"
+        upload = self._call(what, "create_multipart_upload", Key=full)["UploadId"]
+        try:
+            digest = hashlib.sha256()
+            parts = []
+            for number, body in enumerate(_parts(source, size), start=1):
+                digest.update(body)
+                checked = {"PartNumber": number, "Body": body, "ContentMD5": _md5(body)}
+                answer = self._call(what, "upload_part", Key=full, UploadId=upload, **checked)
+                parts.append({"PartNumber": number, "ETag": answer["ETag"]})
+            _check_unchanged(key, source, digest.hexdigest(), sha256)
+            listing = {"Parts": parts}
+            self._call(what, "complete_multipart_upload", Key=full, UploadId=upload, MultipartUpload=listing)
+        except BaseException:
+            with suppress(StoreError):
+                self._call(what, "abort_multipart_upload", Key=full, UploadId=upload)
+            raise
+
+    def _call(self, what: str, method: str, **arguments: Any) -> Any:
+        def attempt(timeout: float) -> Any:
+            return self._files().call_s3(method, Bucket=self._bucket, timeout=timeout, **arguments)
+
+        return self._retrier.run(what, attempt)
+
+    def _get(self, key: str, span: str | None, timeout: float) -> tuple[bytes, str]:
+        arguments = {"Range": span} if span else {}
+        files = self._files()
+
+        async def get() -> tuple[bytes, str]:
+            answer = await files._call_s3(
+                "get_object", Bucket=self._bucket, Key=self._prefix + key, **arguments
+            )
+            async with answer["Body"] as body:
+                return await body.read(), answer["ETag"]
+
+        found: tuple[bytes, str] = sync(files.loop, get, timeout=timeout)
+        return found
+
+    def _files(self) -> s3fs.S3FileSystem:
+        """Return this process's file system: its event loop and sockets do not survive a fork."""
+        opened = self._opened
+        if opened is None or opened[0] != os.getpid():
+            with self._lock:
+                opened = self._opened
+                if opened is None or opened[0] != os.getpid():
+                    opened = self._opened = (os.getpid(), _open_files(self._options))
+        return opened[1]
+
+
+def _open_files(options: S3Options) -> s3fs.S3FileSystem:
+    config: dict[str, Any] = {
+        "connect_timeout": CONNECT_TIMEOUT_S,
+        "read_timeout": READ_TIMEOUT_S,
+        "retries": {"total_max_attempts": 1},
+        "max_pool_connections": 16,
+        # the newer default checksums are unknown to many servers; Content-MD5 is known to all
+        "request_checksum_calculation": "when_required",
+        "response_checksum_validation": "when_required",
+    }
+    if options.endpoint_url:
+        config["s3"] = {"addressing_style": "path"}  # bucket.localhost has no address
+    files = s3fs.S3FileSystem(
+        key=options.access_key,
+        secret=options.secret_key,
+        endpoint_url=options.endpoint_url,
+        client_kwargs={"region_name": options.region} if options.region else {},
+        config_kwargs=config,
+        use_listings_cache=False,
+        skip_instance_cache=True,
+    )
+    files.retries = 1
+    return files
+
+
+def _parts(source: Path | bytes, size: int) -> Iterator[bytes]:
+    if isinstance(source, bytes):
+        for start in range(0, size, PART_BYTES):
+            yield source[start : start + PART_BYTES]
+        return
+    with source.open("rb") as file:
+        while part := file.read(PART_BYTES):
+            yield part
+
+
+def _md5(body: bytes) -> str:
+    return base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode()
+
+
+def _check_unchanged(key: str, source: Path | bytes, found: str, expected: str) -> None:
+    if found != expected:
+        raise StoreError(f"{source if isinstance(source, Path) else key} changed while it was stored")

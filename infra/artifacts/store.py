@@ -1,0 +1,210 @@
+"""The artifact store: what every stage reads from and writes to (docs/adr/0002-manifest-last.md)."""
+
+from __future__ import annotations
+
+import builtins
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from infra.artifacts.aliases import Alias, list_aliases, move_alias, read_alias
+from infra.artifacts.backend import Backend
+from infra.artifacts.catalog import Catalog
+from infra.artifacts.commit import Source, commit, describe, gather_sources, taken
+from infra.artifacts.fetch import checked_pieces, fetch_cached, fetch_files
+from infra.artifacts.layout import index_key
+from infra.artifacts.lineage import Lineage, trace
+from infra.artifacts.manifest import Manifest
+from infra.artifacts.pruning import prune
+from infra.artifacts.ref import ArtifactRef, check_key, check_kind, check_name, parse_reference
+from infra.errors import ReferenceNotFoundError, StoreError
+
+
+class ArtifactStore:
+    """Versions of artifacts, by reference, key and content; for several threads and processes at once."""
+
+    def __init__(self, backend: Backend, cache_dir: Path) -> None:
+        self._backend = backend
+        self._catalog = Catalog(backend)
+        self._cache_dir = cache_dir / "artifacts"
+
+    @property
+    def url(self) -> str:
+        """Where the store is."""
+        return self._backend.url
+
+    def commit(
+        self,
+        kind: str,
+        name: str,
+        files: Mapping[str, Source] | Path,
+        *,
+        key: str | None = None,
+        parents: Sequence[ArtifactRef | str] = (),
+        config: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        source_digest: str = "",
+        flow_run: str | None = None,
+        version: int | None = None,
+    ) -> ArtifactRef:
+        """Store files as a new version; it becomes visible whole, or not at all.
+
+        Args:
+            kind: one of KINDS.
+            name: of the artifact.
+            files: the body, or a file on disk, of each path; or a directory, with all that is in it.
+            key: what the artifact can be found by again: a hash of all that it was made from.
+            parents: what it was made from; a string is resolved, unless it came from outside (`model/...`).
+            config: the resolved configuration.
+            metrics: figures worth keeping with it.
+            source_digest: hash of the code that made it.
+            flow_run: id of the run in Prefect.
+            version: None takes the next free number.
+
+        Returns:
+            The reference of the version. An explicit version that is there with the same files is that one.
+
+        Raises:
+            VersionExistsError: if the explicit version is there with other files.
+            StoreError: if an argument cannot be stored, or the store cannot be written.
+        """
+        check_kind(kind)
+        check_name(name)
+        sources = gather_sources(files)
+        draft = Manifest.draft(
+            describe(sources),
+            kind=kind,
+            name=name,
+            version=version or 0,
+            parents=tuple(self._pin(parent) for parent in parents),
+            key=key if key is None else check_key(key),
+            config=config or {},
+            source_digest=source_digest,
+            metrics=metrics or {},
+            flow_run=flow_run,
+        )
+        manifest = None if version is None else self._catalog.read(kind, name, version)
+        if manifest is None:
+            manifest = commit(
+                self._backend, draft, sources, None if version is not None else self._next_version
+            )
+        elif manifest.digest != draft.digest:
+            raise taken(manifest)
+        if key is not None:
+            self._index(manifest, index_key(kind, key))
+        return manifest.ref
+
+    def find(self, kind: str, key: str) -> Manifest | None:
+        """Return what was made from the inputs that the key is a hash of, or None if nothing was."""
+        return self._catalog.by_key(index_key(kind, key))
+
+    def resolve(self, reference: str | ArtifactRef) -> Manifest:
+        """Return what a reference names: `kind/name` (the latest), `kind/name@version` or `kind/name@alias`.
+
+        Raises:
+            ReferenceNotFoundError: if there is nothing; the message offers the nearest names.
+            StoreError: if an ArtifactRef's digest is not that of the version.
+        """
+        if isinstance(reference, str):
+            return self._catalog.resolve(reference)
+        if reference.is_external:
+            raise ReferenceNotFoundError(
+                f"{reference.uri} came from outside the store; it cannot be read from it"
+            )
+        return self._catalog.pinned(reference) or self._catalog.resolve(reference.uri)
+
+    def latest(self, kind: str, name: str) -> Manifest | None:
+        """Return the highest version, or None if there is none."""
+        return self._catalog.latest(kind, name)
+
+    def list(self, kind: str | None = None, name: str | None = None) -> builtins.list[Manifest]:
+        """Return all manifests, or those of a kind or of one artifact, in order of kind, name and version."""
+        return self._catalog.every(kind, name)
+
+    def lineage(self, reference: str | ArtifactRef) -> Lineage:
+        """Return what an artifact came from, and what that came from, to the beginning."""
+        return trace(self.resolve(reference), self._catalog.pinned)
+
+    def fetch(self, reference: str | ArtifactRef, directory: Path) -> Path:
+        """Write an artifact's files into an empty directory, made if need be, and return it.
+
+        Raises:
+            ReferenceNotFoundError: if the reference names nothing.
+            StoreError: if a blob is missing, truncated or altered, or the directory is not fit; no file that
+                failed its check is left under its name.
+        """
+        return fetch_files(self._backend, self.resolve(reference), directory)
+
+    def cached(self, reference: str | ArtifactRef) -> Path:
+        """Return a directory with an artifact's files, fetched once; it is shared: do not write to it."""
+        return fetch_cached(self._backend, self.resolve(reference), self._cache_dir)
+
+    def read_bytes(self, manifest: Manifest, path: str) -> bytes:
+        """Return the body of one file, checked."""
+        return b"".join(checked_pieces(self._backend, manifest, manifest.entry(path)))
+
+    def read_json(self, manifest: Manifest, path: str) -> Any:
+        """Return the content of one JSON file, checked."""
+        try:
+            return json.loads(self.read_bytes(manifest, path))
+        except ValueError:
+            raise StoreError(f"{path!r} of {manifest.uri} is not JSON") from None
+
+    def set_alias(self, reference: str | ArtifactRef, alias: str, *, why: str, who: str) -> None:
+        """Point an alias at a version; where it pointed, why it moved and by whom stays in its history."""
+        move_alias(self._backend, self.resolve(reference), alias, why=why, who=who)
+
+    def alias(self, kind: str, name: str, alias: str) -> str | None:
+        """Return the reference of the version that an alias points at, or None if there is no such alias."""
+        found = read_alias(self._backend, kind, name, alias)
+        return None if found is None else found.uri
+
+    def aliases(self, kind: str, name: str) -> dict[str, Alias]:
+        """Return every alias of an artifact, with its history."""
+        return list_aliases(self._backend, kind, name)
+
+    def prune(self, kind: str, name: str, keep: int) -> builtins.list[int]:
+        """Delete all but the newest versions, and the blobs that only they reached.
+
+        Args:
+            kind: of the artifact.
+            name: of the artifact.
+            keep: how many to keep; those that an alias points at are kept besides.
+
+        Returns:
+            The versions that were deleted.
+        """
+        if keep < 1:
+            raise StoreError(f"cannot prune {kind}/{name} to {keep} versions; keep at least 1")
+        aliased = {parse_reference(alias.uri).version for alias in self.aliases(kind, name).values()}
+        versions = [
+            version for version in self._catalog.versions(kind, name)[:-keep] if version not in aliased
+        ]
+        old = [found for version in versions if (found := self._catalog.read(kind, name, version))]
+        if old:
+            prune(self._backend, old, self._catalog.every)
+        return [manifest.version for manifest in old]
+
+    def _next_version(self, kind: str, name: str) -> int:
+        return max(self._catalog.versions(kind, name), default=0) + 1
+
+    def _pin(self, parent: ArtifactRef | str) -> ArtifactRef:
+        """Return a parent as a manifest may name it: by version, or as something external."""
+        ref = parent if isinstance(parent, ArtifactRef) else ArtifactRef(parent, "")
+        if ref.is_external:
+            return ref
+        if isinstance(parent, str):
+            return self.resolve(parent).ref
+        if parse_reference(ref.uri).version is None:
+            raise StoreError(f"the parent {ref.uri} must name a version, not an alias: aliases move")
+        return ref
+
+    def _index(self, manifest: Manifest, index: str) -> None:
+        """Make the version findable by its key; a version that was first keeps the place while it exists."""
+        data = json.dumps({"uri": manifest.uri, "digest": manifest.digest}).encode()
+        if self._backend.create(index, data):
+            return
+        stored = self._backend.read(index)
+        if stored is not None and self._catalog.by_key(index) is None:  # what it points at was pruned
+            self._backend.replace(index, data, stored.tag)

@@ -46,7 +46,13 @@ def pipeline(
     config = with_data(resolve(preset, model=model, episodes=episodes, seed=seed, overrides=overrides), data)
     check_machine(config)
     dataset = prepare_data(config, data)
-    common: dict[str, Any] = {"preset": preset, "model": model, "data": dataset.uri, "seed": seed, "overrides": overrides}
+    common: dict[str, Any] = {
+        "preset": preset,
+        "model": model,
+        "data": dataset.uri,
+        "seed": seed,
+        "overrides": overrides,
+    }
     stages = [dataset]
     if actor is None:
         stages.append(sft(**common))

@@ -8,7 +8,15 @@ from prefect import flow
 
 from flows.presets import resolve
 from tasks.data import prepare_data, with_data
-from tasks.ppo import check_machine, end_cluster, finished_policy, next_episode, plan_ppo, ppo_episode, publish_policy
+from tasks.ppo import (
+    check_machine,
+    end_cluster,
+    finished_policy,
+    next_episode,
+    plan_ppo,
+    ppo_episode,
+    publish_policy,
+)
 from tasks.report import show_episodes
 from tasks.results import StageResult
 from tasks.sentences import in_one_sentence

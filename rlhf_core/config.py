@@ -130,9 +130,7 @@ class RewardConfig(Config):
     @model_validator(mode="after")
     def _some_source(self) -> Self:
         if self.verifier == 0 and self.reward_model == 0:
-            raise ValueError(
-                "at least one of ppo.reward.verifier and ppo.reward.reward_model must be above 0"
-            )
+            raise ValueError("at least one of ppo.reward.verifier and ppo.reward.reward_model must be above 0")
         return self
 
 

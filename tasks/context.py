@@ -62,9 +62,7 @@ def stage_key(stage: str, *, config: Any, inputs: Iterable[str], seed: int, sour
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def reuse_or_make(
-    context: Context, *, stage: str, kind: str, key: str, make: Callable[[], StageResult]
-) -> StageResult:
+def reuse_or_make(context: Context, *, stage: str, kind: str, key: str, make: Callable[[], StageResult]) -> StageResult:
     """Return the stage's result from the store, or make it."""
     found = context.store.find(kind, key)
     return stage_result(stage, found, reused=True) if found else make()

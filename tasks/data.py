@@ -7,7 +7,15 @@ import time
 from pathlib import Path
 
 from rlhf_core.config import DataConfig, PipelineConfig
-from tasks.context import Context, commit_stage, open_context, reuse_or_make, source_digest, stage_key, stage_result
+from tasks.context import (
+    Context,
+    commit_stage,
+    open_context,
+    reuse_or_make,
+    source_digest,
+    stage_key,
+    stage_result,
+)
 from tasks.progress import say
 from tasks.results import StageResult
 from tasks.sentences import in_one_sentence, stage_task
@@ -60,7 +68,9 @@ def _make(context: Context, config: PipelineConfig, key: str, source: str) -> St
         files["pairs.jsonl"] = pairs_to_jsonl(pairs)
         metrics["pairs"] = len(pairs)
     metrics["seconds"] = time.perf_counter() - started
-    counts = ", ".join(f"{int(count)} {name.removeprefix('problems_')}" for name, count in metrics.items() if name != "seconds")
+    counts = ", ".join(
+        f"{int(count)} {name.removeprefix('problems_')}" for name, count in metrics.items() if name != "seconds"
+    )
     say("data", f"{counts}; no prompt in two splits")
     return commit_stage(
         context,

@@ -7,7 +7,6 @@ from typing import Any
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import RlhfError
 from tasks.context import (
-    Context,
     open_context,
     resolve_policy,
     resolve_reward_model,
@@ -76,6 +75,7 @@ def next_episode(run: PPORun) -> int:
 def _may_pass(_task: Any, _task_run: Any, state: Any) -> bool:
     """Retry what a new trainer group can mend (a dead process, a late answer); never a bug or a bad number."""
     import ray
+
     from rlhf_core.detached.dealer import MakersLostError
 
     error = state.result(raise_on_failure=False)
@@ -84,7 +84,13 @@ def _may_pass(_task: Any, _task_run: Any, state: Any) -> bool:
     return isinstance(error, ray.exceptions.RayActorError | MakersLostError | TimeoutError | ConnectionError)
 
 
-@stage_task(name="episode", task_run_name="episode {episode}", retries=2, retry_delay_seconds=2, retry_condition_fn=_may_pass)
+@stage_task(
+    name="episode",
+    task_run_name="episode {episode}",
+    retries=2,
+    retry_delay_seconds=2,
+    retry_condition_fn=_may_pass,
+)
 @in_one_sentence
 def ppo_episode(run: PPORun, episode: int) -> EpisodeResult:
     """Run one episode, and any before it that a death cost, and return its figures.
@@ -125,7 +131,9 @@ def publish_policy(run: PPORun) -> StageResult:
         _follow(trainer, trainer.commit_policy.remote(), config.cluster.commit_timeout_s)
     result = finished_policy(run, reused=False)
     if result is None:
-        raise RlhfError(f"the policy of run {run.name} was stored, but is not found under its key; is the store's index intact?")
+        raise RlhfError(
+            f"the policy of run {run.name} was stored, but is not found under its key; is the store's index intact?"
+        )
     say("ppo", f"policy stored as {result.uri}")
     return result
 
@@ -142,6 +150,7 @@ class _ending_the_group_on_failure:  # noqa: N801 - reads as a clause
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         """End the group if the attempt failed."""
         import ray
+
         from tasks.ppo_group import end_group
 
         if error is None or not isinstance(error, Exception):

@@ -73,6 +73,7 @@ def _warm(run: PPORun, episode: int) -> Any | None:
 
 def _build(run: PPORun, context: Context) -> Any:
     import ray
+
     from rlhf_core.detached.maker import ExperienceMakerHolder
     from rlhf_core.detached.trainer import DetachedPPOTrainer
     from tasks.ppo_keeper import StoreKeeper
@@ -91,7 +92,13 @@ def _build(run: PPORun, context: Context) -> Any:
     trainer = DetachedPPOTrainer.options(
         name=TRAINER, lifetime="detached", **_resources(cluster.trainer_threads, trainer_gpus)
     ).remote(
-        _maker_names(run), LearnerFactory(run), problems, config.ppo, config.seed, StoreKeeper(run), PolicySaver(run)
+        _maker_names(run),
+        LearnerFactory(run),
+        problems,
+        config.ppo,
+        config.seed,
+        StoreKeeper(run),
+        PolicySaver(run),
     )
     waiting = [actor.ping.remote() for actor in (trainer, *makers)]
     ready, late = ray.wait(waiting, num_returns=len(waiting), timeout=cluster.start_timeout_s)
@@ -148,5 +155,7 @@ def _await_gone(names: tuple[str, ...], timeout_s: float) -> None:
         if not left:
             return
         if time.monotonic() > deadline:
-            raise ClusterError(f"waited {timeout_s:.0f} s for the actors {', '.join(sorted(left))} to end, and they did not")
+            raise ClusterError(
+                f"waited {timeout_s:.0f} s for the actors {', '.join(sorted(left))} to end, and they did not"
+            )
         time.sleep(0.05)

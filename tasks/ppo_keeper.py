@@ -117,7 +117,9 @@ def run_metrics(history: tuple[EpisodeRecord, ...]) -> dict[str, Any]:
     phases = sorted({phase for record in history for phase in record.seconds})
     times = {f"seconds_{phase}": sum(record.seconds[phase] for record in history) for phase in phases}
     first, last = history[0].metrics, history[-1].metrics
-    figures = {f"{end}_{name}": metrics[name] for end, metrics in (("first", first), ("last", last)) for name in metrics}
+    figures = {
+        f"{end}_{name}": metrics[name] for end, metrics in (("first", first), ("last", last)) for name in metrics
+    }
     return {
         "episodes": len(history),
         "incarnations": len({record.incarnation for record in history}),

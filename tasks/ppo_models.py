@@ -22,11 +22,11 @@ class LearnerFactory:
 
     def __call__(self) -> PPOLearner:
         """Return the learner at its starting weights."""
+        import torch
+
         from rlhf_core.models.critic import Critic
         from rlhf_core.models.loading import default_device, load_causal_lm
         from rlhf_core.trainer.ppo import PPOLearner
-
-        import torch
 
         config = _config(self._run)
         directory = _directory(self._run.actor)

@@ -23,7 +23,8 @@ def duration(seconds: float) -> str:
     ('9 s', '1:01 min', '60:00 min')
     """
     whole = round(seconds)
-    return f"{whole} s" if whole < 60 else f"{whole // 60}:{whole % 60:02d} min"
+    minutes, rest = divmod(whole, 60)
+    return f"{minutes}:{rest:02d} min" if minutes else f"{rest} s"
 
 
 class Progress:
@@ -44,7 +45,9 @@ class Progress:
         left = (now - self._started) / made * (self._total - done)
         parts = [f"{self._unit} {done}/{self._total}"]
         parts += [f"{name} {_figure(value)}" for name, value in figures.items()]
-        parts.append(f"{duration(left)} left in this stage" if done < self._total else f"took {duration(now - self._started)}")
+        parts.append(
+            f"{duration(left)} left in this stage" if done < self._total else f"took {duration(now - self._started)}"
+        )
         say(self._stage, "  ".join(parts))
 
 

@@ -38,7 +38,9 @@ def gate(config: PipelineConfig, evaluations: dict[str, StageResult]) -> Decisio
 
     keys = sorted(before)
     interval = paired_difference_interval(
-        before=[before[key] for key in keys], after=[after[key] for key in keys], confidence=config.gate.confidence
+        before=[before[key] for key in keys],
+        after=[after[key] for key in keys],
+        confidence=config.gate.confidence,
     )
     promote = interval.low > config.gate.min_gain
     figures = f"{interval.estimate:+.3f} [{interval.low:+.3f}, {interval.high:+.3f}]"

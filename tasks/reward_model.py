@@ -79,7 +79,12 @@ def _sample_pairs(
     model = load_causal_lm(directory, config.ppo.rollout_dtype, device=default_device())
     progress = Progress("preferences", len(problems), "prompt")
     made = sample_pairs(
-        model, template, problems, config.reward_model, seed=config.seed, on_progress=lambda done: progress.step(done)
+        model,
+        template,
+        problems,
+        config.reward_model,
+        seed=config.seed,
+        on_progress=progress.step,
     )
     metrics: dict[str, Any] = {**made.figures, "seconds": time.perf_counter() - started}
     say("preferences", f"{len(made.pairs)} pairs from {len(problems)} prompts")

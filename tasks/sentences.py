@@ -15,7 +15,6 @@ from prefect.states import Failed
 from infra.errors import InfraError
 from rlhf_core.errors import RlhfError
 
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -43,7 +43,9 @@ async def _run(deployment: str, parameters: dict[str, Any], console: Console) ->
         try:
             state = await _follow(client, flow_run.id, console)
         except (KeyboardInterrupt, asyncio_cancelled()):
-            console.print(f"\nThe run goes on without this terminal; end it with: prefect flow-run cancel {flow_run.id}")
+            console.print(
+                f"\nThe run goes on without this terminal; end it with: prefect flow-run cancel {flow_run.id}"
+            )
             return 130
     if not state.is_completed():
         console.print(f"[bold red]{state.name}[/]: {state.message}", highlight=False)

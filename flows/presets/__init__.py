@@ -50,7 +50,7 @@ def resolve(
     if seed is not None:
         changes["seed"] = seed
     changes |= overrides or {}
-    for key, value in changes.items():
+    for key, value in changes.items():  # in order: overrides last
         _set(values, key, value)
     try:
         return PipelineConfig.model_validate(values)

@@ -11,11 +11,10 @@ import ray
 from ray.exceptions import RayActorError
 
 from rlhf_core.detached.chunks import Chunk
-from rlhf_core.errors import RlhfError
 
 
-class MakersLostError(RlhfError):
-    """No maker is left, or none answered within the deadline."""
+class MakersLostError(RuntimeError):
+    """No maker is left, or none answered within the deadline; a new group of actors may mend it."""
 
 
 def deal(
@@ -24,7 +23,7 @@ def deal(
     *,
     version: int,
     timeout_s: float,
-    on_chunk: Callable[[int, int], None] = lambda done, total: None,
+    on_chunk: Callable[[int, int], None],
 ) -> list[Any]:
     """Return what the makers made of `chunks`, in the order of the chunks.
 

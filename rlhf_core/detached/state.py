@@ -54,7 +54,12 @@ class StateKeeper(Protocol):
     """Keeps training states and the finished policy; the artifact store behind it is not the core's to know."""
 
     def commit_state(
-        self, *, tensors: Mapping[str, Any], learner: dict[str, Any], history: tuple[EpisodeRecord, ...], samples: list[Sample]
+        self,
+        *,
+        tensors: Mapping[str, Any],
+        learner: dict[str, Any],
+        history: tuple[EpisodeRecord, ...],
+        samples: list[Sample],
     ) -> None:
         """Store the state after `history[-1]`; return once nothing can lose it."""
 

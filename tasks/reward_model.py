@@ -106,7 +106,7 @@ def _train(
     context: Context, config: PipelineConfig, pairs: Parent, policy: Parent, key: str, source: str
 ) -> StageResult:
     from rlhf_core.data import PromptTemplate, pairs_from_jsonl
-    from rlhf_core.data.preferences import encode_pairs, split_pairs
+    from rlhf_core.data.encoding import encode_pairs, split_pairs
     from rlhf_core.functional.intervals import wilson_interval
     from rlhf_core.models.loading import default_device, load_causal_lm, load_tokenizer
     from rlhf_core.models.reward_model import RewardModel

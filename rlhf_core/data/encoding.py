@@ -1,0 +1,71 @@
+"""Preference pairs as token ids, and their split into training and held-out pairs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from rlhf_core.config import RewardModelConfig
+from rlhf_core.data.preferences import PreferencePair
+from rlhf_core.data.template import PromptTemplate
+from rlhf_core.errors import DataError
+
+EncodedPair = tuple[list[int], list[int]]
+"""Token ids of prompt and response together: the chosen one, then the rejected one."""
+
+
+class PairSplit(NamedTuple):
+    """Pairs by use; no prompt is in both."""
+
+    training: list[PreferencePair]
+    heldout: list[PreferencePair]
+
+
+class EncodedPairs(NamedTuple):
+    """Pairs that fit, and how many did not."""
+
+    pairs: list[EncodedPair]
+    too_long: int
+
+
+def split_pairs(pairs: Sequence[PreferencePair], config: RewardModelConfig, *, seed: int) -> PairSplit:
+    """Return at most `config.pairs` pairs, split by prompt: pairs of one prompt share responses, so they go together.
+
+    Raises:
+        DataError: one side is empty.
+    """
+
+    def place(pair: PreferencePair) -> float:
+        digest = hashlib.sha256(f"{seed}\0{pair.prompt}".encode("utf-8", "surrogatepass")).digest()
+        return int.from_bytes(digest[:8], "big") / 2**64
+
+    drawn = sorted(pairs, key=lambda pair: hashlib.sha256(f"{seed}\0{pair}".encode("utf-8", "surrogatepass")).digest())
+    used = drawn[: config.pairs]
+    heldout = [pair for pair in used if place(pair) < config.heldout_fraction]
+    training = [pair for pair in used if place(pair) >= config.heldout_fraction]
+    if not heldout or not training:
+        raise DataError(
+            f"{len(used)} preference pairs of {len({pair.prompt for pair in used})} prompts leave {len(training)} to "
+            f"train on and {len(heldout)} held out; give more pairs or change reward_model.heldout_fraction"
+        )
+    return PairSplit(training, heldout)
+
+
+def encode_pairs(pairs: Sequence[PreferencePair], template: PromptTemplate, max_length: int) -> EncodedPairs:
+    """Return the pairs as token ids, each response with its stop token; longer ones are dropped and counted.
+
+    Raises:
+        DataError: none is short enough.
+    """
+    encoded = []
+    for pair in pairs:
+        prompt = template.prompt_ids(pair.prompt)
+        both = tuple(prompt + template.response_ids(text) for text in (pair.chosen, pair.rejected))
+        if max(map(len, both)) <= max_length:
+            encoded.append((both[0], both[1]))
+    if not encoded:
+        raise DataError(
+            f"all {len(pairs)} preference pairs are longer than {max_length} tokens; raise reward_model.max_length"
+        )
+    return EncodedPairs(encoded, len(pairs) - len(encoded))

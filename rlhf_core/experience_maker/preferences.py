@@ -1,0 +1,94 @@
+"""Preference pairs from a policy's own samples, ordered by the verifier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from statistics import fmean
+from typing import NamedTuple
+
+from transformers import PreTrainedModel
+
+from rlhf_core.config import RewardModelConfig
+from rlhf_core.data import PreferencePair, Problem, PromptTemplate, verify
+from rlhf_core.data.preferences import VerifiedSample, pairs_from_samples
+from rlhf_core.errors import DataError
+from rlhf_core.generation import generate, sample_uniforms
+
+PROMPTS_AT_ONCE = 16
+SAMPLING_ROUND = -1
+"""Stands where PPO has its episode, so that no uniform number is used twice in a run."""
+
+
+class SampledPairs(NamedTuple):
+    """The pairs, and what was sampled to get them."""
+
+    pairs: list[PreferencePair]
+    figures: dict[str, float]
+    """samples, accuracy and share well formed of the samples, mixed: share of prompts with right and wrong ones."""
+
+
+def sample_pairs(
+    model: PreTrainedModel,
+    template: PromptTemplate,
+    problems: Sequence[Problem],
+    config: RewardModelConfig,
+    *,
+    seed: int,
+    on_progress: Callable[[int], None],
+) -> SampledPairs:
+    """Sample responses to each problem at temperature 1 and pair better ones with worse ones.
+
+    Raises:
+        DataError: no problem has two responses of different worth, so there is nothing to learn from.
+    """
+    samples: list[VerifiedSample] = []
+    mixed: list[bool] = []
+    for start in range(0, len(problems), PROMPTS_AT_ONCE):
+        batch = problems[start : start + PROMPTS_AT_ONCE]
+        made = _sample(model, template, batch, config, seed)
+        samples += made
+        groups = [made[row : row + config.samples_per_prompt] for row in range(0, len(made), config.samples_per_prompt)]
+        mixed += [len({sample.score for sample in group}) > 1 for group in groups]
+        on_progress(start + len(batch))
+    pairs = pairs_from_samples(samples, most=config.pairs, seed=seed)
+    if not pairs:
+        raise DataError(
+            f"the {len(samples)} samples of {len(problems)} prompts are all equally good, so they make no preference "
+            "pairs; give a preference file as `data`, an easier or harder task, or a better SFT model"
+        )
+    figures = {
+        "samples": len(samples),
+        "accuracy": fmean(sample.score for sample in samples),
+        "well_formed": fmean(sample.well_formed for sample in samples),
+        "mixed": fmean(mixed),
+        "pairs": len(pairs),
+    }
+    return SampledPairs(pairs, figures)
+
+
+def _sample(
+    model: PreTrainedModel, template: PromptTemplate, batch: Sequence[Problem], config: RewardModelConfig, seed: int
+) -> list[VerifiedSample]:
+    rows = [(problem, sample) for problem in batch for sample in range(config.samples_per_prompt)]
+    made = generate(
+        model,
+        [template.prompt_ids(problem.prompt) for problem, _ in rows],
+        max_new_tokens=config.max_new_tokens,
+        stop_ids=template.stop_ids,
+        pad_id=template.pad_id,
+        uniforms=sample_uniforms(
+            seed=seed,
+            episode=SAMPLING_ROUND,
+            keys=[problem.key for problem, _ in rows],
+            samples=[sample for _, sample in rows],
+            max_new_tokens=config.max_new_tokens,
+        ),
+    )
+    width = made.action_mask.shape[1]
+    samples = []
+    for row, (problem, _) in enumerate(rows):
+        ids = made.sequences[row, -width:][made.action_mask[row]].tolist()
+        text, ended = template.decode_response(ids), bool(made.ended[row])
+        verdict = verify(text, problem.answer, ended=ended, tag=template.answer_tag)
+        samples.append(VerifiedSample(problem.prompt, text, verdict.score, verdict.well_formed))
+    return samples

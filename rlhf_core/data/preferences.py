@@ -1,0 +1,134 @@
+"""Pairs of responses of which one is preferred: from transcripts, and from a model's own verified samples."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from rlhf_core.data.jsonl import from_jsonl, to_jsonl
+from rlhf_core.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+HUMAN = "\n\nHuman:"
+ASSISTANT = "\n\nAssistant:"
+
+
+@dataclass(frozen=True)
+class PreferencePair:
+    """Two responses to a prompt."""
+
+    prompt: str
+    """A plain prompt, or a transcript that ends in `ASSISTANT`; `PromptTemplate` knows one from the other."""
+    chosen: str
+    rejected: str
+
+
+@dataclass(frozen=True)
+class VerifiedSample:
+    """A model's response, and what the verifier said."""
+
+    prompt: str
+    response: str
+    score: float
+    well_formed: bool
+
+    @property
+    def rank(self) -> float:
+        """Right above wrong, well formed above ill formed."""
+        return self.score + (0.5 if self.well_formed else 0.0)
+
+
+def split_transcripts(chosen: str, rejected: str, where: str) -> PreferencePair | None:
+    """Return the pair behind two transcripts: their common beginning up to its last assistant's turn is the prompt.
+
+    The responses are what follows; where the transcripts part before their last turn, they hold further
+    turns.
+
+    Args:
+        chosen: the preferred transcript.
+        rejected: the other one.
+        where: names the row in an error.
+
+    Returns:
+        None if the transcripts part before the first assistant's turn of either.
+
+    Raises:
+        DataError: if one of them has no assistant's turn at all.
+    """
+    for name, transcript in (("chosen", chosen), ("rejected", rejected)):
+        if ASSISTANT not in transcript:
+            raise DataError(
+                f"{where}: field {name!r} has no {ASSISTANT!r} turn; expected a transcript like "
+                f"{HUMAN + ' ...' + ASSISTANT + ' ...'!r}, or a separate field 'prompt'"
+            )
+    end = chosen[: _common_length(chosen, rejected)].rfind(ASSISTANT)
+    if end < 0:
+        return None
+    end += len(ASSISTANT)
+    return PreferencePair(chosen[:end], chosen[end:].strip(), rejected[end:].strip())
+
+
+def _common_length(one: str, other: str) -> int:
+    length = 0
+    for a, b in zip(one, other, strict=False):
+        if a != b:
+            break
+        length += 1
+    return length
+
+
+def pairs_from_samples(samples: Iterable[VerifiedSample], *, most: int, seed: int) -> list[PreferencePair]:
+    """Return pairs of samples of one prompt: right before wrong, or well formed before ill formed.
+
+    Prompts are visited in an order drawn by the seed, in rounds of one pair each, so that a limit spares no
+    prompt that has one; no response is in two pairs of a prompt as long as fresh ones are left, and no pair
+    comes twice.
+
+    Args:
+        samples: several responses per prompt, in any order.
+        most: largest number of pairs.
+        seed: with the samples' texts, all that the result depends on.
+
+    Returns:
+        At most `most` pairs; none if every prompt's samples are equally good.
+    """
+    by_prompt: defaultdict[str, dict[tuple[str, float], VerifiedSample]] = defaultdict(dict)
+    for sample in samples:
+        by_prompt[sample.prompt][sample.response, sample.rank] = sample
+    queues = [
+        _pairs_of_one_prompt(sorted(by_prompt[prompt].values(), key=lambda s: _order(seed, s.response)))
+        for prompt in sorted(by_prompt, key=lambda prompt: _order(seed, prompt))
+    ]
+    rounds = range(max(map(len, queues), default=0))
+    return [queue[turn] for turn in rounds for queue in queues if turn < len(queue)][:most]
+
+
+def _pairs_of_one_prompt(samples: Sequence[VerifiedSample]) -> list[PreferencePair]:
+    candidates = [(a, b) for a in samples for b in samples if a.rank > b.rank and a.response != b.response]
+    uses: defaultdict[str, int] = defaultdict(int)
+    pairs = []
+    while candidates:
+        chosen, rejected = min(candidates, key=lambda pair: uses[pair[0].response] + uses[pair[1].response])
+        candidates.remove((chosen, rejected))
+        uses[chosen.response] += 1
+        uses[rejected.response] += 1
+        pairs.append(PreferencePair(chosen.prompt, chosen.response, rejected.response))
+    return pairs
+
+
+def _order(seed: int, text: str) -> str:
+    return hashlib.sha256(f"{seed}\0{text}".encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def pairs_to_jsonl(pairs: Iterable[PreferencePair]) -> bytes:
+    """Return the pairs as JSON lines."""
+    return to_jsonl(asdict(pair) for pair in pairs)
+
+
+def pairs_from_jsonl(data: bytes) -> list[PreferencePair]:
+    """Return the pairs that `pairs_to_jsonl` wrote."""
+    return [PreferencePair(**row) for row in from_jsonl(data)]

@@ -1,0 +1,125 @@
+"""How a prompt is put to the model, and how a response begins, ends and is read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rlhf_core.data.preferences import ASSISTANT, HUMAN
+from rlhf_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rlhf_core.config import TemplateConfig
+
+PLACE = "{prompt}"
+PLAIN = "{prompt}\n"
+
+
+class PromptTemplate:
+    r"""Turns prompts and responses into token ids, and back.
+
+    A prompt stands where the template says `{prompt}`. Without a template, it is the user's turn in the
+    tokenizer's chat template (which may add a system turn of its own); without that too, it stands alone on
+    its line, after the beginning-of-sequence token if the tokenizer is of those that set one.
+
+    A transcript ("\n\nHuman: ...\n\nAssistant:", as HH-RLHF's prompts are) becomes turns of the chat
+    template. With a template of the configuration, which has one place, a transcript of one turn puts that
+    turn there, and a longer one itself, speakers' names and all; with the plain fallback, it is put as it
+    is.
+    """
+
+    def __init__(self, tokenizer: Any, config: TemplateConfig) -> None:
+        """Check the template against the tokenizer.
+
+        Args:
+            tokenizer: a tokenizer of transformers.
+            config: the template's text, stop tokens and answer tag.
+
+        Raises:
+            ConfigError: if the text has not one `{prompt}`, a stop token is none of the tokenizer's tokens,
+                or there is no token to end a response.
+        """
+        if config.prompt is not None and config.prompt.count(PLACE) != 1:
+            raise ConfigError(
+                f"template.prompt must hold {PLACE} once, but {config.prompt!r} "
+                f"holds it {config.prompt.count(PLACE)} times"
+            )
+        self._tokenizer = tokenizer
+        self._config = config
+        self.answer_tag = config.answer_tag
+        self.stop_ids = self._find_stop_ids()
+        self.pad_id = self._find_pad_id()
+
+    def _find_stop_ids(self) -> tuple[int, ...]:
+        stops = []
+        for token in self._config.stop:
+            ids = self._ids(token)
+            if len(ids) != 1:
+                raise ConfigError(
+                    f"template.stop names {token!r}, which is not one token of this model but {len(ids)}; "
+                    "name a single token"
+                )
+            stops += ids
+        if self._tokenizer.eos_token_id is not None:
+            stops.append(self._tokenizer.eos_token_id)
+        if not stops:
+            raise ConfigError("the tokenizer has no end-of-sequence token; name one in template.stop")
+        return tuple(dict.fromkeys(stops))
+
+    def _find_pad_id(self) -> int:
+        """Return a token that ends no response, if the tokenizer has one: masks need no such thing, readers do."""
+        tokenizer = self._tokenizer
+        candidates = (tokenizer.pad_token_id, tokenizer.unk_token_id, *tokenizer.all_special_ids, 0)
+        usable = [token for token in candidates if token is not None and token not in self.stop_ids]
+        return int(usable[0]) if usable else self.stop_ids[-1]
+
+    def prompt_ids(self, prompt: str) -> list[int]:
+        """Return the token ids that the model is given before it answers."""
+        turns = _turns(prompt)
+        if self._config.prompt is not None:
+            alone = turns is not None and len(turns) == 1
+            text = turns[0]["content"] if turns and alone else prompt.removesuffix(ASSISTANT).strip()
+            return self._ids(self._config.prompt.replace(PLACE, text if turns else prompt))
+        if self._tokenizer.chat_template:
+            messages = turns or [{"role": "user", "content": prompt}]
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            return self._ids(text)
+        return self._start() + self._ids(prompt if turns else PLAIN.replace(PLACE, prompt))
+
+    def response_ids(self, text: str) -> list[int]:
+        """Return the token ids of a response, the stop token included."""
+        return [*self._ids(text), self.stop_ids[0]]
+
+    def answer_text(self, answer: str) -> str:
+        """Return the response that demonstrates an answer."""
+        return f"<{self.answer_tag}>{answer}</{self.answer_tag}>"
+
+    def decode_response(self, ids: Sequence[int]) -> str:
+        """Return the text of a response without the stop token at its end; other special tokens are spelt out."""
+        tokens = list(ids)
+        if tokens and tokens[-1] in self.stop_ids:
+            tokens.pop()
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+    def _start(self) -> list[int]:
+        first = self._tokenizer.bos_token_id
+        ids = self._tokenizer("a").input_ids
+        return [first] if first is not None and ids[:1] == [first] else []
+
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False).input_ids
+        return ids
+
+
+def _turns(prompt: str) -> list[dict[str, str]] | None:
+    """Return a transcript's turns; None if the prompt is not a transcript that awaits the assistant."""
+    if not (prompt.startswith(HUMAN) and prompt.endswith(ASSISTANT)):
+        return None
+    turns = []
+    for part in prompt.removesuffix(ASSISTANT).split(HUMAN)[1:]:
+        human, *answers = part.split(ASSISTANT)
+        turns.append({"role": "user", "content": human.strip()})
+        turns += [{"role": "assistant", "content": answer.strip()} for answer in answers]
+    return turns

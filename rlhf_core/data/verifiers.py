@@ -1,0 +1,57 @@
+"""Is a response right? The verifier's answer is a 0 or 1 that no text can take down."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+from typing import NamedTuple
+
+_NUMBER = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
+_THOUSANDS = re.compile(r"(?<![0-9.])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])")
+
+
+class Verdict(NamedTuple):
+    """What the verifier makes of a response."""
+
+    score: float
+    """1 if the answer is right, else 0."""
+    well_formed: bool
+    """The whole response is one answer in its tags, and the model ended it."""
+
+
+def verify(response: str, answer: str, *, ended: bool, tag: str) -> Verdict:
+    """Return whether a response is `<tag>...</tag>` and nothing else, and holds the answer.
+
+    White space around the tags is forgiven. The two texts are compared word by word: numbers by value
+    ("1,000", "1000" and "1000.0" are equal), everything else letter by letter. A comma between groups of
+    three digits may be the thousands' separator or part a list; any other comma is white space; the
+    response is right if one reading of it equals one reading of the answer.
+
+    Args:
+        response: decoded, without its stop token.
+        answer: the right one.
+        ended: whether a stop token ended the response; one that was cut off is not well formed.
+        tag: name of the tags.
+
+    Returns:
+        The verdict; an ill-formed response scores 0.
+
+    Example:
+        >>> verify("<answer>61 58, 50</answer>", "61 58 50", ended=True, tag="answer")
+        Verdict(score=1.0, well_formed=True)
+    """
+    opening, closing = f"<{tag}>", f"</{tag}>"
+    text = response.strip()
+    inner = text.removeprefix(opening).removesuffix(closing)
+    well_formed = ended and text == opening + inner + closing and opening not in inner and closing not in inner
+    right = well_formed and not _readings(inner).isdisjoint(_readings(answer))
+    return Verdict(float(right), well_formed)
+
+
+def _readings(text: str) -> set[tuple[str | Decimal, ...]]:
+    joined = _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
+    return {_words(text), _words(joined)}
+
+
+def _words(text: str) -> tuple[str | Decimal, ...]:
+    return tuple(Decimal(word) if _NUMBER.fullmatch(word) else word for word in text.replace(",", " ").split())

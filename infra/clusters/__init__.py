@@ -1,1 +1,48 @@
-"""Ray clusters and their leases."""
+"""Ray clusters and their leases: a cluster lives exactly as long as the process that leased it.
+
+    manifest = lease_cluster("ppo-llama7b", directory=..., num_cpus=4, ...)
+    connect(manifest)          # this process is now a Ray driver
+    ...
+    release_cluster("ppo-llama7b")
+
+The names are loaded when they are first used: the watchdog imports this package and must not import Ray.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from infra.clusters.driver import connect, disconnect
+    from infra.clusters.lease import lease_cluster, reap_orphans, release_cluster
+    from infra.clusters.manifest import ClusterManifest, ProcessRecord
+    from infra.clusters.reaper import leftover_processes
+
+_HOME = {
+    "ClusterManifest": "manifest",
+    "ProcessRecord": "manifest",
+    "connect": "driver",
+    "disconnect": "driver",
+    "lease_cluster": "lease",
+    "leftover_processes": "reaper",
+    "reap_orphans": "lease",
+    "release_cluster": "lease",
+}
+
+__all__ = [
+    "ClusterManifest",
+    "ProcessRecord",
+    "connect",
+    "disconnect",
+    "lease_cluster",
+    "leftover_processes",
+    "reap_orphans",
+    "release_cluster",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -1,0 +1,236 @@
+"""Leases: a cluster that this process started, holds, and takes with it when it goes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from infra.clusters.manifest import ClusterManifest, ProcessRecord, manifest_path
+from infra.clusters.ray_head import new_temp_dir, start_head
+from infra.clusters.reaper import end_cluster
+from infra.clusters.watchdog import CLEAN, Watch, start_watchdog, wait_for_words
+from infra.errors import ClusterError
+
+logger = logging.getLogger(__name__)
+_HEARTBEAT_S = 5.0
+
+
+@dataclass
+class _Lease:
+    manifest: ClusterManifest
+    path: Path
+    watch: Watch
+    stalled_after_s: float
+    closed: threading.Event = field(default_factory=threading.Event)
+    writing: threading.Lock = field(default_factory=threading.Lock)
+
+    def update(self, **changes: object) -> None:
+        """Change the manifest, here and on disk."""
+        self.manifest = self.manifest.model_copy(update=changes)
+        self.manifest.save(self.path)
+
+    def beat(self) -> None:
+        """Tell the watchdog that this process runs, until the lease is closed."""
+        while not self.closed.wait(min(_HEARTBEAT_S, self.stalled_after_s / 4)):
+            with self.writing:
+                if self.closed.is_set():
+                    return
+                try:
+                    os.write(self.watch.heartbeats, b".")
+                except BlockingIOError:
+                    continue  # the watchdog is stopped; what it has not read yet will do
+                except OSError:
+                    logger.warning("the watchdog of cluster %r is gone", self.manifest.name)
+                    return
+
+    def close(self) -> None:
+        """Tell the watchdog that the lease has ended."""
+        with self.writing:  # or a beat could go to whatever file gets the descriptor's number next
+            self.closed.set()
+            os.close(self.watch.heartbeats)
+
+
+_LEASES: dict[str, _Lease] = {}
+_LOCK = threading.RLock()
+_BEFORE_END: dict[str, Callable[[], None]] = {}
+
+
+def lease_cluster(
+    name: str,
+    *,
+    directory: Path,
+    num_cpus: int,
+    num_gpus: float = 0,
+    object_store_mb: int = 1024,
+    start_timeout_s: float = 120.0,
+    environment: Mapping[str, str] | None = None,
+    stalled_after_s: float = 120.0,
+) -> ClusterManifest:
+    """Return this process's cluster of a name, warm if it runs, else started now.
+
+    It ends when `release_cluster` is called, when this process ends in whatever way (at once), and when this process
+    is stopped for `stalled_after_s`.
+
+    Args:
+        name: names its manifest and logs; one per run.
+        directory: where manifests and logs of clusters lie.
+        num_cpus: logical CPUs that its actors can ask for.
+        num_gpus: logical GPUs.
+        object_store_mb: Ray's shared memory.
+        start_timeout_s: longest wait for the start.
+        environment: further variables of all its processes, such as credentials of the artifact store.
+        stalled_after_s: silence after which this process counts as stopped.
+
+    Raises:
+        ClusterError: if it does not start, or another live process holds the name.
+    """
+    path = manifest_path(directory.absolute(), name)
+    with _LOCK:
+        held = _LEASES.get(name)
+        if held is not None and held.manifest.is_running:
+            return _guarded(held).manifest
+        if held is not None:
+            logger.warning("cluster %r has lost its head and is started anew", name)
+            release_cluster(name)
+        _make_way(path)
+        lease = _open(name, path, stalled_after_s)
+        try:
+            head = start_head(
+                lease.manifest,
+                num_cpus=num_cpus,
+                num_gpus=num_gpus,
+                object_store_mb=object_store_mb,
+                timeout_s=start_timeout_s,
+                environment=environment or {},
+            )
+            lease.update(address=head.address, head=head.processes)
+        except BaseException:
+            release_cluster(name)
+            raise
+        return lease.manifest
+
+
+def release_cluster(name: str, timeout_s: float = 30.0) -> None:
+    """End this process's cluster of a name and wait until nothing of it is left; none held is fine.
+
+    Raises:
+        ClusterError: if processes are left after `timeout_s`; the watchdog goes on trying.
+    """
+    with _LOCK:
+        lease = _LEASES.pop(name, None)
+        if lease is None:
+            return
+        goodbye = _BEFORE_END.pop(lease.manifest.mark, None)
+        if goodbye is not None:
+            goodbye()
+        lease.close()
+        try:
+            words = wait_for_words(lease.watch.reports, timeout_s=timeout_s / 2)
+        finally:
+            os.close(lease.watch.reports)
+        if words != CLEAN:  # the watchdog is gone or stuck
+            end_cluster(lease.path, lease.manifest, timeout_s=timeout_s / 2)
+
+
+def reap_orphans(directory: Path) -> list[str]:
+    """End the clusters whose owner is gone (their watchdogs too, then), and return their names.
+
+    Raises:
+        ClusterError: if processes of one are left.
+    """
+    reaped = []
+    for path in sorted(directory.absolute().glob("*.json")):
+        try:
+            manifest = ClusterManifest.load(path)
+        except FileNotFoundError:
+            continue  # its watchdog was faster
+        except ClusterError as error:
+            logger.warning("%s", error)
+            continue
+        if manifest.owner.process() is None:
+            end_cluster(path, manifest)
+            reaped.append(manifest.name)
+    return reaped
+
+
+def call_before_end(manifest: ClusterManifest, goodbye: Callable[[], None]) -> None:
+    """Have something called before a cluster of this process is ended: a driver that stays connected is ended too."""
+    _BEFORE_END[manifest.mark] = goodbye
+
+
+def _open(name: str, path: Path, stalled_after_s: float) -> _Lease:
+    """Write the manifest and start the watchdog: from here on, nothing that is started can be forgotten."""
+    mark = secrets.token_hex(16)
+    log_dir = path.parent / "logs" / f"{name}-{mark[:8]}"
+    log_dir.mkdir(parents=True)
+    manifest = ClusterManifest(
+        name=name,
+        mark=mark,
+        owner=ProcessRecord.of(os.getpid()),
+        temp_dir=new_temp_dir(),
+        log_dir=log_dir,
+    )
+    manifest.save(path)
+    try:
+        return _hold(manifest, path, stalled_after_s)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+
+
+def _hold(manifest: ClusterManifest, path: Path, stalled_after_s: float) -> _Lease:
+    watch = start_watchdog(path, manifest, stalled_after_s=stalled_after_s)
+    os.set_blocking(watch.heartbeats, False)
+    lease = _Lease(manifest, path, watch, stalled_after_s)
+    _LEASES[manifest.name] = lease
+    lease.update(watchdog=watch.process)
+    threading.Thread(target=lease.beat, name=f"lease-{manifest.name}", daemon=True).start()
+    return lease
+
+
+def _guarded(lease: _Lease) -> _Lease:
+    """Return the lease with a live watchdog: a new one if the old was killed."""
+    if lease.watch.process.process() is None:
+        logger.warning("the watchdog of cluster %r was killed; starting another", lease.manifest.name)
+        lease.close()
+        os.close(lease.watch.reports)
+        return _hold(lease.manifest, lease.path, lease.stalled_after_s)
+    return lease
+
+
+def _make_way(path: Path) -> None:
+    """End what an earlier process left under this name.
+
+    Raises:
+        ClusterError: if that process is alive.
+    """
+    with suppress(FileNotFoundError):
+        manifest = ClusterManifest.load(path)
+        if manifest.owner.process() is not None:
+            raise ClusterError(
+                f"cluster {manifest.name!r} is held by process {manifest.owner.pid} since "
+                f"{manifest.created:%Y-%m-%d %H:%M} UTC; wait until that run ends, or take another name"
+            )
+        end_cluster(path, manifest)
+
+
+def _forget_after_fork() -> None:
+    """A forked child owns nothing: were it to keep the pipes, the owner's end would go unnoticed."""
+    global _LOCK  # noqa: PLW0603 - the parent's lock may be held by a thread that the child does not have
+    _LOCK = threading.RLock()
+    for lease in _LEASES.values():
+        lease.closed.set()
+        for descriptor in (lease.watch.heartbeats, lease.watch.reports):
+            with suppress(OSError):
+                os.close(descriptor)
+    _LEASES.clear()
+    _BEFORE_END.clear()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)

@@ -1,0 +1,139 @@
+"""What is known of a leased cluster: enough to reach it, and enough to end it without anybody's help."""
+
+from __future__ import annotations
+
+import os
+import re
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal, Self
+
+import psutil
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from infra.errors import ClusterError
+
+MARK_VARIABLE = "RLHF_CLUSTER"
+"""Environment variable that every process of a cluster inherits; its value is the cluster's mark."""
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class ProcessRecord(_Record):
+    """One process, recognised by its id and its start: an id alone may have been given to another since."""
+
+    pid: int
+    started: float
+
+    @classmethod
+    def of(cls, pid: int) -> Self:
+        """Record a running process.
+
+        Raises:
+            psutil.NoSuchProcess: if there is none of this id.
+        """
+        return cls(pid=pid, started=_start_time(pid))
+
+    def process(self) -> psutil.Process | None:
+        """Return the process if it still is the recorded one and has not ended (a zombie has)."""
+        try:
+            process = psutil.Process(self.pid)
+            if _start_time(self.pid) == self.started and process.status() != psutil.STATUS_ZOMBIE:
+                return process
+        except psutil.Error:
+            pass
+        return None
+
+
+class ClusterManifest(_Record):
+    """A cluster's record on disk, from before its first process until after its last."""
+
+    schema_version: Literal[1] = 1
+    name: str
+    mark: str
+    """Random; stands in the environment of every process of the cluster."""
+    owner: ProcessRecord
+    """The process that holds the lease."""
+    watchdog: ProcessRecord | None = None
+    """The process that ends the cluster when the owner is gone."""
+    head: tuple[ProcessRecord, ...] = ()
+    """Ray's own two processes, its control server first; empty while the cluster starts."""
+    address: str = ""
+    """Host and port of the control server; empty while the cluster starts."""
+    namespace: str = "rlhf"
+    """Ray namespace of the run's named actors."""
+    temp_dir: Path
+    """Ray's sockets, logs and spilled objects; mode 0700."""
+    log_dir: Path
+    """What is kept when the cluster is gone: the output of `ray start`, the watchdog's and Ray's logs."""
+    created: datetime = Field(default_factory=lambda: datetime.now(UTC))
+
+    @property
+    def token(self) -> Path:
+        """File with the cluster's authentication token, mode 0600."""
+        return self.temp_dir / "token"
+
+    @property
+    def head_pid(self) -> int:
+        """Process id of Ray's control server; 0 while the cluster starts."""
+        return self.head[0].pid if self.head else 0
+
+    @property
+    def watchdog_pid(self) -> int:
+        """Process id of the watchdog; 0 before it has started."""
+        return self.watchdog.pid if self.watchdog else 0
+
+    @property
+    def is_running(self) -> bool:
+        """Whether both of Ray's own processes are there."""
+        return bool(self.head) and all(record.process() is not None for record in self.head)
+
+    def save(self, path: Path) -> None:
+        """Write it whole or not at all."""
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        draft.write_text(self.model_dump_json(indent=2) + "\n")
+        draft.chmod(0o600)
+        draft.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read a manifest.
+
+        Raises:
+            ClusterError: if it is not one.
+            FileNotFoundError: if it is not there.
+        """
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except ValidationError as error:
+            raise ClusterError(
+                f"{path} is not the manifest of a cluster of this version ({error.error_count()} faults, "
+                f"the first: {error.errors()[0]['msg']}); if no cluster of that name runs, delete it"
+            ) from error
+
+
+def manifest_path(directory: Path, name: str) -> Path:
+    """Return where the manifest of a cluster lies.
+
+    Raises:
+        ClusterError: if the name could not be that of a file.
+    """
+    if not _NAME.fullmatch(name):
+        raise ClusterError(
+            f"{name!r} is no name for a cluster; take letters, digits, '.', '_' and '-', at most 100 of them"
+        )
+    return directory / f"{name}.json"
+
+
+def _start_time(pid: int) -> float:
+    """Return when a process started: since boot where the system tells it, else since the epoch.
+
+    The time since boot does not move when the clock is set, and a live owner must never look dead.
+    """
+    try:
+        return float(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (FileNotFoundError, ProcessLookupError):
+        return psutil.Process(pid).create_time()

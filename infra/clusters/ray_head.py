@@ -1,0 +1,164 @@
+"""Starts the head of a Ray cluster in its own session, with its own ports, token and temp dir."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from infra.clusters.manifest import MARK_VARIABLE, ClusterManifest, ProcessRecord
+from infra.clusters.reaper import TEMP_PREFIX, leftover_processes
+from infra.errors import ClusterError
+
+MIN_OBJECT_STORE_MB = 80
+"""Ray refuses less than 75 MiB."""
+_LONGEST_TEMP_DIR = 44
+"""A Unix socket's path has at most 107 bytes (103 on macOS), and Ray appends up to 59 to the temp dir."""
+_NOT_INHERITED = ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_JOB_ID", "RAY_RAYLET_PID", "RAY_CLIENT_MODE")
+"""They would tie the new cluster to another one that the starting process belongs to."""
+
+
+class Head(NamedTuple):
+    """A started head."""
+
+    address: str
+    processes: tuple[ProcessRecord, ...]
+
+
+def new_temp_dir() -> Path:
+    """Return a path for Ray's files, short enough for its sockets; nothing is there yet.
+
+    Raises:
+        ClusterError: if the system's temp folder has too long a name.
+    """
+    path = Path(tempfile.gettempdir()) / f"{TEMP_PREFIX}{secrets.token_hex(4)}"
+    if len(os.fsencode(path)) > _LONGEST_TEMP_DIR:
+        raise ClusterError(
+            f"the temporary folder {path.parent} has too long a name for Ray's sockets (at most "
+            f"{_LONGEST_TEMP_DIR - len(path.name) - 1} characters); set TMPDIR to a shorter one"
+        )
+    return path
+
+
+def start_head(
+    manifest: ClusterManifest,
+    *,
+    num_cpus: int,
+    num_gpus: float,
+    object_store_mb: int,
+    timeout_s: float,
+    environment: Mapping[str, str],
+) -> Head:
+    """Start `ray start --head` and wait until its node is up.
+
+    Args:
+        manifest: says where its files go, and its mark.
+        num_cpus: logical CPUs.
+        num_gpus: logical GPUs; rounded up, Ray counts a node's in whole ones.
+        object_store_mb: shared memory.
+        timeout_s: longest wait.
+        environment: variables for all processes of the cluster.
+
+    Returns:
+        The address and Ray's own processes. On an error, processes may be left: the caller ends the cluster.
+
+    Raises:
+        ClusterError: if it does not start, or not in time.
+    """
+    if object_store_mb < MIN_OBJECT_STORE_MB:
+        raise ClusterError(
+            f"cluster {manifest.name!r} is to have an object store of {object_store_mb} MB, but Ray needs at "
+            f"least {MIN_OBJECT_STORE_MB}; raise object_store_mb"
+        )
+    manifest.temp_dir.mkdir(mode=0o700)
+    manifest.token.touch(mode=0o600)
+    manifest.token.write_text(secrets.token_hex(32))
+    command = _command(manifest, num_cpus, math.ceil(num_gpus), object_store_mb)
+    _run(manifest, command, timeout_s, environment)
+    address = (manifest.temp_dir / "ray_current_cluster").read_text().strip()
+    return Head(address, _own_processes(manifest))
+
+
+def _command(manifest: ClusterManifest, num_cpus: int, num_gpus: int, object_store_mb: int) -> list[str]:
+    """Every port that is not named is chosen by the system when it is bound, so clusters cannot collide."""
+    command = [sys.executable, "-P", "-m", "ray.scripts.scripts", "start", "--head", "--port=0"]
+    command += [f"--temp-dir={manifest.temp_dir}", "--log-style=record", "--disable-usage-stats"]
+    command += [f"--num-cpus={num_cpus}", f"--num-gpus={num_gpus}"]
+    command += [f"--object-store-memory={object_store_mb * 1024 * 1024}"]
+    # Not needed, and each costs a process of 100 MB: the autoscaler, the log monitor, the dashboard.
+    command += ["--no-monitor", "--include-log-monitor=false", "--include-dashboard=false"]
+    if importlib.util.find_spec("grpc") is not None:  # else Ray refuses the option, and has no such server
+        command.append("--ray-client-server-port=0")
+    return command
+
+
+def _run(manifest: ClusterManifest, command: list[str], timeout_s: float, environment: Mapping[str, str]) -> None:
+    log = manifest.log_dir / "ray-start.log"
+    with log.open("wb") as output:
+        starter = subprocess.Popen(
+            command,
+            env=_environment(manifest, environment),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        code = starter.wait(timeout_s)
+    except BaseException as error:
+        starter.kill()
+        starter.wait()  # at once: it was killed, and left alone it would stay a zombie
+        if isinstance(error, subprocess.TimeoutExpired):
+            raise ClusterError(
+                f"Ray cluster {manifest.name!r} did not start within {timeout_s:g} s; raise start_timeout_s, "
+                f"or see {log}"
+            ) from error
+        raise
+    if code != 0:
+        lines = log.read_text(errors="replace").strip().splitlines() or ["nothing"]
+        raise ClusterError(
+            f"Ray cluster {manifest.name!r} did not start: `ray start` ended with {code} and said "
+            f"{lines[-1].strip()!r}; all of its output is in {log}"
+        )
+
+
+def _environment(manifest: ClusterManifest, extra: Mapping[str, str]) -> dict[str, str]:
+    """Return this process's environment, made fit for the cluster; nothing of it is read as a setting."""
+    inherited = {key: value for key, value in os.environ.items() if key not in _NOT_INHERITED}
+    return {
+        **inherited,
+        # Actors start within a second without workers in waiting, of which Ray keeps one of 80 MB per CPU.
+        "RAY_prestart_worker_first_driver": "0",
+        **extra,
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(manifest.token),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        MARK_VARIABLE: manifest.mark,
+        "SPT_NOENV": "1",  # or setproctitle, in Ray's agents, writes the title over the mark
+    }
+
+
+def _own_processes(manifest: ClusterManifest) -> tuple[ProcessRecord, ...]:
+    """Find the control server and the raylet: without either, the cluster is lost."""
+    by_name: dict[str, int] = {}
+    for process in leftover_processes(manifest.mark):
+        try:
+            by_name[process.name()] = process.pid
+        except psutil.Error:
+            continue
+    try:
+        return tuple(ProcessRecord.of(by_name[name]) for name in ("gcs_server", "raylet"))
+    except (KeyError, psutil.Error) as error:
+        raise ClusterError(
+            f"Ray cluster {manifest.name!r} lost a process while it started: of gcs_server and raylet, only "
+            f"{sorted({'gcs_server', 'raylet'} & set(by_name))} run; see {manifest.log_dir}"
+        ) from error

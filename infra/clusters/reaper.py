@@ -1,0 +1,126 @@
+"""Ends every process of a cluster and clears away its files, from whichever process is left to do it.
+
+What belongs to a cluster is found by its mark in the environment, which all descendants of `ray start` inherit,
+by the recorded ids, and by descent: nothing depends on Ray, or on anyone having kept a list.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from infra.clusters.manifest import MARK_VARIABLE, ClusterManifest, ProcessRecord
+from infra.errors import ClusterError
+
+logger = logging.getLogger(__name__)
+TEMP_PREFIX = "rf-"
+GRACE_S = 2.0
+"""Between SIGTERM and SIGKILL: enough for an actor to unlink its shared memory. Ray's own processes take 10 s and
+more to leave on SIGTERM, and have nothing to save."""
+_KEPT_LOGS = 20
+"""Clusters whose logs stay in the directory."""
+
+
+def leftover_processes(mark: str, records: Iterable[ProcessRecord] = ()) -> list[psutil.Process]:
+    """Return the live processes of a cluster: marked ones, recorded ones, and all that descend from them."""
+    roots = [process for process in psutil.process_iter() if _mark_of(process) == mark]
+    roots += [process for record in records if (process := record.process()) is not None]
+    found = {process.pid: process for process in roots}
+    for root in roots:
+        with suppress(psutil.Error):
+            found.update((child.pid, child) for child in root.children(recursive=True))
+    found.pop(os.getpid(), None)
+    return [process for process in found.values() if _is_live(process)]
+
+
+def end_cluster(path: Path, manifest: ClusterManifest, *, timeout_s: float = 25.0) -> None:
+    """End all processes of a cluster, then remove its temp dir, token and manifest; keep its logs.
+
+    Two processes may do this at once (the watchdog and the owner): each finds less to do.
+
+    Args:
+        path: the manifest's file.
+        manifest: what it said, or as much as is known.
+        timeout_s: longest wait for the processes to end.
+
+    Raises:
+        ClusterError: if processes are left; the files then stay, so that the next call can go on.
+    """
+    with suppress(FileNotFoundError, ClusterError):
+        written = ClusterManifest.load(path)
+        manifest = written if written.mark == manifest.mark else manifest
+    left = _end_processes(manifest, timeout_s)
+    if left:
+        names = ", ".join(f"{process.pid} ({_name_of(process)})" for process in left)
+        raise ClusterError(
+            f"cluster {manifest.name!r} still has processes after {timeout_s:g} s and SIGKILL: {names}; "
+            "they are probably waiting for a device or a file system"
+        )
+    _keep_logs(manifest)
+    if manifest.temp_dir.name.startswith(TEMP_PREFIX):  # never delete what we did not create
+        shutil.rmtree(manifest.temp_dir, ignore_errors=True)
+    with suppress(FileNotFoundError, ClusterError):
+        if ClusterManifest.load(path).mark == manifest.mark:  # else a younger cluster of the same name
+            path.unlink()
+
+
+def _end_processes(manifest: ClusterManifest, timeout_s: float) -> list[psutil.Process]:
+    start = time.monotonic()
+    asked: set[int] = set()
+    clean_looks = 0
+    while time.monotonic() - start < timeout_s:
+        left = leftover_processes(manifest.mark, manifest.head)
+        # One look is not enough: a process forked during it may have been missed.
+        clean_looks = 0 if left else clean_looks + 1
+        if clean_looks == 2:  # noqa: PLR2004
+            return []
+        for process in left:
+            with suppress(psutil.Error):
+                if time.monotonic() - start > GRACE_S:
+                    process.kill()
+                elif process.pid not in asked:
+                    process.terminate()
+                    asked.add(process.pid)
+        time.sleep(0.05)
+    return leftover_processes(manifest.mark, manifest.head)
+
+
+def _keep_logs(manifest: ClusterManifest) -> None:
+    """Move Ray's logs out of the temp dir, and forget those of the oldest clusters."""
+    logs = manifest.temp_dir / "session_latest" / "logs"
+    try:
+        if logs.is_dir():
+            shutil.move(logs.resolve(), manifest.log_dir / "ray")
+        kept = sorted(manifest.log_dir.parent.iterdir(), key=lambda entry: entry.stat().st_mtime)
+        for entry in kept[:-_KEPT_LOGS]:
+            shutil.rmtree(entry, ignore_errors=True)
+    except OSError as error:  # another process tidies at the same time, or the disk is full
+        logger.warning("the logs of cluster %r were not kept: %s", manifest.name, error)
+
+
+def _mark_of(process: psutil.Process) -> str | None:
+    try:
+        return process.environ().get(MARK_VARIABLE)
+    except (psutil.Error, OSError):  # gone, a zombie, or another user's
+        return None
+
+
+def _is_live(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def _name_of(process: psutil.Process) -> str:
+    try:
+        return process.name()
+    except psutil.Error:
+        return "gone since"

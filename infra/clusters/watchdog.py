@@ -1,0 +1,141 @@
+"""The process that ends a cluster when its owner is gone: `python -m infra.clusters.watchdog`.
+
+It holds the read end of a pipe that only the owner can write to. End of file means that the owner is gone or has
+given the lease back; silence means that it is stopped. It asks neither a server nor a store, imports neither Ray nor
+torch, and is nobody's child: whoever ends the owner with its group, session or descendants does not meet it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from infra.clusters.manifest import ClusterManifest, ProcessRecord
+from infra.clusters.reaper import end_cluster
+from infra.errors import ClusterError
+
+logger = logging.getLogger(__name__)
+CLEAN = b"clean\n"
+"""The watchdog's last words when nothing of the cluster is left."""
+_START_TIMEOUT_S = 30.0
+_LOOK_S = 1.0
+
+
+class Watch(NamedTuple):
+    """The owner's side of a running watchdog: two file descriptors and the process."""
+
+    heartbeats: int
+    """Write end: a byte means that the owner runs; closing it ends the cluster."""
+    reports: int
+    """Read end: the watchdog's words."""
+    process: ProcessRecord
+
+
+def start_watchdog(path: Path, manifest: ClusterManifest, *, stalled_after_s: float) -> Watch:
+    """Start a watchdog over the cluster of a manifest.
+
+    Args:
+        path: the manifest's file, already written.
+        manifest: what it says.
+        stalled_after_s: silence after which the owner counts as stopped.
+
+    Raises:
+        ClusterError: if it does not start.
+    """
+    heard, heartbeats = os.pipe()
+    reports, told = os.pipe()
+    arguments = [str(path), str(heard), str(told), str(stalled_after_s)]
+    log = manifest.log_dir / "watchdog.log"
+    try:
+        with log.open("ab") as output:
+            # -P: a folder named `infra` where the flow happens to run must not be taken for ours.
+            subprocess.run(
+                [sys.executable, "-P", "-m", __name__, *arguments],
+                pass_fds=(heard, told),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                timeout=_START_TIMEOUT_S,
+                check=True,
+            )
+        os.close(told)
+        told = -1
+        first_words = wait_for_words(reports, timeout_s=_START_TIMEOUT_S)
+        return Watch(heartbeats, reports, ProcessRecord.of(int(first_words)))
+    except BaseException as error:
+        os.close(heartbeats)
+        os.close(reports)
+        if not isinstance(error, (subprocess.SubprocessError, OSError, ValueError, psutil.Error)):
+            raise
+        raise ClusterError(
+            f"the watchdog of cluster {manifest.name!r} did not start within {_START_TIMEOUT_S:g} s; see {log}"
+        ) from error
+    finally:
+        os.close(heard)
+        if told >= 0:
+            os.close(told)
+
+
+def wait_for_words(reports: int, *, timeout_s: float) -> bytes:
+    """Return the next words on a pipe; nothing if it is closed or stays silent."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(reports, selectors.EVENT_READ)
+        return os.read(reports, 4096) if selector.select(timeout_s) else b""
+
+
+def watch(heartbeats: int, owner: ProcessRecord, *, stalled_after_s: float) -> str:
+    """Return why the cluster must end, once it must."""
+    last = time.monotonic()
+    with selectors.DefaultSelector() as selector:
+        selector.register(heartbeats, selectors.EVENT_READ)
+        while True:
+            # What came while this process was stopped itself is read before silence is judged.
+            if selector.select(_LOOK_S):
+                if not os.read(heartbeats, 4096):
+                    return "its owner is gone or gave it back"
+                last = time.monotonic()
+            elif owner.process() is None:  # a child that the owner forked may still hold the pipe
+                return "its owner is gone"
+            elif time.monotonic() - last > stalled_after_s:
+                return f"its owner has been silent for {stalled_after_s:g} s"
+
+
+def main(arguments: list[str]) -> int:
+    """Watch, then end the cluster; the exit status is 0 if nothing is left."""
+    path, heartbeats, reports, stalled_after_s = arguments
+    if os.fork():
+        return 0  # the caller waits for this process; the watchdog itself is an orphan
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # it leaves when the owner does, and then by itself
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    os.chdir("/")  # the owner's folder may be unmounted before the owner ends
+    manifest = ClusterManifest.load(Path(path))
+    os.write(int(reports), b"%d\n" % os.getpid())
+    reason = watch(int(heartbeats), manifest.owner, stalled_after_s=float(stalled_after_s))
+    logger.info("ending cluster %r: %s", manifest.name, reason)
+    while True:
+        try:
+            end_cluster(Path(path), manifest)
+        except ClusterError as error:
+            logger.error("%s; trying again", error)  # noqa: TRY400 - one sentence says it
+        else:
+            break
+    logger.info("nothing of cluster %r is left", manifest.name)
+    with suppress(BrokenPipeError):  # nobody waits
+        os.write(int(reports), CLEAN)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

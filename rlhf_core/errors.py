@@ -15,3 +15,7 @@ class DataError(RlhfError):
 
 class ModelError(RlhfError):
     """A model cannot be found, read, or held by this machine."""
+
+
+class TrainingError(RlhfError):
+    """Training cannot go on: a loss or gradient is not a finite number, or there is nothing to learn from."""

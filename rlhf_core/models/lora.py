@@ -39,9 +39,7 @@ def attach_lora(model: PreTrainedModel, config: LoRAConfig, *, seed: int) -> Non
         ModelError: if the model has adapters already, or none of its layers has a target's name.
     """
     if _adapted_layers(model):
-        raise ModelError(
-            "this model has adapters already; merge them (save_merged) and load the result first"
-        )
+        raise ModelError("this model has adapters already; merge them (save_merged) and load the result first")
     targets = config.target_modules
     settings = LoraConfig(
         r=config.r,
@@ -73,10 +71,7 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def trainable_state(model: nn.Module) -> dict[str, Tensor]:
     """Return copies, in host memory, of what training changes: adapters and heads, or else all weights."""
-    return {
-        name: parameter.detach().to("cpu", copy=True)
-        for name, parameter in trainable_parameters(model).items()
-    }
+    return {name: parameter.detach().to("cpu", copy=True) for name, parameter in trainable_parameters(model).items()}
 
 
 def load_trainable_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
@@ -84,6 +79,18 @@ def load_trainable_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
     Raises:
         ModelError: if names or shapes differ from the model's.
+    """
+    check_trainable_state(model, state)
+    with torch.no_grad():
+        for name, parameter in trainable_parameters(model).items():
+            parameter.copy_(state[name])
+
+
+def check_trainable_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """See that a state has the names and shapes of the model's trainable weights.
+
+    Raises:
+        ModelError: if it has not.
     """
     own = trainable_parameters(model)
     unlike = {name for name in own.keys() & state.keys() if own[name].shape != state[name].shape}
@@ -93,9 +100,6 @@ def load_trainable_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
             f"the state does not fit the model: {len(wrong)} tensors are missing, unknown or of another "
             f"shape, first {wrong[0]!r}; build the model with the configuration of the stored state"
         )
-    with torch.no_grad():
-        for name, parameter in own.items():
-            parameter.copy_(state[name])
 
 
 def merged_parameters(model: nn.Module, *, dtype: torch.dtype | None = None) -> dict[str, Tensor]:

@@ -1,0 +1,127 @@
+"""A learner's state as flat tensors and a few plain facts: what safetensors and JSON can hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlhf_core.errors import ModelError
+from rlhf_core.models.lora import (
+    check_trainable_state,
+    load_trainable_state,
+    trainable_parameters,
+    trainable_state,
+)
+from rlhf_core.trainer.optim import Trained
+
+_WEIGHTS, _MOMENTS = "weights", "optimizer"
+_CPU_RANDOM_STATE, _CUDA_RANDOM_STATE = "random.cpu", "random.cuda"
+
+
+class LearnerState(NamedTuple):
+    """Copies in host memory."""
+
+    tensors: dict[str, Tensor]
+    """`actor.weights.<name>`, `actor.optimizer.<moment>.<name>`, `random.cpu` and the like."""
+    facts: dict[str, Any]
+    """Schedules and learning rates, as JSON holds them."""
+
+
+def state_tensors(roles: Mapping[str, Trained], device: torch.device) -> LearnerState:
+    """Return trainable weights, optimizer moments and steps, schedules, and torch's random state.
+
+    Frozen weights are not in it: they are found where the model came from.
+
+    Args:
+        roles: what is trained, by name.
+        device: of the models, whose random state is kept besides the CPU's.
+    """
+    tensors: dict[str, Tensor] = {_CPU_RANDOM_STATE: torch.get_rng_state()}
+    if device.type == "cuda":
+        tensors[_CUDA_RANDOM_STATE] = torch.cuda.get_rng_state(device)
+    facts: dict[str, Any] = {}
+    for role, trained in roles.items():
+        for name, tensor in trainable_state(trained.model).items():
+            tensors[f"{role}.{_WEIGHTS}.{name}"] = tensor
+        for name, parameter in trainable_parameters(trained.model).items():
+            for moment, tensor in trained.optimizer.state[parameter].items():
+                tensors[f"{role}.{_MOMENTS}.{moment}.{name}"] = tensor.detach().to("cpu", copy=True)
+        schedule = trained.scheduler.state_dict()
+        schedule.pop("lr_lambdas")  # functions; the configuration makes them anew
+        facts[role] = {"schedule": schedule}
+    return LearnerState(tensors, facts)
+
+
+def load_state_tensors(
+    roles: Mapping[str, Trained],
+    tensors: Mapping[str, Tensor],
+    facts: Mapping[str, Any],
+    device: torch.device,
+) -> None:
+    """Put back what `state_tensors` returned.
+
+    Args:
+        roles: freshly built from the same configuration.
+        tensors: all of them.
+        facts: as they were, or read back from JSON.
+        device: of the models.
+
+    Raises:
+        ModelError: if names or shapes differ from the models'; nothing was changed.
+    """
+    weights = {role: _under(tensors, f"{role}.{_WEIGHTS}.") for role in roles}
+    for role, trained in roles.items():
+        _check(role, trained, weights[role], tensors)
+    if missing := sorted({*roles, _CPU_RANDOM_STATE} - {*facts, *tensors}):
+        raise ModelError(f"the stored training state is incomplete: it lacks {', '.join(missing)}")
+    for role, trained in roles.items():
+        load_trainable_state(trained.model, weights[role])
+        _load_moments(trained, role, tensors)
+        trained.scheduler.load_state_dict({**facts[role]["schedule"], "lr_lambdas": [None]})
+        rates = trained.scheduler.get_last_lr()
+        for group, rate in zip(trained.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate  # the schedule keeps it, but does not hand it to the optimizer before its next step
+    torch.set_rng_state(tensors[_CPU_RANDOM_STATE])
+    if device.type == "cuda" and _CUDA_RANDOM_STATE in tensors:
+        torch.cuda.set_rng_state(tensors[_CUDA_RANDOM_STATE], device)
+
+
+def _check(role: str, trained: Trained, weights: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    check_trainable_state(trained.model, weights)
+    for moment, held in _moments(role, tensors).items():
+        if held.keys() != weights.keys():
+            raise ModelError(
+                f"the stored training state is incomplete: {role}'s {moment} covers {len(held)} of "
+                f"{len(weights)} weights"
+            )
+
+
+def _load_moments(trained: Trained, role: str, tensors: Mapping[str, Tensor]) -> None:
+    """Give the optimizer its moments, which it knows by number, by name."""
+    names = {parameter: name for name, parameter in trainable_parameters(trained.model).items()}
+    members = [member for group in trained.optimizer.param_groups for member in group["params"]]
+    moments = _moments(role, tensors)
+    state = {
+        # Cloned: the optimizer writes into what it is given.
+        number: {moment: held[names[member]].clone() for moment, held in moments.items()}
+        for number, member in enumerate(members)
+        if moments
+    }
+    groups = trained.optimizer.state_dict()["param_groups"]
+    trained.optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _moments(role: str, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Return the optimizer's tensors by moment and name; empty before the first step."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in _under(tensors, f"{role}.{_MOMENTS}.").items():
+        moment, _, name = key.partition(".")
+        found.setdefault(moment, {})[name] = tensor
+    return found
+
+
+def _under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

@@ -87,9 +87,7 @@ def paired_difference_interval(before: Sequence[bool], after: Sequence[bool], co
         0.5
     """
     if len(before) != len(after):
-        raise ValueError(
-            f"expected outcomes of the same problems, got {len(before)} before and {len(after)} after"
-        )
+        raise ValueError(f"expected outcomes of the same problems, got {len(before)} before and {len(after)} after")
     n = len(before)
     if n < 2:  # noqa: PLR2004 - a variance needs two
         raise ValueError(f"expected at least 2 problems to compare, got {n}")

@@ -43,7 +43,7 @@ def logprobs_from_logits(
 def entropy(logits: Float[Tensor, "B A V"], *, temperature: float) -> Float[Tensor, "B A"]:
     """Return the entropy of the distribution over the vocabulary at each position.
 
-        H = log sum_v exp(z_v / T) - sum_v p_v z_v / T
+        H = -sum_v p_v log p_v
 
     Args:
         logits: scores of every word of the vocabulary; all finite.
@@ -59,15 +59,12 @@ def entropy(logits: Float[Tensor, "B A V"], *, temperature: float) -> Float[Tens
         >>> entropy(torch.zeros(1, 1, 4), temperature=1.0).exp()
         tensor([[4.]])
     """
-    scaled = _scaled(logits, temperature)
-    total = torch.logsumexp(scaled, dim=-1)
-    return total - (torch.softmax(scaled, dim=-1) * scaled).sum(dim=-1)
+    logprobs = torch.log_softmax(_scaled(logits, temperature), dim=-1)
+    return -(logprobs.exp() * logprobs).sum(dim=-1)
 
 
 def _scaled(logits: Float[Tensor, "B A V"], temperature: float) -> Float[Tensor, "B A V"]:
     if not temperature > 0:
-        raise ValueError(
-            f"expected a temperature above 0, got {temperature}; greedy decoding needs no logprobs"
-        )
+        raise ValueError(f"expected a temperature above 0, got {temperature}; greedy decoding needs no logprobs")
     scaled = logits.float()
     return scaled if temperature == 1.0 else scaled / temperature

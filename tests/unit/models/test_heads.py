@@ -104,9 +104,7 @@ def test_training_the_copy_leaves_the_language_model_alone() -> None:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("kind", [RewardModel, Critic])
-def test_what_is_saved_is_what_is_loaded(
-    architecture: str, kind: type[RewardModel | Critic], tmp_path: Path
-) -> None:
+def test_what_is_saved_is_what_is_loaded(architecture: str, kind: type[RewardModel | Critic], tmp_path: Path) -> None:
     model = kind.from_causal_lm(tiny_causal_lm(architecture)).eval()
     torch.nn.init.normal_(model.head.weight)
     if isinstance(model, RewardModel):

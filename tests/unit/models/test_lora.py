@@ -59,9 +59,7 @@ def test_merged_weights_are_base_plus_scaled_product(architecture: str) -> None:
     }[architecture]
     parts = dict(model.named_parameters())
     product = parts[f"{layer}.lora_B.default.weight"] @ parts[f"{layer}.lora_A.default.weight"]
-    expected = dict(base.named_parameters())[f"{layer}.weight"] + (8.0 / 4) * (
-        product.T if transposed else product
-    )
+    expected = dict(base.named_parameters())[f"{layer}.weight"] + (8.0 / 4) * (product.T if transposed else product)
     merged = merged_parameters(model)
     torch.testing.assert_close(merged[f"{layer}.weight"], expected, rtol=1e-6, atol=1e-6)
     assert list(merged) == [name for name, _ in base.named_parameters()]

@@ -1,0 +1,33 @@
+"""Rows of different lengths as padded tensors, with rubbish in the padding."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+assert_close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
+
+LENGTHS = (5, 1, 3)
+
+
+def random_rows(seed: int, *, scale: float = 1.0) -> list[list[float]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [(torch.randn(length, generator=generator) * scale).tolist() for length in LENGTHS]
+
+
+def pad(rows: list[list[float]], *, rubbish: float = float("nan"), width: int = 6) -> Tensor:
+    return torch.tensor([[*row, *[rubbish] * (width - len(row))] for row in rows])
+
+
+def mask(*, width: int = 6) -> Tensor:
+    return torch.arange(width) < torch.tensor(LENGTHS)[:, None]
+
+
+def unpad(tensor: Tensor) -> list[list[float]]:
+    return [row[:length].tolist() for row, length in zip(tensor, LENGTHS, strict=True)]
+
+
+def flat(rows: list[list[float]]) -> list[float]:
+    return [x for row in rows for x in row]

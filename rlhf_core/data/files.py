@@ -13,7 +13,7 @@ from rlhf_core.data.problems import Problem
 from rlhf_core.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
 PROBLEM_FIELDS = ("question", "answer")
@@ -33,6 +33,12 @@ class PreferenceFile:
     """Rows whose chosen and rejected responses are the same: dropped."""
     without_common_prompt: int
     """Rows whose transcripts part before an assistant's turn that both have: dropped."""
+
+    def __iter__(self) -> Iterator[PreferencePair]:
+        return iter(self.pairs)
+
+    def __len__(self) -> int:
+        return len(self.pairs)
 
     @property
     def dropped(self) -> str | None:

@@ -1,0 +1,136 @@
+"""Models and tokenizers on disk, read whole or refused in one sentence; and the front door of this package."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlhf_core.errors import ModelError
+from rlhf_core.models.digest import model_digest
+from rlhf_core.models.locating import find_local, locate_model
+from rlhf_core.models.saving import quiet, save_model, save_weights
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = [
+    "count_parameters",
+    "default_device",
+    "find_local",
+    "load_causal_lm",
+    "load_tokenizer",
+    "locate_model",
+    "model_digest",
+    "save_model",
+    "save_weights",
+]
+
+# what transformers, tokenizers and safetensors raise on files that are damaged or of another kind
+_READ_ERRORS = (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, SafetensorError)
+
+
+def default_device() -> torch.device:
+    """Return the GPU if PyTorch sees one, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def load_causal_lm(directory: Path, dtype: str | torch.dtype, device: str | torch.device = "cpu") -> PreTrainedModel:
+    """Return the causal language model in a directory, in evaluation mode.
+
+    Code that comes with a model is never run.
+
+    Args:
+        directory: as `save_pretrained` writes it.
+        dtype: of the weights, such as "float32" or "bfloat16".
+        device: where they go.
+
+    Raises:
+        ModelError: if there is no causal language model, a file is damaged, or weights are missing.
+    """
+    _expect(directory, "config.json")
+    try:
+        with quiet():
+            model, found = AutoModelForCausalLM.from_pretrained(
+                directory, dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True
+            )
+    except _READ_ERRORS as error:
+        raise ModelError(f"no causal language model can be loaded from {directory}: {_first_line(error)}") from error
+    # transformers would draw random numbers for these and only warn
+    missing = sorted({*found["missing_keys"], *(str(key) for key in found["mismatched_keys"])})
+    if missing:
+        raise ModelError(
+            f"{directory} lacks {len(missing)} weights of its model, such as {missing[0]}; it is incomplete"
+        )
+    return model.to(device).eval()
+
+
+def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
+    """Return the tokenizer in a directory.
+
+    Raises:
+        ModelError: if there is none, or a file is damaged.
+    """
+    _expect(directory, "tokenizer_config.json")
+    try:
+        with quiet():
+            return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except _READ_ERRORS as error:
+        raise ModelError(f"no tokenizer can be loaded from {directory}: {_first_line(error)}") from error
+
+
+def count_parameters(directory: Path) -> int:
+    """Return the number of parameters in a model's safetensors files, from their headers alone.
+
+    Raises:
+        ModelError: if there is none, or one is truncated.
+    """
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise ModelError(f"{directory} holds no weights in safetensors; convert the model to that format first")
+    return sum(_elements(file) for file in files)
+
+
+def _elements(file: Path) -> int:
+    header = _header(file)
+    tensors = [entry for name, entry in header.items() if name != "__metadata__"]
+    return sum(_product(tensor["shape"]) for tensor in tensors)
+
+
+def _header(file: Path) -> dict[str, Any]:
+    """Return the header: eight bytes of length, then that many of JSON, then the tensors."""
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            header: dict[str, Any] = json.loads(stream.read(min(length, file.stat().st_size)))
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{file} is not a whole safetensors file; fetch the model again") from error
+    if 8 + length + max(ends, default=0) > file.stat().st_size:
+        raise ModelError(f"{file} is truncated; fetch the model again")
+    return header
+
+
+def _product(shape: list[int]) -> int:
+    result = 1
+    for size in shape:
+        result *= size
+    return result
+
+
+def _expect(directory: Path, name: str) -> None:
+    if not directory.is_dir():
+        raise ModelError(f"model directory {directory} does not exist")
+    if not (directory / name).is_file():
+        held = ", ".join(sorted(entry.name for entry in directory.iterdir())[:5]) or "nothing"
+        raise ModelError(f"{directory} is not a model that transformers can load: it has no {name}, but {held}")
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,174 @@
+"""Does this machine hold the model? Arithmetic from the configuration alone, before anything is fetched.
+
+What is counted is what must be there: weights, gradients and optimizer state. Activations and the libraries
+themselves come on top, so that a machine that is refused could never have done it.
+
+    learner, all weights:  per parameter 4 (fp32 weight) + 4 (gradient) + 8 (Adam's two moments) = 16 bytes
+    learner, adapters:     per parameter of the base 2 (bfloat16) or 4 (float32), frozen;
+                           per parameter of the adapters 16, of which there are at most 2 r N^(2/3)
+    PPO, trainer:          two learners (actor and critic); without adapters, their weights once more in
+                           the rollout dtype, on their way to the makers
+    PPO, each maker:       four models (actor, critic, reward model, initial model) in the rollout dtype
+    SFT, reward model:     one learner
+
+The bound on adapters: a matrix of d x d has r (d + d) of them, a share 2 r / d, and d exceeds N^(1/3) in every
+decoder in use (SmolLM2-135M: 576 > 513; Llama-2 7B: 4096 > 1889).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import pow as power
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from rlhf_core.errors import ModelError
+
+if TYPE_CHECKING:
+    from rlhf_core.config import LoRAConfig, PipelineConfig, PPOConfig
+
+GB = 10**9
+BYTES = {"float32": 4, "bfloat16": 2}
+TRAINED = 16  # bytes per trained parameter
+MODELS_OF_A_LEARNER = 2
+MODELS_OF_A_MAKER = 4
+# where a container's limit stands: version 2, then version 1 of Linux's control groups
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """Bytes that PPO needs at least."""
+
+    trainer: int
+    maker: int
+    """Of each."""
+    num_makers: int
+
+    @property
+    def total(self) -> int:
+        """Of trainer and makers together."""
+        return self.trainer + self.num_makers * self.maker
+
+
+@dataclass(frozen=True)
+class MachineMemory:
+    """What this machine has."""
+
+    ram: int
+    """Bytes; a container's limit where there is one."""
+    gpus: tuple[int, ...] = ()
+    """Bytes of each CUDA device."""
+
+    def __str__(self) -> str:
+        gpus = f"{len(self.gpus)} GPUs with {_gb(sum(self.gpus))} together" if self.gpus else "no GPU"
+        return f"{_gb(self.ram)} and {gpus}"
+
+
+def required_memory(config: PPOConfig, num_parameters: int) -> MemoryNeed:
+    """Return what one PPO run needs, all of it on one machine; the formula is this module's docstring.
+
+    Args:
+        config: of the run.
+        num_parameters: of the model.
+
+    Example:
+        >>> from rlhf_core.config import PPOConfig
+        >>> required_memory(PPOConfig(lora=None), 1000)
+        MemoryNeed(trainer=36000, maker=8000, num_makers=2)
+    """
+    rollout = BYTES[config.rollout_dtype] * num_parameters
+    trainer = MODELS_OF_A_LEARNER * _learner(num_parameters, config.lora, config.dtype)
+    if config.lora is None:
+        trainer += MODELS_OF_A_LEARNER * rollout
+    return MemoryNeed(trainer, MODELS_OF_A_MAKER * rollout, config.cluster.num_makers)
+
+
+def _learner(num_parameters: int, lora: LoRAConfig | None, dtype: str) -> int:
+    if lora is None:
+        return TRAINED * num_parameters
+    adapters = min(num_parameters, round(2 * lora.r * power(num_parameters, 2 / 3)))
+    return BYTES[dtype] * num_parameters + TRAINED * adapters
+
+
+def machine_memory() -> MachineMemory:
+    """Return the memory of this machine, or of the container that this process is in, and of its GPUs."""
+    limits = [psutil.virtual_memory().total]
+    for name in _CGROUP_LIMITS:
+        try:
+            limits.append(int(Path(name).read_text()))
+        except (OSError, ValueError):  # no such control group, or "max"
+            continue
+    return MachineMemory(min(limits), _gpu_memory())
+
+
+def _gpu_memory() -> tuple[int, ...]:
+    import torch  # noqa: PLC0415 (two seconds, which reading a formula should not cost)
+
+    if not torch.cuda.is_available():
+        return ()
+    return tuple(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
+
+
+def check_memory(config: PPOConfig, num_parameters: int, *, model: str, machine: MachineMemory | None = None) -> None:
+    """Check that a PPO run fits on this machine.
+
+    Args:
+        config: of the run.
+        num_parameters: of the model.
+        model: its name, for the error.
+        machine: None measures this one.
+
+    Raises:
+        ModelError: if there are too few GPUs or too little memory.
+    """
+    machine = machine or machine_memory()
+    cluster = config.cluster
+    gpus = (cluster.trainer_gpus or 0) + cluster.num_makers * (cluster.maker_gpus or 0)
+    if gpus > len(machine.gpus):
+        raise ModelError(
+            f"one trainer and {cluster.num_makers} makers are to have {gpus:g} GPUs, but this machine has "
+            f"{len(machine.gpus)}; lower ppo.cluster.trainer_gpus, maker_gpus or num_makers, or take a bigger machine"
+        )
+    need = required_memory(config, num_parameters)
+    place = sum(machine.gpus) or machine.ram
+    largest = max(machine.gpus, default=machine.ram)
+    if need.total <= place and max(need.trainer, need.maker) <= largest:
+        return
+    raise ModelError(
+        f"PPO on {model} ({num_parameters / GB:.3g} billion parameters) needs at least {_gb(need.total)} "
+        f"({_gb(need.trainer)} for the trainer, {_gb(need.maker)} for each of {need.num_makers} makers), "
+        f"but this machine has {machine}; take a smaller model (`-p model=PATH`) or a bigger machine"
+    )
+
+
+def check_memory_for(config: PipelineConfig, models_dir: Path) -> None:
+    """Check that this machine can run a preset's PPO, before any model or reference is fetched.
+
+    The model's size is read from its files if it is on this machine, and is else the preset's
+    `model.num_parameters`. Where neither is known (a hub model of unstated size), nothing is refused.
+
+    Raises:
+        ModelError: if the model's path leads nowhere, or the machine cannot hold it.
+    """
+    num_parameters = _size(config, models_dir)
+    if num_parameters is not None:
+        check_memory(config.ppo, num_parameters, model=config.model.path)
+
+
+def _size(config: PipelineConfig, models_dir: Path) -> int | None:
+    # imports torch and transformers, which `required_memory` does without
+    from rlhf_core.models import loading, smollm2  # noqa: PLC0415
+
+    directory = loading.find_local(config.model.path, models_dir=models_dir)
+    if directory is not None:
+        return loading.count_parameters(directory)
+    if config.model.path == smollm2.NAME:
+        return smollm2.NUM_PARAMETERS
+    return config.model.num_parameters
+
+
+def _gb(size: int) -> str:
+    return f"{size / GB:.3g} GB"

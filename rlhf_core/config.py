@@ -93,6 +93,8 @@ class SFTConfig(Config):
     """Tokens of prompt and response together; a longer demonstration is an error."""
     lora: LoRAConfig | None = None
     """None trains all weights."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Arithmetic of the forward pass (bfloat16: autocast over float32 weights)."""
 
 
 class RewardModelConfig(Config):
@@ -115,6 +117,8 @@ class RewardModelConfig(Config):
     warmup_steps: int = Field(2, ge=0)
     weight_decay: float = Field(0.0, ge=0)
     grad_clip: float = Field(1.0, gt=0)
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Arithmetic of the forward pass (bfloat16: autocast over float32 weights)."""
     max_length: Positive = 512
     """Tokens of prompt and response together; a longer pair is dropped and counted."""
 

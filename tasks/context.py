@@ -12,7 +12,7 @@ from typing import Any
 
 from prefect.runtime import flow_run
 
-from infra.artifacts import ArtifactStore, Manifest, open_default_store
+from infra.artifacts import ArtifactRef, ArtifactStore, Manifest, open_default_store
 from infra.errors import ReferenceNotFoundError
 from infra.settings import Settings, settings
 from rlhf_core.config import PipelineConfig
@@ -75,7 +75,7 @@ def stage_result(stage: str, manifest: Manifest, *, reused: bool) -> StageResult
         uri=manifest.ref.uri,
         digest=manifest.digest,
         reused=reused,
-        seconds=float(manifest.metrics.get("seconds", 0.0)),
+        seconds=float(str(manifest.metrics.get("seconds", 0.0))),
         metrics=dict(manifest.metrics),
     )
 
@@ -99,7 +99,7 @@ def commit_stage(
         name,
         files,
         key=key,
-        parents=[{"uri": parent.uri, "digest": parent.digest} for parent in parents],
+        parents=[ArtifactRef(parent.uri, parent.digest) for parent in parents],
         config=config.model_dump(mode="json"),
         metrics=dict(metrics),
         source_digest=source,

@@ -83,13 +83,16 @@ def _build(run: PPORun, context: Context) -> Any:
     config, cluster = PipelineConfig.model_validate(run.config), _cluster(run)
     problems = problems_from_jsonl((materialise(context, run.dataset) / "ppo.jsonl").read_bytes())
     trainer_gpus, maker_gpus = _gpu_shares(cluster)
+    # Decorated with ray.remote, a class has .options and .remote, which its type does not show.
+    maker_class: Any = ExperienceMakerHolder
+    trainer_class: Any = DetachedPPOTrainer
     makers = [
-        ExperienceMakerHolder.options(
-            name=name, lifetime="detached", **_resources(cluster.maker_threads, maker_gpus)
-        ).remote(name, MakerFactory(run))
+        maker_class.options(name=name, lifetime="detached", **_resources(cluster.maker_threads, maker_gpus)).remote(
+            name, MakerFactory(run)
+        )
         for name in _maker_names(run)
     ]
-    trainer = DetachedPPOTrainer.options(
+    trainer = trainer_class.options(
         name=TRAINER, lifetime="detached", **_resources(cluster.trainer_threads, trainer_gpus)
     ).remote(
         _maker_names(run),

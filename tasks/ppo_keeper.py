@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from infra.artifacts import ArtifactStore, open_default_store
+from infra.artifacts import ArtifactRef, ArtifactStore, open_default_store
 from rlhf_core.detached.state import (
     EpisodeRecord,
     TrainingState,
@@ -105,11 +105,11 @@ class StoreKeeper:
             flow_run=self._run.flow_run,
         )
 
-    def _parents(self) -> list[dict[str, str]]:
+    def _parents(self) -> list[ArtifactRef]:
         parents = [self._run.actor, self._run.dataset]
         if self._run.reward_model is not None:
             parents.insert(1, self._run.reward_model)
-        return [{"uri": parent.uri, "digest": parent.digest} for parent in parents]
+        return [ArtifactRef(parent.uri, parent.digest) for parent in parents]
 
 
 def run_metrics(history: tuple[EpisodeRecord, ...]) -> dict[str, Any]:

@@ -22,18 +22,19 @@ class LearnerFactory:
 
     def __call__(self) -> PPOLearner:
         """Return the learner at its starting weights."""
-        import torch
-
         from rlhf_core.models.critic import Critic
         from rlhf_core.models.loading import default_device, load_causal_lm
+        from rlhf_core.models.lora import attach_lora
         from rlhf_core.trainer.ppo import PPOLearner
 
         config = _config(self._run)
         directory = _directory(self._run.actor)
         device = default_device()
-        torch.manual_seed(config.seed)  # adapters start from random numbers
         actor = load_causal_lm(directory, "float32", device=device)
-        critic = Critic.from_causal_lm(load_causal_lm(directory, "float32", device=device))
+        critic = Critic.from_causal_lm(actor)
+        if config.ppo.lora is not None:
+            attach_lora(actor, config.ppo.lora, seed=config.seed)
+            attach_lora(critic.trunk, config.ppo.lora, seed=config.seed)
         return PPOLearner(actor, critic, config.ppo, device=device)
 
 
@@ -45,6 +46,8 @@ class MakerFactory:
 
     def __call__(self) -> NaiveExperienceMaker:
         """Return the maker with the weights of version 0."""
+        import torch
+
         from rlhf_core.data import PromptTemplate
         from rlhf_core.experience_maker.naive import NaiveExperienceMaker
         from rlhf_core.models.critic import Critic
@@ -55,7 +58,9 @@ class MakerFactory:
         directory, dtype, device = _directory(self._run.actor), config.ppo.rollout_dtype, default_device()
         reward_model = None
         if self._run.reward_model is not None:
-            reward_model = RewardModel.from_pretrained(_directory(self._run.reward_model), dtype).to(device)
+            reward_model = RewardModel.from_pretrained(_directory(self._run.reward_model), getattr(torch, dtype)).to(
+                device
+            )
 
         def model() -> Any:
             return load_causal_lm(directory, dtype, device=device)
@@ -82,7 +87,7 @@ class PolicySaver:
         from rlhf_core.models.loading import load_tokenizer, save_weights
 
         source = _directory(self._run.actor)
-        save_weights(learner.actor_config, learner.merged_weights()["actor"], load_tokenizer(source), directory)
+        save_weights(learner.actor.config, learner.merged_weights()["actor"], load_tokenizer(source), directory)
 
 
 def _config(run: PPORun) -> PipelineConfig:

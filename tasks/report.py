@@ -7,6 +7,7 @@ from typing import Any
 
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 
+from infra.artifacts import ArtifactRef
 from rlhf_core.config import PipelineConfig
 from tasks.context import Context, open_context, source_digest
 from tasks.evaluate import OUTCOMES
@@ -65,7 +66,7 @@ def write_report(
             "config.json": config.model_dump_json(indent=1).encode(),
         },
         key=context.flow_run,
-        parents=[{"uri": each.uri, "digest": each.digest} for each in (*stages, *evaluations.values())],
+        parents=[ArtifactRef(each.uri, each.digest) for each in (*stages, *evaluations.values())],
         config=config.model_dump(mode="json"),
         metrics={"promoted": decision.promote, "difference": decision.difference},
         source_digest=source_digest("report"),

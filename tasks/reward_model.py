@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.errors import DataError
 from tasks.context import (
     Context,
     commit_stage,
@@ -105,12 +106,14 @@ def _sample_pairs(
 def _train(
     context: Context, config: PipelineConfig, pairs: Parent, policy: Parent, key: str, source: str
 ) -> StageResult:
+    import torch
+
     from rlhf_core.data import PromptTemplate, pairs_from_jsonl
     from rlhf_core.data.encoding import encode_pairs, split_pairs
     from rlhf_core.functional.intervals import wilson_interval
     from rlhf_core.models.loading import default_device, load_causal_lm, load_tokenizer
     from rlhf_core.models.reward_model import RewardModel
-    from rlhf_core.trainer.reward_model import pair_accuracy
+    from rlhf_core.trainer.reward_model import pair_accuracy, standardise_scores
     from rlhf_core.trainer.reward_model import train_reward_model as train
 
     started = time.perf_counter()
@@ -119,31 +122,40 @@ def _train(
     rows = pairs_from_jsonl((materialise(context, pairs) / PAIRS).read_bytes())
     split = split_pairs(rows, config.reward_model, seed=config.seed)
     template = PromptTemplate(tokenizer, config.template)
-    training = encode_pairs(split.training, template, config.reward_model.max_length)
-    heldout = encode_pairs(split.heldout, template, config.reward_model.max_length)
+    settings, dtype = config.reward_model, getattr(torch, config.reward_model.dtype)
+    torch.manual_seed(config.seed)  # the head starts from random numbers
     model = RewardModel.from_causal_lm(load_causal_lm(directory, "float32", device=default_device()))
-    steps = config.reward_model.epochs * -(-len(training.pairs) // config.reward_model.batch_size)
+    steps = settings.epochs * -(-len(split.training) // settings.batch_size)
     progress = Progress("reward-model", steps, "step")
-
-    def on_step(step: int, metrics: dict[str, float]) -> None:
-        progress.step(step + 1, loss=metrics["loss"], accuracy=metrics["accuracy"])
-
-    history = train(model, training.pairs, config.reward_model, seed=config.seed, on_step=on_step)
-    measured = pair_accuracy(model, heldout.pairs, batch_size=config.reward_model.micro_batch_size)
-    model.set_scale(mean=measured.score_mean, std=measured.score_std)
-    interval = wilson_interval(measured.right, measured.pairs, config.gate.confidence)
+    trained = train(
+        model,
+        encode_pairs(split.training, template),
+        settings,
+        seed=config.seed,
+        autocast_dtype=dtype,
+        on_step=lambda step: progress.step(int(step["step"]), loss=step["loss"], accuracy=step["accuracy"]),
+    )
+    heldout = encode_pairs(split.heldout, template)
+    measured = pair_accuracy(model, heldout, settings, autocast_dtype=dtype)
+    if not measured.pairs:
+        raise DataError(
+            f"all {measured.dropped} held-out pairs are longer than reward_model.max_length, {settings.max_length} "
+            "tokens, so no accuracy can be measured; raise it"
+        )
+    scale = standardise_scores(model, [ids for pair in heldout for ids in pair], settings, autocast_dtype=dtype)
+    interval = wilson_interval(measured.correct, measured.pairs, config.gate.confidence)
     metrics: dict[str, Any] = {
-        "steps": len(history),
-        "pairs": len(training.pairs),
+        "steps": len(trained.history),
+        "pairs": len(split.training) - trained.dropped,
         "heldout_pairs": measured.pairs,
-        "too_long": training.too_long + heldout.too_long,
-        "accuracy": measured.right / measured.pairs,
+        "too_long": trained.dropped + measured.dropped,
+        "accuracy": measured.accuracy,
         "low": interval.low,
         "high": interval.high,
-        "score_mean": measured.score_mean,
-        "score_std": measured.score_std,
-        "first_loss": history[0]["loss"],
-        "last_loss": history[-1]["loss"],
+        "score_mean": scale.mean,
+        "score_std": scale.std,
+        "first_loss": trained.history[0]["loss"],
+        "last_loss": trained.history[-1]["loss"],
         "seconds": time.perf_counter() - started,
     }
     say(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
-from prefect import task
+from prefect import Task, task
 from prefect.cache_policies import NO_CACHE
 from prefect.exceptions import FailedRun, MissingContextError
 from prefect.logging import get_logger, get_run_logger
@@ -46,5 +46,14 @@ def in_one_sentence(function: Callable[P, R]) -> Callable[P, R]:
     return guarded
 
 
-stage_task = partial(task, cache_policy=NO_CACHE, persist_result=False)
-"""A Prefect task that remembers nothing: the artifact store alone says what is done."""
+def stage_task(*, name: str, **options: Any) -> Callable[[Callable[P, R]], Task[P, R]]:
+    """Return a decorator for a Prefect task that remembers nothing: the artifact store alone says what is done.
+
+    Args:
+        name: of the task.
+        options: further options of `prefect.task`.
+    """
+    decorator: Callable[[Callable[P, R]], Task[P, R]] = task(
+        name=name, cache_policy=NO_CACHE, persist_result=False, **options
+    )
+    return decorator

@@ -42,9 +42,11 @@ def train_sft(config: PipelineConfig, dataset: Parent) -> StageResult:
 def _make(
     context: Context, config: PipelineConfig, dataset: Parent, base: Parent, key: str, source: str
 ) -> StageResult:
+    import torch
+
     from rlhf_core.data import PromptTemplate, problems_from_jsonl
-    from rlhf_core.models.loading import default_device, load_causal_lm, load_tokenizer, save_model
-    from rlhf_core.models.lora import attach_lora, merge_lora
+    from rlhf_core.models.loading import default_device, load_causal_lm, load_tokenizer
+    from rlhf_core.models.lora import save_merged
     from rlhf_core.trainer.sft import train_sft as train
 
     started = time.perf_counter()
@@ -57,17 +59,17 @@ def _make(
         for problem in demonstrations
     ]
     model = load_causal_lm(directory, "float32", device=default_device())
-    if config.sft.lora:
-        model = attach_lora(model, config.sft.lora)
     steps = config.sft.epochs * -(-len(examples) // config.sft.batch_size)
     progress = Progress("sft", steps, "step")
 
-    def on_step(step: int, metrics: dict[str, float]) -> None:
-        progress.step(step + 1, loss=metrics["loss"])
-
-    history = train(model, examples, config.sft, seed=config.seed, on_step=on_step)
-    if config.sft.lora:
-        model = merge_lora(model)
+    history = train(
+        model,
+        examples,
+        config.sft,
+        seed=config.seed,
+        autocast_dtype=getattr(torch, config.sft.dtype),
+        on_step=lambda step: progress.step(int(step["step"]), loss=step["loss"]),
+    )
     metrics: dict[str, Any] = {
         "steps": len(history),
         "demonstrations": len(examples),
@@ -76,7 +78,8 @@ def _make(
         "seconds": time.perf_counter() - started,
     }
     with tempfile.TemporaryDirectory(prefix="rlhf-sft-") as folder:
-        save_model(model, tokenizer, Path(folder))
+        save_merged(model, Path(folder))
+        tokenizer.save_pretrained(folder)
         return commit_stage(
             context,
             stage="sft",

@@ -22,13 +22,6 @@ class PairSplit(NamedTuple):
     heldout: list[PreferencePair]
 
 
-class EncodedPairs(NamedTuple):
-    """Pairs that fit, and how many did not."""
-
-    pairs: list[EncodedPair]
-    too_long: int
-
-
 def split_pairs(pairs: Sequence[PreferencePair], config: RewardModelConfig, *, seed: int) -> PairSplit:
     """Return at most `config.pairs` pairs, split by prompt: pairs of one prompt share responses, so they go together.
 
@@ -52,20 +45,11 @@ def split_pairs(pairs: Sequence[PreferencePair], config: RewardModelConfig, *, s
     return PairSplit(training, heldout)
 
 
-def encode_pairs(pairs: Sequence[PreferencePair], template: PromptTemplate, max_length: int) -> EncodedPairs:
-    """Return the pairs as token ids, each response with its stop token; longer ones are dropped and counted.
-
-    Raises:
-        DataError: none is short enough.
-    """
+def encode_pairs(pairs: Sequence[PreferencePair], template: PromptTemplate) -> list[EncodedPair]:
+    """Return the pairs as token ids, each response with its stop token."""
     encoded = []
     for pair in pairs:
         prompt = template.prompt_ids(pair.prompt)
-        both = tuple(prompt + template.response_ids(text) for text in (pair.chosen, pair.rejected))
-        if max(map(len, both)) <= max_length:
-            encoded.append((both[0], both[1]))
-    if not encoded:
-        raise DataError(
-            f"all {len(pairs)} preference pairs are longer than {max_length} tokens; raise reward_model.max_length"
-        )
-    return EncodedPairs(encoded, len(pairs) - len(encoded))
+        chosen, rejected = (prompt + template.response_ids(text) for text in (pair.chosen, pair.rejected))
+        encoded.append((chosen, rejected))
+    return encoded

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import ray
 from numpy.typing import NDArray
@@ -21,7 +22,8 @@ class StaleWeightsError(RlhfError):
     """A maker was asked for experience of a policy version that it does not hold."""
 
 
-class MadeChunk(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class MadeChunk:
     """What comes back for one chunk."""
 
     index: int
@@ -33,7 +35,7 @@ class MadeChunk(NamedTuple):
     """Time by phase: generate, score."""
 
 
-@ray.remote(concurrency_groups={"experience_io": 1, "model_io": 1, "compute": 1})  # type: ignore[untyped-decorator]
+@ray.remote(concurrency_groups={"experience_io": 1, "model_io": 1, "compute": 1})
 class ExperienceMakerHolder:
     """Holds actor, critic, reward model and initial model of one version, and makes experience with them.
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import fmean
-from typing import Any
 
+from torch import Tensor
+
+from rlhf_core.trainer.ppo import PPOStats
 from rlhf_core.types import Sample
 
 
 def episode_metrics(
-    samples: Sequence[Sample], stats: Sequence[Any], *, versions: Any, learnt_at: int
+    samples: Sequence[Sample], stats: Sequence[PPOStats], *, versions: Tensor, learnt_at: int
 ) -> dict[str, float]:
     """Return the means over an episode's samples and over its optimizer steps.
 
@@ -24,13 +26,15 @@ def episode_metrics(
         "reward": fmean(sample.score for sample in samples),
         "verifier": fmean(sample.verifier for sample in samples),
         "well_formed": fmean(sample.well_formed for sample in samples),
-        "rm_score": fmean(sample.rm_score for sample in samples),
         "kl": fmean(sample.kl for sample in samples),
         "length": fmean(sample.length for sample in samples),
         "ended": fmean(sample.ended for sample in samples),
         "samples": float(len(samples)),
         "staleness": float(learnt_at - int(versions.min())),
     }
-    for name in stats[0]._fields:
+    scores = [sample.rm_score for sample in samples if sample.rm_score is not None]
+    if scores:
+        metrics["rm_score"] = fmean(scores)
+    for name in PPOStats._fields:
         metrics[name] = fmean(float(getattr(stat, name)) for stat in stats)
     return metrics

@@ -28,7 +28,7 @@ from rlhf_core.trainer.ppo import PPOLearner
 from rlhf_core.types import Experience, Sample
 
 
-@ray.remote(concurrency_groups={"status": 2, "compute": 1})  # type: ignore[untyped-decorator]
+@ray.remote(concurrency_groups={"status": 2, "compute": 1})
 class DetachedPPOTrainer:
     """Runs episodes in lockstep with its makers: every sample comes from the version that learns from it.
 

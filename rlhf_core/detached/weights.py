@@ -76,7 +76,7 @@ def pack(
         filled += body.size
     if pending:
         buckets.append(np.concatenate(pending))
-    checksums = tuple(zlib.crc32(bucket) for bucket in buckets)
+    checksums = tuple(zlib.crc32(bucket.data) for bucket in buckets)
     return WeightsManifest(version, tuple(slots), checksums), buckets
 
 
@@ -93,7 +93,7 @@ def unpack(manifest: WeightsManifest, buckets: Iterable[Bucket]) -> dict[str, Te
             "came; publish them again"
         )
     for index, (bucket, checksum) in enumerate(zip(held, manifest.checksums, strict=True)):
-        if zlib.crc32(bucket) != checksum:
+        if zlib.crc32(bucket.data) != checksum:
             raise WeightsError(
                 f"bucket {index} of weights version {manifest.version} arrived damaged; publish them again"
             )

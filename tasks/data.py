@@ -18,7 +18,7 @@ from tasks.context import (
 )
 from tasks.progress import say
 from tasks.results import StageResult
-from tasks.sentences import in_one_sentence, stage_task
+from tasks.sentences import stage_task
 
 SPLITS = ("sft", "preferences", "ppo", "evaluation")
 
@@ -41,7 +41,6 @@ def with_data(config: PipelineConfig, data: str | None) -> PipelineConfig:
 
 
 @stage_task(name="prepare-data")
-@in_one_sentence
 def prepare_data(config: PipelineConfig, reference: str | None) -> StageResult:
     """Return the dataset of a run: the one that is named, or one made from the configuration and stored."""
     context = open_context()

@@ -18,13 +18,12 @@ from tasks.context import (
 )
 from tasks.progress import Progress, say
 from tasks.results import Parent, StageResult
-from tasks.sentences import in_one_sentence, stage_task
+from tasks.sentences import stage_task
 
 OUTCOMES = "outcomes.jsonl"
 
 
 @stage_task(name="evaluate-policy", task_run_name="evaluate {policy.uri}")
-@in_one_sentence
 def evaluate_policy(config: PipelineConfig, policy: Parent, dataset: Parent) -> StageResult:
     """Return the stored evaluation of a policy on the dataset's held-out problems."""
     context = open_context()

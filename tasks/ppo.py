@@ -16,14 +16,13 @@ from tasks.context import (
 )
 from tasks.progress import duration, say
 from tasks.results import EpisodeResult, Parent, PPORun, StageResult
-from tasks.sentences import in_one_sentence, run_logger, stage_task
+from tasks.sentences import run_logger, stage_task
 
 MODULES = ("ppo", "ppo_group", "ppo_keeper", "ppo_models")
 POLL_S = 2.0
 
 
 @stage_task(name="check-machine")
-@in_one_sentence
 def check_machine(config: PipelineConfig) -> None:
     """Refuse, before any reference is fetched, a model that this machine cannot hold.
 
@@ -37,7 +36,6 @@ def check_machine(config: PipelineConfig) -> None:
 
 
 @stage_task(name="plan-ppo")
-@in_one_sentence
 def plan_ppo(config: PipelineConfig, actor: str | None, reward_model: str | None, dataset: Parent) -> PPORun:
     """Return the run that this configuration and these inputs name: the same ones always name the same run."""
     context = open_context()
@@ -91,7 +89,6 @@ def _may_pass(_task: Any, _task_run: Any, state: Any) -> bool:
     retry_delay_seconds=2,
     retry_condition_fn=_may_pass,
 )
-@in_one_sentence
 def ppo_episode(run: PPORun, episode: int) -> EpisodeResult:
     """Run one episode, and any before it that a death cost, and return its figures.
 
@@ -119,7 +116,6 @@ def ppo_episode(run: PPORun, episode: int) -> EpisodeResult:
 
 
 @stage_task(name="publish-policy", retries=2, retry_delay_seconds=2, retry_condition_fn=_may_pass)
-@in_one_sentence
 def publish_policy(run: PPORun) -> StageResult:
     """Store the finished policy, from the trainer that holds it, and return its reference."""
     from tasks.ppo_group import trainer_for

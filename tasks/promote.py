@@ -7,11 +7,10 @@ from tasks.context import open_context
 from tasks.evaluate import OUTCOMES
 from tasks.progress import say
 from tasks.results import Decision, StageResult
-from tasks.sentences import in_one_sentence, stage_task
+from tasks.sentences import stage_task
 
 
 @stage_task(name="gate")
-@in_one_sentence
 def gate(config: PipelineConfig, evaluations: dict[str, StageResult]) -> Decision:
     """Return whether the policy replaces the champion, from the stored outcomes of both.
 
@@ -61,7 +60,6 @@ def gate(config: PipelineConfig, evaluations: dict[str, StageResult]) -> Decisio
 
 
 @stage_task(name="promote")
-@in_one_sentence
 def promote(config: PipelineConfig, decision: Decision) -> str | None:
     """Move the alias `champion` if the gate says so; return the champion's reference, or None if there is none."""
     context = open_context()

@@ -13,7 +13,7 @@ from tasks.context import Context, open_context, source_digest
 from tasks.evaluate import OUTCOMES
 from tasks.progress import duration
 from tasks.results import Decision, StageResult
-from tasks.sentences import in_one_sentence, stage_task
+from tasks.sentences import stage_task
 
 REPORT, FACTS = "report.md", "report.json"
 SHOWN_SAMPLES = 3
@@ -21,7 +21,6 @@ PHASES = ("generate", "score", "learn", "synchronise", "commit")
 
 
 @stage_task(name="show-episodes")
-@in_one_sentence
 def show_episodes(policy: StageResult) -> None:
     """Put the episodes of a PPO run on its page, as a table."""
     rows = _episodes(open_context(), policy)
@@ -33,7 +32,6 @@ def show_episodes(policy: StageResult) -> None:
 
 
 @stage_task(name="report")
-@in_one_sentence
 def write_report(
     config: PipelineConfig,
     stages: list[StageResult],

@@ -21,13 +21,12 @@ from tasks.context import (
 )
 from tasks.progress import Progress, say
 from tasks.results import Parent, StageResult
-from tasks.sentences import in_one_sentence, stage_task
+from tasks.sentences import stage_task
 
 PAIRS = "pairs.jsonl"
 
 
 @stage_task(name="collect-preferences")
-@in_one_sentence
 def collect_preferences(config: PipelineConfig, dataset: Parent, policy: Parent) -> StageResult:
     """Return preference pairs: the dataset's own, or pairs of the policy's samples ordered by the verifier."""
     context = open_context()
@@ -51,7 +50,6 @@ def collect_preferences(config: PipelineConfig, dataset: Parent, policy: Parent)
 
 
 @stage_task(name="train-reward-model")
-@in_one_sentence
 def train_reward_model(config: PipelineConfig, pairs: Parent, policy: Parent) -> StageResult:
     """Return a reward model on the policy's trunk, trained on most pairs and measured on the others."""
     context = open_context()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
-from prefect import Task, task
+from prefect import State, task
 from prefect.cache_policies import NO_CACHE
 from prefect.exceptions import FailedRun, MissingContextError
 from prefect.logging import get_logger, get_run_logger
@@ -46,14 +46,26 @@ def in_one_sentence(function: Callable[P, R]) -> Callable[P, R]:
     return guarded
 
 
-def stage_task(*, name: str, **options: Any) -> Callable[[Callable[P, R]], Task[P, R]]:
+def stage_task(*, name: str, **options: Any) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Return a decorator for a Prefect task that remembers nothing: the artifact store alone says what is done.
+
+    A task that an expected error ends is Failed with its sentence, and ends the flow that called it the same way.
 
     Args:
         name: of the task.
         options: further options of `prefect.task`.
     """
-    decorator: Callable[[Callable[P, R]], Task[P, R]] = task(
-        name=name, cache_policy=NO_CACHE, persist_result=False, **options
-    )
-    return decorator
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        prefect_task = task(name=name, cache_policy=NO_CACHE, persist_result=False, **options)(in_one_sentence(function))
+
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            result = prefect_task(*args, **kwargs)
+            if isinstance(result, State):  # Prefect hands the caller of a task the Failed state that it returned
+                raise FailedRun(result.message)
+            return result
+
+        return call
+
+    return decorate

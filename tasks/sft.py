@@ -20,11 +20,10 @@ from tasks.context import (
 )
 from tasks.progress import Progress
 from tasks.results import Parent, StageResult
-from tasks.sentences import in_one_sentence, stage_task
+from tasks.sentences import stage_task
 
 
 @stage_task(name="train-sft")
-@in_one_sentence
 def train_sft(config: PipelineConfig, dataset: Parent) -> StageResult:
     """Return the SFT model of the preset's base model and of the dataset's demonstrations."""
     context = open_context()

@@ -41,6 +41,7 @@ def connect(manifest: ClusterManifest, timeout_s: float = 30.0) -> None:
     Raises:
         ClusterError: if the cluster does not answer, or this process is connected to another.
     """
+    _check_manifest(manifest)  # also when connected: Ray does not say that a cluster has gone
     if ray.is_initialized():
         connected = ray.get_runtime_context().gcs_address
         if connected == manifest.address:
@@ -49,7 +50,6 @@ def connect(manifest: ClusterManifest, timeout_s: float = 30.0) -> None:
             f"this process is connected to the cluster at {connected}, not to {_described(manifest)}; "
             "call disconnect() first"
         )
-    _check_manifest(manifest)
     with _credentials(manifest), _signal_handlers():
         _probe(manifest, timeout_s)
         try:

@@ -66,10 +66,15 @@ class ClusterManifest(_Record):
     namespace: str = "rlhf"
     """Ray namespace of the run's named actors."""
     temp_dir: Path
-    """Ray's sockets, logs and spilled objects; mode 0700."""
+    """Ray's sockets, logs and spilled objects, and the token; mode 0700."""
     log_dir: Path
     """What is kept when the cluster is gone: the output of `ray start`, the watchdog's and Ray's logs."""
     created: datetime = Field(default_factory=lambda: datetime.now(UTC))
+
+    @property
+    def ray_dir(self) -> Path:
+        """Ray's own part of the temp dir, which it opens to every user: hence the closed one around it."""
+        return self.temp_dir / "r"
 
     @property
     def token(self) -> Path:

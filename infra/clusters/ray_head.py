@@ -21,8 +21,8 @@ from infra.errors import ClusterError
 
 MIN_OBJECT_STORE_MB = 80
 """Ray refuses less than 75 MiB."""
-_LONGEST_TEMP_DIR = 44
-"""A Unix socket's path has at most 107 bytes (103 on macOS), and Ray appends up to 59 to the temp dir."""
+_LONGEST_TEMP_DIR = 40
+"""A Unix socket's path has at most 107 bytes (103 on macOS), and 63 or fewer are appended to the temp dir."""
 _NOT_INHERITED = ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_JOB_ID", "RAY_RAYLET_PID", "RAY_CLIENT_MODE")
 """They would tie the new cluster to another one that the starting process belongs to."""
 
@@ -84,14 +84,14 @@ def start_head(
     manifest.token.write_text(secrets.token_hex(32))
     command = _command(manifest, num_cpus, math.ceil(num_gpus), object_store_mb)
     _run(manifest, command, timeout_s, environment)
-    address = (manifest.temp_dir / "ray_current_cluster").read_text().strip()
+    address = (manifest.ray_dir / "ray_current_cluster").read_text().strip()
     return Head(address, _own_processes(manifest))
 
 
 def _command(manifest: ClusterManifest, num_cpus: int, num_gpus: int, object_store_mb: int) -> list[str]:
     """Every port that is not named is chosen by the system when it is bound, so clusters cannot collide."""
     command = [sys.executable, "-P", "-m", "ray.scripts.scripts", "start", "--head", "--port=0"]
-    command += [f"--temp-dir={manifest.temp_dir}", "--log-style=record", "--disable-usage-stats"]
+    command += [f"--temp-dir={manifest.ray_dir}", "--log-style=record", "--disable-usage-stats"]
     command += [f"--num-cpus={num_cpus}", f"--num-gpus={num_gpus}"]
     command += [f"--object-store-memory={object_store_mb * 1024 * 1024}"]
     # Not needed, and each costs a process of 100 MB: the autoscaler, the log monitor, the dashboard.

@@ -94,7 +94,7 @@ def _end_processes(manifest: ClusterManifest, timeout_s: float) -> list[psutil.P
 
 def _keep_logs(manifest: ClusterManifest) -> None:
     """Move Ray's logs out of the temp dir, and forget those of the oldest clusters."""
-    logs = manifest.temp_dir / "session_latest" / "logs"
+    logs = manifest.ray_dir / "session_latest" / "logs"
     try:
         if logs.is_dir():
             shutil.move(logs.resolve(), manifest.log_dir / "ray")

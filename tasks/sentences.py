@@ -66,6 +66,7 @@ def stage_task(*, name: str, **options: Any) -> Callable[[Callable[P, R]], Calla
                 raise FailedRun(result.message)
             return result
 
+        call.fn = function  # type: ignore[attr-defined]  # as Prefect's tasks have it: the plain function, for tests
         return call
 
     return decorate

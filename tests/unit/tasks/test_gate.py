@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import sqrt
+from pathlib import Path
+
+import pytest
+
+from infra.artifacts import open_default_store
+from infra.settings import settings
+from rlhf_core.config import GateConfig, PipelineConfig
+from rlhf_core.evaluation import Outcome, outcomes_to_jsonl
+from tasks.promote import gate, promote
+from tasks.results import StageResult
+
+Evaluation = Callable[[str, str], StageResult]
+
+
+@pytest.fixture(autouse=True)
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "store").mkdir()
+    monkeypatch.setenv("RLHF_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("RLHF_STORE_URL", f"file://{tmp_path}/store")
+    getattr(settings, "cache_clear", lambda: None)()
+
+
+@pytest.fixture
+def evaluation() -> Evaluation:
+    def make(policy: str, marks: str) -> StageResult:
+        """`marks`: one letter a problem, R right and W wrong."""
+        outcomes = [
+            Outcome(
+                key=str(index),
+                prompt="p",
+                answer="a",
+                response="r",
+                correct=mark == "R",
+                well_formed=True,
+                truncated=False,
+            )
+            for index, mark in enumerate(marks)
+        ]
+        reference = open_default_store().commit("evaluation", "test", {"outcomes.jsonl": outcomes_to_jsonl(outcomes)})
+        return StageResult(
+            stage="evaluate",
+            uri=reference.uri,
+            digest=reference.digest,
+            reused=False,
+            seconds=0,
+            metrics={"policy": policy, "policy_digest": policy},
+        )
+
+    return make
+
+
+def config(min_gain: float = 0.0) -> PipelineConfig:
+    return PipelineConfig(name="test", gate=GateConfig(min_gain=min_gain))
+
+
+def test_a_policy_that_gains_enough_is_promoted_with_its_paired_interval(evaluation: Evaluation) -> None:
+    decision = gate.fn(
+        config(),
+        {"sft": evaluation("sft/test@1", "W" * 10 + "R" * 10), "ppo": evaluation("policy/test@1", "R" * 20)},
+    )
+    # ten differences of 1 and ten of 0: mean 0.5, sum of squared deviations 20 * 0.25 = 5
+    half = 1.959964 * sqrt(5 / 19 / 20)
+    assert decision.promote
+    assert decision.difference == pytest.approx(0.5)
+    assert (decision.low, decision.high) == (pytest.approx(0.5 - half, abs=1e-5), pytest.approx(0.5 + half, abs=1e-5))
+
+
+def test_a_gain_below_the_gate_is_not_enough(evaluation: Evaluation) -> None:
+    evaluations = {"sft": evaluation("sft/test@1", "W" * 10 + "R" * 10), "ppo": evaluation("policy/test@1", "R" * 20)}
+    assert not gate.fn(config(min_gain=0.4), evaluations).promote
+
+
+def test_the_champion_is_who_must_be_beaten(evaluation: Evaluation) -> None:
+    decision = gate.fn(
+        config(),
+        {
+            "sft": evaluation("sft/test@1", "W" * 20),
+            "ppo": evaluation("policy/test@2", "R" * 10 + "W" * 10),
+            "champion": evaluation("policy/test@1", "R" * 20),
+        },
+    )
+    assert not decision.promote
+    assert decision.incumbent == "policy/test@1"
+    assert decision.difference == pytest.approx(-0.5)
+
+
+def test_a_champion_is_not_compared_with_itself(evaluation: Evaluation) -> None:
+    same = evaluation("policy/test@1", "R" * 5)
+    decision = gate.fn(config(), {"sft": evaluation("sft/test@1", "W" * 5), "ppo": same, "champion": same})
+    assert not decision.promote
+    assert "champion already" in decision.reason
+
+
+def test_promotion_moves_the_champion_and_says_why(evaluation: Evaluation) -> None:
+    store = open_default_store()
+    policy = store.commit("policy", "test", {"x": b"1"})
+    evaluations = {"sft": evaluation("sft/test@1", "WWWWR"), "ppo": evaluation(policy.uri, "RRRRR")}
+    decision = gate.fn(config(), evaluations)
+    assert promote.fn(config(), decision) == policy.uri
+    assert store.resolve("policy/test@champion").ref == policy
+
+
+def test_a_refusal_leaves_the_champion_where_it_was(evaluation: Evaluation) -> None:
+    store = open_default_store()
+    old, new = (store.commit("policy", "test", {"x": body}) for body in (b"1", b"2"))
+    store.set_alias(old.uri, "champion", why="test", who="test")
+    evaluations = {"champion": evaluation(old.uri, "RRRRR"), "ppo": evaluation(new.uri, "WWWWW")}
+    assert promote.fn(config(), gate.fn(config(), evaluations)) == old.uri

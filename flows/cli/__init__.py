@@ -1,1 +1,62 @@
-"""The `rlhf` command."""
+"""The `rlhf` command: verbs are loaded when they are called, so that help is quick."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from cyclopts import App
+
+from infra.errors import InfraError
+from rlhf_core.errors import RlhfError
+
+_INTERRUPTED = 130  # as a shell reports a program that SIGINT ended
+
+app = App(
+    name="rlhf",
+    help="The night shift that keeps a language model aligned.",
+    version=lambda: version("rlhf-flows"),
+    result_action="return_int_as_exit_code_else_zero",
+    suppress_keyboard_interrupt=False,
+)
+app.command("flows.cli.stack:up", name="up", help="Start the local stack, or what is missing of it.")
+app.command("flows.cli.run:run", name="run", help="Run a deployment of the pipeline, follow it, show its report.")
+app.command("flows.cli.stack:status", name="status", help="Show what runs, where, and how much memory it takes.")
+app.command("flows.cli.stack:doctor", name="doctor", help="Look for what would keep things from working.")
+app.command("flows.cli.stack:down", name="down", help="End everything of the local stack; data are kept.")
+app.command("flows.cli.artifacts:app", name="artifacts", help="Look into the artifact store, and take things out.")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status; a user's mistake is one sentence, never a traceback."""
+    try:
+        return int(app(arguments))
+    except (RlhfError, InfraError) as error:
+        return _fail(str(error))
+    except KeyboardInterrupt:
+        return _fail("interrupted", status=_INTERRUPTED)
+    except BrokenPipeError:  # the reader of our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except ValueError as error:
+        sentence = _validation_sentence(error)
+        if sentence is None:
+            raise
+        return _fail(sentence)
+
+
+def _validation_sentence(error: ValueError) -> str | None:
+    from pydantic import ValidationError
+
+    if not isinstance(error, ValidationError):
+        return None
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"]) or error.title
+    return f"{where}: {first['msg'].removeprefix('Value error, ')} (got {first['input']!r:.120})"
+
+
+def _fail(sentence: str, *, status: int = 1) -> int:
+    sys.stderr.write(f"rlhf: {sentence}\n")
+    return status

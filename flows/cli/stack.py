@@ -1,0 +1,121 @@
+"""`rlhf up`, `down`, `status`, `doctor`: the local stack."""
+
+from __future__ import annotations
+
+import sys
+from datetime import datetime
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from rich.console import Console
+
+Json = Annotated[bool, Parameter(name="--json", negative="")]
+_PIPE_WIDTH = 160
+_MIB = 2**20
+_STYLES = {"running": "green", "well": "green", "warning": "yellow", "none": "dim", "stopped": "dim"}
+
+
+def up() -> int:
+    """Start the local stack, or what is missing of it.
+
+    Object store, Prefect server, work pool, worker and all deployments of prefect.yaml; what runs already is
+    left alone, what has died is started again. All state lies under RLHF_HOME (.rlhf in the checkout).
+    """
+    from infra import services
+    from infra.settings import settings
+
+    console = _console()
+    state = services.up(settings(), _teller(console))
+    server = state.services["server"]
+    console.print(f"Prefect UI: {server.address}   (rlhf status, rlhf doctor, rlhf down)", highlight=False)
+    return 0
+
+
+def down() -> int:
+    """End everything of the local stack, its flow runs and their Ray clusters included; data are kept."""
+    from infra import services
+    from infra.clusters import reap_orphans
+    from infra.settings import settings
+
+    console = _console()
+    known = settings()
+    ended = services.down(known, _teller(console))
+    if known.clusters_dir.is_dir():
+        reap_orphans(known.clusters_dir)  # their processes are gone; this clears away their files
+    console.print("everything has ended; data are kept" if ended else "nothing was running", highlight=False)
+    return 0
+
+
+def status(*, as_json: Json = False) -> int:
+    """Show what runs, where, and how much memory it takes.
+
+    The exit status is 0 when every service runs, else 1. Memory is the proportional set size: the lines add up.
+
+    Args:
+        as_json: print JSON.
+    """
+    from infra import services
+    from infra.settings import settings
+
+    lines = services.status(settings())
+    console = _console()
+    if as_json:
+        console.print_json(data=[{**line._asdict(), "log": line.log and str(line.log)} for line in lines])
+    else:
+        rows = [
+            (line.name, line.state, line.address, str(line.pid or ""), f"{line.memory_bytes / _MIB:,.0f} MiB")
+            for line in lines
+        ]
+        total = sum(line.memory_bytes for line in lines)
+        _print_table(console, ("service", "state", "address", "process", "memory"), rows)
+        console.print(f"together {total / _MIB:,.0f} MiB", highlight=False)
+    return 0 if all(line.state in {"running", "none"} for line in lines) else 1
+
+
+def doctor(*, as_json: Json = False) -> int:
+    """Look for what would keep the stack or a run from working, and say what to do about it.
+
+    Args:
+        as_json: print JSON.
+    """
+    from infra import services
+    from infra.settings import settings
+
+    findings = services.diagnose(settings())
+    console = _console()
+    if as_json:
+        console.print_json(data=[finding._asdict() for finding in findings])
+    else:
+        rows = [(each.name, each.verdict, each.seen, each.advice) for each in findings]
+        _print_table(console, ("check", "verdict", "seen", "what to do"), rows)
+    return 1 if any(finding.verdict == "wrong" for finding in findings) else 0
+
+
+def _teller(console: Console) -> Callable[[str], None]:
+    def tell(line: str) -> None:
+        console.print(f"[dim]{datetime.now().astimezone():%H:%M:%S}[/] {line}", highlight=False)
+
+    return tell
+
+
+def _print_table(console: Console, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for head in heads:
+        table.add_column(head, justify="right" if head == "memory" else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell, style=_STYLES.get(cell, "red") if at == 1 else "") for at, cell in enumerate(row)))
+    console.print(table)
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    # Width is given where there is no terminal, so that a log file is not broken at 80 columns.
+    return Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)

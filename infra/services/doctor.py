@@ -1,0 +1,180 @@
+"""`rlhf doctor`: look for what would keep the stack or a run from working, and say what to do about it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import psutil
+
+from infra.errors import InfraError
+from infra.services import prefect_api
+from infra.services.ports import is_free
+from infra.services.prefect_yaml import read_prefect_yaml
+from infra.services.state import StackState
+from infra.services.status import status
+from infra.settings import CHECKOUT, Settings, inherited_environment
+
+_GIB = 2**30
+_QUICKSTART_MEMORY = 12 * _GIB
+_DISK = 10 * _GIB
+_SHARED_MEMORY = 2 * _GIB
+_USUAL_PORTS = {4200: "the Prefect server", 8333: "the object store"}
+
+
+class Finding(NamedTuple):
+    """What one check saw."""
+
+    name: str
+    verdict: Literal["well", "warning", "wrong"]
+    seen: str
+    advice: str = ""
+    """One sentence: what to do about it."""
+
+
+def diagnose(settings: Settings, *, checkout: Path = CHECKOUT) -> list[Finding]:
+    """Return what every check saw; none of them changes anything."""
+    checks: tuple[Callable[[], Iterator[Finding]], ...] = (
+        _python,
+        _compiler,
+        lambda: _memory(settings),
+        lambda: _disk(settings),
+        _shared_memory,
+        lambda: _pins(checkout),
+        lambda: _ports(settings),
+        lambda: _environment(settings),
+        lambda: _deployments(checkout),
+        lambda: _services(settings),
+        lambda: _bucket(settings),
+    )
+    return [finding for check in checks for finding in check()]
+
+
+def _python() -> Iterator[Finding]:
+    seen = ".".join(str(part) for part in sys.version_info[:3])
+    good = sys.version_info[:2] == (3, 11)
+    yield Finding("python", "well" if good else "wrong", seen, "" if good else "use Python 3.11, then `make setup`")
+
+
+def _compiler() -> Iterator[Finding]:
+    found = shutil.which("g++") or shutil.which("c++")
+    if found:
+        yield Finding("C++ compiler", "well", found)
+    else:
+        yield Finding("C++ compiler", "wrong", "none", "install g++ (for instance: apt-get install g++)")
+
+
+def _memory(settings: Settings) -> Iterator[Finding]:
+    memory = psutil.virtual_memory()
+    ours = sum(line.memory_bytes for line in status(settings))
+    seen = f"{memory.available / _GIB:.1f} GiB free of {memory.total / _GIB:.1f}"
+    if memory.available + ours >= _QUICKSTART_MEMORY:
+        yield Finding("memory", "well", seen)
+    else:
+        yield Finding("memory", "warning", seen, "the quickstart takes up to 12 GiB: end other programs first")
+
+
+def _disk(settings: Settings) -> Iterator[Finding]:
+    place = next(parent for parent in (settings.home, *settings.home.parents) if parent.exists())
+    free = shutil.disk_usage(place).free
+    seen = f"{free / _GIB:.1f} GiB free at {settings.home}"
+    if free >= _DISK:
+        yield Finding("disk", "well", seen)
+    else:
+        yield Finding("disk", "warning", seen, "free 10 GiB, or set RLHF_HOME to a larger disk")
+
+
+def _shared_memory() -> Iterator[Finding]:
+    place = Path("/dev/shm")
+    if not place.is_dir():
+        yield Finding("shared memory", "warning", "there is no /dev/shm", "Ray will use the slower system temp folder")
+        return
+    free = shutil.disk_usage(place).free
+    seen = f"{free / _GIB:.1f} GiB free in /dev/shm"
+    if free >= _SHARED_MEMORY:
+        yield Finding("shared memory", "well", seen)
+    else:
+        yield Finding("shared memory", "warning", seen, "give the container 2 GiB or more (docker run --shm-size=4g)")
+
+
+def _pins(checkout: Path) -> Iterator[Finding]:
+    wrong = []
+    for name, wanted in _pinned(checkout / "requirements.txt"):
+        try:
+            found = version(name)
+        except PackageNotFoundError:
+            found = "missing"
+        if found.partition("+")[0] != wanted:  # torch's CPU and CUDA builds differ behind the plus sign
+            wrong.append(f"{name} {found} instead of {wanted}")
+    if wrong:
+        yield Finding("packages", "wrong", "; ".join(wrong[:5]), "run `make setup`, which installs the locked versions")
+    else:
+        yield Finding("packages", "well", "as locked in requirements.txt")
+
+
+def _pinned(path: Path) -> Iterator[tuple[str, str]]:
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if match := re.fullmatch(r"([\w.-]+)==([\w.!+-]+)", line.strip()):
+            yield match[1], match[2]
+
+
+def _ports(settings: Settings) -> Iterator[Finding]:
+    ours = set(StackState.load(settings.home).ports.values()) if settings.home.is_dir() else set()
+    for port, what in _USUAL_PORTS.items():
+        if port in ours:
+            yield Finding(f"port {port}", "well", f"{what} has it")
+        elif is_free(port):
+            yield Finding(f"port {port}", "well", "free")
+        else:
+            yield Finding(f"port {port}", "warning", "another program has it", f"{what} takes a free one instead")
+
+
+def _environment(settings: Settings) -> Iterator[Finding]:
+    exported = inherited_environment().get("PREFECT_API_URL")
+    server = StackState.load(settings.home).services.get("server") if settings.home.is_dir() else None
+    if exported and server and not exported.startswith(server.address):
+        yield Finding(
+            "environment",
+            "warning",
+            f"PREFECT_API_URL is exported as {exported}, the stack's server is {server.address}",
+            "unset PREFECT_API_URL, or the prefect command will talk to the other server",
+        )
+
+
+def _deployments(checkout: Path) -> Iterator[Finding]:
+    try:
+        entries = read_prefect_yaml(checkout)
+    except InfraError as error:
+        yield Finding("prefect.yaml", "wrong", str(error), "correct the file, then `rlhf up`")
+    else:
+        yield Finding("prefect.yaml", "well", f"{len(entries)} deployments")
+
+
+def _services(settings: Settings) -> Iterator[Finding]:
+    for line in status(settings):
+        if line.name == "runs":
+            continue
+        if line.state == "running":
+            yield Finding(line.name, "well", f"runs at {line.address}")
+        else:
+            advice = f"run `rlhf up`; the log is {line.log}" if line.log else "run `rlhf up`"
+            yield Finding(line.name, "wrong", line.state, advice)
+    api_url = settings.prefect_api_url
+    if api_url and not prefect_api.is_healthy(api_url):
+        yield Finding("Prefect server", "wrong", f"{api_url} does not answer", "run `rlhf up`")
+
+
+def _bucket(settings: Settings) -> Iterator[Finding]:
+    from infra.artifacts import open_default_store  # noqa: PLC0415 - S3's client takes a second to import
+
+    try:
+        open_default_store()
+    except InfraError as error:
+        yield Finding("artifact store", "wrong", str(error), "run `rlhf up`, or correct RLHF_STORE_URL and RLHF_S3_*")
+    else:
+        yield Finding("artifact store", "well", settings.store_url)

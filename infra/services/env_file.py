@@ -1,0 +1,46 @@
+"""The lines of `.env` in the checkout that belong to `rlhf up`; all others are the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from infra.errors import ServiceError
+
+_BEGIN = "# >>> rlhf up: rewritten by it, put your own lines outside"
+_END = "# <<< rlhf up"
+
+
+def write_block(path: Path, variables: Mapping[str, str]) -> None:
+    """Put the variables into our block of the file, at its end, so that they win; leave all else as it is.
+
+    Raises:
+        ServiceError: if the file cannot be written.
+    """
+    try:
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        kept = _without_block(text)
+        lines = [_BEGIN, *(f"{name}='{value}'" for name, value in variables.items()), _END]
+        wanted = "\n".join([*kept, *lines]) + "\n"
+        if wanted != text:
+            partial = path.with_name(f"{path.name}.partial")
+            partial.write_text(wanted, encoding="utf-8")
+            partial.chmod(path.stat().st_mode & 0o777 if path.exists() else 0o600)
+            partial.replace(path)
+    except OSError as error:
+        raise ServiceError(
+            f"{path} cannot be written ({error.strerror}), and without it the prefect command does not find the server"
+        ) from None
+
+
+def _without_block(text: str) -> list[str]:
+    kept: list[str] = []
+    inside = False
+    for line in text.splitlines():
+        if line == _BEGIN:
+            inside = True
+        if not inside:
+            kept.append(line)
+        if line == _END:
+            inside = False
+    return kept

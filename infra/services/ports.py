@@ -1,0 +1,71 @@
+"""Which ports the services listen on."""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Collection
+
+from infra.errors import ServiceError
+
+_BELOW_THE_EPHEMERAL = range(15_000, 32_000)
+"""No outgoing connection takes a port from here between our look and the service's bind."""
+
+
+def is_free(port: int) -> bool:
+    """Whether a service could listen on this port of the loopback address."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a closed connection's remains do not count
+        try:
+            probe.bind(("127.0.0.1", port))
+            probe.listen()
+        except OSError:
+            return False
+    return True
+
+
+def free_port(taken: Collection[int] = ()) -> int:
+    """Return a port that nothing listens on and that is not among those taken.
+
+    Raises:
+        ServiceError: if a thousand tries found none.
+    """
+    for port in random.sample(_BELOW_THE_EPHEMERAL, 1000):
+        if port not in taken and is_free(port):
+            return port
+    raise ServiceError("no free port found between 15000 and 32000; end some of the programs that listen there")
+
+
+def choose_port(
+    what: str,
+    *,
+    demanded: int | None,
+    variable: str,
+    remembered: int | None,
+    default: int | None,
+    taken: Collection[int] = (),
+) -> int:
+    """Return the port for a service: the demanded one or none; else last time's, the usual one, or a free one.
+
+    Args:
+        what: the service, for the message.
+        demanded: the port that the user set, if any.
+        variable: where the user sets it.
+        remembered: the port of the last time.
+        default: the port that people expect, if any.
+        taken: ports already given to others.
+
+    Raises:
+        ServiceError: if the demanded port is occupied.
+    """
+    if demanded is not None:
+        if demanded not in taken and is_free(demanded):
+            return demanded
+        raise ServiceError(
+            f"port {demanded} ({variable}) for {what} is occupied by another program; choose another port, or "
+            f"unset {variable} to have a free one chosen"
+        )
+    for port in (remembered, default):
+        if port is not None and port not in taken and is_free(port):
+            return port
+    return free_port(taken)

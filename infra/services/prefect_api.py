@@ -1,0 +1,49 @@
+"""The few calls to the Prefect server that the stack makes, without Prefect: its import alone takes seconds."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+from urllib.error import HTTPError
+from urllib.parse import quote
+from urllib.request import Request, urlopen
+
+from infra.errors import ServiceError
+
+_NOT_FOUND = 404
+
+
+def call(api_url: str, method: str, path: str, body: Any = None, *, timeout_s: float = 20.0) -> Any:
+    """Return the server's answer, or None where there is no such thing.
+
+    Raises:
+        ServiceError: if the server does not answer, or refuses.
+    """
+    data = None if body is None else json.dumps(body).encode()
+    request = Request(f"{api_url}{quote(path)}", data=data, method=method, headers={"Content-Type": "application/json"})
+    try:
+        with urlopen(request, timeout=timeout_s) as answer:
+            text = answer.read()
+    except HTTPError as error:
+        if error.code == _NOT_FOUND:
+            return None
+        raise ServiceError(
+            f"the Prefect server answered {error.code} to {method} {path}: {error.read(300).decode('utf-8', 'replace')}"
+        ) from None
+    except OSError as error:
+        raise ServiceError(f"the Prefect server at {api_url} does not answer ({error}); run `rlhf up`") from None
+    return json.loads(text) if text else {}
+
+
+def is_healthy(api_url: str) -> bool:
+    """Whether the server answers its health check."""
+    try:
+        return call(api_url, "GET", "/health", timeout_s=3.0) is True
+    except (ServiceError, ValueError):
+        return False
+
+
+def deployment(api_url: str, name: str) -> dict[str, Any] | None:
+    """Return a deployment by its full name, `flow/deployment`; None when there is none."""
+    found: dict[str, Any] | None = call(api_url, "GET", f"/deployments/name/{name}")
+    return found

@@ -1,0 +1,147 @@
+"""The rules of `prefect.yaml`: Prefect drops keys that it does not know without a word, so they are refused here."""
+
+from __future__ import annotations
+
+import ast
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from infra.errors import ServiceError
+
+FILE_NAME = "prefect.yaml"
+_Name = r"^[a-z0-9][a-z0-9-]*$"
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class WorkPoolEntry(_Strict):
+    """Where a deployment's runs wait."""
+
+    name: str
+    work_queue_name: str | None = None
+    job_variables: dict[str, Any] = Field(default_factory=dict)
+
+
+class ScheduleEntry(_Strict):
+    """When a deployment runs by itself: always with a time zone, always explicit about being active."""
+
+    slug: str = Field(pattern=_Name)
+    cron: str
+    timezone: str
+    active: bool
+    parameters: dict[str, Any] = Field(default_factory=dict)
+
+
+class ConcurrencyEntry(_Strict):
+    """How many runs of a deployment may go on at once."""
+
+    limit: int = Field(ge=1)
+    collision_strategy: Literal["ENQUEUE", "CANCEL_NEW"] = "ENQUEUE"
+    grace_period_seconds: int | None = Field(None, ge=60)
+
+
+class DeploymentEntry(_Strict):
+    """One deployment."""
+
+    name: str = Field(pattern=_Name)
+    entrypoint: str = Field(pattern=r"^[\w/.-]+\.py:\w+$")
+    description: str
+    tags: tuple[str, ...] = ()
+    parameters: dict[str, Any]
+    enforce_parameter_schema: Literal[True]
+    work_pool: WorkPoolEntry
+    schedules: tuple[ScheduleEntry, ...] = ()
+    concurrency_limit: ConcurrencyEntry | None = None
+
+
+class _File(_Strict):
+    definitions: dict[str, Any] = Field(default_factory=dict)
+    deployments: tuple[DeploymentEntry, ...] = Field(min_length=1)
+
+
+def read_prefect_yaml(checkout: Path) -> dict[str, DeploymentEntry]:
+    """Return the deployments of a checkout by their full names, `flow/deployment`.
+
+    Raises:
+        ServiceError: if anything in the file is not as it must be: one sentence with the place.
+    """
+    path = checkout / FILE_NAME
+    try:
+        entries = _File.model_validate(yaml.safe_load(path.read_text(encoding="utf-8"))).deployments
+    except OSError as error:
+        raise ServiceError(f"{path} cannot be read: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        raise ServiceError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise ServiceError(f"{path}: {where}: {first['msg']}, but it is {first['input']!r:.200}") from None
+    found: dict[str, DeploymentEntry] = {}
+    for entry in entries:
+        name = f"{_check_entrypoint(path, checkout, entry)}/{entry.name}"
+        if name in found:
+            raise ServiceError(f"{path}: there are two deployments {name}")
+        for schedule in entry.schedules:
+            _check_schedule(path, name, schedule)
+        found[name] = entry
+    return found
+
+
+def _check_entrypoint(path: Path, checkout: Path, entry: DeploymentEntry) -> str:
+    """Return the flow's name, read from the source: importing five flows to look at a file takes seconds."""
+    file, function = entry.entrypoint.split(":")
+    place = f"{path}: deployment {entry.name} ({entry.entrypoint})"
+    try:
+        module = ast.parse((checkout / file).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ServiceError(f"{place}: {file} cannot be read: {error.strerror}") from None
+    functions = {node.name: node for node in module.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    if function not in functions:
+        raise ServiceError(f"{place}: {file} has no function {function!r}; it has {', '.join(functions) or 'none'}")
+    node = functions[function]
+    flow_name = _flow_name(node)
+    if flow_name is None:
+        raise ServiceError(f"{place}: {function} is no flow; decorate it with @flow")
+    arguments = [argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)]
+    for name in entry.parameters:
+        if name not in arguments:
+            raise ServiceError(f"{place}: parameter {name!r} is none of {', '.join(arguments)}")
+    _check_preset(place, checkout, entry)
+    return flow_name
+
+
+def _flow_name(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str | None:
+    for decorator in node.decorator_list:
+        call = decorator if isinstance(decorator, ast.Call) else None
+        target = call.func if call else decorator
+        if isinstance(target, ast.Name) and target.id == "flow":
+            given = [word.value for word in call.keywords if word.arg == "name"] if call else []
+            if given and isinstance(given[0], ast.Constant):
+                return str(given[0].value)
+            return node.name.replace("_", "-")
+    return None
+
+
+def _check_preset(place: str, checkout: Path, entry: DeploymentEntry) -> None:
+    preset = entry.parameters.get("preset")
+    presets = sorted(file.stem for file in (checkout / "flows" / "presets").glob("*.yaml"))
+    if preset is not None and preset not in presets:
+        near = get_close_matches(str(preset), presets) or presets
+        raise ServiceError(f"{place}: there is no preset {preset!r}; did you mean {' or '.join(near) or 'none'}?")
+
+
+def _check_schedule(path: Path, name: str, schedule: ScheduleEntry) -> None:
+    # Prefect takes seconds to import, and only a file with schedules needs it.
+    from prefect.client.schemas.schedules import CronSchedule  # noqa: PLC0415
+
+    try:
+        CronSchedule(cron=schedule.cron, timezone=schedule.timezone)
+    except (ValidationError, ValueError) as error:
+        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+        raise ServiceError(f"{path}: schedule {schedule.slug} of {name}: {reason}") from None

@@ -1,0 +1,110 @@
+"""Processes that outlive the command that started them: started, recognised, measured, ended."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+STACK_VARIABLE = "RLHF_STACK"
+"""Stands in the environment of every process of a stack, those of its runs included."""
+
+_CLOCK_SLACK_S = 2.0
+
+
+def spawn(command: Sequence[str], *, environment: Mapping[str, str], cwd: Path, log: Path) -> psutil.Process:
+    """Start a program in a session of its own, its output in a log file; the log before it is kept as `.1`.
+
+    Raises:
+        OSError: if it cannot be started.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    if log.exists():
+        log.replace(log.with_name(f"{log.name}.1"))
+    with log.open("ab") as output:
+        child = subprocess.Popen(  # it goes on without us
+            command,
+            env=dict(environment),
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    return psutil.Process(child.pid)
+
+
+def find(pid: int, started: float) -> psutil.Process | None:
+    """Return the process with this id if it is the one that started then, and lives: ids are used again."""
+    try:
+        process = psutil.Process(pid)
+        if abs(process.create_time() - started) > _CLOCK_SLACK_S or not is_live(process):
+            return None
+    except psutil.Error:
+        return None
+    return process
+
+
+def is_live(process: psutil.Process) -> bool:
+    """Whether a process still runs; one that only waits for its parent to ask after it does not."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def marked(stack_id: str) -> list[psutil.Process]:
+    """Return the live processes of a stack, less this one and those that it descends from."""
+    found = [process for process in psutil.process_iter() if _mark(process) == stack_id and is_live(process)]
+    ours = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
+    return [process for process in found if process.pid not in ours]
+
+
+def tree(process: psutil.Process) -> list[psutil.Process]:
+    """Return a process and all that descend from it."""
+    with suppress(psutil.Error):
+        return [process, *process.children(recursive=True)]
+    return [process]
+
+
+def end(processes: Iterable[psutil.Process], *, grace_s: float, kill_timeout_s: float = 10.0) -> list[psutil.Process]:
+    """Ask processes to end, make those that have not within the grace time, and return those that are left even so."""
+    asked = [process for process in processes if is_live(process)]
+    for process in asked:
+        with suppress(psutil.Error):
+            process.terminate()
+    _, left = psutil.wait_procs(asked, timeout=grace_s)
+    for process in left:
+        with suppress(psutil.Error):
+            process.kill()
+    _, left = psutil.wait_procs(left, timeout=kill_timeout_s)
+    return [process for process in left if is_live(process)]
+
+
+def memory_bytes(processes: Iterable[psutil.Process]) -> int:
+    """Return the sum of proportional set sizes: pages shared by n processes count 1/n in each."""
+    total = 0
+    for process in processes:
+        with suppress(psutil.Error, OSError):
+            total += process.memory_full_info().pss if sys.platform == "linux" else process.memory_info().rss
+    return total
+
+
+def describe(process: psutil.Process) -> str:
+    """Return the id and the name of a process, for messages."""
+    try:
+        return f"{process.pid} ({process.name()})"
+    except psutil.Error:
+        return str(process.pid)
+
+
+def _mark(process: psutil.Process) -> str | None:
+    try:
+        return process.environ().get(STACK_VARIABLE)
+    except (psutil.Error, OSError):  # gone, a zombie, or another user's
+        return None

@@ -1,0 +1,170 @@
+"""The local object store: SeaweedFS, S3 on the loopback address."""
+
+from __future__ import annotations
+
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from pathlib import Path
+from urllib.request import urlopen
+
+from infra.errors import ServiceError
+from infra.services.ports import choose_port, free_port, is_free
+from infra.services.service import Service
+from infra.services.state import write_private
+
+BUCKET = "rlhf"
+ACCESS_KEY = "rlhf"
+REGION = "us-east-1"
+PORT_NAMES = ("master", "master_grpc", "filer", "filer_grpc", "volume", "volume_grpc", "s3", "s3_grpc", "admin")
+ADMIN_GRPC_OFFSET = 10_000
+"""SeaweedFS's own worker looks for the admin's second port here, whatever the flag says."""
+
+_S3_PORT = 8333
+_MEMORY_LIMIT = "400MiB"
+_SOCKETS = Path("/tmp")
+"""SeaweedFS puts its internal sockets here; there is no flag for it."""
+
+
+def load_secret(home: Path) -> str:
+    """Return the secret key of the local store; the first call draws it and keeps it in a file of mode 0600."""
+    path = home / "store.secret"
+    with suppress(FileNotFoundError):
+        if secret := path.read_text(encoding="utf-8").strip():
+            return secret
+    write_private(path, secrets.token_hex(24))
+    return path.read_text(encoding="utf-8").strip()
+
+
+def choose_ports(remembered: Mapping[str, int], *, demanded: int | None, taken: Collection[int]) -> dict[str, int]:
+    """Return a port for each of `PORT_NAMES`: last time's where they are free.
+
+    Args:
+        remembered: the ports of the last time.
+        demanded: the S3 port that the user set, if any.
+        taken: ports given to other services.
+
+    Raises:
+        ServiceError: if the demanded port is occupied.
+    """
+    ports: dict[str, int] = {}
+    for name in PORT_NAMES:
+        ports[name] = choose_port(
+            "the object store",
+            demanded=demanded if name == "s3" else None,
+            variable="RLHF_S3_PORT",
+            remembered=remembered.get(name),
+            default=_S3_PORT if name == "s3" else None,
+            taken=(*taken, *ports.values()),
+        )
+    while not is_free(ports["admin"] + ADMIN_GRPC_OFFSET):
+        ports["admin"] = free_port((*taken, *ports.values()))
+    return ports
+
+
+def seaweed(home: Path, ports: Mapping[str, int], socket_dir: Path) -> Service:
+    """Return the object store as a service.
+
+    Args:
+        home: all its data lie under it.
+        ports: one for each of `PORT_NAMES`.
+        socket_dir: a short, private directory.
+    """
+    data = home / "store"
+    flags = {
+        "dir": data,
+        "ip": "127.0.0.1",
+        "ip.bind": "127.0.0.1",
+        "bucket": BUCKET,
+        "s3.port": ports["s3"],
+        "s3.port.grpc": ports["s3_grpc"],
+        "s3.port.iceberg": 0,
+        "s3.port.lance": 0,
+        "s3.localSocket": socket_dir / "s3",
+        "s3.autoCreateBucket": "false",  # a wrong bucket name is a mistake, not a wish
+        "master.port": ports["master"],
+        "master.port.grpc": ports["master_grpc"],
+        "master.telemetry": "false",
+        "filer.port": ports["filer"],
+        "filer.port.grpc": ports["filer_grpc"],
+        "filer.localSocket": socket_dir / "filer",
+        "volume.port": ports["volume"],
+        "volume.port.grpc": ports["volume_grpc"],
+        "admin.port": ports["admin"],
+        "admin.port.grpc": ports["admin"] + ADMIN_GRPC_OFFSET,
+        "admin.ui": "false",
+        "webdav": "false",
+    }
+    address = f"http://127.0.0.1:{ports['s3']}"
+    return Service(
+        name="store",
+        title="the object store (SeaweedFS)",
+        command=(_weed(), "mini", *(f"-{name}={value}" for name, value in flags.items())),
+        environment={
+            "AWS_ACCESS_KEY_ID": ACCESS_KEY,  # SeaweedFS makes these its administrator's
+            "AWS_SECRET_ACCESS_KEY": load_secret(home),
+            "GOMEMLIMIT": _MEMORY_LIMIT,
+        },
+        cwd=data,
+        log=home / "logs" / "store.log",
+        address=address,
+        probe=lambda _: None if is_healthy(address) else "did not answer",
+        start_timeout_s=60.0,
+        settle_timeout_s=5.0,
+    )
+
+
+def is_healthy(address: str) -> bool:
+    """Whether the store answers its health check."""
+    try:
+        with urlopen(f"{address}/healthz", timeout=2):
+            return True
+    except OSError:  # refused, timed out, or an error status
+        return False
+
+
+def configure(ports: Mapping[str, int], *, timeout_s: float = 60.0) -> None:
+    """Have every write reach the disk before it is acknowledged, and wait until the bucket is there.
+
+    Raises:
+        ServiceError: if the store did not take it in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    script = "fs.configure -locationPrefix=/buckets/ -fsync=true -apply\ns3.bucket.list\n"
+    said = ""
+    while time.monotonic() < deadline:
+        said = _shell(script, ports)
+        buckets = [line.split()[0] for line in said.splitlines() if line.strip()]
+        if '"fsync":  true' in said and BUCKET in buckets:
+            return
+        time.sleep(0.2)
+    raise ServiceError(
+        f"the object store did not take its settings within {timeout_s:g} s; it said {said.strip()[-300:]!r}"
+    )
+
+
+def remove_sockets(ports: Mapping[str, int]) -> None:
+    """Remove the sockets that SeaweedFS leaves behind."""
+    grpc = {name: ports.get(f"{name}_grpc") for name in ("master", "filer", "volume", "s3")}
+    grpc["admin"] = ports["admin"] + ADMIN_GRPC_OFFSET if "admin" in ports else None
+    for name, port in grpc.items():
+        if port is not None:
+            (_SOCKETS / f"seaweedfs-{name}-grpc-{port}.sock").unlink(missing_ok=True)
+
+
+def _shell(script: str, ports: Mapping[str, int]) -> str:
+    # Without the second port after a dot, weed shell looks 10000 higher, and waits there for ever.
+    master = f"127.0.0.1:{ports['master']}.{ports['master_grpc']}"
+    filer = f"127.0.0.1:{ports['filer']}.{ports['filer_grpc']}"
+    command = [_weed(), "shell", f"-master={master}", f"-filer={filer}"]
+    try:
+        return subprocess.run(command, input=script, capture_output=True, text=True, timeout=20, check=False).stdout
+    except subprocess.TimeoutExpired:
+        return ""
+
+
+def _weed() -> str:
+    return str(Path(sys.executable).with_name("weed"))

@@ -1,0 +1,117 @@
+"""One service of the stack: how it is started, and how one knows that it works."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from infra.errors import ServiceError
+from infra.services import processes
+from infra.services.state import ServiceRecord
+from infra.settings import inherited_environment
+
+Report = Callable[[str], None]
+
+_NOT_INHERITED = (
+    *("PREFECT_API_", "PREFECT_PROFILE", "PREFECT_HOME", "PREFECT_SERVER_", "PREFECT__"),
+    *("RLHF_S3_", "RLHF_STORE_URL"),
+)
+"""A user's other server, another run's identity, other credentials: what a service needs of these is set anew."""
+
+
+@dataclass(frozen=True)
+class Service:
+    """What it takes to start a service and to see that it works."""
+
+    name: str
+    title: str
+    """For people."""
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    """Variables beside the inherited ones."""
+    cwd: Path
+    log: Path
+    address: str
+    probe: Callable[[psutil.Process], str | None]
+    """Returns None when the service works, else what is missing."""
+    start_timeout_s: float
+    settle_timeout_s: float
+    """How long a running one that does not answer is waited for before it is taken for broken."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of what the service was started with."""
+        text = json.dumps([self.command, sorted(self.environment.items()), str(self.cwd)])
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def spawn(self, stack_id: str) -> psutil.Process:
+        """Start the program; it may not answer yet.
+
+        Raises:
+            ServiceError: if there is no such program.
+        """
+        environment = stack_environment(stack_id, self.environment)
+        try:
+            return processes.spawn(self.command, environment=environment, cwd=self.cwd, log=self.log)
+        except OSError as error:
+            raise ServiceError(
+                f"{self.title} cannot be started: {self.command[0]}: {error.strerror}; run `make setup`"
+            ) from None
+
+    def record(self, process: psutil.Process) -> ServiceRecord:
+        """Return what is remembered of a started service."""
+        return ServiceRecord(
+            pid=process.pid,
+            started=process.create_time(),
+            fingerprint=self.fingerprint,
+            address=self.address,
+            log=self.log,
+        )
+
+    def await_ready(self, process: psutil.Process, *, timeout_s: float | None = None) -> None:
+        """Wait until the service works.
+
+        Raises:
+            ServiceError: if it ended or did not answer in time; the last line of its log is part of the sentence.
+        """
+        limit = self.start_timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit
+        while (missing := self.probe(process)) is not None:
+            if not processes.is_live(process):
+                raise ServiceError(f"{self.title} ended while it started: {last_words(self.log)}")
+            if time.monotonic() > deadline:
+                raise ServiceError(f"{self.title} {missing} after {limit:g} s: {last_words(self.log)}")
+            time.sleep(0.1)
+
+
+def stack_environment(stack_id: str, variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a process of the stack: this one's, our programs first on the path, the variables."""
+    inherited = inherited_environment(without_prefixes=_NOT_INHERITED)
+    return {
+        **inherited,
+        "PATH": os.pathsep.join((str(Path(sys.executable).parent), inherited.get("PATH", os.defpath))),
+        **variables,
+        processes.STACK_VARIABLE: stack_id,
+    }
+
+
+def last_words(log: Path, *, most: int = 400) -> str:
+    """Return the end of a log, in one line, and where the rest is."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - 8192))
+            lines = [" ".join(line.split()) for line in file.read().decode("utf-8", "replace").splitlines()]
+    except OSError:
+        return f"there is no log at {log}"
+    told = [line for line in lines if line]
+    errors = [line for line in told if "error" in line.lower()]
+    words = (errors or told or ["it said nothing"])[-1]
+    return f"{words[:most]!r} (all of it is in {log})"

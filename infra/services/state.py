@@ -1,0 +1,139 @@
+"""What a stack knows about itself: `stack.json` in the home directory, and the lock around changing it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from infra.errors import ServiceError
+from infra.services import processes
+
+STATE_FILE = "stack.json"
+LOCK_FILE = "stack.lock"
+
+
+class ServiceRecord(BaseModel):
+    """A started service."""
+
+    model_config = ConfigDict(frozen=True)
+
+    pid: int
+    started: float
+    """When the process started, by the kernel: with the id, it names one process for ever."""
+    fingerprint: str
+    """Digest of command and environment: another one means that the service wants restarting."""
+    address: str
+    log: Path
+
+    def process(self) -> psutil.Process | None:
+        """Return the service's process, or None when it is gone."""
+        return processes.find(self.pid, self.started)
+
+
+class StackState(BaseModel):
+    """A stack: what runs, where, and what was deployed to it."""
+
+    schema_version: int = 1
+    id: str = Field(default_factory=lambda: secrets.token_hex(6))
+    """The value of RLHF_STACK in the environment of all its processes."""
+    socket_dir: Path | None = None
+    """Short, private, in the system's temp folder: a Unix socket's name has at most 107 bytes."""
+    ports: dict[str, int] = Field(default_factory=dict)
+    """Kept while the stack is down, so that addresses stay."""
+    services: dict[str, ServiceRecord] = Field(default_factory=dict)
+    deployed: str | None = None
+    """Digest of what the deployments were made from."""
+    schedules: dict[str, bool] = Field(default_factory=dict)
+    """Whether prefect.yaml said of each schedule that it is active, when it was last deployed."""
+
+    @classmethod
+    def load(cls, home: Path) -> StackState:
+        """Return the state of the stack in this home, or a new one.
+
+        Raises:
+            ServiceError: if the file cannot be read or makes no sense.
+        """
+        path = home / STATE_FILE
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except FileNotFoundError:
+            return cls()
+        except (ValidationError, OSError) as error:
+            raise ServiceError(
+                f"{path} is damaged ({str(error).splitlines()[0]}); end the processes that it names, then delete it"
+            ) from None
+
+    def save(self, home: Path) -> None:
+        """Write the state, whole or not at all."""
+        write_private(home / STATE_FILE, self.model_dump_json(indent=1))
+
+
+def write_private(path: Path, text: str) -> None:
+    """Replace a file, whole or not at all, readable by its owner alone."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def make_home(home: Path) -> None:
+    """Create the home directory, private to its owner.
+
+    Raises:
+        ServiceError: if nothing can be written there.
+    """
+    try:
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_private(home / LOCK_FILE.replace(".lock", ".probe"), "")
+        (home / LOCK_FILE.replace(".lock", ".probe")).unlink()
+    except OSError as error:
+        raise ServiceError(
+            f"RLHF_HOME is {home}, where nothing can be written ({error.strerror}); set it to a directory of your own"
+        ) from None
+
+
+@contextmanager
+def locked(home: Path, report: Callable[[str], None], *, timeout_s: float = 300.0) -> Iterator[None]:
+    """Hold the stack's lock: two commands never change a stack at once.
+
+    Raises:
+        ServiceError: if another command held it all the time.
+    """
+    descriptor = os.open(home / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "r+") as file:
+        deadline = time.monotonic() + timeout_s
+        waiting = False
+        while not _try_lock(file.fileno()):
+            if not waiting:
+                report(f"another rlhf command (process {file.read().strip() or '?'}) is changing the stack; waiting")
+                waiting = True
+            if time.monotonic() > deadline:
+                raise ServiceError(
+                    f"another rlhf command has been changing the stack in {home} for {timeout_s:g} s; "
+                    "wait for it or end it"
+                )
+            time.sleep(0.1)
+        file.seek(0)
+        file.truncate()
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

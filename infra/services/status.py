@@ -1,0 +1,73 @@
+"""`rlhf status`: what runs, where, and how much memory it takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from infra.services import prefect_api, processes
+from infra.services.seaweed import is_healthy as store_is_healthy
+from infra.services.state import StackState
+from infra.services.worker import missing as missing_worker
+from infra.settings import Settings
+
+SERVICES = ("store", "server", "worker")
+
+
+class ServiceStatus(NamedTuple):
+    """One line of the table."""
+
+    name: str
+    state: str
+    """`running`, `not answering`, `died` or `stopped`."""
+    address: str
+    pid: int | None
+    memory_bytes: int
+    """Proportional set size, so that the lines add up to what the stack takes."""
+    log: Path | None
+
+
+def status(settings: Settings) -> list[ServiceStatus]:
+    """Return a line for each service, and one for the processes of flow runs and their Ray clusters.
+
+    Raises:
+        ServiceError: if the stack's state file is damaged.
+    """
+    state = StackState.load(settings.home) if settings.home.is_dir() else StackState()
+    lines = []
+    counted: set[int] = set()
+    for name in SERVICES:
+        line, members = _service(name, state)
+        if name != "store" or line.pid is not None or settings.wants_local_store:
+            lines.append(line)
+        counted |= {process.pid for process in members}
+    others = [process for process in processes.marked(state.id) if process.pid not in counted]
+    word = "running" if others else "none"
+    lines.append(ServiceStatus("runs", word, f"{len(others)} processes", None, processes.memory_bytes(others), None))
+    return lines
+
+
+def _service(name: str, state: StackState) -> tuple[ServiceStatus, list[psutil.Process]]:
+    record = state.services.get(name)
+    if record is None:
+        return ServiceStatus(name, "stopped", "", None, 0, None), []
+    process = record.process()
+    if process is None:
+        return ServiceStatus(name, "died", record.address, None, 0, record.log), []
+    # The worker's children are flow runs, which have their own line.
+    members = [process] if name == "worker" else processes.tree(process)
+    word = "running" if _is_well(name, state, process) else "not answering"
+    line = ServiceStatus(name, word, record.address, process.pid, processes.memory_bytes(members), record.log)
+    return line, members
+
+
+def _is_well(name: str, state: StackState, process: psutil.Process) -> bool:
+    if name == "store":
+        return store_is_healthy(state.services[name].address)
+    server = state.services.get("server")
+    if server is None:
+        return False
+    api_url = f"{server.address}/api"
+    return prefect_api.is_healthy(api_url) if name == "server" else missing_worker(api_url, process) is None

@@ -1,0 +1,80 @@
+"""The process worker that runs flows on this machine, and its work pool."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+
+import psutil
+
+from infra.errors import ServiceError
+from infra.services import prefect_api
+from infra.services.prefect_server import prefect_environment
+from infra.services.service import Service
+
+WORK_POOL = "rlhf"
+WORKER_NAME = "local"
+_HEARTBEAT_S = 5
+_STALE_S = 60.0
+
+
+def make_work_pool(api_url: str) -> None:
+    """Create the work pool unless it is there.
+
+    Raises:
+        ServiceError: if the server does not answer.
+    """
+    if prefect_api.call(api_url, "GET", f"/work_pools/{WORK_POOL}") is None:
+        prefect_api.call(api_url, "POST", "/work_pools/", {"name": WORK_POOL, "type": "process"})
+
+
+def worker(home: Path, api_url: str, environment: Mapping[str, str]) -> Service:
+    """Return the worker as a service.
+
+    Args:
+        home: its log lies under it.
+        api_url: the Prefect server's.
+        environment: what flows need to find the artifact store.
+    """
+    command = (sys.executable, "-m", "prefect", "worker", "start", "--type", "process")
+    told = {
+        **prefect_environment(home, api_url),
+        # A server that is away for a minute must not end a night's run.
+        "PREFECT_CLIENT_MAX_RETRIES": "20",
+        "PREFECT_LOGGING_TO_API_BATCH_INTERVAL": "0.5",  # `rlhf run` follows the log live
+        "PREFECT_WORKER_QUERY_SECONDS": "2",
+        "PREFECT_WORKER_HEARTBEAT_SECONDS": str(_HEARTBEAT_S),
+        "PREFECT_WORKER_ENABLE_CANCELLATION": "true",
+        "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
+        "PREFECT_CLIENT_SERVER_VERSION_CHECK_ENABLED": "false",
+        "PYTHONUNBUFFERED": "1",
+        **environment,
+    }
+    return Service(
+        name="worker",
+        title="the worker",
+        command=(*command, "--pool", WORK_POOL, "--name", WORKER_NAME, "--install-policy", "never"),
+        environment=told,
+        cwd=home,
+        log=home / "logs" / "worker.log",
+        address=f"work pool {WORK_POOL}",
+        probe=lambda process: missing(api_url, process),
+        start_timeout_s=120.0,
+        settle_timeout_s=30.0,
+    )
+
+
+def missing(api_url: str, process: psutil.Process) -> str | None:
+    """Return None when this very process has lately told the server that it lives."""
+    try:
+        workers = prefect_api.call(api_url, "POST", f"/work_pools/{WORK_POOL}/workers/filter", {}) or []
+        beats = [each["last_heartbeat_time"] for each in workers if each["name"] == WORKER_NAME]
+        latest = max((datetime.fromisoformat(beat).timestamp() for beat in beats if beat), default=0.0)
+        if latest > max(process.create_time(), time.time() - _STALE_S):
+            return None
+    except (ServiceError, psutil.Error):
+        pass
+    return "did not report to the server"

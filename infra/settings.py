@@ -1,0 +1,195 @@
+"""The settings of this installation: the one module that reads environment variables.
+
+Later sources yield to earlier ones: the environment, `.env` in the checkout (the user's lines), `stack.env` in
+the home directory (written by `rlhf up`, mode 0600, holds the local store's secret), the `AWS_*` variables.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, ClassVar
+
+from dotenv import dotenv_values
+from pydantic import Field, SecretStr, ValidationError, field_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from infra.errors import SettingsError
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+"""The root of the working tree: where prefect.yaml and `.env` lie."""
+
+STACK_ENV = "stack.env"
+_S3_FIELDS = ("s3_endpoint_url", "s3_access_key", "s3_secret_key")
+_CHOICES = ("store_url", "s3_endpoint_url")
+_AWS_NAMES = {
+    "s3_endpoint_url": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
+    "s3_access_key": ("AWS_ACCESS_KEY_ID",),
+    "s3_secret_key": ("AWS_SECRET_ACCESS_KEY",),
+    "s3_region": ("AWS_REGION", "AWS_DEFAULT_REGION"),
+}
+
+
+class Settings(BaseSettings):
+    """Where things are, as the environment and the checkout say."""
+
+    model_config: ClassVar[SettingsConfigDict] = SettingsConfigDict(
+        env_prefix="RLHF_",
+        env_ignore_empty=True,
+        extra="ignore",
+        frozen=True,
+        use_attribute_docstrings=True,
+        validate_default=True,
+    )
+
+    home: Path = CHECKOUT / ".rlhf"
+    """All state but sockets: databases, store, caches, logs."""
+    store_url: str = "s3://rlhf"
+    """The artifact store: `s3://bucket/prefix` or `file:///directory`."""
+    s3_endpoint_url: str | None = None
+    """The S3 server; None is Amazon's own."""
+    s3_access_key: str | None = None
+    s3_secret_key: SecretStr | None = None
+    s3_region: str | None = None
+    s3_port: int | None = Field(None, ge=1024, le=65535)
+    """Port of the local SeaweedFS; None takes 8333 or, where that is occupied, a free one."""
+    prefect_port: int | None = Field(None, ge=1024, le=65535)
+    """Port of the local Prefect server; None takes 4200 or, where that is occupied, a free one."""
+    prefect_api_url: str | None = Field(None, validation_alias="PREFECT_API_URL")
+    """The Prefect server's address; `rlhf up` writes it to `.env`."""
+    database_url: str | None = Field(None, repr=False)
+    """A database for the Prefect server (`postgresql+asyncpg://...`); None is sqlite in the home directory."""
+    data_dir: Path | None = None
+    """Where tests find real data."""
+
+    @field_validator("home", "data_dir")
+    @classmethod
+    def _absolute(cls, value: Path | None) -> Path | None:
+        return value.expanduser().absolute() if value is not None else None
+
+    @property
+    def cache_dir(self) -> Path:
+        """Fetched artifacts."""
+        return self.home / "cache"
+
+    @property
+    def models_dir(self) -> Path:
+        """Converted models."""
+        return self.home / "models"
+
+    @property
+    def clusters_dir(self) -> Path:
+        """Manifests and logs of Ray clusters."""
+        return self.home / "clusters"
+
+    @property
+    def logs_dir(self) -> Path:
+        """Logs of set-up and services."""
+        return self.home / "logs"
+
+    @property
+    def wants_local_store(self) -> bool:
+        """Whether the user has left the choice of the store to `rlhf up`."""
+        chosen = {**read_env_file(env_file()), **os.environ}
+        written = read_env_file(self.home / STACK_ENV)  # children of the stack hold these as variables
+        names = [f"RLHF_{name.upper()}" for name in _CHOICES]
+        return all(chosen.get(name) in (None, "", written.get(name)) for name in names)
+
+    def child_environment(self) -> dict[str, str]:
+        """Return the variables with which a child process, here or on a Ray cluster, finds what this one finds."""
+        known = {
+            "RLHF_HOME": str(self.home),
+            "RLHF_STORE_URL": self.store_url,
+            "RLHF_S3_ENDPOINT_URL": self.s3_endpoint_url,
+            "RLHF_S3_ACCESS_KEY": self.s3_access_key,
+            "RLHF_S3_SECRET_KEY": self.s3_secret_key.get_secret_value() if self.s3_secret_key else None,
+            "RLHF_S3_REGION": self.s3_region,
+            "PREFECT_API_URL": self.prefect_api_url,
+        }
+        return {name: value for name, value in known.items() if value is not None}
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Put the stack's file and the AWS variables after the user's own words."""
+        del file_secret_settings
+        return (
+            init_settings,
+            env_settings,
+            dotenv_settings,
+            _StackFile(settings_cls),
+            _AwsVariables(settings_cls),
+        )
+
+
+class _StackFile(PydanticBaseSettingsSource):
+    """What `rlhf up` wrote: the local store's address and secret, for a store that the user did not choose."""
+
+    def get_field_value(self, field: Any, field_name: str) -> tuple[Any, str, bool]:
+        raise NotImplementedError  # pydantic-settings wants the method; __call__ does the work
+
+    def __call__(self) -> dict[str, Any]:
+        home = Path(self.current_state.get("home") or Settings.model_fields["home"].default)
+        values = read_env_file(home.expanduser() / STACK_ENV)
+        fields = {name.removeprefix("RLHF_").lower(): value for name, value in values.items()}
+        if "prefect_api_url" in fields:
+            fields["PREFECT_API_URL"] = fields.pop("prefect_api_url")  # its alias
+        if any(self.current_state.get(name) not in (None, fields.get(name)) for name in _CHOICES):
+            for name in ("store_url", *_S3_FIELDS, "s3_region"):
+                fields.pop(name, None)  # another store than the local one: its keys are no use there
+        return fields
+
+
+class _AwsVariables(PydanticBaseSettingsSource):
+    """The usual variables of S3 clients, for what nothing else has set."""
+
+    def get_field_value(self, field: Any, field_name: str) -> tuple[Any, str, bool]:
+        raise NotImplementedError
+
+    def __call__(self) -> dict[str, Any]:
+        if self.current_state.get("s3_access_key"):
+            return {}  # a key of one source with an endpoint or secret of another helps nobody
+        found: dict[str, Any] = {}
+        for field, names in _AWS_NAMES.items():
+            value = next((os.environ[name] for name in names if os.environ.get(name)), None)
+            if value is not None:
+                found[field] = value
+        return found
+
+
+def settings() -> Settings:
+    """Return the settings as they are now; nothing is cached, for `rlhf up` changes them.
+
+    Raises:
+        SettingsError: if a variable holds what it must not.
+    """
+    try:
+        return Settings(_env_file=env_file(), _env_file_encoding="utf-8")
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0])
+        variable = name if name.isupper() else f"RLHF_{name.upper()}"
+        raise SettingsError(
+            f"{variable} is {first['input']!r}: {first['msg'].lower()}; correct it in the environment or in .env"
+        ) from None
+
+
+def env_file() -> Path:
+    """Return the file that Prefect's own command reads in the checkout; `RLHF_ENV_FILE` moves it (tests)."""
+    return Path(os.environ.get("RLHF_ENV_FILE") or CHECKOUT / ".env")
+
+
+def read_env_file(path: Path) -> dict[str, str]:
+    """Return the assignments of an env file; none when it is not there."""
+    return {name: value for name, value in dotenv_values(path, interpolate=False).items() if value is not None}
+
+
+def inherited_environment(*, without_prefixes: tuple[str, ...] = ()) -> dict[str, str]:
+    """Return a copy of this process's environment for a child, less the variables so prefixed."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(without_prefixes)}

@@ -55,10 +55,7 @@ def decode(model: Any, prompts=PROMPTS, *, length: int = 12, stops=STOPS, unifor
 
 def responses(generation: Generation) -> list[list[int]]:
     width = generation.action_mask.shape[1]
-    return [
-        row[-width:][mask].tolist()
-        for row, mask in zip(generation.sequences, generation.action_mask, strict=True)
-    ]
+    return [row[-width:][mask].tolist() for row, mask in zip(generation.sequences, generation.action_mask, strict=True)]
 
 
 def frequent_tokens(model: Any, count: int, uniforms=None) -> tuple[int, ...]:
@@ -133,9 +130,7 @@ def test_masks_padding_and_endings_fit_together() -> None:
     assert (generation.sequences[~generation.attention_mask] == PAD).all()
     for row, (prompt, response) in enumerate(zip(PROMPTS, responses(generation), strict=True)):
         assert generation.sequences[row, width - len(prompt) : width].tolist() == prompt
-        assert generation.action_mask[row].tolist() == [True] * len(response) + [False] * (
-            length - len(response)
-        )
+        assert generation.action_mask[row].tolist() == [True] * len(response) + [False] * (length - len(response))
         assert generation.ended[row] == (response[-1] in stops)
         assert not set(response[:-1]) & set(stops)
 
@@ -146,6 +141,23 @@ def test_the_batch_stops_when_its_last_row_has_ended() -> None:
     generation = decode(model, length=100, stops=stops)
     assert generation.action_mask.shape[1] <= 2
     assert generation.ended.all()
+
+
+def test_finished_rows_leave_the_batch_once_they_are_half_of_it() -> None:
+    model = tiny_llama(initializer_range=0.3)
+    stops = frequent_tokens(model, 3)
+    rows: list[int] = []
+    model.register_forward_pre_hook(
+        lambda _module, _args, inputs: rows.append(len(inputs["input_ids"])), with_kwargs=True
+    )
+    lengths = decode(model, stops=stops).action_mask.sum(-1).tolist()
+    in_batch, expected = 5, []
+    for step in range(max(lengths)):
+        expected.append(in_batch)
+        unfinished = sum(length > step + 1 for length in lengths)
+        in_batch = unfinished if 2 * unfinished <= in_batch else in_batch
+    assert rows == expected
+    assert min(rows) < 5, "no row ended early: the test would prove little"
 
 
 def test_what_is_returned_can_be_learnt_from() -> None:

@@ -38,11 +38,7 @@ def list_artifacts(what: str | None = None, *, as_json: Json = False) -> None:
     pointers = {artifact: store.aliases(*artifact) for artifact in {(m.kind, m.name) for m in manifests}}
     rows = [
         _summary(manifest)
-        | {
-            "aliases": [
-                a for a, at in pointers[manifest.kind, manifest.name].items() if at.uri == manifest.uri
-            ]
-        }
+        | {"aliases": [a for a, at in pointers[manifest.kind, manifest.name].items() if at.uri == manifest.uri]}
         for manifest in manifests
     ]
     if as_json:
@@ -58,9 +54,7 @@ def list_artifacts(what: str | None = None, *, as_json: Json = False) -> None:
         cells = (str(row["files"]), _size(manifest.size), _when(manifest))
         table.add_row(manifest.uri, ", ".join(row["aliases"]), manifest.digest[:12], *cells)
     console = _console()
-    console.print(
-        table if rows else f"{store.url} holds no artifact{f' of {what}' if what else ''}", markup=False
-    )
+    console.print(table if rows else f"{store.url} holds no artifact{f' of {what}' if what else ''}", markup=False)
     return None
 
 
@@ -180,9 +174,7 @@ def _lineage_json(node: Lineage, shown: set[str]) -> dict[str, Any]:
 
 
 def _summary(manifest: Manifest) -> dict[str, Any]:
-    plain = manifest.model_dump(
-        mode="json", include={"kind", "name", "version", "digest", "created", "metrics"}
-    )
+    plain = manifest.model_dump(mode="json", include={"kind", "name", "version", "digest", "created", "metrics"})
     return {"uri": manifest.uri} | plain | {"files": len(manifest.files), "size": manifest.size}
 
 
@@ -191,12 +183,7 @@ def _when(manifest: Manifest) -> str:
 
 
 def _size(count: float) -> str:
-    """Return a number of bytes as people read it.
-
-    Example:
-        >>> _size(540_000_000)
-        '540.0 MB'
-    """
+    """Return a number of bytes as people read it."""
     thousand = 1000
     for unit in ("B", "kB", "MB", "GB"):
         if count < thousand:

@@ -63,9 +63,7 @@ def move_alias(backend: Backend, target: Manifest, alias: str, *, why: str, who:
         StoreError: if the alias cannot have that name, or others kept moving it all the time.
     """
     key = alias_key(target.kind, target.name, check_alias(alias))
-    move = AliasMove(
-        uri=target.uri, digest=target.digest, why=why, who=who, when=datetime.now(UTC), id=uuid4().hex
-    )
+    move = AliasMove(uri=target.uri, digest=target.digest, why=why, who=who, when=datetime.now(UTC), id=uuid4().hex)
     deadline = time.monotonic() + MOVE_TIMEOUT_S
     while time.monotonic() < deadline:
         current, tag = _read(backend, key)

@@ -35,11 +35,7 @@ class Catalog:
 
     def names(self, kind: str) -> list[str]:
         """Return the names of a kind that have a version."""
-        return [
-            name
-            for name in self._backend.children(f"{VERSIONS}{check_kind(kind)}/")
-            if self.versions(kind, name)
-        ]
+        return [name for name in self._backend.children(f"{VERSIONS}{check_kind(kind)}/") if self.versions(kind, name)]
 
     def versions(self, kind: str, name: str) -> list[int]:
         """Return the numbers of an artifact's versions, lowest first, without reading any."""
@@ -54,9 +50,7 @@ class Catalog:
         uri = version_uri(kind, name, version)
         manifest = Manifest.from_json(stored.data, uri)
         if manifest.uri != uri:
-            raise StoreError(
-                f"the manifest {uri} says that it is {manifest.uri}: the store has been altered by hand"
-            )
+            raise StoreError(f"the manifest {uri} says that it is {manifest.uri}: the store has been altered by hand")
         self._known[kind, name, version] = manifest
         return manifest
 
@@ -111,9 +105,7 @@ class Catalog:
             entry = json.loads(stored.data)
             return self.pinned(ArtifactRef(entry["uri"], entry["digest"]))
         except (ValueError, KeyError, TypeError):
-            raise StoreError(
-                f"{index} in the artifact store cannot be read; remove it, and it is made anew"
-            ) from None
+            raise StoreError(f"{index} in the artifact store cannot be read; remove it, and it is made anew") from None
 
     def _look_up(self, reference: Reference) -> Manifest | None:
         kind, name = reference.kind, reference.name
@@ -137,6 +129,4 @@ class Catalog:
             return f"; the versions of {kind}/{name} are {numbers}"
         aliases = [LATEST, *list_aliases(self._backend, kind, name)]
         hint = did_you_mean(reference.selector, aliases)
-        return (
-            f"{hint}; the aliases of {kind}/{name} are {enumerate_names(aliases)}, and its versions {numbers}"
-        )
+        return f"{hint}; the aliases of {kind}/{name} are {enumerate_names(aliases)}, and its versions {numbers}"

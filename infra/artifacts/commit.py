@@ -63,9 +63,7 @@ def commit(backend: Backend, draft: Manifest, sources: Sources, next_version: Ne
     """
     by_digest = {entry.sha256: (entry, sources[entry.path]) for entry in draft.files}
     with lease(backend, draft.writer, set(by_digest)):
-        skipped = [
-            digest for digest in in_parallel(lambda item: _send(backend, *item), by_digest.values()) if digest
-        ]
+        skipped = [digest for digest in in_parallel(lambda item: _send(backend, *item), by_digest.values()) if digest]
         manifest = _write_first_free(backend, draft, next_version) if next_version else _write(backend, draft)
         # A blob that was there may have been taken away by hand since: it is sent again.
         in_parallel(lambda digest: _send(backend, *by_digest[digest]), skipped)

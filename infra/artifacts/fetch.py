@@ -40,9 +40,7 @@ def checked_pieces(backend: Backend, manifest: Manifest, entry: FileEntry) -> It
         digest.update(piece)
         yield piece
     if digest.hexdigest() != entry.sha256:
-        raise StoreError(
-            f"{where} is damaged: its content hashes to {digest.hexdigest()}; restore it from a backup"
-        )
+        raise StoreError(f"{where} is damaged: its content hashes to {digest.hexdigest()}; restore it from a backup")
 
 
 def fetch_files(backend: Backend, manifest: Manifest, directory: Path) -> Path:
@@ -55,9 +53,7 @@ def fetch_files(backend: Backend, manifest: Manifest, directory: Path) -> Path:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         known = {entry.path for entry in manifest.files}
-        present = (
-            path.relative_to(directory).as_posix() for path in directory.rglob("*") if not path.is_dir()
-        )
+        present = (path.relative_to(directory).as_posix() for path in directory.rglob("*") if not path.is_dir())
         if strangers := sorted(path for path in present if path not in known):
             raise StoreError(
                 f"{directory} holds files that are not of {manifest.uri} ({enumerate_names(strangers)}); "
@@ -86,18 +82,14 @@ def fetch_cached(backend: Backend, manifest: Manifest, cache: Path) -> Path:
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
     if not _is_complete(target, manifest):
-        raise StoreError(
-            f"cannot keep {manifest.uri} in {target}; check that the directory {cache} can be written"
-        )
+        raise StoreError(f"cannot keep {manifest.uri} in {target}; check that the directory {cache} can be written")
     return target
 
 
 def _fetch_file(backend: Backend, manifest: Manifest, entry: FileEntry, directory: Path) -> None:
     target = directory / entry.path
     if not target.parent.resolve().is_relative_to(directory.resolve()):
-        raise StoreError(
-            f"{entry.path!r} of {manifest.uri} would be written outside of {directory}, through a link"
-        )
+        raise StoreError(f"{entry.path!r} of {manifest.uri} would be written outside of {directory}, through a link")
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = target.with_name(f".{uuid4().hex}.part")
     try:

@@ -158,9 +158,7 @@ class Manifest(BaseModel):
         except ValidationError as error:
             raise StoreError(f"cannot store {kind}/{name}: {first_complaint(error)}") from None
         except PydanticSerializationError as error:
-            raise StoreError(
-                f"cannot store {kind}/{name}: config or metrics are not plain JSON: {error}"
-            ) from None
+            raise StoreError(f"cannot store {kind}/{name}: config or metrics are not plain JSON: {error}") from None
 
     @classmethod
     def from_json(cls, data: bytes, where: str) -> Manifest:

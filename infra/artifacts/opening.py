@@ -59,7 +59,8 @@ def open_default_store() -> ArtifactStore:
     s3 = S3Options(
         endpoint_url=known.s3_endpoint_url,
         access_key=known.s3_access_key,
-        secret_key=known.s3_secret_key,
+        secret_key=known.s3_secret_key.get_secret_value() if known.s3_secret_key else None,
+        region=known.s3_region,
     )
     return open_store(known.store_url, cache_dir=known.cache_dir, s3=s3)
 

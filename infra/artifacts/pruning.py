@@ -120,6 +120,4 @@ def _read_all(backend: Backend, prefix: str) -> Iterator[tuple[str, set[str], ti
             age = datetime.now(UTC) - datetime.fromisoformat(content["created"])
             yield key, set(content["blobs"]), age
         except (ValueError, KeyError, TypeError):
-            raise StoreError(
-                f"{key} in the artifact store cannot be read; remove it if nothing is running"
-            ) from None
+            raise StoreError(f"{key} in the artifact store cannot be read; remove it if nothing is running") from None

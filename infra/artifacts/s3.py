@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
-import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
@@ -17,7 +16,7 @@ from fsspec.asyn import sync
 
 from infra.artifacts.backend import CHUNK_BYTES, Stored
 from infra.artifacts.opening import S3Options
-from infra.artifacts.s3_errors import RefusedError, Retrier
+from infra.artifacts.s3_errors import FORBIDDEN, RefusedError, Retrier
 from infra.errors import StoreError
 
 PART_BYTES = 32 << 20
@@ -25,7 +24,7 @@ PART_BYTES = 32 << 20
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 30.0
 DEADLINE_S = 120.0
-OPEN_LIMIT_S = 15.0
+OPEN_LIMIT_S = 8.0
 """An absent server is said soon when the store is opened; later it has the whole deadline to come back."""
 _CONDITION_FAILED = {"PreconditionFailed", "412"}
 _ABSENT = {"NoSuchKey", "404"}
@@ -34,17 +33,14 @@ _ABSENT = {"NoSuchKey", "404"}
 class S3Backend:
     """Objects in a bucket. s3fs and botocore make one attempt each; retries and deadline are ours."""
 
-    def __init__(
-        self, url: str, bucket: str, prefix: str, options: S3Options, deadline_s: float = DEADLINE_S
-    ) -> None:
+    def __init__(self, url: str, bucket: str, prefix: str, options: S3Options, deadline_s: float = DEADLINE_S) -> None:
         self.url = url
         self._bucket = bucket
         self._prefix = f"{prefix}/" if prefix else ""
         self._options = options
         self._open_limit_s = min(OPEN_LIMIT_S, deadline_s)
         self._retrier = Retrier(options.endpoint_url, bucket, deadline_s)
-        self._lock = threading.Lock()
-        self._opened: tuple[int, s3fs.S3FileSystem] | None = None
+        self._opened: dict[int, s3fs.S3FileSystem] = {}
 
     def probe(self) -> None:
         """Check that the bucket is there and lets us in, and that the server enforces conditional writes."""
@@ -55,12 +51,17 @@ class S3Backend:
             limit_s=self._open_limit_s,
         )
         key = "probe/conditional-write"
-        with suppress(RefusedError):  # whoever may only read can open the store, and will not write
-            if self.create(key, b"") and self.create(key, b""):
-                raise StoreError(
-                    f"the S3 server of the bucket {self._bucket!r} does not enforce conditional writes "
-                    "(If-None-Match), so two writers would overwrite each other; use a server that does"
-                )
+        try:
+            twice = self.create(key, b"") and self.create(key, b"")
+        except RefusedError as error:
+            if error.code in FORBIDDEN:
+                return  # whoever may only read can open the store, and will not write
+            raise
+        if twice:
+            raise StoreError(
+                f"the S3 server of the bucket {self._bucket!r} does not enforce conditional writes "
+                "(If-None-Match), so two writers would overwrite each other; use a server that does"
+            )
 
     def read(self, key: str) -> Stored | None:
         """Return a small object, or None if there is none."""
@@ -171,9 +172,7 @@ class S3Backend:
         files = self._files()
 
         async def get() -> tuple[bytes, str]:
-            answer = await files._call_s3(
-                "get_object", Bucket=self._bucket, Key=self._prefix + key, **arguments
-            )
+            answer = await files._call_s3("get_object", Bucket=self._bucket, Key=self._prefix + key, **arguments)
             async with answer["Body"] as body:
                 return await body.read(), answer["ETag"]
 
@@ -181,14 +180,12 @@ class S3Backend:
         return found
 
     def _files(self) -> s3fs.S3FileSystem:
-        """Return this process's file system: its event loop and sockets do not survive a fork."""
-        opened = self._opened
-        if opened is None or opened[0] != os.getpid():
-            with self._lock:
-                opened = self._opened
-                if opened is None or opened[0] != os.getpid():
-                    opened = self._opened = (os.getpid(), _open_files(self._options))
-        return opened[1]
+        """Return this process's file system: its event loop and sockets do not survive a fork.
+
+        The parent's stays in the child's table: collecting it would wait for the loop that is not there.
+        """
+        files = self._opened.get(os.getpid())
+        return files or self._opened.setdefault(os.getpid(), _open_files(self._options))
 
 
 def _open_files(options: S3Options) -> s3fs.S3FileSystem:

@@ -38,6 +38,7 @@ _PASSING_CODES = {
     "SlowDown",
     "Throttling",
 }
+FORBIDDEN = {"AccessDenied", "403"}
 _SERVER_ERRORS = 500
 _TOO_MANY_REQUESTS = 429
 _SILENCES = (
@@ -61,7 +62,7 @@ class Retrier:
     """Runs requests against one bucket until they are answered or the deadline has passed."""
 
     def __init__(self, endpoint_url: str | None, bucket: str, deadline_s: float) -> None:
-        self._server = _without_credentials(endpoint_url)
+        self._server = _server_name(endpoint_url)
         self._bucket = bucket
         self._deadline_s = deadline_s
 
@@ -103,8 +104,7 @@ class Retrier:
             raise RefusedError(self._refusal(code, status, what), code) from None
         if isinstance(error, NoCredentialsError | PartialCredentialsError):
             raise StoreError(
-                f"no access key for the S3 server {self._server}; "
-                "set RLHF_S3_ACCESS_KEY and RLHF_S3_SECRET_KEY"
+                f"no access key for the S3 server {self._server}; set RLHF_S3_ACCESS_KEY and RLHF_S3_SECRET_KEY"
             ) from None
         if isinstance(error, _SILENCES) or not isinstance(error, BotoCoreError):
             return _kind(error)
@@ -123,10 +123,8 @@ class Retrier:
             )
         if code == "RequestTimeTooSkewed":
             return f"the S3 server {server} and this machine differ on the time; set the clock"
-        if code in {"AccessDenied", "403"}:
-            return (
-                f"the S3 server {server} forbids us {what} in the bucket {bucket!r}; ask for that permission"
-            )
+        if code in FORBIDDEN:
+            return f"the S3 server {server} forbids us {what} in the bucket {bucket!r}; ask for that permission"
         return f"the S3 server {server} refused {what} in the bucket {bucket!r} ({code}, status {status})"
 
     def _unanswered(self, what: str, limit_s: float, reason: str) -> str:
@@ -154,8 +152,14 @@ def _kind(error: Exception) -> str:
     return words.get(name, name)
 
 
-def _without_credentials(endpoint_url: str | None) -> str:
+def _server_name(endpoint_url: str | None) -> str:
+    """Return what messages call the server, once its address is seen to be one, and to hold no credentials."""
     if not endpoint_url:
         return "of AWS"
     parts = urlsplit(endpoint_url)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+    if parts.scheme not in {"http", "https"} or not parts.hostname or "@" in parts.netloc:
+        raise StoreError(
+            "the address of the S3 server (RLHF_S3_ENDPOINT_URL) must be http://host:port or https://host:port; "
+            "keys are set in RLHF_S3_ACCESS_KEY and RLHF_S3_SECRET_KEY"
+        )
+    return f"{parts.scheme}://{parts.netloc}{parts.path}"

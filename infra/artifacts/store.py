@@ -86,9 +86,7 @@ class ArtifactStore:
         )
         manifest = None if version is None else self._catalog.read(kind, name, version)
         if manifest is None:
-            manifest = commit(
-                self._backend, draft, sources, None if version is not None else self._next_version
-            )
+            manifest = commit(self._backend, draft, sources, None if version is not None else self._next_version)
         elif manifest.digest != draft.digest:
             raise taken(manifest)
         if key is not None:
@@ -109,9 +107,7 @@ class ArtifactStore:
         if isinstance(reference, str):
             return self._catalog.resolve(reference)
         if reference.is_external:
-            raise ReferenceNotFoundError(
-                f"{reference.uri} came from outside the store; it cannot be read from it"
-            )
+            raise ReferenceNotFoundError(f"{reference.uri} came from outside the store; it cannot be read from it")
         return self._catalog.pinned(reference) or self._catalog.resolve(reference.uri)
 
     def latest(self, kind: str, name: str) -> Manifest | None:
@@ -178,9 +174,7 @@ class ArtifactStore:
         if keep < 1:
             raise StoreError(f"cannot prune {kind}/{name} to {keep} versions; keep at least 1")
         aliased = {parse_reference(alias.uri).version for alias in self.aliases(kind, name).values()}
-        versions = [
-            version for version in self._catalog.versions(kind, name)[:-keep] if version not in aliased
-        ]
+        versions = [version for version in self._catalog.versions(kind, name)[:-keep] if version not in aliased]
         old = [found for version in versions if (found := self._catalog.read(kind, name, version))]
         if old:
             prune(self._backend, old, self._catalog.every)

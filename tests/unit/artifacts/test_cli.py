@@ -1,0 +1,99 @@
+"""`rlhf artifacts`, on a store in a directory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.cli.artifacts import app
+from infra.artifacts import ArtifactStore, open_default_store
+from infra.errors import ReferenceNotFoundError
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ArtifactStore:
+    """A store, named by the settings, with a short chain: data, SFT, two policies."""
+    monkeypatch.setenv("RLHF_ENV_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("RLHF_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("RLHF_STORE_URL", (tmp_path / "store").as_uri())
+    store = open_default_store()
+    data = store.commit("dataset", "sorting", {"rows.jsonl": b"{}\n"})
+    sft = store.commit("sft", "quickstart", {"w": b"1"}, parents=[data, "model/smollm2"])
+    for step in range(2):
+        metrics = {"reward": 0.25 * step}
+        store.commit("policy", "quickstart", {"w": b"%d" % step, "c/d": b"{}"}, parents=[sft, data], metrics=metrics)
+    store.set_alias("policy/quickstart@1", "champion", why="first", who="test")
+    return store
+
+
+@pytest.fixture
+def rlhf_artifacts(store: ArtifactStore, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Run a command line and return what it printed."""
+    del store
+
+    def run(*words: str | Path) -> str:
+        app([str(word) for word in words], result_action="return_value", exit_on_error=False)
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_list_shows_each_version_with_its_aliases(rlhf_artifacts: Any) -> None:
+    rows = json.loads(rlhf_artifacts("list", "--json"))
+    assert [(row["uri"], row["aliases"]) for row in rows] == [
+        ("dataset/sorting@1", []),
+        ("sft/quickstart@1", []),
+        ("policy/quickstart@1", ["champion"]),
+        ("policy/quickstart@2", []),
+    ]
+    assert (rows[3]["size"], rows[3]["files"], rows[3]["metrics"]) == (3, 2, {"reward": 0.25})
+    assert [row["version"] for row in json.loads(rlhf_artifacts("list", "policy/quickstart", "--json"))] == [1, 2]
+    assert "policy/quickstart@1  champion  " in rlhf_artifacts("list", "policy")
+    assert "holds no artifact of evaluation" in rlhf_artifacts("list", "evaluation")
+
+
+def test_show_gives_the_manifest(rlhf_artifacts: Any, store: ArtifactStore) -> None:
+    shown = json.loads(rlhf_artifacts("show", "policy/quickstart@champion", "--json"))
+    manifest = store.resolve("policy/quickstart@1")
+    assert (shown["uri"], shown["digest"], shown["writer"]) == (manifest.uri, manifest.digest, manifest.writer)
+    assert [parent["uri"] for parent in shown["parents"]] == ["sft/quickstart@1", "dataset/sorting@1"]
+    assert shown["aliases"]["champion"][0]["why"] == "first"
+    text = rlhf_artifacts("show", "policy/quickstart")
+    for expected in ("policy/quickstart@2", "sft/quickstart@1, dataset/sorting@1", "c/d", '"reward": 0.25'):
+        assert expected in text
+
+
+def test_fetch_writes_the_files(rlhf_artifacts: Any, tmp_path: Path) -> None:
+    told = json.loads(rlhf_artifacts("fetch", "policy/quickstart", tmp_path / "out", "--json"))
+    assert told["uri"] == "policy/quickstart@2"
+    assert (tmp_path / "out" / "w").read_bytes() == b"1"
+    assert (tmp_path / "out" / "c" / "d").read_bytes() == b"{}"
+    assert "policy/quickstart@1: 2 files, 3 B, in" in rlhf_artifacts("fetch", "policy/quickstart@1", tmp_path / "other")
+
+
+def test_lineage_shows_a_shared_ancestor_once_with_its_own_parents(rlhf_artifacts: Any) -> None:
+    tree = json.loads(rlhf_artifacts("lineage", "policy/quickstart", "--json"))
+    sft, data = tree["parents"]
+    assert (sft["uri"], data["uri"]) == ("sft/quickstart@1", "dataset/sorting@1")
+    assert [(parent["uri"], parent["external"]) for parent in sft["parents"]] == [
+        ("dataset/sorting@1", False),
+        ("model/smollm2", True),
+    ]
+    assert data["repeated"] is True
+    lines = rlhf_artifacts("lineage", "policy/quickstart").splitlines()
+    assert [line.lstrip("│├└─ ").split()[0] for line in lines] == [
+        "policy/quickstart@2",
+        "sft/quickstart@1",
+        "dataset/sorting@1",
+        "model/smollm2",
+        "dataset/sorting@1",
+    ]
+
+
+def test_an_unknown_reference_is_the_stores_error(rlhf_artifacts: Any) -> None:
+    for verb in (("show",), ("lineage",), ("fetch", "unused")):
+        with pytest.raises(ReferenceNotFoundError, match="did you mean policy/quickstart"):
+            rlhf_artifacts(verb[0], "policy/quikstart", *verb[1:])

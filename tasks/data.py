@@ -66,6 +66,8 @@ def _make(context: Context, config: PipelineConfig, key: str, source: str) -> St
         pairs = read_preferences(config.data.preferences)
         files["pairs.jsonl"] = pairs_to_jsonl(pairs)
         metrics["pairs"] = len(pairs)
+        if pairs.dropped:
+            say("data", pairs.dropped)
     metrics["seconds"] = time.perf_counter() - started
     counts = ", ".join(
         f"{int(count)} {name.removeprefix('problems_')}" for name, count in metrics.items() if name != "seconds"
@@ -86,4 +88,6 @@ def _make(context: Context, config: PipelineConfig, key: str, source: str) -> St
 
 
 def _digest(path: str | None) -> str:
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else ""
+    from rlhf_core.data.jsonl import existing_file
+
+    return hashlib.sha256(existing_file(path).read_bytes()).hexdigest() if path else ""

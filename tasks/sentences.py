@@ -57,7 +57,9 @@ def stage_task(*, name: str, **options: Any) -> Callable[[Callable[P, R]], Calla
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        prefect_task = task(name=name, cache_policy=NO_CACHE, persist_result=False, **options)(in_one_sentence(function))
+        prefect_task = task(name=name, cache_policy=NO_CACHE, persist_result=False, **options)(
+            in_one_sentence(function)
+        )
 
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:

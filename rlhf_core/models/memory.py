@@ -4,11 +4,12 @@ What is counted is what must be there: weights, gradients and optimizer state. A
 themselves come on top, so that a machine that is refused could never have done it.
 
     learner, all weights:  per parameter 4 (fp32 weight) + 4 (gradient) + 8 (Adam's two moments) = 16 bytes
-    learner, adapters:     per parameter of the base 2 (bfloat16) or 4 (float32), frozen;
+    learner, adapters:     per parameter of the base 4 (fp32, frozen: updates smaller than bfloat16's steps
+                           would be lost when the adapters are merged);
                            per parameter of the adapters 16, of which there are at most 2 r N^(2/3)
-    PPO, trainer:          two learners (actor and critic); without adapters, their weights once more in
-                           the rollout dtype, on their way to the makers
-    PPO, each maker:       four models (actor, critic, reward model, initial model) in the rollout dtype
+    PPO, trainer:          two learners (actor and critic), and their weights once more in the rollout dtype,
+                           on their way to the makers
+    PPO, each maker:       actor, critic, initial model and, where it has weight, reward model, in the rollout dtype
     SFT, reward model:     one learner
 
 The bound on adapters: a matrix of d x d has r (d + d) of them, a share 2 r / d, and d exceeds N^(1/3) in every
@@ -33,7 +34,7 @@ GB = 10**9
 BYTES = {"float32": 4, "bfloat16": 2}
 TRAINED = 16  # bytes per trained parameter
 MODELS_OF_A_LEARNER = 2
-MODELS_OF_A_MAKER = 4
+FROZEN = 4  # bytes per parameter under adapters
 # where a container's limit stands: version 2, then version 1 of Linux's control groups
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
@@ -77,20 +78,19 @@ def required_memory(config: PPOConfig, num_parameters: int) -> MemoryNeed:
     Example:
         >>> from rlhf_core.config import PPOConfig
         >>> required_memory(PPOConfig(lora=None), 1000)
-        MemoryNeed(trainer=36000, maker=8000, num_makers=2)
+        MemoryNeed(trainer=36000, maker=6000, num_makers=2)
     """
     rollout = BYTES[config.rollout_dtype] * num_parameters
-    trainer = MODELS_OF_A_LEARNER * _learner(num_parameters, config.lora, config.dtype)
-    if config.lora is None:
-        trainer += MODELS_OF_A_LEARNER * rollout
-    return MemoryNeed(trainer, MODELS_OF_A_MAKER * rollout, config.cluster.num_makers)
+    trainer = MODELS_OF_A_LEARNER * (_learner(num_parameters, config.lora) + rollout)
+    models_of_a_maker = 4 if config.reward.reward_model > 0 else 3
+    return MemoryNeed(trainer, models_of_a_maker * rollout, config.cluster.num_makers)
 
 
-def _learner(num_parameters: int, lora: LoRAConfig | None, dtype: str) -> int:
+def _learner(num_parameters: int, lora: LoRAConfig | None) -> int:
     if lora is None:
         return TRAINED * num_parameters
     adapters = min(num_parameters, round(2 * lora.r * power(num_parameters, 2 / 3)))
-    return BYTES[dtype] * num_parameters + TRAINED * adapters
+    return FROZEN * num_parameters + TRAINED * adapters
 
 
 def machine_memory() -> MachineMemory:

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlhf_core.config import ClusterConfig, LoRAConfig, ModelConfig, PipelineConfig, PPOConfig
+from rlhf_core.config import ClusterConfig, LoRAConfig, ModelConfig, PipelineConfig, PPOConfig, RewardConfig
 from rlhf_core.errors import ModelError
 from rlhf_core.models import memory
 from rlhf_core.models.memory import (
@@ -27,25 +27,25 @@ def test_full_training_of_a_billion_parameters_by_hand() -> None:
     need = required_memory(config, GB)
     # actor and critic: weights 4 GB, gradients 4 GB, Adam 8 GB each; and 2 GB each of bfloat16 to publish
     assert need.trainer == 2 * (4 + 4 + 8) * GB + 2 * 2 * GB
-    assert need.maker == 4 * 2 * GB
-    assert need.total == 36 * GB + 3 * 8 * GB
+    assert need.maker == 3 * 2 * GB  # actor, critic and initial model
+    assert need.total == 36 * GB + 3 * 6 * GB
 
 
 def test_adapters_on_a_billion_parameters_by_hand() -> None:
-    config = PPOConfig(lora=LoRAConfig(r=8), dtype="bfloat16", rollout_dtype="float32")
+    reward = RewardConfig(verifier=1, reward_model=0.5)
+    config = PPOConfig(lora=LoRAConfig(r=8), dtype="bfloat16", rollout_dtype="float32", reward=reward)
     need = required_memory(config, GB)
-    # N^(2/3) is a million: 2 x 8 x 10^6 adapter parameters of 16 bytes, on 2 GB of bfloat16, for actor and critic
-    assert need.trainer == pytest.approx(2 * (2 * GB + 16 * 16 * 10**6), rel=1e-6)
-    assert need.maker == 4 * 4 * GB
-    in_float32 = required_memory(config.model_copy(update={"dtype": "float32"}), GB)
-    assert in_float32.trainer - need.trainer == 2 * 2 * GB
+    # N^(2/3) is a million: 2 x 8 x 10^6 adapter parameters of 16 bytes, on 4 GB of float32, for actor and critic;
+    # and 4 GB each to publish
+    assert need.trainer == pytest.approx(2 * (4 * GB + 16 * 16 * 10**6 + 4 * GB), rel=1e-6)
+    assert need.maker == 4 * 4 * GB  # actor, critic, initial model and reward model
 
 
 def test_the_bound_on_adapters_holds_for_a_real_model() -> None:
     # SmolLM2-135M, r 16: per layer q and o 576+576, k and v 576+192, gate, up and down 576+1536; 30 layers
     real = 30 * 16 * (2 * (576 + 576) + 2 * (576 + 192) + 3 * (576 + 1536))
     n = 134_515_008
-    base_only = 2 * 2 * n
+    base_only = 2 * (4 + 2) * n
     bound = (required_memory(PPOConfig(lora=LoRAConfig(r=16)), n).trainer - base_only) / (2 * 16)
     assert real <= bound < 2 * real
 
@@ -55,7 +55,7 @@ def test_a_machine_that_is_too_small_gets_need_machine_and_remedy() -> None:
         check_memory(PPOConfig(), 6_738_415_616, model="llama-7b", machine=MachineMemory(23 * GB))
     message = str(caught.value)
     assert "\n" not in message
-    for part in ("llama-7b (6.74 billion", "at least 138 GB", "has 23 GB and no GPU", "`-p model=PATH`"):
+    for part in ("llama-7b (6.74 billion", "at least 165 GB", "has 23 GB and no GPU", "`-p model=PATH`"):
         assert part in message
 
 

@@ -87,7 +87,7 @@ class PolicySaver:
         from rlhf_core.models.loading import load_tokenizer, save_weights
 
         source = _directory(self._run.actor)
-        save_weights(learner.actor.config, learner.merged_weights()["actor"], load_tokenizer(source), directory)
+        save_weights(learner.actor.config, learner.merged_weights("actor"), load_tokenizer(source), directory)
 
 
 def _config(run: PPORun) -> PipelineConfig:

@@ -7,7 +7,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -175,8 +175,7 @@ class DetachedPPOTrainer:
         """Send version `version` (default: the current one) to every living maker, and wait until each holds it."""
         version = len(self._history) if version is None else version
         dtype = getattr(torch, self._config.rollout_dtype)
-        manifest, buckets = pack(self._weights(), version=version, dtype=dtype)
-        references = [ray.put(bucket) for bucket in buckets]
+        manifest, references = pack(self._weights(dtype), version=version, dtype=dtype, put=ray.put)
         timeout_s = self._config.cluster.start_timeout_s
         pending = {
             name: maker.load_weights.remote(manifest, references, timeout_s) for name, maker in self._makers.items()
@@ -187,12 +186,10 @@ class DetachedPPOTrainer:
             except RayActorError:
                 self._makers.pop(name, None)  # the dealer goes on with the others; the next episode replaces it
 
-    def _weights(self) -> Mapping[str, torch.Tensor]:
-        return {
-            f"{role}.{name}": tensor
-            for role, weights in self._learner.merged_weights().items()
-            for name, tensor in weights.items()
-        }
+    def _weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        for role in ("actor", "critic"):
+            for name, tensor in self._learner.merged_weights(role, dtype=dtype).items():
+                yield f"{role}.{name}", tensor
 
     def _commit_state(
         self,

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from rlhf_core.errors import RlhfError
 
 Bucket = NDArray[np.uint8]
+T = TypeVar("T")
 
 
 class WeightsError(RlhfError):
@@ -51,33 +53,50 @@ class WeightsManifest:
 
 
 def pack(
-    tensors: Mapping[str, Tensor], *, version: int, dtype: torch.dtype, bucket_bytes: int = 64 << 20
-) -> tuple[WeightsManifest, list[Bucket]]:
-    """Return the manifest and the buckets that carry `tensors`, cast once to `dtype`.
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    version: int,
+    dtype: torch.dtype,
+    put: Callable[[Bucket], T],
+    bucket_bytes: int = 64 << 20,
+) -> tuple[WeightsManifest, list[T]]:
+    """Lay `tensors`, cast once to `dtype`, into buckets; return the manifest and what `put` made of each bucket.
+
+    One bucket is in memory at a time.
 
     Args:
-        tensors: weights by name; order is kept.
+        tensors: names and weights; order is kept.
         version: number of this publication, rising by one.
         dtype: the makers' `rollout_dtype`.
+        put: takes a bucket away, such as `ray.put`.
         bucket_bytes: a bucket is closed when the next tensor would pass this; a larger tensor gets its own.
     """
     slots: list[TensorSlot] = []
-    buckets: list[Bucket] = []
-    pending: list[NDArray[np.uint8]] = []
+    kept: list[T] = []
+    checksums: list[int] = []
+    pending: list[Bucket] = []
+    dtype_name = str(dtype).removeprefix("torch.")
     filled = 0
-    for name, tensor in tensors.items():
+
+    def close() -> None:
+        bucket = np.concatenate(pending)
+        checksums.append(zlib.crc32(bucket.data))
+        kept.append(put(bucket))
+        pending.clear()
+
+    for name, tensor in tensors:
         body = _bytes_of(tensor.detach().to(device="cpu", dtype=dtype).contiguous())
         if pending and filled + body.size > bucket_bytes:
-            buckets.append(np.concatenate(pending))
-            pending, filled = [], 0
-        dtype_name = str(dtype).removeprefix("torch.")
-        slots.append(TensorSlot(name, tuple(tensor.shape), dtype_name, len(buckets), filled, body.size))
+            close()
+            filled = 0
+        slots.append(
+            TensorSlot(name, tuple(tensor.shape), str(dtype).removeprefix("torch."), len(kept), filled, body.size)
+        )
         pending.append(body)
         filled += body.size
     if pending:
-        buckets.append(np.concatenate(pending))
-    checksums = tuple(zlib.crc32(bucket.data) for bucket in buckets)
-    return WeightsManifest(version, tuple(slots), checksums), buckets
+        close()
+    return WeightsManifest(version, tuple(slots), tuple(checksums)), kept
 
 
 def unpack(manifest: WeightsManifest, buckets: Iterable[Bucket]) -> dict[str, Tensor]:

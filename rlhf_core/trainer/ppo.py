@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -151,9 +151,16 @@ class PPOLearner:
         roles = {"actor": self._actor_training, "critic": self._critic_training}
         load_state_tensors(roles, tensors, facts, self.device)
 
-    def merged_weights(self) -> dict[str, dict[str, Tensor]]:
-        """Return all weights of actor and critic by the names that they have without adapters."""
-        return {"actor": merged_parameters(self.actor), "critic": merged_parameters(self.critic)}
+    def merged_weights(
+        self, role: Literal["actor", "critic"], *, dtype: torch.dtype | None = None
+    ) -> dict[str, Tensor]:
+        """Return all weights of actor or critic by the names that they have without adapters.
+
+        Args:
+            role: which model.
+            dtype: of the result; None keeps each weight's own.
+        """
+        return merged_parameters(self.actor if role == "actor" else self.critic, dtype=dtype)
 
     def _step_actor(self, micros: Sequence[Experience], tokens: int) -> dict[str, float]:
         sums = torch.zeros(4, device=self.device)

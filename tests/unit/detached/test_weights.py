@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_core.detached.weights import WeightsError, pack, replace_weights, unpack
+from rlhf_core.detached.weights import Bucket, WeightsError, WeightsManifest, pack, replace_weights, unpack
+
+Packed = tuple[WeightsManifest, list[Bucket]]
 
 
 def weights() -> dict[str, torch.Tensor]:
@@ -17,13 +19,17 @@ def weights() -> dict[str, torch.Tensor]:
     }
 
 
+def packed(*, version: int = 1, dtype: torch.dtype = torch.float32, bucket_bytes: int = 64 << 20) -> Packed:
+    return pack(weights().items(), version=version, dtype=dtype, put=np.copy, bucket_bytes=bucket_bytes)
+
+
 def models() -> dict[str, torch.nn.Module]:
     return {"actor": torch.nn.Linear(3, 4), "critic": torch.nn.Linear(3, 1)}
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 20, 64 << 20])
 def test_weights_arrive_as_they_were_cast_whatever_the_buckets(bucket_bytes: int) -> None:
-    manifest, buckets = pack(weights(), version=3, dtype=torch.bfloat16, bucket_bytes=bucket_bytes)
+    manifest, buckets = packed(version=3, dtype=torch.bfloat16, bucket_bytes=bucket_bytes)
     arrived = unpack(manifest, buckets)
     assert manifest.version == 3
     assert list(arrived) == list(weights())
@@ -32,21 +38,21 @@ def test_weights_arrive_as_they_were_cast_whatever_the_buckets(bucket_bytes: int
 
 
 def test_buckets_that_cannot_be_written_are_read() -> None:
-    manifest, buckets = pack(weights(), version=1, dtype=torch.float32)
+    manifest, buckets = packed()
     for bucket in buckets:
         bucket.flags.writeable = False  # what Ray hands out
     assert torch.equal(unpack(manifest, buckets)["actor.bias"], weights()["actor.bias"])
 
 
 def test_a_flipped_bit_is_noticed_and_its_bucket_named() -> None:
-    manifest, buckets = pack(weights(), version=1, dtype=torch.float32, bucket_bytes=20)
+    manifest, buckets = packed(bucket_bytes=20)
     buckets[1] = np.bitwise_xor(buckets[1], 1)
     with pytest.raises(WeightsError, match="bucket 1 of weights version 1 arrived damaged"):
         unpack(manifest, buckets)
 
 
 def test_a_missing_bucket_is_noticed() -> None:
-    manifest, buckets = pack(weights(), version=1, dtype=torch.float32, bucket_bytes=20)
+    manifest, buckets = packed(bucket_bytes=20)
     with pytest.raises(WeightsError, match="buckets, but"):
         unpack(manifest, buckets[:-1])
 

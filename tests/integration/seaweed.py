@@ -23,6 +23,7 @@ from infra.errors import StoreError
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 20.0
 ATTEMPTS = 3
+ACCESS_KEY, SECRET_KEY = "test-access-key", "test-secret-key"
 PORTS = ["s3", "master", "filer", "volume", "admin"]
 
 
@@ -94,7 +95,7 @@ def _start(directory: Path) -> tuple[subprocess.Popen[bytes], Seaweed]:
     flags += ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-master.telemetry=false", "-webdav=false"]
     flags += ["-admin.ui=false", "-s3.port.iceberg=0", "-s3.port.lance=0", "-s3.autoCreateBucket=false"]
     flags += [f"-filer.localSocket={temporary / 'f'}", f"-s3.localSocket={temporary / 's'}"]
-    keys = {"AWS_ACCESS_KEY_ID": "test-access-key", "AWS_SECRET_ACCESS_KEY": "test-secret-key"}
+    keys = {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY}
     with (directory / "log").open("wb") as log:
         process = subprocess.Popen(
             [Path(sys.executable).with_name("weed"), "mini", f"-dir={data}", "-bucket=rlhf", *flags],
@@ -105,7 +106,9 @@ def _start(directory: Path) -> tuple[subprocess.Popen[bytes], Seaweed]:
             start_new_session=True,
         )
     endpoint = f"http://127.0.0.1:{ports['s3'][0]}"
-    return process, Seaweed(endpoint, *keys.values(), "rlhf", process.pid, tuple(grpc for _, grpc in ports.values()))
+    return process, Seaweed(
+        endpoint, ACCESS_KEY, SECRET_KEY, "rlhf", process.pid, tuple(grpc for _, grpc in ports.values())
+    )
 
 
 def _await_bucket(process: subprocess.Popen[bytes], server: Seaweed) -> bool:

@@ -21,6 +21,7 @@ from infra.artifacts.s3 import PART_BYTES, S3Backend
 from infra.errors import StoreError
 from tests.integration.flaky_proxy import FlakyProxy, flaky_proxy
 from tests.integration.seaweed import Seaweed, free_ports, seaweed_server  # noqa: F401 - a fixture
+from tests.unit.artifacts.pruning_contract import PruningContract
 from tests.unit.artifacts.store_contract import StoreContract
 
 pytestmark = pytest.mark.integration
@@ -68,6 +69,10 @@ class TestStoreInABucket(StoreContract):
     names = ("TEST_ENDPOINT", "TEST_ACCESS_KEY", "TEST_SECRET_KEY")
     store = open_store(url, cache_dir=Path("unused"), s3=S3Options(*(os.environ[name] for name in names)))
     """
+
+
+class TestPruningInABucket(PruningContract):
+    pass
 
 
 def test_a_blob_of_several_parts_comes_back(store: ArtifactStore, tmp_path: Path) -> None:
@@ -183,7 +188,12 @@ def test_a_server_that_does_not_enforce_conditions_is_refused(
 ) -> None:
     """No such server runs here: the condition is taken off on its way out, as those servers ignore it."""
     backend = S3Backend("s3://rlhf", seaweed.bucket, prefix, seaweed.options)
-    monkeypatch.setattr(backend, "_put_if", lambda key, data, **_: (backend._put(key, data), True)[1])
+
+    def put_always(key: str, data: bytes, **_: str) -> bool:
+        backend._put(key, data)
+        return True
+
+    monkeypatch.setattr(backend, "_put_if", put_always)
     with pytest.raises(StoreError, match="does not enforce conditional writes"):
         backend.probe()
 

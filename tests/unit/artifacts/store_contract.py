@@ -216,58 +216,6 @@ class StoreContract:
         assert len(history) == 8
         assert store.alias("policy", "p", "champion") == history[-1].uri
 
-    def test_prune_keeps_what_is_new_what_an_alias_names_and_what_others_reach(
-        self, store: ArtifactStore, backend: Backend
-    ) -> None:
-        for episode in range(5):
-            files = {"own": b"own%d" % episode, "frozen": b"frozen", "shared": b"shared%d" % episode}
-            store.commit("ppo-state", "run", files, version=episode, key=f"k{episode}")
-        store.commit("policy", "p", {"f": b"shared1"})
-        store.set_alias("ppo-state/run@2", "good", why="look at it", who="test")
-
-        assert store.prune("ppo-state", "run", keep=2) == [0, 1]
-
-        assert [manifest.version for manifest in store.list("ppo-state", "run")] == [2, 3, 4]
-        there = {
-            body: backend.size(blob_key(sha256(body))) is not None
-            for body in (b"own0", b"own1", b"own2", b"own3", b"shared0", b"shared1", b"frozen")
-        }
-        gone = {b"own0", b"own1", b"shared0"}
-        assert there == {body: body not in gone for body in there}
-        assert store.find("ppo-state", "k0") is None
-        assert store.find("ppo-state", "k4") is not None
-        assert store.read_bytes(store.resolve("policy/p"), "f") == b"shared1"
-        assert store.prune("ppo-state", "run", keep=2) == []
-        assert backend.children("trash/") == backend.children("leases/") == []
-
-    def test_a_key_whose_version_was_pruned_is_given_to_the_next(self, store: ArtifactStore, backend: Backend) -> None:
-        first = store.commit("ppo-state", "run", {"f": b"0"}, key="same")
-        second = store.commit("ppo-state", "run", {"f": b"1"}, key="same")
-        found = store.find("ppo-state", "same")
-        assert found is not None
-        assert found.ref == first
-        backend.delete("versions/ppo-state/run/00000001.json")
-        assert store.find("ppo-state", "same") is None
-        third = store.commit("ppo-state", "run", {"f": b"2"}, key="same")
-        found = store.find("ppo-state", "same")
-        assert found is not None
-        assert found.ref == third != second
-
-    def test_writers_and_pruners_at_once_lose_nothing(self, store: ArtifactStore) -> None:
-        """Eight names share blobs; each commits and prunes all the time, and what is there must be whole."""
-
-        def work(number: int) -> None:
-            for step in range(6):
-                body = b"%d" % (step // 2)
-                store.commit("ppo-state", f"run{number}", {"mine": b"%d-%d" % (number, step), "shared": body})
-                store.prune("ppo-state", f"run{number}", keep=1)
-
-        assert at_once(work, 8) == [None] * 8
-        manifests = store.list("ppo-state")
-        assert [(manifest.name, manifest.version) for manifest in manifests] == [(f"run{n}", 6) for n in range(8)]
-        for manifest in manifests:
-            assert store.read_bytes(manifest, "shared") == b"2"
-
     def test_lineage_reaches_the_outside_and_says_what_was_pruned(self, store: ArtifactStore) -> None:
         data = store.commit("dataset", "d", {"f": b"d"})
         sft = store.commit("sft", "s", {"f": b"s"}, parents=[data, "model/base"])

@@ -11,6 +11,7 @@ from infra.artifacts import ArtifactStore, local, open_store
 from infra.artifacts.backend import Backend
 from infra.artifacts.local import LocalBackend
 from infra.errors import StoreError
+from tests.unit.artifacts.pruning_contract import PruningContract
 from tests.unit.artifacts.store_contract import StoreContract
 
 
@@ -31,6 +32,10 @@ class TestStoreInADirectory(StoreContract):
 
     store = open_store(url, cache_dir=Path("unused"))
     """
+
+
+class TestPruningInADirectory(PruningContract):
+    pass
 
 
 def test_what_is_not_an_address_is_refused(tmp_path: Path) -> None:

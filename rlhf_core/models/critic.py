@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from rlhf_core.models.heads import apply_head, load_with_head, save_with_head, zero_head
 from rlhf_core.models.reward_model import RewardModel
+from rlhf_core.models.saving import SHARD_SIZE
 from rlhf_core.models.trunk import copy_trunk, hidden_states
 
 
@@ -61,7 +62,7 @@ class Critic(nn.Module):
         values: Tensor = self(sequences, attention_mask)
         return values[:, -num_actions - 1 : -1]  # the state before token t is what was read up to t - 1
 
-    def save_pretrained(self, directory: Path, *, max_shard_size: str = "64MB") -> None:
+    def save_pretrained(self, directory: Path, *, max_shard_size: str = SHARD_SIZE) -> None:
         """Write the transformer (adapters merged) as its own library does, and the head beside it."""
         save_with_head(self.trunk, self.head, {}, directory, max_shard_size)
 

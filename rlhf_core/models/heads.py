@@ -13,6 +13,7 @@ from transformers import AutoModel, PreTrainedModel
 
 from rlhf_core.errors import ModelError
 from rlhf_core.models.lora import save_merged
+from rlhf_core.models.saving import quiet
 
 HEAD_FILE = "head.safetensors"
 
@@ -71,7 +72,8 @@ def load_with_head(directory: Path, dtype: torch.dtype, *, kind: str) -> TrunkAn
             f"{directory} holds no {kind}, as it has no {HEAD_FILE}; give the directory of a stored {kind}"
         )
     tensors = load_file(directory / HEAD_FILE)
-    trunk = AutoModel.from_pretrained(directory, dtype=dtype)
+    with quiet():
+        trunk = AutoModel.from_pretrained(directory, dtype=dtype)
     head = zero_head(trunk)
     head.load_state_dict({name: tensors.pop(name) for name in ("weight", "bias")})
     return TrunkAndHead(trunk.eval(), head, tensors)

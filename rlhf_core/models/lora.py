@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from rlhf_core.config import LoRAConfig
 from rlhf_core.errors import ModelError
+from rlhf_core.models.saving import SHARD_SIZE, quiet
 
 _ADAPTER = "default"
 _ADAPTER_MARK = ".lora_"
@@ -130,7 +131,7 @@ def save_merged(
     directory: Path,
     *,
     dtype: torch.dtype | None = None,
-    max_shard_size: str = "64MB",
+    max_shard_size: str = SHARD_SIZE,
 ) -> None:
     """Write the model with its adapters merged, as `from_pretrained` loads it: safetensors shards and config.
 
@@ -142,7 +143,8 @@ def save_merged(
     """
     # save_pretrained empties the mapping that it is given: this one is its own.
     state = {name: tensor.contiguous() for name, tensor in merged_parameters(model, dtype=dtype).items()}
-    model.save_pretrained(directory, state_dict=state, max_shard_size=max_shard_size)
+    with quiet():
+        model.save_pretrained(directory, state_dict=state, max_shard_size=max_shard_size)
     if dtype is not None:
         config = copy.deepcopy(model.config)
         config.dtype = dtype

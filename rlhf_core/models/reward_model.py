@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlhf_core.models.heads import apply_head, load_with_head, random_head, save_with_head
+from rlhf_core.models.saving import SHARD_SIZE
 from rlhf_core.models.trunk import copy_trunk, hidden_states
 
 
@@ -55,7 +56,7 @@ class RewardModel(nn.Module):
         """Return raw scores in standard deviations from the mean of the held-out samples."""
         return (scores - self.score_mean) / self.score_std
 
-    def save_pretrained(self, directory: Path, *, max_shard_size: str = "64MB") -> None:
+    def save_pretrained(self, directory: Path, *, max_shard_size: str = SHARD_SIZE) -> None:
         """Write the transformer (adapters merged) as its own library does, and the head beside it."""
         statistics = {"score_mean": self.score_mean, "score_std": self.score_std}
         save_with_head(self.trunk, self.head, statistics, directory, max_shard_size)

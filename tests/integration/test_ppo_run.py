@@ -1,0 +1,185 @@
+"""PPO on a real Ray cluster with a store on disk: undisturbed, and with processes killed, to the same bits."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from flows.presets import resolve
+from infra.artifacts import ArtifactStore, open_default_store
+from infra.clusters import ClusterManifest, leftover_processes
+from infra.settings import settings
+from rlhf_core.config import PipelineConfig
+from rlhf_core.models.loading import load_causal_lm
+from rlhf_core.models.reward_model import RewardModel
+from tasks.context import open_context
+from tasks.data import prepare_data
+from tasks.ppo import end_cluster, finished_policy, next_episode, plan_ppo, ppo_episode, publish_policy
+from tasks.ppo_group import TRAINER, lease, trainer_for
+from tasks.results import PPORun
+from tests.tiny_llama import write_tiny_llama
+
+pytestmark = pytest.mark.integration
+
+EPISODES = 3
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("model") / "tiny", initializer_range=0.2)
+
+
+@pytest.fixture(scope="module")
+def config(model: Path) -> PipelineConfig:
+    return resolve(
+        "llama7b",
+        model=str(model),
+        episodes=EPISODES,
+        overrides={
+            "data.splits": {"sft": 8, "preferences": 8, "ppo": 16, "evaluation": 8},
+            "ppo.prompts_per_episode": 16,
+            "ppo.chunk_size": 4,
+            "ppo.train_batch_size": 8,
+            "ppo.micro_batch_size": 4,
+            "ppo.max_epochs": 2,
+            "ppo.max_new_tokens": 8,
+            "ppo.lr": 1e-3,
+            "ppo.reward": {"verifier": 0.0, "reward_model": 1.0},
+            "ppo.cluster": {"num_makers": 2, "trainer_threads": 1, "maker_threads": 1, "object_store_mb": 128},
+        },
+    )
+
+
+def store_random_reward_model(store: ArtifactStore, model: Path) -> str:
+    """A tiny random model is never right, but it is scored: there is something to learn from."""
+    torch.manual_seed(0)
+    scorer = RewardModel.from_causal_lm(load_causal_lm(model, "float32"))
+    with TemporaryDirectory() as folder:
+        scorer.save_pretrained(Path(folder))
+        return store.commit("reward-model", "random", Path(folder)).uri
+
+
+class Run:
+    """One PPO run in a home and a store of its own, driven as the flow drives it."""
+
+    def __init__(self, config: PipelineConfig) -> None:
+        self.store: ArtifactStore = open_default_store()
+        dataset = prepare_data.fn(config, None)
+        scorer = store_random_reward_model(self.store, Path(config.model.path))
+        self.plan: PPORun = plan_ppo.fn(config, "model/base", scorer, dataset.parent)
+
+    def finish(self) -> None:
+        for episode in range(next_episode(self.plan), EPISODES):
+            ppo_episode.fn(self.plan, episode)
+        publish_policy.fn(self.plan)
+
+    def actor(self, name: str) -> Any:
+        return ray.get_actor(name)
+
+    def kill(self, name: str) -> None:
+        os.kill(ray.get(self.actor(name).ping.remote(), timeout=30), signal.SIGKILL)
+
+    def weights(self) -> dict[str, str]:
+        done = finished_policy(self.plan, reused=True)
+        assert done is not None
+        files = self.store.resolve(done.uri).files
+        return {entry.path: entry.sha256 for entry in files if entry.path.endswith(".safetensors")}
+
+    def numbers(self) -> list[dict[str, float]]:
+        """Every episode's figures but for its times."""
+        state = self.store.read_json(self.store.resolve(f"ppo-state/{self.plan.name}"), "state.json")
+        return [record["metrics"] for record in state["history"]]
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "store").mkdir()
+    monkeypatch.setenv("RLHF_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("RLHF_STORE_URL", f"file://{tmp_path}/store")
+    return tmp_path
+
+
+@pytest.fixture
+def run(home: Path, config: PipelineConfig) -> Iterator[Run]:
+    assert settings().home == home / "home"
+    made = Run(config)
+    manifest: ClusterManifest | None = None
+    try:
+        manifest = lease(made.plan, open_context())
+        yield made
+    finally:
+        end_cluster(made.plan)
+    assert manifest is not None
+    assert leftover_processes(manifest.mark) == []
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[str, Any]:
+    return {}
+
+
+def test_an_undisturbed_run_commits_every_episode_and_its_policy(run: Run, undisturbed: dict[str, Any]) -> None:
+    run.finish()
+    assert next_episode(run.plan) == EPISODES
+    versions = [manifest.version for manifest in run.store.list("ppo-state", run.plan.name)]
+    assert versions == [EPISODES - 1, EPISODES]  # the last two are kept
+    numbers = run.numbers()
+    assert len(numbers) == EPISODES
+    assert numbers[0]["kl"] == 0.0  # before the first update the actor is the initial model
+    assert numbers[-1]["kl"] != 0.0
+    assert [row["staleness"] for row in numbers] == [0.0] * EPISODES
+    undisturbed.update(weights=run.weights(), numbers=numbers)
+
+
+def test_a_run_whose_processes_were_killed_ends_with_the_same_bits(run: Run, undisturbed: dict[str, Any]) -> None:
+    assert undisturbed, "the undisturbed run comes first"
+    trainer = trainer_for(run.plan, 0, open_context())
+    # A maker dies while it holds a chunk: another makes that chunk again.
+    episode = trainer.run_episode.remote(0)
+    run.kill("maker-0")
+    ray.get(episode, timeout=120)
+    # The trainer dies in mid-episode: the next attempt restores the last committed state.
+    with ThreadPoolExecutor(1) as pool:
+        attempt = pool.submit(ppo_episode.fn, run.plan, 1)
+        before = ray.get(trainer.position.remote(), timeout=30).incarnation
+        _kill_when_learning(run, before)
+        with pytest.raises(ray.exceptions.RayActorError):
+            attempt.result(timeout=120)
+    run.finish()
+    assert run.numbers() == undisturbed["numbers"]
+    assert run.weights() == undisturbed["weights"]
+
+
+@pytest.mark.usefixtures("home")
+def test_another_seed_gives_other_weights(config: PipelineConfig, undisturbed: dict[str, Any]) -> None:
+    assert undisturbed, "the undisturbed run comes first"
+    other = Run(config.model_copy(update={"seed": 1}))
+    try:
+        other.finish()
+        assert other.weights() != undisturbed["weights"]
+    finally:
+        end_cluster(other.plan)
+
+
+def _kill_when_learning(run: Run, before: str) -> None:
+    """Kill the trainer of the group that was built after `before`, as soon as it is there.
+
+    The group that lost a maker is ended and built anew first, so a name answers only from time to time.
+    """
+    while True:
+        try:
+            trainer = run.actor(TRAINER)
+            if ray.get(trainer.position.remote(), timeout=30).incarnation != before:
+                run.kill(TRAINER)
+                return
+        except (ValueError, ray.exceptions.RayActorError):
+            continue

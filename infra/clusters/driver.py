@@ -20,9 +20,9 @@ from infra.errors import ClusterError
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
-    # Ray ends this whole process when the control server has been away for so long (60 s by default); the flow must
-    # live on, to see the loss at its own deadline and to start another cluster.
-    "RAY_gcs_rpc_server_reconnect_timeout_s": "86400",
+    # Ray ends this whole process when the control server has been away for so long (60 s by default). The flow is to
+    # live on, see the loss and start another cluster; but calls that Ray never gives up must not hang for ever.
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "300",
     # Tries of `ray.init`, each of up to 40 s; the probe before it has its own deadline.
     "RAY_gcs_server_port_wait_time_s": "1",
 }
@@ -67,11 +67,22 @@ def connect(manifest: ClusterManifest, timeout_s: float = 30.0) -> None:
     call_before_end(manifest, disconnect)
 
 
-def disconnect() -> None:
-    """Leave the cluster; detached actors stay. Not connected is fine."""
-    if ray.is_initialized():
-        with _signal_handlers():
-            ray.shutdown()
+def disconnect(timeout_s: float = 60.0) -> None:
+    """Leave the cluster; detached actors stay. Not connected is fine.
+
+    Raises:
+        ClusterError: if Ray does not let go in time, as can happen when the control server died under a call.
+    """
+    if not ray.is_initialized():
+        return
+    thread = threading.Thread(target=ray.shutdown, name="leave-cluster", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if thread.is_alive():
+        raise ClusterError(
+            f"Ray did not let this process leave its cluster within {timeout_s:g} s (the cluster has probably died); "
+            "the process cannot connect to another and must be started again"
+        )
 
 
 def _check_manifest(manifest: ClusterManifest) -> None:

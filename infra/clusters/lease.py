@@ -28,30 +28,46 @@ class _Lease:
     watch: Watch
     stalled_after_s: float
     closed: threading.Event = field(default_factory=threading.Event)
-    writing: threading.Lock = field(default_factory=threading.Lock)
+    guard: threading.RLock = field(default_factory=threading.RLock)
 
     def update(self, **changes: object) -> None:
         """Change the manifest, here and on disk."""
-        self.manifest = self.manifest.model_copy(update=changes)
-        self.manifest.save(self.path)
+        with self.guard:
+            self.manifest = self.manifest.model_copy(update=changes)
+            self.manifest.save(self.path)
 
     def beat(self) -> None:
-        """Tell the watchdog that this process runs, until the lease is closed."""
+        """Until the lease is closed: tell the watchdog that this process runs, and replace it if it was killed."""
         while not self.closed.wait(min(_HEARTBEAT_S, self.stalled_after_s / 4)):
-            with self.writing:
-                if self.closed.is_set():
-                    return
-                try:
-                    os.write(self.watch.heartbeats, b".")
-                except BlockingIOError:
-                    continue  # the watchdog is stopped; what it has not read yet will do
-                except OSError:
-                    logger.warning("the watchdog of cluster %r is gone", self.manifest.name)
-                    return
+            try:
+                with self.guard, suppress(BlockingIOError):  # stopped: what it has not read yet will do
+                    if not self.closed.is_set():
+                        os.write(self.watch.heartbeats, b".")
+            except OSError:  # nobody reads
+                with suppress(ClusterError):  # tried again at the next beat
+                    self.ensure_watched()
+
+    def ensure_watched(self) -> None:
+        """Start another watchdog if this one was killed while the cluster runs.
+
+        Raises:
+            ClusterError: if it does not start.
+        """
+        with self.guard:
+            if self.closed.is_set() or self.watch.process.process() is not None:
+                return
+            if self.manifest.head and not self.manifest.is_running:
+                return  # it did its work; what is left is found when the cluster is leased or released
+            logger.warning("the watchdog of cluster %r was killed; starting another", self.manifest.name)
+            former = self.watch
+            self.watch = _start_watch(self.path, self.manifest, self.stalled_after_s)
+            os.close(former.heartbeats)
+            os.close(former.reports)
+            self.update(watchdog=self.watch.process)
 
     def close(self) -> None:
         """Tell the watchdog that the lease has ended."""
-        with self.writing:  # or a beat could go to whatever file gets the descriptor's number next
+        with self.guard:  # or a beat could go to whatever file gets the descriptor's number next
             self.closed.set()
             os.close(self.watch.heartbeats)
 
@@ -74,8 +90,9 @@ def lease_cluster(
 ) -> ClusterManifest:
     """Return this process's cluster of a name, warm if it runs, else started now.
 
-    It ends when `release_cluster` is called, when this process ends in whatever way (at once), and when this process
-    is stopped for `stalled_after_s`.
+    It ends when `release_cluster` is called, when this process ends in whatever way (at once), when this process is
+    stopped for `stalled_after_s`, and when it loses one of Ray's own two processes: its actors then end too, and the
+    next lease starts it anew.
 
     Args:
         name: names its manifest and logs; one per run.
@@ -94,7 +111,8 @@ def lease_cluster(
     with _LOCK:
         held = _LEASES.get(name)
         if held is not None and held.manifest.is_running:
-            return _guarded(held).manifest
+            held.ensure_watched()
+            return held.manifest
         if held is not None:
             logger.warning("cluster %r has lost its head and is started anew", name)
             release_cluster(name)
@@ -120,22 +138,17 @@ def release_cluster(name: str, timeout_s: float = 30.0) -> None:
     """End this process's cluster of a name and wait until nothing of it is left; none held is fine.
 
     Raises:
-        ClusterError: if processes are left after `timeout_s`; the watchdog goes on trying.
+        ClusterError: if this process cannot leave the cluster as its driver, or if processes are left after
+            `timeout_s` (the watchdog goes on trying).
     """
     with _LOCK:
         lease = _LEASES.pop(name, None)
         if lease is None:
             return
-        goodbye = _BEFORE_END.pop(lease.manifest.mark, None)
-        if goodbye is not None:
-            goodbye()
-        lease.close()
         try:
-            words = wait_for_words(lease.watch.reports, timeout_s=timeout_s / 2)
+            _BEFORE_END.pop(lease.manifest.mark, lambda: None)()
         finally:
-            os.close(lease.watch.reports)
-        if words != CLEAN:  # the watchdog is gone or stuck
-            end_cluster(lease.path, lease.manifest, timeout_s=timeout_s / 2)
+            _end(lease, timeout_s)
 
 
 def reap_orphans(directory: Path) -> list[str]:
@@ -185,23 +198,27 @@ def _open(name: str, path: Path, stalled_after_s: float) -> _Lease:
 
 
 def _hold(manifest: ClusterManifest, path: Path, stalled_after_s: float) -> _Lease:
-    watch = start_watchdog(path, manifest, stalled_after_s=stalled_after_s)
-    os.set_blocking(watch.heartbeats, False)
-    lease = _Lease(manifest, path, watch, stalled_after_s)
+    lease = _Lease(manifest, path, _start_watch(path, manifest, stalled_after_s), stalled_after_s)
     _LEASES[manifest.name] = lease
-    lease.update(watchdog=watch.process)
+    lease.update(watchdog=lease.watch.process)
     threading.Thread(target=lease.beat, name=f"lease-{manifest.name}", daemon=True).start()
     return lease
 
 
-def _guarded(lease: _Lease) -> _Lease:
-    """Return the lease with a live watchdog: a new one if the old was killed."""
-    if lease.watch.process.process() is None:
-        logger.warning("the watchdog of cluster %r was killed; starting another", lease.manifest.name)
-        lease.close()
+def _start_watch(path: Path, manifest: ClusterManifest, stalled_after_s: float) -> Watch:
+    watch = start_watchdog(path, manifest, stalled_after_s=stalled_after_s)
+    os.set_blocking(watch.heartbeats, False)
+    return watch
+
+
+def _end(lease: _Lease, timeout_s: float) -> None:
+    lease.close()
+    try:
+        words = wait_for_words(lease.watch.reports, timeout_s=timeout_s / 2)
+    finally:
         os.close(lease.watch.reports)
-        return _hold(lease.manifest, lease.path, lease.stalled_after_s)
-    return lease
+    if words != CLEAN:  # the watchdog is gone or stuck
+        end_cluster(lease.path, lease.manifest, timeout_s=timeout_s / 2)
 
 
 def _make_way(path: Path) -> None:

@@ -94,7 +94,7 @@ def wait_for_words(reports: int, *, timeout_s: float) -> bytes:
         return os.read(reports, 4096) if selector.select(timeout_s) else b""
 
 
-def watch(heartbeats: int, owner: ProcessRecord, *, stalled_after_s: float) -> str:
+def watch(heartbeats: int, path: Path, manifest: ClusterManifest, *, stalled_after_s: float) -> str:
     """Return why the cluster must end, once it must."""
     last = time.monotonic()
     with selectors.DefaultSelector() as selector:
@@ -105,10 +105,21 @@ def watch(heartbeats: int, owner: ProcessRecord, *, stalled_after_s: float) -> s
                 if not os.read(heartbeats, 4096):
                     return "its owner is gone or gave it back"
                 last = time.monotonic()
-            elif owner.process() is None:  # a child that the owner forked may still hold the pipe
+            elif manifest.owner.process() is None:  # a child that the owner forked may still hold the pipe
                 return "its owner is gone"
             elif time.monotonic() - last > stalled_after_s:
                 return f"its owner has been silent for {stalled_after_s:g} s"
+            if not manifest.head:
+                manifest = _reread(path, manifest)
+            elif not manifest.is_running:  # drivers would wait for it, and actors linger
+                return "it lost one of Ray's own processes"
+
+
+def _reread(path: Path, manifest: ClusterManifest) -> ClusterManifest:
+    """Return the manifest as it is now: the owner adds the head's processes once they run."""
+    with suppress(FileNotFoundError, ClusterError):
+        return ClusterManifest.load(path)
+    return manifest
 
 
 def main(arguments: list[str]) -> int:
@@ -122,7 +133,7 @@ def main(arguments: list[str]) -> int:
     os.chdir("/")  # the owner's folder may be unmounted before the owner ends
     manifest = ClusterManifest.load(Path(path))
     os.write(int(reports), b"%d\n" % os.getpid())
-    reason = watch(int(heartbeats), manifest.owner, stalled_after_s=float(stalled_after_s))
+    reason = watch(int(heartbeats), Path(path), manifest, stalled_after_s=float(stalled_after_s))
     logger.info("ending cluster %r: %s", manifest.name, reason)
     while True:
         try:

@@ -1,13 +1,10 @@
-"""Real clusters, real signals: whatever ends the owner ends its cluster, and nothing else does."""
+"""Clusters as their users meet them: warm, apart from each other, and clear about what is wrong."""
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -20,34 +17,12 @@ from infra.clusters import (
     disconnect,
     lease_cluster,
     leftover_processes,
-    reap_orphans,
     release_cluster,
 )
 from infra.errors import ClusterError
+from tests.integration.cluster_processes import GONE_WITHIN_S, Owners, run, says, wait_until_nothing_is_left
 
 pytestmark = pytest.mark.integration
-GONE_WITHIN_S = 30.0
-
-OWNER = """
-import os, sys, time
-from pathlib import Path
-from infra.clusters import lease_cluster, release_cluster
-directory, then, stalled_after_s = sys.argv[1:]
-lease_cluster(
-    "night", directory=Path(directory), num_cpus=1, object_store_mb=80, stalled_after_s=float(stalled_after_s)
-)
-if then == "forks" and os.fork() == 0:
-    time.sleep(600)  # a child that outlives its parent, and has no business with the lease
-    sys.exit()
-print("leased", flush=True)
-input()
-if then == "raises":
-    raise RuntimeError("as it may happen")
-if then == "releases":
-    release_cluster("night")
-    print("released", flush=True)
-    input()
-"""
 
 DRIVER = """
 import os, sys
@@ -63,52 +38,6 @@ counter = Counter.options(name="counter", lifetime="detached", num_cpus=1).remot
 print(*ray.get(counter.add.remote(), timeout=30), flush=True)
 input()
 """
-
-
-def _run(*arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def _says(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
-
-
-def _go_on(process: subprocess.Popen[str]) -> None:
-    assert process.stdin is not None
-    process.stdin.write("\n")
-    process.stdin.flush()
-
-
-class Owners:
-    """Starts processes that lease a cluster each, and leaves nothing of them behind."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.started: list[tuple[subprocess.Popen[str], ClusterManifest]] = []
-        self.children: list[psutil.Process] = []
-
-    def start(self, then: str = "waits", stalled_after_s: float = 120) -> tuple[subprocess.Popen[str], ClusterManifest]:
-        process = _run(OWNER, str(self.directory), then, str(stalled_after_s))
-        assert _says(process) == "leased"
-        self.children += psutil.Process(process.pid).children()
-        self.started.append((process, ClusterManifest.load(self.directory / "night.json")))
-        return self.started[-1]
-
-    def end(self) -> None:
-        for child in self.children:
-            with suppress(psutil.NoSuchProcess):
-                child.kill()
-        for process, manifest in self.started:
-            process.kill()
-            process.communicate()
-            _wait_until_nothing_is_left(manifest)
 
 
 @pytest.fixture
@@ -135,7 +64,7 @@ def shared(directory: Path) -> Iterator[ClusterManifest]:
     manifest = _lease(directory)
     yield manifest
     release_cluster("shared")
-    _wait_until_nothing_is_left(manifest)
+    wait_until_nothing_is_left(manifest)
 
 
 @pytest.fixture
@@ -145,114 +74,11 @@ def connected(shared: ClusterManifest) -> Iterator[ClusterManifest]:
     disconnect()
 
 
-def _wait_until_nothing_is_left(manifest: ClusterManifest) -> None:
-    deadline = time.monotonic() + GONE_WITHIN_S
-    while time.monotonic() < deadline:
-        left = leftover_processes(manifest.mark, manifest.head)
-        if not left and not manifest.temp_dir.exists():
-            return
-        time.sleep(0.1)
-    pytest.fail(f"after {GONE_WITHIN_S:g} s cluster {manifest.name!r} has {left}, {manifest.temp_dir}")
-
-
-def _kill(process: subprocess.Popen[str], _: ClusterManifest) -> None:
-    process.kill()
-
-
-def _terminate(process: subprocess.Popen[str], _: ClusterManifest) -> None:
-    process.terminate()
-
-
-def _kill_group_and_descendants(process: subprocess.Popen[str], _: ClusterManifest) -> None:
-    for child in psutil.Process(process.pid).children(recursive=True):
-        child.kill()
-    os.killpg(process.pid, signal.SIGKILL)
-
-
-def _stop(process: subprocess.Popen[str], _: ClusterManifest) -> None:
-    process.send_signal(signal.SIGSTOP)
-
-
-def _let_it_go_on(process: subprocess.Popen[str], _: ClusterManifest) -> None:
-    _go_on(process)
-
-
-@pytest.mark.parametrize(
-    ("then", "how"),
-    [
-        ("waits", _kill),
-        ("waits", _terminate),
-        ("waits", _kill_group_and_descendants),
-        ("forks", _kill),
-        ("raises", _let_it_go_on),
-        ("returns", _let_it_go_on),
-    ],
-)
-def test_a_cluster_ends_with_its_owner_however_that_ends(
-    owners: Owners,
-    then: str,
-    how: Callable[[subprocess.Popen[str], ClusterManifest], None],
-) -> None:
-    owner, manifest = owners.start(then)
-    assert manifest.is_running
-    assert manifest.temp_dir.stat().st_mode & 0o777 == 0o700
-    assert manifest.token.stat().st_mode & 0o777 == 0o600
-    how(owner, manifest)
-    _wait_until_nothing_is_left(manifest)
-    assert not list(owners.directory.glob("*.json"))
-    assert (manifest.log_dir / "ray" / "gcs_server.out").exists()
-
-
-def test_a_stopped_owner_loses_its_cluster_after_the_time_it_was_given(owners: Owners) -> None:
-    owner, manifest = owners.start(stalled_after_s=2)
-    owner.send_signal(signal.SIGSTOP)
-    _wait_until_nothing_is_left(manifest)
-    assert "silent for 2 s" in (manifest.log_dir / "watchdog.log").read_text()
-    owner.send_signal(signal.SIGCONT)  # and it lives on to tell the tale
-    _go_on(owner)
-    assert owner.wait(timeout=30) == 0
-
-
-def test_an_owner_killed_while_its_cluster_starts_leaves_nothing(owners: Owners) -> None:
-    owner = _run(OWNER, str(owners.directory), "waits", "120")
-    deadline = time.monotonic() + 60
-    manifest = None
-    while manifest is None or not leftover_processes(manifest.mark):
-        assert time.monotonic() < deadline, "`ray start` was not seen within 60 s"
-        path = owners.directory / "night.json"
-        manifest = ClusterManifest.load(path) if path.exists() else None
-    assert not manifest.head
-    owner.kill()
-    owner.communicate()
-    _wait_until_nothing_is_left(manifest)
-
-
-def test_without_its_watchdog_the_owner_cleans_up_alone(owners: Owners) -> None:
-    owner, manifest = owners.start("releases")
-    os.kill(manifest.watchdog_pid, signal.SIGKILL)
-    _go_on(owner)
-    assert _says(owner) == "released"
-    assert not leftover_processes(manifest.mark, manifest.head)
-    assert not manifest.temp_dir.exists()
-
-
-def test_without_owner_and_watchdog_the_orphan_is_reaped_by_whoever_looks(owners: Owners) -> None:
-    owner, manifest = owners.start()
-    assert reap_orphans(owners.directory) == []
-    os.kill(manifest.watchdog_pid, signal.SIGKILL)
-    owner.kill()
-    owner.communicate()
-    assert manifest.is_running
-    assert reap_orphans(owners.directory) == ["night"]
-    assert not leftover_processes(manifest.mark, manifest.head)
-    assert not manifest.temp_dir.exists()
-
-
 def test_a_detached_actor_outlives_a_killed_driver_that_does_not_hold_the_lease(
     connected: ClusterManifest, directory: Path
 ) -> None:
-    driver = _run(DRIVER, str(directory / "shared.json"))
-    count, pid, secret = _says(driver).split()
+    driver = run(DRIVER, str(directory / "shared.json"))
+    count, pid, secret = says(driver).split()
     assert (count, secret) == ("1", "xyz")
     driver.kill()
     driver.communicate()
@@ -263,17 +89,33 @@ def test_a_detached_actor_outlives_a_killed_driver_that_does_not_hold_the_lease(
 
 
 def test_a_second_lease_of_the_name_is_the_warm_cluster(shared: ClusterManifest, directory: Path) -> None:
-    assert _lease(directory) == shared
+    assert _lease(directory).head == shared.head
 
 
-def test_a_killed_watchdog_is_replaced_when_the_cluster_is_leased_again(
-    shared: ClusterManifest, directory: Path
-) -> None:
-    os.kill(_lease(directory).watchdog_pid, signal.SIGKILL)
-    again = _lease(directory)
-    assert again.head == shared.head
+def _end(pid: int) -> None:
+    process = psutil.Process(pid)
+    process.kill()
+    deadline = time.monotonic() + 10
+    while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, f"process {pid} did not end within 10 s of SIGKILL"
+        time.sleep(0.01)
+
+
+def test_a_killed_watchdog_is_replaced_while_the_cluster_runs_on(shared: ClusterManifest, directory: Path) -> None:
+    deadline = time.monotonic() + GONE_WITHIN_S
+    former = _lease(directory).watchdog_pid
+    _end(former)
+    written = shared
+    while written.watchdog_pid in {former, shared.watchdog_pid}:
+        assert time.monotonic() < deadline, "no other watchdog was started in 30 s"
+        time.sleep(0.1)
+        written = ClusterManifest.load(directory / "shared.json")
+    _end(written.watchdog_pid)
+    again = _lease(directory)  # at once: no heartbeat is waited for
+    assert again.watchdog_pid != written.watchdog_pid
     assert again.watchdog is not None
     assert again.watchdog.process() is not None
+    assert again.head == shared.head
 
 
 def test_connecting_keeps_the_signal_handlers_and_the_environment(shared: ClusterManifest) -> None:
@@ -330,7 +172,7 @@ def test_two_clusters_at_once_do_not_meet(owners: Owners, connected: ClusterMani
     with pytest.raises(ClusterError, match=f"'night' is held by process {owner.pid}"):
         lease_cluster("night", directory=owners.directory, num_cpus=1)
     owner.kill()
-    _wait_until_nothing_is_left(other)
+    wait_until_nothing_is_left(other)
     assert connected.is_running
     connect(connected)
     assert ray.cluster_resources()["CPU"] == 2
@@ -372,12 +214,12 @@ def test_a_cluster_that_lost_its_head_is_started_anew_under_the_driver(tmp_path:
 
     first = lease()
     connect(first)
-    psutil.Process(first.head_pid).kill()
+    _end(first.head_pid)
     with pytest.raises(ClusterError, match="is gone: its processes have ended"):
         connect(first)
     second = lease()
     try:
-        _wait_until_nothing_is_left(first)
+        wait_until_nothing_is_left(first)
         assert second.mark != first.mark
         connect(second)
         assert ray.cluster_resources()["CPU"] == 1

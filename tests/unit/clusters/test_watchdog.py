@@ -2,7 +2,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import psutil
@@ -15,6 +14,15 @@ from infra.errors import ClusterError
 ME = ProcessRecord.of(os.getpid())
 
 
+@pytest.fixture
+def ended() -> ProcessRecord:
+    """A process that is no more."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    record = ProcessRecord.of(process.pid)
+    process.communicate()
+    return record
+
+
 def _written(tmp_path: Path) -> tuple[Path, ClusterManifest]:
     manifest = ClusterManifest(
         name="night", mark="none has it", owner=ME, temp_dir=tmp_path / "rf-1", log_dir=tmp_path / "logs" / "n"
@@ -25,33 +33,41 @@ def _written(tmp_path: Path) -> tuple[Path, ClusterManifest]:
     return tmp_path / "night.json", manifest
 
 
-def test_a_closed_pipe_ends_the_watch_whatever_was_written_before() -> None:
+def test_a_closed_pipe_ends_the_watch_whatever_was_written_before(tmp_path: Path) -> None:
     heard, heartbeats = os.pipe()
     os.write(heartbeats, b"...")
     os.close(heartbeats)
-    assert watch(heard, ME, stalled_after_s=60) == "its owner is gone or gave it back"
+    assert watch(heard, *_written(tmp_path), stalled_after_s=60) == "its owner is gone or gave it back"
     os.close(heard)
 
 
-def test_silence_ends_the_watch_and_heartbeats_do_not() -> None:
+def test_silence_ends_the_watch_after_all_heartbeats_were_read(tmp_path: Path) -> None:
     heard, heartbeats = os.pipe()
     os.write(heartbeats, b"." * 100)
-    assert watch(heard, ME, stalled_after_s=0.1) == "its owner has been silent for 0.1 s"
-    assert os.get_blocking(heard)
+    assert watch(heard, *_written(tmp_path), stalled_after_s=0.1) == "its owner has been silent for 0.1 s"
     os.set_blocking(heard, False)
-    with pytest.raises(BlockingIOError):  # it had read them all before it judged
+    with pytest.raises(BlockingIOError):
         os.read(heard, 1)
     os.close(heard)
     os.close(heartbeats)
 
 
-def test_an_owner_that_is_gone_ends_the_watch_though_another_holds_the_pipe() -> None:
+def test_an_owner_that_is_gone_ends_the_watch_though_another_holds_the_pipe(
+    tmp_path: Path, ended: ProcessRecord
+) -> None:
+    path, manifest = _written(tmp_path)
     heard, heartbeats = os.pipe()
-    owner = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    record = ProcessRecord.of(owner.pid)
-    threading.Timer(0.2, owner.kill).start()
-    assert watch(heard, record, stalled_after_s=60) == "its owner is gone"
-    owner.communicate()
+    reason = watch(heard, path, manifest.model_copy(update={"owner": ended}), stalled_after_s=60)
+    assert reason == "its owner is gone"
+    os.close(heard)
+    os.close(heartbeats)
+
+
+def test_a_head_that_was_recorded_later_and_is_gone_ends_the_watch(tmp_path: Path, ended: ProcessRecord) -> None:
+    path, manifest = _written(tmp_path)
+    manifest.model_copy(update={"head": (ME, ended)}).save(path)
+    heard, heartbeats = os.pipe()
+    assert watch(heard, path, manifest, stalled_after_s=60) == "it lost one of Ray's own processes"
     os.close(heard)
     os.close(heartbeats)
 

@@ -1,0 +1,116 @@
+"""Whatever ends the owner of a cluster ends the cluster, within 30 seconds: real clusters, real signals."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from infra.clusters import ClusterManifest, leftover_processes, reap_orphans
+from tests.integration.cluster_processes import OWNER, Owners, go_on, run, says, wait_until_nothing_is_left
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture
+def owners(tmp_path: Path) -> Iterator[Owners]:
+    owners = Owners(tmp_path)
+    yield owners
+    owners.end()
+
+
+def _kill(process: subprocess.Popen[str], _: ClusterManifest) -> None:
+    process.kill()
+
+
+def _terminate(process: subprocess.Popen[str], _: ClusterManifest) -> None:
+    process.terminate()
+
+
+def _kill_group_and_descendants(process: subprocess.Popen[str], _: ClusterManifest) -> None:
+    for child in psutil.Process(process.pid).children(recursive=True):
+        child.kill()
+    os.killpg(process.pid, signal.SIGKILL)
+
+
+def _stop(process: subprocess.Popen[str], _: ClusterManifest) -> None:
+    process.send_signal(signal.SIGSTOP)
+
+
+def _let_it_go_on(process: subprocess.Popen[str], _: ClusterManifest) -> None:
+    go_on(process)
+
+
+@pytest.mark.parametrize(
+    ("then", "how"),
+    [
+        ("waits", _kill),
+        ("waits", _terminate),
+        ("waits", _kill_group_and_descendants),
+        ("forks", _kill),
+        ("raises", _let_it_go_on),
+        ("returns", _let_it_go_on),
+    ],
+)
+def test_a_cluster_ends_with_its_owner_however_that_ends(
+    owners: Owners,
+    then: str,
+    how: Callable[[subprocess.Popen[str], ClusterManifest], None],
+) -> None:
+    owner, manifest = owners.start(then)
+    assert manifest.is_running
+    assert manifest.temp_dir.stat().st_mode & 0o777 == 0o700
+    assert manifest.token.stat().st_mode & 0o777 == 0o600
+    how(owner, manifest)
+    wait_until_nothing_is_left(manifest)
+    assert not list(owners.directory.glob("*.json"))
+    assert (manifest.log_dir / "ray" / "gcs_server.out").exists()
+
+
+def test_a_stopped_owner_loses_its_cluster_after_the_time_it_was_given(owners: Owners) -> None:
+    owner, manifest = owners.start(stalled_after_s=2)
+    owner.send_signal(signal.SIGSTOP)
+    wait_until_nothing_is_left(manifest)
+    assert "silent for 2 s" in (manifest.log_dir / "watchdog.log").read_text()
+    owner.send_signal(signal.SIGCONT)  # and it lives on to tell the tale
+    go_on(owner)
+    assert owner.wait(timeout=30) == 0
+
+
+def test_an_owner_killed_while_its_cluster_starts_leaves_nothing(owners: Owners) -> None:
+    owner = run(OWNER, str(owners.directory), "waits", "120")
+    deadline = time.monotonic() + 60
+    manifest = None
+    while manifest is None or not leftover_processes(manifest.mark):
+        assert time.monotonic() < deadline, "`ray start` was not seen within 60 s"
+        path = owners.directory / "night.json"
+        manifest = ClusterManifest.load(path) if path.exists() else None
+    assert not manifest.head
+    owner.kill()
+    owner.communicate()
+    wait_until_nothing_is_left(manifest)
+
+
+def test_without_its_watchdog_the_owner_cleans_up_alone(owners: Owners) -> None:
+    owner, manifest = owners.start("releases")
+    os.kill(manifest.watchdog_pid, signal.SIGKILL)
+    go_on(owner)
+    assert says(owner) == "released"
+    assert not leftover_processes(manifest.mark, manifest.head)
+    assert not manifest.temp_dir.exists()
+
+
+def test_without_owner_and_watchdog_the_orphan_is_reaped_by_whoever_looks(owners: Owners) -> None:
+    owner, manifest = owners.start()
+    assert reap_orphans(owners.directory) == []
+    os.kill(manifest.watchdog_pid, signal.SIGKILL)
+    owner.kill()
+    owner.communicate()
+    assert manifest.is_running
+    assert reap_orphans(owners.directory) == ["night"]
+    assert not leftover_processes(manifest.mark, manifest.head)
+    assert not manifest.temp_dir.exists()

@@ -9,6 +9,7 @@ from prefect import flow
 from flows.presets import resolve
 from tasks.data import prepare_data, with_data
 from tasks.evaluate import contestants, evaluate_policy
+from tasks.preflight import preflight
 from tasks.results import StageResult
 from tasks.sentences import in_one_sentence
 
@@ -34,6 +35,7 @@ def evaluate(
         overrides: configuration by dotted key.
     """
     config = with_data(resolve(preset, model=model, seed=seed, overrides=overrides), data)
+    preflight(config, trains_ppo=False, actor=actor, data=data)
     policies = contestants(config, actor)
     dataset = prepare_data(config, data)
     return {role: evaluate_policy(config, policy, dataset.parent) for role, policy in policies.items()}

@@ -12,7 +12,7 @@ from flows.presets import resolve
 from flows.reward_model import reward_model as train_reward_model
 from flows.sft import sft
 from tasks.data import prepare_data, with_data
-from tasks.ppo import check_machine
+from tasks.preflight import preflight
 from tasks.promote import gate, promote
 from tasks.report import write_report
 from tasks.results import Decision
@@ -44,7 +44,7 @@ def pipeline(
         overrides: configuration by dotted key.
     """
     config = with_data(resolve(preset, model=model, episodes=episodes, seed=seed, overrides=overrides), data)
-    check_machine(config)
+    preflight(config, trains_ppo=True, actor=actor, reward_model=reward_model, data=data)
     dataset = prepare_data(config, data)
     common: dict[str, Any] = {
         "preset": preset,

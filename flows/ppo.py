@@ -9,7 +9,6 @@ from prefect import flow
 from flows.presets import resolve
 from tasks.data import prepare_data, with_data
 from tasks.ppo import (
-    check_machine,
     end_cluster,
     finished_policy,
     next_episode,
@@ -17,6 +16,7 @@ from tasks.ppo import (
     ppo_episode,
     publish_policy,
 )
+from tasks.preflight import preflight
 from tasks.report import show_episodes
 from tasks.results import StageResult
 from tasks.sentences import in_one_sentence
@@ -47,7 +47,7 @@ def ppo(
         overrides: configuration by dotted key.
     """
     config = with_data(resolve(preset, model=model, episodes=episodes, seed=seed, overrides=overrides), data)
-    check_machine(config)
+    preflight(config, trains_ppo=True, actor=actor, reward_model=reward_model, data=data)
     dataset = prepare_data(config, data)
     run = plan_ppo(config, actor, reward_model, dataset.parent)
     done = finished_policy(run, reused=True)

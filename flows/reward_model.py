@@ -9,6 +9,7 @@ from prefect import flow
 from flows.presets import resolve
 from tasks.data import prepare_data, with_data
 from tasks.policies import find_policy
+from tasks.preflight import preflight
 from tasks.results import StageResult
 from tasks.reward_model import collect_preferences, train_reward_model
 from tasks.sentences import in_one_sentence
@@ -35,6 +36,7 @@ def reward_model(
         overrides: configuration by dotted key.
     """
     config = with_data(resolve(preset, model=model, seed=seed, overrides=overrides), data)
+    preflight(config, trains_ppo=False, actor=actor, data=data)
     dataset = prepare_data(config, data)
     policy = find_policy(config, actor)
     pairs = collect_preferences(config, dataset.parent, policy)

@@ -8,6 +8,7 @@ from prefect import flow
 
 from flows.presets import resolve
 from tasks.data import prepare_data, with_data
+from tasks.preflight import preflight
 from tasks.results import StageResult
 from tasks.sentences import in_one_sentence
 from tasks.sft import train_sft
@@ -32,5 +33,6 @@ def sft(
         overrides: configuration by dotted key.
     """
     config = with_data(resolve(preset, model=model, seed=seed, overrides=overrides), data)
+    preflight(config, trains_ppo=False, data=data)
     dataset = prepare_data(config, data)
     return train_sft(config, dataset.parent)

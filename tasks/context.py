@@ -19,6 +19,8 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import ConfigError
 from tasks.results import Parent, StageResult
 
+BASE_MODEL = "model/base"
+"""Stands for the preset's base model where a policy is asked for."""
 CHECKOUT = Path(__file__).resolve().parent.parent
 
 
@@ -123,9 +125,9 @@ def resolve_policy(context: Context, config: PipelineConfig, reference: str | No
     Args:
         context: the open context.
         config: the preset; names the SFT model to look for, and says whether the base model may stand in.
-        reference: `sft/...`, `policy/...`, `model/base` for the base model, or None: the latest SFT model.
+        reference: `sft/...`, `policy/...`, BASE_MODEL for the preset's base model, or None: the latest SFT model.
     """
-    if reference == "model/base":
+    if reference == BASE_MODEL:
         return base_model(context, config)
     if reference is not None:
         manifest = context.store.resolve(reference)

@@ -22,19 +22,6 @@ MODULES = ("ppo", "ppo_group", "ppo_keeper", "ppo_models")
 POLL_S = 2.0
 
 
-@stage_task(name="check-machine")
-def check_machine(config: PipelineConfig) -> None:
-    """Refuse, before any reference is fetched, a model that this machine cannot hold.
-
-    Raises:
-        ModelError: how much is needed, what there is, and what to do.
-    """
-    from infra.settings import settings
-    from rlhf_core.models.memory import check_memory_for
-
-    check_memory_for(config, settings().models_dir)
-
-
 @stage_task(name="plan-ppo")
 def plan_ppo(config: PipelineConfig, actor: str | None, reward_model: str | None, dataset: Parent) -> PPORun:
     """Return the run that this configuration and these inputs name: the same ones always name the same run."""

@@ -1,0 +1,186 @@
+"""The whole chain on a real stack: Prefect server and worker, SeaweedFS, a Ray cluster; only the model is tiny."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from infra.artifacts import ArtifactStore, Manifest, S3Options, open_store
+from tests.integration.local_stack import LocalStack, read_json, wait_for
+from tests.tiny_llama import write_tiny_llama
+
+pytestmark = pytest.mark.integration
+
+EPISODES = 3
+MADE_ONCE = ("dataset", "sft", "reward-model", "ppo-state", "policy", "evaluation")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def store(stack: LocalStack, tmp_path_factory: pytest.TempPathFactory) -> ArtifactStore:
+    known = dict(line.split("=", 1) for line in (stack.home / "stack.env").read_text().splitlines() if "=" in line)
+    options = S3Options(known["RLHF_S3_ENDPOINT_URL"], known["RLHF_S3_ACCESS_KEY"], known["RLHF_S3_SECRET_KEY"])
+    return open_store(known.get("RLHF_STORE_URL", "s3://rlhf"), cache_dir=tmp_path_factory.mktemp("cache"), s3=options)
+
+
+def command(model: Path, *, seed: int = 0) -> list[str]:
+    """`rlhf run quickstart`, small: a model that has just learnt the form of an answer, and few problems."""
+    overrides = {
+        "data.task_parameters": {"min_numbers": 2, "max_numbers": 2, "max_decimals": 0, "min_value": 1, "max_value": 9},
+        "data.splits": {"sft": 32, "preferences": 16, "ppo": 16, "evaluation": 12},
+        "sft.epochs": 20,
+        "sft.lr": 3e-3,
+        "sft.dtype": "float32",
+        "reward_model.max_new_tokens": 28,
+        "reward_model.heldout_fraction": 0.5,
+        "ppo.prompts_per_episode": 16,
+        "ppo.chunk_size": 4,
+        "ppo.train_batch_size": 8,
+        "ppo.micro_batch_size": 8,
+        "ppo.max_new_tokens": 28,
+        "evaluation.max_new_tokens": 28,
+        "ppo.cluster.object_store_mb": 128,
+    }
+    parameters = {"model": str(model), "episodes": EPISODES, "seed": seed, "overrides": json.dumps(overrides)}
+    given = [part for name, value in parameters.items() for part in ("-p", f"{name}={value}")]
+    return ["rlhf", "run", "quickstart", *given]
+
+
+@pytest.fixture(scope="module")
+def first(stack: LocalStack, model: Path) -> subprocess.CompletedProcess[str]:
+    return stack.type(*command(model), timeout_s=400)
+
+
+def count(store: ArtifactStore) -> dict[str, int]:
+    return {kind: len(store.list(kind)) for kind in MADE_ONCE}
+
+
+def cluster_processes(stack: LocalStack) -> list[str]:
+    """Return what runs of Ray under this stack."""
+    return [
+        each.name() for each in stack.processes() if each.name() in {"gcs_server", "raylet"} or "ray::" in each.name()
+    ]
+
+
+def test_one_command_takes_a_model_through_the_whole_chain_and_shows_its_report(
+    stack: LocalStack, first: subprocess.CompletedProcess[str], store: ArtifactStore
+) -> None:
+    assert first.returncode == 0, first.stdout + first.stderr
+    for stage in ("data", "sft", "preferences", "reward-model", "ppo", "evaluate", "gate"):
+        assert f"▸ {stage}" in first.stdout, first.stdout
+    assert f"episode {EPISODES}/{EPISODES}" in first.stdout
+    assert "left in this stage" in first.stdout
+    for part in ("Where the time went", "before and after", "policy/quickstart@1", "runs/flow-run/", "Champion now"):
+        assert part in first.stdout, first.stdout
+    assert count(store) == {
+        "dataset": 2,  # problems, preferences
+        "sft": 1,
+        "reward-model": 1,
+        "ppo-state": 2,  # the last two episodes
+        "policy": 1,
+        "evaluation": 3,  # base, sft, ppo
+    }
+    assert cluster_processes(stack) == []
+
+
+def test_a_second_run_reuses_every_stage(
+    stack: LocalStack, model: Path, first: subprocess.CompletedProcess[str], store: ArtifactStore
+) -> None:
+    assert first.returncode == 0
+    before = count(store)
+    second = stack.type(*command(model), timeout_s=120)
+    assert second.returncode == 0, second.stdout + second.stderr
+    assert count(store) == before
+    assert "made now" not in second.stdout
+    assert len(store.list("run")) == 2  # each run has a report of its own
+
+
+def test_a_fetched_policy_loads_and_answers_as_in_its_stored_evaluation(
+    stack: LocalStack, first: subprocess.CompletedProcess[str], store: ArtifactStore, tmp_path: Path
+) -> None:
+    assert first.returncode == 0
+    fetched = stack.type("rlhf", "artifacts", "fetch", "policy/quickstart@latest", str(tmp_path / "policy"))
+    assert fetched.returncode == 0, fetched.stderr
+    policy = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "policy")
+    outcomes = outcomes_of(store, "policy/quickstart@1")[:10]
+    assert len(outcomes) == 10
+    for outcome in outcomes:
+        # the quickstart's template, written out here
+        text = f"<|im_start|>user\n{outcome['prompt']}<|im_end|>\n<|im_start|>assistant\n"
+        ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
+        out = policy.generate(ids, max_new_tokens=28, do_sample=False, pad_token_id=0)[0, ids.shape[1] :].tolist()
+        response = out[: out.index(tokenizer.eos_token_id)] if tokenizer.eos_token_id in out else out
+        assert tokenizer.decode(response) == outcome["response"]
+
+
+def outcomes_of(store: ArtifactStore, policy: str) -> list[dict[str, Any]]:
+    [evaluation] = [each for each in store.list("evaluation") if each.metrics["policy"] == policy]
+    return [json.loads(line) for line in store.read_bytes(evaluation, "outcomes.jsonl").decode().splitlines()]
+
+
+def test_lineage_leads_from_the_policy_to_the_base_model(
+    stack: LocalStack, first: subprocess.CompletedProcess[str], store: ArtifactStore
+) -> None:
+    assert first.returncode == 0
+    shown = stack.type("rlhf", "artifacts", "lineage", "policy/quickstart@latest")
+    assert shown.returncode == 0
+    for ancestor in ("sft/quickstart@1", "reward-model/quickstart@1", "dataset/quickstart@1", "model/tiny"):
+        assert ancestor in shown.stdout
+    policy = store.resolve("policy/quickstart@latest")
+    assert policy.config["name"] == "quickstart"
+    assert policy.source_digest
+    assert policy.flow_run
+    assert read_json(stack.type("rlhf", "artifacts", "list", "policy", "--json"))
+
+
+def test_a_run_killed_in_mid_ppo_goes_on_from_its_last_commit(
+    stack: LocalStack, model: Path, store: ArtifactStore, tmp_path: Path
+) -> None:
+    with (tmp_path / "out").open("w") as out:
+        run = subprocess.Popen(command(model, seed=1), env=stack.environment, stdout=out, stderr=out, text=True)
+        try:
+            wait_for(lambda: committed_by_seed_1(store), "the first committed episode", timeout_s=300)
+            os.kill(flow_process(stack).pid, signal.SIGKILL)
+            assert run.wait(timeout=120) == 1, (tmp_path / "out").read_text()
+        finally:
+            run.kill()
+            run.wait()
+    wait_for(lambda: not cluster_processes(stack), "the end of the killed run's cluster", timeout_s=30)
+    committed = committed_by_seed_1(store)
+    assert committed is not None
+    assert committed.version < EPISODES, "the run was killed too late to show anything"
+    before = store.read_json(committed, "state.json")["history"]
+    again = stack.type(*command(model, seed=1), timeout_s=400)
+    assert again.returncode == 0, again.stdout + again.stderr
+    last = committed_by_seed_1(store)
+    assert last is not None
+    history = store.read_json(last, "state.json")["history"]
+    assert [record["episode"] for record in history] == list(range(EPISODES))
+    assert history[: len(before)] == before
+    assert len({record["incarnation"] for record in history}) == 2
+    assert cluster_processes(stack) == []
+
+
+def committed_by_seed_1(store: ArtifactStore) -> Manifest | None:
+    states = [each for each in store.list("ppo-state") if each.config["seed"] == 1]
+    return max(states, key=lambda each: each.version, default=None)
+
+
+def flow_process(stack: LocalStack) -> psutil.Process:
+    """Return the process in which the worker runs a flow."""
+    [found] = [each for each in stack.processes() if "prefect.flow_engine" in " ".join(each.cmdline())]
+    return found

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import gc
+import sys
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -46,6 +50,18 @@ def in_one_sentence(function: Callable[P, R]) -> Callable[P, R]:
     return guarded
 
 
+def give_memory_back() -> None:
+    """Return freed memory to the system: a flow's process lives on beside the next stage's Ray cluster.
+
+    glibc keeps what was freed in pieces; after a training stage that is gigabytes.
+    """
+    if "torch" not in sys.modules:
+        return
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # another C library has no malloc_trim, and no need of it
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
 def stage_task(*, name: str, **options: Any) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Return a decorator for a Prefect task that remembers nothing: the artifact store alone says what is done.
 
@@ -63,7 +79,10 @@ def stage_task(*, name: str, **options: Any) -> Callable[[Callable[P, R]], Calla
 
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            result = prefect_task(*args, **kwargs)
+            try:
+                result = prefect_task(*args, **kwargs)
+            finally:
+                give_memory_back()
             if isinstance(result, State):  # Prefect hands the caller of a task the Failed state that it returned
                 raise FailedRun(result.message)
             return result

@@ -75,12 +75,13 @@ class _BringingUp:
         self._write_files(variables)
         make_work_pool(api_url)
         its_worker = worker(self.home, api_url, variables)
+        if not self._runs("worker", None, None):
+            for name in runs.settle_lost_runs(api_url):
+                self.report(f"run {name} had lost its process: it now counts as crashed")
         new_worker = self._spawn_unless_well(its_worker)
         self._deploy(api_url, entries)
         if new_worker:
             self._await(its_worker, new_worker)
-            for name in runs.settle_lost_runs(api_url):
-                self.report(f"run {name} had lost its process: it now counts as crashed")
 
     def undo(self) -> None:
         """End what was started, so that a failure leaves nothing half-started behind."""

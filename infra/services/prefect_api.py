@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from http import HTTPStatus
 from typing import Any
 from urllib.error import HTTPError
 from urllib.parse import quote
@@ -10,29 +12,34 @@ from urllib.request import Request, urlopen
 
 from infra.errors import ServiceError
 
-_NOT_FOUND = 404
-
 
 def call(api_url: str, method: str, path: str, body: Any = None, *, timeout_s: float = 20.0) -> Any:
     """Return the server's answer, or None where there is no such thing.
+
+    A server whose database is busy answers 503, and is asked again, as Prefect's own client does.
 
     Raises:
         ServiceError: if the server does not answer, or refuses.
     """
     data = None if body is None else json.dumps(body).encode()
-    request = Request(f"{api_url}{quote(path)}", data=data, method=method, headers={"Content-Type": "application/json"})
-    try:
-        with urlopen(request, timeout=timeout_s) as answer:
-            text = answer.read()
-    except HTTPError as error:
-        if error.code == _NOT_FOUND:
-            return None
-        raise ServiceError(
-            f"the Prefect server answered {error.code} to {method} {path}: {error.read(300).decode('utf-8', 'replace')}"
-        ) from None
-    except OSError as error:
-        raise ServiceError(f"the Prefect server at {api_url} does not answer ({error}); run `rlhf up`") from None
-    return json.loads(text) if text else {}
+    request = Request(
+        f"{api_url}{quote(path, safe='/?=')}", data=data, method=method, headers={"Content-Type": "application/json"}
+    )
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            with urlopen(request, timeout=timeout_s) as answer:
+                text = answer.read()
+                return json.loads(text) if text else {}
+        except HTTPError as error:
+            if error.code == HTTPStatus.NOT_FOUND:
+                return None
+            if error.code != HTTPStatus.SERVICE_UNAVAILABLE or time.monotonic() > deadline:
+                said = error.read(300).decode("utf-8", "replace")
+                raise ServiceError(f"the Prefect server answered {error.code} to {method} {path}: {said}") from None
+        except OSError as error:
+            raise ServiceError(f"the Prefect server at {api_url} does not answer ({error}); run `rlhf up`") from None
+        time.sleep(0.2)
 
 
 def is_healthy(api_url: str) -> bool:

@@ -21,8 +21,8 @@ def engines(stack_id: str) -> list[psutil.Process]:
 def settle_lost_runs(api_url: str) -> list[str]:
     """Put into a final state all runs of our pool that count as running and have no process; return their names.
 
-    A worker that is killed or told to end takes its runs' processes along without a word to the server,
-    which would show them as running for ever.
+    A worker that is told to end takes its runs' processes along without a word to the server, which would show
+    them as running for ever. To be called while no worker runs: one may just have taken a run, without a process yet.
 
     Raises:
         ServiceError: if the server does not answer.
@@ -52,14 +52,19 @@ def _unfinished(api_url: str, where: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _runs_with_a_process() -> set[str]:
+    """Return the runs of the processes in which Prefect works; a run's own children may outlive it."""
     found = set()
     for process in psutil.process_iter():
         try:
-            if processes.is_live(process) and (run := process.environ().get(_RUN_VARIABLE)):
+            if _has_prefect_module(process) and (run := process.environ().get(_RUN_VARIABLE)):
                 found.add(run)
         except (psutil.Error, OSError):  # gone, or another user's
             continue
     return found
+
+
+def _has_prefect_module(process: psutil.Process) -> bool:
+    return processes.is_live(process) and any(part.startswith("prefect.") for part in process.cmdline())
 
 
 def _runs_a_flow(process: psutil.Process) -> bool:

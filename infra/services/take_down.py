@@ -17,7 +17,7 @@ from infra.settings import Settings
 
 _RUNS_GRACE_S = 40.0
 """For a flow to end its Ray cluster and to tell the server."""
-_CLUSTERS_GRACE_S = 20.0
+_CLUSTERS_GRACE_S = 10.0
 """For the watchdogs of clusters whose flow was killed."""
 _SERVICES_GRACE_S = 15.0
 

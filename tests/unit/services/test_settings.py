@@ -1,0 +1,97 @@
+"""Which source of a setting wins, and what a wrong value is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from infra.errors import SettingsError
+from infra.settings import STACK_ENV, settings
+
+LOCAL = {
+    "RLHF_STORE_URL": "s3://rlhf",
+    "RLHF_S3_ENDPOINT_URL": "http://127.0.0.1:8333",
+    "RLHF_S3_ACCESS_KEY": "rlhf",
+    "RLHF_S3_SECRET_KEY": "local secret",
+    "PREFECT_API_URL": "http://127.0.0.1:4200/api",
+}
+USERS_VARIABLES = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", *LOCAL)
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home directory as `rlhf up` leaves it, and an environment in which nothing else is said."""
+    for name in USERS_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("RLHF_HOME", str(home))
+    monkeypatch.setenv("RLHF_ENV_FILE", str(tmp_path / ".env"))
+    (home / STACK_ENV).write_text("".join(f"{name}='{value}'\n" for name, value in LOCAL.items()))
+    return home
+
+
+def test_the_local_stack_is_found_through_its_own_file(home: Path) -> None:
+    found = settings()
+    assert found.home == home
+    assert found.s3_endpoint_url == "http://127.0.0.1:8333"
+    assert found.s3_secret_key is not None
+    assert found.s3_secret_key.get_secret_value() == "local secret"
+    assert found.prefect_api_url == "http://127.0.0.1:4200/api"
+
+
+@pytest.mark.usefixtures("home")
+def test_secrets_do_not_show_when_settings_are_printed() -> None:
+    assert "local secret" not in repr(settings())
+
+
+@pytest.mark.usefixtures("home")
+def test_exported_aws_keys_do_not_break_the_local_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "amazon's")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "amazon's secret")
+    assert settings().s3_access_key == "rlhf"
+
+
+def test_another_store_gets_no_key_of_the_local_one(
+    tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".env").write_text("RLHF_STORE_URL=s3://theirs/prefix\n")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "amazon's")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "amazon's secret")
+    found = settings()
+    assert home.is_dir()
+    assert (found.store_url, found.s3_endpoint_url, found.s3_access_key) == ("s3://theirs/prefix", None, "amazon's")
+    assert not found.wants_local_store
+
+
+def test_the_environment_wins_over_the_env_file(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / ".env").write_text(f"RLHF_HOME={home}\nRLHF_PREFECT_PORT=5000\nPREFECT_API_URL=http://file/api\n")
+    monkeypatch.setenv("RLHF_PREFECT_PORT", "5001")
+    assert settings().prefect_port == 5001
+
+
+def test_the_users_choice_of_a_wrong_secret_is_kept_so_that_it_can_be_refused(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLHF_S3_SECRET_KEY", "wrong")
+    found = settings()
+    assert home.is_dir()
+    assert found.s3_endpoint_url == LOCAL["RLHF_S3_ENDPOINT_URL"]
+    assert found.s3_secret_key is not None
+    assert found.s3_secret_key.get_secret_value() == "wrong"
+
+
+@pytest.mark.usefixtures("home")
+def test_a_child_of_the_stack_still_sees_the_local_store_as_local(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in settings().child_environment().items():
+        monkeypatch.setenv(name, value)
+    assert settings().wants_local_store
+    assert settings().child_environment()["RLHF_S3_SECRET_KEY"] == "local secret"
+
+
+@pytest.mark.usefixtures("home")
+def test_a_value_that_is_no_port_is_told_by_the_variables_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLHF_S3_PORT", "many")
+    with pytest.raises(SettingsError, match=r"RLHF_S3_PORT is 'many': input should be a valid integer"):
+        settings()

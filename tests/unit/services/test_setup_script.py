@@ -1,0 +1,131 @@
+"""`make setup` names what is missing in one sentence, and does nothing when nothing has changed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from infra.settings import CHECKOUT
+
+TOOLS = ("cat", "dirname", "grep", "mkdir", "rm", "sh", "sleep", "tail")
+NEEDED = ("requirements.txt", "requirements-dev.txt", "pyproject.toml", "infra/setup.sh", "Makefile")
+PYTHON_311 = """#!/bin/sh
+case "$*" in
+    *ensurepip*) exit {ensurepip} ;;
+    *hashlib*) echo digest ;;
+    *--version*) echo Python 3.11.0 ;;
+esac
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of what set-up reads, and a directory of programs beside it that holds the bare minimum."""
+    for name in NEEDED:
+        (tmp_path / "checkout" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(CHECKOUT / name, tmp_path / "checkout" / name)
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for tool in TOOLS:
+        found = shutil.which(tool)
+        assert found is not None
+        (programs / tool).symlink_to(found)
+    return tmp_path / "checkout"
+
+
+def program(checkout: Path, name: str, text: str) -> None:
+    path = checkout.parent / "bin" / name
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def setup(checkout: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["sh", "infra/setup.sh"],
+        cwd=checkout,
+        env={"PATH": str(checkout.parent / "bin"), **variables},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def refuses(result: subprocess.CompletedProcess[str], sentence: str) -> bool:
+    return result.returncode == 1 and result.stdout == "" and result.stderr.splitlines() == [f"setup: {sentence}"]
+
+
+def test_a_machine_without_python_is_told_what_to_install(checkout: Path) -> None:
+    assert refuses(
+        setup(checkout),
+        "python3 is missing; install Python 3.11 (for instance: apt-get install python3.11 python3.11-venv)",
+    )
+
+
+def test_another_python_is_named_with_its_version(checkout: Path) -> None:
+    program(checkout, "python3", '#!/bin/sh\n[ "$1" = --version ] && echo Python 3.9.2 && exit 0\nexit 1\n')
+    assert refuses(
+        setup(checkout),
+        "python3 is Python 3.9.2, but Python 3.11 is needed; install it, or name it: "
+        "make setup PYTHON=/path/to/python3.11",
+    )
+
+
+def test_a_python_without_venv_is_told_what_to_install(checkout: Path) -> None:
+    program(checkout, "python3", PYTHON_311.format(ensurepip=1))
+    assert refuses(
+        setup(checkout),
+        "python3 has no venv or ensurepip; install them (for instance: apt-get install python3.11-venv)",
+    )
+
+
+def test_a_machine_without_a_compiler_is_told_what_to_install(checkout: Path) -> None:
+    program(checkout, "python3", PYTHON_311.format(ensurepip=0))
+    assert refuses(setup(checkout), "a C++ compiler is missing; install g++ (for instance: apt-get install g++)")
+
+
+def test_when_nothing_has_changed_nothing_is_done(checkout: Path) -> None:
+    program(checkout, "python3", PYTHON_311.format(ensurepip=0))
+    program(checkout, "c++", "#!/bin/sh\n")
+    (checkout / ".venv" / "bin").mkdir(parents=True)
+    (checkout / ".venv" / "bin" / "rlhf").symlink_to(shutil.which("true") or "")
+    (checkout / ".venv" / "set-up-for").write_text("digest\n")
+    result = setup(checkout)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "setup: up to date\n", "")
+    assert not (checkout / ".rlhf").exists()
+
+
+def test_a_failing_installation_shows_the_end_of_its_log_and_leaves_no_stamp(checkout: Path) -> None:
+    program(checkout, "python3", PYTHON_311.format(ensurepip=0))
+    program(checkout, "c++", "#!/bin/sh\n")
+    (checkout / ".venv" / "bin").mkdir(parents=True)
+    pip = checkout / ".venv" / "bin" / "python"
+    pip.write_text(
+        '#!/bin/sh\n[ "$1" = -c ] && exit 0\necho "WARNING: chatter"; echo "ERROR: no such package" >&2; exit 1\n'
+    )
+    pip.chmod(0o755)
+    (checkout / ".venv" / "set-up-for").write_text("an older digest\n")
+    result = setup(checkout)
+    assert result.returncode == 1
+    assert "chatter" not in result.stdout
+    assert result.stderr.splitlines()[-1] == "ERROR: no such package"
+    assert not (checkout / ".venv" / "set-up-for").exists()
+
+
+def test_make_test_fails_when_no_test_ran(checkout: Path) -> None:
+    make = shutil.which("make")
+    assert make is not None
+    (checkout / "infra" / "setup.sh").write_text("")
+    (checkout / ".venv" / "bin").mkdir(parents=True)
+    (checkout / ".venv" / "bin" / "python").symlink_to(CHECKOUT / ".venv" / "bin" / "python")
+    (checkout / "pyproject.toml").unlink()
+    environment = {**os.environ, "PYTEST_ADDOPTS": "-p no:cacheprovider"}
+    result = subprocess.run(
+        [make, "test"], cwd=checkout, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert "no tests ran" in result.stdout
+    assert result.returncode != 0

@@ -1,0 +1,95 @@
+"""The stack's state: whole or not at all, and changed by one command at a time."""
+
+from __future__ import annotations
+
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from infra.errors import ServiceError
+from infra.services.env_file import write_block
+from infra.services.state import STATE_FILE, StackState, locked, make_home, write_private
+
+HOLDER = """
+import sys
+from pathlib import Path
+from infra.services.state import locked
+with locked(Path(sys.argv[1]), print):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_state_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    state = StackState(ports={"s3": 8333}, schedules={"pipeline/nightly/nightly": True})
+    state.save(tmp_path)
+    assert StackState.load(tmp_path) == state
+
+
+def test_two_new_stacks_have_different_marks(tmp_path: Path) -> None:
+    assert StackState.load(tmp_path).id != StackState.load(tmp_path).id
+
+
+def test_a_damaged_state_is_told_with_its_path(tmp_path: Path) -> None:
+    (tmp_path / STATE_FILE).write_text('{"services": ')
+    with pytest.raises(ServiceError, match=rf"{tmp_path / STATE_FILE} is damaged"):
+        StackState.load(tmp_path)
+
+
+def test_private_files_are_for_their_owner_alone(tmp_path: Path) -> None:
+    write_private(tmp_path / "secret", "x")
+    assert stat.S_IMODE((tmp_path / "secret").stat().st_mode) == 0o600
+    assert [path.name for path in tmp_path.iterdir()] == ["secret"]
+
+
+def test_a_home_that_cannot_be_written_is_told_by_its_variable(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(ServiceError, match=r"RLHF_HOME is .*, where nothing can be written"):
+        make_home(tmp_path / "file" / "home")
+
+
+def test_a_second_command_waits_for_the_first_and_says_so(tmp_path: Path) -> None:
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    told: list[str] = []
+    with holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(ServiceError, match="another rlhf command has been changing the stack"):  # noqa: SIM117
+            with locked(tmp_path, told.append, timeout_s=0.3):
+                pass
+        assert told == [f"another rlhf command (process {holder.pid}) is changing the stack; waiting"]
+        holder.communicate("", timeout=20)
+        with locked(tmp_path, told.append, timeout_s=5):
+            pass
+    assert len(told) == 1, "the lock is free once its holder has ended"
+
+
+def test_the_users_own_lines_in_the_env_file_stay(tmp_path: Path) -> None:
+    env = tmp_path / ".env"
+    env.write_text("# mine\nHF_HOME=/models\n")
+    write_block(env, {"PREFECT_API_URL": "http://127.0.0.1:1/api"})
+    write_block(env, {"PREFECT_API_URL": "http://127.0.0.1:2/api"})
+    lines = env.read_text().splitlines()
+    assert lines[:2] == ["# mine", "HF_HOME=/models"]
+    assert [line for line in lines if line.startswith("PREFECT_API_URL")] == [
+        "PREFECT_API_URL='http://127.0.0.1:2/api'"
+    ]
+
+
+def test_what_the_user_writes_below_our_lines_stays_too(tmp_path: Path) -> None:
+    env = tmp_path / ".env"
+    write_block(env, {"A": "1"})
+    env.write_text(env.read_text() + "HF_HOME=/models\n")
+    write_block(env, {"A": "2"})
+    assert "HF_HOME=/models" in env.read_text().splitlines()
+    assert "A='1'" not in env.read_text()
+
+
+def test_an_env_file_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ServiceError, match="cannot be written"):
+        write_block(tmp_path / "no" / "such" / "directory" / ".env", {"A": "1"})

@@ -1,0 +1,134 @@
+"""prefect.yaml is as it must be, and what is not as it must be is refused with its place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from infra.errors import ServiceError
+from infra.services import prefect_yaml
+from infra.services.prefect_yaml import DeploymentEntry, read_prefect_yaml
+from infra.settings import CHECKOUT
+
+FLOW = '@flow(name="night-shift")\ndef shift(preset: str = "small", episodes: int = 1): ...\ndef helper(): ...\n'
+
+
+def entry(**changes: Any) -> dict[str, Any]:
+    good = {
+        "name": "nightly",
+        "entrypoint": "flows/shift.py:shift",
+        "description": "The night shift.",
+        "parameters": {"preset": "small"},
+        "enforce_parameter_schema": True,
+        "work_pool": {"name": "rlhf"},
+        "schedules": [{"slug": "nightly", "cron": "0 2 * * *", "timezone": "Europe/Berlin", "active": False}],
+    }
+    return {**good, **changes}
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    (tmp_path / "flows" / "presets").mkdir(parents=True)
+    (tmp_path / "flows" / "presets" / "small.yaml").write_text("name: small\n")
+    (tmp_path / "flows" / "shift.py").write_text(FLOW)
+    return tmp_path
+
+
+def read(checkout: Path, *entries: dict[str, Any], **top: Any) -> dict[str, DeploymentEntry]:
+    (checkout / "prefect.yaml").write_text(yaml.safe_dump({"deployments": list(entries), **top}))
+    return read_prefect_yaml(checkout)
+
+
+def test_the_deployments_of_this_checkout_are_the_promised_ones() -> None:
+    assert set(read_prefect_yaml(CHECKOUT)) == {
+        "pipeline/quickstart",
+        "pipeline/nightly",
+        "ppo/llama7b",
+        "ppo/quickstart",
+        "sft/quickstart",
+        "reward-model/quickstart",
+        "evaluate/quickstart",
+    }
+
+
+def test_every_schedule_of_this_checkout_is_inactive_until_a_data_source_is_set() -> None:
+    schedules = [each for entry in read_prefect_yaml(CHECKOUT).values() for each in entry.schedules]
+    assert schedules
+    assert not any(schedule.active for schedule in schedules)
+
+
+def test_the_committed_file_holds_no_place_of_one_machine() -> None:
+    assert "pull" not in yaml.safe_load((CHECKOUT / "prefect.yaml").read_text())
+    assert str(CHECKOUT) not in (CHECKOUT / "prefect.yaml").read_text()
+
+
+def test_every_key_that_we_allow_is_one_that_prefect_reads() -> None:
+    from prefect.cli.deploy._models import ConcurrencyLimitSpec, DeploymentConfig, RawScheduleConfig, WorkPoolConfig
+
+    for ours, theirs in (
+        (DeploymentEntry, DeploymentConfig),
+        (prefect_yaml.WorkPoolEntry, WorkPoolConfig),
+        (prefect_yaml.ScheduleEntry, RawScheduleConfig),
+        (prefect_yaml.ConcurrencyEntry, ConcurrencyLimitSpec),
+    ):
+        assert set(ours.model_fields) <= set(theirs.model_fields)
+
+
+def test_a_good_file_is_read_under_its_flows_own_names(checkout: Path) -> None:
+    assert set(read(checkout, entry())) == {"night-shift/nightly"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"shedules": []}, r"deployments\.0\.shedules: Extra inputs are not permitted"),
+        ({"work_pool": {"name": "rlhf", "queue": "a"}}, r"work_pool\.queue: Extra inputs"),
+        ({"enforce_parameter_schema": False}, r"enforce_parameter_schema: Input should be True"),
+        ({"entrypoint": "flows/gone.py:shift"}, r"flows/gone\.py cannot be read"),
+        ({"entrypoint": "flows/shift.py:gone"}, r"has no function 'gone'; it has shift, helper"),
+        ({"entrypoint": "flows/shift.py:helper"}, r"helper is no flow"),
+        ({"parameters": {"preset": "smal"}}, r"there is no preset 'smal'; did you mean small\?"),
+        ({"parameters": {"epsiodes": 2}}, r"parameter 'epsiodes' is none of preset, episodes"),
+        ({"name": "Night Shift"}, r"deployments\.0\.name: String should match"),
+    ],
+)
+def test_a_mistake_in_a_deployment_is_refused_with_its_place(
+    checkout: Path, changes: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ServiceError, match=sentence):
+        read(checkout, entry(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"cron": "0 25 * * *"}, r"schedule nightly of night-shift/nightly: .*[Ii]nvalid cron"),
+        ({"timezone": "Europe/Berln"}, r"schedule nightly of night-shift/nightly: .*timezone"),
+        ({"actve": True}, r"schedules\.0\.actve: Extra inputs"),
+    ],
+)
+def test_a_mistake_in_a_schedule_is_refused_with_its_place(
+    checkout: Path, changes: dict[str, Any], sentence: str
+) -> None:
+    good = {"slug": "nightly", "cron": "0 2 * * *", "timezone": "Europe/Berlin", "active": False}
+    with pytest.raises(ServiceError, match=sentence):
+        read(checkout, entry(schedules=[{**good, **changes}]))
+
+
+def test_two_deployments_of_one_name_are_refused(checkout: Path) -> None:
+    with pytest.raises(ServiceError, match="there are two deployments night-shift/nightly"):
+        read(checkout, entry(), entry())
+
+
+def test_an_unknown_key_at_the_top_is_refused(checkout: Path) -> None:
+    with pytest.raises(ServiceError, match=r"pul: Extra inputs"):
+        read(checkout, entry(), pul=[])
+
+
+def test_a_file_that_is_no_yaml_is_refused_with_the_line(checkout: Path) -> None:
+    (checkout / "prefect.yaml").write_text("deployments: [\n")
+    with pytest.raises(ServiceError, match=r"is not YAML: .*line 2"):
+        read_prefect_yaml(checkout)

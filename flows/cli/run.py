@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
 
 if TYPE_CHECKING:
     from uuid import UUID
@@ -11,14 +13,17 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def run(preset: str = "quickstart", *, parameter: tuple[str, ...] = ()) -> int:
+Given = Annotated[tuple[str, ...], Parameter(name=("--param", "-p"), negative="")]
+
+
+def run(preset: str = "quickstart", /, *, param: Given = ()) -> int:
     """Run the deployment pipeline/PRESET, follow it, and show its report.
 
     The exit status is 0 when all of it ran, whatever the gate decided, and 1 when anything failed.
 
     Args:
         preset: name of the deployment of the flow `pipeline`; FLOW/NAME takes any other.
-        parameter: a parameter of the flow as NAME=VALUE (VALUE as JSON, or else as text); may be repeated.
+        param: a parameter of the flow as NAME=VALUE (VALUE as JSON, or else as text); may be repeated.
     """
     import asyncio
 
@@ -27,7 +32,7 @@ def run(preset: str = "quickstart", *, parameter: tuple[str, ...] = ()) -> int:
     # Width is given where there is no terminal, so that a log file is not broken at 80 columns.
     console = Console(width=None if sys.stdout.isatty() else 140)
     deployment = preset if "/" in preset else f"pipeline/{preset}"
-    return asyncio.run(_run(deployment, _parameters(parameter), console))
+    return asyncio.run(_run(deployment, _parameters(param), console))
 
 
 async def _run(deployment: str, parameters: dict[str, Any], console: Console) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from dotenv import dotenv_values
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from infra.artifacts import ArtifactStore, Manifest, S3Options, open_store
@@ -31,9 +32,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def store(stack: LocalStack, tmp_path_factory: pytest.TempPathFactory) -> ArtifactStore:
-    known = dict(line.split("=", 1) for line in (stack.home / "stack.env").read_text().splitlines() if "=" in line)
+    known = dotenv_values(stack.home / "stack.env")
     options = S3Options(known["RLHF_S3_ENDPOINT_URL"], known["RLHF_S3_ACCESS_KEY"], known["RLHF_S3_SECRET_KEY"])
-    return open_store(known.get("RLHF_STORE_URL", "s3://rlhf"), cache_dir=tmp_path_factory.mktemp("cache"), s3=options)
+    return open_store(str(known["RLHF_STORE_URL"]), cache_dir=tmp_path_factory.mktemp("cache"), s3=options)
 
 
 def command(model: Path, *, seed: int = 0) -> list[str]:

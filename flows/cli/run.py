@@ -36,15 +36,19 @@ def run(preset: str = "quickstart", /, *, param: Given = ()) -> int:
 
 
 async def _run(deployment: str, parameters: dict[str, Any], console: Console) -> int:
-    from prefect.client.orchestration import get_client
+    from prefect.client.orchestration import PrefectClient
 
+    from infra.errors import ServiceError
     from infra.settings import settings
 
-    async with get_client() as client:
+    api_url = settings().prefect_api_url
+    if api_url is None:
+        raise ServiceError("no Prefect server is known here; start one with `rlhf up`, or set PREFECT_API_URL")
+    async with PrefectClient(api_url) as client:
         found = await _deployment(client, deployment)
         flow_run = await client.create_flow_run_from_deployment(found.id, parameters=parameters)
-        api = (settings().prefect_api_url or str(client.api_url)).removesuffix("/").removesuffix("/api")
-        console.print(f"{deployment}: run {flow_run.name}, {api}/runs/flow-run/{flow_run.id}")
+        page = api_url.removesuffix("/").removesuffix("/api")
+        console.print(f"{deployment}: run {flow_run.name}, {page}/runs/flow-run/{flow_run.id}")
         try:
             state = await _follow(client, flow_run.id, console)
         except (KeyboardInterrupt, asyncio_cancelled()):

@@ -34,4 +34,4 @@ types: setup  ## mypy, strict
 check: lint types test  ## everything that CI runs
 
 bench: setup  ## each benchmark prints one JSON line
-	@for file in bench/*.py; do $(BIN)/python "$$file" || exit 1; done
+	@for file in $(wildcard bench/*.py); do $(BIN)/python "$$file" || exit 1; done

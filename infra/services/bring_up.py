@@ -17,7 +17,7 @@ from infra.services.prefect_yaml import DeploymentEntry, read_prefect_yaml
 from infra.services.service import Report, Service, stack_environment
 from infra.services.state import StackState, locked, make_home, write_private
 from infra.services.worker import make_work_pool, worker
-from infra.settings import CHECKOUT, STACK_ENV, Settings, env_file
+from infra.settings import CHECKOUT, STACK_ENV, Settings, env_file, inherited_environment
 
 _PREFECT_PORT = 4200
 
@@ -193,6 +193,9 @@ class _BringingUp:
         if self.home != Settings.model_fields["home"].default:
             told["RLHF_HOME"] = str(self.home)  # so that `rlhf down` ends this very stack
         write_block(env_file(), told)
+        exported = inherited_environment().get("PREFECT_API_URL")
+        if exported not in (None, told["PREFECT_API_URL"]):
+            self.report(f"PREFECT_API_URL is exported as {exported}: unset it, or the prefect command goes there")
 
     def _deploy(self, api_url: str, entries: dict[str, DeploymentEntry]) -> None:
         digest = source_digest(self.checkout)

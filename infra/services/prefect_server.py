@@ -33,10 +33,7 @@ def prefect_server(home: Path, port: int, database_url: str | None) -> Service:
     environment = {
         **prefect_environment(home, f"{address}/api"),
         "PREFECT_SERVER_DATABASE_CONNECTION_URL": database_url or f"sqlite+aiosqlite:///{home}/prefect/prefect.db",
-        # sqlite has one writer: a statement may wait for the others' for as long as it takes.
-        "PREFECT_SERVER_DATABASE_TIMEOUT": "60",
         "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
-        "MALLOC_ARENA_MAX": "2",  # one arena a thread costs this many-threaded server 100 MB
     }
     return Service(
         name="server",

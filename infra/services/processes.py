@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -78,12 +79,26 @@ def end(processes: Iterable[psutil.Process], *, grace_s: float, kill_timeout_s: 
     for process in asked:
         with suppress(psutil.Error):
             process.terminate()
-    _, left = psutil.wait_procs(asked, timeout=grace_s)
+    left = _await_end(asked, grace_s)
     for process in left:
         with suppress(psutil.Error):
             process.kill()
-    _, left = psutil.wait_procs(left, timeout=kill_timeout_s)
-    return [process for process in left if is_live(process)]
+    return _await_end(left, kill_timeout_s)
+
+
+def _await_end(processes: Sequence[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """Return those that still live after the timeout, or none, earlier.
+
+    Not psutil's own: that waits for zombies too, which stay for ever where process 1 does not collect them.
+    """
+    deadline = time.monotonic() + timeout_s
+    while (left := [process for process in processes if is_live(process)]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for process in processes:
+        if process not in left:
+            with suppress(psutil.Error):
+                process.wait(0)  # collects a child of ours
+    return left
 
 
 def memory_bytes(processes: Iterable[psutil.Process]) -> int:

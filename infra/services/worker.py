@@ -42,8 +42,9 @@ def worker(home: Path, api_url: str, environment: Mapping[str, str]) -> Service:
     command = (sys.executable, "-m", "prefect", "worker", "start", "--type", "process")
     told = {
         **prefect_environment(home, api_url),
-        # A server that is away for a minute must not end a night's run.
-        "PREFECT_CLIENT_MAX_RETRIES": "20",
+        # Waits of 2, 4, ... 128 s: a server that is away for four minutes does not end a night's run, and one that
+        # is gone does. The waits double without bound, so that twice as many retries would be a day.
+        "PREFECT_CLIENT_MAX_RETRIES": "7",
         "PREFECT_LOGGING_TO_API_BATCH_INTERVAL": "0.5",  # `rlhf run` follows the log live
         "PREFECT_WORKER_QUERY_SECONDS": "2",
         "PREFECT_WORKER_HEARTBEAT_SECONDS": str(_HEARTBEAT_S),

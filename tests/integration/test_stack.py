@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ async def write():
             print(run.id)
 
 async def main():
-    await asyncio.gather(*(write() for _ in range(6)))
+    await asyncio.gather(*(write() for _ in range(3)))
 
 asyncio.run(main())
 """
@@ -49,10 +49,10 @@ def own_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
         yield running
 
 
-def kill(pid: int) -> None:
-    process = psutil.Process(pid)
-    process.send_signal(signal.SIGKILL)
-    process.wait(timeout=20)
+def kill(process: psutil.Process) -> None:
+    with suppress(psutil.NoSuchProcess):
+        process.kill()
+        process.wait(timeout=20)
 
 
 def up(stack: LocalStack) -> str:
@@ -133,11 +133,11 @@ def test_a_run_finds_the_store_and_a_schedule_of_every_minute_runs_by_itself(sta
 
 def test_the_server_loses_no_state_change_on_sqlite_with_many_writers(stack: LocalStack) -> None:
     # The worker's number of retries: sqlite has one writer, and the server sends the others away for a moment.
-    variables = {"PREFECT_API_URL": stack.api_url, "PREFECT_CLIENT_MAX_RETRIES": "20"}
+    variables = {"PREFECT_API_URL": stack.api_url, "PREFECT_CLIENT_MAX_RETRIES": "7"}
     result = stack.type(sys.executable, "-c", MANY_WRITERS, cwd=stack.home, **variables)
     assert result.returncode == 0, result.stderr
     runs = result.stdout.split()
-    assert len(runs) == 48
+    assert len(runs) == 24
     for run in runs:
         history = prefect_api.call(stack.api_url, "GET", f"/flow_run_states/?flow_run_id={run}")
         assert [state["type"] for state in history] == ["SCHEDULED", "PENDING", "RUNNING", "COMPLETED"]
@@ -146,7 +146,7 @@ def test_the_server_loses_no_state_change_on_sqlite_with_many_writers(stack: Loc
 @pytest.mark.parametrize("service", ["store", "server", "worker"])
 def test_a_killed_service_is_started_again_by_the_next_up(own_stack: LocalStack, service: str) -> None:
     before = own_stack.pids()
-    kill(before[service])
+    kill(psutil.Process(before[service]))
     status = own_stack.type("rlhf", "status", "--json")
     assert status.returncode == 1
     assert {line["name"]: line["state"] for line in read_json(status)}[service] == "died"
@@ -162,7 +162,7 @@ def test_a_run_whose_processes_are_killed_does_not_count_as_running_for_ever(own
     service_pids = {pid for name, pid in own_stack.pids().items() if name != "worker"}
     for process in own_stack.processes():
         if process.pid not in service_pids:
-            kill(process.pid)
+            kill(process)
     up(own_stack)
     assert own_stack.run_state(run) == "CRASHED"
 

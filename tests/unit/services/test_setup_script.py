@@ -129,3 +129,20 @@ def test_make_test_fails_when_no_test_ran(checkout: Path) -> None:
     )
     assert "no tests ran" in result.stdout
     assert result.returncode != 0
+
+
+@pytest.mark.parametrize(
+    ("said", "status", "last"),
+    [
+        ("===== 3 passed in 1.00s =====", 0, "===== 3 passed in 1.00s ====="),
+        ("===== 1 failed, 2 passed in 1.00s =====", 2, "===== 1 failed, 2 passed in 1.00s ====="),
+        ("mypy found errors", 2, "make check stopped with status 2 before pytest had a summary"),
+    ],
+)
+def test_ci_ends_with_pytests_summary_and_the_checks_status(tmp_path: Path, said: str, status: int, last: str) -> None:
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(CHECKOUT / ".ci" / "run", tmp_path / ".ci" / "run")
+    (tmp_path / "Makefile").write_text(f"check:\n\t@echo '{said}'\n\t@echo more\n\t@exit {min(status, 1)}\n")
+    result = subprocess.run([tmp_path / ".ci" / "run"], capture_output=True, text=True, timeout=60, check=False)
+    assert result.stdout.splitlines()[-1] == last
+    assert result.returncode == status

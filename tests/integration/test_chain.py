@@ -9,13 +9,13 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from dotenv import dotenv_values
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from infra.artifacts import ArtifactStore, Manifest, S3Options, open_store
+from infra.clusters import ClusterManifest
 from tests.integration.local_stack import LocalStack, read_json, wait_for
 from tests.tiny_llama import write_tiny_llama
 
@@ -37,13 +37,13 @@ def store(stack: LocalStack, tmp_path_factory: pytest.TempPathFactory) -> Artifa
     return open_store(str(known["RLHF_STORE_URL"]), cache_dir=tmp_path_factory.mktemp("cache"), s3=options)
 
 
-def command(model: Path, *, seed: int = 0) -> list[str]:
+def command(model: Path, *, seed: int = 0, episodes: int = EPISODES) -> list[str]:
     """`rlhf run quickstart`, small: a model that has just learnt the form of an answer, and few problems."""
     overrides = {
         "data.task_parameters": {"min_numbers": 2, "max_numbers": 2, "max_decimals": 0, "min_value": 1, "max_value": 9},
-        "data.splits": {"sft": 32, "preferences": 16, "ppo": 16, "evaluation": 12},
-        "sft.epochs": 20,
-        "sft.lr": 3e-3,
+        "data.splits": {"sft": 64, "preferences": 16, "ppo": 16, "evaluation": 12},
+        "sft.epochs": 15,
+        "sft.lr": 1e-2,
         "sft.dtype": "float32",
         "reward_model.max_new_tokens": 28,
         "reward_model.heldout_fraction": 0.5,
@@ -55,7 +55,7 @@ def command(model: Path, *, seed: int = 0) -> list[str]:
         "evaluation.max_new_tokens": 28,
         "ppo.cluster.object_store_mb": 128,
     }
-    parameters = {"model": str(model), "episodes": EPISODES, "seed": seed, "overrides": json.dumps(overrides)}
+    parameters = {"model": str(model), "episodes": episodes, "seed": seed, "overrides": json.dumps(overrides)}
     given = [part for name, value in parameters.items() for part in ("-p", f"{name}={value}")]
     return ["rlhf", "run", "quickstart", *given]
 
@@ -151,11 +151,13 @@ def test_lineage_leads_from_the_policy_to_the_base_model(
 def test_a_run_killed_in_mid_ppo_goes_on_from_its_last_commit(
     stack: LocalStack, model: Path, store: ArtifactStore, tmp_path: Path
 ) -> None:
+    episodes = 12  # long enough to be killed in the middle
+    to_be_killed = command(model, seed=1, episodes=episodes)
     with (tmp_path / "out").open("w") as out:
-        run = subprocess.Popen(command(model, seed=1), env=stack.environment, stdout=out, stderr=out, text=True)
+        run = subprocess.Popen(to_be_killed, env=stack.environment, stdout=out, stderr=out, text=True)
         try:
             wait_for(lambda: committed_by_seed_1(store), "the first committed episode", timeout_s=300)
-            os.kill(flow_process(stack).pid, signal.SIGKILL)
+            os.kill(flow_process(stack), signal.SIGKILL)
             assert run.wait(timeout=120) == 1, (tmp_path / "out").read_text()
         finally:
             run.kill()
@@ -163,14 +165,14 @@ def test_a_run_killed_in_mid_ppo_goes_on_from_its_last_commit(
     wait_for(lambda: not cluster_processes(stack), "the end of the killed run's cluster", timeout_s=30)
     committed = committed_by_seed_1(store)
     assert committed is not None
-    assert committed.version < EPISODES, "the run was killed too late to show anything"
+    assert committed.version < episodes, "the run was killed too late to show anything"
     before = store.read_json(committed, "state.json")["history"]
-    again = stack.type(*command(model, seed=1), timeout_s=400)
+    again = stack.type(*to_be_killed, timeout_s=400)
     assert again.returncode == 0, again.stdout + again.stderr
     last = committed_by_seed_1(store)
     assert last is not None
     history = store.read_json(last, "state.json")["history"]
-    assert [record["episode"] for record in history] == list(range(EPISODES))
+    assert [record["episode"] for record in history] == list(range(episodes))
     assert history[: len(before)] == before
     assert len({record["incarnation"] for record in history}) == 2
     assert cluster_processes(stack) == []
@@ -181,7 +183,7 @@ def committed_by_seed_1(store: ArtifactStore) -> Manifest | None:
     return max(states, key=lambda each: each.version, default=None)
 
 
-def flow_process(stack: LocalStack) -> psutil.Process:
-    """Return the process in which the worker runs a flow."""
-    [found] = [each for each in stack.processes() if "prefect.flow_engine" in " ".join(each.cmdline())]
-    return found
+def flow_process(stack: LocalStack) -> int:
+    """Return the process in which the flow runs: it owns the run's cluster."""
+    [manifest] = (stack.home / "clusters").glob("*.json")
+    return ClusterManifest.load(manifest).owner.pid

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dotenv import dotenv_values
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.evaluate import evaluate
@@ -37,8 +38,8 @@ def told(stack: LocalStack, monkeypatch: pytest.MonkeyPatch) -> Callable[..., st
     monkeypatch.setenv("RLHF_ENV_FILE", str(stack.env_file))
 
     def call(flow: Any, **parameters: Any) -> str:
-        store = open_default_store() if "RLHF_STORE_URL" not in parameters.get("environment", {}) else None
-        before = None if store is None else [manifest.ref for manifest in store.list()]
+        store = open_default_store()
+        before = [manifest.ref for manifest in store.list()]
         for name, value in parameters.pop("environment", {}).items():
             monkeypatch.setenv(name, value)
         with temporary_settings({PREFECT_API_URL: stack.api_url}):
@@ -47,8 +48,7 @@ def told(stack: LocalStack, monkeypatch: pytest.MonkeyPatch) -> Callable[..., st
         message = str(state.message)
         assert "\n" not in message
         assert "Traceback" not in message
-        if store is not None:
-            assert [manifest.ref for manifest in store.list()] == before, "nothing is made, nothing is lost"
+        assert [manifest.ref for manifest in store.list()] == before, "nothing is made, nothing is lost"
         return message
 
     return call
@@ -136,9 +136,10 @@ def test_an_unknown_reference_is_named_before_anything_is_made(
     ],
 )
 def test_a_store_that_cannot_be_used_says_why(
-    told: Callable[..., str], model: str, environment: dict[str, str], parts: list[str]
+    stack: LocalStack, told: Callable[..., str], model: str, environment: dict[str, str], parts: list[str]
 ) -> None:
-    message = told(sft, model=model, environment=environment)
+    usual = {name: value for name, value in dotenv_values(stack.home / "stack.env").items() if value is not None}
+    message = told(sft, model=model, environment=usual | environment)
     for part in parts:
         assert part in message, message
 

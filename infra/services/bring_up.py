@@ -16,6 +16,7 @@ from infra.services.prefect_server import prefect_environment, prefect_server
 from infra.services.prefect_yaml import DeploymentEntry, read_prefect_yaml
 from infra.services.service import Report, Service, stack_environment
 from infra.services.state import StackState, locked, make_home, write_private
+from infra.services.take_down import remove_sockets
 from infra.services.worker import make_work_pool, worker
 from infra.settings import CHECKOUT, STACK_ENV, Settings, env_file, inherited_environment
 
@@ -85,12 +86,13 @@ class _BringingUp:
 
     def undo(self) -> None:
         """End what was started, so that a failure leaves nothing half-started behind."""
-        if not self.started:
-            return
-        self.report("ending what was started")
+        if self.started:
+            self.report("ending what was started")
         pids = {process.pid for process in self.started}
         processes.end([each for process in self.started for each in processes.tree(process)], grace_s=10.0)
         self.state.services = {name: each for name, each in self.state.services.items() if each.pid not in pids}
+        if not any(record.process() for record in self.state.services.values()):
+            remove_sockets(self.state)
         self.state.save(self.home)
 
     def _make_directories(self) -> None:

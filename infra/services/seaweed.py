@@ -74,7 +74,28 @@ def seaweed(home: Path, ports: Mapping[str, int], socket_dir: Path) -> Service:
         socket_dir: a short, private directory.
     """
     data = home / "store"
-    flags = {
+    flags = _flags(data, ports, socket_dir)
+    address = f"http://127.0.0.1:{ports['s3']}"
+    return Service(
+        name="store",
+        title="the object store (SeaweedFS)",
+        command=(_weed(), "mini", *(f"-{name}={value}" for name, value in flags.items())),
+        environment={
+            "AWS_ACCESS_KEY_ID": ACCESS_KEY,  # SeaweedFS makes these its administrator's
+            "AWS_SECRET_ACCESS_KEY": load_secret(home),
+            "GOMEMLIMIT": _MEMORY_LIMIT,
+        },
+        cwd=data,
+        log=home / "logs" / "store.log",
+        address=address,
+        probe=lambda _: None if is_healthy(address) else "did not answer",
+        start_timeout_s=60.0,
+        settle_timeout_s=5.0,
+    )
+
+
+def _flags(data: Path, ports: Mapping[str, int], socket_dir: Path) -> dict[str, object]:
+    return {
         "dir": data,
         "ip": "127.0.0.1",
         "ip.bind": "127.0.0.1",
@@ -98,23 +119,6 @@ def seaweed(home: Path, ports: Mapping[str, int], socket_dir: Path) -> Service:
         "admin.ui": "false",
         "webdav": "false",
     }
-    address = f"http://127.0.0.1:{ports['s3']}"
-    return Service(
-        name="store",
-        title="the object store (SeaweedFS)",
-        command=(_weed(), "mini", *(f"-{name}={value}" for name, value in flags.items())),
-        environment={
-            "AWS_ACCESS_KEY_ID": ACCESS_KEY,  # SeaweedFS makes these its administrator's
-            "AWS_SECRET_ACCESS_KEY": load_secret(home),
-            "GOMEMLIMIT": _MEMORY_LIMIT,
-        },
-        cwd=data,
-        log=home / "logs" / "store.log",
-        address=address,
-        probe=lambda _: None if is_healthy(address) else "did not answer",
-        start_timeout_s=60.0,
-        settle_timeout_s=5.0,
-    )
 
 
 def is_healthy(address: str) -> bool:

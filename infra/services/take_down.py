@@ -45,12 +45,18 @@ def down(settings: Settings, report: Report) -> int:
         _end(processes.marked(state.id), grace_s=5.0)
         if left := processes.marked(state.id):  # started while the others were ended
             _end(left, grace_s=0.0)
-        seaweed.remove_sockets(state.ports)
-        if state.socket_dir is not None:
-            shutil.rmtree(state.socket_dir, ignore_errors=True)
-        state.services, state.socket_dir = {}, None
+        state.services = {}
+        remove_sockets(state)
         state.save(settings.home)
         return len(live)
+
+
+def remove_sockets(state: StackState) -> None:
+    """Remove what a stack without services has left in the system's temp folder."""
+    seaweed.remove_sockets(state.ports)
+    if state.socket_dir is not None:
+        shutil.rmtree(state.socket_dir, ignore_errors=True)
+    state.socket_dir = None
 
 
 def _end_runs(state: StackState, live: dict[str, psutil.Process], report: Report) -> None:

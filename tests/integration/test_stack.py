@@ -208,3 +208,4 @@ def test_a_service_that_cannot_start_is_told_with_its_log_and_nothing_is_left(tm
     assert len(result.stderr.splitlines()) == 1
     assert stack.processes() == []
     assert stack.state.services == {}
+    assert stack.state.socket_dir is None

@@ -109,7 +109,8 @@ def test_up_on_a_demanded_port_that_is_occupied_starts_nothing(
     told = capsys.readouterr()
     assert told.err.startswith(f"rlhf: port {port} ({variable}) for ")
     assert "starting" not in told.out
-    assert json.loads((home / "stack.json").read_text())["services"] == {}
+    state = json.loads((home / "stack.json").read_text())
+    assert (state["services"], state["socket_dir"]) == ({}, None)
 
 
 def test_up_in_a_home_that_cannot_be_written_is_one_sentence(

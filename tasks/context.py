@@ -17,6 +17,7 @@ from infra.errors import ReferenceNotFoundError
 from infra.settings import Settings, settings
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import ConfigError
+from tasks.progress import say
 from tasks.results import Parent, StageResult
 
 BASE_MODEL = "model/base"
@@ -112,8 +113,10 @@ def commit_stage(
 
 def base_model(context: Context, config: PipelineConfig) -> Parent:
     """Return the preset's base model, on this machine and identified by its content."""
-    from rlhf_core.models.loading import locate_model, model_digest
+    from rlhf_core.models.loading import find_local, locate_model, model_digest
 
+    if find_local(config.model.path, models_dir=context.settings.models_dir) is None:
+        say("model", f"getting {config.model.path}; once, then it is kept")
     directory = locate_model(config.model.path, models_dir=context.settings.models_dir)
     digest = model_digest(directory, models_dir=context.settings.models_dir)
     return Parent(uri=f"model/{Path(config.model.path).name}", digest=digest, path=str(directory))

@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from infra.clusters.driver import connect, disconnect
     from infra.clusters.lease import lease_cluster, reap_orphans, release_cluster
-    from infra.clusters.manifest import ClusterManifest, ProcessRecord
+    from infra.clusters.manifest import ClusterManifest
     from infra.clusters.reaper import leftover_processes
 
 _HOME = {
     "ClusterManifest": "manifest",
-    "ProcessRecord": "manifest",
     "connect": "driver",
     "disconnect": "driver",
     "lease_cluster": "lease",
@@ -32,7 +31,6 @@ _HOME = {
 
 __all__ = [
     "ClusterManifest",
-    "ProcessRecord",
     "connect",
     "disconnect",
     "lease_cluster",

@@ -11,11 +11,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from infra.clusters.manifest import ClusterManifest, ProcessRecord, manifest_path
+from infra.clusters.manifest import ClusterManifest, manifest_path
 from infra.clusters.ray_head import new_temp_dir, start_head
 from infra.clusters.reaper import end_cluster
 from infra.clusters.watchdog import CLEAN, Watch, start_watchdog, wait_for_words
 from infra.errors import ClusterError
+from infra.process_record import ProcessRecord
 
 logger = logging.getLogger(__name__)
 _HEARTBEAT_S = 5.0

@@ -8,48 +8,20 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal, Self
 
-import psutil
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from infra.errors import ClusterError
+from infra.process_record import ProcessRecord
 
 MARK_VARIABLE = "RLHF_CLUSTER"
 """Environment variable that every process of a cluster inherits; its value is the cluster's mark."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
-class ProcessRecord(_Record):
-    """One process, recognised by its id and its start: an id alone may have been given to another since."""
-
-    pid: int
-    started: float
-
-    @classmethod
-    def of(cls, pid: int) -> Self:
-        """Record a running process.
-
-        Raises:
-            psutil.NoSuchProcess: if there is none of this id.
-        """
-        return cls(pid=pid, started=_start_time(pid))
-
-    def process(self) -> psutil.Process | None:
-        """Return the process if it still is the recorded one and has not ended (a zombie has)."""
-        try:
-            process = psutil.Process(self.pid)
-            if _start_time(self.pid) == self.started and process.status() != psutil.STATUS_ZOMBIE:
-                return process
-        except psutil.Error:
-            pass
-        return None
-
-
-class ClusterManifest(_Record):
+class ClusterManifest(BaseModel):
     """A cluster's record on disk, from before its first process until after its last."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     schema_version: Literal[1] = 1
     name: str
@@ -131,14 +103,3 @@ def manifest_path(directory: Path, name: str) -> Path:
             f"{name!r} is no name for a cluster; take letters, digits, '.', '_' and '-', at most 100 of them"
         )
     return directory / f"{name}.json"
-
-
-def _start_time(pid: int) -> float:
-    """Return when a process started: since boot where the system tells it, else since the epoch.
-
-    The time since boot does not move when the clock is set, and a live owner must never look dead.
-    """
-    try:
-        return float(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except (FileNotFoundError, ProcessLookupError):
-        return psutil.Process(pid).create_time()

@@ -15,9 +15,10 @@ from typing import NamedTuple
 
 import psutil
 
-from infra.clusters.manifest import MARK_VARIABLE, ClusterManifest, ProcessRecord
+from infra.clusters.manifest import MARK_VARIABLE, ClusterManifest
 from infra.clusters.reaper import TEMP_PREFIX, leftover_processes
 from infra.errors import ClusterError
+from infra.process_record import ProcessRecord
 
 MIN_OBJECT_STORE_MB = 80
 """Ray refuses less than 75 MiB."""

@@ -16,8 +16,9 @@ from pathlib import Path
 
 import psutil
 
-from infra.clusters.manifest import MARK_VARIABLE, ClusterManifest, ProcessRecord
+from infra.clusters.manifest import MARK_VARIABLE, ClusterManifest
 from infra.errors import ClusterError
+from infra.process_record import ProcessRecord, describe, is_live, marked_processes
 
 logger = logging.getLogger(__name__)
 TEMP_PREFIX = "rf-"
@@ -30,14 +31,14 @@ _KEPT_LOGS = 20
 
 def leftover_processes(mark: str, records: Iterable[ProcessRecord] = ()) -> list[psutil.Process]:
     """Return the live processes of a cluster: marked ones, recorded ones, and all that descend from them."""
-    roots = [process for process in psutil.process_iter() if _mark_of(process) == mark]
+    roots = marked_processes(MARK_VARIABLE, mark)
     roots += [process for record in records if (process := record.process()) is not None]
     found = {process.pid: process for process in roots}
     for root in roots:
         with suppress(psutil.Error):
             found.update((child.pid, child) for child in root.children(recursive=True))
     found.pop(os.getpid(), None)
-    return [process for process in found.values() if _is_live(process)]
+    return [process for process in found.values() if is_live(process)]
 
 
 def end_cluster(path: Path, manifest: ClusterManifest, *, timeout_s: float = 25.0) -> None:
@@ -58,7 +59,7 @@ def end_cluster(path: Path, manifest: ClusterManifest, *, timeout_s: float = 25.
         manifest = written if written.mark == manifest.mark else manifest
     left = _end_processes(manifest, timeout_s)
     if left:
-        names = ", ".join(f"{process.pid} ({_name_of(process)})" for process in left)
+        names = ", ".join(describe(process) for process in left)
         raise ClusterError(
             f"cluster {manifest.name!r} still has processes after {timeout_s:g} s and SIGKILL: {names}; "
             "they are probably waiting for a device or a file system"
@@ -103,24 +104,3 @@ def _keep_logs(manifest: ClusterManifest) -> None:
             shutil.rmtree(entry, ignore_errors=True)
     except OSError as error:  # another process tidies at the same time, or the disk is full
         logger.warning("the logs of cluster %r were not kept: %s", manifest.name, error)
-
-
-def _mark_of(process: psutil.Process) -> str | None:
-    try:
-        return process.environ().get(MARK_VARIABLE)
-    except (psutil.Error, OSError):  # gone, a zombie, or another user's
-        return None
-
-
-def _is_live(process: psutil.Process) -> bool:
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
-
-
-def _name_of(process: psutil.Process) -> str:
-    try:
-        return process.name()
-    except psutil.Error:
-        return "gone since"

@@ -20,9 +20,10 @@ from typing import NamedTuple
 
 import psutil
 
-from infra.clusters.manifest import ClusterManifest, ProcessRecord
+from infra.clusters.manifest import ClusterManifest
 from infra.clusters.reaper import end_cluster
 from infra.errors import ClusterError
+from infra.process_record import ProcessRecord
 
 logger = logging.getLogger(__name__)
 CLEAN = b"clean\n"

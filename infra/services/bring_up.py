@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 
 from infra.errors import ServiceError
+from infra.process_record import describe
 from infra.services import processes, runs, seaweed
 from infra.services.deployments import all_present, deploy, source_digest
 from infra.services.env_file import write_block
@@ -163,7 +164,7 @@ class _BringingUp:
         # A worker that is asked to end kills its flow runs; one that is killed leaves them to finish.
         doomed = [process] if service.name == "worker" else processes.tree(process)
         if left := processes.end(doomed, grace_s=0.0 if service.name == "worker" else 15.0):
-            names = ", ".join(processes.describe(each) for each in left)
+            names = ", ".join(describe(each) for each in left)
             raise ServiceError(f"{service.title} does not end, in spite of SIGKILL: {names}")
 
     def _await(self, service: Service, process: psutil.Process) -> None:

@@ -1,4 +1,4 @@
-"""Processes that outlive the command that started them: started, recognised, measured, ended."""
+"""Processes that outlive the command that started them: started, measured, ended."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pathlib import Path
 
 import psutil
 
+from infra.process_record import is_live, marked_processes
+
 STACK_VARIABLE = "RLHF_STACK"
 """Stands in the environment of every process of a stack, those of its runs included."""
-
-_CLOCK_SLACK_S = 2.0
 
 
 def spawn(command: Sequence[str], *, environment: Mapping[str, str], cwd: Path, log: Path) -> psutil.Process:
@@ -40,28 +40,9 @@ def spawn(command: Sequence[str], *, environment: Mapping[str, str], cwd: Path, 
     return psutil.Process(child.pid)
 
 
-def find(pid: int, started: float) -> psutil.Process | None:
-    """Return the process with this id if it is the one that started then, and lives: ids are used again."""
-    try:
-        process = psutil.Process(pid)
-        if abs(process.create_time() - started) > _CLOCK_SLACK_S or not is_live(process):
-            return None
-    except psutil.Error:
-        return None
-    return process
-
-
-def is_live(process: psutil.Process) -> bool:
-    """Whether a process still runs; one that only waits for its parent to ask after it does not."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
-
-
 def marked(stack_id: str) -> list[psutil.Process]:
     """Return the live processes of a stack, less this one and those that it descends from."""
-    found = [process for process in psutil.process_iter() if _mark(process) == stack_id and is_live(process)]
+    found = marked_processes(STACK_VARIABLE, stack_id)
     ours = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
     return [process for process in found if process.pid not in ours]
 
@@ -108,18 +89,3 @@ def memory_bytes(processes: Iterable[psutil.Process]) -> int:
         with suppress(psutil.Error, OSError):
             total += process.memory_full_info().pss if sys.platform == "linux" else process.memory_info().rss
     return total
-
-
-def describe(process: psutil.Process) -> str:
-    """Return the id and the name of a process, for messages."""
-    try:
-        return f"{process.pid} ({process.name()})"
-    except psutil.Error:
-        return str(process.pid)
-
-
-def _mark(process: psutil.Process) -> str | None:
-    try:
-        return process.environ().get(STACK_VARIABLE)
-    except (psutil.Error, OSError):  # gone, a zombie, or another user's
-        return None

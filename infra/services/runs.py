@@ -6,6 +6,7 @@ from typing import Any
 
 import psutil
 
+from infra.process_record import is_live
 from infra.services import prefect_api, processes
 from infra.services.worker import WORK_POOL
 
@@ -64,7 +65,7 @@ def _runs_with_a_process() -> set[str]:
 
 
 def _has_prefect_module(process: psutil.Process) -> bool:
-    return processes.is_live(process) and any(part.startswith("prefect.") for part in process.cmdline())
+    return is_live(process) and any(part.startswith("prefect.") for part in process.cmdline())
 
 
 def _runs_a_flow(process: psutil.Process) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from infra.errors import ServiceError
+from infra.process_record import ProcessRecord, is_live
 from infra.services import processes
 from infra.services.state import ServiceRecord
 from infra.settings import inherited_environment
@@ -69,8 +70,7 @@ class Service:
     def record(self, process: psutil.Process) -> ServiceRecord:
         """Return what is remembered of a started service."""
         return ServiceRecord(
-            pid=process.pid,
-            started=process.create_time(),
+            identity=ProcessRecord.of(process.pid),
             fingerprint=self.fingerprint,
             address=self.address,
             log=self.log,
@@ -85,7 +85,7 @@ class Service:
         limit = self.start_timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit
         while (missing := self.probe(process)) is not None:
-            if not processes.is_live(process):
+            if not is_live(process):
                 raise ServiceError(f"{self.title} ended while it started: {last_words(self.log)}")
             if time.monotonic() > deadline:
                 raise ServiceError(f"{self.title} {missing} after {limit:g} s: {last_words(self.log)}")

@@ -14,7 +14,7 @@ import psutil
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from infra.errors import ServiceError
-from infra.services import processes
+from infra.process_record import ProcessRecord
 
 STATE_FILE = "stack.json"
 LOCK_FILE = "stack.lock"
@@ -25,17 +25,20 @@ class ServiceRecord(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    pid: int
-    started: float
-    """When the process started, by the kernel: with the id, it names one process for ever."""
+    identity: ProcessRecord
     fingerprint: str
     """Digest of command and environment: another one means that the service wants restarting."""
     address: str
     log: Path
 
+    @property
+    def pid(self) -> int:
+        """Its process id; that of another process, perhaps, once the service is gone."""
+        return self.identity.pid
+
     def process(self) -> psutil.Process | None:
         """Return the service's process, or None when it is gone."""
-        return processes.find(self.pid, self.started)
+        return self.identity.process()
 
 
 class StackState(BaseModel):

@@ -10,6 +10,7 @@ from contextlib import suppress
 import psutil
 
 from infra.errors import ServiceError
+from infra.process_record import describe, is_live
 from infra.services import processes, runs, seaweed
 from infra.services.service import Report
 from infra.services.state import StackState, locked
@@ -39,7 +40,7 @@ def down(settings: Settings, report: Report) -> int:
         live = {name: process for name, record in state.services.items() if (process := record.process())}
         _end_runs(state, live, report)
         for name, process in live.items():
-            if processes.is_live(process):
+            if is_live(process):
                 report(f"ending the {name}")
         _end([each for process in live.values() for each in processes.tree(process)], _SERVICES_GRACE_S)
         _end(processes.marked(state.id), grace_s=5.0)
@@ -90,7 +91,7 @@ def _await_clusters(state: StackState, services: Sequence[psutil.Process], repor
 
 def _end(doomed: Sequence[psutil.Process], grace_s: float) -> None:
     if left := processes.end(doomed, grace_s=grace_s):
-        names = ", ".join(processes.describe(process) for process in left)
+        names = ", ".join(describe(process) for process in left)
         raise ServiceError(
             f"these processes of the stack are left, in spite of SIGKILL: {names}; they probably wait for a device "
             "or a file system: run `rlhf down` again"

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from infra.clusters import ClusterManifest, ProcessRecord, lease_cluster, reap_orphans, release_cluster
+from infra.clusters import ClusterManifest, lease_cluster, reap_orphans, release_cluster
 from infra.errors import ClusterError
+from infra.process_record import ProcessRecord
 
 
 def _left_behind(directory: Path, owner: ProcessRecord) -> Path:

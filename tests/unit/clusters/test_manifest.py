@@ -1,13 +1,12 @@
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from infra.clusters import ClusterManifest, ProcessRecord
+from infra.clusters import ClusterManifest
 from infra.clusters.manifest import manifest_path
 from infra.errors import ClusterError
+from infra.process_record import ProcessRecord
 
 
 def _manifest(directory: Path) -> ClusterManifest:
@@ -44,23 +43,6 @@ def test_what_is_no_manifest_is_refused_by_its_file_name(tmp_path: Path, content
 def test_a_name_that_could_not_be_a_file_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ClusterError, match="no name for a cluster"):
         manifest_path(tmp_path, name)
-
-
-def test_a_process_is_recognised_by_its_start_and_not_by_its_id_alone() -> None:
-    me = ProcessRecord.of(os.getpid())
-    assert me.process() is not None
-    assert ProcessRecord(pid=me.pid, started=me.started + 1).process() is None
-
-
-def test_a_process_that_has_ended_is_gone_even_before_its_parent_looks() -> None:
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    record = ProcessRecord.of(child.pid)
-    assert record.process() is not None
-    child.kill()
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it is a zombie from here on
-    assert record.process() is None
-    child.communicate()
-    assert record.process() is None
 
 
 def test_a_cluster_runs_only_while_both_of_rays_processes_do(tmp_path: Path) -> None:

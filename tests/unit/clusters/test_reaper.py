@@ -8,10 +8,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from infra.clusters import ClusterManifest, ProcessRecord, leftover_processes
+from infra.clusters import ClusterManifest, leftover_processes
 from infra.clusters.manifest import MARK_VARIABLE
 from infra.clusters.reaper import end_cluster
 from infra.errors import ClusterError
+from infra.process_record import ProcessRecord
 
 Start = Callable[..., subprocess.Popen[str]]
 SLEEP = "import time; print('up', flush=True); time.sleep(600)"

@@ -7,9 +7,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from infra.clusters.manifest import ClusterManifest, ProcessRecord
+from infra.clusters.manifest import ClusterManifest
 from infra.clusters.watchdog import CLEAN, start_watchdog, wait_for_words, watch
 from infra.errors import ClusterError
+from infra.process_record import ProcessRecord
 
 ME = ProcessRecord.of(os.getpid())
 

@@ -1,4 +1,4 @@
-"""Processes are recognised by id and start, found by their mark, and ended even when they would rather not."""
+"""Processes are found by their mark, and ended even when they would rather not."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from infra.process_record import is_live
 from infra.services import processes
 
 MARK = f"test-{os.getpid()}"
@@ -50,15 +51,6 @@ def test_the_log_before_is_kept_beside_the_new_one(log: Path) -> None:
     assert (log.read_text(), log.with_name("program.log.1").read_text()) == ("second\n", "first\n")
 
 
-def test_a_process_is_found_by_its_id_and_start_together(log: Path) -> None:
-    process = spawn("import time; time.sleep(60)", log)
-    started = process.create_time()
-    assert processes.find(process.pid, started) == process
-    assert processes.find(process.pid, started - 1000) is None, "another process had this id before"
-    processes.end([process], grace_s=5)
-    assert processes.find(process.pid, started) is None
-
-
 def test_descendants_are_found_by_the_mark_that_they_inherit(log: Path) -> None:
     process = spawn(WITH_CHILD, log)
     wait_for(lambda: len(processes.marked(MARK)) == 2, "parent and child")
@@ -66,16 +58,15 @@ def test_descendants_are_found_by_the_mark_that_they_inherit(log: Path) -> None:
 
 
 def test_this_process_is_never_among_the_marked(monkeypatch: pytest.MonkeyPatch) -> None:
-    mark = psutil.Process().environ().get(processes.STACK_VARIABLE)
-    monkeypatch.setattr(processes, "_mark", lambda _: mark or MARK)
-    assert os.getpid() not in {process.pid for process in processes.marked(mark or MARK)}
+    monkeypatch.setattr(processes, "marked_processes", lambda *_: list(psutil.process_iter()))
+    assert os.getpid() not in {process.pid for process in processes.marked(MARK)}
 
 
 def test_a_process_that_ignores_sigterm_is_ended_all_the_same(log: Path) -> None:
     process = spawn(STUBBORN, log)
     wait_for(lambda: log.read_text() == "ready\n", "the handler")
     assert processes.end([process], grace_s=0.2) == []
-    assert not processes.is_live(process)
+    assert not is_live(process)
 
 
 def test_memory_is_that_of_live_processes_alone(log: Path) -> None:

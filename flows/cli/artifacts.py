@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.tree import Tree
 
-    from infra.artifacts import Lineage, Manifest
+    from infra.artifacts import ArtifactStore, Lineage, Manifest
 
 app = App(name="artifacts", help="Look into the artifact store, and take things out of it.")
 Json = Annotated[bool, Parameter(name="--json", negative="")]
@@ -33,8 +33,7 @@ def list_artifacts(what: str | None = None, *, as_json: Json = False) -> None:
     from infra.artifacts import open_default_store
 
     store = open_default_store()
-    kind, _, name = (what or "").partition("/")
-    manifests = store.list(kind or None, name or None)
+    manifests = _listed(store, what) if what else store.list()
     pointers = {artifact: store.aliases(*artifact) for artifact in {(m.kind, m.name) for m in manifests}}
     rows = [
         _summary(manifest)
@@ -135,6 +134,7 @@ def lineage(reference: str, *, as_json: Json = False) -> None:
         reference: `kind/name` (the latest), `kind/name@version` or `kind/name@alias`.
         as_json: print JSON.
     """
+    from rich.text import Text
     from rich.tree import Tree
 
     from infra.artifacts import open_default_store
@@ -142,17 +142,34 @@ def lineage(reference: str, *, as_json: Json = False) -> None:
     origin = open_default_store().lineage(reference)
     if as_json:
         return _write_json(_lineage_json(origin, set()))
-    tree = Tree(_label(origin))
+    tree = Tree(Text(_label(origin)))
     _grow(tree, origin, {origin.ref.uri})
     _console().print(tree)
     return None
 
 
+def _listed(store: ArtifactStore, what: str) -> list[Manifest]:
+    """Return the versions of a kind or an artifact.
+
+    Raises:
+        ReferenceNotFoundError: if there is no such kind, or no such artifact in a store that holds others.
+    """
+    from infra.artifacts import KINDS
+
+    kind, _, name = what.partition("/")
+    found = store.list(kind, name or None) if kind in KINDS else []
+    if not found and (kind not in KINDS or (name and store.list())):
+        store.resolve(what)  # says what there is instead
+    return found
+
+
 def _grow(tree: Tree, node: Lineage, shown: set[str]) -> None:
     """Add a node's parents; what was shown already is named without its own."""
+    from rich.text import Text
+
     for parent in node.parents:
         repeated = parent.ref.uri in shown and bool(parent.parents)
-        branch = tree.add(f"{_label(parent)}{'  (parents above)' if repeated else ''}")
+        branch = tree.add(Text(f"{_label(parent)}{'  (parents above)' if repeated else ''}"))
         if not repeated:
             shown.add(parent.ref.uri)
             _grow(branch, parent, shown)

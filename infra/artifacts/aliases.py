@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import time
 from datetime import UTC, datetime
+from enum import Enum
+from typing import Final
 from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -15,6 +18,17 @@ from infra.artifacts.ref import check_alias
 from infra.errors import StoreError
 
 MOVE_TIMEOUT_S = 60.0
+FIRST_PAUSE_S = 0.02
+LONGEST_PAUSE_S = 1.0
+
+
+class Unset(Enum):
+    """Says that an argument was not given, where None means something."""
+
+    UNSET = "unset"
+
+
+UNSET: Final = Unset.UNSET
 
 
 class AliasMove(BaseModel):
@@ -56,26 +70,57 @@ def list_aliases(backend: Backend, kind: str, name: str) -> dict[str, Alias]:
     return {alias: content for alias, content in found.items() if content is not None}
 
 
-def move_alias(backend: Backend, target: Manifest, alias: str, *, why: str, who: str) -> None:
+def move_alias(
+    backend: Backend,
+    target: Manifest,
+    alias: str,
+    *,
+    why: str,
+    who: str,
+    expected: str | Unset | None = UNSET,
+) -> None:
     """Point an alias at a version by compare-and-swap, so that no other's move is lost from the history.
 
+    Args:
+        backend: where.
+        target: what it is to point at.
+        alias: its name.
+        why: the reason, for its history.
+        who: the mover, for its history.
+        expected: the reference of the version that it must point at until then; None: it must not exist.
+
     Raises:
-        StoreError: if the alias cannot have that name, or others kept moving it all the time.
+        StoreError: if the alias cannot have that name, points at something else than expected, or others kept
+            moving it all the time.
     """
     key = alias_key(target.kind, target.name, check_alias(alias))
     move = AliasMove(uri=target.uri, digest=target.digest, why=why, who=who, when=datetime.now(UTC), id=uuid4().hex)
     deadline = time.monotonic() + MOVE_TIMEOUT_S
+    pause_s = FIRST_PAUSE_S
     while time.monotonic() < deadline:
         current, tag = _read(backend, key)
         history = current.history if current else ()
         if any(past.id == move.id for past in history):  # the answer to our write was lost
             return
+        _check_expected(current, expected, target, alias)
         data = Alias(history=(*history, move)).model_dump_json(indent=1).encode()
         if backend.create(key, data) if current is None else backend.replace(key, data, tag):
             return
+        time.sleep(pause_s * random.uniform(0.5, 1.0))  # or many movers would meet again and again
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
     raise StoreError(
         f"the alias {alias!r} of {target.kind}/{target.name} could not be moved within "
         f"{MOVE_TIMEOUT_S:.0f} s: others kept moving it, or the server does not honour If-Match; try again"
+    )
+
+
+def _check_expected(current: Alias | None, expected: str | Unset | None, target: Manifest, alias: str) -> None:
+    present = None if current is None else current.uri
+    if expected is UNSET or present == expected:
+        return
+    raise StoreError(
+        f"the alias {alias!r} of {target.kind}/{target.name} points at {present or 'nothing'}, but its move to "
+        f"{target.uri} was decided when it pointed at {expected or 'nothing'}; it stays: decide anew"
     )
 
 

@@ -35,12 +35,14 @@ class Catalog:
 
     def names(self, kind: str) -> list[str]:
         """Return the names of a kind that have a version."""
-        return [name for name in self._backend.children(f"{VERSIONS}{check_kind(kind)}/") if self.versions(kind, name)]
+        return [name for name in self._folders(kind) if self.versions(kind, name)]
 
     def versions(self, kind: str, name: str) -> list[int]:
         """Return the numbers of an artifact's versions, lowest first, without reading any."""
         found = map(_MANIFEST.fullmatch, self._backend.children(versions_prefix(kind, name)))
-        return [int(match[1]) for match in found if match]
+        versions = [int(match[1]) for match in found if match]
+        self._forget_all_but(kind, name, versions)
+        return versions
 
     def read(self, kind: str, name: str, version: int) -> Manifest | None:
         """Return the manifest of a version, or None if there is none."""
@@ -51,8 +53,16 @@ class Catalog:
         manifest = Manifest.from_json(stored.data, uri)
         if manifest.uri != uri:
             raise StoreError(f"the manifest {uri} says that it is {manifest.uri}: the store has been altered by hand")
-        self._known[kind, name, version] = manifest
+        self.remember(manifest)
         return manifest
+
+    def known(self, kind: str, name: str, version: int) -> Manifest | None:
+        """Return the manifest of a version that was just listed, read once for all."""
+        return self._known.get((kind, name, version)) or self.read(kind, name, version)
+
+    def remember(self, manifest: Manifest) -> None:
+        """Keep a manifest that was read or written, so that it need not be read again while it is listed."""
+        self._known[manifest.kind, manifest.name, manifest.version] = manifest
 
     def latest(self, kind: str, name: str) -> Manifest | None:
         """Return the highest version, or None if there is none."""
@@ -64,9 +74,10 @@ class Catalog:
     def every(self, kind: str | None = None, name: str | None = None) -> list[Manifest]:
         """Return the manifests of a kind and name, or of all kinds or names, in order."""
         kinds = KINDS if kind is None else (check_kind(kind),)
-        artifacts = [(each, found) for each in kinds for found in ([name] if name else self.names(each))]
-        versions = [(*artifact, version) for artifact in artifacts for version in self.versions(*artifact)]
-        found = in_parallel(lambda version: self._known.get(version) or self.read(*version), versions)
+        artifacts = [(each, found) for each in kinds for found in ([name] if name else self._folders(each))]
+        listed = in_parallel(lambda artifact: self.versions(*artifact), artifacts)
+        versions = [(*artifact, each) for artifact, found in zip(artifacts, listed, strict=True) for each in found]
+        found = in_parallel(lambda version: self.known(*version), versions)
         return [manifest for manifest in found if manifest is not None]
 
     def resolve(self, text: str) -> Manifest:
@@ -106,6 +117,16 @@ class Catalog:
             return self.pinned(ArtifactRef(entry["uri"], entry["digest"]))
         except (ValueError, KeyError, TypeError):
             raise StoreError(f"{index} in the artifact store cannot be read; remove it, and it is made anew") from None
+
+    def _folders(self, kind: str) -> list[str]:
+        """Return the names of a kind; in a directory, one that has lost its last version stays."""
+        return self._backend.children(f"{VERSIONS}{check_kind(kind)}/")
+
+    def _forget_all_but(self, kind: str, name: str, versions: list[int]) -> None:
+        """Forget what is gone: its number may be taken again, by other content."""
+        gone = {key for key in list(self._known) if key[:2] == (kind, name)} - {(kind, name, each) for each in versions}
+        for key in gone:
+            self._known.pop(key, None)
 
     def _look_up(self, reference: Reference) -> Manifest | None:
         kind, name = reference.kind, reference.name

@@ -59,8 +59,9 @@ def prune(backend: Backend, old: list[Manifest], all_manifests: Callable[[], Ite
     for manifest in old:
         backend.delete(version_key(manifest.kind, manifest.name, manifest.version))
         _forget_key(backend, manifest)
-    leased = _live_leases(backend)  # before the manifests: a lease ends only when its manifest is there
-    reached = {entry.sha256 for manifest in all_manifests() for entry in manifest.files}
+    doomed = blobs - _live_leases(backend)  # before the manifests: a lease ends only when its manifest is there
+    if doomed:
+        doomed -= {entry.sha256 for manifest in all_manifests() for entry in manifest.files}
 
     def delete(digest: str) -> bool:
         in_time = time.monotonic() - started < PRUNE_LIMIT_S
@@ -68,7 +69,7 @@ def prune(backend: Backend, old: list[Manifest], all_manifests: Callable[[], Ite
             backend.delete(blob_key(digest))
         return in_time
 
-    if all(in_parallel(delete, sorted(blobs - leased - reached))):
+    if all(in_parallel(delete, sorted(doomed))):
         for key in [*orphaned, intent]:
             backend.delete(key)
 

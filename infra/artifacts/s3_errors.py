@@ -6,7 +6,7 @@ import logging
 import random
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
 
 from aiohttp import ClientPayloadError
@@ -56,6 +56,10 @@ class RefusedError(StoreError):
     def __init__(self, message: str, code: str) -> None:
         super().__init__(message)
         self.code = code
+
+    def __reduce__(self) -> tuple[type[Self], tuple[str, str]]:
+        """Say how it is made again in another process: Exception would hand over the message alone."""
+        return type(self), (str(self), self.code)
 
 
 class Retrier:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from infra.artifacts.aliases import Alias, list_aliases, move_alias, read_alias
+from infra.artifacts.aliases import UNSET, Alias, Unset, list_aliases, move_alias, read_alias
 from infra.artifacts.backend import Backend
 from infra.artifacts.catalog import Catalog
 from infra.artifacts.commit import Source, commit, describe, gather_sources, taken
@@ -87,6 +87,7 @@ class ArtifactStore:
         manifest = None if version is None else self._catalog.read(kind, name, version)
         if manifest is None:
             manifest = commit(self._backend, draft, sources, None if version is not None else self._next_version)
+            self._catalog.remember(manifest)
         elif manifest.digest != draft.digest:
             raise taken(manifest)
         if key is not None:
@@ -147,9 +148,28 @@ class ArtifactStore:
         except ValueError:
             raise StoreError(f"{path!r} of {manifest.uri} is not JSON") from None
 
-    def set_alias(self, reference: str | ArtifactRef, alias: str, *, why: str, who: str) -> None:
-        """Point an alias at a version; where it pointed, why it moved and by whom stays in its history."""
-        move_alias(self._backend, self.resolve(reference), alias, why=why, who=who)
+    def set_alias(
+        self,
+        reference: str | ArtifactRef,
+        alias: str,
+        *,
+        why: str,
+        who: str,
+        expected: str | Unset | None = UNSET,
+    ) -> None:
+        """Point an alias at a version; where it pointed, why it moved and by whom stays in its history.
+
+        Args:
+            reference: what it is to point at.
+            alias: its name.
+            why: the reason.
+            who: the mover.
+            expected: what `alias` returned when the move was decided; when it points elsewhere by now, it stays.
+
+        Raises:
+            StoreError: if it does not point at what was expected; the message names where it points.
+        """
+        move_alias(self._backend, self.resolve(reference), alias, why=why, who=who, expected=expected)
 
     def alias(self, kind: str, name: str, alias: str) -> str | None:
         """Return the reference of the version that an alias points at, or None if there is no such alias."""
@@ -175,7 +195,7 @@ class ArtifactStore:
             raise StoreError(f"cannot prune {kind}/{name} to {keep} versions; keep at least 1")
         aliased = {parse_reference(alias.uri).version for alias in self.aliases(kind, name).values()}
         versions = [version for version in self._catalog.versions(kind, name)[:-keep] if version not in aliased]
-        old = [found for version in versions if (found := self._catalog.read(kind, name, version))]
+        old = [found for version in versions if (found := self._catalog.known(kind, name, version))]
         if old:
             prune(self._backend, old, self._catalog.every)
         return [manifest.version for manifest in old]

@@ -11,7 +11,7 @@ from uuid import uuid4
 
 import pytest
 
-from infra.artifacts import ArtifactStore
+from infra.artifacts import KINDS, ArtifactStore
 from infra.artifacts.backend import Backend
 from infra.artifacts.layout import blob_key
 from infra.artifacts.pruning import INTENT_LIFE, LEASE_LIFE, lease
@@ -72,6 +72,42 @@ class PruningContract:
         found = store.find("ppo-state", "same")
         assert found is not None
         assert found.ref == third != second
+
+    def test_a_prune_lists_each_name_once_and_reads_no_manifest_that_is_known(
+        self, store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for kind, name in (("dataset", "d"), ("sft", "s"), ("policy", "p"), ("policy", "p")):
+            store.commit(kind, name, {"f": name.encode()})
+        for episode in range(3):
+            store.commit("ppo-state", "run", {"f": b"%d" % episode}, version=episode)
+        looks: list[str] = []
+
+        def note_manifests(method: Callable[[str], object]) -> Callable[[str], object]:
+            def noted(key: str) -> object:
+                if key.startswith("versions/"):
+                    looks.append(key)
+                return method(key)
+
+            return noted
+
+        for method in ("read", "children"):
+            monkeypatch.setattr(store._backend, method, note_manifests(getattr(store._backend, method)))
+        assert store.prune("ppo-state", "run", keep=2) == [0]
+        own = "versions/ppo-state/run/"
+        kinds = [f"versions/{kind}/" for kind in KINDS]
+        names = ["versions/dataset/d/", "versions/policy/p/", own, "versions/sft/s/"]
+        assert sorted(looks) == sorted([own, *kinds, *names])  # what is old, then what is left
+
+    def test_a_number_that_was_pruned_and_is_taken_again_holds_what_is_there_now(self, store: ArtifactStore) -> None:
+        for body in (b"old", b"newer"):
+            store.commit("ppo-state", "run", {"f": body})
+        assert [manifest.version for manifest in store.list("ppo-state")] == [1, 2]
+        store.prune("ppo-state", "run", keep=1)
+        again = store.commit("ppo-state", "run", {"f": b"again"}, version=1)
+        assert store.list("ppo-state")[0].ref == again
+        store.commit("policy", "p", {"f": b"again"})
+        store.prune("ppo-state", "run", keep=1)
+        assert store.read_bytes(store.resolve("policy/p"), "f") == b"again"
 
     def test_writers_and_pruners_at_once_lose_nothing(self, store: ArtifactStore) -> None:
         """Eight names share blobs; each commits and prunes all the time, and what is there must be whole."""

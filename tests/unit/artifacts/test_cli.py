@@ -55,6 +55,32 @@ def test_list_shows_each_version_with_its_aliases(rlhf_artifacts: Any) -> None:
     assert "holds no artifact of evaluation" in rlhf_artifacts("list", "evaluation")
 
 
+@pytest.mark.parametrize(
+    ("what", "nearest"),
+    [
+        ("policy/quickstrt", "did you mean policy/quickstart"),
+        ("evaluation/quickstart", "did you mean .*policy/quickstart"),
+        ("polcy", r"did you mean policy\?\); the kinds are"),
+        ("polcy/quickstart", r"did you mean policy\?\); the kinds are"),
+    ],
+)
+def test_list_of_a_name_or_kind_that_is_unknown_offers_the_nearest(
+    rlhf_artifacts: Any, what: str, nearest: str
+) -> None:
+    for more in ((), ("--json",)):
+        with pytest.raises(ReferenceNotFoundError, match=nearest):
+            rlhf_artifacts("list", what, *more)
+
+
+def test_an_empty_store_has_nothing_to_list_and_that_is_no_mistake(
+    tmp_path: Path, rlhf_artifacts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLHF_STORE_URL", (tmp_path / "empty").as_uri())
+    assert rlhf_artifacts("list").endswith("holds no artifact\n")
+    assert "holds no artifact of policy/quickstart" in rlhf_artifacts("list", "policy/quickstart")
+    assert json.loads(rlhf_artifacts("list", "policy/quickstart", "--json")) == []
+
+
 def test_show_gives_the_manifest(rlhf_artifacts: Any, store: ArtifactStore) -> None:
     shown = json.loads(rlhf_artifacts("show", "policy/quickstart@champion", "--json"))
     manifest = store.resolve("policy/quickstart@1")
@@ -91,6 +117,11 @@ def test_lineage_shows_a_shared_ancestor_once_with_its_own_parents(rlhf_artifact
         "model/smollm2",
         "dataset/sorting@1",
     ]
+
+
+def test_lineage_shows_brackets_as_they_are(rlhf_artifacts: Any, store: ArtifactStore) -> None:
+    store.commit("policy", "odd", {"w": b"1"}, parents=["model/[v2]/[/nope]"])
+    assert "model/[v2]/[/nope]  from outside" in rlhf_artifacts("lineage", "policy/odd")
 
 
 def test_an_unknown_reference_is_the_stores_error(rlhf_artifacts: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from prefect import flow
 
 from flows.presets import resolve
-from tasks.data import prepare_data, with_data
+from tasks.data import check_data, prepare_data, with_data
 from tasks.evaluate import contestants, evaluate_policy
 from tasks.preflight import preflight
 from tasks.results import StageResult
@@ -35,7 +35,8 @@ def evaluate(
         overrides: configuration by dotted key.
     """
     config = with_data(resolve(preset, model=model, seed=seed, overrides=overrides), data)
-    preflight(config, trains_ppo=False, actor=actor, data=data)
+    preflight(config, trains=None, actor=actor)
     policies = contestants(config, actor)
     dataset = prepare_data(config, data)
+    check_data(config, dataset.parent, needs=("evaluation",))
     return {role: evaluate_policy(config, policy, dataset.parent) for role, policy in policies.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from prefect import flow
@@ -11,7 +12,7 @@ from flows.ppo import ppo
 from flows.presets import resolve
 from flows.reward_model import reward_model as train_reward_model
 from flows.sft import sft
-from tasks.data import prepare_data, with_data
+from tasks.data import SPLITS, check_data, prepare_data, with_data
 from tasks.preflight import preflight
 from tasks.promote import gate, promote
 from tasks.report import write_report
@@ -43,9 +44,11 @@ def pipeline(
         seed: seed of everything random.
         overrides: configuration by dotted key.
     """
+    started = time.monotonic()
     config = with_data(resolve(preset, model=model, episodes=episodes, seed=seed, overrides=overrides), data)
-    preflight(config, trains_ppo=True, actor=actor, reward_model=reward_model, data=data)
+    preflight(config, trains="ppo", actor=actor, reward_model=reward_model)
     dataset = prepare_data(config, data)
+    check_data(config, dataset.parent, needs=SPLITS)
     common: dict[str, Any] = {
         "preset": preset,
         "model": model,
@@ -58,11 +61,12 @@ def pipeline(
         stages.append(sft(**common))
         actor = stages[-1].uri
     if reward_model is None and config.ppo.reward.reward_model > 0:
-        stages.append(train_reward_model(actor=actor, **common))
-        reward_model = stages[-1].uri
+        pairs, scorer = train_reward_model(actor=actor, **common)
+        stages += [scorer] if pairs.uri == dataset.uri else [pairs, scorer]
+        reward_model = scorer.uri
     policy = ppo(actor=actor, reward_model=reward_model, episodes=episodes, **common)
     evaluations = evaluate(actor=policy.uri, **common)
     decision = gate(config, evaluations)
-    champion = promote(config, decision)
-    write_report(config, [*stages, policy], evaluations, decision, champion)
+    champion = promote(decision)
+    write_report(config, [*stages, policy], evaluations, decision, champion, wall_s=time.monotonic() - started)
     return decision

@@ -7,7 +7,7 @@ from typing import Any
 from prefect import flow
 
 from flows.presets import resolve
-from tasks.data import prepare_data, with_data
+from tasks.data import check_data, prepare_data, with_data
 from tasks.ppo import (
     end_cluster,
     finished_policy,
@@ -47,8 +47,9 @@ def ppo(
         overrides: configuration by dotted key.
     """
     config = with_data(resolve(preset, model=model, episodes=episodes, seed=seed, overrides=overrides), data)
-    preflight(config, trains_ppo=True, actor=actor, reward_model=reward_model, data=data)
+    preflight(config, trains="ppo", actor=actor, reward_model=reward_model)
     dataset = prepare_data(config, data)
+    check_data(config, dataset.parent, needs=("ppo",))
     run = plan_ppo(config, actor, reward_model, dataset.parent)
     done = finished_policy(run, reused=True)
     if done is not None:

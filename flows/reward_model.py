@@ -8,7 +8,7 @@ from prefect import flow
 
 from flows.presets import resolve
 from tasks.data import prepare_data, with_data
-from tasks.policies import find_policy
+from tasks.parents import find_policy
 from tasks.preflight import preflight
 from tasks.results import StageResult
 from tasks.reward_model import collect_preferences, train_reward_model
@@ -24,8 +24,8 @@ def reward_model(
     data: str | None = None,
     seed: int | None = None,
     overrides: dict[str, Any] | None = None,
-) -> StageResult:
-    """Train a reward model on preference pairs: a file's, or the SFT model's own samples ordered by the verifier.
+) -> list[StageResult]:
+    """Return preference pairs (a file's, or the SFT model's own samples ordered by the verifier) and a reward model.
 
     Args:
         preset: name of a preset.
@@ -36,8 +36,8 @@ def reward_model(
         overrides: configuration by dotted key.
     """
     config = with_data(resolve(preset, model=model, seed=seed, overrides=overrides), data)
-    preflight(config, trains_ppo=False, actor=actor, data=data)
+    preflight(config, trains="reward-model", actor=actor)
     dataset = prepare_data(config, data)
     policy = find_policy(config, actor)
     pairs = collect_preferences(config, dataset.parent, policy)
-    return train_reward_model(config, pairs.parent, policy)
+    return [pairs, train_reward_model(config, pairs.parent, policy)]

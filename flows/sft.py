@@ -7,7 +7,7 @@ from typing import Any
 from prefect import flow
 
 from flows.presets import resolve
-from tasks.data import prepare_data, with_data
+from tasks.data import check_data, prepare_data, with_data
 from tasks.preflight import preflight
 from tasks.results import StageResult
 from tasks.sentences import in_one_sentence
@@ -33,6 +33,7 @@ def sft(
         overrides: configuration by dotted key.
     """
     config = with_data(resolve(preset, model=model, seed=seed, overrides=overrides), data)
-    preflight(config, trains_ppo=False, data=data)
+    preflight(config, trains="sft")
     dataset = prepare_data(config, data)
+    check_data(config, dataset.parent, needs=("sft",))
     return train_sft(config, dataset.parent)

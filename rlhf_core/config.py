@@ -41,7 +41,8 @@ class SplitsConfig(Config):
     sft: Positive = 384
     preferences: Positive = 96
     ppo: Positive = 256
-    evaluation: Positive = 100
+    evaluation: int = Field(100, ge=2)
+    """At least two, so that there is an interval."""
 
 
 class DataConfig(Config):
@@ -151,8 +152,8 @@ class ClusterConfig(Config):
     """GPUs of the trainer; None shares what the machine has."""
     maker_gpus: float | None = Field(None, ge=0)
     """GPUs of each maker; None shares what the machine has."""
-    object_store_mb: Positive = 1024
-    """Ray's shared memory for weights on their way to the makers."""
+    object_store_mb: int | None = Field(None, ge=80)
+    """Ray's shared memory for weights on their way to the makers; None takes what two versions of them need."""
     start_timeout_s: float = Field(120.0, gt=0)
     """Longest wait for the cluster and its actors."""
     episode_timeout_s: float = Field(1800.0, gt=0)
@@ -242,7 +243,7 @@ class PipelineConfig(Config):
     """Artifacts are named after it: `policy/<name>`."""
     bootstrap: bool = False
     """Take the base model where a stage's parent does not exist yet."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**32)
     model: ModelConfig = ModelConfig()
     template: TemplateConfig = TemplateConfig()
     data: DataConfig = DataConfig()
@@ -253,7 +254,7 @@ class PipelineConfig(Config):
     gate: GateConfig = GateConfig()
 
     @model_validator(mode="after")
-    def _pairs_fit(self) -> Self:
+    def _an_episode_has_enough_prompts(self) -> Self:
         if self.ppo.prompts_per_episode > self.data.splits.ppo:
             raise ValueError(
                 f"ppo.prompts_per_episode is {self.ppo.prompts_per_episode}, but data.splits.ppo has only "

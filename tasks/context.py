@@ -1,4 +1,4 @@
-"""What every stage needs: the store, the run's identity, keys, parents."""
+"""What every stage needs: the store, the run's identity, keys, and what was made before."""
 
 from __future__ import annotations
 
@@ -13,15 +13,11 @@ from typing import Any
 from prefect.runtime import flow_run
 
 from infra.artifacts import ArtifactRef, ArtifactStore, Manifest, open_default_store
-from infra.errors import ReferenceNotFoundError
 from infra.settings import Settings, settings
 from rlhf_core.config import PipelineConfig
-from rlhf_core.errors import ConfigError
 from tasks.progress import say
 from tasks.results import Parent, StageResult
 
-BASE_MODEL = "model/base"
-"""Stands for the preset's base model where a policy is asked for."""
 CHECKOUT = Path(__file__).resolve().parent.parent
 
 
@@ -65,10 +61,41 @@ def stage_key(stage: str, *, config: Any, inputs: Iterable[str], seed: int, sour
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def reuse_or_make(context: Context, *, stage: str, kind: str, key: str, make: Callable[[], StageResult]) -> StageResult:
+def reuse_or_make(
+    context: Context, *, stage: str, kind: str, name: str, key: str, make: Callable[[], StageResult]
+) -> StageResult:
     """Return the stage's result from the store, or make it."""
+    found = find_made(context, kind, name, key)
+    if found is None:
+        return make()
+    say(stage, f"{found.ref.uri} is in the store already")
+    return stage_result(stage, found, reused=True)
+
+
+def find_made(context: Context, kind: str, name: str, key: str) -> Manifest | None:
+    """Return what was made under a key, as an artifact of this name; None if nothing was.
+
+    Names are no part of a key. What another name made is stored under this name too, with its parents: the
+    bodies are shared, and each name keeps its own versions and aliases.
+    """
     found = context.store.find(kind, key)
-    return stage_result(stage, found, reused=True) if found else make()
+    if found is None or found.name == name:
+        return found
+    own = [manifest for manifest in context.store.list(kind, name) if manifest.key == key]
+    if own:
+        return own[-1]
+    reference = context.store.commit(
+        kind,
+        name,
+        context.store.cached(found.ref),
+        key=key,
+        parents=found.parents,
+        config=found.config,
+        metrics=found.metrics,
+        source_digest=found.source_digest,
+        flow_run=context.flow_run,
+    )
+    return context.store.resolve(reference)
 
 
 def stage_result(stage: str, manifest: Manifest, *, reused: bool) -> StageResult:
@@ -111,66 +138,6 @@ def commit_stage(
     return stage_result(stage, context.store.resolve(reference.uri), reused=False)
 
 
-def base_model(context: Context, config: PipelineConfig) -> Parent:
-    """Return the preset's base model, on this machine and identified by its content."""
-    from rlhf_core.models.loading import find_local, locate_model, model_digest
-
-    if find_local(config.model.path, models_dir=context.settings.models_dir) is None:
-        say("model", f"getting {config.model.path}; once, then it is kept")
-    directory = locate_model(config.model.path, models_dir=context.settings.models_dir)
-    digest = model_digest(directory, models_dir=context.settings.models_dir)
-    return Parent(uri=f"model/{Path(config.model.path).name}", digest=digest, path=str(directory))
-
-
-def resolve_policy(context: Context, config: PipelineConfig, reference: str | None) -> Parent:
-    """Return the policy that a stage starts from.
-
-    Args:
-        context: the open context.
-        config: the preset; names the SFT model to look for, and says whether the base model may stand in.
-        reference: `sft/...`, `policy/...`, BASE_MODEL for the preset's base model, or None: the latest SFT model.
-    """
-    if reference == BASE_MODEL:
-        return base_model(context, config)
-    if reference is not None:
-        manifest = context.store.resolve(reference)
-        _check_kind(manifest, ("sft", "policy"), reference)
-        return Parent(uri=manifest.ref.uri, digest=manifest.digest)
-    latest = context.store.latest("sft", config.name)
-    if latest is not None:
-        return Parent(uri=latest.ref.uri, digest=latest.digest)
-    if config.bootstrap:
-        return base_model(context, config)
-    raise ConfigError(
-        f"no SFT model sft/{config.name} exists yet: run the deployment sft/{config.name} first, name another "
-        "with the parameter `actor`, or set `bootstrap: true` in the preset to start from the base model"
-    )
-
-
-def resolve_reward_model(context: Context, config: PipelineConfig, reference: str | None) -> Parent | None:
-    """Return the reward model of a PPO run; None where the configuration gives it no weight."""
-    if config.ppo.reward.reward_model == 0 and reference is None:
-        return None
-    if reference is None:
-        latest = context.store.latest("reward-model", config.name)
-        if latest is None:
-            raise ConfigError(
-                f"no reward model reward-model/{config.name} exists yet: run the deployment "
-                f"reward-model/{config.name} first, or set the override ppo.reward.reward_model to 0"
-            )
-        return Parent(uri=latest.ref.uri, digest=latest.digest)
-    manifest = context.store.resolve(reference)
-    _check_kind(manifest, ("reward-model",), reference)
-    return Parent(uri=manifest.ref.uri, digest=manifest.digest)
-
-
 def materialise(context: Context, parent: Parent) -> Path:
     """Return a local directory with the parent's files, fetched and verified once."""
     return Path(parent.path) if parent.path else context.store.cached(parent.uri)
-
-
-def _check_kind(manifest: Manifest, kinds: tuple[str, ...], reference: str) -> None:
-    if manifest.kind not in kinds:
-        raise ReferenceNotFoundError(
-            f"{reference} is a {manifest.kind}, but a reference to {' or '.join(kinds)} is needed here"
-        )

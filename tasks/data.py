@@ -7,9 +7,11 @@ import time
 from pathlib import Path
 
 from rlhf_core.config import DataConfig, PipelineConfig
+from rlhf_core.errors import DataError
 from tasks.context import (
     Context,
     commit_stage,
+    materialise,
     open_context,
     reuse_or_make,
     source_digest,
@@ -17,7 +19,7 @@ from tasks.context import (
     stage_result,
 )
 from tasks.progress import say
-from tasks.results import StageResult
+from tasks.results import Parent, StageResult
 from tasks.sentences import stage_task
 
 SPLITS = ("sft", "preferences", "ppo", "evaluation")
@@ -26,13 +28,17 @@ SPLITS = ("sft", "preferences", "ppo", "evaluation")
 def with_data(config: PipelineConfig, data: str | None) -> PipelineConfig:
     """Return the configuration with the parameter `data` in it: a problem file or a preference file.
 
-    A reference (`dataset/...`) changes nothing here: `prepare_data` takes it as it is.
+    With a reference (`dataset/...`), it is the configuration that the dataset was made with.
 
     Raises:
         DataError: the file is missing, empty, malformed, or of neither form.
+        ReferenceNotFoundError: there is no such dataset.
     """
-    if data is None or data.startswith("dataset/"):
+    if data is None:
         return config
+    if data.startswith("dataset/"):
+        made_with = open_context().store.resolve(data).config["data"]
+        return config.model_copy(update={"data": DataConfig.model_validate(made_with)})
     from rlhf_core.data import detect_form
 
     changes = {"preferences": data} if detect_form(data) == "preferences" else {"problems": data, "task": None}
@@ -51,8 +57,44 @@ def prepare_data(config: PipelineConfig, reference: str | None) -> StageResult:
     inputs = [_digest(path) for path in (config.data.problems, config.data.preferences)]
     key = stage_key("data", config=facts, inputs=inputs, seed=config.seed, source=source)
     return reuse_or_make(
-        context, stage="data", kind="dataset", key=key, make=lambda: _make(context, config, key, source)
+        context,
+        stage="data",
+        kind="dataset",
+        name=config.name,
+        key=key,
+        make=lambda: _make(context, config, key, source),
     )
+
+
+@stage_task(name="check-data")
+def check_data(config: PipelineConfig, dataset: Parent, *, needs: tuple[str, ...]) -> None:
+    """Refuse, before any training, data that a later stage would stumble over.
+
+    Args:
+        config: the resolved preset.
+        dataset: what `prepare_data` returned.
+        needs: splits that the run reads.
+
+    Raises:
+        DataError: a split is missing, or a prompt or answer is longer than its stage's limit.
+        ConfigError: the template does not fit the tokenizer.
+    """
+    from rlhf_core.data import PromptTemplate, check_lengths, problems_from_jsonl
+    from rlhf_core.models.loading import load_tokenizer
+    from tasks.parents import base_model
+
+    context = open_context()
+    held = {entry.path for entry in context.store.resolve(dataset.uri).files}
+    missing = sorted({f"{name}.jsonl" for name in needs} - held)
+    if missing:
+        raise DataError(
+            f"{dataset.uri} holds {', '.join(sorted(held))}, but this run needs {', '.join(missing)}; name a dataset "
+            "of problems, such as the one that the flow `pipeline` stored"
+        )
+    template = PromptTemplate(load_tokenizer(materialise(context, base_model(context, config))), config.template)
+    directory = materialise(context, dataset)
+    splits = {name: problems_from_jsonl((directory / f"{name}.jsonl").read_bytes()) for name in needs}
+    check_lengths(template, splits, config)
 
 
 def _make(context: Context, config: PipelineConfig, key: str, source: str) -> StageResult:

@@ -8,7 +8,6 @@ from typing import Any
 from rlhf_core.config import PipelineConfig
 from tasks.context import (
     Context,
-    base_model,
     commit_stage,
     materialise,
     open_context,
@@ -16,8 +15,9 @@ from tasks.context import (
     source_digest,
     stage_key,
 )
+from tasks.parents import ancestors, base_model
 from tasks.progress import Progress, say
-from tasks.results import Parent, StageResult
+from tasks.results import SHOWN_CONFIDENCE, Parent, StageResult
 from tasks.sentences import stage_task
 
 OUTCOMES = "outcomes.jsonl"
@@ -34,11 +34,11 @@ def evaluate_policy(config: PipelineConfig, policy: Parent, dataset: Parent) -> 
     def make() -> StageResult:
         return _make(context, config, policy, dataset, key, source)
 
-    return reuse_or_make(context, stage="evaluate", kind="evaluation", key=key, make=make)
+    return reuse_or_make(context, stage="evaluate", kind="evaluation", name=config.name, key=key, make=make)
 
 
 def contestants(config: PipelineConfig, policy: str | None) -> dict[str, Parent]:
-    """Return who is evaluated, by role: base, sft (the policy's parent), ppo, and champion where there is one.
+    """Return who is evaluated, by role: base and sft (if the policy came from them), ppo, champion (if there is one).
 
     Args:
         config: the preset.
@@ -46,12 +46,14 @@ def contestants(config: PipelineConfig, policy: str | None) -> dict[str, Parent]
     """
     context = open_context()
     manifest = context.store.resolve(policy or f"policy/{config.name}@latest")
-    roles = {"base": base_model(context, config)}
+    found = ancestors(context, manifest.ref.uri)
+    base = base_model(context, config)
+    roles = {"base": base} if base.digest in found.values() else {}
     for parent in manifest.parents:
         if parent.uri.startswith("sft/"):
             roles["sft"] = Parent(uri=parent.uri, digest=parent.digest)
     roles["ppo"] = Parent(uri=manifest.ref.uri, digest=manifest.digest)
-    champion = context.store.alias("policy", config.name, "champion")
+    champion = context.store.alias("policy", manifest.name, "champion")
     if champion is not None:
         crowned = context.store.resolve(champion)
         roles["champion"] = Parent(uri=crowned.ref.uri, digest=crowned.digest)
@@ -77,7 +79,7 @@ def _make(
         model, template, problems, config.evaluation, on_progress=lambda done, _total: progress.step(done)
     )
     right = sum(outcome.correct for outcome in outcomes)
-    interval = wilson_interval(right, len(outcomes), config.gate.confidence)
+    interval = wilson_interval(right, len(outcomes), SHOWN_CONFIDENCE)
     metrics: dict[str, Any] = {
         "policy": policy.uri,
         "policy_digest": policy.digest,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from infra.artifacts import ArtifactRef, ArtifactStore, open_default_store
+from infra.errors import StoreError
+from infra.settings import settings
 from rlhf_core.detached.state import (
     EpisodeRecord,
     TrainingState,
@@ -18,6 +21,9 @@ from rlhf_core.detached.state import (
 )
 from rlhf_core.types import Sample
 from tasks.results import PPORun
+from tasks.scratch import scratch_directory
+
+logger = logging.getLogger(__name__)
 
 STATE, SAMPLES, METRICS = "state.json", "samples.jsonl", "metrics.jsonl"
 KEPT_STATES = 2
@@ -66,7 +72,10 @@ class StoreKeeper:
             source_digest=self._run.source_digest,
             flow_run=self._run.flow_run,
         )
-        self._store.prune("ppo-state", self._run.name, keep=KEPT_STATES)
+        try:
+            self._store.prune("ppo-state", self._run.name, keep=KEPT_STATES)
+        except StoreError as error:  # the state is safe; the next commit lets go of what is left
+            logger.warning("old states of %s are still there: %s", self._run.name, error)
 
     def last_state(self) -> TrainingState | None:
         """Return the last committed state of the run, verified, or None before the first."""
@@ -75,35 +84,38 @@ class StoreKeeper:
         manifest = self._store.latest("ppo-state", self._run.name)
         if manifest is None:
             return None
-        directory = self._store.cached(manifest.ref)
-        tensors = {
-            name: tensor
-            for shard in sorted(directory.glob("*.safetensors"))
-            for name, tensor in load_file(shard).items()
-        }
-        facts = json.loads((directory / STATE).read_text())
+        with scratch_directory(settings().home) as directory:  # not the cache: a state is read once
+            self._store.fetch(manifest.ref, directory)
+            tensors = {
+                name: tensor.clone()  # out of the file, which goes
+                for shard in sorted(directory.glob("*.safetensors"))
+                for name, tensor in load_file(shard).items()
+            }
+            facts = json.loads((directory / STATE).read_text())
         return TrainingState(tensors, facts["learner"], history_from_json(facts["history"]))
 
-    def commit_policy(self, directory: Path, *, history: tuple[EpisodeRecord, ...]) -> None:
+    def commit_policy(self, save: Callable[[Path], None], *, history: tuple[EpisodeRecord, ...]) -> None:
         """Store the finished policy under the run's key, with the metrics of every episode and its last samples."""
         last = self._store.latest("ppo-state", self._run.name)
-        files: dict[str, Path | bytes] = {
-            str(file.relative_to(directory)): file for file in sorted(directory.rglob("*")) if file.is_file()
-        }
-        files[METRICS] = _jsonl([record.as_row() for record in history])
-        if last is not None:
-            files[SAMPLES] = self._store.read_bytes(last, SAMPLES)
-        self._store.commit(
-            "policy",
-            self._run.preset,
-            files,
-            key=self._run.key,
-            parents=self._parents(),
-            config=self._run.config,
-            metrics=run_metrics(history),
-            source_digest=self._run.source_digest,
-            flow_run=self._run.flow_run,
-        )
+        with scratch_directory(settings().home) as directory:
+            save(directory)
+            files: dict[str, Path | bytes] = {
+                str(file.relative_to(directory)): file for file in sorted(directory.rglob("*")) if file.is_file()
+            }
+            files[METRICS] = _jsonl([record.as_row() for record in history])
+            if last is not None:
+                files[SAMPLES] = self._store.read_bytes(last, SAMPLES)
+            self._store.commit(
+                "policy",
+                self._run.preset,
+                files,
+                key=self._run.key,
+                parents=self._parents(),
+                config=self._run.config,
+                metrics=run_metrics(history),
+                source_digest=self._run.source_digest,
+                flow_run=self._run.flow_run,
+            )
 
     def _parents(self) -> list[ArtifactRef]:
         parents = [self._run.actor, self._run.dataset]

@@ -22,6 +22,8 @@ class LearnerFactory:
 
     def __call__(self) -> PPOLearner:
         """Return the learner at its starting weights."""
+        import torch
+
         from rlhf_core.models.critic import Critic
         from rlhf_core.models.loading import default_device, load_causal_lm
         from rlhf_core.models.lora import attach_lora
@@ -30,6 +32,7 @@ class LearnerFactory:
         config = _config(self._run)
         directory = _directory(self._run.actor)
         device = default_device()
+        torch.manual_seed(config.seed)  # dropout of the adapters
         actor = load_causal_lm(directory, "float32", device=device)
         critic = Critic.from_causal_lm(actor)
         if config.ppo.lora is not None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from rlhf_core.config import PipelineConfig
-from tasks.context import BASE_MODEL, open_context, resolve_policy, resolve_reward_model
+from tasks.context import open_context
+from tasks.parents import BASE_MODEL, resolve_policy, resolve_reward_model
 from tasks.sentences import stage_task
 
 
@@ -11,36 +14,28 @@ from tasks.sentences import stage_task
 def preflight(
     config: PipelineConfig,
     *,
-    trains_ppo: bool,
+    trains: Literal["ppo", "sft", "reward-model"] | None,
     actor: str | None = None,
     reward_model: str | None = None,
-    data: str | None = None,
 ) -> None:
     """Check a run's parameters against the machine and the store: memory first, references after.
 
     Args:
         config: the resolved preset.
-        trains_ppo: whether PPO is part of the run, so that its models must fit.
+        trains: the largest stage of the run; its models must fit. None trains nothing.
         actor: policy that was named.
         reward_model: reward model that was named.
-        data: dataset that was named; a file is checked when it is read.
 
     Raises:
         ModelError: the machine cannot hold the models, or the model's path leads nowhere.
         StoreError: the store cannot be used, or a reference names nothing.
     """
     from infra.settings import settings
-    from rlhf_core.models.loading import find_local
     from rlhf_core.models.memory import check_memory_for
 
-    if trains_ppo:
-        check_memory_for(config, settings().models_dir)
-    else:
-        find_local(config.model.path, models_dir=settings().models_dir)
+    check_memory_for(config, settings().models_dir, trains=trains)
     context = open_context()
     if actor is not None and actor != BASE_MODEL:
         resolve_policy(context, config, actor)
     if reward_model is not None:
         resolve_reward_model(context, config, reward_model)
-    if data is not None and data.startswith("dataset/"):
-        context.store.resolve(data)

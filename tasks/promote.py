@@ -22,12 +22,14 @@ def gate(config: PipelineConfig, evaluations: dict[str, StageResult]) -> Decisio
     role = next(role for role in ("champion", "sft", "base") if role in evaluations)
     incumbent = evaluations[role]
     policy, opponent = str(candidate.metrics["policy"]), str(incumbent.metrics["policy"])
+    champion = opponent if role == "champion" else None
     if candidate.metrics["policy_digest"] == incumbent.metrics["policy_digest"]:
         return Decision(
             promote=False,
             reason=f"{policy} is the champion already",
             policy=policy,
             incumbent=opponent,
+            champion=champion,
             difference=0.0,
             low=0.0,
             high=0.0,
@@ -53,6 +55,7 @@ def gate(config: PipelineConfig, evaluations: dict[str, StageResult]) -> Decisio
         reason=reason,
         policy=policy,
         incumbent=opponent,
+        champion=champion,
         difference=interval.estimate,
         low=interval.low,
         high=interval.high,
@@ -60,13 +63,18 @@ def gate(config: PipelineConfig, evaluations: dict[str, StageResult]) -> Decisio
 
 
 @stage_task(name="promote")
-def promote(config: PipelineConfig, decision: Decision) -> str | None:
-    """Move the alias `champion` if the gate says so; return the champion's reference, or None if there is none."""
+def promote(decision: Decision) -> str | None:
+    """Move the alias `champion` if the gate says so; return the champion's reference, or None if there is none.
+
+    Raises:
+        StoreError: the champion is no longer the one that the gate compared with; run again to compare anew.
+    """
     context = open_context()
+    name = context.store.resolve(decision.policy).name
     if decision.promote:
         who = f"run {context.flow_run}" if context.flow_run else "a run without Prefect"
-        context.store.set_alias(decision.policy, "champion", why=decision.reason, who=who)
-    champion: str | None = context.store.alias("policy", config.name, "champion")
+        context.store.set_alias(decision.policy, "champion", why=decision.reason, who=who, expected=decision.champion)
+    champion: str | None = context.store.alias("policy", name, "champion")
     return champion
 
 

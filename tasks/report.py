@@ -12,11 +12,11 @@ from rlhf_core.config import PipelineConfig
 from tasks.context import Context, open_context, source_digest
 from tasks.evaluate import OUTCOMES
 from tasks.progress import duration
-from tasks.results import Decision, StageResult
+from tasks.results import SHOWN_CONFIDENCE, Decision, StageResult
 from tasks.sentences import stage_task
 
 REPORT, FACTS = "report.md", "report.json"
-SHOWN_SAMPLES = 3
+SHOWN_SAMPLES, SHOWN_LENGTH = 3, 120
 PHASES = ("generate", "score", "learn", "synchronise", "commit")
 
 
@@ -26,7 +26,9 @@ def show_episodes(policy: StageResult) -> None:
     rows = _episodes(open_context(), policy)
     create_table_artifact(
         key="ppo-episodes",
-        table=[{name: _rounded(value) for name, value in row.items()} for row in rows],
+        table=[
+            {**{name: _rounded(value) for name, value in row.items()}, "episode": row["episode"] + 1} for row in rows
+        ],
         description=f"Episodes of {policy.uri}",
     )
 
@@ -38,8 +40,19 @@ def write_report(
     evaluations: dict[str, StageResult],
     decision: Decision,
     champion: str | None,
+    *,
+    wall_s: float,
 ) -> str:
-    """Store the run's report and put it on its page; return the reference of the `run` artifact."""
+    """Store the run's report and put it on its page; return the reference of the `run` artifact.
+
+    Args:
+        config: the resolved preset.
+        stages: in order; the last one is PPO.
+        evaluations: by role.
+        decision: the gate's.
+        champion: after the decision.
+        wall_s: seconds since the run began.
+    """
     context = open_context()
     policy = stages[-1]
     episodes = _episodes(context, policy)
@@ -48,6 +61,7 @@ def write_report(
         "evaluations": {role: result.model_dump() for role, result in evaluations.items()},
         "decision": decision.model_dump(),
         "champion": champion,
+        "wall_s": wall_s,
         "samples": _samples(context, evaluations),
         "episodes": episodes,
         "flow_run": context.flow_run,
@@ -79,7 +93,7 @@ def _markdown(config: PipelineConfig, facts: dict[str, Any]) -> str:
     parts = [f"# {config.name}: {_verdict(facts['decision'])}", "## Stages", _stage_table(facts["stages"])]
     parts += ["## Held-out problems, greedy answers", _evaluation_table(facts["evaluations"])]
     parts += ["## The gate", _gate_text(facts)]
-    parts += ["## Three answers, before and after", _sample_table(facts["samples"])]
+    parts += ["## Three answers, before and after", _sample_list(facts["samples"])]
     parts += ["## PPO by episode", _episode_table(facts["episodes"])]
     parts += ["## Where the time went", _time_table(facts)]
     if facts["page"]:
@@ -94,9 +108,8 @@ def _verdict(decision: dict[str, Any]) -> str:
 def _stage_table(stages: list[dict[str, Any]]) -> str:
     rows = []
     for stage in stages:
-        source = "from the store" if stage["reused"] else "made now"
-        rows.append([stage["stage"], stage["uri"], _figures(stage), f"{duration(stage['seconds'])} ({source})"])
-    return _table(["stage", "artifact", "figures", "time"], rows)
+        rows.append([stage["stage"], stage["uri"], _figures(stage), _origin(stage)])
+    return _table(["stage", "artifact", "figures", ""], rows)
 
 
 def _figures(stage: dict[str, Any]) -> str:
@@ -109,6 +122,8 @@ def _figures(stage: dict[str, Any]) -> str:
     if stage["stage"] == "ppo":
         first, last = metrics["first_verifier"], metrics["last_verifier"]
         return f"verifier {first:.3f} to {last:.3f}, KL {metrics['last_kl']:.3f}, {metrics['episodes']} episodes"
+    if stage["stage"] == "preferences" and "accuracy" in metrics:
+        return f"{metrics['pairs']} pairs of {metrics['samples']} samples, {metrics['accuracy']:.2f} of them right"
     counts = {name.removeprefix("problems_"): value for name, value in metrics.items() if name != "seconds"}
     return ", ".join(f"{value} {name}" for name, value in counts.items())
 
@@ -125,7 +140,9 @@ def _evaluation_table(evaluations: dict[str, Any]) -> str:
         ]
         for role, each in evaluations.items()
     ]
-    return _table(["", "policy", "right [95 % interval]", "well formed", "cut off", "artifact"], rows)
+    return _table(
+        ["", "policy", f"right [{SHOWN_CONFIDENCE:.0%} interval]", "well formed", "cut off", "artifact"], rows
+    )
 
 
 def _gate_text(facts: dict[str, Any]) -> str:
@@ -134,24 +151,40 @@ def _gate_text(facts: dict[str, Any]) -> str:
     return f"{word} {decision['reason']}. Champion now: {champion or 'none'}."
 
 
-def _sample_table(samples: list[dict[str, str]]) -> str:
-    roles = [name for name in samples[0] if name not in ("prompt", "answer")] if samples else []
-    rows = [[_cell(sample[name]) for name in ("prompt", "answer", *roles)] for sample in samples]
-    return _table(["prompt", "answer", *roles], rows)
+def _sample_list(samples: list[dict[str, str]]) -> str:
+    """Return one list a problem: a table would cut long answers off."""
+    parts = []
+    for sample in samples:
+        roles = [name for name in sample if name not in ("prompt", "answer")]
+        lines = [f"{_code(sample['prompt'])}, to be answered {_code(sample['answer'])}:", ""]
+        lines += [f"* {role}: {_code(sample[role])}" for role in roles]
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
 
 
 def _episode_table(episodes: list[dict[str, Any]]) -> str:
     names = ("reward", "verifier", "well_formed", "kl", "length", "clip_fraction", "explained_variance")
     rows = [[str(row["episode"] + 1), *(f"{row[name]:.3f}" for name in names)] for row in episodes]
-    return _table(["episode", *(name.replace("_", " ") for name in names)], rows)
+    header = [name.replace("_", " ").replace("kl", "KL, nats").replace("length", "tokens") for name in names]
+    return _table(["episode", *header], rows)
 
 
 def _time_table(facts: dict[str, Any]) -> str:
-    rows = [[stage["stage"], duration(stage["seconds"])] for stage in facts["stages"]]
-    rows += [[f"evaluate {role}", duration(each["seconds"])] for role, each in facts["evaluations"].items()]
+    rows = [[stage["stage"], duration(stage["seconds"]), _origin(stage)] for stage in facts["stages"]]
+    rows += [
+        [f"evaluate {role}", duration(each["seconds"]), _origin(each)] for role, each in facts["evaluations"].items()
+    ]
     ppo = facts["stages"][-1]["metrics"]
-    rows += [[f"of ppo: {phase}", duration(ppo[f"seconds_{phase}"])] for phase in PHASES]
-    return _table(["stage", "time"], rows)
+    rows += [[f"of ppo: {phase}", duration(ppo[f"seconds_{phase}"]), ""] for phase in PHASES]
+    worked = [each for each in (*facts["stages"], *facts["evaluations"].values()) if not each["reused"]]
+    rest = max(0.0, facts["wall_s"] - sum(each["seconds"] for each in worked))
+    rows += [["starting processes, storing, waiting", duration(rest), ""]]
+    rows += [["**this run**", f"**{duration(facts['wall_s'])}**", ""]]
+    return _table(["", "time", ""], rows)
+
+
+def _origin(result: dict[str, Any]) -> str:
+    return "from the store" if result["reused"] else "made now"
 
 
 def _samples(context: Context, evaluations: dict[str, StageResult]) -> list[dict[str, str]]:
@@ -192,10 +225,10 @@ def _table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
-def _cell(text: str) -> str:
-    """Return text that a table cell shows as it is: tags are not taken for HTML, lines not for rows."""
-    flat = " ⏎ ".join(text.replace("|", "\\|").replace("`", "'").splitlines())
-    return f"`{flat[:120]}`" if flat else "(empty)"
+def _code(text: str) -> str:
+    """Return text as it is, on one line: tags are not taken for HTML."""
+    flat = " ⏎ ".join(text.replace("`", "'").splitlines())
+    return f"`{flat[:SHOWN_LENGTH]}{'…' if len(flat) > SHOWN_LENGTH else ''}`" if flat else "(empty)"
 
 
 def _rounded(value: Any) -> Any:

@@ -22,6 +22,10 @@ class Parent(Plain):
     """Directory or name of an external model; None for an artifact."""
 
 
+SHOWN_CONFIDENCE = 0.95
+"""Of the intervals in reports; the gate's own is configuration."""
+
+
 class StageResult(Plain):
     """One finished stage."""
 
@@ -74,6 +78,8 @@ class Decision(Plain):
     policy: str
     incumbent: str
     """What it was compared with: the champion, or the SFT model where there is none."""
+    champion: str | None
+    """The champion at that time; it is not replaced if another has taken its place since."""
     difference: float
     low: float
     high: float

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import PipelineConfig
@@ -20,7 +18,8 @@ from tasks.context import (
     stage_result,
 )
 from tasks.progress import Progress, say
-from tasks.results import Parent, StageResult
+from tasks.results import SHOWN_CONFIDENCE, Parent, StageResult
+from tasks.scratch import scratch_directory
 from tasks.sentences import stage_task
 
 PAIRS = "pairs.jsonl"
@@ -31,14 +30,21 @@ def collect_preferences(config: PipelineConfig, dataset: Parent, policy: Parent)
     """Return preference pairs: the dataset's own, or pairs of the policy's samples ordered by the verifier."""
     context = open_context()
     manifest = context.store.resolve(dataset.uri)
-    if any(entry.path == PAIRS for entry in manifest.files):
+    held = {entry.path for entry in manifest.files}
+    if PAIRS in held:
         return stage_result("preferences", manifest, reused=True)
+    if "preferences.jsonl" not in held:
+        raise DataError(
+            f"{dataset.uri} holds {', '.join(sorted(held))}, but a reward model needs {PAIRS}, or problems to sample "
+            "pairs for in preferences.jsonl"
+        )
     source = source_digest("reward_model")
     facts = {
         "template": config.template.model_dump(mode="json"),
         "samples": config.reward_model.samples_per_prompt,
         "max_new_tokens": config.reward_model.max_new_tokens,
         "pairs": config.reward_model.pairs,
+        "dtype": config.ppo.rollout_dtype,
     }
     inputs = [dataset.digest, policy.digest]
     key = stage_key("preferences", config=facts, inputs=inputs, seed=config.seed, source=source)
@@ -46,7 +52,9 @@ def collect_preferences(config: PipelineConfig, dataset: Parent, policy: Parent)
     def make() -> StageResult:
         return _sample_pairs(context, config, dataset, policy, key, source)
 
-    return reuse_or_make(context, stage="preferences", kind="dataset", key=key, make=make)
+    return reuse_or_make(
+        context, stage="preferences", kind="dataset", name=f"{config.name}-preferences", key=key, make=make
+    )
 
 
 @stage_task(name="train-reward-model")
@@ -61,7 +69,7 @@ def train_reward_model(config: PipelineConfig, pairs: Parent, policy: Parent) ->
     def make() -> StageResult:
         return _train(context, config, pairs, policy, key, source)
 
-    return reuse_or_make(context, stage="reward-model", kind="reward-model", key=key, make=make)
+    return reuse_or_make(context, stage="reward-model", kind="reward-model", name=config.name, key=key, make=make)
 
 
 def _sample_pairs(
@@ -141,7 +149,7 @@ def _train(
             "tokens, so no accuracy can be measured; raise it"
         )
     scale = standardise_scores(model, [ids for pair in heldout for ids in pair], settings, autocast_dtype=dtype)
-    interval = wilson_interval(measured.correct, measured.pairs, config.gate.confidence)
+    interval = wilson_interval(measured.correct, measured.pairs, SHOWN_CONFIDENCE)
     metrics: dict[str, Any] = {
         "steps": len(trained.history),
         "pairs": len(split.training) - trained.dropped,
@@ -160,15 +168,15 @@ def _train(
         "reward-model",
         f"{metrics['accuracy']:.3f} right [{interval.low:.3f}, {interval.high:.3f}] of {measured.pairs} held-out pairs",
     )
-    with tempfile.TemporaryDirectory(prefix="rlhf-reward-model-") as folder:
-        model.save_pretrained(Path(folder))
+    with scratch_directory(context.settings.home) as folder:
+        model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         return commit_stage(
             context,
             stage="reward-model",
             kind="reward-model",
             name=config.name,
-            files=Path(folder),
+            files=folder,
             key=key,
             parents=[policy, pairs],
             config=config,

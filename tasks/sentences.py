@@ -50,6 +50,15 @@ def in_one_sentence(function: Callable[P, R]) -> Callable[P, R]:
     return guarded
 
 
+def _given_up(error: Exception) -> str | None:
+    """Return one line for what retries could not mend (a dead process, a late answer); None for a bug."""
+    if "ray" not in sys.modules:
+        return str(error) if isinstance(error, TimeoutError) else None
+    from tasks.ray_calls import may_pass, sentence
+
+    return sentence(error) if may_pass(error) else None
+
+
 def give_memory_back() -> None:
     """Return freed memory to the system: a flow's process lives on beside the next stage's Ray cluster.
 
@@ -57,7 +66,11 @@ def give_memory_back() -> None:
     """
     if "torch" not in sys.modules:
         return
+    import torch
+
     gc.collect()
+    if torch.cuda.is_available():  # else what is cached stays reserved while Ray's actors want it
+        torch.cuda.empty_cache()
     with contextlib.suppress(OSError, AttributeError):  # another C library has no malloc_trim, and no need of it
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
@@ -81,6 +94,11 @@ def stage_task(*, name: str, **options: Any) -> Callable[[Callable[P, R]], Calla
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             try:
                 result = prefect_task(*args, **kwargs)
+            except Exception as error:
+                told = _given_up(error)
+                if told is None:
+                    raise
+                raise FailedRun(told) from error
             finally:
                 give_memory_back()
             if isinstance(result, State):  # Prefect hands the caller of a task the Failed state that it returned

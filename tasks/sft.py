@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import PipelineConfig
 from tasks.context import (
     Context,
-    base_model,
     commit_stage,
     materialise,
     open_context,
@@ -18,8 +15,10 @@ from tasks.context import (
     source_digest,
     stage_key,
 )
+from tasks.parents import base_model
 from tasks.progress import Progress
 from tasks.results import Parent, StageResult
+from tasks.scratch import scratch_directory
 from tasks.sentences import stage_task
 
 
@@ -35,7 +34,7 @@ def train_sft(config: PipelineConfig, dataset: Parent) -> StageResult:
     def make() -> StageResult:
         return _make(context, config, dataset, base, key, source)
 
-    return reuse_or_make(context, stage="sft", kind="sft", key=key, make=make)
+    return reuse_or_make(context, stage="sft", kind="sft", name=config.name, key=key, make=make)
 
 
 def _make(
@@ -76,15 +75,15 @@ def _make(
         "last_loss": history[-1]["loss"],
         "seconds": time.perf_counter() - started,
     }
-    with tempfile.TemporaryDirectory(prefix="rlhf-sft-") as folder:
-        save_merged(model, Path(folder))
+    with scratch_directory(context.settings.home) as folder:
+        save_merged(model, folder)
         tokenizer.save_pretrained(folder)
         return commit_stage(
             context,
             stage="sft",
             kind="sft",
             name=config.name,
-            files=Path(folder),
+            files=folder,
             key=key,
             parents=[base, dataset],
             config=config,

@@ -1,6 +1,7 @@
 """Prompts, answers, preferences, and who judges them."""
 
 from rlhf_core.data.files import PreferenceFile, detect_form, read_preferences, read_problems
+from rlhf_core.data.lengths import check_lengths
 from rlhf_core.data.preferences import (
     PreferencePair,
     VerifiedSample,
@@ -26,6 +27,7 @@ __all__ = [
     "Verdict",
     "VerifiedSample",
     "assert_disjoint",
+    "check_lengths",
     "detect_form",
     "load_problems",
     "pairs_from_jsonl",

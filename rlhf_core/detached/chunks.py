@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,7 +22,7 @@ class Chunk:
     problems: tuple[Problem, ...]
     """One entry per sample: a prompt of several samples stands here several times, in a row."""
     samples: tuple[int, ...]
-    """Number of each sample among those of its prompt, from 0."""
+    """Number of each sample among those of its prompt in this episode, from 0; decides the noise it is drawn with."""
 
 
 def episode_problems(problems: Sequence[Problem], config: PPOConfig, *, seed: int, episode: int) -> list[Problem]:
@@ -40,8 +41,17 @@ def episode_problems(problems: Sequence[Problem], config: PPOConfig, *, seed: in
 
 
 def make_chunks(problems: Sequence[Problem], config: PPOConfig, *, episode: int) -> list[Chunk]:
-    """Cut an episode's prompts into chunks of `config.chunk_size` samples, a prompt's samples together."""
-    rows = [(problem, sample) for problem in problems for sample in range(config.samples_per_prompt)]
+    """Cut an episode's prompts into chunks of `config.chunk_size` samples, a prompt's samples together.
+
+    A prompt that comes twice in an episode goes on counting its samples, so that none is drawn twice.
+    """
+    count = config.samples_per_prompt
+    times: Counter[str] = Counter()
+    rows: list[tuple[Problem, int]] = []
+    for problem in problems:
+        first = times[problem.key] * count
+        times[problem.key] += 1
+        rows += [(problem, first + sample) for sample in range(count)]
     size = config.chunk_size
     return [
         Chunk(

@@ -35,7 +35,7 @@ class MadeChunk:
     """Time by phase: generate, score."""
 
 
-@ray.remote(concurrency_groups={"experience_io": 1, "model_io": 1, "compute": 1})
+@ray.remote(concurrency_groups={"status": 1, "compute": 1})
 class ExperienceMakerHolder:
     """Holds actor, critic, reward model and initial model of one version, and makes experience with them.
 
@@ -46,12 +46,18 @@ class ExperienceMakerHolder:
 
     def __init__(self, name: str, maker_fn: Callable[[], NaiveExperienceMaker]) -> None:
         self._name = name
-        self._maker = maker_fn()
+        self._maker_fn = maker_fn
+        self._maker: NaiveExperienceMaker
         self._version = 0
 
-    @ray.method(concurrency_group="model_io")  # type: ignore[untyped-decorator]
+    @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]
+    def build(self) -> None:
+        """Build the maker, with the weights of version 0; apart from `__init__`, whose errors Ray garbles."""
+        self._maker = self._maker_fn()
+
+    @ray.method(concurrency_group="status")  # type: ignore[untyped-decorator]
     def ping(self) -> int:
-        """Return this process's id: the actor is built and answers."""
+        """Return this process's id: the actor lives and answers."""
         return os.getpid()
 
     @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,9 +34,12 @@ class TrainerPosition:
     """Where a trainer stands: with the run's name, the triple that must match before it is reused."""
 
     next_episode: int
+    """Also the version of its weights."""
     incarnation: str
-    policy_version: int
-    lost_makers: tuple[str, ...] = ()
+    has_all_makers: bool
+    """Every maker lives, as far as is known, and has been given this trainer's weights."""
+    last: EpisodeRecord | None
+    """The episode before; None at the start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +69,8 @@ class StateKeeper(Protocol):
     def last_state(self) -> TrainingState | None:
         """Return the last committed state, or None before the first."""
 
-    def commit_policy(self, directory: Path, *, history: tuple[EpisodeRecord, ...]) -> None:
-        """Store the finished policy, as `save_pretrained` wrote it to `directory`."""
+    def commit_policy(self, save: Callable[[Path], None], *, history: tuple[EpisodeRecord, ...]) -> None:
+        """Store the finished policy, which `save` writes to a directory as `save_pretrained` does."""
 
 
 def history_to_json(history: tuple[EpisodeRecord, ...]) -> list[dict[str, Any]]:

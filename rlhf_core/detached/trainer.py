@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import tempfile
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import ray
 import torch
 from ray.exceptions import RayActorError
 
+from rlhf_core.buffer.naive import NaiveExperienceBuffer
 from rlhf_core.config import PPOConfig
 from rlhf_core.data import Problem
 from rlhf_core.detached.chunks import episode_problems, make_chunks
@@ -33,7 +33,7 @@ class DetachedPPOTrainer:
     """Runs episodes in lockstep with its makers: every sample comes from the version that learns from it.
 
     A shell around `PPOLearner`. It restores itself from the keeper's last state, so building one is
-    how a run starts and how it goes on.
+    how a run starts and how it goes on: `build`, then `synchronise`, then `run_episode` for each episode due.
 
     Args:
         experience_maker_holder_name_list: names of the makers, looked up in this actor's namespace.
@@ -56,7 +56,8 @@ class DetachedPPOTrainer:
         save_policy: Callable[[PPOLearner, Path], None],
     ) -> None:
         self._maker_names = tuple(experience_maker_holder_name_list)
-        self._learner = learner_fn()
+        self._learner_fn = learner_fn
+        self._learner: PPOLearner
         self._problems, self._config, self._seed = list(problems), config, seed
         self._keeper, self._save_policy = keeper, save_policy
         self._incarnation = uuid.uuid4().hex
@@ -65,8 +66,12 @@ class DetachedPPOTrainer:
         self._progress = "starting"
         self._committer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="commit")
         self._commit: Future[None] | None = None
-        self._abandoned = threading.Event()
-        state = keeper.last_state()
+
+    @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]
+    def build(self) -> None:
+        """Build the learner and restore the last committed state; apart from `__init__`, whose errors Ray garbles."""
+        self._learner = self._learner_fn()
+        state = self._keeper.last_state()
         if state is not None:
             self._learner.load_state(state.tensors, state.learner)
             self._history = state.history
@@ -74,8 +79,12 @@ class DetachedPPOTrainer:
     @ray.method(concurrency_group="status")  # type: ignore[untyped-decorator]
     def position(self) -> TrainerPosition:
         """Return where this trainer stands."""
-        lost = tuple(name for name in self._maker_names if self._makers and name not in self._makers)
-        return TrainerPosition(len(self._history), self._incarnation, len(self._history), lost)
+        return TrainerPosition(
+            next_episode=len(self._history),
+            incarnation=self._incarnation,
+            has_all_makers=set(self._makers) == set(self._maker_names),
+            last=self._history[-1] if self._history else None,
+        )
 
     @ray.method(concurrency_group="status")  # type: ignore[untyped-decorator]
     def progress(self) -> str:
@@ -84,14 +93,15 @@ class DetachedPPOTrainer:
 
     @ray.method(concurrency_group="status")  # type: ignore[untyped-decorator]
     def ping(self) -> int:
-        """Return this process's id: the actor is built and answers."""
+        """Return this process's id: the actor lives and answers."""
         return os.getpid()
 
     @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]
     def synchronise(self) -> None:
         """Find the makers by name and give each the weights of this trainer's version."""
-        self._makers = {name: ray.get_actor(name) for name in self._maker_names}
-        self._publish()
+        found = {name: ray.get_actor(name) for name in self._maker_names}
+        self._publish(found, len(self._history))
+        self._makers = found
 
     @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]
     def run_episode(self, episode: int) -> EpisodeRecord:
@@ -106,7 +116,10 @@ class DetachedPPOTrainer:
         self.await_commit()
         made, seconds = self._collect(episode)
         samples = [sample for chunk in made for sample in chunk.samples]
-        experience = Experience.concat([Experience.from_numpy(chunk.experience) for chunk in made])
+        buffer = NaiveExperienceBuffer(self._config.train_batch_size)
+        for chunk in made:
+            buffer.append(Experience.from_numpy(chunk.experience), chunk.samples)
+        experience = buffer.collect()
         started = time.perf_counter()
         self._progress = f"episode {episode + 1}: learning from {len(samples)} samples"
         stats = self._learner.learn(experience, seed=self._seed, episode=episode)
@@ -114,7 +127,7 @@ class DetachedPPOTrainer:
         version = episode + 1
         started = time.perf_counter()
         self._progress = f"episode {episode + 1}: publishing weights, version {version}"
-        self._publish(version)
+        self._publish(self._makers, version)
         seconds["synchronise"] = time.perf_counter() - started
         started = time.perf_counter()
         snapshot, learner = self._learner.state()  # the learner's only pause: a copy to host memory
@@ -148,9 +161,7 @@ class DetachedPPOTrainer:
     def commit_policy(self) -> None:
         """Store the finished policy, as a directory that `AutoModelForCausalLM.from_pretrained` loads."""
         self._progress = "storing the policy"
-        with tempfile.TemporaryDirectory(prefix="rlhf-policy-") as directory:
-            self._save_policy(self._learner, Path(directory))
-            self._keeper.commit_policy(Path(directory), history=self._history)
+        self._keeper.commit_policy(partial(self._save_policy, self._learner), history=self._history)
 
     def _collect(self, episode: int) -> tuple[list[MadeChunk], dict[str, float]]:
         started = time.perf_counter()
@@ -171,20 +182,17 @@ class DetachedPPOTrainer:
         # Makers work side by side: their wall time is shared out in proportion to their work.
         return made, {phase: wall * seconds / total for phase, seconds in work.items()}
 
-    def _publish(self, version: int | None = None) -> None:
-        """Send version `version` (default: the current one) to every living maker, and wait until each holds it."""
-        version = len(self._history) if version is None else version
+    def _publish(self, makers: dict[str, Any], version: int) -> None:
+        """Send the weights as `version` to every living maker, and wait until each holds them; forget dead ones."""
         dtype = getattr(torch, self._config.rollout_dtype)
         manifest, references = pack(self._weights(dtype), version=version, dtype=dtype, put=ray.put)
         timeout_s = self._config.cluster.start_timeout_s
-        pending = {
-            name: maker.load_weights.remote(manifest, references, timeout_s) for name, maker in self._makers.items()
-        }
+        pending = {name: maker.load_weights.remote(manifest, references, timeout_s) for name, maker in makers.items()}
         for name, reference in pending.items():
             try:
                 ray.get(reference, timeout=timeout_s)
             except RayActorError:
-                self._makers.pop(name, None)  # the dealer goes on with the others; the next episode replaces it
+                makers.pop(name)  # the dealer goes on with the others; the next episode replaces it
 
     def _weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         for role in ("actor", "critic"):

@@ -75,7 +75,6 @@ def pack(
     kept: list[T] = []
     checksums: list[int] = []
     pending: list[Bucket] = []
-    dtype_name = str(dtype).removeprefix("torch.")
     filled = 0
 
     def close() -> None:

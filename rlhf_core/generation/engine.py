@@ -115,9 +115,7 @@ def generate(
     model.eval()
     try:
         with torch.inference_mode():
-            decoded = _decode(
-                model, prompts, choose, max_new_tokens=max_new_tokens, stop_ids=stop_ids, pad_id=pad_id
-            )
+            decoded = _decode(model, prompts, choose, max_new_tokens=max_new_tokens, stop_ids=stop_ids, pad_id=pad_id)
     finally:
         model.train(was_training)
     # tensors made in inference mode cannot be saved for a backward pass: hand out ordinary ones

@@ -71,9 +71,7 @@ def choose_greedy(logits: Float[Tensor, "B V"]) -> Choice:
     return Choice(tokens, _log_probs(scores, tokens, _log_total(scores)))
 
 
-def choose_sampled(
-    *, logits: Float[Tensor, "B V"], uniforms: Float32[Tensor, " B"], temperature: float
-) -> Choice:
+def choose_sampled(*, logits: Float[Tensor, "B V"], uniforms: Float32[Tensor, " B"], temperature: float) -> Choice:
     """Return the token at which the cumulative distribution, in token order, passes the row's uniform number.
 
         token = min { t : sum_{i <= t} p_i > u * sum_i p_i },   p = softmax(logits / temperature)

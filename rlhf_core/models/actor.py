@@ -10,9 +10,7 @@ from rlhf_core.functional.logprobs import logprobs_from_logits
 from rlhf_core.models.trunk import position_ids
 
 
-def response_logits(
-    model: PreTrainedModel, *, sequences: Tensor, attention_mask: Tensor, num_actions: int
-) -> Tensor:
+def response_logits(model: PreTrainedModel, *, sequences: Tensor, attention_mask: Tensor, num_actions: int) -> Tensor:
     """Return the logits that predict each response token, [B A V].
 
     The head is applied at these positions only: over a vocabulary of 49152 words, the prompt's logits would
@@ -42,7 +40,5 @@ def response_logprobs(
     model: PreTrainedModel, *, sequences: Tensor, attention_mask: Tensor, num_actions: int, temperature: float
 ) -> Tensor:
     """Return the log-probability of each response token in float32, [B A]; meaningless on padding."""
-    logits = response_logits(
-        model, sequences=sequences, attention_mask=attention_mask, num_actions=num_actions
-    )
+    logits = response_logits(model, sequences=sequences, attention_mask=attention_mask, num_actions=num_actions)
     return logprobs_from_logits(logits, sequences[:, -num_actions:], temperature=temperature)

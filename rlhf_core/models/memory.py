@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import pow as power
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import psutil
 
@@ -144,18 +144,36 @@ def check_memory(config: PPOConfig, num_parameters: int, *, model: str, machine:
     )
 
 
-def check_memory_for(config: PipelineConfig, models_dir: Path) -> None:
-    """Check that this machine can run a preset's PPO, before any model or reference is fetched.
+def check_memory_for(
+    config: PipelineConfig, models_dir: Path, *, trains: Literal["ppo", "sft", "reward-model"] | None = "ppo"
+) -> None:
+    """Check that this machine can run a preset's largest stage, before any model or reference is fetched.
 
     The model's size is read from its files if it is on this machine, and is else the preset's
     `model.num_parameters`. Where neither is known (a hub model of unstated size), nothing is refused.
+
+    Args:
+        config: the resolved preset.
+        models_dir: where packaged models are kept.
+        trains: the largest stage of the run; None only looks whether the model's path leads anywhere.
 
     Raises:
         ModelError: if the model's path leads nowhere, or the machine cannot hold it.
     """
     num_parameters = _size(config, models_dir)
-    if num_parameters is not None:
+    if num_parameters is None or trains is None:
+        return
+    if trains == "ppo":
         check_memory(config.ppo, num_parameters, model=config.model.path)
+        return
+    need = _learner(num_parameters, config.sft.lora if trains == "sft" else None)
+    machine = machine_memory()
+    if need > max(machine.gpus, default=machine.ram):
+        raise ModelError(
+            f"training the stage {trains} on {config.model.path} ({num_parameters / GB:.3g} billion parameters) needs "
+            f"at least {_gb(need)}, but this machine has {machine}; take a smaller model (`-p model=PATH`) or a bigger "
+            "machine"
+        )
 
 
 def _size(config: PipelineConfig, models_dir: Path) -> int | None:

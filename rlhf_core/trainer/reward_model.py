@@ -132,15 +132,20 @@ def standardise_scores(
 ) -> ScoreStatistics:
     """Measure mean and standard deviation of the scores of held-out samples, and keep them in the reward model.
 
-    The deviation divides by the number of samples. When all scores are equal it is taken as 1.
+    Samples longer than `config.max_length` are left out. The deviation divides by the number of samples. When all
+    scores are equal it is taken as 1.
 
     Raises:
-        DataError: if there are no samples.
+        DataError: if there are no samples that are short enough.
     """
-    if not sequences:
-        raise DataError("expected held-out samples to standardise the reward model's scores with, got none")
+    kept = [sequence for sequence in sequences if len(sequence) <= config.max_length]
+    if not kept:
+        raise DataError(
+            f"expected held-out samples of at most {config.max_length} tokens to standardise the reward model's scores "
+            f"with, got {len(sequences)}, all longer"
+        )
     scores = score_sequences(
-        reward_model, sequences, batch_size=2 * config.micro_batch_size, autocast_dtype=autocast_dtype
+        reward_model, kept, batch_size=2 * config.micro_batch_size, autocast_dtype=autocast_dtype
     ).double()
     mean, std = scores.mean().item(), scores.std(correction=0).item()
     statistics = ScoreStatistics(mean, std if std > _SMALLEST_STD else 1.0)

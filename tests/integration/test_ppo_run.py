@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from flows.presets import resolve
 from infra.artifacts import ArtifactStore, open_default_store
 from infra.clusters import ClusterManifest, leftover_processes
+from infra.errors import StoreError
 from infra.settings import settings
 from rlhf_core.config import PipelineConfig
 from rlhf_core.models.loading import load_causal_lm
@@ -24,8 +26,9 @@ from rlhf_core.models.reward_model import RewardModel
 from tasks.context import open_context
 from tasks.data import prepare_data
 from tasks.ppo import end_cluster, finished_policy, next_episode, plan_ppo, ppo_episode, publish_policy
-from tasks.ppo_group import TRAINER, lease, trainer_for
-from tasks.results import PPORun
+from tasks.ppo_group import TRAINER, end_group, lease, trainer_for
+from tasks.ray_calls import may_pass
+from tasks.results import Parent, PPORun
 from tests.tiny_llama import write_tiny_llama
 
 pytestmark = pytest.mark.integration
@@ -50,7 +53,7 @@ def config(model: Path) -> PipelineConfig:
             "ppo.chunk_size": 4,
             "ppo.train_batch_size": 8,
             "ppo.micro_batch_size": 4,
-            "ppo.max_epochs": 2,
+            "ppo.max_epochs": 12,  # learning takes long enough to be killed in
             "ppo.max_new_tokens": 8,
             "ppo.lr": 1e-3,
             "ppo.reward": {"verifier": 0.0, "reward_model": 1.0},
@@ -82,11 +85,8 @@ class Run:
             ppo_episode.fn(self.plan, episode)
         publish_policy.fn(self.plan)
 
-    def actor(self, name: str) -> Any:
-        return ray.get_actor(name)
-
     def kill(self, name: str) -> None:
-        os.kill(ray.get(self.actor(name).ping.remote(), timeout=30), signal.SIGKILL)
+        os.kill(ray.get(ray.get_actor(name).ping.remote(), timeout=30), signal.SIGKILL)
 
     def weights(self) -> dict[str, str]:
         done = finished_policy(self.plan, reused=True)
@@ -150,13 +150,28 @@ def test_a_run_whose_processes_were_killed_ends_with_the_same_bits(run: Run, und
     # The trainer dies in mid-episode: the next attempt restores the last committed state.
     with ThreadPoolExecutor(1) as pool:
         attempt = pool.submit(ppo_episode.fn, run.plan, 1)
-        before = ray.get(trainer.position.remote(), timeout=30).incarnation
-        _kill_when_learning(run, before)
+        _kill_when_learning(attempt)
         with pytest.raises(ray.exceptions.RayActorError):
             attempt.result(timeout=120)
     run.finish()
     assert run.numbers() == undisturbed["numbers"]
     assert run.weights() == undisturbed["weights"]
+
+
+def test_an_attempt_at_a_committed_episode_finds_it_done(run: Run) -> None:
+    for episode in range(EPISODES):
+        first = ppo_episode.fn(run.plan, episode)
+    end_group(run.plan)  # as after a death between the last commit and its answer
+    again = ppo_episode.fn(run.plan, EPISODES - 1)
+    assert again == first
+
+
+def test_what_is_wrong_inside_an_actor_is_told_in_its_own_sentence(run: Run) -> None:
+    broken = run.plan.model_copy(update={"actor": Parent(uri="sft/gone@1", digest="0" * 64)})
+    with pytest.raises(StoreError, match="sft/gone") as caught:
+        ppo_episode.fn(broken, 0)
+    assert "\n" not in str(caught.value)
+    assert not may_pass(caught.value)
 
 
 @pytest.mark.usefixtures("home")
@@ -170,16 +185,19 @@ def test_another_seed_gives_other_weights(config: PipelineConfig, undisturbed: d
         end_cluster(other.plan)
 
 
-def _kill_when_learning(run: Run, before: str) -> None:
-    """Kill the trainer of the group that was built after `before`, as soon as it is there.
+def _kill_when_learning(attempt: Future[Any]) -> None:
+    """Kill the trainer while it learns from its second episode.
 
-    The group that lost a maker is ended and built anew first, so a name answers only from time to time.
+    The group that lost a maker is ended and built anew first, so for a time the name has no answer.
     """
-    while True:
+    deadline = time.monotonic() + 120
+    while not attempt.done():
+        assert time.monotonic() < deadline, "waited 120 s for the trainer to learn"
         try:
-            trainer = run.actor(TRAINER)
-            if ray.get(trainer.position.remote(), timeout=30).incarnation != before:
-                run.kill(TRAINER)
+            trainer = ray.get_actor(TRAINER)
+            if ray.get(trainer.progress.remote(), timeout=30).startswith("episode 2: learning"):
+                os.kill(ray.get(trainer.ping.remote(), timeout=30), signal.SIGKILL)
                 return
         except (ValueError, ray.exceptions.RayActorError):
             continue
+    raise AssertionError("the episode was over before its trainer could be killed") from attempt.exception()

@@ -35,6 +35,15 @@ def test_an_episode_of_more_prompts_than_there_are_takes_whole_passes() -> None:
     assert sorted(Counter(problem.prompt for problem in drawn).values()) == [2] * 5 + [3] * 5
 
 
+def test_a_prompt_that_comes_twice_in_an_episode_is_drawn_with_other_noise() -> None:
+    settings = config(20, 2, 40)
+    problems = episode_problems(PROBLEMS, settings, seed=0, episode=0)
+    [chunk] = make_chunks(problems, settings, episode=0)
+    drawn = Counter((problem.key, sample) for problem, sample in zip(chunk.problems, chunk.samples, strict=True))
+    assert set(drawn.values()) == {1}
+    assert set(chunk.samples) == {0, 1, 2, 3}
+
+
 def test_an_episodes_prompts_depend_on_seed_and_episode_alone() -> None:
     first = episode_problems(PROBLEMS, config(4, 1, 4), seed=1, episode=3)
     assert first == episode_problems(PROBLEMS, config(4, 1, 4), seed=1, episode=3)

@@ -100,7 +100,7 @@ def test_promotion_moves_the_champion_and_says_why(evaluation: Evaluation) -> No
     policy = store.commit("policy", "test", {"x": b"1"})
     evaluations = {"sft": evaluation("sft/test@1", "WWWWR"), "ppo": evaluation(policy.uri, "RRRRR")}
     decision = gate.fn(config(), evaluations)
-    assert promote.fn(config(), decision) == policy.uri
+    assert promote.fn(decision) == policy.uri
     assert store.resolve("policy/test@champion").ref == policy
 
 
@@ -109,4 +109,4 @@ def test_a_refusal_leaves_the_champion_where_it_was(evaluation: Evaluation) -> N
     old, new = (store.commit("policy", "test", {"x": body}) for body in (b"1", b"2"))
     store.set_alias(old.uri, "champion", why="test", who="test")
     evaluations = {"champion": evaluation(old.uri, "RRRRR"), "ppo": evaluation(new.uri, "WWWWW")}
-    assert promote.fn(config(), gate.fn(config(), evaluations)) == old.uri
+    assert promote.fn(gate.fn(config(), evaluations)) == old.uri

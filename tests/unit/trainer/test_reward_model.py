@@ -125,7 +125,7 @@ def test_equal_scores_are_left_at_their_scale() -> None:
     model = reward_model()
     statistics = standardise_scores(model, [[5, 6], [5, 6]], CONFIG, autocast_dtype=FP32)
     assert statistics.std == model.score_std.item() == 1.0
-    with pytest.raises(DataError, match="held-out samples to standardise"):
+    with pytest.raises(DataError, match="held-out samples of at most 16 tokens"):
         standardise_scores(model, [], CONFIG, autocast_dtype=FP32)
 
 

@@ -1,0 +1,112 @@
+"""Which policy, reward model and base model a stage starts from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from infra.artifacts import Lineage, Manifest
+from infra.errors import ReferenceNotFoundError
+from rlhf_core.config import PipelineConfig
+from rlhf_core.errors import ConfigError
+from tasks.context import Context, open_context
+from tasks.progress import say
+from tasks.results import Parent
+from tasks.sentences import stage_task
+
+BASE_MODEL = "model/base"
+"""Stands for the preset's base model where a policy is asked for."""
+
+
+@stage_task(name="find-policy")
+def find_policy(config: PipelineConfig, reference: str | None) -> Parent:
+    """Return the policy that a reference names, or the preset's latest SFT model, or its base model."""
+    return resolve_policy(open_context(), config, reference)
+
+
+def base_model(context: Context, config: PipelineConfig) -> Parent:
+    """Return the preset's base model, on this machine and identified by its content."""
+    from rlhf_core.models.loading import find_local, locate_model, model_digest
+
+    if find_local(config.model.path, models_dir=context.settings.models_dir) is None:
+        say("model", f"getting {config.model.path}; once, then it is kept")
+    directory = locate_model(config.model.path, models_dir=context.settings.models_dir)
+    digest = model_digest(directory, models_dir=context.settings.models_dir)
+    return Parent(uri=f"model/{Path(config.model.path).name}", digest=digest, path=str(directory))
+
+
+def resolve_policy(context: Context, config: PipelineConfig, reference: str | None) -> Parent:
+    """Return the policy that a stage starts from.
+
+    Args:
+        context: the open context.
+        config: the preset; names the SFT model to look for, and says whether the base model may stand in.
+        reference: `sft/...`, `policy/...`, BASE_MODEL for the preset's base model, or None: the latest SFT model
+            that was made from the preset's base model.
+    """
+    if reference is not None and reference != BASE_MODEL:
+        manifest = context.store.resolve(reference)
+        _check_kind(manifest, ("sft", "policy"), reference)
+        return _as_parent(manifest)
+    base = base_model(context, config)
+    if reference == BASE_MODEL:
+        return base
+    latest = _latest_from(context, "sft", config.name, base)
+    if latest is not None:
+        return _as_parent(latest)
+    if config.bootstrap:
+        return base
+    raise ConfigError(
+        f"no SFT model sft/{config.name} made from {config.model.path} exists yet: run "
+        f"`rlhf run sft/quickstart -p preset={config.name}` first, name another with the parameter `actor`, or set "
+        "`bootstrap: true` in the preset to start from the base model"
+    )
+
+
+def resolve_reward_model(context: Context, config: PipelineConfig, reference: str | None) -> Parent | None:
+    """Return the reward model of a PPO run; None where the configuration gives it no weight."""
+    if reference is not None:
+        manifest = context.store.resolve(reference)
+        _check_kind(manifest, ("reward-model",), reference)
+        return _as_parent(manifest)
+    if config.ppo.reward.reward_model == 0:
+        return None
+    latest = _latest_from(context, "reward-model", config.name, base_model(context, config))
+    if latest is None:
+        raise ConfigError(
+            f"no reward model reward-model/{config.name} made from {config.model.path} exists yet: run "
+            f"`rlhf run reward-model/quickstart -p preset={config.name}` first, or set the override "
+            "ppo.reward.reward_model to 0"
+        )
+    return _as_parent(latest)
+
+
+def ancestors(context: Context, uri: str) -> dict[str, str]:
+    """Return the digests of all that an artifact came from, by reference."""
+    found: dict[str, str] = {}
+
+    def collect(node: Lineage) -> None:
+        for parent in node.parents:
+            found[parent.ref.uri] = parent.ref.digest
+            collect(parent)
+
+    collect(context.store.lineage(uri))
+    return found
+
+
+def _latest_from(context: Context, kind: str, name: str, base: Parent) -> Manifest | None:
+    """Return the newest version that came from this very base model: another one's weights would not fit."""
+    for manifest in reversed(context.store.list(kind, name)):
+        if base.digest in ancestors(context, manifest.ref.uri).values():
+            return manifest
+    return None
+
+
+def _as_parent(manifest: Manifest) -> Parent:
+    return Parent(uri=manifest.ref.uri, digest=manifest.digest)
+
+
+def _check_kind(manifest: Manifest, kinds: tuple[str, ...], reference: str) -> None:
+    if manifest.kind not in kinds:
+        raise ReferenceNotFoundError(
+            f"{reference} is a {manifest.kind}, but a reference to {' or '.join(kinds)} is needed here"
+        )

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rlhf_core.config import PipelineConfig
+from tasks import sft as sft_module
+from tasks.context import Context, find_made, open_context
+from tasks.ppo import plan_ppo
+from tasks.results import Parent
+
+
+@pytest.fixture
+def context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Context:
+    monkeypatch.setenv("RLHF_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("RLHF_STORE_URL", f"file://{tmp_path}/store")
+    return open_context()
+
+
+def test_what_another_name_made_is_stored_under_this_name_too_once(context: Context) -> None:
+    made = context.store.commit("policy", "first", {"x": b"1"}, key="k" * 64, metrics={"m": 1})
+    found = find_made(context, "policy", "second", "k" * 64)
+    assert found is not None
+    assert (found.uri, found.digest, found.metrics) == ("policy/second@1", made.digest, {"m": 1})
+    again = find_made(context, "policy", "second", "k" * 64)
+    assert again is not None
+    assert again.uri == "policy/second@1"
+    assert [each.uri for each in context.store.list("policy")] == ["policy/first@1", "policy/second@1"]
+
+
+Key = Callable[[PipelineConfig], str]
+
+
+@pytest.fixture
+def ppo_key(context: Context, monkeypatch: pytest.MonkeyPatch) -> Key:
+    actor = context.store.commit("sft", "test", {"x": b"1"})
+    dataset = context.store.commit("dataset", "test", {"ppo.jsonl": b""})
+    monkeypatch.setattr(sft_module, "source_digest", lambda *_: "s")
+
+    def key(config: PipelineConfig) -> str:
+        return str(plan_ppo.fn(config, actor.uri, None, Parent(uri=dataset.uri, digest=dataset.digest)).key)
+
+    return key
+
+
+def changed(section: str, **values: object) -> PipelineConfig:
+    base = PipelineConfig(name="test").model_dump()
+    base[section] = {**base[section], **values} if isinstance(base[section], dict) else values[section]
+    return PipelineConfig.model_validate(base)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        changed("ppo", lr=2e-5),
+        changed("ppo", rollout_dtype="float32"),
+        changed("ppo", chunk_size=16),
+        changed("ppo", cluster={"trainer_threads": 1}),
+        changed("ppo", cluster={"maker_threads": 2}),
+        changed("ppo", reward={"verifier": 0.5}),
+        changed("template", answer_tag="result"),
+        changed("seed", seed=1),
+    ],
+)
+def test_what_changes_ppos_numbers_changes_its_key(ppo_key: Key, config: PipelineConfig) -> None:
+    assert ppo_key(config) != ppo_key(PipelineConfig(name="test"))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        changed("ppo", cluster={"num_makers": 3}),
+        changed("ppo", cluster={"commit_timeout_s": 1.0, "start_timeout_s": 1.0, "object_store_mb": 100}),
+        changed("gate", min_gain=0.1),
+        changed("sft", lr=1.0),
+        PipelineConfig(name="other"),
+    ],
+)
+def test_what_does_not_leaves_the_run_and_its_committed_episodes_found(ppo_key: Key, config: PipelineConfig) -> None:
+    assert ppo_key(config) == ppo_key(PipelineConfig(name="test"))

@@ -14,8 +14,8 @@ stamp=".venv/set-up-for"
 total=$(cat requirements.txt requirements-dev.txt | grep -c '==')
 
 find_python() {
-    for name in ${PYTHON:-} python3.11 python3; do
-        if command -v "$name" >/dev/null 2>&1; then
+    for name in "${PYTHON:-}" python3.11 python3; do
+        if [ -n "$name" ] && command -v "$name" >/dev/null 2>&1; then
             found="$name"
             "$name" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null && return 0
         fi
@@ -57,19 +57,24 @@ command -v g++ >/dev/null 2>&1 || command -v c++ >/dev/null 2>&1 ||
     fail "a C++ compiler is missing; install g++ (for instance: apt-get install g++)"
 
 wanted=$("$python" -c '
-import hashlib, sys
+import hashlib, os, sys
 files = ("requirements.txt", "requirements-dev.txt", "pyproject.toml", "infra/setup.sh")
-print(hashlib.sha256(b"".join(open(file, "rb").read() for file in files) + sys.version.encode()).hexdigest())
+place = os.fsencode(os.getcwd())  # programs of an environment name it: one that was moved is broken
+print(hashlib.sha256(b"".join(open(file, "rb").read() for file in files) + sys.version.encode() + place).hexdigest())
 ') || fail "requirements.txt, requirements-dev.txt and pyproject.toml cannot be read"
 if [ -x .venv/bin/rlhf ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
     say "up to date"
     exit 0
 fi
 
-mkdir -p "$(dirname "$log")" || fail "$(dirname "$log") cannot be made; set RLHF_HOME to a directory of your own"
+(umask 077 && mkdir -p "$(dirname "$log")") || fail "$(dirname "$log") cannot be made; set RLHF_HOME to a directory of your own"
 : >"$log"
 say "this takes some minutes the first time; all that pip says goes to $log"
-if ! .venv/bin/python -c 'import pip' 2>/dev/null; then
+made_here=
+case "$(cat .venv/pyvenv.cfg 2>/dev/null)" in
+    *" $(pwd -P)/.venv"*) made_here=yes ;;
+esac
+if [ -z "$made_here" ] || ! .venv/bin/python -c 'import pip' 2>/dev/null; then
     say "making .venv with $("$python" --version)"
     quietly "$python" -m venv --clear .venv
 fi

@@ -11,7 +11,7 @@ from infra.errors import ServiceError
 from infra.process_record import describe
 from infra.services import processes, runs, seaweed
 from infra.services.deployments import all_present, deploy, source_digest
-from infra.services.env_file import write_block
+from infra.services.env_file import assignment, write_block
 from infra.services.ports import choose_port
 from infra.services.prefect_server import prefect_environment, prefect_server
 from infra.services.prefect_yaml import DeploymentEntry, read_prefect_yaml
@@ -188,7 +188,7 @@ class _BringingUp:
         """Tell the commands that are typed later: secrets in our own file, the server's address in `.env`."""
         ours = variables if self.settings.wants_local_store else {"PREFECT_API_URL": variables["PREFECT_API_URL"]}
         kept = {name: value for name, value in ours.items() if name != "RLHF_HOME"}
-        write_private(self.home / STACK_ENV, "".join(f"{name}='{value}'\n" for name, value in kept.items()))
+        write_private(self.home / STACK_ENV, "".join(f"{assignment(name, value)}\n" for name, value in kept.items()))
         told = {
             "PREFECT_API_URL": variables["PREFECT_API_URL"],
             "PREFECT_HOME": str(self.home / "prefect"),

@@ -11,6 +11,12 @@ _BEGIN = "# >>> rlhf up: rewritten by it, put your own lines outside"
 _END = "# <<< rlhf up"
 
 
+def assignment(name: str, value: str) -> str:
+    """Return a line of an env file, quoted as python-dotenv writes and reads it."""
+    quoted = value.replace("\\", "\\\\").replace("'", "\\'")
+    return f"{name}='{quoted}'"
+
+
 def write_block(path: Path, variables: Mapping[str, str]) -> None:
     """Put the variables into our block of the file, at its end, so that they win; leave all else as it is.
 
@@ -20,7 +26,7 @@ def write_block(path: Path, variables: Mapping[str, str]) -> None:
     try:
         text = path.read_text(encoding="utf-8") if path.exists() else ""
         kept = _without_block(text)
-        lines = [_BEGIN, *(f"{name}='{value}'" for name, value in variables.items()), _END]
+        lines = [_BEGIN, *(assignment(name, value) for name, value in variables.items()), _END]
         wanted = "\n".join([*kept, *lines]) + "\n"
         if wanted != text:
             partial = path.with_name(f"{path.name}.partial")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,22 @@ case "$*" in
     *--version*) echo Python 3.11.0 ;;
 esac
 """
+
+SETS_UP = """#!/bin/sh
+case "$*" in
+    *ensurepip*) exit 0 ;;
+    *"-m venv"*) exec {python} -c "
+import os, pathlib
+venv = pathlib.Path('.venv')
+(venv / 'bin').mkdir(parents=True, exist_ok=True)
+(venv / 'pyvenv.cfg').write_text('command = python3 -m venv --clear ' + os.path.abspath(venv) + chr(10))
+(venv / 'bin' / 'python').write_text('#!/bin/sh' + chr(10) + 'true >.venv/bin/rlhf; chmod +x .venv/bin/rlhf' + chr(10))
+(venv / 'bin' / 'python').chmod(0o755)
+" ;;
+esac
+exec {python} "$@"
+"""
+"""A Python whose `venv` is quick, with a `pip` that installs nothing but a command."""
 
 
 @pytest.fixture
@@ -53,6 +70,12 @@ def setup(checkout: Path, **variables: str) -> subprocess.CompletedProcess[str]:
         timeout=60,
         check=False,
     )
+
+
+def ready_to_install(checkout: Path) -> None:
+    program(checkout, "c++", "#!/bin/sh\n")
+    program(checkout, "python3", SETS_UP.format(python=sys.executable))
+    (checkout.parent / "bin" / "chmod").symlink_to(shutil.which("chmod") or "")
 
 
 def refuses(result: subprocess.CompletedProcess[str], sentence: str) -> bool:
@@ -97,6 +120,49 @@ def test_when_nothing_has_changed_nothing_is_done(checkout: Path) -> None:
     result = setup(checkout)
     assert (result.returncode, result.stdout, result.stderr) == (0, "setup: up to date\n", "")
     assert not (checkout / ".rlhf").exists()
+
+
+def test_a_checkout_that_was_moved_is_set_up_anew(checkout: Path) -> None:
+    ready_to_install(checkout)
+    assert "making .venv" in setup(checkout).stdout
+    assert setup(checkout).stdout == "setup: up to date\n"
+    moved = checkout.rename(checkout.with_name("moved"))
+    result = setup(moved)
+    assert "making .venv" in result.stdout, "the programs of the old one name the old place"
+    assert result.returncode == 0
+    assert setup(moved).stdout == "setup: up to date\n"
+
+
+def test_an_environment_of_this_place_is_kept_when_the_lock_files_change(checkout: Path) -> None:
+    ready_to_install(checkout)
+    setup(checkout)
+    (checkout / "requirements.txt").write_text("a==1\n")
+    result = setup(checkout)
+    assert "making .venv" not in result.stdout
+    assert "installing" in result.stdout
+
+
+@pytest.mark.parametrize("home", [None, "elsewhere/home"])
+def test_home_and_logs_are_for_their_owner_alone(checkout: Path, home: str | None) -> None:
+    ready_to_install(checkout)
+    before = os.umask(0o002)
+    try:
+        result = setup(checkout, **({"RLHF_HOME": home} if home else {}))
+    finally:
+        os.umask(before)
+    assert result.returncode == 0, result.stderr
+    made = checkout / (home or ".rlhf")
+    assert {path.stat().st_mode & 0o777 for path in (made, made / "logs")} == {0o700}
+    assert (checkout / ".venv").stat().st_mode & 0o777 == 0o775, "what is no secret follows the user's own mask"
+
+
+def test_a_python_whose_path_has_spaces_is_taken(checkout: Path) -> None:
+    ready_to_install(checkout)
+    directory = checkout.parent / "my own python"
+    directory.mkdir()
+    (checkout.parent / "bin" / "python3").rename(directory / "python")
+    result = setup(checkout, PYTHON=str(directory / "python"))
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 def test_a_failing_installation_shows_the_end_of_its_log_and_leaves_no_stamp(checkout: Path) -> None:

@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from dotenv import set_key
 
 from infra.errors import ServiceError
 from infra.services.env_file import write_block
 from infra.services.state import STATE_FILE, StackState, locked, make_home, write_private
+from infra.settings import read_env_file
 
 HOLDER = """
 import sys
@@ -79,6 +81,15 @@ def test_the_users_own_lines_in_the_env_file_stay(tmp_path: Path) -> None:
     assert [line for line in lines if line.startswith("PREFECT_API_URL")] == [
         "PREFECT_API_URL='http://127.0.0.1:2/api'"
     ]
+
+
+@pytest.mark.parametrize("value", ["/home/o'hara/runs", "a\\b", "ends with \\", "'", "\\'", "a # b", ' "x" ', "ünï"])
+def test_a_value_comes_back_from_the_env_file_as_it_was(tmp_path: Path, value: str) -> None:
+    env = tmp_path / ".env"
+    write_block(env, {"RLHF_HOME": value, "PREFECT_API_URL": "http://127.0.0.1:1/api"})
+    assert read_env_file(env) == {"RLHF_HOME": value, "PREFECT_API_URL": "http://127.0.0.1:1/api"}
+    set_key(tmp_path / "theirs", "RLHF_HOME", value)  # the library's own
+    assert (tmp_path / "theirs").read_text().strip("\n") in env.read_text().splitlines()
 
 
 def test_what_the_user_writes_below_our_lines_stays_too(tmp_path: Path) -> None:

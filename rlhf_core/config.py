@@ -34,6 +34,12 @@ class TemplateConfig(Config):
     answer_tag: str = "answer"
     """The verifier reads what stands between `<answer>` and `</answer>`."""
 
+    @model_validator(mode="after")
+    def _one_place(self) -> Self:
+        if self.prompt is not None and self.prompt.count("{prompt}") != 1:
+            raise ValueError(f"template.prompt must hold {{prompt}} once, but it is {self.prompt!r}")
+        return self
+
 
 class SplitsConfig(Config):
     """How many problems each stage gets; the splits share no prompt."""

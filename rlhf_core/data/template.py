@@ -40,11 +40,6 @@ class PromptTemplate:
             ConfigError: if the text has not one `{prompt}`, a stop token is none of the tokenizer's tokens,
                 or there is no token to end a response.
         """
-        if config.prompt is not None and config.prompt.count(PLACE) != 1:
-            raise ConfigError(
-                f"template.prompt must hold {PLACE} once, but {config.prompt!r} "
-                f"holds it {config.prompt.count(PLACE)} times"
-            )
         self._tokenizer = tokenizer
         self._config = config
         self.answer_tag = config.answer_tag

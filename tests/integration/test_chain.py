@@ -102,9 +102,10 @@ def test_a_second_run_reuses_every_stage(
 ) -> None:
     assert first.returncode == 0
     before = count(store)
-    second = stack.type(*command(model), timeout_s=120)
+    second = stack.type(*command(model), timeout_s=90)
     assert second.returncode == 0, second.stdout + second.stderr
     assert count(store) == before
+    assert "made now" in first.stdout
     assert "made now" not in second.stdout
     assert len(store.list("run")) == 2  # each run has a report of its own
 

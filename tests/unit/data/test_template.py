@@ -111,7 +111,7 @@ def test_the_answer_tag_is_configurable() -> None:
 
 @pytest.mark.parametrize("text", ["no place", "{prompt} twice {prompt}"])
 def test_a_template_without_exactly_one_place_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"template\.prompt must hold {prompt} once"):
+    with pytest.raises(ValueError, match=r"template\.prompt must hold {prompt} once"):
         template(prompt=text)
 
 

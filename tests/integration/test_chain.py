@@ -37,8 +37,8 @@ def store(stack: LocalStack, tmp_path_factory: pytest.TempPathFactory) -> Artifa
     return open_store(str(known["RLHF_STORE_URL"]), cache_dir=tmp_path_factory.mktemp("cache"), s3=options)
 
 
-def command(model: Path, *, seed: int = 0, episodes: int = EPISODES) -> list[str]:
-    """`rlhf run quickstart`, small: a model that has just learnt the form of an answer, and few problems."""
+def command(model: Path, *, seed: int = 0, episodes: int = EPISODES, deployment: str = "quickstart") -> list[str]:
+    """`rlhf run`, small: a model that has just learnt the form of an answer, and few problems."""
     overrides = {
         "data.task_parameters": {"min_numbers": 2, "max_numbers": 2, "max_decimals": 0, "min_value": 1, "max_value": 9},
         "data.splits": {"sft": 64, "preferences": 16, "ppo": 16, "evaluation": 12},
@@ -57,7 +57,7 @@ def command(model: Path, *, seed: int = 0, episodes: int = EPISODES) -> list[str
     }
     parameters = {"model": str(model), "episodes": episodes, "seed": seed, "overrides": json.dumps(overrides)}
     given = [part for name, value in parameters.items() for part in ("-p", f"{name}={value}")]
-    return ["rlhf", "run", "quickstart", *given]
+    return ["rlhf", "run", deployment, *given]
 
 
 @pytest.fixture(scope="module")
@@ -150,10 +150,13 @@ def test_lineage_leads_from_the_policy_to_the_base_model(
 
 
 def test_a_run_killed_in_mid_ppo_goes_on_from_its_last_commit(
-    stack: LocalStack, model: Path, store: ArtifactStore, tmp_path: Path
+    stack: LocalStack, model: Path, first: subprocess.CompletedProcess[str], store: ArtifactStore, tmp_path: Path
 ) -> None:
+    assert first.returncode == 0
     episodes = 12  # long enough to be killed in the middle
-    to_be_killed = command(model, seed=1, episodes=episodes)
+    inputs = {"actor": "sft/quickstart@1", "reward_model": "reward-model/quickstart@1", "data": "dataset/quickstart@1"}
+    given = [part for name, value in inputs.items() for part in ("-p", f"{name}={value}")]
+    to_be_killed = [*command(model, seed=1, episodes=episodes, deployment="ppo/quickstart"), *given]
     with (tmp_path / "out").open("w") as out:
         run = subprocess.Popen(to_be_killed, env=stack.environment, stdout=out, stderr=out, text=True)
         try:

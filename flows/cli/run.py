@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-
+_LONGEST_DETAIL = 600
 Given = Annotated[tuple[str, ...], Parameter(name=("--param", "-p"), negative="")]
 
 
@@ -20,6 +20,8 @@ def run(preset: str = "quickstart", /, *, param: Given = ()) -> int:
     """Run the deployment pipeline/PRESET, follow it, and show its report.
 
     The exit status is 0 when all of it ran, whatever the gate decided, and 1 when anything failed.
+    While the local stack runs, the run goes to its server, even if PREFECT_API_URL is exported as another one:
+    what `rlhf up` has started, `rlhf run` uses. Without it, the run goes to PREFECT_API_URL.
 
     Args:
         preset: name of the deployment of the flow `pipeline`; FLOW/NAME takes any other.
@@ -27,37 +29,72 @@ def run(preset: str = "quickstart", /, *, param: Given = ()) -> int:
     """
     import asyncio
 
+    from httpx import HTTPError, HTTPStatusError, InvalidURL
     from rich.console import Console
 
+    from infra.errors import ServiceError
+
     # Width is given where there is no terminal, so that a log file is not broken at 80 columns.
-    console = Console(width=None if sys.stdout.isatty() else 140)
+    console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
     deployment = preset if "/" in preset else f"pipeline/{preset}"
-    return asyncio.run(_run(deployment, _parameters(param), console))
+    parameters = _parameters(param)
+    api_url = _api_url(console)
+    try:
+        return asyncio.run(_run(deployment, parameters, api_url, console))
+    except HTTPStatusError as error:
+        raise ServiceError(f"the Prefect server at {api_url} refuses: {_detail(error)}") from error
+    except (HTTPError, InvalidURL) as error:
+        why = str(error) or type(error).__name__
+        raise ServiceError(
+            f"the Prefect server at {api_url} does not answer ({why}); run `rlhf up`, or correct PREFECT_API_URL"
+        ) from error
 
 
-async def _run(deployment: str, parameters: dict[str, Any], console: Console) -> int:
-    from prefect.client.orchestration import PrefectClient
+def _api_url(console: Console) -> str:
+    """Return the server to run on: this installation's own while it runs, whatever is exported; else the settings'.
 
+    Raises:
+        ServiceError: if there is none.
+    """
+    from infra import services
     from infra.errors import ServiceError
     from infra.settings import settings
 
-    api_url = settings().prefect_api_url
-    if api_url is None:
+    known = settings()
+    ours, told = services.running_api_url(known), known.prefect_api_url
+    if ours is None and told is None:
         raise ServiceError("no Prefect server is known here; start one with `rlhf up`, or set PREFECT_API_URL")
+    if ours and told and told.rstrip("/") != ours:
+        console.print(
+            f"PREFECT_API_URL is {told}, but the local stack runs: the run goes to {ours} "
+            "(`rlhf down` first, to run elsewhere)",
+            style="yellow",
+            markup=False,
+        )
+    return ours or str(told)
+
+
+async def _run(deployment: str, parameters: dict[str, Any], api_url: str, console: Console) -> int:
+    from prefect.client.orchestration import PrefectClient
+    from rich.text import Text
+
+    from flows.cli.following import Follower
+    from tasks.progress import PREFIX
+
     async with PrefectClient(api_url) as client:
         found = await _deployment(client, deployment)
-        flow_run = await client.create_flow_run_from_deployment(found.id, parameters=parameters)
+        flow_run = await _start(client, found, deployment, parameters)
         page = api_url.removesuffix("/").removesuffix("/api")
-        console.print(f"{deployment}: run {flow_run.name}, {page}/runs/flow-run/{flow_run.id}")
+        console.print(f"{deployment}: run {flow_run.name}, {page}/runs/flow-run/{flow_run.id}", markup=False)
         try:
-            state = await _follow(client, flow_run.id, console)
+            state = await Follower(client, flow_run, console, prefix=PREFIX).follow()
         except (KeyboardInterrupt, asyncio_cancelled()):
             console.print(
                 f"\nThe run goes on without this terminal; end it with: prefect flow-run cancel {flow_run.id}"
             )
             return 130
     if not state.is_completed():
-        console.print(f"[bold red]{state.name}[/]: {state.message}", highlight=False)
+        console.print(Text.assemble((state.name, "bold red"), f": {state.message or 'without a word'}"))
         return 1
     _show_report(flow_run.id, console)
     return 0
@@ -83,54 +120,38 @@ async def _deployment(client: Any, name: str) -> Any:
         flows = {flow.id: flow.name for flow in await client.read_flows()}
         known = [f"{flows[each.flow_id]}/{each.name}" for each in await client.read_deployments()]
         near = get_close_matches(name, known, n=3) or sorted(known)
-        raise ConfigError(f"there is no deployment {name!r}; did you mean {' or '.join(near)}?") from error
+        hint = f"did you mean {' or '.join(near)}?" if near else "the server has none: `rlhf up` registers them"
+        raise ConfigError(f"there is no deployment {name!r}; {hint}") from error
 
 
-async def _follow(client: Any, flow_run_id: UUID, console: Console) -> Any:
-    """Print the run's marked lines as they come, until it is in a final state; return that state."""
-    import asyncio
+async def _start(client: Any, found: Any, deployment: str, parameters: dict[str, Any]) -> Any:
+    """Create the run.
 
-    said: set[UUID] = set()
-    waiting_for_worker = True
-    while True:
-        flow_run = await client.read_flow_run(flow_run_id)
-        if waiting_for_worker and flow_run.state is not None and flow_run.state.is_running():
-            waiting_for_worker = False
-            console.print("running", style="dim")
-        final = flow_run.state is not None and flow_run.state.is_final()
-        if final:
-            await asyncio.sleep(1.0)  # the last lines are sent in batches of half a second
-        await _print_new_lines(client, flow_run_id, said, console)
-        if final:
-            return flow_run.state
-        await asyncio.sleep(0.5)
+    Raises:
+        ConfigError: if the deployment does not take these parameters.
+    """
+    from httpx import HTTPStatusError, codes
 
+    from rlhf_core.errors import ConfigError
 
-async def _print_new_lines(client: Any, flow_run_id: UUID, said: set[UUID], console: Console) -> None:
-    from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
-    from prefect.client.schemas.sorting import LogSort
-
-    from tasks.progress import PREFIX
-
-    runs = await _family(client, flow_run_id)
-    logs = await client.read_logs(
-        LogFilter(flow_run_id=LogFilterFlowRunId(any_=runs)), limit=200, sort=LogSort.TIMESTAMP_DESC
-    )
-    for log in sorted(logs, key=lambda each: each.timestamp):
-        if log.id in said:
-            continue
-        said.add(log.id)
-        if log.message.startswith(PREFIX):
-            console.print(f"[dim]{log.timestamp.astimezone():%H:%M:%S}[/] {log.message}", highlight=False)
+    try:
+        return await client.create_flow_run_from_deployment(found.id, parameters=parameters)
+    except HTTPStatusError as error:
+        if error.response.status_code not in {codes.CONFLICT, codes.UNPROCESSABLE_ENTITY}:
+            raise
+        takes = ", ".join((found.parameter_openapi_schema or {}).get("properties", ())) or "none"
+        raise ConfigError(f"{deployment} refuses: {_detail(error)} (its parameters are {takes})") from error
 
 
-async def _family(client: Any, flow_run_id: UUID) -> list[UUID]:
-    """Return the run and its subflows' runs."""
-    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterParentFlowRunId
-
-    parent = FlowRunFilterParentFlowRunId(any_=[flow_run_id])
-    children = await client.read_flow_runs(flow_run_filter=FlowRunFilter(parent_flow_run_id=parent))
-    return [flow_run_id, *(child.id for child in children)]
+def _detail(error: Any) -> str:
+    """Return what the server said of a refusal, in one line."""
+    try:
+        said = error.response.json()
+    except ValueError:  # some other server
+        said = error.response.text
+    if isinstance(said, dict):
+        said = said.get("detail") or said.get("exception_message") or said
+    return " ".join(str(said).split())[:_LONGEST_DETAIL] or f"status {error.response.status_code}"
 
 
 def _show_report(flow_run_id: UUID, console: Console) -> None:
@@ -144,7 +165,7 @@ def _show_report(flow_run_id: UUID, console: Console) -> None:
         console.print("finished")
         return
     console.print(Markdown(store.read_bytes(manifest, "report.md").decode()))
-    console.print(f"[dim]stored as {manifest.ref.uri}; rlhf artifacts lineage {manifest.ref.uri}[/]")
+    console.print(f"stored as {manifest.ref.uri}; rlhf artifacts lineage {manifest.ref.uri}", style="dim", markup=False)
 
 
 def _parameters(pairs: tuple[str, ...]) -> dict[str, Any]:

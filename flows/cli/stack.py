@@ -31,7 +31,9 @@ def up() -> int:
     console = _console()
     state = services.up(settings(), _teller(console))
     server = state.services["server"]
-    console.print(f"Prefect UI: {server.address}   (rlhf status, rlhf doctor, rlhf down)", highlight=False)
+    console.print(
+        f"Prefect UI: {server.address}   (rlhf status, rlhf doctor, rlhf down)", highlight=False, markup=False
+    )
     return 0
 
 
@@ -96,8 +98,10 @@ def doctor(*, as_json: Json = False) -> int:
 
 
 def _teller(console: Console) -> Callable[[str], None]:
+    from rich.text import Text
+
     def tell(line: str) -> None:
-        console.print(f"[dim]{datetime.now().astimezone():%H:%M:%S}[/] {line}", highlight=False)
+        console.print(Text.assemble((f"{datetime.now().astimezone():%H:%M:%S}", "dim"), " ", line))
 
     return tell
 

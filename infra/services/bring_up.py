@@ -198,7 +198,10 @@ class _BringingUp:
         write_block(env_file(), told)
         exported = inherited_environment().get("PREFECT_API_URL")
         if exported not in (None, told["PREFECT_API_URL"]):
-            self.report(f"PREFECT_API_URL is exported as {exported}: unset it, or the prefect command goes there")
+            self.report(
+                f"PREFECT_API_URL is exported as {exported}: `rlhf run` comes here all the same, but unset it, or the "
+                "prefect command goes there"
+            )
 
     def _deploy(self, api_url: str, entries: dict[str, DeploymentEntry]) -> None:
         digest = source_digest(self.checkout)

@@ -49,6 +49,17 @@ def status(settings: Settings) -> list[ServiceStatus]:
     return lines
 
 
+def running_api_url(settings: Settings) -> str | None:
+    """Return the address of the local stack's Prefect server while its process runs, else None.
+
+    Raises:
+        ServiceError: if the stack's state file is damaged.
+    """
+    state = StackState.load(settings.home) if settings.home.is_dir() else StackState()
+    server = state.services.get("server")
+    return f"{server.address}/api" if server and server.process() else None
+
+
 def _service(name: str, state: StackState) -> tuple[ServiceStatus, list[psutil.Process]]:
     record = state.services.get(name)
     if record is None:

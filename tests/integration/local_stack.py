@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 
 import psutil
 
+from infra.clusters import ClusterManifest
+from infra.process_record import marked_processes
 from infra.services import prefect_api, processes
 from infra.services.state import StackState
 from infra.settings import CHECKOUT, inherited_environment
@@ -22,6 +24,55 @@ from infra.settings import CHECKOUT, inherited_environment
 T = TypeVar("T")
 PROGRAMS = Path(sys.executable).parent
 TINY_FLOWS = Path(__file__).parent / "tiny_flows"
+HOLDING = '''
+import time
+
+import ray
+from prefect import flow, task
+
+from infra.clusters import connect, lease_cluster, release_cluster
+from infra.settings import settings
+
+
+@ray.remote
+class Actor:
+    def ping(self):
+        return 1
+
+
+@task
+def work():
+    known = settings()
+    manifest = lease_cluster(
+        "held",
+        directory=known.clusters_dir,
+        num_cpus=1,
+        object_store_mb=80,
+        environment=known.child_environment(),
+    )
+    connect(manifest)
+    actor = Actor.options(name="held", lifetime="detached", num_cpus=1).remote()
+    ray.get(actor.ping.remote(), timeout=60)
+    (known.home / "actor-lives").touch()
+    while True:
+        ray.get(actor.ping.remote(), timeout=60)
+        time.sleep(0.1)
+
+
+@flow
+def holding():
+    """Work on a cluster of its own until somebody ends it, as the ppo flow does."""
+    try:
+        work()
+    finally:
+        release_cluster("held")
+'''
+HOLDING_DEPLOYMENT = """
+deployments:
+  - name: holding
+    entrypoint: holding.py:holding
+    work_pool: {name: rlhf}
+"""
 _USERS_OWN = ("RLHF_", "PREFECT_", "AWS_")
 
 
@@ -70,9 +121,24 @@ class LocalStack:
     def processes(self) -> list[psutil.Process]:
         return processes.marked(self.state.id)
 
-    def deploy_tiny_flows(self) -> None:
-        result = self.type("prefect", "--no-prompt", "deploy", "--all", cwd=TINY_FLOWS, PREFECT_API_URL=self.api_url)
+    def deploy_tiny_flows(self, directory: Path = TINY_FLOWS) -> None:
+        result = self.type("prefect", "--no-prompt", "deploy", "--all", cwd=directory, PREFECT_API_URL=self.api_url)
         assert result.returncode == 0, result.stdout + result.stderr
+
+    def start_cluster_run(self, directory: Path) -> tuple[str, ClusterManifest]:
+        """Start a run that leases a Ray cluster, and return its id and the cluster once an actor lives there.
+
+        Args:
+            directory: an empty one, for the flow's source.
+        """
+        (directory / "holding.py").write_text(HOLDING)
+        (directory / "prefect.yaml").write_text(HOLDING_DEPLOYMENT)
+        self.deploy_tiny_flows(directory)
+        run = self.start_run("holding/holding")
+        told = self.home / "actor-lives"
+        wait_for(told.exists, f"the actor of run {run}", timeout_s=120)
+        told.unlink()
+        return run, ClusterManifest.load(self.home / "clusters" / "held.json")
 
     def start_run(self, deployment: str, **parameters: Any) -> str:
         """Start a run of a deployment and return its id."""
@@ -80,6 +146,23 @@ class LocalStack:
         assert found is not None, deployment
         path = f"/deployments/{found['id']}/create_flow_run"
         return str(prefect_api.call(self.api_url, "POST", path, {"parameters": parameters})["id"])
+
+    def cancel(self, run_id: str) -> None:
+        """Cancel a run as the UI does, and wait until it has ended."""
+        path = f"/flow_runs/{run_id}/set_state"
+        prefect_api.call(self.api_url, "POST", path, {"state": {"type": "CANCELLING"}})
+        ended = {"CANCELLED", "CRASHED", "FAILED", "COMPLETED"}
+        wait_for(lambda: self.run_state(run_id) in ended, "the cancelled run to end", timeout_s=30)
+
+    def processes_of(self, run_id: str) -> list[psutil.Process]:
+        """Return the processes of a run, those of its cluster included: the worker tells each whose it is."""
+        return marked_processes("PREFECT__FLOW_RUN_ID", run_id)
+
+    def holders_of(self, secret: str) -> set[str]:
+        """Return the files of the home that hold a secret; in the object store's own lies what users put there."""
+        found = {path: path.relative_to(self.home) for path in self.home.rglob("*") if path.is_file()}
+        ours = {path: inside for path, inside in found.items() if inside.parts[0] != "store"}
+        return {str(inside) for path, inside in ours.items() if secret.encode() in path.read_bytes()}
 
     def run_state(self, run_id: str) -> str:
         return str(prefect_api.call(self.api_url, "GET", f"/flow_runs/{run_id}")["state"]["type"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,9 @@ from typing import Any
 import psutil
 import pytest
 
+from infra.clusters import leftover_processes
 from infra.services import prefect_api
+from tests.integration.cluster_processes import wait_until_nothing_is_left
 from tests.integration.local_stack import LocalStack, read_json, run_local_stack, wait_for
 
 pytestmark = pytest.mark.integration
@@ -89,15 +92,37 @@ def test_the_prefect_command_finds_the_server_through_the_env_file(stack: LocalS
         assert name in result.stdout
 
 
-def test_secrets_stand_in_no_command_line_and_in_no_file_that_others_read(stack: LocalStack) -> None:
+def test_secrets_stand_in_no_command_line_and_in_no_file_that_others_read(stack: LocalStack, tmp_path: Path) -> None:
     secret = (stack.home / "store.secret").read_text().strip()
     assert len(secret) >= 32
-    for process in stack.processes():
-        assert secret not in " ".join(process.cmdline())
-    holders = [path for path in stack.home.glob("*") if path.is_file() and secret in path.read_text(errors="replace")]
-    assert {path.name for path in holders} == {"store.secret", "stack.env"}
-    assert {path.stat().st_mode & 0o777 for path in holders} == {0o600}
+    run, manifest = stack.start_cluster_run(tmp_path)  # a run, a worker and a cluster that all know the secret
+    tokens = [manifest.token.read_text()]
+    try:
+        for process in stack.processes():
+            words = " ".join(process.cmdline())
+            assert not [each for each in (secret, *tokens) if each in words]
+        assert stack.holders_of(secret) == {"store.secret", "stack.env"}
+    finally:
+        stack.cancel(run)
+    assert stack.holders_of(secret) == {"store.secret", "stack.env"}
+    assert stack.holders_of(tokens[0]) == set()
+    for name in ("logs", "clusters", "prefect"):
+        assert [path for path in (stack.home / name).rglob("*") if path.is_file()], "there was something to look at"
+    for name in ("store.secret", "stack.env"):
+        assert (stack.home / name).stat().st_mode & 0o777 == 0o600
+    assert stack.home.stat().st_mode & 0o777 == 0o700
     assert secret not in stack.env_file.read_text()
+
+
+def test_a_cancelled_run_ends_cancelled_and_nothing_of_its_cluster_is_left(stack: LocalStack, tmp_path: Path) -> None:
+    run, manifest = stack.start_cluster_run(tmp_path)
+    before = stack.processes_of(run)
+    assert before
+    stack.cancel(run)
+    assert stack.run_state(run) == "CANCELLED"
+    wait_until_nothing_is_left(manifest)
+    wait_for(lambda: not stack.processes_of(run), "the end of the run's processes", timeout_s=30)
+    assert stack.pids().keys() == {"store", "server", "worker"}
 
 
 def test_a_second_up_leaves_everything_as_it_is(stack: LocalStack) -> None:
@@ -182,21 +207,61 @@ def test_a_schedule_that_a_person_switched_on_stays_on_when_deployments_change(o
     assert [schedule["active"] for schedule in after["schedules"]] == [True]
 
 
-def test_down_ends_a_running_flow_and_all_else_and_data_are_kept(own_stack: LocalStack) -> None:
-    run = own_stack.start_run("tiny/tiny", sleep_s=120)
-    wait_for(lambda: own_stack.run_state(run) == "RUNNING", "the run to start")
+def test_down_ends_a_run_its_live_cluster_and_all_else_and_data_are_kept(own_stack: LocalStack, tmp_path: Path) -> None:
+    run, manifest = own_stack.start_cluster_run(tmp_path)
     pids = [process.pid for process in own_stack.processes()]
     sockets = own_stack.state.socket_dir
+    assert manifest.is_running
     result = own_stack.type("rlhf", "down")
     assert result.returncode == 0, result.stderr
-    assert own_stack.processes() == []
+    assert own_stack.processes() == leftover_processes(manifest.mark, manifest.head) == []
     assert [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"] == []
+    assert not manifest.temp_dir.exists()
+    assert not list((own_stack.home / "clusters").glob("*.json"))
     assert sockets is not None
     assert not sockets.exists()
     addresses = own_stack.state.ports
     up(own_stack)
     assert own_stack.state.ports == addresses
     assert own_stack.run_state(run) == "CRASHED"
+
+
+def test_down_ends_a_cluster_whose_run_and_watchdog_were_killed(own_stack: LocalStack, tmp_path: Path) -> None:
+    _, manifest = own_stack.start_cluster_run(tmp_path)
+    kill(psutil.Process(manifest.watchdog_pid))
+    kill(psutil.Process(manifest.owner.pid))
+    result = own_stack.type("rlhf", "down")
+    assert result.returncode == 0, result.stderr
+    assert own_stack.processes() == leftover_processes(manifest.mark, manifest.head) == []
+    assert not manifest.temp_dir.exists()
+    assert not list((own_stack.home / "clusters").glob("*.json"))
+    up(own_stack)
+
+
+def test_a_run_is_followed_through_a_restart_of_the_server(own_stack: LocalStack, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with out.open("w") as said:
+        command = ["rlhf", "run", "tiny/tiny", "-p", "sleep_s=10"]
+        follower = subprocess.Popen(command, env=own_stack.environment, stdout=said, stderr=said, text=True)
+        try:
+            wait_for(lambda: "running" in out.read_text(), "the run to start")
+            kill(psutil.Process(own_stack.pids()["server"]))
+            up(own_stack)
+            assert follower.wait(timeout=180) == 0, out.read_text()
+        finally:
+            follower.kill()
+            follower.wait()
+    assert out.read_text().splitlines()[-1] == "finished"
+
+
+def test_the_run_command_refuses_in_one_sentence_what_the_deployment_does_not_take(own_stack: LocalStack) -> None:
+    elsewhere = {"PREFECT_API_URL": "http://127.0.0.1:9/api"}  # exported for another server
+    result = own_stack.type("rlhf", "run", "quickstart", "-p", "seed=many", **elsewhere)
+    assert result.returncode == 1
+    assert result.stderr.startswith("rlhf: pipeline/quickstart refuses: "), result.stderr
+    assert "seed" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert f"the run goes to {own_stack.api_url}" in "".join(result.stdout.splitlines())
 
 
 def test_a_service_that_cannot_start_is_told_with_its_log_and_nothing_is_left(tmp_path: Path) -> None:

@@ -1,0 +1,296 @@
+"""`rlhf run` with Prefect's own client, against a server that says what each test wants it to say."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from prefect.client.schemas.objects import FlowRun, Log
+from prefect.client.schemas.responses import DeploymentResponse
+from prefect.states import Completed, Failed, Pending, Running, Scheduled, State
+
+from flows import cli
+from flows.cli import following
+from infra.process_record import ProcessRecord
+from infra.services.state import ServiceRecord, StackState
+
+FLOW_ID, RUN_ID = uuid4(), uuid4()
+DEPLOYMENT = DeploymentResponse(
+    id=uuid4(),
+    name="quickstart",
+    flow_id=FLOW_ID,
+    parameter_openapi_schema={"type": "object", "properties": {"preset": {}, "seed": {}}},
+)
+
+
+class Server:
+    """A Prefect server of a few answers: the run's states one after the other, the last for ever, and its log."""
+
+    def __init__(self) -> None:
+        self.states: list[State[Any]] = [Running(), Completed()]
+        self.logs: list[Log] = []
+        self.refusal: tuple[int, Any] | None = None
+        self.failures: list[int] = []
+        """Statuses that the next looks at the run get instead of an answer; 0 hangs up."""
+        self.looks = 0
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, *_: Any) -> None: ...
+
+            def do_GET(self) -> None:
+                self.answer()
+
+            def do_POST(self) -> None:
+                self.answer()
+
+            def answer(self) -> None:
+                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                status, content = server.answer(self.path, json.loads(body or b"{}"))
+                if status == 0:
+                    self.close_connection = True
+                    return
+                data = content.encode() if isinstance(content, str) else json.dumps(content).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._http.server_port}/api"
+        threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True).start()
+
+    def answer(self, path: str, asked: dict[str, Any]) -> tuple[int, Any]:
+        run = FlowRun(id=RUN_ID, flow_id=FLOW_ID, name="brave-owl")
+        if path.endswith("/create_flow_run"):
+            return self.refusal or (201, run.model_dump_json())
+        if path.startswith("/api/deployments/name/"):
+            return 200, DEPLOYMENT.model_dump_json()
+        if path == f"/api/flow_runs/{RUN_ID}":
+            self.looks += 1
+            if self.failures:
+                return self.failures.pop(0), {"detail": "not now"}
+            state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
+            return 200, run.model_copy(update={"state": state}).model_dump_json()
+        if path == "/api/logs/filter":
+            return 200, [json.loads(log.model_dump_json()) for log in self.page(asked)]
+        return (404, {}) if path.startswith("/api/csrf-token") else (200, [])
+
+    def page(self, asked: dict[str, Any]) -> list[Log]:
+        after = ((asked["logs"] or {}).get("timestamp") or {}).get("after_")
+        found = [log for log in self.logs if after is None or log.timestamp >= datetime.fromisoformat(after)]
+        found.sort(key=lambda log: log.timestamp, reverse=asked["sort"] == "TIMESTAMP_DESC")
+        offset = asked["offset"] or 0
+        return found[offset : offset + min(asked["limit"] or 200, 200)]  # the server's own limit
+
+    def write(self, *lines: str, ago_s: float = 0.0) -> None:
+        for line in lines:
+            stamp = datetime.now(UTC) - timedelta(seconds=ago_s)
+            self.logs.append(Log(name="n", level=20, message=line, timestamp=stamp, flow_run_id=RUN_ID))
+
+    def close(self) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+
+
+@pytest.fixture
+def server(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    assert not home.exists()
+    server = Server()
+    monkeypatch.setenv("PREFECT_API_URL", server.url)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("RLHF_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("RLHF_ENV_FILE", str(tmp_path / ".env"))
+    monkeypatch.setenv("RLHF_STORE_URL", (tmp_path / "store").as_uri())
+    monkeypatch.setattr(following, "LOOK_S", 0.01)
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def rlhf_run(home: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Return a function that types `rlhf run quickstart`, and returns its status and what it said."""
+    del home
+
+    def run(*more: str) -> tuple[int, str, str]:
+        status = cli.main(["run", "quickstart", *more])
+        said = capsys.readouterr()
+        return status, said.out, said.err
+
+    return run
+
+
+def test_a_server_that_is_away_is_one_sentence(
+    rlhf_run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as unheard:
+        unheard.bind(("127.0.0.1", 0))  # bound, and nobody listens
+        url = f"http://127.0.0.1:{unheard.getsockname()[1]}/api"
+        monkeypatch.setenv("PREFECT_API_URL", url)
+        status, _, error = rlhf_run()
+    assert status == 1
+    assert re.fullmatch(rf"rlhf: the Prefect server at {url} does not answer \(.+\); run `rlhf up`, .*\n", error)
+
+
+@pytest.mark.parametrize("url", ["nonsense", "http://[half"])
+def test_an_address_that_is_none_is_one_sentence(
+    rlhf_run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", url)
+    status, _, error = rlhf_run()
+    assert (status, error.count("\n")) == (1, 1)
+    assert f"the Prefect server at {url} does not answer" in error
+
+
+def test_a_refused_parameter_is_told_in_the_servers_words(
+    server: Server, rlhf_run: Callable[..., tuple[int, str, str]]
+) -> None:
+    server.refusal = (409, {"detail": "Error creating flow run: Validation failed for field 'seed'.\n 'x' is no int"})
+    status, _, error = rlhf_run("-p", "seed=x")
+    assert status == 1
+    assert error == (
+        "rlhf: pipeline/quickstart refuses: Error creating flow run: Validation failed for field 'seed'. "
+        "'x' is no int (its parameters are preset, seed)\n"
+    )
+
+
+def test_any_other_refusal_names_the_server(server: Server, rlhf_run: Callable[..., tuple[int, str, str]]) -> None:
+    server.refusal = (403, "Forbidden")
+    assert rlhf_run()[::2] == (1, f"rlhf: the Prefect server at {server.url} refuses: Forbidden\n")
+
+
+def test_brackets_are_shown_as_they_are(server: Server, rlhf_run: Callable[..., tuple[int, str, str]]) -> None:
+    server.write("▸ sft          [prompt] [/nope] [bold]x[/bold]")
+    server.states = [Running(), Failed(message="row [3] of [/data/x.jsonl] is wrong")]
+    status, out, _ = rlhf_run()
+    assert status == 1
+    assert "▸ sft          [prompt] [/nope] [bold]x[/bold]\n" in out
+    assert "Failed: row [3] of [/data/x.jsonl] is wrong\n" in out
+
+
+def test_what_the_stack_tells_may_hold_brackets_too(capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.console import Console
+
+    from flows.cli.stack import _teller
+
+    _teller(Console())("deployments in [/home] [red]are[/red] ready")
+    assert "deployments in [/home] [red]are[/red] ready\n" in capsys.readouterr().out
+
+
+def test_no_line_is_lost_among_many(server: Server, rlhf_run: Callable[..., tuple[int, str, str]]) -> None:
+    """More than a page at once, an old line that came late, and what was written just before the end."""
+    wanted = [f"▸ ppo          episode {number}" for number in range(450)]
+    server.write(*wanted[:430])
+    answer = server.answer
+    late = iter([wanted[430:440], wanted[440:]])
+
+    def answer_later(path: str, asked: dict[str, Any]) -> tuple[int, Any]:
+        if path == "/api/logs/filter" and not (asked["offset"] or 0) and (lines := next(late, None)):
+            server.write(*lines, ago_s=3600)
+        return answer(path, asked)
+
+    server.answer = answer_later  # type: ignore[method-assign]
+    server.states = [Running(), Running(), Completed()]
+    status, out, _ = rlhf_run()
+    assert status == 0
+    printed = [line[9:] for line in out.splitlines() if "▸" in line]
+    assert sorted(printed) == sorted(wanted)
+
+
+def test_a_server_that_is_started_again_is_ridden_out(
+    server: Server, rlhf_run: Callable[..., tuple[int, str, str]]
+) -> None:
+    server.failures = [0, 503, 500, 0, 429]
+    server.write("▸ sft          after the storm")
+    status, out, _ = rlhf_run()
+    assert (status, server.failures) == (0, [])
+    assert out.count("after the storm") == 1
+
+
+def test_a_server_that_stays_away_is_told_with_the_runs_name(
+    server: Server, rlhf_run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(following, "AWAY_LIMIT_S", 0.2)
+    server.failures = [0] * 10_000
+    status, _, error = rlhf_run()
+    assert status == 1
+    assert error.startswith("rlhf: the Prefect server has not answered for 0 s (")
+    assert f"run brave-owl ({RUN_ID}) may go on without it" in error
+    assert error.count("\n") == 1
+    assert server.looks > 3
+
+
+def test_a_run_that_was_deleted_is_told(server: Server, rlhf_run: Callable[..., tuple[int, str, str]]) -> None:
+    server.failures = [404]
+    assert rlhf_run()[::2] == (
+        1,
+        f"rlhf: run brave-owl ({RUN_ID}) is not on the server any more: somebody has deleted it\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("state", "notice"),
+    [
+        (Scheduled(), "no worker has taken the run after 0 s (see `rlhf status`); waiting"),
+        (Pending(), "a worker has taken the run, but not started it after 0 s (see `rlhf status`); waiting"),
+    ],
+)
+def test_a_run_that_nobody_starts_is_said_once_and_given_up_in_the_end(
+    server: Server,
+    rlhf_run: Callable[..., tuple[int, str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    state: State[Any],
+    notice: str,
+) -> None:
+    monkeypatch.setattr(following, "UNTAKEN_NOTICE_S", 0.05)
+    monkeypatch.setattr(following, "UNSTARTED_LIMIT_S", 0.3)
+    server.states = [state]
+    status, out, error = rlhf_run()
+    assert status == 1
+    assert out.count(notice) == 1
+    assert error.startswith(f"rlhf: run brave-owl ({RUN_ID}) has not started within 0 min: look with `rlhf status`")
+    assert error.count("\n") == 1
+
+
+def test_a_run_that_has_started_may_wait_for_its_next_try(
+    server: Server, rlhf_run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for limit in ("UNTAKEN_NOTICE_S", "UNSTARTED_LIMIT_S"):
+        monkeypatch.setattr(following, limit, 0.0)
+    server.states = [Running(), Scheduled(name="AwaitingRetry"), Completed()]
+    status, out, _ = rlhf_run()
+    assert status == 0
+    assert "has taken the run" not in out
+
+
+def test_while_the_local_stack_runs_the_run_goes_there_whatever_is_exported(
+    server: Server, rlhf_run: Callable[..., tuple[int, str, str]], home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home.mkdir()
+    me = ProcessRecord.of(os.getpid())  # plays the server's process: it runs
+    address = server.url.removesuffix("/api")
+    record = ServiceRecord(identity=me, fingerprint="", address=address, log=home / "log")
+    StackState(services={"server": record}).save(home)
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
+    status, out, _ = rlhf_run()
+    assert status == 0
+    assert f"PREFECT_API_URL is http://127.0.0.1:9/api, but the local stack runs: the run goes to {server.url}" in out
+    gone = record.model_copy(update={"identity": me.model_copy(update={"started": me.started + 1})})
+    StackState(services={"server": gone}).save(home)
+    status, _, error = rlhf_run()
+    assert status == 1
+    assert "the Prefect server at http://127.0.0.1:9/api does not answer" in error

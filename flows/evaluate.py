@@ -6,10 +6,8 @@ from typing import Any
 
 from prefect import flow
 
-from flows.presets import resolve
-from tasks.data import check_data, prepare_data, with_data
+from flows.begin import begin
 from tasks.evaluate import contestants, evaluate_policy
-from tasks.preflight import preflight
 from tasks.results import StageResult
 from tasks.sentences import in_one_sentence
 
@@ -34,9 +32,8 @@ def evaluate(
         seed: seed of the problems.
         overrides: configuration by dotted key.
     """
-    config = with_data(resolve(preset, model=model, seed=seed, overrides=overrides), data)
-    preflight(config, trains=None, actor=actor)
+    config, dataset = begin(
+        preset, data, trains=None, reads=("evaluation",), actor=actor, model=model, seed=seed, overrides=overrides
+    )
     policies = contestants(config, actor)
-    dataset = prepare_data(config, data)
-    check_data(config, dataset.parent, needs=("evaluation",))
     return {role: evaluate_policy(config, policy, dataset.parent) for role, policy in policies.items()}

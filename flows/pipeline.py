@@ -7,13 +7,12 @@ from typing import Any
 
 from prefect import flow
 
+from flows.begin import begin
 from flows.evaluate import evaluate
 from flows.ppo import ppo
-from flows.presets import resolve
 from flows.reward_model import reward_model as train_reward_model
 from flows.sft import sft
-from tasks.data import SPLITS, check_data, prepare_data, with_data
-from tasks.preflight import preflight
+from tasks.data import SPLITS
 from tasks.promote import gate, promote
 from tasks.report import write_report
 from tasks.results import Decision
@@ -45,10 +44,18 @@ def pipeline(
         overrides: configuration by dotted key.
     """
     started = time.monotonic()
-    config = with_data(resolve(preset, model=model, episodes=episodes, seed=seed, overrides=overrides), data)
-    preflight(config, trains="ppo", actor=actor, reward_model=reward_model)
-    dataset = prepare_data(config, data)
-    check_data(config, dataset.parent, needs=SPLITS)
+    config, dataset = begin(
+        preset,
+        data,
+        trains="ppo",
+        reads=SPLITS,
+        actor=actor,
+        reward_model=reward_model,
+        model=model,
+        episodes=episodes,
+        seed=seed,
+        overrides=overrides,
+    )
     common: dict[str, Any] = {
         "preset": preset,
         "model": model,

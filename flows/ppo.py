@@ -6,8 +6,7 @@ from typing import Any
 
 from prefect import flow
 
-from flows.presets import resolve
-from tasks.data import check_data, prepare_data, with_data
+from flows.begin import begin
 from tasks.ppo import (
     end_cluster,
     finished_policy,
@@ -16,7 +15,6 @@ from tasks.ppo import (
     ppo_episode,
     publish_policy,
 )
-from tasks.preflight import preflight
 from tasks.report import show_episodes
 from tasks.results import StageResult
 from tasks.sentences import in_one_sentence
@@ -46,10 +44,18 @@ def ppo(
         seed: seed of everything random.
         overrides: configuration by dotted key.
     """
-    config = with_data(resolve(preset, model=model, episodes=episodes, seed=seed, overrides=overrides), data)
-    preflight(config, trains="ppo", actor=actor, reward_model=reward_model)
-    dataset = prepare_data(config, data)
-    check_data(config, dataset.parent, needs=("ppo",))
+    config, dataset = begin(
+        preset,
+        data,
+        trains="ppo",
+        reads=("ppo",),
+        actor=actor,
+        reward_model=reward_model,
+        model=model,
+        episodes=episodes,
+        seed=seed,
+        overrides=overrides,
+    )
     run = plan_ppo(config, actor, reward_model, dataset.parent)
     done = finished_policy(run, reused=True)
     if done is not None:

@@ -6,10 +6,8 @@ from typing import Any
 
 from prefect import flow
 
-from flows.presets import resolve
-from tasks.data import prepare_data, with_data
+from flows.begin import begin
 from tasks.parents import find_policy
-from tasks.preflight import preflight
 from tasks.results import StageResult
 from tasks.reward_model import collect_preferences, train_reward_model
 from tasks.sentences import in_one_sentence
@@ -35,9 +33,9 @@ def reward_model(
         seed: seed of everything random.
         overrides: configuration by dotted key.
     """
-    config = with_data(resolve(preset, model=model, seed=seed, overrides=overrides), data)
-    preflight(config, trains="reward-model", actor=actor)
-    dataset = prepare_data(config, data)
+    config, dataset = begin(
+        preset, data, trains="reward-model", reads=(), actor=actor, model=model, seed=seed, overrides=overrides
+    )
     policy = find_policy(config, actor)
     pairs = collect_preferences(config, dataset.parent, policy)
     return [pairs, train_reward_model(config, pairs.parent, policy)]

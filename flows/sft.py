@@ -6,9 +6,7 @@ from typing import Any
 
 from prefect import flow
 
-from flows.presets import resolve
-from tasks.data import check_data, prepare_data, with_data
-from tasks.preflight import preflight
+from flows.begin import begin
 from tasks.results import StageResult
 from tasks.sentences import in_one_sentence
 from tasks.sft import train_sft
@@ -32,8 +30,5 @@ def sft(
         seed: seed of everything random.
         overrides: configuration by dotted key.
     """
-    config = with_data(resolve(preset, model=model, seed=seed, overrides=overrides), data)
-    preflight(config, trains="sft")
-    dataset = prepare_data(config, data)
-    check_data(config, dataset.parent, needs=("sft",))
+    config, dataset = begin(preset, data, trains="sft", reads=("sft",), model=model, seed=seed, overrides=overrides)
     return train_sft(config, dataset.parent)

@@ -67,13 +67,13 @@ def prepare_data(config: PipelineConfig, reference: str | None) -> StageResult:
 
 
 @stage_task(name="check-data")
-def check_data(config: PipelineConfig, dataset: Parent, *, needs: tuple[str, ...]) -> None:
+def check_data(config: PipelineConfig, dataset: Parent, *, reads: tuple[str, ...]) -> None:
     """Refuse, before any training, data that a later stage would stumble over.
 
     Args:
         config: the resolved preset.
         dataset: what `prepare_data` returned.
-        needs: splits that the run reads.
+        reads: splits that the run reads.
 
     Raises:
         DataError: a split is missing, or a prompt or answer is longer than its stage's limit.
@@ -85,7 +85,7 @@ def check_data(config: PipelineConfig, dataset: Parent, *, needs: tuple[str, ...
 
     context = open_context()
     held = {entry.path for entry in context.store.resolve(dataset.uri).files}
-    missing = sorted({f"{name}.jsonl" for name in needs} - held)
+    missing = sorted({f"{name}.jsonl" for name in reads} - held)
     if missing:
         raise DataError(
             f"{dataset.uri} holds {', '.join(sorted(held))}, but this run needs {', '.join(missing)}; name a dataset "
@@ -93,7 +93,7 @@ def check_data(config: PipelineConfig, dataset: Parent, *, needs: tuple[str, ...
         )
     template = PromptTemplate(load_tokenizer(materialise(context, base_model(context, config))), config.template)
     directory = materialise(context, dataset)
-    splits = {name: problems_from_jsonl((directory / f"{name}.jsonl").read_bytes()) for name in needs}
+    splits = {name: problems_from_jsonl((directory / f"{name}.jsonl").read_bytes()) for name in reads}
     check_lengths(template, splits, config)
 
 

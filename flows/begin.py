@@ -1,0 +1,50 @@
+"""How every flow begins: parameters to configuration, what can be refused at once, the dataset."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+from flows.presets import resolve
+from rlhf_core.config import PipelineConfig
+from tasks.data import check_data, prepare_data, with_data
+from tasks.preflight import preflight
+from tasks.results import StageResult
+
+
+class Begun(NamedTuple):
+    """What the stages of a flow work with."""
+
+    config: PipelineConfig
+    dataset: StageResult
+
+
+def begin(
+    preset: str,
+    data: str | None,
+    *,
+    trains: Literal["ppo", "sft", "reward-model"] | None,
+    reads: tuple[str, ...],
+    actor: str | None = None,
+    reward_model: str | None = None,
+    **parameters: Any,
+) -> Begun:
+    """Resolve a flow's parameters and refuse, before anything expensive, what could not end well.
+
+    Args:
+        preset: name of a preset.
+        data: problem file, preference file, `dataset/...` reference, or None: the preset's task.
+        trains: the largest stage that is trained; its models must fit on this machine.
+        reads: splits of the dataset that the flow reads.
+        actor: policy that was named.
+        reward_model: reward model that was named.
+        parameters: the other parameters of `flows.presets.resolve`.
+
+    Raises:
+        RlhfError: a parameter, file, model or machine is not as it should be.
+        InfraError: the store cannot be used, or a reference names nothing.
+    """
+    config = with_data(resolve(preset, **parameters), data)
+    preflight(config, trains=trains, actor=actor, reward_model=reward_model)
+    dataset = prepare_data(config, data)
+    check_data(config, dataset.parent, reads=reads)
+    return Begun(config, dataset)

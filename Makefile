@@ -13,7 +13,7 @@ run: setup  ## the local stack, then the quickstart pipeline, followed live
 	@$(BIN)/rlhf run quickstart
 
 test: setup  ## all tests that need no GPU; fails too when none ran
-	@$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile $(PYTEST_ARGS)
 
 test-gpu: setup  ## the tests that need a CUDA device
 	@$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)

@@ -1,0 +1,101 @@
+"""The chain takes files by path: preferences in HH-RLHF's form, problems in GSM8K's; real ones where at hand."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from flows.ppo import ppo
+from flows.reward_model import reward_model
+from infra.artifacts import open_default_store
+from infra.settings import settings
+from tests.integration.local_stack import LocalStack
+from tests.tiny_llama import write_tiny_llama
+
+pytestmark = pytest.mark.integration
+
+SMALL = {
+    "ppo.prompts_per_episode": 8,
+    "ppo.chunk_size": 4,
+    "ppo.train_batch_size": 8,
+    "ppo.micro_batch_size": 8,
+    "ppo.max_new_tokens": 8,
+    "ppo.max_prompt_tokens": 1200,
+    "ppo.reward": {"verifier": 1.0, "reward_model": 0.0},
+    "ppo.cluster.object_store_mb": 128,
+    "reward_model.pairs": 64,
+    "reward_model.max_length": 1000,
+    "sft.max_length": 1200,
+    "data.splits": {"sft": 4, "preferences": 4, "ppo": 16, "evaluation": 4},
+}
+
+
+def real(name: str) -> Path:
+    directory = settings().data_dir
+    if directory is None:
+        pytest.skip("RLHF_DATA_DIR names no directory of real data")
+    return directory / name
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_tiny_llama(tmp_path_factory.mktemp("model") / "tiny"))
+
+
+@pytest.fixture
+def run(stack: LocalStack, model: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    monkeypatch.setenv("RLHF_HOME", str(stack.home))
+    monkeypatch.setenv("RLHF_ENV_FILE", str(stack.env_file))
+
+    def call(flow: Any, data: Path, **parameters: Any) -> Any:
+        with temporary_settings({PREFECT_API_URL: stack.api_url}):
+            return flow(model=model, data=str(data), overrides=SMALL, **parameters)
+
+    return call
+
+
+@pytest.fixture(params=["written here", "HH-RLHF"])
+def preferences(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    if request.param == "HH-RLHF":
+        return real("hh-rlhf/harmless-base-test.jsonl.gz")
+    rows = [
+        {
+            "chosen": f"\n\nHuman: What is {n} and {n}?\n\nAssistant: It is {2 * n}.",
+            "rejected": f"\n\nHuman: What is {n} and {n}?\n\nAssistant: Go away, number {n}.",
+        }
+        for n in range(40)
+    ]
+    path = tmp_path / "preferences.jsonl.gz"
+    path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+    return path
+
+
+@pytest.fixture(params=["written here", "GSM8K"])
+def problems(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    if request.param == "GSM8K":
+        return real("gsm8k/train.jsonl")
+    rows = [{"question": f"What is {n} and {n}?", "answer": f"Twice {n}.\n#### {2 * n}"} for n in range(40)]
+    path = tmp_path / "problems.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_reward_model_is_trained_on_a_preference_file(run: Callable[..., Any], preferences: Path) -> None:
+    _pairs, scorer = run(reward_model, preferences)
+    assert scorer.metrics["heldout_pairs"] > 0
+    assert 0 <= scorer.metrics["low"] <= scorer.metrics["accuracy"] <= scorer.metrics["high"] <= 1
+    assert open_default_store().resolve(scorer.uri).config["data"]["preferences"] == str(preferences)
+
+
+def test_ppo_runs_on_a_problem_file_with_its_verifier(run: Callable[..., Any], problems: Path) -> None:
+    policy = run(ppo, problems, episodes=2)
+    assert policy.metrics["episodes"] == 2
+    assert 0 <= policy.metrics["last_verifier"] <= 1
+    config = open_default_store().resolve(policy.uri).config["data"]
+    assert (config["problems"], config["task"]) == (str(problems), None)

@@ -47,7 +47,11 @@ def plan_ppo(config: PipelineConfig, actor: str | None, reward_model: str | None
 def finished_policy(run: PPORun, *, reused: bool) -> StageResult | None:
     """Return the run's policy, under its preset's name, if the store holds it."""
     manifest = find_made(open_context(), "policy", run.preset, run.key)
-    return stage_result("ppo", manifest, reused=reused) if manifest else None
+    if manifest is None:
+        return None
+    if reused:
+        say("ppo", f"{manifest.ref.uri} is in the store already")
+    return stage_result("ppo", manifest, reused=reused)
 
 
 def next_episode(run: PPORun) -> int:

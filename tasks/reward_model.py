@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import DataError
@@ -21,6 +22,10 @@ from tasks.progress import Progress, say
 from tasks.results import SHOWN_CONFIDENCE, Parent, StageResult
 from tasks.scratch import scratch_directory
 from tasks.sentences import stage_task
+
+if TYPE_CHECKING:
+    from rlhf_core.data.encoding import EncodedPair
+    from rlhf_core.models.reward_model import RewardModel
 
 PAIRS = "pairs.jsonl"
 
@@ -112,62 +117,21 @@ def _sample_pairs(
 def _train(
     context: Context, config: PipelineConfig, pairs: Parent, policy: Parent, key: str, source: str
 ) -> StageResult:
-    import torch
-
     from rlhf_core.data import PromptTemplate, pairs_from_jsonl
     from rlhf_core.data.encoding import encode_pairs, split_pairs
-    from rlhf_core.functional.intervals import wilson_interval
-    from rlhf_core.models.loading import default_device, load_causal_lm, load_tokenizer
-    from rlhf_core.models.reward_model import RewardModel
-    from rlhf_core.trainer.reward_model import pair_accuracy, standardise_scores
-    from rlhf_core.trainer.reward_model import train_reward_model as train
+    from rlhf_core.models.loading import load_tokenizer
 
     started = time.perf_counter()
     directory = materialise(context, policy)
     tokenizer = load_tokenizer(directory)
+    template = PromptTemplate(tokenizer, config.template)
     rows = pairs_from_jsonl((materialise(context, pairs) / PAIRS).read_bytes())
     split = split_pairs(rows, config.reward_model, seed=config.seed)
-    template = PromptTemplate(tokenizer, config.template)
-    settings, dtype = config.reward_model, getattr(torch, config.reward_model.dtype)
-    torch.manual_seed(config.seed)  # the head starts from random numbers
-    model = RewardModel.from_causal_lm(load_causal_lm(directory, "float32", device=default_device()))
-    steps = settings.epochs * -(-len(split.training) // settings.batch_size)
-    progress = Progress("reward-model", steps, "step")
-    trained = train(
-        model,
-        encode_pairs(split.training, template),
-        settings,
-        seed=config.seed,
-        autocast_dtype=dtype,
-        on_step=lambda step: progress.step(int(step["step"]), loss=step["loss"], accuracy=step["accuracy"]),
-    )
-    heldout = encode_pairs(split.heldout, template)
-    measured = pair_accuracy(model, heldout, settings, autocast_dtype=dtype)
-    if not measured.pairs:
-        raise DataError(
-            f"all {measured.dropped} held-out pairs are longer than reward_model.max_length, {settings.max_length} "
-            "tokens, so no accuracy can be measured; raise it"
-        )
-    scale = standardise_scores(model, [ids for pair in heldout for ids in pair], settings, autocast_dtype=dtype)
-    interval = wilson_interval(measured.correct, measured.pairs, SHOWN_CONFIDENCE)
-    metrics: dict[str, Any] = {
-        "steps": len(trained.history),
-        "pairs": len(split.training) - trained.dropped,
-        "heldout_pairs": measured.pairs,
-        "too_long": trained.dropped + measured.dropped,
-        "accuracy": measured.accuracy,
-        "low": interval.low,
-        "high": interval.high,
-        "score_mean": scale.mean,
-        "score_std": scale.std,
-        "first_loss": trained.history[0]["loss"],
-        "last_loss": trained.history[-1]["loss"],
-        "seconds": time.perf_counter() - started,
-    }
-    say(
-        "reward-model",
-        f"{metrics['accuracy']:.3f} right [{interval.low:.3f}, {interval.high:.3f}] of {measured.pairs} held-out pairs",
-    )
+    training, heldout = encode_pairs(split.training, template), encode_pairs(split.heldout, template)
+    model, metrics = _fit(config, directory, training, heldout)
+    metrics["seconds"] = time.perf_counter() - started
+    interval = f"[{metrics['low']:.3f}, {metrics['high']:.3f}]"
+    say("reward-model", f"{metrics['accuracy']:.3f} right {interval} of {metrics['heldout_pairs']} held-out pairs")
     with scratch_directory(context.settings.home) as folder:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -183,3 +147,49 @@ def _train(
             metrics=metrics,
             source=source,
         )
+
+
+def _fit(
+    config: PipelineConfig, directory: Path, training: list[EncodedPair], heldout: list[EncodedPair]
+) -> tuple[RewardModel, dict[str, Any]]:
+    """Return a reward model on the policy's trunk and its figures, measured on pairs that it never saw."""
+    import torch
+
+    from rlhf_core.functional.intervals import wilson_interval
+    from rlhf_core.models.loading import default_device, load_causal_lm
+    from rlhf_core.models.reward_model import RewardModel
+    from rlhf_core.trainer.reward_model import pair_accuracy, standardise_scores, train_reward_model
+
+    settings, dtype = config.reward_model, getattr(torch, config.reward_model.dtype)
+    if all(max(map(len, pair)) > settings.max_length for pair in heldout):
+        raise DataError(
+            f"all {len(heldout)} held-out pairs are longer than reward_model.max_length, {settings.max_length} tokens, "
+            "so no accuracy could be measured; raise it"
+        )
+    torch.manual_seed(config.seed)  # the head starts from random numbers
+    model = RewardModel.from_causal_lm(load_causal_lm(directory, "float32", device=default_device()))
+    progress = Progress("reward-model", settings.epochs * -(-len(training) // settings.batch_size), "step")
+    trained = train_reward_model(
+        model,
+        training,
+        settings,
+        seed=config.seed,
+        autocast_dtype=dtype,
+        on_step=lambda step: progress.step(int(step["step"]), loss=step["loss"], accuracy=step["accuracy"]),
+    )
+    measured = pair_accuracy(model, heldout, settings, autocast_dtype=dtype)
+    scale = standardise_scores(model, [ids for pair in heldout for ids in pair], settings, autocast_dtype=dtype)
+    interval = wilson_interval(measured.correct, measured.pairs, SHOWN_CONFIDENCE)
+    return model, {
+        "steps": len(trained.history),
+        "pairs": len(training) - trained.dropped,
+        "heldout_pairs": measured.pairs,
+        "too_long": trained.dropped + measured.dropped,
+        "accuracy": measured.accuracy,
+        "low": interval.low,
+        "high": interval.high,
+        "score_mean": scale.mean,
+        "score_std": scale.std,
+        "first_loss": trained.history[0]["loss"],
+        "last_loss": trained.history[-1]["loss"],
+    }

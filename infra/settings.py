@@ -128,11 +128,17 @@ class Settings(BaseSettings):
         )
 
 
-class _StackFile(PydanticBaseSettingsSource):
-    """What `rlhf up` wrote: the local store's address and secret, for a store that the user did not choose."""
+class _AllAtOnce(PydanticBaseSettingsSource):
+    """A source whose `__call__` answers for all fields together."""
 
     def get_field_value(self, field: Any, field_name: str) -> tuple[Any, str, bool]:
-        raise NotImplementedError  # pydantic-settings wants the method; __call__ does the work
+        """Return nothing for a field alone: pydantic-settings wants the method, and never calls it here."""
+        del field
+        return None, field_name, False
+
+
+class _StackFile(_AllAtOnce):
+    """What `rlhf up` wrote: the local store's address and secret, for a store that the user did not choose."""
 
     def __call__(self) -> dict[str, Any]:
         home = Path(self.current_state.get("home") or Settings.model_fields["home"].default)
@@ -146,11 +152,8 @@ class _StackFile(PydanticBaseSettingsSource):
         return fields
 
 
-class _AwsVariables(PydanticBaseSettingsSource):
+class _AwsVariables(_AllAtOnce):
     """The usual variables of S3 clients, for what nothing else has set."""
-
-    def get_field_value(self, field: Any, field_name: str) -> tuple[Any, str, bool]:
-        raise NotImplementedError
 
     def __call__(self) -> dict[str, Any]:
         if self.current_state.get("s3_access_key"):

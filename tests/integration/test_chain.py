@@ -37,7 +37,9 @@ def store(stack: LocalStack, tmp_path_factory: pytest.TempPathFactory) -> Artifa
     return open_store(str(known["RLHF_STORE_URL"]), cache_dir=tmp_path_factory.mktemp("cache"), s3=options)
 
 
-def command(model: Path, *, seed: int = 0, episodes: int = EPISODES, deployment: str = "quickstart") -> list[str]:
+def command(
+    model: Path, *, seed: int = 0, episodes: int = EPISODES, deployment: str = "quickstart", **further: object
+) -> list[str]:
     """`rlhf run`, small: a model that has just learnt the form of an answer, and few problems."""
     overrides = {
         "data.task_parameters": {"min_numbers": 2, "max_numbers": 2, "max_decimals": 0, "min_value": 1, "max_value": 9},
@@ -54,6 +56,7 @@ def command(model: Path, *, seed: int = 0, episodes: int = EPISODES, deployment:
         "ppo.max_new_tokens": 28,
         "evaluation.max_new_tokens": 28,
         "ppo.cluster.object_store_mb": 128,
+        **further,
     }
     parameters = {"model": str(model), "episodes": episodes, "seed": seed, "overrides": json.dumps(overrides)}
     given = [part for name, value in parameters.items() for part in ("-p", f"{name}={value}")]
@@ -108,6 +111,20 @@ def test_a_second_run_reuses_every_stage(
     assert "made now" in first.stdout
     assert "made now" not in second.stdout
     assert len(store.list("run")) == 2  # each run has a report of its own
+
+
+def test_a_policy_that_passes_the_gate_becomes_champion_and_is_then_who_must_be_beaten(
+    stack: LocalStack, model: Path, first: subprocess.CompletedProcess[str], store: ArtifactStore
+) -> None:
+    assert first.returncode == 0
+    lenient = command(model, **{"gate.min_gain": -1.0})
+    promoting = stack.type(*lenient, timeout_s=90)
+    assert promoting.returncode == 0, promoting.stdout + promoting.stderr
+    assert "Champion now: policy/quickstart@1" in promoting.stdout
+    assert store.resolve("policy/quickstart@champion").uri == "policy/quickstart@1"
+    again = stack.type(*lenient, timeout_s=90)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "is the champion already" in again.stdout
 
 
 def test_a_fetched_policy_loads_and_answers_as_in_its_stored_evaluation(

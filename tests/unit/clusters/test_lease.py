@@ -3,6 +3,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from infra.clusters import ClusterManifest, lease_cluster, reap_orphans, release_cluster
@@ -65,5 +66,7 @@ def test_only_clusters_without_an_owner_are_orphans(tmp_path: Path) -> None:
     assert reap_orphans(tmp_path / "nowhere") == []
 
 
-def test_a_cluster_that_is_not_held_can_be_released() -> None:
+def test_releasing_a_cluster_that_is_not_held_ends_no_process() -> None:
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
     release_cluster("never leased")
+    assert {child.pid for child in psutil.Process().children(recursive=True)} == before

@@ -24,8 +24,11 @@ def test_a_port_with_a_listener_is_not_free(occupied: int) -> None:
 
 
 def test_a_free_port_can_be_listened_on() -> None:
+    port = free_port()
     with socket.socket() as listener:
-        listener.bind(("127.0.0.1", free_port()))
+        listener.bind(("127.0.0.1", port))
+        listener.listen()
+        assert not is_free(port)
 
 
 def test_an_occupied_default_is_replaced_by_a_free_port(occupied: int) -> None:

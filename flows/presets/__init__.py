@@ -74,7 +74,7 @@ def _set(values: dict[str, Any], key: str, value: Any) -> None:
     head = next((name for name in known if key == name or (known[name] and key.startswith(f"{name}."))), None)
     if head is None:
         near = get_close_matches(key, known, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(near)}?" if near else "see rlhf_core/config.py for the keys there are"
+        hint = f"did you mean {' or '.join(near)}?" if near else "see rlhf_core/config/ for the keys there are"
         raise ConfigError(f"there is no configuration key {key!r}; {hint}")
     *path, last = key.split(".")
     for part in path:

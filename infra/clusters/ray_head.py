@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 import secrets
@@ -91,14 +90,12 @@ def start_head(
 
 def _command(manifest: ClusterManifest, num_cpus: int, num_gpus: int, object_store_mb: int) -> list[str]:
     """Every port that is not named is chosen by the system when it is bound, so clusters cannot collide."""
-    command = [sys.executable, "-P", "-m", "ray.scripts.scripts", "start", "--head", "--port=0"]
+    command = [sys.executable, "-P", "-m", "infra.clusters.ray_start", "start", "--head", "--port=0"]
     command += [f"--temp-dir={manifest.ray_dir}", "--log-style=record", "--disable-usage-stats"]
     command += [f"--num-cpus={num_cpus}", f"--num-gpus={num_gpus}"]
     command += [f"--object-store-memory={object_store_mb * 1024 * 1024}"]
     # Not needed, and each costs a process of 100 MB: the autoscaler, the log monitor, the dashboard.
     command += ["--no-monitor", "--include-log-monitor=false", "--include-dashboard=false"]
-    if importlib.util.find_spec("grpc") is not None:  # else Ray refuses the option, and has no such server
-        command.append("--ray-client-server-port=0")
     return command
 
 

@@ -16,7 +16,7 @@ from infra.services.prefect_yaml import FILE_NAME, DeploymentEntry
 from infra.services.service import last_words
 
 _TIMEOUT_S = 180
-_SOURCES = ("flows/*.py", "flows/presets/*.yaml", "rlhf_core/config.py")
+_SOURCES = ("flows/*.py", "flows/presets/*.yaml", "rlhf_core/config/*.py")
 
 
 def source_digest(checkout: Path) -> str:

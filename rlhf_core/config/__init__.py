@@ -1,0 +1,37 @@
+"""Every knob, as frozen pydantic models. Imports no torch: flows and the command line read it."""
+
+from rlhf_core.config.base import Config
+from rlhf_core.config.data import DataConfig, SplitsConfig, TemplateConfig
+from rlhf_core.config.model import LoRAConfig, ModelConfig
+from rlhf_core.config.pipeline import EvaluationConfig, GateConfig, PipelineConfig
+from rlhf_core.config.ppo import (
+    ClusterConfig,
+    LearningConfig,
+    PPOConfig,
+    PPOOptions,
+    RewardConfig,
+    RolloutConfig,
+    SamplingConfig,
+)
+from rlhf_core.config.supervised import RewardModelConfig, SFTConfig
+
+__all__ = [
+    "ClusterConfig",
+    "Config",
+    "DataConfig",
+    "EvaluationConfig",
+    "GateConfig",
+    "LearningConfig",
+    "LoRAConfig",
+    "ModelConfig",
+    "PPOConfig",
+    "PPOOptions",
+    "PipelineConfig",
+    "RewardConfig",
+    "RewardModelConfig",
+    "RolloutConfig",
+    "SFTConfig",
+    "SamplingConfig",
+    "SplitsConfig",
+    "TemplateConfig",
+]

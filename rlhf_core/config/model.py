@@ -1,0 +1,30 @@
+"""Which model, and what is trained of it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from rlhf_core.config.base import Config, Positive
+
+
+class ModelConfig(Config):
+    """The pretrained model that a chain starts from."""
+
+    path: str = "smollm2-135m-instruct"
+    """Name of a packaged model, a local directory, or a hub name."""
+    num_parameters: int | None = Field(None, ge=1)
+    """Size for the memory check while the model is not on this machine; read from the files when it is."""
+
+
+class LoRAConfig(Config):
+    """Low-rank adapters on the linear layers."""
+
+    r: Positive = 16
+    """Rank."""
+    alpha: float = Field(32.0, gt=0)
+    """Scale: the adapter's output is multiplied by alpha / r."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    target_modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
+    """Names of the layers that get an adapter."""

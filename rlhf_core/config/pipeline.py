@@ -1,0 +1,56 @@
+"""A preset: one whole chain."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from rlhf_core.config.base import Config, Positive
+from rlhf_core.config.data import DataConfig, TemplateConfig
+from rlhf_core.config.model import ModelConfig
+from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.config.supervised import RewardModelConfig, SFTConfig
+
+
+class EvaluationConfig(Config):
+    """Greedy answers on held-out problems."""
+
+    max_new_tokens: Positive = 24
+    """At least two more than the longest reference answer."""
+    batch_size: Positive = 50
+
+
+class GateConfig(Config):
+    """When a policy replaces the champion."""
+
+    confidence: float = Field(0.95, gt=0.5, lt=1)
+    min_gain: float = Field(0.0, ge=-1, le=1)
+    """The paired interval's lower end over the champion (or, without one, over the SFT model) must exceed this."""
+
+
+class PipelineConfig(Config):
+    """A preset: one whole chain."""
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")
+    """Artifacts are named after it: `policy/<name>`."""
+    bootstrap: bool = False
+    """Take the base model where a stage's parent does not exist yet."""
+    seed: int = Field(0, ge=0, lt=2**32)
+    model: ModelConfig = ModelConfig()
+    template: TemplateConfig = TemplateConfig()
+    data: DataConfig = DataConfig()
+    sft: SFTConfig = SFTConfig()
+    reward_model: RewardModelConfig = RewardModelConfig()
+    ppo: PPOConfig = PPOConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    gate: GateConfig = GateConfig()
+
+    @model_validator(mode="after")
+    def _an_episode_has_enough_prompts(self) -> Self:
+        if self.ppo.prompts_per_episode > self.data.splits.ppo:
+            raise ValueError(
+                f"ppo.prompts_per_episode is {self.ppo.prompts_per_episode}, but data.splits.ppo has only "
+                f"{self.data.splits.ppo} problems; lower the first or raise the second"
+            )
+        return self

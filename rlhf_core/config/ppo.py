@@ -1,0 +1,188 @@
+"""PPO: how samples are drawn and judged, and how they are learnt from."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from rlhf_core.config.base import Config, Dtype, Positive
+from rlhf_core.config.model import LoRAConfig
+
+
+class RewardConfig(Config):
+    """Weights of the sources of reward; each source is scaled to order one before it is weighted."""
+
+    verifier: float = Field(1.0, ge=0)
+    """Weight of the verifier's 0 or 1."""
+    reward_model: float = Field(0.0, ge=0)
+    """Weight of the reward model's score, in its standard deviations on held-out samples."""
+    functions: dict[str, float] = Field(default_factory=dict)
+    """Weights of reward functions, by name (`gsm8k_reward_fn`) or by path (`package.module:function`)."""
+    timeout_s: float = Field(10.0, gt=0)
+    """Longest time that a reward function may take over one response; then that response gets a zero."""
+
+    @model_validator(mode="after")
+    def _some_source(self) -> Self:
+        if self.verifier == 0 and self.reward_model == 0 and not any(self.functions.values()):
+            raise ValueError("at least one weight among ppo.reward's sources must be above 0")
+        return self
+
+
+class ClusterConfig(Config):
+    """The Ray cluster of one PPO run."""
+
+    num_makers: Positive = 2
+    """Experience makers."""
+    trainer_threads: Positive = 2
+    """Threads of the trainer on a CPU; part of what makes a run repeatable."""
+    maker_threads: Positive = 1
+    """Threads of each maker on a CPU."""
+    trainer_gpus: float | None = Field(None, ge=0)
+    """GPUs of the trainer; None shares what the machine has."""
+    maker_gpus: float | None = Field(None, ge=0)
+    """GPUs of each maker; None shares what the machine has."""
+    object_store_mb: int | None = Field(None, ge=80)
+    """Ray's shared memory for weights on their way to the makers; None takes what two versions of them need."""
+    start_timeout_s: float = Field(120.0, gt=0)
+    """Longest wait for the cluster and its actors."""
+    episode_timeout_s: float = Field(1800.0, gt=0)
+    """Longest wait for one episode."""
+    commit_timeout_s: float = Field(600.0, gt=0)
+    """Longest wait for one training state to be stored."""
+
+
+class SamplingConfig(Config):
+    """The distribution that responses are drawn from."""
+
+    temperature: float = Field(1.0, gt=0)
+    """Divides the logits, in sampling and in learning."""
+    top_k: int = Field(0, ge=0)
+    """Draw from the k likeliest tokens; 0 from all. What the ratio means then: ADR 12."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Draw from the likeliest tokens that together have this probability."""
+
+
+class PPOOptions(Config):
+    """Choices of the algorithm that coati's `PPOTrainer` has no parameter for."""
+
+    advantage_estimator: Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce_pp"] = "gae"
+    """All but gae compare the samples of a prompt (reinforce_pp: of the batch) and need no critic."""
+    samples_per_prompt: Positive = 1
+    gamma: float = Field(1.0, ge=0, le=1)
+    lam: float = Field(1.0, ge=0, le=1)
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    kl_target: float | None = Field(None, gt=0)
+    """Nats per response that an adaptive KL coefficient steers to; None keeps the coefficient fixed."""
+    kl_horizon: Positive = 10_000
+    """Samples over which an adaptive coefficient reacts."""
+    reward_clip: float | None = Field(None, gt=0)
+    """Cut scores to plus or minus this; None keeps them, as a verifier's scores should be kept."""
+    normalise_rewards: bool = False
+    """Divide scores by the running standard deviation of all earlier episodes' scores."""
+    eps_clip_high: float | None = Field(None, gt=0)
+    """Upper half-width of the trust region; None takes eps_clip."""
+    dual_clip: float | None = Field(None, gt=1)
+    """Bound on the ratio of tokens with a negative advantage; None sets none."""
+    max_ratio: float | None = Field(20.0, gt=1)
+    """Skip the actor's step, on all ranks, when a token's ratio of new to old probability exceeds this."""
+    entropy_coef: float = Field(0.0, ge=0)
+    """Weight of the policy's entropy, which is added to the objective."""
+    aggregation: Literal["token_mean", "sequence_mean", "constant_length"] = "token_mean"
+    """How tokens' losses become one: mean of all tokens, of sequences' means, or sums over the longest length."""
+    correction: Literal["none", "truncated", "decoupled"] = "none"
+    """For samples of an older policy: truncated importance weights, or PPO around the recomputed policy."""
+    importance_cap: float = Field(2.0, gt=0)
+    """Largest importance weight."""
+    critic_init: Literal["policy", "reward_model"] = "policy"
+    """The critic starts on the policy's transformer with a zero head, or as the reward model, its head rescaled."""
+    engine: Literal["native", "hf"] = "native"
+    """Our own decoding loop, or transformers' `generate`."""
+    dtype: Dtype = "bfloat16"
+    """Arithmetic of the trainer's forward pass (autocast over float32 trainable weights)."""
+    rollout_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Weights and arithmetic of the makers."""
+    gradient_checkpointing: bool = False
+    """Compute activations again in the backward pass instead of keeping them."""
+    legacy: bool = False
+    """Give upstream's numbers instead of the right ones; ADR 8 lists what changes."""
+
+
+class RolloutConfig(SamplingConfig, PPOOptions):
+    """From prompts to experience."""
+
+    chunk_size: Positive = 32
+    """Samples that one maker generates and scores together; never depends on the number of makers."""
+    max_prompt_tokens: Positive = 256
+    max_new_tokens: Positive = 20
+    max_length: int | None = Field(None, ge=2)
+    """Tokens of prompt and response together; None sets no limit but the model's."""
+    kl_coef: float = Field(0.02, ge=0)
+    """Weight of the per-token KL penalty, per nat; where an adaptive coefficient starts."""
+    reward: RewardConfig = RewardConfig()
+
+    @model_validator(mode="after")
+    def _groups_are_whole(self) -> Self:
+        if self.chunk_size % self.samples_per_prompt:
+            raise ValueError("ppo.chunk_size must be a multiple of ppo.samples_per_prompt")
+        if self.advantage_estimator in {"grpo", "dr_grpo", "rloo"} and self.samples_per_prompt == 1:
+            raise ValueError(
+                f"ppo.advantage_estimator {self.advantage_estimator} compares samples of one prompt; "
+                "set ppo.samples_per_prompt to at least 2"
+            )
+        return self
+
+
+class LearningConfig(SamplingConfig, PPOOptions):
+    """From experience to steps of actor and critic."""
+
+    train_batch_size: Positive = 32
+    """Samples per optimizer step of one trainer process."""
+    micro_batch_size: Positive = 32
+    """Samples that go through the model at once."""
+    max_epochs: Positive = 1
+    """Passes over an episode's experience."""
+    eps_clip: float = Field(0.2, gt=0, lt=1)
+    """Half-width of the trust region on the probability ratio."""
+    value_clip: float = Field(0.2, gt=0)
+    """Half-width of the trust region on values, in the unit of the returns."""
+    vf_coef: float = Field(1.0, gt=0)
+    """Weight of the critic's loss."""
+    ptx_coef: float = Field(0.0, ge=0, lt=1)
+    """Weight of the language-model loss on demonstrations; the policy's loss gets what is left of 1."""
+    ptx_batch_size: Positive = 4
+    """Demonstrations per optimizer step of one trainer process."""
+    grad_clip: float = Field(1.0, gt=0)
+
+    @model_validator(mode="after")
+    def _whole_micro_batches(self) -> Self:
+        if self.train_batch_size % self.micro_batch_size:
+            raise ValueError("ppo.train_batch_size must be a multiple of ppo.micro_batch_size")
+        return self
+
+
+class PPOConfig(RolloutConfig, LearningConfig):
+    """One PPO run."""
+
+    episodes: Positive = 6
+    """Rounds of collecting and learning; each commits a training state."""
+    prompts_per_episode: Positive = 64
+    lr: float = Field(1e-5, gt=0)
+    critic_lr: float = Field(1e-4, gt=0)
+    warmup_steps: int = Field(2, ge=0)
+    """Optimizer steps of linear warm-up; constant afterwards."""
+    weight_decay: float = Field(0.0, ge=0)
+    lora: LoRAConfig | None = LoRAConfig()
+    """Adapters on actor and critic; None trains all weights."""
+    cluster: ClusterConfig = ClusterConfig()
+
+    @model_validator(mode="after")
+    def _whole_batches(self) -> Self:
+        samples = self.prompts_per_episode * self.samples_per_prompt
+        for name in ("chunk_size", "train_batch_size"):
+            if samples % getattr(self, name):
+                raise ValueError(
+                    f"ppo.{name} is {getattr(self, name)}, but an episode has {samples} samples "
+                    f"(prompts_per_episode x samples_per_prompt); choose a divisor of {samples}"
+                )
+        return self

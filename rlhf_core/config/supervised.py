@@ -1,0 +1,67 @@
+"""Training on demonstrations and on preferences."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from rlhf_core.config.base import Config, Dtype, Positive
+from rlhf_core.config.model import LoRAConfig
+
+
+class SFTConfig(Config):
+    """Supervised fine-tuning on demonstrations."""
+
+    epochs: Positive = 1
+    batch_size: Positive = 16
+    """Sequences per optimizer step."""
+    micro_batch_size: Positive = 16
+    """Sequences that go through the model at once."""
+    lr: float = Field(5e-5, gt=0)
+    warmup_steps: int = Field(2, ge=0)
+    """Linear warm-up, then linear decay to zero."""
+    weight_decay: float = Field(0.0, ge=0)
+    grad_clip: float = Field(1.0, gt=0)
+    max_length: Positive = 256
+    """Tokens of prompt and response together; a longer demonstration is an error."""
+    packing: bool = False
+    """Put several demonstrations into one row of `max_length` tokens; none of them sees another."""
+    gradient_checkpointing: bool = False
+    """Compute activations again in the backward pass instead of keeping them."""
+    lora: LoRAConfig | None = None
+    """None trains all weights."""
+    dtype: Dtype = "bfloat16"
+    """Arithmetic of the forward pass (autocast over float32 weights)."""
+
+
+class RewardModelConfig(Config):
+    """Bradley-Terry training on preference pairs."""
+
+    samples_per_prompt: int = Field(4, ge=2)
+    """Responses sampled per prompt when pairs come from the SFT model's own samples."""
+    max_new_tokens: Positive = 20
+    """Length of those samples."""
+    pairs: Positive = 192
+    """Most pairs used, held-out ones included."""
+    heldout_fraction: float = Field(0.25, gt=0, lt=1)
+    """Share of prompts whose pairs are kept for measuring accuracy."""
+    epochs: Positive = 1
+    batch_size: Positive = 16
+    """Pairs per optimizer step."""
+    micro_batch_size: Positive = 8
+    lr: float = Field(3e-5, gt=0)
+    head_lr: float = Field(1e-3, gt=0)
+    warmup_steps: int = Field(2, ge=0)
+    weight_decay: float = Field(0.0, ge=0)
+    grad_clip: float = Field(1.0, gt=0)
+    loss: Literal["log_sigmoid", "log_exp"] = "log_sigmoid"
+    """The same number computed in two ways, as coati offers both."""
+    centring: float = Field(0.0, ge=0)
+    """Weight of the squared sum of a pair's scores, which keeps their mean near zero."""
+    gradient_checkpointing: bool = False
+    """Compute activations again in the backward pass instead of keeping them."""
+    dtype: Dtype = "bfloat16"
+    """Arithmetic of the forward pass (autocast over float32 weights)."""
+    max_length: Positive = 512
+    """Tokens of prompt and response together; a longer pair is dropped and counted."""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rlhf_core.experience_maker.naive import NaiveExperienceMaker
     from rlhf_core.models.critic import Critic
     from rlhf_core.models.reward_model import RewardModel
-    from rlhf_core.trainer.ppo import PPOLearner, PPOStats
+    from rlhf_core.trainer.ppo_learner import PPOLearner, PPOStats
     from rlhf_core.trainer.reward_model import train_reward_model
     from rlhf_core.trainer.sft import train_sft
     from rlhf_core.types import Experience, Sample
@@ -36,8 +36,8 @@ _HOMES = {
     "Experience": "rlhf_core.types",
     "NaiveExperienceBuffer": "rlhf_core.buffer.naive",
     "NaiveExperienceMaker": "rlhf_core.experience_maker.naive",
-    "PPOLearner": "rlhf_core.trainer.ppo",
-    "PPOStats": "rlhf_core.trainer.ppo",
+    "PPOLearner": "rlhf_core.trainer.ppo_learner",
+    "PPOStats": "rlhf_core.trainer.ppo_learner",
     "RewardModel": "rlhf_core.models.reward_model",
     "Sample": "rlhf_core.types",
     "train_reward_model": "rlhf_core.trainer.reward_model",

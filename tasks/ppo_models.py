@@ -11,7 +11,7 @@ from tasks.results import Parent, PPORun
 
 if TYPE_CHECKING:
     from rlhf_core.experience_maker.naive import NaiveExperienceMaker
-    from rlhf_core.trainer.ppo import PPOLearner
+    from rlhf_core.trainer.ppo_learner import PPOLearner
 
 
 class LearnerFactory:
@@ -27,7 +27,7 @@ class LearnerFactory:
         from rlhf_core.models.critic import Critic
         from rlhf_core.models.loading import default_device, load_causal_lm
         from rlhf_core.models.lora import attach_lora
-        from rlhf_core.trainer.ppo import PPOLearner
+        from rlhf_core.trainer.ppo_learner import PPOLearner
 
         config = _config(self._run)
         directory = _directory(self._run.actor)

@@ -24,7 +24,7 @@ from rlhf_core.detached.maker import MadeChunk
 from rlhf_core.detached.metrics import episode_metrics
 from rlhf_core.detached.state import EpisodeRecord, StateKeeper, TrainerPosition
 from rlhf_core.detached.weights import pack
-from rlhf_core.trainer.ppo import PPOLearner
+from rlhf_core.trainer.ppo_learner import PPOLearner
 from rlhf_core.types import Experience, Sample
 
 

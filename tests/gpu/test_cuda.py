@@ -9,7 +9,7 @@ from rlhf_core.config import LoRAConfig, PPOConfig
 from rlhf_core.generation import generate
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.lora import attach_lora
-from rlhf_core.trainer.ppo import PPOLearner
+from rlhf_core.trainer.ppo_learner import PPOLearner
 from tests.tiny_llama import tiny_llama
 from tests.unit.trainer.experience import PROMPTS, tiny_experience
 

@@ -18,7 +18,7 @@ from rlhf_core.functional.masking import masked_sum
 Denominator = int | float | Tensor
 
 
-class PolicyLoss(NamedTuple):
+class PolicyTerms(NamedTuple):
     """The loss to differentiate and two detached diagnostics, all sums over the same denominator."""
 
     loss: Tensor
@@ -28,7 +28,7 @@ class PolicyLoss(NamedTuple):
     """k3 estimate of KL(pi_old || pi), in nats per token."""
 
 
-class ValueLoss(NamedTuple):
+class ValueTerms(NamedTuple):
     """The loss to differentiate and a detached diagnostic, both sums over the same denominator."""
 
     loss: Tensor
@@ -44,7 +44,7 @@ def policy_loss(
     mask: Bool[Tensor, "B A"],
     denominator: Denominator,
     clip_eps: float,
-) -> PolicyLoss:
+) -> PolicyTerms:
     """Return PPO's clipped surrogate, negated.
 
         rho_t = exp(log pi - log pi_old)
@@ -84,7 +84,7 @@ def policy_loss(
     with torch.no_grad():
         is_clipped = (clipped < surrogate).to(zero.dtype)
         divergence = torch.expm1(log_ratio) - log_ratio
-    return PolicyLoss(loss, is_clipped.sum() / denominator, divergence.sum() / denominator)
+    return PolicyTerms(loss, is_clipped.sum() / denominator, divergence.sum() / denominator)
 
 
 def value_loss(
@@ -95,7 +95,7 @@ def value_loss(
     mask: Bool[Tensor, "B A"],
     denominator: Denominator,
     clip_eps: float,
-) -> ValueLoss:
+) -> ValueTerms:
     """Return the clipped regression loss of the critic.
 
         V'_t = V_old + clip(V - V_old, -eps, +eps)
@@ -131,7 +131,7 @@ def value_loss(
     squared, clipped_squared = error.square(), clipped_error.square()
     loss = torch.maximum(squared, clipped_squared).sum() / (2 * denominator)
     is_clipped = (clipped_squared > squared).to(zero.dtype).detach()
-    return ValueLoss(loss, is_clipped.sum() / denominator)
+    return ValueTerms(loss, is_clipped.sum() / denominator)
 
 
 def lm_loss(

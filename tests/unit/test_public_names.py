@@ -34,7 +34,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
     ("name", "parameters"),
     [
         ("NaiveExperienceMaker", ["actor", "critic", "reward_model", "initial_model", "config", "template", "seed"]),
-        ("NaiveExperienceBuffer", ["sample_batch_size", "limit"]),
+        ("NaiveExperienceBuffer", ["sample_batch_size", "limit", "cpu_offload", "seed"]),
         ("PPOLearner", ["actor", "critic", "config", "device"]),
     ],
 )

@@ -96,3 +96,41 @@ def test_the_first_pass_is_in_order_and_later_ones_are_permutations_of_their_own
     assert order() == others[0]
     # pinned: another order would break the promise that a run can be repeated
     assert order(samples=6) == [1, 4, 5, 3, 2, 0]
+
+
+def test_experience_without_samples_comes_out_as_it_went_in() -> None:
+    buffer = NaiveExperienceBuffer(sample_batch_size=2)
+    for start in (4, 0, 2):
+        buffer.append(experience(rows=2, prompt=2, actions=2, start=start))
+    assert versions(buffer.collect()) == [4, 5, 0, 1, 2, 3]
+    assert [versions(buffer[place]) for place in (0, 2, -1)] == [[4], [0], [3]]
+
+
+def test_a_random_batch_has_no_row_twice_and_is_another_each_time_and_the_same_from_the_same_seed() -> None:
+    def drawn(seed: int) -> list[list[int]]:
+        buffer = NaiveExperienceBuffer(sample_batch_size=8, seed=seed)
+        buffer.append(experience(rows=40, prompt=2, actions=2, start=0))
+        return [versions(buffer.sample()) for _ in range(5)]
+
+    first = drawn(0)
+    assert all(len(set(rows)) == 8 for rows in first)
+    assert len({tuple(rows) for rows in first}) == 5
+    assert drawn(0) == first != drawn(1)
+
+
+def test_a_torch_loader_deals_the_buffer() -> None:
+    buffer = NaiveExperienceBuffer(sample_batch_size=2)
+    buffer.append(experience(rows=4, prompt=2, actions=2, start=0))
+    loader = torch.utils.data.DataLoader(buffer, batch_size=2, collate_fn=buffer.collate_fn)  # type: ignore[arg-type, var-annotated]
+    assert [versions(dealt) for dealt in loader] == [[0, 1], [2, 3]]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
+def test_experience_leaves_the_device_if_it_is_told_to() -> None:
+    made = experience(rows=2, prompt=2, actions=2, start=0)
+    made.to_device("cuda")
+    for offload, device in ((True, "cpu"), (False, "cuda")):
+        buffer = NaiveExperienceBuffer(2, cpu_offload=offload)
+        buffer.append(made)
+        assert buffer[0].sequences.device.type == device

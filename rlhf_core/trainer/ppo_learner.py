@@ -15,7 +15,8 @@ from rlhf_core.errors import TrainingError
 from rlhf_core.functional.advantages import explained_variance
 from rlhf_core.functional.logprobs import entropy, logprobs_from_logits
 from rlhf_core.functional.losses import policy_loss, value_loss
-from rlhf_core.functional.masking import masked_sum, masked_whiten
+from rlhf_core.functional.masking import masked_sum
+from rlhf_core.functional.moments import masked_whiten
 from rlhf_core.models.actor import response_logits, response_logprobs
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.device import autocast

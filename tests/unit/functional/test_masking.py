@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from rlhf_core.functional.masking import masked_mean, masked_sum, masked_whiten
+from rlhf_core.functional.masking import masked_mean, masked_sum
+from rlhf_core.functional.moments import masked_whiten
 from tests.reference import definitions
 from tests.unit.functional.ragged import assert_close, mask, pad, random_rows, unpad
 

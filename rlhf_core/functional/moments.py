@@ -1,0 +1,240 @@
+"""Counts, means and variances that several processes can agree on: each adds up its own, the sums are added."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import sqrt
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from rlhf_core.functional.masking import masked_sum
+
+_EPSILON = 1e-8  # keeps the whitening of equal values at zero
+
+
+class MaskedSums(NamedTuple):
+    """What one process adds to a mean over all of them; both are scalars of the values' dtype."""
+
+    count: Tensor
+    total: Tensor
+
+
+class Moments(NamedTuple):
+    """Number, mean and variance of the values that a mask counts; scalars of the values' dtype."""
+
+    count: Tensor
+    mean: Tensor
+    variance: Tensor
+    """Mean squared deviation: divided by the count, not by one less."""
+
+
+def masked_sums(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> MaskedSums:
+    """Return how many values the mask counts, and their sum.
+
+        n = sum_i m_i,    s = sum_i m_i x_i
+
+    Both add up over processes: the mean over all of them is (sum of s) / (sum of n).
+
+    Args:
+        values: any float tensor.
+        mask: True where a value counts.
+
+    Returns:
+        Count and sum; both zero if nothing counts.
+
+    Example:
+        >>> masked_sums(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False]))
+        MaskedSums(count=tensor(2.), total=tensor(4.))
+    """
+    return MaskedSums(mask.sum().to(values.dtype), masked_sum(values, mask))
+
+
+def deviation_sum(
+    values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"], *, mean: float | Float[Tensor, ""]
+) -> Float[Tensor, ""]:
+    """Return the summed squared deviations from a mean that is handed in.
+
+        sum_i m_i (x_i - mean)^2
+
+    The second of two passes: the first adds `masked_sums` over the processes and divides; this one adds up too,
+    and divided by the count of all it is the variance over all. Sums of squares, which one pass would give, lose
+    the variance of values far from zero.
+
+    Args:
+        values: any float tensor.
+        mask: True where a value counts.
+        mean: of the values of all processes.
+
+    Returns:
+        A scalar; zero if nothing counts.
+
+    Example:
+        >>> deviation_sum(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False]), mean=2.0)
+        tensor(2.)
+    """
+    return masked_sum((values - mean).square(), mask)
+
+
+def masked_moments(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Moments:
+    """Return count, mean and variance of the values that the mask counts.
+
+        mean = sum_i m_i x_i / n,    variance = sum_i m_i (x_i - mean)^2 / n
+
+    In two passes, as values far from zero need.
+
+    Args:
+        values: any float tensor.
+        mask: True where a value counts.
+
+    Returns:
+        The three; zeros if nothing counts.
+
+    Example:
+        >>> masked_moments(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False]))
+        Moments(count=tensor(2.), mean=tensor(2.), variance=tensor(1.))
+    """
+    count, total = masked_sums(values, mask)
+    divisor = count.clamp(min=1)
+    mean = total / divisor
+    return Moments(count, mean, deviation_sum(values, mask, mean=mean) / divisor)
+
+
+def combine_moments(parts: Sequence[Moments]) -> Moments:
+    """Return the moments of all values from those of disjoint parts.
+
+        mean     = sum_k n_k mean_k / n
+        variance = sum_k n_k (variance_k + (mean_k - mean)^2) / n
+
+    Args:
+        parts: at least one; parts that count nothing change nothing.
+
+    Returns:
+        What `masked_moments` of all values at once would give, up to rounding.
+
+    Raises:
+        ValueError: if there are no parts.
+
+    Source:
+        Chan, Golub, LeVeque 1983, "Algorithms for computing the sample variance".
+
+    Example:
+        >>> one, two = torch.tensor(1.0), torch.tensor(2.0)
+        >>> combine_moments([Moments(one, one, 0 * one), Moments(two, 4 * one, 0 * one)])  # 1, 4, 4
+        Moments(count=tensor(3.), mean=tensor(3.), variance=tensor(2.))
+    """
+    if not parts:
+        raise ValueError("expected the moments of at least one part, got none")
+    counts, means, variances = (torch.stack(column) for column in zip(*parts, strict=True))
+    count = counts.sum()
+    divisor = count.clamp(min=1)
+    mean = (counts * means).sum() / divisor
+    variance = (counts * (variances + (means - mean).square())).sum() / divisor
+    return Moments(count, mean, variance)
+
+
+def whiten_with(
+    values: Float[Tensor, "*shape"],
+    mask: Bool[Tensor, "*shape"],
+    *,
+    mean: float | Float[Tensor, ""],
+    variance: float | Float[Tensor, ""],
+) -> Float[Tensor, "*shape"]:
+    """Return the values moved and scaled by a mean and a variance that are handed in.
+
+        (x - mean) / sqrt(variance + 1e-8)
+
+    With the moments of the minibatch of all processes, every process whitens its own share as one process would
+    whiten all of it.
+
+    Args:
+        values: any float tensor.
+        mask: True where a value counts.
+        mean: of all values, wherever they are.
+        variance: mean squared deviation of all values, at least 0.
+
+    Returns:
+        Whitened values; zero where the mask is False.
+
+    Source:
+        Advantage normalisation as in Andrychowicz et al. 2021, arXiv:2006.05990, section 3.3.
+
+    Example:
+        >>> whiten_with(torch.tensor([1.0, 9.0]), torch.tensor([True, False]), mean=3.0, variance=4.0)
+        tensor([-1.,  0.])
+    """
+    centred = torch.where(mask, values - mean, torch.zeros_like(values))
+    return centred * torch.rsqrt(torch.as_tensor(variance, dtype=values.dtype, device=values.device) + _EPSILON)
+
+
+def masked_whiten(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """Return the values moved and scaled to mean 0 and variance 1 over what the mask counts.
+
+        (x - mean(x)) / sqrt(var(x) + 1e-8)
+
+    The variance divides by the number of counted values, not by one less. Mean and variance are over all
+    counted values at once, not per row.
+
+    Args:
+        values: any float tensor.
+        mask: True where a value counts.
+
+    Returns:
+        Whitened values; zero where the mask is False, and everywhere if all counted values are equal.
+
+    Source:
+        Advantage normalisation as in Andrychowicz et al. 2021, arXiv:2006.05990, section 3.3.
+
+    Example:
+        >>> masked_whiten(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False]))
+        tensor([-1.,  1.,  0.])
+    """
+    moments = masked_moments(values, mask)
+    return whiten_with(values, mask, mean=moments.mean, variance=moments.variance)
+
+
+class RunningMoments(NamedTuple):
+    """Count, mean and summed squared deviation of all values seen so far; plain numbers, ready for JSON.
+
+    n' = n + k,    d = mean(x) - mean
+    mean' = mean + d k / n'
+    m2'   = m2 + sum_i (x_i - mean(x))^2 + d^2 n k / n'
+
+    Source:
+        Chan, Golub, LeVeque 1983, "Algorithms for computing the sample variance"; Welford 1962 for k = 1.
+
+    Example:
+        >>> RunningMoments().updated(torch.tensor([1.0])).updated(torch.tensor([4.0, 4.0]))
+        RunningMoments(count=3, mean=3.0, m2=6.0)
+    """
+
+    count: int = 0
+    mean: float = 0.0
+    m2: float = 0.0
+
+    def updated(self, values: Float[Tensor, " N"]) -> RunningMoments:
+        """Return the moments after these values too; the same ones if there are none.
+
+        Computed in float64: sums over a whole run outgrow float32.
+
+        Raises:
+            ValueError: if a value is not finite, which would spoil all that follows.
+        """
+        new = values.detach().double().cpu()
+        if not bool(torch.isfinite(new).all()):
+            raise ValueError(f"expected finite values for running moments, got {values.tolist()}")
+        k = new.numel()
+        if not k:
+            return self
+        count = self.count + k
+        mean = new.mean().item()
+        shift = mean - self.mean
+        m2 = self.m2 + (new - mean).square().sum().item() + shift * shift * self.count * k / count
+        return RunningMoments(count, self.mean + shift * k / count, m2)
+
+    @property
+    def std(self) -> float:
+        """Root of the mean squared deviation; 1 while all values are equal, as there is nothing to divide by."""
+        return sqrt(self.m2 / self.count) if self.m2 > 0 else 1.0

@@ -23,6 +23,13 @@ app = App(
 )
 app.command("flows.cli.stack:up", name="up", help="Start the local stack, or what is missing of it.")
 app.command("flows.cli.run:run", name="run", help="Run a deployment of the pipeline, follow it, show its report.")
+app.command(
+    "flows.cli.train:train_ppo",
+    name="train-ppo",
+    help="Train by PPO without the stack, with coati's flags.",
+    help_flags=(),  # the flags are not cyclopts's: their help is argparse's
+    version_flags=(),
+)
 app.command("flows.cli.stack:status", name="status", help="Show what runs, where, and how much memory it takes.")
 app.command("flows.cli.stack:doctor", name="doctor", help="Look for what would keep things from working.")
 app.command("flows.cli.stack:down", name="down", help="End everything of the local stack; data are kept.")

@@ -1,0 +1,1 @@
+"""What `train_ppo` does between its command line and `PPOTrainer`."""

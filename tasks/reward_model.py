@@ -161,7 +161,7 @@ def _fit(
     from rlhf_core.trainer.reward_model import pair_accuracy, standardise_scores, train_reward_model
 
     settings, dtype = config.reward_model, getattr(torch, config.reward_model.dtype)
-    if all(max(map(len, pair)) > settings.max_length for pair in heldout):
+    if all(pair.longest > settings.max_length for pair in heldout):
         raise DataError(
             f"all {len(heldout)} held-out pairs are longer than reward_model.max_length, {settings.max_length} tokens, "
             "so no accuracy could be measured; raise it"
@@ -178,7 +178,7 @@ def _fit(
         on_step=lambda step: progress.step(int(step["step"]), loss=step["loss"], accuracy=step["accuracy"]),
     )
     measured = pair_accuracy(model, heldout, settings, autocast_dtype=dtype)
-    scale = standardise_scores(model, [ids for pair in heldout for ids in pair], settings, autocast_dtype=dtype)
+    scale = standardise_scores(model, [ids for pair in heldout for ids in pair[:2]], settings, autocast_dtype=dtype)
     interval = wilson_interval(measured.correct, measured.pairs, SHOWN_CONFIDENCE)
     return model, {
         "steps": len(trained.history),

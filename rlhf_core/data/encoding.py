@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from rlhf_core.config import RewardModelConfig
@@ -11,8 +11,19 @@ from rlhf_core.data.preferences import PreferencePair
 from rlhf_core.data.template import PromptTemplate
 from rlhf_core.errors import DataError
 
-EncodedPair = tuple[list[int], list[int]]
-"""Token ids of prompt and response together: the chosen one, then the rejected one."""
+
+class EncodedPair(NamedTuple):
+    """A pair as token ids, prompt and response together."""
+
+    chosen: Sequence[int]
+    rejected: Sequence[int]
+    margin: float = 0.0
+    """By how much the chosen one's score should exceed the other's."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longer sequence."""
+        return max(len(self.chosen), len(self.rejected))
 
 
 class PairSplit(NamedTuple):
@@ -33,7 +44,11 @@ def split_pairs(pairs: Sequence[PreferencePair], config: RewardModelConfig, *, s
         digest = hashlib.sha256(f"{seed}\0{pair.prompt}".encode("utf-8", "surrogatepass")).digest()
         return int.from_bytes(digest[:8], "big") / 2**64
 
-    drawn = sorted(pairs, key=lambda pair: hashlib.sha256(f"{seed}\0{pair}".encode("utf-8", "surrogatepass")).digest())
+    def rank(pair: PreferencePair) -> bytes:
+        text = "\0".join((str(seed), pair.prompt, pair.chosen, pair.rejected))
+        return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+
+    drawn = sorted(pairs, key=rank)
     used = drawn[: config.pairs]
     heldout = [pair for pair in used if place(pair) < config.heldout_fraction]
     training = [pair for pair in used if place(pair) >= config.heldout_fraction]
@@ -51,5 +66,20 @@ def encode_pairs(pairs: Sequence[PreferencePair], template: PromptTemplate) -> l
     for pair in pairs:
         prompt = template.prompt_ids(pair.prompt)
         chosen, rejected = (prompt + template.response_ids(text) for text in (pair.chosen, pair.rejected))
-        encoded.append((chosen, rejected))
+        encoded.append(EncodedPair(chosen, rejected, pair.margin))
     return encoded
+
+
+def refuse_shared_prompts(training: Iterable[PreferencePair], heldout: Iterable[PreferencePair]) -> None:
+    """See that a reward model is measured on prompts that it was not trained on.
+
+    Raises:
+        DataError: if a prompt is in both, however different its responses.
+    """
+    learnt = {pair.prompt for pair in training}
+    shared = {pair.prompt for pair in heldout} & learnt
+    if shared:
+        raise DataError(
+            f"{len(shared)} prompts are in the training pairs and in the held-out ones, first {min(shared)!r}; a "
+            "reward model is measured on prompts that it never saw, so leave them out of one of the two"
+        )

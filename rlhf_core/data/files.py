@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from rlhf_core.data.jsonl import read_rows, text_fields
+from rlhf_core.data.jsonl import number_field, read_rows, text_fields
 from rlhf_core.data.preferences import PreferencePair, split_transcripts
 from rlhf_core.data.problems import Problem
 from rlhf_core.errors import DataError
@@ -116,7 +116,8 @@ def read_preferences(path: str | Path) -> PreferenceFile:
     """Return the pairs of a file of {"chosen", "rejected"} rows, in order.
 
     Each is a transcript (HH-RLHF's), and what both share up to their last common assistant's turn is the
-    prompt; or, with a third field "prompt", the response alone.
+    prompt; or, with a third field "prompt", the response alone. A field "margin" says by how much the chosen
+    response's score should exceed the other's.
 
     Args:
         path: JSON lines, also as gzip.
@@ -146,7 +147,9 @@ def read_preferences(path: str | Path) -> PreferenceFile:
 
 
 def _pair(row: Mapping[str, Any], where: str) -> PreferencePair | None:
+    margin = number_field(row, where, "margin", default=0.0)
     if "prompt" in row:
-        return PreferencePair(*text_fields(row, where, ("prompt", *PREFERENCE_FIELDS)))
+        return PreferencePair(*text_fields(row, where, ("prompt", *PREFERENCE_FIELDS)), margin)
     chosen, rejected = text_fields(row, where, PREFERENCE_FIELDS)
-    return split_transcripts(chosen, rejected, where)
+    pair = split_transcripts(chosen, rejected, where)
+    return None if pair is None else replace(pair, margin=margin)

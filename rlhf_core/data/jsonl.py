@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import gzip
 import json
+import math
 import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -145,6 +146,22 @@ def text_fields(row: Mapping[str, Any], where: str, names: tuple[str, ...]) -> l
         if not isinstance(row[name], str):
             raise DataError(f"{where}: field {name!r} must be a string, but is {_kind(row[name])}")
     return [row[name] for name in names]
+
+
+def number_field(row: Mapping[str, Any], where: str, name: str, *, default: float) -> float:
+    """Return the value of a field that may be absent or null: a finite number, at least 0.
+
+    Raises:
+        DataError: if it is something else.
+    """
+    value = row.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise DataError(f"{where}: field {name!r} must be a number, but is {_kind(value)}")
+    if not 0 <= value < math.inf:
+        raise DataError(f"{where}: field {name!r} must be finite and at least 0, but is {value}")
+    return float(value)
 
 
 def _kind(value: Any) -> str:

@@ -25,6 +25,8 @@ class PreferencePair:
     """A plain prompt, or a transcript that ends in `ASSISTANT`; `PromptTemplate` knows one from the other."""
     chosen: str
     rejected: str
+    margin: float = 0.0
+    """By how much the chosen response's score should exceed the other's, at least 0: how sure the judge was."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rlhf_core.buffer.order import minibatch_order
 from rlhf_core.config import RewardModelConfig
+from rlhf_core.data.encoding import EncodedPair
 from rlhf_core.errors import DataError
 from rlhf_core.functional.losses import pairwise_loss
 from rlhf_core.models.device import autocast, device_of
@@ -18,7 +19,7 @@ from rlhf_core.models.reward_model import RewardModel
 from rlhf_core.trainer.base import Metrics, OnStep, TokenIds, pad_right, training_mode
 from rlhf_core.trainer.optim import Trained, make_trained, take_step, warmup_then_decay
 
-Pair = tuple[TokenIds, TokenIds]
+Pair = tuple[TokenIds, TokenIds] | EncodedPair
 """Token ids of the chosen and of the rejected sequence: prompt and response."""
 
 _SMALLEST_STD = 1e-6  # below, all scores are equal but for rounding
@@ -117,7 +118,7 @@ def pair_accuracy(
 ) -> PairAccuracy:
     """Return on how many held-out pairs the chosen sequence scores strictly higher; long ones are dropped."""
     kept = _short_enough(pairs, config.max_length)
-    rows = [sequence for pair in kept for sequence in pair]
+    rows = [sequence for pair in kept for sequence in pair[:2]]
     scores = score_sequences(reward_model, rows, batch_size=2 * config.micro_batch_size, autocast_dtype=autocast_dtype)
     correct = int((scores[0::2] > scores[1::2]).sum())
     return PairAccuracy(correct, len(kept), len(pairs) - len(kept))

@@ -3,8 +3,25 @@
 from __future__ import annotations
 
 import itertools
+import json
+from pathlib import Path
+from typing import Any
 
-from rlhf_core.data import PreferencePair, VerifiedSample, pairs_from_jsonl, pairs_from_samples, pairs_to_jsonl
+import pytest
+
+from rlhf_core.config import RewardModelConfig, TemplateConfig
+from rlhf_core.data import (
+    PreferencePair,
+    PromptTemplate,
+    VerifiedSample,
+    pairs_from_jsonl,
+    pairs_from_samples,
+    pairs_to_jsonl,
+    read_preferences,
+)
+from rlhf_core.data.encoding import encode_pairs, refuse_shared_prompts, split_pairs
+from rlhf_core.errors import DataError
+from tests.tiny_llama import tiny_tokenizer
 
 RIGHT, WRONG, ILL = (1.0, True), (0.0, True), (0.0, False)
 
@@ -57,5 +74,65 @@ def test_the_same_text_is_never_preferred_to_itself() -> None:
 
 
 def test_pairs_pass_through_json_lines() -> None:
-    pairs = [PreferencePair("\n\nHuman: é\n\nAssistant:", "\u2028", '"'), PreferencePair("a", "b", "")]
+    pairs = [PreferencePair("\n\nHuman: é\n\nAssistant:", "\u2028", '"'), PreferencePair("a", "b", "", 1.5)]
     assert pairs_from_jsonl(pairs_to_jsonl(pairs)) == pairs
+
+
+def test_pairs_that_were_stored_without_margins_have_none() -> None:
+    assert pairs_from_jsonl(b'{"prompt": "a", "chosen": "b", "rejected": "c"}') == [PreferencePair("a", "b", "c", 0.0)]
+
+
+def test_a_preference_file_may_say_how_sure_the_judge_was(tmp_path: Path) -> None:
+    start = "\n\nHuman: Hi\n\nAssistant:"
+    rows: list[dict[str, Any]] = [
+        {"prompt": "Hi", "chosen": "Hello", "rejected": "No", "margin": 2},
+        {"chosen": start + " A", "rejected": start + " B", "margin": 0.5},
+        {"prompt": "Hi", "chosen": "Hello", "rejected": "So?", "margin": None},
+    ]
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    assert [pair.margin for pair in read_preferences(file)] == [2.0, 0.5, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("margin", "message"),
+    [("much", "must be a number, but is a string"), (-1, "finite and at least 0, but is -1"), (True, "a boolean")],
+)
+def test_a_margin_that_is_no_margin_is_named_with_its_row(tmp_path: Path, margin: object, message: str) -> None:
+    file = tmp_path / "pairs.jsonl"
+    file.write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c", "margin": margin}))
+    with pytest.raises(DataError, match=rf"row 1 of .*pairs.jsonl: field 'margin' .*{message}"):
+        read_preferences(file)
+
+
+def some_pairs(prompts: int) -> list[PreferencePair]:
+    return [PreferencePair(f"p{row}", f"good {turn}", "bad") for row in range(prompts) for turn in range(2)]
+
+
+def test_no_prompt_is_on_both_sides_of_the_split_and_the_order_of_pairs_does_not_matter() -> None:
+    config = RewardModelConfig(pairs=60)
+    split = split_pairs(some_pairs(40), config, seed=3)
+    assert len(split.training) + len(split.heldout) == 60
+    assert {pair.prompt for pair in split.training}.isdisjoint(pair.prompt for pair in split.heldout)
+    assert split_pairs(some_pairs(40)[::-1], config, seed=3) == split
+    refuse_shared_prompts(split.training, split.heldout)
+
+
+def test_measuring_on_a_prompt_that_was_learnt_is_refused() -> None:
+    ours = some_pairs(4)
+    with pytest.raises(DataError, match=r"1 prompts are in the training pairs and in the held-out ones, first 'p1'"):
+        refuse_shared_prompts(ours[:3], ours[3:])
+
+
+def test_too_few_prompts_for_a_split_are_refused() -> None:
+    with pytest.raises(DataError, match="2 preference pairs of 1 prompts leave"):
+        split_pairs(some_pairs(1), RewardModelConfig(), seed=0)
+
+
+def test_encoded_pairs_share_their_prompt_end_with_a_stop_token_and_keep_their_margin() -> None:
+    tokenizer = tiny_tokenizer()
+    template = PromptTemplate(tokenizer, TemplateConfig(prompt="Q {prompt} A"))
+    [pair] = encode_pairs([PreferencePair("x", "yes", "no!!", 0.25)], template)
+    assert tokenizer.decode(pair.chosen) == "Q x Ayes<|im_end|>"
+    assert tokenizer.decode(pair.rejected) == "Q x Ano!!<|im_end|>"
+    assert (pair.margin, pair.longest) == (0.25, 10)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from rlhf_core.errors import ModelError, TrainingError
 from rlhf_core.models.lora import trainable_parameters
+from rlhf_core.strategy.booster import Booster
+from rlhf_core.strategy.plain import PlainBooster
+from rlhf_core.strategy.plain_optimizer import GradientError, PlainOptimizer
+from rlhf_core.strategy.ranks import Ranks, current_ranks
 
 # The second moment forgets within 20 steps: a run has tens or hundreds of them, and rewards drift.
 BETAS = (0.9, 0.95)
@@ -22,8 +26,11 @@ class Trained(NamedTuple):
     """A model with what trains it."""
 
     model: nn.Module
-    optimizer: AdamW
-    scheduler: LambdaLR
+    optimizer: Any
+    """As the booster returned it, or a bare one of torch's."""
+    scheduler: Any
+    """Stepped once per optimizer step."""
+    booster: Booster
 
 
 def make_trained(
@@ -33,8 +40,9 @@ def make_trained(
     weight_decay: float,
     schedule: Callable[[int], float],
     other_lrs: Mapping[str, float] | None = None,
+    booster: Booster | None = None,
 ) -> Trained:
-    """Return the model with AdamW over its trainable weights, and its schedule.
+    """Return the model with AdamW over its trainable weights, and its schedule, boosted.
 
     Weight decay is decoupled, and applied to matrices only: biases and norms keep their scale.
 
@@ -44,6 +52,7 @@ def make_trained(
         weight_decay: per step, times the learning rate.
         schedule: factor on the learning rate by step, from 0.
         other_lrs: peak rates of parameters whose names begin so; the others get `lr`.
+        booster: None takes a plain one in float32, which clips as `take_step` says.
 
     Raises:
         ModelError: if nothing is trainable, or something trainable is not float32.
@@ -67,7 +76,9 @@ def make_trained(
         betas=BETAS,
         fused=True,  # five times as fast as the loop on a CPU
     )
-    return Trained(model, optimizer, LambdaLR(optimizer, schedule))
+    booster = PlainBooster(max_norm=None) if booster is None else booster
+    boosted, wrapped, _, _, scheduler = booster.boost(model, optimizer, lr_scheduler=LambdaLR(optimizer, schedule))
+    return Trained(boosted, wrapped, scheduler, booster)
 
 
 def warmup_then_constant(warmup_steps: int) -> Callable[[int], float]:
@@ -91,31 +102,54 @@ def warmup_then_decay(warmup_steps: int, total_steps: int) -> Callable[[int], fl
     return lambda step: max(0.0, min((step + 1) / (warmup + 1), (total_steps - step) / (total_steps - warmup)))
 
 
-def take_step(trained: Trained, *, grad_clip: float, loss: Tensor, what: str) -> float:
-    """Clip the gradient's norm over all trainable weights, step optimizer and schedule, forget the gradients.
+def take_step(
+    trained: Trained, *, loss: Tensor, what: str, grad_clip: float | None = None, ranks: Ranks | None = None
+) -> float:
+    """Step optimizer and schedule on all ranks, and forget the gradients; the only place where an optimizer steps.
+
+    An optimizer of ours averages the gradients over ranks and clips their norm over all weights; so does a bare one of
+    torch's, which is wrapped for the step. One that another booster made does all this in its own way.
 
     Args:
         trained: the model whose gradients are complete.
-        grad_clip: largest norm, above 0.
         loss: of the whole minibatch, to be checked with the gradient.
         what: name of the model, for the error.
+        grad_clip: largest norm, above 0; None leaves it to the optimizer.
+        ranks: who trains together; None takes torch.distributed's default group.
 
     Returns:
-        The norm before clipping.
+        The norm before clipping; infinite where float16 overflowed and the step was left out.
 
     Raises:
-        TrainingError: if the loss or the norm is not finite; nothing was changed but the gradients forgotten.
+        TrainingError: on all ranks, if the loss of any or the norm is not finite; no weight was changed and the
+            gradients are forgotten.
     """
-    parameters = [member for group in trained.optimizer.param_groups for member in group["params"]]
-    norm = nn.utils.clip_grad_norm_(parameters, grad_clip).item()
+    ranks = current_ranks() if ranks is None else ranks
+    optimizer = trained.optimizer
+    if isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = PlainOptimizer(optimizer, max_norm=None, ranks=ranks)
     value = loss.item()
-    if not (math.isfinite(value) and math.isfinite(norm)):
-        trained.optimizer.zero_grad(set_to_none=True)
-        raise TrainingError(
-            f"the {what}'s loss is {value} and its gradient's norm {norm}, which no step can be taken from; "
-            "lower its learning rate, or look for overflow in the data or the dtype"
-        )
-    trained.optimizer.step()
-    trained.scheduler.step()
-    trained.optimizer.zero_grad(set_to_none=True)
+    if ranks.any(not math.isfinite(value)):
+        optimizer.zero_grad()
+        raise _cannot_step(what, f"loss is {value}")
+    if not isinstance(optimizer, PlainOptimizer):
+        optimizer.step()
+        norm = optimizer.get_grad_norm()
+        norm = 0.0 if norm is None else float(norm)  # not every booster knows it
+    else:
+        try:
+            optimizer.step(max_norm=grad_clip)
+        except GradientError as error:
+            raise _cannot_step(what, f"loss is {value} and its gradient's norm {error.norm}") from error
+        norm = optimizer.get_grad_norm()
+    if not (isinstance(optimizer, PlainOptimizer) and optimizer.last_step_skipped):
+        trained.scheduler.step()
+    optimizer.zero_grad()
     return norm
+
+
+def _cannot_step(what: str, trouble: str) -> TrainingError:
+    return TrainingError(
+        f"the {what}'s {trouble}, which no step can be taken from; lower its learning rate, or look for overflow in "
+        "the data or the dtype"
+    )

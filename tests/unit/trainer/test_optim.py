@@ -68,7 +68,7 @@ def test_gradients_are_clipped_by_their_norm_over_all_weights() -> None:
     model.weight.grad, model.bias.grad = torch.tensor([[3.0, 0.0]]), torch.tensor([4.0])
     both = trained(model)
     seen: list[list[float]] = []
-    both.optimizer.register_step_pre_hook(
+    both.optimizer.optim.register_step_pre_hook(
         lambda *_: seen.append([*model.weight.grad[0].tolist(), model.bias.grad.item()])
     )
     norm = take_step(both, grad_clip=1.0, loss=torch.zeros(()), what="model")

@@ -15,7 +15,7 @@ from rlhf_core.config import LoRAConfig
 from rlhf_core.errors import ModelError
 from rlhf_core.trainer.ppo_learner import PPOLearner
 from tests.unit.trainer.experience import tiny_experience
-from tests.unit.trainer.test_ppo import learner
+from tests.unit.trainer.test_ppo_learner import learner
 
 torch.set_num_threads(1)
 

@@ -1,0 +1,1 @@
+"""How models are trained on one device or several: ranks, the booster protocol, and a plain booster."""

@@ -1,0 +1,186 @@
+"""Checkpoints of one model, its optimizer and its schedule: safetensors and JSON, never pickle."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft.tuners.lora import LoraLayer
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rlhf_core.errors import ModelError
+from rlhf_core.models.lora import save_merged
+from rlhf_core.models.saving import quiet
+
+EXACT_FILE = "exact.safetensors"
+"""All weights by the model's own names, adapters apart: beside merged shards, from which they cannot be recovered."""
+OPTIMIZER_FILE = "optimizer.safetensors"
+_FACTS = "facts"
+
+
+def write_model_file(model: nn.Module, path: str | Path) -> None:
+    """Write all weights and lasting buffers by the model's own names, tied weights once."""
+    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in _own(model).items()}
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, path)
+
+
+def write_model_directory(model: nn.Module, directory: str | Path, *, shard_mb: int) -> None:
+    """Write a directory that the model's class loads with `from_pretrained`, adapters merged; and, if any, apart."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    size = f"{shard_mb}MB"
+    if isinstance(model, PreTrainedModel):
+        save_merged(model, directory, max_shard_size=size)
+    elif callable(save := getattr(model, "save_pretrained", None)):
+        save(directory, max_shard_size=size)
+    has_adapters = any(isinstance(module, LoraLayer) for module in model.modules())
+    if has_adapters or not hasattr(model, "save_pretrained"):
+        write_model_file(model, directory / EXACT_FILE)
+
+
+def read_model(model: nn.Module, path: str | Path) -> None:
+    """Put back what `write_model_file` or `write_model_directory` wrote.
+
+    Raises:
+        ModelError: if it is damaged or belongs to a model of another form; nothing was changed.
+    """
+    path = Path(path)
+    exact = path / EXACT_FILE if path.is_dir() else path
+    try:
+        if exact.is_file():
+            tensors = load_file(exact)
+        elif path.is_dir():
+            tensors = _from_pretrained(model, path)
+        else:
+            raise ModelError(f"{path} holds no checkpoint: there is no such file or directory")
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise _damaged(path, error) from error
+    own = _own(model)
+    unlike = {name for name in own.keys() & tensors.keys() if own[name].shape != tensors[name].shape}
+    if wrong := sorted((own.keys() ^ tensors.keys()) | unlike):
+        raise ModelError(
+            f"the checkpoint {path} does not fit the model: {len(wrong)} tensors are missing, unknown or of another "
+            f"shape, first {wrong[0]!r}; build the model with the checkpoint's configuration"
+        )
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            own[name].copy_(tensor)
+
+
+def write_optimizer(optimizer: Any, path: str | Path, *, directory: bool) -> None:
+    """Write an optimizer's state; its tensors are named `<number of the parameter>.<moment>`."""
+    state = optimizer.state_dict()
+    tensors, plain = {}, {}
+    for number, moments in state.pop("state").items():
+        for moment, value in moments.items():
+            if isinstance(value, Tensor):
+                tensors[f"{number}.{moment}"] = value.detach().cpu().contiguous().clone()
+            else:
+                plain[f"{number}.{moment}"] = value
+    path = Path(path) / OPTIMIZER_FILE if directory else Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, path, metadata={_FACTS: json.dumps(state | {"plain": plain})})
+
+
+def read_optimizer(optimizer: Any, path: str | Path) -> None:
+    """Put back what `write_optimizer` wrote.
+
+    Raises:
+        ModelError: if it is damaged or belongs to other weights; nothing was changed.
+    """
+    path = Path(path) / OPTIMIZER_FILE if Path(path).is_dir() else Path(path)
+    try:
+        with safe_open(path, framework="pt") as file:
+            facts = json.loads(file.metadata()[_FACTS])
+            entries: dict[str, Any] = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - no mapping
+        entries |= facts.pop("plain")
+    except (OSError, ValueError, LookupError, TypeError, SafetensorError) as error:
+        raise _damaged(path, error) from error
+    state: dict[int, dict[str, Any]] = {}
+    for key, value in entries.items():
+        number, _, moment = key.partition(".")
+        state.setdefault(int(number), {})[moment] = value
+    _check_optimizer(optimizer, state, facts["param_groups"], path)
+    for group in facts["param_groups"]:
+        group |= {name: tuple(value) for name, value in group.items() if name == "betas"}  # JSON has no tuples
+    optimizer.load_state_dict(facts | {"state": state})
+
+
+def write_scheduler(scheduler: Any, path: str | Path) -> None:
+    """Write a schedule's state, without the functions in it, which the configuration makes anew."""
+    state = {name: value for name, value in scheduler.state_dict().items() if name != "lr_lambdas"}
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(json.dumps(state))
+
+
+def read_scheduler(scheduler: Any, path: str | Path) -> None:
+    """Put back what `write_scheduler` wrote, the rates of the optimizer's groups with it.
+
+    Raises:
+        ModelError: if it is damaged.
+    """
+    try:
+        state = json.loads(Path(path).read_text())
+        rates = state["_last_lr"]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise _damaged(Path(path), error) from error
+    groups = scheduler.optimizer.param_groups
+    if len(rates) != len(groups):
+        raise ModelError(
+            f"the schedule {path} is for {len(rates)} groups of weights, but the optimizer has {len(groups)}; build "
+            "it with the checkpoint's configuration"
+        )
+    if "lr_lambdas" in scheduler.state_dict():
+        state["lr_lambdas"] = [None] * len(rates)
+    scheduler.load_state_dict(state)
+    for group, rate in zip(groups, rates, strict=True):
+        group["lr"] = rate  # the schedule keeps it, but does not hand it on before its next step
+
+
+def _own(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameters, tied ones once, and the buffers that last."""
+    lasting = model.state_dict(keep_vars=True)
+    parameters = dict(model.named_parameters())
+    return parameters | {name: buffer for name, buffer in model.named_buffers() if name in lasting}
+
+
+def _from_pretrained(model: nn.Module, directory: Path) -> dict[str, Tensor]:
+    """Return the weights by the model's own names; through its own class, which may rename them on disk."""
+    kind: Any = type(model)
+    if isinstance(model, PreTrainedModel):
+        with quiet():
+            fresh, report = kind.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
+        if lost := sorted(report["missing_keys"]):
+            raise ModelError(f"the checkpoint {directory} is incomplete: it lacks {lost[0]!r}")
+        return _own(fresh)
+    return _own(kind.from_pretrained(directory, torch.float32))
+
+
+def _check_optimizer(
+    optimizer: Any, state: Mapping[int, Mapping[str, Any]], groups: list[dict[str, Any]], path: Path
+) -> None:
+    members = [member for group in optimizer.param_groups for member in group["params"]]
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    fits = sizes == [len(group["params"]) for group in groups] and all(
+        number < len(members)
+        and (not isinstance(value, Tensor) or value.ndim == 0 or value.shape == members[number].shape)
+        for number, moments in state.items()
+        for value in moments.values()
+    )
+    if not fits:
+        raise ModelError(
+            f"the optimizer's state {path} belongs to other weights; build model and optimizer with the checkpoint's "
+            "configuration"
+        )
+
+
+def _damaged(path: Path, error: Exception) -> ModelError:
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return ModelError(f"the checkpoint {path} cannot be read ({reason}); give one that was written whole")

@@ -1,0 +1,180 @@
+"""A torch optimizer that averages gradients over ranks, refuses what is not finite, and clips."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_core.errors import TrainingError
+from rlhf_core.strategy.ranks import Ranks
+
+BUCKET_ELEMENTS = 1 << 26
+"""Gradients that travel together: 256 MB of float32 are the memory that averaging may take."""
+
+
+class GradientError(TrainingError):
+    """A gradient's norm is not finite; the weights are untouched and the gradients forgotten."""
+
+    def __init__(self, norm: float) -> None:
+        super().__init__(
+            f"the gradient's norm is {norm}, which no step can be taken from; lower the learning rate, or look for "
+            "overflow in the data or the dtype"
+        )
+        self.norm = norm
+
+
+class LossScale:
+    """The factor that keeps float16 gradients from vanishing: halved when they overflow, doubled after a while."""
+
+    GROWTH_INTERVAL = 2000
+    SMALLEST = 1.0
+
+    def __init__(self) -> None:
+        self.factor = 65536.0
+        self.good_steps = 0
+
+    def overflowed(self) -> bool:
+        """Take note of an overflow; return whether a smaller factor is left to try."""
+        self.good_steps = 0
+        if self.factor <= self.SMALLEST:
+            return False
+        self.factor /= 2
+        return True
+
+    def stepped(self) -> None:
+        """Take note of a step."""
+        self.good_steps += 1
+        if self.good_steps == self.GROWTH_INTERVAL:
+            self.factor, self.good_steps = self.factor * 2, 0
+
+
+class PlainOptimizer:
+    """Wraps a torch optimizer; every step is one of all ranks.
+
+    Args:
+        optim: the optimizer; its schedule stays attached to it.
+        max_norm: gradients are scaled down to this norm, over all weights; None never clips.
+        ranks: who trains together.
+        scaled: whether losses are scaled for float16.
+    """
+
+    def __init__(
+        self, optim: torch.optim.Optimizer, *, max_norm: float | None, ranks: Ranks, scaled: bool = False
+    ) -> None:
+        self.optim = optim
+        self.max_norm = max_norm
+        self.ranks = ranks
+        self.scale = LossScale() if scaled else None
+        self.last_step_skipped = False
+        """Whether the last step overflowed in float16 and was not taken."""
+        self._norm = 0.0
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The wrapped optimizer's groups."""
+        return self.optim.param_groups
+
+    @property
+    def state(self) -> Any:
+        """The wrapped optimizer's state by parameter."""
+        return self.optim.state
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return all that is trained, in the order of the groups."""
+        return [member for group in self.optim.param_groups for member in group["params"]]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients."""
+        self.optim.zero_grad(set_to_none=set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the wrapped optimizer's state, and the loss scale where there is one."""
+        state: dict[str, Any] = self.optim.state_dict()
+        if self.scale is not None:
+            state["loss_scale"] = {"factor": self.scale.factor, "good_steps": self.scale.good_steps}
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Put back what `state_dict` returned."""
+        state = dict(state_dict)
+        held = state.pop("loss_scale", None)
+        if self.scale is not None and held is not None:
+            self.scale.factor, self.scale.good_steps = held["factor"], held["good_steps"]
+        self.optim.load_state_dict(state)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the loss's gradients to the model's."""
+        torch.autograd.backward(loss if self.scale is None else loss * self.scale.factor)
+
+    def get_grad_norm(self) -> float:
+        """Return the norm before clipping of the last step's gradient, over all ranks."""
+        return self._norm
+
+    def step(self, max_norm: float | None = None) -> None:
+        """Average the gradients over ranks, clip them, and take one step, the same on every rank.
+
+        In float16 a gradient that overflowed is forgotten, the loss scale halved, and no step is taken.
+
+        Args:
+            max_norm: instead of the optimizer's own.
+
+        Raises:
+            GradientError: if the norm is not finite, on all ranks; no weight was changed.
+        """
+        parameters = self.parameters()
+        _average(parameters, self.ranks)
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if self.scale is not None:
+            for gradient in gradients:
+                gradient.div_(self.scale.factor)
+        norm = nn.utils.get_total_norm(gradients)
+        self._norm = norm.item()  # the one wait for the device
+        self.last_step_skipped = not math.isfinite(self._norm)
+        if self.last_step_skipped:
+            self.zero_grad()
+            if self.scale is None or not self.scale.overflowed():
+                raise GradientError(self._norm)
+            return
+        limit = self.max_norm if max_norm is None else max_norm
+        if limit is not None:
+            nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+        self.optim.step()
+        if self.scale is not None:
+            self.scale.stepped()
+
+
+def _average(parameters: Iterable[nn.Parameter], ranks: Ranks) -> None:
+    """Replace every gradient by its mean over ranks; a rank without one counts as zero."""
+    if ranks.world_size == 1:
+        return
+    members = list(parameters)
+    # A weight that no rank used keeps no gradient, as on one rank: with one, weight decay would move it.
+    used = ranks.max(torch.tensor([int(member.grad is not None) for member in members])).tolist()
+    for bucket in _buckets([member for member, is_used in zip(members, used, strict=True) if is_used]):
+        flat = torch.cat([_gradient(member).flatten() for member in bucket])
+        mean = ranks.sum(flat).div_(ranks.world_size)
+        pieces = torch.split(mean, [member.numel() for member in bucket])
+        for member, piece in zip(bucket, pieces, strict=True):
+            member.grad = piece.view_as(member).clone()
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def _buckets(members: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Group weights of one dtype and device, in their order, into buckets of bounded size."""
+    buckets: dict[tuple[torch.dtype, torch.device], list[list[nn.Parameter]]] = {}
+    filled: dict[tuple[torch.dtype, torch.device], int] = {}
+    for member in members:
+        kind = (member.dtype, member.device)
+        if kind not in buckets or filled[kind] + member.numel() > BUCKET_ELEMENTS:
+            buckets.setdefault(kind, []).append([])
+            filled[kind] = 0
+        buckets[kind][-1].append(member)
+        filled[kind] += member.numel()
+    return [bucket for kind in buckets.values() for bucket in kind]

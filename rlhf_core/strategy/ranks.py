@@ -1,0 +1,129 @@
+"""The processes that train one model together, and the few things that they agree on."""
+
+from __future__ import annotations
+
+import json
+import os
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """This process among those that train one model together; alone, every method is the identity.
+
+    Every collective is called by all ranks, in the same order. Tensors travel on the device that the backend works
+    on (NCCL: this process's GPU, gloo: host memory) and come back on the device where they were.
+
+    Args:
+        rank: of this process, from 0.
+        world_size: processes altogether.
+    """
+
+    def __init__(self, rank: int = 0, world_size: int = 1) -> None:
+        self.rank = rank
+        self.world_size = world_size
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that writes and speaks for all."""
+        return self.rank == 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Return the sum over ranks, the same on each, as a new tensor without a graph."""
+        return self._reduced(tensor, dist.ReduceOp.SUM)
+
+    def max(self, tensor: Tensor) -> Tensor:
+        """Return the largest over ranks, element by element; no element may be NaN, which backends order at will."""
+        return self._reduced(tensor, dist.ReduceOp.MAX)
+
+    def any(self, flag: bool) -> bool:
+        """Return whether any rank says yes."""
+        if self.world_size == 1:
+            return flag
+        return bool(self.max(torch.tensor(int(flag))).item())
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Overwrite the tensor, in place, with that of rank 0."""
+        if self.world_size == 1:
+            return
+        carried = tensor.detach().to(_carrier(), copy=True).contiguous()
+        dist.broadcast(carried, src=0)
+        with torch.no_grad():
+            tensor.copy_(carried)
+
+    def broadcast_object(self, value: T) -> T:
+        """Return rank 0's value, which JSON must hold: nothing is pickled."""
+        if self.world_size == 1:
+            return value
+        body = json.dumps(value).encode() if self.is_first else b""
+        length = torch.tensor(len(body))
+        self.broadcast(length)
+        held = torch.zeros(int(length), dtype=torch.uint8)
+        if self.is_first:
+            held = torch.frombuffer(bytearray(body), dtype=torch.uint8)
+        self.broadcast(held)
+        found: T = json.loads(bytes(held.tolist()))
+        return found
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        if self.world_size > 1:
+            self.sum(torch.zeros(1)).item()  # with NCCL, only reading the result waits
+
+    def _reduced(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+        if self.world_size == 1:
+            return tensor.detach()
+        carried = tensor.detach().to(_carrier(), copy=True).contiguous()
+        dist.all_reduce(carried, op=operation)
+        return carried.to(tensor.device)
+
+
+ALONE = Ranks()
+
+
+def current_ranks() -> Ranks:
+    """Return torch.distributed's default group, or `ALONE` where none was started."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return ALONE
+    return Ranks(dist.get_rank(), dist.get_world_size())
+
+
+def join(timeout_s: float = 600.0) -> Ranks:
+    """Join the processes that torchrun started, as its environment says; without one, train alone.
+
+    NCCL where each process of this machine has a GPU of its own, which becomes the current device; gloo elsewhere.
+
+    Args:
+        timeout_s: longest wait in any collective, after which the process ends with an error instead of hanging.
+    """
+    if dist.is_available() and dist.is_initialized():
+        return current_ranks()
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size == 1 or "RANK" not in os.environ:
+        return ALONE
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    gpus = torch.cuda.device_count()
+    own_gpu = gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if gpus:
+        torch.cuda.set_device(local_rank % gpus)
+    dist.init_process_group("nccl" if gpus and own_gpu else "gloo", timeout=timedelta(seconds=timeout_s))
+    return current_ranks()
+
+
+def leave() -> None:
+    """Leave the group that `join` entered; nothing where there is none."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _carrier() -> torch.device:
+    """Return the device whose tensors the default group's backend takes."""
+    if "nccl" in dist.get_backend() and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

@@ -7,8 +7,8 @@ right, masks are True where a token counts.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -57,7 +57,7 @@ class Experience:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the fields that are not None, by name, in their order."""
-        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        named = {each.name: getattr(self, each.name) for each in fields(self)}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def to_device(self, device: torch.device | str) -> None:
@@ -105,18 +105,44 @@ class Experience:
         return _build({name: torch.cat([part[name] for part in padded]) for name in padded[0]})
 
 
+class Prompt(NamedTuple):
+    """What one response is sampled for: token ids, and what its judges need to know."""
+
+    ids: tuple[int, ...]
+    """Token ids that the model is given, template included."""
+    text: str
+    """As it stands in the data, without the template."""
+    answer: str | None
+    """The reference answer; None if only a reward model judges."""
+    key: str
+    """Names the prompt in random streams and outcomes."""
+    entry: str | None = None
+    """The task's own record of the problem, as JSON, for scorers that need more than the answer."""
+
+
+class EpisodeControls(NamedTuple):
+    """What the trainer sets for one episode's rewards."""
+
+    kl_coef: float
+    """Weight of the per-token KL penalty, per nat."""
+    score_mean: float = 0.0
+    """Taken off every score, before it is divided."""
+    score_std: float = 1.0
+    """What every score is divided by."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One response and what was thought of it, for people and for the store."""
 
     prompt: str
     answer: str
-    """The reference answer."""
+    """The reference answer; empty if there is none."""
     response: str
     key: str
     """The problem's key."""
     score: float
-    """Weighted sum of verifier and reward model; what the last token is paid."""
+    """Weighted sum of the sources, before it is normalised or clipped over episodes."""
     verifier: float
     """0 or 1."""
     well_formed: bool
@@ -130,6 +156,8 @@ class Sample:
     """Whether the response ended with a stop token within the limit."""
     index: int = 0
     """Which of the problem's samples this is."""
+    raw_scores: Mapping[str, float] = field(default_factory=dict)
+    """What each source of reward said, by its name, unscaled."""
 
 
 def _build(tensors: Mapping[str, Tensor | None]) -> Experience:

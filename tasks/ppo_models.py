@@ -10,7 +10,7 @@ from tasks.context import Context, materialise
 from tasks.results import Parent, PPORun
 
 if TYPE_CHECKING:
-    from rlhf_core.experience_maker.naive import NaiveExperienceMaker
+    from rlhf_core.experience_maker.maker import ExperienceMaker
     from rlhf_core.trainer.ppo_learner import PPOLearner
 
 
@@ -47,15 +47,16 @@ class MakerFactory:
     def __init__(self, run: PPORun) -> None:
         self._run = run
 
-    def __call__(self) -> NaiveExperienceMaker:
+    def __call__(self) -> ExperienceMaker:
         """Return the maker with the weights of version 0."""
         import torch
 
         from rlhf_core.data import PromptTemplate
-        from rlhf_core.experience_maker.naive import NaiveExperienceMaker
+        from rlhf_core.experience_maker.maker import ExperienceMaker
         from rlhf_core.models.critic import Critic
         from rlhf_core.models.loading import default_device, load_causal_lm, load_tokenizer
         from rlhf_core.models.reward_model import RewardModel
+        from rlhf_core.rewards.scoring import build_scorer
 
         config = _config(self._run)
         directory, dtype, device = _directory(self._run.actor), config.ppo.rollout_dtype, default_device()
@@ -68,12 +69,13 @@ class MakerFactory:
         def model() -> Any:
             return load_causal_lm(directory, dtype, device=device)
 
-        return NaiveExperienceMaker(
+        template = PromptTemplate(load_tokenizer(directory), config.template)
+        return ExperienceMaker(
             actor=model(),
             critic=Critic.from_causal_lm(model()),
-            reward_model=reward_model,
+            scorer=build_scorer(config.ppo.reward, reward_model, template=template),
             initial_model=model(),
-            template=PromptTemplate(load_tokenizer(directory), config.template),
+            template=template,
             config=config.ppo,
             seed=config.seed,
         )

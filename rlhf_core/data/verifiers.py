@@ -40,12 +40,20 @@ def verify(response: str, answer: str, *, ended: bool, tag: str) -> Verdict:
         >>> verify("<answer>61 58, 50</answer>", "61 58 50", ended=True, tag="answer")
         Verdict(score=1.0, well_formed=True)
     """
-    opening, closing = f"<{tag}>", f"</{tag}>"
-    text = response.strip()
-    inner = text.removeprefix(opening).removesuffix(closing)
-    well_formed = ended and text == opening + inner + closing and opening not in inner and closing not in inner
-    right = well_formed and not _readings(inner).isdisjoint(_readings(answer))
+    well_formed = is_well_formed(response, ended=ended, tag=tag)
+    right = well_formed and not _readings(_inner(response, tag)).isdisjoint(_readings(answer))
     return Verdict(float(right), well_formed)
+
+
+def is_well_formed(response: str, *, ended: bool, tag: str) -> bool:
+    """Return whether a response that the model ended is `<tag>...</tag>` and nothing else but white space."""
+    opening, closing = f"<{tag}>", f"</{tag}>"
+    inner = _inner(response, tag)
+    return ended and response.strip() == opening + inner + closing and opening not in inner and closing not in inner
+
+
+def _inner(response: str, tag: str) -> str:
+    return response.strip().removeprefix(f"<{tag}>").removesuffix(f"</{tag}>")
 
 
 def _readings(text: str) -> set[tuple[str | Decimal, ...]]:

@@ -1,4 +1,4 @@
-"""The experience maker as a detached Ray actor: a shell around `NaiveExperienceMaker`, no arithmetic of its own."""
+"""The experience maker as a detached Ray actor: a shell around `ExperienceMaker`, no arithmetic of its own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from rlhf_core.detached.chunks import Chunk
 from rlhf_core.detached.weights import WeightsManifest, replace_weights, unpack
 from rlhf_core.errors import RlhfError
-from rlhf_core.experience_maker.naive import NaiveExperienceMaker
+from rlhf_core.experience_maker.maker import ExperienceMaker, to_prompts
 from rlhf_core.types import Sample
 
 
@@ -44,10 +44,10 @@ class ExperienceMakerHolder:
         maker_fn: builds the maker inside this process, with the weights of version 0.
     """
 
-    def __init__(self, name: str, maker_fn: Callable[[], NaiveExperienceMaker]) -> None:
+    def __init__(self, name: str, maker_fn: Callable[[], ExperienceMaker]) -> None:
         self._name = name
         self._maker_fn = maker_fn
-        self._maker: NaiveExperienceMaker
+        self._maker: ExperienceMaker
         self._version = 0
 
     @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]
@@ -89,7 +89,10 @@ class ExperienceMakerHolder:
             )
         started = time.perf_counter()
         experience, samples = self._maker.make_experience(
-            chunk.problems, chunk.samples, episode=chunk.episode, policy_version=version
+            to_prompts(chunk.problems, self._maker.template),
+            chunk.samples,
+            episode=chunk.episode,
+            policy_version=version,
         )
         seconds = {"generate": self._maker.generate_seconds}
         seconds["score"] = time.perf_counter() - started - seconds["generate"]

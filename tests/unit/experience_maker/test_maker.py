@@ -11,10 +11,11 @@ from transformers import LlamaForCausalLM
 from rlhf_core.config import LoRAConfig, PPOConfig, RewardConfig, TemplateConfig
 from rlhf_core.data import Problem, PromptTemplate
 from rlhf_core.errors import ConfigError, DataError, ModelError
-from rlhf_core.experience_maker.naive import MadeExperience, NaiveExperienceMaker
+from rlhf_core.experience_maker.maker import ExperienceMaker, MadeExperience, to_prompts
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.lora import attach_lora, trainable_parameters
 from rlhf_core.models.reward_model import RewardModel
+from rlhf_core.rewards.scoring import build_scorer
 from rlhf_core.types import Experience
 from tests.reference import definitions
 from tests.tiny_llama import tiny_llama, tiny_tokenizer
@@ -27,6 +28,8 @@ CONFIG = PPOConfig(
     prompts_per_episode=4, chunk_size=4, train_batch_size=4, micro_batch_size=4, max_new_tokens=6,
     max_prompt_tokens=80, kl_coef=0.3, gamma=0.9, lam=0.8, dtype="float32", rollout_dtype="float32",
 )  # fmt: skip
+TEMPLATE = PromptTemplate(tiny_tokenizer(), TemplateConfig())
+PROMPTS = to_prompts(PROBLEMS, TEMPLATE)
 WITH_REWARD_MODEL = RewardConfig(verifier=0.5, reward_model=2.0)
 
 
@@ -52,21 +55,22 @@ def reward_model() -> RewardModel:
     return model
 
 
-def maker(**changes: object) -> NaiveExperienceMaker:
+def maker(**changes: object) -> ExperienceMaker:
     config = CONFIG.model_copy(update=changes)
-    return NaiveExperienceMaker(
+    judge = reward_model() if config.reward.reward_model else None
+    return ExperienceMaker(
         actor(),
         critic(),
-        reward_model() if config.reward.reward_model else None,
+        build_scorer(config.reward, judge, template=TEMPLATE),
         tiny_llama(seed=2, initializer_range=0.2),
         config=config,
-        template=PromptTemplate(tiny_tokenizer(), TemplateConfig()),
+        template=TEMPLATE,
         seed=5,
     )
 
 
-def make(ours: NaiveExperienceMaker, *, episode: int = 0) -> MadeExperience:
-    return ours.make_experience(PROBLEMS, SAMPLES, episode=episode, policy_version=3)
+def make(ours: ExperienceMaker, *, episode: int = 0) -> MadeExperience:
+    return ours.make_experience(PROMPTS, SAMPLES, episode=episode, policy_version=3)
 
 
 def rows_of(table: torch.Tensor, experience: Experience) -> list[list[float]]:
@@ -155,7 +159,7 @@ def test_a_demonstrated_answer_is_judged_right() -> None:
     ours = maker(max_new_tokens=30, reward=RewardConfig(verifier=2.0), kl_coef=0.0)
     response = ours.template.response_ids(ours.template.answer_text("1 3"))
     script_responses(ours.actor, response)
-    experience, samples = ours.make_experience(PROBLEMS[:1], [0], episode=0, policy_version=0)
+    experience, samples = ours.make_experience(PROMPTS[:1], [0], episode=0, policy_version=0)
     assert samples[0].response == "<answer>1 3</answer>"
     assert (samples[0].verifier, samples[0].well_formed, samples[0].score) == (1.0, True, 2.0)
     assert experience.reward[0].tolist() == [0.0] * (len(response) - 1) + [2.0]
@@ -182,7 +186,7 @@ def script_responses(model: LlamaForCausalLM, response: list[int]) -> None:
 
 def test_samples_tell_what_the_experience_holds() -> None:
     ours = maker(max_new_tokens=3)
-    experience, samples = ours.make_experience(PROBLEMS, [0, 1, 2, 3], episode=0, policy_version=3)
+    experience, samples = ours.make_experience(PROMPTS, [0, 1, 2, 3], episode=0, policy_version=3)
     assert {sample.ended for sample in samples} == {True, False}
     for row, (sample, problem) in enumerate(zip(samples, PROBLEMS, strict=True)):
         assert (sample.prompt, sample.answer, sample.key) == (problem.prompt, problem.answer, problem.key)
@@ -207,7 +211,7 @@ def test_a_chunks_numbers_depend_on_nothing_outside_it() -> None:
     whole = make(ours)
     for start in (0, 2):
         rows = slice(start, start + 2)
-        alone = ours.make_experience(PROBLEMS[rows], SAMPLES[rows], episode=0, policy_version=3)
+        alone = ours.make_experience(PROMPTS[rows], SAMPLES[rows], episode=0, policy_version=3)
         assert alone.samples == whole.samples[rows]
         width = alone.experience.num_actions
         assert torch.equal(whole.experience.select([start, start + 1]).values[:, :width], alone.experience.values)
@@ -215,7 +219,7 @@ def test_a_chunks_numbers_depend_on_nothing_outside_it() -> None:
 
 def test_every_sample_of_a_prompt_draws_its_own_tokens() -> None:
     ours = maker()
-    _, samples = ours.make_experience([PROBLEMS[0]] * 4, [0, 1, 2, 3], episode=0, policy_version=0)
+    _, samples = ours.make_experience([PROMPTS[0]] * 4, [0, 1, 2, 3], episode=0, policy_version=0)
     assert len({sample.response for sample in samples}) > 1
 
 
@@ -232,7 +236,9 @@ def test_nothing_is_left_on_padding_and_nothing_has_a_gradient() -> None:
 
 def test_models_in_bfloat16_give_float32_experience() -> None:
     ours = maker(rollout_dtype="bfloat16", reward=WITH_REWARD_MODEL)
-    for model in (ours.actor, ours.critic.trunk, ours.initial_model, ours.reward_model.trunk):
+    judge = reward_model()
+    ours.scorer = build_scorer(WITH_REWARD_MODEL, judge, template=TEMPLATE)
+    for model in (ours.actor, ours.critic.trunk, ours.initial_model, judge.trunk):
         model.to(torch.bfloat16)
     experience, _ = make(ours)
     assert torch.isfinite(experience.advantages).all()
@@ -254,19 +260,11 @@ def test_a_prompt_that_is_too_long_is_named() -> None:
 
 
 def test_rows_without_sample_numbers_are_refused() -> None:
-    for problems, samples in (([], []), (PROBLEMS, [0])):
+    for prompts, samples in (([], []), (PROMPTS, [0])):
         with pytest.raises(DataError, match="one sample number each"):
-            maker().make_experience(problems, samples, episode=0, policy_version=0)
+            maker().make_experience(prompts, samples, episode=0, policy_version=0)
 
 
 def test_a_weight_without_its_reward_model_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"ppo.reward.reward_model is 2.0, but there is no reward model"):
-        NaiveExperienceMaker(
-            actor(),
-            critic(),
-            None,
-            None,
-            config=CONFIG.model_copy(update={"reward": WITH_REWARD_MODEL}),
-            template=PromptTemplate(tiny_tokenizer(), TemplateConfig()),
-            seed=0,
-        )
+        build_scorer(WITH_REWARD_MODEL, None, template=TEMPLATE)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_core.data.jsonl import from_jsonl, to_jsonl
 from rlhf_core.data.verifiers import verify
 from rlhf_core.errors import DataError
-from rlhf_core.generation import generate
+from rlhf_core.generation import GenerationSettings, make_engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -83,14 +83,11 @@ def check_response_length(template: PromptTemplate, problems: Sequence[Problem],
 def _evaluate_batch(
     model: Any, template: PromptTemplate, problems: Sequence[Problem], config: EvaluationConfig
 ) -> list[Outcome]:
-    generation = generate(
-        model,
-        [template.prompt_ids(problem.prompt) for problem in problems],
-        max_new_tokens=config.max_new_tokens,
-        stop_ids=template.stop_ids,
-        pad_id=template.pad_id,
-        uniforms=None,
+    settings = GenerationSettings(
+        max_new_tokens=config.max_new_tokens, stop_ids=template.stop_ids, pad_id=template.pad_id
     )
+    prompts = [template.prompt_ids(problem.prompt) for problem in problems]
+    generation = make_engine("native", model).generate(prompts, settings, uniforms=None)
     responses = generation.sequences[:, -generation.action_mask.shape[1] :]
     outcomes = []
     rows = zip(problems, responses, generation.action_mask, generation.ended.tolist(), strict=True)

@@ -12,7 +12,7 @@ from rlhf_core.config import RewardModelConfig
 from rlhf_core.data import PreferencePair, Problem, PromptTemplate, verify
 from rlhf_core.data.preferences import VerifiedSample, pairs_from_samples
 from rlhf_core.errors import DataError
-from rlhf_core.generation import generate, sample_uniforms
+from rlhf_core.generation import GenerationSettings, make_engine, sample_uniforms
 
 PROMPTS_AT_ONCE = 16
 SAMPLING_ROUND = -1
@@ -70,12 +70,9 @@ def _sample(
     model: PreTrainedModel, template: PromptTemplate, batch: Sequence[Problem], config: RewardModelConfig, seed: int
 ) -> list[VerifiedSample]:
     rows = [(problem, sample) for problem in batch for sample in range(config.samples_per_prompt)]
-    made = generate(
-        model,
+    made = make_engine("native", model).generate(
         [template.prompt_ids(problem.prompt) for problem, _ in rows],
-        max_new_tokens=config.max_new_tokens,
-        stop_ids=template.stop_ids,
-        pad_id=template.pad_id,
+        GenerationSettings(max_new_tokens=config.max_new_tokens, stop_ids=template.stop_ids, pad_id=template.pad_id),
         uniforms=sample_uniforms(
             seed=seed,
             episode=SAMPLING_ROUND,

@@ -1,6 +1,15 @@
 """Prompts in, sampled or greedy responses out."""
 
-from rlhf_core.generation.engine import Generation, generate
+from rlhf_core.generation.engine import make_engine
 from rlhf_core.generation.sampling import choose_greedy, choose_sampled, sample_uniforms
+from rlhf_core.generation.settings import Generation, GenerationEngine, GenerationSettings
 
-__all__ = ["Generation", "choose_greedy", "choose_sampled", "generate", "sample_uniforms"]
+__all__ = [
+    "Generation",
+    "GenerationEngine",
+    "GenerationSettings",
+    "choose_greedy",
+    "choose_sampled",
+    "make_engine",
+    "sample_uniforms",
+]

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf_core.functional.logprobs import logprobs_from_logits
-from rlhf_core.models.trunk import position_ids
+from rlhf_core.models.trunk import forward_takes, model_inputs
 
 
 def response_logits(model: PreTrainedModel, *, sequences: Tensor, attention_mask: Tensor, num_actions: int) -> Tensor:
@@ -25,14 +25,11 @@ def response_logits(model: PreTrainedModel, *, sequences: Tensor, attention_mask
     length = sequences.shape[1]
     # The token at position t is predicted at t - 1.
     positions = torch.arange(length - num_actions - 1, length - 1, device=sequences.device)
-    output = model(
-        input_ids=sequences,
-        attention_mask=attention_mask.long(),
-        position_ids=position_ids(attention_mask),
-        logits_to_keep=positions,
-        use_cache=False,
-    )
-    logits: Tensor = output.logits
+    inputs = model_inputs(model, sequences, attention_mask)
+    if not forward_takes(model, "logits_to_keep"):
+        every: Tensor = model(**inputs).logits
+        return every[:, positions]
+    logits: Tensor = model(**inputs, logits_to_keep=positions).logits
     return logits
 
 

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import copy
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlhf_core.errors import ModelError
@@ -39,13 +44,85 @@ def position_ids(attention_mask: Tensor) -> Tensor:
     return (attention_mask.long().cumsum(dim=-1) - 1).clamp(min=0)
 
 
+def unwrapped(model: Any) -> Any:
+    """Return the model of transformers inside what a booster, PyTorch's data parallelism or peft put around it."""
+    while not isinstance(model, PreTrainedModel):
+        inner = getattr(model, "module", None)
+        if inner is None and hasattr(model, "get_base_model"):
+            inner = model.get_base_model()
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+    return model
+
+
+def forward_takes(model: Any, name: str) -> bool:
+    """Return whether the model's forward pass has an argument of this name.
+
+    Architectures differ: BLOOM, which has no positions but distances, takes no `position_ids`; some compute
+    all logits, and take no `logits_to_keep`.
+    """
+    return name in _arguments(type(unwrapped(model)).forward)
+
+
+@cache
+def _arguments(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
+
+
+def max_positions(model: Any) -> int | None:
+    """Return the longest sequence that the model has positions for; None if it has no such limit."""
+    limit: int | None = getattr(unwrapped(model).config, "max_position_embeddings", None)
+    return limit
+
+
+def model_inputs(model: Any, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Any]:
+    """Return the arguments of a forward pass over whole sequences, padded on any side, as this model takes them.
+
+    Args:
+        model: a trunk or a causal language model, wrapped or not.
+        input_ids: [B S].
+        attention_mask: [B S], True on tokens.
+    """
+    inputs = {"input_ids": input_ids, "attention_mask": attention_mask.long(), "use_cache": False}
+    if forward_takes(model, "position_ids"):
+        inputs["position_ids"] = position_ids(attention_mask)
+    return inputs
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Run the block with the model in evaluation mode, and put each part of it back as it was."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def checkpoint_gradients(model: Any) -> None:
+    """Let the model compute activations again in the backward pass instead of keeping them.
+
+    transformers does so in training mode only: for a deterministic forward pass, take dropout away
+    (`disable_dropout`) rather than the mode.
+
+    Raises:
+        ModelError: if the architecture cannot.
+    """
+    inner = unwrapped(model)
+    try:
+        # the other way of checkpointing would need inputs that require a gradient, which adapters' do not
+        inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    except ValueError as error:
+        raise ModelError(
+            f"{type(inner).__name__} cannot compute activations again in the backward pass; "
+            "set gradient_checkpointing to false"
+        ) from error
+
+
 def hidden_states(trunk: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
     """Return the trunk's last hidden state, [B S H]."""
-    output = trunk(
-        input_ids=input_ids,
-        attention_mask=attention_mask.long(),
-        position_ids=position_ids(attention_mask),
-        use_cache=False,
-    )
-    hidden: Tensor = output.last_hidden_state
+    hidden: Tensor = trunk(**model_inputs(trunk, input_ids, attention_mask)).last_hidden_state
     return hidden

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlhf_core.config import LoRAConfig, PPOConfig
-from rlhf_core.generation import generate
+from rlhf_core.generation import GenerationSettings, make_engine
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.lora import attach_lora
 from rlhf_core.trainer.ppo_learner import PPOLearner
@@ -52,8 +52,9 @@ def test_a_state_goes_on_to_the_same_bits() -> None:
 
 
 def test_greedy_answers_are_the_cpus() -> None:
+    settings = GenerationSettings(max_new_tokens=12, stop_ids=(2,), pad_id=0)
     answers = [
-        generate(tiny_llama().to(device), PROMPTS, max_new_tokens=12, stop_ids=(2,), pad_id=0, uniforms=None).sequences
+        make_engine("native", tiny_llama().to(device)).generate(PROMPTS, settings, uniforms=None).sequences
         for device in ("cpu", "cuda")
     ]
     assert torch.equal(*answers)

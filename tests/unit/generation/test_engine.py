@@ -9,7 +9,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from rlhf_core.errors import ConfigError
-from rlhf_core.generation import Generation, generate, sample_uniforms
+from rlhf_core.generation import Generation, GenerationSettings, make_engine, sample_uniforms
 from tests.tiny_llama import tiny_llama
 
 PAD, STOPS = 0, (2,)
@@ -42,15 +42,8 @@ def models() -> list[Any]:
 
 
 def decode(model: Any, prompts=PROMPTS, *, length: int = 12, stops=STOPS, uniforms=None, temperature=1.0):
-    return generate(
-        model,
-        prompts,
-        max_new_tokens=length,
-        stop_ids=stops,
-        pad_id=PAD,
-        temperature=temperature,
-        uniforms=uniforms,
-    )
+    settings = GenerationSettings(max_new_tokens=length, stop_ids=stops, pad_id=PAD, temperature=temperature)
+    return make_engine("native", model).generate(prompts, settings, uniforms=uniforms)
 
 
 def responses(generation: Generation) -> list[list[int]]:

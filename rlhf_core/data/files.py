@@ -99,6 +99,15 @@ def read_problems(path: str | Path) -> list[Problem]:
     return list(problems.values())
 
 
+def final_answer(text: str, where: str) -> str:
+    """Return what follows `####`, without the commas in its numbers; the whole text where there is no mark.
+
+    Raises:
+        DataError: if nothing is left.
+    """
+    return _final_answer(text, FINAL_ANSWER in text, where)
+
+
 def _final_answer(text: str, marked: bool, where: str) -> str:
     if marked != (FINAL_ANSWER in text):
         raise DataError(

@@ -1,0 +1,234 @@
+"""Prompts and demonstrations in batches: datasets, collators and the sampler that shares rows among ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from rlhf_core.data.dialogues import IGNORED, Dialogue, Message
+from rlhf_core.data.problems import problem_key
+from rlhf_core.errors import DataError
+from rlhf_core.strategy.ranks import current_ranks
+
+EncodePrompt = Callable[[Sequence[Message]], list[int]]
+EncodeDialogue = Callable[[Sequence[Message]], tuple[list[int], list[bool]]]
+Row = dict[str, Any]
+
+
+class Fitted(NamedTuple):
+    """A dataset, and how many rows were too long for it."""
+
+    dataset: PromptDataset
+    dropped: int
+
+
+class PromptDataset(Dataset[Row]):
+    """Rows of token ids with what belongs to them, as coati's collators take them.
+
+    Args:
+        rows: of prompts {"input_ids", "gt_answer", "key"}, or of demonstrations {"input_ids", "loss_mask"}.
+    """
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self._rows = list(rows)
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Row:
+        """Return one row."""
+        return self._rows[index]
+
+
+def prompt_dataset(dialogues: Sequence[Dialogue], encode: EncodePrompt, *, max_tokens: int) -> Fitted:
+    """Return the prompts: all messages but a last one of the assistant's, which is what the policy is to say.
+
+    Args:
+        dialogues: rows; those of token ids are prompts as they are.
+        encode: puts messages to the policy and awaits its turn.
+        max_tokens: longer prompts are left out and counted.
+
+    Raises:
+        DataError: if a row has no prompt, or every prompt is too long.
+    """
+    rows = []
+    for dialogue in dialogues:
+        messages = dialogue.messages or ()
+        if messages and messages[-1]["role"] == "assistant":
+            messages = messages[:-1]
+        if dialogue.ids is None and not messages:
+            raise DataError(f"{dialogue.where} has an assistant's message only; a prompt is what comes before it")
+        ids = list(dialogue.ids) if dialogue.ids is not None else encode(messages)
+        text = "\n".join(message["content"] for message in messages) or str(ids)
+        rows.append({"input_ids": ids, "gt_answer": dialogue.answer, "key": problem_key(text)})
+    return _fitted(rows, "prompts", max_tokens)
+
+
+def demonstration_dataset(dialogues: Sequence[Dialogue], encode: EncodeDialogue, *, max_tokens: int) -> Fitted:
+    """Return the demonstrations, whose loss is taken of the assistant's tokens only.
+
+    Args:
+        dialogues: rows; those of token ids without a mask are learnt whole.
+        encode: returns the ids of a dialogue, and which of them are the assistant's.
+        max_tokens: longer ones are left out and counted.
+
+    Raises:
+        DataError: if a row has nothing to learn, or every one is too long.
+    """
+    rows = []
+    for dialogue in dialogues:
+        if dialogue.ids is not None:
+            ids = list(dialogue.ids)
+            mask = list(dialogue.loss_mask if dialogue.loss_mask is not None else (True,) * len(ids))
+        else:
+            ids, mask = encode(dialogue.messages or ())
+        if not any(mask[1:]):  # nothing predicts the first token
+            raise DataError(f"{dialogue.where} has no token of the assistant's to learn")
+        rows.append({"input_ids": ids, "loss_mask": mask})
+    return _fitted(rows, "demonstrations", max_tokens)
+
+
+def _fitted(rows: list[Row], what: str, max_tokens: int) -> Fitted:
+    kept = [row for row in rows if len(row["input_ids"]) <= max_tokens]
+    if not kept:
+        shortest = min(len(row["input_ids"]) for row in rows)
+        raise DataError(
+            f"all {len(rows)} {what} are longer than the {max_tokens} tokens that fit, the shortest has {shortest}; "
+            "raise max_length"
+        )
+    return Fitted(PromptDataset(kept), len(rows) - len(kept))
+
+
+class StatefulDistributedSampler(Sampler[int]):
+    """Deals an epoch's rows to the ranks, each its own, in an order that seed and epoch decide.
+
+    What is left when the rows do not divide by the ranks goes to nobody in this epoch.
+
+    Args:
+        dataset: anything with a length.
+        num_replicas: ranks; None asks torch.distributed.
+        rank: of this process; None asks torch.distributed.
+        shuffle: permute the rows, differently in each epoch.
+        seed: of the permutations, at least 0.
+        drop_last: without a meaning: ranks always get equal numbers of rows.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = True,  # noqa: ARG002 - coati's
+    ) -> None:
+        ranks = current_ranks()
+        self.num_replicas = ranks.world_size if num_replicas is None else num_replicas
+        self.rank = ranks.rank if rank is None else rank
+        self.num_samples = len(dataset) // self.num_replicas
+        self.epoch = 0
+        self.start_index = 0
+        self._size = len(dataset)
+        self._shuffle = shuffle
+        self._seed = seed
+
+    def __len__(self) -> int:
+        """Return how many rows are left for this rank in this epoch."""
+        return self.num_samples - self.start_index
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield this rank's rows from `start_index` on."""
+        order = np.arange(self._size)
+        if self._shuffle:
+            order = np.random.default_rng([self._seed, self.epoch]).permutation(order)
+        mine = order[self.rank : self.num_samples * self.num_replicas : self.num_replicas]
+        yield from (int(row) for row in mine[self.start_index :])
+
+    def set_epoch(self, epoch: int) -> None:
+        """Take the order of another epoch."""
+        self.epoch = epoch
+
+    def set_start_index(self, start_index: int) -> None:
+        """Leave out the first rows of this rank's share, which were seen before the run was resumed."""
+        self.start_index = start_index
+
+
+@dataclass
+class DataCollatorForSupervisedDataset:
+    """Pads demonstrations on the right: input_ids, attention_mask, and labels that are -100 outside the loss."""
+
+    tokenizer: Any
+    max_length: int = 4096
+    """Longer rows are cut at their end."""
+    ignore_index: int = IGNORED
+
+    def __call__(self, instances: Sequence[Row]) -> dict[str, Any]:
+        """Return one batch."""
+        rows = [list(row["input_ids"])[: self.max_length] for row in instances]
+        masks = [list(row["loss_mask"])[: self.max_length] for row in instances]
+        labels = [
+            [token if counts else self.ignore_index for token, counts in zip(row, mask, strict=True)]
+            for row, mask in zip(rows, masks, strict=True)
+        ]
+        width = max(len(row) for row in rows)
+        return {
+            "input_ids": _padded_right(rows, width, _pad_id(self.tokenizer)),
+            "attention_mask": _padded_right([[1] * len(row) for row in rows], width, 0).bool(),
+            "labels": _padded_right(labels, width, self.ignore_index),
+            "loss_mask": _padded_right(masks, width, 0).bool(),
+        }
+
+
+@dataclass
+class DataCollatorForPromptDataset(DataCollatorForSupervisedDataset):
+    """Pads prompts on the left: input_ids, attention_mask, gt_answer and key."""
+
+    def __call__(self, instances: Sequence[Row]) -> dict[str, Any]:
+        """Return one batch; a prompt longer than `max_length` loses its beginning."""
+        rows = [list(row["input_ids"])[-self.max_length :] for row in instances]
+        width = max(len(row) for row in rows)
+        pad = _pad_id(self.tokenizer)
+        return {
+            "input_ids": torch.tensor([[pad] * (width - len(row)) + row for row in rows]),
+            "attention_mask": torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows]).bool(),
+            "gt_answer": [row.get("gt_answer") for row in instances],
+            "key": [row["key"] for row in instances],
+        }
+
+
+def make_loader(
+    dataset: PromptDataset, collate: DataCollatorForSupervisedDataset, *, batch_size: int, seed: int, what: str
+) -> DataLoader[Row]:
+    """Return whole batches of this rank's rows, shuffled in each epoch.
+
+    Args:
+        dataset: the rows of all ranks.
+        collate: makes a batch.
+        batch_size: rows of a batch of one rank.
+        seed: of the order.
+        what: names the rows in an error, with the flag to change.
+
+    Raises:
+        DataError: if there are not enough rows for one batch on each rank.
+    """
+    sampler = StatefulDistributedSampler(dataset, seed=seed)
+    if len(sampler) < batch_size:
+        ranks = f" on each of {sampler.num_replicas} ranks" if sampler.num_replicas > 1 else ""
+        raise DataError(f"{len(dataset)} {what} do not fill one batch of {batch_size}{ranks}; lower it, or give more")
+    return DataLoader(dataset, batch_size=batch_size, sampler=sampler, collate_fn=collate, drop_last=True)
+
+
+def _padded_right(rows: Sequence[Sequence[int]], width: int, value: int) -> Tensor:
+    return torch.tensor([[*row, *[value] * (width - len(row))] for row in rows])
+
+
+def _pad_id(tokenizer: Any) -> int:
+    candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    return int(next(token for token in candidates if token is not None))

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from rlhf_core.functional.masking import masked_mean
+from rlhf_core.functional.moments import masked_moments
 
 
 def token_rewards(
@@ -45,6 +45,32 @@ def token_rewards(
     is_last = mask & ~counts_next
     penalty = torch.where(mask, -kl_coef * kl, zero)
     return penalty + torch.where(is_last, scores.unsqueeze(1).expand_as(kl), zero)
+
+
+def clip_scores(scores: Float[Tensor, " B"], limit: float) -> Float[Tensor, " B"]:
+    """Return the scores cut at plus and minus a limit.
+
+        max(-c, min(s, c))
+
+    An option for reward models, whose scores have no bounds; off by default, as it would make a verifier's 10 a 5.
+
+    Args:
+        scores: one per response, after scaling.
+        limit: c, above 0.
+
+    Returns:
+        Scores between -c and c.
+
+    Raises:
+        ValueError: if the limit is not above 0.
+
+    Example:
+        >>> clip_scores(torch.tensor([-9.0, 0.5, 9.0]), 2.0)
+        tensor([-2.0000,  0.5000,  2.0000])
+    """
+    if not limit > 0:
+        raise ValueError(f"expected a limit above 0, got {limit}")
+    return scores.clamp(-limit, limit)
 
 
 def gae(
@@ -122,10 +148,24 @@ def explained_variance(
         >>> explained_variance(values=returns / 2, returns=returns, mask=returns > -1)
         tensor(0.7500)
     """
-    total = _variance(returns, mask)
-    unexplained = _variance(returns - values, mask)
+    total = masked_moments(returns, mask).variance
+    return share_explained(unexplained=masked_moments(returns - values, mask).variance, total=total)
+
+
+def share_explained(*, unexplained: Float[Tensor, ""], total: Float[Tensor, ""]) -> Float[Tensor, ""]:
+    """Return the explained variance from two variances, which several processes may have agreed on.
+
+        1 - unexplained / total
+
+    Args:
+        unexplained: variance of the returns minus the values.
+        total: variance of the returns.
+
+    Returns:
+        At most 1; 0 if there was nothing to explain.
+
+    Example:
+        >>> share_explained(unexplained=torch.tensor(1.0), total=torch.tensor(4.0))
+        tensor(0.7500)
+    """
     return torch.where(total > 0, 1 - unexplained / total, torch.zeros_like(total))
-
-
-def _variance(values: Float[Tensor, "B A"], mask: Bool[Tensor, "B A"]) -> Float[Tensor, ""]:
-    return masked_mean((values - masked_mean(values, mask)).square(), mask)

@@ -50,8 +50,7 @@ def logprobs_from_logits(
         >>> logprobs_from_logits(logits, torch.tensor([[1]]), temperature=1.0).exp()
         tensor([[0.7500]])
     """
-    logprobs, _ = _TokenStatistics.apply(logits, tokens.long(), _checked(temperature), False, False)
-    return logprobs
+    return _statistics(logits, tokens, temperature, with_entropy=False, entropy_needs_grad=False).logprobs
 
 
 def logprobs_and_entropy(
@@ -83,9 +82,7 @@ def logprobs_and_entropy(
         >>> found.entropy  # log 2
         tensor([[0.6931]])
     """
-    return LogprobsAndEntropy(
-        *_TokenStatistics.apply(logits, tokens.long(), _checked(temperature), True, entropy_needs_grad)
-    )
+    return _statistics(logits, tokens, temperature, with_entropy=True, entropy_needs_grad=entropy_needs_grad)
 
 
 def entropy(logits: Float[Tensor, "B A V"], *, temperature: float) -> Float[Tensor, "B A"]:
@@ -109,6 +106,21 @@ def entropy(logits: Float[Tensor, "B A V"], *, temperature: float) -> Float[Tens
     """
     any_token = torch.zeros(logits.shape[:2], dtype=torch.long, device=logits.device)
     return logprobs_and_entropy(logits, any_token, temperature=temperature, entropy_needs_grad=True).entropy
+
+
+def _statistics(
+    logits: Float[Tensor, "B A V"],
+    tokens: Int[Tensor, "B A"],
+    temperature: float,
+    *,
+    with_entropy: bool,
+    entropy_needs_grad: bool,
+) -> LogprobsAndEntropy:
+    if not temperature > 0:
+        raise ValueError(f"expected a temperature above 0, got {temperature}; greedy decoding needs no logprobs")
+    return LogprobsAndEntropy(
+        *_TokenStatistics.apply(logits, tokens.long(), temperature, with_entropy, entropy_needs_grad)  # type: ignore[no-untyped-call]
+    )
 
 
 class _TokenStatistics(torch.autograd.Function):
@@ -172,9 +184,3 @@ def _slices(logits: Tensor) -> list[slice]:
 def _scaled(logits: Tensor, temperature: float) -> Tensor:
     scaled = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return scaled if temperature == 1.0 else scaled / temperature
-
-
-def _checked(temperature: float) -> float:
-    if not temperature > 0:
-        raise ValueError(f"expected a temperature above 0, got {temperature}; greedy decoding needs no logprobs")
-    return temperature

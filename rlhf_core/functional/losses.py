@@ -1,12 +1,13 @@
 """What is minimised. Every loss is a sum over tokens or pairs divided by a denominator that is handed in.
 
-The denominator counts the whole minibatch, not the micro-batch at hand, so that the gradients of
-micro-batches add up to the gradient of the minibatch.
+The denominator counts the minibatch of all processes, not the micro-batch at hand, so that the gradients of
+micro-batches and processes add up to the gradient of the minibatch. `weights` (functional/weights.py) turn the mean
+over tokens into one over sequences.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple, assert_never
 
 import torch
 from jaxtyping import Bool, Float
@@ -17,19 +18,23 @@ from rlhf_core.functional.masking import masked_sum
 
 Denominator = int | float | Tensor
 
+_LARGEST_LOG_RATIO = 40.0  # beyond, 0 * inf would make the gradient of clipped tokens NaN
+
 
 class PolicyTerms(NamedTuple):
-    """The loss to differentiate and two detached diagnostics, all sums over the same denominator."""
+    """The loss to differentiate and detached diagnostics: two weighted sums over its denominator, and a maximum."""
 
     loss: Tensor
     clip_fraction: Tensor
-    """Share of tokens whose gradient the clip cut off."""
+    """Share of tokens whose gradient a clip cut off."""
     approx_kl: Tensor
     """k3 estimate of KL(pi_old || pi), in nats per token."""
+    max_ratio: Tensor
+    """Largest ratio of a counted token's new to its old probability; 0 if nothing counts."""
 
 
 class ValueTerms(NamedTuple):
-    """The loss to differentiate and a detached diagnostic, both sums over the same denominator."""
+    """The loss to differentiate and a detached diagnostic, both weighted sums over the same denominator."""
 
     loss: Tensor
     clip_fraction: Tensor
@@ -44,28 +49,44 @@ def policy_loss(
     mask: Bool[Tensor, "B A"],
     denominator: Denominator,
     clip_eps: float,
+    clip_eps_high: float | None = None,
+    dual_clip: float | None = None,
+    weights: Float[Tensor, "B A"] | None = None,
+    importance: Float[Tensor, "B A"] | None = None,
 ) -> PolicyTerms:
     """Return PPO's clipped surrogate, negated.
 
         rho_t = exp(log pi - log pi_old)
-        L     = -sum_t min(rho_t A_t, clip(rho_t, 1 - eps, 1 + eps) A_t) / denominator
+        J_t   = min(rho_t A_t, clip(rho_t, 1 - eps, 1 + eps_high) A_t)
+        J_t   = max(J_t, c A_t)  where A_t < 0, with a dual clip c
+        L     = -sum_t w_t i_t J_t / denominator
 
-    A token mean over the minibatch, not a mean of sequence means. A token is clipped when the clipped term is
-    the smaller: then its gradient is zero. Outside the interval on the harmless side it is not.
+    A token is clipped when a clipped term is the one that counts: then its gradient is zero. Outside the interval
+    on the harmless side it is not. The diagnostics carry `weights` but not `importance`. Log ratios are cut at plus
+    and minus 40, where exp is still finite; a guard on `max_ratio` acts long before.
 
     Args:
         logprobs: of the policy being trained.
-        old_logprobs: of the policy that the experience came from, by the learner's own forward; no gradient.
+        old_logprobs: of the policy that the ratio is measured from; no gradient.
         advantages: whitened or not; no gradient.
         mask: True on response tokens.
-        denominator: response tokens of the minibatch.
-        clip_eps: half-width of the interval around 1, above 0.
+        denominator: what the sum is divided by, over the minibatch of all processes: its response tokens for a
+            token mean, else what belongs to `weights`.
+        clip_eps: half-width of the interval below 1, above 0.
+        clip_eps_high: half-width above 1; None takes `clip_eps`.
+        dual_clip: bound on the ratio of tokens with a negative advantage, above 1; None sets none.
+        weights: w, of each token; None is 1.
+        importance: i, a correction for who drew the token; None is 1. No gradient.
 
     Returns:
-        Loss, clip fraction, and the k3 estimate of KL(pi_old || pi).
+        Loss, clip fraction, the k3 estimate of KL(pi_old || pi), and the largest ratio.
+
+    Raises:
+        ValueError: if dual_clip is not above 1.
 
     Source:
-        Schulman et al. 2017, arXiv:1707.06347, equation 7.
+        Schulman et al. 2017, arXiv:1707.06347, equation 7; the upper bound: Yu et al. 2025, arXiv:2503.14476
+        (DAPO), section 3.1; the dual clip: Ye et al. 2020, arXiv:1912.09729, equation 5.
 
     Example:
         >>> ratio = torch.tensor([[1.5, 1.5]])
@@ -74,17 +95,28 @@ def policy_loss(
         ...             denominator=2, clip_eps=0.2).loss  # -(1.2 - 1.5) / 2
         tensor(0.1500)
     """
+    if dual_clip is not None and not dual_clip > 1:
+        raise ValueError(f"expected dual_clip above 1, got {dual_clip}: it bounds the ratio from above")
     zero = torch.zeros_like(logprobs)
-    log_ratio = torch.where(mask, logprobs - old_logprobs, zero)
+    log_ratio = torch.where(mask, logprobs - old_logprobs, zero).clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO)
     advantages = torch.where(mask, advantages, zero)
     ratio = log_ratio.exp()
     surrogate = ratio * advantages
-    clipped = ratio.clamp(1 - clip_eps, 1 + clip_eps) * advantages
-    loss = -torch.minimum(surrogate, clipped).sum() / denominator
+    upper = clip_eps if clip_eps_high is None else clip_eps_high
+    objective = torch.minimum(surrogate, ratio.clamp(1 - clip_eps, 1 + upper) * advantages)
+    if dual_clip is not None:
+        objective = torch.where(advantages < 0, torch.maximum(objective, dual_clip * advantages), objective)
+    weighted = torch.where(mask, objective if importance is None else importance * objective, zero)
+    loss = -_total(weighted, mask, weights) / denominator
     with torch.no_grad():
-        is_clipped = (clipped < surrogate).to(zero.dtype)
+        is_clipped = (objective != surrogate).to(zero.dtype)
         divergence = torch.expm1(log_ratio) - log_ratio
-    return PolicyTerms(loss, is_clipped.sum() / denominator, divergence.sum() / denominator)
+        return PolicyTerms(
+            loss,
+            _total(is_clipped, mask, weights) / denominator,
+            _total(divergence, mask, weights) / denominator,
+            torch.where(mask, ratio, zero).amax() if mask.numel() else zero.sum(),
+        )
 
 
 def value_loss(
@@ -95,28 +127,30 @@ def value_loss(
     mask: Bool[Tensor, "B A"],
     denominator: Denominator,
     clip_eps: float,
+    weights: Float[Tensor, "B A"] | None = None,
 ) -> ValueTerms:
     """Return the clipped regression loss of the critic.
 
         V'_t = V_old + clip(V - V_old, -eps, +eps)
-        L    = sum_t max((V_t - R_t)^2, (V'_t - R_t)^2) / (2 * denominator)
+        L    = sum_t w_t max((V_t - R_t)^2, (V'_t - R_t)^2) / (2 * denominator)
 
     The maximum is the pessimistic choice: moving further than eps towards the return earns nothing more. Note
-    the factor one half.
+    the factor one half. `clip_eps` is in the unit of the returns, which nothing rescales.
 
     Args:
         values: of the critic being trained.
         old_values: of the critic that the experience came from; no gradient.
         returns: regression target, from unwhitened advantages; no gradient.
         mask: True on response tokens.
-        denominator: response tokens of the minibatch.
+        denominator: as in `policy_loss`.
         clip_eps: half-width of the interval around the old value, above 0.
+        weights: w, of each token; None is 1.
 
     Returns:
         Loss and clip fraction.
 
     Source:
-        Huang et al. 2022, "The 37 implementation details of PPO", detail 9; coati's ValueLoss.
+        Huang et al. 2022, "The 37 implementation details of PPO", detail 9.
 
     Example:
         >>> one = torch.ones(1, 1)
@@ -129,9 +163,40 @@ def value_loss(
     clipped_values = old_values + (values - old_values).clamp(-clip_eps, clip_eps)
     clipped_error = torch.where(mask, clipped_values - returns, zero)
     squared, clipped_squared = error.square(), clipped_error.square()
-    loss = torch.maximum(squared, clipped_squared).sum() / (2 * denominator)
+    loss = _total(torch.maximum(squared, clipped_squared), mask, weights) / (2 * denominator)
     is_clipped = (clipped_squared > squared).to(zero.dtype).detach()
-    return ValueTerms(loss, is_clipped.sum() / denominator)
+    return ValueTerms(loss, _total(is_clipped, mask, weights) / denominator)
+
+
+def entropy_bonus(
+    *,
+    entropy: Float[Tensor, "B A"],
+    mask: Bool[Tensor, "B A"],
+    denominator: Denominator,
+    weights: Float[Tensor, "B A"] | None = None,
+) -> Float[Tensor, ""]:
+    """Return the policy's entropy, aggregated as its loss is; times a coefficient it is subtracted from the loss.
+
+        S = sum_t w_t H_t / denominator
+
+    Args:
+        entropy: of the policy at each position, in nats.
+        mask: True on response tokens.
+        denominator: as in `policy_loss`.
+        weights: w, of each token; None is 1.
+
+    Returns:
+        A scalar, not negated.
+
+    Source:
+        Schulman et al. 2017, arXiv:1707.06347, equation 9.
+
+    Example:
+        >>> entropy = torch.tensor([[1.0, 3.0, 9.0]])
+        >>> entropy_bonus(entropy=entropy, mask=entropy < 5, denominator=2)
+        tensor(2.)
+    """
+    return _total(entropy, mask, weights) / denominator
 
 
 def lm_loss(
@@ -160,27 +225,57 @@ def lm_loss(
 
 
 def pairwise_loss(
-    *, chosen: Float[Tensor, " B"], rejected: Float[Tensor, " B"], denominator: Denominator
+    *,
+    chosen: Float[Tensor, " B"],
+    rejected: Float[Tensor, " B"],
+    denominator: Denominator,
+    margin: Float[Tensor, " B"] | None = None,
+    centring: float = 0.0,
+    form: Literal["log_sigmoid", "log_exp"] = "log_sigmoid",
 ) -> Float[Tensor, ""]:
     """Return the Bradley-Terry loss of a reward model on preference pairs.
 
-        L = -sum_i log sigmoid(s_chosen - s_rejected) / denominator
+        d_i = s_chosen - s_rejected - margin_i
+        L   = sum_i [-log sigmoid(d_i) + centring * (s_chosen + s_rejected)^2] / denominator
 
-    Computed by log-sigmoid, which neither overflows nor loses small losses as log(1 + exp) does.
+    The two forms are one function, -log sigmoid(d) = log(1 + exp(-d)), written as two papers write it; neither
+    overflows or loses small losses, as exp and log one after the other do in half precision.
 
     Args:
         chosen: scores of the preferred responses.
         rejected: scores of the others.
         denominator: pairs of the minibatch.
+        margin: by how much each pair's scores should differ; None is 0.
+        centring: weight of the pull of the scores' sum to zero, at least 0.
+        form: `log_sigmoid` or `log_exp`.
 
     Returns:
         A scalar; log 2 per pair when the scores are equal.
 
     Source:
-        Ouyang et al. 2022, arXiv:2203.02155, equation 1.
+        Ouyang et al. 2022, arXiv:2203.02155, equation 1 (log_sigmoid); Bai et al. 2022, arXiv:2204.05862, section
+        2.3 (log_exp); margin: Touvron et al. 2023, arXiv:2307.09288, equation 2; centring: Eisenstein et al. 2023,
+        arXiv:2312.09244.
 
     Example:
         >>> pairwise_loss(chosen=torch.zeros(2), rejected=torch.zeros(2), denominator=2)
         tensor(0.6931)
     """
-    return -nn_functional.logsigmoid(chosen.float() - rejected.float()).sum() / denominator
+    good, bad = chosen.float(), rejected.float()
+    difference = good - bad if margin is None else good - bad - margin.float()
+    match form:
+        case "log_sigmoid":
+            losses = -nn_functional.logsigmoid(difference)
+        case "log_exp":
+            losses = torch.logaddexp(torch.zeros_like(difference), -difference)
+        case _:
+            assert_never(form)
+    if centring:
+        losses = losses + centring * (good + bad).square()
+    return losses.sum() / denominator
+
+
+def _total(
+    values: Float[Tensor, "B A"], mask: Bool[Tensor, "B A"], weights: Float[Tensor, "B A"] | None
+) -> Float[Tensor, ""]:
+    return masked_sum(values if weights is None else weights * values, mask)

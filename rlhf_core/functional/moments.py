@@ -18,14 +18,14 @@ _EPSILON = 1e-8  # keeps the whitening of equal values at zero
 class MaskedSums(NamedTuple):
     """What one process adds to a mean over all of them; both are scalars of the values' dtype."""
 
-    count: Tensor
+    count: Tensor  # type: ignore[assignment]  # hides tuple.count, as meant
     total: Tensor
 
 
 class Moments(NamedTuple):
     """Number, mean and variance of the values that a mask counts; scalars of the values' dtype."""
 
-    count: Tensor
+    count: Tensor  # type: ignore[assignment]  # hides tuple.count, as meant
     mean: Tensor
     variance: Tensor
     """Mean squared deviation: divided by the count, not by one less."""
@@ -210,7 +210,7 @@ class RunningMoments(NamedTuple):
         RunningMoments(count=3, mean=3.0, m2=6.0)
     """
 
-    count: int = 0
+    count: int = 0  # type: ignore[assignment]
     mean: float = 0.0
     m2: float = 0.0
 

@@ -1,0 +1,219 @@
+"""The flags of `train_ppo`: coati's names and defaults, and every mistake in one sentence before torch is loaded."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_core.errors import ConfigError
+from rlhf_core.script.checks import check_arguments, checkpoint_step, read_lora
+from rlhf_core.script.flags import build_parser
+from rlhf_core.train_ppo import main
+from tests.unit.script.command_lines import as_arguments, right_flags, write_inputs
+
+# name: default, as the original script has them
+DEFAULTS: dict[str, Any] = {
+    "pretrain": None,
+    "rm_pretrain": None,
+    "tokenizer_dir": None,
+    "prompt_dataset": [],
+    "ptx_dataset": [],
+    "conversation_template_config": None,
+    "plugin": "gemini",
+    "no_neural_reward_model": False,
+    "reward_functions": None,
+    "num_episodes": 1,
+    "num_collect_steps": 2,
+    "num_update_steps": 5,
+    "train_batch_size": 16,
+    "experience_batch_size": 16,
+    "ptx_batch_size": 4,
+    "lr": 9e-6,
+    "critic_lr": 9e-6,
+    "kl_coef": 0.1,
+    "ptx_coef": 0.0,
+    "max_length": 2048,
+    "max_seq_len": 256,
+    "checkpoint_path": None,
+    "critic_checkpoint_path": None,
+    "rm_checkpoint_path": None,
+    "lora_config": None,
+    "tp": 1,
+    "pp": 1,
+    "sp": 1,
+    "sp_mode": "split_gather",
+    "enable_sequence_parallelism": False,
+    "zero_stage": 0,
+    "zero_cpu_offload": False,
+    "grad_clip": 1.0,
+    "weight_decay": 0.1,
+    "warmup_steps": None,
+    "mixed_precision": "fp16",
+    "accumulation_steps": 8,
+    "disable_loss_mask": False,
+    "save_path": "actor_checkpoint_prompts",
+    "save_interval": 1000,
+    "log_dir": None,
+    "use_wandb": False,
+    "grad_checkpoint": False,
+    "use_flash_attn": False,
+}
+OURS = {"seed": 42, "keep_lora": False, "critic_init": None}
+
+
+def test_flags_and_defaults_are_those_of_the_original_script_and_three_of_ours() -> None:
+    assert vars(build_parser().parse_args([])) == DEFAULTS | OURS
+
+
+def test_every_flag_has_a_help_text() -> None:
+    bare = [action.dest for action in build_parser()._actions if not (action.help and len(action.help) > 10)]
+    assert bare == []
+
+
+def test_help_comes_within_a_second_and_loads_no_torch() -> None:
+    code = (
+        "import sys\nfrom rlhf_core.train_ppo import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit as end:\n    assert end.code == 0\n"
+        "assert not {'torch', 'transformers', 'pydantic'} & sys.modules.keys()"
+    )
+    started = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "--no_neural_reward_model" in done.stdout
+    assert time.perf_counter() - started < 1.0
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> Path:
+    return write_inputs(tmp_path)
+
+
+def test_a_right_command_line_passes(inputs: Path) -> None:
+    check_arguments(build_parser().parse_args(as_arguments(right_flags(inputs))))
+
+
+MISTAKES: list[tuple[dict[str, str | None], list[str], str]] = [
+    ({}, ["--pretrain"], "--pretrain is required"),
+    ({}, ["--prompt_dataset"], "--prompt_dataset is required"),
+    ({}, ["--conversation_template_config"], "--conversation_template_config is required"),
+    ({}, ["--reward_functions"], "--no_neural_reward_model needs --reward_functions"),
+    ({}, ["--no_neural_reward_model"], "a reward model is required"),
+    ({"--rm_pretrain": "m"}, ["--no_neural_reward_model"], "--reward_functions are used with"),
+    ({"--rm_checkpoint_path": "m"}, [], "which --no_neural_reward_model leaves out"),
+    ({"--critic_init": "reward_model"}, [], "--critic_init reward_model needs a reward model"),
+    ({"--reward_functions": "gsm8k"}, [], "invalid choice: 'gsm8k'"),
+    ({"--tp": "2"}, [], "--tp 2 splits one model over ranks"),
+    ({"--pp": "2", "--plugin": "3d"}, [], "--pp 2 splits"),
+    ({"--sp": "4"}, [], "--sp 4 splits"),
+    ({"--enable_sequence_parallelism": None}, [], "--enable_sequence_parallelism is not supported"),
+    ({"--lora_config": "lora.json"}, [], "--lora_config does not go with --plugin gemini"),
+    ({"--plugin": "gemini_auto"}, [], "does not accumulate gradients, but --accumulation_steps is 8"),
+    ({"--ptx_coef": "0.1"}, [], "--ptx_coef 0.1 needs demonstrations"),
+    ({"--ptx_coef": "1.5"}, [], "below 1, not 1.5"),
+    ({"--max_seq_len": "2048"}, [], "leaves no room for a prompt"),
+    ({"--train_batch_size": "64"}, [], "collects 32 samples"),
+    ({"--use_wandb": None}, [], "--use_wandb needs --log_dir"),
+    ({"--keep_lora": None}, [], "--keep_lora needs --lora_config"),
+    ({"--checkpoint_path": "epoch-0_step-1"}, [], "go together"),
+    ({"--prompt_dataset": "nowhere.jsonl"}, [], "data nowhere.jsonl does not exist"),
+    ({"--conversation_template_config": "no.json"}, [], "no.json cannot be read: No such file"),
+    ({"--num_episodes": "0"}, [], "must be at least 1, not 0"),
+    ({"--lr": "fast"}, [], "expected a number, got 'fast'"),
+    ({"--plugin": "ddp"}, [], "invalid choice: 'ddp'"),
+    ({"--sed": "3"}, [], "unrecognized arguments: --sed 3"),
+]
+
+
+@pytest.mark.parametrize(("more", "less", "sentence"), MISTAKES, ids=[sentence for *_, sentence in MISTAKES])
+def test_flags_that_do_not_fit_together_are_one_sentence_and_status_2(
+    inputs: Path,
+    capsys: pytest.CaptureFixture[str],
+    more: dict[str, str | None],
+    less: list[str],
+    sentence: str,
+) -> None:
+    flags = {flag: value for flag, value in (right_flags(inputs) | more).items() if flag not in less}
+    assert main(as_arguments(flags)) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert sentence in told.err
+    assert told.err.startswith("train_ppo: error: ")
+    assert told.err.count("\n") == 1
+
+
+def test_a_template_that_is_no_json_object_is_refused(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for text, sentence in (("{", "is not valid JSON"), ("[]", "must hold a JSON object, but holds a list")):
+        (inputs / "template.json").write_text(text)
+        assert main(as_arguments(right_flags(inputs))) == 2
+        assert sentence in capsys.readouterr().err
+
+
+def _lora(directory: Path, **keys: Any) -> str:
+    path = directory / "lora.json"
+    path.write_text(json.dumps(keys))
+    return str(path)
+
+
+def test_a_lora_file_of_the_original_form_is_read_with_its_defaults(tmp_path: Path) -> None:
+    assert read_lora(_lora(tmp_path, r=8)) == {
+        "r": 8,
+        "alpha": 32,
+        "dropout": 0.1,
+        "bias": "none",
+        "init": "kaiming_uniform",
+        "target_modules": "all-linear",
+    }
+    told = read_lora(_lora(tmp_path, r=4, lora_initialization_method="PiSSA", target_modules=["q_proj"]))
+    assert (told["init"], told["target_modules"]) == ("pissa", ["q_proj"])
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({}, "r \\(the rank\\) must be"),
+        ({"r": 8, "rank": 8}, "unknown key 'rank'"),
+        ({"r": 8, "embedding_lora_dropout": 0.1}, "embedding_lora_dropout is not supported"),
+        ({"r": 8, "lora_initialization_method": "zeros"}, "not 'zeros'"),
+    ],
+)
+def test_a_lora_file_that_cannot_be_followed_is_refused(tmp_path: Path, keys: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        read_lora(_lora(tmp_path, **keys))
+
+
+def test_a_checkpoint_is_one_step_of_one_run(inputs: Path) -> None:
+    run = inputs / "run"
+    for part in ("actor/epoch-0_step-2", "critic/epoch-0_step-2", "critic/epoch-0_step-4", "trainer/epoch-0_step-2"):
+        (run / part).mkdir(parents=True)
+
+    def given(actor: str, critic: str) -> Path | None:
+        flags = {"--checkpoint_path": str(run / actor), "--critic_checkpoint_path": str(run / critic)}
+        return checkpoint_step(build_parser().parse_args(as_arguments(right_flags(inputs) | flags)))
+
+    assert given("actor/epoch-0_step-2", "critic/epoch-0_step-2") == run / "trainer/epoch-0_step-2"
+    with pytest.raises(ConfigError, match="give one step of one run"):
+        given("actor/epoch-0_step-2", "critic/epoch-0_step-4")
+    with pytest.raises(ConfigError, match="is not a directory"):
+        given("actor/epoch-0_step-9", "critic/epoch-0_step-2")
+    with pytest.raises(ConfigError, match="should be like epoch-1_step-20"):
+        given("actor", "critic")
+    (run / "actor/epoch-0_step-4").mkdir()
+    with pytest.raises(ConfigError, match="not a whole checkpoint"):
+        given("actor/epoch-0_step-4", "critic/epoch-0_step-4")
+
+
+def test_the_rlhf_command_passes_the_flags_on(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from flows.cli import main as rlhf
+
+    assert rlhf(["train-ppo", *as_arguments(right_flags(inputs) | {"--tp": "2"})]) == 2
+    assert "train_ppo: error: --tp 2" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as end:
+        rlhf(["train-ppo", "--help"])
+    assert end.value.code == 0
+    assert "--conversation_template_config" in capsys.readouterr().out

@@ -36,11 +36,10 @@ SMALL = {
 }
 
 
-def real(name: str) -> Path:
+def real(name: str) -> Path | None:
+    """Return a file of real data, or None where RLHF_DATA_DIR names none and the test writes its own."""
     directory = settings().data_dir
-    if directory is None:
-        pytest.skip("RLHF_DATA_DIR names no directory of real data")
-    return directory / name
+    return None if directory is None else directory / name
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +59,10 @@ def run(stack: LocalStack, model: str, monkeypatch: pytest.MonkeyPatch) -> Calla
     return call
 
 
-@pytest.fixture(params=["written here", "HH-RLHF"])
-def preferences(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    if request.param == "HH-RLHF":
-        return real("hh-rlhf/harmless-base-test.jsonl.gz")
+@pytest.fixture
+def preferences(tmp_path: Path) -> Path:
+    if found := real("hh-rlhf/harmless-base-test.jsonl.gz"):
+        return found
     rows = [
         {
             "chosen": f"\n\nHuman: What is {n} and {n}?\n\nAssistant: It is {2 * n}.",
@@ -76,10 +75,10 @@ def preferences(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture(params=["written here", "GSM8K"])
-def problems(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    if request.param == "GSM8K":
-        return real("gsm8k/train.jsonl")
+@pytest.fixture
+def problems(tmp_path: Path) -> Path:
+    if found := real("gsm8k/train.jsonl"):
+        return found
     rows = [{"question": f"What is {n} and {n}?", "answer": f"Twice {n}.\n#### {2 * n}"} for n in range(40)]
     path = tmp_path / "problems.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

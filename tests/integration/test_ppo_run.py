@@ -174,6 +174,7 @@ def test_what_is_wrong_inside_an_actor_is_told_in_its_own_sentence(run: Run) -> 
     assert not may_pass(caught.value)
 
 
+@pytest.mark.chaos  # the control of the test above
 @pytest.mark.usefixtures("home")
 def test_another_seed_gives_other_weights(config: PipelineConfig, undisturbed: dict[str, Any]) -> None:
     assert undisturbed, "the undisturbed run comes first"

@@ -174,18 +174,6 @@ def test_what_is_wrong_inside_an_actor_is_told_in_its_own_sentence(run: Run) -> 
     assert not may_pass(caught.value)
 
 
-@pytest.mark.chaos  # the control of the test above
-@pytest.mark.usefixtures("home")
-def test_another_seed_gives_other_weights(config: PipelineConfig, undisturbed: dict[str, Any]) -> None:
-    assert undisturbed, "the undisturbed run comes first"
-    other = Run(config.model_copy(update={"seed": 1}))
-    try:
-        other.finish()
-        assert other.weights() != undisturbed["weights"]
-    finally:
-        end_cluster(other.plan)
-
-
 def _kill_when_learning(attempt: Future[Any]) -> None:
     """Kill the trainer while it learns from its second episode.
 

@@ -93,12 +93,6 @@ def _check_sizes(args: Namespace) -> None:
             f"--max_seq_len {args.max_seq_len} (the response) leaves no room for a prompt in --max_length "
             f"{args.max_length} (prompt and response)"
         )
-    samples = args.num_collect_steps * args.experience_batch_size
-    if samples < args.train_batch_size:
-        raise ConfigError(
-            f"an episode collects {samples} samples (--num_collect_steps x --experience_batch_size), too few for one "
-            f"--train_batch_size of {args.train_batch_size}"
-        )
 
 
 def _check_outputs(args: Namespace) -> None:

@@ -117,7 +117,6 @@ MISTAKES: list[tuple[dict[str, str | None], list[str], str]] = [
     ({"--ptx_coef": "0.1"}, [], "--ptx_coef 0.1 needs demonstrations"),
     ({"--ptx_coef": "1.5"}, [], "below 1, not 1.5"),
     ({"--max_seq_len": "2048"}, [], "leaves no room for a prompt"),
-    ({"--train_batch_size": "64"}, [], "collects 32 samples"),
     ({"--use_wandb": None}, [], "--use_wandb needs --log_dir"),
     ({"--keep_lora": None}, [], "--keep_lora needs --lora_config"),
     ({"--checkpoint_path": "epoch-0_step-1"}, [], "go together"),

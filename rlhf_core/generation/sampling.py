@@ -198,7 +198,8 @@ def _times_fraction(total: Int[Tensor, " B"], fraction: Float32[Tensor, " B"]) -
     """Return floor(fraction * total) exactly, which is below the total; in halves, as the product has 80 bits."""
     numerator = (fraction * 2.0**MANTISSA_BITS).long()
     high, low = total >> MANTISSA_BITS, total & (2**MANTISSA_BITS - 1)
-    return numerator * high + ((numerator * low) >> MANTISSA_BITS)
+    product: Tensor = numerator * high + ((numerator * low) >> MANTISSA_BITS)
+    return product
 
 
 def _log_total(scores: Float[Tensor, "B V"]) -> Float32[Tensor, " B"]:

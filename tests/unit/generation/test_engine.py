@@ -1,19 +1,25 @@
-"""Our decoding loop gives what transformers' own gives, whatever the padding and the company in the batch."""
+"""Both engines give what transformers' own decoding gives, whatever the padding and the company in the batch."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import DynamicCache, GPT2LMHeadModel
 
-from rlhf_core.errors import ConfigError
+from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.generation import Generation, GenerationSettings, make_engine, sample_uniforms
+from rlhf_core.models.trunk import forward_takes
 from tests.tiny_llama import tiny_llama
+from tests.unit.models.architectures import ARCHITECTURES, tiny_causal_lm
 
 PAD, STOPS = 0, (2,)
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11], [12, 13, 14], [200, 100, 50, 25, 12, 6, 3], [77]]
+STEPS = 12
+SETTINGS = GenerationSettings(max_new_tokens=STEPS, stop_ids=STOPS, pad_id=PAD)
+ENGINES = ("native", "hf")
 
 
 @pytest.fixture(autouse=True)
@@ -24,26 +30,14 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def tiny_gpt2() -> GPT2LMHeadModel:
-    config = GPT2Config(
-        vocab_size=259, n_positions=128, n_embd=32, n_layer=2, n_head=2, initializer_range=0.3,
-        bos_token_id=1, eos_token_id=2, pad_token_id=0,
-    )  # fmt: skip
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return GPT2LMHeadModel(config).eval()
+def numbers(samples: int = 1, length: int = STEPS) -> torch.Tensor:
+    """Uniform numbers for each prompt, sampled so many times."""
+    keys = [key for key in "abcde" for _ in range(samples)]
+    return sample_uniforms(seed=0, episode=0, keys=keys, samples=list(range(samples)) * 5, max_new_tokens=length)
 
 
-def models() -> list[Any]:
-    return [
-        pytest.param(lambda: tiny_llama(initializer_range=0.3), id="llama"),
-        pytest.param(tiny_gpt2, id="gpt2"),
-    ]
-
-
-def decode(model: Any, prompts=PROMPTS, *, length: int = 12, stops=STOPS, uniforms=None, temperature=1.0):
-    settings = GenerationSettings(max_new_tokens=length, stop_ids=stops, pad_id=PAD, temperature=temperature)
-    return make_engine("native", model).generate(prompts, settings, uniforms=uniforms)
+def decode(model: Any, prompts=PROMPTS, *, engine: str = "native", uniforms=None, **changes: Any) -> Generation:
+    return make_engine(engine, model).generate(prompts, replace(SETTINGS, **changes), uniforms=uniforms)
 
 
 def responses(generation: Generation) -> list[list[int]]:
@@ -51,17 +45,17 @@ def responses(generation: Generation) -> list[list[int]]:
     return [row[-width:][mask].tolist() for row, mask in zip(generation.sequences, generation.action_mask, strict=True)]
 
 
-def frequent_tokens(model: Any, count: int, uniforms=None) -> tuple[int, ...]:
+def frequent_tokens(model: Any, count: int, uniforms=None, **changes: Any) -> tuple[int, ...]:
     """Tokens that the responses hold in their middle, so that rows end at different steps."""
-    rows = responses(decode(model, stops=(), uniforms=uniforms))
+    rows = responses(decode(model, uniforms=uniforms, stop_ids=(), **changes))
     return tuple(row[2 + 2 * i] for i, row in enumerate(rows[:count]))
 
 
-@pytest.mark.parametrize("make", models())
-def test_greedy_tokens_are_those_of_transformers_generate(make) -> None:
-    model = make()
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_greedy_tokens_are_those_of_transformers_generate(architecture: str) -> None:
+    model = tiny_causal_lm(architecture)
     stops = frequent_tokens(model, 3)
-    ours = responses(decode(model, stops=stops))
+    ours = responses(decode(model, stop_ids=stops))
     for prompt, response in zip(PROMPTS, ours, strict=True):
         theirs = model.generate(
             torch.tensor([prompt]),
@@ -75,11 +69,10 @@ def test_greedy_tokens_are_those_of_transformers_generate(make) -> None:
     assert len({len(row) for row in ours}) > 1, "no row ended early: the test would prove little"
 
 
-@pytest.mark.parametrize("make", models())
-def test_log_probs_are_those_of_a_full_forward_pass(make) -> None:
-    model, temperature = make(), 1.3
-    uniforms = sample_uniforms(seed=0, episode=0, keys=list("abcde"), samples=[0] * 5, max_new_tokens=12)
-    generation = decode(model, stops=frequent_tokens(model, 3), uniforms=uniforms, temperature=temperature)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_log_probs_are_those_of_a_full_forward_pass(architecture: str) -> None:
+    model, temperature, uniforms = tiny_causal_lm(architecture), 1.3, numbers()
+    generation = decode(model, stop_ids=frequent_tokens(model, 3), uniforms=uniforms, temperature=temperature)
     for row, (prompt, response) in enumerate(zip(PROMPTS, responses(generation), strict=True)):
         with torch.no_grad():
             logits = model(torch.tensor([prompt + response])).logits[0]
@@ -91,31 +84,92 @@ def test_log_probs_are_those_of_a_full_forward_pass(make) -> None:
         assert not generation.log_probs[row, len(response) :].any()
 
 
-@pytest.mark.parametrize("make", models())
-def test_sampled_tokens_do_not_depend_on_the_company_in_the_batch(make) -> None:
-    model = make()
-    uniforms = sample_uniforms(seed=0, episode=0, keys=list("abcde"), samples=[0] * 5, max_new_tokens=12)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_sampled_tokens_do_not_depend_on_the_company_in_the_batch(architecture: str) -> None:
+    model, uniforms = tiny_causal_lm(architecture), numbers()
     stops = frequent_tokens(model, 3, uniforms)
-    together = responses(decode(model, stops=stops, uniforms=uniforms))
+    together = responses(decode(model, stop_ids=stops, uniforms=uniforms))
     alone = [
-        responses(decode(model, [prompt], stops=stops, uniforms=uniforms[row : row + 1]))[0]
+        responses(decode(model, [prompt], stop_ids=stops, uniforms=uniforms[row : row + 1]))[0]
         for row, prompt in enumerate(PROMPTS)
     ]
     assert together == alone
     assert len({len(row) for row in together}) > 1
 
 
-def test_the_same_batch_gives_the_same_bits() -> None:
-    model = tiny_llama(initializer_range=0.3)
-    uniforms = sample_uniforms(seed=0, episode=0, keys=list("abcde"), samples=[0] * 5, max_new_tokens=12)
-    first, second = (decode(model, uniforms=uniforms) for _ in range(2))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_same_batch_gives_the_same_bits(dtype: torch.dtype) -> None:
+    model = tiny_causal_lm("llama").to(dtype)
+    first, second = (decode(model, uniforms=numbers()) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("sampled", [True, False])
+def test_both_engines_give_the_same_responses(architecture: str, sampled: bool) -> None:
+    model, uniforms = tiny_causal_lm(architecture), numbers() if sampled else None
+    how: dict[str, Any] = {"temperature": 0.9, "top_k": 100, "top_p": 0.97}
+    stops = frequent_tokens(model, 3, uniforms, **how)
+    first, second = (decode(model, engine=engine, uniforms=uniforms, stop_ids=stops, **how) for engine in ENGINES)
+    for name in ("sequences", "attention_mask", "action_mask", "ended"):
+        assert torch.equal(getattr(first, name), getattr(second, name)), name
+    torch.testing.assert_close(first.log_probs, second.log_probs, rtol=1e-4, atol=1e-4)
+    assert first.ended.any()
+
+
+@pytest.mark.parametrize("architecture", ["llama", "bloom", "mistral"])
+def test_the_samples_of_a_prompt_share_one_pass_over_it(architecture: str) -> None:
+    model, uniforms = tiny_causal_lm(architecture), numbers(samples=3)
+    repeated = [prompt for prompt in PROMPTS for _ in range(3)]
+    rows = rows_of_each_pass(model)
+    together = responses(decode(model, repeated, uniforms=uniforms))
+    assert rows[:2] == [5, 15]
+    alone = [
+        responses(decode(model, [prompt], uniforms=uniforms[row : row + 1]))[0] for row, prompt in enumerate(repeated)
+    ]
+    assert together == alone
+    assert len({tuple(row) for row in together}) > 10, "samples of a prompt differ"
+
+
+@pytest.mark.parametrize("architecture", ["llama", "bloom", "mistral"])
+def test_a_growing_cache_serves_where_a_static_one_cannot(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, uniforms = tiny_causal_lm(architecture), numbers()
+    static = decode(model, uniforms=uniforms)
+    caches: list[Any] = []
+    model.register_forward_pre_hook(
+        lambda _module, _args, inputs: caches.append(inputs["past_key_values"]), with_kwargs=True
+    )
+    monkeypatch.setattr(type(model), "_can_compile_fullgraph", False)
+    growing = decode(model, uniforms=uniforms)
+    assert {type(cache) for cache in caches} == {DynamicCache}
+    assert responses(growing) == responses(static)
+
+
+class WholeLogits(GPT2LMHeadModel):
+    """An architecture that computes all logits, asked or not."""
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, past_key_values=None, use_cache=None):
+        return super().forward(
+            input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+        )
+
+
+def test_an_architecture_that_computes_all_logits_gives_the_same_tokens() -> None:
+    model = tiny_causal_lm("gpt2")
+    expected = responses(decode(model, uniforms=numbers()))
+    model.__class__ = WholeLogits
+    assert not forward_takes(model, "logits_to_keep")
+    assert responses(decode(model, uniforms=numbers())) == expected
+
+
 def test_masks_padding_and_endings_fit_together() -> None:
-    model = tiny_llama(initializer_range=0.3)
+    model = tiny_causal_lm("llama")
     stops = frequent_tokens(model, 3)
-    generation = decode(model, stops=stops)
+    generation = decode(model, stop_ids=stops)
     width = max(map(len, PROMPTS))
     length = generation.action_mask.shape[1]
     assert generation.sequences.shape == (5, width + length)
@@ -128,22 +182,67 @@ def test_masks_padding_and_endings_fit_together() -> None:
         assert not set(response[:-1]) & set(stops)
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_stop_token_that_is_also_the_padding_belongs_to_the_response(engine: str) -> None:
+    model = tiny_causal_lm("llama")
+    stop = frequent_tokens(model, 1)[0]
+    apart, one = (decode(model, engine=engine, stop_ids=(stop,), pad_id=pad) for pad in (PAD, stop))
+    assert torch.equal(one.action_mask, apart.action_mask)
+    assert torch.equal(one.attention_mask, apart.attention_mask)
+    assert responses(one) == responses(apart)
+    assert responses(one)[0][-1] == stop
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_prompt_and_response_together_stay_within_max_length(engine: str) -> None:
+    model = tiny_causal_lm("gpt2")
+    free = responses(decode(model, stop_ids=()))
+    cut = decode(model, engine=engine, stop_ids=(), max_length=10)
+    assert responses(cut) == [row[: 10 - len(prompt)] for row, prompt in zip(free, PROMPTS, strict=True)]
+    assert not cut.ended.any()
+    assert cut.sequences.shape[1] == 7 + 9  # the longest prompt, and the longest response
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_row_at_the_models_last_position_waits_for_longer_responses(engine: str) -> None:
+    model = tiny_causal_lm("gpt2")  # 128 positions
+    prompts = [[7] * 120, [8] * 100]
+    generation = decode(model, prompts, engine=engine, stop_ids=(), max_new_tokens=100, max_length=128)
+    assert generation.action_mask.sum(1).tolist() == [8, 28]
+    assert responses(generation)[1] == responses(decode(model, prompts[1:], stop_ids=(), max_new_tokens=28))[0]
+
+
+def test_the_settings_that_come_with_a_model_are_not_looked_at() -> None:
+    model = tiny_causal_lm("llama")
+    expected = responses(decode(model))
+    own = model.generation_config
+    own.update(repetition_penalty=5.0, min_new_tokens=5, suppress_tokens=[row[0] for row in expected])
+    assert responses(decode(model, engine="hf")) == expected
+    assert model.generation_config is own
+
+
 def test_the_batch_stops_when_its_last_row_has_ended() -> None:
-    model = tiny_llama(initializer_range=0.3)
-    stops = tuple(row[1] for row in responses(decode(model, stops=())))
-    generation = decode(model, length=100, stops=stops)
+    model = tiny_causal_lm("llama")
+    stops = tuple(row[1] for row in responses(decode(model, stop_ids=())))
+    generation = decode(model, max_new_tokens=100, stop_ids=stops)
     assert generation.action_mask.shape[1] <= 2
     assert generation.ended.all()
 
 
-def test_finished_rows_leave_the_batch_once_they_are_half_of_it() -> None:
-    model = tiny_llama(initializer_range=0.3)
-    stops = frequent_tokens(model, 3)
+def rows_of_each_pass(model: Any) -> list[int]:
+    """Return a list that is filled with the rows of each forward pass to come."""
     rows: list[int] = []
     model.register_forward_pre_hook(
         lambda _module, _args, inputs: rows.append(len(inputs["input_ids"])), with_kwargs=True
     )
-    lengths = decode(model, stops=stops).action_mask.sum(-1).tolist()
+    return rows
+
+
+def test_finished_rows_leave_the_batch_once_they_are_half_of_it() -> None:
+    model = tiny_causal_lm("llama")
+    stops = frequent_tokens(model, 3)
+    rows = rows_of_each_pass(model)
+    lengths = decode(model, stop_ids=stops).action_mask.sum(-1).tolist()
     in_batch, expected = 5, []
     for step in range(max(lengths)):
         expected.append(in_batch)
@@ -153,25 +252,61 @@ def test_finished_rows_leave_the_batch_once_they_are_half_of_it() -> None:
     assert min(rows) < 5, "no row ended early: the test would prove little"
 
 
-def test_what_is_returned_can_be_learnt_from() -> None:
+def test_the_head_sees_the_last_position_only() -> None:
+    model = tiny_causal_lm("llama")
+    seen: set[int] = set()
+    model.lm_head.register_forward_hook(lambda _, inputs, __: seen.add(inputs[0].shape[1]))
+    decode(model)
+    assert seen == {1}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_is_returned_can_be_learnt_from(engine: str) -> None:
     model = tiny_llama()
-    generation = decode(model, length=3)
+    generation = decode(model, engine=engine, max_new_tokens=3)
     logits = model(generation.sequences, attention_mask=generation.attention_mask.long()).logits
     (logits.sum() * generation.log_probs.sum()).backward()
     assert model.get_input_embeddings().weight.grad is not None
 
 
-def test_dropout_is_off_while_generating_and_the_mode_is_given_back() -> None:
-    model = tiny_gpt2().train()
-    assert responses(decode(model)) == responses(decode(tiny_gpt2()))
+@pytest.mark.parametrize("engine", ENGINES)
+def test_dropout_is_off_while_generating_and_each_part_is_put_back(engine: str) -> None:
+    model = tiny_causal_lm("gpt2").train()
+    model.transformer.h[0].eval()
+    assert responses(decode(model, engine=engine)) == responses(decode(tiny_causal_lm("gpt2")))
     assert model.training
+    assert model.transformer.h[1].training
+    assert not model.transformer.h[0].training
 
 
 def test_more_tokens_than_the_model_has_positions_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"up to 132 tokens.*128 positions"):
-        decode(tiny_gpt2(), length=125)
+        decode(tiny_causal_lm("gpt2"), max_new_tokens=125)
+
+
+def test_a_prompt_without_room_for_a_response_is_refused() -> None:
+    with pytest.raises(DataError, match="has 7 tokens, which leaves no room for a response within max_length 7"):
+        decode(tiny_llama(), max_length=7)
 
 
 def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one token"):
         decode(tiny_llama(), [[5], []])
+
+
+def test_fewer_uniform_numbers_than_tokens_are_refused() -> None:
+    with pytest.raises(ValueError, match="5 rows of 12 tokens"):
+        decode(tiny_llama(), uniforms=numbers(length=11))
+
+
+def test_an_unknown_engine_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no generation engine 'vllm'; choose one of native, hf"):
+        make_engine("vllm", tiny_llama())
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"temperature": 0.0}, {"top_k": -1}, {"top_p": 0.0}, {"max_new_tokens": 0}, {"stop_strings": ("",)}]
+)
+def test_settings_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        replace(SETTINGS, **wrong)

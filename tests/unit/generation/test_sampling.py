@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -100,3 +101,68 @@ def test_greedy_takes_the_largest_logit_with_its_log_probability() -> None:
 def test_logits_that_are_not_numbers_are_reported() -> None:
     with pytest.raises(ModelError, match="diverged"):
         choose_greedy(torch.tensor([[0.0, torch.nan]]))
+
+
+def cut_distribution(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -> np.ndarray:
+    """Return the probabilities that are drawn from, by the slow definition: sort, keep, share out anew."""
+    weights = np.exp(logits.double().numpy() / temperature)
+    order = np.argsort(-weights)
+    if top_k:
+        weights[order[top_k:]] = 0
+    weights /= weights.sum()
+    kept, mass = 0, 0.0
+    while mass < top_p and kept < len(order):
+        mass += weights[order[kept]]
+        kept += 1
+    if top_p < 1:
+        weights[order[kept:]] = 0
+    return weights / weights.sum()
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (4, 1.0), (0, 0.8), (7, 0.9), (1, 1.0), (0, 1e-6), (100, 0.99)])
+def test_samples_follow_the_softmax_cut_to_top_k_and_top_p(top_k: int, top_p: float) -> None:
+    logits, temperature, n = torch.randn(12, generator=torch.Generator().manual_seed(1)) * 2, 0.8, 20_000
+    draws = uniforms([f"q{i}" for i in range(n)], [0] * n, length=1)[:, 0]
+    choice = choose_sampled(
+        logits=logits.expand(n, -1), uniforms=draws, temperature=temperature, top_k=top_k, top_p=top_p
+    )
+    probabilities = cut_distribution(logits, temperature, top_k, top_p)
+    inside = probabilities > 0
+    counts = np.bincount(choice.tokens.numpy(), minlength=12)
+    assert not counts[~inside].any()
+    expected = n * probabilities[inside]
+    chi_square = ((counts[inside] - expected) ** 2 / expected).sum()
+    freedom = inside.sum() - 1
+    assert chi_square < freedom + 4.5 * np.sqrt(2 * freedom) + 1e-2  # beyond the 0.1 % point of each
+    np.testing.assert_allclose(choice.log_probs.numpy(), np.log(probabilities[choice.tokens]), rtol=1e-4, atol=1e-5)
+
+
+def test_tokens_as_likely_as_the_last_one_kept_are_kept_too() -> None:
+    logits = torch.tensor([[2.0, 1.0, 1.0, 0.0]])
+    for cut in ({"top_k": 2}, {"top_p": 0.6}, {"top_k": 2, "top_p": 0.9}):
+        drawn = {
+            choose_sampled(logits=logits, uniforms=torch.tensor([number]), temperature=1.0, **cut).tokens.item()
+            for number in (0.0, 0.5, 0.7, 0.9, 0.999)
+        }
+        assert drawn == {0, 1, 2}
+
+
+def test_the_choice_is_that_of_exact_arithmetic() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(64, 3000, generator=generator) * 4
+    numbers = torch.rand(64, generator=generator)
+    numbers[:2] = torch.tensor([0.0, 1 - 2**-24])
+    tokens = choose_sampled(logits=logits, uniforms=numbers, temperature=1.0).tokens.tolist()
+    for row, number, token in zip(logits, numbers.tolist(), tokens, strict=True):
+        relative = (row - row.max()).exp()
+        weights = [int(Fraction(value) * 2**40) for value in relative.tolist()]
+        target = Fraction(int(number * 2**24), 2**24) * sum(weights)
+        below = sum(weights[:token])
+        assert below <= target < below + weights[token]
+
+
+def test_a_large_even_vocabulary_is_inverted_to_the_last_token() -> None:
+    vocabulary = 2**18
+    numbers = torch.tensor([0.0, 0.25, 0.5, 1 - 2**-18, 1 - 2**-24])
+    tokens = choose_sampled(logits=torch.zeros(5, vocabulary), uniforms=numbers, temperature=1.0).tokens
+    assert tokens.tolist() == [0, vocabulary // 4, vocabulary // 2, vocabulary - 1, vocabulary - 1]

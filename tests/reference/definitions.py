@@ -45,17 +45,24 @@ def gae(rewards: Row, values: Row, gamma: float, lam: float) -> Row:
     ]
 
 
+def objective(
+    new: float, before: float, advantage: float, *, low: float, high: float, dual: float | None = None
+) -> float:
+    """PPO's objective of one token, by cases: a clip matters only where it makes the objective smaller."""
+    ratio = exp(new) / exp(before)
+    if advantage > 0 and ratio > 1 + high:
+        ratio = 1 + high
+    if advantage < 0 and ratio < 1 - low:
+        ratio = 1 - low
+    if advantage < 0 and dual is not None and ratio > dual:
+        ratio = dual
+    return ratio * advantage
+
+
 def policy_loss(logprobs: Row, old: Row, advantages: Row, clip_eps: float) -> float:
-    """Sum over tokens, by cases: the clip matters only where it makes the objective smaller."""
-    total = 0.0
-    for new, before, advantage in zip(logprobs, old, advantages, strict=True):
-        ratio = exp(new) / exp(before)
-        if advantage > 0 and ratio > 1 + clip_eps:
-            ratio = 1 + clip_eps
-        if advantage < 0 and ratio < 1 - clip_eps:
-            ratio = 1 - clip_eps
-        total -= ratio * advantage
-    return total
+    """Sum over tokens."""
+    tokens = zip(logprobs, old, advantages, strict=True)
+    return -sum(objective(*token, low=clip_eps, high=clip_eps) for token in tokens)
 
 
 def value_loss(values: Row, old: Row, returns: Row, clip_eps: float) -> float:
@@ -71,8 +78,32 @@ def pairwise_loss(chosen: Row, rejected: Row) -> float:
     return sum(-log(exp(good) / (exp(good) + exp(bad))) for good, bad in zip(chosen, rejected, strict=True))
 
 
-def explained_variance(values: Row, returns: Row) -> float:
-    def variance(row: Row) -> float:
-        return sum(x * x for x in row) / len(row) - (sum(row) / len(row)) ** 2
+def group_advantages(scores: Row, *, leave_one_out: bool = False, scaled: bool = False) -> Row:
+    """One group: each score against the mean of all, or of the others, in sample deviations of the group or not."""
+    found = []
+    for index, score in enumerate(scores):
+        compared = [*scores[:index], *scores[index + 1 :]] if leave_one_out else scores
+        found.append(score - sum(compared) / len(compared))
+    if not scaled:
+        return found
+    mean = sum(scores) / len(scores)
+    deviation = sqrt(sum((score - mean) ** 2 for score in scores) / (len(scores) - 1))
+    return [advantage / deviation for advantage in found]
 
+
+def reward_to_go(rewards: Row, gamma: float) -> Row:
+    return [sum(gamma**ahead * reward for ahead, reward in enumerate(rewards[now:])) for now in range(len(rewards))]
+
+
+def variance(row: Row) -> float:
+    mean = sum(row) / len(row)
+    return sum((x - mean) ** 2 for x in row) / len(row)
+
+
+def legacy_sequence_reward(score: float, logprobs: Row, reference: Row, kl_coef: float) -> float:
+    ratios = [exp(new) / exp(old) for new, old in zip(logprobs, reference, strict=True)]
+    return score - kl_coef * sum(ratio - 1 - log(ratio) for ratio in ratios) / len(ratios)
+
+
+def explained_variance(values: Row, returns: Row) -> float:
     return 1 - variance([r - v for r, v in zip(returns, values, strict=True)]) / variance(returns)

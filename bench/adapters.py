@@ -54,7 +54,7 @@ def measure(directory: Path, lora: LoRAConfig | None) -> dict[str, float]:
     if lora is not None:
         attach_lora(actor, lora, seed=0)
         attach_lora(critic.trunk, lora, seed=0)
-    learner = PPOLearner(actor, critic, config, device="cpu")
+    learner = PPOLearner.build(actor, critic, config, device="cpu")
     batch = learner.recompute(experience())
     times = []
     for _ in range(STEPS):

@@ -38,7 +38,7 @@ class LearnerFactory:
         if config.ppo.lora is not None:
             attach_lora(actor, config.ppo.lora, seed=config.seed)
             attach_lora(critic.trunk, config.ppo.lora, seed=config.seed)
-        return PPOLearner(actor, critic, config.ppo, device=device)
+        return PPOLearner.build(actor, critic, config.ppo, device=device, seed=config.seed)
 
 
 class MakerFactory:

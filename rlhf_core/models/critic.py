@@ -35,12 +35,15 @@ class Critic(nn.Module):
         return cls(copy_trunk(model))
 
     @classmethod
-    def from_reward_model(cls, model: RewardModel) -> Self:
-        """Return a critic on a copy of the reward model's transformer, with a zero head.
+    def from_reward_model(cls, model: RewardModel, *, keep_head: bool = False) -> Self:
+        """Return a critic on a copy of the reward model's transformer.
 
-        Not with the reward model's head: that one is scaled to scores, and a value is a return.
+        Args:
+            model: stays apart from the critic.
+            keep_head: start from the reward model's head, which is scaled to scores, where a value is a return: the
+                learner then fits it to the first batch's returns. Else the head starts at zero.
         """
-        return cls(copy.deepcopy(model.trunk))
+        return cls(copy.deepcopy(model.trunk), copy.deepcopy(model.head) if keep_head else None)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Return the value after reading each token, [B S], in float32.
@@ -59,8 +62,7 @@ class Critic(nn.Module):
             attention_mask: [B S], True on tokens.
             num_actions: width of the response part, A; below S.
         """
-        values: Tensor = self(sequences, attention_mask)
-        return values[:, -num_actions - 1 : -1]  # the state before token t is what was read up to t - 1
+        return response_values(self, sequences=sequences, attention_mask=attention_mask, num_actions=num_actions)
 
     def save_pretrained(self, directory: Path, *, max_shard_size: str = SHARD_SIZE) -> None:
         """Write the transformer (adapters merged) as its own library does, and the head beside it."""
@@ -75,3 +77,16 @@ class Critic(nn.Module):
         """
         trunk, head, _ = load_with_head(directory, dtype, kind="critic")
         return cls(trunk, head)
+
+
+def response_values(critic: nn.Module, *, sequences: Tensor, attention_mask: Tensor, num_actions: int) -> Tensor:
+    """Return the value of the state before each response token, [B A], of a critic that a booster may have wrapped.
+
+    Args:
+        critic: is called as `critic(sequences, attention_mask)`.
+        sequences: [B S], prompts padded left, responses right.
+        attention_mask: [B S], True on tokens.
+        num_actions: width of the response part, A; below S.
+    """
+    values: Tensor = critic(sequences, attention_mask)
+    return values[:, -num_actions - 1 : -1]  # the state before token t is what was read up to t - 1

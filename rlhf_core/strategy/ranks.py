@@ -48,6 +48,16 @@ class Ranks:
             return flag
         return bool(self.max(torch.tensor(int(flag))).item())
 
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Return the rows of all ranks, one rank after the other; ranks may differ in their number of rows."""
+        if self.world_size == 1:
+            return tensor.detach()
+        counts = self.sum(torch.eye(self.world_size, dtype=torch.long)[self.rank] * len(tensor)).tolist()
+        start = sum(counts[: self.rank])
+        rows = tensor.new_zeros((sum(counts), *tensor.shape[1:]))
+        rows[start : start + len(tensor)] = tensor.detach()
+        return self.sum(rows)  # each row is one rank's, and zero plus a number is the number
+
     def broadcast(self, tensor: Tensor) -> None:
         """Overwrite the tensor, in place, with that of rank 0."""
         if self.world_size == 1:

@@ -2,109 +2,240 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Any, Literal, Self
 
 import torch
-from torch import Tensor
+from torch import nn
 from transformers import PreTrainedModel
 
 from rlhf_core.buffer.order import minibatch_order
-from rlhf_core.config import PPOConfig
-from rlhf_core.errors import TrainingError
-from rlhf_core.functional.advantages import explained_variance
-from rlhf_core.functional.logprobs import entropy, logprobs_from_logits
-from rlhf_core.functional.losses import policy_loss, value_loss
-from rlhf_core.functional.masking import masked_sum
-from rlhf_core.functional.moments import masked_whiten
-from rlhf_core.models.actor import response_logits, response_logprobs
+from rlhf_core.config import LearningConfig, PPOConfig, RolloutConfig
+from rlhf_core.errors import ConfigError, ModelError, TrainingError
+from rlhf_core.models.actor import response_logprobs
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.device import autocast
-from rlhf_core.models.lora import merged_parameters, set_adapter_dropout
-from rlhf_core.trainer.optim import make_trained, take_step, warmup_then_constant
+from rlhf_core.models.lora import merged_parameters
+from rlhf_core.models.trunk import unwrapped
+from rlhf_core.strategy.plain import PlainBooster, Precision
+from rlhf_core.strategy.ranks import Ranks, current_ranks
+from rlhf_core.trainer.base import PaddedBatch
+from rlhf_core.trainer.critic_start import ValueLine, fit_line, rescale_experience, rescale_head
+from rlhf_core.trainer.learning_mode import checkpoint_activations
+from rlhf_core.trainer.optim import Trained, make_trained, warmup_then_constant
+from rlhf_core.trainer.ppo_minibatch import prepare
+from rlhf_core.trainer.ppo_stats import PPOStats, stats_from
+from rlhf_core.trainer.ppo_steps import StepContext, step_actor, step_critic
+from rlhf_core.trainer.ptx import PtxSource
 from rlhf_core.trainer.state import LearnerState, load_state_tensors, state_tensors
 from rlhf_core.types import Experience
 
+__all__ = ["PPOLearner", "PPOStats"]
 
-class PPOStats(NamedTuple):
-    """One optimizer step in numbers; means are over the minibatch's response tokens."""
-
-    actor_loss: float
-    critic_loss: float
-    clip_fraction: float
-    """Share of tokens whose policy gradient the clip cut off."""
-    value_clip_fraction: float
-    """Share of tokens whose value gradient the clip cut off."""
-    approx_kl: float
-    """k3 estimate of KL(pi_old || pi) before the step, in nats per token."""
-    entropy: float
-    """Of the actor before the step, in nats per token."""
-    explained_variance: float
-    """How well the critic that made the experience predicted its returns."""
-    actor_grad_norm: float
-    """Before clipping."""
-    critic_grad_norm: float
-    actor_lr: float
-    critic_lr: float
+_PRECISIONS: dict[str, Precision] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_FACTS = "learner"
 
 
 class PPOLearner:
     """Owns actor, critic, their optimizers and schedules; knows neither Ray nor where experience comes from.
 
-    Both models stay in evaluation mode, as dropout would make the ratio of old and new policy noise; only the dropout
-    of adapters is active in a training step.
+    Dropout would make the ratio of old and new policy noise, so only that of adapters is active in a training step; it
+    is drawn from the seed, the step and the rank, and depends on nothing else.
+
+    With several ranks every method is called by all of them, with as many rows on each. All means, whitening and the
+    guard are over the minibatch of all ranks.
 
     Args:
-        actor: causal language model; its trainable weights are float32 (adapters or all).
-        critic: as the actor.
-        config: the run's configuration.
-        device: where both models go.
+        actor: causal language model with what trains it; it is called as `model(...)` only, so a booster may wrap it.
+        critic: as the actor; None where advantages need no critic.
+        config: how to learn.
+        device: of both models.
+        ranks: who trains together; None takes torch.distributed's default group.
+        ptx: demonstrations for `learn`; None where the caller hands them to `training_step`.
+        seed: of the dropout.
+        max_new_tokens: longest response, for the aggregation `constant_length`; None takes the configuration's, if it
+            has one.
     """
 
     def __init__(
-        self, actor: PreTrainedModel, critic: Critic, config: PPOConfig, *, device: torch.device | str
+        self,
+        actor: Trained,
+        critic: Trained | None,
+        config: LearningConfig,
+        *,
+        device: torch.device | str,
+        ranks: Ranks | None = None,
+        ptx: PtxSource | None = None,
+        seed: int = 0,
+        max_new_tokens: int | None = None,
     ) -> None:
+        _check_options(config, has_critic=critic is not None)
         self.device = torch.device(device)
-        self.actor = actor.to(self.device).eval()
-        self.critic = critic.to(self.device).eval()
         self.config = config
+        self.steps = 0
+        """Optimizer steps taken or, by the guard, left out."""
+        self._roles = {"actor": actor} | ({} if critic is None else {"critic": critic})
+        self._ranks = current_ranks() if ranks is None else ranks
+        self._ptx = ptx
+        self._seed = seed
         self._dtype: torch.dtype = getattr(torch, config.dtype)
-        schedule = warmup_then_constant(config.warmup_steps)
-        self._actor_training = make_trained(
-            self.actor, lr=config.lr, weight_decay=config.weight_decay, schedule=schedule
-        )
-        self._critic_training = make_trained(
-            self.critic, lr=config.critic_lr, weight_decay=config.weight_decay, schedule=schedule
-        )
+        self._line: ValueLine | None = None
+        if max_new_tokens is None and isinstance(config, RolloutConfig):
+            max_new_tokens = config.max_new_tokens
+        self._longest = max_new_tokens
+        for trained in self._roles.values():
+            trained.model.eval()
+            if config.gradient_checkpointing:
+                checkpoint_activations(trained.model)
 
-    def learn(self, experience: Experience, *, seed: int, episode: int) -> list[PPOStats]:
+    @classmethod
+    def build(
+        cls,
+        actor_model: PreTrainedModel,
+        critic_model: Critic | None,
+        config: PPOConfig,
+        *,
+        device: torch.device | str,
+        ptx: PtxSource | None = None,
+        seed: int = 0,
+    ) -> Self:
+        """Return a learner with AdamW, warm-up, and a plain booster of the current ranks.
+
+        Args:
+            actor_model: causal language model; its trainable weights are float32 (adapters or all).
+            critic_model: as the actor; None where advantages need no critic.
+            config: the run's configuration.
+            device: where both models go.
+            ptx: demonstrations; needed if `config.ptx_coef` is above 0.
+            seed: of the dropout.
+        """
+        schedule = warmup_then_constant(config.warmup_steps)
+
+        def train(model: nn.Module, lr: float) -> Trained:
+            return make_trained(
+                model.to(device),
+                lr=lr,
+                weight_decay=config.weight_decay,
+                schedule=schedule,
+                booster=PlainBooster(_PRECISIONS[config.dtype], max_norm=config.grad_clip),
+            )
+
+        critic = None if critic_model is None else train(critic_model, config.critic_lr)
+        return cls(train(actor_model, config.lr), critic, config, device=device, ptx=ptx, seed=seed)
+
+    @property
+    def actor(self) -> Any:
+        """The model that acts, as it was handed in or boosted."""
+        return self._roles["actor"].model
+
+    @property
+    def critic(self) -> Any:
+        """The model that values states, or None."""
+        return self._roles["critic"].model if "critic" in self._roles else None
+
+    def learn(self, experience: Experience, seed: int, episode: int) -> list[PPOStats]:
         """Recompute the old log-probabilities, then make `config.max_epochs` passes over an episode's experience.
+
+        With the correction `decoupled` they are recomputed before each pass: the trust region moves along.
 
         Args:
             experience: all of the episode, in the order of the samples' keys.
             seed: seed of the run.
             episode: from 0; with the seed it decides the order of passes after the first.
         """
-        experience = self.recompute(experience)
-        return [
-            self.training_step(experience.select(rows))
-            for epoch in range(self.config.max_epochs)
+        if self.config.ptx_coef > 0 and self._ptx is None:
+            raise ConfigError(
+                f"ppo.ptx_coef is {self.config.ptx_coef}, but there are no demonstrations; give some, or set it to 0"
+            )
+        batch = self.recompute(experience)
+        stats = []
+        for epoch in range(self.config.max_epochs):
+            if epoch > 0 and self.config.correction == "decoupled":
+                batch = self._with_logprobs(batch)
             for rows in minibatch_order(
                 seed=seed,
                 episode=episode,
                 epoch=epoch,
-                samples=len(experience),
+                samples=len(batch),
                 batch_size=self.config.train_batch_size,
-            )
-        ]
+            ):
+                ptx = None if self._ptx is None else self._ptx.batch(self.steps)
+                stats.append(self.training_step(batch.select(rows), ptx))
+        return stats
 
     def recompute(self, experience: Experience) -> Experience:
         """Return the experience with `action_log_probs` from this learner's own forward pass, on its device.
 
         The maker's numbers come from another dtype and batch; with them, the ratio would not start at 1. Cut into
         the micro-batches of the first pass, so that there it is 1 exactly.
+
+        With `critic_init` reward_model the first call of a run also fits the critic's head to the returns of this
+        experience, and this and later calls restate what the critic said before.
         """
-        batch = self._on_device(experience)
+        return self._with_logprobs(self._with_rescaled_values(self._on_device(experience)))
+
+    def training_step(self, experience: Experience, ptx: PaddedBatch | None = None) -> PPOStats:
+        """Take one optimizer step on the actor, then one on the critic, from one minibatch.
+
+        Args:
+            experience: this rank's rows of the minibatch, their `action_log_probs` recomputed.
+            ptx: this rank's demonstrations; needed if `config.ptx_coef` is above 0.
+
+        Raises:
+            TrainingError: on all ranks, if there are no returns, response tokens or demonstrations on any, or a loss
+                or gradient is not finite.
+        """
+        config = self.config
+        if self._ranks.any(config.ptx_coef > 0 and ptx is None):
+            raise TrainingError(f"ppo.ptx_coef is {config.ptx_coef}, but the step was given no demonstrations")
+        batch = prepare(
+            self._on_device(experience),
+            config,
+            ranks=self._ranks,
+            longest=self._longest,
+            with_critic="critic" in self._roles,
+        )
+        context = StepContext(config, self.device, self._dtype, self._ranks, self._seed, self.steps)
+        figures = batch.figures | step_actor(self._roles["actor"], batch, ptx, context)
+        if "critic" in self._roles:
+            figures |= step_critic(self._roles["critic"], batch, context)
+        self.steps += 1
+        return stats_from(figures)
+
+    def state(self) -> LearnerState:
+        """Return copies, in host memory, of all that a continuation to the bit needs."""
+        state = state_tensors(self._roles, self.device)
+        line = None if self._line is None else self._line.facts()
+        return LearnerState(state.tensors, state.facts | {_FACTS: {"steps": self.steps, "value_line": line}})
+
+    def load_state(self, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
+        """Go on from a state that `state` returned.
+
+        Raises:
+            ModelError: if it belongs to models of another form; nothing was changed.
+        """
+        try:
+            steps, line = int(facts[_FACTS]["steps"]), facts[_FACTS]["value_line"]
+            value_line = None if line is None else ValueLine.from_facts(line)
+        except (LookupError, TypeError, ValueError) as error:
+            raise ModelError("the stored training state is incomplete: it lacks the learner's own facts") from error
+        load_state_tensors(self._roles, tensors, facts, self.device)
+        self.steps, self._line = steps, value_line
+
+    def merged_weights(
+        self, role: Literal["actor", "critic"], *, dtype: torch.dtype | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Return all weights of actor or critic by the names that they have without adapters.
+
+        Args:
+            role: which model; a critic that does not exist has none.
+            dtype: of the result; None keeps each weight's own.
+        """
+        if role not in self._roles:
+            return {}
+        return merged_parameters(unwrapped(self._roles[role].model), dtype=dtype)
+
+    def _with_logprobs(self, batch: Experience) -> Experience:
         with torch.no_grad(), autocast(self.device, self._dtype):
             parts = [
                 response_logprobs(
@@ -116,117 +247,29 @@ class PPOLearner:
                 )
                 for micro in batch.split(self.config.micro_batch_size)
             ]
-        logprobs = torch.where(batch.action_mask, torch.cat(parts), 0.0)
-        return batch.replace(action_log_probs=logprobs)
+        return batch.replace(action_log_probs=torch.where(batch.action_mask, torch.cat(parts), 0.0))
 
-    def training_step(self, experience: Experience) -> PPOStats:
-        """Take one optimizer step on the actor, then one on the critic, from one minibatch.
-
-        Args:
-            experience: the minibatch, its `action_log_probs` recomputed.
-
-        Raises:
-            TrainingError: if there are no returns or response tokens, or a loss or gradient is not finite.
-        """
-        batch = self._on_device(experience)
-        tokens = int(batch.action_mask.sum())
-        if batch.returns is None or not tokens:
-            raise TrainingError("expected experience with returns and at least one response token, got none")
-        explained = explained_variance(values=batch.values, returns=batch.returns, mask=batch.action_mask)
-        whitened = masked_whiten(batch.advantages, batch.action_mask)
-        micros = batch.replace(advantages=whitened).split(self.config.micro_batch_size)
-        actor = self._step_actor(micros, tokens)
-        critic = self._step_critic(micros, tokens)
-        return PPOStats(**actor, **critic, explained_variance=explained.item())
-
-    def state(self) -> LearnerState:
-        """Return copies, in host memory, of all that a continuation to the bit needs."""
-        return state_tensors({"actor": self._actor_training, "critic": self._critic_training}, self.device)
-
-    def load_state(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Go on from a state that `state` returned.
-
-        Raises:
-            ModelError: if it belongs to models of another form; nothing was changed.
-        """
-        roles = {"actor": self._actor_training, "critic": self._critic_training}
-        load_state_tensors(roles, tensors, facts, self.device)
-
-    def merged_weights(
-        self, role: Literal["actor", "critic"], *, dtype: torch.dtype | None = None
-    ) -> dict[str, Tensor]:
-        """Return all weights of actor or critic by the names that they have without adapters.
-
-        Args:
-            role: which model.
-            dtype: of the result; None keeps each weight's own.
-        """
-        return merged_parameters(self.actor if role == "actor" else self.critic, dtype=dtype)
-
-    def _step_actor(self, micros: Sequence[Experience], tokens: int) -> dict[str, float]:
-        sums = torch.zeros(4, device=self.device)
-        set_adapter_dropout(self.actor, active=True)
-        for micro in micros:
-            with autocast(self.device, self._dtype):
-                logits = response_logits(
-                    self.actor,
-                    sequences=micro.sequences,
-                    attention_mask=micro.attention_mask,
-                    num_actions=micro.num_actions,
-                )
-            chosen = micro.sequences[:, -micro.num_actions :]
-            policy = policy_loss(
-                logprobs=logprobs_from_logits(logits, chosen, temperature=self.config.temperature),
-                old_logprobs=micro.action_log_probs,
-                advantages=micro.advantages,
-                mask=micro.action_mask,
-                denominator=tokens,
-                clip_eps=self.config.eps_clip,
-            )
-            torch.autograd.backward(policy.loss)
-            with torch.no_grad():
-                spread = entropy(logits, temperature=self.config.temperature)
-                mean_entropy = masked_sum(spread, micro.action_mask) / tokens
-            sums += torch.stack([policy.loss.detach(), policy.clip_fraction, policy.approx_kl, mean_entropy])
-        set_adapter_dropout(self.actor, active=False)
-        lr = self._actor_training.scheduler.get_last_lr()[0]
-        norm = take_step(self._actor_training, grad_clip=self.config.grad_clip, loss=sums[0], what="actor")
-        named = dict(zip(("actor_loss", "clip_fraction", "approx_kl", "entropy"), sums.tolist(), strict=True))
-        return named | {"actor_grad_norm": norm, "actor_lr": float(lr)}
-
-    def _step_critic(self, micros: Sequence[Experience], tokens: int) -> dict[str, float]:
-        sums = torch.zeros(2, device=self.device)
-        set_adapter_dropout(self.critic, active=True)
-        for micro in micros:
-            with autocast(self.device, self._dtype):
-                values = self.critic.response_values(
-                    sequences=micro.sequences,
-                    attention_mask=micro.attention_mask,
-                    num_actions=micro.num_actions,
-                )
-            assert micro.returns is not None  # training_step has seen to it
-            value = value_loss(
-                values=values,
-                old_values=micro.values,
-                returns=micro.returns,
-                mask=micro.action_mask,
-                denominator=tokens,
-                clip_eps=self.config.value_clip,
-            )
-            torch.autograd.backward(value.loss)
-            sums += torch.stack([value.loss.detach(), value.clip_fraction])
-        set_adapter_dropout(self.critic, active=False)
-        lr = self._critic_training.scheduler.get_last_lr()[0]
-        norm = take_step(self._critic_training, grad_clip=self.config.grad_clip, loss=sums[0], what="critic")
-        loss, clip_fraction = sums.tolist()
-        return {
-            "critic_loss": loss,
-            "value_clip_fraction": clip_fraction,
-            "critic_grad_norm": norm,
-            "critic_lr": float(lr),
-        }
+    def _with_rescaled_values(self, batch: Experience) -> Experience:
+        if self.config.critic_init != "reward_model" or "critic" not in self._roles:
+            return batch
+        if self._line is None:
+            self._line = fit_line(batch, gamma=self.config.gamma, ranks=self._ranks)
+            rescale_head(self.critic, self._line)
+        return rescale_experience(batch, self._line, self.config)
 
     def _on_device(self, experience: Experience) -> Experience:
         batch = experience.replace()
         batch.to_device(self.device)
         return batch
+
+
+def _check_options(config: LearningConfig, *, has_critic: bool) -> None:
+    if config.advantage_estimator == "gae" and not has_critic:
+        raise ConfigError(
+            "ppo.advantage_estimator gae needs a critic, and there is none; give one, or compare samples with rloo, "
+            "grpo, dr_grpo or reinforce_pp"
+        )
+    if config.legacy and config.critic_init == "reward_model":
+        raise ConfigError(
+            "ppo.legacy judges by rules of its own, to whose returns no critic is fitted; set ppo.critic_init to policy"
+        )

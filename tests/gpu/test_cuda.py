@@ -27,7 +27,7 @@ def learner(device: str, dtype: str) -> PPOLearner:
     critic = Critic.from_causal_lm(actor)
     for model in (actor, critic.trunk):
         attach_lora(model, LoRAConfig(r=2, alpha=4.0), seed=1)
-    return PPOLearner(actor, critic, config, device=device)
+    return PPOLearner.build(actor, critic, config, device=device)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 5e-2)])

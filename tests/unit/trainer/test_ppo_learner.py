@@ -33,7 +33,7 @@ def learner(**changes: object) -> PPOLearner:
     if config.lora is not None:
         attach_lora(actor, config.lora, seed=1)
         attach_lora(critic.trunk, config.lora, seed=2)
-    return PPOLearner(actor, critic, config, device="cpu")
+    return PPOLearner.build(actor, critic, config, device="cpu")
 
 
 def unpadded_logits(model: torch.nn.Module, row: int) -> torch.Tensor:
@@ -148,9 +148,9 @@ def test_every_epoch_sees_every_sample_and_later_ones_in_another_order() -> None
     seen: list[list[int]] = []
     step = ours.training_step
 
-    def spying(experience):
+    def spying(experience, ptx):
         seen.append(experience.policy_version.tolist())
-        return step(experience)
+        return step(experience, ptx)
 
     ours.training_step = spying  # type: ignore[method-assign]
     numbered = tiny_experience().replace(policy_version=torch.arange(8))

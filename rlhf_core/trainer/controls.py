@@ -1,0 +1,83 @@
+"""What the trainer sets anew for each episode's rewards: the KL coefficient and the scale of scores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from rlhf_core.config import RolloutConfig
+from rlhf_core.errors import ModelError, TrainingError
+from rlhf_core.functional.kl_control import adaptive_kl_coef
+from rlhf_core.functional.moments import RunningMoments
+from rlhf_core.strategy.ranks import Ranks, current_ranks
+from rlhf_core.types import EpisodeControls
+
+
+class RewardControls:
+    """Steers the KL coefficient to its target, and knows the deviation of all earlier episodes' scores.
+
+    An episode's rewards are set before it begins, from what is known then: chunks of one episode agree, whoever makes
+    them and whenever.
+
+    Args:
+        config: the coefficient to start from, the target, and whether scores are normalised.
+        ranks: who shares an episode; None takes torch.distributed's default group.
+    """
+
+    def __init__(self, config: RolloutConfig, ranks: Ranks | None = None) -> None:
+        self._config = config
+        self._ranks = current_ranks() if ranks is None else ranks
+        self._kl_coef = config.kl_coef
+        self._scores = RunningMoments()
+
+    def current(self) -> EpisodeControls:
+        """Return what the next episode's rewards are made with."""
+        std = self._scores.std if self._config.normalise_rewards else 1.0
+        return EpisodeControls(
+            self._kl_coef, score_mean=0.0, score_std=std
+        )  # not shifted: the mean is the critic's to learn
+
+    def update(self, *, kl_per_sample: Tensor, scores: Tensor) -> None:
+        """Take note of an episode, on all ranks.
+
+        Args:
+            kl_per_sample: [B], of each response, summed over its tokens, in nats.
+            scores: [B], before clipping and normalisation.
+
+        Raises:
+            TrainingError: on all ranks, if a number of any is not finite.
+        """
+        divergences, every = self._ranks.gather(kl_per_sample), self._ranks.gather(scores)
+        if not (divergences.isfinite().all() and every.isfinite().all()):
+            raise TrainingError(
+                "a score or divergence of the episode is not finite, so that no later reward could be set by it; look "
+                "at the reward functions and the policy"
+            )
+        self._scores = self._scores.updated(every)
+        if self._config.kl_target is not None and len(divergences):
+            self._kl_coef = adaptive_kl_coef(
+                self._kl_coef,
+                observed_kl=divergences.double().mean().item(),
+                target=self._config.kl_target,
+                samples=len(divergences),
+                horizon=self._config.kl_horizon,
+            )
+
+    def state(self) -> dict[str, Any]:
+        """Return the facts that a continuation needs, as JSON holds them."""
+        return {"kl_coef": self._kl_coef, "scores": list(self._scores)}
+
+    def load_state(self, facts: Mapping[str, Any]) -> None:
+        """Go on from a state that `state` returned.
+
+        Raises:
+            ModelError: if it is damaged; nothing was changed.
+        """
+        try:
+            kl_coef, (count, mean, m2) = float(facts["kl_coef"]), facts["scores"]
+            scores = RunningMoments(int(count), float(mean), float(m2))
+        except (LookupError, TypeError, ValueError) as error:
+            raise ModelError(f"the stored state of the reward's controls is damaged: {dict(facts)}") from error
+        self._kl_coef, self._scores = kl_coef, scores

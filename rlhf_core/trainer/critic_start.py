@@ -1,0 +1,107 @@
+"""A critic that starts as a reward model: its head is fitted to the first batch's returns.
+
+A reward model's score and a value are both "how good is this", in different units. One line fits them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_core.config import LearningConfig
+from rlhf_core.errors import ConfigError
+from rlhf_core.functional.advantages import gae
+from rlhf_core.functional.masking import masked_sum
+from rlhf_core.strategy.ranks import Ranks
+from rlhf_core.trainer.ppo_minibatch import agreed_moments
+from rlhf_core.types import Experience
+
+_SMALLEST_VARIANCE = 1e-12  # below, all values are equal but for rounding: there is no slope to find
+
+
+class ValueLine(NamedTuple):
+    """value' = slope * value + intercept, for values that weights up to `version` gave."""
+
+    slope: float
+    intercept: float
+    version: int
+
+    def facts(self) -> dict[str, float | int]:
+        """Return the line as JSON holds it."""
+        return self._asdict()
+
+    @staticmethod
+    def from_facts(facts: Mapping[str, Any]) -> ValueLine:
+        """Return the line that `facts` described."""
+        return ValueLine(float(facts["slope"]), float(facts["intercept"]), int(facts["version"]))
+
+
+def fit_line(experience: Experience, *, gamma: float, ranks: Ranks) -> ValueLine:
+    """Regress Monte Carlo returns on the critic's values, by least squares over the tokens of all ranks.
+
+        G_t       = r_t + gamma * G_{t+1}
+        slope     = cov(V, G) / var(V),    intercept = mean(G) - slope * mean(V)
+
+    Monte Carlo, as returns that lean on the critic's own values would carry its old scale.
+
+    Args:
+        experience: of the critic that is to be rescaled, on all ranks.
+        gamma: discount per token.
+        ranks: who shares the batch.
+
+    Returns:
+        The line; slope 0 if the values are all equal.
+    """
+    mask = experience.action_mask
+    targets = gae(
+        rewards=experience.reward, values=torch.zeros_like(experience.values), mask=mask, gamma=gamma, lam=1.0
+    )
+    value, target = agreed_moments([experience.values, targets], mask, ranks)
+    centred = (experience.values.double() - value.mean) * (targets.double() - target.mean)
+    covariance = ranks.sum(masked_sum(centred, mask)) / value.count.clamp(min=1)
+    slope = (covariance / value.variance).item() if value.variance > _SMALLEST_VARIANCE else 0.0
+    version = int(ranks.max(experience.policy_version.max()).item())
+    return ValueLine(slope, target.mean.item() - slope * value.mean.item(), version)
+
+
+def rescale_head(critic: nn.Module, line: ValueLine) -> None:
+    """Fold the line into the critic's head, in place.
+
+    Raises:
+        ConfigError: if the critic has no linear head.
+    """
+    head = next((module for name, module in critic.named_modules() if name.split(".")[-1] == "head"), None)
+    if not isinstance(head, nn.Linear):
+        raise ConfigError(
+            f"ppo.critic_init reward_model rescales the critic's linear head, but {type(critic).__name__} has none; "
+            "give a Critic, or set it to policy"
+        )
+    with torch.no_grad():
+        head.weight.mul_(line.slope)
+        head.bias.mul_(line.slope).add_(line.intercept)
+
+
+def rescale_experience(experience: Experience, line: ValueLine, config: LearningConfig) -> Experience:
+    """Return the experience as the rescaled critic would have judged it: values, advantages and returns.
+
+    The head is linear, so no second forward pass is needed. Rows of later versions were judged by a rescaled critic
+    already and stay as they are.
+    """
+    mask = experience.action_mask
+    old = experience.policy_version <= line.version  # [B]
+    if experience.returns is None or not bool(old.any()):
+        return experience
+    values = torch.where(mask, line.slope * experience.values + line.intercept, 0.0)
+    advantages = gae(rewards=experience.reward, values=values, mask=mask, gamma=config.gamma, lam=config.lam)
+
+    def chosen(new: Tensor, kept: Tensor) -> Tensor:
+        return torch.where(old[:, None], new, kept)
+
+    return experience.replace(
+        values=chosen(values, experience.values),
+        advantages=chosen(advantages, experience.advantages),
+        returns=chosen(advantages + values, experience.returns),
+    )

@@ -1,0 +1,127 @@
+"""A minibatch as the losses take it: whitened, weighted, and with its denominator, all agreed between ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlhf_core.config import LearningConfig
+from rlhf_core.errors import ConfigError, TrainingError
+from rlhf_core.functional.advantages import share_explained
+from rlhf_core.functional.moments import Moments, deviation_sum, masked_sums, whiten_with
+from rlhf_core.functional.weights import aggregation_count, aggregation_weights, importance_weights
+from rlhf_core.strategy.ranks import Ranks
+from rlhf_core.types import Experience
+
+WHITENED = frozenset({"gae", "reinforce_pp"})
+"""Estimators whose advantages are whitened over the minibatch; the others compare within a prompt's samples already."""
+
+
+class Micro(NamedTuple):
+    """What goes through a model at once."""
+
+    experience: Experience
+    weights: Tensor
+    """[B A], of each token in the sums."""
+    importance: Tensor | None
+    """[B A], detached; None without a correction."""
+
+
+class Minibatch(NamedTuple):
+    """This rank's share of a minibatch."""
+
+    micros: list[Micro]
+    denominator: Tensor
+    """Of all sums, over all ranks."""
+    figures: dict[str, float]
+
+
+def agreed_moments(columns: Sequence[Tensor], mask: Tensor, ranks: Ranks) -> list[Moments]:
+    """Return the moments of each column over the tokens of all ranks, in float64 and two passes.
+
+    Args:
+        columns: [B A] each.
+        mask: [B A], True on response tokens.
+        ranks: who shares the minibatch.
+    """
+    doubles = [column.double() for column in columns]
+    sums = ranks.sum(torch.stack([torch.stack(masked_sums(column, mask)) for column in doubles]))
+    counts, totals = sums.unbind(dim=1)
+    means = totals / counts.clamp(min=1)
+    squares = ranks.sum(
+        torch.stack([deviation_sum(column, mask, mean=mean) for column, mean in zip(doubles, means, strict=True)])
+    )
+    variances = squares / counts.clamp(min=1)
+    return [Moments(*row) for row in zip(counts, means, variances, strict=True)]
+
+
+def prepare(
+    batch: Experience, config: LearningConfig, *, ranks: Ranks, longest: int | None, with_critic: bool
+) -> Minibatch:
+    """Return the minibatch in micro-batches, its moments and denominator agreed between ranks.
+
+    Args:
+        batch: this rank's rows, on their device.
+        config: how to learn.
+        ranks: who shares the minibatch.
+        longest: tokens that a sum is divided by with `constant_length`.
+        with_critic: whether returns are needed.
+
+    Raises:
+        TrainingError: on all ranks, if any has no returns that are needed, or there is no response token on any.
+    """
+    mask = batch.action_mask
+    lacks_returns = with_critic and batch.returns is None
+    returns = batch.values if batch.returns is None else batch.returns
+    errors = returns - batch.values
+    advantage, value, target, error = agreed_moments([batch.advantages, batch.values, returns, errors], mask, ranks)
+    tokens = int(advantage.count.item())
+    if ranks.any(lacks_returns) or not tokens:
+        raise TrainingError("expected experience with returns and at least one response token, got none")
+    if config.advantage_estimator in WHITENED and not config.legacy:
+        whitened = whiten_with(batch.advantages, mask, mean=advantage.mean.float(), variance=advantage.variance.float())
+        batch = batch.replace(advantages=whitened)
+    weights = _weights(mask, config, longest)
+    importance, importance_mean = _importance(batch, config, tokens, ranks)
+    explained = share_explained(unexplained=error.variance, total=target.variance)
+    figures = {
+        "advantage_mean": advantage.mean.item(),
+        "advantage_std": advantage.variance.sqrt().item(),
+        "value_mean": value.mean.item() if with_critic else 0.0,
+        "explained_variance": explained.item() if with_critic else 0.0,
+        "importance_weight": importance_mean,
+    }
+    micros = _cut(batch, weights, importance, config.micro_batch_size)
+    denominator = ranks.sum(aggregation_count(mask, aggregation=config.aggregation))
+    return Minibatch(micros, denominator, figures)
+
+
+def _cut(batch: Experience, weights: Tensor, importance: Tensor | None, size: int) -> list[Micro]:
+    pieces = batch.split(size)
+    corrections = [None] * len(pieces) if importance is None else torch.split(importance, size)
+    return [Micro(*row) for row in zip(pieces, torch.split(weights, size), corrections, strict=True)]
+
+
+def _weights(mask: Tensor, config: LearningConfig, longest: int | None) -> Tensor:
+    if config.aggregation == "constant_length" and longest is None:
+        raise ConfigError(
+            "ppo.aggregation constant_length divides by the longest response; hand the learner max_new_tokens, or "
+            "choose token_mean or sequence_mean"
+        )
+    return aggregation_weights(mask, aggregation=config.aggregation, max_tokens=longest or mask.shape[1])
+
+
+def _importance(batch: Experience, config: LearningConfig, tokens: int, ranks: Ranks) -> tuple[Tensor | None, float]:
+    if config.correction == "none":
+        return None, 1.0
+    weights = importance_weights(
+        logprobs=batch.action_log_probs,
+        behaviour_logprobs=batch.rollout_log_probs,
+        mask=batch.action_mask,
+        cap=config.importance_cap,
+    )
+    total = torch.where(batch.action_mask, weights, 0.0).sum()
+    return weights, ranks.sum(total).item() / tokens

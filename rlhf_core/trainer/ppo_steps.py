@@ -1,0 +1,202 @@
+"""One optimizer step of the actor, and one of the critic, from a prepared minibatch."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhf_core.config import LearningConfig
+from rlhf_core.errors import TrainingError
+from rlhf_core.functional.logprobs import logprobs_and_entropy, logprobs_from_logits
+from rlhf_core.functional.losses import entropy_bonus, lm_loss, policy_loss, value_loss
+from rlhf_core.models.actor import response_logits
+from rlhf_core.models.critic import response_values
+from rlhf_core.models.device import autocast
+from rlhf_core.strategy.ranks import Ranks
+from rlhf_core.trainer.base import PaddedBatch
+from rlhf_core.trainer.learning_mode import learning_mode
+from rlhf_core.trainer.optim import Trained, take_step
+from rlhf_core.trainer.ppo_minibatch import Micro, Minibatch
+
+
+class StepContext(NamedTuple):
+    """What both steps need to know."""
+
+    config: LearningConfig
+    device: torch.device
+    dtype: torch.dtype
+    ranks: Ranks
+    seed: int
+    step: int
+
+    def noise_seed(self, role: int) -> int:
+        """Return the seed of this step's dropout in one of the models, on this rank."""
+        keys = np.random.SeedSequence([self.seed, self.step, self.ranks.rank, role])
+        return int(keys.generate_state(1)[0])
+
+
+def step_actor(trained: Trained, batch: Minibatch, ptx: PaddedBatch | None, context: StepContext) -> dict[str, float]:
+    """Take one step on (1 - ptx_coef) * policy + ptx_coef * lm - entropy_coef * entropy; return its figures.
+
+    The step is left out, on all ranks, if a ratio of any is above `config.max_ratio`.
+
+    Raises:
+        TrainingError: on all ranks, if a loss or gradient of any is not finite.
+    """
+    config, ranks = context.config, context.ranks
+    demonstrations, ptx_tokens = _cut_ptx(ptx, context)
+    sums = torch.zeros(5, device=context.device)
+    highest = torch.zeros((), device=context.device)
+    left = len(batch.micros) + len(demonstrations)
+    with learning_mode(
+        trained.model, checkpointing=config.gradient_checkpointing, seed=context.noise_seed(0), device=context.device
+    ):
+        for micro in batch.micros:
+            left -= 1
+            part, ratio = _learn_policy(trained, micro, batch.denominator, context, is_last=left == 0)
+            sums[:4] += part
+            highest = torch.maximum(highest, ratio)
+        for demonstration in demonstrations:
+            left -= 1
+            sums[4] += _learn_demonstrations(trained, demonstration, ptx_tokens, context, is_last=left == 0)
+    sums = ranks.sum(sums)
+    # Backends order NaN at will: it travels apart. A NaN is an error, told by the loss; the guard is for explosions.
+    nan, largest = ranks.max(torch.stack([highest.isnan().float(), highest.nan_to_num(nan=0.0)])).tolist()
+    actor_loss, clip_fraction, approx_kl, entropy, ptx_loss = sums.tolist()
+    figures = {
+        "actor_loss": actor_loss,
+        "clip_fraction": clip_fraction,
+        "approx_kl": approx_kl,
+        "entropy": entropy,
+        "ptx_loss": ptx_loss,
+        "max_ratio": largest,
+        "actor_lr": float(trained.scheduler.get_last_lr()[0]),
+    }
+    whole = sums.sum()  # finite if and only if all are
+    if config.max_ratio is not None and largest > config.max_ratio and not nan and bool(whole.isfinite()):
+        trained.optimizer.zero_grad()
+        return figures | {"skipped": 1.0, "actor_grad_norm": 0.0}
+    norm = take_step(trained, loss=whole, what="actor", grad_clip=_clip_of(trained, config), ranks=ranks)
+    return figures | {"skipped": 0.0, "actor_grad_norm": norm}
+
+
+def step_critic(trained: Trained, batch: Minibatch, context: StepContext) -> dict[str, float]:
+    """Take one step on vf_coef * value loss; return its figures.
+
+    Raises:
+        TrainingError: on all ranks, if a loss or gradient of any is not finite.
+    """
+    config = context.config
+    sums = torch.zeros(2, device=context.device)
+    with learning_mode(
+        trained.model, checkpointing=config.gradient_checkpointing, seed=context.noise_seed(1), device=context.device
+    ):
+        for number, micro in enumerate(batch.micros, start=1):
+            rows = micro.experience
+            with autocast(context.device, context.dtype):
+                values = response_values(
+                    trained.model,
+                    sequences=rows.sequences,
+                    attention_mask=rows.attention_mask,
+                    num_actions=rows.num_actions,
+                )
+            assert rows.returns is not None  # `prepare` has seen to it
+            value = value_loss(
+                values=values,
+                old_values=rows.values,
+                returns=rows.returns,
+                mask=rows.action_mask,
+                denominator=batch.denominator,
+                clip_eps=config.value_clip,
+                weights=micro.weights,
+            )
+            _backward(trained, config.vf_coef * value.loss, context, is_last=number == len(batch.micros))
+            sums += torch.stack([value.loss.detach(), value.clip_fraction])
+    sums = context.ranks.sum(sums)
+    lr = float(trained.scheduler.get_last_lr()[0])
+    norm = take_step(trained, loss=sums[0], what="critic", grad_clip=_clip_of(trained, config), ranks=context.ranks)
+    loss, clip_fraction = sums.tolist()
+    return {"critic_loss": loss, "value_clip_fraction": clip_fraction, "critic_grad_norm": norm, "critic_lr": lr}
+
+
+def _learn_policy(
+    trained: Trained, micro: Micro, denominator: Tensor, context: StepContext, *, is_last: bool
+) -> tuple[Tensor, Tensor]:
+    """Add one micro-batch's gradients; return its share of loss, clip fraction, KL and entropy, and its top ratio."""
+    config, rows = context.config, micro.experience
+    with autocast(context.device, context.dtype):
+        logits = response_logits(
+            trained.model,
+            sequences=rows.sequences,
+            attention_mask=rows.attention_mask,
+            num_actions=rows.num_actions,
+        )
+    found = logprobs_and_entropy(
+        logits,
+        rows.sequences[:, -rows.num_actions :],
+        temperature=config.temperature,
+        entropy_needs_grad=config.entropy_coef > 0,
+    )
+    policy = policy_loss(
+        logprobs=found.logprobs,
+        old_logprobs=rows.action_log_probs,
+        advantages=rows.advantages,
+        mask=rows.action_mask,
+        denominator=denominator,
+        clip_eps=config.eps_clip,
+        clip_eps_high=config.eps_clip_high,
+        dual_clip=config.dual_clip,
+        weights=micro.weights,
+        importance=micro.importance,
+    )
+    spread = entropy_bonus(entropy=found.entropy, mask=rows.action_mask, denominator=denominator, weights=micro.weights)
+    loss = (1 - config.ptx_coef) * policy.loss
+    if config.entropy_coef > 0:
+        loss = loss - config.entropy_coef * spread
+    _backward(trained, loss, context, is_last=is_last)
+    sums = torch.stack([policy.loss.detach(), policy.clip_fraction, policy.approx_kl, spread.detach()])
+    return sums, policy.max_ratio
+
+
+def _learn_demonstrations(
+    trained: Trained, batch: PaddedBatch, tokens: Tensor, context: StepContext, *, is_last: bool
+) -> Tensor:
+    """Add the gradients of demonstrations; return their share of the loss."""
+    width = batch.action_mask.shape[1]
+    with autocast(context.device, context.dtype):
+        logits = response_logits(
+            trained.model, sequences=batch.sequences, attention_mask=batch.attention_mask, num_actions=width
+        )
+    logprobs = logprobs_from_logits(logits, batch.sequences[:, -width:], temperature=1.0)
+    loss = lm_loss(logprobs=logprobs, mask=batch.action_mask, denominator=tokens)
+    _backward(trained, context.config.ptx_coef * loss, context, is_last=is_last)
+    return loss.detach()
+
+
+def _cut_ptx(ptx: PaddedBatch | None, context: StepContext) -> tuple[list[PaddedBatch], Tensor]:
+    """Return the demonstrations in micro-batches, and the number of their tokens on all ranks."""
+    none = torch.zeros((), device=context.device)
+    if ptx is None or context.config.ptx_coef == 0:
+        return [], none
+    size = context.config.micro_batch_size
+    parts = zip(*(torch.split(tensor.to(context.device), size) for tensor in ptx), strict=True)
+    tokens = context.ranks.sum(ptx.action_mask.sum().float().to(context.device))
+    if not tokens:
+        raise TrainingError("expected demonstrations with at least one token to learn, got none")
+    return [PaddedBatch(*part) for part in parts], tokens
+
+
+def _backward(trained: Trained, loss: Tensor, context: StepContext, *, is_last: bool) -> None:
+    """Add the loss's gradients; averaging over ranks divides by their number, which is undone here."""
+    waiting = nullcontext() if is_last else trained.booster.no_sync(trained.model, trained.optimizer)
+    with waiting:
+        trained.booster.backward(loss * context.ranks.world_size, trained.optimizer)
+
+
+def _clip_of(trained: Trained, config: LearningConfig) -> float | None:
+    """Return the norm to clip to, where no booster does it."""
+    return config.grad_clip if isinstance(trained.optimizer, torch.optim.Optimizer) else None

@@ -205,8 +205,11 @@ class PPOLearner:
     def state(self) -> LearnerState:
         """Return copies, in host memory, of all that a continuation to the bit needs."""
         state = state_tensors(self._roles, self.device)
-        line = None if self._line is None else self._line.facts()
-        return LearnerState(state.tensors, state.facts | {_FACTS: {"steps": self.steps, "value_line": line}})
+        return LearnerState(state.tensors, state.facts | {_FACTS: self.facts()})
+
+    def facts(self) -> dict[str, Any]:
+        """Return, as JSON holds them, the facts that are in neither models, optimizers nor schedules."""
+        return {"steps": self.steps, "value_line": None if self._line is None else self._line.facts()}
 
     def load_state(self, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
         """Go on from a state that `state` returned.
@@ -214,12 +217,25 @@ class PPOLearner:
         Raises:
             ModelError: if it belongs to models of another form; nothing was changed.
         """
+        kept = self.facts()
+        self.load_facts(facts.get(_FACTS, {}))
         try:
-            steps, line = int(facts[_FACTS]["steps"]), facts[_FACTS]["value_line"]
+            load_state_tensors(self._roles, tensors, facts, self.device)
+        except ModelError:
+            self.load_facts(kept)
+            raise
+
+    def load_facts(self, facts: Mapping[str, Any]) -> None:
+        """Put back what `facts` returned, where models, optimizers and schedules come back on their own.
+
+        Raises:
+            ModelError: if they are incomplete; nothing was changed.
+        """
+        try:
+            steps, line = int(facts["steps"]), facts["value_line"]
             value_line = None if line is None else ValueLine.from_facts(line)
         except (LookupError, TypeError, ValueError) as error:
             raise ModelError("the stored training state is incomplete: it lacks the learner's own facts") from error
-        load_state_tensors(self._roles, tensors, facts, self.device)
         self.steps, self._line = steps, value_line
 
     def merged_weights(

@@ -28,3 +28,8 @@ class LoRAConfig(Config):
     dropout: float = Field(0.0, ge=0, lt=1)
     target_modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
     """Names of the layers that get an adapter."""
+    init: Literal["kaiming_uniform", "pissa"] = "kaiming_uniform"
+    """Adapters that change nothing at first, or (pissa) the base's leading singular vectors, taken out of the base:
+    then the adapters switched off are not the reference, which has to be a model of its own."""
+    bias: Literal["none", "all", "lora_only"] = "none"
+    """Biases that are trained beside the adapters; with any, too, the reference has to be a model of its own."""

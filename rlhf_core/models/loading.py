@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf_core.errors import ModelError
+from rlhf_core.models.compatibility import check_same_tokenizer
 from rlhf_core.models.digest import model_digest
 from rlhf_core.models.locating import find_local, locate_model
 from rlhf_core.models.saving import quiet, save_model, save_weights
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 __all__ = [
+    "check_same_tokenizer",
     "count_parameters",
     "default_device",
     "find_local",

@@ -24,12 +24,14 @@ from rlhf_core.models.saving import SHARD_SIZE, quiet
 _ADAPTER = "default"
 _ADAPTER_MARK = ".lora_"
 _BASE_MARK = ".base_layer"
+_CONFIG = "lora_config"  # attribute of each adapted layer: what it was made by
 
 
 def attach_lora(model: PreTrainedModel, config: LoRAConfig, *, seed: int) -> None:
     """Put adapters on the model's linear layers, in place, and freeze everything else in it.
 
-    Adapters are float32 whatever the model is in; at first they change nothing, as one factor is zero.
+    Adapters are float32 whatever the model is in; at first they change nothing, as one factor is zero (or, with
+    `init` pissa, up to rounding, as what they hold is taken out of the weights below).
 
     Args:
         model: a causal language model or a trunk, in any dtype.
@@ -47,6 +49,8 @@ def attach_lora(model: PreTrainedModel, config: LoRAConfig, *, seed: int) -> Non
         lora_alpha=config.alpha,
         lora_dropout=config.dropout,
         target_modules=targets if isinstance(targets, str) else list(targets),
+        init_lora_weights=True if config.init == "kaiming_uniform" else config.init,
+        bias=config.bias,
     )
     with torch.random.fork_rng(), warnings.catch_warnings():
         # GPT-2 keeps its weights transposed; peft sees it, says so, and does the right thing.
@@ -59,10 +63,34 @@ def attach_lora(model: PreTrainedModel, config: LoRAConfig, *, seed: int) -> Non
                 f"{type(model).__name__} has no layer named like {targets!r}; set lora.target_modules to "
                 "'all-linear' or to names of its linear layers"
             ) from error
-    for parameter in model.parameters():
-        if parameter.requires_grad:
+    for layer in _adapted_layers(model).values():
+        setattr(layer, _CONFIG, config)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and _ADAPTER_MARK in name:
             parameter.data = parameter.data.float()
     model.train(model.training)  # the new layers come in training mode, whatever the model is in
+
+
+def adapter_config(model: nn.Module) -> LoRAConfig | None:
+    """Return what the model's adapters were made by; None if it has none."""
+    configs = {getattr(layer, _CONFIG) for layer in _adapted_layers(model).values()}
+    return configs.pop() if configs else None
+
+
+def merge_adapters(model: nn.Module) -> None:
+    """Add the adapters to the weights below them, in place, and take them out: a plain model, ready for new ones.
+
+    The weights are those that `save_merged` writes, to the bit.
+    """
+    with torch.no_grad():
+        for name, layer in _adapted_layers(model).items():
+            base = layer.get_base_layer()
+            base.weight.copy_(base.weight.float() + layer.get_delta_weight(_ADAPTER).float())
+            model.set_submodule(name, base)
+    model.requires_grad_(requires_grad=True)
+    for module in model.modules():
+        if hasattr(module, "peft_config"):  # peft's note that there are adapters
+            del module.peft_config
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -156,11 +184,18 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
     """Run the block with the adapters switched off: the model is then what it was before training.
 
     Raises:
-        ModelError: if the model has no adapters, as the block would then silently use the trained weights.
+        ModelError: if the model has no adapters, or they changed more than themselves (the base by pissa, biases
+            by training), as the block would then silently use other weights.
     """
     layers = _adapted_layers(model)
-    if not layers:
+    config = adapter_config(model)
+    if config is None:
         raise ModelError("this model has no adapters to switch off; give an initial_model of its own")
+    if config.init == "pissa" or config.bias != "none":
+        raise ModelError(
+            f"with lora.init {config.init} and lora.bias {config.bias}, the model without its adapters is not what "
+            "it was before training; give an initial_model of its own"
+        )
     for layer in layers.values():
         layer._disable_adapters = True  # enable_adapters() would also change what is trainable
     try:

@@ -112,6 +112,7 @@ def checkpoint_gradients(model: Any) -> None:
         ModelError: if the architecture cannot.
     """
     inner = unwrapped(model)
+    inner = getattr(inner, "trunk", inner)  # of a critic or reward model
     try:
         # the other way of checkpointing would need inputs that require a gradient, which adapters' do not
         inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

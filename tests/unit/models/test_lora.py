@@ -10,11 +10,14 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from rlhf_core.config import LoRAConfig
 from rlhf_core.errors import ModelError
+from rlhf_core.models.actor import response_logprobs
 from rlhf_core.models.critic import Critic
+from rlhf_core.models.loading import load_causal_lm
 from rlhf_core.models.lora import (
     adapters_off,
     attach_lora,
     load_trainable_state,
+    merge_adapters,
     merged_parameters,
     save_merged,
     set_adapter_dropout,
@@ -56,6 +59,11 @@ def test_merged_weights_are_base_plus_scaled_product(architecture: str) -> None:
     layer, transposed = {
         "llama": ("model.layers.1.mlp.up_proj", False),
         "gpt2": ("transformer.h.1.mlp.c_fc", True),
+        "opt": ("model.decoder.layers.1.fc1", False),
+        "bloom": ("transformer.h.1.self_attention.query_key_value", False),
+        "qwen2": ("model.layers.1.self_attn.k_proj", False),
+        "qwen3": ("model.layers.1.self_attn.q_proj", False),
+        "mistral": ("model.layers.1.mlp.down_proj", False),
     }[architecture]
     parts = dict(model.named_parameters())
     product = parts[f"{layer}.lora_B.default.weight"] @ parts[f"{layer}.lora_A.default.weight"]
@@ -177,3 +185,88 @@ def test_a_second_set_of_adapters_is_refused() -> None:
 def test_targets_that_match_no_layer_are_refused() -> None:
     with pytest.raises(ModelError, match="has no layer named like"):
         attach_lora(tiny_causal_lm("llama"), LoRAConfig(target_modules=("c_attn",)), seed=0)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_adapters_merged_in_place_leave_the_plain_model_that_is_stored(architecture: str, tmp_path: Path) -> None:
+    model = adapted(architecture)
+    save_merged(model, tmp_path)
+    merge_adapters(model)
+    stored = dict(load_causal_lm(tmp_path, "float32").named_parameters())
+    assert stored.keys() == dict(model.named_parameters()).keys()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, stored[name]), name
+        assert parameter.requires_grad
+    attach_lora(model, CONFIG, seed=5)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_reference_of_ppo_is_the_stored_sft_policy_to_the_bit(architecture: str, tmp_path: Path) -> None:
+    sft = adapted(architecture)
+    save_merged(sft, tmp_path)
+    actor = load_causal_lm(tmp_path, "float32")
+    attach_lora(actor, CONFIG, seed=5)
+    row = {
+        "sequences": torch.tensor([[0, 5, 17, 40, 99, 3]]),
+        "attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1]]),
+        "num_actions": 3,
+        "temperature": 0.7,
+    }
+    with torch.no_grad():
+        first = response_logprobs(actor, **row)
+        with adapters_off(actor):
+            reference = response_logprobs(actor, **row)
+        stored = response_logprobs(load_causal_lm(tmp_path, "float32"), **row)
+        assert torch.equal(reference, stored)
+        assert torch.equal(first, reference), "KL is 0 at step 0"
+        for parameter in trainable_parameters(actor).values():
+            parameter.add_(0.05)
+        assert not torch.equal(response_logprobs(actor, **row), stored)
+        with adapters_off(actor):
+            assert torch.equal(response_logprobs(actor, **row), stored), "and the reference stays"
+
+
+def test_adapters_cost_no_second_copy_of_the_weights() -> None:
+    def held(model: PreTrainedModel) -> dict[int, int]:
+        storages = [tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers())]
+        return {storage.data_ptr(): storage.nbytes() for storage in storages}
+
+    model = tiny_causal_lm("llama")
+    before = held(model)
+    attach_lora(model, CONFIG, seed=0)
+    with adapters_off(model), torch.no_grad():
+        model(IDS)
+    after = held(model)
+    assert before.items() <= after.items(), "the weights are where they were"
+    adapters = sum(parameter.numel() * 4 for parameter in trainable_parameters(model).values())
+    assert sum(after.values()) == sum(before.values()) + adapters
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_pissa_takes_the_leading_singular_vectors_out_of_the_base(architecture: str) -> None:
+    plain, model = tiny_causal_lm(architecture), tiny_causal_lm(architecture)
+    attach_lora(model, LoRAConfig(r=4, alpha=8.0, init="pissa"), seed=0)
+    torch.testing.assert_close(model(IDS).logits, plain(IDS).logits, rtol=1e-4, atol=1e-4)
+    name = {"llama": "model.layers.1.mlp.up_proj", "gpt2": "transformer.h.1.mlp.c_fc"}[architecture]
+    left, values, right = torch.linalg.svd(plain.get_parameter(f"{name}.weight").detach(), full_matrices=False)
+    rest = left[:, 4:] @ values[4:].diag() @ right[4:]
+    torch.testing.assert_close(model.get_parameter(f"{name}.base_layer.weight").detach(), rest, rtol=1e-3, atol=1e-4)
+    merged = merged_parameters(model)
+    torch.testing.assert_close(merged[f"{name}.weight"], plain.get_parameter(f"{name}.weight"), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("config", [LoRAConfig(r=2, init="pissa"), LoRAConfig(r=2, bias="all")])
+def test_adapters_that_change_more_than_themselves_are_no_reference(config: LoRAConfig) -> None:
+    model = adapted("gpt2", config=config)
+    with pytest.raises(ModelError, match=r"give an initial_model of its own"), adapters_off(model):
+        pass
+
+
+@pytest.mark.parametrize("bias", ["all", "lora_only"])
+def test_biases_are_trained_where_asked(bias: str) -> None:
+    model = adapted("gpt2", config=LoRAConfig(r=2, bias=bias))
+    biases = {name for name in trainable_parameters(model) if ".lora_" not in name}
+    assert "transformer.h.0.mlp.c_fc.base_layer.bias" in biases
+    assert ("transformer.ln_f.bias" in biases) == (bias == "all")
+    merged = merged_parameters(model)
+    assert torch.equal(merged["transformer.h.0.mlp.c_fc.bias"], model.transformer.h[0].mlp.c_fc.base_layer.bias)

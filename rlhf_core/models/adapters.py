@@ -1,0 +1,141 @@
+"""Adapters on disk, in peft's own format: `PeftModel.from_pretrained` loads what is written here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from peft.tuners.lora import LoraLayer
+from pydantic import ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rlhf_core.config import LoRAConfig
+from rlhf_core.errors import ModelError
+from rlhf_core.models.lora import adapter_config, attach_lora, load_trainable_state, trainable_state
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+_PREFIX = "base_model.model."  # where the model is inside peft's wrapper
+_FACTORS = ("lora_A", "lora_B")
+# what peft can do and we cannot: none of it may be left out in silence
+_UNKNOWN = (
+    "use_dora",
+    "use_rslora",
+    "rank_pattern",
+    "alpha_pattern",
+    "modules_to_save",
+    "lora_bias",
+    "layer_replication",
+)
+
+
+def is_adapter_directory(directory: Path) -> bool:
+    """Return whether a directory holds adapters, and not a whole model."""
+    return (directory / CONFIG_FILE).is_file()
+
+
+def save_adapters(model: PreTrainedModel, directory: Path) -> None:
+    """Write a model's adapters as peft does: `adapter_config.json`, and the factors in safetensors.
+
+    Args:
+        model: a causal language model or a trunk with adapters.
+        directory: made if absent.
+
+    Raises:
+        ModelError: if there are no adapters, or they have changed the weights below them.
+    """
+    config = adapter_config(model)
+    if config is None:
+        raise ModelError("this model has no adapters to save; use save_merged for its weights")
+    if config.init == "pissa":
+        raise ModelError("adapters of lora.init pissa are of no use without the weights that they changed; save merged")
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    directory.mkdir(parents=True, exist_ok=True)
+    LoraConfig(
+        r=config.r,
+        lora_alpha=config.alpha,
+        lora_dropout=config.dropout,
+        bias=config.bias,
+        target_modules=sorted(layers),
+        fan_in_fan_out=any(layer.fan_in_fan_out for layer in layers.values()),  # GPT-2 keeps weights transposed
+        task_type=None if model.get_output_embeddings() is None else "CAUSAL_LM",
+        base_model_name_or_path=model.name_or_path or None,
+        inference_mode=True,
+    ).save_pretrained(directory)
+    state = {_peft_name(name): tensor.contiguous() for name, tensor in trainable_state(model).items()}
+    save_file(state, directory / WEIGHTS_FILE, metadata={"format": "pt"})
+
+
+def load_adapters(model: PreTrainedModel, directory: Path) -> None:
+    """Put stored adapters on a model, in place, or their weights into the adapters that it has.
+
+    Args:
+        model: what they were trained on.
+        directory: written by `save_adapters`, or by peft.
+
+    Raises:
+        ModelError: if the directory holds no LoRA adapters of this model, or some of a kind that we do not know.
+    """
+    tensors = _read_weights(directory / WEIGHTS_FILE)
+    targets = {name.rpartition(f".{_FACTORS[0]}.")[0].removeprefix(_PREFIX) for name in tensors if _FACTORS[0] in name}
+    stored = _read_config(directory / CONFIG_FILE, tuple(sorted(targets)))
+    own = adapter_config(model)
+    if own is None:
+        attach_lora(model, stored, seed=0)
+    elif (own.r, own.alpha, own.bias) != (stored.r, stored.alpha, stored.bias):
+        raise ModelError(
+            f"{directory} holds adapters of rank {stored.r} and alpha {stored.alpha:g}, bias {stored.bias}, but the "
+            f"model's have {own.r}, {own.alpha:g} and {own.bias}; build the model with the stored configuration"
+        )
+    load_trainable_state(model, {_own_name(name): tensor for name, tensor in tensors.items()})
+
+
+def _read_config(file: Path, targets: tuple[str, ...]) -> LoRAConfig:
+    try:
+        stored: dict[str, Any] = json.loads(file.read_text())
+        config = LoRAConfig(
+            r=stored["r"],
+            alpha=stored["lora_alpha"],
+            dropout=stored.get("lora_dropout", 0.0),
+            bias=stored.get("bias", "none"),
+            target_modules=targets,
+        )
+    except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
+        raise ModelError(f"{file} is not the configuration of LoRA adapters: {type(error).__name__}") from error
+    unknown = [name for name in _UNKNOWN if stored.get(name)]
+    if stored.get("init_lora_weights") not in (True, False, "gaussian", None):
+        unknown.append(f"init_lora_weights {stored['init_lora_weights']}")
+    if stored.get("peft_type") != "LORA":
+        unknown.append(f"peft_type {stored.get('peft_type')}")
+    if unknown:
+        raise ModelError(
+            f"{file} describes adapters of a kind that is not known here ({', '.join(unknown)}); merge them into "
+            "their model with peft, and give the merged model"
+        )
+    return config
+
+
+def _read_weights(file: Path) -> dict[str, Tensor]:
+    try:
+        tensors: dict[str, Tensor] = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{file} cannot be read as the weights of adapters; it is missing or truncated") from error
+    return {name: tensor.to(torch.float32) if "lora_" in name else tensor for name, tensor in tensors.items()}
+
+
+def _peft_name(name: str) -> str:
+    for factor in _FACTORS:
+        name = name.replace(f".{factor}.default.", f".{factor}.")
+    return _PREFIX + name
+
+
+def _own_name(name: str) -> str:
+    for factor in _FACTORS:
+        name = name.replace(f".{factor}.", f".{factor}.default.")
+    return name.removeprefix(_PREFIX)

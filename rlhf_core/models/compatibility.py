@@ -1,0 +1,63 @@
+"""Do two models, or a model and a tokenizer, mean the same by a token's number?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_core.errors import ModelError
+from rlhf_core.models.trunk import unwrapped
+
+
+def check_same_tokenizer(first: Any, second: Any, *, what: str) -> None:
+    """See that token ids mean the same to both; nothing else would tell, as any id below the vocabulary is an input.
+
+        tokenizer and tokenizer    the same tokens under the same ids
+        model and tokenizer        an embedding for each token; more is padding to a round number
+        model and model            embeddings for equally many tokens
+
+    Args:
+        first: a model (critic and reward model too), or a tokenizer.
+        second: a model, or a tokenizer.
+        what: the two, in words, for the message: "the reward model and the actor".
+
+    Raises:
+        ModelError: if they differ.
+    """
+    tokenizers = [part for part in (first, second) if isinstance(part, PreTrainedTokenizerBase)]
+    models = [part for part in (first, second) if not isinstance(part, PreTrainedTokenizerBase)]
+    if not models:
+        _check_tokenizers(*tokenizers, what=what)
+        return
+    sizes = [_embeddings(model) for model in models]
+    if len(models) == 2:  # noqa: PLR2004 (both of them)
+        if sizes[0] != sizes[1]:
+            raise ModelError(
+                f"{what} have different vocabularies: {sizes[0]} and {sizes[1]} tokens; take models of one tokenizer"
+            )
+        return
+    needed = 1 + max(tokenizers[0].get_vocab().values())
+    if sizes[0] < needed:
+        raise ModelError(
+            f"{what} do not fit: the tokenizer has ids up to {needed - 1}, but the model has embeddings for "
+            f"{sizes[0]} tokens; take the tokenizer that comes with the model"
+        )
+
+
+def _check_tokenizers(first: PreTrainedTokenizerBase, second: PreTrainedTokenizerBase, *, what: str) -> None:
+    ours, theirs = first.get_vocab(), second.get_vocab()
+    if ours == theirs:
+        return
+    differing = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
+    raise ModelError(
+        f"{what} have different tokenizers: {len(differing)} tokens differ, such as {differing[0]!r} "
+        f"({ours.get(differing[0], 'absent')} and {theirs.get(differing[0], 'absent')}); take models of one tokenizer"
+    )
+
+
+def _embeddings(model: Any) -> int:
+    inner = unwrapped(model)
+    inner = getattr(inner, "trunk", inner)  # of a critic or reward model
+    size: int = inner.get_input_embeddings().num_embeddings
+    return size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -118,7 +119,7 @@ def _train(
     context: Context, config: PipelineConfig, pairs: Parent, policy: Parent, key: str, source: str
 ) -> StageResult:
     from rlhf_core.data import PromptTemplate, pairs_from_jsonl
-    from rlhf_core.data.encoding import encode_pairs, split_pairs
+    from rlhf_core.data.encoding import encode_pairs, refuse_shared_prompts, split_pairs
     from rlhf_core.models.loading import load_tokenizer
 
     started = time.perf_counter()
@@ -127,6 +128,7 @@ def _train(
     template = PromptTemplate(tokenizer, config.template)
     rows = pairs_from_jsonl((materialise(context, pairs) / PAIRS).read_bytes())
     split = split_pairs(rows, config.reward_model, seed=config.seed)
+    refuse_shared_prompts(split.training, split.heldout)
     training, heldout = encode_pairs(split.training, template), encode_pairs(split.heldout, template)
     model, metrics = _fit(config, directory, training, heldout)
     metrics["seconds"] = time.perf_counter() - started
@@ -158,7 +160,8 @@ def _fit(
     from rlhf_core.functional.intervals import wilson_interval
     from rlhf_core.models.loading import default_device, load_causal_lm
     from rlhf_core.models.reward_model import RewardModel
-    from rlhf_core.trainer.reward_model import pair_accuracy, standardise_scores, train_reward_model
+    from rlhf_core.trainer.reward_model import train_reward_model
+    from rlhf_core.trainer.supervised_measures import measure_pairs, standardise_scores
 
     settings, dtype = config.reward_model, getattr(torch, config.reward_model.dtype)
     if all(pair.longest > settings.max_length for pair in heldout):
@@ -177,7 +180,7 @@ def _fit(
         autocast_dtype=dtype,
         on_step=lambda step: progress.step(int(step["step"]), loss=step["loss"], accuracy=step["accuracy"]),
     )
-    measured = pair_accuracy(model, heldout, settings, autocast_dtype=dtype)
+    measured = measure_pairs(model, heldout, settings, autocast_dtype=dtype)
     scale = standardise_scores(model, [ids for pair in heldout for ids in pair[:2]], settings, autocast_dtype=dtype)
     interval = wilson_interval(measured.correct, measured.pairs, SHOWN_CONFIDENCE)
     return model, {
@@ -186,10 +189,15 @@ def _fit(
         "heldout_pairs": measured.pairs,
         "too_long": trained.dropped + measured.dropped,
         "accuracy": measured.accuracy,
+        "heldout_loss": measured.loss,
+        "calibration_error": measured.calibration_error,
+        "brier": measured.brier,
         "low": interval.low,
         "high": interval.high,
         "score_mean": scale.mean,
         "score_std": scale.std,
         "first_loss": trained.history[0]["loss"],
         "last_loss": trained.history[-1]["loss"],
+        "calibration_bins": [asdict(each) for each in measured.bins],
+        "score_histogram": asdict(measured.histogram),
     }

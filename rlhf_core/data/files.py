@@ -158,7 +158,8 @@ def read_preferences(path: str | Path) -> PreferenceFile:
 def _pair(row: Mapping[str, Any], where: str) -> PreferencePair | None:
     margin = number_field(row, where, "margin", default=0.0)
     if "prompt" in row:
-        return PreferencePair(*text_fields(row, where, ("prompt", *PREFERENCE_FIELDS)), margin)
+        prompt, chosen, rejected = text_fields(row, where, ("prompt", *PREFERENCE_FIELDS))
+        return PreferencePair(prompt, chosen, rejected, margin)
     chosen, rejected = text_fields(row, where, PREFERENCE_FIELDS)
     pair = split_transcripts(chosen, rejected, where)
     return None if pair is None else replace(pair, margin=margin)

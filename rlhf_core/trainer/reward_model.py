@@ -1,195 +1,286 @@
-"""Bradley-Terry training of a reward model, and what is measured on held-out pairs."""
+"""Bradley-Terry training of a reward model."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from typing import NamedTuple
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlhf_core.buffer.order import minibatch_order
 from rlhf_core.config import RewardModelConfig
 from rlhf_core.data.encoding import EncodedPair
-from rlhf_core.errors import DataError
+from rlhf_core.errors import ConfigError, DataError, ModelError
 from rlhf_core.functional.losses import pairwise_loss
 from rlhf_core.models.device import autocast, device_of
 from rlhf_core.models.reward_model import RewardModel
-from rlhf_core.trainer.base import Metrics, OnStep, TokenIds, pad_right, training_mode
-from rlhf_core.trainer.optim import Trained, make_trained, take_step, warmup_then_decay
+from rlhf_core.models.trunk import evaluating
+from rlhf_core.strategy.booster import Booster
+from rlhf_core.strategy.ranks import Ranks, current_ranks
+from rlhf_core.trainer.base import Metrics, OnStep, training_mode
+from rlhf_core.trainer.checkpoint import write_json
+from rlhf_core.trainer.optim import make_trained, warmup_then_decay
+from rlhf_core.trainer.random_state import random_states, set_random_states
+from rlhf_core.trainer.supervised import gather, gradients_checkpointed, supervised_step
+from rlhf_core.trainer.supervised_batches import PairBatch, pair_batch, pair_batch_of
+from rlhf_core.trainer.supervised_forward import check_vocabulary, vocabulary_size
+from rlhf_core.trainer.supervised_measures import PairMeasurement, measurement
+from rlhf_core.trainer.supervised_trainer import SupervisedTrainer
 
-Pair = tuple[TokenIds, TokenIds] | EncodedPair
-"""Token ids of the chosen and of the rejected sequence: prompt and response."""
-
-_SMALLEST_STD = 1e-6  # below, all scores are equal but for rounding
+PairLoss = Callable[[Tensor, Tensor], Tensor]
+"""Mean loss of chosen and rejected scores, [B] each."""
 
 
 class RewardModelTraining(NamedTuple):
     """What came of the training."""
 
     history: list[Metrics]
-    """Of each step: step, loss, accuracy, lr, grad_norm."""
+    """Of each step: step, loss, accuracy, lr, grad_norm, pairs."""
     dropped: int
     """Pairs that were too long."""
 
 
-class PairAccuracy(NamedTuple):
-    """How often the chosen response scored higher; an equal score counts as wrong."""
+class PairObjective:
+    """The chosen response's score above the rejected one's, by the pair's margin: a mean over the minibatch's pairs.
 
-    correct: int
-    pairs: int
-    dropped: int
-    """Pairs that were too long."""
+    Args:
+        device: of the model.
+        autocast_dtype: arithmetic of the trunk's forward pass; scores and losses are float32.
+        loss: `log_sigmoid` or `log_exp`; or a function that returns the mean loss of chosen and rejected scores, from
+            whose first argument margins are subtracted.
+        centring: weight of the squared sum of a pair's scores; nothing for a function.
+    """
 
-    @property
-    def accuracy(self) -> float:
-        """Share of correct pairs; not a number when there are none."""
-        return self.correct / self.pairs if self.pairs else math.nan
+    what = "reward model"
+    unit = "pairs"
+    reported: tuple[str, ...] = ("accuracy",)
 
+    def __init__(
+        self,
+        device: torch.device,
+        autocast_dtype: torch.dtype,
+        *,
+        loss: Literal["log_sigmoid", "log_exp"] | PairLoss = "log_sigmoid",
+        centring: float = 0.0,
+    ) -> None:
+        self.device = device
+        self.autocast_dtype = autocast_dtype
+        self._loss = loss
+        self._centring = centring
 
-class ScoreStatistics(NamedTuple):
-    """Scores of held-out samples."""
+    def count(self, micro: PairBatch) -> int:
+        """Return the number of pairs."""
+        return micro.pairs
 
-    mean: float
-    std: float
+    def scores(self, model: nn.Module, micro: PairBatch) -> tuple[Tensor, Tensor]:
+        """Return the scores of chosen and rejected sequences, [B] each, from one forward pass."""
+        with autocast(self.device, self.autocast_dtype):
+            scores = model(micro.input_ids.to(self.device), micro.attention_mask.to(self.device))
+        chosen, rejected = scores.flatten().float().chunk(2)
+        return chosen, rejected
+
+    def loss(self, model: nn.Module, micro: PairBatch, *, denominator: float) -> tuple[Tensor, Tensor]:
+        """Return the loss and the number of pairs in which the chosen response scores strictly higher."""
+        chosen, rejected = self.scores(model, micro)
+        margin = None if micro.margin is None else micro.margin.to(self.device)
+        if callable(self._loss):
+            mean = self._loss(chosen if margin is None else chosen - margin, rejected)
+            loss = mean * (micro.pairs / denominator)
+        else:
+            loss = pairwise_loss(
+                chosen=chosen,
+                rejected=rejected,
+                denominator=denominator,
+                margin=margin,
+                centring=self._centring,
+                form=self._loss,
+            )
+        return loss, (chosen > rejected).sum() / denominator
 
 
 def train_reward_model(
     reward_model: RewardModel,
-    pairs: Sequence[Pair],
+    pairs: Sequence[EncodedPair],
     config: RewardModelConfig,
     *,
     seed: int,
     autocast_dtype: torch.dtype,
     on_step: OnStep | None = None,
+    ranks: Ranks | None = None,
 ) -> RewardModelTraining:
     """Train a reward model, in place, to score the chosen sequence above the rejected one.
 
     Args:
         reward_model: on its device, in float32.
-        pairs: token ids, chosen first.
-        config: epochs, batch sizes, learning rates of trunk and head.
+        pairs: token ids, and by how much the scores should differ; the same on every rank.
+        config: epochs, batch sizes (of one rank), learning rates of trunk and head, form of the loss.
         seed: of the order and of dropout.
         autocast_dtype: arithmetic of the trunk's forward pass.
         on_step: told the metrics of each step as it ends.
+        ranks: who trains together; None takes torch.distributed's default group.
 
     Returns:
         The history, and how many pairs were dropped as longer than `config.max_length`.
 
     Raises:
-        DataError: before any training, if no pair is left.
+        DataError: before any training, if no pair is left, or one has a token that the model does not know.
         TrainingError: if a loss or gradient is not finite.
     """
-    kept = _short_enough(pairs, config.max_length)
-    if not kept:
-        raise DataError(
-            f"expected at least one preference pair within {config.max_length} tokens, got {len(pairs)} pairs, all "
-            "longer; raise reward_model.max_length or give more pairs"
-        )
-    steps_per_epoch = -(-len(kept) // config.batch_size)
+    ranks = current_ranks() if ranks is None else ranks
+    kept = _checked(pairs, config.max_length, reward_model)
+    batch_size = config.batch_size * ranks.world_size
     trained = make_trained(
         reward_model,
         lr=config.lr,
         weight_decay=config.weight_decay,
-        schedule=warmup_then_decay(config.warmup_steps, config.epochs * steps_per_epoch),
+        schedule=warmup_then_decay(config.warmup_steps, config.epochs * -(-len(kept) // batch_size)),
         other_lrs={"head.": config.head_lr},
     )
+    objective = PairObjective(device_of(reward_model), autocast_dtype, loss=config.loss, centring=config.centring)
     history: list[Metrics] = []
-    with training_mode(reward_model, seed=seed):
+    with (
+        gradients_checkpointed(reward_model, active=config.gradient_checkpointing),
+        training_mode(
+            reward_model,
+            seed=seed + ranks.rank,  # ranks must not drop the same units
+        ),
+    ):
         for epoch in range(1, config.epochs + 1):  # from 1: the first pass is permuted too
-            for rows in minibatch_order(
-                seed=seed, episode=0, epoch=epoch, samples=len(kept), batch_size=config.batch_size
-            ):
-                batch = [kept[row] for row in rows]
-                metrics = {"step": float(len(history) + 1)} | _step(trained, batch, config, autocast_dtype)
-                history.append(metrics)
+            for places in minibatch_order(seed=seed, episode=0, epoch=epoch, samples=len(kept), batch_size=batch_size):
+                mine = [kept[place] for place in places[ranks.rank :: ranks.world_size]]
+                size = config.micro_batch_size
+                micros = [pair_batch(mine[start : start + size]) for start in range(0, len(mine), size)]
+                step = supervised_step(trained, objective, micros, ranks=ranks, grad_clip=config.grad_clip)
+                history.append({"step": float(len(history) + 1)} | step)
                 if on_step is not None:
-                    on_step(metrics)
+                    on_step(history[-1])
     return RewardModelTraining(history, len(pairs) - len(kept))
 
 
-def pair_accuracy(
-    reward_model: RewardModel,
-    pairs: Sequence[Pair],
-    config: RewardModelConfig,
-    *,
-    autocast_dtype: torch.dtype,
-) -> PairAccuracy:
-    """Return on how many held-out pairs the chosen sequence scores strictly higher; long ones are dropped."""
-    kept = _short_enough(pairs, config.max_length)
-    rows = [sequence for pair in kept for sequence in pair[:2]]
-    scores = score_sequences(reward_model, rows, batch_size=2 * config.micro_batch_size, autocast_dtype=autocast_dtype)
-    correct = int((scores[0::2] > scores[1::2]).sum())
-    return PairAccuracy(correct, len(kept), len(pairs) - len(kept))
-
-
-def standardise_scores(
-    reward_model: RewardModel,
-    sequences: Sequence[TokenIds],
-    config: RewardModelConfig,
-    *,
-    autocast_dtype: torch.dtype,
-) -> ScoreStatistics:
-    """Measure mean and standard deviation of the scores of held-out samples, and keep them in the reward model.
-
-    Samples longer than `config.max_length` are left out. The deviation divides by the number of samples. When all
-    scores are equal it is taken as 1.
-
-    Raises:
-        DataError: if there are no samples that are short enough.
-    """
-    kept = [sequence for sequence in sequences if len(sequence) <= config.max_length]
+def _checked(pairs: Sequence[EncodedPair], max_length: int, model: RewardModel) -> list[EncodedPair]:
+    kept = [pair for pair in pairs if pair.longest <= max_length]
     if not kept:
         raise DataError(
-            f"expected held-out samples of at most {config.max_length} tokens to standardise the reward model's scores "
-            f"with, got {len(sequences)}, all longer"
+            f"expected at least one preference pair within {max_length} tokens, got {len(pairs)} pairs, all "
+            "longer; raise reward_model.max_length or give more pairs"
         )
-    scores = score_sequences(
-        reward_model, kept, batch_size=2 * config.micro_batch_size, autocast_dtype=autocast_dtype
-    ).double()
-    mean, std = scores.mean().item(), scores.std(correction=0).item()
-    statistics = ScoreStatistics(mean, std if std > _SMALLEST_STD else 1.0)
-    reward_model.score_mean.fill_(statistics.mean)
-    reward_model.score_std.fill_(statistics.std)
-    return statistics
+    size = vocabulary_size(model)
+    for number, pair in enumerate(kept, start=1):
+        ids = torch.tensor([*pair.chosen, *pair.rejected])
+        check_vocabulary(ids, size, what=f"the tokens of pair {number} of {len(kept)}")
+        if not (pair.chosen and pair.rejected):
+            raise DataError(f"pair {number} of {len(kept)} has an empty sequence")
+    return kept
 
 
-def score_sequences(
-    reward_model: RewardModel,
-    sequences: Sequence[TokenIds],
-    *,
-    batch_size: int,
-    autocast_dtype: torch.dtype,
-) -> Tensor:
-    """Return the raw score of each whole sequence, [B], in host memory."""
-    device = device_of(reward_model)
-    reward_model.eval()
-    scores = [torch.zeros(0)]
-    with torch.no_grad(), autocast(device, autocast_dtype):
-        for start in range(0, len(sequences), batch_size):
-            ids, mask = pad_right(sequences[start : start + batch_size], device)
-            scores.append(reward_model(ids, mask).cpu())
-    return torch.cat(scores)
+class RewardModelTrainer(SupervisedTrainer[PairBatch]):
+    """coati's trainer on preference pairs; the arithmetic is `train_reward_model`'s.
+
+    Args:
+        model: gives one score per sequence, as `RewardModel`; as `booster.boost` returned it.
+        booster: of the protocol `Booster`; it clips gradients, and says in which precision the model runs.
+        optimizer: boosted.
+        plugin: the booster's; without a meaning here.
+        lr_scheduler: stepped once per optimizer step.
+        tokenizer: of the pairs; the model must know all of its tokens. None is not looked at.
+        loss_fn: mean loss of chosen and rejected scores, as `LogSigLoss()` or `LogExpLoss()`; None is the former.
+        max_epochs: passes over the training data.
+        beta: nothing; must be 0 without a `loss_fn`, as coati's own default loss takes no such number and fails.
+        accumulation_steps: batches per optimizer step.
+        start_epoch: the first pass's number, from 0.
+        save_interval: optimizer steps between checkpoints; None or 0 writes one at the end only.
+        save_dir: of the checkpoints, and of the measurements on the evaluation data; None writes none.
+        coordinator: without a meaning here.
+        centring: weight of the squared sum of a pair's scores, with the default loss.
+    """
+
+    name = "reward-model"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        booster: Booster,
+        optimizer: Any,
+        plugin: Any,  # noqa: ARG002 - coati's
+        lr_scheduler: Any,
+        tokenizer: Any,
+        loss_fn: PairLoss | None = None,
+        max_epochs: int = 1,
+        beta: float = 0.0,
+        accumulation_steps: int = 1,
+        start_epoch: int = 0,
+        save_interval: int | None = 0,
+        save_dir: str | Path | None = None,
+        coordinator: Any = None,  # noqa: ARG002
+        *,
+        centring: float = 0.0,
+    ) -> None:
+        super().__init__(
+            model,
+            booster,
+            optimizer,
+            lr_scheduler,
+            max_epochs=max_epochs,
+            accumulation_steps=accumulation_steps,
+            start_epoch=start_epoch,
+            save_interval=save_interval,
+            save_dir=save_dir,
+        )
+        if beta and loss_fn is None:
+            raise ConfigError(f"beta is {beta}, but the Bradley-Terry loss has no such number; leave it at 0")
+        if tokenizer is not None and self.vocabulary is not None and len(tokenizer) > self.vocabulary:
+            raise ModelError(
+                f"the tokenizer has {len(tokenizer)} tokens, but the reward model's vocabulary only {self.vocabulary}; "
+                "give the tokenizer that the model was made with"
+            )
+        self.loss_fn = loss_fn
+        self.centring = centring
+        self.evaluation: PairMeasurement | None = None
+        """The last measurement on the evaluation data."""
+        self._heldout: frozenset[int] = frozenset()
+
+    def _objective(self) -> PairObjective:
+        loss = self.loss_fn or "log_sigmoid"
+        return PairObjective(self.device, self.autocast_dtype, loss=loss, centring=self.centring)
+
+    def _read(self, batch: Mapping[str, Any], *, training: bool) -> PairBatch:
+        micro = pair_batch_of(batch)
+        check_vocabulary(micro.input_ids, self.vocabulary, what="a batch's pairs")
+        if training and any(_digest(prompt) in self._heldout for prompt in micro.prompts if prompt):
+            raise DataError(
+                "a training pair has the prompt of an evaluation pair, and a reward model is measured on prompts that "
+                "it never saw; leave such prompts out of one of the two"
+            )
+        return micro
+
+    def _before_fit(self, eval_dataloader: Iterable[Mapping[str, Any]] | None) -> None:
+        if eval_dataloader is None:
+            return
+        kept = random_states()  # a DataLoader draws from them even without shuffling
+        prompts = [prompt for batch in eval_dataloader for prompt in pair_batch_of(batch).prompts if prompt]
+        set_random_states(kept)
+        digests = torch.tensor([_digest(prompt) for prompt in prompts], dtype=torch.long)
+        self._heldout = frozenset(gather(digests, self.ranks).tolist())
+
+    def _measure(self, micros: Iterable[PairBatch], epoch: int) -> Metrics:
+        objective, sides = self._objective(), ([torch.zeros(0)], [torch.zeros(0)])
+        with evaluating(self.trained.model), torch.no_grad():
+            for micro in micros:
+                for side, scores in zip(sides, objective.scores(self.trained.model, micro), strict=True):
+                    side.append(scores.cpu())
+        found = measurement(chosen=torch.cat(sides[0]), rejected=torch.cat(sides[1]), ranks=self.ranks)
+        self.evaluation = found
+        if self.save_dir is not None and self.ranks.is_first:
+            self.save_dir.mkdir(parents=True, exist_ok=True)
+            write_json(self.save_dir / f"evaluation-epoch-{epoch}.json", found.facts())
+        names = ("accuracy", "loss", "calibration_error", "brier", "pairs")
+        return {name: float(getattr(found, name)) for name in names}
 
 
-def _step(trained: Trained, batch: Sequence[Pair], config: RewardModelConfig, autocast_dtype: torch.dtype) -> Metrics:
-    lr = trained.scheduler.get_last_lr()[0]
-    device = device_of(trained.model)
-    total, correct = torch.zeros((), device=device), torch.zeros((), device=device)
-    for start in range(0, len(batch), config.micro_batch_size):
-        micro = batch[start : start + config.micro_batch_size]
-        ids, mask = pad_right([*(pair[0] for pair in micro), *(pair[1] for pair in micro)], device)
-        with autocast(device, autocast_dtype):
-            chosen, rejected = trained.model(ids, mask).chunk(2)
-        loss = pairwise_loss(chosen=chosen, rejected=rejected, denominator=len(batch))
-        torch.autograd.backward(loss)
-        total += loss.detach()
-        correct += (chosen > rejected).sum()
-    norm = take_step(trained, grad_clip=config.grad_clip, loss=total, what="reward model")
-    accuracy = correct.item() / len(batch)
-    return {"loss": total.item(), "accuracy": accuracy, "lr": float(lr), "grad_norm": norm}
-
-
-def _short_enough(pairs: Sequence[Pair], max_length: int) -> list[Pair]:
-    return [pair for pair in pairs if max(len(pair[0]), len(pair[1])) <= max_length]
+def _digest(prompt: tuple[int, ...]) -> int:
+    """Return a number of 63 bits that stands for a prompt's token ids, the same in every process."""
+    body = hashlib.sha256(repr(prompt).encode()).digest()
+    return int.from_bytes(body[:8], "big") >> 1

@@ -2,30 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlhf_core.buffer.order import minibatch_order
 from rlhf_core.config import SFTConfig
 from rlhf_core.errors import DataError
-from rlhf_core.functional.logprobs import logprobs_from_logits
-from rlhf_core.functional.losses import lm_loss
-from rlhf_core.models.actor import response_logits
-from rlhf_core.models.device import autocast, device_of
+from rlhf_core.models.device import device_of
 from rlhf_core.models.lora import attach_lora
-from rlhf_core.trainer.base import (
-    Metrics,
-    OnStep,
-    TokenIds,
-    pad_examples,
-    training_mode,
-)
-from rlhf_core.trainer.optim import Trained, make_trained, take_step, warmup_then_decay
+from rlhf_core.models.trunk import evaluating
+from rlhf_core.strategy.booster import Booster
+from rlhf_core.strategy.ranks import ALONE, Ranks, current_ranks
+from rlhf_core.trainer.base import Metrics, OnStep, TokenIds, training_mode
+from rlhf_core.trainer.optim import make_trained, warmup_then_decay
+from rlhf_core.trainer.packing import check_packing, packed_batches
+from rlhf_core.trainer.supervised import gradients_checkpointed, supervised_step
+from rlhf_core.trainer.supervised_batches import MaskedTokens, TokenBatch, as_masked, token_batch, token_batch_of
+from rlhf_core.trainer.supervised_forward import check_vocabulary, token_loss, vocabulary_size
+from rlhf_core.trainer.supervised_trainer import SupervisedTrainer
 
-Demonstration = tuple[TokenIds, TokenIds]
+Demonstration = tuple[TokenIds, Sequence[int | bool]]
+"""Token ids of prompt and response; or all ids with the mask of those to learn, as `encode_conversation` gives them."""
+
+
+class TokenLoss(NamedTuple):
+    """Loss of held-out demonstrations."""
+
+    loss: float
+    """Mean over their tokens to learn, in nats."""
+    tokens: int
+
+    @property
+    def perplexity(self) -> float:
+        """Return exp(loss); infinite where that overflows."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf  # noqa: PLR2004 - e^710 is no double
+
+
+class TokenObjective:
+    """Likelihood of the tokens to learn: a mean over the tokens of the minibatch, long responses weigh more.
+
+    Args:
+        device: of the model.
+        autocast_dtype: arithmetic of the forward pass.
+    """
+
+    what = "language model"
+    unit = "tokens"
+    reported: tuple[str, ...] = ()
+
+    def __init__(self, device: torch.device, autocast_dtype: torch.dtype) -> None:
+        self.device = device
+        self.autocast_dtype = autocast_dtype
+
+    def count(self, micro: TokenBatch) -> int:
+        """Return the number of tokens to learn."""
+        return micro.tokens
+
+    def loss(self, model: nn.Module, micro: TokenBatch, *, denominator: float) -> tuple[Tensor]:
+        """Return the negative log-likelihood over `denominator`."""
+        loss = token_loss(model, micro, denominator=denominator, device=self.device, autocast_dtype=self.autocast_dtype)
+        return (loss,)
 
 
 def train_sft(
@@ -36,89 +78,177 @@ def train_sft(
     seed: int,
     autocast_dtype: torch.dtype,
     on_step: OnStep | None = None,
+    heldout: Sequence[Demonstration] = (),
+    ranks: Ranks | None = None,
 ) -> list[Metrics]:
     """Train a causal language model, in place, to answer as the demonstrations do.
 
-    The loss is on response tokens only, and a token mean over each batch. With `config.lora`, adapters are attached
-    to the model first and they alone are trained; `models.lora.save_merged` writes the result.
+    The loss is on response tokens only, and a token mean over each minibatch, of all ranks together. With
+    `config.packing` the same minibatches go through the model in fewer rows; the numbers stay. With `config.lora`,
+    adapters are attached to the model first and they alone are trained; `models.lora.save_merged` writes the result.
 
     Args:
         model: on its device, in float32 (with adapters: in any dtype).
-        examples: token ids of prompt and response, the stop token included.
-        config: epochs, batch sizes, learning rate.
+        examples: demonstrations, stop tokens included; the same on every rank.
+        config: epochs, batch sizes (of one rank), learning rate.
         seed: of the order, of the adapters and of dropout.
         autocast_dtype: arithmetic of the forward pass.
         on_step: told the metrics of each step as it ends.
+        heldout: demonstrations whose loss is measured after each epoch.
+        ranks: who trains together; None takes torch.distributed's default group.
 
     Returns:
-        Of each step: step, loss, lr, grad_norm, tokens.
+        Of each step: step, loss, lr, grad_norm, tokens; of each epoch's last one heldout_loss too, if there are any.
 
     Raises:
-        DataError: before any training, if there is no example, or one is too long or has an empty part.
+        DataError: before any training, if there is no example, or one is too long, has an empty part, or has a token
+            that the model does not know.
+        ConfigError: before any training, if the model cannot keep packed examples apart.
         TrainingError: if a loss or gradient is not finite.
     """
-    _check(examples, config.max_length)
+    ranks = current_ranks() if ranks is None else ranks
+    rows, unseen = _checked(examples, config.max_length, model), _checked(heldout, config.max_length, model, least=0)
+    if config.packing:
+        check_packing(model, longest=max(len(row.ids) for row in rows), vocabulary=vocabulary_size(model) or 1)
     if config.lora is not None:
         attach_lora(model, config.lora, seed=seed)
-    steps_per_epoch = -(-len(examples) // config.batch_size)
+    batch_size = config.batch_size * ranks.world_size
     trained = make_trained(
         model,
         lr=config.lr,
         weight_decay=config.weight_decay,
-        schedule=warmup_then_decay(config.warmup_steps, config.epochs * steps_per_epoch),
+        schedule=warmup_then_decay(config.warmup_steps, config.epochs * -(-len(rows) // batch_size)),
     )
+    objective = TokenObjective(device_of(model), autocast_dtype)
     history: list[Metrics] = []
-    with training_mode(model, seed=seed):
+    with (
+        gradients_checkpointed(model, active=config.gradient_checkpointing),
+        training_mode(
+            model,
+            seed=seed + ranks.rank,  # ranks must not drop the same units
+        ),
+    ):
         for epoch in range(1, config.epochs + 1):  # from 1: the first pass is permuted too
-            for rows in minibatch_order(
-                seed=seed, episode=0, epoch=epoch, samples=len(examples), batch_size=config.batch_size
-            ):
-                batch = [examples[row] for row in rows]
-                metrics = {"step": float(len(history) + 1)} | _step(trained, batch, config, autocast_dtype)
+            order = minibatch_order(seed=seed, episode=0, epoch=epoch, samples=len(rows), batch_size=batch_size)
+            for number, places in enumerate(order, start=1):
+                micros = _micros([rows[place] for place in places[ranks.rank :: ranks.world_size]], config)
+                step = supervised_step(trained, objective, micros, ranks=ranks, grad_clip=config.grad_clip)
+                metrics = {"step": float(len(history) + 1)} | step
+                if unseen and number == len(order):
+                    mine = _micros(unseen[ranks.rank :: ranks.world_size], config)
+                    measured = mean_token_loss(trained.model, mine, autocast_dtype=autocast_dtype, ranks=ranks)
+                    metrics["heldout_loss"] = measured.loss
                 history.append(metrics)
                 if on_step is not None:
                     on_step(metrics)
     return history
 
 
-def _step(trained: Trained, batch: Sequence[Demonstration], config: SFTConfig, autocast_dtype: torch.dtype) -> Metrics:
-    tokens = sum(len(response) for _, response in batch)
-    lr = trained.scheduler.get_last_lr()[0]
-    device = device_of(trained.model)
-    total = torch.zeros((), device=device)
-    for start in range(0, len(batch), config.micro_batch_size):
-        micro = batch[start : start + config.micro_batch_size]
-        loss = _loss(trained, micro, tokens, device, autocast_dtype)
-        torch.autograd.backward(loss)
-        total += loss.detach()
-    norm = take_step(trained, grad_clip=config.grad_clip, loss=total, what="language model")
-    return {"loss": total.item(), "lr": float(lr), "grad_norm": norm, "tokens": float(tokens)}
+def mean_token_loss(
+    model: nn.Module, batches: Iterable[TokenBatch], *, autocast_dtype: torch.dtype, ranks: Ranks = ALONE
+) -> TokenLoss:
+    """Return the loss of the tokens to learn over all batches of all ranks; the model's mode comes out as it was.
+
+    Raises:
+        DataError: if there is no token to learn.
+    """
+    device = device_of(model)
+    sums = torch.zeros(2, dtype=torch.float64)  # of losses, of tokens
+    with evaluating(model), torch.no_grad():
+        for batch in batches:
+            loss = token_loss(model, batch, denominator=1.0, device=device, autocast_dtype=autocast_dtype)
+            sums += torch.tensor([loss.item(), batch.tokens], dtype=torch.float64)
+    total, tokens = ranks.sum(sums).tolist()
+    if not tokens:
+        raise DataError("expected held-out demonstrations with tokens to learn, got none")
+    return TokenLoss(total / tokens, int(tokens))
 
 
-def _loss(
-    trained: Trained,
-    micro: Sequence[Demonstration],
-    tokens: int,
-    device: torch.device,
-    autocast_dtype: torch.dtype,
-) -> Tensor:
-    ids, mask, action_mask = pad_examples(micro, device)
-    width = action_mask.shape[1]
-    with autocast(device, autocast_dtype):
-        logits = response_logits(trained.model, sequences=ids, attention_mask=mask, num_actions=width)
-    logprobs = logprobs_from_logits(logits, ids[:, -width:], temperature=1.0)
-    return lm_loss(logprobs=logprobs, mask=action_mask, denominator=tokens)
+def _micros(rows: Sequence[MaskedTokens], config: SFTConfig) -> list[TokenBatch]:
+    size = config.micro_batch_size
+    if config.packing:
+        return packed_batches(rows, capacity=config.max_length, size=size)
+    return [token_batch(rows[start : start + size]) for start in range(0, len(rows), size)]
 
 
-def _check(examples: Sequence[Demonstration], max_length: int) -> None:
-    if not examples:
+def _checked(
+    examples: Sequence[Demonstration], max_length: int, model: PreTrainedModel, *, least: int = 1
+) -> list[MaskedTokens]:
+    if len(examples) < least:
         raise DataError("expected at least one demonstration to train on, got none")
-    for row, (prompt, response) in enumerate(examples, start=1):
-        length = len(prompt) + len(response)
-        if length > max_length:
+    rows = [as_masked(example) for example in examples]
+    size = vocabulary_size(model)
+    for number, (row, example) in enumerate(zip(rows, examples, strict=True), start=1):
+        name = f"demonstration {number} of {len(examples)}"
+        if len(row.ids) > max_length:
             raise DataError(
-                f"demonstration {row} of {len(examples)} has {length} tokens, but sft.max_length is {max_length}; "
+                f"{name} has {len(row.ids)} tokens, but sft.max_length is {max_length}; "
                 "raise sft.max_length or shorten the demonstration"
             )
-        if not prompt or not response:
-            raise DataError(f"demonstration {row} of {len(examples)} has an empty prompt or response")
+        if not all(example):
+            raise DataError(f"{name} has an empty prompt or response")
+        if len(row.ids) != len(row.loss_mask) or not any(row.loss_mask[1:]):
+            raise DataError(f"{name} has no token to learn, or a loss mask of another length than its tokens")
+        check_vocabulary(torch.tensor(row.ids), size, what=f"{name}'s tokens")
+    return rows
+
+
+class SFTTrainer(SupervisedTrainer[TokenBatch]):
+    """coati's trainer on demonstrations; the arithmetic is `train_sft`'s.
+
+    Args:
+        model: a causal language model, as `booster.boost` returned it.
+        booster: of the protocol `Booster`; it clips gradients, and says in which precision the model runs.
+        optim: the optimizer, boosted.
+        lr_scheduler: stepped once per optimizer step.
+        max_epochs: passes over the training data.
+        plugin: the booster's; without a meaning here.
+        accumulation_steps: batches per optimizer step.
+        apply_loss_mask: learn only what the batch's loss_mask or labels say; False learns every token.
+        start_epoch: the first pass's number, from 0.
+        save_interval: optimizer steps between checkpoints; None or 0 writes one at the end only.
+        save_dir: of the checkpoints; None writes none.
+        coordinator: without a meaning here.
+    """
+
+    name = "sft"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        booster: Booster,
+        optim: Any,
+        lr_scheduler: Any,
+        max_epochs: int = 2,
+        plugin: Any = None,  # noqa: ARG002 - coati's
+        accumulation_steps: int = 8,
+        apply_loss_mask: bool = True,
+        start_epoch: int = 0,
+        save_interval: int | None = None,
+        save_dir: str | Path | None = None,
+        coordinator: Any = None,  # noqa: ARG002
+    ) -> None:
+        super().__init__(
+            model,
+            booster,
+            optim,
+            lr_scheduler,
+            max_epochs=max_epochs,
+            accumulation_steps=accumulation_steps,
+            start_epoch=start_epoch,
+            save_interval=save_interval,
+            save_dir=save_dir,
+        )
+        self.apply_loss_mask = apply_loss_mask
+
+    def _objective(self) -> TokenObjective:
+        return TokenObjective(self.device, self.autocast_dtype)
+
+    def _read(self, batch: Mapping[str, Any], *, training: bool) -> TokenBatch:  # noqa: ARG002 - both are read alike
+        micro = token_batch_of(batch, apply_loss_mask=self.apply_loss_mask)
+        check_vocabulary(micro.input_ids, self.vocabulary, what="a batch's input_ids")
+        return micro
+
+    def _measure(self, micros: Iterable[TokenBatch], epoch: int) -> Metrics:  # noqa: ARG002
+        found = mean_token_loss(self.trained.model, micros, autocast_dtype=self.autocast_dtype, ranks=self.ranks)
+        return {"loss": found.loss, "perplexity": found.perplexity, "tokens": float(found.tokens)}

@@ -8,16 +8,11 @@ import pytest
 import torch
 
 from rlhf_core.config import RewardModelConfig
+from rlhf_core.data.encoding import EncodedPair
 from rlhf_core.errors import DataError, TrainingError
 from rlhf_core.models.reward_model import RewardModel
-from rlhf_core.trainer.reward_model import (
-    Pair,
-    PairAccuracy,
-    pair_accuracy,
-    score_sequences,
-    standardise_scores,
-    train_reward_model,
-)
+from rlhf_core.trainer.reward_model import train_reward_model
+from rlhf_core.trainer.supervised_measures import measure_pairs, score_sequences, standardise_scores
 from tests.tiny_llama import tiny_llama
 
 torch.set_num_threads(1)
@@ -33,14 +28,14 @@ def reward_model() -> RewardModel:
     return RewardModel.from_causal_lm(tiny_llama(initializer_range=0.2))
 
 
-def pairs(count: int, *, seed: int) -> list[Pair]:
+def pairs(count: int, *, seed: int) -> list[EncodedPair]:
     """The chosen response ends in token 20, the rejected one in 30; lengths and prompts differ."""
     generator = torch.Generator().manual_seed(seed)
-    made: list[Pair] = []
+    made: list[EncodedPair] = []
     for _ in range(count):
         lengths = torch.randint(2, 6, (2,), generator=generator).tolist()
         good, bad = (torch.randint(40, 200, (n,), generator=generator).tolist() for n in lengths)
-        made.append(([*good, 20], [*bad, 30]))
+        made.append(EncodedPair([*good, 20], [*bad, 30]))
     return made
 
 
@@ -50,7 +45,7 @@ def test_the_first_loss_and_accuracy_are_those_of_the_untrained_scores() -> None
         (model(torch.tensor([good]), torch.ones(1, len(good))) - model(torch.tensor([bad]), torch.ones(1, len(bad))))
         .detach()
         .item()
-        for good, bad in some
+        for good, bad, _ in some
     ]
     history = train_reward_model(model, some, CONFIG, seed=0, autocast_dtype=FP32).history
     expected = sum(math.log(1 + math.exp(-difference)) for difference in differences) / 8
@@ -62,9 +57,9 @@ def test_a_preference_is_learnt_and_holds_on_pairs_not_seen() -> None:
     model, heldout = reward_model(), pairs(40, seed=2)
     training = train_reward_model(model, pairs(64, seed=1), CONFIG, seed=0, autocast_dtype=FP32)
     assert training.history[-1]["loss"] < 0.1 < training.history[0]["loss"]
-    found = pair_accuracy(model, heldout, CONFIG, autocast_dtype=FP32)
+    found = measure_pairs(model, heldout, CONFIG, autocast_dtype=FP32)
     assert found.accuracy > 0.95
-    turned = pair_accuracy(model, [(bad, good) for good, bad in heldout], CONFIG, autocast_dtype=FP32)
+    turned = measure_pairs(model, [EncodedPair(bad, good) for good, bad, _ in heldout], CONFIG, autocast_dtype=FP32)
     assert found.correct + turned.correct == found.pairs == 40
     assert not model.training
 
@@ -85,23 +80,26 @@ def test_micro_batches_change_nothing_but_rounding() -> None:
 
 
 def test_long_pairs_are_dropped_and_counted() -> None:
-    some = [*pairs(4, seed=1), ([1] * 17, [2]), ([1], [2] * 17), ([1] * 16, [2])]
+    odd = [([1] * 17, [2]), ([1], [2] * 17), ([1] * 16, [2])]
+    some = [*pairs(4, seed=1), *(EncodedPair(*pair) for pair in odd)]
     training = train_reward_model(reward_model(), some, CONFIG, seed=0, autocast_dtype=FP32)
     assert training.dropped == 2
-    accuracy = pair_accuracy(reward_model(), some, CONFIG, autocast_dtype=FP32)
+    accuracy = measure_pairs(reward_model(), some, CONFIG, autocast_dtype=FP32)
     assert (accuracy.pairs, accuracy.dropped) == (5, 2)
 
 
-@pytest.mark.parametrize("some", [[], [([1] * 17, [2])]])
-def test_no_pair_left_is_refused_before_training(some: list[Pair]) -> None:
+@pytest.mark.parametrize("some", [[], [EncodedPair([1] * 17, [2])]])
+def test_no_pair_left_is_refused_before_training(some: list[EncodedPair]) -> None:
     with pytest.raises(DataError, match=f"at least one preference pair within 16 tokens, got {len(some)} pairs"):
         train_reward_model(reward_model(), some, CONFIG, seed=0, autocast_dtype=FP32)
 
 
-def test_a_tie_counts_as_wrong_and_no_pairs_have_no_accuracy() -> None:
-    same: list[Pair] = [([5, 6], [5, 6])]
-    assert pair_accuracy(reward_model(), same, CONFIG, autocast_dtype=FP32) == PairAccuracy(0, 1, 0)
-    assert math.isnan(pair_accuracy(reward_model(), [], CONFIG, autocast_dtype=FP32).accuracy)
+def test_a_tie_counts_as_wrong_and_no_pairs_are_refused() -> None:
+    same = [EncodedPair([5, 6], [5, 6])]
+    measured = measure_pairs(reward_model(), same, CONFIG, autocast_dtype=FP32)
+    assert (measured.correct, measured.pairs, measured.accuracy) == (0, 1, 0.0)
+    with pytest.raises(DataError, match=r"expected held-out pairs .* got none \(1 were too long\)"):
+        measure_pairs(reward_model(), [EncodedPair([1] * 17, [2])], CONFIG, autocast_dtype=FP32)
 
 
 def test_scores_do_not_depend_on_who_shares_the_batch() -> None:

@@ -1,0 +1,190 @@
+"""Minibatches of demonstrations and of preference pairs, from token ids and from a dataloader's mappings.
+
+They are made in host memory, where lengths and largest ids are known without waiting for a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as nn_functional
+
+from rlhf_core.data.encoding import EncodedPair
+from rlhf_core.errors import DataError
+from rlhf_core.models.trunk import position_ids
+from rlhf_core.trainer.base import TokenIds, pad_right
+
+IGNORED = -100
+"""The label that transformers gives to tokens that are not to be learnt."""
+
+_HOST = torch.device("cpu")
+
+
+class MaskedTokens(NamedTuple):
+    """A demonstration: what is read, and which of it is to be learnt."""
+
+    ids: TokenIds
+    loss_mask: Sequence[bool]
+    """True on tokens to learn, normally the assistant's, whichever turn they are in."""
+
+
+class TokenBatch(NamedTuple):
+    """Rows of tokens of which some are to be learnt; its fields are what `SFTTrainer` finds in a dataloader's batch."""
+
+    input_ids: Tensor
+    """[B S]"""
+    attention_mask: Tensor
+    """[B S], True on tokens; of packed rows [B 1 S S], True where a token (third place) sees another (fourth)."""
+    position_ids: Tensor
+    """[B S], each token's place in its sequence, from 0."""
+    loss_mask: Tensor
+    """[B S], True on tokens to learn; never on a sequence's first, which nothing predicts."""
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens to learn."""
+        return int(self.loss_mask.sum())
+
+
+class PairBatch(NamedTuple):
+    """Preference pairs, padded together."""
+
+    input_ids: Tensor
+    """[2B S], all chosen sequences, then all rejected ones."""
+    attention_mask: Tensor
+    """[2B S], True on tokens."""
+    margin: Tensor | None
+    """[B], by how much the chosen one's score should exceed the other's; None asks for no margin."""
+    prompts: tuple[tuple[int, ...], ...]
+    """Token ids of each pair's prompt."""
+
+    @property
+    def pairs(self) -> int:
+        """Number of pairs."""
+        return self.input_ids.shape[0] // 2
+
+
+def as_masked(example: tuple[TokenIds, Sequence[int | bool]]) -> MaskedTokens:
+    """Return (ids, loss mask) from either form of a demonstration: that one, or ids of prompt and response."""
+    first, second = example
+    if second and isinstance(second[0], bool):
+        return MaskedTokens(first, [bool(learnt) for learnt in second])
+    return MaskedTokens([*first, *second], [False] * len(first) + [True] * len(second))
+
+
+def token_batch(rows: Sequence[MaskedTokens]) -> TokenBatch:
+    """Return demonstrations padded on the left, so that their responses end together and few positions need logits."""
+    width = max(len(row.ids) for row in rows)
+    ids = torch.tensor([[*[0] * (width - len(row.ids)), *row.ids] for row in rows])
+    learnt = torch.tensor([[*[False] * (width - len(row.ids)), *row.loss_mask] for row in rows])
+    lengths = torch.tensor([len(row.ids) for row in rows])
+    attended = torch.arange(width) >= width - lengths[:, None]
+    return _batch(ids, attended, position_ids(attended), learnt)
+
+
+def token_batch_of(batch: Mapping[str, Any], *, apply_loss_mask: bool) -> TokenBatch:
+    """Return what a dataloader gave: {"input_ids", "attention_mask"} and "loss_mask", "labels" or both.
+
+    Args:
+        batch: also "position_ids", which a 4-dimensional attention mask of packed rows needs.
+        apply_loss_mask: False learns every token that is attended.
+
+    Raises:
+        DataError: if a key is missing, or labels are not the tokens themselves.
+    """
+    ids, attention = (_tensor(batch, key) for key in ("input_ids", "attention_mask"))
+    attended = attention.bool()
+    if attended.dim() == ids.dim():
+        places = position_ids(attended)
+    elif "position_ids" not in batch:
+        raise DataError("a batch with a 4-dimensional attention_mask needs position_ids too: packed rows restart them")
+    if "position_ids" in batch:
+        places = _tensor(batch, "position_ids").long()
+    if not apply_loss_mask:
+        learnt = torch.ones_like(ids, dtype=torch.bool)
+    elif "loss_mask" not in batch and "labels" not in batch:
+        raise DataError(
+            f"a batch of demonstrations says by loss_mask or labels what to learn, but this one has {_names(batch)}; "
+            "add one, or set apply_loss_mask=False to learn every token"
+        )
+    else:
+        learnt = _tensor(batch, "loss_mask").bool() if "loss_mask" in batch else torch.ones_like(ids).bool()
+        learnt = learnt & _labelled(batch, ids, learnt)
+    return _batch(ids, attended, places, learnt)
+
+
+def pair_batch(pairs: Sequence[EncodedPair]) -> PairBatch:
+    """Return preference pairs padded on the right."""
+    ids, attended = pad_right([*(pair.chosen for pair in pairs), *(pair.rejected for pair in pairs)], _HOST)
+    margin = torch.tensor([pair.margin for pair in pairs])
+    prompts = tuple(_common_start(pair.chosen, pair.rejected) for pair in pairs)
+    return PairBatch(ids, attended, margin if margin.any() else None, prompts)
+
+
+def pair_batch_of(batch: Mapping[str, Any]) -> PairBatch:
+    """Return what a dataloader gave: {"chosen_input_ids", "chosen_attention_mask", "rejected_...", optional "margin"}.
+
+    coati's `reject_...` is read as `rejected_...`. A pair's prompt is what stands before the response, where
+    "chosen_loss_mask" says that; else what both sequences begin with.
+
+    Raises:
+        DataError: if a key is missing, or the two sides have different numbers of rows.
+    """
+    named = {key.replace("reject_", "rejected_", 1) if key.startswith("reject_") else key: batch[key] for key in batch}
+    sides = [[_tensor(named, f"{side}_{key}") for key in ("input_ids", "attention_mask")] for side in _SIDES]
+    if len(sides[0][0]) != len(sides[1][0]):
+        raise DataError(f"a batch has {len(sides[0][0])} chosen sequences and {len(sides[1][0])} rejected ones")
+    width = max(ids.shape[1] for ids, _ in sides)
+    ids, attended = (
+        torch.cat([nn_functional.pad(side[part], (0, width - side[part].shape[1])) for side in sides])
+        for part in (0, 1)
+    )
+    margin = _tensor(named, "margin").float() if named.get("margin") is not None else None
+    return PairBatch(ids, attended.bool(), margin, _prompts(named, sides))
+
+
+_SIDES = ("chosen", "rejected")
+
+
+def _prompts(named: Mapping[str, Any], sides: Sequence[Sequence[Tensor]]) -> tuple[tuple[int, ...], ...]:
+    (chosen, chosen_mask), (rejected, rejected_mask) = sides
+    if "chosen_loss_mask" in named:
+        before = (_tensor(named, "chosen_loss_mask").bool().cumsum(dim=1) == 0) & chosen_mask.bool()
+        return tuple(tuple(row[mask].tolist()) for row, mask in zip(chosen, before, strict=True))
+    rows = zip(chosen, chosen_mask.bool(), rejected, rejected_mask.bool(), strict=True)
+    return tuple(_common_start(good[there].tolist(), bad[here].tolist()) for good, there, bad, here in rows)
+
+
+def _common_start(one: TokenIds, other: TokenIds) -> tuple[int, ...]:
+    common = next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
+    return tuple(one[: min(len(one), len(other)) if common is None else common])
+
+
+def _batch(ids: Tensor, attended: Tensor, places: Tensor, learnt: Tensor) -> TokenBatch:
+    seen = attended if attended.dim() == ids.dim() else attended.diagonal(dim1=-2, dim2=-1)[:, 0]
+    return TokenBatch(ids, attended, places, learnt & seen & (places > 0))
+
+
+def _labelled(batch: Mapping[str, Any], ids: Tensor, learnt: Tensor) -> Tensor:
+    if "labels" not in batch:
+        return torch.ones_like(learnt)
+    labels = _tensor(batch, "labels")
+    labelled = labels != IGNORED
+    if bool((labelled & learnt & (labels != ids)).any()):
+        raise DataError(
+            f"labels must be the tokens of input_ids themselves, not shifted, or {IGNORED} where nothing is learnt"
+        )
+    return labelled
+
+
+def _tensor(batch: Mapping[str, Any], key: str) -> Tensor:
+    if key not in batch:
+        raise DataError(f"a batch lacks {key!r}; it has {_names(batch)}")
+    return torch.as_tensor(batch[key]).detach().to(_HOST)
+
+
+def _names(batch: Mapping[str, Any]) -> str:
+    return ", ".join(map(repr, batch)) or "nothing"

@@ -1,0 +1,104 @@
+"""Checkpoints of a supervised trainer: coati's layout, and what a continuation to the bit needs besides.
+
+save_dir/epoch-E_step-S/{modeling,optimizer,lr_scheduler,running_states.json}
+save_dir/trainer/epoch-E_step-S/{rank-R.safetensors,rank-R.json,manifest.json}
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rlhf_core.errors import ModelError
+from rlhf_core.strategy.ranks import Ranks
+from rlhf_core.trainer.checkpoint import TRAINER, checkpoint_name, find_checkpoint, write_checkpoint, write_json
+from rlhf_core.trainer.loaders import LoaderState
+from rlhf_core.trainer.optim import Trained
+
+MODEL = "."  # coati's supervised trainers keep one model, whose files are in save_dir itself
+_RANDOM, _LOADER = "random.", "loader."
+
+
+class Position(NamedTuple):
+    """Where a rank stands in its run."""
+
+    epoch: int
+    """From 0."""
+    step: int
+    """Optimizer steps taken in the run."""
+    samples: int
+    """Samples of the epoch that this rank has seen."""
+    loader: LoaderState
+    random: dict[str, Tensor]
+
+
+def write_supervised(save_dir: Path, trained: Trained, position: Position, ranks: Ranks) -> None:
+    """Write one checkpoint, whole or not at all; called by all ranks together.
+
+    Raises:
+        TrainingError: if it could not be written; earlier ones are as they were.
+    """
+
+    def write_model(directory: Path) -> None:
+        booster = trained.booster
+        booster.save_model(trained.model, str(directory / "modeling"), shard=True, use_safetensors=True)
+        booster.save_optimizer(trained.optimizer, str(directory / "optimizer"), shard=True)
+        booster.save_lr_scheduler(trained.scheduler, str(directory / "lr_scheduler"))
+        if ranks.is_first:
+            states = {"epoch": position.epoch, "step": position.step, "sample_start_index": position.samples}
+            write_json(directory / "running_states.json", states)
+
+    def write_rank(directory: Path) -> None:
+        named = {f"{_RANDOM}{name}": tensor for name, tensor in position.random.items()}
+        named |= {f"{_LOADER}{name}": tensor for name, tensor in position.loader.tensors.items()}
+        save_file({name: tensor.contiguous() for name, tensor in named.items()}, directory / _rank_file(ranks))
+        facts = {"ranks": ranks.world_size, "loader": position.loader.facts}
+        write_json((directory / _rank_file(ranks)).with_suffix(".json"), facts)
+
+    name = checkpoint_name(episode=position.epoch, step=position.step)
+    write_checkpoint(save_dir, name, {MODEL: write_model, TRAINER: write_rank}, ranks)
+
+
+def read_supervised(directory: Path, trained: Trained, ranks: Ranks) -> Position:
+    """Put back model, optimizer and schedule; return where this rank stood.
+
+    Args:
+        directory: a `save_dir`, or one checkpoint's directory in it.
+        trained: built as for the run that wrote it.
+        ranks: who trains together; as many as wrote it.
+
+    Raises:
+        ModelError: if it is not whole, or of another form.
+    """
+    if directory.name.startswith("epoch-") and directory.parent.name != TRAINER:
+        directory = directory.parent / TRAINER / directory.name
+    found = find_checkpoint(directory)
+    files = found.path(MODEL)
+    states = json.loads((files / "running_states.json").read_text())
+    own = found.path(TRAINER) / _rank_file(ranks)
+    facts: dict[str, Any] = {"ranks": "fewer"}
+    if own.is_file():
+        facts = json.loads(own.with_suffix(".json").read_text())
+    if facts["ranks"] != ranks.world_size:
+        raise ModelError(
+            f"the checkpoint {files} was written by {facts['ranks']} ranks, but {ranks.world_size} go on; start as "
+            "many, or begin anew from its modeling"
+        )
+    trained.booster.load_model(trained.model, str(files / "modeling"))
+    trained.booster.load_optimizer(trained.optimizer, str(files / "optimizer"))
+    trained.booster.load_lr_scheduler(trained.scheduler, str(files / "lr_scheduler"))
+    tensors = load_file(own)
+    loader = LoaderState(facts["loader"], _under(tensors, _LOADER))
+    return Position(states["epoch"], states["step"], states["sample_start_index"], loader, _under(tensors, _RANDOM))
+
+
+def _rank_file(ranks: Ranks) -> str:
+    return f"rank-{ranks.rank}.safetensors"
+
+
+def _under(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

@@ -1,0 +1,229 @@
+"""What `SFTTrainer` and `RewardModelTrainer` share: epochs over a dataloader, checkpoints, metrics."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from rlhf_core.errors import ConfigError, DataError, RlhfError, TrainingError
+from rlhf_core.models.device import device_of
+from rlhf_core.strategy.booster import Booster
+from rlhf_core.strategy.ranks import Ranks, current_ranks
+from rlhf_core.trainer.base import Metrics
+from rlhf_core.trainer.loaders import CycledLoader
+from rlhf_core.trainer.optim import Trained
+from rlhf_core.trainer.random_state import random_states, set_random_states
+from rlhf_core.trainer.supervised import Objective, supervised_step
+from rlhf_core.trainer.supervised_checkpoint import Position, read_supervised, write_supervised
+from rlhf_core.trainer.supervised_forward import vocabulary_size
+from rlhf_core.trainer.tracking import Tracker, open_tracker
+
+logger = logging.getLogger(__name__)
+
+Batch = Mapping[str, Any]
+Micro = TypeVar("Micro", bound=tuple[Any, ...])
+
+
+class PassLoader(CycledLoader):
+    """A loader that is gone through once at a time."""
+
+    def rest_of_pass(self, number: int) -> Iterator[Batch]:
+        """Yield the batches of pass `number` that were not dealt yet: all of them, unless a state was loaded."""
+        if self._pass != number:
+            self._begin_pass(number)
+        for batch in self._iterator:
+            self._batches += 1
+            self._samples += len(next(iter(batch.values())))
+            yield batch
+
+
+class SupervisedTrainer(ABC, Generic[Micro]):
+    """Trains a model, which a booster has prepared, on the batches of a dataloader.
+
+    An optimizer step is taken from `accumulation_steps` batches of each rank; an epoch's last one from those that are
+    left. Losses are means over everything that such a minibatch of all ranks holds. A trainer is for one `fit`.
+    """
+
+    name: str
+    """Of the run in the log directory."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        booster: Booster,
+        optimizer: Any,
+        lr_scheduler: Any,
+        *,
+        max_epochs: int,
+        accumulation_steps: int,
+        start_epoch: int,
+        save_interval: int | None,
+        save_dir: str | Path | None,
+    ) -> None:
+        if accumulation_steps < 1 or max_epochs < 0 or start_epoch < 0 or (save_interval or 0) < 0:
+            raise ConfigError(
+                "expected accumulation_steps of at least 1 and no negative number, got accumulation_steps "
+                f"{accumulation_steps}, max_epochs {max_epochs}, start_epoch {start_epoch}, "
+                f"save_interval {save_interval}"
+            )
+        if save_interval and save_dir is None:
+            raise ConfigError(f"save_interval is {save_interval}, but there is no save_dir to write checkpoints to")
+        self.trained = Trained(model, optimizer, lr_scheduler, booster)
+        self.ranks: Ranks = getattr(booster, "ranks", None) or current_ranks()
+        self.device = device_of(model)
+        self.autocast_dtype: torch.dtype = getattr(booster, "autocast_dtype", torch.float32)
+        self.vocabulary = vocabulary_size(model)
+        self.max_epochs = max_epochs
+        self.accumulation_steps = accumulation_steps
+        self.start_epoch = start_epoch
+        self.save_interval = save_interval
+        self.save_dir = None if save_dir is None else Path(save_dir)
+        self.step = 0
+        """Optimizer steps taken, those before a resumed checkpoint included."""
+        self.history: list[Metrics] = []
+        """Metrics of each step of this process."""
+        self._tracker = Tracker()
+        self._resumed: Position | None = None
+
+    def fit(
+        self,
+        train_dataloader: Iterable[Batch],
+        eval_dataloader: Iterable[Batch] | None = None,
+        log_dir: str | Path | None = None,
+        use_wandb: bool = False,
+    ) -> None:
+        """Go through the training data `max_epochs` times, and measure on the evaluation data after each.
+
+        Args:
+            train_dataloader: mappings of tensors; on several ranks each has its own, with equally many batches.
+            eval_dataloader: measured, never learnt from.
+            log_dir: of TensorBoard's files and JSON lines, which rank 0 writes.
+            use_wandb: log to Weights & Biases or trackio too.
+
+        Raises:
+            DataError: if there is no batch, or one is not what it should be.
+            TrainingError: if a loss or gradient is not finite; the minibatch is kept under `save_dir`.
+        """
+        if self.ranks.is_first:
+            self._tracker = open_tracker(log_dir, self.name, use_wandb)
+        try:
+            loader = PassLoader(train_dataloader, what="train_dataloader")
+            self._before_fit(eval_dataloader)
+            if self._resumed is not None:
+                loader.load_state(self._resumed.loader.facts, self._resumed.loader.tensors)
+                set_random_states(self._resumed.random)
+            for epoch in range(self.start_epoch, self.max_epochs):
+                self._train(epoch, loader)
+                if eval_dataloader is not None:
+                    self._evaluate(epoch, eval_dataloader)
+            if self.save_dir is not None and self.step:
+                self._save(self.max_epochs - 1, loader)
+        finally:
+            self.trained.model.eval()
+            self._tracker.close()
+
+    def load_checkpoint(self, directory: str | Path) -> None:
+        """Let `fit` go on from a checkpoint, to the bit, given the same data.
+
+        Args:
+            directory: the `save_dir` of an earlier run, whose latest whole checkpoint is taken, or one checkpoint's.
+
+        Raises:
+            ModelError: if there is no whole one, or it belongs to a model or a number of ranks of another form.
+        """
+        self._resumed = read_supervised(Path(directory), self.trained, self.ranks)
+        self.start_epoch, self.step = self._resumed.epoch, self._resumed.step
+
+    def _train(self, epoch: int, loader: PassLoader) -> None:
+        batches = loader.rest_of_pass(epoch)
+        self.trained.model.train()
+        while micros := self._window(batches):
+            metrics = {"epoch": float(epoch)} | self._learn(micros, epoch)
+            self.step += 1
+            self.history.append({"step": float(self.step)} | metrics)
+            self._tracker.log({f"train/{name}": value for name, value in metrics.items()}, self.step)
+            if self.save_interval and self.step % self.save_interval == 0:
+                self._save(epoch, loader)
+        if not self.step:
+            raise DataError("train_dataloader holds no batch; give at least one")
+
+    def _learn(self, micros: list[Micro], epoch: int) -> Metrics:
+        try:
+            return supervised_step(self.trained, self._objective(), micros, ranks=self.ranks)
+        except TrainingError as error:
+            if self.save_dir is None:
+                raise
+            file = self._keep(micros, self.save_dir / f"failed-batch-epoch-{epoch}_step-{self.step + 1}")
+            raise TrainingError(f"{error}; the minibatch is in {file}") from error
+
+    def _keep(self, micros: list[Micro], stem: Path) -> Path:
+        """Write a minibatch for inspection."""
+        file = stem.with_name(f"{stem.name}_rank-{self.ranks.rank}.safetensors")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        named = (micro._asdict() for micro in micros)  # type: ignore[attr-defined]
+        tensors = {
+            f"{number}.{name}": value.contiguous()
+            for number, fields in enumerate(named)
+            for name, value in fields.items()
+            if isinstance(value, Tensor)
+        }
+        save_file(tensors, file)
+        return file
+
+    def _window(self, batches: Iterator[Batch]) -> list[Micro]:
+        """Return the micro-batches of the next step; none at the epoch's end, which all ranks reach together."""
+        failure: RlhfError | None = None
+        micros: list[Micro] = []
+        window = list(islice(batches, self.accumulation_steps))
+        try:
+            micros = [self._read(batch, training=True) for batch in window]
+        except RlhfError as error:
+            failure = error
+        failed, present = self.ranks.sum(torch.tensor([failure is not None, bool(window)]).long()).tolist()
+        if failure is not None:
+            raise failure
+        if failed:
+            raise DataError("another rank's batch is not what it should be; its own message says why")
+        if present not in {0, self.ranks.world_size}:
+            raise DataError(
+                f"train_dataloader ended on {self.ranks.world_size - present} of {self.ranks.world_size} ranks before "
+                "the others; give every rank as many batches, as a DistributedSampler does"
+            )
+        return micros
+
+    def _evaluate(self, epoch: int, loader: Iterable[Batch]) -> None:
+        kept = random_states()  # a DataLoader draws from them even without shuffling
+        measured = self._measure((self._read(batch, training=False) for batch in loader), epoch)
+        set_random_states(kept)
+        self._tracker.log({f"eval/{name}": value for name, value in measured.items()}, self.step)
+        if self.ranks.is_first:
+            figures = ", ".join(f"{name} {value:.4g}" for name, value in measured.items())
+            logger.info("epoch %d: %s", epoch, figures)
+
+    def _save(self, epoch: int, loader: PassLoader) -> None:
+        if self.save_dir is not None:
+            position = Position(epoch, self.step, loader.samples_dealt, loader.state(), random_states())
+            write_supervised(self.save_dir, self.trained, position, self.ranks)
+
+    def _before_fit(self, eval_dataloader: Iterable[Batch] | None) -> None:
+        """Look at the evaluation data before anything is learnt."""
+
+    @abstractmethod
+    def _objective(self) -> Objective[Micro]:
+        """Return what is learnt."""
+
+    @abstractmethod
+    def _read(self, batch: Batch, *, training: bool) -> Micro:
+        """Return a dataloader's batch as a micro-batch; a DataError says what is wrong with it."""
+
+    @abstractmethod
+    def _measure(self, micros: Iterable[Micro], epoch: int) -> Metrics:
+        """Return what evaluation data say, all ranks' together."""

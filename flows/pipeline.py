@@ -13,6 +13,7 @@ from flows.ppo import ppo
 from flows.reward_model import reward_model as train_reward_model
 from flows.sft import sft
 from tasks.data import SPLITS
+from tasks.parents import wants_reward_model
 from tasks.promote import gate, promote
 from tasks.report import write_report
 from tasks.results import Decision
@@ -67,7 +68,7 @@ def pipeline(
     if actor is None:
         stages.append(sft(**common))
         actor = stages[-1].uri
-    if reward_model is None and config.ppo.reward.reward_model > 0:
+    if reward_model is None and wants_reward_model(config):
         pairs, scorer = train_reward_model(actor=actor, **common)
         stages += [scorer] if pairs.uri == dataset.uri else [pairs, scorer]
         reward_model = scorer.uri

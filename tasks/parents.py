@@ -63,21 +63,26 @@ def resolve_policy(context: Context, config: PipelineConfig, reference: str | No
 
 
 def resolve_reward_model(context: Context, config: PipelineConfig, reference: str | None) -> Parent | None:
-    """Return the reward model of a PPO run; None where the configuration gives it no weight."""
+    """Return the reward model of a PPO run; None where the configuration has no use for one."""
     if reference is not None:
         manifest = context.store.resolve(reference)
         _check_kind(manifest, ("reward-model",), reference)
         return _as_parent(manifest)
-    if config.ppo.reward.reward_model == 0:
+    if not wants_reward_model(config):
         return None
     latest = _latest_from(context, "reward-model", config.name, base_model(context, config))
     if latest is None:
         raise ConfigError(
             f"no reward model reward-model/{config.name} made from {config.model.path} exists yet: run "
             f"`rlhf run reward-model/quickstart -p preset={config.name}` first, or set the override "
-            "ppo.reward.reward_model to 0"
+            "ppo.reward.reward_model to 0 (and ppo.critic_init to policy)"
         )
     return _as_parent(latest)
+
+
+def wants_reward_model(config: PipelineConfig) -> bool:
+    """Return whether PPO needs a trained reward model: to score with, or to start the critic from."""
+    return config.ppo.reward.reward_model > 0 or config.ppo.critic_init == "reward_model"
 
 
 def ancestors(context: Context, uri: str) -> dict[str, str]:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlhf_core.config import PipelineConfig
 from tasks.context import Context, materialise
 from tasks.results import Parent, PPORun
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from rlhf_core.experience_maker.maker import ExperienceMaker
+    from rlhf_core.models.critic import Critic
+    from rlhf_core.models.reward_model import RewardModel
     from rlhf_core.trainer.ppo_learner import PPOLearner
+    from rlhf_core.trainer.ptx import Demonstrations
 
 
 class LearnerFactory:
-    """Builds the learner from the run's references: actor, and a critic on the same trunk with a zero head."""
+    """Builds the learner from the run's references: actor, critic where advantages need one, demonstrations."""
 
     def __init__(self, run: PPORun) -> None:
         self._run = run
@@ -24,60 +29,55 @@ class LearnerFactory:
         """Return the learner at its starting weights."""
         import torch
 
-        from rlhf_core.models.critic import Critic
         from rlhf_core.models.loading import default_device, load_causal_lm
         from rlhf_core.models.lora import attach_lora
         from rlhf_core.trainer.ppo_learner import PPOLearner
 
         config = _config(self._run)
-        directory = _directory(self._run.actor)
         device = default_device()
-        torch.manual_seed(config.seed)  # dropout of the adapters
-        actor = load_causal_lm(directory, "float32", device=device)
-        critic = Critic.from_causal_lm(actor)
+        torch.manual_seed(config.seed)
+        actor = load_causal_lm(_directory(self._run.actor), "float32", device=device)
+        critic = _critic(self._run, actor, "float32")
         if config.ppo.lora is not None:
             attach_lora(actor, config.ppo.lora, seed=config.seed)
-            attach_lora(critic.trunk, config.ppo.lora, seed=config.seed)
-        return PPOLearner.build(actor, critic, config.ppo, device=device, seed=config.seed)
+            if critic is not None:
+                attach_lora(critic.trunk, config.ppo.lora, seed=config.seed)
+        ptx = _demonstrations(self._run)
+        return PPOLearner.build(actor, critic, config.ppo, device=device, ptx=ptx, seed=config.seed)
 
 
 class MakerFactory:
-    """Builds an experience maker: actor and critic for published weights, reward model, initial model."""
+    """Builds an experience maker: actor and critic for published weights, scorer, initial model."""
 
     def __init__(self, run: PPORun) -> None:
         self._run = run
 
     def __call__(self) -> ExperienceMaker:
         """Return the maker with the weights of version 0."""
-        import torch
-
+        from infra.settings import settings
         from rlhf_core.data import PromptTemplate
         from rlhf_core.experience_maker.maker import ExperienceMaker
-        from rlhf_core.models.critic import Critic
         from rlhf_core.models.loading import default_device, load_causal_lm, load_tokenizer
-        from rlhf_core.models.reward_model import RewardModel
         from rlhf_core.rewards.scoring import build_scorer
 
         config = _config(self._run)
         directory, dtype, device = _directory(self._run.actor), config.ppo.rollout_dtype, default_device()
-        reward_model = None
-        if self._run.reward_model is not None:
-            reward_model = RewardModel.from_pretrained(_directory(self._run.reward_model), getattr(torch, dtype)).to(
-                device
-            )
-
-        def model() -> Any:
-            return load_causal_lm(directory, dtype, device=device)
-
+        scores = config.ppo.reward.reward_model > 0
+        reward_model = _reward_model(self._run, dtype).to(device) if scores else None
+        actor = load_causal_lm(directory, dtype, device=device)
+        critic = _critic(self._run, actor, dtype)
         template = PromptTemplate(load_tokenizer(directory), config.template)
         return ExperienceMaker(
-            actor=model(),
-            critic=Critic.from_causal_lm(model()),
-            scorer=build_scorer(config.ppo.reward, reward_model, template=template),
-            initial_model=model(),
+            actor=actor,
+            critic=None if critic is None else critic.to(device),
+            scorer=build_scorer(
+                config.ppo.reward, reward_model, template=template, allowed_modules=settings().reward_modules
+            ),
+            initial_model=load_causal_lm(directory, dtype, device=device),
             template=template,
             config=config.ppo,
             seed=config.seed,
+            legacy_form="detached",
         )
 
 
@@ -93,6 +93,45 @@ class PolicySaver:
 
         source = _directory(self._run.actor)
         save_weights(learner.actor.config, learner.merged_weights("actor"), load_tokenizer(source), directory)
+
+
+def _critic(run: PPORun, actor: PreTrainedModel, dtype: str) -> Critic | None:
+    """Return the critic on a transformer of its own, or None where advantages compare samples with each other."""
+    from rlhf_core.models.critic import Critic
+
+    config = _config(run).ppo
+    if config.advantage_estimator != "gae":
+        return None
+    if config.critic_init == "reward_model":
+        return Critic.from_reward_model(_reward_model(run, dtype), keep_head=True)
+    return Critic.from_causal_lm(actor)
+
+
+def _reward_model(run: PPORun, dtype: str) -> RewardModel:
+    import torch
+
+    from rlhf_core.models.reward_model import RewardModel
+
+    assert run.reward_model is not None  # the plan has seen to it
+    return RewardModel.from_pretrained(_directory(run.reward_model), getattr(torch, dtype))
+
+
+def _demonstrations(run: PPORun) -> Demonstrations | None:
+    """Return the dataset's demonstrations for SFT, where the policy learns them beside PPO."""
+    from rlhf_core.data import PromptTemplate, problems_from_jsonl
+    from rlhf_core.models.loading import default_device, load_tokenizer
+    from rlhf_core.trainer.ptx import Demonstrations
+
+    config = _config(run)
+    if config.ppo.ptx_coef == 0:
+        return None
+    template = PromptTemplate(load_tokenizer(_directory(run.actor)), config.template)
+    problems = problems_from_jsonl((_directory(run.dataset) / "sft.jsonl").read_bytes())
+    examples = [
+        (template.prompt_ids(problem.prompt), template.response_ids(template.answer_text(problem.answer)))
+        for problem in problems
+    ]
+    return Demonstrations(examples, batch_size=config.ppo.ptx_batch_size, seed=config.seed, device=default_device())
 
 
 def _config(run: PPORun) -> PipelineConfig:

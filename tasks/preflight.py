@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.errors import ConfigError
 from tasks.context import open_context
 from tasks.parents import BASE_MODEL, resolve_policy, resolve_reward_model
 from tasks.sentences import stage_task
@@ -27,9 +28,12 @@ def preflight(
         reward_model: reward model that was named.
 
     Raises:
+        ConfigError: choices of PPO that exclude each other.
         ModelError: the machine cannot hold the models, or the model's path leads nowhere.
         StoreError: the store cannot be used, or a reference names nothing.
     """
+    if trains == "ppo":
+        check_ppo(config)
     from infra.settings import settings
     from rlhf_core.models.memory import check_memory_for
 
@@ -39,3 +43,21 @@ def preflight(
         resolve_policy(context, config, actor)
     if reward_model is not None:
         resolve_reward_model(context, config, reward_model)
+
+
+def check_ppo(config: PipelineConfig) -> None:
+    """Check relations between choices of PPO.
+
+    Raises:
+        ConfigError: two choices exclude each other.
+    """
+    ppo = config.ppo
+    if ppo.critic_init == "reward_model" and ppo.advantage_estimator != "gae":
+        raise ConfigError(
+            f"ppo.critic_init is reward_model, but ppo.advantage_estimator {ppo.advantage_estimator} has no critic; "
+            "set the first to policy, or the second to gae"
+        )
+    if ppo.critic_init == "reward_model" and ppo.legacy:
+        raise ConfigError(
+            "ppo.legacy judges by rules of its own, to whose returns no critic is fitted; set ppo.critic_init to policy"
+        )

@@ -11,6 +11,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from rlhf_core.detached.chunks import Chunk
+from rlhf_core.types import EpisodeControls
 
 
 class MakersLostError(RuntimeError):
@@ -22,6 +23,7 @@ def deal(
     makers: dict[str, Any],
     *,
     version: int,
+    controls: EpisodeControls,
     timeout_s: float,
     on_chunk: Callable[[int, int], None],
 ) -> list[Any]:
@@ -34,6 +36,7 @@ def deal(
         chunks: what is to be made.
         makers: actor handles by name; a dead one is removed from this mapping.
         version: policy version that every maker must hold.
+        controls: the episode's KL coefficient and scale of scores; travel with each chunk.
         timeout_s: longest wait for all chunks together.
         on_chunk: called with the number of finished chunks and of all chunks.
 
@@ -47,7 +50,7 @@ def deal(
         for name in makers.keys() - {holder for holder, _ in busy.values()}:
             if waiting:
                 chunk = waiting.popleft()
-                busy[makers[name].make_chunk.remote(chunk, version)] = (name, chunk)
+                busy[makers[name].make_chunk.remote(chunk, version, controls)] = (name, chunk)
         if not busy:
             raise MakersLostError("every experience maker of the run has died; the run starts new ones and goes on")
         done, _ = ray.wait(list(busy), num_returns=1, timeout=max(0.0, deadline - time.monotonic()))

@@ -10,12 +10,13 @@ from typing import Any
 
 import ray
 from numpy.typing import NDArray
+from torch import nn
 
 from rlhf_core.detached.chunks import Chunk
 from rlhf_core.detached.weights import WeightsManifest, replace_weights, unpack
 from rlhf_core.errors import RlhfError
 from rlhf_core.experience_maker.maker import ExperienceMaker, to_prompts
-from rlhf_core.types import Sample
+from rlhf_core.types import EpisodeControls, Sample
 
 
 class StaleWeightsError(RlhfError):
@@ -72,13 +73,21 @@ class ExperienceMakerHolder:
             timeout_s: longest wait for the buckets.
         """
         tensors = unpack(manifest, ray.get(list(buckets), timeout=timeout_s))
-        replace_weights({"actor": self._maker.actor, "critic": self._maker.critic}, tensors)
+        models: dict[str, nn.Module] = {"actor": self._maker.actor}
+        if self._maker.critic is not None:
+            models["critic"] = self._maker.critic
+        replace_weights(models, tensors)
         self._version = manifest.version
         return self._version
 
     @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]
-    def make_chunk(self, chunk: Chunk, version: int) -> MadeChunk:
+    def make_chunk(self, chunk: Chunk, version: int, controls: EpisodeControls) -> MadeChunk:
         """Generate and score one chunk with the weights of `version`.
+
+        Args:
+            chunk: what is to be made.
+            version: of the policy.
+            controls: the episode's KL coefficient and scale of scores, which the trainer keeps.
 
         Raises:
             StaleWeightsError: another version is held.
@@ -93,6 +102,7 @@ class ExperienceMakerHolder:
             chunk.samples,
             episode=chunk.episode,
             policy_version=version,
+            controls=controls,
         )
         seconds = {"generate": self._maker.generate_seconds}
         seconds["score"] = time.perf_counter() - started - seconds["generate"]

@@ -8,11 +8,16 @@ from statistics import fmean
 from torch import Tensor
 
 from rlhf_core.trainer.ppo_learner import PPOStats
-from rlhf_core.types import Sample
+from rlhf_core.types import EpisodeControls, Sample
 
 
 def episode_metrics(
-    samples: Sequence[Sample], stats: Sequence[PPOStats], *, versions: Tensor, learnt_at: int
+    samples: Sequence[Sample],
+    stats: Sequence[PPOStats],
+    *,
+    versions: Tensor,
+    learnt_at: int,
+    controls: EpisodeControls,
 ) -> dict[str, float]:
     """Return the means over an episode's samples and over its optimizer steps.
 
@@ -21,6 +26,7 @@ def episode_metrics(
         stats: `PPOStats` of each optimizer step.
         versions: policy version of each sample, [B].
         learnt_at: policy version at the start of the episode that learnt; staleness is counted from it.
+        controls: that the episode's rewards were made with.
     """
     metrics = {
         "reward": fmean(sample.score for sample in samples),
@@ -31,7 +37,11 @@ def episode_metrics(
         "ended": fmean(sample.ended for sample in samples),
         "samples": float(len(samples)),
         "staleness": float(learnt_at - int(versions.min())),
+        "kl_coef": controls.kl_coef,
+        "score_std": controls.score_std,
     }
+    for source in sorted({name for sample in samples for name in sample.raw_scores}):
+        metrics[f"raw/{source}"] = fmean(sample.raw_scores.get(source, 0.0) for sample in samples)
     scores = [sample.rm_score for sample in samples if sample.rm_score is not None]
     if scores:
         metrics["rm_score"] = fmean(scores)

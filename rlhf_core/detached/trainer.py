@@ -24,8 +24,12 @@ from rlhf_core.detached.maker import MadeChunk
 from rlhf_core.detached.metrics import episode_metrics
 from rlhf_core.detached.state import EpisodeRecord, StateKeeper, TrainerPosition
 from rlhf_core.detached.weights import pack
-from rlhf_core.trainer.ppo_learner import PPOLearner
+from rlhf_core.trainer.controls import RewardControls
+from rlhf_core.trainer.ppo_learner import PPOLearner, PPOStats
 from rlhf_core.types import Experience, Sample
+
+CONTROLS = "controls"
+"""Among the learner's facts in a training state: what sets the next episode's rewards."""
 
 
 @ray.remote(concurrency_groups={"status": 2, "compute": 1})
@@ -62,6 +66,7 @@ class DetachedPPOTrainer:
         self._keeper, self._save_policy = keeper, save_policy
         self._incarnation = uuid.uuid4().hex
         self._history: tuple[EpisodeRecord, ...] = ()
+        self._controls = RewardControls(config)
         self._makers: dict[str, Any] = {}
         self._progress = "starting"
         self._committer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="commit")
@@ -74,6 +79,7 @@ class DetachedPPOTrainer:
         state = self._keeper.last_state()
         if state is not None:
             self._learner.load_state(state.tensors, state.learner)
+            self._controls.load_state(state.learner[CONTROLS])
             self._history = state.history
 
     @ray.method(concurrency_group="status")  # type: ignore[untyped-decorator]
@@ -123,6 +129,7 @@ class DetachedPPOTrainer:
         started = time.perf_counter()
         self._progress = f"episode {episode + 1}: learning from {len(samples)} samples"
         stats = self._learner.learn(experience, seed=self._seed, episode=episode)
+        metrics = self._take_note(samples, stats, experience.policy_version, episode)
         seconds["learn"] = time.perf_counter() - started
         version = episode + 1
         started = time.perf_counter()
@@ -132,10 +139,10 @@ class DetachedPPOTrainer:
         started = time.perf_counter()
         snapshot, learner = self._learner.state()  # the learner's only pause: a copy to host memory
         seconds["commit"] = time.perf_counter() - started
-        metrics = episode_metrics(samples, stats, versions=experience.policy_version, learnt_at=episode)
         record = EpisodeRecord(episode, version, self._incarnation, metrics, seconds)
         self._history = (*self._history, record)
-        self._commit = self._committer.submit(self._commit_state, snapshot, learner, self._history, samples)
+        facts = learner | {CONTROLS: self._controls.state()}
+        self._commit = self._committer.submit(self._commit_state, snapshot, facts, self._history, samples)
         self._progress = f"episode {episode + 1}: done"
         return record
 
@@ -163,6 +170,19 @@ class DetachedPPOTrainer:
         self._progress = "storing the policy"
         self._keeper.commit_policy(partial(self._save_policy, self._learner), history=self._history)
 
+    def _take_note(
+        self, samples: list[Sample], stats: Sequence[PPOStats], versions: torch.Tensor, episode: int
+    ) -> dict[str, float]:
+        """Return the episode's figures, and let its samples set the next one's rewards."""
+        metrics = episode_metrics(
+            samples, stats, versions=versions, learnt_at=episode, controls=self._controls.current()
+        )
+        self._controls.update(
+            kl_per_sample=torch.tensor([sample.kl for sample in samples]),
+            scores=torch.tensor([sample.score for sample in samples]),
+        )
+        return metrics
+
     def _collect(self, episode: int) -> tuple[list[MadeChunk], dict[str, float]]:
         started = time.perf_counter()
         problems = episode_problems(self._problems, self._config, seed=self._seed, episode=episode)
@@ -174,7 +194,12 @@ class DetachedPPOTrainer:
         report(0, len(chunks))
         timeout_s = self._config.cluster.episode_timeout_s
         made: list[MadeChunk] = deal(
-            chunks, self._makers, version=len(self._history), timeout_s=timeout_s, on_chunk=report
+            chunks,
+            self._makers,
+            version=len(self._history),
+            controls=self._controls.current(),
+            timeout_s=timeout_s,
+            on_chunk=report,
         )
         wall = time.perf_counter() - started
         work = {phase: sum(chunk.seconds[phase] for chunk in made) for phase in ("generate", "score")}

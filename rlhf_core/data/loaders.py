@@ -127,7 +127,7 @@ class StatefulDistributedSampler(Sampler[int]):
         rank: int | None = None,
         shuffle: bool = True,
         seed: int = 0,
-        drop_last: bool = True,  # noqa: ARG002 - coati's
+        drop_last: bool = False,  # noqa: ARG002 - coati's
     ) -> None:
         ranks = current_ranks()
         self.num_replicas = ranks.world_size if num_replicas is None else num_replicas

@@ -42,8 +42,8 @@ def check_arguments(args: Namespace) -> None:
         if not Path(path).expanduser().exists():
             raise ConfigError(f"data {path} does not exist; give a file of JSON lines or a directory")
     read_json(args.conversation_template_config, "--conversation_template_config")
-    if args.lora_config:
-        read_lora(args.lora_config)
+    if args.lora_config and read_lora(args.lora_config)["init"] == "pissa" and args.keep_lora:
+        raise ConfigError("--keep_lora does not go with PiSSA, which changes the weights below the adapters too")
     checkpoint_step(args)
 
 

@@ -1,0 +1,137 @@
+"""Moments: what ranks add up is what one rank would have found; running moments are those of all values."""
+
+from __future__ import annotations
+
+import json
+from statistics import fmean, pvariance
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rlhf_core.functional.moments import (
+    Moments,
+    RunningMoments,
+    combine_moments,
+    deviation_sum,
+    masked_moments,
+    masked_sums,
+    masked_whiten,
+    whiten_with,
+)
+from tests.reference import definitions
+from tests.unit.functional.ragged import assert_close, flat, mask, pad, random_rows, unpad
+
+ALL = slice(None)
+NOTHING = torch.zeros(2, 2, dtype=torch.bool)
+
+
+def test_moments_by_hand() -> None:
+    # 1, 3, 3, 5: mean 3, variance (4 + 0 + 0 + 4) / 4 = 2
+    found = masked_moments(torch.tensor([[1.0, 3.0], [3.0, 5.0]]), torch.ones(2, 2, dtype=torch.bool))
+    assert [moment.item() for moment in found] == [4.0, 3.0, 2.0]
+
+
+def test_moments_agree_with_the_statistics_module_whatever_lies_in_the_padding() -> None:
+    rows = random_rows(1, scale=3.0)
+    for rubbish in (float("nan"), float("inf")):
+        found = masked_moments(pad(rows, rubbish=rubbish), mask())
+        assert found.count.item() == len(flat(rows))
+        assert found.mean.item() == pytest.approx(fmean(flat(rows)), rel=1e-5)
+        assert found.variance.item() == pytest.approx(pvariance(flat(rows)), rel=1e-5)
+
+
+def test_the_variance_of_values_far_from_zero_is_kept() -> None:
+    values = torch.tensor([10_000.0, 10_001.0, 10_002.0])  # a mean of squares minus a square of means gives 0 or 8
+    assert masked_moments(values, values > 0).variance.item() == pytest.approx(2 / 3, rel=1e-5)
+
+
+def test_nothing_counted_gives_zeros() -> None:
+    values = torch.full((2, 2), float("nan"))
+    assert [moment.item() for moment in masked_moments(values, NOTHING)] == [0.0, 0.0, 0.0]
+    assert [part.item() for part in masked_sums(values, NOTHING)] == [0.0, 0.0]
+    assert deviation_sum(values, NOTHING, mean=0.0).item() == 0.0
+
+
+def whitened_apart(values: Tensor, counts: Tensor, ranks: list[slice]) -> Tensor:
+    """What ranks do that each hold some rows: two sums, added; then one more, added."""
+    sums = [masked_sums(values[rows], counts[rows]) for rows in ranks]
+    count, total = (torch.stack(part).sum() for part in zip(*sums, strict=True))
+    mean = total / count
+    squares = sum(deviation_sum(values[rows], counts[rows], mean=mean) for rows in ranks)
+    parts = [whiten_with(values[rows], counts[rows], mean=mean, variance=squares / count) for rows in ranks]
+    return torch.cat(parts)
+
+
+def test_ranks_that_add_their_sums_whiten_as_one_rank_would() -> None:
+    rows = random_rows(1, scale=3.0)
+    found = whitened_apart(pad(rows), mask(), [slice(0, 1), slice(1, 1), slice(1, 3)])  # one rank holds nothing
+    assert_close(found, masked_whiten(pad(rows), mask()))
+    for row, expected in zip(unpad(found), definitions.whiten(rows), strict=True):
+        assert_close(torch.tensor(row), torch.tensor(expected))
+    assert torch.equal(found[~mask()], torch.zeros(9))
+
+
+def test_whitening_with_given_moments_by_hand() -> None:
+    # (5 - 3) / sqrt(4) = 1; what is not counted stays zero
+    found = whiten_with(torch.tensor([5.0, 7.0]), torch.tensor([True, False]), mean=3.0, variance=torch.tensor(4.0))
+    assert_close(found, torch.tensor([1.0, 0.0]))
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=4).filter(any), st.floats(-100, 100))
+def test_combined_moments_are_those_of_all_values(sizes: list[int], shift: float) -> None:
+    generator = torch.Generator().manual_seed(sum(sizes))
+    parts = [torch.randn(size, generator=generator, dtype=torch.float64) + shift for size in sizes]
+    everything = torch.cat(parts)
+    found = combine_moments([masked_moments(part, torch.ones(len(part), dtype=torch.bool)) for part in parts])
+    assert found.count.item() == len(everything)
+    assert found.mean.item() == pytest.approx(fmean(everything.tolist()), abs=1e-9)
+    assert found.variance.item() == pytest.approx(pvariance(everything.tolist()), abs=1e-9)
+
+
+def test_no_parts_have_no_moments() -> None:
+    with pytest.raises(ValueError, match="at least one part"):
+        combine_moments([])
+    zero = torch.tensor(0.0)
+    assert [moment.item() for moment in combine_moments([Moments(zero, zero, zero)])] == [0.0, 0.0, 0.0]
+
+
+def test_running_moments_are_those_of_all_values_seen() -> None:
+    rows = random_rows(3, scale=5.0)
+    running = RunningMoments()
+    for row in rows:
+        running = running.updated(torch.tensor(row))
+    assert running.count == len(flat(rows))
+    assert running.mean == pytest.approx(fmean(flat(rows)), rel=1e-6)
+    assert running.std**2 == pytest.approx(pvariance(flat(rows)), rel=1e-6)
+
+
+def test_running_moments_do_not_care_in_which_batches_values_come() -> None:
+    values = torch.tensor(flat(random_rows(4)))
+    at_once = RunningMoments().updated(values)
+    one_by_one = RunningMoments()
+    for value in values:
+        one_by_one = one_by_one.updated(value[None])
+    assert one_by_one == pytest.approx(at_once, rel=1e-9)
+
+
+def test_running_moments_travel_as_json() -> None:
+    running = RunningMoments().updated(torch.tensor([0.1, 0.7]))
+    assert RunningMoments(*json.loads(json.dumps(running))) == running
+
+
+def test_equal_scores_have_nothing_to_be_divided_by() -> None:
+    assert RunningMoments().std == 1.0
+    same = RunningMoments()
+    for _ in range(3):  # 0.1 is not a binary fraction: its mean must not be off by a rounding
+        same = same.updated(torch.full((7,), 0.1))
+    assert same.std == 1.0
+    assert same.updated(torch.zeros(0)) == same
+
+
+def test_running_moments_refuse_what_would_spoil_them() -> None:
+    with pytest.raises(ValueError, match="finite"):
+        RunningMoments().updated(torch.tensor([1.0, float("nan")]))

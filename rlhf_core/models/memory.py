@@ -10,6 +10,7 @@ themselves come on top, so that a machine that is refused could never have done 
     PPO, trainer:          two learners (actor and critic), and their weights once more in the rollout dtype,
                            on their way to the makers
     PPO, each maker:       actor, critic, initial model and, where it has weight, reward model, in the rollout dtype
+                           (advantages that compare samples with each other need no critic, here and there)
     SFT, reward model:     one learner
 
 The bound on adapters: a matrix of d x d has r (d + d) of them, a share 2 r / d, and d exceeds N^(1/3) in every
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 GB = 10**9
 BYTES = {"float32": 4, "bfloat16": 2}
 TRAINED = 16  # bytes per trained parameter
-MODELS_OF_A_LEARNER = 2
 FROZEN = 4  # bytes per parameter under adapters
 # where a container's limit stands: version 2, then version 1 of Linux's control groups
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -81,8 +81,9 @@ def required_memory(config: PPOConfig, num_parameters: int) -> MemoryNeed:
         MemoryNeed(trainer=36000, maker=6000, num_makers=2)
     """
     rollout = BYTES[config.rollout_dtype] * num_parameters
-    trainer = MODELS_OF_A_LEARNER * (_learner(num_parameters, config.lora) + rollout)
-    models_of_a_maker = 4 if config.reward.reward_model > 0 else 3
+    models_of_a_learner = 2 if config.advantage_estimator == "gae" else 1
+    trainer = models_of_a_learner * (_learner(num_parameters, config.lora) + rollout)
+    models_of_a_maker = models_of_a_learner + (2 if config.reward.reward_model > 0 else 1)
     return MemoryNeed(trainer, models_of_a_maker * rollout, config.cluster.num_makers)
 
 

@@ -115,7 +115,7 @@ def checkpoint_gradients(model: Any) -> None:
     inner = getattr(inner, "trunk", inner)  # of a critic or reward model
     try:
         # the other way of checkpointing would need inputs that require a gradient, which adapters' do not
-        inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        inner.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     except ValueError as error:
         raise ModelError(
             f"{type(inner).__name__} cannot compute activations again in the backward pass; "

@@ -147,6 +147,11 @@ def test_tokens_as_likely_as_the_last_one_kept_are_kept_too() -> None:
         assert drawn == {0, 1, 2}
 
 
+def test_tokens_that_together_have_exactly_top_p_are_enough() -> None:
+    logits = torch.tensor([[0.5, 0.25, 0.25]]).log()
+    assert choose_sampled(logits=logits, uniforms=torch.tensor([0.99]), temperature=1.0, top_p=0.5).tokens == 0
+
+
 def test_the_choice_is_that_of_exact_arithmetic() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(64, 3000, generator=generator) * 4

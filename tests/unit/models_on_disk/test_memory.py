@@ -31,6 +31,13 @@ def test_full_training_of_a_billion_parameters_by_hand() -> None:
     assert need.total == 36 * GB + 3 * 6 * GB
 
 
+def test_group_baselines_need_no_memory_for_a_critic() -> None:
+    config = PPOConfig(lora=None, rollout_dtype="bfloat16", advantage_estimator="rloo", samples_per_prompt=4)
+    need = required_memory(config, GB)
+    assert need.trainer == (4 + 4 + 8) * GB + 2 * GB
+    assert need.maker == 2 * 2 * GB  # actor and initial model
+
+
 def test_adapters_on_a_billion_parameters_by_hand() -> None:
     reward = RewardConfig(verifier=1, reward_model=0.5)
     config = PPOConfig(lora=LoRAConfig(r=8), dtype="bfloat16", rollout_dtype="float32", reward=reward)

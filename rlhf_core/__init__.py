@@ -10,38 +10,119 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rlhf_core.buffer.naive import NaiveExperienceBuffer
+    from rlhf_core.config import PPOOptions
+    from rlhf_core.data.conversation import Conversation, encode_conversation, setup_conversation_template
+    from rlhf_core.data.loaders import (
+        DataCollatorForPromptDataset,
+        DataCollatorForSupervisedDataset,
+        StatefulDistributedSampler,
+    )
+    from rlhf_core.experience_maker.maker import ExperienceMaker
     from rlhf_core.experience_maker.naive import NaiveExperienceMaker
     from rlhf_core.models.critic import Critic
+    from rlhf_core.models.loss import GPTLMLoss, LogExpLoss, LogSigLoss, PolicyLoss, ValueLoss
     from rlhf_core.models.reward_model import RewardModel
-    from rlhf_core.trainer.ppo_learner import PPOLearner, PPOStats
-    from rlhf_core.trainer.reward_model import train_reward_model
-    from rlhf_core.trainer.sft import train_sft
+    from rlhf_core.rewards.functions import gsm8k_reward_fn, math_competition_reward_fn
+    from rlhf_core.rewards.model import RLVRRewardModel
+    from rlhf_core.rewards.structure import validate_response_structure
+    from rlhf_core.strategy.booster import Booster
+    from rlhf_core.strategy.plain import PlainBooster
+    from rlhf_core.trainer.callbacks import Callback, MakerCallback, TrainerCallback
+    from rlhf_core.trainer.evaluators import (
+        ExperienceMakerPerformanceEvaluator,
+        PerformanceEvaluator,
+        TrainerPerformanceEvaluator,
+    )
+    from rlhf_core.trainer.ol_trainer import OLTrainer
+    from rlhf_core.trainer.ppo import PPOTrainer
+    from rlhf_core.trainer.ppo_learner import PPOLearner
+    from rlhf_core.trainer.ppo_stats import PPOStats
+    from rlhf_core.trainer.reward_model import RewardModelTrainer, train_reward_model
+    from rlhf_core.trainer.sft import SFTTrainer, train_sft
     from rlhf_core.types import Experience, Sample
 
 __all__ = [
+    "Booster",
+    "Callback",
+    "Conversation",
     "Critic",
+    "DataCollatorForPromptDataset",
+    "DataCollatorForSupervisedDataset",
     "Experience",
+    "ExperienceMaker",
+    "ExperienceMakerPerformanceEvaluator",
+    "GPTLMLoss",
+    "LogExpLoss",
+    "LogSigLoss",
+    "MakerCallback",
     "NaiveExperienceBuffer",
     "NaiveExperienceMaker",
+    "OLTrainer",
     "PPOLearner",
+    "PPOOptions",
     "PPOStats",
+    "PPOTrainer",
+    "PerformanceEvaluator",
+    "PlainBooster",
+    "PolicyLoss",
+    "RLVRRewardModel",
     "RewardModel",
+    "RewardModelTrainer",
+    "SFTTrainer",
     "Sample",
+    "StatefulDistributedSampler",
+    "TrainerCallback",
+    "TrainerPerformanceEvaluator",
+    "ValueLoss",
+    "encode_conversation",
+    "gsm8k_reward_fn",
+    "math_competition_reward_fn",
+    "setup_conversation_template",
     "train_reward_model",
     "train_sft",
+    "validate_response_structure",
 ]
 
 _HOMES = {
+    "Booster": "rlhf_core.strategy.booster",
+    "Callback": "rlhf_core.trainer.callbacks",
+    "Conversation": "rlhf_core.data.conversation",
     "Critic": "rlhf_core.models.critic",
+    "DataCollatorForPromptDataset": "rlhf_core.data.loaders",
+    "DataCollatorForSupervisedDataset": "rlhf_core.data.loaders",
     "Experience": "rlhf_core.types",
+    "ExperienceMaker": "rlhf_core.experience_maker.maker",
+    "ExperienceMakerPerformanceEvaluator": "rlhf_core.trainer.evaluators",
+    "GPTLMLoss": "rlhf_core.models.loss",
+    "LogExpLoss": "rlhf_core.models.loss",
+    "LogSigLoss": "rlhf_core.models.loss",
+    "MakerCallback": "rlhf_core.trainer.callbacks",
     "NaiveExperienceBuffer": "rlhf_core.buffer.naive",
     "NaiveExperienceMaker": "rlhf_core.experience_maker.naive",
+    "OLTrainer": "rlhf_core.trainer.ol_trainer",
     "PPOLearner": "rlhf_core.trainer.ppo_learner",
-    "PPOStats": "rlhf_core.trainer.ppo_learner",
+    "PPOOptions": "rlhf_core.config",
+    "PPOStats": "rlhf_core.trainer.ppo_stats",
+    "PPOTrainer": "rlhf_core.trainer.ppo",
+    "PerformanceEvaluator": "rlhf_core.trainer.evaluators",
+    "PlainBooster": "rlhf_core.strategy.plain",
+    "PolicyLoss": "rlhf_core.models.loss",
+    "RLVRRewardModel": "rlhf_core.rewards.model",
     "RewardModel": "rlhf_core.models.reward_model",
+    "RewardModelTrainer": "rlhf_core.trainer.reward_model",
+    "SFTTrainer": "rlhf_core.trainer.sft",
     "Sample": "rlhf_core.types",
+    "StatefulDistributedSampler": "rlhf_core.data.loaders",
+    "TrainerCallback": "rlhf_core.trainer.callbacks",
+    "TrainerPerformanceEvaluator": "rlhf_core.trainer.evaluators",
+    "ValueLoss": "rlhf_core.models.loss",
+    "encode_conversation": "rlhf_core.data.conversation",
+    "gsm8k_reward_fn": "rlhf_core.rewards.functions",
+    "math_competition_reward_fn": "rlhf_core.rewards.functions",
+    "setup_conversation_template": "rlhf_core.data.conversation",
     "train_reward_model": "rlhf_core.trainer.reward_model",
     "train_sft": "rlhf_core.trainer.sft",
+    "validate_response_structure": "rlhf_core.rewards.structure",
 }
 
 

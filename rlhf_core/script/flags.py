@@ -141,7 +141,7 @@ def _add_objective(group: argparse._ArgumentGroup) -> None:
         help="weight of the language-model loss on --ptx_dataset; the policy's loss gets the rest of 1",
     )
     add(
-        "--disable_loss_mask", action="store_true", help="count the tokens after a response's end too, as upstream does"
+        "--disable_loss_mask", action="store_true", help="learn all tokens of demonstrations, not the assistant's alone"
     )
 
 

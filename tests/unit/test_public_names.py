@@ -1,14 +1,98 @@
-"""Public names of the core: they exist, they load lazily, and their parameters stay."""
+"""Public names of the core: they exist, they load lazily, and their parameters are coati's."""
 
 from __future__ import annotations
 
 import inspect
+import re
 import subprocess
 import sys
+from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
 import rlhf_core
+
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "coati.md"
+
+# coati's signatures: names in order, defaults, kinds. Ours may have keyword-only parameters besides.
+SIGNATURES = {
+    "PPOTrainer": (
+        "actor_booster, critic_booster, actor, critic, reward_model, initial_model, actor_optim, critic_optim, "
+        "actor_lr_scheduler, critic_lr_scheduler, tokenizer, kl_coef=0.1, ptx_coef=0.9, train_batch_size=8, "
+        "buffer_limit=0, buffer_cpu_offload=True, eps_clip=0.2, vf_coef=1.0, value_clip=0.2, sample_buffer=False, "
+        "dataloader_pin_memory=True, offload_inference_models=True, apply_loss_mask=True, accumulation_steps=1, "
+        # the one default that differs: coati's [] would be shared by all trainers
+        "save_interval=0, save_dir=None, use_tp=False, coordinator=None, callbacks=(), **generate_kwargs"
+    ),
+    "PPOTrainer.fit": (
+        "self, num_episodes, num_collect_steps, num_update_steps, prompt_dataloader, pretrain_dataloader=None, "
+        "log_dir=None, use_wandb=False"
+    ),
+    "SFTTrainer": (
+        "model, booster, optim, lr_scheduler, max_epochs=2, plugin=None, accumulation_steps=8, apply_loss_mask=True, "
+        "start_epoch=0, save_interval=None, save_dir=None, coordinator=None"
+    ),
+    "SFTTrainer.fit": "self, train_dataloader, eval_dataloader=None, log_dir=None, use_wandb=False",
+    "RewardModelTrainer": (
+        "model, booster, optimizer, plugin, lr_scheduler, tokenizer, loss_fn=None, max_epochs=1, beta=0.0, "
+        "accumulation_steps=1, start_epoch=0, save_interval=0, save_dir=None, coordinator=None"
+    ),
+    "RewardModelTrainer.fit": "self, train_dataloader, eval_dataloader=None, log_dir=None, use_wandb=False",
+    "NaiveExperienceBuffer": "sample_batch_size, limit=0, cpu_offload=True",
+    "NaiveExperienceBuffer.append": "self, experience, samples=()",  # the last one is ours
+    "NaiveExperienceBuffer.sample": "self",
+    "NaiveExperienceMaker": (
+        "actor, critic, reward_model, initial_model, tokenizer, kl_coef=0.01, gamma=1.0, lam=0.95, **options"
+    ),
+    "NaiveExperienceMaker.make_experience": "self, input_ids, attention_mask, gt_answer=None, **generate_kwargs",
+    "PolicyLoss": "clip_eps=0.2, skip_threshold=20.0",
+    "PolicyLoss.forward": "self, log_probs, old_log_probs, advantages, action_mask=None",
+    "ValueLoss": "clip_eps=0.2",
+    "ValueLoss.forward": "self, values, old_values, advantage, action_mask=None",
+    "GPTLMLoss.forward": "self, logits, labels",
+    "LogSigLoss.forward": "self, chosen_reward, reject_reward",
+    "LogExpLoss.forward": "self, chosen_reward, reject_reward",
+    "RewardModel.forward": "self, input_ids, attention_mask",
+    "Critic.forward": "self, input_ids, attention_mask",
+    "RLVRRewardModel": "reward_fn_list, **kwargs",
+    "RLVRRewardModel.forward": (
+        "self, input_ids, attention_mask=None, response_start=None, response_end=None, gt_answer=None"
+    ),
+    "gsm8k_reward_fn": "input_ids, attention_mask, **kwargs",
+    "math_competition_reward_fn": "input_ids, attention_mask, **kwargs",
+    "setup_conversation_template": "tokenizer, chat_template_config=None, save_path=None",
+    "PerformanceEvaluator": (
+        "actor_num_params, critic_num_params, initial_model_num_params, reward_model_num_params, "
+        "enable_grad_checkpoint=False, ignore_episodes=0"
+    ),
+    "TrainerPerformanceEvaluator": (
+        "actor_num_params, critic_num_params, enable_grad_checkpoint=False, ignore_first_episodes=1"
+    ),
+    "ExperienceMakerPerformanceEvaluator": (
+        "actor_num_params, critic_num_params, initial_model_num_params, reward_model_num_params"
+    ),
+    "Callback.on_episode_start": "self, episode",
+    "Callback.on_make_experience_end": "self, experience",
+    "Callback.on_learn_batch_end": "self, experience",
+    "TrainerCallback.on_batch_end": "self, metrics, experience",
+    "MakerCallback.on_make_experience_end": "self, experience",
+    "StatefulDistributedSampler": "dataset, num_replicas=None, rank=None, shuffle=True, seed=0, drop_last=False",
+    "DataCollatorForPromptDataset": "tokenizer, max_length=4096, ignore_index=-100",
+}
+HOOKS = {
+    "Callback": "fit_start fit_end episode_start episode_end make_experience_start make_experience_end "
+    "learn_epoch_start learn_epoch_end learn_batch_start learn_batch_end",
+    "TrainerCallback": "fit_start fit_end episode_start episode_end epoch_start epoch_end batch_start batch_end "
+    "update_start update_end",
+    "MakerCallback": "loop_start loop_end make_experience_start make_experience_end send_start send_end batch_start "
+    "batch_end",
+}
+# coati's eight, then ours
+EXPERIENCE = (
+    "sequences action_log_probs values reward kl advantages attention_mask action_mask "
+    "policy_version rollout_log_probs returns"
+)
 
 
 def test_importing_the_package_and_its_configuration_imports_no_torch() -> None:
@@ -30,13 +114,36 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         _ = rlhf_core.PPOLerner
 
 
-@pytest.mark.parametrize(
-    ("name", "parameters"),
-    [
-        ("NaiveExperienceMaker", ["actor", "critic", "reward_model", "initial_model", "config", "template", "seed"]),
-        ("NaiveExperienceBuffer", ["sample_batch_size", "limit", "cpu_offload", "seed"]),
-        ("PPOLearner", ["actor", "critic", "config", "device"]),
-    ],
-)
-def test_inherited_classes_keep_their_parameters(name: str, parameters: list[str]) -> None:
-    assert list(inspect.signature(getattr(rlhf_core, name)).parameters) == parameters
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_parameters_are_coatis_with_their_order_and_defaults(name: str) -> None:
+    owner, _, method = name.partition(".")
+    found = getattr(rlhf_core, owner)
+    signature = inspect.signature(getattr(found, method) if method else found)
+    assert _coatis(signature) == SIGNATURES[name]
+
+
+def _coatis(signature: inspect.Signature) -> str:
+    """Return a signature without annotations and without what can only be given by name."""
+    kept = []
+    for parameter in signature.parameters.values():
+        if parameter.kind is not parameter.KEYWORD_ONLY:
+            kept.append(parameter.replace(annotation=parameter.empty))
+    return str(inspect.Signature(kept))[1:-1]
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_callbacks_have_coatis_hooks_which_do_nothing(name: str) -> None:
+    hooks = {hook for hook in vars(getattr(rlhf_core, name)) if hook.startswith("on_")}
+    assert hooks == {f"on_{hook}" for hook in HOOKS[name].split()}
+
+
+def test_fields_of_experience_keep_their_order() -> None:
+    assert " ".join(field.name for field in fields(rlhf_core.Experience)) == EXPERIENCE
+
+
+def test_the_table_in_the_documents_names_every_public_name_once() -> None:
+    rows = re.findall(r"^\| `[^|]*` \| `rlhf_core\.(\w+)`", DOCUMENT.read_text(), flags=re.MULTILINE)
+    assert sorted(rows) == sorted(set(rows))
+    inherited = {name.partition(".")[0] for name in SIGNATURES} | {"Experience", "Conversation", "OLTrainer", *HOOKS}
+    assert set(rows) >= inherited
+    assert set(rows) <= set(rlhf_core.__all__)

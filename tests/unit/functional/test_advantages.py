@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlhf_core.functional.advantages import explained_variance, gae, token_rewards
+from rlhf_core.functional.advantages import clip_scores, explained_variance, gae, share_explained, token_rewards
+from rlhf_core.functional.moments import combine_moments, masked_moments
 from tests.reference import definitions
 from tests.unit.functional.ragged import assert_close, flat, mask, pad, random_rows, unpad
 
@@ -33,6 +34,18 @@ def test_without_penalty_the_rewards_of_a_row_add_up_to_its_score() -> None:
     scores = torch.tensor([0.5, -1.0, 2.0])
     found = token_rewards(scores=scores, kl=pad(random_rows(4)), mask=mask(), kl_coef=0.0)
     assert_close(found.sum(dim=1), scores)
+
+
+def test_the_score_goes_to_the_last_token_of_a_row_that_is_full_and_of_one_that_is_not() -> None:
+    counts = torch.tensor([[True, True], [True, False], [False, False]])
+    found = token_rewards(scores=torch.tensor([1.0, 2.0, 3.0]), kl=torch.zeros(3, 2), mask=counts, kl_coef=1.0)
+    assert found.tolist() == [[0.0, 1.0], [2.0, 0.0], [0.0, 0.0]]
+
+
+def test_scores_are_cut_at_both_ends() -> None:
+    assert clip_scores(torch.tensor([-7.0, -5.0, 4.9, 10.0]), 5.0).tolist() == pytest.approx([-5.0, -5.0, 4.9, 5.0])
+    with pytest.raises(ValueError, match="limit above 0"):
+        clip_scores(torch.zeros(1), 0.0)
 
 
 def test_gae_by_hand() -> None:
@@ -100,3 +113,19 @@ def test_explained_variance_at_its_limits() -> None:
     assert explained_variance(values=0 * returns, returns=returns, mask=counts).item() == pytest.approx(0)
     assert explained_variance(values=-returns, returns=returns, mask=counts).item() == pytest.approx(-3)
     assert explained_variance(values=returns, returns=0 * returns, mask=counts).item() == 0.0
+
+
+def test_explained_variance_from_the_moments_of_two_ranks_is_that_of_one() -> None:
+    values, returns, counts = pad(random_rows(7)), pad(random_rows(8)), mask()
+    ranks = (slice(0, 1), slice(1, 3))
+    unexplained = combine_moments([masked_moments((returns - values)[rows], counts[rows]) for rows in ranks])
+    total = combine_moments([masked_moments(returns[rows], counts[rows]) for rows in ranks])
+    found = share_explained(unexplained=unexplained.variance, total=total.variance)
+    assert_close(found, explained_variance(values=values, returns=returns, mask=counts))
+
+
+def test_advantages_do_not_depend_on_the_order_of_rows() -> None:
+    order, rewards, values = [2, 0, 1], pad(random_rows(5)), pad(random_rows(6))
+    found = gae(rewards=rewards, values=values, mask=mask(), gamma=0.9, lam=0.8)
+    turned = gae(rewards=rewards[order], values=values[order], mask=mask()[order], gamma=0.9, lam=0.8)
+    assert torch.equal(turned, found[order])

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from rlhf_core.functional.logprobs import entropy, logprobs_from_logits
+from rlhf_core.functional import logprobs as module
+from rlhf_core.functional.logprobs import entropy, logprobs_and_entropy, logprobs_from_logits
 from tests.reference import definitions
 from tests.unit.functional.ragged import assert_close
 
@@ -72,3 +73,105 @@ def test_huge_logits_overflow_nothing() -> None:
 def test_a_temperature_that_is_not_positive_is_refused(temperature: float) -> None:
     with pytest.raises(ValueError, match="temperature above 0"):
         logprobs_from_logits(logits(), TOKENS, temperature=temperature)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+def test_both_at_once_are_what_each_is_alone(temperature: float) -> None:
+    both = logprobs_and_entropy(logits(), TOKENS, temperature=temperature, entropy_needs_grad=False)
+    assert torch.equal(both.logprobs, logprobs_from_logits(logits(), TOKENS, temperature=temperature))
+    assert torch.equal(both.entropy, entropy(logits(), temperature=temperature))
+    distribution = torch.distributions.Categorical(logits=logits() / temperature)
+    assert_close(both.logprobs, distribution.log_prob(TOKENS))
+    assert_close(both.entropy, distribution.entropy())
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_gradients_of_both_are_those_of_finite_differences(temperature: float) -> None:
+    source = logits(dtype=torch.float64).requires_grad_()
+    for needs_grad, terms in ((True, 2), (False, 1)):
+
+        def both(scores: torch.Tensor, needs_grad: bool = needs_grad, terms: int = terms) -> tuple[torch.Tensor, ...]:
+            found = logprobs_and_entropy(scores, TOKENS, temperature=temperature, entropy_needs_grad=needs_grad)
+            return found[:terms]
+
+        assert torch.autograd.gradcheck(both, (source,))
+
+
+def test_gradients_of_both_are_those_of_torch() -> None:
+    ours, theirs = logits().requires_grad_(), logits().requires_grad_()
+    found = logprobs_and_entropy(ours, TOKENS, temperature=0.7, entropy_needs_grad=True)
+    distribution = torch.distributions.Categorical(logits=theirs / 0.7)
+    pull = torch.tensor([[1.0, -2.0, 0.5], [3.0, 0.0, -1.0]])
+    (pull * found.logprobs + pull.square() * found.entropy).sum().backward()
+    (pull * distribution.log_prob(TOKENS) + pull.square() * distribution.entropy()).sum().backward()
+    assert_close(ours.grad, theirs.grad)
+
+
+def test_an_entropy_that_is_only_looked_at_has_no_gradient() -> None:
+    found = logprobs_and_entropy(logits().requires_grad_(), TOKENS, temperature=1.0, entropy_needs_grad=False)
+    assert (found.logprobs.requires_grad, found.entropy.requires_grad) == (True, False)
+
+
+@pytest.mark.parametrize("elements", [1, 14, 15, 28])
+def test_the_size_of_the_slices_changes_nothing(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run() -> list[torch.Tensor]:
+        scores = logits().requires_grad_()
+        found = logprobs_and_entropy(scores, TOKENS, temperature=0.7, entropy_needs_grad=True)
+        (found.logprobs - 3 * found.entropy).sum().backward()
+        assert scores.grad is not None
+        return [found.logprobs.detach(), found.entropy.detach(), scores.grad]
+
+    whole = run()
+    monkeypatch.setattr(module, "_SLICE_ELEMENTS", elements)
+    assert all(torch.equal(found, expected) for found, expected in zip(run(), whole, strict=True))
+
+
+def test_logits_that_are_a_view_give_what_a_copy_gives_and_are_not_changed() -> None:
+    wide = torch.randn(2, 6, 7, generator=torch.Generator().manual_seed(1))
+    before = wide.clone()
+    found = logprobs_and_entropy(wide[:, 2:-1], TOKENS, temperature=1.0, entropy_needs_grad=True)
+    copied = logprobs_and_entropy(wide[:, 2:-1].clone(), TOKENS, temperature=1.0, entropy_needs_grad=True)
+    assert torch.equal(found.logprobs, copied.logprobs)
+    assert torch.equal(found.entropy, copied.entropy)
+    assert torch.equal(wide, before)
+
+
+def test_half_precision_logits_get_half_precision_gradients_that_float32_would_round_to() -> None:
+    half = logits(dtype=torch.bfloat16).requires_grad_()
+    logprobs_from_logits(half, TOKENS, temperature=1.0).sum().backward()
+    one_hot = torch.nn.functional.one_hot(TOKENS, 7).float()
+    assert half.grad is not None
+    assert half.grad.dtype == torch.bfloat16
+    exact = one_hot - torch.softmax(half.detach().float(), dim=-1)
+    torch.testing.assert_close(half.grad.float(), exact, rtol=2**-8, atol=1e-6)
+
+
+def test_words_that_cannot_come_add_nothing() -> None:
+    banned = torch.tensor([[[0.0, math.log(3), -math.inf]]], requires_grad=True)
+    found = logprobs_and_entropy(banned, torch.tensor([[1]]), temperature=1.0, entropy_needs_grad=True)
+    # probabilities 1/4, 3/4, 0
+    assert_close(found.entropy.detach(), torch.tensor([[-(math.log(1 / 4) / 4 + 3 * math.log(3 / 4) / 4)]]))
+    (found.logprobs + found.entropy).sum().backward()
+    assert banned.grad is not None
+    assert banned.grad[0, 0, 2].item() == 0.0
+    assert torch.isfinite(banned.grad).all()
+
+
+def test_no_tensor_of_the_size_of_the_logits_is_made_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every operation of both passes is watched: only the gradient itself is as large as the logits."""
+    monkeypatch.setattr(module, "_SLICE_ELEMENTS", 2 * 7)
+    scores = logits(dtype=torch.bfloat16).requires_grad_()
+    largest: list[tuple[int, torch.dtype]] = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            found = func(*args, **(kwargs or {}))
+            is_view = func.is_view or torch.Tag.inplace_view in func.tags
+            if isinstance(found, torch.Tensor) and found.numel() >= scores.numel() and not is_view:
+                largest.append((found.numel(), found.dtype))
+            return found
+
+    with Watch():
+        found = logprobs_and_entropy(scores, TOKENS, temperature=0.7, entropy_needs_grad=True)
+        (found.logprobs + found.entropy).sum().backward()
+    assert largest == [(scores.numel(), torch.bfloat16)]

@@ -185,3 +185,56 @@ def test_pairwise_loss_neither_overflows_nor_vanishes() -> None:
     assert pairwise_loss(chosen=best, rejected=zero, denominator=1).item() == pytest.approx(2.06e-9, rel=0.01)
     half = pairwise_loss(chosen=worst.bfloat16(), rejected=zero.bfloat16(), denominator=1)
     assert half.item() == pytest.approx(200)
+
+
+def test_the_two_forms_of_the_pairwise_loss_are_one_function() -> None:
+    chosen, rejected = torch.tensor([1.0, -0.5, 300.0, -300.0]), torch.tensor([0.0, 0.5, 0.0, 0.0])
+    gradients = []
+    for form in ("log_sigmoid", "log_exp"):
+        scores = chosen.clone().requires_grad_()
+        loss = pairwise_loss(chosen=scores, rejected=rejected, denominator=4, form=form)
+        loss.backward()
+        gradients.append(scores.grad)
+        # log(1 + e^-1) + log(1 + e^1) + 0 + 300
+        assert loss.item() == pytest.approx((0.3132617 + 1.3132617 + 300) / 4, rel=1e-6)
+    assert_close(gradients[0], gradients[1])
+
+
+def test_log_exp_neither_overflows_nor_vanishes_in_half_precision() -> None:
+    scores, zero = torch.tensor([-200.0, 20.0]), torch.zeros(2)
+    for dtype in (torch.float16, torch.bfloat16):
+        found = pairwise_loss(chosen=scores.to(dtype), rejected=zero.to(dtype), denominator=1, form="log_exp")
+        assert found.item() == pytest.approx(200)
+    small = pairwise_loss(chosen=scores[1:], rejected=zero[1:], denominator=1, form="log_exp")
+    assert small.item() == pytest.approx(2.06e-9, rel=0.01)
+
+
+def test_a_margin_is_what_the_scores_should_differ_by() -> None:
+    # 3 - 1 - 2 = 0: log 2; 0 - 1 - 0.5: log(1 + e^1.5) = 1.7014133
+    found = pairwise_loss(
+        chosen=torch.tensor([3.0, 0.0]), rejected=torch.tensor([1.0, 1.0]), denominator=2,
+        margin=torch.tensor([2.0, 0.5]),
+    )  # fmt: skip
+    assert found.item() == pytest.approx((log(2) + 1.7014133) / 2, rel=1e-6)
+
+
+def test_centring_pulls_the_sum_of_scores_to_zero_and_leaves_their_difference() -> None:
+    chosen, rejected = torch.tensor([3.0], requires_grad=True), torch.tensor([1.0], requires_grad=True)
+    plain = pairwise_loss(chosen=chosen, rejected=rejected, denominator=1)
+    loss = pairwise_loss(chosen=chosen, rejected=rejected, denominator=1, centring=0.01)
+    assert (loss - plain).item() == pytest.approx(0.16, rel=1e-5)  # 0.01 * (3 + 1)^2
+    (loss - plain).backward()
+    assert_close(torch.stack([chosen.grad, rejected.grad]), torch.full((2, 1), 0.08))  # 2 * 0.01 * (3 + 1)
+
+
+def test_pairwise_gradients_are_those_worked_out_by_hand() -> None:
+    draw = torch.Generator().manual_seed(1)
+    chosen, rejected, margin = (torch.randn(4, generator=draw) for _ in range(3))
+    for form in ("log_sigmoid", "log_exp"):
+        scores = chosen.clone().requires_grad_()
+        pairwise_loss(
+            chosen=scores, rejected=rejected, denominator=4, margin=margin, centring=0.1, form=form
+        ).backward()
+        # d/dc = -sigmoid(-(c - r - m)) / 4 + 2 * 0.1 (c + r) / 4
+        expected = (-torch.sigmoid(-(chosen - rejected - margin)) + 0.2 * (chosen + rejected)) / 4
+        assert_close(scores.grad, expected)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from dotenv import dotenv_values
 from pydantic import Field, SecretStr, ValidationError, field_validator
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from infra.errors import SettingsError
 
@@ -61,6 +61,13 @@ class Settings(BaseSettings):
     """A database for the Prefect server (`postgresql+asyncpg://...`); None is sqlite in the home directory."""
     data_dir: Path | None = None
     """Where tests find real data."""
+    reward_modules: Annotated[tuple[str, ...], NoDecode] = ()
+    """Modules and packages, with commas between them, from which reward functions may be taken by path."""
+
+    @field_validator("reward_modules", mode="before")
+    @classmethod
+    def _listed(cls, value: Any) -> Any:
+        return tuple(name.strip() for name in value.split(",") if name.strip()) if isinstance(value, str) else value
 
     @field_validator("home", "data_dir")
     @classmethod
@@ -104,6 +111,7 @@ class Settings(BaseSettings):
             "RLHF_S3_ACCESS_KEY": self.s3_access_key,
             "RLHF_S3_SECRET_KEY": self.s3_secret_key.get_secret_value() if self.s3_secret_key else None,
             "RLHF_S3_REGION": self.s3_region,
+            "RLHF_REWARD_MODULES": ",".join(self.reward_modules) or None,
             "PREFECT_API_URL": self.prefect_api_url,
         }
         return {name: value for name, value in known.items() if value is not None}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rlhf_core.data.jsonl import from_jsonl, to_jsonl
@@ -33,6 +33,8 @@ class Problem:
 
     prompt: str
     answer: str
+    entry: str | None = field(default=None, compare=False, repr=False)
+    """The task's own record of the problem, as JSON, which its scorer needs; None for problems of a file."""
 
     @property
     def key(self) -> str:
@@ -41,10 +43,17 @@ class Problem:
 
 
 def problems_to_jsonl(problems: Iterable[Problem]) -> bytes:
-    """Return the problems as JSON lines of {"question", "answer"}, which `read_problems` reads too."""
-    return to_jsonl({"question": problem.prompt, "answer": problem.answer} for problem in problems)
+    """Return the problems as JSON lines of {"question", "answer"}, which `read_problems` reads too.
+
+    A problem with a record of its task has it under "entry".
+    """
+    return to_jsonl(
+        {"question": problem.prompt, "answer": problem.answer}
+        | ({} if problem.entry is None else {"entry": problem.entry})
+        for problem in problems
+    )
 
 
 def problems_from_jsonl(data: bytes) -> list[Problem]:
     """Return the problems that `problems_to_jsonl` wrote."""
-    return [Problem(row["question"], row["answer"]) for row in from_jsonl(data)]
+    return [Problem(row["question"], row["answer"], row.get("entry")) for row in from_jsonl(data)]

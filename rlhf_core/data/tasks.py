@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import hashlib
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import reasoning_gym
 from reasoning_gym.factory import DATASETS
 
+from rlhf_core.data.entries import entry_to_json
 from rlhf_core.data.problems import Problem
 from rlhf_core.errors import DataError
 
@@ -44,7 +46,8 @@ def draw_problems(task: str, parameters: Mapping[str, Any], *, seed: int, count:
     try:
         dataset = reasoning_gym.create_dataset(task, **parameters, seed=_spread(seed), size=draws)
         for index in range(draws):
-            problem = _adapt(task, dataset[index])
+            item = dataset[index]
+            problem = replace(_adapt(task, item), entry=entry_to_json(item))
             problems.setdefault(problem.key, problem)
             if len(problems) == count:
                 break

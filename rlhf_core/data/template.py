@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from jinja2 import TemplateError
+
 from rlhf_core.data.preferences import ASSISTANT, HUMAN
-from rlhf_core.errors import ConfigError
+from rlhf_core.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from rlhf_core.config import TemplateConfig
 
+SYSTEM = "system"
 PLACE = "{prompt}"
 PLAIN = "{prompt}\n"
 
@@ -27,6 +30,8 @@ class PromptTemplate:
     template. With a template of the configuration, which has one place, a transcript of one turn puts that
     turn there, and a longer one itself, speakers' names and all; with the plain fallback, it is put as it
     is.
+
+    The configuration may bring a chat template of its own, and a system turn to begin with.
     """
 
     def __init__(self, tokenizer: Any, config: TemplateConfig) -> None:
@@ -40,14 +45,24 @@ class PromptTemplate:
             ConfigError: if the text has not one `{prompt}`, a stop token is none of the tokenizer's tokens,
                 or there is no token to end a response.
         """
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._config = config
+        self._chat_template = config.chat_template or getattr(tokenizer, "chat_template", None)
         self.answer_tag = config.answer_tag
+        self.stop_strings = config.stop_strings
+        self.tags = None if config.tags is None else {name: tag.model_dump() for name, tag in config.tags.items()}
+        """The form of a response as reward functions take it; None is the answer's two tags."""
         self.stop_ids = self._find_stop_ids()
         self.pad_id = self._find_pad_id()
 
     def _find_stop_ids(self) -> tuple[int, ...]:
-        stops = []
+        stops = list(self._config.stop_ids)
+        beyond = [token for token in stops if not 0 <= token < len(self.tokenizer)]
+        if beyond:
+            raise ConfigError(
+                f"template.stop_ids names token {beyond[0]}, but the tokenizer has {len(self.tokenizer)} tokens; "
+                "take stop ids of this tokenizer"
+            )
         for token in self._config.stop:
             ids = self._ids(token)
             if len(ids) != 1:
@@ -56,15 +71,15 @@ class PromptTemplate:
                     "name a single token"
                 )
             stops += ids
-        if self._tokenizer.eos_token_id is not None:
-            stops.append(self._tokenizer.eos_token_id)
+        if self.tokenizer.eos_token_id is not None:
+            stops.append(self.tokenizer.eos_token_id)
         if not stops:
             raise ConfigError("the tokenizer has no end-of-sequence token; name one in template.stop")
         return tuple(dict.fromkeys(stops))
 
     def _find_pad_id(self) -> int:
         """Return a token that ends no response, if the tokenizer has one: masks need no such thing, readers do."""
-        tokenizer = self._tokenizer
+        tokenizer = self.tokenizer
         candidates = (tokenizer.pad_token_id, tokenizer.unk_token_id, *tokenizer.all_special_ids, 0)
         usable = [token for token in candidates if token is not None and token not in self.stop_ids]
         return int(usable[0]) if usable else self.stop_ids[-1]
@@ -76,11 +91,35 @@ class PromptTemplate:
             alone = turns is not None and len(turns) == 1
             text = turns[0]["content"] if turns and alone else prompt.removesuffix(ASSISTANT).strip()
             return self._ids(self._config.prompt.replace(PLACE, text if turns else prompt))
-        if self._tokenizer.chat_template:
-            messages = turns or [{"role": "user", "content": prompt}]
-            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            return self._ids(text)
+        if self._chat_template:
+            return self._ids(self.render(turns or [{"role": "user", "content": prompt}], for_answer=True))
         return self._start() + self._ids(prompt if turns else PLAIN.replace(PLACE, prompt))
+
+    def render(self, messages: Sequence[Mapping[str, str]], *, for_answer: bool = False) -> str:
+        """Return turns as the chat template writes them, the system turn first if the configuration has one.
+
+        Args:
+            messages: role and content of each turn.
+            for_answer: end where the assistant begins to speak.
+
+        Raises:
+            ConfigError: if there is no chat template.
+            DataError: if the chat template refuses the turns.
+        """
+        if not self._chat_template:
+            raise ConfigError("the tokenizer has no chat template; set template.chat_template, or take another model")
+        system = self._config.system_message
+        opened = messages
+        if system is not None and (not messages or messages[0]["role"] != SYSTEM):
+            opened = [{"role": SYSTEM, "content": system}, *messages]
+        try:
+            text: str = self.tokenizer.apply_chat_template(
+                list(opened), tokenize=False, add_generation_prompt=for_answer, chat_template=self._chat_template
+            )
+        except (TemplateError, TypeError, KeyError) as error:
+            roles = ", ".join(message["role"] for message in opened)
+            raise DataError(f"the chat template refuses the turns {roles}: {error}") from error
+        return text
 
     def response_ids(self, text: str) -> list[int]:
         """Return the token ids of a response, the stop token included."""
@@ -95,16 +134,16 @@ class PromptTemplate:
         tokens = list(ids)
         if tokens and tokens[-1] in self.stop_ids:
             tokens.pop()
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text: str = self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
     def _start(self) -> list[int]:
-        first = self._tokenizer.bos_token_id
-        ids = self._tokenizer("a").input_ids
+        first = self.tokenizer.bos_token_id
+        ids = self.tokenizer("a").input_ids
         return [first] if first is not None and ids[:1] == [first] else []
 
     def _ids(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False).input_ids
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
         return ids
 
 

@@ -2,40 +2,109 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from rlhf_core.config import RolloutConfig
-from rlhf_core.functional.advantages import gae, token_rewards
+from rlhf_core.functional.advantages import clip_scores, gae, token_rewards
+from rlhf_core.functional.groups import (
+    dr_grpo_advantages,
+    grpo_advantages,
+    reinforce_pp_advantages,
+    rloo_advantages,
+)
+from rlhf_core.functional.kl import kl
+from rlhf_core.functional.legacy import legacy_advantages, legacy_sequence_reward, legacy_token_rewards
+from rlhf_core.types import EpisodeControls
+
+LegacyForm = Literal["trainer", "detached"]
+WITH_CRITIC = "gae"
+_GROUPS = {"grpo": grpo_advantages, "dr_grpo": dr_grpo_advantages, "rloo": rloo_advantages}
 
 
-class Judgement(NamedTuple):
-    """One chunk, scored."""
+class Forwards(NamedTuple):
+    """What the models say about one chunk, [B A] each; zero on padding."""
 
-    scores: Tensor
-    """[B], as they are paid: normalised and clipped if the configuration says so."""
-    kl: Tensor
-    """[B A]"""
+    logprobs: Tensor
+    ref_logprobs: Tensor
     values: Tensor
-    """[B A], zero on padding and without a critic."""
+    """Zero without a critic."""
     mask: Tensor
-    """[B A]"""
+    """True on response tokens."""
 
 
 class Estimates(NamedTuple):
-    """What is learnt from."""
+    """What is learnt from, [B A] each."""
 
+    kl: Tensor
     rewards: Tensor
-    """[B A]"""
     advantages: Tensor
-    """[B A], not whitened."""
+    """Not whitened."""
     returns: Tensor | None
-    """[B A], targets of the critic; None without one."""
+    """Targets of the critic; None without one."""
 
 
-def estimate(judged: Judgement, *, config: RolloutConfig, kl_coef: float) -> Estimates:
-    """Return rewards, advantages and returns by the configuration's estimator."""
-    rewards = token_rewards(scores=judged.scores, kl=judged.kl, mask=judged.mask, kl_coef=kl_coef)
-    advantages = gae(rewards=rewards, values=judged.values, mask=judged.mask, gamma=config.gamma, lam=config.lam)
-    return Estimates(rewards, advantages, advantages + judged.values)
+def compares_groups(config: RolloutConfig) -> bool:
+    """Return whether advantages compare the samples of a prompt with each other."""
+    return config.advantage_estimator in _GROUPS
+
+
+def estimate(
+    *, scores: Tensor, forwards: Forwards, config: RolloutConfig, controls: EpisodeControls, legacy_form: LegacyForm
+) -> Estimates:
+    """Return divergence, rewards, advantages and returns by the configuration's estimator.
+
+    Args:
+        scores: [B], the weighted sum of the sources; normalised by the controls and clipped here.
+        forwards: of the chunk's models.
+        config: estimator, discount, clipping.
+        controls: of the episode.
+        legacy_form: which of upstream's trainers `config.legacy` follows.
+    """
+    divergence = kl(
+        logprobs=forwards.logprobs,
+        ref_logprobs=forwards.ref_logprobs,
+        mask=forwards.mask,
+        estimator=config.kl_estimator,
+    )
+    if config.legacy:
+        return _legacy(scores, divergence, forwards, config, controls.kl_coef, legacy_form)
+    paid = (scores - controls.score_mean) / controls.score_std
+    if config.reward_clip is not None:
+        paid = clip_scores(paid, config.reward_clip)
+    mask = forwards.mask
+    rewards = token_rewards(scores=paid, kl=divergence, mask=mask, kl_coef=controls.kl_coef)
+    match config.advantage_estimator:
+        case "gae":
+            return _with_critic(divergence, rewards, forwards, config)
+        case "reinforce_pp":
+            advantages = reinforce_pp_advantages(rewards=rewards, mask=mask, gamma=config.gamma)
+        case name:
+            # the penalty of all tokens together is part of what is compared: there is no token's own reward
+            compared = paid - controls.kl_coef * divergence.sum(dim=1)
+            each = _GROUPS[name](scores=compared, group_size=config.samples_per_prompt)
+            advantages = torch.where(mask, each.unsqueeze(1), 0.0)
+    return Estimates(divergence, rewards, advantages, None)
+
+
+def _with_critic(divergence: Tensor, rewards: Tensor, forwards: Forwards, config: RolloutConfig) -> Estimates:
+    advantages = gae(rewards=rewards, values=forwards.values, mask=forwards.mask, gamma=config.gamma, lam=config.lam)
+    return Estimates(divergence, rewards, advantages, advantages + forwards.values)
+
+
+def _legacy(
+    scores: Tensor, divergence: Tensor, forwards: Forwards, config: RolloutConfig, kl_coef: float, form: LegacyForm
+) -> Estimates:
+    """Return upstream's numbers: of its trainer in one process, or of its detached one."""
+    mask = forwards.mask
+    if form == "trainer":
+        rewards = legacy_token_rewards(scores=scores, kl=divergence, mask=mask, kl_coef=kl_coef)
+        return _with_critic(divergence, rewards, forwards, config)
+    paid = legacy_sequence_reward(
+        scores=scores, logprobs=forwards.logprobs, ref_logprobs=forwards.ref_logprobs, mask=mask, kl_coef=kl_coef
+    )
+    advantages = legacy_advantages(rewards=paid, values=forwards.values, mask=mask)
+    everywhere = torch.where(mask, paid.unsqueeze(1), 0.0)
+    return Estimates(divergence, everywhere, advantages, everywhere)

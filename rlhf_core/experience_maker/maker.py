@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,38 +11,24 @@ from transformers import PreTrainedModel
 
 from rlhf_core.config import RolloutConfig
 from rlhf_core.data import Problem, PromptTemplate
-from rlhf_core.data.verifiers import is_well_formed
-from rlhf_core.errors import DataError
-from rlhf_core.experience_maker.advantages import Judgement, estimate
-from rlhf_core.functional.kl import kl
-from rlhf_core.generation import Generation, generate, sample_uniforms
+from rlhf_core.errors import ConfigError, DataError, ModelError
+from rlhf_core.experience_maker.advantages import WITH_CRITIC, Forwards, LegacyForm, compares_groups, estimate
+from rlhf_core.experience_maker.samples import MadeExperience, describe
+from rlhf_core.generation import Generation, GenerationSettings, make_engine, sample_uniforms
 from rlhf_core.models.actor import response_logprobs
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.device import autocast, device_of
 from rlhf_core.models.lora import adapters_off
-from rlhf_core.rewards.scoring import REWARD_MODEL, VERIFIER, Scorer, Scores, ScoringBatch
-from rlhf_core.types import EpisodeControls, Experience, Prompt, Sample
+from rlhf_core.rewards.scoring import Scorer, ScoringBatch
+from rlhf_core.types import EpisodeControls, Experience, Prompt
 
-
-class MadeExperience(NamedTuple):
-    """The same rows twice: for the learner, and for people."""
-
-    experience: Experience
-    samples: list[Sample]
-
-
-class _Forwards(NamedTuple):
-    """What the models say about one chunk, [B A] each; zero on padding."""
-
-    logprobs: Tensor
-    ref_logprobs: Tensor
-    values: Tensor
+__all__ = ["ExperienceMaker", "MadeExperience", "settings_of", "to_prompts"]
 
 
 def to_prompts(problems: Iterable[Problem], template: PromptTemplate) -> list[Prompt]:
     """Return the problems as the maker takes them: with the token ids that the model is given."""
     return [
-        Prompt(tuple(template.prompt_ids(problem.prompt)), problem.prompt, problem.answer, problem.key)
+        Prompt(tuple(template.prompt_ids(problem.prompt)), problem.prompt, problem.answer, problem.key, problem.entry)
         for problem in problems
     ]
 
@@ -60,6 +45,12 @@ class ExperienceMaker:
         template: reads the model's responses.
         seed: seed of the run; with episode, prompt and sample it decides every token drawn.
         legacy_form: which of upstream's trainers `config.legacy` follows.
+        generation: how responses are drawn and end, where not as configuration and template say.
+        greedy: take the likeliest token each time.
+
+    Raises:
+        ConfigError: if the estimator needs a critic, and there is none.
+        ModelError: if the models' vocabularies differ.
     """
 
     def __init__(
@@ -72,14 +63,29 @@ class ExperienceMaker:
         config: RolloutConfig,
         template: PromptTemplate,
         seed: int,
-        legacy_form: Literal["trainer", "detached"] = "trainer",
+        legacy_form: LegacyForm = "trainer",
+        generation: GenerationSettings | None = None,
+        greedy: bool = False,
     ) -> None:
+        if critic is None and config.advantage_estimator == WITH_CRITIC:
+            raise ConfigError(
+                "advantage estimator gae needs a critic, and there is none; give one, or choose grpo or reinforce_pp"
+            )
+        if config.legacy and config.advantage_estimator != WITH_CRITIC:
+            raise ConfigError(
+                f"legacy gives the numbers of upstream's PPO, which knows no {config.advantage_estimator}; "
+                "set advantage_estimator to gae, or legacy to false"
+            )
+        for what, other in (("critic", critic), ("initial model", initial_model)):
+            _check_vocabulary(actor, other, what)
         self.actor = actor.eval()
-        self.critic = None if critic is None else critic.eval()
+        self.critic = None if critic is None or config.advantage_estimator != WITH_CRITIC else critic.eval()
         self.scorer = scorer
         self.initial_model = None if initial_model is None else initial_model.eval()
         self.config = config
         self.template = template
+        self.generation = generation or settings_of(config, template)
+        self.greedy = greedy
         self.generate_seconds = 0.0
         """Time that the last `make_experience` spent on sampling."""
         self._seed = seed
@@ -108,13 +114,16 @@ class ExperienceMaker:
             controls: the episode's KL coefficient and scale of scores; None takes `config.kl_coef` and no scaling.
 
         Raises:
-            DataError: if there are no rows, or a prompt is longer than `config.max_prompt_tokens`.
+            DataError: if there are no rows, a prompt is empty or longer than `config.max_prompt_tokens`, or the
+                estimator compares samples of a prompt and these do not stand together.
         """
         if not prompts or len(prompts) != len(samples):
             raise DataError(
                 f"expected rows with one sample number each, got {len(prompts)} prompts and {len(samples)} numbers"
             )
         self._check_lengths(prompts)
+        if compares_groups(self.config):
+            self._check_groups(prompts)
         self.generate_seconds = 0.0
         controls = controls or EpisodeControls(self.config.kl_coef)
         size = self.config.chunk_size
@@ -133,11 +142,22 @@ class ExperienceMaker:
     def _check_lengths(self, prompts: Sequence[Prompt]) -> None:
         limit = self.config.max_prompt_tokens
         for prompt in prompts:
+            if not prompt.ids:
+                raise DataError(f"the prompt with key {prompt.key} has no tokens; leave it out, or give it a template")
             if len(prompt.ids) > limit:
                 raise DataError(
                     f"a prompt has {len(prompt.ids)} tokens, but ppo.max_prompt_tokens is {limit}; "
                     f"raise it or leave out the prompt that begins {prompt.text[:40]!r}"
                 )
+
+    def _check_groups(self, prompts: Sequence[Prompt]) -> None:
+        size = self.config.samples_per_prompt
+        groups = [prompts[start : start + size] for start in range(0, len(prompts), size)]
+        if len(prompts) % size or any(prompt.key != group[0].key for group in groups for prompt in group):
+            raise DataError(
+                f"advantage estimator {self.config.advantage_estimator} compares {size} samples of a prompt, but the "
+                f"{len(prompts)} rows are not prompts of {size} rows each, one after the other"
+            )
 
     def _judge_chunk(
         self,
@@ -147,72 +167,71 @@ class ExperienceMaker:
         policy_version: int,
         controls: EpisodeControls,
     ) -> MadeExperience:
-        responses = self._responses(drawn)
-        batch = ScoringBatch(prompts, responses, drawn.ended, drawn.sequences, drawn.attention_mask, drawn.action_mask)
+        batch = ScoringBatch(
+            prompts, self._responses(drawn), drawn.ended, drawn.sequences, drawn.attention_mask, drawn.action_mask
+        )
         with torch.no_grad(), autocast(self._device, self._dtype):
             forwards = self._run_models(drawn)
             scores = self.scorer.score(batch)
-        mask = drawn.action_mask
-        divergence = kl(
-            logprobs=forwards.logprobs,
-            ref_logprobs=forwards.ref_logprobs,
-            mask=mask,
-            estimator=self.config.kl_estimator,
+        estimates = estimate(
+            scores=scores.total,
+            forwards=forwards,
+            config=self.config,
+            controls=controls,
+            legacy_form=self._legacy_form,
         )
-        judged = Judgement(scores.total, divergence, forwards.values, mask)
-        estimates = estimate(judged, config=self.config, kl_coef=controls.kl_coef)
         experience = Experience(
             sequences=drawn.sequences,
             action_log_probs=forwards.logprobs,
             values=forwards.values,
             reward=estimates.rewards,
-            kl=divergence,
+            kl=estimates.kl,
             advantages=estimates.advantages,
             attention_mask=drawn.attention_mask,
-            action_mask=mask,
+            action_mask=drawn.action_mask,
             policy_version=torch.full((len(prompts),), policy_version),
             rollout_log_probs=drawn.log_probs,
             returns=estimates.returns,
         )
-        return MadeExperience(experience, self._describe(batch, samples, scores, divergence))
+        return MadeExperience(experience, describe(batch, samples, scores, estimates.kl, tag=self.template.answer_tag))
 
     def _generate(self, prompts: Sequence[Prompt], samples: Sequence[int], episode: int) -> Generation:
         started = time.perf_counter()
-        with autocast(self._device, self._dtype):
-            drawn = generate(
-                self.actor,
-                [prompt.ids for prompt in prompts],
-                max_new_tokens=self.config.max_new_tokens,
-                stop_ids=self.template.stop_ids,
-                pad_id=self.template.pad_id,
-                temperature=self.config.temperature,
-                uniforms=sample_uniforms(
-                    seed=self._seed,
-                    episode=episode,
-                    keys=[prompt.key for prompt in prompts],
-                    samples=samples,
-                    max_new_tokens=self.config.max_new_tokens,
-                ),
+        engine = make_engine(self.config.engine, self.actor, tokenizer=self.template.tokenizer)
+        uniforms = None
+        if not self.greedy:
+            uniforms = sample_uniforms(
+                seed=self._seed,
+                episode=episode,
+                keys=[prompt.key for prompt in prompts],
+                samples=samples,
+                max_new_tokens=self.generation.max_new_tokens,
             )
+        with autocast(self._device, self._dtype):
+            drawn = engine.generate([prompt.ids for prompt in prompts], self.generation, uniforms=uniforms)
         self.generate_seconds += time.perf_counter() - started
         return drawn
 
     def _responses(self, drawn: Generation) -> list[str]:
-        width = drawn.action_mask.shape[1]
-        rows = zip(drawn.sequences[:, -width:], drawn.action_mask, strict=True)
-        return [self.template.decode_response(ids[counts].tolist()) for ids, counts in rows]
+        width, stops = drawn.action_mask.shape[1], set(self.generation.stop_ids)
+        texts = []
+        for row, counts in zip(drawn.sequences[:, -width:], drawn.action_mask, strict=True):
+            ids = row[counts].tolist()
+            texts.append(self.template.decode_response(ids[:-1] if ids[-1] in stops else ids))
+        return texts
 
-    def _run_models(self, drawn: Generation) -> _Forwards:
+    def _run_models(self, drawn: Generation) -> Forwards:
         ids = drawn.sequences.to(self._device)
         mask = drawn.attention_mask.to(self._device)
         values = torch.zeros(drawn.action_mask.shape)
         if self.critic is not None:
             width = drawn.action_mask.shape[1]
             values = self.critic.response_values(sequences=ids, attention_mask=mask, num_actions=width).cpu()
-        return _Forwards(
+        return Forwards(
             logprobs=self._logprobs(self.actor, ids, mask, drawn.action_mask),
             ref_logprobs=self._ref_logprobs(ids, mask, drawn.action_mask),
             values=torch.where(drawn.action_mask, values, 0.0),
+            mask=drawn.action_mask,
         )
 
     def _ref_logprobs(self, ids: Tensor, mask: Tensor, action_mask: Tensor) -> Tensor:
@@ -227,35 +246,32 @@ class ExperienceMaker:
             sequences=ids,
             attention_mask=mask,
             num_actions=action_mask.shape[1],
-            temperature=self.config.temperature,
+            temperature=self.generation.temperature,
         )
         return torch.where(action_mask, logprobs.cpu(), 0.0)
 
-    def _describe(
-        self, batch: ScoringBatch, samples: Sequence[int], scores: Scores, divergence: Tensor
-    ) -> list[Sample]:
-        lengths = batch.action_mask.sum(dim=1).tolist()
-        summed = divergence.sum(dim=1).tolist()
-        raw = {name: values.tolist() for name, values in scores.raw.items()}
-        described = []
-        for row, prompt in enumerate(batch.prompts):
-            text, ended = batch.responses[row], bool(batch.ended[row])
-            said = {name: values[row] for name, values in raw.items()}
-            described.append(
-                Sample(
-                    prompt=prompt.text,
-                    answer=prompt.answer or "",
-                    response=text,
-                    key=prompt.key,
-                    score=scores.total[row].item(),
-                    verifier=said.get(VERIFIER, 0.0),
-                    well_formed=is_well_formed(text, ended=ended, tag=self.template.answer_tag),
-                    rm_score=said.get(REWARD_MODEL),
-                    kl=summed[row],
-                    length=lengths[row],
-                    ended=ended,
-                    index=samples[row],
-                    raw_scores=said,
-                )
-            )
-        return described
+
+def settings_of(config: RolloutConfig, template: PromptTemplate) -> GenerationSettings:
+    """Return how responses are drawn and where they end, as configuration and template say."""
+    return GenerationSettings(
+        max_new_tokens=config.max_new_tokens,
+        stop_ids=template.stop_ids,
+        pad_id=template.pad_id,
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        max_length=config.max_length,
+        stop_strings=template.stop_strings,
+    )
+
+
+def _check_vocabulary(actor: PreTrainedModel, other: PreTrainedModel | Critic | None, what: str) -> None:
+    if other is None:
+        return
+    ours = actor.config.vocab_size
+    theirs = (other.trunk if isinstance(other, Critic) else other).config.vocab_size
+    if ours != theirs:
+        raise ModelError(
+            f"the actor has a vocabulary of {ours} tokens, but the {what} one of {theirs}; "
+            "take models with one tokenizer"
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -10,30 +10,22 @@ from torch import Tensor
 
 from rlhf_core.config import RewardConfig
 from rlhf_core.data.template import PromptTemplate
-from rlhf_core.data.verifiers import verify
 from rlhf_core.errors import ConfigError
-from rlhf_core.models.device import device_of
-from rlhf_core.models.reward_model import RewardModel
-from rlhf_core.types import Prompt
+from rlhf_core.rewards.process import RewardFunctionError, RewardProcess
+from rlhf_core.rewards.resolve import resolve_reward_function
+from rlhf_core.rewards.sources import (
+    REWARD_MODEL,
+    VERIFIER,
+    AnyRewardModel,
+    FunctionScores,
+    ScoringBatch,
+    Source,
+    Verifier,
+    model_source,
+)
+from rlhf_core.rewards.structure import answer_tags
 
-VERIFIER = "verifier"
-REWARD_MODEL = "reward_model"
-
-
-class ScoringBatch(NamedTuple):
-    """Responses as text and as token ids, on the CPU; rows are the same throughout."""
-
-    prompts: Sequence[Prompt]
-    responses: Sequence[str]
-    """Decoded, without the stop token."""
-    ended: Tensor
-    """[B], True where a stop token ended the response."""
-    sequences: Tensor
-    """[B S], prompt and response."""
-    attention_mask: Tensor
-    """[B S], True on tokens."""
-    action_mask: Tensor
-    """[B A], True on response tokens."""
+__all__ = ["REWARD_MODEL", "VERIFIER", "Scorer", "Scores", "ScoringBatch", "WeightedScorer", "build_scorer"]
 
 
 class Scores(NamedTuple):
@@ -57,27 +49,16 @@ class Scorer(Protocol):
         ...
 
 
-class Judged(NamedTuple):
-    """One source's opinion."""
-
-    scaled: Tensor
-    """[B], of order one."""
-    raw: Mapping[str, Tensor]
-    """[B] each, as they came."""
-
-
-Source = Callable[[ScoringBatch], Judged]
-
-
 class WeightedScorer:
     """Adds sources, each scaled by itself and then weighted: no hidden normalisation over the batch.
 
     Args:
         sources: weight and source, in the order in which they are added.
+        scaled: False adds what the sources say unscaled, as upstream does.
     """
 
-    def __init__(self, sources: Sequence[tuple[float, Source]]) -> None:
-        self._sources = tuple(sources)
+    def __init__(self, sources: Sequence[tuple[float, Source]], *, scaled: bool = True) -> None:
+        self._sources, self._scaled = tuple(sources), scaled
 
     def score(self, batch: ScoringBatch) -> Scores:
         """Return the weighted sum of the scaled sources, and every raw value."""
@@ -87,7 +68,7 @@ class WeightedScorer:
             judged = source(batch)
             raw |= judged.raw
             if weight:
-                total = total + weight * judged.scaled
+                total = total + weight * (judged.scaled if self._scaled else sum(judged.raw.values()))
         return Scores(total, raw)
 
     def close(self) -> None:
@@ -98,66 +79,26 @@ class WeightedScorer:
                 close()
 
 
-class Verifier:
-    """The exact answer in its tags: 0 or 1.
-
-    Args:
-        answer_tag: name of the tags.
-    """
-
-    def __init__(self, answer_tag: str) -> None:
-        self._tag = answer_tag
-
-    def __call__(self, batch: ScoringBatch) -> Judged:
-        """Return 1 for each right answer; a prompt without reference answer has none."""
-        rows = zip(batch.prompts, batch.responses, batch.ended.tolist(), strict=True)
-        found = torch.tensor(
-            [
-                0.0 if prompt.answer is None else verify(text, prompt.answer, ended=ended, tag=self._tag).score
-                for prompt, text, ended in rows
-            ]
-        )
-        return Judged(found, {VERIFIER: found})
-
-
-class TrainedScores:
-    """A trained reward model: its scores in standard deviations of its held-out samples'.
-
-    Args:
-        model: in evaluation mode from here on.
-    """
-
-    def __init__(self, model: RewardModel) -> None:
-        self._model = model.eval()
-
-    def __call__(self, batch: ScoringBatch) -> Judged:
-        """Return raw and standardised scores, computed where the model is."""
-        device = device_of(self._model)
-        with torch.no_grad():
-            raw: Tensor = self._model(batch.sequences.to(device), batch.attention_mask.to(device))
-            scaled = self._model.standardise(raw)
-        return Judged(scaled.cpu(), {REWARD_MODEL: raw.cpu()})
-
-
 def build_scorer(
     config: RewardConfig,
-    reward_model: RewardModel | None,
+    reward_model: AnyRewardModel | None,
     *,
     template: PromptTemplate,
     allowed_modules: Sequence[str] = (),
+    scaled: bool = True,
 ) -> WeightedScorer:
-    """Return the scorer of a configuration.
+    """Return the scorer of a configuration; reward functions are imported, so that what is wrong with one shows here.
 
     Args:
-        config: weights of the sources.
-        reward_model: None if its weight is 0.
-        template: names the answer's tags.
+        config: weights of the sources, and the functions' time limit.
+        reward_model: trained, verifiable, or whatever is called like one; None if its weight is 0.
+        template: names the form of a response.
         allowed_modules: from which reward functions may be taken by path.
+        scaled: False for upstream's numbers, which take every source as it comes.
 
     Raises:
-        ConfigError: if a source is weighted and not there.
+        ConfigError: if a source is weighted and not there, or a function cannot be imported.
     """
-    del allowed_modules
     if reward_model is None and config.reward_model > 0:
         raise ConfigError(
             f"ppo.reward.reward_model is {config.reward_model}, but there is no reward model; "
@@ -165,5 +106,16 @@ def build_scorer(
         )
     sources: list[tuple[float, Source]] = [(config.verifier, Verifier(template.answer_tag))]
     if reward_model is not None:
-        sources.append((config.reward_model, TrainedScores(reward_model)))
-    return WeightedScorer(sources)
+        sources.append((config.reward_model, model_source(reward_model)))
+    tags = template.tags or answer_tags(template.answer_tag)
+    weighted = {name: weight for name, weight in config.functions.items() if weight}
+    resolved = {name: resolve_reward_function(name, allowed_modules=allowed_modules, tags=tags) for name in weighted}
+    process = RewardProcess(config.timeout_s)
+    for name, function in resolved.items():
+        try:
+            process.load(function)
+        except RewardFunctionError as error:
+            process.close()
+            raise ConfigError(f"reward function {name!r} cannot be imported: {error}") from None
+        sources.append((weighted[name], FunctionScores(function, process)))
+    return WeightedScorer(sources, scaled=scaled)

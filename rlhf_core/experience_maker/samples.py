@@ -1,0 +1,58 @@
+"""What was made, told for people: one `Sample` for each row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from rlhf_core.data.verifiers import is_well_formed
+from rlhf_core.rewards.scoring import REWARD_MODEL, VERIFIER, Scores, ScoringBatch
+from rlhf_core.types import Experience, Sample
+
+
+class MadeExperience(NamedTuple):
+    """The same rows twice: for the learner, and for people."""
+
+    experience: Experience
+    samples: list[Sample]
+
+
+def describe(
+    batch: ScoringBatch, samples: Sequence[int], scores: Scores, divergence: Tensor, *, tag: str
+) -> list[Sample]:
+    """Return a chunk's rows for people and for the store.
+
+    Args:
+        batch: prompts and responses.
+        samples: which of its prompt's samples each row is.
+        scores: what the sources said.
+        divergence: [B A], from the initial model, zero on padding.
+        tag: of the answer.
+    """
+    lengths = batch.action_mask.sum(dim=1).tolist()
+    summed = divergence.sum(dim=1).tolist()
+    raw = {name: values.tolist() for name, values in scores.raw.items()}
+    described = []
+    for row, prompt in enumerate(batch.prompts):
+        text, ended = batch.responses[row], bool(batch.ended[row])
+        said = {name: values[row] for name, values in raw.items()}
+        described.append(
+            Sample(
+                prompt=prompt.text,
+                answer=prompt.answer or "",
+                response=text,
+                key=prompt.key,
+                score=scores.total[row].item(),
+                verifier=said.get(VERIFIER, 0.0),
+                well_formed=is_well_formed(text, ended=ended, tag=tag),
+                rm_score=said.get(REWARD_MODEL),
+                kl=summed[row],
+                length=lengths[row],
+                ended=ended,
+                index=samples[row],
+                raw_scores=said,
+            )
+        )
+    return described

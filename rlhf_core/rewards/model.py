@@ -1,0 +1,132 @@
+"""Verifiable rewards where a reward model is expected: the sum of functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+import cloudpickle  # type: ignore[import-untyped]
+import torch
+from torch import Tensor
+
+from rlhf_core.errors import ConfigError
+from rlhf_core.rewards import functions
+from rlhf_core.rewards.process import RewardProcess
+from rlhf_core.rewards.resolve import RewardFunction, resolve_reward_function
+from rlhf_core.rewards.rows import call_rows
+from rlhf_core.rewards.structure import check_tags
+
+_OURS = {
+    functions.gsm8k_reward_fn: "gsm8k_reward_fn",
+    functions.math_competition_reward_fn: "math_competition_reward_fn",
+}
+
+
+class RLVRRewardModel:
+    """Scores responses by functions of coati's form, each in a process of its own that may fail.
+
+    A function is called as f(input_ids, attention_mask, response_start=, response_end=, gt_answer=, **kwargs)
+    with one response, on the CPU. What it raises, and NaN, cost that response a zero and a warning.
+
+    Args:
+        reward_fn_list: the functions; one given twice counts twice.
+        **kwargs: handed to each: `tokenizer`, `tags` and what else they take.
+    """
+
+    timeout_s: float = 10.0
+    """Longest time of one call."""
+
+    def __init__(self, reward_fn_list: Sequence[Callable[..., Any]], **kwargs: Any) -> None:
+        if not reward_fn_list:
+            raise ConfigError("RLVRRewardModel needs at least one reward function, got none")
+        if kwargs.get("tags") is not None:
+            check_tags(kwargs["tags"])
+        self.reward_fn_list = list(reward_fn_list)
+        self.kwargs = kwargs
+        self._functions = [self._adapt(index, each) for index, each in enumerate(reward_fn_list)]
+        self._process: RewardProcess | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return `forward`'s scores."""
+        return self.forward(*args, **kwargs)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        response_start: Sequence[int] | None = None,
+        response_end: Sequence[int] | None = None,
+        gt_answer: Sequence[str | None] | None = None,
+    ) -> Tensor:
+        """Return the sum of the functions' raw values, [B] in float32.
+
+        Args:
+            input_ids: [B S], prompts and responses.
+            attention_mask: [B S], True on tokens; None counts all.
+            response_start: place of each response's first token; None is 0.
+            response_end: place of each response's last token; None is the row's end.
+            gt_answer: reference answers; None where there is none.
+        """
+        raw = self.raw_scores(
+            input_ids, attention_mask, response_start=response_start, response_end=response_end, gt_answer=gt_answer
+        )
+        return torch.stack(list(raw.values())).sum(dim=0).to(input_ids.device)
+
+    def raw_scores(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        response_start: Sequence[int] | None,
+        response_end: Sequence[int] | None,
+        gt_answer: Sequence[str | None] | None,
+    ) -> dict[str, Tensor]:
+        """Return each function's raw values, [B] by name, on the CPU; arguments as for `forward`."""
+        count, width = input_ids.shape
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        starts = [0] * count if response_start is None else [int(place) for place in response_start]
+        ends = [width - 1] * count if response_end is None else [int(place) for place in response_end]
+        answers = [None] * count if gt_answer is None else list(gt_answer)
+        rows = list(zip(input_ids.tolist(), mask.long().tolist(), starts, ends, answers, strict=True))
+        return {each.name: self._judge(each, rows) for each in self._functions}
+
+    @property
+    def maxima(self) -> Mapping[str, float]:
+        """The most that each function gives, by name: what makes its values one in size with other rewards."""
+        return {function.name: function.maximum for function in self._functions}
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Do nothing, as a reward model without weights has nothing to move."""
+        del args, kwargs
+        return self
+
+    def eval(self) -> Self:
+        """Do nothing, as nothing here is trained."""
+        return self
+
+    def close(self) -> None:
+        """End the process; the next call starts another."""
+        if self._process is not None:
+            self._process.close()
+
+    def _judge(self, function: RewardFunction, rows: Sequence[tuple[Any, ...]]) -> Tensor:
+        self._process = self._process or RewardProcess(self.timeout_s)
+        if function.form == "text":
+            tokenizer = self.kwargs["tokenizer"]
+            texts = (functions.response_text(row[0], row[1], row[2], row[3], tokenizer) for row in rows)
+            arguments: list[tuple[Any, ...]] = [("", text, row[4]) for text, row in zip(texts, rows, strict=True)]
+        else:
+            arguments = list(rows)
+        return call_rows(self._process, function, arguments, names=[f"row {index}" for index in range(len(rows))])
+
+    def _adapt(self, index: int, function: Callable[..., Any]) -> RewardFunction:
+        repeated = self.reward_fn_list.index(function) < index
+        name = getattr(function, "__name__", type(function).__name__)
+        name = f"{name}#{index + 1}" if repeated or name == "<lambda>" else name
+        known = _OURS.get(function)
+        if known is None:
+            return RewardFunction(name, cloudpickle.dumps((function, self.kwargs)), form="tokens")
+        if "tokenizer" not in self.kwargs:
+            raise ConfigError(f"{known} reads text; give RLVRRewardModel the model's tokenizer as tokenizer=")
+        ours = resolve_reward_function(known, allowed_modules=(), tags=self.kwargs.get("tags"))
+        return RewardFunction(name, ours.target, arguments=ours.arguments, maximum=ours.maximum)

@@ -1,0 +1,203 @@
+"""The sources of a score: each says its own numbers, and what they are when scaled to order one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlhf_core.data.verifiers import verify
+from rlhf_core.errors import DataError, ModelError
+from rlhf_core.models.device import device_of
+from rlhf_core.models.reward_model import RewardModel
+from rlhf_core.rewards.model import RLVRRewardModel
+from rlhf_core.rewards.process import RewardProcess
+from rlhf_core.rewards.resolve import RewardFunction
+from rlhf_core.rewards.rows import call_rows
+from rlhf_core.types import Prompt
+
+VERIFIER = "verifier"
+REWARD_MODEL = "reward_model"
+
+
+class ScoringBatch(NamedTuple):
+    """Responses as text and as token ids, on the CPU; rows are the same throughout."""
+
+    prompts: Sequence[Prompt]
+    responses: Sequence[str]
+    """Decoded, without the stop token."""
+    ended: Tensor
+    """[B], True where a stop token ended the response."""
+    sequences: Tensor
+    """[B S], prompt and response."""
+    attention_mask: Tensor
+    """[B S], True on tokens."""
+    action_mask: Tensor
+    """[B A], True on response tokens."""
+
+
+class Judged(NamedTuple):
+    """One source's opinion."""
+
+    scaled: Tensor
+    """[B], of order one."""
+    raw: Mapping[str, Tensor]
+    """[B] each, as they came."""
+
+
+Source = Callable[[ScoringBatch], Judged]
+
+
+class Verifier:
+    """The exact answer in its tags: 0 or 1.
+
+    Args:
+        answer_tag: name of the tags.
+    """
+
+    def __init__(self, answer_tag: str) -> None:
+        self._tag = answer_tag
+
+    def __call__(self, batch: ScoringBatch) -> Judged:
+        """Return 1 for each right answer; a prompt without reference answer has none."""
+        rows = zip(batch.prompts, batch.responses, batch.ended.tolist(), strict=True)
+        found = torch.tensor(
+            [
+                0.0 if prompt.answer is None else verify(text, prompt.answer, ended=ended, tag=self._tag).score
+                for prompt, text, ended in rows
+            ]
+        )
+        return Judged(found, {VERIFIER: found})
+
+
+class TrainedScores:
+    """A trained reward model: its scores in standard deviations of its held-out samples'.
+
+    Args:
+        model: in evaluation mode from here on.
+    """
+
+    def __init__(self, model: RewardModel) -> None:
+        self._model = model.eval()
+
+    def __call__(self, batch: ScoringBatch) -> Judged:
+        """Return raw and standardised scores, computed where the model is.
+
+        Raises:
+            ModelError: if a token is none of the model's.
+        """
+        known, highest = self._model.trunk.get_input_embeddings().num_embeddings, int(batch.sequences.max())
+        if highest >= known:
+            raise ModelError(
+                f"a response has token {highest}, but the reward model knows {known} tokens; take a reward model "
+                "that was trained with the policy's tokenizer"
+            )
+        device = device_of(self._model)
+        with torch.no_grad():
+            raw: Tensor = self._model(batch.sequences.to(device), batch.attention_mask.to(device))
+            scaled = self._model.standardise(raw)
+        return Judged(scaled.cpu(), {REWARD_MODEL: raw.cpu()})
+
+
+class FunctionScores:
+    """A reward function: its values as shares of its maximum.
+
+    Args:
+        function: of text, or of text and the task's record.
+        process: where it runs; closed with this source.
+    """
+
+    def __init__(self, function: RewardFunction, process: RewardProcess) -> None:
+        self._function, self._process = function, process
+
+    def __call__(self, batch: ScoringBatch) -> Judged:
+        """Return raw values and shares; a response for which the function gives no number gets 0.
+
+        Raises:
+            DataError: if the function needs the task's records and a prompt has none.
+        """
+        rows: list[tuple[str | None, ...]] = []
+        for prompt, response in zip(batch.prompts, batch.responses, strict=True):
+            row = (prompt.text, response, prompt.answer)
+            rows.append((*row, self._entry(prompt)) if self._function.form == "entry" else row)
+        names = [f"the response to {prompt.text[:40]!r} (key {prompt.key})" for prompt in batch.prompts]
+        raw = call_rows(self._process, self._function, rows, names=names)
+        return Judged(raw / self._function.maximum, {self._function.name: raw})
+
+    def close(self) -> None:
+        """End the function's process."""
+        self._process.close()
+
+    def _entry(self, prompt: Prompt) -> str:
+        if prompt.entry is None:
+            raise DataError(
+                f"reward function {self._function.name} needs the record that its task keeps of each problem, and "
+                f"the prompt that begins {prompt.text[:40]!r} has none; draw the data from that task (data.task)"
+            )
+        return prompt.entry
+
+
+class VerifiableScores:
+    """An `RLVRRewardModel`: the sum of its functions' shares of their maxima.
+
+    Args:
+        model: closed with this source.
+    """
+
+    def __init__(self, model: RLVRRewardModel) -> None:
+        self._model = model
+        self.close = model.close
+
+    def __call__(self, batch: ScoringBatch) -> Judged:
+        """Return each function's raw values, and the sum of their shares."""
+        start = batch.sequences.shape[1] - batch.action_mask.shape[1]
+        raw = self._model.raw_scores(
+            batch.sequences,
+            batch.attention_mask,
+            response_start=[start] * len(batch.prompts),
+            response_end=(start + batch.action_mask.sum(dim=1) - 1).tolist(),
+            gt_answer=[prompt.answer for prompt in batch.prompts],
+        )
+        shares = [values / self._model.maxima[name] for name, values in raw.items()]
+        return Judged(torch.stack(shares).sum(dim=0), raw)
+
+
+class CalledScores:
+    """Anything that is called like a reward model; its scores are taken as they are.
+
+    Args:
+        model: called with token ids and attention mask, on the device of its weights if it has some.
+    """
+
+    def __init__(self, model: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self._model = model
+
+    def __call__(self, batch: ScoringBatch) -> Judged:
+        """Return the model's scores.
+
+        Raises:
+            ModelError: if it does not return one score for each response.
+        """
+        weight = next(iter(self._model.parameters()), None) if isinstance(self._model, torch.nn.Module) else None
+        device = torch.device("cpu") if weight is None else weight.device
+        with torch.no_grad():
+            found = self._model(batch.sequences.to(device), batch.attention_mask.to(device)).float().cpu()
+        if found.shape != (len(batch.prompts),):
+            raise ModelError(
+                f"the reward model returned scores of shape {tuple(found.shape)} for {len(batch.prompts)} responses; "
+                "it should return one score for each"
+            )
+        return Judged(found, {REWARD_MODEL: found})
+
+
+AnyRewardModel = RewardModel | RLVRRewardModel | Callable[..., Tensor]
+"""What may stand where coati has a reward model."""
+
+
+def model_source(model: AnyRewardModel) -> Source:
+    """Return the source that a reward model of any kind is."""
+    if isinstance(model, RewardModel):
+        return TrainedScores(model)
+    return VerifiableScores(model) if isinstance(model, RLVRRewardModel) else CalledScores(model)

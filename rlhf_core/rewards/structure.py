@@ -1,0 +1,80 @@
+"""The form of a response: which tags it must have, how often and in which order, and what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rlhf_core.errors import ConfigError
+
+Tags = Mapping[str, Mapping[str, Any]]
+"""coati's form: {"answer_start": {"text": "<answer>", "num_occur": 1}, ...}, in the order of the response."""
+
+OPENING, CLOSING = "answer_start", "answer_end"
+
+DEFAULT_TAGS: Tags = {
+    "think_start": {"text": "<think>", "num_occur": 1},
+    "think_end": {"text": "</think>", "num_occur": 1},
+    "answer_start": {"text": "<answer>", "num_occur": 1},
+    "answer_end": {"text": "</answer>", "num_occur": 1},
+}
+
+
+def answer_tags(tag: str) -> Tags:
+    """Return the tags of a response that has one pair, around its answer."""
+    return {OPENING: {"text": f"<{tag}>", "num_occur": 1}, CLOSING: {"text": f"</{tag}>", "num_occur": 1}}
+
+
+def check_tags(tags: Any) -> Tags:
+    """Return the tags if they have coati's form.
+
+    Raises:
+        ConfigError: if they have not, or lack those of the answer.
+    """
+    right = isinstance(tags, Mapping) and all(
+        isinstance(tag, Mapping)
+        and isinstance(tag.get("text"), str)
+        and tag["text"]
+        and isinstance(tag.get("num_occur", 1), int)
+        and tag.get("num_occur", 1) >= 0
+        for tag in tags.values()
+    )
+    if not right or not {OPENING, CLOSING} <= set(tags):
+        raise ConfigError(
+            "response_format_tags must name at least answer_start and answer_end, each as "
+            f'{{"text": "<answer>", "num_occur": 1}}, but it is {tags!r}'
+        )
+    return tags  # type: ignore[no-any-return]  # the check above is what makes it one
+
+
+def validate_response_structure(text: str, tags: Tags | None = None) -> bool:
+    """Return whether a response has the form that the tags prescribe.
+
+    Every tag occurs as often as its `num_occur` says (1 if it says nothing), the tags' first occurrences
+    come in the order in which they are listed, and nothing but white space follows the closing answer tag.
+    What stands before or between the tags is free.
+
+    Args:
+        text: the response.
+        tags: in coati's form; None takes one think block before one answer block.
+
+    Example:
+        >>> validate_response_structure("<think>1+1</think> <answer>2</answer>")
+        True
+        >>> validate_response_structure("<think>1+1</think> <answer>2</answer> I hope so")
+        False
+    """
+    tags = DEFAULT_TAGS if tags is None else tags
+    if any(text.count(tag["text"]) != tag.get("num_occur", 1) for tag in tags.values()):
+        return False
+    places = [text.find(tag["text"]) for tag in tags.values() if tag.get("num_occur", 1)]
+    closing = tags[CLOSING]["text"]
+    return places == sorted(places) and not text.rpartition(closing)[2].strip()
+
+
+def extract_answer(text: str, tags: Tags | None = None) -> str | None:
+    """Return what stands in the last pair of answer tags, without white space around it; None if there is no pair."""
+    tags = DEFAULT_TAGS if tags is None else tags
+    before, closing, _ = text.rpartition(tags[CLOSING]["text"])
+    _, opening, answer = before.rpartition(tags[OPENING]["text"])
+    return answer.strip() if opening and closing else None

@@ -71,7 +71,11 @@ class MakerFactory:
             actor=actor,
             critic=None if critic is None else critic.to(device),
             scorer=build_scorer(
-                config.ppo.reward, reward_model, template=template, allowed_modules=settings().reward_modules
+                config.ppo.reward,
+                reward_model,
+                template=template,
+                allowed_modules=settings().reward_modules,
+                scaled=not config.ppo.legacy,
             ),
             initial_model=load_causal_lm(directory, dtype, device=device),
             template=template,

@@ -11,11 +11,12 @@ from transformers import PreTrainedModel
 
 from rlhf_core.config import RolloutConfig
 from rlhf_core.data import Problem, PromptTemplate
-from rlhf_core.errors import ConfigError, DataError, ModelError
+from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.experience_maker.advantages import WITH_CRITIC, Forwards, LegacyForm, compares_groups, estimate
 from rlhf_core.experience_maker.samples import MadeExperience, describe
 from rlhf_core.generation import Generation, GenerationSettings, make_engine, sample_uniforms
 from rlhf_core.models.actor import response_logprobs
+from rlhf_core.models.compatibility import check_same_tokenizer
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.device import autocast, device_of
 from rlhf_core.models.lora import adapters_off
@@ -77,7 +78,8 @@ class ExperienceMaker:
                 "set advantage_estimator to gae, or legacy to false"
             )
         for what, other in (("critic", critic), ("initial model", initial_model)):
-            _check_vocabulary(actor, other, what)
+            if other is not None:
+                check_same_tokenizer(actor, other, what=f"the actor and the {what}")
         self.actor = actor.eval()
         self.critic = None if critic is None or config.advantage_estimator != WITH_CRITIC else critic.eval()
         self.scorer = scorer
@@ -263,15 +265,3 @@ def settings_of(config: RolloutConfig, template: PromptTemplate) -> GenerationSe
         max_length=config.max_length,
         stop_strings=template.stop_strings,
     )
-
-
-def _check_vocabulary(actor: PreTrainedModel, other: PreTrainedModel | Critic | None, what: str) -> None:
-    if other is None:
-        return
-    ours = actor.config.vocab_size
-    theirs = (other.trunk if isinstance(other, Critic) else other).config.vocab_size
-    if ours != theirs:
-        raise ModelError(
-            f"the actor has a vocabulary of {ours} tokens, but the {what} one of {theirs}; "
-            "take models with one tokenizer"
-        )

@@ -243,7 +243,7 @@ class RewardModelTrainer(SupervisedTrainer[PairBatch]):
         self._heldout: frozenset[int] = frozenset()
 
     def _objective(self) -> PairObjective:
-        loss = self.loss_fn or "log_sigmoid"
+        loss: PairLoss | Literal["log_sigmoid"] = self.loss_fn or "log_sigmoid"
         return PairObjective(self.device, self.autocast_dtype, loss=loss, centring=self.centring)
 
     def _read(self, batch: Mapping[str, Any], *, training: bool) -> PairBatch:

@@ -113,11 +113,85 @@ def test_a_demonstration_that_is_too_long_is_named_before_any_training() -> None
 
 @pytest.mark.parametrize(
     ("examples", "message"),
-    [([], "at least one demonstration"), ([([1], [2]), ([1], [])], "demonstration 2 of 2 has an empty")],
+    [
+        ([], "at least one demonstration"),
+        ([([1], [2]), ([1], [])], "demonstration 2 of 2 has an empty"),
+        ([([1, 2], [False, False])], "demonstration 1 of 1 has no token to learn"),
+        ([([1, 2, 3], [False, True])], "a loss mask of another length"),
+    ],
 )
 def test_nothing_to_learn_is_refused(examples: list, message: str) -> None:
     with pytest.raises(DataError, match=message):
         train_sft(tiny_llama(), examples, CONFIG, seed=0, autocast_dtype=torch.float32)
+
+
+def turns(*, answers: tuple[int, ...]) -> tuple[list[int], list[bool]]:
+    """Two turns of a conversation: the assistant's tokens are those of `answers`."""
+    ids = [5, 6, 20, 21, 2, 7, 22, 2]
+    return ids, [token in answers for token in ids]
+
+
+def test_all_turns_of_the_assistant_are_learnt_and_nothing_else() -> None:
+    conversation, model = turns(answers=(20, 21, 2, 22)), tiny_llama(initializer_range=0.2)
+    history = train_sft(model, [conversation, EXAMPLES[1]], CONFIG, seed=0, autocast_dtype=torch.float32)
+    untrained, total = tiny_llama(initializer_range=0.2), 0.0
+    for ids, learnt in (conversation, ([8, 12, 2], [False, True, True])):
+        whole = torch.log_softmax(untrained(torch.tensor([ids])).logits[0], dim=-1)
+        total -= sum(whole[t - 1, ids[t]].item() for t in range(len(ids)) if learnt[t])
+    assert history[0]["tokens"] == 5 + 2
+    assert history[0]["loss"] == pytest.approx(total / 7, rel=1e-5)
+
+
+def test_a_prompt_with_its_response_and_its_mask_are_two_forms_of_one_demonstration() -> None:
+    masked = [([*p, *r], [False] * len(p) + [True] * len(r)) for p, r in EXAMPLES]
+    runs = [
+        train_sft(tiny_llama(initializer_range=0.2), form, CONFIG, seed=0, autocast_dtype=torch.float32)
+        for form in (EXAMPLES, masked)
+    ]
+    assert runs[0] == runs[1]
+
+
+def test_what_nothing_predicts_is_never_learnt() -> None:
+    first_too = ([5, 6], [True, True])
+    history = train_sft(tiny_llama(), [first_too], CONFIG, seed=0, autocast_dtype=torch.float32)
+    assert history[0]["tokens"] == 1
+
+
+def test_the_held_out_loss_is_that_of_the_model_after_each_epoch() -> None:
+    config = CONFIG.model_copy(update={"batch_size": 2, "epochs": 3, "lr": 3e-3})
+    history = train_sft(
+        tiny_llama(initializer_range=0.2),
+        EXAMPLES[:3],
+        config,
+        seed=0,
+        autocast_dtype=torch.float32,
+        heldout=EXAMPLES[:3],
+    )
+    measured = [step["heldout_loss"] for step in history if "heldout_loss" in step]
+    assert ["heldout_loss" in step for step in history] == [False, True] * 3
+    assert measured[0] > measured[1] > measured[2]
+    plain = train_sft(tiny_llama(initializer_range=0.2), EXAMPLES[:3], config, seed=0, autocast_dtype=torch.float32)
+    assert [step["loss"] for step in plain] == [step["loss"] for step in history], "measuring must not change training"
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_gradient_checkpointing_computes_activations_twice_and_changes_no_number() -> None:
+    runs, calls = [], []
+    for active in (False, True):
+        model = tiny_llama(initializer_range=0.2)
+        seen: list[bool] = []
+        model.model.layers[0].mlp.register_forward_pre_hook(lambda *_, seen=seen: seen.append(True))
+        config = CONFIG.model_copy(update={"gradient_checkpointing": active, "lora": LoRAConfig(r=2, dropout=0.3)})
+        runs.append(train_sft(model, EXAMPLES, config, seed=0, autocast_dtype=torch.float32)[0])
+        calls.append(len(seen))
+        assert not model.is_gradient_checkpointing
+    assert runs[0] == pytest.approx(runs[1], rel=1e-6)
+    assert calls == [2, 4]  # two micro-batches
+
+
+def test_tokens_of_another_tokenizer_are_named_before_any_training() -> None:
+    with pytest.raises(DataError, match=r"demonstration 2 of 2's tokens hold the token id 259, but .* has 259 entries"):
+        train_sft(tiny_llama(), [EXAMPLES[0], ([5], [259])], CONFIG, seed=0, autocast_dtype=torch.float32)
 
 
 def test_weights_that_are_not_finite_stop_the_training() -> None:

@@ -102,7 +102,11 @@ def _decode(model: Any, prompts: Sequence[Sequence[int]], pad_id: int, choose: C
 
 def _new_cache(model: Any, length: int) -> StaticCache | DynamicCache:
     inner = unwrapped(model)
-    if getattr(inner, "_can_compile_fullgraph", False):  # how transformers marks models that take a static cache
+    kind = inner.device.type
+    # autocast over other weights gives keys and values of two dtypes, for which a static cache has no place
+    mixed = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != inner.dtype
+    # `_can_compile_fullgraph`: how transformers marks models that take a static cache
+    if getattr(inner, "_can_compile_fullgraph", False) and not mixed:
         return StaticCache(config=inner.config, max_cache_len=length)
     return DynamicCache(config=inner.config)
 

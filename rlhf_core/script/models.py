@@ -61,7 +61,7 @@ def build_models(args: Namespace, device: torch.device, tell: Callable[[str], No
     lora = None if args.lora_config is None else lora_config(args.lora_config)
     dtype = _weights_dtype(args, device, adapters=lora is not None)
     directory = locate_model(args.pretrain, models_dir=MODELS_DIR.expanduser())
-    tokenizer = load_tokenizer(Path(args.tokenizer_dir).expanduser() if args.tokenizer_dir else directory)
+    tokenizer = load_tokenizer(_tokenizer_directory(args, directory))
     actor = load_policy(directory, dtype, device)
     check_same_tokenizer(actor, tokenizer, what=f"--pretrain {args.pretrain} and the tokenizer")
     reward_model = None if args.no_neural_reward_model else _reward_model(args, actor, tokenizer, dtype, device)
@@ -102,14 +102,27 @@ def load_policy(directory: Path, dtype: torch.dtype, device: torch.device) -> Pr
     """
     if not is_adapter_directory(directory):
         return load_causal_lm(directory, dtype, device)
-    try:
-        base = json.loads((directory / CONFIG_FILE).read_text())["base_model_name_or_path"]
-    except (ValueError, KeyError) as error:
-        raise ModelError(f"{directory / CONFIG_FILE} does not say which model it adapts") from error
-    model = load_causal_lm(locate_model(base, models_dir=MODELS_DIR.expanduser()), torch.float32, device)
+    model = load_causal_lm(_base_of(directory), torch.float32, device)
     load_adapters(model, directory)
     merge_adapters(model)  # summed in float32, rounded once
     return model.to(dtype)
+
+
+def _base_of(adapter: Path) -> Path:
+    try:
+        base = str(json.loads((adapter / CONFIG_FILE).read_text())["base_model_name_or_path"] or "")
+    except (ValueError, KeyError, TypeError):
+        base = ""
+    if not base:
+        raise ModelError(f"{adapter / CONFIG_FILE} does not say which model it adapts; write base_model_name_or_path")
+    return locate_model(base, models_dir=MODELS_DIR.expanduser())
+
+
+def _tokenizer_directory(args: Namespace, policy: Path) -> Path:
+    if args.tokenizer_dir:
+        return Path(args.tokenizer_dir).expanduser()
+    adapters_only = is_adapter_directory(policy) and not (policy / _TOKENIZER_FILE).is_file()
+    return _base_of(policy) if adapters_only else policy
 
 
 def _reward_model(

@@ -1,0 +1,177 @@
+"""`train_ppo` after its flags are known to be good: build everything, hand it to `PPOTrainer`, store what comes out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+
+import torch
+from transformers import PreTrainedModel
+
+from rlhf_core.config import PPOOptions
+from rlhf_core.data.conversation import setup_conversation_template
+from rlhf_core.models.adapters import save_adapters
+from rlhf_core.models.critic import Critic
+from rlhf_core.models.loading import default_device
+from rlhf_core.models.lora import save_merged
+from rlhf_core.rewards import RLVRRewardModel, gsm8k_reward_fn, math_competition_reward_fn
+from rlhf_core.script.checks import checkpoint_step, read_json
+from rlhf_core.script.data import build_loaders
+from rlhf_core.script.models import Models, build_models
+from rlhf_core.script.progress import EpisodeLine, Tell, teller
+from rlhf_core.script.schedule import schedule_of
+from rlhf_core.strategy.plain import PlainBooster
+from rlhf_core.strategy.ranks import Ranks, join, leave
+from rlhf_core.trainer.optim import Trained, make_trained
+from rlhf_core.trainer.ppo import PPOTrainer
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from rlhf_core.data.conversation import Conversation
+
+TEMPERATURE = 0.7
+TOP_K = 50
+LAM = 0.95
+"""These three are fixed in the original script too."""
+_FUNCTIONS = {"gsm8k_reward_fn": gsm8k_reward_fn, "math_competition_reward_fn": math_competition_reward_fn}
+Precision = Literal["fp16", "bf16"]
+
+
+class _Trainees(NamedTuple):
+    actor: Trained
+    critic: Trained
+
+
+def run(args: Namespace) -> None:
+    """Train as the flags say, with the ranks that torchrun started, and write the models to `args.save_path`.
+
+    Raises:
+        RlhfError: a file or model is not what it should be, or training cannot go on.
+    """
+    ranks = join()
+    try:
+        _run(args, ranks)
+    finally:
+        leave()
+
+
+def _run(args: Namespace, ranks: Ranks) -> None:
+    tell, device = teller(ranks), default_device()
+    precision = _precision(args, device, tell)
+    _tell_plugin(args, ranks, tell)
+    models = build_models(args, device, tell)
+    template = read_json(args.conversation_template_config, "--conversation_template_config")
+    conversation = setup_conversation_template(models.tokenizer, template)
+    loaders = build_loaders(args, conversation, tell)
+    trainees = _trainees(args, models, precision)
+    trainer = _trainer(args, models, trainees, conversation, precision, EpisodeLine(args.num_episodes, ranks, tell))
+    checkpoint = checkpoint_step(args)
+    if checkpoint is not None:
+        trainer.load_checkpoint(checkpoint)
+        tell(f"going on from {checkpoint.name}")
+    trainer.fit(
+        num_episodes=args.num_episodes,
+        num_collect_steps=args.num_collect_steps,
+        num_update_steps=args.num_update_steps,
+        prompt_dataloader=loaders.prompts,
+        pretrain_dataloader=loaders.demonstrations,
+        log_dir=args.log_dir,
+        use_wandb=args.use_wandb,
+    )
+    if ranks.is_first:
+        save_outputs(args, models)
+    ranks.barrier()
+    tell(f"stored {args.save_path}/actor/modeling and {args.save_path}/critic/modeling")
+
+
+def _precision(args: Namespace, device: torch.device, tell: Tell) -> Precision:
+    if args.mixed_precision == "fp16" and device.type == "cpu":
+        tell("--mixed_precision fp16 runs as bf16 on a CPU")
+        return "bf16"
+    return "fp16" if args.mixed_precision == "fp16" else "bf16"
+
+
+def _tell_plugin(args: Namespace, ranks: Ranks, tell: Tell) -> None:
+    if args.plugin != "plain":
+        tell(
+            f"--plugin {args.plugin} runs as plain data parallelism over {ranks.world_size} "
+            f"rank{'s' if ranks.world_size > 1 else ''}: the same numbers, nothing sharded or offloaded"
+        )
+
+
+def _trainees(args: Namespace, models: Models, precision: Precision) -> _Trainees:
+    def trained(model: torch.nn.Module, lr: float) -> Trained:
+        booster = PlainBooster(precision=precision, max_norm=args.grad_clip)
+        return make_trained(model, lr=lr, weight_decay=args.weight_decay, schedule=schedule_of(args), booster=booster)
+
+    return _Trainees(trained(models.actor, args.lr), trained(models.critic, args.critic_lr))
+
+
+def _trainer(
+    args: Namespace,
+    models: Models,
+    trainees: _Trainees,
+    conversation: Conversation,
+    precision: Precision,
+    line: EpisodeLine,
+) -> PPOTrainer:
+    return PPOTrainer(
+        actor_booster=trainees.actor.booster,
+        critic_booster=trainees.critic.booster,
+        actor=cast(PreTrainedModel, trainees.actor.model),
+        critic=cast(Critic, trainees.critic.model),  # as the booster returned it
+        reward_model=models.reward_model or reward_functions(args, conversation),
+        initial_model=models.initial_model,
+        actor_optim=trainees.actor.optimizer,
+        critic_optim=trainees.critic.optimizer,
+        actor_lr_scheduler=trainees.actor.scheduler,
+        critic_lr_scheduler=trainees.critic.scheduler,
+        tokenizer=models.tokenizer,
+        kl_coef=args.kl_coef,
+        ptx_coef=args.ptx_coef,
+        train_batch_size=args.train_batch_size,
+        apply_loss_mask=not args.disable_loss_mask,
+        accumulation_steps=args.accumulation_steps,
+        save_interval=args.save_interval,
+        save_dir=args.save_path,
+        callbacks=(line,),
+        options=_options(args, models, precision),
+        seed=args.seed,
+        max_new_tokens=args.max_seq_len,
+        max_length=args.max_length,
+        temperature=TEMPERATURE,
+        top_k=TOP_K,
+        do_sample=True,
+        stop_token_ids=list(conversation.stop_ids),
+    )
+
+
+def reward_functions(args: Namespace, conversation: Conversation) -> RLVRRewardModel:
+    """Return the sum of the functions that the flags name, which read the template's tags."""
+    functions = [_FUNCTIONS[name] for name in dict.fromkeys(args.reward_functions)]
+    return RLVRRewardModel(functions, tokenizer=conversation.tokenizer, tags=conversation.response_format_tags)
+
+
+def _options(args: Namespace, models: Models, precision: Precision) -> PPOOptions:
+    dtypes: dict[str, Any] = {"fp16": "float16", "bf16": "bfloat16"}
+    return PPOOptions(
+        lam=LAM,
+        dtype=dtypes[precision],
+        rollout_dtype="bfloat16",
+        critic_init="reward_model" if models.critic_init == "reward_model" else "policy",
+        gradient_checkpointing=args.grad_checkpoint,
+    )
+
+
+def save_outputs(args: Namespace, models: Models) -> None:
+    """Write actor and critic, each as its own `from_pretrained` loads it, with the tokenizer beside it."""
+    root = Path(args.save_path).expanduser()
+    actor, critic = root / "actor" / "modeling", root / "critic" / "modeling"
+    if args.keep_lora:
+        save_adapters(models.actor, actor)
+    else:
+        save_merged(models.actor, actor)
+    models.critic.save_pretrained(critic)
+    for directory in (actor, critic):
+        models.tokenizer.save_pretrained(directory)

@@ -1,0 +1,176 @@
+"""`train_ppo` in this process: adapters, resuming, and models that do not fit."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlhf_core.config import LoRAConfig
+from rlhf_core.models.adapters import save_adapters
+from rlhf_core.models.critic import Critic
+from rlhf_core.models.lora import attach_lora
+from rlhf_core.models.reward_model import RewardModel
+from rlhf_core.train_ppo import main
+from tests.tiny_llama import tiny_llama, tiny_tokenizer
+from tests.unit.script.brief_llama import brief_llama, write_models
+from tests.unit.script.command_lines import as_arguments, right_flags, write_inputs
+
+SMALL = {
+    "--plugin": "zero2",
+    "--num_collect_steps": "1",
+    "--num_update_steps": "1",
+    "--experience_batch_size": "4",
+    "--train_batch_size": "4",
+    "--accumulation_steps": "1",
+    "--max_seq_len": "16",
+    "--lr": "1e-3",
+    "--critic_lr": "1e-3",
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = write_models(write_inputs(tmp_path_factory.mktemp("run")))
+    lora = {"r": 4, "linear_lora_dropout": 0.0}
+    (directory / "lora.json").write_text(json.dumps(lora))
+    return directory
+
+
+def _flags(inputs: Path, out: Path, **more: str | None) -> list[str]:
+    changed = {f"--{name}": value for name, value in more.items()}
+    return as_arguments(right_flags(inputs) | SMALL | {"--save_path": str(out)} | changed)
+
+
+def _neural(inputs: Path, out: Path, **more: str | None) -> list[str]:
+    """Return the same run with the reward model in place of the functions."""
+    rules = {"--no_neural_reward_model", "--reward_functions", "gsm8k_reward_fn"}
+    return [word for word in _flags(inputs, out, **more) if word not in rules]
+
+
+def _weights(directory: Path) -> dict[str, torch.Tensor]:
+    return {
+        name: tensor for file in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(file).items()
+    }
+
+
+def test_adapters_are_merged_into_what_is_stored(inputs: Path, tmp_path: Path) -> None:
+    more = {"lora_config": str(inputs / "lora.json"), "rm_checkpoint_path": str(inputs / "rm_checkpoint")}
+    assert main(_neural(inputs, tmp_path / "out", **more)) == 0
+    stored = AutoModelForCausalLM.from_pretrained(tmp_path / "out/actor/modeling")
+    names = dict(stored.named_parameters())
+    assert not any("lora" in name for name in names)
+    before = dict(brief_llama().named_parameters())
+    moved = {name for name in names if not torch.equal(names[name], before[name])}
+    assert moved
+    assert all("_proj" in name for name in moved)
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "out/actor/modeling")) == 259
+    Critic.from_pretrained(tmp_path / "out/critic/modeling", torch.float32)
+
+
+def test_kept_adapters_are_pefts_and_give_the_merged_policy(inputs: Path, tmp_path: Path) -> None:
+    more = {"lora_config": str(inputs / "lora.json"), "rm_checkpoint_path": str(inputs / "rm_checkpoint")}
+    assert main(_neural(inputs, tmp_path / "kept", keep_lora=None, **more)) == 0
+    assert main(_neural(inputs, tmp_path / "merged", **more)) == 0
+    kept = PeftModel.from_pretrained(brief_llama(), tmp_path / "kept/actor/modeling").eval()
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged/actor/modeling").eval()
+    ids = torch.tensor([[7, 8, 9, 10]])
+    with torch.no_grad():
+        torch.testing.assert_close(kept(ids).logits, merged(ids).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_an_sft_adapter_is_merged_first_and_is_the_reference(
+    inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policy = brief_llama()
+    policy.name_or_path = str(inputs / "model")
+    attach_lora(policy, LoRAConfig(r=2), seed=3)
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.05)
+    save_adapters(policy, tmp_path / "sft")
+    more = {"pretrain": str(tmp_path / "sft"), "lora_config": str(inputs / "lora.json")}
+    assert main(_flags(inputs, tmp_path / "out", **more)) == 0
+    assert "KL 0.0000," in capsys.readouterr().out
+    stored = AutoModelForCausalLM.from_pretrained(tmp_path / "out/actor/modeling")
+    # what PPO moved is less than what SFT had: the stored policy holds both
+    base, layer = brief_llama(), "model.layers.0.self_attn.q_proj.weight"
+    assert (stored.state_dict()[layer] - base.state_dict()[layer]).abs().max() > 1e-3
+
+
+def test_a_resumed_run_stores_what_an_unbroken_one_does(inputs: Path, tmp_path: Path) -> None:
+    whole = {"num_episodes": "2", "save_interval": "1", "rm_checkpoint_path": str(inputs / "rm_checkpoint")}
+    assert main(_neural(inputs, tmp_path / "whole", **whole)) == 0
+    first = sorted((tmp_path / "whole/trainer").iterdir(), key=lambda path: int(path.name.rpartition("-")[2]))[0]
+    resumed = {
+        "checkpoint_path": str(tmp_path / "whole/actor" / first.name),
+        "critic_checkpoint_path": str(tmp_path / "whole/critic" / first.name),
+    }
+    assert main(_neural(inputs, tmp_path / "resumed", **whole, **resumed)) == 0
+    for role in ("actor", "critic"):
+        expected, found = (_weights(tmp_path / run / role / "modeling") for run in ("whole", "resumed"))
+        assert expected.keys() == found.keys()
+        assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_demonstrations_are_learnt_beside(inputs: Path, tmp_path: Path) -> None:
+    rows = [{"question": f"{n} + 2?", "answer": str(n + 2)} for n in range(4)]
+    (tmp_path / "ptx.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    more = {"ptx_coef": "0.5", "ptx_dataset": str(tmp_path / "ptx.jsonl"), "log_dir": str(tmp_path / "logs")}
+    assert main(_flags(inputs, tmp_path / "out", **more)) == 0
+    (metrics,) = (tmp_path / "logs").rglob("metrics.jsonl")
+    logged = [json.loads(line) for line in metrics.read_text().splitlines()]
+    (loss,) = [line["train/ptx_loss"] for line in logged if "train/ptx_loss" in line]
+    model, tokenizer, losses = brief_llama(), tiny_tokenizer(), []
+    for row in rows:  # all four are in the first batch, before any step
+        prompt = f"<|im_start|>user\n{row['question']}<|im_end|>\n<|im_start|>assistant\n"
+        ids = torch.tensor([tokenizer(f"{prompt}{row['answer']}<|im_end|>").input_ids])
+        with torch.no_grad():
+            logits = model(ids).logits[0, -3:-1]  # of the digit and the end
+        losses.append(torch.nn.functional.cross_entropy(logits, ids[0, -2:]))
+    assert loss == pytest.approx(torch.stack(losses).mean().item(), rel=0.02)  # bfloat16
+
+
+def _says(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(arguments) == 1
+    told = capsys.readouterr().err
+    assert re.fullmatch(r"train_ppo: [^\n]+\n", told), told
+    return told
+
+
+def test_models_that_do_not_fit_are_one_sentence(
+    inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert "is not a model that transformers can load" in _says(_flags(inputs, out, pretrain=str(inputs)), capsys)
+    neural = _neural(inputs, out)
+    told = _says([*neural, "--rm_pretrain", str(inputs / "model")], capsys)
+    assert "holds no reward model, as it has no head.safetensors" in told
+    other = tiny_llama()
+    other.resize_token_embeddings(300)
+    RewardModel.from_causal_lm(other).save_pretrained(tmp_path / "other")
+    told = _says([*neural, "--rm_checkpoint_path", str(tmp_path / "other")], capsys)
+    assert "have different vocabularies: 300 and 259" in told
+    assert not out.exists()
+
+
+def test_too_few_prompts_and_too_long_ones_are_one_sentence(
+    inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert "8 prompts (--experience_batch_size) do not fill one batch of 16" in _says(
+        _flags(inputs, out, experience_batch_size="16"), capsys
+    )
+    assert "all 8 prompts are longer than the 4 tokens that fit" in _says(_flags(inputs, out, max_length="20"), capsys)

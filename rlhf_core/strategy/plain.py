@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from rlhf_core.errors import ConfigError
 from rlhf_core.strategy import files
+from rlhf_core.strategy.agreement import together
 from rlhf_core.strategy.plain_optimizer import PlainOptimizer
 from rlhf_core.strategy.ranks import Ranks, current_ranks
 
@@ -93,12 +94,14 @@ class PlainBooster:
             size_per_shard: megabytes.
             use_safetensors: always.
         """
-        if self.ranks.is_first:
+
+        def write() -> None:
             if shard:
                 files.write_model_directory(model, checkpoint, shard_mb=size_per_shard)
             else:
                 files.write_model_file(model, checkpoint)
-        self.ranks.barrier()
+
+        self._from_first(write)
 
     def load_model(self, model: nn.Module, checkpoint: str, strict: bool = True) -> nn.Module:  # noqa: ARG002
         """Put back what `save_model` wrote, file or directory, to the bit; return the model.
@@ -119,9 +122,7 @@ class PlainBooster:
         size_per_shard: int = 1024,  # noqa: ARG002
     ) -> None:
         """Write the optimizer's state from rank 0: one file of tensors with the facts in its header."""
-        if self.ranks.is_first:
-            files.write_optimizer(optimizer, checkpoint, directory=shard)
-        self.ranks.barrier()
+        self._from_first(lambda: files.write_optimizer(optimizer, checkpoint, directory=shard))
 
     def load_optimizer(self, optimizer: Any, checkpoint: str) -> Any:
         """Put back what `save_optimizer` wrote; return the optimizer.
@@ -134,9 +135,7 @@ class PlainBooster:
 
     def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: str) -> None:
         """Write the schedule's state as JSON, from rank 0."""
-        if self.ranks.is_first:
-            files.write_scheduler(lr_scheduler, checkpoint)
-        self.ranks.barrier()
+        self._from_first(lambda: files.write_scheduler(lr_scheduler, checkpoint))
 
     def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: str) -> None:
         """Put back what `save_lr_scheduler` wrote.
@@ -145,6 +144,10 @@ class PlainBooster:
             ModelError: if it is damaged.
         """
         files.read_scheduler(lr_scheduler, checkpoint)
+
+    def _from_first(self, write: Callable[[], None]) -> None:
+        """Write on the first rank; the others wait for it, and fail if it did."""
+        together(self.ranks, write if self.ranks.is_first else lambda: None, what="write the checkpoint")
 
     def _wrapped(self, optimizer: torch.optim.Optimizer) -> PlainOptimizer:
         return PlainOptimizer(optimizer, max_norm=self.max_norm, ranks=self.ranks, scaled=self.precision == "fp16")

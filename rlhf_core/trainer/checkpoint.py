@@ -15,11 +15,12 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlhf_core.errors import ModelError, RlhfError, TrainingError
+from rlhf_core.errors import ModelError, TrainingError
+from rlhf_core.strategy.agreement import together
 from rlhf_core.strategy.ranks import Ranks
 
 logger = logging.getLogger(__name__)
@@ -70,25 +71,24 @@ def write_checkpoint(save_dir: Path, name: str, writers: Mapping[str, Writer], r
     held = {role: save_dir / role / f"{_WRITING}{name}" for role in writers}
 
     def prepare() -> None:
-        for directory in held.values():
-            for mark in (_WRITING, _REPLACED):  # of a process that died
-                for left in directory.parent.glob(f"{mark}*"):
-                    shutil.rmtree(left)
-            directory.mkdir(parents=True)
+        _make_room(held.values())
 
     def fill() -> None:
         for role, writer in writers.items():
             writer(held[role])
 
+    def publish() -> None:
+        _publish(save_dir, name, held)
+
     try:
-        _together(ranks, prepare, first_only=True)
-        _together(ranks, fill)
-        _together(ranks, lambda: _publish(save_dir, name, held), first_only=True)
+        together(ranks, prepare if ranks.is_first else _wait, what="prepare the checkpoint")
+        together(ranks, fill, what="write its part of the checkpoint")
+        together(ranks, publish if ranks.is_first else _wait, what="finish the checkpoint")
     except Exception as error:
         if ranks.is_first:
             for directory in held.values():
                 shutil.rmtree(directory, ignore_errors=True)
-        reason = str(error) or type(error).__name__
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise TrainingError(
             f"the checkpoint {name} could not be written to {save_dir} ({reason}); earlier ones are as they were: "
             "make room, and go on from the last one with load_checkpoint"
@@ -151,16 +151,17 @@ def write_json(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def _together(ranks: Ranks, work: Callable[[], None], *, first_only: bool = False) -> None:
-    """Do one part of the work on all ranks; a failure on one of them is one on all, so that none waits in vain."""
-    failure: Exception | None = None
-    if ranks.is_first or not first_only:
-        try:
-            work()
-        except (OSError, RuntimeError, ValueError, RlhfError) as error:
-            failure = error
-    if ranks.any(failure is not None):
-        raise failure if failure is not None else TrainingError("another rank could not write its part")
+def _make_room(directories: Iterable[Path]) -> None:
+    """Make the directories to write in, and remove what a process left that died."""
+    for directory in directories:
+        for mark in (_WRITING, _REPLACED):
+            for left in directory.parent.glob(f"{mark}*"):
+                shutil.rmtree(left)
+        directory.mkdir(parents=True)
+
+
+def _wait() -> None:
+    """Leave the work to the first rank."""
 
 
 def _publish(save_dir: Path, name: str, held: Mapping[str, Path]) -> None:

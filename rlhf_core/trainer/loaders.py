@@ -11,6 +11,8 @@ from torch import Tensor
 from rlhf_core.errors import DataError
 from rlhf_core.trainer.random_state import random_states, set_random_states
 
+Batches = Iterable[Mapping[str, Any]]
+
 _GENERATOR = "generator"
 
 
@@ -37,7 +39,7 @@ class CycledLoader:
         DataError: when the first batch is asked for, if there is none.
     """
 
-    def __init__(self, loader: Iterable[Mapping[str, Any]], *, what: str) -> None:
+    def __init__(self, loader: Batches, *, what: str) -> None:
         self._loader = loader
         self._what = what
         self._pass = -1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from importlib import import_module
 from pathlib import Path
@@ -145,6 +145,15 @@ class MeanMeter:
         """Forget everything."""
         self._sums.clear()
         self._counts.clear()
+
+    def state(self) -> dict[str, list[float]]:
+        """Return sum and count by name, as JSON holds them."""
+        return {name: [total, self._counts[name]] for name, total in self._sums.items()}
+
+    def load_state(self, state: Mapping[str, Sequence[float]]) -> None:
+        """Go on from what `state` returned."""
+        self._sums = {name: total for name, (total, _) in state.items()}
+        self._counts = {name: int(count) for name, (_, count) in state.items()}
 
 
 def check_tracking(log_dir: str | Path | None, *, use_wandb: bool) -> None:

@@ -1,0 +1,86 @@
+"""A batch that training cannot go on from, kept for whoever looks for the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from rlhf_core.errors import TrainingError
+from rlhf_core.strategy.ranks import Ranks
+from rlhf_core.trainer.checkpoint import write_json
+from rlhf_core.types import Experience, Sample
+
+
+def check_finite(experience: Experience) -> None:
+    """See that every number of an experience that counts is one.
+
+    Raises:
+        TrainingError: naming the first field with NaN or infinity, and the rows.
+    """
+    for name in ("reward", "values", "kl", "advantages", "returns", "action_log_probs", "rollout_log_probs"):
+        tensor = getattr(experience, name)
+        if tensor is None:
+            continue
+        wrong = (~tensor.isfinite() & experience.action_mask).any(dim=1)
+        if wrong.any():
+            rows = torch.nonzero(wrong).flatten().tolist()
+            raise TrainingError(
+                f"the {name} of {len(rows)} of {len(experience)} responses is not a finite number (rows "
+                f"{', '.join(map(str, rows[:5]))}); look at what scored them"
+            )
+
+
+def keep_failed_batch(
+    save_dir: Path | None,
+    error: Exception,
+    experience: Experience,
+    samples: Sequence[Sample],
+    *,
+    name: str,
+    ranks: Ranks,
+    decode: object = None,
+) -> TrainingError:
+    """Write the batch and what was wrong, and return the error that says where.
+
+    Args:
+        save_dir: gets a directory `failed-batch-<name>`; None keeps nothing.
+        error: what was wrong.
+        experience: the batch.
+        samples: the same rows as text; none if they are not at hand.
+        name: of the place in the run.
+        ranks: each rank keeps its own rows.
+        decode: returns the text of token ids, for rows that have no sample; None leaves it out.
+    """
+    if save_dir is None:
+        return TrainingError(f"{error}; give save_dir to have such a batch kept")
+    directory = save_dir / f"failed-batch-{name}" / f"rank-{ranks.rank}"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        tensors = {field: tensor.detach().cpu().contiguous() for field, tensor in experience.tensors().items()}
+        save_file(tensors, directory / "experience.safetensors")
+        write_json(directory / "batch.json", {"error": str(error), "rows": _rows(experience, samples, decode)})
+    except OSError as failure:
+        return TrainingError(f"{error}; the batch could not be kept in {directory} ({failure})")
+    return TrainingError(f"{error}; the batch is kept in {directory}")
+
+
+def _rows(experience: Experience, samples: Sequence[Sample], decode: object) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = []
+    for row, mask in enumerate(experience.action_mask):
+        # As text: JSON has no word for NaN and infinity, which are what is looked for.
+        shown: dict[str, object] = {}
+        if samples:
+            said = asdict(samples[row])
+            shown = {name: str(value) if isinstance(value, float) else value for name, value in said.items()}
+            shown["raw_scores"] = {name: str(value) for name, value in samples[row].raw_scores.items()}
+        for name in ("reward", "values", "advantages", "action_log_probs"):
+            shown[name] = [f"{number:.6g}" for number in getattr(experience, name)[row][mask].tolist()]
+        if callable(decode):
+            attended = experience.sequences[row][experience.attention_mask[row]]
+            shown["text"] = decode(attended.tolist())
+        rows.append(shown)
+    return rows

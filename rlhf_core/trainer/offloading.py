@@ -1,0 +1,36 @@
+"""Models that are needed to make experience only, and rest in host memory while the others learn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+class Resting:
+    """Moves models to their device and away again.
+
+    Args:
+        models: what has no weights to move is left alone: None, and functions.
+        device: where they work; on the CPU nothing ever moves.
+    """
+
+    def __init__(self, models: Sequence[Any], device: torch.device) -> None:
+        self._models = [model for model in models if isinstance(model, torch.nn.Module)] if device.type != "cpu" else []
+        self._device = device
+        self._move("cpu")
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Run the block with the models on their device."""
+        self._move(self._device)
+        try:
+            yield
+        finally:
+            self._move("cpu")
+
+    def _move(self, device: torch.device | str) -> None:
+        for model in self._models:
+            model.to(device)

@@ -1,0 +1,110 @@
+"""A tiny PPOTrainer with everything that it needs, the same in every process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
+
+from rlhf_core.config import LoRAConfig, PPOOptions
+from rlhf_core.models.critic import Critic
+from rlhf_core.models.lora import attach_lora
+from rlhf_core.models.reward_model import RewardModel
+from rlhf_core.strategy.plain import PlainBooster
+from rlhf_core.trainer.optim import make_trained
+from rlhf_core.trainer.ppo import PPOTrainer
+from tests.tiny_llama import tiny_llama, tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+OPTIONS = PPOOptions(lam=0.95, dtype="float32", rollout_dtype="float32")
+
+
+class Setting(NamedTuple):
+    """What is built anew for each trainer."""
+
+    lora: LoRAConfig | None = None
+    lr: float = 1e-3
+    models: dict[str, Any] = {}  # noqa: RUF012 - never written to
+
+
+def reward_model() -> RewardModel:
+    model = RewardModel.from_causal_lm(tiny_llama(seed=3, initializer_range=0.2))
+    torch.nn.init.normal_(model.head.weight, std=0.3, generator=torch.Generator().manual_seed(0))
+    return model
+
+
+def trainer(setting: Setting = Setting(), **changes: Any) -> PPOTrainer:
+    """Return a trainer over a tiny actor; `changes` are parameters of the trainer."""
+    actor = tiny_llama(initializer_range=0.2)
+    initial = None if setting.lora else tiny_llama(initializer_range=0.2)
+    critic = Critic.from_causal_lm(actor)
+    if setting.lora is not None:
+        attach_lora(actor, setting.lora, seed=1)
+        attach_lora(critic.trunk, setting.lora, seed=2)
+
+    def trained(model: torch.nn.Module) -> Any:
+        schedule = lambda step: 1 / (1 + 0.1 * step)  # noqa: E731
+        return make_trained(model, lr=setting.lr, weight_decay=0.0, schedule=schedule, booster=PlainBooster())
+
+    first, second = trained(actor), trained(critic)
+    parameters = {
+        "actor_booster": first.booster, "critic_booster": second.booster, "actor": first.model,
+        "critic": second.model, "reward_model": reward_model(), "initial_model": initial,
+        "actor_optim": first.optimizer, "critic_optim": second.optimizer, "actor_lr_scheduler": first.scheduler,
+        "critic_lr_scheduler": second.scheduler, "tokenizer": TOKENIZER, "ptx_coef": 0.0, "train_batch_size": 2,
+        "options": OPTIONS, "max_new_tokens": 4, "top_k": 20,
+    }  # fmt: skip
+    return PPOTrainer(**(parameters | setting.models | changes))
+
+
+def encoded(texts: Iterable[str]) -> list[dict[str, Any]]:
+    return [{"input_ids": TOKENIZER(text, add_special_tokens=False).input_ids} for text in texts]
+
+
+def padded(rows: list[dict[str, Any]], *, left: bool = True) -> dict[str, Any]:
+    width = max(len(row["input_ids"]) for row in rows)
+    ids, mask = [], []
+    for row in rows:
+        pad = [0] * (width - len(row["input_ids"]))
+        ones = [1] * len(row["input_ids"])
+        ids.append(pad + row["input_ids"] if left else row["input_ids"] + pad)
+        mask.append(pad + ones if left else ones + pad)
+    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
+
+
+def prompts(count: int = 6, *, batch_size: int = 2, shuffle: bool = True) -> DataLoader[Any]:
+    """Return a loader that shuffles by the global random state, as one of torch does by itself."""
+    rows = encoded(f"{number} plus {number * 3}" for number in range(count))
+    return DataLoader(rows, batch_size=batch_size, shuffle=shuffle, collate_fn=padded)  # type: ignore[arg-type]
+
+
+def demonstrations(count: int = 4) -> DataLoader[Any]:
+    def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = padded(rows, left=False)
+        labels = torch.where(batch["attention_mask"].bool(), batch["input_ids"], -100)
+        labels[:, :2] = -100
+        return batch | {"labels": labels}
+
+    rows = encoded(f"the answer is {number}" for number in range(count))
+    return DataLoader(rows, batch_size=2, shuffle=True, collate_fn=collate)  # type: ignore[arg-type]
+
+
+def weights(ours: PPOTrainer) -> dict[str, torch.Tensor]:
+    roles = {"actor": ours.learner.actor, "critic": ours.learner.critic}
+    return {
+        f"{role}.{name}": parameter.detach().clone()
+        for role, model in roles.items()
+        for name, parameter in model.named_parameters()
+    }
+
+
+def metrics(log_dir: Path) -> list[dict[str, Any]]:
+    """Return the lines of all runs under a log directory, in the order of their directories."""
+    import json
+
+    files = sorted(log_dir.glob("ppo/*/metrics.jsonl"))
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]

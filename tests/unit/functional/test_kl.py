@@ -67,3 +67,27 @@ def test_order_of_rows_does_not_matter() -> None:
     found = kl(logprobs=logprobs, ref_logprobs=reference, mask=mask(), estimator="k3")
     turned = kl(logprobs=logprobs[order], ref_logprobs=reference[order], mask=mask()[order], estimator="k3")
     assert_close(turned, found[order])
+
+
+@pytest.mark.parametrize(("estimator", "direction"), [("k1", None), ("k2", "policy"), ("k3", "reference")])
+def test_differentiated_under_the_sampled_tokens_only_k2_is_the_divergences_gradient(
+    estimator: KLEstimator, direction: str | None
+) -> None:
+    # why none of them is a loss here: E_pi[grad k1] = 0, E_pi[grad k3] = grad KL(ref || pi)
+    logits = torch.tensor(POLICY, dtype=torch.float64).log().requires_grad_()
+    reference = torch.tensor(REFERENCE, dtype=torch.float64).log()
+    logprobs = torch.log_softmax(logits, dim=0)
+    each = kl(
+        logprobs=logprobs[None],
+        ref_logprobs=reference[None],
+        mask=torch.ones(1, 3, dtype=torch.bool),
+        estimator=estimator,
+    )
+    (found,) = torch.autograd.grad((logprobs.detach().exp() * each[0]).sum(), logits, retain_graph=True)
+    exact = {
+        None: 0 * logprobs.sum(),
+        "policy": (logprobs.exp() * (logprobs - reference)).sum(),
+        "reference": (reference.exp() * (reference - logprobs)).sum(),
+    }[direction]
+    (expected,) = torch.autograd.grad(exact, logits)
+    torch.testing.assert_close(found, expected)

@@ -66,17 +66,16 @@ def _load(target: str | bytes, form: str, arguments: dict[str, Any]) -> Callable
         module, _, attribute = target.partition(":")
         function = getattr(import_module(module), attribute)
 
-    def call(*given: Any) -> Any:
-        return function(*given, **arguments)
+    if form != "tokens":
+        return lambda *given: function(*given, **arguments)
+    import torch  # noqa: PLC0415  # seconds, which only functions of tokens take, and no response's time limit
 
     def call_with_tensors(ids: list[int], mask: list[int], start: int, end: int, answer: str | None) -> Any:
-        import torch  # noqa: PLC0415  # seconds, for functions of tokens alone
-
         return function(
             torch.tensor(ids), torch.tensor(mask), response_start=start, response_end=end, gt_answer=answer, **arguments
         )
 
-    return call_with_tensors if form == "tokens" else call
+    return call_with_tensors
 
 
 def _read(stream: IO[bytes]) -> bytes | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -51,6 +51,14 @@ class LossScale:
         if self.good_steps == self.GROWTH_INTERVAL:
             self.factor, self.good_steps = self.factor * 2, 0
 
+    def facts(self) -> dict[str, float | int]:
+        """Return what a continuation needs, as JSON holds it."""
+        return {"factor": self.factor, "good_steps": self.good_steps}
+
+    def load(self, facts: Mapping[str, Any]) -> None:
+        """Go on from what `facts` returned."""
+        self.factor, self.good_steps = float(facts["factor"]), int(facts["good_steps"])
+
 
 class PlainOptimizer:
     """Wraps a torch optimizer; every step is one of all ranks.
@@ -95,7 +103,7 @@ class PlainOptimizer:
         """Return the wrapped optimizer's state, and the loss scale where there is one."""
         state: dict[str, Any] = self.optim.state_dict()
         if self.scale is not None:
-            state["loss_scale"] = {"factor": self.scale.factor, "good_steps": self.scale.good_steps}
+            state["loss_scale"] = self.scale.facts()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -103,7 +111,7 @@ class PlainOptimizer:
         state = dict(state_dict)
         held = state.pop("loss_scale", None)
         if self.scale is not None and held is not None:
-            self.scale.factor, self.scale.good_steps = held["factor"], held["good_steps"]
+            self.scale.load(held)
         self.optim.load_state_dict(state)
 
     def backward(self, loss: Tensor) -> None:

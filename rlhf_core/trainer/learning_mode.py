@@ -8,10 +8,10 @@ from contextlib import contextmanager
 import torch
 from peft.tuners.lora import LoraLayer
 from torch import nn
-from transformers import PreTrainedModel
 
 from rlhf_core.models.dropout import disable_dropout
 from rlhf_core.models.lora import set_adapter_dropout
+from rlhf_core.models.trunk import checkpoint_gradients
 
 
 def checkpoint_activations(model: nn.Module) -> None:
@@ -19,17 +19,16 @@ def checkpoint_activations(model: nn.Module) -> None:
 
     Transformers does so in training mode only; so the model's own dropout is taken out by its probability. That of
     adapters stays.
+
+    Raises:
+        ModelError: if the architecture cannot.
     """
     adapters = [layer.lora_dropout for layer in model.modules() if isinstance(layer, LoraLayer)]
     kept = [(module, module.p) for part in adapters for module in part.modules() if isinstance(module, nn.Dropout)]
     disable_dropout(model)
     for module, probability in kept:
         module.p = probability
-    for part in model.modules():
-        if isinstance(part, PreTrainedModel):
-            # Not the reentrant kind, which gives no gradient where no input needs one, as under adapters.
-            part.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            return  # it reaches everything inside
+    checkpoint_gradients(model)
 
 
 @contextmanager

@@ -52,6 +52,8 @@ def state_tensors(roles: Mapping[str, Trained], device: torch.device) -> Learner
         schedule = trained.scheduler.state_dict()
         schedule.pop("lr_lambdas")  # functions; the configuration makes them anew
         facts[role] = {"schedule": schedule}
+        if (scale := getattr(trained.optimizer, "scale", None)) is not None:
+            facts[role]["loss_scale"] = scale.facts()
     return LearnerState(tensors, facts)
 
 
@@ -80,6 +82,8 @@ def load_state_tensors(
     for role, trained in roles.items():
         load_trainable_state(trained.model, weights[role])
         _load_moments(trained, role, tensors)
+        if (scale := getattr(trained.optimizer, "scale", None)) is not None and "loss_scale" in facts[role]:
+            scale.load(facts[role]["loss_scale"])
         trained.scheduler.load_state_dict({**facts[role]["schedule"], "lr_lambdas": [None]})
         rates = trained.scheduler.get_last_lr()
         for group, rate in zip(trained.optimizer.param_groups, rates, strict=True):

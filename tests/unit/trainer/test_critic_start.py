@@ -1,0 +1,135 @@
+"""A critic that starts as a reward model: the line is the least-squares one, and is folded in where values are."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from rlhf_core.errors import ConfigError
+from rlhf_core.models.critic import Critic
+from rlhf_core.models.reward_model import RewardModel
+from rlhf_core.strategy.ranks import ALONE
+from rlhf_core.trainer.critic_start import ValueLine, fit_line, rescale_experience, rescale_head
+from rlhf_core.trainer.ppo_learner import PPOLearner
+from rlhf_core.types import Experience
+from tests.reference import definitions
+from tests.tiny_llama import tiny_llama
+from tests.unit.trainer.experience import RESPONSES, tiny_experience
+from tests.unit.trainer.test_ppo_learner import CONFIG
+
+torch.set_num_threads(1)
+
+CONFIGURED = CONFIG.model_copy(update={"critic_init": "reward_model", "gamma": 0.9, "lam": 0.7, "max_ratio": None})
+
+
+def rows_of(table: torch.Tensor) -> list[list[float]]:
+    return [row[: len(response)].tolist() for row, response in zip(table, RESPONSES, strict=True)]
+
+
+def returns(experience: Experience, gamma: float) -> list[float]:
+    found = []
+    for rewards in rows_of(experience.reward):
+        found += [sum(gamma**ahead * reward for ahead, reward in enumerate(rewards[t:])) for t in range(len(rewards))]
+    return found
+
+
+def judged(critic: Critic, experience: Experience) -> Experience:
+    """The experience as a maker with this critic would have made it."""
+    with torch.no_grad():
+        values = critic.response_values(
+            sequences=experience.sequences, attention_mask=experience.attention_mask, num_actions=experience.num_actions
+        )
+    advantages = torch.zeros_like(values)
+    for row, (rewards, said) in enumerate(zip(rows_of(experience.reward), rows_of(values), strict=True)):
+        advantages[row, : len(rewards)] = torch.tensor(definitions.gae(rewards, said, CONFIGURED.gamma, CONFIGURED.lam))
+    values = torch.where(experience.action_mask, values, 0.0)
+    return experience.replace(values=values, advantages=advantages, returns=advantages + values)
+
+
+def reward_model() -> RewardModel:
+    model = RewardModel.from_causal_lm(tiny_llama(initializer_range=0.2))
+    nn.init.normal_(model.head.weight, std=0.1, generator=torch.Generator().manual_seed(0))
+    nn.init.constant_(model.head.bias, 3.0)
+    return model
+
+
+def build() -> tuple[PPOLearner, Critic]:
+    critic = Critic.from_reward_model(reward_model(), keep_head=True)
+    return PPOLearner.build(tiny_llama(initializer_range=0.2), critic, CONFIGURED, device="cpu"), critic
+
+
+def test_the_head_of_the_reward_model_is_kept_apart_from_it() -> None:
+    model = reward_model()
+    critic = Critic.from_reward_model(model, keep_head=True)
+    assert torch.equal(critic.head.weight, model.head.weight)
+    assert critic.head.weight is not model.head.weight
+    assert not Critic.from_reward_model(model).head.weight.any()
+
+
+def test_the_line_is_that_of_least_squares() -> None:
+    experience = tiny_experience(rubbish=float("nan"))
+    line = fit_line(experience, gamma=0.9, ranks=ALONE)
+    values = [value for row in rows_of(experience.values) for value in row]
+    slope, intercept = np.polyfit(values, returns(experience, 0.9), deg=1)
+    assert (line.slope, line.intercept) == pytest.approx((slope, intercept), rel=1e-4)
+
+
+def test_equal_values_have_no_slope_and_the_mean_return_is_left() -> None:
+    experience = tiny_experience()
+    experience = experience.replace(values=torch.full_like(experience.values, 2.0))
+    line = fit_line(experience, gamma=1.0, ranks=ALONE)
+    assert (line.slope, line.intercept) == (0.0, pytest.approx(np.mean(returns(experience, 1.0)), rel=1e-4))
+
+
+def test_the_first_episode_is_restated_as_the_rescaled_critic_would_have_judged_it() -> None:
+    ours, critic = build()
+    before = judged(critic, tiny_experience())
+    restated = ours.recompute(before)
+    expected = judged(critic, tiny_experience())  # the head was rescaled: a second forward pass agrees
+    mask = before.action_mask
+    for name in ("values", "advantages", "returns"):
+        found, wanted = getattr(restated, name)[mask], getattr(expected, name)[mask]
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+        assert not torch.allclose(found, getattr(before, name)[mask])
+    errors = np.array(returns(before, 0.9)) - np.array([v for row in rows_of(restated.values) for v in row])
+    assert errors.mean() == pytest.approx(0.0, abs=1e-4)
+
+
+def test_only_values_of_the_unscaled_critic_are_restated() -> None:
+    ours, critic = build()
+    ours.recompute(judged(critic, tiny_experience()))
+    weight = critic.head.weight.clone()
+    later = judged(critic, tiny_experience()).replace(policy_version=torch.tensor([1, 1, 1, 1, 0, 0, 0, 0]))
+    found = ours.recompute(later)
+    assert torch.equal(critic.head.weight, weight)
+    assert torch.equal(found.values[:4], later.values[:4])
+    assert not torch.allclose(found.values[4:], later.values[4:])
+
+
+def test_a_resumed_run_does_not_fit_again() -> None:
+    ours, critic = build()
+    ours.recompute(judged(critic, tiny_experience()))
+    resumed, other = build()
+    resumed.load_state(*ours.state())
+    weight = other.head.weight.clone()
+    assert torch.equal(weight, critic.head.weight)
+    resumed.recompute(tiny_experience(seed=1))
+    assert torch.equal(other.head.weight, weight)
+
+
+def test_an_experience_of_later_versions_stays_as_it_is() -> None:
+    experience = tiny_experience().replace(policy_version=torch.ones(8, dtype=torch.long))
+    assert rescale_experience(experience, ValueLine(2.0, 1.0, 0), CONFIGURED) is experience
+
+
+def test_a_critic_without_a_linear_head_is_refused() -> None:
+    with pytest.raises(ConfigError, match="rescales the critic's linear head, but Sequential has none"):
+        rescale_head(nn.Sequential(nn.Linear(1, 1)), ValueLine(1.0, 0.0, 0))
+
+
+def test_legacy_numbers_and_a_fitted_critic_exclude_each_other() -> None:
+    config = CONFIGURED.model_copy(update={"legacy": True})
+    with pytest.raises(ConfigError, match=r"set ppo.critic_init to policy"):
+        PPOLearner.build(tiny_llama(), Critic.from_causal_lm(tiny_llama()), config, device="cpu")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 from rlhf_core.config import LoRAConfig, PPOOptions
@@ -23,32 +23,30 @@ TOKENIZER = tiny_tokenizer()
 OPTIONS = PPOOptions(lam=0.95, dtype="float32", rollout_dtype="float32")
 
 
-class Setting(NamedTuple):
-    """What is built anew for each trainer."""
-
-    lora: LoRAConfig | None = None
-    lr: float = 1e-3
-    models: dict[str, Any] = {}  # noqa: RUF012 - never written to
-
-
 def reward_model() -> RewardModel:
     model = RewardModel.from_causal_lm(tiny_llama(seed=3, initializer_range=0.2))
     torch.nn.init.normal_(model.head.weight, std=0.3, generator=torch.Generator().manual_seed(0))
     return model
 
 
-def trainer(setting: Setting = Setting(), **changes: Any) -> PPOTrainer:
-    """Return a trainer over a tiny actor; `changes` are parameters of the trainer."""
+def trainer(*, lora: LoRAConfig | None = None, lr: float = 1e-3, **changes: Any) -> PPOTrainer:
+    """Return a trainer over a tiny actor; `changes` are parameters of the trainer.
+
+    Args:
+        lora: adapters on actor and critic; None trains all weights, against an initial model of its own.
+        lr: of both, falling step by step.
+        **changes: as the trainer takes them.
+    """
     actor = tiny_llama(initializer_range=0.2)
-    initial = None if setting.lora else tiny_llama(initializer_range=0.2)
+    initial = None if lora else tiny_llama(initializer_range=0.2)
     critic = Critic.from_causal_lm(actor)
-    if setting.lora is not None:
-        attach_lora(actor, setting.lora, seed=1)
-        attach_lora(critic.trunk, setting.lora, seed=2)
+    if lora is not None:
+        attach_lora(actor, lora, seed=1)
+        attach_lora(critic.trunk, lora, seed=2)
 
     def trained(model: torch.nn.Module) -> Any:
         schedule = lambda step: 1 / (1 + 0.1 * step)  # noqa: E731
-        return make_trained(model, lr=setting.lr, weight_decay=0.0, schedule=schedule, booster=PlainBooster())
+        return make_trained(model, lr=lr, weight_decay=0.0, schedule=schedule, booster=PlainBooster())
 
     first, second = trained(actor), trained(critic)
     parameters = {
@@ -58,7 +56,7 @@ def trainer(setting: Setting = Setting(), **changes: Any) -> PPOTrainer:
         "critic_lr_scheduler": second.scheduler, "tokenizer": TOKENIZER, "ptx_coef": 0.0, "train_batch_size": 2,
         "options": OPTIONS, "max_new_tokens": 4, "top_k": 20,
     }  # fmt: skip
-    return PPOTrainer(**(parameters | setting.models | changes))
+    return PPOTrainer(**(parameters | changes))
 
 
 def encoded(texts: Iterable[str]) -> list[dict[str, Any]]:
@@ -104,7 +102,5 @@ def weights(ours: PPOTrainer) -> dict[str, torch.Tensor]:
 
 def metrics(log_dir: Path) -> list[dict[str, Any]]:
     """Return the lines of all runs under a log directory, in the order of their directories."""
-    import json
-
     files = sorted(log_dir.glob("ppo/*/metrics.jsonl"))
     return [json.loads(line) for file in files for line in file.read_text().splitlines()]

@@ -293,7 +293,7 @@ def test_checkpointed_activations_give_the_same_step(lora: LoRAConfig | None) ->
 def test_checkpointing_is_really_on_while_learning() -> None:
     ours = learner(gradient_checkpointing=True)
     calls = []
-    layer = ours.actor.model.layers[0]
+    layer = ours.actor.model.layers[0].mlp
     layer.register_forward_pre_hook(lambda *_: calls.append(layer.training))
     batch = ours.recompute(tiny_experience())
     assert calls == [False] * 4  # a forward pass for each micro-batch

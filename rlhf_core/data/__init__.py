@@ -1,23 +1,27 @@
-"""Prompts, answers, preferences, and who judges them."""
+"""Prompts, answers, preferences, and who judges them.
 
-from rlhf_core.data.files import PreferenceFile, detect_form, read_preferences, read_problems
-from rlhf_core.data.lengths import check_lengths
-from rlhf_core.data.preferences import (
-    PreferencePair,
-    VerifiedSample,
-    pairs_from_jsonl,
-    pairs_from_samples,
-    pairs_to_jsonl,
-)
-from rlhf_core.data.problems import (
-    Problem,
-    problem_key,
-    problems_from_jsonl,
-    problems_to_jsonl,
-)
-from rlhf_core.data.splits import assert_disjoint, load_problems
-from rlhf_core.data.template import PromptTemplate
-from rlhf_core.data.verifiers import Verdict, verify
+The names below are loaded when they are first used: reasoning-gym's hundred tasks take two seconds, and few need them.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlhf_core.data.files import PreferenceFile, detect_form, read_preferences, read_problems
+    from rlhf_core.data.lengths import check_lengths
+    from rlhf_core.data.preferences import (
+        PreferencePair,
+        VerifiedSample,
+        pairs_from_jsonl,
+        pairs_from_samples,
+        pairs_to_jsonl,
+    )
+    from rlhf_core.data.problems import Problem, problem_key, problems_from_jsonl, problems_to_jsonl
+    from rlhf_core.data.splits import assert_disjoint, load_problems
+    from rlhf_core.data.template import PromptTemplate
+    from rlhf_core.data.verifiers import Verdict, verify
 
 __all__ = [
     "PreferenceFile",
@@ -40,3 +44,31 @@ __all__ = [
     "read_problems",
     "verify",
 ]
+
+_HOMES = {
+    "PreferenceFile": "rlhf_core.data.files",
+    "PreferencePair": "rlhf_core.data.preferences",
+    "Problem": "rlhf_core.data.problems",
+    "PromptTemplate": "rlhf_core.data.template",
+    "Verdict": "rlhf_core.data.verifiers",
+    "VerifiedSample": "rlhf_core.data.preferences",
+    "assert_disjoint": "rlhf_core.data.splits",
+    "check_lengths": "rlhf_core.data.lengths",
+    "detect_form": "rlhf_core.data.files",
+    "load_problems": "rlhf_core.data.splits",
+    "pairs_from_jsonl": "rlhf_core.data.preferences",
+    "pairs_from_samples": "rlhf_core.data.preferences",
+    "pairs_to_jsonl": "rlhf_core.data.preferences",
+    "problem_key": "rlhf_core.data.problems",
+    "problems_from_jsonl": "rlhf_core.data.problems",
+    "problems_to_jsonl": "rlhf_core.data.problems",
+    "read_preferences": "rlhf_core.data.files",
+    "read_problems": "rlhf_core.data.files",
+    "verify": "rlhf_core.data.verifiers",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

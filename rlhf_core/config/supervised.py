@@ -17,7 +17,7 @@ class SFTConfig(Config):
     batch_size: Positive = 16
     """Sequences per optimizer step."""
     micro_batch_size: Positive = 16
-    """Sequences that go through the model at once."""
+    """Sequences that go through the model at once; with packing, rows of up to `max_length` tokens."""
     lr: float = Field(5e-5, gt=0)
     warmup_steps: int = Field(2, ge=0)
     """Linear warm-up, then linear decay to zero."""
@@ -26,7 +26,7 @@ class SFTConfig(Config):
     max_length: Positive = 256
     """Tokens of prompt and response together; a longer demonstration is an error."""
     packing: bool = False
-    """Put several demonstrations into one row of `max_length` tokens; none of them sees another."""
+    """Put several demonstrations of a batch into one row of `max_length` tokens; none of them sees another."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass instead of keeping them."""
     lora: LoRAConfig | None = None
@@ -45,7 +45,7 @@ class RewardModelConfig(Config):
     pairs: Positive = 192
     """Most pairs used, held-out ones included."""
     heldout_fraction: float = Field(0.25, gt=0, lt=1)
-    """Share of prompts whose pairs are kept for measuring accuracy."""
+    """Share of prompts whose pairs are kept for measuring accuracy and calibration."""
     epochs: Positive = 1
     batch_size: Positive = 16
     """Pairs per optimizer step."""

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from rlhf_core.config import LoRAConfig, SFTConfig
+from rlhf_core.data.conversation import encode_conversation
 from rlhf_core.errors import DataError, TrainingError
 from rlhf_core.trainer.sft import train_sft
-from tests.tiny_llama import tiny_llama
+from tests.tiny_llama import tiny_llama, tiny_tokenizer
 
 torch.set_num_threads(1)
 
@@ -140,6 +141,26 @@ def test_all_turns_of_the_assistant_are_learnt_and_nothing_else() -> None:
         total -= sum(whole[t - 1, ids[t]].item() for t in range(len(ids)) if learnt[t])
     assert history[0]["tokens"] == 5 + 2
     assert history[0]["loss"] == pytest.approx(total / 7, rel=1e-5)
+
+
+def test_a_conversation_is_learnt_where_its_template_says_that_the_assistant_speaks() -> None:
+    tokenizer = tiny_tokenizer()
+    messages = [
+        {"role": "user", "content": "ab"},
+        {"role": "assistant", "content": "cd"},
+        {"role": "user", "content": "e"},
+        {"role": "assistant", "content": "fgh"},
+    ]
+    conversation = encode_conversation(messages, tokenizer)
+    config = CONFIG.model_copy(update={"packing": True, "max_length": 200})
+    model = tiny_llama(initializer_range=0.2)
+    history = train_sft(model, [conversation, conversation], config, seed=0, autocast_dtype=torch.float32)
+    assert history[0]["tokens"] == 2 * (3 + 4)  # "cd" and "fgh", a token a byte, each with its end
+    ids, learnt = conversation
+    assert tokenizer.decode([t for t, said in zip(ids, learnt, strict=True) if said]) == "cd<|im_end|>fgh<|im_end|>"
+    whole = torch.log_softmax(tiny_llama(initializer_range=0.2)(torch.tensor([ids])).logits[0], dim=-1)
+    expected = -sum(whole[t - 1, ids[t]].item() for t in range(len(ids)) if learnt[t]) / 7
+    assert history[0]["loss"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_prompt_with_its_response_and_its_mask_are_two_forms_of_one_demonstration() -> None:

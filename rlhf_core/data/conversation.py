@@ -13,6 +13,7 @@ from rlhf_core.config.data import TagConfig
 from rlhf_core.data.jsonl import existing_file
 from rlhf_core.data.template import PromptTemplate
 from rlhf_core.errors import ConfigError, DataError
+from rlhf_core.rewards.structure import check_tags
 
 ASSISTANT = "assistant"
 _KEYS = ("chat_template", "system_message", "stop_ids", "end_of_assistant", "response_format_tags")
@@ -107,10 +108,12 @@ def setup_conversation_template(
         raise ConfigError(
             "the tokenizer has no end-of-sequence token; name stop_ids and end_of_assistant in the template"
         )
+    if given.get("response_format_tags") is not None:
+        check_tags(given["response_format_tags"])
     made = Conversation(
         tokenizer, given.get("system_message"), chat_template, stop_ids, end, given.get("response_format_tags")
     )
-    made.template()  # refuses stop ids and tags that cannot be
+    made.template()  # refuses stop ids that cannot be
     tokenizer.chat_template = chat_template
     if save_path is not None:
         whole = {key: getattr(made, key) for key in _KEYS}

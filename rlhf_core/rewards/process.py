@@ -10,6 +10,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from contextlib import suppress
@@ -48,6 +49,7 @@ class RewardProcess:
         self._timeout_s = timeout_s
         self._running: _Running | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
+        self._lock = threading.RLock()
 
     @property
     def pid(self) -> int | None:
@@ -60,12 +62,13 @@ class RewardProcess:
         Raises:
             RewardFunctionError: it cannot be imported.
         """
-        running = self._running or self._start()
-        if function.name in running.loaded:
-            return
-        content = {"target": function.target, "form": function.form, "arguments": dict(function.arguments)}
-        self._ask(running, ("load", function.name, content), LOAD_S)
-        running.loaded.add(function.name)
+        with self._lock:
+            running = self._running or self._start()
+            if function.name in running.loaded:
+                return
+            content = {"target": function.target, "form": function.form, "arguments": dict(function.arguments)}
+            self._ask(running, ("load", function.name, content), LOAD_S)
+            running.loaded.add(function.name)
 
     def call(self, function: RewardFunction, *arguments: Any) -> float:
         """Return what the function makes of the arguments.
@@ -73,16 +76,18 @@ class RewardProcess:
         Raises:
             RewardFunctionError: it raised, took too long, ended its process, or returned no number.
         """
-        self.load(function)
-        if self._running is None:
-            raise RewardFunctionError("its process is gone")
-        return self._ask(self._running, ("call", function.name, arguments), self._timeout_s)
+        with self._lock:
+            self.load(function)
+            if self._running is None:
+                raise RewardFunctionError("its process is gone")
+            return self._ask(self._running, ("call", function.name, arguments), self._timeout_s)
 
     def close(self) -> None:
         """End the child, if there is one."""
-        if self._finalizer is not None:
-            self._finalizer()
-        self._running = self._finalizer = None
+        with self._lock:
+            if self._finalizer is not None:
+                self._finalizer()
+            self._running = self._finalizer = None
 
     def _ask(self, running: _Running, request: tuple[str, str, Any], limit_s: float) -> float:
         deadline = time.monotonic() + limit_s

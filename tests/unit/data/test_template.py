@@ -126,3 +126,26 @@ def test_a_tokenizer_without_an_end_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"name one in template\.stop"):
         template(tokenizer)
     assert template(tokenizer, stop=("<|im_end|>",)).stop_ids
+
+
+def test_a_chat_template_and_a_system_turn_of_the_configuration_come_before_the_tokenizers() -> None:
+    made = template(
+        chat_template="{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}", system_message="S"
+    )
+    assert text_of(made, "Hi") == "[system] S [user] Hi "
+    assert text_of(template(system_message="S"), "Hi").startswith("<|im_start|>system\nS<|im_end|>\n<|im_start|>user")
+
+
+def test_stop_ids_and_stop_strings_are_the_configurations_too() -> None:
+    end, text_end = tiny_tokenizer().convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    made = template(stop_ids=(text_end,), stop_strings=("</answer>",))
+    assert (made.stop_ids, made.stop_strings) == ((text_end, end), ("</answer>",))
+    with pytest.raises(ConfigError, match="names token 4000, but the tokenizer has 259 tokens"):
+        template(stop_ids=(4000,))
+
+
+def test_a_template_of_two_kinds_or_tags_without_the_answers_are_refused() -> None:
+    with pytest.raises(ValueError, match="set either the first or the others"):
+        template(prompt="{prompt}", system_message="S")
+    with pytest.raises(ValueError, match="must name answer_start and answer_end"):
+        template(tags={"think_start": {"text": "<think>"}})

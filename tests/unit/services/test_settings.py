@@ -95,3 +95,12 @@ def test_a_value_that_is_no_port_is_told_by_the_variables_name(monkeypatch: pyte
     monkeypatch.setenv("RLHF_S3_PORT", "many")
     with pytest.raises(SettingsError, match=r"RLHF_S3_PORT is 'many': input should be a valid integer"):
         settings()
+
+
+@pytest.mark.usefixtures("home")
+def test_modules_of_reward_functions_are_a_list_with_commas_and_reach_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert settings().reward_modules == ()
+    assert "RLHF_REWARD_MODULES" not in settings().child_environment()
+    monkeypatch.setenv("RLHF_REWARD_MODULES", "mine, ours.rewards,")
+    assert settings().reward_modules == ("mine", "ours.rewards")
+    assert settings().child_environment()["RLHF_REWARD_MODULES"] == "mine,ours.rewards"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from rlhf_core.config import PipelineConfig
@@ -32,10 +33,12 @@ def preflight(
         ModelError: the machine cannot hold the models, or the model's path leads nowhere.
         StoreError: the store cannot be used, or a reference names nothing.
     """
-    if trains == "ppo":
-        check_ppo(config)
     from infra.settings import settings
     from rlhf_core.models.memory import check_memory_for
+
+    if trains == "ppo":
+        check_ppo(config)
+        check_reward_functions(config, settings().reward_modules)
 
     check_memory_for(config, settings().models_dir, trains=trains)
     context = open_context()
@@ -61,3 +64,20 @@ def check_ppo(config: PipelineConfig) -> None:
         raise ConfigError(
             "ppo.legacy judges by rules of its own, to whose returns no critic is fitted; set ppo.critic_init to policy"
         )
+
+
+def check_reward_functions(config: PipelineConfig, allowed_modules: Sequence[str]) -> None:
+    """Check that every reward function has a name that leads somewhere, without importing it.
+
+    Raises:
+        ConfigError: one does not, lies in a module that is not allowed, or scores another task than the data's.
+    """
+    from rlhf_core.rewards.resolve import resolve_reward_function
+
+    for name in config.ppo.reward.functions:
+        task = resolve_reward_function(name, allowed_modules=allowed_modules).arguments.get("task")
+        if task not in {None, config.data.task}:
+            raise ConfigError(
+                f"reward function {name!r} scores by the records of task {task!r}, but data.task is "
+                f"{config.data.task!r}; draw the data from that task, or choose another function"
+            )

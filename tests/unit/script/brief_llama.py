@@ -10,14 +10,17 @@ from transformers import LlamaForCausalLM
 from rlhf_core.models.reward_model import RewardModel
 from tests.tiny_llama import tiny_llama, tiny_tokenizer
 
-# All tokens lean one way, the end token four times as far: its logit is largest whatever came before.
-_LEAN, _LEAN_OF_END = 0.1, 0.4
+# All tokens lean one way, the end token five times as far: its logit is largest whatever came before.
+_LEAN, _LEAN_OF_END = 0.1, 0.5
 
 
 def brief_llama(*, seed: int = 0) -> LlamaForCausalLM:
-    """Return a tiny Llama that ends a response after some ten tokens."""
-    model = tiny_llama(seed=seed)
-    with torch.no_grad():
+    """Return a Llama of one layer that ends a response after some ten tokens."""
+    config = tiny_llama().config
+    config.update({"num_hidden_layers": 1, "hidden_size": 32, "head_dim": 8, "intermediate_size": 64})
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config).eval()
         weights = model.get_input_embeddings().weight
         weights[:, 0] = _LEAN
         weights[tiny_tokenizer().eos_token_id, 0] = _LEAN_OF_END

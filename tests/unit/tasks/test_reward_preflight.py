@@ -23,7 +23,7 @@ def test_names_tasks_and_allowed_paths_pass() -> None:
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
-        ("gsm8k", "did you mean gsm8k_reward_fn"),
+        ("gsm8k_reward", "did you mean gsm8k_reward_fn"),
         ("mine.rewards:brevity", "RLHF_REWARD_MODULES"),
         ("reasoning_gym:countdown", "scores by the records of task 'countdown', but data.task is 'number_sorting'"),
     ],

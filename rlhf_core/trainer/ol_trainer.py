@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +13,8 @@ from typing import Any
 from rlhf_core.errors import ConfigError
 from rlhf_core.trainer.callbacks import Callback
 from rlhf_core.trainer.loaders import Batches
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -66,6 +69,8 @@ class OLTrainer(ABC):
             if count < 1:
                 raise ConfigError(f"{name} must be at least 1, got {count}")
         self._before_fit(prompt_dataloader, pretrain_dataloader, log_dir, use_wandb)
+        if self.position.episode >= num_episodes:
+            logger.warning("all %d episodes are done already; give fit more to go on", num_episodes)
         with self._fit_ctx():
             for episode in range(self.position.episode, num_episodes):
                 with self._episode_ctx(episode):

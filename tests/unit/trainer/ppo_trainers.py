@@ -17,6 +17,7 @@ from rlhf_core.models.reward_model import RewardModel
 from rlhf_core.strategy.plain import PlainBooster
 from rlhf_core.trainer.optim import make_trained
 from rlhf_core.trainer.ppo import PPOTrainer
+from rlhf_core.trainer.ppo_learner import PPOStats
 from tests.tiny_llama import tiny_llama, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -89,6 +90,19 @@ def demonstrations(count: int = 4) -> DataLoader[Any]:
 
     rows = encoded(f"the answer is {number}" for number in range(count))
     return DataLoader(rows, batch_size=2, shuffle=True, collate_fn=collate)  # type: ignore[arg-type]
+
+
+def record_stats(ours: PPOTrainer) -> list[PPOStats]:
+    """Return a list that gets the numbers of each optimizer step."""
+    found: list[PPOStats] = []
+    step = ours.learner.training_step
+
+    def spy(*arguments: Any) -> PPOStats:
+        found.append(step(*arguments))
+        return found[-1]
+
+    ours.learner.training_step = spy  # type: ignore[method-assign]
+    return found
 
 
 def weights(ours: PPOTrainer) -> dict[str, torch.Tensor]:

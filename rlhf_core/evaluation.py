@@ -84,10 +84,13 @@ def _evaluate_batch(
     model: Any, template: PromptTemplate, problems: Sequence[Problem], config: EvaluationConfig
 ) -> list[Outcome]:
     settings = GenerationSettings(
-        max_new_tokens=config.max_new_tokens, stop_ids=template.stop_ids, pad_id=template.pad_id
+        max_new_tokens=config.max_new_tokens,
+        stop_ids=template.stop_ids,
+        pad_id=template.pad_id,
+        stop_strings=template.stop_strings,
     )
     prompts = [template.prompt_ids(problem.prompt) for problem in problems]
-    generation = make_engine("native", model).generate(prompts, settings, uniforms=None)
+    generation = make_engine("native", model, tokenizer=template.tokenizer).generate(prompts, settings, uniforms=None)
     responses = generation.sequences[:, -generation.action_mask.shape[1] :]
     outcomes = []
     rows = zip(problems, responses, generation.action_mask, generation.ended.tolist(), strict=True)

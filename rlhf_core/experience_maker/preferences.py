@@ -70,9 +70,14 @@ def _sample(
     model: PreTrainedModel, template: PromptTemplate, batch: Sequence[Problem], config: RewardModelConfig, seed: int
 ) -> list[VerifiedSample]:
     rows = [(problem, sample) for problem in batch for sample in range(config.samples_per_prompt)]
-    made = make_engine("native", model).generate(
+    made = make_engine("native", model, tokenizer=template.tokenizer).generate(
         [template.prompt_ids(problem.prompt) for problem, _ in rows],
-        GenerationSettings(max_new_tokens=config.max_new_tokens, stop_ids=template.stop_ids, pad_id=template.pad_id),
+        GenerationSettings(
+            max_new_tokens=config.max_new_tokens,
+            stop_ids=template.stop_ids,
+            pad_id=template.pad_id,
+            stop_strings=template.stop_strings,
+        ),
         uniforms=sample_uniforms(
             seed=seed,
             episode=SAMPLING_ROUND,

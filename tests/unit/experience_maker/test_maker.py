@@ -315,3 +315,17 @@ def test_closing_the_maker_ends_the_process_of_its_functions() -> None:
     assert process.pid is not None
     ours.close()
     assert process.pid is None
+
+
+def test_a_stop_string_of_the_template_ends_a_response() -> None:
+    plain = make(maker(max_new_tokens=12)).samples
+    letter = next(sample.response for sample in plain if sample.length > 2)[1]
+    ours = maker(max_new_tokens=12)
+    template = PromptTemplate(tiny_tokenizer(), TemplateConfig(stop_strings=(letter,)))
+    again = ExperienceMaker(
+        ours.actor, ours.critic, ours.scorer, ours.initial_model, config=ours.config, template=template, seed=5
+    )
+    for before, after in zip(plain, make(again).samples, strict=True):
+        head, found, _ = before.response.partition(letter)
+        assert after.response == head + found
+        assert after.ended == (bool(found) or before.ended)

@@ -46,5 +46,7 @@ def begin(
     config = with_data(resolve(preset, **parameters), data)
     preflight(config, trains=trains, actor=actor, reward_model=reward_model)
     dataset = prepare_data(config, data)
+    if trains == "ppo" and config.ppo.ptx_coef > 0:
+        reads = tuple(dict.fromkeys((*reads, "sft")))  # demonstrations are learnt beside PPO
     check_data(config, dataset.parent, reads=reads)
     return Begun(config, dataset)

@@ -8,7 +8,6 @@ from infra.errors import InfraError
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import RlhfError
 from tasks.context import find_made, open_context, source_digest, stage_key, stage_result
-from tasks.data import check_data
 from tasks.parents import resolve_policy, resolve_reward_model
 from tasks.progress import duration, say
 from tasks.results import EpisodeResult, Parent, PPORun, StageResult
@@ -26,8 +25,6 @@ def plan_ppo(config: PipelineConfig, actor: str | None, reward_model: str | None
     context = open_context()
     policy = resolve_policy(context, config, actor)
     scorer = resolve_reward_model(context, config, reward_model)
-    if config.ppo.ptx_coef > 0:
-        check_data(config, dataset, reads=("sft",))
     source = source_digest(*MODULES)
     facts = config.model_dump(mode="json", include={"template", "ppo"})
     # How many makers there are, on what, and how long is waited changes no number; threads do.

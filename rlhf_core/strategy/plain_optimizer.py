@@ -167,7 +167,9 @@ def _average(parameters: Iterable[nn.Parameter], ranks: Ranks) -> None:
         mean = ranks.sum(flat).div_(ranks.world_size)
         pieces = torch.split(mean, [member.numel() for member in bucket])
         for member, piece in zip(bucket, pieces, strict=True):
-            member.grad = piece.view_as(member).clone()
+            if member.grad is None:
+                member.grad = torch.empty_like(member)
+            member.grad.copy_(piece.view_as(member))
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

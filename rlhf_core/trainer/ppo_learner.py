@@ -186,7 +186,7 @@ class PPOLearner:
                 or gradient is not finite.
         """
         config = self.config
-        if self._ranks.any(config.ptx_coef > 0 and ptx is None):
+        if config.ptx_coef > 0 and self._ranks.any(ptx is None):
             raise TrainingError(f"ppo.ptx_coef is {config.ptx_coef}, but the step was given no demonstrations")
         batch = prepare(
             self._on_device(experience),

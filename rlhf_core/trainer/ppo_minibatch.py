@@ -74,12 +74,11 @@ def prepare(
         TrainingError: on all ranks, if any has no returns that are needed, or there is no response token on any.
     """
     mask = batch.action_mask
-    lacks_returns = with_critic and batch.returns is None
     returns = batch.values if batch.returns is None else batch.returns
     errors = returns - batch.values
     advantage, value, target, error = agreed_moments([batch.advantages, batch.values, returns, errors], mask, ranks)
     tokens = int(advantage.count.item())
-    if ranks.any(lacks_returns) or not tokens:
+    if (with_critic and ranks.any(batch.returns is None)) or not tokens:
         raise TrainingError("expected experience with returns and at least one response token, got none")
     if config.advantage_estimator in WHITENED and not config.legacy:
         whitened = whiten_with(batch.advantages, mask, mean=advantage.mean.float(), variance=advantage.variance.float())

@@ -29,6 +29,7 @@ CONFIG = PPOConfig(
     critic_lr=1e-3, dtype="float32", lora=None, max_ratio=None, temperature=0.9,
 )  # fmt: skip
 LORA = LoRAConfig(r=2, alpha=4.0)
+DEVICE = os.environ.get("CASES_DEVICE", "cpu")
 
 
 def learner(ranks: Ranks, **changes: object) -> PPOLearner:
@@ -48,8 +49,8 @@ def learner(ranks: Ranks, **changes: object) -> PPOLearner:
     if config.ptx_coef > 0:
         examples = list(zip(PROMPTS, RESPONSES, strict=True))
         size = 4 // ranks.world_size
-        ptx = Demonstrations(examples, batch_size=size, seed=0, device="cpu", ranks=ranks)
-    return PPOLearner.build(actor, critic, config, device="cpu", ptx=ptx)
+        ptx = Demonstrations(examples, batch_size=size, seed=0, device=DEVICE, ranks=ranks)
+    return PPOLearner.build(actor, critic, config, device=DEVICE, ptx=ptx)
 
 
 def share(experience: Experience, ranks: Ranks) -> Experience:
@@ -59,7 +60,7 @@ def share(experience: Experience, ranks: Ranks) -> Experience:
 
 def near(ours: PPOLearner, experience: Experience) -> Experience:
     """Old log-probabilities near the actor's own, so that some ratios are clipped and the loss is not nearly zero."""
-    new = ours.recompute(experience).action_log_probs
+    new = ours.recompute(experience).action_log_probs.cpu()
     shift = 0.4 * (experience.action_log_probs + 5.5)
     return experience.replace(action_log_probs=torch.where(experience.action_mask, new - shift, 0.0))
 
@@ -192,7 +193,7 @@ def bare_optimizer(ranks: Ranks) -> Found:
 
 def checkpoint(ranks: Ranks) -> Found:
     """Rank 0 writes, all read."""
-    path = Path(os.environ.get("CASES_DIRECTORY", gettempdir())) / f"checkpoint-{os.getppid()}.safetensors"
+    path = Path(gettempdir()) / f"checkpoint-{os.getppid()}.safetensors"
     ours, booster = learner(ranks, lora=LORA), PlainBooster(ranks=ranks)
     ours.training_step(ours.recompute(share(tiny_experience(), ranks)))
     booster.save_model(ours.actor, str(path))

@@ -36,7 +36,9 @@ class Found(NamedTuple):
 Case = Callable[[Ranks], Found]
 
 
-def run_on_ranks(module: str, cases: Sequence[str], directory: Path, *, world_size: int = 2) -> list[dict[str, Found]]:
+def run_on_ranks(
+    module: str, cases: Sequence[str], directory: Path, *, world_size: int = 2, device: str = "cpu"
+) -> list[dict[str, Found]]:
     """Run the named functions of a module, in order, on `world_size` ranks started once; return each rank's findings.
 
     Every rank is killed, by its process, if they are not all done in time.
@@ -49,8 +51,10 @@ def run_on_ranks(module: str, cases: Sequence[str], directory: Path, *, world_si
         environment = os.environ | {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
             "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1", "CASES_DEVICE": device,
         }  # fmt: skip
+        if device == "cpu":
+            environment["CUDA_VISIBLE_DEVICES"] = ""
         with (directory / f"rank-{rank}.log").open("wb") as log:
             command = [sys.executable, "-m", "tests.parallel.ranks", module, str(directory), *cases]
             started.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -34,30 +35,37 @@ def check_finite(experience: Experience) -> None:
             )
 
 
+class FailurePlace(NamedTuple):
+    """Where a failed batch belongs."""
+
+    save_dir: Path | None
+    """Gets a directory `failed-batch-<name>`; None keeps nothing."""
+    name: str
+    """Of the place in the run."""
+    ranks: Ranks
+    """Each keeps its own rows."""
+
+
 def keep_failed_batch(
-    save_dir: Path | None,
+    place: FailurePlace,
     error: Exception,
     experience: Experience,
     samples: Sequence[Sample],
     *,
-    name: str,
-    ranks: Ranks,
-    decode: object = None,
+    decode: Callable[[list[int]], str],
 ) -> TrainingError:
     """Write the batch and what was wrong, and return the error that says where.
 
     Args:
-        save_dir: gets a directory `failed-batch-<name>`; None keeps nothing.
+        place: where to.
         error: what was wrong.
         experience: the batch.
         samples: the same rows as text; none if they are not at hand.
-        name: of the place in the run.
-        ranks: each rank keeps its own rows.
-        decode: returns the text of token ids, for rows that have no sample; None leaves it out.
+        decode: returns the text of token ids.
     """
-    if save_dir is None:
+    if place.save_dir is None:
         return TrainingError(f"{error}; give save_dir to have such a batch kept")
-    directory = save_dir / f"failed-batch-{name}" / f"rank-{ranks.rank}"
+    directory = place.save_dir / f"failed-batch-{place.name}" / f"rank-{place.ranks.rank}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
         tensors = {field: tensor.detach().cpu().contiguous() for field, tensor in experience.tensors().items()}
@@ -68,7 +76,9 @@ def keep_failed_batch(
     return TrainingError(f"{error}; the batch is kept in {directory}")
 
 
-def _rows(experience: Experience, samples: Sequence[Sample], decode: object) -> list[dict[str, object]]:
+def _rows(
+    experience: Experience, samples: Sequence[Sample], decode: Callable[[list[int]], str]
+) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
     for row, mask in enumerate(experience.action_mask):
         # As text: JSON has no word for NaN and infinity, which are what is looked for.
@@ -79,8 +89,7 @@ def _rows(experience: Experience, samples: Sequence[Sample], decode: object) -> 
             shown["raw_scores"] = {name: str(value) for name, value in samples[row].raw_scores.items()}
         for name in ("reward", "values", "advantages", "action_log_probs"):
             shown[name] = [f"{number:.6g}" for number in getattr(experience, name)[row][mask].tolist()]
-        if callable(decode):
-            attended = experience.sequences[row][experience.attention_mask[row]]
-            shown["text"] = decode(attended.tolist())
+        attended = experience.sequences[row][experience.attention_mask[row]]
+        shown["text"] = decode(attended.tolist())
         rows.append(shown)
     return rows

@@ -29,7 +29,7 @@ from rlhf_core.strategy.booster import Booster
 from rlhf_core.strategy.ranks import current_ranks
 from rlhf_core.trainer.callbacks import Callback
 from rlhf_core.trainer.controls import RewardControls
-from rlhf_core.trainer.failed_batch import check_finite, keep_failed_batch
+from rlhf_core.trainer.failed_batch import FailurePlace, check_finite, keep_failed_batch
 from rlhf_core.trainer.loaders import Batches
 from rlhf_core.trainer.offloading import Resting
 from rlhf_core.trainer.ol_trainer import OLTrainer, Position
@@ -37,13 +37,7 @@ from rlhf_core.trainer.optim import Trained
 from rlhf_core.trainer.ppo_checkpoint import Held, PPOCheckpoints
 from rlhf_core.trainer.ppo_learner import PPOLearner
 from rlhf_core.trainer.ppo_metrics import PPOLog
-from rlhf_core.trainer.ppo_setup import (
-    check_models,
-    learning_config,
-    rollout_config,
-    scorer_of,
-    with_precision,
-)
+from rlhf_core.trainer.ppo_setup import check_models, learning_config, rollout_config, scorer_of, with_precision
 from rlhf_core.trainer.ppo_state import Learning
 from rlhf_core.trainer.prompt_batches import Feed, PromptNumbers
 from rlhf_core.types import Experience, Sample
@@ -79,15 +73,16 @@ class PPOTrainer(OLTrainer):
         vf_coef: weight of the critic's loss.
         value_clip: half-width of the trust region on values, in the unit of returns.
         sample_buffer: each pass is one batch, drawn at random, instead of all samples.
-        dataloader_pin_memory: without effect: a batch is moved whole.
+        dataloader_pin_memory: without effect, as use_tp and coordinator: batches are moved whole, a booster knows
+            whether it splits tensors, and torch.distributed knows the ranks.
         offload_inference_models: reward model and initial model wait in host memory while the others learn.
         apply_loss_mask: learn those tokens of demonstrations that have labels; otherwise all of them. Responses are
             always learnt up to their end: behind it there is only padding.
         accumulation_steps: training batches of an optimizer step.
         save_interval: optimizer steps between checkpoints; 0 keeps only the one at the end of the fit.
         save_dir: of checkpoints and of batches that failed; None keeps none.
-        use_tp: without effect: a booster knows whether it splits tensors.
-        coordinator: without effect: torch.distributed knows the ranks.
+        use_tp: without effect.
+        coordinator: without effect.
         callbacks: are told of everything, in their order.
         options: choices of the algorithm that coati has no parameter for.
         scorer: judges responses instead of the reward model.
@@ -300,6 +295,5 @@ class PPOTrainer(OLTrainer):
 
     def _kept(self, error: TrainingError, experience: Experience, samples: Sequence[Sample]) -> TrainingError:
         name = f"epoch-{self.position.episode}_step-{self.position.step}"
-        return keep_failed_batch(
-            self.save_dir, error, experience, samples, name=name, ranks=self.ranks, decode=self.tokenizer.decode
-        )
+        place = FailurePlace(self.save_dir, name, self.ranks)
+        return keep_failed_batch(place, error, experience, samples, decode=self.tokenizer.decode)

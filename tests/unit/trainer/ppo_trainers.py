@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
+from transformers import LlamaForCausalLM
 
 from rlhf_core.config import LoRAConfig, PPOOptions
 from rlhf_core.models.critic import Critic
@@ -30,16 +31,27 @@ def reward_model() -> RewardModel:
     return model
 
 
-def trainer(*, lora: LoRAConfig | None = None, lr: float = 1e-3, **changes: Any) -> PPOTrainer:
+def restless_llama() -> LlamaForCausalLM:
+    return tiny_llama(initializer_range=0.2)
+
+
+def trainer(
+    *,
+    lora: LoRAConfig | None = None,
+    lr: float = 1e-3,
+    make_actor: Callable[[], LlamaForCausalLM] = restless_llama,
+    **changes: Any,
+) -> PPOTrainer:
     """Return a trainer over a tiny actor; `changes` are parameters of the trainer.
 
     Args:
         lora: adapters on actor and critic; None trains all weights, against an initial model of its own.
         lr: of both, falling step by step.
+        make_actor: called for the actor, and again for the initial model.
         **changes: as the trainer takes them.
     """
-    actor = tiny_llama(initializer_range=0.2)
-    initial = None if lora else tiny_llama(initializer_range=0.2)
+    actor = make_actor()
+    initial = None if lora else make_actor()
     critic = Critic.from_causal_lm(actor)
     if lora is not None:
         attach_lora(actor, lora, seed=1)
@@ -101,7 +113,7 @@ def record_stats(ours: PPOTrainer) -> list[PPOStats]:
         found.append(step(*arguments))
         return found[-1]
 
-    ours.learner.training_step = spy  # type: ignore[method-assign]
+    ours.learner.training_step = spy  # type: ignore[method-assign, assignment]
     return found
 
 

@@ -13,7 +13,7 @@ import torch
 
 from rlhf_core.config import LoRAConfig
 from rlhf_core.errors import ConfigError, ModelError, TrainingError
-from rlhf_core.trainer import ppo_checkpoint
+from rlhf_core.trainer import ppo_checkpoint, ppo_state
 from rlhf_core.trainer.checkpoint import list_checkpoints
 from tests.unit.trainer import ppo_resume_cases
 from tests.unit.trainer.ppo_resume_cases import CASES, ENDS_AFTER, build, directory, fit
@@ -124,7 +124,7 @@ def test_the_middle_of_an_episode_is_not_gone_on_with_under_other_settings(saved
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_leaves_the_last_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = ppo_checkpoint.write_state
+    write = ppo_state.write_state
     calls = []
 
     def full(*arguments: object) -> None:

@@ -72,6 +72,4 @@ def test_the_public_trainer_and_the_detached_ones_core_give_the_same_five_losses
     stats = record_stats(ours)
     ours.fit(5, 2, 1, batches)
     assert len(stats) == 5
-    assert [
-        (step.actor_loss, step.critic_loss) for step in stats
-    ] == expected  # to the bit: the same functions in the same order
+    assert [(step.actor_loss, step.critic_loss) for step in stats] == expected  # to the bit

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from jaxtyping import Float32, Int
 from torch import Tensor
-from transformers import DynamicCache, StaticCache
 
+from rlhf_core.generation.cache import reserve_cache
 from rlhf_core.generation.responses import Responses, pad_left
 from rlhf_core.generation.sampling import chooser
 from rlhf_core.generation.stopping import watch
@@ -28,17 +28,18 @@ class _Rows(NamedTuple):
     place: Int[Tensor, " R"]
     """Each row's place in the batch that was asked for."""
     mask: Int[Tensor, "R S"]
+    """Ones from the prompt's first token to the end of the reserved memory."""
     position: Int[Tensor, " R"]
     """Of the row's newest token."""
 
 
 class NativeEngine:
-    """Generates with a loop of its own over a static key-value cache.
+    """Generates with a loop of its own over a key-value cache whose memory is reserved at once.
 
     The head sees the last position only; the samples of one prompt share one pass over it; keys and values are
-    kept in a static cache (measured faster than a growing one) where the architecture can use one; rows that
-    have finished leave the batch once they are half of it. All of that depends on the batch alone, so the same
-    batch gives the same bits (for one dtype, number of threads and kind of device).
+    written once and never copied, except when rows that have finished leave the batch, once they are half of it.
+    All of that depends on the batch alone, so the same batch gives the same bits (for one dtype, number of
+    threads and kind of device).
 
     Args:
         model: a causal language model of transformers, or a PEFT model around one.
@@ -72,12 +73,10 @@ def _decode(model: Any, prompts: Sequence[Sequence[int]], pad_id: int, choose: C
     number = {prompt: index for index, prompt in enumerate(distinct)}
     tokens, prompt_mask = pad_left(distinct, pad_id, responses.done.device)
     width = tokens.shape[1]
-    cache = _new_cache(model, width + responses.width)
-    static = isinstance(cache, StaticCache)
-    # the mask covers a static cache to its end from the start: causality hides what is not yet written
+    cache = reserve_cache(unwrapped(model).config, width + responses.width)
     mask = torch.cat([prompt_mask, prompt_mask.new_ones(len(distinct), responses.width)], -1)
     positions = (prompt_mask.cumsum(-1) - 1).clamp(min=0)
-    logits = _last_logits(model, tokens, mask if static else prompt_mask, positions, cache)
+    logits = _last_logits(model, tokens, prompt_mask, positions, cache)
     source = torch.tensor([number[tuple(prompt)] for prompt in prompts], device=tokens.device)
     if len(distinct) < len(prompts):
         cache.reorder_cache(source)
@@ -96,19 +95,8 @@ def _decode(model: Any, prompts: Sequence[Sequence[int]], pad_id: int, choose: C
         if 2 * len(left) <= len(done):  # copying the cache is not free, so it is not done for every row that ends
             cache.reorder_cache(left)
             rows, inputs = _Rows(*(field[left] for field in rows)), inputs[left]
-        seen = rows.mask if static else rows.mask[:, : width + step + 1]
+        seen = rows.mask[:, : width + step + 1]
         logits = _last_logits(model, inputs[:, None], seen, rows.position[:, None], cache)
-
-
-def _new_cache(model: Any, length: int) -> StaticCache | DynamicCache:
-    inner = unwrapped(model)
-    kind = inner.device.type
-    # autocast over other weights gives keys and values of two dtypes, for which a static cache has no place
-    mixed = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != inner.dtype
-    # `_can_compile_fullgraph`: how transformers marks models that take a static cache
-    if getattr(inner, "_can_compile_fullgraph", False) and not mixed:
-        return StaticCache(config=inner.config, max_cache_len=length)
-    return DynamicCache(config=inner.config)
 
 
 def _last_logits(model: Any, inputs: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> Tensor:

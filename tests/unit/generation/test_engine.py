@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import DynamicCache, GPT2LMHeadModel
 
-from rlhf_core.generation import Generation, GenerationSettings, make_engine, sample_uniforms
+from rlhf_core.generation import Generation, GenerationSettings, make_engine, native, sample_uniforms
+from rlhf_core.generation.cache import reserve_cache
 from rlhf_core.models.trunk import forward_takes
 from tests.tiny_llama import tiny_llama
 from tests.unit.models.architectures import ARCHITECTURES, tiny_causal_lm
@@ -130,18 +131,30 @@ def test_the_samples_of_a_prompt_share_one_pass_over_it(architecture: str) -> No
     assert len({tuple(row) for row in together}) > 10, "samples of a prompt differ"
 
 
-@pytest.mark.parametrize("architecture", ["llama", "bloom", "mistral"])
-def test_a_growing_cache_serves_where_a_static_one_cannot(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, uniforms = tiny_causal_lm(architecture), numbers()
-    static = decode(model, uniforms=uniforms)
-    caches: list[Any] = []
-    model.register_forward_pre_hook(
-        lambda _module, _args, inputs: caches.append(inputs["past_key_values"]), with_kwargs=True
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_cache_of_reserved_memory_gives_the_bits_of_a_growing_one(
+    architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, uniforms = tiny_causal_lm(architecture), numbers(samples=2)
+    prompts = [prompt for prompt in PROMPTS for _ in range(2)]
+    stops = frequent_tokens(model, 3, numbers())
+    reserved = decode(model, prompts, uniforms=uniforms, stop_ids=stops)
+    monkeypatch.setattr(native, "reserve_cache", lambda config, _length: DynamicCache(config=config))
+    growing = decode(model, prompts, uniforms=uniforms, stop_ids=stops)
+    assert all(torch.equal(a, b) for a, b in zip(reserved, growing, strict=True))
+
+
+def test_the_memory_of_the_cache_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, caches = tiny_causal_lm("llama"), []
+    monkeypatch.setattr(
+        native, "reserve_cache", lambda config, length: caches.append(reserve_cache(config, length)) or caches[-1]
     )
-    monkeypatch.setattr(type(model), "_can_compile_fullgraph", False)
-    growing = decode(model, uniforms=uniforms)
-    assert {type(cache) for cache in caches} == {DynamicCache}
-    assert responses(growing) == responses(static)
+    places: list[int] = []
+    model.register_forward_hook(lambda *_: places.append(caches[-1].layers[1].keys.data_ptr()))
+    decode(model, stop_ids=())
+    assert len(places) == STEPS
+    assert len(set(places)) == 1
+    assert caches[-1].layers[1].keys.untyped_storage().nbytes() == 5 * 2 * (7 + STEPS) * 16 * 4
 
 
 class WholeLogits(GPT2LMHeadModel):

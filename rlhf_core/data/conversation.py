@@ -17,6 +17,7 @@ from rlhf_core.rewards.structure import check_tags
 
 ASSISTANT = "assistant"
 _KEYS = ("chat_template", "system_message", "stop_ids", "end_of_assistant", "response_format_tags")
+_UNUSED = ("step_score_signal", "reward_signal")  # of process reward models, in some of coati's templates
 
 
 class EncodedConversation(NamedTuple):
@@ -202,7 +203,7 @@ def _read(config: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any]:
         return {}
     if not isinstance(found, Mapping):
         raise ConfigError(f"{where} must be an object with {', '.join(_KEYS)}, but is {type(found).__name__}")
-    unknown = sorted(set(found) - set(_KEYS))
+    unknown = sorted(set(found) - {*_KEYS, *_UNUSED})
     if unknown:
         raise ConfigError(f"{where} has the unknown key {unknown[0]!r}; it may have {', '.join(_KEYS)}")
     ids = found.get("stop_ids") or []

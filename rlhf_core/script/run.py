@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from rlhf_core.config import PPOOptions
 from rlhf_core.data.conversation import setup_conversation_template
+from rlhf_core.errors import TrainingError
 from rlhf_core.models.adapters import save_adapters
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.loading import default_device
@@ -35,6 +36,7 @@ TOP_K = 50
 LAM = 0.95
 """These three are fixed in the original script too."""
 _FUNCTIONS = {"gsm8k_reward_fn": gsm8k_reward_fn, "math_competition_reward_fn": math_competition_reward_fn}
+_LOST_RANK = ("Connection closed by peer", "Connection reset by peer", "Timed out", "NCCL")
 Precision = Literal["fp16", "bf16"]
 
 
@@ -52,8 +54,18 @@ def run(args: Namespace) -> None:
     ranks = join()
     try:
         _run(args, ranks)
-    finally:
-        leave()
+    except torch.OutOfMemoryError as error:
+        raise TrainingError(
+            "the GPU's memory does not hold this run; lower --train_batch_size and --experience_batch_size, or set "
+            "--grad_checkpoint or --lora_config"
+        ) from error
+    except RuntimeError as error:
+        reason = next((sign for sign in _LOST_RANK if sign in str(error)), None)
+        if reason is None or ranks.world_size == 1:
+            raise
+        raise TrainingError(f"another rank has ended ({reason}); what it said is above or below") from error
+    # After an error the group is kept until this process ends: the others would speak of its loss, not of the error.
+    leave()
 
 
 def _run(args: Namespace, ranks: Ranks) -> None:

@@ -16,6 +16,8 @@ TEMPLATE = {
         "answer_start": {"text": "<answer>", "num_occur": 1},
         "answer_end": {"text": "</answer>", "num_occur": 1},
     },
+    "step_score_signal": "ки",  # some of coati's templates have these two
+    "reward_signal": ["+", "-"],
 }
 
 

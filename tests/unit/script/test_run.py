@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -121,8 +122,7 @@ def test_a_resumed_run_stores_what_an_unbroken_one_does(inputs: Path, tmp_path: 
     assert main(_neural(inputs, tmp_path / "resumed", **whole, **resumed)) == 0
     for role in ("actor", "critic"):
         expected, found = (_weights(tmp_path / run / role / "modeling") for run in ("whole", "resumed"))
-        assert expected.keys() == found.keys()
-        assert all(torch.equal(expected[name], found[name]) for name in expected)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_demonstrations_are_learnt_beside(inputs: Path, tmp_path: Path) -> None:
@@ -148,6 +148,18 @@ def _says(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     told = capsys.readouterr().err
     assert re.fullmatch(r"train_ppo: [^\n]+\n", told), told
     return told
+
+
+def test_another_rank_than_the_first_waits_before_it_speaks(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")  # as torchrun sets it; without WORLD_SIZE there is nobody to join
+    waited: list[float] = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    assert main(_flags(inputs, tmp_path / "out", tp="2")) == 2
+    assert capsys.readouterr().err.startswith("train_ppo: rank 1: error: --tp 2")
+    assert len(waited) == 1
+    assert waited[0] > 1  # torchrun looks for dead ranks ten times a second
 
 
 def test_models_that_do_not_fit_are_one_sentence(

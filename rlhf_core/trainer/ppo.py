@@ -68,7 +68,7 @@ class PPOTrainer(OLTrainer):
         ptx_coef: weight of the demonstrations' loss, in [0, 1); the policy's gets what is left of 1.
         train_batch_size: samples that go through a model at once.
         buffer_limit: batches that the buffer keeps of an episode, the oldest being dropped; 0 keeps all.
-        buffer_cpu_offload: keep experience in host memory.
+        buffer_cpu_offload: keep experience in host memory until a step needs it.
         eps_clip: half-width of the trust region on the ratio.
         vf_coef: weight of the critic's loss.
         value_clip: half-width of the trust region on values, in the unit of returns.
@@ -133,8 +133,8 @@ class PPOTrainer(OLTrainer):
         **generate_kwargs: Any,
     ) -> None:
         super().__init__(callbacks)
-        models = {"critic": critic, "reward model": reward_model, "initial model": initial_model}
-        check_models(actor, models, tokenizer)
+        others = {"critic": critic, "reward model": reward_model, "initial model": initial_model}
+        check_models(actor, others, tokenizer)
         options = with_precision(options, actor_booster)
         generation = generation_settings_from_kwargs(generate_kwargs, tokenizer)
         rollout = rollout_config(options, generation, kl_coef=kl_coef)
@@ -143,8 +143,7 @@ class PPOTrainer(OLTrainer):
             eps_clip=eps_clip, value_clip=value_clip, vf_coef=vf_coef, ptx_coef=ptx_coef,
         )  # fmt: skip
         self.ranks, self.device = current_ranks(), device_of(actor)
-        self.tokenizer, self.seed = tokenizer, seed
-        self.save_dir = None if save_dir is None else Path(save_dir)
+        self.tokenizer, self.seed, self.save_dir = tokenizer, seed, Path(save_dir) if save_dir is not None else None
         self.train_batch_size, self.accumulation_steps = train_batch_size, accumulation_steps
         self.sample_buffer, self.apply_loss_mask, self.ptx_coef = sample_buffer, apply_loss_mask, ptx_coef
         self.buffer = NaiveExperienceBuffer(train_batch_size, buffer_limit, buffer_cpu_offload, seed=seed)
@@ -175,7 +174,7 @@ class PPOTrainer(OLTrainer):
             settings={name: getattr(self, name) for name in _SHAPES_MINIBATCHES},
             ranks=self.ranks,
         )
-        self._resting = Resting([initial_model, reward_model] if offload_inference_models else [], self.device)
+        self._resting = Resting([initial_model, reward_model], self.device, offload=offload_inference_models)
         self._numbers = PromptNumbers(options.samples_per_prompt, self.ranks)
         self._samples: list[Sample] = []
         self._learning: Learning | None = None
@@ -211,6 +210,8 @@ class PPOTrainer(OLTrainer):
     def _collect(self, episode: int) -> None:
         self._tell("on_make_experience_start")
         made = self._make_experience(episode)
+        if not self.buffer.cpu_offload:
+            made.experience.to_device(self.device)
         self.buffer.append(made.experience, made.samples)
         self._samples += made.samples
         self._tell("on_make_experience_end", made.experience)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -68,9 +68,11 @@ def build_models(args: Namespace, device: torch.device, tell: Callable[[str], No
     critic, critic_init = _critic(args, actor, reward_model, tokenizer, dtype, device)
     own_reference = lora is None or lora.init == "pissa"  # PiSSA moves a part of the base into the adapter
     initial_model = load_policy(directory, dtype, device).requires_grad_(False) if own_reference else None
+    flash = args.use_flash_attn and _has_flash_attention(device, tell)
     for model in (actor, critic.trunk):
         disable_dropout(model)
-        _attention(model, args, device, tell)
+        if flash:
+            model.set_attn_implementation("flash_attention_2")
         if lora is not None:
             attach_lora(model, lora, seed=args.seed)
     if reward_model is not None:
@@ -187,10 +189,8 @@ def _weights_dtype(args: Namespace, device: torch.device, *, adapters: bool) -> 
     return torch.float16 if args.mixed_precision == "fp16" else torch.bfloat16
 
 
-def _attention(model: Any, args: Namespace, device: torch.device, tell: Callable[[str], None]) -> None:
-    if not args.use_flash_attn:
-        return
-    if device.type != "cuda" or importlib.util.find_spec("flash_attn") is None:
-        tell("--use_flash_attn needs a GPU and the library flash_attn; attention runs as sdpa")
-        return
-    model.set_attn_implementation("flash_attention_2")
+def _has_flash_attention(device: torch.device, tell: Callable[[str], None]) -> bool:
+    if device.type == "cuda" and importlib.util.find_spec("flash_attn") is not None:
+        return True
+    tell("--use_flash_attn needs a GPU and the library flash_attn; attention runs as sdpa")
+    return False

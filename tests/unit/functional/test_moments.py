@@ -80,6 +80,12 @@ def test_whitening_with_given_moments_by_hand() -> None:
     assert_close(found, torch.tensor([1.0, 0.0]))
 
 
+@pytest.mark.parametrize("value", [0.5, 0.1])
+def test_values_that_are_all_equal_whiten_to_zero_not_to_nan(value: float) -> None:
+    found = masked_whiten(torch.full((7,), value), torch.ones(7, dtype=torch.bool))
+    assert_close(found, torch.zeros(7), atol=1e-3)
+
+
 @settings(deadline=None, max_examples=25)
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=4).filter(any), st.floats(-100, 100))
 def test_combined_moments_are_those_of_all_values(sizes: list[int], shift: float) -> None:

@@ -84,6 +84,22 @@ def test_weights_and_importance_multiply_each_token() -> None:
     assert_close(found.loss, -(factors * each).sum() / 7)
 
 
+def test_shares_are_weighted_as_the_loss_is() -> None:
+    # ratio 2 and 1, advantage 1: only the first is clipped, and it has 3 of 4 parts of the weight
+    ratio, one = torch.tensor([[2.0, 1.0]]), torch.ones(1, 2)
+    found = policy_loss(
+        logprobs=ratio.log(), old_logprobs=0 * one, advantages=one, mask=one > 0, denominator=4, clip_eps=0.2,
+        weights=torch.tensor([[3.0, 1.0]]),
+    )  # fmt: skip
+    assert found.clip_fraction.item() == 0.75
+    assert found.approx_kl.item() == pytest.approx(3 * (2 - 1 - log(2)) / 4, rel=1e-5)
+    values = value_loss(
+        values=ratio, old_values=0 * one, returns=torch.tensor([[3.0, -1.0]]), mask=one > 0, denominator=4,
+        clip_eps=0.2, weights=torch.tensor([[3.0, 1.0]]),
+    )  # fmt: skip
+    assert values.clip_fraction.item() == 0.75
+
+
 def test_importance_changes_no_diagnostic() -> None:
     plain, weighted = loss_of(), loss_of(importance=torch.full((3, 6), 0.3))
     assert_close(weighted.loss, 0.3 * plain.loss)

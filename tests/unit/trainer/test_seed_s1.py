@@ -56,11 +56,11 @@ def test_the_example_runs_with_only_its_import_changed(tmp_path: Path, monkeypat
         "critic": critic.model, "reward_model": reward_model(), "ref_model": built.experience_maker.initial_model,
         "actor_optim": actor.optimizer, "critic_optim": critic.optimizer, "actor_lr_scheduler": actor.scheduler,
         "critic_lr_scheduler": critic.scheduler, "tokenizer": built.tokenizer, "coordinator": None,
-        "train_prompt_dataloader": prompts(16, batch_size=8), "train_pretrain_dataloader": demonstrations(),
+        "train_prompt_dataloader": prompts(4, batch_size=2), "train_pretrain_dataloader": demonstrations(),
     }  # fmt: skip
     monkeypatch.chdir(tmp_path)
     exec(EXAMPLE.replace("from coati.trainer import", "from rlhf_core import"), names)
-    # 2 x 8 samples are one batch; five passes are five, less than the eight of a step: ten steps in ten episodes.
+    # 2 x 2 samples are one batch; five passes are five, less than the eight of a step: ten steps in ten episodes.
     assert [found.name for found in list_checkpoints(tmp_path / "checkpoints")] == ["epoch-9_step-10"]
     steps = [line["step"] for line in metrics(tmp_path / "logs") if "train/actor_loss" in line]
     assert steps == list(range(1, 11))

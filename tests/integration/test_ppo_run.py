@@ -57,6 +57,12 @@ def config(model: Path) -> PipelineConfig:
             "ppo.max_new_tokens": 8,
             "ppo.lr": 1e-3,
             "ppo.reward": {"verifier": 0.0, "reward_model": 1.0},
+            # What is carried from episode to episode beside the weights: all of it survives a kill.
+            "ppo.critic_init": "reward_model",
+            "ppo.kl_target": 0.5,
+            "ppo.kl_horizon": 100,
+            "ppo.normalise_rewards": True,
+            "ppo.ptx_coef": 0.1,
             "ppo.cluster": {"num_makers": 2, "trainer_threads": 1, "maker_threads": 1, "object_store_mb": 128},
         },
     )

@@ -71,12 +71,18 @@ def test_eager_attention_takes_the_same_mask() -> None:
 
 
 def test_packing_changes_neither_losses_nor_steps_but_only_the_rows() -> None:
-    runs = []
+    runs, slots = [], []
     for packing in (False, True):
         model = tiny_llama(initializer_range=0.2)
+        seen: list[int] = []
+        model.model.embed_tokens.register_forward_hook(lambda _, ids, __, seen=seen: seen.append(ids[0].numel()))
         config = CONFIG.model_copy(update={"packing": packing})
         runs.append((train_sft(model, EXAMPLES, config, seed=3, autocast_dtype=FP32), model))
+        slots.append(sum(seen))
     (plain, plain_model), (packed, packed_model) = runs
+    # Lengths 6, 3, 7, 6, 9, two rows at once. Plain, in the order of the seed: 2 x 6 + 2 x 9 + 7, 2 x 7 + 2 x 9 + 6.
+    # Packed: rows of 9 + 3, 7 + 6 and 6, so 2 x 13 + 6 twice; and the probe's two sequences in one row and apart.
+    assert slots == [75, 2 * 32 + 2 * (9 + SHORT)]
     assert [step["tokens"] for step in plain] == [step["tokens"] for step in packed] == [16, 16]
     for one, other in zip(plain, packed, strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)

@@ -144,6 +144,14 @@ def test_evaluation_measures_the_model_and_changes_nothing(tmp_path: Path) -> No
     assert not measured.trained.model.training
 
 
+def test_dropout_is_active_in_training_and_in_training_alone() -> None:
+    ours = trainer(max_epochs=1, accumulation_steps=2)
+    modes: list[bool] = []
+    ours.trained.model.register_forward_pre_hook(lambda model, _: modes.append(model.training))
+    ours.fit(loader(3), loader(4))
+    assert modes == [True] * 3 + [False] * 2
+
+
 def resume(case: str, checkpoint: str, result: str) -> None:
     """What the other process does."""
     torch.manual_seed(99)
@@ -165,7 +173,7 @@ def test_going_on_from_the_middle_of_an_epoch_equals_not_having_stopped(case: st
     else:  # in another process, which costs seconds
         code = "import sys; from tests.unit.trainer.test_sft_trainer import resume; resume(*sys.argv[1:])"
         root = Path(__file__).parents[3]
-        subprocess.run([sys.executable, "-c", code, *arguments], check=True, cwd=root, timeout=120)
+        subprocess.run([sys.executable, "-c", code, *arguments], check=True, cwd=root, timeout=300)
     assert json.loads((tmp_path / "resumed.json").read_text()) == straight.history[3:]
     resumed = load_file(tmp_path / "resumed.safetensors")
     for name, weight in weights(straight).items():

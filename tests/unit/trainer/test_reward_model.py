@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import pytest
 import torch
@@ -51,6 +52,19 @@ def test_the_first_loss_and_accuracy_are_those_of_the_untrained_scores() -> None
     expected = sum(math.log(1 + math.exp(-difference)) for difference in differences) / 8
     assert history[0]["loss"] == pytest.approx(expected, rel=1e-4)
     assert history[0]["accuracy"] == sum(difference > 0 for difference in differences) / 8
+
+
+@pytest.mark.parametrize("form", ["log_sigmoid", "log_exp"])
+def test_margins_are_subtracted_and_centring_is_added(form: Literal["log_sigmoid", "log_exp"]) -> None:
+    model = reward_model()
+    some = [pair._replace(margin=0.5 * number) for number, pair in enumerate(pairs(4, seed=1))]
+    scores = score_sequences(model, [ids for pair in some for ids in pair[:2]], batch_size=1, autocast_dtype=FP32)
+    expected = 0.0
+    for number, (good, bad) in enumerate(scores.view(-1, 2).tolist()):
+        expected += math.log(1 + math.exp(-(good - bad - 0.5 * number))) + 0.3 * (good + bad) ** 2
+    config = CONFIG.model_copy(update={"loss": form, "centring": 0.3})
+    history = train_reward_model(model, some, config, seed=0, autocast_dtype=FP32).history
+    assert history[0]["loss"] == pytest.approx(expected / 4, rel=1e-5)
 
 
 def test_a_preference_is_learnt_and_holds_on_pairs_not_seen() -> None:

@@ -161,7 +161,7 @@ def test_accuracy_is_of_the_evaluation_data_and_not_of_the_training_pairs(tmp_pa
 def test_measuring_on_a_prompt_that_is_learnt_is_refused_before_it_is(masked: bool) -> None:
     learnt, heldout = collate(pairs(8, seed=1)), collate(pairs(8, seed=1)[-1:])
     if masked:  # responses that begin alike hide the prompt's end, unless the batch says where it is
-        heldout["rejected_input_ids"][:, 3] = heldout["chosen_input_ids"][:, 3]
+        heldout["chosen_input_ids"][:, 3] = heldout["rejected_input_ids"][:, 3] = 21
         for batch in (learnt, heldout):
             batch["chosen_loss_mask"] = (
                 torch.arange(batch["chosen_input_ids"].shape[1]).expand_as(batch["chosen_input_ids"]) >= 3

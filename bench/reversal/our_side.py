@@ -41,7 +41,7 @@ def verifier(input_ids: Tensor, attention_mask: Tensor, **where: Any) -> Tensor:
     """Return 1 for the digits backwards, else 0."""
     begin, end = where["response_start"], where["response_end"]
     row = input_ids.tolist()
-    return torch.tensor(problem.score(row[begin - problem.DIGITS - 1 : begin], row[begin:end]))
+    return torch.tensor(problem.score(row[begin - problem.DIGITS - 1 : begin], row[begin : end + 1]))
 
 
 class Scores(Callback):

@@ -33,12 +33,12 @@ if TYPE_CHECKING:
         PerformanceEvaluator,
         TrainerPerformanceEvaluator,
     )
-    from rlhf_core.trainer.ol_trainer import OLTrainer
-    from rlhf_core.trainer.ppo import PPOTrainer
-    from rlhf_core.trainer.ppo_learner import PPOLearner
-    from rlhf_core.trainer.ppo_stats import PPOStats
-    from rlhf_core.trainer.reward_model import RewardModelTrainer, train_reward_model
-    from rlhf_core.trainer.sft import SFTTrainer, train_sft
+    from rlhf_core.trainer.ppo.learner import PPOLearner
+    from rlhf_core.trainer.ppo.ol_trainer import OLTrainer
+    from rlhf_core.trainer.ppo.stats import PPOStats
+    from rlhf_core.trainer.ppo.trainer import PPOTrainer
+    from rlhf_core.trainer.supervised.reward_model import RewardModelTrainer, train_reward_model
+    from rlhf_core.trainer.supervised.sft import SFTTrainer, train_sft
     from rlhf_core.types import Experience, Sample
 
 __all__ = [
@@ -99,18 +99,18 @@ _HOMES = {
     "MakerCallback": "rlhf_core.trainer.callbacks",
     "NaiveExperienceBuffer": "rlhf_core.buffer.naive",
     "NaiveExperienceMaker": "rlhf_core.experience_maker.naive",
-    "OLTrainer": "rlhf_core.trainer.ol_trainer",
-    "PPOLearner": "rlhf_core.trainer.ppo_learner",
+    "OLTrainer": "rlhf_core.trainer.ppo.ol_trainer",
+    "PPOLearner": "rlhf_core.trainer.ppo.learner",
     "PPOOptions": "rlhf_core.config",
-    "PPOStats": "rlhf_core.trainer.ppo_stats",
-    "PPOTrainer": "rlhf_core.trainer.ppo",
+    "PPOStats": "rlhf_core.trainer.ppo.stats",
+    "PPOTrainer": "rlhf_core.trainer.ppo.trainer",
     "PerformanceEvaluator": "rlhf_core.trainer.evaluators",
     "PlainBooster": "rlhf_core.strategy.plain",
     "PolicyLoss": "rlhf_core.models.loss",
     "RLVRRewardModel": "rlhf_core.rewards.model",
     "RewardModel": "rlhf_core.models.reward_model",
-    "RewardModelTrainer": "rlhf_core.trainer.reward_model",
-    "SFTTrainer": "rlhf_core.trainer.sft",
+    "RewardModelTrainer": "rlhf_core.trainer.supervised.reward_model",
+    "SFTTrainer": "rlhf_core.trainer.supervised.sft",
     "Sample": "rlhf_core.types",
     "StatefulDistributedSampler": "rlhf_core.data.loaders",
     "TrainerCallback": "rlhf_core.trainer.callbacks",
@@ -120,8 +120,8 @@ _HOMES = {
     "gsm8k_reward_fn": "rlhf_core.rewards.functions",
     "math_competition_reward_fn": "rlhf_core.rewards.functions",
     "setup_conversation_template": "rlhf_core.data.conversation",
-    "train_reward_model": "rlhf_core.trainer.reward_model",
-    "train_sft": "rlhf_core.trainer.sft",
+    "train_reward_model": "rlhf_core.trainer.supervised.reward_model",
+    "train_sft": "rlhf_core.trainer.supervised.sft",
     "validate_response_structure": "rlhf_core.rewards.structure",
 }
 

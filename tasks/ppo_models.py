@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from rlhf_core.experience_maker.maker import ExperienceMaker
     from rlhf_core.models.critic import Critic
     from rlhf_core.models.reward_model import RewardModel
-    from rlhf_core.trainer.ppo_learner import PPOLearner
-    from rlhf_core.trainer.ptx import Demonstrations
+    from rlhf_core.trainer.ppo.learner import PPOLearner
+    from rlhf_core.trainer.ppo.ptx import Demonstrations
 
 
 class LearnerFactory:
@@ -31,7 +31,7 @@ class LearnerFactory:
 
         from rlhf_core.models.loading import default_device, load_causal_lm
         from rlhf_core.models.lora import attach_lora
-        from rlhf_core.trainer.ppo_learner import PPOLearner
+        from rlhf_core.trainer.ppo.learner import PPOLearner
 
         config = _config(self._run)
         device = default_device()
@@ -124,7 +124,7 @@ def _demonstrations(run: PPORun) -> Demonstrations | None:
     """Return the dataset's demonstrations for SFT, where the policy learns them beside PPO."""
     from rlhf_core.data import PromptTemplate, problems_from_jsonl
     from rlhf_core.models.loading import default_device, load_tokenizer
-    from rlhf_core.trainer.ptx import Demonstrations
+    from rlhf_core.trainer.ppo.ptx import Demonstrations
 
     config = _config(run)
     if config.ppo.ptx_coef == 0:

@@ -160,8 +160,8 @@ def _fit(
     from rlhf_core.functional.intervals import wilson_interval
     from rlhf_core.models.loading import default_device, load_causal_lm
     from rlhf_core.models.reward_model import RewardModel
-    from rlhf_core.trainer.reward_model import train_reward_model
-    from rlhf_core.trainer.supervised_measures import measure_pairs, standardise_scores
+    from rlhf_core.trainer.supervised.measures import measure_pairs, standardise_scores
+    from rlhf_core.trainer.supervised.reward_model import train_reward_model
 
     settings, dtype = config.reward_model, getattr(torch, config.reward_model.dtype)
     if all(pair.longest > settings.max_length for pair in heldout):

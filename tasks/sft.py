@@ -45,7 +45,7 @@ def _make(
     from rlhf_core.data import PromptTemplate, problems_from_jsonl
     from rlhf_core.models.loading import default_device, load_causal_lm, load_tokenizer
     from rlhf_core.models.lora import save_merged
-    from rlhf_core.trainer.sft import train_sft as train
+    from rlhf_core.trainer.supervised.sft import train_sft as train
 
     started = time.perf_counter()
     directory = materialise(context, base)

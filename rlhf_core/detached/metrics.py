@@ -7,7 +7,7 @@ from statistics import fmean
 
 from torch import Tensor
 
-from rlhf_core.trainer.ppo_learner import PPOStats
+from rlhf_core.trainer.ppo.learner import PPOStats
 from rlhf_core.types import EpisodeControls, Sample
 
 

@@ -24,8 +24,8 @@ from rlhf_core.detached.maker import MadeChunk
 from rlhf_core.detached.metrics import episode_metrics
 from rlhf_core.detached.state import EpisodeRecord, StateKeeper, TrainerPosition
 from rlhf_core.detached.weights import pack
-from rlhf_core.trainer.controls import RewardControls
-from rlhf_core.trainer.ppo_learner import PPOLearner, PPOStats
+from rlhf_core.trainer.ppo.controls import RewardControls
+from rlhf_core.trainer.ppo.learner import PPOLearner, PPOStats
 from rlhf_core.types import Experience, Sample
 
 CONTROLS = "controls"

@@ -24,7 +24,7 @@ from rlhf_core.script.schedule import schedule_of
 from rlhf_core.strategy.plain import PlainBooster
 from rlhf_core.strategy.ranks import Ranks, join, leave
 from rlhf_core.trainer.optim import Trained, make_trained
-from rlhf_core.trainer.ppo import PPOTrainer
+from rlhf_core.trainer.ppo.trainer import PPOTrainer
 
 if TYPE_CHECKING:
     from argparse import Namespace

@@ -12,7 +12,7 @@ from rlhf_core.generation import GenerationSettings, make_engine
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.lora import attach_lora
 from rlhf_core.strategy.ranks import ALONE
-from rlhf_core.trainer.ppo_learner import PPOLearner, PPOStats
+from rlhf_core.trainer.ppo.learner import PPOLearner, PPOStats
 from tests.parallel import learner_cases
 from tests.parallel.ranks import run_on_ranks
 from tests.tiny_llama import tiny_llama

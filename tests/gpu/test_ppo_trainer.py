@@ -12,7 +12,7 @@ from rlhf_core.models.critic import Critic
 from rlhf_core.strategy.plain import PlainBooster
 from rlhf_core.trainer.callbacks import Callback
 from rlhf_core.trainer.optim import make_trained, warmup_then_constant
-from rlhf_core.trainer.ppo import PPOTrainer
+from rlhf_core.trainer.ppo.trainer import PPOTrainer
 from tests.unit.trainer.ppo_trainers import prompts, restless_llama, trainer, weights
 
 pytestmark = [

@@ -14,11 +14,11 @@ from rlhf_core.models.critic import Critic
 from rlhf_core.models.lora import attach_lora
 from rlhf_core.strategy.plain import PlainBooster
 from rlhf_core.strategy.ranks import Ranks
-from rlhf_core.trainer.controls import RewardControls
-from rlhf_core.trainer.critic_start import fit_line
 from rlhf_core.trainer.optim import Trained, take_step
-from rlhf_core.trainer.ppo_learner import PPOLearner
-from rlhf_core.trainer.ptx import Demonstrations
+from rlhf_core.trainer.ppo.controls import RewardControls
+from rlhf_core.trainer.ppo.critic_start import fit_line
+from rlhf_core.trainer.ppo.learner import PPOLearner
+from rlhf_core.trainer.ppo.ptx import Demonstrations
 from rlhf_core.types import Experience
 from tests.parallel.ranks import Found
 from tests.tiny_llama import tiny_llama

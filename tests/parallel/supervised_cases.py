@@ -18,9 +18,9 @@ from rlhf_core.models.lora import trainable_state
 from rlhf_core.models.reward_model import RewardModel
 from rlhf_core.strategy.plain import PlainBooster
 from rlhf_core.strategy.ranks import Ranks
-from rlhf_core.trainer.reward_model import RewardModelTrainer, train_reward_model
-from rlhf_core.trainer.sft import SFTTrainer, train_sft
-from rlhf_core.trainer.supervised_trainer import SupervisedTrainer
+from rlhf_core.trainer.supervised.reward_model import RewardModelTrainer, train_reward_model
+from rlhf_core.trainer.supervised.sft import SFTTrainer, train_sft
+from rlhf_core.trainer.supervised.trainer import SupervisedTrainer
 from tests.parallel.ranks import Found
 from tests.tiny_llama import tiny_llama
 from tests.unit.trainer.test_reward_model_trainer import collate as collate_pairs

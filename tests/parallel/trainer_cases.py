@@ -11,8 +11,9 @@ import torch
 
 from rlhf_core.errors import RlhfError
 from rlhf_core.strategy.ranks import Ranks
-from rlhf_core.trainer import ppo_checkpoint, ppo_state
-from rlhf_core.trainer.ppo import PPOTrainer
+from rlhf_core.trainer.ppo import checkpoint as ppo_checkpoint
+from rlhf_core.trainer.ppo import state as ppo_state
+from rlhf_core.trainer.ppo.trainer import PPOTrainer
 from tests.parallel.ranks import Found
 from tests.unit.trainer.ppo_trainers import encoded, padded, record_stats, trainer, weights
 from tests.unit.trainer.test_ppo_trainer_refusals import Spoilt

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlhf_core.detached.metrics import episode_metrics
-from rlhf_core.trainer.ppo_stats import PPOStats, stats_from
+from rlhf_core.trainer.ppo.stats import PPOStats, stats_from
 from rlhf_core.types import EpisodeControls, Sample
 
 

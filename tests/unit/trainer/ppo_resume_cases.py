@@ -11,7 +11,7 @@ import torch
 
 from rlhf_core.config import LoRAConfig, PPOOptions
 from rlhf_core.trainer.callbacks import Callback
-from rlhf_core.trainer.ppo import PPOTrainer
+from rlhf_core.trainer.ppo.trainer import PPOTrainer
 from tests.unit.trainer import ppo_trainers
 from tests.unit.trainer.ppo_trainers import demonstrations, prompts
 

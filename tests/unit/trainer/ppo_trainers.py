@@ -17,8 +17,8 @@ from rlhf_core.models.lora import attach_lora
 from rlhf_core.models.reward_model import RewardModel
 from rlhf_core.strategy.plain import PlainBooster
 from rlhf_core.trainer.optim import make_trained
-from rlhf_core.trainer.ppo import PPOTrainer
-from rlhf_core.trainer.ppo_learner import PPOStats
+from rlhf_core.trainer.ppo.learner import PPOStats
+from rlhf_core.trainer.ppo.trainer import PPOTrainer
 from tests.tiny_llama import tiny_llama, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()

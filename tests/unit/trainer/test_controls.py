@@ -10,7 +10,7 @@ import torch
 
 from rlhf_core.config import RolloutConfig
 from rlhf_core.errors import ModelError, TrainingError
-from rlhf_core.trainer.controls import RewardControls
+from rlhf_core.trainer.ppo.controls import RewardControls
 
 
 def update(controls: RewardControls, kl: list[float], scores: list[float]) -> None:

@@ -11,8 +11,8 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.reward_model import RewardModel
 from rlhf_core.strategy.ranks import ALONE
-from rlhf_core.trainer.critic_start import ValueLine, fit_line, rescale_experience, rescale_head
-from rlhf_core.trainer.ppo_learner import PPOLearner
+from rlhf_core.trainer.ppo.critic_start import ValueLine, fit_line, rescale_experience, rescale_head
+from rlhf_core.trainer.ppo.learner import PPOLearner
 from rlhf_core.types import Experience
 from tests.reference import definitions
 from tests.tiny_llama import tiny_llama

@@ -11,7 +11,7 @@ from rlhf_core.config import LoRAConfig, PPOConfig
 from rlhf_core.errors import TrainingError
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.lora import attach_lora, trainable_state
-from rlhf_core.trainer.ppo_learner import PPOLearner, PPOStats
+from rlhf_core.trainer.ppo.learner import PPOLearner, PPOStats
 from tests.reference import definitions
 from tests.tiny_llama import tiny_llama
 from tests.unit.trainer.experience import PROMPTS, RESPONSES, TOKENS, tiny_experience

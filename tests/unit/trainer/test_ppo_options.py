@@ -13,8 +13,8 @@ from rlhf_core.errors import ConfigError, TrainingError
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.lora import attach_lora, trainable_parameters
 from rlhf_core.trainer.base import PaddedBatch, pad_examples
-from rlhf_core.trainer.ppo_learner import PPOLearner
-from rlhf_core.trainer.ptx import Demonstrations
+from rlhf_core.trainer.ppo.learner import PPOLearner
+from rlhf_core.trainer.ppo.ptx import Demonstrations
 from rlhf_core.types import Experience
 from tests.reference import definitions
 from tests.tiny_llama import tiny_llama

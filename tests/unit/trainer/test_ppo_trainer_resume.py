@@ -13,8 +13,9 @@ import torch
 
 from rlhf_core.config import LoRAConfig
 from rlhf_core.errors import ConfigError, ModelError, TrainingError
-from rlhf_core.trainer import ppo_checkpoint, ppo_state
 from rlhf_core.trainer.checkpoint import list_checkpoints
+from rlhf_core.trainer.ppo import checkpoint as ppo_checkpoint
+from rlhf_core.trainer.ppo import state as ppo_state
 from tests.unit.trainer import ppo_resume_cases
 from tests.unit.trainer.ppo_resume_cases import CASES, ENDS_AFTER, build, directory, fit
 from tests.unit.trainer.ppo_trainers import metrics, prompts, trainer, weights

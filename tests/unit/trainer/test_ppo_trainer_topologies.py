@@ -13,9 +13,9 @@ from rlhf_core.experience_maker.maker import ExperienceMaker
 from rlhf_core.models.critic import Critic
 from rlhf_core.strategy.plain import PlainBooster
 from rlhf_core.trainer.optim import make_trained, warmup_then_constant
-from rlhf_core.trainer.ppo_learner import PPOLearner
-from rlhf_core.trainer.ppo_setup import scorer_of
-from rlhf_core.trainer.prompt_batches import prompts_of
+from rlhf_core.trainer.ppo.learner import PPOLearner
+from rlhf_core.trainer.ppo.prompt_batches import prompts_of
+from rlhf_core.trainer.ppo.setup import scorer_of
 from tests.tiny_llama import tiny_llama
 from tests.unit.trainer.ppo_trainers import (
     TOKENIZER,

@@ -8,7 +8,7 @@ import pytest
 
 from rlhf_core.errors import DataError
 from rlhf_core.strategy.ranks import Ranks
-from rlhf_core.trainer.ptx import Demonstrations
+from rlhf_core.trainer.ppo.ptx import Demonstrations
 
 EXAMPLES = [([1], [10 + number, 2]) for number in range(6)]
 

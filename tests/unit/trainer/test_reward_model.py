@@ -12,8 +12,8 @@ from rlhf_core.config import RewardModelConfig
 from rlhf_core.data.encoding import EncodedPair
 from rlhf_core.errors import DataError, TrainingError
 from rlhf_core.models.reward_model import RewardModel
-from rlhf_core.trainer.reward_model import train_reward_model
-from rlhf_core.trainer.supervised_measures import measure_pairs, score_sequences, standardise_scores
+from rlhf_core.trainer.supervised.measures import measure_pairs, score_sequences, standardise_scores
+from rlhf_core.trainer.supervised.reward_model import train_reward_model
 from tests.tiny_llama import tiny_llama
 
 torch.set_num_threads(1)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlhf_core.errors import DataError, TrainingError
-from rlhf_core.trainer.supervised_measures import measurement
+from rlhf_core.trainer.supervised.measures import measurement
 
 torch.set_num_threads(1)
 

@@ -23,8 +23,8 @@ from rlhf_core.models.loss import LogExpLoss, LogSigLoss
 from rlhf_core.models.reward_model import RewardModel
 from rlhf_core.strategy.plain import PlainBooster
 from rlhf_core.trainer.base import pad_right
-from rlhf_core.trainer.reward_model import RewardModelTrainer
-from rlhf_core.trainer.supervised_measures import measurement, score_sequences
+from rlhf_core.trainer.supervised.measures import measurement, score_sequences
+from rlhf_core.trainer.supervised.reward_model import RewardModelTrainer
 from tests.tiny_llama import tiny_llama, tiny_tokenizer
 
 torch.set_num_threads(1)

@@ -8,7 +8,7 @@ import torch
 from rlhf_core.config import LoRAConfig, SFTConfig
 from rlhf_core.data.conversation import encode_conversation
 from rlhf_core.errors import DataError, TrainingError
-from rlhf_core.trainer.sft import train_sft
+from rlhf_core.trainer.supervised.sft import train_sft
 from tests.tiny_llama import tiny_llama, tiny_tokenizer
 
 torch.set_num_threads(1)

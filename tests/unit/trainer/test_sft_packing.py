@@ -7,10 +7,10 @@ import torch
 
 from rlhf_core.config import SFTConfig
 from rlhf_core.errors import ConfigError
-from rlhf_core.trainer.packing import SHORT, check_packing, packed_batches
-from rlhf_core.trainer.sft import train_sft
-from rlhf_core.trainer.supervised_batches import MaskedTokens, as_masked
-from rlhf_core.trainer.supervised_forward import token_loss
+from rlhf_core.trainer.supervised.batches import MaskedTokens, as_masked
+from rlhf_core.trainer.supervised.forward import token_loss
+from rlhf_core.trainer.supervised.packing import SHORT, check_packing, packed_batches
+from rlhf_core.trainer.supervised.sft import train_sft
 from tests.tiny_llama import tiny_llama
 from tests.unit.models.architectures import WINDOW, tiny_causal_lm
 

@@ -22,8 +22,8 @@ from rlhf_core.config import LoRAConfig
 from rlhf_core.errors import ConfigError, DataError, ModelError, TrainingError
 from rlhf_core.models.lora import attach_lora
 from rlhf_core.strategy.plain import PlainBooster
-from rlhf_core.trainer.sft import SFTTrainer, mean_token_loss
-from rlhf_core.trainer.supervised_batches import as_masked, token_batch
+from rlhf_core.trainer.supervised.batches import as_masked, token_batch
+from rlhf_core.trainer.supervised.sft import SFTTrainer, mean_token_loss
 from tests.tiny_llama import tiny_llama
 
 torch.set_num_threads(1)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from rlhf_core.config import LoRAConfig
 from rlhf_core.errors import ModelError
-from rlhf_core.trainer.ppo_learner import PPOLearner
+from rlhf_core.trainer.ppo.learner import PPOLearner
 from tests.unit.trainer.experience import tiny_experience
 from tests.unit.trainer.test_ppo_learner import learner
 

@@ -21,9 +21,9 @@ from rlhf_core.trainer.base import Metrics
 from rlhf_core.trainer.loaders import CycledLoader
 from rlhf_core.trainer.optim import Trained
 from rlhf_core.trainer.random_state import random_states, set_random_states
-from rlhf_core.trainer.supervised import Objective, supervised_step
-from rlhf_core.trainer.supervised_checkpoint import Position, read_supervised, write_supervised
-from rlhf_core.trainer.supervised_forward import vocabulary_size
+from rlhf_core.trainer.supervised.checkpoint import Position, read_supervised, write_supervised
+from rlhf_core.trainer.supervised.forward import vocabulary_size
+from rlhf_core.trainer.supervised.step import Objective, supervised_step
 from rlhf_core.trainer.tracking import Tracker, open_tracker
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from rlhf_core.data.packing import pack_rows
 from rlhf_core.errors import ConfigError
 from rlhf_core.models.device import device_of
 from rlhf_core.models.trunk import evaluating
-from rlhf_core.trainer.supervised_batches import MaskedTokens, TokenBatch, token_batch
-from rlhf_core.trainer.supervised_forward import kept_logits
+from rlhf_core.trainer.supervised.batches import MaskedTokens, TokenBatch, token_batch
+from rlhf_core.trainer.supervised.forward import kept_logits
 
 SHORT = 7
 """Tokens of the probe's second sequence."""

@@ -19,7 +19,7 @@ from rlhf_core.models.reward_model import RewardModel
 from rlhf_core.models.trunk import evaluating
 from rlhf_core.strategy.ranks import ALONE, Ranks
 from rlhf_core.trainer.base import TokenIds, pad_right
-from rlhf_core.trainer.supervised import gather
+from rlhf_core.trainer.supervised.step import gather
 
 _SMALLEST_STD = 1e-6  # below, all scores are equal but for rounding
 

@@ -28,18 +28,18 @@ from rlhf_core.strategy.agreement import together
 from rlhf_core.strategy.booster import Booster
 from rlhf_core.strategy.ranks import current_ranks
 from rlhf_core.trainer.callbacks import Callback
-from rlhf_core.trainer.controls import RewardControls
-from rlhf_core.trainer.failed_batch import FailurePlace, check_finite, keep_failed_batch
 from rlhf_core.trainer.loaders import Batches
-from rlhf_core.trainer.offloading import Resting
-from rlhf_core.trainer.ol_trainer import OLTrainer, Position
 from rlhf_core.trainer.optim import Trained
-from rlhf_core.trainer.ppo_checkpoint import Held, PPOCheckpoints
-from rlhf_core.trainer.ppo_learner import PPOLearner
-from rlhf_core.trainer.ppo_metrics import PPOLog
-from rlhf_core.trainer.ppo_setup import check_models, learning_config, rollout_config, scorer_of, with_precision
-from rlhf_core.trainer.ppo_state import Learning
-from rlhf_core.trainer.prompt_batches import Feed, PromptNumbers
+from rlhf_core.trainer.ppo.checkpoint import Held, PPOCheckpoints
+from rlhf_core.trainer.ppo.controls import RewardControls
+from rlhf_core.trainer.ppo.failed_batch import FailurePlace, check_finite, keep_failed_batch
+from rlhf_core.trainer.ppo.learner import PPOLearner
+from rlhf_core.trainer.ppo.metrics import PPOLog
+from rlhf_core.trainer.ppo.offloading import Resting
+from rlhf_core.trainer.ppo.ol_trainer import OLTrainer, Position
+from rlhf_core.trainer.ppo.prompt_batches import Feed, PromptNumbers
+from rlhf_core.trainer.ppo.setup import check_models, learning_config, rollout_config, scorer_of, with_precision
+from rlhf_core.trainer.ppo.state import Learning
 from rlhf_core.types import Experience, Sample
 
 _SHAPES_MINIBATCHES = ("seed", "train_batch_size", "accumulation_steps", "sample_buffer")

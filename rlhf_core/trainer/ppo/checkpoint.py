@@ -18,12 +18,12 @@ from rlhf_core.trainer.checkpoint import (
     write_checkpoint,
     write_json,
 )
-from rlhf_core.trainer.controls import RewardControls
 from rlhf_core.trainer.loaders import CycledLoader
-from rlhf_core.trainer.ol_trainer import Position
 from rlhf_core.trainer.optim import Trained
-from rlhf_core.trainer.ppo_learner import PPOLearner
-from rlhf_core.trainer.ppo_state import (
+from rlhf_core.trainer.ppo.controls import RewardControls
+from rlhf_core.trainer.ppo.learner import PPOLearner
+from rlhf_core.trainer.ppo.ol_trainer import Position
+from rlhf_core.trainer.ppo.state import (
     Learning,
     RankState,
     TrainerState,

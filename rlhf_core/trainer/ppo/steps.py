@@ -20,7 +20,7 @@ from rlhf_core.strategy.ranks import Ranks
 from rlhf_core.trainer.base import PaddedBatch
 from rlhf_core.trainer.learning_mode import learning_mode
 from rlhf_core.trainer.optim import Trained, take_step
-from rlhf_core.trainer.ppo_minibatch import Micro, Minibatch
+from rlhf_core.trainer.ppo.minibatch import Micro, Minibatch
 
 
 class StepContext(NamedTuple):

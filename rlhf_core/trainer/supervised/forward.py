@@ -12,7 +12,7 @@ from rlhf_core.functional.logprobs import logprobs_from_logits
 from rlhf_core.functional.losses import lm_loss
 from rlhf_core.models.device import autocast
 from rlhf_core.models.trunk import forward_takes, unwrapped
-from rlhf_core.trainer.supervised_batches import TokenBatch
+from rlhf_core.trainer.supervised.batches import TokenBatch
 
 
 def token_loss(

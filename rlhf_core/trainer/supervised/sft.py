@@ -21,11 +21,11 @@ from rlhf_core.strategy.booster import Booster
 from rlhf_core.strategy.ranks import ALONE, Ranks, current_ranks
 from rlhf_core.trainer.base import Metrics, OnStep, TokenIds, training_mode
 from rlhf_core.trainer.optim import make_trained, warmup_then_decay
-from rlhf_core.trainer.packing import check_packing, packed_batches
-from rlhf_core.trainer.supervised import gradients_checkpointed, supervised_step
-from rlhf_core.trainer.supervised_batches import MaskedTokens, TokenBatch, as_masked, token_batch, token_batch_of
-from rlhf_core.trainer.supervised_forward import check_vocabulary, token_loss, vocabulary_size
-from rlhf_core.trainer.supervised_trainer import SupervisedTrainer
+from rlhf_core.trainer.supervised.batches import MaskedTokens, TokenBatch, as_masked, token_batch, token_batch_of
+from rlhf_core.trainer.supervised.forward import check_vocabulary, token_loss, vocabulary_size
+from rlhf_core.trainer.supervised.packing import check_packing, packed_batches
+from rlhf_core.trainer.supervised.step import gradients_checkpointed, supervised_step
+from rlhf_core.trainer.supervised.trainer import SupervisedTrainer
 
 Demonstration = tuple[TokenIds, Sequence[int | bool]]
 """Token ids of prompt and response; or all ids with the mask of those to learn, as `encode_conversation` gives them."""

@@ -24,11 +24,11 @@ from rlhf_core.trainer.base import Metrics, OnStep, training_mode
 from rlhf_core.trainer.checkpoint import write_json
 from rlhf_core.trainer.optim import make_trained, warmup_then_decay
 from rlhf_core.trainer.random_state import random_states, set_random_states
-from rlhf_core.trainer.supervised import gather, gradients_checkpointed, supervised_step
-from rlhf_core.trainer.supervised_batches import PairBatch, pair_batch, pair_batch_of
-from rlhf_core.trainer.supervised_forward import check_vocabulary, vocabulary_size
-from rlhf_core.trainer.supervised_measures import PairMeasurement, measurement
-from rlhf_core.trainer.supervised_trainer import SupervisedTrainer
+from rlhf_core.trainer.supervised.batches import PairBatch, pair_batch, pair_batch_of
+from rlhf_core.trainer.supervised.forward import check_vocabulary, vocabulary_size
+from rlhf_core.trainer.supervised.measures import PairMeasurement, measurement
+from rlhf_core.trainer.supervised.step import gather, gradients_checkpointed, supervised_step
+from rlhf_core.trainer.supervised.trainer import SupervisedTrainer
 
 PairLoss = Callable[[Tensor, Tensor], Tensor]
 """Mean loss of chosen and rejected scores, [B] each."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from rlhf_core.strategy.ranks import Ranks
-from rlhf_core.trainer.ppo_learner import PPOStats
+from rlhf_core.trainer.ppo.learner import PPOStats
 from rlhf_core.trainer.tracking import MeanMeter, Tracker, check_tracking, open_tracker
 from rlhf_core.types import EpisodeControls, Experience, Sample
 

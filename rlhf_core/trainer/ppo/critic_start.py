@@ -16,7 +16,7 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.functional.advantages import gae
 from rlhf_core.functional.masking import masked_sum
 from rlhf_core.strategy.ranks import Ranks
-from rlhf_core.trainer.ppo_minibatch import agreed_moments
+from rlhf_core.trainer.ppo.minibatch import agreed_moments
 from rlhf_core.types import Experience
 
 _SMALLEST_VARIANCE = 1e-12  # below, all values are equal but for rounding: there is no slope to find

@@ -1,0 +1,1 @@
+"""PPO: the public trainer, the learner inside it, and what both are made of."""

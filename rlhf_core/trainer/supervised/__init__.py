@@ -1,0 +1,1 @@
+"""Supervised fine-tuning and reward models: one step, two trainers."""

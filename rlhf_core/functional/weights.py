@@ -96,7 +96,7 @@ def importance_weights(
     Per token, not the product over the response: biased, but of bounded variance. Truncated from above only.
     With pi the policy that PPO's ratio is measured from, `policy_loss(importance=...)` is the decoupled objective
     (ratio to the proximal policy, weight from the behaviour policy) or, where both are the same weights in two
-    arithmetics, the truncated correction of that difference.
+    kinds of arithmetic, the truncated correction of that difference.
 
     Args:
         logprobs: log pi, of the policy that the ratio is measured from.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rlhf_core.data.files import PROBLEM_FIELDS, final_answer
+from rlhf_core.data.files import PROBLEM_FIELDS, stated_answer
 from rlhf_core.data.jsonl import existing_file, read_rows, text_fields
 from rlhf_core.errors import DataError
 
@@ -97,7 +97,7 @@ def _dialogue(row: Mapping[str, Any], where: str) -> Dialogue:
     if "question" in row:
         question, text = text_fields(row, where, PROBLEM_FIELDS)
         messages = ({"role": "user", "content": question.strip()}, {"role": "assistant", "content": text.strip()})
-        return Dialogue(messages, told if told is not None else final_answer(text, where), None, None, where)
+        return Dialogue(messages, told if told is not None else stated_answer(text, where), None, None, where)
     raise DataError(
         f"{where} has none of 'messages', 'question' with 'answer', and 'input_ids'; "
         f"it has {', '.join(map(repr, row)) or 'no fields'}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,6 +10,7 @@ from rlhf_core.data.jsonl import number_field, read_rows, text_fields
 from rlhf_core.data.preferences import PreferencePair, split_transcripts
 from rlhf_core.data.problems import Problem
 from rlhf_core.errors import DataError
+from rlhf_core.rewards.math_answers import FINAL_ANSWER, final_answer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 PROBLEM_FIELDS = ("question", "answer")
 PREFERENCE_FIELDS = ("chosen", "rejected")
-FINAL_ANSWER = "####"
-_THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9])")
 
 Form = Literal["problems", "preferences"]
 
@@ -73,8 +71,8 @@ def detect_form(path: str | Path) -> Form:
 def read_problems(path: str | Path) -> list[Problem]:
     """Return the problems of a file of {"question", "answer"} rows, in order, each prompt once (its first row).
 
-    Where answers end in `#### 42`, as GSM8K's, the answer is what follows, without the commas in its
-    numbers; the solution before it is not kept: the demonstration of a problem is its answer in the answer
+    Where answers end in `#### 42`, as GSM8K's, the answer is what follows, without the commas of its
+    thousands; the solution before it is not kept: the demonstration of a problem is its answer in the answer
     tags. Without `####` the whole text is the answer. A file that mixes the two is taken for a mistake.
 
     Args:
@@ -92,33 +90,29 @@ def read_problems(path: str | Path) -> list[Problem]:
         question, answer = text_fields(row, where, PROBLEM_FIELDS)
         if marked is None:
             marked = FINAL_ANSWER in answer
-        problem = Problem(question.strip(), _final_answer(answer, marked, where))
+        if marked != (FINAL_ANSWER in answer):
+            raise DataError(
+                f"{where} {'lacks' if marked else 'has'} the mark {FINAL_ANSWER!r} before its final answer, unlike the "
+                "rows before it; write all answers of a file in one way"
+            )
+        problem = Problem(question.strip(), stated_answer(answer, where))
         if not problem.prompt:
             raise DataError(f"{where}: field 'question' is blank")
         problems.setdefault(problem.key, problem)
     return list(problems.values())
 
 
-def final_answer(text: str, where: str) -> str:
-    """Return what follows `####`, without the commas in its numbers; the whole text where there is no mark.
+def stated_answer(text: str, where: str) -> str:
+    """Return the `final_answer` of a row.
 
     Raises:
         DataError: if nothing is left.
     """
-    return _final_answer(text, FINAL_ANSWER in text, where)
-
-
-def _final_answer(text: str, marked: bool, where: str) -> str:
-    if marked != (FINAL_ANSWER in text):
-        raise DataError(
-            f"{where} {'lacks' if marked else 'has'} the mark {FINAL_ANSWER!r} before its final answer, unlike the "
-            "rows before it; write all answers of a file in one way"
-        )
-    answer = text.rpartition(FINAL_ANSWER)[2].strip()
+    answer = final_answer(text)
     if not answer:
-        place = f" after {FINAL_ANSWER!r}" if marked else ""
+        place = f" after {FINAL_ANSWER!r}" if FINAL_ANSWER in text else ""
         raise DataError(f"{where}: field 'answer' holds no answer{place}")
-    return _THOUSANDS.sub("", answer) if marked else answer
+    return answer
 
 
 def read_preferences(path: str | Path) -> PreferenceFile:

@@ -54,6 +54,9 @@ class PromptTemplate:
         """The form of a response as reward functions take it; None is the answer's two tags."""
         self.stop_ids = self._find_stop_ids()
         self.pad_id = self._find_pad_id()
+        tags = [f"</{self.answer_tag}>"] if self.tags is None else [tag["text"] for tag in self.tags.values()]
+        words = zip(self.stop_ids, tokenizer.convert_ids_to_tokens(list(self.stop_ids)), strict=True)
+        self._unspoken = {token for token, word in words if not any(word and word in tag for tag in tags)}
 
     def _find_stop_ids(self) -> tuple[int, ...]:
         stops = list(self._config.stop_ids)
@@ -130,9 +133,12 @@ class PromptTemplate:
         return f"<{self.answer_tag}>{answer}</{self.answer_tag}>"
 
     def decode_response(self, ids: Sequence[int]) -> str:
-        """Return the text of a response without the stop token at its end; other special tokens are spelt out."""
+        """Return the text of a response without the stop token at its end; other special tokens are spelt out.
+
+        A stop token that is a tag, as where generation stops at `</answer>`, is a part of the response.
+        """
         tokens = list(ids)
-        if tokens and tokens[-1] in self.stop_ids:
+        if tokens and tokens[-1] in self._unspoken:
             tokens.pop()
         text: str = self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text

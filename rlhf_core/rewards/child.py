@@ -38,7 +38,7 @@ def main(lifeline: int) -> None:
     _end_with_owner(lifeline)
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
-    functions: dict[str, Callable[..., Any]] = {}
+    functions: dict[int, Callable[..., Any]] = {}
     while (request := _read(requests)) is not None:
         try:
             reply = _answer(functions, *pickle.loads(request))
@@ -48,11 +48,11 @@ def main(lifeline: int) -> None:
         replies.flush()
 
 
-def _answer(functions: dict[str, Callable[..., Any]], kind: str, name: str, content: Any) -> dict[str, Any]:
+def _answer(functions: dict[int, Callable[..., Any]], kind: str, number: int, content: Any) -> dict[str, Any]:
     if kind == "load":
-        functions[name] = _load(**content)
+        functions[number] = _load(**content)
         return {"value": 0.0}
-    value = functions[name](*content)
+    value = functions[number](*content)
     try:
         return {"value": float(value)}
     except (TypeError, ValueError):

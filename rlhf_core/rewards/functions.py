@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlhf_core.rewards import competition, math_answers
-from rlhf_core.rewards.structure import Tags
+from rlhf_core.rewards.structure import DEFAULT_TAGS, Tags
 
 
 def gsm8k_reward_fn(
@@ -33,10 +33,10 @@ def gsm8k_reward_fn(
         gt_answer: the reference, alone or after `####`; None scores 0.
         tokenizer: decodes the response.
         tags: the form of a response, from the conversation template; None is coati's.
-        **kwargs: what other functions of the same model take; not looked at.
+        **kwargs: what other functions of the same model take; only `stop_ids` is looked at.
     """
-    del kwargs
-    text = response_text(input_ids, attention_mask, response_start, response_end, tokenizer)
+    place = (response_start, response_end, tokenizer)
+    text = response_text(input_ids, attention_mask, *place, tags=tags, stop_ids=kwargs.get("stop_ids"))
     return torch.tensor(math_answers.gsm8k_score("", text, gt_answer, tags=tags), device=input_ids.device)
 
 
@@ -64,24 +64,48 @@ def math_competition_reward_fn(
         gt_answer: the reference; None scores 0.
         tokenizer: decodes the response.
         tags: the form of a response, from the conversation template; None is coati's.
-        **kwargs: what other functions of the same model take; not looked at.
+        **kwargs: what other functions of the same model take; only `stop_ids` is looked at.
     """
-    del kwargs
-    text = response_text(input_ids, attention_mask, response_start, response_end, tokenizer)
+    place = (response_start, response_end, tokenizer)
+    text = response_text(input_ids, attention_mask, *place, tags=tags, stop_ids=kwargs.get("stop_ids"))
     return torch.tensor(competition.math_competition_score("", text, gt_answer, tags=tags), device=input_ids.device)
 
 
 def response_text(
-    input_ids: Tensor | Sequence[int], attention_mask: Tensor | Sequence[int], start: int, end: int, tokenizer: Any
+    input_ids: Tensor | Sequence[int],
+    attention_mask: Tensor | Sequence[int],
+    start: int,
+    end: int,
+    tokenizer: Any,
+    *,
+    tags: Tags | None = None,
+    stop_ids: Sequence[int] | None = None,
 ) -> str:
-    """Return a response's text without padding and the special tokens at its end; others are spelt out.
+    """Return a response's text without padding and the tokens that ended it; other special tokens are spelt out.
 
-    Every function reads its response through this one, so none is off by a token.
+    Every function reads its response through this one, so none is off by a token. A tag that is a token is never
+    left out, not even if generation stops at it.
+
+    Args:
+        input_ids: [S], prompt and response.
+        attention_mask: [S], True on tokens.
+        start: place of the response's first token.
+        end: place of its last token, or one past it.
+        tokenizer: decodes.
+        tags: the form of a response; None is coati's.
+        stop_ids: what ends a response besides the tokenizer's own end and padding; None takes every special token.
     """
     ids, mask = torch.as_tensor(input_ids), torch.as_tensor(attention_mask).bool()
     kept = ids[start : end + 1][mask[start : end + 1]].tolist()
-    special = set(tokenizer.all_special_ids)
-    while kept and kept[-1] in special:
+    own = {tokenizer.eos_token_id, tokenizer.pad_token_id}
+    ends = own | set(tokenizer.all_special_ids if stop_ids is None else stop_ids)
+    written = [tag["text"] for tag in (DEFAULT_TAGS if tags is None else tags).values()]
+    while kept and kept[-1] in ends and not _is_of_tag(kept[-1], tokenizer, written):
         kept.pop()
     text: str = tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return text
+
+
+def _is_of_tag(token: int, tokenizer: Any, tags: Sequence[str]) -> bool:
+    word = tokenizer.convert_ids_to_tokens(token)
+    return any(word and word in tag for tag in tags)

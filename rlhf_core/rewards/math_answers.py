@@ -18,6 +18,7 @@ _NUMBER = r"[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]*)?|[0-9]+(?:\.[0-9]*)?|\.[0-9]+"
 _PLAIN = re.compile(rf"([+-]?)(?:{_NUMBER})")
 _QUOTIENT = re.compile(r"([+-]?)([0-9]+)\s*/\s*([0-9]+)")
 _LATEX_QUOTIENT = re.compile(r"([+-]?)\\[dt]?frac\s*\{\s*([+-]?[0-9]+)\s*\}\s*\{\s*([0-9]+)\s*\}")
+_THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9,])")
 _DRESSING = (("\\$", ""), ("$", ""), ("\\!", ""), ("\\,", ""), ("{,}", ","), ("\\%", ""), ("%", ""))
 
 
@@ -25,12 +26,13 @@ def gsm8k_score(prompt: str, response: str, answer: str | None, *, tags: Tags | 
     """Return 10 for the right number in the right form, 1 for the form alone, else 0.
 
     The reference may be GSM8K's whole solution, ending in `#### 42`. Numbers are compared by value: "1,000",
-    "1000.0" and "$1000" are one.
+    "1000.0" and "$1000" are one. Dollars are not looked at. Where one of the two has a per cent sign, the other is in
+    per cent if it is at least 1, and else a share: "50%" is right for 50 and for 0.5, "0.5%" for neither.
 
     Args:
         prompt: not looked at.
         response: without its stop token.
-        answer: the reference; None scores 0.
+        answer: the reference; None and a blank one score 0.
         tags: the form, in coati's notation.
     """
     del prompt
@@ -38,8 +40,14 @@ def gsm8k_score(prompt: str, response: str, answer: str | None, *, tags: Tags | 
 
 
 def final_answer(reference: str) -> str:
-    """Return what stands after the last `####`, or the whole reference where there is none."""
-    return reference.rpartition(FINAL_ANSWER)[2].strip()
+    """Return what stands after the last `####`, without the commas of its thousands; without the mark, all of it.
+
+    Example:
+        >>> final_answer("100 x 10 #### 1,000"), final_answer("#### (1,2)"), final_answer("1,000")
+        ('1000', '(1,2)', '1,000')
+    """
+    _, marked, answer = reference.rpartition(FINAL_ANSWER)
+    return _THOUSANDS.sub(lambda match: match[0].replace(",", ""), answer).strip() if marked else answer.strip()
 
 
 def number(text: str) -> Fraction | None:
@@ -67,12 +75,18 @@ def number(text: str) -> Fraction | None:
 def graded(response: str, answer: str | None, tags: Tags | None, same: Callable[[str, str], bool]) -> float:
     """Return 10, 1 or 0 for a response, by its form and by what `same` says of reference and answer."""
     given = extract_answer(response, tags)
-    if answer is None or given is None or not validate_response_structure(response, tags):
+    wanted = "" if answer is None else final_answer(answer)
+    if not wanted or given is None or not validate_response_structure(response, tags):
         return 0.0
-    return RIGHT if same(final_answer(answer), given) else FORM
+    return RIGHT if same(wanted, given) else FORM
 
 
 def same_number(reference: str, given: str) -> bool:
     """Return whether two texts are one number; where the reference is none, whether they are one text."""
     wanted, found = number(reference), number(given)
-    return wanted == found if wanted is not None else reference == given
+    if wanted is None or found is None:
+        return wanted is None and reference == given
+    if ("%" in reference) == ("%" in given):
+        return wanted == found
+    in_per_cent, bare = (wanted, found) if "%" in reference else (found, wanted)
+    return in_per_cent == (bare if abs(bare) >= 1 else 100 * bare)

@@ -29,8 +29,10 @@ class RLVRRewardModel:
     with one response, on the CPU. What it raises, and NaN, cost that response a zero and a warning.
 
     Args:
-        reward_fn_list: the functions; one given twice counts twice.
-        **kwargs: handed to each: `tokenizer`, `tags` and what else they take.
+        reward_fn_list: the functions; one given twice counts twice. Of several with one name, all but the first
+            bear their place in the list: `f`, `f#3`.
+        **kwargs: handed to each: `tokenizer`, `tags` and what else they take. `stop_ids`, where they are given,
+            are the tokens that end a response.
     """
 
     timeout_s: float = 10.0
@@ -43,7 +45,9 @@ class RLVRRewardModel:
             check_tags(kwargs["tags"])
         self.reward_fn_list = list(reward_fn_list)
         self.kwargs = kwargs
-        self._functions = [self._adapt(index, each) for index, each in enumerate(reward_fn_list)]
+        self._functions: list[RewardFunction] = []
+        for function in reward_fn_list:
+            self._functions.append(self._adapt(function))
         self._process: RewardProcess | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -112,18 +116,21 @@ class RLVRRewardModel:
     def _judge(self, function: RewardFunction, rows: Sequence[tuple[Any, ...]]) -> Tensor:
         self._process = self._process or RewardProcess(self.timeout_s)
         if function.form == "text":
-            tokenizer = self.kwargs["tokenizer"]
-            texts = (functions.response_text(row[0], row[1], row[2], row[3], tokenizer) for row in rows)
-            arguments: list[tuple[Any, ...]] = [("", text, row[4]) for text, row in zip(texts, rows, strict=True)]
+            arguments: list[tuple[Any, ...]] = [("", self._text(row), row[4]) for row in rows]
         else:
             arguments = list(rows)
         return call_rows(self._process, function, arguments, names=[f"row {index}" for index in range(len(rows))])
 
-    def _adapt(self, index: int, function: Callable[..., Any]) -> RewardFunction:
-        repeated = self.reward_fn_list.index(function) < index
+    def _text(self, row: tuple[Any, ...]) -> str:
+        ids, mask, start, end = row[:4]
+        tags, stop_ids = self.kwargs.get("tags"), self.kwargs.get("stop_ids")
+        return functions.response_text(ids, mask, start, end, self.kwargs["tokenizer"], tags=tags, stop_ids=stop_ids)
+
+    def _adapt(self, function: Callable[..., Any]) -> RewardFunction:
         name = getattr(function, "__name__", type(function).__name__)
-        name = f"{name}#{index + 1}" if repeated or name == "<lambda>" else name
-        known = _OURS.get(function)
+        if name == "<lambda>" or any(name == other.name for other in self._functions):
+            name = f"{name}#{len(self._functions) + 1}"
+        known = next((ours for each, ours in _OURS.items() if each is function), None)
         if known is None:
             return RewardFunction(name, cloudpickle.dumps((function, self.kwargs)), form="tokens")
         if "tokenizer" not in self.kwargs:

@@ -22,6 +22,8 @@ from rlhf_core.rewards.resolve import RewardFunction
 
 LOAD_S = 120.0
 """Longest time for starting the process and importing a function with all that it imports."""
+FLOAT32_MAX = 3.4028234663852886e38
+"""Scores are float32: what is larger would be infinite there."""
 _BOOT = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from rlhf_core.rewards.child import main; main({})"
 
 
@@ -33,7 +35,8 @@ class _Running(NamedTuple):
     process: subprocess.Popen[bytes]
     requests: int
     replies: int
-    loaded: set[str]
+    loaded: list[RewardFunction]
+    """By the numbers under which the child knows them: two functions may have one name."""
 
 
 class RewardProcess:
@@ -64,11 +67,11 @@ class RewardProcess:
         """
         with self._lock:
             running = self._running or self._start()
-            if function.name in running.loaded:
+            if _number_of(function, running) is not None:
                 return
             content = {"target": function.target, "form": function.form, "arguments": dict(function.arguments)}
-            self._ask(running, ("load", function.name, content), LOAD_S)
-            running.loaded.add(function.name)
+            self._ask(running, ("load", len(running.loaded), content), LOAD_S)
+            running.loaded.append(function)
 
     def call(self, function: RewardFunction, *arguments: Any) -> float:
         """Return what the function makes of the arguments.
@@ -78,9 +81,10 @@ class RewardProcess:
         """
         with self._lock:
             self.load(function)
-            if self._running is None:
+            number = None if self._running is None else _number_of(function, self._running)
+            if self._running is None or number is None:
                 raise RewardFunctionError("its process is gone")
-            return self._ask(self._running, ("call", function.name, arguments), self._timeout_s)
+            return self._ask(self._running, ("call", number, arguments), self._timeout_s)
 
     def close(self) -> None:
         """End the child, if there is one."""
@@ -89,7 +93,7 @@ class RewardProcess:
                 self._finalizer()
             self._running = self._finalizer = None
 
-    def _ask(self, running: _Running, request: tuple[str, str, Any], limit_s: float) -> float:
+    def _ask(self, running: _Running, request: tuple[str, int, Any], limit_s: float) -> float:
         deadline = time.monotonic() + limit_s
         content = pickle.dumps(request)
         try:
@@ -107,6 +111,8 @@ class RewardProcess:
         value = float(reply["value"])
         if not math.isfinite(value):
             raise RewardFunctionError(f"it returned {value}")
+        if abs(value) > FLOAT32_MAX:
+            raise RewardFunctionError(f"it returned {value}, which float32 has no room for")
         return value
 
     def _start(self) -> _Running:
@@ -128,9 +134,13 @@ class RewardProcess:
         assert process.stdout is not None
         requests, replies = process.stdin.fileno(), process.stdout.fileno()
         os.set_blocking(requests, False)
-        self._running = _Running(process, requests, replies, set())
+        self._running = _Running(process, requests, replies, [])
         self._finalizer = weakref.finalize(self, _end, process, ours, os.getpid())
         return self._running
+
+
+def _number_of(function: RewardFunction, running: _Running) -> int | None:
+    return next((number for number, loaded in enumerate(running.loaded) if loaded is function), None)
 
 
 def _end(process: subprocess.Popen[bytes], lifeline: int, owner: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ from rlhf_core.errors import ConfigError
 Tags = Mapping[str, Mapping[str, Any]]
 """coati's form: {"answer_start": {"text": "<answer>", "num_occur": 1}, ...}, in the order of the response."""
 
+_START, _END = "_start", "_end"
 OPENING, CLOSING = "answer_start", "answer_end"
 
 DEFAULT_TAGS: Tags = {
@@ -52,11 +54,12 @@ def validate_response_structure(text: str, tags: Tags | None = None) -> bool:
 
     Every tag occurs as often as its `num_occur` says (1 if it says nothing), the tags' first occurrences
     come in the order in which they are listed, and nothing but white space follows the closing answer tag.
-    What stands before or between the tags is free.
+    Two tags named `<name>_start` and `<name>_end` that occur equally often come in pairs: each is closed before
+    the next is opened. What stands before or between the tags is free.
 
     Args:
         text: the response.
-        tags: in coati's form; None takes one think block before one answer block.
+        tags: in coati's form, in the order of the response; None takes one think block before one answer block.
 
     Example:
         >>> validate_response_structure("<think>1+1</think> <answer>2</answer>")
@@ -69,7 +72,24 @@ def validate_response_structure(text: str, tags: Tags | None = None) -> bool:
         return False
     places = [text.find(tag["text"]) for tag in tags.values() if tag.get("num_occur", 1)]
     closing = tags[CLOSING]["text"]
-    return places == sorted(places) and not text.rpartition(closing)[2].strip()
+    in_order = places == sorted(places) and _paired(text, tags)
+    return in_order and not text.rpartition(closing)[2].strip()
+
+
+def _paired(text: str, tags: Tags) -> bool:
+    for name, tag in tags.items():
+        other = tags.get(f"{name.removesuffix(_START)}{_END}") if name.endswith(_START) else None
+        if other is None or other["text"] == tag["text"] or text.count(other["text"]) != text.count(tag["text"]):
+            continue
+        opened, closed = (_places(text, each["text"]) for each in (tag, other))
+        alternating = [place for pair in zip(opened, closed, strict=True) for place in pair]
+        if alternating != sorted(alternating):
+            return False
+    return True
+
+
+def _places(text: str, word: str) -> list[int]:
+    return [match.start() for match in re.finditer(re.escape(word), text)]
 
 
 def extract_answer(text: str, tags: Tags | None = None) -> str | None:

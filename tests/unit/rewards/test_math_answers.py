@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -26,6 +27,7 @@ def response(answer: str) -> str:
     ("42", "42"), ("42", "6 * 7 = 42\n#### 42"), ("1,000", "1000"), ("1000", "#### 1,000"), ("18.0", "18"),
     ("$5", "5"), ("5", "$5"), ("18.", "18"), (" 18 ", "18"), ("-3", "-3"), ("+3", "3"), (".5", "0.50"),
     ("\\frac{1}{2}", "0.5"), ("1/2", "\\frac{1}{2}"), ("\\dfrac{-3}{4}", "-0.75"), ("50%", "50"), ("$18$", "18"),
+    ("50%", "0.5"), ("0.5", "50%"), ("0.5%", "0.5%"), ("(1,2)", "#### (1,2)"), ("1000", "#### $1,000"),
 ])  # fmt: skip
 def test_equal_numbers_are_right(score: Callable[..., float], given: str, reference: str) -> None:
     assert score("", response(given), reference) == 10.0
@@ -34,7 +36,8 @@ def test_equal_numbers_are_right(score: Callable[..., float], given: str, refere
 @BOTH
 @pytest.mark.parametrize(("given", "reference"), [
     ("43", "42"), ("", "42"), ("1,00", "100"), ("-5", "5"), ("180", "18"), ("1/0", "1"), ("NaN", "0"),
-    ("forty-two", "42"), ("41 or 42", "42"), ("9" * 5000, "42"),
+    ("forty-two", "42"), ("41 or 42", "42"), ("9" * 5000, "42"), ("0.5%", "0.5"), ("3 1/2", "31/2"), ("1 2", "12"),
+    ("12", "#### (1,2)"),
 ])  # fmt: skip
 def test_other_numbers_have_the_form_alone(score: Callable[..., float], given: str, reference: str) -> None:
     assert score("", response(given), reference) == 1.0
@@ -45,6 +48,7 @@ def test_without_the_form_or_a_reference_there_is_nothing(score: Callable[..., f
     assert score("", "42", "42") == 0.0
     assert score("", response("42") + " I hope this helps", "42") == 0.0
     assert score("", response("42"), None) == 0.0
+    assert score("", response(""), "") == score("", response(""), "#### ") == 0.0
 
 
 @BOTH
@@ -91,6 +95,20 @@ def test_both_functions_read_the_same_response_whichever_way_its_end_is_told(
         ids, mask, response_start=start, response_end=last + past, gt_answer="42", tokenizer=tiny_tokenizer(), other=1
     )
     assert isinstance(found, torch.Tensor)
+    assert found.item() == 10.0
+
+
+@BOTH_PUBLIC
+@pytest.mark.parametrize("stop", [None, "<|im_end|>", "</answer>"])
+def test_a_tag_that_is_a_special_token_is_read_even_where_generation_stops_at_it(
+    function: Callable[..., torch.Tensor], stop: str | None
+) -> None:
+    tokenizer = copy.deepcopy(tiny_tokenizer())
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>", "<answer>", "</answer>"]})
+    ids = torch.tensor([*tokenizer(response("42")).input_ids, tokenizer.eos_token_id, tokenizer.pad_token_id])
+    more = {} if stop is None else {"stop_ids": [tokenizer.convert_tokens_to_ids(stop)]}
+    place = {"response_start": 0, "response_end": len(ids) - 1}
+    found = function(ids, torch.ones_like(ids), gt_answer="42", tokenizer=tokenizer, **place, **more)
     assert found.item() == 10.0
 
 

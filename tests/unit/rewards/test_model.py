@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from functools import partial
 
 import pytest
 import torch
@@ -39,6 +40,31 @@ def test_scores_are_the_raw_sum_of_all_functions_each_as_often_as_given() -> Non
     assert found.tolist() == [10 + len(RIGHT) + 100 + 1.5 + 10, 0 + 2 + 100 + 1.5 + 0]
     assert model.maxima == {"gsm8k_reward_fn": 10.0, "counts": 1.0, "<lambda>#3": 1.0, "gsm8k_reward_fn#4": 10.0}
     model.close()
+
+
+def test_functions_of_one_name_are_kept_apart() -> None:
+    def says(value):
+        def judge(*_, **__):
+            return value
+
+        return judge
+
+    namesake = says(7.0)
+    namesake.__name__ = "gsm8k_reward_fn"
+    functions = [says(1.0), says(2.0), partial(_weighted, weight=4.0), partial(_weighted, weight=5.0), namesake]
+    model = RLVRRewardModel([gsm8k_reward_fn, *functions], tokenizer=tiny_tokenizer())
+    ids, mask, starts, ends = rows(RIGHT)
+    place = {"response_start": starts, "response_end": ends, "gt_answer": ["42"]}
+    raw = model.raw_scores(ids, mask, **place)
+    assert {name: values.item() for name, values in raw.items()} == {
+        "gsm8k_reward_fn": 10, "judge": 1, "judge#3": 2, "partial": 4, "partial#5": 5, "gsm8k_reward_fn#6": 7,
+    }  # fmt: skip
+    assert model(ids, mask, **place).item() == 29
+    model.close()
+
+
+def _weighted(*_, weight, **__):
+    return weight
 
 
 def test_a_failing_function_costs_the_row_its_part_alone(caplog: pytest.LogCaptureFixture) -> None:

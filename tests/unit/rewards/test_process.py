@@ -55,6 +55,7 @@ FAILURES = {
     "crashes": (lambda *_: __import__("ctypes").string_at(0), r"it ended its process \(SIGSEGV\)"),
     "takes all memory": (lambda *_: len(bytearray(1 << 36)), "it raised MemoryError"),
     "returns NaN": (lambda *_: float("nan"), "it returned nan"),
+    "returns more than float32": (lambda *_: 1e39, "it returned 1e\\+39, which float32 has no room for"),
     "returns inf": (lambda *_: float("-inf"), "it returned -inf"),
     "returns None": (lambda *_: None, "it returned None, which is not a number"),
 }

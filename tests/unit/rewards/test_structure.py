@@ -50,6 +50,14 @@ def test_configured_tags_and_counts_are_what_is_looked_for() -> None:
     assert not validate_response_structure(RIGHT, forbidden)
 
 
+def test_tags_that_occur_more_than_once_come_in_pairs() -> None:
+    twice = {"think_start": {"text": "<t>", "num_occur": 2}, "think_end": {"text": "</t>", "num_occur": 2}}
+    tags = {**twice, **answer_tags("a")}
+    assert validate_response_structure("<t>1</t> <t>2</t> <a>3</a>", tags)
+    assert not validate_response_structure("<t>1<t>2</t></t> <a>3</a>", tags)
+    assert not validate_response_structure("<t>1</t> </t>2<t> <a>3</a>", tags)
+
+
 def test_an_answer_is_what_stands_in_the_last_pair_of_tags() -> None:
     assert extract_answer(RIGHT) == "2"
     assert extract_answer("<answer> 1 </answer> <answer>\n2 </answer>") == "2"

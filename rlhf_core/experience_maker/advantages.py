@@ -21,7 +21,7 @@ from rlhf_core.types import EpisodeControls
 
 LegacyForm = Literal["trainer", "detached"]
 WITH_CRITIC = "gae"
-_GROUPS = {"grpo": grpo_advantages, "dr_grpo": dr_grpo_advantages, "rloo": rloo_advantages}
+_GROUPS = frozenset({"grpo", "dr_grpo", "rloo"})
 
 
 class Forwards(NamedTuple):
@@ -82,11 +82,21 @@ def estimate(
         case "reinforce_pp":
             advantages = reinforce_pp_advantages(rewards=rewards, mask=mask, gamma=config.gamma)
         case name:
-            # the penalty of all tokens together is part of what is compared: there is no token's own reward
-            compared = paid - controls.kl_coef * divergence.sum(dim=1)
-            each = _GROUPS[name](scores=compared, group_size=config.samples_per_prompt)
+            # there is no token's own reward: the penalty of all tokens together belongs to the response
+            each = _compare(name, paid, controls.kl_coef * divergence.sum(dim=1), config.samples_per_prompt)
             advantages = torch.where(mask, each.unsqueeze(1), 0.0)
     return Estimates(divergence, rewards, advantages, None)
+
+
+def _compare(name: Literal["grpo", "dr_grpo", "rloo"], scores: Tensor, penalties: Tensor, group_size: int) -> Tensor:
+    """Return the advantage of each response over the others of its prompt."""
+    match name:
+        case "grpo":
+            return grpo_advantages(scores=scores, penalties=penalties, group_size=group_size)
+        case "dr_grpo":
+            return dr_grpo_advantages(scores=scores - penalties, group_size=group_size)
+        case "rloo":
+            return rloo_advantages(scores=scores - penalties, group_size=group_size)
 
 
 def _with_critic(divergence: Tensor, rewards: Tensor, forwards: Forwards, config: RolloutConfig) -> Estimates:

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from rlhf_core.functional.moments import masked_moments
+_ROUNDING = 1e-11  # square of about 26 roundings of a float32: sums over a long response differ by as much
 
 
 def token_rewards(
@@ -125,47 +125,27 @@ def gae(
     return advantages
 
 
-def explained_variance(
-    *, values: Float[Tensor, "B A"], returns: Float[Tensor, "B A"], mask: Bool[Tensor, "B A"]
+def share_explained(
+    *, unexplained: Float[Tensor, ""], total: Float[Tensor, ""], square: Float[Tensor, ""]
 ) -> Float[Tensor, ""]:
     """Return the share of the returns' variance that the critic's values explain.
 
         1 - var(returns - values) / var(returns)
 
-    Both variances are over all counted tokens. A constant error in the values costs nothing.
-
-    Args:
-        values: the critic's predictions.
-        returns: what was to be predicted.
-        mask: True on response tokens.
-
-    Returns:
-        At most 1; 0 for a constant critic, below 0 for one that does harm; 0 if the returns are all equal,
-        as there is nothing to explain.
-
-    Example:
-        >>> returns = torch.tensor([[0.0, 2.0]])
-        >>> explained_variance(values=returns / 2, returns=returns, mask=returns > -1)
-        tensor(0.7500)
-    """
-    total = masked_moments(returns, mask).variance
-    return share_explained(unexplained=masked_moments(returns - values, mask).variance, total=total)
-
-
-def share_explained(*, unexplained: Float[Tensor, ""], total: Float[Tensor, ""]) -> Float[Tensor, ""]:
-    """Return the explained variance from two variances, which several processes may have agreed on.
-
-        1 - unexplained / total
+    A constant error in the values costs nothing. From moments over all counted tokens, which several processes may
+    have agreed on. Returns that are equal up to rounding in float32 have no variance to explain.
 
     Args:
         unexplained: variance of the returns minus the values.
         total: variance of the returns.
+        square: mean square of the returns, to which rounding is relative.
 
     Returns:
-        At most 1; 0 if there was nothing to explain.
+        At most 1; 0 for a constant critic, below 0 for one that does harm; 0 if there is nothing to explain.
 
     Example:
-        >>> share_explained(unexplained=torch.tensor(1.0), total=torch.tensor(4.0))
+        >>> one = torch.tensor(1.0)
+        >>> share_explained(unexplained=one, total=4 * one, square=5 * one)
         tensor(0.7500)
     """
-    return torch.where(total > 0, 1 - unexplained / total, torch.zeros_like(total))
+    return torch.where(total > _ROUNDING * square, 1 - unexplained / total, torch.zeros_like(total))

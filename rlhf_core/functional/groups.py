@@ -11,16 +11,20 @@ from rlhf_core.functional.advantages import gae
 _EPSILON = 1e-6  # added to a deviation of order one: keeps groups of nearly equal scores from exploding
 
 
-def grpo_advantages(*, scores: Float[Tensor, " B"], group_size: int) -> Float[Tensor, " B"]:
-    """Return scores standardised within each prompt's group.
+def grpo_advantages(
+    *, scores: Float[Tensor, " B"], penalties: Float[Tensor, " B"], group_size: int
+) -> Float[Tensor, " B"]:
+    """Return scores standardised within each prompt's group, less what each response pays beyond its group's mean.
 
-        A_i = (s_i - mean(s)) / (std(s) + 1e-6)
+        A_i = (s_i - mean(s)) / (std(s) + 1e-6) - (p_i - mean(p))
 
-    The deviation is the sample's: squares are divided by G - 1. Equal scores give exactly zero. One number per
-    response: every token of it has this advantage.
+    The deviation is the sample's: squares are divided by G - 1. Equal scores give exactly zero. Penalties are not
+    divided by it: where all scores are equal their own spread would be blown up to 1, whatever their weight. One
+    number per response: every token of it has this advantage.
 
     Args:
-        scores: one per response, KL penalty included; each group's responses stand next to each other.
+        scores: of the task, one per response; each group's responses stand next to each other.
+        penalties: weight times KL of each response, summed over its tokens.
         group_size: G, responses to one prompt, at least 2.
 
     Returns:
@@ -30,15 +34,16 @@ def grpo_advantages(*, scores: Float[Tensor, " B"], group_size: int) -> Float[Te
         ValueError: if the group size is below 2 or does not divide the number of scores.
 
     Source:
-        Shao et al. 2024, arXiv:2402.03300 (DeepSeekMath), section 4.1.2.
+        Shao et al. 2024, arXiv:2402.03300 (DeepSeekMath), section 4.1.2, where the penalty is a term of the loss.
 
     Example:
-        >>> grpo_advantages(scores=torch.tensor([0.0, 2.0, 5.0, 5.0]), group_size=2)
-        tensor([-0.7071,  0.7071,  0.0000,  0.0000])
+        >>> scores, penalties = torch.tensor([0.0, 2.0, 5.0, 5.0]), torch.tensor([0.0, 0.0, 0.0, 0.5])
+        >>> grpo_advantages(scores=scores, penalties=penalties, group_size=2)
+        tensor([-0.7071,  0.7071,  0.2500, -0.2500])
     """
     centred = _centred(scores, group_size)
     deviation = (centred.square().sum(dim=1, keepdim=True) / (group_size - 1)).sqrt()
-    return (centred / (deviation + _EPSILON)).flatten()
+    return (centred / (deviation + _EPSILON) - _centred(penalties, group_size)).flatten()
 
 
 def dr_grpo_advantages(*, scores: Float[Tensor, " B"], group_size: int) -> Float[Tensor, " B"]:
@@ -49,7 +54,7 @@ def dr_grpo_advantages(*, scores: Float[Tensor, " B"], group_size: int) -> Float
     Not divided by the deviation, which would make nearly solved and nearly hopeless prompts weigh most.
 
     Args:
-        scores: as in `grpo_advantages`.
+        scores: one per response, KL penalty included; each group's responses stand next to each other.
         group_size: G, responses to one prompt, at least 2.
 
     Returns:
@@ -77,7 +82,7 @@ def rloo_advantages(*, scores: Float[Tensor, " B"], group_size: int) -> Float[Te
     G / (G - 1) times `dr_grpo_advantages`.
 
     Args:
-        scores: as in `grpo_advantages`.
+        scores: as in `dr_grpo_advantages`.
         group_size: G, responses to one prompt, at least 2.
 
     Returns:

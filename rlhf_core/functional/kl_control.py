@@ -4,43 +4,44 @@ from __future__ import annotations
 
 from math import isnan
 
-_LARGEST_ERROR = 0.2  # one batch moves the coefficient by at most a fifth of samples / horizon
+_LARGEST_ERROR = 0.2  # one batch moves the coefficient by at most a fifth
+_SMALLEST = 1e-6  # from far less it would take too many batches to come back
 
 
 def adaptive_kl_coef(kl_coef: float, *, observed_kl: float, target: float, samples: int, horizon: int) -> float:
     """Return the KL coefficient for the next batch, from the divergence of the last one.
 
         e     = clip((KL - target) / target, -0.2, 0.2)
-        coef' = coef * (1 + e * samples / horizon)
+        coef' = coef * (1 + e * min(samples / horizon, 1)),    at least 1e-6
 
     A proportional controller in the logarithm of the coefficient. KL is per response, summed over its tokens, as
-    the target is. The coefficient stays positive as long as samples < 5 horizon.
+    the target is. A batch longer than the horizon counts as one horizon: the coefficient moves by a fifth at most.
 
     Args:
-        kl_coef: the coefficient so far, at least 0; 0 stays 0.
+        kl_coef: the coefficient so far, above 0; one below 1e-6 only rises.
         observed_kl: mean divergence of the batch, in nats per response.
         target: what it should be, in nats per response, above 0.
         samples: responses in the batch, at least 0.
         horizon: samples over which the coefficient reacts, at least 1.
 
     Returns:
-        The new coefficient, at least 0.
+        The new coefficient, above 0.
 
     Raises:
         ValueError: if a number lies outside its range or is NaN.
 
     Source:
         Ziegler et al. 2019, arXiv:1909.08593, section 2.2; the constant K is there 0.1, here samples / horizon, as in
-        their code.
+        their code, where a batch is never as long as the horizon.
 
     Example:
         >>> adaptive_kl_coef(0.1, observed_kl=6.6, target=6.0, samples=100, horizon=1000)  # e = 0.1
         0.101
     """
-    if not kl_coef >= 0 or not target > 0 or samples < 0 or horizon < 1 or isnan(observed_kl):
+    if not kl_coef > 0 or not target > 0 or samples < 0 or horizon < 1 or isnan(observed_kl):
         raise ValueError(
-            "expected kl_coef and samples of at least 0, a target above 0, a horizon of at least 1 and a KL that is a "
-            f"number, got {kl_coef}, {samples}, {target}, {horizon} and {observed_kl}"
+            "expected kl_coef and target above 0, samples of at least 0, a horizon of at least 1 and a KL that is a "
+            f"number, got {kl_coef}, {target}, {samples}, {horizon} and {observed_kl}"
         )
     error = min(max((observed_kl - target) / target, -_LARGEST_ERROR), _LARGEST_ERROR)
-    return max(0.0, kl_coef * (1 + error * samples / horizon))
+    return max(min(kl_coef, _SMALLEST), kl_coef * (1 + error * min(samples / horizon, 1.0)))

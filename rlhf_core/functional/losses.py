@@ -22,23 +22,23 @@ _LARGEST_LOG_RATIO = 40.0  # beyond, 0 * inf would make the gradient of clipped 
 
 
 class PolicyTerms(NamedTuple):
-    """The loss to differentiate and detached diagnostics: two weighted sums over its denominator, and a maximum."""
+    """The loss to differentiate, and detached diagnostics: two sums over tokens, and a maximum."""
 
     loss: Tensor
-    clip_fraction: Tensor
-    """Share of tokens whose gradient a clip cut off."""
-    approx_kl: Tensor
-    """k3 estimate of KL(pi_old || pi), in nats per token."""
+    clipped: Tensor
+    """Number of tokens whose gradient a clip cut off."""
+    divergence: Tensor
+    """Sum of the k3 estimates of KL(pi_old || pi), in nats."""
     max_ratio: Tensor
     """Largest ratio of a counted token's new to its old probability; 0 if nothing counts."""
 
 
 class ValueTerms(NamedTuple):
-    """The loss to differentiate and a detached diagnostic, both weighted sums over the same denominator."""
+    """The loss to differentiate, and a detached diagnostic."""
 
     loss: Tensor
-    clip_fraction: Tensor
-    """Share of tokens whose gradient the clip cut off."""
+    clipped: Tensor
+    """Number of tokens whose gradient the clip cut off."""
 
 
 def policy_loss(
@@ -62,8 +62,9 @@ def policy_loss(
         L     = -sum_t w_t i_t J_t / denominator
 
     A token is clipped when a clipped term is the one that counts: then its gradient is zero. Outside the interval
-    on the harmless side it is not. The diagnostics carry `weights` but not `importance`. Log ratios are cut at plus
-    and minus 40, where exp is still finite; a guard on `max_ratio` acts long before.
+    on the harmless side it is not. The diagnostics carry neither weights nor denominator: divided by the number of
+    tokens they are means over tokens, however the loss is aggregated. Log ratios are cut at plus and minus 40, where
+    exp is still finite; a guard on `max_ratio` acts long before.
 
     Args:
         logprobs: of the policy being trained.
@@ -79,7 +80,7 @@ def policy_loss(
         importance: i, a correction for who drew the token; None is 1. No gradient.
 
     Returns:
-        Loss, clip fraction, the k3 estimate of KL(pi_old || pi), and the largest ratio.
+        Loss, number of clipped tokens, summed k3 estimates of KL(pi_old || pi), and the largest ratio.
 
     Raises:
         ValueError: if dual_clip is not above 1.
@@ -113,8 +114,8 @@ def policy_loss(
         divergence = torch.expm1(log_ratio) - log_ratio
         return PolicyTerms(
             loss,
-            _total(is_clipped, mask, weights) / denominator,
-            _total(divergence, mask, weights) / denominator,
+            masked_sum(is_clipped, mask),
+            masked_sum(divergence, mask),
             torch.where(mask, ratio, zero).amax() if mask.numel() else zero.sum(),
         )
 
@@ -147,7 +148,7 @@ def value_loss(
         weights: w, of each token; None is 1.
 
     Returns:
-        Loss and clip fraction.
+        Loss and number of clipped tokens.
 
     Source:
         Huang et al. 2022, "The 37 implementation details of PPO", detail 9.
@@ -165,7 +166,7 @@ def value_loss(
     squared, clipped_squared = error.square(), clipped_error.square()
     loss = _total(torch.maximum(squared, clipped_squared), mask, weights) / (2 * denominator)
     is_clipped = (clipped_squared > squared).to(zero.dtype).detach()
-    return ValueTerms(loss, _total(is_clipped, mask, weights) / denominator)
+    return ValueTerms(loss, masked_sum(is_clipped, mask))
 
 
 def entropy_bonus(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import sqrt
 from typing import NamedTuple
 
@@ -36,7 +35,8 @@ def masked_sums(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -
 
         n = sum_i m_i,    s = sum_i m_i x_i
 
-    Both add up over processes: the mean over all of them is (sum of s) / (sum of n).
+    Both add up over processes: the mean over all of them is (sum of s) / (sum of n). Handed float64, they are exact for
+    equal float32 numbers, as their mean must be.
 
     Args:
         values: any float tensor.
@@ -78,63 +78,6 @@ def deviation_sum(
     return masked_sum((values - mean).square(), mask)
 
 
-def masked_moments(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Moments:
-    """Return count, mean and variance of the values that the mask counts.
-
-        mean = sum_i m_i x_i / n,    variance = sum_i m_i (x_i - mean)^2 / n
-
-    In two passes, as values far from zero need.
-
-    Args:
-        values: any float tensor.
-        mask: True where a value counts.
-
-    Returns:
-        The three; zeros if nothing counts.
-
-    Example:
-        >>> masked_moments(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False]))
-        Moments(count=tensor(2.), mean=tensor(2.), variance=tensor(1.))
-    """
-    count, total = masked_sums(values, mask)
-    divisor = count.clamp(min=1)
-    mean = total / divisor
-    return Moments(count, mean, deviation_sum(values, mask, mean=mean) / divisor)
-
-
-def combine_moments(parts: Sequence[Moments]) -> Moments:
-    """Return the moments of all values from those of disjoint parts.
-
-        mean     = sum_k n_k mean_k / n
-        variance = sum_k n_k (variance_k + (mean_k - mean)^2) / n
-
-    Args:
-        parts: at least one; parts that count nothing change nothing.
-
-    Returns:
-        What `masked_moments` of all values at once would give, up to rounding.
-
-    Raises:
-        ValueError: if there are no parts.
-
-    Source:
-        Chan, Golub, LeVeque 1983, "Algorithms for computing the sample variance".
-
-    Example:
-        >>> one, two = torch.tensor(1.0), torch.tensor(2.0)
-        >>> combine_moments([Moments(one, one, 0 * one), Moments(two, 4 * one, 0 * one)])  # 1, 4, 4
-        Moments(count=tensor(3.), mean=tensor(3.), variance=tensor(2.))
-    """
-    if not parts:
-        raise ValueError("expected the moments of at least one part, got none")
-    counts, means, variances = (torch.stack(column) for column in zip(*parts, strict=True))
-    count = counts.sum()
-    divisor = count.clamp(min=1)
-    mean = (counts * means).sum() / divisor
-    variance = (counts * (variances + (means - mean).square())).sum() / divisor
-    return Moments(count, mean, variance)
-
-
 def whiten_with(
     values: Float[Tensor, "*shape"],
     mask: Bool[Tensor, "*shape"],
@@ -156,7 +99,7 @@ def whiten_with(
         variance: mean squared deviation of all values, at least 0.
 
     Returns:
-        Whitened values; zero where the mask is False.
+        Whitened values, computed in float64; zero where the mask is False, and everywhere if all values are the mean.
 
     Source:
         Advantage normalisation as in Andrychowicz et al. 2021, arXiv:2006.05990, section 3.3.
@@ -165,34 +108,10 @@ def whiten_with(
         >>> whiten_with(torch.tensor([1.0, 9.0]), torch.tensor([True, False]), mean=3.0, variance=4.0)
         tensor([-1.,  0.])
     """
-    centred = torch.where(mask, values - mean, torch.zeros_like(values))
-    return centred * torch.rsqrt(torch.as_tensor(variance, dtype=values.dtype, device=values.device) + _EPSILON)
-
-
-def masked_whiten(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Return the values moved and scaled to mean 0 and variance 1 over what the mask counts.
-
-        (x - mean(x)) / sqrt(var(x) + 1e-8)
-
-    The variance divides by the number of counted values, not by one less. Mean and variance are over all
-    counted values at once, not per row.
-
-    Args:
-        values: any float tensor.
-        mask: True where a value counts.
-
-    Returns:
-        Whitened values; zero where the mask is False, and everywhere if all counted values are equal.
-
-    Source:
-        Advantage normalisation as in Andrychowicz et al. 2021, arXiv:2006.05990, section 3.3.
-
-    Example:
-        >>> masked_whiten(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False]))
-        tensor([-1.,  1.,  0.])
-    """
-    moments = masked_moments(values, mask)
-    return whiten_with(values, mask, mean=moments.mean, variance=moments.variance)
+    doubles = values.double()  # a mean in float32 would be off by a rounding, which a small variance blows up
+    centred = torch.where(mask, doubles - mean, torch.zeros_like(doubles))
+    deviation = (torch.as_tensor(variance, dtype=torch.float64, device=values.device) + _EPSILON).sqrt()
+    return (centred / deviation).to(values.dtype)
 
 
 class RunningMoments(NamedTuple):

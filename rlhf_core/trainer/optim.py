@@ -33,6 +33,15 @@ class Trained(NamedTuple):
     booster: Booster
 
 
+class StepTaken(NamedTuple):
+    """What came of a step."""
+
+    norm: float
+    """Of the gradient, before clipping; 0 if it overflowed, or the booster does not know it."""
+    overflowed: bool
+    """Whether the gradient overflowed in float16, so that the step was left out."""
+
+
 def make_trained(
     model: nn.Module,
     *,
@@ -103,8 +112,14 @@ def warmup_then_decay(warmup_steps: int, total_steps: int) -> Callable[[int], fl
 
 
 def take_step(
-    trained: Trained, *, loss: Tensor, what: str, grad_clip: float | None = None, ranks: Ranks | None = None
-) -> float:
+    trained: Trained,
+    *,
+    loss: Tensor,
+    what: str,
+    others: Tensor | None = None,
+    grad_clip: float | None = None,
+    ranks: Ranks | None = None,
+) -> StepTaken:
     """Step optimizer and schedule on all ranks, and forget the gradients; the only place where an optimizer steps.
 
     An optimizer of ours averages the gradients over ranks and clips their norm over all weights; so does a bare one of
@@ -114,14 +129,15 @@ def take_step(
         trained: the model whose gradients are complete.
         loss: of the whole minibatch, to be checked with the gradient.
         what: name of the model, for the error.
+        others: further figures of the minibatch that must be finite for a step to be taken.
         grad_clip: largest norm, above 0; None leaves it to the optimizer.
         ranks: who trains together; None takes torch.distributed's default group.
 
     Returns:
-        The norm before clipping; infinite where float16 overflowed and the step was left out.
+        The norm, and whether the step was left out.
 
     Raises:
-        TrainingError: on all ranks, if the loss of any or the norm is not finite; no weight was changed and the
+        TrainingError: on all ranks, if a loss or figure of any or the norm is not finite; no weight was changed and the
             gradients are forgotten.
     """
     ranks = current_ranks() if ranks is None else ranks
@@ -132,20 +148,27 @@ def take_step(
     if ranks.any(not math.isfinite(value)):
         optimizer.zero_grad()
         raise _cannot_step(what, f"loss is {value}")
-    if not isinstance(optimizer, PlainOptimizer):
-        optimizer.step()
-        norm = optimizer.get_grad_norm()
-        norm = 0.0 if norm is None else float(norm)  # not every booster knows it
-    else:
+    if others is not None and ranks.any(not bool(others.isfinite().all())):
+        optimizer.zero_grad()
+        raise _cannot_step(what, f"loss is {value}, but a figure beside it is not finite ({_listed(others)})")
+    if isinstance(optimizer, PlainOptimizer):
         try:
             optimizer.step(max_norm=grad_clip)
         except GradientError as error:
             raise _cannot_step(what, f"loss is {value} and its gradient's norm {error.norm}") from error
-        norm = optimizer.get_grad_norm()
-    if not (isinstance(optimizer, PlainOptimizer) and optimizer.last_step_skipped):
+    else:
+        optimizer.step()
+    norm = optimizer.get_grad_norm() or 0.0  # not every booster knows it
+    # Boosters that scale losses leave a step out by themselves; those of others tell it by the norm alone.
+    overflowed = not math.isfinite(norm)
+    if not overflowed:
         trained.scheduler.step()
     optimizer.zero_grad()
-    return norm
+    return StepTaken(0.0 if overflowed else float(norm), overflowed)
+
+
+def _listed(figures: Tensor) -> str:
+    return ", ".join(f"{figure:.4g}" for figure in figures.flatten().tolist())
 
 
 def _cannot_step(what: str, trouble: str) -> TrainingError:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rlhf_core.config import LearningConfig
 from rlhf_core.errors import ConfigError
@@ -23,20 +23,19 @@ _SMALLEST_VARIANCE = 1e-12  # below, all values are equal but for rounding: ther
 
 
 class ValueLine(NamedTuple):
-    """value' = slope * value + intercept, for values that weights up to `version` gave."""
+    """value' = slope * value + intercept."""
 
     slope: float
     intercept: float
-    version: int
 
-    def facts(self) -> dict[str, float | int]:
+    def facts(self) -> dict[str, float]:
         """Return the line as JSON holds it."""
         return self._asdict()
 
     @staticmethod
     def from_facts(facts: Mapping[str, Any]) -> ValueLine:
         """Return the line that `facts` described."""
-        return ValueLine(float(facts["slope"]), float(facts["intercept"]), int(facts["version"]))
+        return ValueLine(float(facts["slope"]), float(facts["intercept"]))
 
 
 def fit_line(experience: Experience, *, gamma: float, ranks: Ranks) -> ValueLine:
@@ -63,8 +62,7 @@ def fit_line(experience: Experience, *, gamma: float, ranks: Ranks) -> ValueLine
     centred = (experience.values.double() - value.mean) * (targets.double() - target.mean)
     covariance = ranks.sum(masked_sum(centred, mask)) / value.count.clamp(min=1)
     slope = (covariance / value.variance).item() if value.variance > _SMALLEST_VARIANCE else 0.0
-    version = int(ranks.max(experience.policy_version.max()).item())
-    return ValueLine(slope, target.mean.item() - slope * value.mean.item(), version)
+    return ValueLine(slope, target.mean.item() - slope * value.mean.item())
 
 
 def rescale_head(critic: nn.Module, line: ValueLine) -> None:
@@ -87,21 +85,15 @@ def rescale_head(critic: nn.Module, line: ValueLine) -> None:
 def rescale_experience(experience: Experience, line: ValueLine, config: LearningConfig) -> Experience:
     """Return the experience as the rescaled critic would have judged it: values, advantages and returns.
 
-    The head is linear, so no second forward pass is needed. Rows of later versions were judged by a rescaled critic
-    already and stay as they are.
+    The head is linear, so no second forward pass is needed. Only for the experience that the line was fitted to: what
+    is made later comes from the rescaled critic.
+
+    Args:
+        experience: judged by the critic before its head was rescaled; with returns.
+        line: that was folded into the head.
+        config: discount and lambda.
     """
     mask = experience.action_mask
-    old = experience.policy_version <= line.version  # [B]
-    if experience.returns is None or not bool(old.any()):
-        return experience
     values = torch.where(mask, line.slope * experience.values + line.intercept, 0.0)
     advantages = gae(rewards=experience.reward, values=values, mask=mask, gamma=config.gamma, lam=config.lam)
-
-    def chosen(new: Tensor, kept: Tensor) -> Tensor:
-        return torch.where(old[:, None], new, kept)
-
-    return experience.replace(
-        values=chosen(values, experience.values),
-        advantages=chosen(advantages, experience.advantages),
-        returns=chosen(advantages + values, experience.returns),
-    )
+    return experience.replace(values=values, advantages=advantages, returns=advantages + values)

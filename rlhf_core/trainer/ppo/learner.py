@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
@@ -32,6 +33,8 @@ from rlhf_core.types import Experience
 
 __all__ = ["PPOLearner", "PPOStats"]
 
+logger = logging.getLogger(__name__)
+
 _PRECISIONS: dict[str, Precision] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _FACTS = "learner"
 
@@ -47,7 +50,7 @@ class PPOLearner:
 
     Args:
         actor: causal language model with what trains it; it is called as `model(...)` only, so a booster may wrap it.
-        critic: as the actor; None where advantages need no critic.
+        critic: as the actor; None where advantages need no critic. One that is given all the same is left untouched.
         config: how to learn.
         device: of both models.
         ranks: who trains together; None takes torch.distributed's default group.
@@ -74,6 +77,9 @@ class PPOLearner:
         self.config = config
         self.steps = 0
         """Optimizer steps taken or, by the guard, left out."""
+        if critic is not None and config.advantage_estimator != "gae":
+            logger.info("advantage estimator %s needs no critic; it stays as it is", config.advantage_estimator)
+            critic = None
         self._roles = {"actor": actor} | ({} if critic is None else {"critic": critic})
         self._ranks = current_ranks() if ranks is None else ranks
         self._ptx = ptx
@@ -130,7 +136,7 @@ class PPOLearner:
 
     @property
     def critic(self) -> Any:
-        """The model that values states, or None."""
+        """The model that values states, or None where none is trained."""
         return self._roles["critic"].model if "critic" in self._roles else None
 
     def learn(self, experience: Experience, seed: int, episode: int) -> list[PPOStats]:
@@ -152,13 +158,8 @@ class PPOLearner:
         for epoch in range(self.config.max_epochs):
             if epoch > 0 and self.config.correction == "decoupled":
                 batch = self._with_logprobs(batch)
-            for rows in minibatch_order(
-                seed=seed,
-                episode=episode,
-                epoch=epoch,
-                samples=len(batch),
-                batch_size=self.config.train_batch_size,
-            ):
+            size = self.config.train_batch_size
+            for rows in minibatch_order(seed=seed, episode=episode, epoch=epoch, samples=len(batch), batch_size=size):
                 ptx = None if self._ptx is None else self._ptx.batch(self.steps)
                 stats.append(self.training_step(batch.select(rows), ptx))
         return stats
@@ -170,8 +171,14 @@ class PPOLearner:
         the micro-batches of the first pass, so that there it is 1 exactly.
 
         With `critic_init` reward_model the first call of a run also fits the critic's head to the returns of this
-        experience, and this and later calls restate what the critic said before.
+        experience, and restates what the critic said of it. Later calls do not: to recompute again what was restated,
+        hand in what this returned.
+
+        Raises:
+            TrainingError: on all ranks, if any has no rows.
         """
+        if self._ranks.any(not len(experience)):
+            raise TrainingError("expected experience with at least one response on every rank, got none; collect some")
         return self._with_logprobs(self._with_rescaled_values(self._on_device(experience)))
 
     def training_step(self, experience: Experience, ptx: PaddedBatch | None = None) -> PPOStats:
@@ -266,12 +273,12 @@ class PPOLearner:
         return batch.replace(action_log_probs=torch.where(batch.action_mask, torch.cat(parts), 0.0))
 
     def _with_rescaled_values(self, batch: Experience) -> Experience:
-        if self.config.critic_init != "reward_model" or "critic" not in self._roles:
+        if self.config.critic_init != "reward_model" or "critic" not in self._roles or self._line is not None:
             return batch
-        if self._line is None:
-            self._line = fit_line(batch, gamma=self.config.gamma, ranks=self._ranks)
-            rescale_head(self.critic, self._line)
-        return rescale_experience(batch, self._line, self.config)
+        line = fit_line(batch, gamma=self.config.gamma, ranks=self._ranks)
+        rescale_head(self.critic, line)
+        self._line = line
+        return rescale_experience(batch, line, self.config)
 
     def _on_device(self, experience: Experience) -> Experience:
         batch = experience.replace()

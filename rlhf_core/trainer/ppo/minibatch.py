@@ -35,7 +35,9 @@ class Minibatch(NamedTuple):
 
     micros: list[Micro]
     denominator: Tensor
-    """Of all sums, over all ranks."""
+    """Of the losses' sums, over all ranks."""
+    tokens: int
+    """Response tokens of all ranks, which all other means are over."""
     figures: dict[str, float]
 
 
@@ -78,14 +80,20 @@ def prepare(
     errors = returns - batch.values
     advantage, value, target, error = agreed_moments([batch.advantages, batch.values, returns, errors], mask, ranks)
     tokens = int(advantage.count.item())
-    if (with_critic and ranks.any(batch.returns is None)) or not tokens:
-        raise TrainingError("expected experience with returns and at least one response token, got none")
+    if not tokens:
+        raise TrainingError("expected experience with at least one response token, got none; all of it is padding")
+    if with_critic and ranks.any(batch.returns is None):
+        raise TrainingError(
+            f"advantage estimator {config.advantage_estimator} trains the critic on returns, but the experience has "
+            "none; make it with the same estimator"
+        )
     if config.advantage_estimator in WHITENED and not config.legacy:
-        whitened = whiten_with(batch.advantages, mask, mean=advantage.mean.float(), variance=advantage.variance.float())
+        whitened = whiten_with(batch.advantages, mask, mean=advantage.mean, variance=advantage.variance)
         batch = batch.replace(advantages=whitened)
     weights = _weights(mask, config, longest)
     importance, importance_mean = _importance(batch, config, tokens, ranks)
-    explained = share_explained(unexplained=error.variance, total=target.variance)
+    square = target.variance + target.mean.square()
+    explained = share_explained(unexplained=error.variance, total=target.variance, square=square)
     figures = {
         "advantage_mean": advantage.mean.item(),
         "advantage_std": advantage.variance.sqrt().item(),
@@ -95,7 +103,7 @@ def prepare(
     }
     micros = _cut(batch, weights, importance, config.micro_batch_size)
     denominator = ranks.sum(aggregation_count(mask, aggregation=config.aggregation))
-    return Minibatch(micros, denominator, figures)
+    return Minibatch(micros, denominator, tokens, figures)
 
 
 def _cut(batch: Experience, weights: Tensor, importance: Tensor | None, size: int) -> list[Micro]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping
 from typing import NamedTuple
 
-_LARGEST = sys.float_info.max
+_LARGEST = 3.4028234663852886e38  # of float32, in which losses are summed: means of many in float64 stay finite
 
 
 class PPOStats(NamedTuple):
-    """One optimizer step in numbers; means are over the minibatch's response tokens, on all ranks."""
+    """One optimizer step in numbers; means are over the minibatch's response tokens, on all ranks.
+
+    Losses are aggregated as `aggregation` says; everything else is a mean over tokens whatever it says.
+    """
 
     actor_loss: float
     """The policy's loss alone: neither ptx nor entropy is in it."""
@@ -28,14 +30,19 @@ class PPOStats(NamedTuple):
     explained_variance: float
     """How well the critic that made the experience predicted its returns."""
     actor_grad_norm: float
-    """Before clipping."""
+    """Before clipping; 0 if no step was taken."""
     critic_grad_norm: float
+    """As the actor's."""
     actor_lr: float
     critic_lr: float
     ptx_loss: float
     """Of the demonstrations, before `ptx_coef`, in nats per token; 0 without them."""
     skipped: float
     """1 if the actor's step was left out because a ratio exploded."""
+    actor_overflowed: float
+    """1 if the actor's step was left out because its gradient overflowed in float16; the loss scale is halved then."""
+    critic_overflowed: float
+    """As the actor's."""
     max_ratio: float
     """Largest ratio of new to old probability among all tokens."""
     advantage_mean: float

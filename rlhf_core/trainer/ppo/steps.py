@@ -13,6 +13,7 @@ from rlhf_core.config import LearningConfig
 from rlhf_core.errors import TrainingError
 from rlhf_core.functional.logprobs import logprobs_and_entropy, logprobs_from_logits
 from rlhf_core.functional.losses import entropy_bonus, lm_loss, policy_loss, value_loss
+from rlhf_core.functional.masking import masked_sum
 from rlhf_core.models.actor import response_logits
 from rlhf_core.models.critic import response_values
 from rlhf_core.models.device import autocast
@@ -49,7 +50,7 @@ def step_actor(trained: Trained, batch: Minibatch, ptx: PaddedBatch | None, cont
     """
     config, ranks = context.config, context.ranks
     demonstrations, ptx_tokens = _cut_ptx(ptx, context)
-    sums = torch.zeros(5, device=context.device)
+    sums = torch.zeros(6, device=context.device)
     highest = torch.zeros((), device=context.device)
     left = len(batch.micros) + len(demonstrations)
     with learning_mode(
@@ -58,30 +59,27 @@ def step_actor(trained: Trained, batch: Minibatch, ptx: PaddedBatch | None, cont
         for micro in batch.micros:
             left -= 1
             part, ratio = _learn_policy(trained, micro, batch.denominator, context, is_last=left == 0)
-            sums[:4] += part
+            sums[:5] += part
             highest = torch.maximum(highest, ratio)
         for demonstration in demonstrations:
             left -= 1
-            sums[4] += _learn_demonstrations(trained, demonstration, ptx_tokens, context, is_last=left == 0)
+            ptx_loss = _learn_demonstrations(trained, demonstration, ptx_tokens, context, is_last=left == 0)
+            sums[0] += config.ptx_coef * ptx_loss
+            sums[5] += ptx_loss
     sums = ranks.sum(sums)
     # Backends order NaN at will: it travels apart. A NaN is an error, told by the loss; the guard is for explosions.
     nan, largest = ranks.max(torch.stack([highest.isnan().float(), highest.nan_to_num(nan=0.0)])).tolist()
-    actor_loss, clip_fraction, approx_kl, entropy, ptx_loss = sums.tolist()
-    figures = {
-        "actor_loss": actor_loss,
-        "clip_fraction": clip_fraction,
-        "approx_kl": approx_kl,
-        "entropy": entropy,
-        "ptx_loss": ptx_loss,
+    figures = _figures_of(sums, batch.tokens) | {
         "max_ratio": largest,
         "actor_lr": float(trained.scheduler.get_last_lr()[0]),
     }
-    whole = sums.sum()  # finite if and only if all are
-    if config.max_ratio is not None and largest > config.max_ratio and not nan and bool(whole.isfinite()):
+    if config.max_ratio is not None and largest > config.max_ratio and not nan and bool(sums.isfinite().all()):
         trained.optimizer.zero_grad()
-        return figures | {"skipped": 1.0, "actor_grad_norm": 0.0}
-    norm = take_step(trained, loss=whole, what="actor", grad_clip=_clip_of(trained, config), ranks=ranks)
-    return figures | {"skipped": 0.0, "actor_grad_norm": norm}
+        return figures | {"skipped": 1.0}
+    taken = take_step(
+        trained, loss=sums[0], others=sums[1:], what="actor", grad_clip=_clip_of(trained, config), ranks=ranks
+    )
+    return figures | {"actor_grad_norm": taken.norm, "actor_overflowed": float(taken.overflowed)}
 
 
 def step_critic(trained: Trained, batch: Minibatch, context: StepContext) -> dict[str, float]:
@@ -115,18 +113,38 @@ def step_critic(trained: Trained, batch: Minibatch, context: StepContext) -> dic
                 weights=micro.weights,
             )
             _backward(trained, config.vf_coef * value.loss, context, is_last=number == len(batch.micros))
-            sums += torch.stack([value.loss.detach(), value.clip_fraction])
+            sums += torch.stack([value.loss.detach(), value.clipped])
     sums = context.ranks.sum(sums)
     lr = float(trained.scheduler.get_last_lr()[0])
-    norm = take_step(trained, loss=sums[0], what="critic", grad_clip=_clip_of(trained, config), ranks=context.ranks)
-    loss, clip_fraction = sums.tolist()
-    return {"critic_loss": loss, "value_clip_fraction": clip_fraction, "critic_grad_norm": norm, "critic_lr": lr}
+    taken = take_step(trained, loss=sums[0], what="critic", grad_clip=_clip_of(trained, config), ranks=context.ranks)
+    loss, clipped = sums.tolist()
+    return {
+        "critic_loss": loss,
+        "value_clip_fraction": clipped / batch.tokens,
+        "critic_grad_norm": taken.norm,
+        "critic_overflowed": float(taken.overflowed),
+        "critic_lr": lr,
+    }
+
+
+def _figures_of(sums: Tensor, tokens: int) -> dict[str, float]:
+    _, actor_loss, clipped, divergence, entropy, ptx_loss = sums.tolist()
+    return {
+        "actor_loss": actor_loss,
+        "clip_fraction": clipped / tokens,
+        "approx_kl": divergence / tokens,
+        "entropy": entropy / tokens,
+        "ptx_loss": ptx_loss,
+    }
 
 
 def _learn_policy(
     trained: Trained, micro: Micro, denominator: Tensor, context: StepContext, *, is_last: bool
 ) -> tuple[Tensor, Tensor]:
-    """Add one micro-batch's gradients; return its share of loss, clip fraction, KL and entropy, and its top ratio."""
+    """Add one micro-batch's gradients; return its sums, and its largest ratio.
+
+    The sums are: what is minimised, the policy's loss in it, clipped tokens, KL, entropy.
+    """
     config, rows = context.config, micro.experience
     with autocast(context.device, context.dtype):
         logits = response_logits(
@@ -153,12 +171,14 @@ def _learn_policy(
         weights=micro.weights,
         importance=micro.importance,
     )
-    spread = entropy_bonus(entropy=found.entropy, mask=rows.action_mask, denominator=denominator, weights=micro.weights)
     loss = (1 - config.ptx_coef) * policy.loss
     if config.entropy_coef > 0:
-        loss = loss - config.entropy_coef * spread
+        loss = loss - config.entropy_coef * entropy_bonus(
+            entropy=found.entropy, mask=rows.action_mask, denominator=denominator, weights=micro.weights
+        )
     _backward(trained, loss, context, is_last=is_last)
-    sums = torch.stack([policy.loss.detach(), policy.clip_fraction, policy.approx_kl, spread.detach()])
+    entropy = masked_sum(found.entropy.detach(), rows.action_mask)
+    sums = torch.stack([loss.detach(), policy.loss.detach(), policy.clipped, policy.divergence, entropy])
     return sums, policy.max_ratio
 
 

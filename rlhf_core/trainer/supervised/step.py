@@ -75,9 +75,9 @@ def supervised_step(
         trained.booster.backward(loss, trained.optimizer)
         sums = sums.to(loss.device) + torch.stack([loss, *reported]).detach()
     means = ranks.sum(sums) / ranks.world_size
-    norm = take_step(trained, grad_clip=grad_clip, loss=means[0], what=objective.what, ranks=ranks)
+    taken = take_step(trained, grad_clip=grad_clip, loss=means[0], what=objective.what, ranks=ranks)
     named = dict(zip(("loss", *objective.reported), means.tolist(), strict=True))
-    return named | {"lr": float(lr), "grad_norm": norm, objective.unit: float(units)}
+    return named | {"lr": float(lr), "grad_norm": taken.norm, objective.unit: float(units)}
 
 
 @contextmanager

@@ -36,4 +36,8 @@ def test_means_over_samples_and_steps_and_what_the_rewards_were_made_with() -> N
 
 def test_figures_that_overflowed_are_numbers_that_json_holds() -> None:
     stats = stats_from({"actor_loss": float("nan"), "max_ratio": float("inf")})
-    assert (stats.actor_loss, stats.max_ratio) == (0.0, pytest.approx(1.7976931348623157e308))
+    assert (stats.actor_loss, stats.max_ratio) == (0.0, pytest.approx(3.4028234663852886e38))
+    two = episode_metrics(
+        [sample(1.0, {})], [stats, stats], versions=torch.zeros(1), learnt_at=0, controls=EpisodeControls(0.1)
+    )
+    assert two["max_ratio"] == pytest.approx(3.4028234663852886e38)

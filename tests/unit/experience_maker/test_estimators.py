@@ -45,10 +45,13 @@ COMPARED = [score - KL_COEF * kl for score, kl in zip(SCORES.tolist(), KLS, stri
     [
         ("dr_grpo", [-1.25, 1.25, 1.25, -1.25]),
         ("rloo", [-2.5, 2.5, 2.5, -2.5]),
-        ("grpo", [-(0.5**0.5), 0.5**0.5, 0.5**0.5, -(0.5**0.5)]),
+        # scores 1 and 3, 10 and 6: -+ 1/sqrt 2; penalties 0.5 and 0, 1 and -0.5: +-0.25, +-0.75 from their means
+        ("grpo", [-(0.5**0.5) - 0.25, 0.5**0.5 + 0.25, 0.5**0.5 - 0.75, -(0.5**0.5) + 0.75]),
     ],
 )
-def test_group_estimators_compare_scores_less_the_penalty_of_all_tokens(name: str, by_hand: list[float]) -> None:
+def test_a_response_pays_for_all_its_tokens_in_what_groups_compare_or_beside_it(
+    name: str, by_hand: list[float]
+) -> None:
     found = estimated(advantage_estimator=name)
     assert found.returns is None
     for row, expected in zip(per_row(found.advantages), by_hand, strict=True):

@@ -7,6 +7,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from rlhf_core.functional.moments import Moments, whiten_with
+from rlhf_core.strategy.ranks import ALONE
+from rlhf_core.trainer.ppo.minibatch import agreed_moments
+
 assert_close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
 
 LENGTHS = (5, 1, 3)
@@ -31,3 +35,15 @@ def unpad(tensor: Tensor) -> list[list[float]]:
 
 def flat(rows: list[list[float]]) -> list[float]:
     return [x for row in rows for x in row]
+
+
+def moments(values: Tensor, counts: Tensor) -> Moments:
+    """The moments that the learner takes, of one rank."""
+    (found,) = agreed_moments([values], counts, ALONE)
+    return found
+
+
+def whitened(values: Tensor, counts: Tensor) -> Tensor:
+    """The values as the learner whitens them, on one rank."""
+    _, mean, variance = moments(values, counts)
+    return whiten_with(values, counts, mean=mean, variance=variance)

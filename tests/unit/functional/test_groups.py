@@ -19,7 +19,14 @@ from tests.reference import definitions
 from tests.unit.functional.ragged import assert_close, mask, pad, random_rows, unpad
 
 Estimator = Callable[..., Tensor]
-ESTIMATORS = (grpo_advantages, dr_grpo_advantages, rloo_advantages)
+
+
+def grpo(*, scores: Tensor, group_size: int) -> Tensor:
+    """GRPO without penalties."""
+    return grpo_advantages(scores=scores, penalties=torch.zeros_like(scores), group_size=group_size)
+
+
+ESTIMATORS = (grpo, dr_grpo_advantages, rloo_advantages)
 GROUPS = [[0.3, -1.0, 2.0], [5.0, 4.0, 4.5]]
 SCORES = torch.tensor(GROUPS).flatten()
 
@@ -28,7 +35,7 @@ def test_group_advantages_by_hand() -> None:
     # 1, 2, 6: mean 3; sample deviation sqrt((4 + 1 + 9) / 2) = sqrt 7
     scores = torch.tensor([1.0, 2.0, 6.0])
     assert_close(dr_grpo_advantages(scores=scores, group_size=3), torch.tensor([-2.0, -1.0, 3.0]))
-    assert_close(grpo_advantages(scores=scores, group_size=3), torch.tensor([-2.0, -1.0, 3.0]) / 7**0.5)
+    assert_close(grpo(scores=scores, group_size=3), torch.tensor([-2.0, -1.0, 3.0]) / 7**0.5)
     # against the others' means: 1 - 4, 2 - 3.5, 6 - 1.5
     assert_close(rloo_advantages(scores=scores, group_size=3), torch.tensor([-3.0, -1.5, 4.5]))
 
@@ -41,7 +48,7 @@ def test_group_advantages_agree_with_their_definitions() -> None:
         others = definitions.group_advantages(scores, leave_one_out=True)
         assert_close(found[rloo_advantages][row], torch.tensor(others))
         scaled = definitions.group_advantages(scores, scaled=True)
-        assert_close(found[grpo_advantages][row], torch.tensor(scaled))
+        assert_close(found[grpo][row], torch.tensor(scaled))
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -73,8 +80,21 @@ def test_equal_scores_teach_exactly_nothing(estimator: Estimator, score: float) 
     assert torch.equal(estimator(scores=torch.full((7,), score), group_size=7), torch.zeros(7))
 
 
+def test_grpo_subtracts_what_a_response_pays_beyond_its_groups_mean() -> None:
+    # scores 1, 2, 6 as above; penalties 0.1, 0.4, 0.1: mean 0.2
+    found = grpo_advantages(scores=torch.tensor([1.0, 2.0, 6.0]), penalties=torch.tensor([0.1, 0.4, 0.1]), group_size=3)
+    assert_close(found, torch.tensor([-2.0, -1.0, 3.0]) / 7**0.5 - torch.tensor([-0.1, 0.2, -0.1]))
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.01, 0.1])
+def test_where_all_scores_are_equal_grpo_leaves_a_penalty_that_its_weight_scales(kl_coef: float) -> None:
+    divergence = torch.tensor([0.1, -0.2, 0.0, 0.3])  # mean 0.05
+    found = grpo_advantages(scores=torch.full((4,), 0.7), penalties=kl_coef * divergence, group_size=4)
+    assert_close(found, -kl_coef * torch.tensor([0.05, -0.25, -0.05, 0.25]))
+
+
 def test_only_grpo_forgets_the_scale() -> None:
-    assert_close(grpo_advantages(scores=10 * SCORES, group_size=3), grpo_advantages(scores=SCORES, group_size=3))
+    assert_close(grpo(scores=10 * SCORES, group_size=3), grpo(scores=SCORES, group_size=3))
     for estimator in (dr_grpo_advantages, rloo_advantages):
         assert_close(estimator(scores=10 * SCORES, group_size=3), 10 * estimator(scores=SCORES, group_size=3))
 

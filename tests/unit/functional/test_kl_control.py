@@ -22,8 +22,7 @@ def test_the_coefficient_by_hand(observed: float, expected: float) -> None:
     assert found == pytest.approx(expected, rel=1e-12)
 
 
-def test_a_coefficient_of_zero_and_a_batch_of_nothing_change_nothing() -> None:
-    assert adaptive_kl_coef(0.0, observed_kl=60.0, target=6.0, samples=100, horizon=1000) == 0.0
+def test_a_batch_of_nothing_changes_nothing() -> None:
     assert adaptive_kl_coef(0.1, observed_kl=60.0, target=6.0, samples=0, horizon=1000) == 0.1
 
 
@@ -34,12 +33,25 @@ def test_it_settles_where_the_divergence_is_the_target() -> None:
     assert coef == pytest.approx(0.1, rel=1e-6)
 
 
-def test_a_batch_far_longer_than_the_horizon_does_not_turn_the_penalty_into_a_bonus() -> None:
-    assert adaptive_kl_coef(0.1, observed_kl=0.0, target=6.0, samples=10_000, horizon=100) == 0.0
+@pytest.mark.parametrize(("observed", "expected"), [(0.0, 0.08), (60.0, 0.12)])
+def test_a_batch_far_longer_than_the_horizon_moves_the_coefficient_by_a_fifth(observed: float, expected: float) -> None:
+    found = adaptive_kl_coef(0.1, observed_kl=observed, target=6.0, samples=10_000, horizon=100)
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_coefficient_that_fell_for_long_comes_back() -> None:
+    coef = 0.1
+    for _ in range(1000):
+        coef = adaptive_kl_coef(coef, observed_kl=0.0, target=6.0, samples=1000, horizon=1000)
+    assert coef == 1e-6
+    for _ in range(100):
+        coef = adaptive_kl_coef(coef, observed_kl=60.0, target=6.0, samples=1000, horizon=1000)
+    assert coef == pytest.approx(1e-6 * 1.2**100)
+    assert adaptive_kl_coef(1e-8, observed_kl=0.0, target=6.0, samples=1000, horizon=1000) == 1e-8
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"target": 0.0}, {"horizon": 0}, {"samples": -1}, {"observed_kl": float("nan")}, {"kl_coef": -0.1}]
+    "wrong", [{"target": 0.0}, {"horizon": 0}, {"samples": -1}, {"observed_kl": float("nan")}, {"kl_coef": 0.0}]
 )
 def test_what_lies_outside_its_range_is_refused(wrong: dict[str, float]) -> None:
     right = {"kl_coef": 0.1, "observed_kl": 1.0, "target": 6.0, "samples": 1, "horizon": 1}

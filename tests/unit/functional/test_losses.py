@@ -27,7 +27,7 @@ def one_token(ratio: float, advantage: float, clip_eps: float = 0.2) -> tuple[fl
     )
     found.loss.backward()
     assert logprobs.grad is not None
-    return found.loss.item(), logprobs.grad.item(), found.clip_fraction.item()
+    return found.loss.item(), logprobs.grad.item(), found.clipped.item()
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_policy_loss_agrees_with_its_definition() -> None:
     )  # fmt: skip
     expected = definitions.policy_loss(flat(new), flat(old), flat(advantages), 0.2) / TOKENS
     assert found.loss.item() == pytest.approx(expected, rel=1e-5)
-    assert 0 < found.clip_fraction.item() < 1
+    assert 0 < found.clipped.item() < TOKENS
 
 
 def test_with_a_huge_clip_the_loss_is_the_plain_importance_weighted_one() -> None:
@@ -63,7 +63,7 @@ def test_with_a_huge_clip_the_loss_is_the_plain_importance_weighted_one() -> Non
     )  # fmt: skip
     ratio = (torch.tensor(flat(new)) - torch.tensor(flat(old))).exp()
     assert_close(found.loss, -(ratio * torch.tensor(flat(advantages))).sum())
-    assert found.clip_fraction.item() == 0.0
+    assert found.clipped.item() == 0.0
 
 
 def test_at_ratio_one_the_gradient_is_that_of_the_policy_gradient_theorem() -> None:
@@ -75,17 +75,17 @@ def test_at_ratio_one_the_gradient_is_that_of_the_policy_gradient_theorem() -> N
     )  # fmt: skip
     found.loss.backward()
     assert_close(logprobs.grad, torch.where(mask(), -advantages / TOKENS, 0.0))
-    assert found.approx_kl.item() == 0.0
+    assert found.divergence.item() == 0.0
 
 
-def test_approx_kl_is_k3_of_the_old_policy() -> None:
-    # ratio 2 on one of two tokens: (2 - 1 - log 2) / 2
+def test_divergence_is_k3_of_the_old_policy() -> None:
+    # ratio 2 on one of two tokens: 2 - 1 - log 2, and 0
     found = policy_loss(
         logprobs=torch.tensor([[log(2), 0.0]]), old_logprobs=torch.zeros(1, 2),
         advantages=torch.ones(1, 2), mask=torch.ones(1, 2, dtype=torch.bool),
         denominator=2, clip_eps=0.2,
     )  # fmt: skip
-    assert found.approx_kl.item() == pytest.approx((1 - log(2)) / 2, rel=1e-5)
+    assert found.divergence.item() == pytest.approx(1 - log(2), rel=1e-5)
 
 
 def test_padding_reaches_neither_loss_nor_gradient_of_the_policy() -> None:
@@ -138,7 +138,7 @@ def test_value_loss_by_hand(value: float, target: float, loss: float, gradient: 
     found.loss.backward()
     assert values.grad is not None
     assert (found.loss.item(), values.grad.item()) == pytest.approx((loss, gradient), rel=1e-5)
-    assert found.clip_fraction.item() == float(gradient == 0.0)
+    assert found.clipped.item() == float(gradient == 0.0)
 
 
 def test_value_loss_agrees_with_its_definition() -> None:

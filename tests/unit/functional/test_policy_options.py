@@ -39,7 +39,7 @@ def one_token(ratio: float, advantage: float, **options: Any) -> tuple[float, fl
     )
     found.loss.backward()
     assert logprobs.grad is not None
-    return found.loss.item(), logprobs.grad.item(), found.clip_fraction.item()
+    return found.loss.item(), logprobs.grad.item(), found.clipped.item()
 
 
 @pytest.mark.parametrize(
@@ -84,20 +84,20 @@ def test_weights_and_importance_multiply_each_token() -> None:
     assert_close(found.loss, -(factors * each).sum() / 7)
 
 
-def test_shares_are_weighted_as_the_loss_is() -> None:
-    # ratio 2 and 1, advantage 1: only the first is clipped, and it has 3 of 4 parts of the weight
+def test_diagnostics_count_tokens_whatever_the_loss_weighs() -> None:
+    # ratio 2 and 1, advantage 1: one of the two tokens is clipped, and it counts once
     ratio, one = torch.tensor([[2.0, 1.0]]), torch.ones(1, 2)
     found = policy_loss(
         logprobs=ratio.log(), old_logprobs=0 * one, advantages=one, mask=one > 0, denominator=4, clip_eps=0.2,
         weights=torch.tensor([[3.0, 1.0]]),
     )  # fmt: skip
-    assert found.clip_fraction.item() == 0.75
-    assert found.approx_kl.item() == pytest.approx(3 * (2 - 1 - log(2)) / 4, rel=1e-5)
+    assert found.clipped.item() == 1.0
+    assert found.divergence.item() == pytest.approx(2 - 1 - log(2), rel=1e-5)
     values = value_loss(
         values=ratio, old_values=0 * one, returns=torch.tensor([[3.0, -1.0]]), mask=one > 0, denominator=4,
         clip_eps=0.2, weights=torch.tensor([[3.0, 1.0]]),
     )  # fmt: skip
-    assert values.clip_fraction.item() == 0.75
+    assert values.clipped.item() == 1.0
 
 
 def test_importance_changes_no_diagnostic() -> None:
@@ -133,7 +133,7 @@ def test_a_ratio_that_would_overflow_leaves_loss_and_gradient_finite(advantage: 
     )
     found.loss.backward()
     assert logprobs.grad is not None
-    assert torch.isfinite(torch.stack([found.loss, found.approx_kl, found.max_ratio])).all()
+    assert torch.isfinite(torch.stack([found.loss, found.divergence, found.max_ratio])).all()
     assert torch.isfinite(logprobs.grad).all()
     assert found.max_ratio.item() > 1e15, "the guard must see it"
 
@@ -183,7 +183,7 @@ def test_the_weighted_value_loss_by_hand() -> None:
         weights=torch.tensor([[1.0, 0.25]]),
     )  # fmt: skip
     assert found.loss.item() == pytest.approx(0.5)
-    assert found.clip_fraction.item() == 0.0
+    assert found.clipped.item() == 0.0
 
 
 def test_the_entropy_bonus_is_a_weighted_mean_that_padding_does_not_reach() -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from rlhf_core.errors import ModelError, TrainingError
+from rlhf_core.strategy.plain import PlainBooster
 from rlhf_core.trainer.optim import Trained, make_trained, take_step, warmup_then_constant, warmup_then_decay
 
 torch.set_num_threads(1)
@@ -71,7 +72,8 @@ def test_gradients_are_clipped_by_their_norm_over_all_weights() -> None:
     both.optimizer.optim.register_step_pre_hook(
         lambda *_: seen.append([*model.weight.grad[0].tolist(), model.bias.grad.item()])
     )
-    norm = take_step(both, grad_clip=1.0, loss=torch.zeros(()), what="model")
+    norm, overflowed = take_step(both, grad_clip=1.0, loss=torch.zeros(()), what="model")
+    assert not overflowed
     assert norm == pytest.approx(5.0)
     assert seen[0] == pytest.approx([0.6, 0.0, 0.8], rel=1e-4)
     assert model.weight.grad is None
@@ -108,6 +110,28 @@ def test_no_step_is_taken_from_what_is_not_finite(what: str, value: float) -> No
         take_step(both, grad_clip=1.0, loss=loss, what="actor")
     assert (model.weight.item(), model.weight.grad) == (before, None)
     assert not both.optimizer.state
+
+
+def test_a_figure_that_is_not_finite_is_told_apart_from_the_loss() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    model.weight.grad = torch.ones(1, 1)
+    with pytest.raises(
+        TrainingError, match=r"loss is 2.0, but a figure beside it is not finite \(1, nan\)"
+    ):
+        take_step(trained(model), loss=torch.tensor(2.0), others=torch.tensor([1.0, math.nan]), what="actor")
+    assert model.weight.grad is None
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_gradient_that_overflowed_in_float16_is_told_without_a_number_that_is_none(value: float) -> None:
+    model = nn.Linear(1, 1, bias=False)
+    before = model.weight.item()
+    schedule = warmup_then_constant(3)
+    both = make_trained(model, lr=0.1, weight_decay=0.0, schedule=schedule, booster=PlainBooster("fp16"))
+    model.weight.grad = torch.full((1, 1), value)
+    rate = both.scheduler.get_last_lr()
+    assert take_step(both, loss=torch.zeros(()), what="model") == (0.0, True)
+    assert (model.weight.item(), both.scheduler.get_last_lr()) == (before, rate)
 
 
 def test_trainable_weights_in_half_precision_are_refused() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from itertools import chain
+from math import exp, log
+from statistics import fmean, pstdev
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from rlhf_core.errors import TrainingError
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.lora import attach_lora, trainable_state
 from rlhf_core.trainer.ppo.learner import PPOLearner, PPOStats
+from rlhf_core.types import Experience
 from tests.reference import definitions
 from tests.tiny_llama import tiny_llama
 from tests.unit.trainer.experience import PROMPTS, RESPONSES, TOKENS, tiny_experience
@@ -60,6 +63,19 @@ def flat(rows: list[list[float]]) -> list[float]:
     return [x for row in rows for x in row]
 
 
+def share_of_clipped_values(values: list[list[float]], experience: Experience) -> float:
+    """Of the tokens, by hand: where the old value moved by the clip is further from the return than the new one."""
+    assert experience.returns is not None
+    clipped = 0
+    for new, old, target in zip(
+        flat(values), flat(rows_of(experience.values)), flat(rows_of(experience.returns)), strict=True
+    ):
+        moved = old + max(-CONFIG.value_clip, min(CONFIG.value_clip, new - old))
+        clipped += abs(moved - target) > abs(new - target)
+    assert 0 < clipped < TOKENS
+    return clipped / TOKENS
+
+
 def test_losses_agree_with_their_definitions_on_rows_without_padding() -> None:
     ours, experience = learner(micro_batch_size=2), tiny_experience(rubbish=float("nan"))
     # old logprobs near the actor's own, so that some ratios are clipped and some are not
@@ -84,7 +100,18 @@ def test_losses_agree_with_their_definitions_on_rows_without_padding() -> None:
     expected = definitions.value_loss(flat(values), flat(rows_of(experience.values)), flat(returns), CONFIG.value_clip)
     assert stats.critic_loss == pytest.approx(expected / TOKENS, rel=1e-4)
     assert stats.entropy == pytest.approx(sum(entropies) / TOKENS, rel=1e-4)
-    assert 0 < stats.clip_fraction < 1
+    ratios = [exp(x - y) for x, y in zip(flat(new), flat(old), strict=True)]
+    clipped = [
+        (a > 0 and ratio > 1 + CONFIG.eps_clip) or (a < 0 and ratio < 1 - CONFIG.eps_clip)
+        for a, ratio in zip(flat(whitened), ratios, strict=True)
+    ]
+    assert 0 < stats.clip_fraction == pytest.approx(sum(clipped) / TOKENS)
+    kls = [ratio - 1 - log(ratio) for ratio in ratios]
+    assert stats.approx_kl == pytest.approx(sum(kls) / TOKENS, rel=1e-3)
+    assert stats.value_clip_fraction == pytest.approx(share_of_clipped_values(values, experience))
+    said, plain = (flat(rows_of(table)) for table in (experience.values, experience.advantages))
+    assert stats.value_mean == pytest.approx(fmean(said), rel=1e-5)
+    assert (stats.advantage_mean, stats.advantage_std) == pytest.approx((fmean(plain), pstdev(plain)), rel=1e-5)
     assert stats.explained_variance == pytest.approx(
         definitions.explained_variance(flat(rows_of(experience.values)), flat(returns)), rel=1e-4
     )
@@ -216,12 +243,13 @@ def test_weights_that_are_not_finite_are_told_in_one_sentence(broken: str) -> No
 
 def test_nothing_to_learn_from_is_refused() -> None:
     experience = tiny_experience()
-    for empty in (
-        experience.replace(returns=None),
-        experience.replace(action_mask=torch.zeros_like(experience.action_mask)),
-    ):
-        with pytest.raises(TrainingError, match="returns and at least one response token"):
-            learner().training_step(empty)
+    with pytest.raises(TrainingError, match="trains the critic on returns, but the experience has none"):
+        learner().training_step(experience.replace(returns=None))
+    with pytest.raises(TrainingError, match="at least one response token, got none"):
+        learner().training_step(experience.replace(action_mask=torch.zeros_like(experience.action_mask)))
+    for method in (lambda rows: learner().recompute(rows), lambda rows: learner().learn(rows, seed=0, episode=0)):
+        with pytest.raises(TrainingError, match="at least one response on every rank, got none"):
+            method(experience.select([]))
 
 
 def test_stats_are_plain_numbers_for_the_record() -> None:

@@ -56,7 +56,7 @@ class PPOTrainer(OLTrainer):
         actor_booster: made the actor ready for training, and saves it.
         critic_booster: as for the actor.
         actor: the policy, as the booster returned it.
-        critic: predicts returns; None with an advantage estimator that needs none.
+        critic: predicts returns; None, or left as it is, with an advantage estimator that needs none.
         reward_model: scores responses; an `RLVRRewardModel` does so by functions.
         initial_model: the KL penalty is measured from it; None takes the actor with its adapters switched off.
         actor_optim: as the booster returned it.
@@ -73,16 +73,15 @@ class PPOTrainer(OLTrainer):
         vf_coef: weight of the critic's loss.
         value_clip: half-width of the trust region on values, in the unit of returns.
         sample_buffer: each pass is one batch, drawn at random, instead of all samples.
-        dataloader_pin_memory: without effect, as use_tp and coordinator: batches are moved whole, a booster knows
-            whether it splits tensors, and torch.distributed knows the ranks.
+        dataloader_pin_memory: without effect: batches are moved whole.
         offload_inference_models: reward model and initial model wait in host memory while the others learn.
         apply_loss_mask: learn those tokens of demonstrations that have labels; otherwise all of them. Responses are
             always learnt up to their end: behind it there is only padding.
         accumulation_steps: training batches of an optimizer step.
         save_interval: optimizer steps between checkpoints; 0 keeps only the one at the end of the fit.
         save_dir: of checkpoints and of batches that failed; None keeps none.
-        use_tp: without effect.
-        coordinator: without effect.
+        use_tp: without effect: a booster knows whether it splits tensors.
+        coordinator: without effect: torch.distributed knows the ranks.
         callbacks: are told of everything, in their order.
         options: choices of the algorithm that coati has no parameter for.
         scorer: judges responses instead of the reward model.
@@ -187,7 +186,9 @@ class PPOTrainer(OLTrainer):
             ModelError: if there is no whole checkpoint, or it is of other models; nothing was changed.
             ConfigError: if it is of more or fewer ranks, or of the middle of an episode under other settings.
         """
-        self.position, self._learning = self.checkpoints.load(directory)
+        position, learning = self.checkpoints.load(directory)
+        self._forget_episode()
+        self.position, self._learning = position, learning
         if self._learning is not None:
             self.buffer.append(self._learning.collected)
 
@@ -238,25 +239,25 @@ class PPOTrainer(OLTrainer):
             kl_per_sample=torch.tensor([sample.kl for sample in self._samples]),
             scores=torch.tensor([sample.score for sample in self._samples]),
         )
-        self._forget_collecting()
+        self._samples = []
+        self._numbers.begin_episode()
 
     def _learn(self, episode: int, num_update_steps: int) -> None:
         if self._learning is None:
             collected = self.buffer.collect()
             self._learning = Learning(collected, self.learner.recompute(collected))
-        collected, learnt = self._learning
+        learning = self._learning
         windows = episode_windows(
-            seed=self.seed, episode=episode, passes=num_update_steps, samples=len(collected),
+            seed=self.seed, episode=episode, passes=num_update_steps, samples=len(learning.collected),
             batch_size=self.train_batch_size, accumulation_steps=self.accumulation_steps, sampled=self.sample_buffer,
         )  # fmt: skip
         for window in windows[self.position.windows :]:
             if self.learner.config.correction == "decoupled" and any(number > 0 for number in window.begins):
-                # The trust region moves along with each pass.
-                learnt = self.learner.recompute(collected)
-                self._learning = Learning(collected, learnt)
+                # The trust region moves along with each pass; the values stay as the first call restated them.
+                self._learning = learning = learning._replace(learnt=self.learner.recompute(learning.learnt))
             for number in window.begins:
                 self._tell("on_learn_epoch_start", number)
-            self._training_step(learnt.select(window.rows), window.batches)
+            self._training_step(learning.learnt.select(window.rows), window.batches)
             for number in window.ends:
                 self._tell("on_learn_epoch_end", number)
             self.position.windows += 1
@@ -276,8 +277,7 @@ class PPOTrainer(OLTrainer):
 
     def _clear(self) -> None:
         self._log.learnt(self.position.step)
-        self.buffer.clear()
-        self._learning = None
+        self._forget_episode()
         self.position = Position(self.position.episode + 1, 0, self.position.step)
 
     def _finish_fit(self) -> None:
@@ -287,14 +287,14 @@ class PPOTrainer(OLTrainer):
         self._log.close()
         self.experience_maker.close()
         if not self.position.windows:  # an error ended the collecting, which another fit begins anew
-            self.buffer.clear()
-            self._forget_collecting()
+            self._forget_episode()
 
-    def _forget_collecting(self) -> None:
+    def _forget_episode(self) -> None:
+        self.buffer.clear()
+        self._learning = None
         self._samples = []
         self._numbers.begin_episode()
 
     def _kept(self, error: TrainingError, experience: Experience, samples: Sequence[Sample]) -> TrainingError:
-        name = f"epoch-{self.position.episode}_step-{self.position.step}"
-        place = FailurePlace(self.save_dir, name, self.ranks)
+        place = FailurePlace(self.save_dir, f"epoch-{self.position.episode}_step-{self.position.step}", self.ranks)
         return keep_failed_batch(place, error, experience, samples, decode=self.tokenizer.decode)

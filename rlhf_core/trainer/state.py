@@ -18,6 +18,7 @@ from rlhf_core.models.lora import (
 from rlhf_core.trainer.optim import Trained
 
 _WEIGHTS, _MOMENTS = "weights", "optimizer"
+_COUNTERS = frozenset({"step"})  # moments that are one number, whatever the weight's shape
 _CPU_RANDOM_STATE, _CUDA_RANDOM_STATE = "random.cpu", "random.cuda"
 
 
@@ -49,9 +50,7 @@ def state_tensors(roles: Mapping[str, Trained], device: torch.device) -> Learner
         for name, parameter in trainable_parameters(trained.model).items():
             for moment, tensor in trained.optimizer.state[parameter].items():
                 tensors[f"{role}.{_MOMENTS}.{moment}.{name}"] = tensor.detach().to("cpu", copy=True)
-        schedule = trained.scheduler.state_dict()
-        schedule.pop("lr_lambdas")  # functions; the configuration makes them anew
-        facts[role] = {"schedule": schedule}
+        facts[role] = {"schedule": _schedule(trained)}
         if (scale := getattr(trained.optimizer, "scale", None)) is not None:
             facts[role]["loss_scale"] = scale.facts()
     return LearnerState(tensors, facts)
@@ -72,13 +71,16 @@ def load_state_tensors(
         device: of the models.
 
     Raises:
-        ModelError: if names or shapes differ from the models'; nothing was changed.
+        ModelError: if names, shapes or schedules differ from the models', or something is missing; nothing was
+            changed.
     """
     weights = {role: _under(tensors, f"{role}.{_WEIGHTS}.") for role in roles}
-    for role, trained in roles.items():
-        _check(role, trained, weights[role], tensors)
     if missing := sorted({*roles, _CPU_RANDOM_STATE} - {*facts, *tensors}):
         raise ModelError(f"the stored training state is incomplete: it lacks {', '.join(missing)}")
+    for role, trained in roles.items():
+        _check(role, trained, weights[role], tensors)
+        _check_facts(role, trained, facts[role])
+    _check_random(tensors, device)
     for role, trained in roles.items():
         load_trainable_state(trained.model, weights[role])
         _load_moments(trained, role, tensors)
@@ -95,12 +97,57 @@ def load_state_tensors(
 
 def _check(role: str, trained: Trained, weights: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
     check_trainable_state(trained.model, weights)
-    for moment, held in _moments(role, tensors).items():
-        if held.keys() != weights.keys():
+    moments = _moments(role, tensors)
+    covered = {name for held in moments.values() for name in held}
+    if unknown := sorted(covered - weights.keys()):
+        raise ModelError(
+            f"the stored training state is damaged: {role} has moments of {unknown[0]}, but not its weight"
+        )
+    for moment, held in moments.items():
+        if lost := sorted(covered - held.keys()):  # a weight that was never used has none at all
+            raise ModelError(f"the stored training state is incomplete: {role}'s {moment} lacks {lost[0]}")
+        for name, tensor in held.items():
+            shape = torch.Size() if moment in _COUNTERS else weights[name].shape
+            if tensor.shape != shape:
+                raise ModelError(
+                    f"the stored training state does not fit the model: {role}'s {moment} of {name} has shape "
+                    f"{list(tensor.shape)}, expected {list(shape)}"
+                )
+
+
+def _check_facts(role: str, trained: Trained, facts: Any) -> None:
+    """See that schedule and loss scale are there, and for as many groups of weights."""
+    own = _schedule(trained)
+    held = facts.get("schedule") if isinstance(facts, Mapping) else None
+    if not isinstance(held, Mapping) or own.keys() - held.keys():
+        raise ModelError(f"the stored training state is incomplete: it lacks {role}'s schedule")
+    for name, value in own.items():
+        if isinstance(value, list) and (not isinstance(held[name], list) or len(held[name]) != len(value)):
             raise ModelError(
-                f"the stored training state is incomplete: {role}'s {moment} covers {len(held)} of "
-                f"{len(weights)} weights"
+                f"the stored training state does not fit the model: {role}'s schedule has {held[name]} as {name}, "
+                f"expected {len(value)} numbers, one for each group of weights"
             )
+    scale = facts.get("loss_scale", {"factor": 1.0, "good_steps": 0})
+    if getattr(trained.optimizer, "scale", None) is not None and not (
+        isinstance(scale, Mapping) and {"factor", "good_steps"} <= scale.keys()
+    ):
+        raise ModelError(f"the stored training state is incomplete: {role}'s loss scale is {scale}")
+
+
+def _check_random(tensors: Mapping[str, Tensor], device: torch.device) -> None:
+    own = {_CPU_RANDOM_STATE: torch.get_rng_state()}
+    if device.type == "cuda":
+        own[_CUDA_RANDOM_STATE] = torch.cuda.get_rng_state(device)
+    for name, expected in own.items():
+        held = tensors.get(name, expected)  # a state of another device has none of this one's
+        if (held.shape, held.dtype) != (expected.shape, expected.dtype):
+            raise ModelError(f"the stored training state is damaged: {name} is no state of this torch's generator")
+
+
+def _schedule(trained: Trained) -> dict[str, Any]:
+    """Return the schedule's state without its functions, which the configuration makes anew."""
+    state: dict[str, Any] = trained.scheduler.state_dict()
+    return {name: value for name, value in state.items() if name != "lr_lambdas"}
 
 
 def _load_moments(trained: Trained, role: str, tensors: Mapping[str, Tensor]) -> None:
@@ -108,11 +155,12 @@ def _load_moments(trained: Trained, role: str, tensors: Mapping[str, Tensor]) ->
     names = {parameter: name for name, parameter in trainable_parameters(trained.model).items()}
     members = [member for group in trained.optimizer.param_groups for member in group["params"]]
     moments = _moments(role, tensors)
+    covered = {name for held in moments.values() for name in held}
     state = {
         # Cloned: the optimizer writes into what it is given.
         number: {moment: held[names[member]].clone() for moment, held in moments.items()}
         for number, member in enumerate(members)
-        if moments
+        if names[member] in covered
     }
     groups = trained.optimizer.state_dict()["param_groups"]
     trained.optimizer.load_state_dict({"state": state, "param_groups": groups})

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -123,3 +124,63 @@ def test_an_incomplete_state_is_refused_and_changes_nothing(lost: str) -> None:
 def test_the_state_of_another_configuration_is_refused() -> None:
     with pytest.raises(ModelError, match="does not fit the model"):
         build("full").load_state(*build("adapters with dropout").state())
+
+
+def changed(ours: PPOLearner, key: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """A state with one thing wrong, near the end of what is read."""
+    tensors, facts = ours.state()
+    name = next((name for name in tensors if name.startswith(key)), "")
+    match key:
+        case "critic.optimizer.exp_avg.":
+            tensors[name] = torch.zeros(3)
+        case "actor.optimizer.step." | "random.cpu":
+            tensors[name] = torch.zeros(2)
+        case "no facts":
+            facts["critic"] = {}
+        case "groups":
+            facts["critic"]["schedule"]["base_lrs"] = [1.0, 2.0]
+    return tensors, facts
+
+
+@pytest.mark.parametrize(
+    ("key", "sentence"),
+    [
+        ("critic.optimizer.exp_avg.", r"critic's exp_avg of .* has shape \[3\]"),
+        ("actor.optimizer.step.", r"actor's step of .* has shape \[2\], expected \[\]"),
+        ("random.cpu", "is no state of this torch's generator"),
+        ("no facts", "it lacks critic's schedule"),
+        ("groups", r"critic's schedule has \[1.0, 2.0\] as base_lrs, expected 1 numbers"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused_before_the_first_weight_changes(key: str, sentence: str) -> None:
+    ours = build("full")
+    run(ours, 0)
+    fresh = build("full")
+    before, facts = fresh.state()
+    with pytest.raises(ModelError, match=sentence):
+        fresh.load_state(*changed(ours, key))
+    after = fresh.state()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in after.tensors.items())
+    assert after.facts == facts
+
+
+def test_a_weight_that_was_never_used_has_no_moments_and_is_none_the_worse() -> None:
+    first, second = build("full"), build("full")
+    for ours in (first, second):
+        ours.actor.register_parameter("unused_expert", torch.nn.Parameter(torch.ones(2)))
+        ours._roles["actor"].optimizer.param_groups[0]["params"].append(ours.actor.unused_expert)
+    run(first, 0)
+    state = first.state()
+    assert not [name for name in state.tensors if "exp_avg" in name and "unused_expert" in name]
+    second.load_state(*state)
+    assert run(second, 1) == run(first, 1)
+
+
+def test_moments_that_disagree_on_which_weights_were_used_are_refused() -> None:
+    ours = build("full")
+    run(ours, 0)
+    tensors, facts = ours.state()
+    name = next(name for name in tensors if name.startswith("actor.optimizer.exp_avg_sq."))
+    del tensors[name]
+    with pytest.raises(ModelError, match="actor's exp_avg_sq lacks "):
+        build("full").load_state(tensors, facts)

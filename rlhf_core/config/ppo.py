@@ -122,9 +122,11 @@ class RolloutConfig(SamplingConfig, PPOOptions):
     reward: RewardConfig = RewardConfig()
 
     @model_validator(mode="after")
-    def _groups_are_whole(self) -> Self:
+    def _choices_agree(self) -> Self:
         if self.chunk_size % self.samples_per_prompt:
             raise ValueError("ppo.chunk_size must be a multiple of ppo.samples_per_prompt")
+        if self.kl_target is not None and self.kl_coef == 0:
+            raise ValueError("ppo.kl_target steers ppo.kl_coef, which from 0 goes nowhere; start it above 0")
         if self.advantage_estimator in {"grpo", "dr_grpo", "rloo"} and self.samples_per_prompt == 1:
             raise ValueError(
                 f"ppo.advantage_estimator {self.advantage_estimator} compares samples of one prompt; "

@@ -13,7 +13,7 @@ from rlhf_core.errors import TrainingError
 from rlhf_core.strategy.ranks import Ranks
 
 BUCKET_ELEMENTS = 1 << 26
-"""Gradients that travel together: 256 MB of float32 are the memory that averaging may take."""
+"""Gradients that travel together, cut where they pass this: averaging takes 256 MB of memory for float32."""
 
 
 class GradientError(TrainingError):
@@ -162,29 +162,32 @@ def _average(parameters: Iterable[nn.Parameter], ranks: Ranks) -> None:
     members = list(parameters)
     # A weight that no rank used keeps no gradient, as on one rank: with one, weight decay would move it.
     used = ranks.max(torch.tensor([int(member.grad is not None) for member in members])).tolist()
-    for bucket in _buckets([member for member, is_used in zip(members, used, strict=True) if is_used]):
-        flat = torch.cat([_gradient(member).flatten() for member in bucket])
-        mean = ranks.sum(flat).div_(ranks.world_size)
-        pieces = torch.split(mean, [member.numel() for member in bucket])
-        for member, piece in zip(bucket, pieces, strict=True):
-            if member.grad is None:
-                member.grad = torch.empty_like(member)
-            member.grad.copy_(piece.view_as(member))
+    gradients = [_flat_gradient(member) for member, is_used in zip(members, used, strict=True) if is_used]
+    for bucket in _buckets(gradients):
+        flat = torch.cat(bucket)
+        ranks.add_up(flat)
+        flat.div_(ranks.world_size)
+        for piece, mean in zip(bucket, torch.split(flat, [piece.numel() for piece in bucket]), strict=True):
+            piece.copy_(mean)
 
 
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+def _flat_gradient(parameter: nn.Parameter) -> Tensor:
+    """Return a flat view of the weight's gradient, which is given one if it has none."""
+    parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
+    return parameter.grad.view(-1)
 
 
-def _buckets(members: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Group weights of one dtype and device, in their order, into buckets of bounded size."""
-    buckets: dict[tuple[torch.dtype, torch.device], list[list[nn.Parameter]]] = {}
-    filled: dict[tuple[torch.dtype, torch.device], int] = {}
-    for member in members:
-        kind = (member.dtype, member.device)
-        if kind not in buckets or filled[kind] + member.numel() > BUCKET_ELEMENTS:
-            buckets.setdefault(kind, []).append([])
-            filled[kind] = 0
-        buckets[kind][-1].append(member)
-        filled[kind] += member.numel()
+def _buckets(gradients: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Cut flat gradients into pieces, and group those of one dtype and device, in their order, up to a bounded size."""
+    buckets: dict[tuple[torch.dtype, torch.device], list[list[Tensor]]] = {}
+    room: dict[tuple[torch.dtype, torch.device], int] = {}
+    for gradient in gradients:
+        kind, rest = (gradient.dtype, gradient.device), gradient
+        while rest.numel():
+            if not room.get(kind):
+                buckets.setdefault(kind, []).append([])
+                room[kind] = BUCKET_ELEMENTS
+            piece, rest = rest[: room[kind]], rest[room[kind] :]
+            buckets[kind][-1].append(piece)
+            room[kind] -= piece.numel()
     return [bucket for kind in buckets.values() for bucket in kind]

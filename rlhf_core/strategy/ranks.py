@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 
 class Ranks:
@@ -57,6 +61,16 @@ class Ranks:
         rows = tensor.new_zeros((sum(counts), *tensor.shape[1:]))
         rows[start : start + len(tensor)] = tensor.detach()
         return self.sum(rows)  # each row is one rank's, and zero plus a number is the number
+
+    def add_up(self, tensor: Tensor) -> None:
+        """Overwrite the tensor, in place and without a copy where the backend takes it, with the sum over ranks."""
+        if self.world_size == 1:
+            return
+        carried = tensor.detach().to(_carrier()).contiguous()  # the tensor itself, if it lies there already
+        dist.all_reduce(carried)
+        if carried.data_ptr() != tensor.data_ptr():
+            with torch.no_grad():
+                tensor.copy_(carried)
 
     def broadcast(self, tensor: Tensor) -> None:
         """Overwrite the tensor, in place, with that of rank 0."""
@@ -107,7 +121,8 @@ def current_ranks() -> Ranks:
 def join(timeout_s: float = 600.0) -> Ranks:
     """Join the processes that torchrun started, as its environment says; without one, train alone.
 
-    NCCL where each process of this machine has a GPU of its own, which becomes the current device; gloo elsewhere.
+    NCCL where every process, on whichever machine, has a GPU of its own; else gloo, as NCCL refuses two ranks on one
+    GPU. The ranks tell each other which GPU they see, so that all choose the same. It becomes the current device.
 
     Args:
         timeout_s: longest wait in any collective, after which the process ends with an error instead of hanging.
@@ -117,19 +132,53 @@ def join(timeout_s: float = 600.0) -> Ranks:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size == 1 or "RANK" not in os.environ:
         return ALONE
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    gpus = torch.cuda.device_count()
-    own_gpu = gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if gpus:
-        torch.cuda.set_device(local_rank % gpus)
-    dist.init_process_group("nccl" if gpus and own_gpu else "gloo", timeout=timedelta(seconds=timeout_s))
+    timeout = timedelta(seconds=timeout_s)
+    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
+    backend, reason = choose_backend(_devices_of_all(store, rank, world_size))
+    logger.log(logging.INFO if rank == 0 else logging.DEBUG, "%d ranks talk by %s: %s", world_size, backend, reason)
+    own = dist.PrefixStore("group", store)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=own, rank=rank, world_size=world_size, timeout=timeout)
     return current_ranks()
+
+
+def choose_backend(devices: Sequence[str]) -> tuple[str, str]:
+    """Return nccl or gloo, and the reason.
+
+    Args:
+        devices: of each rank, what identifies its GPU; empty where it has none.
+    """
+    without = [rank for rank, device in enumerate(devices) if not device]
+    if len(without) == len(devices):
+        return "gloo", "no rank has a GPU"
+    if without:
+        return "gloo", f"rank {without[0]} sees no GPU, others do"
+    shared = [rank for rank, device in enumerate(devices) if devices.index(device) < rank]
+    if shared:
+        rank = shared[0]
+        return "gloo", f"ranks {devices.index(devices[rank])} and {rank} share a GPU; give each its own for NCCL"
+    return "nccl", "each rank has a GPU of its own"
 
 
 def leave() -> None:
     """Leave the group that `join` entered; nothing where there is none."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _devices_of_all(store: Any, rank: int, world_size: int) -> list[str]:
+    """Make this rank's GPU the current one, and return what identifies each rank's, the same list on every rank."""
+    gpus = torch.cuda.device_count()
+    mine = ""
+    if gpus:
+        # A launcher may show each process one GPU only, which is then its number 0.
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % gpus)
+        mine = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    if not dist.is_nccl_available():
+        mine = ""
+    said = dist.PrefixStore("devices", store)  # type: ignore[attr-defined]
+    said.set(str(rank), mine)
+    return [said.get(str(other)).decode() for other in range(world_size)]
 
 
 def _carrier() -> torch.device:

@@ -40,12 +40,13 @@ def is_adapter_directory(directory: Path) -> bool:
     return (directory / CONFIG_FILE).is_file()
 
 
-def save_adapters(model: PreTrainedModel, directory: Path) -> None:
+def save_adapters(model: PreTrainedModel, directory: Path, *, base: str | None = None) -> None:
     """Write a model's adapters as peft does: `adapter_config.json`, and the factors in safetensors.
 
     Args:
         model: a causal language model or a trunk with adapters.
         directory: made if absent.
+        base: path or name of what they were trained on; None takes the name that the model was loaded by.
 
     Raises:
         ModelError: if there are no adapters, or they have changed the weights below them.
@@ -65,7 +66,7 @@ def save_adapters(model: PreTrainedModel, directory: Path) -> None:
         target_modules=sorted(layers),
         fan_in_fan_out=any(layer.fan_in_fan_out for layer in layers.values()),  # GPT-2 keeps weights transposed
         task_type=None if model.get_output_embeddings() is None else "CAUSAL_LM",
-        base_model_name_or_path=model.name_or_path or None,
+        base_model_name_or_path=base or model.name_or_path or None,
         inference_mode=True,
     ).save_pretrained(directory)
     state = {_peft_name(name): tensor.contiguous() for name, tensor in trainable_state(model).items()}

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
 
 from rlhf_core.errors import ModelError
+from rlhf_core.models.loading import load_whole
 from rlhf_core.models.lora import save_merged
-from rlhf_core.models.saving import quiet
 
 HEAD_FILE = "head.safetensors"
 
@@ -61,19 +63,36 @@ def save_with_head(
     save_file(tensors, directory / HEAD_FILE)
 
 
-def load_with_head(directory: Path, dtype: torch.dtype, *, kind: str) -> TrunkAndHead:
+def load_with_head(
+    directory: Path, dtype: torch.dtype, *, kind: str, extra: Mapping[str, Tensor] = MappingProxyType({})
+) -> TrunkAndHead:
     """Return what `save_with_head` wrote, the trunk in `dtype` and the head in float32.
 
+    Args:
+        directory: holds both.
+        dtype: of the trunk.
+        kind: what is wanted, in words, for messages.
+        extra: tensors that must stand beside the head, by name, to tell their shapes.
+
     Raises:
-        ModelError: if there is no head; the message says that a `kind` was wanted.
+        ModelError: if there is no head, it is another's, a file is damaged, or weights are missing.
     """
     if not (directory / HEAD_FILE).is_file():
         raise ModelError(
             f"{directory} holds no {kind}, as it has no {HEAD_FILE}; give the directory of a stored {kind}"
         )
-    tensors = load_file(directory / HEAD_FILE)
-    with quiet():
-        trunk = AutoModel.from_pretrained(directory, dtype=dtype)
+    try:
+        tensors = load_file(directory / HEAD_FILE)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{directory / HEAD_FILE} cannot be read; it is truncated or no safetensors file") from error
+    trunk = load_whole(AutoModel, directory, dtype, what="transformer")
     head = zero_head(trunk)
+    wanted = {"weight": head.weight, "bias": head.bias, **extra}
+    wrong = [name for name, like in wanted.items() if name not in tensors or tensors[name].shape != like.shape]
+    if wrong:
+        raise ModelError(
+            f"{directory} holds no {kind}, as its {HEAD_FILE} has no {wrong[0]} of the right shape; give the directory "
+            f"of a stored {kind}"
+        )
     head.load_state_dict({name: tensors.pop(name) for name in ("weight", "bias")})
     return TrunkAndHead(trunk.eval(), head, tensors)

@@ -55,21 +55,37 @@ def load_causal_lm(directory: Path, dtype: str | torch.dtype, device: str | torc
     Raises:
         ModelError: if there is no causal language model, a file is damaged, or weights are missing.
     """
+    return load_whole(AutoModelForCausalLM, directory, dtype, what="causal language model").to(device).eval()
+
+
+def load_whole(kind: type, directory: Path, dtype: str | torch.dtype, *, what: str) -> PreTrainedModel:
+    """Return the model in a directory, all of whose weights are there.
+
+    Args:
+        kind: one of transformers' auto classes.
+        directory: as `save_pretrained` writes it.
+        dtype: of the weights.
+        what: the model, in words, for messages.
+
+    Raises:
+        ModelError: if there is none, a file is damaged, or weights are missing.
+    """
     _expect(directory, "config.json")
     try:
         with quiet():
-            model, found = AutoModelForCausalLM.from_pretrained(
+            model, found = kind.from_pretrained(  # type: ignore[attr-defined]  # the auto classes have no common base
                 directory, dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True
             )
     except _READ_ERRORS as error:
-        raise ModelError(f"no causal language model can be loaded from {directory}: {_first_line(error)}") from error
+        raise ModelError(f"no {what} can be loaded from {directory}: {_first_line(error)}") from error
     # transformers would draw random numbers for these and only warn
     missing = sorted({*found["missing_keys"], *(str(key) for key in found["mismatched_keys"])})
     if missing:
         raise ModelError(
             f"{directory} lacks {len(missing)} weights of its model, such as {missing[0]}; it is incomplete"
         )
-    return model.to(device).eval()
+    loaded: PreTrainedModel = model
+    return loaded
 
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:

@@ -115,7 +115,7 @@ def _hub_sentence(name: str, error: Exception) -> str:
         )
     return (
         f"model {name!r} is neither packaged ({', '.join(PACKAGED)}) nor a directory, and the model hub could not be "
-        f"reached within {HUB_TIMEOUT_S:.0f} s ({_reason(error)}); give the path of a local model, `-p model=PATH`"
+        f"reached within {HUB_TIMEOUT_S:.0f} s ({_reason(error)}); give the directory of a model on this machine"
     )
 
 

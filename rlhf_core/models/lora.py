@@ -60,8 +60,8 @@ def attach_lora(model: PreTrainedModel, config: LoRAConfig, *, seed: int) -> Non
             inject_adapter_in_model(settings, model, adapter_name=_ADAPTER)
         except ValueError as error:
             raise ModelError(
-                f"{type(model).__name__} has no layer named like {targets!r}; set lora.target_modules to "
-                "'all-linear' or to names of its linear layers"
+                f"{type(model).__name__} has no layer named like {targets!r}; name some of its linear "
+                "layers as target_modules, or say 'all-linear'"
             ) from error
     for layer in _adapted_layers(model).values():
         setattr(layer, _CONFIG, config)

@@ -68,7 +68,9 @@ class RewardModel(nn.Module):
         Raises:
             ModelError: if the directory holds no reward model.
         """
-        trunk, head, statistics = load_with_head(directory, dtype, kind="reward model")
+        number = torch.zeros(())
+        statistics_like = {"score_mean": number, "score_std": number}
+        trunk, head, statistics = load_with_head(directory, dtype, kind="reward model", extra=statistics_like)
         model = cls(trunk, head)
         model.score_mean.copy_(statistics["score_mean"])
         model.score_std.copy_(statistics["score_std"])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from rlhf_core.errors import ModelError
@@ -135,6 +136,26 @@ def test_a_directory_without_a_head_is_refused_in_one_sentence(tmp_path: Path) -
     tiny_causal_lm("llama").save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=f"holds no critic, as it has no {HEAD_FILE}"):
         Critic.from_pretrained(tmp_path, torch.float32)
+
+
+def test_damaged_and_exchanged_files_are_refused_in_one_sentence(tmp_path: Path) -> None:
+    causal_lm = tiny_causal_lm("llama")
+    Critic.from_causal_lm(causal_lm).save_pretrained(tmp_path / "critic")
+    with pytest.raises(ModelError, match=r"holds no reward model, as its .* has no score_mean"):
+        RewardModel.from_pretrained(tmp_path / "critic", torch.float32)
+    RewardModel.from_causal_lm(causal_lm).save_pretrained(tmp_path / "model")
+    weights = tmp_path / "model/model.safetensors"
+    whole, tensors = weights.read_bytes(), load_file(weights)
+    tensors.pop("norm.weight")
+    save_file(tensors, weights, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"lacks 1 weights of its model, such as norm\.weight"):
+        RewardModel.from_pretrained(tmp_path / "model", torch.float32)
+    weights.write_bytes(whole[:-100])
+    with pytest.raises(ModelError, match="no transformer can be loaded from"):
+        RewardModel.from_pretrained(tmp_path / "model", torch.float32)
+    (tmp_path / "model" / HEAD_FILE).write_bytes(b"{")
+    with pytest.raises(ModelError, match=f"{HEAD_FILE} cannot be read"):
+        RewardModel.from_pretrained(tmp_path / "model", torch.float32)
 
 
 def test_a_bare_trunk_is_not_taken_for_a_language_model() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 from infra.artifacts import ArtifactRef, ArtifactStore, open_default_store
@@ -116,6 +117,14 @@ class StoreKeeper:
                 source_digest=self._run.source_digest,
                 flow_run=self._run.flow_run,
             )
+
+    def keep_failed_batch(self, save: Callable[[Path], None]) -> str:
+        """Write the batch under RLHF_HOME, not into the store: it is for a person to look at, and then to delete."""
+        root = settings().home / "failed-batches"
+        root.mkdir(parents=True, exist_ok=True)
+        directory = Path(mkdtemp(prefix=f"{self._run.name}-", dir=root))
+        save(directory)
+        return str(directory)
 
     def _parents(self) -> list[ArtifactRef]:
         parents = [self._run.actor, self._run.dataset]

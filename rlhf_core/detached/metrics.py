@@ -47,4 +47,11 @@ def episode_metrics(
         metrics["rm_score"] = fmean(scores)
     for name in PPOStats._fields:
         metrics[name] = fmean(float(getattr(stat, name)) for stat in stats)
-    return metrics
+    return metrics | _norms(stats)
+
+
+def _norms(stats: Sequence[PPOStats]) -> dict[str, float]:
+    """Return the mean norms of the steps that were taken; 0 if none was."""
+    actor = [stat.actor_grad_norm for stat in stats if not stat.skipped and not stat.actor_overflowed]
+    critic = [stat.critic_grad_norm for stat in stats if not stat.critic_overflowed]
+    return {"actor_grad_norm": fmean(actor or [0.0]), "critic_grad_norm": fmean(critic or [0.0])}

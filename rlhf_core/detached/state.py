@@ -72,6 +72,9 @@ class StateKeeper(Protocol):
     def commit_policy(self, save: Callable[[Path], None], *, history: tuple[EpisodeRecord, ...]) -> None:
         """Store the finished policy, which `save` writes to a directory as `save_pretrained` does."""
 
+    def keep_failed_batch(self, save: Callable[[Path], None]) -> str:
+        """Keep a batch that could not be learnt from, which `save` writes to a directory; return where it is."""
+
 
 def history_to_json(history: tuple[EpisodeRecord, ...]) -> list[dict[str, Any]]:
     """Return the history as plain JSON values."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -20,10 +20,11 @@ from rlhf_core.config import PPOConfig
 from rlhf_core.data import Problem
 from rlhf_core.detached.chunks import episode_problems, make_chunks
 from rlhf_core.detached.dealer import deal
+from rlhf_core.detached.learning import learn_or_keep
 from rlhf_core.detached.maker import MadeChunk
 from rlhf_core.detached.metrics import episode_metrics
 from rlhf_core.detached.state import EpisodeRecord, StateKeeper, TrainerPosition
-from rlhf_core.detached.weights import pack
+from rlhf_core.detached.weights import pack, published_weights
 from rlhf_core.trainer.ppo.controls import RewardControls
 from rlhf_core.trainer.ppo.learner import PPOLearner, PPOStats
 from rlhf_core.types import Experience, Sample
@@ -45,7 +46,7 @@ class DetachedPPOTrainer:
         problems: prompts of the run, in a fixed order.
         config: the run's configuration.
         seed: seed of prompts' order, sampling and minibatches.
-        keeper: where states and the policy go.
+        keeper: where states, the policy and failed batches go.
         save_policy: writes the learner's finished policy to a directory.
     """
 
@@ -128,7 +129,7 @@ class DetachedPPOTrainer:
         experience = buffer.collect()
         started = time.perf_counter()
         self._progress = f"episode {episode + 1}: learning from {len(samples)} samples"
-        stats = self._learner.learn(experience, seed=self._seed, episode=episode)
+        stats = learn_or_keep(self._learner, experience, samples, seed=self._seed, episode=episode, keeper=self._keeper)
         metrics = self._take_note(samples, stats, experience.policy_version, episode)
         seconds["learn"] = time.perf_counter() - started
         version = episode + 1
@@ -210,7 +211,7 @@ class DetachedPPOTrainer:
     def _publish(self, makers: dict[str, Any], version: int) -> None:
         """Send the weights as `version` to every living maker, and wait until each holds them; forget dead ones."""
         dtype = getattr(torch, self._config.rollout_dtype)
-        manifest, references = pack(self._weights(dtype), version=version, dtype=dtype, put=ray.put)
+        manifest, references = pack(published_weights(self._learner, dtype), version=version, put=ray.put)
         timeout_s = self._config.cluster.start_timeout_s
         pending = {name: maker.load_weights.remote(manifest, references, timeout_s) for name, maker in makers.items()}
         for name, reference in pending.items():
@@ -218,11 +219,6 @@ class DetachedPPOTrainer:
                 ray.get(reference, timeout=timeout_s)
             except RayActorError:
                 makers.pop(name)  # the dealer goes on with the others; the next episode replaces it
-
-    def _weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        for role in ("actor", "critic"):
-            for name, tensor in self._learner.merged_weights(role, dtype=dtype).items():
-                yield f"{role}.{name}", tensor
 
     def _commit_state(
         self,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlhf_core.errors import RlhfError
+from rlhf_core.models.trunk import unwrapped
+from rlhf_core.trainer.ppo.learner import PPOLearner
 
 Bucket = NDArray[np.uint8]
 T = TypeVar("T")
@@ -52,22 +54,39 @@ class WeightsManifest:
     """CRC-32 of each bucket."""
 
 
+def published_weights(learner: PPOLearner, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yield actor's and critic's weights as the makers hold them: adapters merged, cast once.
+
+    The critic's head stays in float32, as the makers' is: in bfloat16 a bias of 10.03 would become 10.
+
+    Args:
+        learner: whose weights.
+        dtype: the makers' `rollout_dtype`.
+    """
+    heads = {}
+    if learner.critic is not None:
+        head: torch.nn.Module = unwrapped(learner.critic).head
+        heads = {f"head.{name}": parameter.detach() for name, parameter in head.named_parameters()}
+    for name, tensor in learner.merged_weights("actor", dtype=dtype).items():
+        yield f"actor.{name}", tensor
+    for name, tensor in learner.merged_weights("critic", dtype=dtype).items():
+        yield f"critic.{name}", heads.get(name, tensor)
+
+
 def pack(
     tensors: Iterable[tuple[str, Tensor]],
     *,
     version: int,
-    dtype: torch.dtype,
     put: Callable[[Bucket], T],
     bucket_bytes: int = 64 << 20,
 ) -> tuple[WeightsManifest, list[T]]:
-    """Lay `tensors`, cast once to `dtype`, into buckets; return the manifest and what `put` made of each bucket.
+    """Lay `tensors` into buckets, each in its own dtype; return the manifest and what `put` made of each bucket.
 
     One bucket is in memory at a time.
 
     Args:
         tensors: names and weights; order is kept.
         version: number of this publication, rising by one.
-        dtype: the makers' `rollout_dtype`.
         put: takes a bucket away, such as `ray.put`.
         bucket_bytes: a bucket is closed when the next tensor would pass this; a larger tensor gets its own.
     """
@@ -84,13 +103,12 @@ def pack(
         pending.clear()
 
     for name, tensor in tensors:
-        body = _bytes_of(tensor.detach().to(device="cpu", dtype=dtype).contiguous())
+        body = _bytes_of(tensor.detach().to("cpu").contiguous())
         if pending and filled + body.size > bucket_bytes:
             close()
             filled = 0
-        slots.append(
-            TensorSlot(name, tuple(tensor.shape), str(dtype).removeprefix("torch."), len(kept), filled, body.size)
-        )
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        slots.append(TensorSlot(name, tuple(tensor.shape), dtype, len(kept), filled, body.size))
         pending.append(body)
         filled += body.size
     if pending:

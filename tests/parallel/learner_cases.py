@@ -187,8 +187,9 @@ def bare_optimizer(ranks: Ranks) -> Found:
     booster = PlainBooster(ranks=ranks)
     booster.backward(loss, optimizer)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
-    norm = take_step(Trained(model, optimizer, scheduler, booster), loss=loss, what="model", grad_clip=0.5, ranks=ranks)
-    return Found({"norm": norm}, dict(model.state_dict()))
+    trained = Trained(model, optimizer, scheduler, booster)
+    taken = take_step(trained, loss=loss, what="model", grad_clip=0.5, ranks=ranks)
+    return Found({"norm": taken.norm}, dict(model.state_dict()))
 
 
 def checkpoint(ranks: Ranks) -> Found:

@@ -75,7 +75,7 @@ def test_a_ratio_that_explodes_on_one_rank_skips_the_actor_on_both(two: list[dic
     [
         ("nan_advantage", "the actor's loss is nan"),
         ("nan_gradient", "its gradient's norm nan"),
-        ("no_returns", "expected experience with returns"),
+        ("no_returns", "but the experience has none"),
     ],
 )
 def test_what_is_wrong_on_one_rank_ends_both_with_a_sentence(

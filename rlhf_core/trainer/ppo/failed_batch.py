@@ -67,13 +67,33 @@ def keep_failed_batch(
         return TrainingError(f"{error}; give save_dir to have such a batch kept")
     directory = place.save_dir / f"failed-batch-{place.name}" / f"rank-{place.ranks.rank}"
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        tensors = {field: tensor.detach().cpu().contiguous() for field, tensor in experience.tensors().items()}
-        save_file(tensors, directory / "experience.safetensors")
-        write_json(directory / "batch.json", {"error": str(error), "rows": _rows(experience, samples, decode)})
+        write_failed_batch(directory, str(error), experience, samples, decode=decode)
     except OSError as failure:
         return TrainingError(f"{error}; the batch could not be kept in {directory} ({failure})")
     return TrainingError(f"{error}; the batch is kept in {directory}")
+
+
+def write_failed_batch(
+    directory: Path,
+    reason: str,
+    experience: Experience,
+    samples: Sequence[Sample],
+    *,
+    decode: Callable[[list[int]], str],
+) -> None:
+    """Write the batch as `experience.safetensors`, and as rows to read with the reason as `batch.json`.
+
+    Args:
+        directory: is made if it is not there.
+        reason: what was wrong.
+        experience: the batch.
+        samples: the same rows as text; none if they are not at hand.
+        decode: returns the text of token ids.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = {field: tensor.detach().cpu().contiguous() for field, tensor in experience.tensors().items()}
+    save_file(tensors, directory / "experience.safetensors")
+    write_json(directory / "batch.json", {"error": reason, "rows": _rows(experience, samples, decode)})
 
 
 def _rows(

@@ -41,3 +41,16 @@ def test_figures_that_overflowed_are_numbers_that_json_holds() -> None:
         [sample(1.0, {})], [stats, stats], versions=torch.zeros(1), learnt_at=0, controls=EpisodeControls(0.1)
     )
     assert two["max_ratio"] == pytest.approx(3.4028234663852886e38)
+
+
+def test_norms_are_those_of_the_steps_that_were_taken() -> None:
+    stats = [
+        stats_from({"actor_grad_norm": 2.0, "critic_grad_norm": 3.0}),
+        stats_from({"actor_overflowed": 1.0, "critic_grad_norm": 5.0}),
+        stats_from({"skipped": 1.0, "critic_overflowed": 1.0}),
+    ]
+    found = episode_metrics(
+        [sample(1.0, {})], stats, versions=torch.zeros(1), learnt_at=0, controls=EpisodeControls(0.1)
+    )
+    assert (found["actor_grad_norm"], found["critic_grad_norm"]) == (2.0, 4.0)
+    assert (found["actor_overflowed"], found["critic_overflowed"]) == (pytest.approx(1 / 3), pytest.approx(1 / 3))

@@ -4,7 +4,19 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_core.detached.weights import Bucket, WeightsError, WeightsManifest, pack, replace_weights, unpack
+from rlhf_core.config import LoRAConfig
+from rlhf_core.detached.weights import (
+    Bucket,
+    WeightsError,
+    WeightsManifest,
+    pack,
+    published_weights,
+    replace_weights,
+    unpack,
+)
+from rlhf_core.models.critic import Critic
+from tests.tiny_llama import tiny_llama
+from tests.unit.trainer.test_ppo_learner import LORA, learner
 
 Packed = tuple[WeightsManifest, list[Bucket]]
 
@@ -20,7 +32,8 @@ def weights() -> dict[str, torch.Tensor]:
 
 
 def packed(*, version: int = 1, dtype: torch.dtype = torch.float32, bucket_bytes: int = 64 << 20) -> Packed:
-    return pack(weights().items(), version=version, dtype=dtype, put=np.copy, bucket_bytes=bucket_bytes)
+    cast = {name: tensor.to(dtype) for name, tensor in weights().items()}
+    return pack(cast.items(), version=version, put=np.copy, bucket_bytes=bucket_bytes)
 
 
 def models() -> dict[str, torch.nn.Module]:
@@ -84,3 +97,18 @@ def test_weights_that_do_not_fit_leave_every_model_as_it_was(
     for role, model in held.items():
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter, before[role][name])
+
+
+@pytest.mark.parametrize("lora", [None, LORA])
+def test_transformers_travel_in_the_makers_dtype_and_the_critics_head_in_float32(lora: LoRAConfig | None) -> None:
+    ours = learner(lora=lora)
+    with torch.no_grad():
+        ours.critic.head.bias.fill_(10.03)  # 10.0 in bfloat16
+    manifest, buckets = pack(published_weights(ours, torch.bfloat16), version=1, put=np.copy)
+    arrived = unpack(manifest, buckets)
+    assert arrived["critic.head.bias"].item() == ours.critic.head.bias.item()
+    in_single = {name for name, tensor in arrived.items() if tensor.dtype != torch.bfloat16}
+    assert in_single == {"critic.head.weight", "critic.head.bias"}
+    critic = Critic.from_causal_lm(tiny_llama().to(torch.bfloat16))
+    replace_weights({"actor": tiny_llama().to(torch.bfloat16), "critic": critic}, arrived)
+    assert torch.equal(critic.head.weight, ours.critic.head.weight)

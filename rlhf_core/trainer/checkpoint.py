@@ -106,7 +106,7 @@ def find_checkpoint(directory: str | Path) -> Checkpoint:
     Raises:
         ModelError: if there is none that is whole; the message says what is wrong with it.
     """
-    given = Path(directory)
+    given = Path(directory).resolve()  # from inside a checkpoint, "." has neither name nor parent
     if _NAME.fullmatch(given.name):
         found = Checkpoint(given.parent.parent, given.name)
         if (damage := damage_of(found)) is not None:
@@ -144,6 +144,39 @@ def damage_of(checkpoint: Checkpoint) -> str | None:
         if _digest(path) != entry["sha256"]:
             return f"{name} has changed since it was written"
     return None
+
+
+def training_form(optimizer: Any, scheduler: Any) -> dict[str, Any]:
+    """Return what an optimizer's and a schedule's stored state must agree with, as JSON holds it."""
+    state = scheduler.state_dict()
+    return {
+        "groups": [len(group["params"]) for group in optimizer.param_groups],
+        "schedule": sorted(state.keys() - {"lr_lambdas"}),
+        "rates": len(state.get("_last_lr", ())),
+    }
+
+
+def check_training_form(stored: Mapping[str, Any], own: Mapping[str, Any], *, where: Path) -> None:
+    """See that optimizer and schedule were built as for the run that wrote the checkpoint, before anything is loaded.
+
+    Args:
+        stored: what `training_form` returned then.
+        own: what it returns now.
+        where: the checkpoint.
+
+    Raises:
+        ModelError: if they differ.
+    """
+    for name, what in (
+        ("groups", "numbers of weights in the optimizer's groups"),
+        ("schedule", "numbers in the schedule's state"),
+        ("rates", "number of learning rates"),
+    ):
+        if stored.get(name) != own[name]:
+            raise ModelError(
+                f"the checkpoint {where} has {stored.get(name)} as {what}, but this run has {own[name]}; build "
+                "optimizer and schedule as the run did that wrote it"
+            )
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -27,12 +27,15 @@ Clock = Callable[[], float]
 
 
 class Performance(NamedTuple):
-    """One kind of work in numbers: those of one process, averaged over the ranks."""
+    """One kind of work in numbers: those of this process.
+
+    Nothing is asked of other ranks: the figures are wanted after an error too, when those may be elsewhere.
+    """
 
     samples: float
     seconds: float
     samples_per_second: float
-    """Of all ranks together."""
+    """Of all ranks together, which have equal work."""
     tflops: float
     """10^12 floating-point operations per second and process."""
     split: dict[str, float]
@@ -66,17 +69,13 @@ class _Meter:
 
     def performance(self, *, main: str) -> Performance:
         """Return the figures; `main` is the part whose seconds the operations took."""
-        ranks = current_ranks()
-        own = [float(self._samples), self._operations, *self._seconds.values()]
-        means = ranks.sum(torch.tensor(own, dtype=torch.float64)) / ranks.world_size
-        samples, operations, *seconds = means.tolist()
-        split = dict(zip(self._seconds, seconds, strict=True))
-        total, working = sum(seconds), split.get(main, 0.0)
+        split = dict(self._seconds)
+        total, working = sum(split.values()), split.get(main, 0.0)
         return Performance(
-            samples=samples,
+            samples=float(self._samples),
             seconds=total,
-            samples_per_second=samples * ranks.world_size / total if total else 0.0,
-            tflops=operations / working / 1e12 if working else 0.0,
+            samples_per_second=self._samples * current_ranks().world_size / total if total else 0.0,
+            tflops=self._operations / working / 1e12 if working else 0.0,
             split=split,
         )
 

@@ -36,7 +36,8 @@ class CycledLoader:
         what: names it in messages.
 
     Raises:
-        DataError: when the first batch is asked for, if there is none.
+        DataError: when the first batch is asked for, if there is none; or when another pass is due, and the loader is
+            an iterator that can be gone through only once.
     """
 
     def __init__(self, loader: Batches, *, what: str) -> None:
@@ -46,12 +47,17 @@ class CycledLoader:
         self._batches = 0
         self._samples = 0
         self._iterator: Iterator[Mapping[str, Any]] = iter(())
+        self._iterated = False
         self._begun: dict[str, Tensor] = {}
 
     @property
     def samples_dealt(self) -> int:
         """Samples of the current pass that were dealt."""
         return self._samples
+
+    def deals(self, loader: Batches | None) -> bool:
+        """Whether this is the loader whose batches are dealt."""
+        return self._loader is loader
 
     def next(self) -> Mapping[str, Any]:
         """Return the next batch; after the last one, the first of the next pass."""
@@ -62,9 +68,10 @@ class CycledLoader:
             try:
                 batch = next(self._iterator)
             except StopIteration:
+                if is_one_shot(self._loader):
+                    raise self._once_only() from None
                 raise DataError(f"{self._what} holds no batch; give at least one") from None
-        self._batches += 1
-        self._samples += len(batch["input_ids"])
+        self._count(batch, "input_ids")
         return batch
 
     def state(self) -> LoaderState:
@@ -76,10 +83,16 @@ class CycledLoader:
         """Begin the stored pass again and throw away what it had dealt; the global random states come out as they were.
 
         Raises:
-            DataError: if the pass has fewer batches now: the data are others.
+            DataError: if the pass has fewer batches now, or the loader other generators: the data are others.
         """
         if facts["pass"] < 0:
             return
+        own = {f"{_GENERATOR}.{number}" for number, _ in enumerate(self._generators())}
+        if own != {name for name in tensors if name.startswith(_GENERATOR)}:
+            raise DataError(
+                f"{self._what} has {len(own) or 'no'} random generator of its own, other than when the checkpoint was "
+                "written, so its order cannot be repeated; build it as the run did that wrote it"
+            )
         kept = random_states()
         set_random_states({name: state for name, state in tensors.items() if not name.startswith(_GENERATOR)})
         for number, generator in enumerate(self._generators()):
@@ -94,7 +107,38 @@ class CycledLoader:
         self._batches, self._samples = facts["batches"], facts["samples"]
         set_random_states(kept)
 
+    def go_back(self, place: LoaderState) -> None:
+        """Deal again what came after `place`; what can be gone through only once goes on where it stands.
+
+        Args:
+            place: from `state` of this loader.
+        """
+        if place.facts == self.state().facts or is_one_shot(self._loader):
+            return
+        self._pass, self._batches, self._samples, self._iterator = -1, 0, 0, iter(())
+        self.load_state(*place)
+
+    def _count(self, batch: Mapping[str, Any], key: str | None = None) -> None:
+        """Take note of a batch that is dealt; its rows are those of `key`, or of whatever is first."""
+        if not isinstance(batch, Mapping) or not batch or (key is not None and key not in batch):
+            held = ", ".join(map(repr, batch)) if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+            raise DataError(
+                f"{self._what} gives batches as mappings by name{f' with {key!r}' if key else ''}, but this one is "
+                f"{held or 'empty'}; look at its collate_fn"
+            )
+        self._batches += 1
+        self._samples += len(batch[key] if key is not None else next(iter(batch.values())))
+
+    def _once_only(self) -> DataError:
+        return DataError(
+            f"{self._what} is an iterator that has come to its end and cannot be iterated again; give a list or a "
+            "DataLoader, which begins anew with each pass"
+        )
+
     def _begin_pass(self, number: int) -> None:
+        if self._iterated and is_one_shot(self._loader):
+            raise self._once_only()
+        self._iterated = True
         self._pass, self._batches, self._samples = number, 0, 0
         set_epoch = getattr(getattr(self._loader, "sampler", None), "set_epoch", None)
         if set_epoch is not None:
@@ -110,3 +154,8 @@ class CycledLoader:
         found = (getattr(self._loader, "generator", None), getattr(sampler, "generator", None))
         unique = {id(generator): generator for generator in found if generator is not None}
         return list(unique.values())
+
+
+def is_one_shot(loader: Batches) -> bool:
+    """Whether the loader is an iterator: it gives itself, wherever it stands, and no pass beyond this one."""
+    return isinstance(loader, Iterator)

@@ -14,8 +14,7 @@ from rlhf_core.trainer.checkpoint import (
     Checkpoint,
     checkpoint_name,
     find_checkpoint,
-    list_checkpoints,
-    write_checkpoint,
+    training_form,
     write_json,
 )
 from rlhf_core.trainer.loaders import CycledLoader
@@ -36,6 +35,7 @@ from rlhf_core.trainer.ppo.state import (
     write_state,
 )
 from rlhf_core.trainer.random_state import random_states, set_random_states
+from rlhf_core.trainer.save_dir import SaveDir
 from rlhf_core.trainer.tracking import MeanMeter
 
 _RANDOM = "random"
@@ -73,24 +73,17 @@ class PPOCheckpoints:
     ) -> None:
         if interval < 0 or (interval and save_dir is None):
             raise ConfigError(f"save_interval is {interval}; it must be 0, or above 0 with a save_dir")
-        self._save_dir, self._interval = save_dir, interval
+        self._save_dir, self._interval = SaveDir(save_dir, ranks), interval
         self._roles, self._held, self._settings, self._ranks = dict(roles), held, settings, ranks
-        self._last_step: int | None = None
         self._restored: RankState | None = None
 
-    def check_directory(self) -> None:
-        """See that a new run does not write among the checkpoints of another.
+    def prepare(self) -> None:
+        """See, before a fit, that checkpoints can be written, and not among those of another run.
 
         Raises:
-            ConfigError: if `save_dir` has checkpoints, and this run neither wrote nor loaded any.
+            ConfigError: otherwise.
         """
-        if self._save_dir is None or self._last_step is not None:
-            return
-        if found := list_checkpoints(self._save_dir):
-            raise ConfigError(
-                f"{self._save_dir} holds checkpoints of an earlier run, up to {found[-1].name}; go on with it "
-                "(load_checkpoint), or give another save_dir"
-            )
+        self._save_dir.prepare()
 
     def is_due(self, step: int) -> bool:
         """Whether a checkpoint is to be written after this optimizer step."""
@@ -102,7 +95,7 @@ class PPOCheckpoints:
         Raises:
             TrainingError: if it could not be written; earlier ones are as they were.
         """
-        if self._save_dir is None or position.step == self._last_step:
+        if self._save_dir.holds(position.step):
             return
         episode = position.episode if position.windows else position.episode - 1  # the one last learnt from
         state, own = self._state(position), _rank_state(loaders, learning)
@@ -113,8 +106,7 @@ class PPOCheckpoints:
         }
         writers[TRAINER] = lambda directory: write_state(directory, state, own, self._ranks)
         name = checkpoint_name(episode=episode, step=position.step)
-        write_checkpoint(self._save_dir, name, writers, self._ranks)
-        self._last_step = position.step
+        self._save_dir.write(name, writers)
 
     def load(self, directory: str | Path) -> tuple[Position, Learning | None]:
         """Put back models, optimizers, schedules, and what is held; loaders and random states wait for `resume`.
@@ -135,7 +127,8 @@ class PPOCheckpoints:
         self._held.learner.load_facts(state.learner)
         self._held.controls.load_state(state.controls)
         self._held.meter.load_state(state.meter)
-        self._restored, self._last_step = own, state.position["step"]
+        self._restored = own
+        self._save_dir.goes_on_from(checkpoint)
         return Position(**state.position), own.learning
 
     def resume(self, loaders: Mapping[str, CycledLoader]) -> None:
@@ -170,6 +163,7 @@ class PPOCheckpoints:
             controls=self._held.controls.state(),
             learner=self._held.learner.facts(),
             meter=self._held.meter.state(),
+            forms={role: training_form(each.optimizer, each.scheduler) for role, each in self._roles.items()},
             settings=self._settings,
         )
 

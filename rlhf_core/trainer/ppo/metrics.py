@@ -9,7 +9,8 @@ import torch
 
 from rlhf_core.strategy.ranks import Ranks
 from rlhf_core.trainer.ppo.learner import PPOStats
-from rlhf_core.trainer.tracking import MeanMeter, Tracker, check_tracking, open_tracker
+from rlhf_core.trainer.save_dir import open_log
+from rlhf_core.trainer.tracking import MeanMeter, Tracker
 from rlhf_core.types import EpisodeControls, Experience, Sample
 
 _COATIS = {
@@ -35,10 +36,12 @@ class PPOLog:
         self._tracker = Tracker()
 
     def open(self, log_dir: str | Path | None, use_wandb: bool) -> None:
-        """Begin to write, on the first rank."""
-        check_tracking(log_dir, use_wandb=use_wandb)
-        if self._ranks.is_first:
-            self._tracker = open_tracker(log_dir, "ppo", use_wandb)
+        """Begin to write, on the first rank.
+
+        Raises:
+            ConfigError: on all ranks, if metrics cannot go where they are asked to go.
+        """
+        self._tracker = open_log(log_dir, "ppo", use_wandb, self._ranks)
 
     def close(self) -> None:
         """Write what is still held back."""

@@ -27,6 +27,8 @@ class Position:
     """Optimizer steps taken in it; above 0 only while it is being learnt from."""
     step: int = 0
     """Optimizer steps taken altogether."""
+    passes: int = 0
+    """`num_update_steps` of the episode that is being learnt from, which decides its minibatches; 0 between two."""
 
 
 class OLTrainer(ABC):
@@ -52,7 +54,8 @@ class OLTrainer(ABC):
     ) -> None:
         """Collect on-policy experience, learn from it, throw it away.
 
-        After `load_checkpoint`, goes on from there: `num_episodes` counts from the run's beginning.
+        Goes on where an earlier fit or the loaded checkpoint stood: `num_episodes` counts from the run's beginning, and
+        a dataloader that the earlier fit had, the same object, deals what comes next; another one begins anew.
 
         Args:
             num_episodes: rounds of collecting and learning.
@@ -68,13 +71,18 @@ class OLTrainer(ABC):
         for name, count in (counts | {"num_update_steps": num_update_steps}).items():
             if count < 1:
                 raise ConfigError(f"{name} must be at least 1, got {count}")
+        if self.position.passes not in {0, num_update_steps}:
+            raise ConfigError(
+                f"episode {self.position.episode} was begun with num_update_steps {self.position.passes}, but this fit "
+                f"has {num_update_steps}; end it with the same, or go on from the end of an episode"
+            )
         self._before_fit(prompt_dataloader, pretrain_dataloader, log_dir, use_wandb)
         if self.position.episode >= num_episodes:
             logger.warning("all %d episodes are done already; give fit more to go on", num_episodes)
         with self._fit_ctx():
             for episode in range(self.position.episode, num_episodes):
                 with self._episode_ctx(episode):
-                    if not self.position.windows:
+                    if not self._has_collected():
                         for _ in range(num_collect_steps):
                             self._collect(episode)
                         self._finish_collecting(episode)
@@ -87,6 +95,10 @@ class OLTrainer(ABC):
         self, prompts: Batches, demonstrations: Batches | None, log_dir: str | Path | None, use_wandb: bool
     ) -> None:
         """See that everything is there, before anything is spent."""
+
+    @abstractmethod
+    def _has_collected(self) -> bool:
+        """Whether the episode is being learnt from already, by an earlier fit or before the checkpoint."""
 
     @abstractmethod
     def _collect(self, episode: int) -> None:
@@ -119,18 +131,37 @@ class OLTrainer(ABC):
     @contextmanager
     def _fit_ctx(self) -> Iterator[None]:
         try:
-            self._tell("on_fit_start")
-            yield
+            with self._told_of_the_end("on_fit_end"):
+                self._tell("on_fit_start")
+                yield
         finally:
-            try:
-                self._tell("on_fit_end")
-            finally:
-                self._after_fit()
+            self._after_fit()
 
     @contextmanager
     def _episode_ctx(self, episode: int) -> Iterator[None]:
         self._tell("on_episode_start", episode)
+        with self._told_of_the_end("on_episode_end", episode):
+            yield
+
+    @contextmanager
+    def _told_of_the_end(self, hook: str, *arguments: Any) -> Iterator[None]:
+        """Run the block and tell all callbacks that it ended; an error of its own is not hidden by one of theirs."""
         try:
             yield
-        finally:
-            self._tell("on_episode_end", episode)
+        except BaseException:
+            self._tell_all(hook, *arguments)
+            raise
+        errors = self._tell_all(hook, *arguments)
+        if errors:
+            raise errors[0]
+
+    def _tell_all(self, hook: str, *arguments: Any) -> list[Exception]:
+        """Tell every callback, whatever the others do with it; log and return what they raised."""
+        errors = []
+        for callback in self.callbacks:
+            try:
+                getattr(callback, hook)(*arguments)
+            except Exception as error:
+                logger.warning("%s.%s failed: %s", type(callback).__name__, hook, error, exc_info=error)
+                errors.append(error)
+        return errors

@@ -15,7 +15,8 @@ from rlhf_core.experience_maker.naive import prompts_from_batch
 from rlhf_core.strategy.agreement import together
 from rlhf_core.strategy.ranks import Ranks
 from rlhf_core.trainer.base import PaddedBatch
-from rlhf_core.trainer.loaders import Batches, CycledLoader
+from rlhf_core.trainer.loaders import Batches, CycledLoader, LoaderState
+from rlhf_core.trainer.supervised.forward import check_vocabulary
 from rlhf_core.types import Prompt
 
 _IGNORED = -100
@@ -39,6 +40,8 @@ class Feed:
         ranks: who learns together.
         device: of demonstrations.
         only_labels: as for `demonstrations_of`.
+        vocabulary: rows of the actor's embedding; None if it does not say.
+        before: the loaders of an earlier feed; one that deals from the same object goes on where it stands.
     """
 
     def __init__(
@@ -50,16 +53,38 @@ class Feed:
         ranks: Ranks,
         device: torch.device,
         only_labels: bool,
+        vocabulary: int | None = None,
+        before: Mapping[str, CycledLoader] | None = None,
     ) -> None:
-        self.loaders = {"prompts": CycledLoader(prompts, what="prompt_dataloader")}
-        if demonstrations is not None:
-            self.loaders["demonstrations"] = CycledLoader(demonstrations, what="pretrain_dataloader")
+        self.loaders: dict[str, CycledLoader] = {}
+        for name, what, batches in (
+            ("prompts", "prompt_dataloader", prompts),
+            ("demonstrations", "pretrain_dataloader", demonstrations),
+        ):
+            if batches is not None:
+                known = (before or {}).get(name)
+                same = known is not None and known.deals(batches)
+                self.loaders[name] = known if known is not None and same else CycledLoader(batches, what=what)
         self._tokenizer, self._ranks, self._device, self._only_labels = tokenizer, ranks, device, only_labels
+        self._vocabulary = vocabulary
+
+    def places(self) -> dict[str, LoaderState]:
+        """Return where the loaders stand."""
+        return {name: loader.state() for name, loader in self.loaders.items()}
+
+    def go_back(self, places: Mapping[str, LoaderState]) -> None:
+        """Let the loaders deal again what they have dealt since they stood at these places."""
+        for name, place in places.items():
+            self.loaders[name].go_back(place)
 
     def prompts(self) -> list[Prompt]:
         """Return the next batch of prompts."""
         loader = self.loaders["prompts"]
-        return together(self._ranks, lambda: prompts_of(loader.next(), self._tokenizer), what="read its prompts")
+
+        def read() -> list[Prompt]:
+            return prompts_of(loader.next(), self._tokenizer, vocabulary=self._vocabulary)
+
+        return together(self._ranks, read, what="read its prompts")
 
     def demonstrations(self, batches: int) -> PaddedBatch | None:
         """Return the next batches of demonstrations as one; None if none are learnt."""
@@ -69,7 +94,9 @@ class Feed:
 
         def read() -> PaddedBatch:
             rows = [loader.next() for _ in range(batches)]
-            return demonstrations_of(rows, device=self._device, only_labels=self._only_labels)
+            return demonstrations_of(
+                rows, device=self._device, only_labels=self._only_labels, vocabulary=self._vocabulary
+            )
 
         return together(self._ranks, read, what="read its demonstrations")
 
@@ -123,43 +150,61 @@ class PromptNumbers:
         return self._seen[code] - 1
 
 
-def prompts_of(batch: Mapping[str, Any], tokenizer: Any) -> list[Prompt]:
+def prompts_of(batch: Mapping[str, Any], tokenizer: Any, *, vocabulary: int | None = None) -> list[Prompt]:
     """Return the prompts of a batch, without their padding.
 
     Args:
-        batch: "input_ids" and "attention_mask", [B P]; optional lists "gt_answer" (None where there is none) and
-            "key". Without a key, the prompt's text names it.
+        batch: "input_ids" and "attention_mask", [B P]; optional lists "gt_answer" and "entry" (None where there is
+            none) and "key". Without a key, the prompt's text names it.
         tokenizer: gives the prompt's text.
+        vocabulary: number of tokens that the actor knows; None looks at none.
 
     Raises:
-        DataError: if there is no row, or a row is nothing but padding.
+        DataError: if something is missing, there is no row, a row is nothing but padding, or a token is unknown.
     """
-    ids, mask = torch.as_tensor(batch["input_ids"]), torch.as_tensor(batch["attention_mask"])
+    ids, mask = (_field(batch, name, of="prompts") for name in ("input_ids", "attention_mask"))
+    if ids.shape == mask.shape:  # otherwise the next line says what is wrong
+        check_vocabulary(ids[mask.bool()], vocabulary, what="a batch's prompts")
     answers = batch.get("gt_answer") or [None] * len(ids)
     prompts = prompts_from_batch(ids, mask, answers, tokenizer)
     keys = batch.get("key") or [None] * len(ids)
-    return [prompt if key is None else prompt._replace(key=key) for prompt, key in zip(prompts, keys, strict=True)]
+    if len(keys) != len(ids):
+        raise DataError(f"a batch of {len(ids)} prompts has {len(keys)} keys; give one for each row")
+    entries = batch.get("entry") or [None] * len(ids)
+    return [
+        prompt._replace(key=prompt.key if key is None else key, entry=entry)
+        for prompt, key, entry in zip(prompts, keys, entries, strict=True)
+    ]
 
 
-def demonstrations_of(batches: Sequence[Mapping[str, Any]], *, device: torch.device, only_labels: bool) -> PaddedBatch:
+def demonstrations_of(
+    batches: Sequence[Mapping[str, Any]],
+    *,
+    device: torch.device,
+    only_labels: bool,
+    vocabulary: int | None = None,
+) -> PaddedBatch:
     """Return batches of demonstrations as one, padded on the right; what counts is a mask over all but the first token.
 
     Args:
         batches: "input_ids" and "attention_mask", [B S], and optional "labels", -100 where nothing is learnt.
         device: of the result.
         only_labels: learn the tokens that have labels, not all that are attended to.
+        vocabulary: number of tokens that the actor knows; None looks at none.
 
     Raises:
-        DataError: if no token is to be learnt.
+        DataError: if something is missing or of another shape, a token is unknown, or none is to be learnt.
     """
     rows: list[Tensor] = []
     counted: list[Tensor] = []
     for batch in batches:
-        attended = torch.as_tensor(batch["attention_mask"]).bool()
+        sequences = _field(batch, "input_ids", of="demonstrations")
+        attended = _field(batch, "attention_mask", of="demonstrations", like=sequences).bool()
+        check_vocabulary(sequences[attended], vocabulary, what="a batch's demonstrations")
         counts = attended.clone()
         if only_labels and "labels" in batch:
-            counts &= torch.as_tensor(batch["labels"]) != _IGNORED
-        for ids, held, learnt in zip(torch.as_tensor(batch["input_ids"]), attended, counts, strict=True):
+            counts &= _field(batch, "labels", of="demonstrations", like=sequences) != _IGNORED
+        for ids, held, learnt in zip(sequences, attended, counts, strict=True):
             rows.append(ids[held])
             counted.append(learnt[held])
     width = max(len(row) for row in rows)
@@ -169,6 +214,19 @@ def demonstrations_of(batches: Sequence[Mapping[str, Any]], *, device: torch.dev
     if not action_mask.any():
         raise DataError("a batch of pretrain_dataloader has no token to learn; check its labels and attention_mask")
     return PaddedBatch(sequences.to(device), mask.to(device), action_mask.to(device))
+
+
+def _field(batch: Mapping[str, Any], name: str, *, of: str, like: Tensor | None = None) -> Tensor:
+    """Return a batch's tensor in host memory, of the shape of another."""
+    if name not in batch:
+        raise DataError(f"a batch of {of} has no {name!r}; it has {', '.join(map(repr, batch)) or 'nothing'}")
+    found = torch.as_tensor(batch[name]).detach().cpu()
+    if like is not None and found.shape != like.shape:
+        raise DataError(
+            f"a batch of {of} has {name} of shape {list(found.shape)}, but input_ids of {list(like.shape)}; they must "
+            "be equal"
+        )
+    return found
 
 
 def _padded(row: Tensor, width: int) -> Tensor:

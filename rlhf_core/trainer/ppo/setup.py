@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from rlhf_core.config import LearningConfig, PPOOptions, RolloutConfig
 from rlhf_core.config.base import Config
 from rlhf_core.errors import ConfigError
+from rlhf_core.experience_maker.advantages import WITH_CRITIC
 from rlhf_core.generation import GenerationSettings
 from rlhf_core.models.compatibility import check_same_tokenizer
 from rlhf_core.models.trunk import unwrapped
@@ -82,6 +83,27 @@ def learning_config(
         micro_batch_size=train_batch_size,
         **losses,
     )
+
+
+def check_run(seed: int, buffer_limit: int, critic: tuple[Any, ...], options: PPOOptions) -> None:
+    """See that numbers are in range, and that a critic comes with what trains it.
+
+    Args:
+        seed: of the run.
+        buffer_limit: batches that are kept.
+        critic: the critic, its optimizer, schedule and booster.
+        options: whose estimator says whether the critic is trained.
+
+    Raises:
+        ConfigError: otherwise.
+    """
+    for name, value in (("seed", seed), ("buffer_limit", buffer_limit)):
+        if value < 0:
+            raise ConfigError(f"{name} must be at least 0, got {value}")
+    names = ("critic_optim", "critic_lr_scheduler", "critic_booster")
+    missing = [name for name, value in zip(names, critic[1:], strict=True) if value is None]
+    if critic[0] is not None and missing and options.advantage_estimator == WITH_CRITIC:
+        raise ConfigError(f"there is a critic to train, but no {' and no '.join(missing)}; give what trains it")
 
 
 def scorer_of(reward_model: AnyRewardModel | None, *, scaled: bool) -> WeightedScorer:

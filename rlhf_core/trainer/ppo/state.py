@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.strategy.ranks import Ranks
-from rlhf_core.trainer.checkpoint import TRAINER, Checkpoint, write_json
+from rlhf_core.trainer.checkpoint import TRAINER, Checkpoint, check_training_form, write_json
 from rlhf_core.types import Experience
 
 STATE = "state.json"
@@ -50,6 +50,8 @@ class TrainerState(NamedTuple):
     controls: dict[str, Any]
     learner: dict[str, Any]
     meter: dict[str, list[float]]
+    forms: dict[str, dict[str, Any]]
+    """Of optimizer and schedule, by model, as `training_form` gives them."""
     settings: dict[str, Any]
     """What decides the minibatches: an episode cannot be gone on with under others."""
 
@@ -97,7 +99,7 @@ def check_state(state: TrainerState, checkpoint: Checkpoint, own: TrainerState) 
         own: this trainer's state now.
 
     Raises:
-        ModelError: if the models have other weights.
+        ModelError: if the models have other weights, or optimizers or schedules are of another form.
         ConfigError: if there are more or fewer ranks, or the middle of an episode is to be gone on with under other
             settings.
     """
@@ -111,6 +113,8 @@ def check_state(state: TrainerState, checkpoint: Checkpoint, own: TrainerState) 
                 f"unknown or of another shape, such as {name} ({stored.get(name)} there, {shapes.get(name)} here); "
                 "build the models as the run did that wrote it"
             )
+    for role, form in own.forms.items():
+        check_training_form(state.forms.get(role, {}), form, where=checkpoint.path(role))
     if state.world_size != own.world_size:
         raise ConfigError(
             f"the checkpoint {checkpoint.name} is of {state.world_size} ranks, but this run has {own.world_size}; "

@@ -6,46 +6,44 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.buffer.naive import NaiveExperienceBuffer
-from rlhf_core.buffer.order import episode_windows
 from rlhf_core.config import PPOOptions, TemplateConfig
 from rlhf_core.data import PromptTemplate
-from rlhf_core.errors import ConfigError, TrainingError
 from rlhf_core.experience_maker.generate_kwargs import generation_settings_from_kwargs, is_greedy
 from rlhf_core.experience_maker.maker import ExperienceMaker
-from rlhf_core.experience_maker.samples import MadeExperience
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.device import device_of
 from rlhf_core.models.trunk import unwrapped
 from rlhf_core.rewards.scoring import Scorer
 from rlhf_core.rewards.sources import AnyRewardModel
-from rlhf_core.strategy.agreement import together
 from rlhf_core.strategy.booster import Booster
 from rlhf_core.strategy.ranks import current_ranks
 from rlhf_core.trainer.callbacks import Callback
-from rlhf_core.trainer.loaders import Batches
 from rlhf_core.trainer.optim import Trained
 from rlhf_core.trainer.ppo.checkpoint import Held, PPOCheckpoints
 from rlhf_core.trainer.ppo.controls import RewardControls
-from rlhf_core.trainer.ppo.failed_batch import FailurePlace, check_finite, keep_failed_batch
 from rlhf_core.trainer.ppo.learner import PPOLearner
+from rlhf_core.trainer.ppo.loop import PPOLoop
 from rlhf_core.trainer.ppo.metrics import PPOLog
 from rlhf_core.trainer.ppo.offloading import Resting
-from rlhf_core.trainer.ppo.ol_trainer import OLTrainer, Position
-from rlhf_core.trainer.ppo.prompt_batches import Feed, PromptNumbers
-from rlhf_core.trainer.ppo.setup import check_models, learning_config, rollout_config, scorer_of, with_precision
-from rlhf_core.trainer.ppo.state import Learning
-from rlhf_core.types import Experience, Sample
+from rlhf_core.trainer.ppo.prompt_batches import PromptNumbers
+from rlhf_core.trainer.ppo.setup import (
+    check_models,
+    check_run,
+    learning_config,
+    rollout_config,
+    scorer_of,
+    with_precision,
+)
 
 _SHAPES_MINIBATCHES = ("seed", "train_batch_size", "accumulation_steps", "sample_buffer")
 
 
-class PPOTrainer(OLTrainer):
+class PPOTrainer(PPOLoop):
     """Collects with an `ExperienceMaker`, learns with a `PPOLearner`, and throws away.
 
     One optimizer step learns from `accumulation_steps` training batches as from one batch of that size: all means are
@@ -134,6 +132,7 @@ class PPOTrainer(OLTrainer):
         super().__init__(callbacks)
         others = {"critic": critic, "reward model": reward_model, "initial model": initial_model}
         check_models(actor, others, tokenizer)
+        check_run(seed, buffer_limit, (critic, critic_optim, critic_lr_scheduler, critic_booster), options)
         options = with_precision(options, actor_booster)
         generation = generation_settings_from_kwargs(generate_kwargs, tokenizer)
         rollout = rollout_config(options, generation, kl_coef=kl_coef)
@@ -158,7 +157,7 @@ class PPOTrainer(OLTrainer):
             greedy=is_greedy(generate_kwargs),
         )
         roles = {"actor": Trained(actor, actor_optim, actor_lr_scheduler, actor_booster)}
-        if critic is not None:
+        if critic is not None and critic_optim is not None:
             roles["critic"] = Trained(critic, critic_optim, critic_lr_scheduler, critic_booster)
         self.learner = PPOLearner(
             roles["actor"], roles.get("critic"), learning, device=self.device, ranks=self.ranks, seed=seed,
@@ -175,126 +174,19 @@ class PPOTrainer(OLTrainer):
         )
         self._resting = Resting([initial_model, reward_model], self.device, offload=offload_inference_models)
         self._numbers = PromptNumbers(options.samples_per_prompt, self.ranks)
-        self._samples: list[Sample] = []
-        self._learning: Learning | None = None
-        self._feed: Feed
 
     def load_checkpoint(self, directory: str | Path) -> None:
         """Go on from a checkpoint: of a `save_dir` the latest whole one, or one step's own directory.
 
+        What this trainer has collected, or dealt from its loaders, is forgotten.
+
         Raises:
-            ModelError: if there is no whole checkpoint, or it is of other models; nothing was changed.
+            ModelError: if there is no whole checkpoint, or it is of other models, optimizers or schedules; nothing
+                was changed.
             ConfigError: if it is of more or fewer ranks, or of the middle of an episode under other settings.
         """
         position, learning = self.checkpoints.load(directory)
         self._forget_episode()
-        self.position, self._learning = position, learning
+        self._feed, self.position, self._learning = None, position, learning
         if self._learning is not None:
             self.buffer.append(self._learning.collected)
-
-    def _before_fit(
-        self, prompts: Batches, demonstrations: Batches | None, log_dir: str | Path | None, use_wandb: bool
-    ) -> None:
-        if self.ptx_coef > 0 and demonstrations is None:
-            raise ConfigError(
-                f"ptx_coef is {self.ptx_coef} (coati's default is 0.9), but there is no pretrain_dataloader to learn "
-                "from; give fit one, or set ptx_coef to 0.0"
-            )
-        self.checkpoints.check_directory()
-        self._feed = Feed(
-            prompts, demonstrations if self.ptx_coef > 0 else None, tokenizer=self.tokenizer, ranks=self.ranks,
-            device=self.device, only_labels=self.apply_loss_mask,
-        )  # fmt: skip
-        self._log.open(log_dir, use_wandb)
-        self.checkpoints.resume(self._feed.loaders)
-
-    def _collect(self, episode: int) -> None:
-        self._tell("on_make_experience_start")
-        made = self._make_experience(episode)
-        if not self.buffer.cpu_offload:
-            made.experience.to_device(self.device)
-        self.buffer.append(made.experience, made.samples)
-        self._samples += made.samples
-        self._tell("on_make_experience_end", made.experience)
-
-    def _make_experience(self, episode: int) -> MadeExperience:
-        prompts, samples = self._numbers.number(self._feed.prompts())
-        with self._resting.awake():
-            made = together(
-                self.ranks,
-                lambda: self.experience_maker.make_experience(
-                    prompts, samples, episode=episode, policy_version=episode, controls=self.controls.current()
-                ),
-                what="make its experience",
-            )
-        try:
-            together(self.ranks, lambda: check_finite(made.experience), what="score its responses by finite numbers")
-        except TrainingError as error:
-            raise self._kept(error, made.experience, made.samples) from error
-        return made
-
-    def _finish_collecting(self, episode: int) -> None:  # noqa: ARG002 - the loop's
-        self._log.collected(self._samples, self.controls.current(), self.position.step)
-        self.controls.update(
-            kl_per_sample=torch.tensor([sample.kl for sample in self._samples]),
-            scores=torch.tensor([sample.score for sample in self._samples]),
-        )
-        self._samples = []
-        self._numbers.begin_episode()
-
-    def _learn(self, episode: int, num_update_steps: int) -> None:
-        if self._learning is None:
-            collected = self.buffer.collect()
-            self._learning = Learning(collected, self.learner.recompute(collected))
-        learning = self._learning
-        windows = episode_windows(
-            seed=self.seed, episode=episode, passes=num_update_steps, samples=len(learning.collected),
-            batch_size=self.train_batch_size, accumulation_steps=self.accumulation_steps, sampled=self.sample_buffer,
-        )  # fmt: skip
-        for window in windows[self.position.windows :]:
-            if self.learner.config.correction == "decoupled" and any(number > 0 for number in window.begins):
-                # The trust region moves along with each pass; the values stay as the first call restated them.
-                self._learning = learning = learning._replace(learnt=self.learner.recompute(learning.learnt))
-            for number in window.begins:
-                self._tell("on_learn_epoch_start", number)
-            self._training_step(learning.learnt.select(window.rows), window.batches)
-            for number in window.ends:
-                self._tell("on_learn_epoch_end", number)
-            self.position.windows += 1
-            if self.checkpoints.is_due(self.position.step):
-                self.checkpoints.save(self.position, self._feed.loaders, self._learning)
-
-    def _training_step(self, experience: Experience, batches: int) -> None:
-        """Take one optimizer step from as many training batches as a window has."""
-        self._tell("on_learn_batch_start")
-        try:
-            stats = self.learner.training_step(experience, self._feed.demonstrations(batches))
-        except TrainingError as error:
-            raise self._kept(error, experience, ()) from error
-        self.position.step = self.learner.steps
-        self._log.stepped(stats, experience, self.position.step)
-        self._tell("on_learn_batch_end", experience)
-
-    def _clear(self) -> None:
-        self._log.learnt(self.position.step)
-        self._forget_episode()
-        self.position = Position(self.position.episode + 1, 0, self.position.step)
-
-    def _finish_fit(self) -> None:
-        self.checkpoints.save(self.position, self._feed.loaders)
-
-    def _after_fit(self) -> None:
-        self._log.close()
-        self.experience_maker.close()
-        if not self.position.windows:  # an error ended the collecting, which another fit begins anew
-            self._forget_episode()
-
-    def _forget_episode(self) -> None:
-        self.buffer.clear()
-        self._learning = None
-        self._samples = []
-        self._numbers.begin_episode()
-
-    def _kept(self, error: TrainingError, experience: Experience, samples: Sequence[Sample]) -> TrainingError:
-        place = FailurePlace(self.save_dir, f"epoch-{self.position.episode}_step-{self.position.step}", self.ranks)
-        return keep_failed_batch(place, error, experience, samples, decode=self.tokenizer.decode)

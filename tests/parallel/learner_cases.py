@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from tempfile import gettempdir
 
@@ -12,6 +13,7 @@ from torch import nn
 from rlhf_core.config import LoRAConfig, PPOConfig
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.lora import attach_lora
+from rlhf_core.strategy import plain_optimizer
 from rlhf_core.strategy.plain import PlainBooster
 from rlhf_core.strategy.ranks import Ranks
 from rlhf_core.trainer.optim import Trained, take_step
@@ -89,6 +91,15 @@ def mixed(ranks: Ranks) -> Found:
     return step(ranks, ptx_coef=0.3, entropy_coef=0.05, eps_clip_high=0.3, dual_clip=3.0, correction="truncated")
 
 
+def small_buckets(ranks: Ranks) -> Found:
+    """Gradients travel in many buckets, and the embedding's in several."""
+    kept, plain_optimizer.BUCKET_ELEMENTS = plain_optimizer.BUCKET_ELEMENTS, 1000
+    try:
+        return step(ranks)
+    finally:
+        plain_optimizer.BUCKET_ELEMENTS = kept
+
+
 def sequence_mean(ranks: Ranks) -> Found:
     return step(ranks, aggregation="sequence_mean", correction="decoupled", importance_cap=1.5)
 
@@ -123,6 +134,38 @@ def exploding(ranks: Ranks) -> Found:
     again = ours.training_step(ours.recompute(share(tiny_experience(), ranks)))
     result = found(ours, stats, again)
     return result._replace(numbers=result.numbers | {"moved": moved})
+
+
+def overflowing(ranks: Ranks) -> Found:
+    """In float16, the gradient of the last rank's actor overflows: the actor's step is left out on all."""
+    ours = learner(ranks, dtype="float16")
+    before = {name: weight.clone() for name, weight in ours.merged_weights("actor").items()}
+    if ranks.rank == ranks.world_size - 1:
+        next(iter(ours.actor.parameters())).register_hook(lambda gradient: gradient * float("inf"))
+    result = found(ours, ours.training_step(ours.recompute(share(tiny_experience(), ranks))))
+    moved = max((weight - before[name]).abs().max().item() for name, weight in ours.merged_weights("actor").items())
+    scales = {role: ours.state().facts[role]["loss_scale"]["factor"] for role in ("actor", "critic")}
+    return result._replace(numbers=result.numbers | {"moved": moved} | scales)
+
+
+def no_rows(ranks: Ranks) -> Found:
+    ours = learner(ranks)
+    rows = share(tiny_experience(), ranks)
+    return found(ours, *ours.learn(rows.select([]) if ranks.rank == 1 else rows, seed=0, episode=0))
+
+
+def waiting(ranks: Ranks) -> Found:
+    """The first rank sees what the last did before it came to the barrier."""
+    path = Path(gettempdir()) / f"barrier-{os.getppid()}"
+    if ranks.rank == ranks.world_size - 1:
+        time.sleep(1.0)
+        path.touch()
+    ranks.barrier()
+    seen = path.exists()
+    ranks.barrier()
+    if ranks.is_first:
+        path.unlink(missing_ok=True)
+    return Found({"seen": float(seen)})
 
 
 def nan_advantage(ranks: Ranks) -> Found:
@@ -171,9 +214,11 @@ def agreement(ranks: Ranks) -> Found:
     rows = torch.full((ranks.rank + 1, 2), float(ranks.rank))
     said = ranks.broadcast_object({"text": f"from {ranks.rank}", "numbers": [0.1, None]})
     ranks.barrier()
+    added = mine.clone()
+    ranks.add_up(added)
     return Found(
         {"any": ranks.any(ranks.is_first), "none": ranks.any(False), "said": float(said["text"] == "from 0")},
-        {"sum": ranks.sum(mine), "max": ranks.max(mine), "rows": ranks.gather(rows), "mine": mine},
+        {"sum": ranks.sum(mine), "max": ranks.max(mine), "rows": ranks.gather(rows), "mine": mine, "added": added},
     )
 
 

@@ -15,9 +15,12 @@ pytestmark = pytest.mark.parallel
 
 EQUAL = (
     "whole", "adapters", "mixed", "sequence_mean", "constant_length", "from_reward_model", "no_tokens_here",
-    "controls", "bare_optimizer",
+    "controls", "bare_optimizer", "small_buckets",
 )  # fmt: skip
-OTHERS = ("episode", "exploding", "nan_advantage", "nan_gradient", "no_returns", "agreement", "checkpoint")
+OTHERS = (
+    "episode", "exploding", "overflowing", "nan_advantage", "nan_gradient", "no_returns", "no_rows", "agreement",
+    "waiting", "checkpoint",
+)  # fmt: skip
 LRS = {"actor": 1e-4, "critic": 1e-3}
 
 
@@ -48,7 +51,7 @@ def test_two_ranks_are_one_rank_with_twice_the_batch(two: list[dict[str, Found]]
         assert_same(found[case], alone)
 
 
-@pytest.mark.parametrize("case", [*EQUAL, "episode", "exploding"])
+@pytest.mark.parametrize("case", [*EQUAL, "episode", "exploding", "overflowing"])
 def test_both_ranks_hold_the_same_bits(two: list[dict[str, Found]], case: str) -> None:
     first, second = (found[case] for found in two)
     assert first.numbers == second.numbers
@@ -75,6 +78,7 @@ def test_a_ratio_that_explodes_on_one_rank_skips_the_actor_on_both(two: list[dic
     [
         ("nan_advantage", "the actor's loss is nan"),
         ("nan_gradient", "its gradient's norm nan"),
+        ("no_rows", "at least one response on every rank, got none"),
         ("no_returns", "but the experience has none"),
     ],
 )
@@ -90,9 +94,24 @@ def test_ranks_agree(two: list[dict[str, Found]]) -> None:
         numbers, tensors = found["agreement"].numbers, found["agreement"].tensors
         assert numbers == {"any": True, "none": False, "said": 1.0}
         assert tensors["sum"].tolist() == [3.0, 30.0]
+        assert tensors["added"].tolist() == [3.0, 30.0]
         assert tensors["max"].tolist() == [2.0, 20.0]
         assert tensors["rows"].tolist() == [[0.0, 0.0], [1.0, 1.0], [1.0, 1.0]]
     assert two[0]["agreement"].tensors["mine"].tolist() == [1.0, 10.0]
+
+
+def test_a_barrier_waits_for_the_last(two: list[dict[str, Found]]) -> None:
+    assert [found["waiting"].numbers["seen"] for found in two] == [1.0, 1.0]
+
+
+def test_a_gradient_that_overflows_on_one_rank_leaves_out_the_actors_step_on_both(
+    two: list[dict[str, Found]],
+) -> None:
+    for found in two:
+        numbers = found["overflowing"].numbers
+        assert (numbers["0.actor_overflowed"], numbers["0.actor_grad_norm"], numbers["moved"]) == (1.0, 0.0, 0.0)
+        assert (numbers["0.critic_overflowed"], numbers["actor"], numbers["critic"]) == (0.0, 32768.0, 65536.0)
+        assert numbers["0.critic_grad_norm"] > 0
 
 
 def test_a_checkpoint_of_one_rank_is_read_by_both(two: list[dict[str, Found]]) -> None:

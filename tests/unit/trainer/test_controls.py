@@ -7,6 +7,7 @@ from statistics import pstdev
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from rlhf_core.config import RolloutConfig
 from rlhf_core.errors import ModelError, TrainingError
@@ -62,3 +63,8 @@ def test_a_number_that_is_none_is_refused_and_changes_nothing() -> None:
 def test_a_damaged_state_is_refused() -> None:
     with pytest.raises(ModelError, match="state of the reward's controls is damaged"):
         RewardControls(RolloutConfig()).load_state({"kl_coef": 0.1})
+
+
+def test_a_coefficient_of_zero_cannot_be_steered() -> None:
+    with pytest.raises(ValidationError, match=r"ppo.kl_target steers ppo.kl_coef, which from 0 goes nowhere"):
+        RolloutConfig(kl_coef=0.0, kl_target=5.0)

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from rlhf_core.config import LoRAConfig
+from rlhf_core.strategy.ranks import Ranks
+from rlhf_core.trainer.ppo.steps import StepContext
 from tests.unit.trainer.experience import tiny_experience
+from tests.unit.trainer.test_ppo_learner import CONFIG
 from tests.unit.trainer.test_ppo_options import gradients, learner, shifted
-
-torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("lora", [None, LoRAConfig(r=2), LoRAConfig(r=2, dropout=0.4)])
@@ -47,6 +48,55 @@ def test_dropout_depends_on_seed_and_step_and_on_nothing_else() -> None:
         stats.append([ours.training_step(shifted(ours)) for _ in range(2)])
         assert torch.equal(torch.get_rng_state(), before)
     assert stats[0] == stats[1]
+
+
+def test_dropout_is_another_in_every_seed_step_rank_and_role() -> None:
+    def seed(*, seed: int = 0, step: int = 0, rank: int = 0, role: int = 0) -> int:
+        context = StepContext(CONFIG, torch.device("cpu"), torch.float32, Ranks(rank, 4), seed, step)
+        return context.noise_seed(role)
+
+    drawn = [seed(), seed(seed=1), seed(step=1), seed(rank=1), seed(role=1), seed(step=2), seed(rank=2)]
+    assert len(set(drawn)) == len(drawn)
+    assert seed(step=1) == drawn[2]
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_steps_and_ranks_drop_other_parts_of_the_adapters(role: str) -> None:
+    def kept(*, step: int = 0, rank: int = 0) -> torch.Tensor:
+        """What reaches the first adapter's second matrix in a step, from weights that are always the same."""
+        ours = learner(lora=LoRAConfig(r=2, dropout=0.4))
+        ours.steps, ours._ranks = step, Ranks(rank, 1)
+        seen: list[torch.Tensor] = []
+        model = ours._roles[role].model
+        first = next(module for name, module in model.named_modules() if name.endswith("lora_dropout.default"))
+        first.register_forward_hook(lambda _, inputs, output: seen.append((output == 0) & (inputs[0] != 0)))
+        ours.training_step(tiny_experience())
+        return torch.cat([dropped.flatten() for dropped in seen])
+
+    plain, again, later, elsewhere = kept(), kept(), kept(step=1), kept(rank=1)
+    assert torch.equal(plain, again)
+    assert plain.any()
+    assert not torch.equal(plain, later)
+    assert not torch.equal(plain, elsewhere)
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_gradient_that_overflows_in_float16_leaves_out_one_models_step_and_is_told(role: str, value: float) -> None:
+    ours = learner(dtype="float16")
+    batch = shifted(ours)
+    model = ours._roles[role].model
+    before = [parameter.clone() for parameter in model.parameters()]
+    hook = next(iter(model.parameters())).register_hook(lambda gradient: gradient * value)
+    stats = ours.training_step(batch)._asdict()
+    other = "critic" if role == "actor" else "actor"
+    assert (stats[f"{role}_overflowed"], stats[f"{role}_grad_norm"]) == (1.0, 0.0)
+    assert stats[f"{other}_overflowed"] == stats["skipped"] == 0.0
+    assert stats[f"{other}_grad_norm"] > 0
+    assert all(torch.equal(new, old) for new, old in zip(model.parameters(), before, strict=True))
+    assert ours.state().facts[role]["loss_scale"] == {"factor": 32768.0, "good_steps": 0}
+    hook.remove()
+    assert ours.training_step(batch)._asdict()[f"{role}_grad_norm"] > 0
 
 
 def test_float16_scales_its_loss_and_agrees_with_float32() -> None:

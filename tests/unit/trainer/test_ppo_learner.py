@@ -19,8 +19,6 @@ from tests.reference import definitions
 from tests.tiny_llama import tiny_llama
 from tests.unit.trainer.experience import PROMPTS, RESPONSES, TOKENS, tiny_experience
 
-torch.set_num_threads(1)
-
 CONFIG = PPOConfig(
     prompts_per_episode=8, chunk_size=8, train_batch_size=8, micro_batch_size=8, warmup_steps=0,
     lr=1e-4, critic_lr=1e-3, grad_clip=1.0, temperature=1.0, dtype="float32", lora=None,

@@ -21,8 +21,6 @@ from tests.tiny_llama import tiny_llama
 from tests.unit.trainer.experience import PROMPTS, RESPONSES, TOKENS, tiny_experience
 from tests.unit.trainer.test_ppo_learner import CONFIG
 
-torch.set_num_threads(1)
-
 EXAMPLES = [([5, 6], [7, 8, 2]), ([9], [10, 2]), ([11, 12, 13], [14, 2])]
 Row = list[Tensor]
 

@@ -28,8 +28,6 @@ from tests.unit.trainer.ppo_trainers import (
     trainer,
 )
 
-torch.set_num_threads(1)
-
 
 class Recorder(Callback):
     """Writes down which hook was called, with what."""

@@ -22,8 +22,6 @@ from tests.unit.trainer.ppo_trainers import (
     weights,
 )
 
-torch.set_num_threads(1)
-
 
 class Spoilt(torch.nn.Module):
     """A reward model that is not always a number."""

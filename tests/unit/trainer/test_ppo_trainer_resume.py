@@ -20,8 +20,6 @@ from tests.unit.trainer import ppo_resume_cases
 from tests.unit.trainer.ppo_resume_cases import CASES, ENDS_AFTER, build, directory, fit
 from tests.unit.trainer.ppo_trainers import metrics, prompts, trainer, weights
 
-torch.set_num_threads(1)
-
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:

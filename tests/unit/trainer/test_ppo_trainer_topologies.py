@@ -26,8 +26,6 @@ from tests.unit.trainer.ppo_trainers import (
     trainer,
 )
 
-torch.set_num_threads(1)
-
 
 def detached_losses(batches: list[dict[str, Any]]) -> list[tuple[float, float]]:
     """Return the losses of maker and learner as the detached shells call them, chunk by chunk."""

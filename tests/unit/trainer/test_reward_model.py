@@ -16,8 +16,6 @@ from rlhf_core.trainer.supervised.measures import measure_pairs, score_sequences
 from rlhf_core.trainer.supervised.reward_model import train_reward_model
 from tests.tiny_llama import tiny_llama
 
-torch.set_num_threads(1)
-
 FP32 = torch.float32
 CONFIG = RewardModelConfig(
     epochs=8, batch_size=8, micro_batch_size=4, lr=1e-3, head_lr=1e-2, warmup_steps=1, max_length=16

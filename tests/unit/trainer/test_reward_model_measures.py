@@ -11,8 +11,6 @@ import torch
 from rlhf_core.errors import DataError, TrainingError
 from rlhf_core.trainer.supervised.measures import measurement
 
-torch.set_num_threads(1)
-
 
 def test_four_pairs_by_hand() -> None:
     found = measurement(

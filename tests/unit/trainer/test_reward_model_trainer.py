@@ -27,8 +27,6 @@ from rlhf_core.trainer.supervised.measures import measurement, score_sequences
 from rlhf_core.trainer.supervised.reward_model import RewardModelTrainer
 from tests.tiny_llama import tiny_llama, tiny_tokenizer
 
-torch.set_num_threads(1)
-
 FP32 = torch.float32
 
 

@@ -5,13 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from rlhf_core.trainer.checkpoint import list_checkpoints
 from tests.unit.script.brief_llama import brief_llama
 from tests.unit.trainer.ppo_trainers import demonstrations, metrics, prompts, reward_model, trainer
-
-torch.set_num_threads(1)
 
 EXAMPLE = """
 from coati.trainer import PPOTrainer

@@ -11,8 +11,6 @@ from rlhf_core.errors import DataError, TrainingError
 from rlhf_core.trainer.supervised.sft import train_sft
 from tests.tiny_llama import tiny_llama, tiny_tokenizer
 
-torch.set_num_threads(1)
-
 EXAMPLES = [
     ([5, 6, 7], [10, 11, 2]),
     ([8], [12, 2]),

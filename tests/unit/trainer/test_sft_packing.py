@@ -14,8 +14,6 @@ from rlhf_core.trainer.supervised.sft import train_sft
 from tests.tiny_llama import tiny_llama
 from tests.unit.models.architectures import WINDOW, tiny_causal_lm
 
-torch.set_num_threads(1)
-
 FP32, CPU = torch.float32, torch.device("cpu")
 EXAMPLES = [
     ([5, 6, 7], [10, 11, 2]),

@@ -26,8 +26,6 @@ from rlhf_core.trainer.supervised.batches import as_masked, token_batch
 from rlhf_core.trainer.supervised.sft import SFTTrainer, mean_token_loss
 from tests.tiny_llama import tiny_llama
 
-torch.set_num_threads(1)
-
 FP32 = torch.float32
 EXAMPLES = [
     ([5, 6, 7], [10, 11, 2]),

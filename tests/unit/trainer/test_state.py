@@ -18,8 +18,6 @@ from rlhf_core.trainer.ppo.learner import PPOLearner
 from tests.unit.trainer.experience import tiny_experience
 from tests.unit.trainer.test_ppo_learner import learner
 
-torch.set_num_threads(1)
-
 CASES = {
     "full": {"lora": None, "warmup_steps": 3},
     "adapters with dropout": {"lora": LoRAConfig(r=2, dropout=0.3), "warmup_steps": 3, "dtype": "bfloat16"},

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from rlhf_core.errors import ConfigError
+from rlhf_core.errors import ConfigError, TrainingError
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.reward_model import RewardModel
+from rlhf_core.strategy.plain import PlainBooster
 from rlhf_core.strategy.ranks import ALONE
+from rlhf_core.trainer.base import PaddedBatch
+from rlhf_core.trainer.callbacks import Callback
+from rlhf_core.trainer.optim import make_trained
 from rlhf_core.trainer.ppo.critic_start import ValueLine, fit_line, rescale_head
-from rlhf_core.trainer.ppo.learner import PPOLearner
+from rlhf_core.trainer.ppo.learner import PPOLearner, PPOStats
+from rlhf_core.trainer.ppo.trainer import PPOTrainer
 from rlhf_core.types import Experience
 from tests.reference import definitions
 from tests.tiny_llama import tiny_llama
 from tests.unit.trainer.experience import RESPONSES, tiny_experience
+from tests.unit.trainer.ppo_trainers import OPTIONS, prompts, record_stats, restless_llama, trainer
 from tests.unit.trainer.test_ppo_learner import CONFIG
-
-torch.set_num_threads(1)
 
 CONFIGURED = CONFIG.model_copy(update={"critic_init": "reward_model", "gamma": 0.9, "lam": 0.7, "max_ratio": None})
 
@@ -136,3 +143,90 @@ def test_legacy_numbers_and_a_fitted_critic_exclude_each_other() -> None:
     config = CONFIGURED.model_copy(update={"legacy": True})
     with pytest.raises(ConfigError, match=r"set ppo.critic_init to policy"):
         PPOLearner.build(tiny_llama(), Critic.from_causal_lm(tiny_llama()), config, device="cpu")
+
+
+FITTED = OPTIONS.model_copy(update={"critic_init": "reward_model"})
+
+
+class Seen(Callback):
+    """What was collected, and what was learnt from."""
+
+    def __init__(self, ours: PPOTrainer, *, failing: int = -1) -> None:
+        self.collected: list[Experience] = []
+        self.learnt: list[Experience] = []
+        step = ours.learner.training_step
+
+        def spy(experience: Experience, ptx: PaddedBatch | None = None) -> PPOStats:
+            self.learnt.append(experience)
+            if len(self.learnt) - 1 == failing:
+                raise TrainingError("something is not finite")
+            return step(experience, ptx)
+
+        ours.learner.training_step = spy  # type: ignore[method-assign]
+        ours.callbacks = (self,)
+
+    def on_make_experience_end(self, experience: Experience) -> None:
+        self.collected.append(experience)
+
+
+def fitted_trainer(**changes: Any) -> PPOTrainer:
+    ours = trainer(options=FITTED, **changes)
+    nn.init.normal_(ours.learner.critic.head.weight, std=0.3, generator=torch.Generator().manual_seed(0))
+    return ours
+
+
+def values_by_row(experience: Experience) -> dict[tuple[int, ...], list[float]]:
+    """What the critic said of each row; training batches come in an order of their own."""
+    rows = zip(experience.sequences.tolist(), experience.values.tolist(), strict=True)
+    return {tuple(sequence): values for sequence, values in rows}
+
+
+def test_a_fit_after_one_that_failed_learns_what_was_collected_last_and_restates_it_once() -> None:
+    ours = fitted_trainer()
+    seen = Seen(ours, failing=0)
+    with pytest.raises(TrainingError, match="something is not finite"):
+        ours.fit(1, 1, 1, prompts())
+    ours.fit(1, 1, 1, prompts())
+    failed, second = map(values_by_row, seen.learnt)
+    assert failed.keys() == values_by_row(seen.collected[0]).keys()
+    assert failed != values_by_row(seen.collected[0])  # restated
+    if len(seen.collected) == 1:
+        assert second == failed
+    else:  # judged by the rescaled critic
+        assert second == values_by_row(seen.collected[1])
+
+
+def test_a_checkpoint_that_is_loaded_after_a_failed_fit_finds_nothing_of_it(tmp_path: Path) -> None:
+    fitted_trainer(save_dir=tmp_path).fit(1, 1, 1, prompts())
+    ours = fitted_trainer()
+    seen = Seen(ours, failing=1)
+    with pytest.raises(TrainingError, match="something is not finite"):
+        ours.fit(1, 1, 2, prompts())  # the first of two steps was taken
+    ours.load_checkpoint(tmp_path)
+    ours.fit(2, 1, 1, prompts())
+    assert values_by_row(seen.learnt[-1]) == values_by_row(seen.collected[-1])
+
+
+def test_passes_that_move_the_trust_region_keep_what_was_restated() -> None:
+    ours = trainer(options=FITTED.model_copy(update={"correction": "decoupled"}))
+    nn.init.normal_(ours.learner.critic.head.weight, std=0.3, generator=torch.Generator().manual_seed(0))
+    seen = Seen(ours)
+    ours.fit(1, 1, 2, prompts())
+    first, second = map(values_by_row, seen.learnt)
+    assert first == second != values_by_row(seen.collected[0])
+
+
+def test_coatis_trainer_takes_a_critic_that_its_estimator_needs_not_and_leaves_it_alone() -> None:
+    options = OPTIONS.model_copy(update={"advantage_estimator": "rloo", "samples_per_prompt": 2})
+    actor = restless_llama()
+    both = make_trained(
+        Critic.from_causal_lm(actor), lr=1e-3, weight_decay=0.0, schedule=lambda _: 1.0, booster=PlainBooster()
+    )
+    before = [parameter.clone() for parameter in both.model.parameters()]
+    ours = trainer(
+        critic=both.model, critic_optim=both.optimizer, critic_lr_scheduler=both.scheduler, options=options,
+    )  # fmt: skip
+    stats = record_stats(ours)
+    ours.fit(1, 1, 1, prompts())
+    assert {(step.critic_loss, step.critic_grad_norm, step.critic_lr) for step in stats} == {(0.0, 0.0, 0.0)}
+    assert all(torch.equal(new, old) for new, old in zip(both.model.parameters(), before, strict=True))

@@ -36,10 +36,17 @@ def train(args: Namespace) -> None:
     run(args)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command line and return its exit status: 2 for flags that cannot be run, 1 for a run that failed."""
+def main(arguments: Sequence[str] | None = None, *, allowed_reward_modules: Sequence[str] = ()) -> int:
+    """Run one command line and return its exit status: 2 for flags that cannot be run, 1 for a run that failed.
+
+    Args:
+        arguments: the command line's words; None takes this process's.
+        allowed_reward_modules: what the flag of this name has where it is not given.
+    """
     try:
-        args = build_parser().parse_args(arguments)
+        parser = build_parser()
+        parser.set_defaults(allowed_reward_modules=list(allowed_reward_modules))
+        args = parser.parse_args(arguments)
         check_arguments(args)
     except ConfigError as error:
         return _fail(f"error: {error}; --help lists the flags", status=_USAGE)

@@ -13,6 +13,7 @@ def train_ppo(*arguments: Annotated[str, Parameter(allow_leading_hyphen=True)]) 
     Args:
         arguments: passed on as they are.
     """
+    from infra.settings import settings
     from rlhf_core.train_ppo import main
 
-    return main(arguments)
+    return main(arguments, allowed_reward_modules=settings().reward_modules)

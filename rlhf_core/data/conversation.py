@@ -97,7 +97,8 @@ def setup_conversation_template(
     Raises:
         ConfigError: if the configuration has another form, or neither it nor the tokenizer has a chat template.
     """
-    given = _read(chat_template_config)
+    given = read_template(chat_template_config)
+    where = _named(chat_template_config)
     chat_template = given.get("chat_template") or tokenizer.chat_template
     if not chat_template:
         raise ConfigError(
@@ -109,12 +110,15 @@ def setup_conversation_template(
         raise ConfigError(
             "the tokenizer has no end-of-sequence token; name stop_ids and end_of_assistant in the template"
         )
-    if given.get("response_format_tags") is not None:
-        check_tags(given["response_format_tags"])
+    beyond = [token for token in stop_ids if not 0 <= token < len(tokenizer)]
+    if beyond:
+        raise ConfigError(
+            f"stop_ids of {where} names token {beyond[0]}, but the tokenizer has {len(tokenizer)} tokens; take stop "
+            "ids of this tokenizer"
+        )
     made = Conversation(
         tokenizer, given.get("system_message"), chat_template, stop_ids, end, given.get("response_format_tags")
     )
-    made.template()  # refuses stop ids that cannot be
     tokenizer.chat_template = chat_template
     if save_path is not None:
         whole = {key: getattr(made, key) for key in _KEYS}
@@ -191,14 +195,21 @@ def _extend(encoded: EncodedConversation, tokenizer: Any, before: str, after: st
     encoded.loss_mask.extend([learn] * len(fresh))
 
 
-def _read(config: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any]:
-    where, found = "the conversation template", config
+def read_template(config: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any]:
+    """Return a configuration of coati's form, all of whose values have the types that they should.
+
+    Args:
+        config: the configuration, or a file of it; None is an empty one.
+
+    Raises:
+        ConfigError: if it has another form; the message names the file and the key.
+    """
+    where, found = _named(config), config
     if isinstance(config, str | Path):
-        where = str(config)
         try:
             found = json.loads(existing_file(config).read_text(encoding="utf-8"))
-        except (ValueError, OSError) as error:
-            raise ConfigError(f"conversation template {where} cannot be read: {error}") from error
+        except (ValueError, OSError, DataError) as error:
+            raise ConfigError(f"{where} cannot be read: {error}") from error
     if found is None:
         return {}
     if not isinstance(found, Mapping):
@@ -206,7 +217,16 @@ def _read(config: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any]:
     unknown = sorted(set(found) - {*_KEYS, *_UNUSED})
     if unknown:
         raise ConfigError(f"{where} has the unknown key {unknown[0]!r}; it may have {', '.join(_KEYS)}")
+    for key in ("chat_template", "system_message", "end_of_assistant"):
+        if not isinstance(found.get(key), str | None):
+            raise ConfigError(f"{key} of {where} must be a text or null, but is {found[key]!r:.80}")
     ids = found.get("stop_ids") or []
     if not isinstance(ids, list) or not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
-        raise ConfigError(f"stop_ids of {where} must be a list of token ids, but is {ids!r}")
+        raise ConfigError(f"stop_ids of {where} must be a list of token ids, but is {ids!r:.80}")
+    if found.get("response_format_tags") is not None:
+        check_tags(found["response_format_tags"], where=f" of {where}")
     return found
+
+
+def _named(config: Mapping[str, Any] | str | Path | None) -> str:
+    return str(config) if isinstance(config, str | Path) else "the conversation template"

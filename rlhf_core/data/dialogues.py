@@ -38,6 +38,8 @@ class Dialogue(NamedTuple):
     """With token ids only: which of them are a demonstration's; None where the row does not say."""
     where: str
     """Names the row in an error."""
+    entry: str | None = None
+    """The task's own record of the problem, as our data files keep it: JSON in a text."""
 
 
 def read_dialogues(paths: Sequence[str | Path]) -> list[Dialogue]:
@@ -53,7 +55,8 @@ def read_dialogues(paths: Sequence[str | Path]) -> list[Dialogue]:
     Raises:
         DataError: as `read_rows`; or a row has none of the forms.
     """
-    return [_dialogue(row, where) for path in paths for where, row in _rows(Path(path).expanduser())]
+    rows = (named for path in paths for named in _rows(Path(path).expanduser()))
+    return [_dialogue(row, where)._replace(entry=_entry(row, where)) for where, row in rows]
 
 
 def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -119,10 +122,17 @@ def _messages(value: Any, where: str) -> tuple[Message, ...]:
     return tuple(messages)
 
 
+def _entry(row: Mapping[str, Any], where: str) -> str | None:
+    entry = row.get("entry")
+    if not isinstance(entry, str | None):
+        raise DataError(f"{where}: 'entry' must be a text, as our own data files have it")
+    return entry
+
+
 def _ids(value: Any, where: str) -> tuple[int, ...]:
-    whole = isinstance(value, list) and bool(value) and all(isinstance(token, int) for token in value)
+    whole = isinstance(value, list) and bool(value) and all(type(token) is int and token >= 0 for token in value)
     if not whole:
-        raise DataError(f"{where}: 'input_ids' must be a list of at least one token id")
+        raise DataError(f"{where}: 'input_ids' must be a list of at least one token id, which is 0 or more")
     return tuple(value)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from rlhf_core.strategy.ranks import current_ranks
 EncodePrompt = Callable[[Sequence[Message]], list[int]]
 EncodeDialogue = Callable[[Sequence[Message]], tuple[list[int], list[bool]]]
 Row = dict[str, Any]
+T = TypeVar("T")
 
 
 class Fitted(NamedTuple):
@@ -32,7 +34,7 @@ class PromptDataset(Dataset[Row]):
     """Rows of token ids with what belongs to them, as coati's collators take them.
 
     Args:
-        rows: of prompts {"input_ids", "gt_answer", "key"}, or of demonstrations {"input_ids", "loss_mask"}.
+        rows: of prompts {"input_ids", "gt_answer", "key", "entry"}, or of demonstrations {"input_ids", "loss_mask"}.
     """
 
     def __init__(self, rows: Sequence[Row]) -> None:
@@ -46,17 +48,36 @@ class PromptDataset(Dataset[Row]):
         """Return one row."""
         return self._rows[index]
 
+    def digest(self) -> str:
+        """Return what names the rows' tokens and answers, in their order."""
+        digest = hashlib.sha256()
+        for row in self._rows:
+            digest.update(np.asarray(row["input_ids"], dtype=np.int64).tobytes())
+            digest.update(repr((row.get("gt_answer"), row.get("loss_mask"))).encode("utf-8", "surrogatepass"))
+        return digest.hexdigest()[:16]
 
-def prompt_dataset(dialogues: Sequence[Dialogue], encode: EncodePrompt, *, max_tokens: int) -> Fitted:
+
+class Limits(NamedTuple):
+    """What every row has to keep to."""
+
+    max_tokens: int
+    """Longer rows are left out and counted."""
+    vocabulary: int | None = None
+    """Token ids are below this; None does not look."""
+    setting: str = "max_tokens"
+    """What the user would raise to have longer rows, for messages."""
+
+
+def prompt_dataset(dialogues: Sequence[Dialogue], encode: EncodePrompt, *, limits: Limits) -> Fitted:
     """Return the prompts: all messages but a last one of the assistant's, which is what the policy is to say.
 
     Args:
         dialogues: rows; those of token ids are prompts as they are.
         encode: puts messages to the policy and awaits its turn.
-        max_tokens: longer prompts are left out and counted.
+        limits: of prompts.
 
     Raises:
-        DataError: if a row has no prompt, or every prompt is too long.
+        DataError: if a row has no prompt, or a token id that there is not, or every prompt is too long.
     """
     rows = []
     for dialogue in dialogues:
@@ -65,43 +86,62 @@ def prompt_dataset(dialogues: Sequence[Dialogue], encode: EncodePrompt, *, max_t
             messages = messages[:-1]
         if dialogue.ids is None and not messages:
             raise DataError(f"{dialogue.where} has an assistant's message only; a prompt is what comes before it")
-        ids = list(dialogue.ids) if dialogue.ids is not None else encode(messages)
+        ids = _known(dialogue, limits) or _named(dialogue, encode, messages)
         text = "\n".join(message["content"] for message in messages) or str(ids)
-        rows.append({"input_ids": ids, "gt_answer": dialogue.answer, "key": problem_key(text)})
-    return _fitted(rows, "prompts", max_tokens)
+        row = {"input_ids": ids, "gt_answer": dialogue.answer, "key": problem_key(text), "entry": dialogue.entry}
+        rows.append(row)
+    return _fitted(rows, "prompts", limits)
 
 
-def demonstration_dataset(dialogues: Sequence[Dialogue], encode: EncodeDialogue, *, max_tokens: int) -> Fitted:
+def demonstration_dataset(dialogues: Sequence[Dialogue], encode: EncodeDialogue, *, limits: Limits) -> Fitted:
     """Return the demonstrations, whose loss is taken of the assistant's tokens only.
 
     Args:
         dialogues: rows; those of token ids without a mask are learnt whole.
         encode: returns the ids of a dialogue, and which of them are the assistant's.
-        max_tokens: longer ones are left out and counted.
+        limits: of demonstrations.
 
     Raises:
-        DataError: if a row has nothing to learn, or every one is too long.
+        DataError: if a row has nothing to learn, or a token id that there is not, or every one is too long.
     """
     rows = []
     for dialogue in dialogues:
-        if dialogue.ids is not None:
-            ids = list(dialogue.ids)
+        ids = _known(dialogue, limits)
+        if ids:
             mask = list(dialogue.loss_mask if dialogue.loss_mask is not None else (True,) * len(ids))
         else:
-            ids, mask = encode(dialogue.messages or ())
+            ids, mask = _named(dialogue, encode, dialogue.messages or ())
         if not any(mask[1:]):  # nothing predicts the first token
             raise DataError(f"{dialogue.where} has no token of the assistant's to learn")
         rows.append({"input_ids": ids, "loss_mask": mask})
-    return _fitted(rows, "demonstrations", max_tokens)
+    return _fitted(rows, "demonstrations", limits)
 
 
-def _fitted(rows: list[Row], what: str, max_tokens: int) -> Fitted:
-    kept = [row for row in rows if len(row["input_ids"]) <= max_tokens]
+def _known(dialogue: Dialogue, limits: Limits) -> list[int]:
+    """Return the row's own token ids; none if it has messages."""
+    ids = list(dialogue.ids or ())
+    if limits.vocabulary is not None and ids and max(ids) >= limits.vocabulary:
+        raise DataError(
+            f"{dialogue.where}: 'input_ids' names token {max(ids)}, but the tokenizer has {limits.vocabulary} tokens; "
+            "encode the rows with the policy's tokenizer"
+        )
+    return ids
+
+
+def _named(dialogue: Dialogue, encode: Callable[[Sequence[Message]], T], messages: Sequence[Message]) -> T:
+    try:
+        return encode(messages)
+    except DataError as error:
+        raise DataError(f"{dialogue.where}: {error}") from error
+
+
+def _fitted(rows: list[Row], what: str, limits: Limits) -> Fitted:
+    kept = [row for row in rows if len(row["input_ids"]) <= limits.max_tokens]
     if not kept:
         shortest = min(len(row["input_ids"]) for row in rows)
         raise DataError(
-            f"all {len(rows)} {what} are longer than the {max_tokens} tokens that fit, the shortest has {shortest}; "
-            "raise max_length"
+            f"all {len(rows)} {what} are longer than the {limits.max_tokens} tokens that fit, the shortest has "
+            f"{shortest}; raise {limits.setting}"
         )
     return Fitted(PromptDataset(kept), len(rows) - len(kept))
 
@@ -188,7 +228,7 @@ class DataCollatorForSupervisedDataset:
 
 @dataclass
 class DataCollatorForPromptDataset(DataCollatorForSupervisedDataset):
-    """Pads prompts on the left: input_ids, attention_mask, gt_answer and key."""
+    """Pads prompts on the left: input_ids, attention_mask, gt_answer, key and entry."""
 
     def __call__(self, instances: Sequence[Row]) -> dict[str, Any]:
         """Return one batch; a prompt longer than `max_length` loses its beginning."""
@@ -200,6 +240,7 @@ class DataCollatorForPromptDataset(DataCollatorForSupervisedDataset):
             "attention_mask": torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows]).bool(),
             "gt_answer": [row.get("gt_answer") for row in instances],
             "key": [row["key"] for row in instances],
+            "entry": [row.get("entry") for row in instances],
         }
 
 

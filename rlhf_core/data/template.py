@@ -54,9 +54,6 @@ class PromptTemplate:
         """The form of a response as reward functions take it; None is the answer's two tags."""
         self.stop_ids = self._find_stop_ids()
         self.pad_id = self._find_pad_id()
-        tags = [f"</{self.answer_tag}>"] if self.tags is None else [tag["text"] for tag in self.tags.values()]
-        words = zip(self.stop_ids, tokenizer.convert_ids_to_tokens(list(self.stop_ids)), strict=True)
-        self._unspoken = {token for token, word in words if not any(word and word in tag for tag in tags)}
 
     def _find_stop_ids(self) -> tuple[int, ...]:
         stops = list(self._config.stop_ids)
@@ -132,16 +129,25 @@ class PromptTemplate:
         """Return the response that demonstrates an answer."""
         return f"<{self.answer_tag}>{answer}</{self.answer_tag}>"
 
-    def decode_response(self, ids: Sequence[int]) -> str:
+    def decode_response(self, ids: Sequence[int], *, stop_ids: Sequence[int] = ()) -> str:
         """Return the text of a response without the stop token at its end; other special tokens are spelt out.
 
         A stop token that is a tag, as where generation stops at `</answer>`, is a part of the response.
+
+        Args:
+            ids: the response.
+            stop_ids: tokens that may have ended it, besides the template's.
         """
         tokens = list(ids)
-        if tokens and tokens[-1] in self._unspoken:
+        if tokens and tokens[-1] in {*self.stop_ids, *stop_ids} and not self._is_of_tag(tokens[-1]):
             tokens.pop()
         text: str = self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
+
+    def _is_of_tag(self, token: int) -> bool:
+        tags = [f"</{self.answer_tag}>"] if self.tags is None else [tag["text"] for tag in self.tags.values()]
+        word = self.tokenizer.convert_ids_to_tokens(token)
+        return any(word and word in tag for tag in tags)
 
     def _start(self) -> list[int]:
         first = self.tokenizer.bos_token_id

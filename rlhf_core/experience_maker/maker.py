@@ -215,11 +215,11 @@ class ExperienceMaker:
         return drawn
 
     def _responses(self, drawn: Generation) -> list[str]:
-        width, stops = drawn.action_mask.shape[1], set(self.generation.stop_ids)
+        width, stops = drawn.action_mask.shape[1], self.generation.stop_ids
         texts = []
         for row, counts in zip(drawn.sequences[:, -width:], drawn.action_mask, strict=True):
             ids = row[counts].tolist()
-            texts.append(self.template.decode_response(ids[:-1] if ids[-1] in stops else ids))
+            texts.append(self.template.decode_response(ids, stop_ids=stops))
         return texts
 
     def _run_models(self, drawn: Generation) -> Forwards:

@@ -14,7 +14,7 @@ from rlhf_core.rewards.structure import Tags
 GYM = "reasoning_gym"
 SETTING = "RLHF_REWARD_MODULES"
 BUILT_IN_MAXIMUM = 10.0
-_BUILT_IN = {
+BUILT_IN = {
     "gsm8k_reward_fn": "rlhf_core.rewards.math_answers:gsm8k_score",
     "math_competition_reward_fn": "rlhf_core.rewards.competition:math_competition_score",
 }
@@ -38,7 +38,7 @@ class RewardFunction:
 
 
 def resolve_reward_function(
-    name_or_path: str, *, allowed_modules: Sequence[str], tags: Tags | None = None
+    name_or_path: str, *, allowed_modules: Sequence[str], tags: Tags | None = None, setting: str = SETTING
 ) -> RewardFunction:
     """Return the function that a name or path means, without importing it.
 
@@ -48,16 +48,17 @@ def resolve_reward_function(
             to return numbers of order one.
         allowed_modules: modules and packages from which functions may be taken by path.
         tags: the form of a response, for the functions that look at it; None is coati's.
+        setting: what the user would add a module to, for the message.
 
     Raises:
         ConfigError: if there is no such function, or its module is not allowed.
     """
-    if name_or_path in _BUILT_IN:
-        return RewardFunction(name_or_path, _BUILT_IN[name_or_path], arguments={"tags": tags}, maximum=BUILT_IN_MAXIMUM)
+    if name_or_path in BUILT_IN:
+        return RewardFunction(name_or_path, BUILT_IN[name_or_path], arguments={"tags": tags}, maximum=BUILT_IN_MAXIMUM)
     match = _PATH.fullmatch(name_or_path)
     if match is None:
-        near = difflib.get_close_matches(name_or_path, _BUILT_IN, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"known are {' and '.join(_BUILT_IN)}"
+        near = difflib.get_close_matches(name_or_path, BUILT_IN, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"known are {' and '.join(BUILT_IN)}"
         raise ConfigError(
             f"there is no reward function {name_or_path!r}; {hint} Others are given as reasoning_gym:<task> or "
             "package.module:function"
@@ -67,7 +68,7 @@ def resolve_reward_function(
     if not _is_allowed(match["module"], allowed_modules):
         raise ConfigError(
             f"reward function {name_or_path!r} lies in a module that is not allowed to run here; "
-            f"add {match['module']} to {SETTING} (a list with commas) if you trust it"
+            f"add {match['module']} to {setting}{' (a list with commas)' if setting == SETTING else ''} if you trust it"
         )
     return RewardFunction(name_or_path, name_or_path)
 

@@ -27,8 +27,12 @@ def answer_tags(tag: str) -> Tags:
     return {OPENING: {"text": f"<{tag}>", "num_occur": 1}, CLOSING: {"text": f"</{tag}>", "num_occur": 1}}
 
 
-def check_tags(tags: Any) -> Tags:
+def check_tags(tags: Any, *, where: str = "") -> Tags:
     """Return the tags if they have coati's form.
+
+    Args:
+        tags: whatever was given for them.
+        where: they stand, for the message.
 
     Raises:
         ConfigError: if they have not, or lack those of the answer.
@@ -37,14 +41,15 @@ def check_tags(tags: Any) -> Tags:
         isinstance(tag, Mapping)
         and isinstance(tag.get("text"), str)
         and tag["text"]
-        and isinstance(tag.get("num_occur", 1), int)
+        and type(tag.get("num_occur", 1)) is int
         and tag.get("num_occur", 1) >= 0
+        and set(tag) <= {"text", "num_occur"}
         for tag in tags.values()
     )
     if not right or not {OPENING, CLOSING} <= set(tags):
         raise ConfigError(
-            "response_format_tags must name at least answer_start and answer_end, each as "
-            f'{{"text": "<answer>", "num_occur": 1}}, but it is {tags!r}'
+            f"response_format_tags{where} must name at least answer_start and answer_end, each as "
+            f'{{"text": "<answer>", "num_occur": 1}}, but it is {tags!r:.200}'
         )
     return tags  # type: ignore[no-any-return]  # the check above is what makes it one
 

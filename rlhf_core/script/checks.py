@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.errors import ConfigError
+from rlhf_core.rewards.resolve import resolve_reward_function
+from rlhf_core.script.places import check_places, checkpoint_step
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
-CHECKPOINT_NAME = re.compile(r"epoch-\d+_step-\d+")
+ALLOWED_FLAG = "--allowed_reward_modules"
 _GEMINI = ("gemini", "gemini_auto")
 _LORA_KEYS = {
     "r",
@@ -39,12 +40,15 @@ def check_arguments(args: Namespace) -> None:
     if args.ptx_coef > 0 and not args.ptx_dataset:
         raise ConfigError(f"--ptx_coef {args.ptx_coef} needs demonstrations: give --ptx_dataset, or leave it at 0")
     for path in (*args.prompt_dataset, *args.ptx_dataset):
-        if not Path(path).expanduser().exists():
+        if not Path(path).exists():
             raise ConfigError(f"data {path} does not exist; give a file of JSON lines or a directory")
-    read_json(args.conversation_template_config, "--conversation_template_config")
+    from rlhf_core.data.conversation import read_template  # noqa: PLC0415  # pydantic, which help can do without
+
+    read_template(args.conversation_template_config)
     if args.lora_config and read_lora(args.lora_config)["init"] == "pissa" and args.keep_lora:
         raise ConfigError("--keep_lora does not go with PiSSA, which changes the weights below the adapters too")
     checkpoint_step(args)
+    check_places(args)
 
 
 def _check_required(args: Namespace) -> None:
@@ -67,6 +71,8 @@ def _check_rewards(args: Namespace) -> None:
         raise ConfigError("--rm_checkpoint_path is a reward model, which --no_neural_reward_model leaves out; drop one")
     if args.no_neural_reward_model and args.critic_init == "reward_model":
         raise ConfigError("--critic_init reward_model needs a reward model, which --no_neural_reward_model leaves out")
+    for name in args.reward_functions or ():
+        resolve_reward_function(name, allowed_modules=args.allowed_reward_modules, setting=ALLOWED_FLAG)
 
 
 def _check_placement(args: Namespace) -> None:
@@ -100,10 +106,6 @@ def _check_outputs(args: Namespace) -> None:
         raise ConfigError("--use_wandb needs --log_dir")
     if args.keep_lora and not args.lora_config:
         raise ConfigError("--keep_lora needs --lora_config: there are no adapters to keep")
-    for name in ("save_path", "log_dir"):
-        path = getattr(args, name)
-        if path and Path(path).expanduser().is_file():
-            raise ConfigError(f"--{name} {path} is a file; give a directory")
 
 
 def read_json(path: str, flag: str) -> dict[str, Any]:
@@ -113,7 +115,7 @@ def read_json(path: str, flag: str) -> dict[str, Any]:
         ConfigError: if there is none; the message names the flag.
     """
     try:
-        value = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "it is not UTF-8"
         raise ConfigError(f"{flag} {path} cannot be read: {why}") from error
@@ -152,31 +154,3 @@ def read_lora(path: str) -> dict[str, Any]:
             f"not {given['lora_initialization_method']!r}"
         )
     return settings
-
-
-def checkpoint_step(args: Namespace) -> Path | None:
-    """Return the trainer's part of the checkpoint to go on from; None for a new run.
-
-    Raises:
-        ConfigError: if one of the two paths is missing, or they are not of one step of one run.
-    """
-    actor, critic = args.checkpoint_path, args.critic_checkpoint_path
-    if not actor and not critic:
-        return None
-    if not (actor and critic):
-        raise ConfigError("--checkpoint_path and --critic_checkpoint_path go together: give both or neither")
-    for flag, path in (("--checkpoint_path", actor), ("--critic_checkpoint_path", critic)):
-        if not Path(path).expanduser().is_dir():
-            raise ConfigError(f"{flag} {path} is not a directory")
-        if not CHECKPOINT_NAME.fullmatch(Path(path).name):
-            raise ConfigError(f"{flag} {path} is no checkpoint; its directory's name should be like epoch-1_step-20")
-    actor, critic = Path(actor).expanduser().resolve(), Path(critic).expanduser().resolve()
-    if actor.name != critic.name or actor.parent.parent != critic.parent.parent:
-        raise ConfigError(
-            f"--checkpoint_path is {actor.name} of {actor.parent.parent} and --critic_checkpoint_path {critic.name} of "
-            f"{critic.parent.parent}; give one step of one run"
-        )
-    trainer = actor.parent.parent / "trainer" / actor.name
-    if not trainer.is_dir():
-        raise ConfigError(f"{actor} has no {trainer} beside it, so it is not a whole checkpoint; give an earlier one")
-    return trainer

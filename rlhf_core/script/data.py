@@ -9,14 +9,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch.utils.data import DataLoader
 
 from rlhf_core.data.conversation import Conversation, encode_conversation
-from rlhf_core.data.dialogues import Message, read_dialogues
+from rlhf_core.data.dialogues import Dialogue, Message, read_dialogues
 from rlhf_core.data.loaders import (
     DataCollatorForPromptDataset,
     DataCollatorForSupervisedDataset,
+    Limits,
     demonstration_dataset,
     make_loader,
     prompt_dataset,
 )
+from rlhf_core.errors import DataError
+from rlhf_core.rewards.resolve import BUILT_IN
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -43,11 +46,14 @@ def build_loaders(args: Namespace, conversation: Conversation, tell: Callable[[s
         tell: is told how many rows were left out.
 
     Raises:
-        DataError: if a file has another form, or too few rows are left.
+        DataError: if a file has another form, too few rows are left, or functions have no answers to compare with.
     """
     room = args.max_length - args.max_seq_len
     encode = partial(prompt_ids, conversation.template())
-    prompts = prompt_dataset(read_dialogues(args.prompt_dataset), encode, max_tokens=room)
+    dialogues = read_dialogues(args.prompt_dataset)
+    _check_answers(args, dialogues, tell)
+    known = len(conversation.tokenizer)
+    prompts = prompt_dataset(dialogues, encode, limits=Limits(room, known, "--max_length"))
     if prompts.dropped:
         tell(f"{prompts.dropped} prompts are longer than the {room} tokens that --max_length leaves; they are left out")
     loader = make_loader(
@@ -66,6 +72,23 @@ def prompt_ids(template: PromptTemplate, messages: Sequence[Message]) -> list[in
     return ids
 
 
+def _check_answers(args: Namespace, dialogues: Sequence[Dialogue], tell: Callable[[str], None]) -> None:
+    """See that functions which compare a response with an answer have answers to compare with."""
+    comparing = [name for name in args.reward_functions or () if name in BUILT_IN]
+    without = [dialogue for dialogue in dialogues if not (dialogue.answer or "").strip()]
+    if not comparing or not without:
+        return
+    if len(without) == len(dialogues):
+        raise DataError(
+            f"{comparing[0]} compares responses with answers, but no row of --prompt_dataset has one; give rows "
+            "'gt_answer', or 'question' and 'answer'"
+        )
+    tell(
+        f"{len(without)} of {len(dialogues)} prompts have no answer, such as {without[0].where}: {comparing[0]} gives "
+        "them 0"
+    )
+
+
 def _demonstrations(
     args: Namespace, conversation: Conversation, tell: Callable[[str], None]
 ) -> DataLoader[dict[str, Any]] | None:
@@ -76,7 +99,8 @@ def _demonstrations(
         encoded = encode_conversation(messages, conversation)
         return encoded.ids, encoded.loss_mask
 
-    fitted = demonstration_dataset(read_dialogues(args.ptx_dataset), encode, max_tokens=args.max_length)
+    limits = Limits(args.max_length, len(conversation.tokenizer), "--max_length")
+    fitted = demonstration_dataset(read_dialogues(args.ptx_dataset), encode, limits=limits)
     if fitted.dropped:
         tell(f"{fitted.dropped} demonstrations are longer than --max_length {args.max_length}; they are left out")
     return make_loader(

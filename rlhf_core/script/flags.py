@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from os.path import expanduser
 from typing import NoReturn
 
 from rlhf_core.errors import ConfigError
 
 PLUGINS = ("gemini", "gemini_auto", "zero2", "zero2_cpu", "3d", "plain")
-REWARD_FUNCTIONS = ("gsm8k_reward_fn", "math_competition_reward_fn")
+_HIGHEST_SEED = 2**63 - 1  # PyTorch takes no more
 
 
 class _Parser(argparse.ArgumentParser):
@@ -43,20 +44,33 @@ def _add_models(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add(
         "--pretrain",
+        type=expanduser,
         metavar="MODEL",
         help="policy to start from: a directory, a peft adapter's directory (it is merged "
         "first), or a hub name; required",
     )
     add(
         "--rm_pretrain",
+        type=expanduser,
         metavar="MODEL",
         help="base model of reward model and critic; a directory of a whole reward model serves as both",
     )
-    add("--tokenizer_dir", metavar="DIR", help="tokenizer of the policy; else the one beside --pretrain")
-    add("--checkpoint_path", metavar="DIR", help="actor checkpoint (.../actor/epoch-E_step-S) to go on from")
-    add("--critic_checkpoint_path", metavar="DIR", help="critic checkpoint of the same step")
+    add(
+        "--tokenizer_dir",
+        type=expanduser,
+        metavar="DIR",
+        help="tokenizer of the policy; else the one beside --pretrain",
+    )
+    add(
+        "--checkpoint_path",
+        type=expanduser,
+        metavar="DIR",
+        help="actor checkpoint (.../actor/epoch-E_step-S) to go on from",
+    )
+    add("--critic_checkpoint_path", type=expanduser, metavar="DIR", help="critic checkpoint of the same step")
     add(
         "--rm_checkpoint_path",
+        type=expanduser,
         metavar="DIR",
         help="trained reward model, as RewardModel.save_pretrained or RewardModelTrainer wrote it",
     )
@@ -69,6 +83,7 @@ def _add_models(group: argparse._ArgumentGroup) -> None:
     )
     add(
         "--lora_config",
+        type=expanduser,
         metavar="JSON",
         help="train adapters: a file with r, lora_alpha (32), linear_lora_dropout (0.1), "
         "embedding_lora_dropout (0), lora_train_bias (none), lora_initialization_method (kaiming_uniform or PiSSA), "
@@ -80,6 +95,7 @@ def _add_data(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add(
         "--prompt_dataset",
+        type=expanduser,
         nargs="+",
         default=[],
         metavar="PATH",
@@ -87,6 +103,7 @@ def _add_data(group: argparse._ArgumentGroup) -> None:
     )
     add(
         "--ptx_dataset",
+        type=expanduser,
         nargs="+",
         default=[],
         metavar="PATH",
@@ -94,6 +111,7 @@ def _add_data(group: argparse._ArgumentGroup) -> None:
     )
     add(
         "--conversation_template_config",
+        type=expanduser,
         metavar="JSON",
         help="coati's template file: chat_template (null takes the "
         "tokenizer's own), system_message, stop_ids, end_of_assistant, response_format_tags; required",
@@ -108,9 +126,17 @@ def _add_rewards(group: argparse._ArgumentGroup) -> None:
     add(
         "--reward_functions",
         nargs="+",
-        choices=REWARD_FUNCTIONS,
         metavar="NAME",
-        help=f"functions whose scores are added: {', '.join(REWARD_FUNCTIONS)}",
+        help="functions whose scores are added: gsm8k_reward_fn, math_competition_reward_fn; also (ours) "
+        "reasoning_gym:TASK, for rows that have the task's entry, and package.module:function",
+    )
+    add(
+        "--allowed_reward_modules",
+        nargs="+",
+        default=[],
+        metavar="MODULE",
+        help="modules and packages that package.module:function may name (ours); rlhf train-ppo takes those of "
+        "RLHF_REWARD_MODULES by default",
     )
 
 
@@ -128,7 +154,7 @@ def _add_loop(group: argparse._ArgumentGroup) -> None:
         help="training batches per optimizer step; their losses are averaged",
     )
     add("--ptx_batch_size", type=_positive, default=4, help="demonstrations per training batch")
-    add("--seed", type=int, default=42, help="decides every prompt order, sample and adapter (ours)")
+    add("--seed", type=_seed, default=42, help="decides every prompt order, sample and adapter (ours)")
 
 
 def _add_objective(group: argparse._ArgumentGroup) -> None:
@@ -195,7 +221,11 @@ def _add_placement(group: argparse._ArgumentGroup) -> None:
 def _add_outputs(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add(
-        "--save_path", default="actor_checkpoint_prompts", metavar="DIR", help="gets actor/modeling and critic/modeling"
+        "--save_path",
+        type=expanduser,
+        default="actor_checkpoint_prompts",
+        metavar="DIR",
+        help="gets actor/modeling and critic/modeling",
     )
     add(
         "--save_interval",
@@ -208,7 +238,7 @@ def _add_outputs(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="write the actor's adapters in peft's format instead of merging them (ours)",
     )
-    add("--log_dir", metavar="DIR", help="gets TensorBoard's files and JSON lines")
+    add("--log_dir", type=expanduser, metavar="DIR", help="gets TensorBoard's files and JSON lines")
     add("--use_wandb", action="store_true", help="log to Weights & Biases or trackio too; needs --log_dir")
 
 
@@ -237,6 +267,13 @@ def _count(text: str) -> int:
     value = _whole(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"must be at least 0, not {value}")
+    return value
+
+
+def _seed(text: str) -> int:
+    value = _whole(text)
+    if not 0 <= value <= _HIGHEST_SEED:
+        raise argparse.ArgumentTypeError(f"must be from 0 to {_HIGHEST_SEED}, not {value}")
     return value
 
 

@@ -30,6 +30,13 @@ if TYPE_CHECKING:
 
 MODELS_DIR = Path("~/.cache/rlhf/models")
 """Where packaged models are kept once they are converted."""
+_COATIS = {
+    "alpha": "lora_alpha",
+    "dropout": "linear_lora_dropout",
+    "bias": "lora_train_bias",
+    "init": "lora_initialization_method",
+}
+"""Keys of the adapters' file, by ours."""
 _TOKENIZER_FILE = "tokenizer_config.json"
 
 
@@ -59,15 +66,18 @@ def build_models(args: Namespace, device: torch.device, tell: Callable[[str], No
         ConfigError: if the adapters cannot be made as their file says.
     """
     lora = None if args.lora_config is None else lora_config(args.lora_config)
-    dtype = _weights_dtype(args, device, adapters=lora is not None)
+    frozen = _frozen_dtype(args, device)
+    # biases that train are of the base, whose weights must then be of their kind
+    dtype = frozen if lora is not None and lora.bias == "none" else torch.float32
     directory = locate_model(args.pretrain, models_dir=MODELS_DIR.expanduser())
     tokenizer = load_tokenizer(_tokenizer_directory(args, directory))
     actor = load_policy(directory, dtype, device)
     check_same_tokenizer(actor, tokenizer, what=f"--pretrain {args.pretrain} and the tokenizer")
     reward_model = None if args.no_neural_reward_model else _reward_model(args, actor, tokenizer, dtype, device)
     critic, critic_init = _critic(args, actor, reward_model, tokenizer, dtype, device)
-    own_reference = lora is None or lora.init == "pissa"  # PiSSA moves a part of the base into the adapter
-    initial_model = load_policy(directory, dtype, device).requires_grad_(False) if own_reference else None
+    # switched off, adapters leave the policy as it was, unless they changed the base too
+    own_reference = lora is None or lora.init == "pissa" or lora.bias != "none"
+    initial_model = load_policy(directory, frozen, device).requires_grad_(False) if own_reference else None
     flash = args.use_flash_attn and _has_flash_attention(device, tell)
     for model in (actor, critic.trunk):
         disable_dropout(model)
@@ -76,7 +86,7 @@ def build_models(args: Namespace, device: torch.device, tell: Callable[[str], No
         if lora is not None:
             attach_lora(model, lora, seed=args.seed)
     if reward_model is not None:
-        reward_model.requires_grad_(False)
+        reward_model.requires_grad_(False).trunk.to(frozen)  # only now: the critic began as a copy of it
     return Models(actor, critic, reward_model, initial_model, tokenizer, critic_init)
 
 
@@ -90,7 +100,7 @@ def lora_config(path: str) -> LoRAConfig:
         return LoRAConfig(**read_lora(path))
     except ValueError as error:
         first = error.errors()[0] if hasattr(error, "errors") else {"loc": (), "msg": str(error)}
-        where = ".".join(map(str, first["loc"])) or "value"
+        where = ".".join(_COATIS.get(str(part), str(part)) for part in first["loc"]) or "value"
         raise ConfigError(f"--lora_config {path}: {where}: {first['msg']}") from error
 
 
@@ -122,7 +132,7 @@ def _base_of(adapter: Path) -> Path:
 
 def _tokenizer_directory(args: Namespace, policy: Path) -> Path:
     if args.tokenizer_dir:
-        return Path(args.tokenizer_dir).expanduser()
+        return Path(args.tokenizer_dir)
     adapters_only = is_adapter_directory(policy) and not (policy / _TOKENIZER_FILE).is_file()
     return _base_of(policy) if adapters_only else policy
 
@@ -136,7 +146,8 @@ def _reward_model(
 ) -> RewardModel:
     flag = "--rm_checkpoint_path" if args.rm_checkpoint_path else "--rm_pretrain"
     given = args.rm_checkpoint_path or args.rm_pretrain
-    directory = locate_model(given, models_dir=MODELS_DIR.expanduser())
+    local = args.rm_checkpoint_path is not None
+    directory = Path(given) if local else locate_model(given, models_dir=MODELS_DIR.expanduser())
     held = next((place for place in (directory, directory / "modeling") if (place / HEAD_FILE).is_file()), None)
     if held is None:
         raise ModelError(
@@ -182,9 +193,9 @@ def _critic(
     return critic, "policy"
 
 
-def _weights_dtype(args: Namespace, device: torch.device, *, adapters: bool) -> torch.dtype:
-    """Return float32 for weights that train; frozen ones on a GPU are kept in the arithmetic of the run."""
-    if not adapters or device.type == "cpu":
+def _frozen_dtype(args: Namespace, device: torch.device) -> torch.dtype:
+    """Return the kind of frozen weights: on a GPU they are kept in the arithmetic of the run."""
+    if device.type == "cpu":
         return torch.float32
     return torch.float16 if args.mixed_precision == "fp16" else torch.bfloat16
 

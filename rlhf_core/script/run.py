@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 import torch
 from transformers import PreTrainedModel
 
-from rlhf_core.config import PPOOptions
+from rlhf_core.config import PPOOptions, RewardConfig
 from rlhf_core.data.conversation import setup_conversation_template
 from rlhf_core.errors import TrainingError
-from rlhf_core.models.adapters import save_adapters
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.loading import default_device
-from rlhf_core.models.lora import save_merged
-from rlhf_core.rewards import RLVRRewardModel, gsm8k_reward_fn, math_competition_reward_fn
-from rlhf_core.script.checks import checkpoint_step, read_json
-from rlhf_core.script.data import build_loaders
+from rlhf_core.rewards.scoring import Scorer, build_scorer
+from rlhf_core.script.data import Loaders, build_loaders
 from rlhf_core.script.models import Models, build_models
+from rlhf_core.script.outputs import save_outputs
+from rlhf_core.script.places import checkpoint_step
 from rlhf_core.script.progress import EpisodeLine, Tell, teller
+from rlhf_core.script.record import record_of, tell_differences, write_record
 from rlhf_core.script.schedule import schedule_of
 from rlhf_core.strategy.plain import PlainBooster
 from rlhf_core.strategy.ranks import Ranks, join, leave
@@ -35,7 +35,6 @@ TEMPERATURE = 0.7
 TOP_K = 50
 LAM = 0.95
 """These three are fixed in the original script too."""
-_FUNCTIONS = {"gsm8k_reward_fn": gsm8k_reward_fn, "math_competition_reward_fn": math_competition_reward_fn}
 _LOST_RANK = ("Connection closed by peer", "Connection reset by peer", "Timed out", "NCCL")
 Precision = Literal["fp16", "bf16"]
 
@@ -73,15 +72,29 @@ def _run(args: Namespace, ranks: Ranks) -> None:
     precision = _precision(args, device, tell)
     _tell_plugin(args, ranks, tell)
     models = build_models(args, device, tell)
-    template = read_json(args.conversation_template_config, "--conversation_template_config")
-    conversation = setup_conversation_template(models.tokenizer, template)
+    conversation = setup_conversation_template(models.tokenizer, args.conversation_template_config)
     loaders = build_loaders(args, conversation, tell)
     trainees = _trainees(args, models, precision)
     trainer = _trainer(args, models, trainees, conversation, precision, EpisodeLine(args.num_episodes, ranks, tell))
+    record = record_of(args, loaders)
     checkpoint = checkpoint_step(args)
     if checkpoint is not None:
         trainer.load_checkpoint(checkpoint)
         tell(f"going on from {checkpoint.name}")
+        tell_differences(record, checkpoint.parent.parent, tell)
+    if ranks.is_first:
+        write_record(record, Path(args.save_path))
+    if trainer.position.episode < args.num_episodes:
+        _fit(trainer, args, loaders)
+    else:
+        tell(f"all {args.num_episodes} episodes are done already; raise --num_episodes to train more")
+    if ranks.is_first:
+        save_outputs(args, models)
+    ranks.barrier()
+    tell(f"stored {args.save_path}/actor/modeling and {args.save_path}/critic/modeling")
+
+
+def _fit(trainer: PPOTrainer, args: Namespace, loaders: Loaders) -> None:
     trainer.fit(
         num_episodes=args.num_episodes,
         num_collect_steps=args.num_collect_steps,
@@ -91,10 +104,6 @@ def _run(args: Namespace, ranks: Ranks) -> None:
         log_dir=args.log_dir,
         use_wandb=args.use_wandb,
     )
-    if ranks.is_first:
-        save_outputs(args, models)
-    ranks.barrier()
-    tell(f"stored {args.save_path}/actor/modeling and {args.save_path}/critic/modeling")
 
 
 def _precision(args: Namespace, device: torch.device, tell: Tell) -> Precision:
@@ -133,7 +142,7 @@ def _trainer(
         critic_booster=trainees.critic.booster,
         actor=cast(PreTrainedModel, trainees.actor.model),
         critic=cast(Critic, trainees.critic.model),  # as the booster returned it
-        reward_model=models.reward_model or reward_functions(args, conversation),
+        reward_model=models.reward_model,
         initial_model=models.initial_model,
         actor_optim=trainees.actor.optimizer,
         critic_optim=trainees.critic.optimizer,
@@ -149,6 +158,7 @@ def _trainer(
         save_dir=args.save_path,
         callbacks=(line,),
         options=_options(args, models, precision),
+        scorer=reward_functions(args, conversation),
         seed=args.seed,
         max_new_tokens=args.max_seq_len,
         max_length=args.max_length,
@@ -159,10 +169,17 @@ def _trainer(
     )
 
 
-def reward_functions(args: Namespace, conversation: Conversation) -> RLVRRewardModel:
-    """Return the sum of the functions that the flags name, which read the template's tags."""
-    functions = [_FUNCTIONS[name] for name in dict.fromkeys(args.reward_functions)]
-    return RLVRRewardModel(functions, tokenizer=conversation.tokenizer, tags=conversation.response_format_tags)
+def reward_functions(args: Namespace, conversation: Conversation) -> Scorer | None:
+    """Return the sum of the functions that the flags name, which read the template's tags; None without any.
+
+    Raises:
+        ConfigError: if one cannot be imported.
+    """
+    if not args.reward_functions:
+        return None
+    config = RewardConfig(verifier=0.0, functions=dict.fromkeys(args.reward_functions, 1.0))
+    template = conversation.template()
+    return build_scorer(config, None, template=template, allowed_modules=args.allowed_reward_modules)
 
 
 def _options(args: Namespace, models: Models, precision: Precision) -> PPOOptions:
@@ -174,16 +191,3 @@ def _options(args: Namespace, models: Models, precision: Precision) -> PPOOption
         critic_init="reward_model" if models.critic_init == "reward_model" else "policy",
         gradient_checkpointing=args.grad_checkpoint,
     )
-
-
-def save_outputs(args: Namespace, models: Models) -> None:
-    """Write actor and critic, each as its own `from_pretrained` loads it, with the tokenizer beside it."""
-    root = Path(args.save_path).expanduser()
-    actor, critic = root / "actor" / "modeling", root / "critic" / "modeling"
-    if args.keep_lora:
-        save_adapters(models.actor, actor)
-    else:
-        save_merged(models.actor, actor)
-    models.critic.save_pretrained(critic)
-    for directory in (actor, critic):
-        models.tokenizer.save_pretrained(directory)

@@ -180,7 +180,7 @@ def open_tracker(log_dir: str | Path | None, name: str, use_wandb: bool = False)
         use_wandb: log to Weights & Biases too, or to trackio where only that is installed.
 
     Raises:
-        ConfigError: as `check_tracking`.
+        ConfigError: as `check_tracking`, or if the directory cannot be made.
     """
     check_tracking(log_dir, use_wandb=use_wandb)
     if log_dir is None:
@@ -206,5 +206,7 @@ def _new_directory(parent: Path) -> Path:
             directory.mkdir(parents=True)
         except FileExistsError:
             number += 1
+        except OSError as error:
+            raise ConfigError(f"log_dir {parent} cannot be written to: {error.strerror}; give another one") from error
         else:
             return directory

@@ -60,6 +60,7 @@ def test_datasets_on_disk_hold_messages_or_token_ids(tmp_path: Path) -> None:
         ({"messages": [{"role": "user", "content": 3}]}, "a string 'content'"),
         ({"messages": ["hello"]}, "a message must have 'role'"),
         ({"input_ids": []}, "at least one token id"),
+        ({"input_ids": [3, -1]}, "row 1 of .* which is 0 or more"),
         ({"input_ids": [1, 2], "labels": [1]}, "2 tokens in 'input_ids', but 1"),
         ({"question": "2 + 3"}, "lacks 'answer'"),
         ({"question": "2 + 3", "answer": "#### "}, "holds no answer after '####'"),

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from rlhf_core.errors import ConfigError
-from rlhf_core.script.checks import check_arguments, checkpoint_step, read_lora
+from rlhf_core.script.checks import check_arguments, read_lora
 from rlhf_core.script.flags import build_parser
+from rlhf_core.script.places import checkpoint_step
 from rlhf_core.train_ppo import main
 from tests.unit.script.command_lines import as_arguments, right_flags, write_inputs
 
@@ -64,10 +65,10 @@ DEFAULTS: dict[str, Any] = {
     "grad_checkpoint": False,
     "use_flash_attn": False,
 }
-OURS = {"seed": 42, "keep_lora": False, "critic_init": None}
+OURS: dict[str, Any] = {"seed": 42, "keep_lora": False, "critic_init": None, "allowed_reward_modules": []}
 
 
-def test_flags_and_defaults_are_those_of_the_original_script_and_three_of_ours() -> None:
+def test_flags_and_defaults_are_those_of_the_original_script_and_four_of_ours() -> None:
     assert vars(build_parser().parse_args([])) == DEFAULTS | OURS
 
 
@@ -98,6 +99,7 @@ def test_a_right_command_line_passes(inputs: Path) -> None:
     check_arguments(build_parser().parse_args(as_arguments(right_flags(inputs))))
 
 
+RULES = ["--no_neural_reward_model", "--reward_functions"]
 MISTAKES: list[tuple[dict[str, str | None], list[str], str]] = [
     ({}, ["--pretrain"], "--pretrain is required"),
     ({}, ["--prompt_dataset"], "--prompt_dataset is required"),
@@ -107,7 +109,13 @@ MISTAKES: list[tuple[dict[str, str | None], list[str], str]] = [
     ({"--rm_pretrain": "m"}, ["--no_neural_reward_model"], "--reward_functions are used with"),
     ({"--rm_checkpoint_path": "m"}, [], "which --no_neural_reward_model leaves out"),
     ({"--critic_init": "reward_model"}, [], "--critic_init reward_model needs a reward model"),
-    ({"--reward_functions": "gsm8k"}, [], "invalid choice: 'gsm8k'"),
+    ({"--reward_functions": "gsm8k"}, [], "there is no reward function 'gsm8k'; known are gsm8k_reward_fn"),
+    ({"--reward_functions": "os:getcwd"}, [], "add os to --allowed_reward_modules if you trust it"),
+    ({"--rm_checkpoint_path": "nowhere"}, RULES, "--rm_checkpoint_path nowhere is not a directory"),
+    ({"--tokenizer_dir": "nowhere"}, [], "--tokenizer_dir nowhere is not a directory"),
+    ({"--save_path": "/proc/version/out"}, [], "--save_path /proc/version/out cannot be written to: Not a directory"),
+    ({"--log_dir": "/proc/version"}, [], "--log_dir /proc/version is a file"),
+    ({"--seed": "-1"}, [], "must be from 0 to 9223372036854775807, not -1"),
     ({"--tp": "2"}, [], "--tp 2 splits one model over ranks"),
     ({"--pp": "2", "--plugin": "3d"}, [], "--pp 2 splits"),
     ({"--sp": "4"}, [], "--sp 4 splits"),
@@ -121,7 +129,7 @@ MISTAKES: list[tuple[dict[str, str | None], list[str], str]] = [
     ({"--keep_lora": None}, [], "--keep_lora needs --lora_config"),
     ({"--checkpoint_path": "epoch-0_step-1"}, [], "go together"),
     ({"--prompt_dataset": "nowhere.jsonl"}, [], "data nowhere.jsonl does not exist"),
-    ({"--conversation_template_config": "no.json"}, [], "no.json cannot be read: No such file"),
+    ({"--conversation_template_config": "no.json"}, [], "no.json cannot be read: data file no.json does not exist"),
     ({"--num_episodes": "0"}, [], "must be at least 1, not 0"),
     ({"--lr": "fast"}, [], "expected a number, got 'fast'"),
     ({"--plugin": "ddp"}, [], "invalid choice: 'ddp'"),
@@ -146,11 +154,45 @@ def test_flags_that_do_not_fit_together_are_one_sentence_and_status_2(
     assert told.err.count("\n") == 1
 
 
-def test_a_template_that_is_no_json_object_is_refused(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for text, sentence in (("{", "is not valid JSON"), ("[]", "must hold a JSON object, but holds a list")):
-        (inputs / "template.json").write_text(text)
-        assert main(as_arguments(right_flags(inputs))) == 2
-        assert sentence in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("{", "template.json cannot be read"),
+        ("[]", "template.json must be an object with chat_template"),
+        ('{"chat_template": 3}', "chat_template of "),
+        ('{"system_message": ["x"]}', "system_message of "),
+        ('{"end_of_assistant": 2}', "end_of_assistant of "),
+        ('{"stop_ids": "2"}', "stop_ids of "),
+        ('{"response_format_tags": {"answer_start": 1}}', "response_format_tags of "),
+    ],
+)
+def test_a_template_of_another_form_is_refused_by_file_and_key(
+    inputs: Path, capsys: pytest.CaptureFixture[str], text: str, sentence: str
+) -> None:
+    (inputs / "template.json").write_text(text)
+    assert main(as_arguments(right_flags(inputs))) == 2
+    told = capsys.readouterr().err
+    assert sentence in told
+    assert "template.json" in told
+
+
+def test_a_directory_of_an_earlier_run_is_refused_with_the_way_to_go_on(
+    inputs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (2, 10):
+        (inputs / f"out/trainer/epoch-0_step-{step}").mkdir(parents=True)
+    assert main(as_arguments(right_flags(inputs))) == 2
+    told = capsys.readouterr().err
+    assert "holds checkpoints of an earlier run, up to epoch-0_step-10" in told
+    assert f"--checkpoint_path {inputs / 'out/actor/epoch-0_step-10'}" in told
+
+
+def test_a_tilde_is_the_home_directory_in_every_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    paths = ["pretrain", "checkpoint_path", "rm_checkpoint_path", "lora_config", "log_dir", "save_path", "ptx_dataset"]
+    args = build_parser().parse_args([word for name in paths for word in (f"--{name}", "~/x")])
+    found = [getattr(args, name) for name in paths]
+    assert found == [*[f"{tmp_path}/x"] * 6, [f"{tmp_path}/x"]]
 
 
 def _lora(directory: Path, **keys: Any) -> str:

@@ -12,6 +12,7 @@ from rlhf_core.data.dialogues import Dialogue
 from rlhf_core.data.loaders import (
     DataCollatorForPromptDataset,
     DataCollatorForSupervisedDataset,
+    Limits,
     PromptDataset,
     StatefulDistributedSampler,
     demonstration_dataset,
@@ -63,23 +64,34 @@ def test_a_start_index_goes_on_where_an_epoch_was_left() -> None:
 
 def test_prompts_leave_out_the_last_answer_and_what_is_too_long() -> None:
     rows = [_dialogue("abc", "de", "f", answer="7"), _dialogue("abc", "de", "f", "gh"), _dialogue(*"xyzxy")]
-    fitted = prompt_dataset(rows, _encode, max_tokens=3)
+    fitted = prompt_dataset(rows, _encode, limits=Limits(3))
     assert fitted.dropped == 1
     assert [fitted.dataset[row]["input_ids"] for row in range(2)] == [[3, 2, 1], [3, 2, 1]]
     assert fitted.dataset[0]["gt_answer"] == "7"
     assert fitted.dataset[0]["key"] == fitted.dataset[1]["key"]
     with pytest.raises(DataError, match="all 3 prompts are longer than the 1 tokens that fit, the shortest has 3"):
-        prompt_dataset(rows, _encode, max_tokens=1)
+        prompt_dataset(rows, _encode, limits=Limits(1))
+
+
+def test_a_row_that_cannot_be_encoded_is_named() -> None:
+    def refuse(messages: Sequence[dict[str, str]]) -> list[int]:
+        raise DataError(f"no template for {len(messages)} turns")
+
+    with pytest.raises(DataError, match="row 1 of f: no template for 1 turns"):
+        prompt_dataset([_dialogue("abc")], refuse, limits=Limits(8))
+    beyond = Dialogue(None, "1", (3, 259), None, "row 2 of f")
+    with pytest.raises(DataError, match="row 2 of f: 'input_ids' names token 259, but the tokenizer has 259 tokens"):
+        prompt_dataset([beyond], _encode, limits=Limits(8, vocabulary=259))
 
 
 def test_demonstrations_without_a_token_to_learn_are_refused() -> None:
     def encode(messages: Sequence[dict[str, str]]) -> tuple[list[int], list[bool]]:
         return _encode(messages), [message["role"] == "assistant" for message in messages]
 
-    fitted = demonstration_dataset([_dialogue("abc", "de")], encode, max_tokens=8)
+    fitted = demonstration_dataset([_dialogue("abc", "de")], encode, limits=Limits(8))
     assert fitted.dataset[0] == {"input_ids": [3, 2], "loss_mask": [False, True]}
     with pytest.raises(DataError, match="row 1 of f has no token of the assistant's to learn"):
-        demonstration_dataset([_dialogue("abc")], encode, max_tokens=8)
+        demonstration_dataset([_dialogue("abc")], encode, limits=Limits(8))
 
 
 def test_prompts_are_padded_on_the_left() -> None:

@@ -8,16 +8,21 @@ import time
 from pathlib import Path
 
 import pytest
+import reasoning_gym
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf_core.config import LoRAConfig
+from rlhf_core.data.entries import entry_to_json
 from rlhf_core.models.adapters import save_adapters
 from rlhf_core.models.critic import Critic
-from rlhf_core.models.lora import attach_lora
+from rlhf_core.models.lora import adapters_off, attach_lora
 from rlhf_core.models.reward_model import RewardModel
+from rlhf_core.script.flags import build_parser
+from rlhf_core.script.models import build_models
+from rlhf_core.script.outputs import save_outputs
 from rlhf_core.train_ppo import main
 from tests.tiny_llama import tiny_llama, tiny_tokenizer
 from tests.unit.script.brief_llama import brief_llama, write_models
@@ -91,9 +96,9 @@ def test_kept_adapters_are_pefts_and_give_the_merged_policy(inputs: Path, tmp_pa
         torch.testing.assert_close(kept(ids).logits, merged(ids).logits, rtol=1e-5, atol=1e-5)
 
 
-def test_an_sft_adapter_is_merged_first_and_is_the_reference(
-    inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture(scope="module")
+def sft(inputs: Path) -> Path:
+    """Return the directory of an adapter that an earlier stage left."""
     policy = brief_llama()
     policy.name_or_path = str(inputs / "model")
     attach_lora(policy, LoRAConfig(r=2), seed=3)
@@ -101,17 +106,94 @@ def test_an_sft_adapter_is_merged_first_and_is_the_reference(
         for name, parameter in policy.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.05)
-    save_adapters(policy, tmp_path / "sft")
-    more = {"pretrain": str(tmp_path / "sft"), "lora_config": str(inputs / "lora.json")}
+    save_adapters(policy, inputs / "sft")
+    return inputs / "sft"
+
+
+def _logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = model(torch.tensor([[7, 8, 9, 10]])).logits
+    return logits
+
+
+def test_an_sft_adapter_is_merged_first_and_is_the_reference(inputs: Path, sft: Path, tmp_path: Path) -> None:
+    flags = _flags(inputs, tmp_path / "out", pretrain=str(sft), lora_config=str(inputs / "lora.json"))
+    models = build_models(build_parser().parse_args(flags), torch.device("cpu"), print)
+    for name, parameter in models.actor.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.ones_(parameter)  # PPO has moved it
+    expected = _logits(PeftModel.from_pretrained(brief_llama(), sft).eval())
+    with adapters_off(models.actor):
+        torch.testing.assert_close(_logits(models.actor), expected, rtol=1e-5, atol=1e-5)
+    assert (expected - _logits(brief_llama())).abs().max() > 1e-2
+    assert (expected - _logits(models.actor)).abs().max() > 1e-2
+
+
+def test_adapters_kept_over_an_sft_adapter_stand_on_its_merged_policy_and_nothing_stays_of_an_earlier_run(
+    inputs: Path, sft: Path, tmp_path: Path
+) -> None:
+    more = {"pretrain": str(sft), "lora_config": str(inputs / "lora.json")}
+    args = build_parser().parse_args(_flags(inputs, tmp_path / "out", keep_lora=None, **more))
+    models = build_models(args, torch.device("cpu"), print)
+    for name, parameter in models.actor.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.constant_(parameter, 0.01)
+    save_outputs(args, models)
+    actor = tmp_path / "out/actor/modeling"
+    expected = _logits(models.actor)
+    kept = AutoModelForCausalLM.from_pretrained(actor)  # as transformers finds the base by itself
+    torch.testing.assert_close(_logits(kept), expected, rtol=1e-5, atol=1e-5)
+    args.keep_lora = False
+    save_outputs(args, models)
+    assert not list(actor.glob("adapter*"))
+    torch.testing.assert_close(_logits(AutoModelForCausalLM.from_pretrained(actor)), expected, rtol=1e-5, atol=1e-5)
+    assert sorted(path.name for path in actor.parent.iterdir()) == ["base", "modeling"]
+
+
+def test_biases_train_beside_adapters_against_a_reference_of_its_own(inputs: Path, tmp_path: Path) -> None:
+    lora = {"r": 2, "linear_lora_dropout": 0.0, "lora_train_bias": "all"}
+    (tmp_path / "lora.json").write_text(json.dumps(lora))
+    assert main(_flags(inputs, tmp_path / "out", lora_config=str(tmp_path / "lora.json"))) == 0
+
+
+def test_functions_of_the_users_and_of_a_task_judge_where_they_are_allowed(inputs: Path, tmp_path: Path) -> None:
+    item = reasoning_gym.create_dataset("number_sorting", size=1, seed=1)[0]
+    rows = [{"question": f"{n}: {item['question']}", "answer": "", "entry": entry_to_json(item)} for n in range(4)]
+    rows = [row | {"answer": item["answer"]} for row in rows]
+    (tmp_path / "entries.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    more = {
+        "prompt_dataset": str(tmp_path / "entries.jsonl"),
+        "reward_functions": "tests.unit.script.rewards:length_of_prompt reasoning_gym:number_sorting",
+        "allowed_reward_modules": "tests.unit.script",
+        "log_dir": str(tmp_path / "logs"),
+        "max_length": "600",
+    }
     assert main(_flags(inputs, tmp_path / "out", **more)) == 0
-    assert "KL 0.0000," in capsys.readouterr().out
-    stored = AutoModelForCausalLM.from_pretrained(tmp_path / "out/actor/modeling")
-    # what PPO moved is less than what SFT had: the stored policy holds both
-    base, layer = brief_llama(), "model.layers.0.self_attn.q_proj.weight"
-    assert (stored.state_dict()[layer] - base.state_dict()[layer]).abs().max() > 1e-3
+    (metrics,) = (tmp_path / "logs").rglob("metrics.jsonl")
+    logged: dict[str, float] = {}
+    for line in metrics.read_text().splitlines():
+        logged |= json.loads(line)
+    (length,) = [value for name, value in logged.items() if "length_of_prompt" in name and "std" not in name]
+    assert length > len(item["question"])
+    assert any("reasoning_gym:number_sorting" in name for name in logged)
 
 
-def test_a_resumed_run_stores_what_an_unbroken_one_does(inputs: Path, tmp_path: Path) -> None:
+def test_prompts_without_answers_are_counted_and_none_with_one_is_refused(
+    inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"messages": [{"role": "user", "content": f"{n}?"}], "gt_answer": None} for n in range(4)]
+    data = tmp_path / "prompts.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    told = _says(_flags(inputs, tmp_path / "out", prompt_dataset=str(data)), capsys)
+    assert "gsm8k_reward_fn compares responses with answers, but no row of --prompt_dataset has one" in told
+    data.write_text("".join(json.dumps(row | {"gt_answer": "1"}) + "\n" for row in rows[:3]) + json.dumps(rows[3]))
+    assert main(_flags(inputs, tmp_path / "out", prompt_dataset=str(data))) == 0
+    assert f"1 of 4 prompts have no answer, such as row 4 of {data}" in capsys.readouterr().out
+
+
+def test_a_resumed_run_stores_what_an_unbroken_one_does_and_says_what_it_does_otherwise(
+    inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     whole = {"num_episodes": "2", "save_interval": "1", "rm_checkpoint_path": str(inputs / "rm_checkpoint")}
     assert main(_neural(inputs, tmp_path / "whole", **whole)) == 0
     first = sorted((tmp_path / "whole/trainer").iterdir(), key=lambda path: int(path.name.rpartition("-")[2]))[0]
@@ -119,10 +201,19 @@ def test_a_resumed_run_stores_what_an_unbroken_one_does(inputs: Path, tmp_path: 
         "checkpoint_path": str(tmp_path / "whole/actor" / first.name),
         "critic_checkpoint_path": str(tmp_path / "whole/critic" / first.name),
     }
+    capsys.readouterr()
     assert main(_neural(inputs, tmp_path / "resumed", **whole, **resumed)) == 0
+    assert "other settings" not in capsys.readouterr().out
     for role in ("actor", "critic"):
         expected, found = (_weights(tmp_path / run / role / "modeling") for run in ("whole", "resumed"))
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    rows = (inputs / "prompts.jsonl").read_text().replace("1?", "2?")
+    (tmp_path / "others.jsonl").write_text(rows)
+    other = {"seed": "7", "prompt_dataset": str(tmp_path / "others.jsonl"), "num_episodes": "1"}
+    assert main(_neural(inputs, tmp_path / "other", **whole | resumed | other)) == 0
+    told = capsys.readouterr().out
+    assert "--num_episodes 1 (2), --seed 7 (42), --prompt_dataset (another content)" in told.replace("\n", " ")
+    assert "all 1 episodes are done already; raise --num_episodes" in told
 
 
 def test_demonstrations_are_learnt_beside(inputs: Path, tmp_path: Path) -> None:
@@ -175,7 +266,7 @@ def test_models_that_do_not_fit_are_one_sentence(
     RewardModel.from_causal_lm(other).save_pretrained(tmp_path / "other")
     told = _says([*neural, "--rm_checkpoint_path", str(tmp_path / "other")], capsys)
     assert "have different vocabularies: 300 and 259" in told
-    assert not out.exists()
+    assert not list(out.iterdir())
 
 
 def test_too_few_prompts_and_too_long_ones_are_one_sentence(
@@ -185,4 +276,6 @@ def test_too_few_prompts_and_too_long_ones_are_one_sentence(
     assert "8 prompts (--experience_batch_size) do not fill one batch of 16" in _says(
         _flags(inputs, out, experience_batch_size="16"), capsys
     )
-    assert "all 8 prompts are longer than the 4 tokens that fit" in _says(_flags(inputs, out, max_length="20"), capsys)
+    told = _says(_flags(inputs, out, max_length="20"), capsys)
+    assert "all 8 prompts are longer than the 4 tokens that fit" in told
+    assert "raise --max_length" in told

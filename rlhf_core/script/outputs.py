@@ -1,0 +1,63 @@
+"""What `train_ppo` leaves behind: two directories that `from_pretrained` loads, each whole or as it was before."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from rlhf_core.models.adapters import is_adapter_directory, save_adapters
+from rlhf_core.models.loading import locate_model
+from rlhf_core.models.lora import save_merged
+from rlhf_core.models.saving import save_model
+from rlhf_core.script.models import MODELS_DIR, Models, load_policy
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+
+def save_outputs(args: Namespace, models: Models) -> None:
+    """Write actor and critic, each as its own `from_pretrained` loads it, with the tokenizer beside it.
+
+    Kept adapters name the model below them. Where that was made by merging an adapter of --pretrain, it is stored
+    too, as actor/base: nothing else on disk is what PPO's adapters were trained on.
+    """
+    root = Path(args.save_path)
+    base = root / "actor" / "base"
+    pretrain = locate_model(args.pretrain, models_dir=MODELS_DIR.expanduser())
+    merged = args.keep_lora and is_adapter_directory(pretrain)
+
+    def write_base(directory: Path) -> None:
+        save_model(load_policy(pretrain, models.actor.dtype, torch.device("cpu")), models.tokenizer, directory)
+
+    def write_actor(directory: Path) -> None:
+        if args.keep_lora:
+            save_adapters(models.actor, directory, base=str(base.absolute()) if merged else str(pretrain))
+        else:
+            save_merged(models.actor, directory)
+        models.tokenizer.save_pretrained(directory)
+
+    def write_critic(directory: Path) -> None:
+        models.critic.save_pretrained(directory)
+        models.tokenizer.save_pretrained(directory)
+
+    if merged:
+        _replace(base, write_base)
+    _replace(root / "actor" / "modeling", write_actor)
+    _replace(root / "critic" / "modeling", write_critic)
+
+
+def _replace(directory: Path, write: Callable[[Path], None]) -> None:
+    """Write a directory beside its place and put it there: nothing of an earlier one stays in it."""
+    fresh, old = directory.with_name(f"{directory.name}.new"), directory.with_name(f"{directory.name}.old")
+    for left in (fresh, old):
+        shutil.rmtree(left, ignore_errors=True)
+    fresh.mkdir(parents=True)
+    write(fresh)
+    if directory.exists():
+        directory.rename(old)
+    fresh.rename(directory)
+    shutil.rmtree(old, ignore_errors=True)

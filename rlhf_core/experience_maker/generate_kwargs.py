@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlhf_core.config import TemplateConfig
@@ -34,6 +35,44 @@ _NEUTRAL: Mapping[str, Any] = {
 }
 
 
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _are_stops(value: Any) -> bool:
+    return _is_whole(value) or (
+        isinstance(value, list | tuple)
+        and all(_is_whole(stop) or (isinstance(stop, list | tuple) and all(map(_is_whole, stop))) for stop in value)
+    )
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, str) or (
+        isinstance(value, list | tuple) and all(isinstance(text, str) and text for text in value)
+    )
+
+
+_COUNT = (lambda value: _is_whole(value) and value >= 1, "a whole number above 0")
+_STOPS = (_are_stops, "a token's number, or a list of such and of lists of them")
+_VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "max_new_tokens": _COUNT,
+    "max_length": _COUNT,
+    "temperature": (lambda value: _is_number(value) and 0 < value < math.inf, "a number above 0"),
+    "top_k": (lambda value: _is_whole(value) and value >= 0, "a whole number, 0 for all tokens"),
+    "top_p": (lambda value: _is_number(value) and 0 < value <= 1, "a number above 0 and at most 1"),
+    "do_sample": (lambda value: isinstance(value, bool), "True or False"),
+    "stop_token_ids": _STOPS,
+    "eos_token_id": _STOPS,
+    "stop_strings": (_are_texts, "a text, or a list of texts"),
+    "pad_token_id": (_is_whole, "a token's number"),
+}
+"""What each may be, and how that is said."""
+
+
 def generation_settings_from_kwargs(kwargs: Mapping[str, Any], tokenizer: Any) -> GenerationSettings:
     """Return the settings that coati's `generate_kwargs` ask for.
 
@@ -47,7 +86,8 @@ def generation_settings_from_kwargs(kwargs: Mapping[str, Any], tokenizer: Any) -
     Raises:
         ConfigError: if a name is unknown or a value cannot be.
     """
-    _check(kwargs)
+    _check_names(kwargs)
+    _check_values(kwargs, tokenizer)
     given = {**DEFAULTS, **{name: value for name, value in kwargs.items() if value is not None}}
     stops, texts = _stops(given["stop_token_ids"], tokenizer)
     stops += _stops(given["eos_token_id"], tokenizer)[0]
@@ -70,14 +110,31 @@ def is_greedy(kwargs: Mapping[str, Any]) -> bool:
     return kwargs.get("do_sample") is False
 
 
-def _check(kwargs: Mapping[str, Any]) -> None:
+def _check_names(kwargs: Mapping[str, Any]) -> None:
     for name, value in kwargs.items():
-        if name in _NEUTRAL and value not in {None, _NEUTRAL[name]}:
+        if name in _NEUTRAL and value is not None and value != _NEUTRAL[name]:
             raise ConfigError(f"generation with {name}={value!r} is not there; leave it at {_NEUTRAL[name]}")
         if name not in DEFAULTS and name not in WITHOUT_EFFECT and name not in _NEUTRAL:
             near = difflib.get_close_matches(name, DEFAULTS, n=1)
             hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(DEFAULTS)}"
             raise ConfigError(f"generation takes no argument {name!r}; {hint}")
+
+
+def _check_values(kwargs: Mapping[str, Any], tokenizer: Any) -> None:
+    known = len(tokenizer)
+    for name, (is_right, wanted) in _VALUES.items():
+        value = kwargs.get(name)
+        if value is not None and not is_right(value):
+            raise ConfigError(f"generation's {name} must be {wanted}, not {value!r}")
+    named = [kwargs.get("pad_token_id"), *_flat(kwargs.get("stop_token_ids")), *_flat(kwargs.get("eos_token_id"))]
+    beyond = [token for token in named if token is not None and not 0 <= token < known]
+    if beyond:
+        raise ConfigError(f"generation names token {beyond[0]}, but the tokenizer has {known} tokens")
+
+
+def _flat(stops: int | Sequence[int | Sequence[int]] | None) -> list[int]:
+    given = [stops] if isinstance(stops, int) else stops or ()
+    return [token for stop in given for token in ([stop] if isinstance(stop, int) else stop)]
 
 
 def _stops(given: int | Sequence[int | Sequence[int]] | None, tokenizer: Any) -> tuple[list[int], list[str]]:

@@ -165,6 +165,10 @@ def test_grpo_differs_in_what_is_added_to_the_deviation() -> None:
     assert_close(found * (deviation + 1e-6) / (deviation + 1e-4), torch.tensor(TRL["grpo_advantages"]))
     theirs = torch.tensor(OPENRLHF["group"]["group_norm"]["advantages"])[:, 0]
     assert_close(found * (deviation + 1e-6) / (deviation + 1e-9), theirs)
+    # They add KL to the loss; here each response pays for its own beyond its group's mean, not divided by anything.
+    penalties = KL_COEF * divergence("k1").sum(dim=1)
+    means = penalties.view(2, 2).mean(dim=1).repeat_interleave(2)
+    assert_close(grpo_advantages(scores=scores, penalties=penalties, group_size=2), found - (penalties - means))
 
 
 def test_rloo_compares_scores_after_the_penalty_as_trl_does() -> None:

@@ -12,8 +12,6 @@ from rlhf_core.errors import ModelError, TrainingError
 from rlhf_core.strategy.plain import PlainBooster
 from rlhf_core.trainer.optim import Trained, make_trained, take_step, warmup_then_constant, warmup_then_decay
 
-torch.set_num_threads(1)
-
 
 def trained(model: nn.Module, *, lr: float = 0.1, weight_decay: float = 0.0) -> Trained:
     return make_trained(model, lr=lr, weight_decay=weight_decay, schedule=warmup_then_constant(0))

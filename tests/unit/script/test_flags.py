@@ -11,7 +11,10 @@ from typing import Any
 
 import pytest
 
+from rlhf_core.data.conversation import read_template
+from rlhf_core.data.dialogues import read_dialogues
 from rlhf_core.errors import ConfigError
+from rlhf_core.rewards.math_answers import gsm8k_score
 from rlhf_core.script.checks import check_arguments, read_lora
 from rlhf_core.script.flags import build_parser
 from rlhf_core.script.places import checkpoint_step
@@ -249,6 +252,19 @@ def test_a_checkpoint_is_one_step_of_one_run(inputs: Path) -> None:
         given("actor/epoch-0_step-4", "critic/epoch-0_step-4")
 
 
+def test_the_rlhf_command_allows_the_modules_of_its_settings(
+    inputs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flows.cli import main as rlhf
+
+    flags = as_arguments(right_flags(inputs) | {"--reward_functions": "os:getcwd", "--tokenizer_dir": "nowhere"})
+    assert rlhf(["train-ppo", *flags]) == 2
+    assert "add os to --allowed_reward_modules" in capsys.readouterr().err
+    monkeypatch.setenv("RLHF_REWARD_MODULES", "os")
+    assert rlhf(["train-ppo", *flags]) == 2
+    assert "--tokenizer_dir nowhere is not a directory" in capsys.readouterr().err
+
+
 def test_the_rlhf_command_passes_the_flags_on(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from flows.cli import main as rlhf
 
@@ -258,3 +274,14 @@ def test_the_rlhf_command_passes_the_flags_on(inputs: Path, capsys: pytest.Captu
         rlhf(["train-ppo", "--help"])
     assert end.value.code == 0
     assert "--conversation_template_config" in capsys.readouterr().out
+
+
+def test_the_documents_template_and_rows_are_what_is_read(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[3] / "docs/train_ppo.md").read_text()
+    rows, template = (block.partition("```")[0] for block in text.split("```json\n")[1:])
+    (tmp_path / "rows.jsonl").write_text(rows)
+    (tmp_path / "template.json").write_text(template)
+    assert [row.answer for row in read_dialogues([tmp_path / "rows.jsonl"])] == ["5", "42"]
+    tags = read_template(tmp_path / "template.json")["response_format_tags"]
+    scores = [gsm8k_score("", f"<think>3 + 2</think> <answer>{n}</answer>", "#### 5", tags=tags) for n in (5, 6)]
+    assert [*scores, gsm8k_score("", "5", "#### 5", tags=tags)] == [10.0, 1.0, 0.0]

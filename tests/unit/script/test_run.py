@@ -20,6 +20,7 @@ from rlhf_core.models.adapters import save_adapters
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.lora import adapters_off, attach_lora
 from rlhf_core.models.reward_model import RewardModel
+from rlhf_core.script import models as models_of_script
 from rlhf_core.script.flags import build_parser
 from rlhf_core.script.models import build_models
 from rlhf_core.script.outputs import save_outputs
@@ -148,6 +149,21 @@ def test_adapters_kept_over_an_sft_adapter_stand_on_its_merged_policy_and_nothin
     assert not list(actor.glob("adapter*"))
     torch.testing.assert_close(_logits(AutoModelForCausalLM.from_pretrained(actor)), expected, rtol=1e-5, atol=1e-5)
     assert sorted(path.name for path in actor.parent.iterdir()) == ["base", "modeling"]
+
+
+def test_what_is_frozen_is_kept_in_the_arithmetic_of_the_run_and_what_trains_in_float32(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models_of_script, "_frozen_dtype", lambda *_: torch.bfloat16)  # as on a GPU
+    flags = _neural(inputs, tmp_path / "out", rm_checkpoint_path=str(inputs / "rm_checkpoint"))
+    models = build_models(build_parser().parse_args(flags), torch.device("cpu"), print)
+    assert models.initial_model is not None
+    assert models.reward_model is not None
+    assert {models.initial_model.dtype, models.reward_model.trunk.dtype} == {torch.bfloat16}
+    assert {models.actor.dtype, models.critic.trunk.dtype, models.reward_model.head.weight.dtype} == {torch.float32}
+    whole = RewardModel.from_pretrained(inputs / "rm_checkpoint", torch.float32)
+    torch.testing.assert_close(models.critic.trunk.state_dict(), whole.trunk.state_dict(), rtol=0, atol=0)
+    assert main(flags) == 0
 
 
 def test_biases_train_beside_adapters_against_a_reference_of_its_own(inputs: Path, tmp_path: Path) -> None:

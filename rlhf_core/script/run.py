@@ -82,9 +82,9 @@ def _run(args: Namespace, ranks: Ranks) -> None:
         trainer.load_checkpoint(checkpoint)
         tell(f"going on from {checkpoint.name}")
         tell_differences(record, checkpoint.parent.parent, tell)
-    if ranks.is_first:
-        write_record(record, Path(args.save_path))
     if trainer.position.episode < args.num_episodes:
+        if ranks.is_first:
+            write_record(record, Path(args.save_path))
         _fit(trainer, args, loaders)
     else:
         tell(f"all {args.num_episodes} episodes are done already; raise --num_episodes to train more")

@@ -113,9 +113,7 @@ def test_no_step_is_taken_from_what_is_not_finite(what: str, value: float) -> No
 def test_a_figure_that_is_not_finite_is_told_apart_from_the_loss() -> None:
     model = nn.Linear(1, 1, bias=False)
     model.weight.grad = torch.ones(1, 1)
-    with pytest.raises(
-        TrainingError, match=r"loss is 2.0, but a figure beside it is not finite \(1, nan\)"
-    ):
+    with pytest.raises(TrainingError, match=r"loss is 2.0, but a figure beside it is not finite \(1, nan\)"):
         take_step(trained(model), loss=torch.tensor(2.0), others=torch.tensor([1.0, math.nan]), what="actor")
     assert model.weight.grad is None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -18,7 +19,9 @@ class EncodedPair(NamedTuple):
     chosen: Sequence[int]
     rejected: Sequence[int]
     margin: float = 0.0
-    """By how much the chosen one's score should exceed the other's."""
+    """By how much the chosen one's score should exceed the other's, at least 0."""
+    prompt_tokens: int | None = None
+    """Tokens at the beginning of both that are the prompt; None if that is not known."""
 
     @property
     def longest(self) -> int:
@@ -61,12 +64,21 @@ def split_pairs(pairs: Sequence[PreferencePair], config: RewardModelConfig, *, s
 
 
 def encode_pairs(pairs: Sequence[PreferencePair], template: PromptTemplate) -> list[EncodedPair]:
-    """Return the pairs as token ids, each response with its stop token."""
+    """Return the pairs as token ids, each response with its stop token.
+
+    Raises:
+        DataError: if a margin is below 0, or no number.
+    """
     encoded = []
     for pair in pairs:
         prompt = template.prompt_ids(pair.prompt)
         chosen, rejected = (prompt + template.response_ids(text) for text in (pair.chosen, pair.rejected))
-        encoded.append(EncodedPair(chosen, rejected, pair.margin))
+        if not 0 <= pair.margin < math.inf:
+            raise DataError(
+                f"the pair of prompt {pair.prompt[:40]!r} has margin {pair.margin}, but it says by how much the chosen "
+                "response is better, at least 0; swap the responses, or leave the pair out"
+            )
+        encoded.append(EncodedPair(chosen, rejected, pair.margin, len(prompt)))
     return encoded
 
 

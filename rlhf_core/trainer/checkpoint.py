@@ -175,7 +175,7 @@ def check_training_form(stored: Mapping[str, Any], own: Mapping[str, Any], *, wh
         if stored.get(name) != own[name]:
             raise ModelError(
                 f"the checkpoint {where} has {stored.get(name)} as {what}, but this run has {own[name]}; build "
-                "optimizer and schedule as the run did that wrote it"
+                "model, optimizer and schedule as the run did that wrote it"
             )
 
 

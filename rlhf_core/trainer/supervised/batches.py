@@ -27,8 +27,8 @@ class MaskedTokens(NamedTuple):
     """A demonstration: what is read, and which of it is to be learnt."""
 
     ids: TokenIds
-    loss_mask: Sequence[bool]
-    """True on tokens to learn, normally the assistant's, whichever turn they are in."""
+    loss_mask: Sequence[int | bool]
+    """True, or 1, on tokens to learn, normally the assistant's, whichever turn they are in."""
 
 
 class TokenBatch(NamedTuple):
@@ -60,6 +60,8 @@ class PairBatch(NamedTuple):
     """[B], by how much the chosen one's score should exceed the other's; None asks for no margin."""
     prompts: tuple[tuple[int, ...], ...]
     """Token ids of each pair's prompt."""
+    guessed: bool
+    """Whether prompts are what both sequences begin with, as nothing said where they end."""
 
     @property
     def pairs(self) -> int:
@@ -67,9 +69,22 @@ class PairBatch(NamedTuple):
         return self.input_ids.shape[0] // 2
 
 
-def as_masked(example: tuple[TokenIds, Sequence[int | bool]]) -> MaskedTokens:
-    """Return (ids, loss mask) from either form of a demonstration: that one, or ids of prompt and response."""
+def as_masked(example: MaskedTokens | tuple[TokenIds, Sequence[int | bool]]) -> MaskedTokens:
+    """Return (ids, loss mask) from either form of a demonstration: that one, or ids of prompt and response.
+
+    A plain pair whose second part is bools is ids and mask; otherwise its second part is the response.
+
+    Raises:
+        DataError: if a plain pair's second part could be a mask of zeros and ones.
+    """
     first, second = example
+    if isinstance(example, MaskedTokens):
+        return MaskedTokens(first, [bool(learnt) for learnt in second])
+    if len(second) == len(first) and {*second} == {0, 1} and not isinstance(second[0], bool):
+        raise DataError(
+            "a demonstration's second part is zeros and ones, as many as tokens: a loss mask, or a response? Give "
+            "MaskedTokens(ids, loss_mask), or the mask as bools"
+        )
     if second and isinstance(second[0], bool):
         return MaskedTokens(first, [bool(learnt) for learnt in second])
     return MaskedTokens([*first, *second], [False] * len(first) + [True] * len(second))
@@ -93,16 +108,19 @@ def token_batch_of(batch: Mapping[str, Any], *, apply_loss_mask: bool) -> TokenB
         apply_loss_mask: False learns every token that is attended.
 
     Raises:
-        DataError: if a key is missing, or labels are not the tokens themselves.
+        DataError: if a key is missing or of another shape, or labels are not the tokens themselves.
     """
-    ids, attention = (_tensor(batch, key) for key in ("input_ids", "attention_mask"))
-    attended = attention.bool()
+    ids = _tensor(batch, "input_ids")
+    _check_shape("input_ids", ids, (*ids.shape[:1], *ids.shape[-1:]))
+    attended = _tensor(batch, "attention_mask").bool()
+    rows, width = ids.shape
+    _check_shape("attention_mask", attended, (rows, width) if attended.dim() == ids.dim() else (rows, 1, width, width))
     if attended.dim() == ids.dim():
         places = position_ids(attended)
     elif "position_ids" not in batch:
         raise DataError("a batch with a 4-dimensional attention_mask needs position_ids too: packed rows restart them")
     if "position_ids" in batch:
-        places = _tensor(batch, "position_ids").long()
+        places = _tensor(batch, "position_ids", like=ids).long()
     if not apply_loss_mask:
         learnt = torch.ones_like(ids, dtype=torch.bool)
     elif "loss_mask" not in batch and "labels" not in batch:
@@ -111,7 +129,7 @@ def token_batch_of(batch: Mapping[str, Any], *, apply_loss_mask: bool) -> TokenB
             "add one, or set apply_loss_mask=False to learn every token"
         )
     else:
-        learnt = _tensor(batch, "loss_mask").bool() if "loss_mask" in batch else torch.ones_like(ids).bool()
+        learnt = _tensor(batch, "loss_mask", like=ids).bool() if "loss_mask" in batch else torch.ones_like(ids).bool()
         learnt = learnt & _labelled(batch, ids, learnt)
     return _batch(ids, attended, places, learnt)
 
@@ -119,22 +137,29 @@ def token_batch_of(batch: Mapping[str, Any], *, apply_loss_mask: bool) -> TokenB
 def pair_batch(pairs: Sequence[EncodedPair]) -> PairBatch:
     """Return preference pairs padded on the right."""
     ids, attended = pad_right([*(pair.chosen for pair in pairs), *(pair.rejected for pair in pairs)], _HOST)
-    margin = torch.tensor([pair.margin for pair in pairs])
-    prompts = tuple(_common_start(pair.chosen, pair.rejected) for pair in pairs)
-    return PairBatch(ids, attended, margin if margin.any() else None, prompts)
+    margin = _checked_margin(torch.tensor([pair.margin for pair in pairs]), len(pairs))
+    prompts = tuple(
+        tuple(pair.chosen[: pair.prompt_tokens])
+        if pair.prompt_tokens is not None
+        else _common_start(pair.chosen, pair.rejected)
+        for pair in pairs
+    )
+    guessed = any(pair.prompt_tokens is None for pair in pairs)
+    return PairBatch(ids, attended, margin if margin.any() else None, prompts, guessed)
 
 
 def pair_batch_of(batch: Mapping[str, Any]) -> PairBatch:
     """Return what a dataloader gave: {"chosen_input_ids", "chosen_attention_mask", "rejected_...", optional "margin"}.
 
-    coati's `reject_...` is read as `rejected_...`. A pair's prompt is what stands before the response, where
-    "chosen_loss_mask" says that; else what both sequences begin with.
+    coati's `reject_...` is read as `rejected_...`. A pair's prompt has as many tokens as "prompt_length" says, [B]; or
+    is what stands before the response by "chosen_loss_mask"; else it is guessed: what both sequences begin with.
 
     Raises:
-        DataError: if a key is missing, or the two sides have different numbers of rows.
+        DataError: if a key is missing or of another shape, a sequence has no token, or a margin is below 0.
     """
+    _tensor(batch, "chosen_input_ids")
     named = {key.replace("reject_", "rejected_", 1) if key.startswith("reject_") else key: batch[key] for key in batch}
-    sides = [[_tensor(named, f"{side}_{key}") for key in ("input_ids", "attention_mask")] for side in _SIDES]
+    sides = [_side(named, side) for side in _SIDES]
     if len(sides[0][0]) != len(sides[1][0]):
         raise DataError(f"a batch has {len(sides[0][0])} chosen sequences and {len(sides[1][0])} rejected ones")
     width = max(ids.shape[1] for ids, _ in sides)
@@ -142,19 +167,46 @@ def pair_batch_of(batch: Mapping[str, Any]) -> PairBatch:
         torch.cat([nn_functional.pad(side[part], (0, width - side[part].shape[1])) for side in sides])
         for part in (0, 1)
     )
-    margin = _tensor(named, "margin").float() if named.get("margin") is not None else None
-    return PairBatch(ids, attended.bool(), margin, _prompts(named, sides))
+    margin = None
+    if named.get("margin") is not None:
+        margin = _checked_margin(_tensor(named, "margin").float(), len(sides[0][0]))
+    known = {"prompt_length", "chosen_loss_mask"} & named.keys()
+    return PairBatch(ids, attended, margin, _prompts(named, sides), guessed=not known)
 
 
 _SIDES = ("chosen", "rejected")
 
 
+def _side(named: Mapping[str, Any], side: str) -> tuple[Tensor, Tensor]:
+    ids = _tensor(named, f"{side}_input_ids")
+    _check_shape(f"{side}_input_ids", ids, (*ids.shape[:1], *ids.shape[-1:]))
+    attended = _tensor(named, f"{side}_attention_mask", like=ids).bool()
+    if empty := (~attended.any(dim=1)).nonzero().flatten().tolist():
+        raise DataError(f"row {empty[0]} of {len(ids)} {side} sequences has no token; leave its pair out of the batch")
+    return ids, attended
+
+
+def _checked_margin(margin: Tensor, pairs: int) -> Tensor:
+    _check_shape("margin", margin, (pairs,))
+    if not bool((margin >= 0).all() and margin.isfinite().all()):
+        raise DataError(
+            f"a pair's margin is {margin[~((margin >= 0) & margin.isfinite())][0].item()}, but it says by how much the "
+            "chosen response is better, at least 0; swap the pair's responses, or leave it out"
+        )
+    return margin
+
+
 def _prompts(named: Mapping[str, Any], sides: Sequence[Sequence[Tensor]]) -> tuple[tuple[int, ...], ...]:
     (chosen, chosen_mask), (rejected, rejected_mask) = sides
-    if "chosen_loss_mask" in named:
-        before = (_tensor(named, "chosen_loss_mask").bool().cumsum(dim=1) == 0) & chosen_mask.bool()
+    if "prompt_length" in named:
+        lengths = _tensor(named, "prompt_length")
+        _check_shape("prompt_length", lengths, (len(chosen),))
+        before = (chosen_mask.cumsum(dim=1) <= lengths[:, None]) & chosen_mask
         return tuple(tuple(row[mask].tolist()) for row, mask in zip(chosen, before, strict=True))
-    rows = zip(chosen, chosen_mask.bool(), rejected, rejected_mask.bool(), strict=True)
+    if "chosen_loss_mask" in named:
+        before = (_tensor(named, "chosen_loss_mask", like=chosen).bool().cumsum(dim=1) == 0) & chosen_mask
+        return tuple(tuple(row[mask].tolist()) for row, mask in zip(chosen, before, strict=True))
+    rows = zip(chosen, chosen_mask, rejected, rejected_mask, strict=True)
     return tuple(_common_start(good[there].tolist(), bad[here].tolist()) for good, there, bad, here in rows)
 
 
@@ -164,14 +216,23 @@ def _common_start(one: TokenIds, other: TokenIds) -> tuple[int, ...]:
 
 
 def _batch(ids: Tensor, attended: Tensor, places: Tensor, learnt: Tensor) -> TokenBatch:
+    """Return the rows; a token is learnt only if the one in the column before is of its sequence, wherever it begins.
+
+    Positions say where a sequence begins only if they count from 0, which a caller's need not.
+    """
     seen = attended if attended.dim() == ids.dim() else attended.diagonal(dim1=-2, dim2=-1)[:, 0]
-    return TokenBatch(ids, attended, places, learnt & seen & (places > 0))
+    follows = torch.zeros_like(seen)
+    if attended.dim() == ids.dim():
+        follows[:, 1:] = attended[:, :-1]
+    else:
+        follows[:, 1:] = attended.diagonal(offset=-1, dim1=-2, dim2=-1)[:, 0]
+    return TokenBatch(ids, attended, places, learnt & seen & follows & (places > 0))
 
 
 def _labelled(batch: Mapping[str, Any], ids: Tensor, learnt: Tensor) -> Tensor:
     if "labels" not in batch:
         return torch.ones_like(learnt)
-    labels = _tensor(batch, "labels")
+    labels = _tensor(batch, "labels", like=ids)
     labelled = labels != IGNORED
     if bool((labelled & learnt & (labels != ids)).any()):
         raise DataError(
@@ -180,10 +241,23 @@ def _labelled(batch: Mapping[str, Any], ids: Tensor, learnt: Tensor) -> Tensor:
     return labelled
 
 
-def _tensor(batch: Mapping[str, Any], key: str) -> Tensor:
+def _tensor(batch: Mapping[str, Any], key: str, *, like: Tensor | None = None) -> Tensor:
+    if not isinstance(batch, Mapping):
+        raise DataError(f"a batch is a {type(batch).__name__}, expected a mapping with {key!r}; look at its collate_fn")
     if key not in batch:
         raise DataError(f"a batch lacks {key!r}; it has {_names(batch)}")
-    return torch.as_tensor(batch[key]).detach().to(_HOST)
+    try:
+        found = torch.as_tensor(batch[key]).detach().to(_HOST)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"a batch's {key} is no tensor and cannot be made one ({error}); pad its rows") from error
+    if like is not None:
+        _check_shape(key, found, tuple(like.shape))
+    return found
+
+
+def _check_shape(key: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != expected or not tensor.dim():
+        raise DataError(f"a batch's {key} has shape {list(tensor.shape)}, expected {list(expected)}")
 
 
 def _names(batch: Mapping[str, Any]) -> str:

@@ -7,6 +7,7 @@ save_dir/trainer/epoch-E_step-S/{rank-R.safetensors,rank-R.json,manifest.json}
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,9 +16,17 @@ from torch import Tensor
 
 from rlhf_core.errors import ModelError
 from rlhf_core.strategy.ranks import Ranks
-from rlhf_core.trainer.checkpoint import TRAINER, checkpoint_name, find_checkpoint, write_checkpoint, write_json
+from rlhf_core.trainer.checkpoint import (
+    TRAINER,
+    check_training_form,
+    checkpoint_name,
+    find_checkpoint,
+    training_form,
+    write_json,
+)
 from rlhf_core.trainer.loaders import LoaderState
 from rlhf_core.trainer.optim import Trained
+from rlhf_core.trainer.save_dir import SaveDir
 
 MODEL = "."  # coati's supervised trainers keep one model, whose files are in save_dir itself
 _RANDOM, _LOADER = "random.", "loader."
@@ -36,12 +45,14 @@ class Position(NamedTuple):
     random: dict[str, Tensor]
 
 
-def write_supervised(save_dir: Path, trained: Trained, position: Position, ranks: Ranks) -> None:
-    """Write one checkpoint, whole or not at all; called by all ranks together.
+def write_supervised(save_dir: SaveDir, trained: Trained, position: Position, ranks: Ranks) -> None:
+    """Write one checkpoint, whole or not at all, unless the step has one; called by all ranks together.
 
     Raises:
         TrainingError: if it could not be written; earlier ones are as they were.
     """
+    if save_dir.holds(position.step):
+        return
 
     def write_model(directory: Path) -> None:
         booster = trained.booster
@@ -56,24 +67,27 @@ def write_supervised(save_dir: Path, trained: Trained, position: Position, ranks
         named = {f"{_RANDOM}{name}": tensor for name, tensor in position.random.items()}
         named |= {f"{_LOADER}{name}": tensor for name, tensor in position.loader.tensors.items()}
         save_file({name: tensor.contiguous() for name, tensor in named.items()}, directory / _rank_file(ranks))
-        facts = {"ranks": ranks.world_size, "loader": position.loader.facts}
+        form = training_form(trained.optimizer, trained.scheduler)
+        facts = {"ranks": ranks.world_size, "loader": position.loader.facts, "form": form}
         write_json((directory / _rank_file(ranks)).with_suffix(".json"), facts)
 
     name = checkpoint_name(episode=position.epoch, step=position.step)
-    write_checkpoint(save_dir, name, {MODEL: write_model, TRAINER: write_rank}, ranks)
+    save_dir.write(name, {MODEL: write_model, TRAINER: write_rank})
 
 
-def read_supervised(directory: Path, trained: Trained, ranks: Ranks) -> Position:
+def read_supervised(directory: Path, trained: Trained, ranks: Ranks, save_dir: SaveDir) -> Position:
     """Put back model, optimizer and schedule; return where this rank stood.
 
     Args:
         directory: a `save_dir`, or one checkpoint's directory in it.
         trained: built as for the run that wrote it.
         ranks: who trains together; as many as wrote it.
+        save_dir: of this run, which is told where it goes on from.
 
     Raises:
-        ModelError: if it is not whole, or of another form.
+        ModelError: if it is not whole, or of another form; nothing was changed.
     """
+    directory = directory.resolve()
     if directory.name.startswith("epoch-") and directory.parent.name != TRAINER:
         directory = directory.parent / TRAINER / directory.name
     found = find_checkpoint(directory)
@@ -88,10 +102,14 @@ def read_supervised(directory: Path, trained: Trained, ranks: Ranks) -> Position
             f"the checkpoint {files} was written by {facts['ranks']} ranks, but {ranks.world_size} go on; start as "
             "many, or begin anew from its modeling"
         )
+    form = facts.get("form")
+    own_form = training_form(trained.optimizer, trained.scheduler)
+    check_training_form(form if isinstance(form, Mapping) else {}, own_form, where=files)
     trained.booster.load_model(trained.model, str(files / "modeling"))
     trained.booster.load_optimizer(trained.optimizer, str(files / "optimizer"))
     trained.booster.load_lr_scheduler(trained.scheduler, str(files / "lr_scheduler"))
     tensors = load_file(own)
+    save_dir.goes_on_from(found)
     loader = LoaderState(facts["loader"], _under(tensors, _LOADER))
     return Position(states["epoch"], states["step"], states["sample_start_index"], loader, _under(tensors, _RANDOM))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -18,16 +17,17 @@ from rlhf_core.functional.losses import pairwise_loss
 from rlhf_core.models.device import autocast, device_of
 from rlhf_core.models.reward_model import RewardModel
 from rlhf_core.models.trunk import evaluating
+from rlhf_core.strategy.agreement import together
 from rlhf_core.strategy.booster import Booster
 from rlhf_core.strategy.ranks import Ranks, current_ranks
 from rlhf_core.trainer.base import Metrics, OnStep, training_mode
 from rlhf_core.trainer.checkpoint import write_json
 from rlhf_core.trainer.optim import make_trained, warmup_then_decay
-from rlhf_core.trainer.random_state import random_states, set_random_states
 from rlhf_core.trainer.supervised.batches import PairBatch, pair_batch, pair_batch_of
 from rlhf_core.trainer.supervised.forward import check_vocabulary, vocabulary_size
+from rlhf_core.trainer.supervised.heldout import HeldoutPrompts
 from rlhf_core.trainer.supervised.measures import PairMeasurement, measurement
-from rlhf_core.trainer.supervised.step import gather, gradients_checkpointed, supervised_step
+from rlhf_core.trainer.supervised.step import gradients_checkpointed, supervised_step
 from rlhf_core.trainer.supervised.trainer import SupervisedTrainer
 
 PairLoss = Callable[[Tensor, Tensor], Tensor]
@@ -191,10 +191,10 @@ class RewardModelTrainer(SupervisedTrainer[PairBatch]):
         beta: nothing; must be 0 without a `loss_fn`, as coati's own default loss takes no such number and fails.
         accumulation_steps: batches per optimizer step.
         start_epoch: the first pass's number, from 0.
-        save_interval: optimizer steps between checkpoints; None or 0 writes one at the end only.
+        save_interval: optimizer steps between checkpoints; None or 0 writes one before each measurement and at the end.
         save_dir: of the checkpoints, and of the measurements on the evaluation data; None writes none.
         coordinator: without a meaning here.
-        centring: weight of the squared sum of a pair's scores, with the default loss.
+        centring: weight of the squared sum of a pair's scores, at least 0; with the default loss only.
     """
 
     name = "reward-model"
@@ -231,6 +231,11 @@ class RewardModelTrainer(SupervisedTrainer[PairBatch]):
         )
         if beta and loss_fn is None:
             raise ConfigError(f"beta is {beta}, but the Bradley-Terry loss has no such number; leave it at 0")
+        if centring < 0 or (centring and loss_fn is not None):
+            raise ConfigError(
+                f"centring is {centring}{' beside a loss_fn' if loss_fn is not None else ''}, but it must be at least "
+                "0, and belongs to the default loss; leave it at 0 with another"
+            )
         if tokenizer is not None and self.vocabulary is not None and len(tokenizer) > self.vocabulary:
             raise ModelError(
                 f"the tokenizer has {len(tokenizer)} tokens, but the reward model's vocabulary only {self.vocabulary}; "
@@ -240,7 +245,7 @@ class RewardModelTrainer(SupervisedTrainer[PairBatch]):
         self.centring = centring
         self.evaluation: PairMeasurement | None = None
         """The last measurement on the evaluation data."""
-        self._heldout: frozenset[int] = frozenset()
+        self._heldout = HeldoutPrompts()
 
     def _objective(self) -> PairObjective:
         loss: PairLoss | Literal["log_sigmoid"] = self.loss_fn or "log_sigmoid"
@@ -249,38 +254,38 @@ class RewardModelTrainer(SupervisedTrainer[PairBatch]):
     def _read(self, batch: Mapping[str, Any], *, training: bool) -> PairBatch:
         micro = pair_batch_of(batch)
         check_vocabulary(micro.input_ids, self.vocabulary, what="a batch's pairs")
-        if training and any(_digest(prompt) in self._heldout for prompt in micro.prompts if prompt):
-            raise DataError(
-                "a training pair has the prompt of an evaluation pair, and a reward model is measured on prompts that "
-                "it never saw; leave such prompts out of one of the two"
-            )
+        if training:
+            self._heldout.refuse(micro)
         return micro
 
-    def _before_fit(self, eval_dataloader: Iterable[Mapping[str, Any]] | None) -> None:
-        if eval_dataloader is None:
-            return
-        kept = random_states()  # a DataLoader draws from them even without shuffling
-        prompts = [prompt for batch in eval_dataloader for prompt in pair_batch_of(batch).prompts if prompt]
-        set_random_states(kept)
-        digests = torch.tensor([_digest(prompt) for prompt in prompts], dtype=torch.long)
-        self._heldout = frozenset(gather(digests, self.ranks).tolist())
+    def _before_fit(self, loader: Iterable[Mapping[str, Any]]) -> None:
+        super()._before_fit(loader)
+        self._heldout.agree(self.ranks)
 
-    def _measure(self, micros: Iterable[PairBatch], epoch: int) -> Metrics:
+    def _look_at(self, loader: Iterable[Mapping[str, Any]]) -> bool:
+        found = False
+        self._heldout.begin()
+        for batch in loader:
+            self._heldout.add(self._read(batch, training=False))
+            found = True
+        return found
+
+    def _score(self, micros: Iterable[PairBatch]) -> tuple[Tensor, ...]:
         objective, sides = self._objective(), ([torch.zeros(0)], [torch.zeros(0)])
         with evaluating(self.trained.model), torch.no_grad():
             for micro in micros:
                 for side, scores in zip(sides, objective.scores(self.trained.model, micro), strict=True):
                     side.append(scores.cpu())
-        found = measurement(chosen=torch.cat(sides[0]), rejected=torch.cat(sides[1]), ranks=self.ranks)
-        self.evaluation = found
-        if self.save_dir is not None and self.ranks.is_first:
-            self.save_dir.mkdir(parents=True, exist_ok=True)
-            write_json(self.save_dir / f"evaluation-epoch-{epoch}.json", found.facts())
+        return torch.cat(sides[0]), torch.cat(sides[1])
+
+    def _figures(self, scores: tuple[Tensor, ...], epoch: int) -> Metrics:
+        chosen, rejected = scores
+        found = self.evaluation = measurement(chosen=chosen, rejected=rejected, ranks=self.ranks)
+
+        def keep() -> None:
+            if self.save_dir is not None and self.ranks.is_first:
+                write_json(self.save_dir / f"evaluation-epoch-{epoch}.json", found.facts())
+
+        together(self.ranks, keep, what="keep the evaluation")
         names = ("accuracy", "loss", "calibration_error", "brier", "pairs")
         return {name: float(getattr(found, name)) for name in names}
-
-
-def _digest(prompt: tuple[int, ...]) -> int:
-    """Return a number of 63 bits that stands for a prompt's token ids, the same in every process."""
-    body = hashlib.sha256(repr(prompt).encode()).digest()
-    return int.from_bytes(body[:8], "big") >> 1

@@ -27,8 +27,8 @@ from rlhf_core.trainer.supervised.packing import check_packing, packed_batches
 from rlhf_core.trainer.supervised.step import gradients_checkpointed, supervised_step
 from rlhf_core.trainer.supervised.trainer import SupervisedTrainer
 
-Demonstration = tuple[TokenIds, Sequence[int | bool]]
-"""Token ids of prompt and response; or all ids with the mask of those to learn, as `encode_conversation` gives them."""
+Demonstration = MaskedTokens | tuple[TokenIds, Sequence[int | bool]]
+"""Token ids of prompt and response; or all ids with the mask of those to learn: as `MaskedTokens`, or of bools only."""
 
 
 class TokenLoss(NamedTuple):
@@ -152,12 +152,21 @@ def mean_token_loss(
     Raises:
         DataError: if there is no token to learn.
     """
+    return _mean(_token_sums(model, batches, autocast_dtype), ranks)
+
+
+def _token_sums(model: nn.Module, batches: Iterable[TokenBatch], autocast_dtype: torch.dtype) -> Tensor:
+    """Return, of this rank's batches, the sum of losses and the number of tokens to learn."""
     device = device_of(model)
-    sums = torch.zeros(2, dtype=torch.float64)  # of losses, of tokens
+    sums = torch.zeros(2, dtype=torch.float64)
     with evaluating(model), torch.no_grad():
         for batch in batches:
             loss = token_loss(model, batch, denominator=1.0, device=device, autocast_dtype=autocast_dtype)
             sums += torch.tensor([loss.item(), batch.tokens], dtype=torch.float64)
+    return sums
+
+
+def _mean(sums: Tensor, ranks: Ranks) -> TokenLoss:
     total, tokens = ranks.sum(sums).tolist()
     if not tokens:
         raise DataError("expected held-out demonstrations with tokens to learn, got none")
@@ -206,7 +215,7 @@ class SFTTrainer(SupervisedTrainer[TokenBatch]):
         accumulation_steps: batches per optimizer step.
         apply_loss_mask: learn only what the batch's loss_mask or labels say; False learns every token.
         start_epoch: the first pass's number, from 0.
-        save_interval: optimizer steps between checkpoints; None or 0 writes one at the end only.
+        save_interval: optimizer steps between checkpoints; None or 0 writes one before each measurement and at the end.
         save_dir: of the checkpoints; None writes none.
         coordinator: without a meaning here.
     """
@@ -249,6 +258,9 @@ class SFTTrainer(SupervisedTrainer[TokenBatch]):
         check_vocabulary(micro.input_ids, self.vocabulary, what="a batch's input_ids")
         return micro
 
-    def _measure(self, micros: Iterable[TokenBatch], epoch: int) -> Metrics:  # noqa: ARG002
-        found = mean_token_loss(self.trained.model, micros, autocast_dtype=self.autocast_dtype, ranks=self.ranks)
+    def _score(self, micros: Iterable[TokenBatch]) -> tuple[Tensor, ...]:
+        return (_token_sums(self.trained.model, micros, self.autocast_dtype),)
+
+    def _figures(self, scores: tuple[Tensor, ...], epoch: int) -> Metrics:  # noqa: ARG002
+        found = _mean(scores[0], self.ranks)
         return {"loss": found.loss, "perplexity": found.perplexity, "tokens": float(found.tokens)}

@@ -13,18 +13,20 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from rlhf_core.errors import ConfigError, DataError, RlhfError, TrainingError
+from rlhf_core.errors import ConfigError, DataError, TrainingError
 from rlhf_core.models.device import device_of
+from rlhf_core.strategy.agreement import together
 from rlhf_core.strategy.booster import Booster
 from rlhf_core.strategy.ranks import Ranks, current_ranks
 from rlhf_core.trainer.base import Metrics
-from rlhf_core.trainer.loaders import CycledLoader
+from rlhf_core.trainer.loaders import CycledLoader, is_one_shot
 from rlhf_core.trainer.optim import Trained
 from rlhf_core.trainer.random_state import random_states, set_random_states
+from rlhf_core.trainer.save_dir import SaveDir, open_log
 from rlhf_core.trainer.supervised.checkpoint import Position, read_supervised, write_supervised
 from rlhf_core.trainer.supervised.forward import vocabulary_size
 from rlhf_core.trainer.supervised.step import Objective, supervised_step
-from rlhf_core.trainer.tracking import Tracker, open_tracker
+from rlhf_core.trainer.tracking import Tracker
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +42,7 @@ class PassLoader(CycledLoader):
         if self._pass != number:
             self._begin_pass(number)
         for batch in self._iterator:
-            self._batches += 1
-            self._samples += len(next(iter(batch.values())))
+            self._count(batch)
             yield batch
 
 
@@ -86,6 +87,7 @@ class SupervisedTrainer(ABC, Generic[Micro]):
         self.start_epoch = start_epoch
         self.save_interval = save_interval
         self.save_dir = None if save_dir is None else Path(save_dir)
+        self._checkpoints = SaveDir(self.save_dir, self.ranks)
         self.step = 0
         """Optimizer steps taken, those before a resumed checkpoint included."""
         self.history: list[Metrics] = []
@@ -102,30 +104,36 @@ class SupervisedTrainer(ABC, Generic[Micro]):
     ) -> None:
         """Go through the training data `max_epochs` times, and measure on the evaluation data after each.
 
+        With a `save_dir`, a checkpoint is written before each measurement, so that none can cost what was learnt.
+
         Args:
             train_dataloader: mappings of tensors; on several ranks each has its own, with equally many batches.
-            eval_dataloader: measured, never learnt from.
+            eval_dataloader: measured, never learnt from; more than once, so no generator.
             log_dir: of TensorBoard's files and JSON lines, which rank 0 writes.
             use_wandb: log to Weights & Biases or trackio too.
 
         Raises:
+            ConfigError: before anything is learnt, if nothing can be written to `save_dir` or `log_dir`, or `save_dir`
+                has checkpoints of another run.
             DataError: if there is no batch, or one is not what it should be.
             TrainingError: if a loss or gradient is not finite; the minibatch is kept under `save_dir`.
         """
-        if self.ranks.is_first:
-            self._tracker = open_tracker(log_dir, self.name, use_wandb)
+        self._checkpoints.prepare()
+        self._tracker = open_log(log_dir, self.name, use_wandb, self.ranks)
         try:
             loader = PassLoader(train_dataloader, what="train_dataloader")
-            self._before_fit(eval_dataloader)
+            if eval_dataloader is not None:
+                self._before_fit(eval_dataloader)
             if self._resumed is not None:
                 loader.load_state(self._resumed.loader.facts, self._resumed.loader.tensors)
                 set_random_states(self._resumed.random)
             for epoch in range(self.start_epoch, self.max_epochs):
                 self._train(epoch, loader)
                 if eval_dataloader is not None:
+                    self._save(epoch, loader)
                     self._evaluate(epoch, eval_dataloader)
-            if self.save_dir is not None and self.step:
-                self._save(self.max_epochs - 1, loader)
+            if self.step:
+                self._save(max(self.max_epochs - 1, self.start_epoch), loader)
         finally:
             self.trained.model.eval()
             self._tracker.close()
@@ -137,9 +145,10 @@ class SupervisedTrainer(ABC, Generic[Micro]):
             directory: the `save_dir` of an earlier run, whose latest whole checkpoint is taken, or one checkpoint's.
 
         Raises:
-            ModelError: if there is no whole one, or it belongs to a model or a number of ranks of another form.
+            ModelError: if there is no whole one, or it belongs to a model, an optimizer or a number of ranks of another
+                form; nothing was changed.
         """
-        self._resumed = read_supervised(Path(directory), self.trained, self.ranks)
+        self._resumed = read_supervised(Path(directory), self.trained, self.ranks, self._checkpoints)
         self.start_epoch, self.step = self._resumed.epoch, self._resumed.step
 
     def _train(self, epoch: int, loader: PassLoader) -> None:
@@ -180,18 +189,12 @@ class SupervisedTrainer(ABC, Generic[Micro]):
 
     def _window(self, batches: Iterator[Batch]) -> list[Micro]:
         """Return the micro-batches of the next step; none at the epoch's end, which all ranks reach together."""
-        failure: RlhfError | None = None
-        micros: list[Micro] = []
-        window = list(islice(batches, self.accumulation_steps))
-        try:
-            micros = [self._read(batch, training=True) for batch in window]
-        except RlhfError as error:
-            failure = error
-        failed, present = self.ranks.sum(torch.tensor([failure is not None, bool(window)]).long()).tolist()
-        if failure is not None:
-            raise failure
-        if failed:
-            raise DataError("another rank's batch is not what it should be; its own message says why")
+
+        def read() -> list[Micro]:
+            return [self._read(batch, training=True) for batch in islice(batches, self.accumulation_steps)]
+
+        micros = together(self.ranks, read, what="read its batches")
+        present = int(self.ranks.sum(torch.tensor(int(bool(micros)))))
         if present not in {0, self.ranks.world_size}:
             raise DataError(
                 f"train_dataloader ended on {self.ranks.world_size - present} of {self.ranks.world_size} ranks before "
@@ -201,20 +204,38 @@ class SupervisedTrainer(ABC, Generic[Micro]):
 
     def _evaluate(self, epoch: int, loader: Iterable[Batch]) -> None:
         kept = random_states()  # a DataLoader draws from them even without shuffling
-        measured = self._measure((self._read(batch, training=False) for batch in loader), epoch)
+
+        def score() -> tuple[Tensor, ...]:
+            return self._score(self._read(batch, training=False) for batch in loader)
+
+        scores = together(self.ranks, score, what="measure its evaluation data")
         set_random_states(kept)
+        measured = self._figures(scores, epoch)
         self._tracker.log({f"eval/{name}": value for name, value in measured.items()}, self.step)
         if self.ranks.is_first:
             figures = ", ".join(f"{name} {value:.4g}" for name, value in measured.items())
             logger.info("epoch %d: %s", epoch, figures)
 
     def _save(self, epoch: int, loader: PassLoader) -> None:
-        if self.save_dir is not None:
-            position = Position(epoch, self.step, loader.samples_dealt, loader.state(), random_states())
-            write_supervised(self.save_dir, self.trained, position, self.ranks)
+        position = Position(epoch, self.step, loader.samples_dealt, loader.state(), random_states())
+        write_supervised(self._checkpoints, self.trained, position, self.ranks)
 
-    def _before_fit(self, eval_dataloader: Iterable[Batch] | None) -> None:
-        """Look at the evaluation data before anything is learnt."""
+    def _before_fit(self, loader: Iterable[Batch]) -> None:
+        """Look at the evaluation data before anything is learnt; called by all ranks."""
+        if is_one_shot(loader):
+            raise DataError(
+                "eval_dataloader is an iterator, which can be gone through once only, but it is measured after each "
+                "epoch; give a list or a DataLoader"
+            )
+        kept = random_states()
+        found = together(self.ranks, lambda: self._look_at(loader), what="read its evaluation data")
+        set_random_states(kept)
+        if not self.ranks.any(found):
+            raise DataError("eval_dataloader holds no batch; give at least one, or none of it")
+
+    def _look_at(self, loader: Iterable[Batch]) -> bool:
+        """Read as much of the evaluation data as must be known, and return whether there are any."""
+        return any(self._read(batch, training=False) for batch in islice(iter(loader), 1))
 
     @abstractmethod
     def _objective(self) -> Objective[Micro]:
@@ -225,5 +246,9 @@ class SupervisedTrainer(ABC, Generic[Micro]):
         """Return a dataloader's batch as a micro-batch; a DataError says what is wrong with it."""
 
     @abstractmethod
-    def _measure(self, micros: Iterable[Micro], epoch: int) -> Metrics:
-        """Return what evaluation data say, all ranks' together."""
+    def _score(self, micros: Iterable[Micro]) -> tuple[Tensor, ...]:
+        """Return what this rank's evaluation data say, without a word to other ranks."""
+
+    @abstractmethod
+    def _figures(self, scores: tuple[Tensor, ...], epoch: int) -> Metrics:
+        """Return what all ranks' evaluation data say together."""

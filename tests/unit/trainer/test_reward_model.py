@@ -44,7 +44,7 @@ def test_the_first_loss_and_accuracy_are_those_of_the_untrained_scores() -> None
         (model(torch.tensor([good]), torch.ones(1, len(good))) - model(torch.tensor([bad]), torch.ones(1, len(bad))))
         .detach()
         .item()
-        for good, bad, _ in some
+        for good, bad, *_ in some
     ]
     history = train_reward_model(model, some, CONFIG, seed=0, autocast_dtype=FP32).history
     expected = sum(math.log(1 + math.exp(-difference)) for difference in differences) / 8
@@ -71,7 +71,7 @@ def test_a_preference_is_learnt_and_holds_on_pairs_not_seen() -> None:
     assert training.history[-1]["loss"] < 0.1 < training.history[0]["loss"]
     found = measure_pairs(model, heldout, CONFIG, autocast_dtype=FP32)
     assert found.accuracy > 0.95
-    turned = measure_pairs(model, [EncodedPair(bad, good) for good, bad, _ in heldout], CONFIG, autocast_dtype=FP32)
+    turned = measure_pairs(model, [EncodedPair(bad, good) for good, bad, *_ in heldout], CONFIG, autocast_dtype=FP32)
     assert found.correct + turned.correct == found.pairs == 40
     assert not model.training
 

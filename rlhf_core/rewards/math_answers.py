@@ -14,7 +14,7 @@ from rlhf_core.rewards.structure import Tags, extract_answer, validate_response_
 RIGHT, FORM = 10.0, 1.0
 FINAL_ANSWER = "####"
 _LONGEST_NUMBER = 1000
-_NUMBER = r"[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]*)?|[0-9]+(?:\.[0-9]*)?|\.[0-9]+"
+_NUMBER = r"[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|\.[0-9]+"
 _PLAIN = re.compile(rf"([+-]?)(?:{_NUMBER})")
 _QUOTIENT = re.compile(r"([+-]?)([0-9]+)\s*/\s*([0-9]+)")
 _LATEX_QUOTIENT = re.compile(r"([+-]?)\\[dt]?frac\s*\{\s*([+-]?[0-9]+)\s*\}\s*\{\s*([0-9]+)\s*\}")
@@ -64,12 +64,12 @@ def number(text: str) -> Fraction | None:
         return None
     for dress, bare in _DRESSING:
         text = text.replace(dress, bare)
-    text = text.strip()
+    text = text.strip().removesuffix(".")
     for pattern in (_QUOTIENT, _LATEX_QUOTIENT):
         match = pattern.fullmatch(text)
         if match and int(match[3]):
             return (-1 if match[1] == "-" else 1) * Fraction(int(match[2]), int(match[3]))
-    return Fraction(text.replace(",", "").removesuffix(".")) if _PLAIN.fullmatch(text) else None
+    return Fraction(text.replace(",", "")) if _PLAIN.fullmatch(text) else None
 
 
 def graded(response: str, answer: str | None, tags: Tags | None, same: Callable[[str, str], bool]) -> float:

@@ -98,7 +98,6 @@ def setup_conversation_template(
         ConfigError: if the configuration has another form, or neither it nor the tokenizer has a chat template.
     """
     given = read_template(chat_template_config)
-    where = _named(chat_template_config)
     chat_template = given.get("chat_template") or tokenizer.chat_template
     if not chat_template:
         raise ConfigError(
@@ -110,12 +109,7 @@ def setup_conversation_template(
         raise ConfigError(
             "the tokenizer has no end-of-sequence token; name stop_ids and end_of_assistant in the template"
         )
-    beyond = [token for token in stop_ids if not 0 <= token < len(tokenizer)]
-    if beyond:
-        raise ConfigError(
-            f"stop_ids of {where} names token {beyond[0]}, but the tokenizer has {len(tokenizer)} tokens; take stop "
-            "ids of this tokenizer"
-        )
+    _check_known(stop_ids, tokenizer, where=_named(chat_template_config))
     made = Conversation(
         tokenizer, given.get("system_message"), chat_template, stop_ids, end, given.get("response_format_tags")
     )
@@ -226,6 +220,15 @@ def read_template(config: Mapping[str, Any] | str | Path | None) -> Mapping[str,
     if found.get("response_format_tags") is not None:
         check_tags(found["response_format_tags"], where=f" of {where}")
     return found
+
+
+def _check_known(stop_ids: Sequence[int], tokenizer: Any, *, where: str) -> None:
+    beyond = [token for token in stop_ids if not 0 <= token < len(tokenizer)]
+    if beyond:
+        raise ConfigError(
+            f"stop_ids of {where} names token {beyond[0]}, but the tokenizer has {len(tokenizer)} tokens; take stop "
+            "ids of this tokenizer"
+        )
 
 
 def _named(config: Mapping[str, Any] | str | Path | None) -> str:

@@ -29,7 +29,9 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         formatter_class=lambda prog: argparse.ArgumentDefaultsHelpFormatter(prog, max_help_position=30, width=110),
     )
-    _add_models(parser.add_argument_group("models"))
+    models = parser.add_argument_group("models")
+    _add_models(models)
+    _add_starts(models)
     _add_data(parser.add_argument_group("data"))
     _add_rewards(parser.add_argument_group("reward"))
     _add_loop(parser.add_argument_group("loop"))
@@ -62,18 +64,22 @@ def _add_models(group: argparse._ArgumentGroup) -> None:
         help="tokenizer of the policy; else the one beside --pretrain",
     )
     add(
+        "--rm_checkpoint_path",
+        type=expanduser,
+        metavar="DIR",
+        help="trained reward model, as RewardModel.save_pretrained or RewardModelTrainer wrote it",
+    )
+
+
+def _add_starts(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
         "--checkpoint_path",
         type=expanduser,
         metavar="DIR",
         help="actor checkpoint (.../actor/epoch-E_step-S) to go on from",
     )
     add("--critic_checkpoint_path", type=expanduser, metavar="DIR", help="critic checkpoint of the same step")
-    add(
-        "--rm_checkpoint_path",
-        type=expanduser,
-        metavar="DIR",
-        help="trained reward model, as RewardModel.save_pretrained or RewardModelTrainer wrote it",
-    )
     add(
         "--critic_init",
         choices=("reward_model", "policy"),

@@ -7,9 +7,9 @@ from os.path import expanduser
 from typing import NoReturn
 
 from rlhf_core.errors import ConfigError
+from rlhf_core.script.numbers import above_zero, count, non_negative, positive, seed, share
 
 PLUGINS = ("gemini", "gemini_auto", "zero2", "zero2_cpu", "3d", "plain")
-_HIGHEST_SEED = 2**63 - 1  # PyTorch takes no more
 
 
 class _Parser(argparse.ArgumentParser):
@@ -122,8 +122,8 @@ def _add_data(group: argparse._ArgumentGroup) -> None:
         help="coati's template file: chat_template (null takes the "
         "tokenizer's own), system_message, stop_ids, end_of_assistant, response_format_tags; required",
     )
-    add("--max_length", type=_positive, default=2048, help="most tokens of prompt and response together")
-    add("--max_seq_len", type=_positive, default=256, help="most tokens of a response")
+    add("--max_length", type=positive, default=2048, help="most tokens of prompt and response together")
+    add("--max_seq_len", type=positive, default=256, help="most tokens of a response")
 
 
 def _add_rewards(group: argparse._ArgumentGroup) -> None:
@@ -148,27 +148,27 @@ def _add_rewards(group: argparse._ArgumentGroup) -> None:
 
 def _add_loop(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--num_episodes", type=_positive, default=1, help="rounds of collecting and learning")
-    add("--num_collect_steps", type=_positive, default=2, help="batches of experience per episode")
-    add("--num_update_steps", type=_positive, default=5, help="passes over an episode's experience")
-    add("--experience_batch_size", type=_positive, default=16, help="prompts per collecting step")
-    add("--train_batch_size", type=_positive, default=16, help="samples per forward and backward pass")
+    add("--num_episodes", type=positive, default=1, help="rounds of collecting and learning")
+    add("--num_collect_steps", type=positive, default=2, help="batches of experience per episode")
+    add("--num_update_steps", type=positive, default=5, help="passes over an episode's experience")
+    add("--experience_batch_size", type=positive, default=16, help="prompts per collecting step")
+    add("--train_batch_size", type=positive, default=16, help="samples per forward and backward pass")
     add(
         "--accumulation_steps",
-        type=_positive,
+        type=positive,
         default=8,
         help="training batches per optimizer step; their losses are averaged",
     )
-    add("--ptx_batch_size", type=_positive, default=4, help="demonstrations per training batch")
-    add("--seed", type=_seed, default=42, help="decides every prompt order, sample and adapter (ours)")
+    add("--ptx_batch_size", type=positive, default=4, help="demonstrations per training batch")
+    add("--seed", type=seed, default=42, help="decides every prompt order, sample and adapter (ours)")
 
 
 def _add_objective(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--kl_coef", type=_non_negative, default=0.1, help="weight of the KL penalty, per nat and token")
+    add("--kl_coef", type=non_negative, default=0.1, help="weight of the KL penalty, per nat and token")
     add(
         "--ptx_coef",
-        type=_share,
+        type=share,
         default=0.0,
         help="weight of the language-model loss on --ptx_dataset; the policy's loss gets the rest of 1",
     )
@@ -179,13 +179,13 @@ def _add_objective(group: argparse._ArgumentGroup) -> None:
 
 def _add_optimizer(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--lr", type=_above_zero, default=9e-6, help="peak learning rate of the actor")
-    add("--critic_lr", type=_above_zero, default=9e-6, help="peak learning rate of the critic")
-    add("--weight_decay", type=_non_negative, default=0.1, help="of matrices, per step, times the learning rate")
-    add("--grad_clip", type=_above_zero, default=1.0, help="largest norm of a gradient")
+    add("--lr", type=above_zero, default=9e-6, help="peak learning rate of the actor")
+    add("--critic_lr", type=above_zero, default=9e-6, help="peak learning rate of the critic")
+    add("--weight_decay", type=non_negative, default=0.1, help="of matrices, per step, times the learning rate")
+    add("--grad_clip", type=above_zero, default=1.0, help="largest norm of a gradient")
     add(
         "--warmup_steps",
-        type=_count,
+        type=count,
         help="optimizer steps of linear warm-up before the cosine to 10 %%; None takes "
         "2.5 %% of the run's optimizer steps",
     )
@@ -212,7 +212,7 @@ def _add_placement(group: argparse._ArgumentGroup) -> None:
         help="flash-attention kernels, on GPUs that have the library; else sdpa",
     )
     for name, what in (("tp", "tensor"), ("pp", "pipeline"), ("sp", "sequence")):
-        add(f"--{name}", type=_positive, default=1, help=f"size of {what} parallelism; above 1 is refused here")
+        add(f"--{name}", type=positive, default=1, help=f"size of {what} parallelism; above 1 is refused here")
     add(
         "--sp_mode",
         choices=("split_gather", "ring", "all_to_all"),
@@ -235,7 +235,7 @@ def _add_outputs(group: argparse._ArgumentGroup) -> None:
     )
     add(
         "--save_interval",
-        type=_count,
+        type=count,
         default=1000,
         help="optimizer steps between checkpoints; 0 writes none on the way",
     )
@@ -246,59 +246,3 @@ def _add_outputs(group: argparse._ArgumentGroup) -> None:
     )
     add("--log_dir", type=expanduser, metavar="DIR", help="gets TensorBoard's files and JSON lines")
     add("--use_wandb", action="store_true", help="log to Weights & Biases or trackio too; needs --log_dir")
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"expected a number, got {text!r}") from error
-
-
-def _whole(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r}") from error
-
-
-def _positive(text: str) -> int:
-    value = _whole(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
-    return value
-
-
-def _count(text: str) -> int:
-    value = _whole(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"must be at least 0, not {value}")
-    return value
-
-
-def _seed(text: str) -> int:
-    value = _whole(text)
-    if not 0 <= value <= _HIGHEST_SEED:
-        raise argparse.ArgumentTypeError(f"must be from 0 to {_HIGHEST_SEED}, not {value}")
-    return value
-
-
-def _above_zero(text: str) -> float:
-    value = _number(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be above 0, not {text}")
-    return value
-
-
-def _non_negative(text: str) -> float:
-    value = _number(text)
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be at least 0, not {text}")
-    return value
-
-
-def _share(text: str) -> float:
-    value = _number(text)
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 0 and below 1, not {text}")
-    return value

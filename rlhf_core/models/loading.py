@@ -55,10 +55,12 @@ def load_causal_lm(directory: Path, dtype: str | torch.dtype, device: str | torc
     Raises:
         ModelError: if there is no causal language model, a file is damaged, or weights are missing.
     """
-    return load_whole(AutoModelForCausalLM, directory, dtype, what="causal language model").to(device).eval()
+    return load_whole(AutoModelForCausalLM, directory, dtype, what="causal language model", device=device).eval()
 
 
-def load_whole(kind: type, directory: Path, dtype: str | torch.dtype, *, what: str) -> PreTrainedModel:
+def load_whole(
+    kind: type, directory: Path, dtype: str | torch.dtype, *, what: str, device: str | torch.device = "cpu"
+) -> PreTrainedModel:
     """Return the model in a directory, all of whose weights are there.
 
     Args:
@@ -66,6 +68,7 @@ def load_whole(kind: type, directory: Path, dtype: str | torch.dtype, *, what: s
         directory: as `save_pretrained` writes it.
         dtype: of the weights.
         what: the model, in words, for messages.
+        device: where the weights go, out of the file.
 
     Raises:
         ModelError: if there is none, a file is damaged, or weights are missing.
@@ -85,7 +88,19 @@ def load_whole(kind: type, directory: Path, dtype: str | torch.dtype, *, what: s
             f"{directory} lacks {len(missing)} weights of its model, such as {missing[0]}; it is incomplete"
         )
     loaded: PreTrainedModel = model
-    return loaded
+    if torch.device(device).type == "cpu":
+        _into_own_memory(loaded)
+    return loaded.to(device)
+
+
+def _into_own_memory(model: PreTrainedModel) -> None:
+    """Copy the weights out of the mapped file, one at a time, into memory that torch aligns.
+
+    In the file they begin wherever its header ends, and the last bit of a matrix product's sums depends on how its
+    operands are aligned: two files of the same weights and other metadata would not give the same run.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.clone()
 
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:

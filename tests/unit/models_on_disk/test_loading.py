@@ -42,6 +42,14 @@ def test_a_saved_model_loads_with_the_same_logits(tmp_path: Path) -> None:
     assert AutoTokenizer.from_pretrained(tmp_path / "saved")("Sort: 2 1") == tiny_tokenizer()("Sort: 2 1")
 
 
+@pytest.mark.parametrize("note", range(0, 64, 8))
+def test_where_weights_lie_in_memory_does_not_depend_on_the_files_header(note: int, directory: Path) -> None:
+    file = directory / "model.safetensors"
+    save_file(load_file(file), file, metadata={"format": "pt", "note": "x" * note})
+    model = load_causal_lm(directory, "float32")
+    assert {weight.data_ptr() % 64 for weight in model.parameters()} == {0}
+
+
 def test_the_dtype_is_the_one_asked_for(directory: Path) -> None:
     assert {p.dtype for p in load_causal_lm(directory, "bfloat16").parameters()} == {torch.bfloat16}
 

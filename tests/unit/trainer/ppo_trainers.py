@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,31 @@ def weights(ours: PPOTrainer) -> dict[str, torch.Tensor]:
         for role, model in roles.items()
         for name, parameter in model.named_parameters()
     }
+
+
+def differences(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> str:
+    """Return what differs between two sets of weights, and what may be the reason; nothing if nothing does."""
+    apart = {name: (tensor - found[name]).abs().max().item() for name, tensor in expected.items()}
+    apart = {
+        name: largest for name, largest in apart.items() if largest or not torch.equal(expected[name], found[name])
+    }
+    if not apart:
+        return ""
+    name = max(apart, key=lambda each: apart[each])
+    return (
+        f"{len(apart)} of {len(expected)} weights differ, {name} by up to {apart[name]:.3g}, on "
+        f"{torch.get_num_threads()} threads, {torch.get_num_interop_threads()} between operations"
+    )
+
+
+def first_difference(expected: list[dict[str, Any]], found: list[dict[str, Any]]) -> str:
+    """Return the first logged line that differs, as both runs have it; nothing if none does."""
+    for one, other in zip_longest(expected, found, fillvalue={}):
+        if one != other:
+            names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
+            pairs = ", ".join(f"{name} {one.get(name)} and {other.get(name)}" for name in names)
+            return f"first at step {one.get('step', other.get('step'))}: {pairs}"
+    return ""
 
 
 def metrics(log_dir: Path) -> list[dict[str, Any]]:

@@ -18,7 +18,14 @@ from rlhf_core.trainer.ppo import checkpoint as ppo_checkpoint
 from rlhf_core.trainer.ppo import state as ppo_state
 from tests.unit.trainer import ppo_resume_cases
 from tests.unit.trainer.ppo_resume_cases import CASES, ENDS_AFTER, build, directory, fit
-from tests.unit.trainer.ppo_trainers import metrics, prompts, trainer, weights
+from tests.unit.trainer.ppo_trainers import (
+    differences,
+    first_difference,
+    metrics,
+    prompts,
+    trainer,
+    weights,
+)
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +54,11 @@ def test_a_run_that_ended_after_three_steps_goes_on_as_if_it_had_not(name: str, 
     assert resumed.position == straight.position
     expected, found = weights(straight), weights(resumed)
     assert expected.keys() == found.keys()
-    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
-    after = [line for line in metrics(tmp_path / "straight") if line["step"] > ENDS_AFTER]
-    assert [line for line in metrics(tmp_path / "resumed") if line["step"] > ENDS_AFTER] == after
+    after, again = (
+        [line for line in metrics(tmp_path / run) if line["step"] > ENDS_AFTER] for run in ("straight", "resumed")
+    )
+    said = f"{first_difference(after, again)} {differences(expected, found)}".strip()
+    assert not said, said
     assert {line["step"] for line in after if "train/actor_loss" in line} >= {4, 5}
     before = [line for line in metrics(directory(ended, name) / "first") if "train/actor_loss" in line]
     assert [line["step"] for line in before] == [1, 2, 3]

@@ -25,6 +25,7 @@ from rlhf_core.strategy.plain import PlainBooster
 from rlhf_core.trainer.supervised.batches import as_masked, token_batch
 from rlhf_core.trainer.supervised.sft import SFTTrainer, mean_token_loss
 from tests.tiny_llama import tiny_llama
+from tests.unit.trainer.ppo_trainers import differences, first_difference
 
 FP32 = torch.float32
 EXAMPLES = [
@@ -175,10 +176,10 @@ def test_going_on_from_the_middle_of_an_epoch_equals_not_having_stopped(case: st
         )
         root = Path(__file__).parents[3]
         subprocess.run([sys.executable, "-c", code, *arguments], check=True, cwd=root, timeout=300)
-    assert json.loads((tmp_path / "resumed.json").read_text()) == straight.history[3:]
+    history = json.loads((tmp_path / "resumed.json").read_text())
     resumed = load_file(tmp_path / "resumed.safetensors")
-    for name, weight in weights(straight).items():
-        assert torch.equal(resumed[name], weight), name
+    said = f"{first_difference(straight.history[3:], history)} {differences(weights(straight), resumed)}".strip()
+    assert not said, said
 
 
 def test_checkpoints_have_coatis_layout_and_load_as_a_model(tmp_path: Path) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from rlhf_core.buffer.order import drawn_rows, minibatch_order
+from rlhf_core.buffer.order import drawn_rows
+from rlhf_core.errors import ConfigError
 from rlhf_core.types import Experience, Sample
 
 
@@ -22,9 +23,17 @@ class NaiveExperienceBuffer:
         limit: batches that are kept, the oldest arrivals being dropped; 0 keeps all.
         cpu_offload: keep everything in host memory; otherwise it stays on the device it came on.
         seed: of `sample`.
+
+    Raises:
+        ConfigError: if there is less than one sample in a minibatch, or the limit is below 0.
     """
 
     def __init__(self, sample_batch_size: int, limit: int = 0, cpu_offload: bool = True, *, seed: int = 0) -> None:
+        if sample_batch_size < 1 or limit < 0:
+            raise ConfigError(
+                f"expected a buffer with sample_batch_size of at least 1 and limit of at least 0, got "
+                f"{sample_batch_size} and {limit}"
+            )
         self.sample_batch_size = sample_batch_size
         self.limit = limit
         self.cpu_offload = cpu_offload
@@ -39,11 +48,6 @@ class NaiveExperienceBuffer:
     def __getitem__(self, index: int) -> Experience:
         """Return one sample, in the order of the keys, as an experience of one row."""
         return self._ordered()[index]
-
-    @property
-    def is_full(self) -> bool:
-        """Whether the next arrival drops the oldest."""
-        return self.limit > 0 and len(self) >= self.limit * self.sample_batch_size
 
     def append(self, experience: Experience, samples: Sequence[Sample] = ()) -> None:
         """Take in one batch.
@@ -91,19 +95,6 @@ class NaiveExperienceBuffer:
         self._draws += 1
         ordered = self._ordered()
         return self.collate_fn([ordered[row] for row in rows])
-
-    def minibatches(self, *, seed: int, episode: int, epochs: int) -> Iterator[Experience]:
-        """Yield the minibatches of `epochs` passes, as `minibatch_order` says."""
-        experience = self.collect()
-        for epoch in range(epochs):
-            for rows in minibatch_order(
-                seed=seed,
-                episode=episode,
-                epoch=epoch,
-                samples=len(self),
-                batch_size=self.sample_batch_size,
-            ):
-                yield experience.select(rows)
 
     @staticmethod
     def collate_fn(batch: Sequence[Experience]) -> Experience:

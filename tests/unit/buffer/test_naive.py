@@ -7,6 +7,7 @@ import torch
 
 from rlhf_core.buffer.naive import NaiveExperienceBuffer
 from rlhf_core.buffer.order import minibatch_order
+from rlhf_core.errors import ConfigError
 from rlhf_core.types import Experience, Sample
 from tests.unit.test_types import experience
 
@@ -45,19 +46,9 @@ def test_samples_come_out_in_the_order_of_their_keys_whatever_order_they_came_in
         assert versions(buffer.collect()) == [1, 3, 2, 0]
 
 
-def test_minibatches_follow_the_common_order() -> None:
-    buffer = NaiveExperienceBuffer(sample_batch_size=2)
-    buffer.append(*batch([("a", i) for i in range(5)], start=0))
-    dealt = [versions(held) for held in buffer.minibatches(seed=1, episode=2, epochs=2)]
-    assert dealt[:3] == [[0, 1], [2, 3], [4]]
-    again = minibatch_order(seed=1, episode=2, epoch=1, samples=5, batch_size=2)
-    assert dealt[3:] == [rows.tolist() for rows in again]
-
-
 def test_the_limit_counts_batches_and_the_oldest_go() -> None:
     buffer = NaiveExperienceBuffer(sample_batch_size=2, limit=2)
     for start in range(0, 6, 2):
-        assert buffer.is_full == (start >= 4)
         buffer.append(*batch([(f"k{start}", 0), (f"k{start}", 1)], start=start))
     assert versions(buffer.collect()) == [2, 3, 4, 5]
 
@@ -66,7 +57,13 @@ def test_without_limit_nothing_is_dropped() -> None:
     buffer = NaiveExperienceBuffer(sample_batch_size=1)
     for start in range(20):
         buffer.append(*batch([("k", start)], start=start))
-    assert (len(buffer), buffer.is_full) == (20, False)
+    assert len(buffer) == 20
+
+
+def test_a_limit_below_0_and_an_empty_minibatch_are_refused() -> None:
+    for sizes in ((2, -1), (0, 0)):
+        with pytest.raises(ConfigError, match="sample_batch_size of at least 1 and limit of at least 0"):
+            NaiveExperienceBuffer(*sizes)
 
 
 def test_cleared_means_empty() -> None:

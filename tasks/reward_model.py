@@ -157,10 +157,8 @@ def _fit(
     """Return a reward model on the policy's trunk and its figures, measured on pairs that it never saw."""
     import torch
 
-    from rlhf_core.functional.intervals import wilson_interval
     from rlhf_core.models.loading import default_device, load_causal_lm
     from rlhf_core.models.reward_model import RewardModel
-    from rlhf_core.trainer.supervised.measures import measure_pairs, standardise_scores
     from rlhf_core.trainer.supervised.reward_model import train_reward_model
 
     settings, dtype = config.reward_model, getattr(torch, config.reward_model.dtype)
@@ -180,14 +178,31 @@ def _fit(
         autocast_dtype=dtype,
         on_step=lambda step: progress.step(int(step["step"]), loss=step["loss"], accuracy=step["accuracy"]),
     )
-    measured = measure_pairs(model, heldout, settings, autocast_dtype=dtype)
-    scale = standardise_scores(model, [ids for pair in heldout for ids in pair[:2]], settings, autocast_dtype=dtype)
-    interval = wilson_interval(measured.correct, measured.pairs, SHOWN_CONFIDENCE)
     return model, {
         "steps": len(trained.history),
         "pairs": len(training) - trained.dropped,
+        "first_loss": trained.history[0]["loss"],
+        "last_loss": trained.history[-1]["loss"],
+        **_measured(config, model, heldout, dropped=trained.dropped),
+    }
+
+
+def _measured(
+    config: PipelineConfig, model: RewardModel, heldout: list[EncodedPair], *, dropped: int
+) -> dict[str, Any]:
+    """Return the figures on held-out pairs, after the model's scores were standardised on them."""
+    import torch
+
+    from rlhf_core.functional.intervals import wilson_interval
+    from rlhf_core.trainer.supervised.measures import measure_pairs, standardise_scores
+
+    settings, dtype = config.reward_model, getattr(torch, config.reward_model.dtype)
+    measured = measure_pairs(model, heldout, settings, autocast_dtype=dtype)
+    scale = standardise_scores(model, [ids for pair in heldout for ids in pair[:2]], settings, autocast_dtype=dtype)
+    interval = wilson_interval(measured.correct, measured.pairs, SHOWN_CONFIDENCE)
+    return {
         "heldout_pairs": measured.pairs,
-        "too_long": trained.dropped + measured.dropped,
+        "too_long": dropped + measured.dropped,
         "accuracy": measured.accuracy,
         "heldout_loss": measured.loss,
         "calibration_error": measured.calibration_error,
@@ -196,8 +211,6 @@ def _fit(
         "high": interval.high,
         "score_mean": scale.mean,
         "score_std": scale.std,
-        "first_loss": trained.history[0]["loss"],
-        "last_loss": trained.history[-1]["loss"],
         "calibration_bins": [asdict(each) for each in measured.bins],
         "score_histogram": asdict(measured.histogram),
     }

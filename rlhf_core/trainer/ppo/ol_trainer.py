@@ -67,15 +67,7 @@ class OLTrainer(ABC):
             log_dir: where metrics go; None drops them.
             use_wandb: send them to Weights & Biases, or to trackio, too.
         """
-        counts = {"num_episodes": num_episodes, "num_collect_steps": num_collect_steps}
-        for name, count in (counts | {"num_update_steps": num_update_steps}).items():
-            if count < 1:
-                raise ConfigError(f"{name} must be at least 1, got {count}")
-        if self.position.passes not in {0, num_update_steps}:
-            raise ConfigError(
-                f"episode {self.position.episode} was begun with num_update_steps {self.position.passes}, but this fit "
-                f"has {num_update_steps}; end it with the same, or go on from the end of an episode"
-            )
+        self._check_counts(num_episodes, num_collect_steps, num_update_steps)
         self._before_fit(prompt_dataloader, pretrain_dataloader, log_dir, use_wandb)
         if self.position.episode >= num_episodes:
             logger.warning("all %d episodes are done already; give fit more to go on", num_episodes)
@@ -89,6 +81,17 @@ class OLTrainer(ABC):
                     self._learn(episode, num_update_steps)
                     self._clear()
             self._finish_fit()
+
+    def _check_counts(self, num_episodes: int, num_collect_steps: int, num_update_steps: int) -> None:
+        names = ("num_episodes", "num_collect_steps", "num_update_steps")
+        for name, count in zip(names, (num_episodes, num_collect_steps, num_update_steps), strict=True):
+            if count < 1:
+                raise ConfigError(f"{name} must be at least 1, got {count}")
+        if self.position.passes not in {0, num_update_steps}:
+            raise ConfigError(
+                f"episode {self.position.episode} was begun with num_update_steps {self.position.passes}, but this fit "
+                f"has {num_update_steps}; end it with the same, or go on from the end of an episode"
+            )
 
     @abstractmethod
     def _before_fit(

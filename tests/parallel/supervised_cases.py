@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
@@ -129,6 +130,33 @@ def a_bad_batch_on_one_rank(ranks: Ranks) -> Found:
     if ranks.rank == 1:
         del batch["loss_mask"]
     return _ends(_sft_trainer(ranks), [batch])
+
+
+class FailsOnSecondRank:
+    """A loader that ends with an error of its own before its second batch."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._fails = ranks.rank == 1
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        yield collate(EXAMPLES[:2])
+        if self._fails:
+            raise OSError(5, "Input/output error")
+        yield collate(EXAMPLES[:2])
+
+
+def a_loader_that_fails_on_one_rank(ranks: Ranks) -> Found:
+    try:
+        return _ends(_sft_trainer(ranks), FailsOnSecondRank(ranks))
+    except OSError as error:
+        return Found(sentence=str(error))
+
+
+def an_evaluation_that_fails_on_one_rank(ranks: Ranks) -> Found:
+    try:
+        return _ends(_sft_trainer(ranks), [collate(EXAMPLES[:2])], FailsOnSecondRank(ranks))
+    except OSError as error:
+        return Found(sentence=str(error))
 
 
 def nan_on_one_rank(ranks: Ranks) -> Found:

@@ -18,6 +18,8 @@ RUNS = ("sft_trainer", "reward_model_trainer")
 ENDS = {
     "one_rank_ends_early": "ended on 1 of 2 ranks before the others",
     "a_bad_batch_on_one_rank": "batch",
+    "a_loader_that_fails_on_one_rank": "another rank could not read its batches",
+    "an_evaluation_that_fails_on_one_rank": "another rank could not measure its evaluation data",
     "nan_on_one_rank": "the reward model's loss is nan",
     "an_evaluation_prompt_of_one_rank_is_learnt_on_the_other": "a training pair has the prompt of an evaluation pair",
 }

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from rlhf_core.trainer.ppo.ol_trainer import OLTrainer
     from rlhf_core.trainer.ppo.stats import PPOStats
     from rlhf_core.trainer.ppo.trainer import PPOTrainer
+    from rlhf_core.trainer.supervised.collator import DataCollatorForPreferenceDataset
     from rlhf_core.trainer.supervised.reward_model import RewardModelTrainer, train_reward_model
     from rlhf_core.trainer.supervised.sft import SFTTrainer, train_sft
     from rlhf_core.types import Experience, Sample
@@ -46,6 +47,7 @@ __all__ = [
     "Callback",
     "Conversation",
     "Critic",
+    "DataCollatorForPreferenceDataset",
     "DataCollatorForPromptDataset",
     "DataCollatorForSupervisedDataset",
     "Experience",
@@ -88,6 +90,7 @@ _HOMES = {
     "Callback": "rlhf_core.trainer.callbacks",
     "Conversation": "rlhf_core.data.conversation",
     "Critic": "rlhf_core.models.critic",
+    "DataCollatorForPreferenceDataset": "rlhf_core.trainer.supervised.collator",
     "DataCollatorForPromptDataset": "rlhf_core.data.loaders",
     "DataCollatorForSupervisedDataset": "rlhf_core.data.loaders",
     "Experience": "rlhf_core.types",

@@ -64,7 +64,7 @@ def test_two_steps_saved_and_two_more_in_another_process_equal_four(case: str, t
     run(broken_off, 0)
     save(broken_off, tmp_path)
     code = (
-        "import sys, pathlib; from tests.unit.trainer.test_state import resume; "
+        "import sys, pathlib, torch; torch.set_num_threads(1); from tests.unit.trainer.test_state import resume; "
         "resume(sys.argv[1], pathlib.Path(sys.argv[2]))"
     )
     root = Path(__file__).parents[3]

@@ -18,7 +18,7 @@ _NUMBER = r"[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|\.[0-9]+"
 _PLAIN = re.compile(rf"([+-]?)(?:{_NUMBER})")
 _QUOTIENT = re.compile(r"([+-]?)([0-9]+)\s*/\s*([0-9]+)")
 _LATEX_QUOTIENT = re.compile(r"([+-]?)\\[dt]?frac\s*\{\s*([+-]?[0-9]+)\s*\}\s*\{\s*([0-9]+)\s*\}")
-_THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9,])")
+_COMMA = re.compile(r"(?<=[0-9]),(?=[0-9])")
 _DRESSING = (("\\$", ""), ("$", ""), ("\\!", ""), ("\\,", ""), ("{,}", ","), ("\\%", ""), ("%", ""))
 
 
@@ -26,8 +26,9 @@ def gsm8k_score(prompt: str, response: str, answer: str | None, *, tags: Tags | 
     """Return 10 for the right number in the right form, 1 for the form alone, else 0.
 
     The reference may be GSM8K's whole solution, ending in `#### 42`. Numbers are compared by value: "1,000",
-    "1000.0" and "$1000" are one. Dollars are not looked at. Where one of the two has a per cent sign, the other is in
-    per cent if it is at least 1, and else a share: "50%" is right for 50 and for 0.5, "0.5%" for neither.
+    "1000.0" and "$1000" are one. Dollars are not looked at. Where one of the two alone has a per cent sign, the other may be a share, and from 1
+    on (its sign aside) in per cent as well: "50%" is right for 0.5 and for 50, "150%" for 1.5, "100%" and "1%" for 1,
+    but "0.5%" is not for 0.5.
 
     Args:
         prompt: not looked at.
@@ -40,14 +41,17 @@ def gsm8k_score(prompt: str, response: str, answer: str | None, *, tags: Tags | 
 
 
 def final_answer(reference: str) -> str:
-    """Return what stands after the last `####`, without the commas of its thousands; without the mark, all of it.
+    """Return what stands after the last `####`, without the commas of one number; without the mark, all of it.
 
     Example:
-        >>> final_answer("100 x 10 #### 1,000"), final_answer("#### (1,2)"), final_answer("1,000")
-        ('1000', '(1,2)', '1,000')
+        >>> final_answer("100 x 10 #### $1,000"), final_answer("#### (1,200)"), final_answer("1,000")
+        ('$1000', '(1,200)', '1,000')
     """
     _, marked, answer = reference.rpartition(FINAL_ANSWER)
-    return _THOUSANDS.sub(lambda match: match[0].replace(",", ""), answer).strip() if marked else answer.strip()
+    answer = answer.strip()
+    if not marked or number(answer) is None:  # elsewhere a comma may part the members of a pair
+        return answer
+    return _COMMA.sub("", answer)
 
 
 def number(text: str) -> Fraction | None:
@@ -89,4 +93,4 @@ def same_number(reference: str, given: str) -> bool:
     if ("%" in reference) == ("%" in given):
         return wanted == found
     in_per_cent, bare = (wanted, found) if "%" in reference else (found, wanted)
-    return in_per_cent == (bare if abs(bare) >= 1 else 100 * bare)
+    return in_per_cent == 100 * bare or (in_per_cent == bare and abs(bare) >= 1)

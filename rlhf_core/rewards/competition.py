@@ -18,6 +18,8 @@ STEP_S = 2
 """Longest time of each step of math-verify: reading an answer, comparing two."""
 
 _GAP = re.compile(r"(?<=[0-9])\s+(?=[0-9])")
+_ARGUMENTS = re.compile(r"(\\[dt]?frac\s*[0-9])\s+(?=[0-9])")
+"""Between a command's two arguments of one digit: LaTeX reads `\\frac 1 2` and `\\frac 12` alike."""
 _SPACE = re.compile(r"(?<![0-9])\s+|\s+(?![0-9])")
 
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # what it cannot read is no news
@@ -27,7 +29,7 @@ def math_competition_score(prompt: str, response: str, answer: str | None, *, ta
     r"""Return 10 for the right answer in the right form, 1 for the form alone, else 0.
 
     Answers are equal if they are the same text (but for capitals, and white space that is not between digits), the
-    same number, or if math-verify finds them equal as expressions, sets, intervals or equations: `\frac{1}{2}` is
+    same number, or if math-verify finds them equal as expressions, sets, intervals or equations: `\frac 1 2` is
     0.5. Numbers are compared as by `gsm8k_score`; math-verify looks past units ("5 cm" is 5).
 
     Args:
@@ -56,7 +58,7 @@ def _bare(text: str) -> str:
 
 
 def _spaced(text: str) -> bool:
-    return _GAP.search(text) is not None
+    return _GAP.search(_ARGUMENTS.sub(r"\1", text)) is not None
 
 
 def _verified(reference: str, given: str) -> bool:

@@ -28,7 +28,7 @@ def response(answer: str) -> str:
     ("$5", "5"), ("5", "$5"), ("18.", "18"), (" 18 ", "18"), ("-3", "-3"), ("+3", "3"), (".5", "0.50"),
     ("\\frac{1}{2}", "0.5"), ("1/2", "\\frac{1}{2}"), ("\\dfrac{-3}{4}", "-0.75"), ("50%", "50"), ("$18$", "18"),
     ("50%", "0.5"), ("0.5", "50%"), ("0.5%", "0.5%"), ("(1,2)", "#### (1,2)"), ("1000", "#### $1,000"),
-    ("18.50.", "18.5"),
+    ("18.50.", "18.5"), ("(1,200)", "#### (1,200)"), ("100%", "1"), ("1%", "1"), ("150%", "1.5"), ("-1.5", "-150%"),
 ])  # fmt: skip
 def test_equal_numbers_are_right(score: Callable[..., float], given: str, reference: str) -> None:
     assert score("", response(given), reference) == 10.0
@@ -38,7 +38,7 @@ def test_equal_numbers_are_right(score: Callable[..., float], given: str, refere
 @pytest.mark.parametrize(("given", "reference"), [
     ("43", "42"), ("", "42"), ("1,00", "100"), ("-5", "5"), ("180", "18"), ("1/0", "1"), ("NaN", "0"),
     ("forty-two", "42"), ("41 or 42", "42"), ("9" * 5000, "42"), ("0.5%", "0.5"), ("3 1/2", "31/2"), ("1 2", "12"),
-    ("12", "#### (1,2)"),
+    ("12", "#### (1,2)"), ("(1200)", "#### (1,200)"), ("1200", "#### (1,200)"), ("50%", "5"), ("0.5", "0.5%"),
 ])  # fmt: skip
 def test_other_numbers_have_the_form_alone(score: Callable[..., float], given: str, reference: str) -> None:
     assert score("", response(given), reference) == 1.0
@@ -66,7 +66,8 @@ def test_white_space_at_the_end_is_forgiven_and_configured_tags_hold_for_form_an
 @pytest.mark.parametrize(("given", "reference", "right"), [
     ("(x+1)^2", "x^2+2x+1", True), ("x^2+1", "x^2+2x+1", False), ("\\{2, 1\\}", "\\{1, 2\\}", True),
     ("(2,1)", "(1,2)", False), ("2^{1/2}", "\\sqrt{2}", True), ("x=5", "5", True), ("$\\frac{1}{2}x$", "0.5x", True),
-    ("Evelyn", "\\text{Evelyn}", True), ("\\frac{", "x", False), ("", "x", False),
+    ("\\frac 1 2", "\\frac{1}{2}", True), ("\\frac{1}{2} x", "\\frac 1 2 x", True), ("\\frac 10 2", "5", False),
+    ("x = 1 2", "x=12", False), ("Evelyn", "\\text{Evelyn}", True), ("\\frac{", "x", False), ("", "x", False),
 ])  # fmt: skip
 def test_math_verify_stands_behind_the_competitions_function(given: str, reference: str, right: bool) -> None:
     assert math_competition_score("", response(given), reference) == (10.0 if right else 1.0)

@@ -26,9 +26,9 @@ def gsm8k_score(prompt: str, response: str, answer: str | None, *, tags: Tags | 
     """Return 10 for the right number in the right form, 1 for the form alone, else 0.
 
     The reference may be GSM8K's whole solution, ending in `#### 42`. Numbers are compared by value: "1,000",
-    "1000.0" and "$1000" are one. Dollars are not looked at. Where one of the two alone has a per cent sign, the other may be a share, and from 1
-    on (its sign aside) in per cent as well: "50%" is right for 0.5 and for 50, "150%" for 1.5, "100%" and "1%" for 1,
-    but "0.5%" is not for 0.5.
+    "1000.0" and "$1000" are one. Dollars are not looked at. Where one of the two alone has a per cent sign, the other
+    may be a share, and from 1 on (its sign aside) in per cent as well: "50%" is right for 0.5 and for 50, "150%" for
+    1.5, "100%" and "1%" for 1, but "0.5%" is not for 0.5.
 
     Args:
         prompt: not looked at.

@@ -25,6 +25,14 @@ class LoaderState(NamedTuple):
     """Random states at the pass's beginning, which decided its order."""
 
 
+class LoaderPlace(NamedTuple):
+    """Where a loader stands in this process, also before its first pass."""
+
+    state: LoaderState
+    generators: list[Tensor]
+    """States of its own generators, which decide the order of the next pass."""
+
+
 class CycledLoader:
     """Deals the batches of a loader again and again.
 
@@ -107,16 +115,28 @@ class CycledLoader:
         self._batches, self._samples = facts["batches"], facts["samples"]
         set_random_states(kept)
 
-    def go_back(self, place: LoaderState) -> None:
+    def place(self) -> LoaderPlace:
+        """Return where this loader stands, for `go_back`."""
+        return LoaderPlace(self.state(), [generator.get_state() for generator in self._generators()])
+
+    def go_back(self, place: LoaderPlace) -> bool:
         """Deal again what came after `place`; what can be gone through only once goes on where it stands.
 
         Args:
-            place: from `state` of this loader.
+            place: from this loader.
+
+        Returns:
+            Whether the pass after that of `place` has to be begun again, for which the global random states must be
+            what they were then.
         """
-        if place.facts == self.state().facts or is_one_shot(self._loader):
-            return
+        if place.state.facts == self.state().facts or is_one_shot(self._loader):
+            return False
+        has_begun_another = self._pass != place.state.facts["pass"]
         self._pass, self._batches, self._samples, self._iterator = -1, 0, 0, iter(())
-        self.load_state(*place)
+        self.load_state(*place.state)
+        for generator, state in zip(self._generators(), place.generators, strict=True):
+            generator.set_state(state)
+        return has_begun_another
 
     def _count(self, batch: Mapping[str, Any], key: str | None = None) -> None:
         """Take note of a batch that is dealt; its rows are those of `key`, or of whatever is first."""

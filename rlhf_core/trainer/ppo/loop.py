@@ -16,7 +16,7 @@ from rlhf_core.experience_maker.samples import MadeExperience
 from rlhf_core.strategy.agreement import together
 from rlhf_core.strategy.ranks import Ranks
 from rlhf_core.trainer.callbacks import Callback
-from rlhf_core.trainer.loaders import Batches, LoaderState
+from rlhf_core.trainer.loaders import Batches
 from rlhf_core.trainer.ppo.checkpoint import PPOCheckpoints
 from rlhf_core.trainer.ppo.controls import RewardControls
 from rlhf_core.trainer.ppo.failed_batch import FailurePlace, check_finite, keep_failed_batch
@@ -24,7 +24,7 @@ from rlhf_core.trainer.ppo.learner import PPOLearner
 from rlhf_core.trainer.ppo.metrics import PPOLog
 from rlhf_core.trainer.ppo.offloading import Resting
 from rlhf_core.trainer.ppo.ol_trainer import OLTrainer, Position
-from rlhf_core.trainer.ppo.prompt_batches import Feed, PromptNumbers
+from rlhf_core.trainer.ppo.prompt_batches import Feed, Places, PromptNumbers
 from rlhf_core.trainer.ppo.state import Learning
 from rlhf_core.trainer.supervised.forward import vocabulary_size
 from rlhf_core.types import Experience, Sample
@@ -62,8 +62,8 @@ class PPOLoop(OLTrainer):
         self._learning: Learning | None = None
         """From the end of collecting to the end of the episode."""
         self._feed: Feed | None = None
-        self._places: dict[str, LoaderState] = {}
-        """Where the loaders stood when the episode began."""
+        self._places: Places | None = None
+        """Where the feed's loaders stood when the episode began."""
 
     def _before_fit(
         self, prompts: Batches, demonstrations: Batches | None, log_dir: str | Path | None, use_wandb: bool
@@ -74,16 +74,21 @@ class PPOLoop(OLTrainer):
                 "from; give fit one, or set ptx_coef to 0.0"
             )
         self.checkpoints.prepare()
-        if self._feed is not None and self._learning is None:  # an error may have ended the collecting
-            self._feed.go_back(self._places)
-        self._feed = Feed(
+        feed = Feed(
             prompts, demonstrations if self.ptx_coef > 0 else None, tokenizer=self.tokenizer, ranks=self.ranks,
             device=self.device, only_labels=self.apply_loss_mask, vocabulary=vocabulary_size(self.learner.actor),
             before=None if self._feed is None else self._feed.loaders,
         )  # fmt: skip
         self._log.open(log_dir, use_wandb)
-        self.checkpoints.resume(self._feed.loaders)
-        self._places = self._feed.places()
+        try:
+            if self._places is not None and self._learning is None:  # an error may have ended the collecting
+                feed.go_back(self._places)
+            self.checkpoints.resume(feed.loaders)
+            places = feed.places()
+        except BaseException:
+            self._log.close()
+            raise
+        self._feed, self._places = feed, places  # together, and last: a fit that could not begin has changed neither
 
     def _has_collected(self) -> bool:
         return self._learning is not None

@@ -15,7 +15,8 @@ from rlhf_core.experience_maker.naive import prompts_from_batch
 from rlhf_core.strategy.agreement import together
 from rlhf_core.strategy.ranks import Ranks
 from rlhf_core.trainer.base import PaddedBatch
-from rlhf_core.trainer.loaders import Batches, CycledLoader, LoaderState
+from rlhf_core.trainer.loaders import Batches, CycledLoader, LoaderPlace
+from rlhf_core.trainer.random_state import random_states, set_random_states
 from rlhf_core.trainer.supervised.forward import check_vocabulary
 from rlhf_core.types import Prompt
 
@@ -28,6 +29,14 @@ class NumberedPrompts(NamedTuple):
     prompts: list[Prompt]
     samples: list[int]
     """Which of its prompt's samples in this episode each row is."""
+
+
+class Places(NamedTuple):
+    """Where the loaders of a feed stand."""
+
+    loaders: dict[str, LoaderPlace]
+    random: dict[str, Tensor]
+    """The global random states, from which a loader's next pass may be shuffled."""
 
 
 class Feed:
@@ -57,25 +66,30 @@ class Feed:
         before: Mapping[str, CycledLoader] | None = None,
     ) -> None:
         self.loaders: dict[str, CycledLoader] = {}
+        self._kept: set[str] = set()
         for name, what, batches in (
             ("prompts", "prompt_dataloader", prompts),
             ("demonstrations", "pretrain_dataloader", demonstrations),
         ):
             if batches is not None:
                 known = (before or {}).get(name)
-                same = known is not None and known.deals(batches)
-                self.loaders[name] = known if known is not None and same else CycledLoader(batches, what=what)
+                if known is not None and known.deals(batches):
+                    self._kept.add(name)
+                    self.loaders[name] = known
+                else:
+                    self.loaders[name] = CycledLoader(batches, what=what)
         self._tokenizer, self._ranks, self._device, self._only_labels = tokenizer, ranks, device, only_labels
         self._vocabulary = vocabulary
 
-    def places(self) -> dict[str, LoaderState]:
+    def places(self) -> Places:
         """Return where the loaders stand."""
-        return {name: loader.state() for name, loader in self.loaders.items()}
+        return Places({name: loader.place() for name, loader in self.loaders.items()}, random_states())
 
-    def go_back(self, places: Mapping[str, LoaderState]) -> None:
-        """Let the loaders deal again what they have dealt since they stood at these places."""
-        for name, place in places.items():
-            self.loaders[name].go_back(place)
+    def go_back(self, places: Places) -> None:
+        """Let the loaders of the earlier feed deal again what they have dealt since they stood at these places."""
+        begun_again = [self.loaders[name].go_back(places.loaders[name]) for name in sorted(self._kept)]
+        if any(begun_again):
+            set_random_states(places.random)
 
     def prompts(self) -> list[Prompt]:
         """Return the next batch of prompts."""

@@ -187,6 +187,6 @@ class PPOTrainer(PPOLoop):
         """
         position, learning = self.checkpoints.load(directory)
         self._forget_episode()
-        self._feed, self.position, self._learning = None, position, learning
+        self._feed, self._places, self.position, self._learning = None, None, position, learning
         if self._learning is not None:
             self.buffer.append(self._learning.collected)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from rlhf_core.errors import ConfigError, DataError, ModelError
 from rlhf_core.trainer.callbacks import Callback
@@ -57,7 +58,10 @@ def unbroken() -> Any:
 @pytest.mark.parametrize(
     ("hook", "call"),
     [
+        ("on_make_experience_end", 1),  # while the first pass over the prompts, and the first episode, have begun
+        ("on_make_experience_start", 2),
         ("on_make_experience_start", 4),  # while the second episode is collected
+        ("on_make_experience_end", 4),  # and the second pass has begun
         ("on_learn_batch_start", 1),  # before the first step
         ("on_learn_batch_start", 2),
         ("on_learn_batch_end", 2),  # right after a step
@@ -83,6 +87,41 @@ def test_two_fits_on_one_loader_are_one_longer_fit(unbroken: Any) -> None:
     ours.fit(1, *FIT[1:], loader)
     ours.fit(*FIT, loader)
     assert same(ours, unbroken)
+
+
+def own_order() -> DataLoader[Any]:
+    """Return a loader that shuffles by a generator of its own."""
+    generator = torch.Generator().manual_seed(3)
+    return DataLoader(encoded(map(str, range(6))), 2, shuffle=True, collate_fn=padded, generator=generator)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("call", [1, 4])
+def test_a_loader_with_a_generator_of_its_own_deals_the_same_again(call: int) -> None:
+    ours, loader, expected = trainer(callbacks=(FailsOnce("on_make_experience_end", call),)), own_order(), trainer()
+    with pytest.raises(Broken):
+        ours.fit(2, 2, 1, loader)
+    ours.fit(2, 2, 1, loader)
+    expected.fit(2, 2, 1, own_order())
+    assert same(ours, expected)
+
+
+def test_a_seed_that_is_set_between_an_error_and_a_fit_on_another_loader_counts() -> None:
+    ours = trainer(callbacks=(FailsOnce("on_make_experience_end", 1),))
+    with pytest.raises(Broken):
+        ours.fit(*FIT, prompts())
+    torch.manual_seed(7)
+    ours.fit(*FIT, prompts())
+    assert same(ours, straight())
+
+
+def test_a_new_loader_after_a_log_that_could_not_be_opened_is_dealt_from_its_beginning(tmp_path: Path) -> None:
+    ours, loader = trainer(), prompts(shuffle=False)
+    ours.fit(1, 2, 1, prompts())
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="log_dir"):
+        ours.fit(2, 1, 1, loader, log_dir=tmp_path / "file")
+    ours.fit(2, 1, 1, loader)
+    assert ours._fed.loaders["prompts"].state().facts == {"pass": 0, "batches": 1, "samples": 2}
 
 
 def test_an_episode_is_ended_with_the_number_of_passes_that_it_was_begun_with(tmp_path: Path) -> None:

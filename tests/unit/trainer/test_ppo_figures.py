@@ -14,8 +14,6 @@ from tests.unit.trainer.experience import tiny_experience
 from tests.unit.trainer.test_ppo_learner import CONFIG
 from tests.unit.trainer.test_ppo_options import EXAMPLES, learner, shifted
 
-torch.set_num_threads(1)
-
 
 @pytest.mark.parametrize("aggregation", ["sequence_mean", "constant_length"])
 def test_diagnostics_are_means_over_tokens_however_losses_are_aggregated(aggregation: str) -> None:

@@ -13,7 +13,6 @@ import hashlib
 import json
 import logging
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -22,12 +21,11 @@ from typing import Any, NamedTuple
 from rlhf_core.errors import ModelError, TrainingError
 from rlhf_core.strategy.agreement import together
 from rlhf_core.strategy.ranks import Ranks
+from rlhf_core.trainer.run_directory import TRAINER, checkpoint_names, checkpoint_place
 
 logger = logging.getLogger(__name__)
 
-TRAINER = "trainer"
 MANIFEST = "manifest.json"
-_NAME = re.compile(r"epoch-(\d+)_step-(\d+)")
 _WRITING, _REPLACED = ".writing-", ".replaced-"
 
 Writer = Callable[[Path], None]
@@ -42,17 +40,14 @@ class Checkpoint(NamedTuple):
     @property
     def place(self) -> tuple[int, int]:
         """Its step and episode: the larger, the later."""
-        episode, step = map(int, _NAME.fullmatch(self.name).groups())  # type: ignore[union-attr]
-        return step, episode
+        place = checkpoint_place(self.name)
+        if place is None:
+            raise ValueError(f"{self.name!r} is no checkpoint's name")
+        return place
 
     def path(self, role: str) -> Path:
         """Return the directory of a role's files."""
         return self.save_dir / role / self.name
-
-
-def checkpoint_name(*, episode: int, step: int) -> str:
-    """Return coati's name of a checkpoint."""
-    return f"epoch-{episode}_step-{step}"
 
 
 def write_checkpoint(save_dir: Path, name: str, writers: Mapping[str, Writer], ranks: Ranks) -> Checkpoint:
@@ -107,7 +102,7 @@ def find_checkpoint(directory: str | Path) -> Checkpoint:
         ModelError: if there is none that is whole; the message says what is wrong with it.
     """
     given = Path(directory).resolve()  # from inside a checkpoint, "." has neither name nor parent
-    if _NAME.fullmatch(given.name):
+    if checkpoint_place(given.name) is not None:
         found = Checkpoint(given.parent.parent, given.name)
         if (damage := damage_of(found)) is not None:
             raise ModelError(f"the checkpoint {given} is not whole: {damage}; take another one, or leave it out")
@@ -124,8 +119,7 @@ def find_checkpoint(directory: str | Path) -> Checkpoint:
 
 def list_checkpoints(save_dir: Path) -> list[Checkpoint]:
     """Return the checkpoints of a run by step, whole or not; all have the trainer's directory."""
-    names = [path.name for path in (save_dir / TRAINER).glob("epoch-*") if _NAME.fullmatch(path.name)]
-    return sorted((Checkpoint(save_dir, name) for name in names), key=lambda found: found.place)
+    return [Checkpoint(save_dir, name) for name in checkpoint_names(save_dir)]
 
 
 def damage_of(checkpoint: Checkpoint) -> str | None:

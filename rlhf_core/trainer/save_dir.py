@@ -6,10 +6,10 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
-from rlhf_core.errors import ConfigError
 from rlhf_core.strategy.agreement import together
 from rlhf_core.strategy.ranks import Ranks
-from rlhf_core.trainer.checkpoint import TRAINER, Checkpoint, Writer, list_checkpoints, write_checkpoint
+from rlhf_core.trainer.checkpoint import Checkpoint, Writer, list_checkpoints, write_checkpoint
+from rlhf_core.trainer.run_directory import TRAINER, check_no_other_run, check_writable
 from rlhf_core.trainer.tracking import Tracker, check_tracking, open_tracker
 
 logger = logging.getLogger(__name__)
@@ -28,20 +28,7 @@ def make_writable(directory: Path, *, what: str, ranks: Ranks) -> None:
     Raises:
         ConfigError: if it is a file, or cannot be written.
     """
-
-    def probe() -> None:
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            file = directory / f".probe-{ranks.rank}"
-            file.write_bytes(b"")
-            file.unlink()
-        except OSError as error:
-            raise ConfigError(
-                f"{what} is {directory}, where nothing can be written ({error.strerror or error}); give a directory "
-                "that this user may write in"
-            ) from error
-
-    together(ranks, probe, what=f"write in {what}")
+    together(ranks, lambda: check_writable(directory, what=what), what=f"write in {what}")
 
 
 def open_log(log_dir: str | Path | None, name: str, use_wandb: bool, ranks: Ranks) -> Tracker:
@@ -94,11 +81,8 @@ class SaveDir:
         make_writable(path, what="save_dir", ranks=self._ranks)
 
         def check() -> None:
-            if self._last is None and (found := list_checkpoints(path)):
-                raise ConfigError(
-                    f"{path} holds checkpoints of an earlier run, up to {found[-1].name}; go on with it "
-                    "(load_checkpoint), or give another save_dir"
-                )
+            if self._last is None:
+                check_no_other_run(path, what="save_dir", way_on=lambda _: "load_checkpoint")
 
         together(self._ranks, check, what="begin in save_dir")
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from torch.utils.tensorboard import SummaryWriter
 
 from rlhf_core.errors import ConfigError
+from rlhf_core.trainer.run_directory import check_writable
 
 HOSTED = ("wandb", "trackio")  # trackio has the first one's functions, and keeps everything on this machine
 
@@ -185,6 +186,7 @@ def open_tracker(log_dir: str | Path | None, name: str, use_wandb: bool = False)
     check_tracking(log_dir, use_wandb=use_wandb)
     if log_dir is None:
         return Tracker()
+    check_writable(Path(log_dir) / name, what="log_dir")
     directory = _new_directory(Path(log_dir) / name)
     sinks: list[Sink] = [TensorBoard(directory), JsonLines(directory)]
     if use_wandb:
@@ -206,7 +208,5 @@ def _new_directory(parent: Path) -> Path:
             directory.mkdir(parents=True)
         except FileExistsError:
             number += 1
-        except OSError as error:
-            raise ConfigError(f"log_dir {parent} cannot be written to: {error.strerror}; give another one") from error
         else:
             return directory

@@ -9,14 +9,7 @@ from typing import Any, NamedTuple
 
 from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.strategy.ranks import Ranks
-from rlhf_core.trainer.checkpoint import (
-    TRAINER,
-    Checkpoint,
-    checkpoint_name,
-    find_checkpoint,
-    training_form,
-    write_json,
-)
+from rlhf_core.trainer.checkpoint import Checkpoint, find_checkpoint, training_form, write_json
 from rlhf_core.trainer.loaders import CycledLoader
 from rlhf_core.trainer.optim import Trained
 from rlhf_core.trainer.ppo.controls import RewardControls
@@ -35,6 +28,7 @@ from rlhf_core.trainer.ppo.state import (
     write_state,
 )
 from rlhf_core.trainer.random_state import random_states, set_random_states
+from rlhf_core.trainer.run_directory import TRAINER, checkpoint_name
 from rlhf_core.trainer.save_dir import SaveDir
 from rlhf_core.trainer.tracking import MeanMeter
 

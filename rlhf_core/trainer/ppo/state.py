@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.strategy.ranks import Ranks
-from rlhf_core.trainer.checkpoint import TRAINER, Checkpoint, check_training_form, write_json
+from rlhf_core.trainer.checkpoint import Checkpoint, check_training_form, write_json
+from rlhf_core.trainer.run_directory import TRAINER
 from rlhf_core.types import Experience
 
 STATE = "state.json"

@@ -16,16 +16,10 @@ from torch import Tensor
 
 from rlhf_core.errors import ModelError
 from rlhf_core.strategy.ranks import Ranks
-from rlhf_core.trainer.checkpoint import (
-    TRAINER,
-    check_training_form,
-    checkpoint_name,
-    find_checkpoint,
-    training_form,
-    write_json,
-)
+from rlhf_core.trainer.checkpoint import check_training_form, find_checkpoint, training_form, write_json
 from rlhf_core.trainer.loaders import LoaderState
 from rlhf_core.trainer.optim import Trained
+from rlhf_core.trainer.run_directory import TRAINER, checkpoint_name
 from rlhf_core.trainer.save_dir import SaveDir
 
 MODEL = "."  # coati's supervised trainers keep one model, whose files are in save_dir itself

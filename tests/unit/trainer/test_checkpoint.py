@@ -14,9 +14,10 @@ from torch.utils.data import DataLoader
 from rlhf_core.errors import DataError, ModelError, TrainingError
 from rlhf_core.strategy.ranks import ALONE
 from rlhf_core.trainer import checkpoint as checkpoints
-from rlhf_core.trainer.checkpoint import checkpoint_name, damage_of, find_checkpoint, list_checkpoints, write_checkpoint
+from rlhf_core.trainer.checkpoint import damage_of, find_checkpoint, list_checkpoints, write_checkpoint
 from rlhf_core.trainer.loaders import CycledLoader
 from rlhf_core.trainer.random_state import random_states, set_random_states
+from rlhf_core.trainer.run_directory import checkpoint_name
 
 ROLES = ("actor", "critic", "trainer")
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import re
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf_core.errors import ConfigError
+from rlhf_core.trainer.run_directory import TRAINER, check_no_other_run, check_writable, checkpoint_place
 
 if TYPE_CHECKING:
     from argparse import Namespace
-
-CHECKPOINT_NAME = re.compile(r"epoch-(\d+)_step-(\d+)")
 
 
 def check_places(args: Namespace) -> None:
@@ -28,7 +25,7 @@ def check_places(args: Namespace) -> None:
     _check_no_other_run(args)
     for name in ("save_path", "log_dir"):
         if path := getattr(args, name):
-            _check_writable(name, Path(path))
+            check_writable(Path(path), what=f"--{name}")
 
 
 def checkpoint_step(args: Namespace) -> Path | None:
@@ -45,7 +42,7 @@ def checkpoint_step(args: Namespace) -> Path | None:
     for flag, path in (("--checkpoint_path", actor), ("--critic_checkpoint_path", critic)):
         if not Path(path).is_dir():
             raise ConfigError(f"{flag} {path} is not a directory")
-        if not CHECKPOINT_NAME.fullmatch(Path(path).name):
+        if checkpoint_place(Path(path).name) is None:
             raise ConfigError(f"{flag} {path} is no checkpoint; its directory's name should be like epoch-1_step-20")
     actor, critic = Path(actor).resolve(), Path(critic).resolve()
     if actor.name != critic.name or actor.parent.parent != critic.parent.parent:
@@ -53,32 +50,19 @@ def checkpoint_step(args: Namespace) -> Path | None:
             f"--checkpoint_path is {actor.name} of {actor.parent.parent} and --critic_checkpoint_path {critic.name} of "
             f"{critic.parent.parent}; give one step of one run"
         )
-    trainer = actor.parent.parent / "trainer" / actor.name
+    trainer = actor.parent.parent / TRAINER / actor.name
     if not trainer.is_dir():
         raise ConfigError(f"{actor} has no {trainer} beside it, so it is not a whole checkpoint; give an earlier one")
     return trainer
 
 
 def _check_no_other_run(args: Namespace) -> None:
-    root = Path(args.save_path)
-    if args.checkpoint_path or not (root / "trainer").is_dir():
+    """Allow the checkpoints of the run that is gone on with: one that goes on elsewhere may not mix with another."""
+    root, step = Path(args.save_path), checkpoint_step(args)
+    if step is not None and step.parent.parent == root.resolve():
         return
-    found = [match for path in (root / "trainer").iterdir() if (match := CHECKPOINT_NAME.fullmatch(path.name))]
-    if found:
-        last = max(found, key=lambda match: int(match[2]))[0]
-        raise ConfigError(
-            f"--save_path {root} holds checkpoints of an earlier run, up to {last}; give another one, or go on with "
-            f"that run by --checkpoint_path {root / 'actor' / last} "
-            f"--critic_checkpoint_path {root / 'critic' / last}"
-        )
 
+    def way_on(name: str) -> str:
+        return f"--checkpoint_path {root / 'actor' / name} --critic_checkpoint_path {root / 'critic' / name}"
 
-def _check_writable(name: str, path: Path) -> None:
-    if path.is_file():
-        raise ConfigError(f"--{name} {path} is a file; give a directory")
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path) as stream:
-            stream.write(b"0")
-    except OSError as error:
-        raise ConfigError(f"--{name} {path} cannot be written to: {error.strerror}; give another directory") from error
+    check_no_other_run(root, what="--save_path", way_on=way_on)

@@ -7,11 +7,14 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhf_core.trainer.callbacks import Callback
+
 if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Callable
 
     from rlhf_core.script.data import Loaders
+    from rlhf_core.strategy.ranks import Ranks
 
 FILE = "train_ppo.json"
 _PLACES = {"save_path", "save_interval", "log_dir", "use_wandb", "checkpoint_path", "critic_checkpoint_path"}
@@ -54,10 +57,25 @@ def tell_differences(record: dict[str, Any], run: Path, tell: Callable[[str], No
         tell(f"going on with other settings than the run was started with, which are in brackets: {', '.join(said)}")
 
 
-def write_record(record: dict[str, Any], run: Path) -> None:
-    """Write what the run in a directory was started with."""
-    run.mkdir(parents=True, exist_ok=True)
-    (run / FILE).write_text(json.dumps(record, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+class RecordWriter(Callback):
+    """Writes what a run was started with once its fit begins: until then, the directory may be another run's.
+
+    Args:
+        record: of this command line.
+        run: directory of the run.
+        ranks: who trains together; the first one writes.
+    """
+
+    def __init__(self, record: dict[str, Any], run: Path, ranks: Ranks) -> None:
+        self._record = record
+        self._run = run
+        self._ranks = ranks
+
+    def on_fit_start(self) -> None:
+        """Write the file."""
+        if self._ranks.is_first:
+            text = json.dumps(self._record, indent=2, sort_keys=True) + "\n"
+            (self._run / FILE).write_text(text, encoding="utf-8")
 
 
 def _digest(path: str) -> str:

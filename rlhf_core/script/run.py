@@ -19,10 +19,11 @@ from rlhf_core.script.models import Models, build_models
 from rlhf_core.script.outputs import save_outputs
 from rlhf_core.script.places import checkpoint_step
 from rlhf_core.script.progress import EpisodeLine, Tell, teller
-from rlhf_core.script.record import record_of, tell_differences, write_record
+from rlhf_core.script.record import RecordWriter, record_of, tell_differences
 from rlhf_core.script.schedule import schedule_of
 from rlhf_core.strategy.plain import PlainBooster
 from rlhf_core.strategy.ranks import Ranks, join, leave
+from rlhf_core.trainer.callbacks import Callback
 from rlhf_core.trainer.optim import Trained, make_trained
 from rlhf_core.trainer.ppo.trainer import PPOTrainer
 
@@ -75,16 +76,15 @@ def _run(args: Namespace, ranks: Ranks) -> None:
     conversation = setup_conversation_template(models.tokenizer, args.conversation_template_config)
     loaders = build_loaders(args, conversation, tell)
     trainees = _trainees(args, models, precision)
-    trainer = _trainer(args, models, trainees, conversation, precision, EpisodeLine(args.num_episodes, ranks, tell))
     record = record_of(args, loaders)
+    callbacks = (RecordWriter(record, Path(args.save_path), ranks), EpisodeLine(args.num_episodes, ranks, tell))
+    trainer = _trainer(args, models, trainees, conversation, precision, callbacks)
     checkpoint = checkpoint_step(args)
     if checkpoint is not None:
         trainer.load_checkpoint(checkpoint)
         tell(f"going on from {checkpoint.name}")
         tell_differences(record, checkpoint.parent.parent, tell)
     if trainer.position.episode < args.num_episodes:
-        if ranks.is_first:
-            write_record(record, Path(args.save_path))
         _fit(trainer, args, loaders)
     else:
         tell(f"all {args.num_episodes} episodes are done already; raise --num_episodes to train more")
@@ -135,7 +135,7 @@ def _trainer(
     trainees: _Trainees,
     conversation: Conversation,
     precision: Precision,
-    line: EpisodeLine,
+    callbacks: tuple[Callback, ...],
 ) -> PPOTrainer:
     return PPOTrainer(
         actor_booster=trainees.actor.booster,
@@ -156,7 +156,7 @@ def _trainer(
         accumulation_steps=args.accumulation_steps,
         save_interval=args.save_interval,
         save_dir=args.save_path,
-        callbacks=(line,),
+        callbacks=callbacks,
         options=_options(args, models, precision),
         scorer=reward_functions(args, conversation),
         seed=args.seed,

@@ -17,7 +17,6 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.rewards.math_answers import gsm8k_score
 from rlhf_core.script.checks import check_arguments, read_lora
 from rlhf_core.script.flags import build_parser
-from rlhf_core.script.places import checkpoint_step
 from rlhf_core.train_ppo import main
 from tests.unit.script.command_lines import as_arguments, right_flags, write_inputs
 
@@ -116,8 +115,8 @@ MISTAKES: list[tuple[dict[str, str | None], list[str], str]] = [
     ({"--reward_functions": "os:getcwd"}, [], "add os to --allowed_reward_modules if you trust it"),
     ({"--rm_checkpoint_path": "nowhere"}, RULES, "--rm_checkpoint_path nowhere is not a directory"),
     ({"--tokenizer_dir": "nowhere"}, [], "--tokenizer_dir nowhere is not a directory"),
-    ({"--save_path": "/proc/version/out"}, [], "--save_path /proc/version/out cannot be written to: Not a directory"),
-    ({"--log_dir": "/proc/version"}, [], "--log_dir /proc/version is a file"),
+    ({"--save_path": "/proc/version/out"}, [], "--save_path is /proc/version/out, where nothing can be written (Not a"),
+    ({"--log_dir": "/proc/version"}, [], "--log_dir is /proc/version, where nothing can be written (File exists)"),
     ({"--seed": "-1"}, [], "must be from 0 to 9223372036854775807, not -1"),
     ({"--tp": "2"}, [], "--tp 2 splits one model over ranks"),
     ({"--pp": "2", "--plugin": "3d"}, [], "--pp 2 splits"),
@@ -179,17 +178,6 @@ def test_a_template_of_another_form_is_refused_by_file_and_key(
     assert "template.json" in told
 
 
-def test_a_directory_of_an_earlier_run_is_refused_with_the_way_to_go_on(
-    inputs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for step in (2, 10):
-        (inputs / f"out/trainer/epoch-0_step-{step}").mkdir(parents=True)
-    assert main(as_arguments(right_flags(inputs))) == 2
-    told = capsys.readouterr().err
-    assert "holds checkpoints of an earlier run, up to epoch-0_step-10" in told
-    assert f"--checkpoint_path {inputs / 'out/actor/epoch-0_step-10'}" in told
-
-
 def test_a_tilde_is_the_home_directory_in_every_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     paths = ["pretrain", "checkpoint_path", "rm_checkpoint_path", "lora_config", "log_dir", "save_path", "ptx_dataset"]
@@ -229,27 +217,6 @@ def test_a_lora_file_of_the_original_form_is_read_with_its_defaults(tmp_path: Pa
 def test_a_lora_file_that_cannot_be_followed_is_refused(tmp_path: Path, keys: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         read_lora(_lora(tmp_path, **keys))
-
-
-def test_a_checkpoint_is_one_step_of_one_run(inputs: Path) -> None:
-    run = inputs / "run"
-    for part in ("actor/epoch-0_step-2", "critic/epoch-0_step-2", "critic/epoch-0_step-4", "trainer/epoch-0_step-2"):
-        (run / part).mkdir(parents=True)
-
-    def given(actor: str, critic: str) -> Path | None:
-        flags = {"--checkpoint_path": str(run / actor), "--critic_checkpoint_path": str(run / critic)}
-        return checkpoint_step(build_parser().parse_args(as_arguments(right_flags(inputs) | flags)))
-
-    assert given("actor/epoch-0_step-2", "critic/epoch-0_step-2") == run / "trainer/epoch-0_step-2"
-    with pytest.raises(ConfigError, match="give one step of one run"):
-        given("actor/epoch-0_step-2", "critic/epoch-0_step-4")
-    with pytest.raises(ConfigError, match="is not a directory"):
-        given("actor/epoch-0_step-9", "critic/epoch-0_step-2")
-    with pytest.raises(ConfigError, match="should be like epoch-1_step-20"):
-        given("actor", "critic")
-    (run / "actor/epoch-0_step-4").mkdir()
-    with pytest.raises(ConfigError, match="not a whole checkpoint"):
-        given("actor/epoch-0_step-4", "critic/epoch-0_step-4")
 
 
 def test_the_rlhf_command_allows_the_modules_of_its_settings(

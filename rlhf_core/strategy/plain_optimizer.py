@@ -37,13 +37,14 @@ class LossScale:
         self.factor = 65536.0
         self.good_steps = 0
 
-    def overflowed(self) -> bool:
-        """Take note of an overflow; return whether a smaller factor is left to try."""
-        self.good_steps = 0
-        if self.factor <= self.SMALLEST:
-            return False
-        self.factor /= 2
-        return True
+    @property
+    def can_shrink(self) -> bool:
+        """Whether a smaller factor is left to try after an overflow."""
+        return self.factor > self.SMALLEST
+
+    def overflowed(self) -> None:
+        """Take note of an overflow."""
+        self.factor, self.good_steps = self.factor / 2, 0
 
     def stepped(self) -> None:
         """Take note of a step."""
@@ -80,6 +81,8 @@ class PlainOptimizer:
         self.last_step_skipped = False
         """Whether the last step overflowed in float16 and was not taken."""
         self._norm = 0.0
+        self._is_ready = False
+        """Whether the gradients are those of all ranks already, checked and clipped."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -97,6 +100,7 @@ class PlainOptimizer:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients."""
+        self._is_ready = False
         self.optim.zero_grad(set_to_none=set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
@@ -122,16 +126,16 @@ class PlainOptimizer:
         """Return the norm before clipping of the last step's gradient, over all ranks."""
         return self._norm
 
-    def step(self, max_norm: float | None = None) -> None:
-        """Average the gradients over ranks, clip them, and take one step, the same on every rank.
+    def make_ready(self, max_norm: float | None = None) -> None:
+        """Average the gradients over ranks, check and clip them; the next step cannot fail on them any more.
 
-        In float16 a gradient that overflowed is forgotten, the loss scale halved, and no step is taken.
+        Changes nothing but the gradients, so that several models can be checked before any of them steps.
 
         Args:
             max_norm: instead of the optimizer's own.
 
         Raises:
-            GradientError: if the norm is not finite, on all ranks; no weight was changed.
+            GradientError: if the norm is not finite, on all ranks, unless a smaller loss scale is left to try.
         """
         parameters = self.parameters()
         _average(parameters, self.ranks)
@@ -142,14 +146,34 @@ class PlainOptimizer:
         norm = nn.utils.get_total_norm(gradients)
         self._norm = norm.item()  # the one wait for the device
         self.last_step_skipped = not math.isfinite(self._norm)
+        limit = self.max_norm if max_norm is None else max_norm
+        if self.last_step_skipped:
+            if self.scale is None or not self.scale.can_shrink:
+                self.zero_grad()
+                raise GradientError(self._norm)
+        elif limit is not None:
+            nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+        self._is_ready = True
+
+    def step(self, max_norm: float | None = None) -> None:
+        """Take one step, the same on every rank, from gradients that `make_ready` has seen; without that, it does now.
+
+        In float16 a gradient that overflowed is forgotten, the loss scale halved, and no step is taken.
+
+        Args:
+            max_norm: as for `make_ready`.
+
+        Raises:
+            GradientError: as `make_ready` does; no weight was changed.
+        """
+        if not self._is_ready:
+            self.make_ready(max_norm)
+        self._is_ready = False
         if self.last_step_skipped:
             self.zero_grad()
-            if self.scale is None or not self.scale.overflowed():
-                raise GradientError(self._norm)
+            if self.scale is not None:
+                self.scale.overflowed()
             return
-        limit = self.max_norm if max_norm is None else max_norm
-        if limit is not None:
-            nn.utils.clip_grads_with_norm_(parameters, limit, norm)
         self.optim.step()
         if self.scale is not None:
             self.scale.stepped()

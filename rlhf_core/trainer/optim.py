@@ -111,7 +111,26 @@ def warmup_then_decay(warmup_steps: int, total_steps: int) -> Callable[[int], fl
     return lambda step: max(0.0, min((step + 1) / (warmup + 1), (total_steps - step) / (total_steps - warmup)))
 
 
-def take_step(
+class ReadyStep(NamedTuple):
+    """A step that nothing stands against: loss and gradient are finite, or float16 leaves it out."""
+
+    trained: Trained
+    optimizer: Any
+    """Of the model, a bare one of torch's wrapped."""
+
+    def take(self) -> StepTaken:
+        """Step optimizer and schedule on all ranks, and forget the gradients; the only place where one steps."""
+        self.optimizer.step()
+        norm = self.optimizer.get_grad_norm() or 0.0  # not every booster knows it
+        # Boosters that scale losses leave a step out by themselves; those of others tell it by the norm alone.
+        overflowed = not math.isfinite(norm)
+        if not overflowed:
+            self.trained.scheduler.step()
+        self.optimizer.zero_grad()
+        return StepTaken(0.0 if overflowed else float(norm), overflowed)
+
+
+def make_ready(
     trained: Trained,
     *,
     loss: Tensor,
@@ -119,11 +138,11 @@ def take_step(
     others: Tensor | None = None,
     grad_clip: float | None = None,
     ranks: Ranks | None = None,
-) -> StepTaken:
-    """Step optimizer and schedule on all ranks, and forget the gradients; the only place where an optimizer steps.
+) -> ReadyStep:
+    """See on all ranks that a step can be taken, and return it; so several models are checked before any steps.
 
     An optimizer of ours averages the gradients over ranks and clips their norm over all weights; so does a bare one of
-    torch's, which is wrapped for the step. One that another booster made does all this in its own way.
+    torch's, which is wrapped for the step. One that another booster made does all this in its own way as it steps.
 
     Args:
         trained: the model whose gradients are complete.
@@ -132,9 +151,6 @@ def take_step(
         others: further figures of the minibatch that must be finite for a step to be taken.
         grad_clip: largest norm, above 0; None leaves it to the optimizer.
         ranks: who trains together; None takes torch.distributed's default group.
-
-    Returns:
-        The norm, and whether the step was left out.
 
     Raises:
         TrainingError: on all ranks, if a loss or figure of any or the norm is not finite; no weight was changed and the
@@ -153,18 +169,23 @@ def take_step(
         raise _cannot_step(what, f"loss is {value}, but a figure beside it is not finite ({_listed(others)})")
     if isinstance(optimizer, PlainOptimizer):
         try:
-            optimizer.step(max_norm=grad_clip)
+            optimizer.make_ready(max_norm=grad_clip)
         except GradientError as error:
             raise _cannot_step(what, f"loss is {value} and its gradient's norm {error.norm}") from error
-    else:
-        optimizer.step()
-    norm = optimizer.get_grad_norm() or 0.0  # not every booster knows it
-    # Boosters that scale losses leave a step out by themselves; those of others tell it by the norm alone.
-    overflowed = not math.isfinite(norm)
-    if not overflowed:
-        trained.scheduler.step()
-    optimizer.zero_grad()
-    return StepTaken(0.0 if overflowed else float(norm), overflowed)
+    return ReadyStep(trained, optimizer)
+
+
+def take_step(
+    trained: Trained,
+    *,
+    loss: Tensor,
+    what: str,
+    others: Tensor | None = None,
+    grad_clip: float | None = None,
+    ranks: Ranks | None = None,
+) -> StepTaken:
+    """Take the step that `make_ready` returns for the same arguments; it raises what that raises."""
+    return make_ready(trained, loss=loss, what=what, others=others, grad_clip=grad_clip, ranks=ranks).take()
 
 
 def _listed(figures: Tensor) -> str:

@@ -27,7 +27,7 @@ from rlhf_core.trainer.ppo.critic_start import ValueLine, fit_line, rescale_expe
 from rlhf_core.trainer.ppo.minibatch import prepare
 from rlhf_core.trainer.ppo.ptx import PtxSource
 from rlhf_core.trainer.ppo.stats import PPOStats, stats_from
-from rlhf_core.trainer.ppo.steps import StepContext, step_actor, step_critic
+from rlhf_core.trainer.ppo.steps import StepContext, step_all
 from rlhf_core.trainer.state import LearnerState, load_state_tensors, state_tensors
 from rlhf_core.types import Experience
 
@@ -182,7 +182,7 @@ class PPOLearner:
         return self._with_logprobs(self._with_rescaled_values(self._on_device(experience)))
 
     def training_step(self, experience: Experience, ptx: PaddedBatch | None = None) -> PPOStats:
-        """Take one optimizer step on the actor, then one on the critic, from one minibatch.
+        """Take one optimizer step on actor and critic from one minibatch; after an error, neither has taken it.
 
         Args:
             experience: this rank's rows of the minibatch, their `action_log_probs` recomputed.
@@ -203,9 +203,7 @@ class PPOLearner:
             with_critic="critic" in self._roles,
         )
         context = StepContext(config, self.device, self._dtype, self._ranks, self._seed, self.steps)
-        figures = batch.figures | step_actor(self._roles["actor"], batch, ptx, context)
-        if "critic" in self._roles:
-            figures |= step_critic(self._roles["critic"], batch, context)
+        figures = batch.figures | step_all(self._roles, batch, ptx, context)
         self.steps += 1
         return stats_from(figures)
 

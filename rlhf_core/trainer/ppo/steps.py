@@ -1,7 +1,8 @@
-"""One optimizer step of the actor, and one of the critic, from a prepared minibatch."""
+"""One optimizer step of the actor, and one of the critic, from a prepared minibatch: both, or neither."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ from rlhf_core.models.device import autocast
 from rlhf_core.strategy.ranks import Ranks
 from rlhf_core.trainer.base import PaddedBatch
 from rlhf_core.trainer.learning_mode import learning_mode
-from rlhf_core.trainer.optim import Trained, take_step
+from rlhf_core.trainer.optim import ReadyStep, Trained, make_ready
 from rlhf_core.trainer.ppo.minibatch import Micro, Minibatch
 
 
@@ -40,8 +41,55 @@ class StepContext(NamedTuple):
         return int(keys.generate_state(1)[0])
 
 
-def step_actor(trained: Trained, batch: Minibatch, ptx: PaddedBatch | None, context: StepContext) -> dict[str, float]:
-    """Take one step on (1 - ptx_coef) * policy + ptx_coef * lm - entropy_coef * entropy; return its figures.
+class Learnt(NamedTuple):
+    """A model whose gradients are complete."""
+
+    role: str
+    figures: dict[str, float]
+    step: ReadyStep | None
+    """None if it is left out."""
+
+    def take(self) -> dict[str, float]:
+        """Take the step, and return all figures."""
+        if self.step is None:
+            return self.figures
+        taken = self.step.take()
+        return self.figures | {f"{self.role}_grad_norm": taken.norm, f"{self.role}_overflowed": float(taken.overflowed)}
+
+
+def step_all(
+    roles: Mapping[str, Trained], batch: Minibatch, ptx: PaddedBatch | None, context: StepContext
+) -> dict[str, float]:
+    """Take one step on the actor and, where there is one, on the critic; return their figures.
+
+    Neither steps before the losses and gradients of both are known to be fit for it: after an error, the same minibatch
+    can be learnt again, and no step is taken twice.
+
+    Args:
+        roles: the actor, and perhaps the critic.
+        batch: this rank's share.
+        ptx: this rank's demonstrations.
+        context: what both need.
+
+    Raises:
+        TrainingError: on all ranks, if a loss or gradient of any is not finite; no weight was changed.
+    """
+    try:
+        learnt = [learn_actor(roles["actor"], batch, ptx, context)]
+        if "critic" in roles:
+            learnt.append(learn_critic(roles["critic"], batch, context))
+    except BaseException:
+        for trained in roles.values():
+            trained.optimizer.zero_grad()
+        raise
+    figures: dict[str, float] = {}
+    for each in learnt:
+        figures |= each.take()
+    return figures
+
+
+def learn_actor(trained: Trained, batch: Minibatch, ptx: PaddedBatch | None, context: StepContext) -> Learnt:
+    """Go backward through (1 - ptx_coef) * policy + ptx_coef * lm - entropy_coef * entropy.
 
     The step is left out, on all ranks, if a ratio of any is above `config.max_ratio`.
 
@@ -75,15 +123,15 @@ def step_actor(trained: Trained, batch: Minibatch, ptx: PaddedBatch | None, cont
     }
     if config.max_ratio is not None and largest > config.max_ratio and not nan and bool(sums.isfinite().all()):
         trained.optimizer.zero_grad()
-        return figures | {"skipped": 1.0}
-    taken = take_step(
+        return Learnt("actor", figures | {"skipped": 1.0}, None)
+    step = make_ready(
         trained, loss=sums[0], others=sums[1:], what="actor", grad_clip=_clip_of(trained, config), ranks=ranks
     )
-    return figures | {"actor_grad_norm": taken.norm, "actor_overflowed": float(taken.overflowed)}
+    return Learnt("actor", figures, step)
 
 
-def step_critic(trained: Trained, batch: Minibatch, context: StepContext) -> dict[str, float]:
-    """Take one step on vf_coef * value loss; return its figures.
+def learn_critic(trained: Trained, batch: Minibatch, context: StepContext) -> Learnt:
+    """Go backward through vf_coef * value loss.
 
     Raises:
         TrainingError: on all ranks, if a loss or gradient of any is not finite.
@@ -116,15 +164,10 @@ def step_critic(trained: Trained, batch: Minibatch, context: StepContext) -> dic
             sums += torch.stack([value.loss.detach(), value.clipped])
     sums = context.ranks.sum(sums)
     lr = float(trained.scheduler.get_last_lr()[0])
-    taken = take_step(trained, loss=sums[0], what="critic", grad_clip=_clip_of(trained, config), ranks=context.ranks)
+    step = make_ready(trained, loss=sums[0], what="critic", grad_clip=_clip_of(trained, config), ranks=context.ranks)
     loss, clipped = sums.tolist()
-    return {
-        "critic_loss": loss,
-        "value_clip_fraction": clipped / batch.tokens,
-        "critic_grad_norm": taken.norm,
-        "critic_overflowed": float(taken.overflowed),
-        "critic_lr": lr,
-    }
+    figures = {"critic_loss": loss, "value_clip_fraction": clipped / batch.tokens, "critic_lr": lr}
+    return Learnt("critic", figures, step)
 
 
 def _figures_of(sums: Tensor, tokens: int) -> dict[str, float]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -13,6 +15,47 @@ from tests.tiny_llama import tiny_llama
 from tests.unit.trainer.experience import tiny_experience
 from tests.unit.trainer.test_ppo_learner import CONFIG
 from tests.unit.trainer.test_ppo_options import EXAMPLES, learner, shifted
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_an_error_of_the_critic_leaves_the_actor_as_if_there_had_been_no_step(dtype: str) -> None:
+    ours, expected = learner(dtype=dtype), learner(dtype=dtype)
+    batch = shifted(ours)
+    with torch.no_grad():
+        ours.critic.head.bias.fill_(float("nan"))
+    before, facts = ours.state()
+    with pytest.raises(TrainingError, match="critic's loss is nan"):
+        ours.training_step(batch)
+    after = ours.state()
+    assert after.facts == facts
+    assert all(torch.equal(tensor, before[name]) or tensor.isnan().all() for name, tensor in after.tensors.items())
+    assert all(parameter.grad is None for parameter in [*ours.actor.parameters(), *ours.critic.parameters()])
+    with torch.no_grad():
+        ours.critic.head.bias.zero_()
+    assert ours.training_step(batch) == expected.training_step(batch)  # the same minibatch, learnt once
+
+
+@pytest.mark.parametrize("overflowing", ["actor", "critic"])
+def test_a_gradient_that_overflows_in_one_model_leaves_out_its_step_alone(overflowing: str) -> None:
+    ours = learner(dtype="float16")
+    batch = shifted(ours)
+    next(getattr(ours, overflowing).parameters()).register_hook(lambda gradient: torch.full_like(gradient, math.inf))
+    stats = ours.training_step(batch)
+    for role, overflowed in (("actor", stats.actor_overflowed), ("critic", stats.critic_overflowed)):
+        scale = ours._roles[role].optimizer.scale
+        assert overflowed == float(role == overflowing)
+        assert (scale.factor, scale.good_steps) == ((32768, 0) if role == overflowing else (65536, 1))
+
+
+def test_an_overflow_of_the_actor_is_forgotten_when_the_critic_ends_the_step_in_an_error() -> None:
+    ours = learner(dtype="float16")
+    batch = shifted(ours)
+    next(ours.actor.parameters()).register_hook(lambda gradient: torch.full_like(gradient, math.inf))
+    with torch.no_grad():
+        ours.critic.head.bias.fill_(math.nan)
+    with pytest.raises(TrainingError, match="critic's loss is nan"):
+        ours.training_step(batch)
+    assert ours._roles["actor"].optimizer.scale.factor == 65536
 
 
 @pytest.mark.parametrize("aggregation", ["sequence_mean", "constant_length"])

@@ -45,19 +45,35 @@ def save_outputs(args: Namespace, models: Models) -> None:
         models.tokenizer.save_pretrained(directory)
 
     if merged:
-        _replace(base, write_base)
-    _replace(root / "actor" / "modeling", write_actor)
-    _replace(root / "critic" / "modeling", write_critic)
+        replace(base, write_base)
+    replace(root / "actor" / "modeling", write_actor)
+    if not merged:
+        shutil.rmtree(base, ignore_errors=True)  # of an earlier run, whose adapters are gone now
+    replace(root / "critic" / "modeling", write_critic)
 
 
-def _replace(directory: Path, write: Callable[[Path], None]) -> None:
-    """Write a directory beside its place and put it there: nothing of an earlier one stays in it."""
+def replace(directory: Path, write: Callable[[Path], None]) -> None:
+    """Write a directory beside its place and put it there: nothing of an earlier one stays in it.
+
+    Where a process ends between the two renames, the earlier one stands beside its place; the next call puts it back.
+
+    Args:
+        directory: the place.
+        write: fills the directory that it is given; what it raises leaves the earlier one as it was.
+    """
     fresh, old = directory.with_name(f"{directory.name}.new"), directory.with_name(f"{directory.name}.old")
+    if old.exists() and not directory.exists():
+        old.rename(directory)
     for left in (fresh, old):
         shutil.rmtree(left, ignore_errors=True)
     fresh.mkdir(parents=True)
     write(fresh)
     if directory.exists():
         directory.rename(old)
-    fresh.rename(directory)
+    try:
+        fresh.rename(directory)
+    except OSError:
+        if old.exists():
+            old.rename(directory)
+        raise
     shutil.rmtree(old, ignore_errors=True)

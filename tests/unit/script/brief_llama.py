@@ -8,6 +8,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from rlhf_core.models.reward_model import RewardModel
+from rlhf_core.models.saving import save_model
 from tests.tiny_llama import tiny_llama, tiny_tokenizer
 
 # All tokens lean one way, the end token five times as far: its logit is largest whatever came before.
@@ -30,10 +31,9 @@ def brief_llama(*, seed: int = 0) -> LlamaForCausalLM:
 def write_models(directory: Path) -> Path:
     """Write model/ and rm_checkpoint/ with their tokenizers; return the directory."""
     model = brief_llama()
-    model.save_pretrained(directory / "model")
+    save_model(model, tiny_tokenizer(), directory / "model")
     with torch.random.fork_rng():
         torch.manual_seed(1)
         RewardModel.from_causal_lm(model).save_pretrained(directory / "rm_checkpoint")
-    for name in ("model", "rm_checkpoint"):
-        tiny_tokenizer().save_pretrained(directory / name)
+    tiny_tokenizer().save_pretrained(directory / "rm_checkpoint")
     return directory

@@ -33,7 +33,7 @@ def test_a_directory_of_an_earlier_run_is_refused_with_the_way_to_go_on(
 def test_a_run_goes_on_in_its_own_directory_or_a_new_one_but_not_in_that_of_another(
     inputs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = {}
+    flags: dict[str, str | None] = {}
     for run in ("a", "b"):
         for role in ("actor", "critic", "trainer"):
             (inputs / run / role / "epoch-0_step-2").mkdir(parents=True)
@@ -54,7 +54,10 @@ def test_a_checkpoint_is_one_step_of_one_run(inputs: Path) -> None:
         (run / part).mkdir(parents=True)
 
     def given(actor: str, critic: str) -> Path | None:
-        flags = {"--checkpoint_path": str(run / actor), "--critic_checkpoint_path": str(run / critic)}
+        flags: dict[str, str | None] = {
+            "--checkpoint_path": str(run / actor),
+            "--critic_checkpoint_path": str(run / critic),
+        }
         return checkpoint_step(build_parser().parse_args(as_arguments(right_flags(inputs) | flags)))
 
     assert given("actor/epoch-0_step-2", "critic/epoch-0_step-2") == run / "trainer/epoch-0_step-2"

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-_ROUNDING = 1e-11  # square of about 26 roundings of a float32: sums over a long response differ by as much
+from rlhf_core.functional.moments import varies
 
 
 def token_rewards(
@@ -148,4 +148,4 @@ def share_explained(
         >>> share_explained(unexplained=one, total=4 * one, square=5 * one)
         tensor(0.7500)
     """
-    return torch.where(total > _ROUNDING * square, 1 - unexplained / total, torch.zeros_like(total))
+    return torch.where(varies(variance=total, square=square), 1 - unexplained / total, torch.zeros_like(total))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rlhf_core.functional.masking import masked_sum
 
+_ROUNDING = 1e-11  # square of about 26 roundings of a float32: sums over a long response differ by as much
 _EPSILON = 1e-8  # keeps the whitening of equal values at zero
 
 
@@ -112,6 +113,29 @@ def whiten_with(
     centred = torch.where(mask, doubles - mean, torch.zeros_like(doubles))
     deviation = (torch.as_tensor(variance, dtype=torch.float64, device=values.device) + _EPSILON).sqrt()
     return (centred / deviation).to(values.dtype)
+
+
+def varies(*, variance: Float[Tensor, ""], square: Float[Tensor, ""]) -> Bool[Tensor, ""]:
+    """Return whether float32 numbers of this variance differ by more than their rounding.
+
+        variance > 1e-11 * mean(x^2)
+
+    Rounding is relative: what is a difference between numbers around 1 is none between numbers around 1000.
+
+    Args:
+        variance: mean squared deviation of the numbers.
+        square: their mean square, which is the variance and the square of the mean.
+
+    Returns:
+        A scalar; False for equal numbers.
+
+    Example:
+        >>> varies(variance=torch.tensor(1e-8), square=torch.tensor(1.0)).item()
+        True
+        >>> varies(variance=torch.tensor(1e-8), square=torch.tensor(1e6)).item()
+        False
+    """
+    return variance > _ROUNDING * square
 
 
 class RunningMoments(NamedTuple):

@@ -15,11 +15,10 @@ from rlhf_core.config import LearningConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.functional.advantages import gae
 from rlhf_core.functional.masking import masked_sum
+from rlhf_core.functional.moments import varies
 from rlhf_core.strategy.ranks import Ranks
 from rlhf_core.trainer.ppo.minibatch import agreed_moments
 from rlhf_core.types import Experience
-
-_SMALLEST_VARIANCE = 1e-12  # below, all values are equal but for rounding: there is no slope to find
 
 
 class ValueLine(NamedTuple):
@@ -52,7 +51,7 @@ def fit_line(experience: Experience, *, gamma: float, ranks: Ranks) -> ValueLine
         ranks: who shares the batch.
 
     Returns:
-        The line; slope 0 if the values are all equal.
+        The line; slope 0 if the values are all equal up to rounding.
     """
     mask = experience.action_mask
     targets = gae(
@@ -61,7 +60,8 @@ def fit_line(experience: Experience, *, gamma: float, ranks: Ranks) -> ValueLine
     value, target = agreed_moments([experience.values, targets], mask, ranks)
     centred = (experience.values.double() - value.mean) * (targets.double() - target.mean)
     covariance = ranks.sum(masked_sum(centred, mask)) / value.count.clamp(min=1)
-    slope = (covariance / value.variance).item() if value.variance > _SMALLEST_VARIANCE else 0.0
+    has_slope = varies(variance=value.variance, square=value.variance + value.mean.square())
+    slope = (covariance / value.variance).item() if has_slope else 0.0
     return ValueLine(slope, target.mean.item() - slope * value.mean.item())
 
 

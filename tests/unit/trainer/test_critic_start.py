@@ -90,6 +90,16 @@ def test_equal_values_have_no_slope_and_the_mean_return_is_left() -> None:
     assert (line.slope, line.intercept) == (0.0, pytest.approx(np.mean(returns(experience, 1.0)), rel=1e-4))
 
 
+@pytest.mark.parametrize("value", [100.0, 1000.0])
+@pytest.mark.parametrize("roundings", [1, 2])
+def test_values_that_differ_by_roundings_have_no_slope(value: float, roundings: int) -> None:
+    experience = tiny_experience()
+    step = roundings * float(np.spacing(np.float32(value)))
+    values = value + step * torch.randint(-1, 2, experience.values.shape, generator=torch.Generator().manual_seed(0))
+    line = fit_line(experience.replace(values=values), gamma=1.0, ranks=ALONE)
+    assert (line.slope, line.intercept) == (0.0, pytest.approx(np.mean(returns(experience, 1.0)), rel=1e-4))
+
+
 def test_the_first_episode_is_restated_as_the_rescaled_critic_would_have_judged_it() -> None:
     ours, critic = build()
     before = judged(critic, tiny_experience())

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from rlhf_core.errors import TrainingError
 from rlhf_core.strategy.ranks import Ranks
 from rlhf_core.trainer.checkpoint import write_json
+from rlhf_core.trainer.failure import with_place
 from rlhf_core.types import Experience, Sample
 
 
@@ -66,11 +67,11 @@ def keep_failed_batch(
     if place.save_dir is None:
         return TrainingError(f"{error}; give save_dir to have such a batch kept")
     directory = place.save_dir / f"failed-batch-{place.name}" / f"rank-{place.ranks.rank}"
-    try:
-        write_failed_batch(directory, str(error), experience, samples, decode=decode)
-    except OSError as failure:
-        return TrainingError(f"{error}; the batch could not be kept in {directory} ({failure})")
-    return TrainingError(f"{error}; the batch is kept in {directory}")
+
+    def write(place: Path) -> None:
+        write_failed_batch(place, str(error), experience, samples, decode=decode)
+
+    return with_place(error, write, directory, what="batch")
 
 
 def write_failed_batch(

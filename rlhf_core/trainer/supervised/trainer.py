@@ -19,6 +19,7 @@ from rlhf_core.strategy.agreement import together
 from rlhf_core.strategy.booster import Booster
 from rlhf_core.strategy.ranks import Ranks, current_ranks
 from rlhf_core.trainer.base import Metrics
+from rlhf_core.trainer.failure import with_place
 from rlhf_core.trainer.loaders import CycledLoader, is_one_shot
 from rlhf_core.trainer.optim import Trained
 from rlhf_core.trainer.random_state import random_states, set_random_states
@@ -170,12 +171,13 @@ class SupervisedTrainer(ABC, Generic[Micro]):
         except TrainingError as error:
             if self.save_dir is None:
                 raise
-            file = self._keep(micros, self.save_dir / f"failed-batch-epoch-{epoch}_step-{self.step + 1}")
-            raise TrainingError(f"{error}; the minibatch is in {file}") from error
+            name = f"failed-batch-epoch-{epoch}_step-{self.step + 1}_rank-{self.ranks.rank}.safetensors"
+            raise with_place(
+                error, lambda file: self._keep(micros, file), self.save_dir / name, what="minibatch"
+            ) from error
 
-    def _keep(self, micros: list[Micro], stem: Path) -> Path:
+    def _keep(self, micros: list[Micro], file: Path) -> None:
         """Write a minibatch for inspection."""
-        file = stem.with_name(f"{stem.name}_rank-{self.ranks.rank}.safetensors")
         file.parent.mkdir(parents=True, exist_ok=True)
         named = (micro._asdict() for micro in micros)  # type: ignore[attr-defined]
         tensors = {
@@ -185,7 +187,6 @@ class SupervisedTrainer(ABC, Generic[Micro]):
             if isinstance(value, Tensor)
         }
         save_file(tensors, file)
-        return file
 
     def _window(self, batches: Iterator[Batch]) -> list[Micro]:
         """Return the micro-batches of the next step; none at the epoch's end, which all ranks reach together."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -71,6 +72,16 @@ def test_a_loss_that_is_no_number_stops_the_run_and_the_last_checkpoint_stays(tm
     again.load_checkpoint(tmp_path)
     assert again.position.step == 1
     assert all(weight.isfinite().all() for weight in weights(again).values())
+
+
+def test_a_full_disk_does_not_hide_why_a_batch_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise SafetensorError("I/O error: No space left on device")
+
+    monkeypatch.setattr("rlhf_core.trainer.ppo.failed_batch.save_file", full)
+    says = r"reward of 1 of 2 responses is not a finite number.*; the batch could not be kept in .*No space left"
+    with pytest.raises(TrainingError, match=says):
+        trainer(reward_model=Spoilt(float("nan")), save_dir=tmp_path).fit(1, 1, 1, prompts())
 
 
 def test_without_save_dir_a_failed_batch_is_not_kept_and_the_sentence_says_so() -> None:

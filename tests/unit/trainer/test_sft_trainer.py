@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
@@ -217,7 +218,7 @@ def test_a_loss_that_is_not_finite_keeps_the_minibatch_and_the_weights(tmp_path:
     ours.trained.model.model.norm.weight.data.fill_(float("nan"))
     before = weights(ours)
     with pytest.raises(
-        TrainingError, match=r"language model's loss is nan.*the minibatch is in .*failed-batch"
+        TrainingError, match=r"language model's loss is nan.*the minibatch is kept in .*failed-batch"
     ) as caught:
         ours.fit(loader(2))
     kept = load_file(str(caught.value).rsplit(" ", 1)[1])
@@ -225,6 +226,17 @@ def test_a_loss_that_is_not_finite_keeps_the_minibatch_and_the_weights(tmp_path:
     assert kept.keys() >= {"1.input_ids", "1.loss_mask"}
     assert all(torch.equal(weight, before[name]) or weight.isnan().all() for name, weight in weights(ours).items())
     assert not ours.trained.model.training
+
+
+def test_a_full_disk_does_not_hide_why_training_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise SafetensorError("I/O error: No space left on device")
+
+    monkeypatch.setattr("rlhf_core.trainer.supervised.trainer.save_file", full)
+    ours = trainer(save_dir=tmp_path)
+    ours.trained.model.model.norm.weight.data.fill_(float("nan"))
+    with pytest.raises(TrainingError, match=r"loss is nan.*; the minibatch could not be kept in .*No space left"):
+        ours.fit(loader(2))
 
 
 def bad_batches() -> Iterator[tuple[dict[str, Any] | None, str]]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf_core.data.files import PROBLEM_FIELDS, stated_answer
 from rlhf_core.data.jsonl import existing_file, read_rows, text_fields
+from rlhf_core.data.labels import IGNORED
 from rlhf_core.errors import DataError
 
 if TYPE_CHECKING:
@@ -23,8 +24,6 @@ _ROLES = {
 }
 _FILES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 _ON_DISK = ("state.json", "dataset_dict.json")
-IGNORED = -100
-"""The label of a token that no loss is taken of, as transformers and coati write it."""
 
 
 class Dialogue(NamedTuple):

@@ -11,12 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from rlhf_core.data.labels import IGNORED
 from rlhf_core.functional.logprobs import logprobs_from_logits
 from rlhf_core.functional.losses import lm_loss, pairwise_loss, policy_loss, value_loss
 from rlhf_core.functional.weights import aggregation_count, aggregation_weights
-
-IGNORE_INDEX = -100
-"""Label of a token that is not to be learnt."""
 
 
 class PolicyLossOutput(NamedTuple):
@@ -110,7 +108,7 @@ class GPTLMLoss(nn.Module):
             labels: [B, S] token ids, -100 where nothing is to be learnt.
         """
         targets = labels[:, 1:]
-        mask = targets != IGNORE_INDEX
+        mask = targets != IGNORED
         logprobs = logprobs_from_logits(logits[:, :-1], torch.where(mask, targets, 0), temperature=1.0)
         return lm_loss(logprobs=logprobs, mask=mask, denominator=mask.sum().clamp(min=1))
 

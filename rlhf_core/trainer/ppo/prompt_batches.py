@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rlhf_core.data.labels import IGNORED
 from rlhf_core.errors import DataError
 from rlhf_core.experience_maker.naive import prompts_from_batch
 from rlhf_core.strategy.agreement import together
@@ -19,8 +20,6 @@ from rlhf_core.trainer.loaders import Batches, CycledLoader, LoaderPlace
 from rlhf_core.trainer.random_state import random_states, set_random_states
 from rlhf_core.trainer.supervised.forward import check_vocabulary
 from rlhf_core.types import Prompt
-
-_IGNORED = -100
 
 
 class NumberedPrompts(NamedTuple):
@@ -217,7 +216,7 @@ def demonstrations_of(
         check_vocabulary(sequences[attended], vocabulary, what="a batch's demonstrations")
         counts = attended.clone()
         if only_labels and "labels" in batch:
-            counts &= _field(batch, "labels", of="demonstrations", like=sequences) != _IGNORED
+            counts &= _field(batch, "labels", of="demonstrations", like=sequences) != IGNORED
         for ids, held, learnt in zip(sequences, attended, counts, strict=True):
             rows.append(ids[held])
             counted.append(learnt[held])

@@ -13,12 +13,10 @@ from torch import Tensor
 from torch.nn import functional as nn_functional
 
 from rlhf_core.data.encoding import EncodedPair
+from rlhf_core.data.labels import IGNORED
 from rlhf_core.errors import DataError
 from rlhf_core.models.trunk import position_ids
 from rlhf_core.trainer.base import TokenIds, pad_right
-
-IGNORED = -100
-"""The label that transformers gives to tokens that are not to be learnt."""
 
 _HOST = torch.device("cpu")
 

@@ -8,6 +8,7 @@ from jinja2 import TemplateError
 
 from rlhf_core.data.preferences import ASSISTANT, HUMAN
 from rlhf_core.errors import ConfigError, DataError
+from rlhf_core.rewards.structure import answer_tags, is_of_tag
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -139,15 +140,11 @@ class PromptTemplate:
             stop_ids: tokens that may have ended it, besides the template's.
         """
         tokens = list(ids)
-        if tokens and tokens[-1] in {*self.stop_ids, *stop_ids} and not self._is_of_tag(tokens[-1]):
+        tags = answer_tags(self.answer_tag) if self.tags is None else self.tags
+        if tokens and tokens[-1] in {*self.stop_ids, *stop_ids} and not is_of_tag(tokens[-1], self.tokenizer, tags):
             tokens.pop()
         text: str = self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
-
-    def _is_of_tag(self, token: int) -> bool:
-        tags = [f"</{self.answer_tag}>"] if self.tags is None else [tag["text"] for tag in self.tags.values()]
-        word = self.tokenizer.convert_ids_to_tokens(token)
-        return any(word and word in tag for tag in tags)
 
     def _start(self) -> list[int]:
         first = self.tokenizer.bos_token_id

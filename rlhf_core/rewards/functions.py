@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlhf_core.rewards import competition, math_answers
-from rlhf_core.rewards.structure import DEFAULT_TAGS, Tags
+from rlhf_core.rewards.structure import Tags, is_of_tag
 
 
 def gsm8k_reward_fn(
@@ -99,13 +99,7 @@ def response_text(
     kept = ids[start : end + 1][mask[start : end + 1]].tolist()
     own = {tokenizer.eos_token_id, tokenizer.pad_token_id}
     ends = own | set(tokenizer.all_special_ids if stop_ids is None else stop_ids)
-    written = [tag["text"] for tag in (DEFAULT_TAGS if tags is None else tags).values()]
-    while kept and kept[-1] in ends and not _is_of_tag(kept[-1], tokenizer, written):
+    while kept and kept[-1] in ends and not is_of_tag(kept[-1], tokenizer, tags):
         kept.pop()
     text: str = tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return text
-
-
-def _is_of_tag(token: int, tokenizer: Any, tags: Sequence[str]) -> bool:
-    word = tokenizer.convert_ids_to_tokens(token)
-    return any(word and word in tag for tag in tags)

@@ -54,6 +54,18 @@ def check_tags(tags: Any, *, where: str = "") -> Tags:
     return tags  # type: ignore[no-any-return]  # the check above is what makes it one
 
 
+def is_of_tag(token: int, tokenizer: Any, tags: Tags | None = None) -> bool:
+    """Return whether a token is a tag or a part of one, so that it belongs to the response even at its end.
+
+    Args:
+        token: its id.
+        tokenizer: says what the id stands for.
+        tags: in coati's form; None takes one think block before one answer block.
+    """
+    word = tokenizer.convert_ids_to_tokens(token)
+    return any(word and word in tag["text"] for tag in (DEFAULT_TAGS if tags is None else tags).values())
+
+
 def validate_response_structure(text: str, tags: Tags | None = None) -> bool:
     """Return whether a response has the form that the tags prescribe.
 

@@ -47,7 +47,8 @@ def save_outputs(args: Namespace, models: Models) -> None:
     if merged:
         replace(base, write_base)
     replace(root / "actor" / "modeling", write_actor)
-    if not merged:
+    inputs = {Path(given).resolve() for given in (args.pretrain, args.rm_pretrain) if given}
+    if not merged and base.resolve() not in inputs:
         shutil.rmtree(base, ignore_errors=True)  # of an earlier run, whose adapters are gone now
     replace(root / "critic" / "modeling", write_critic)
 

@@ -252,3 +252,15 @@ def test_the_documents_template_and_rows_are_what_is_read(tmp_path: Path) -> Non
     tags = read_template(tmp_path / "template.json")["response_format_tags"]
     scores = [gsm8k_score("", f"<think>3 + 2</think> <answer>{n}</answer>", "#### 5", tags=tags) for n in (5, 6)]
     assert [*scores, gsm8k_score("", "5", "#### 5", tags=tags)] == [10.0, 1.0, 0.0]
+
+
+def test_another_rank_than_the_first_waits_before_it_speaks(
+    inputs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")  # as torchrun sets it; without WORLD_SIZE there is nobody to join
+    waited: list[float] = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    assert main(as_arguments(right_flags(inputs) | {"--tp": "2"})) == 2
+    assert capsys.readouterr().err.startswith("train_ppo: rank 1: error: --tp 2")
+    assert len(waited) == 1
+    assert waited[0] > 1  # torchrun looks for dead ranks ten times a second

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -148,6 +147,10 @@ def test_adapters_kept_over_an_sft_adapter_stand_on_its_merged_policy_and_nothin
     kept = AutoModelForCausalLM.from_pretrained(actor)  # as transformers finds the base by itself
     torch.testing.assert_close(_logits(kept), expected, rtol=1e-5, atol=1e-5)
     args.keep_lora = False
+    args.rm_pretrain = str(actor.parent / "base")
+    save_outputs(args, models)
+    assert Path(args.rm_pretrain).is_dir()  # as it is a model that this run was given
+    args.rm_pretrain = None
     save_outputs(args, models)
     assert not list(actor.glob("adapter*"))
     torch.testing.assert_close(_logits(AutoModelForCausalLM.from_pretrained(actor)), expected, rtol=1e-5, atol=1e-5)
@@ -258,18 +261,6 @@ def _says(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     told = capsys.readouterr().err
     assert re.fullmatch(r"train_ppo: [^\n]+\n", told), told
     return told
-
-
-def test_another_rank_than_the_first_waits_before_it_speaks(
-    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("RANK", "1")  # as torchrun sets it; without WORLD_SIZE there is nobody to join
-    waited: list[float] = []
-    monkeypatch.setattr(time, "sleep", waited.append)
-    assert main(_flags(inputs, tmp_path / "out", tp="2")) == 2
-    assert capsys.readouterr().err.startswith("train_ppo: rank 1: error: --tp 2")
-    assert len(waited) == 1
-    assert waited[0] > 1  # torchrun looks for dead ranks ten times a second
 
 
 def test_models_that_do_not_fit_are_one_sentence(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from math import isnan
 
 _LARGEST_ERROR = 0.2  # one batch moves the coefficient by at most a fifth
-_SMALLEST = 1e-6  # from far less it would take too many batches to come back
+SMALLEST_KL_COEF = 1e-6
+"""From far less it would take too many batches to come back."""
 
 
 def adaptive_kl_coef(kl_coef: float, *, observed_kl: float, target: float, samples: int, horizon: int) -> float:
@@ -44,4 +45,4 @@ def adaptive_kl_coef(kl_coef: float, *, observed_kl: float, target: float, sampl
             f"number, got {kl_coef}, {target}, {samples}, {horizon} and {observed_kl}"
         )
     error = min(max((observed_kl - target) / target, -_LARGEST_ERROR), _LARGEST_ERROR)
-    return max(min(kl_coef, _SMALLEST), kl_coef * (1 + error * min(samples / horizon, 1.0)))
+    return max(min(kl_coef, SMALLEST_KL_COEF), kl_coef * (1 + error * min(samples / horizon, 1.0)))

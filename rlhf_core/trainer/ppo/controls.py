@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from rlhf_core.config import RolloutConfig
 from rlhf_core.errors import ModelError, TrainingError
-from rlhf_core.functional.kl_control import adaptive_kl_coef
+from rlhf_core.functional.kl_control import SMALLEST_KL_COEF, adaptive_kl_coef
 from rlhf_core.functional.moments import RunningMoments
 from rlhf_core.strategy.ranks import Ranks, current_ranks
 from rlhf_core.types import EpisodeControls
@@ -72,12 +73,19 @@ class RewardControls:
     def load_state(self, facts: Mapping[str, Any]) -> None:
         """Go on from a state that `state` returned.
 
+        A coefficient of 0, of a run without a target, could not be steered: with one it begins at the smallest.
+
         Raises:
             ModelError: if it is damaged; nothing was changed.
         """
+        damaged = f"the stored state of the reward's controls is damaged: {dict(facts)}"
         try:
             kl_coef, (count, mean, m2) = float(facts["kl_coef"]), facts["scores"]
             scores = RunningMoments(int(count), float(mean), float(m2))
         except (LookupError, TypeError, ValueError) as error:
-            raise ModelError(f"the stored state of the reward's controls is damaged: {dict(facts)}") from error
+            raise ModelError(damaged) from error
+        if not 0 <= kl_coef < math.inf:
+            raise ModelError(damaged)
+        if self._config.kl_target is not None:
+            kl_coef = max(kl_coef, SMALLEST_KL_COEF)
         self._kl_coef, self._scores = kl_coef, scores

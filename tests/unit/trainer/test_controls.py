@@ -65,6 +65,18 @@ def test_a_damaged_state_is_refused() -> None:
         RewardControls(RolloutConfig()).load_state({"kl_coef": 0.1})
 
 
+def test_a_stored_coefficient_of_zero_is_steered_from_the_smallest_where_there_is_a_target_now() -> None:
+    stored = RewardControls(RolloutConfig(kl_coef=0.0)).state()
+    plain, steered = RewardControls(RolloutConfig()), RewardControls(RolloutConfig(kl_target=5.0, kl_horizon=2))
+    for controls in (plain, steered):
+        controls.load_state(stored)
+        update(controls, [50.0, 50.0], [0.0, 0.0])
+    assert plain.current().kl_coef == 0.0
+    assert steered.current().kl_coef == pytest.approx(1.2e-6)
+    with pytest.raises(ModelError, match="is damaged"):
+        steered.load_state(stored | {"kl_coef": float("nan")})
+
+
 def test_a_coefficient_of_zero_cannot_be_steered() -> None:
     with pytest.raises(ValidationError, match=r"ppo.kl_target steers ppo.kl_coef, which from 0 goes nowhere"):
         RolloutConfig(kl_coef=0.0, kl_target=5.0)

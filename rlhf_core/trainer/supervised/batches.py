@@ -56,9 +56,9 @@ class PairBatch(NamedTuple):
     """[2B S], True on tokens."""
     margin: Tensor | None
     """[B], by how much the chosen one's score should exceed the other's; None asks for no margin."""
-    prompts: tuple[tuple[int, ...], ...]
-    """Token ids of each pair's prompt."""
-    guessed: bool
+    prompts: tuple[tuple[int, ...], ...] = ()
+    """Token ids of each pair's prompt; none where nobody asks, as pairs were split by prompt before."""
+    guessed: bool = False
     """Whether prompts are what both sequences begin with, as nothing said where they end."""
 
     @property
@@ -73,18 +73,18 @@ def as_masked(example: MaskedTokens | tuple[TokenIds, Sequence[int | bool]]) -> 
     A plain pair whose second part is bools is ids and mask; otherwise its second part is the response.
 
     Raises:
-        DataError: if a plain pair's second part could be a mask of zeros and ones.
+        DataError: if a plain pair's second part could be a mask of zeros and ones: as many as tokens, more than one.
     """
     first, second = example
     if isinstance(example, MaskedTokens):
         return MaskedTokens(first, [bool(learnt) for learnt in second])
-    if len(second) == len(first) and {*second} == {0, 1} and not isinstance(second[0], bool):
+    if second and isinstance(second[0], bool):
+        return MaskedTokens(first, [bool(learnt) for learnt in second])
+    if len(second) == len(first) > 1 and {*second} <= {0, 1}:  # a response of one token may well be an end token of 1
         raise DataError(
             "a demonstration's second part is zeros and ones, as many as tokens: a loss mask, or a response? Give "
             "MaskedTokens(ids, loss_mask), or the mask as bools"
         )
-    if second and isinstance(second[0], bool):
-        return MaskedTokens(first, [bool(learnt) for learnt in second])
     return MaskedTokens([*first, *second], [False] * len(first) + [True] * len(second))
 
 
@@ -133,17 +133,10 @@ def token_batch_of(batch: Mapping[str, Any], *, apply_loss_mask: bool) -> TokenB
 
 
 def pair_batch(pairs: Sequence[EncodedPair]) -> PairBatch:
-    """Return preference pairs padded on the right."""
+    """Return preference pairs padded on the right, without their prompts."""
     ids, attended = pad_right([*(pair.chosen for pair in pairs), *(pair.rejected for pair in pairs)], _HOST)
     margin = _checked_margin(torch.tensor([pair.margin for pair in pairs]), len(pairs))
-    prompts = tuple(
-        tuple(pair.chosen[: pair.prompt_tokens])
-        if pair.prompt_tokens is not None
-        else _common_start(pair.chosen, pair.rejected)
-        for pair in pairs
-    )
-    guessed = any(pair.prompt_tokens is None for pair in pairs)
-    return PairBatch(ids, attended, margin if margin.any() else None, prompts, guessed)
+    return PairBatch(ids, attended, margin if margin.any() else None)
 
 
 def pair_batch_of(batch: Mapping[str, Any]) -> PairBatch:

@@ -62,7 +62,8 @@ class OLTrainer(ABC):
             num_collect_steps: batches of prompts in each.
             num_update_steps: passes over what was collected; with `sample_buffer`, batches drawn from it.
             prompt_dataloader: batches of {"input_ids", "attention_mask"}, [B P], padded on the left, and optional
-                lists "gt_answer" and "key"; begins anew when it ends. Each rank has prompts of its own.
+                lists "gt_answer", "key" and "entry", None where a row has none; begins anew when it ends. Each rank has
+                prompts of its own.
             pretrain_dataloader: batches of {"input_ids", "attention_mask", optional "labels"}, [B S]; with ptx_coef.
             log_dir: where metrics go; None drops them.
             use_wandb: send them to Weights & Biases, or to trackio, too.

@@ -184,6 +184,11 @@ def prompts_of(batch: Mapping[str, Any], tokenizer: Any, *, vocabulary: int | No
     if len(keys) != len(ids):
         raise DataError(f"a batch of {len(ids)} prompts has {len(keys)} keys; give one for each row")
     entries = batch.get("entry") or [None] * len(ids)
+    if len(entries) != len(ids):
+        raise DataError(
+            f"a batch of {len(ids)} prompts has {len(entries)} of entry; give one for each row, and None where there "
+            "is none"
+        )
     return [
         prompt._replace(key=prompt.key if key is None else key, entry=entry)
         for prompt, key, entry in zip(prompts, keys, entries, strict=True)

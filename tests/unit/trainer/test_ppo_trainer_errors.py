@@ -242,6 +242,7 @@ ROWS = padded(encoded(["1 plus 1", "2 plus 2"]))
         ([ROWS["input_ids"]], "this one is a list"),
         (ROWS | {"input_ids": ROWS["input_ids"] + 400}, "prompts hold the token id .* vocabulary has 259"),
         (ROWS | {"key": ["a"]}, "2 prompts has 1 keys"),
+        (ROWS | {"entry": [None]}, "2 prompts has 1 of entry"),
     ],
 )
 def test_a_batch_of_prompts_that_cannot_be_read_is_named(batch: Any, says: str) -> None:

@@ -15,6 +15,7 @@ from rlhf_core.models.lora import (
     trainable_parameters,
     trainable_state,
 )
+from rlhf_core.trainer.named_tensors import under
 from rlhf_core.trainer.optim import Trained
 
 _WEIGHTS, _MOMENTS = "weights", "optimizer"
@@ -74,7 +75,7 @@ def load_state_tensors(
         ModelError: if names, shapes or schedules differ from the models', or something is missing; nothing was
             changed.
     """
-    weights = {role: _under(tensors, f"{role}.{_WEIGHTS}.") for role in roles}
+    weights = {role: under(f"{role}.{_WEIGHTS}", tensors) for role in roles}
     if missing := sorted({*roles, _CPU_RANDOM_STATE} - {*facts, *tensors}):
         raise ModelError(f"the stored training state is incomplete: it lacks {', '.join(missing)}")
     for role, trained in roles.items():
@@ -169,11 +170,7 @@ def _load_moments(trained: Trained, role: str, tensors: Mapping[str, Tensor]) ->
 def _moments(role: str, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     """Return the optimizer's tensors by moment and name; empty before the first step."""
     found: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in _under(tensors, f"{role}.{_MOMENTS}.").items():
+    for key, tensor in under(f"{role}.{_MOMENTS}", tensors).items():
         moment, _, name = key.partition(".")
         found.setdefault(moment, {})[name] = tensor
     return found
-
-
-def _under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

@@ -11,6 +11,7 @@ from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.strategy.ranks import Ranks
 from rlhf_core.trainer.checkpoint import Checkpoint, find_checkpoint, training_form, write_json
 from rlhf_core.trainer.loaders import CycledLoader
+from rlhf_core.trainer.named_tensors import prefixed, under
 from rlhf_core.trainer.optim import Trained
 from rlhf_core.trainer.ppo.controls import RewardControls
 from rlhf_core.trainer.ppo.learner import PPOLearner
@@ -20,10 +21,8 @@ from rlhf_core.trainer.ppo.state import (
     RankState,
     TrainerState,
     check_state,
-    prefixed,
     read_rank_state,
     read_state,
-    under,
     weight_shapes,
     write_state,
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.strategy.ranks import Ranks
 from rlhf_core.trainer.checkpoint import Checkpoint, check_training_form, write_json
+from rlhf_core.trainer.named_tensors import prefixed, under
 from rlhf_core.trainer.run_directory import TRAINER
 from rlhf_core.types import Experience
 
@@ -133,17 +133,6 @@ def check_state(state: TrainerState, checkpoint: Checkpoint, own: TrainerState) 
 def weight_shapes(model: nn.Module) -> dict[str, list[int]]:
     """Return the shape of every weight by its name, as JSON holds it."""
     return {name: list(parameter.shape) for name, parameter in model.named_parameters()}
-
-
-def prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors under names of their own."""
-    return {f"{prefix}.{name}": tensor for name, tensor in tensors.items()}
-
-
-def under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return what `prefixed` was given."""
-    start = f"{prefix}."
-    return {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
 
 
 def _on_cpu(experience: Experience) -> dict[str, Tensor]:

@@ -18,12 +18,13 @@ from rlhf_core.errors import ModelError
 from rlhf_core.strategy.ranks import Ranks
 from rlhf_core.trainer.checkpoint import check_training_form, find_checkpoint, training_form, write_json
 from rlhf_core.trainer.loaders import LoaderState
+from rlhf_core.trainer.named_tensors import prefixed, under
 from rlhf_core.trainer.optim import Trained
-from rlhf_core.trainer.run_directory import TRAINER, checkpoint_name
+from rlhf_core.trainer.run_directory import TRAINER, checkpoint_name, checkpoint_place
 from rlhf_core.trainer.save_dir import SaveDir
 
 MODEL = "."  # coati's supervised trainers keep one model, whose files are in save_dir itself
-_RANDOM, _LOADER = "random.", "loader."
+_RANDOM, _LOADER = "random", "loader"
 
 
 class Position(NamedTuple):
@@ -58,8 +59,7 @@ def write_supervised(save_dir: SaveDir, trained: Trained, position: Position, ra
             write_json(directory / "running_states.json", states)
 
     def write_rank(directory: Path) -> None:
-        named = {f"{_RANDOM}{name}": tensor for name, tensor in position.random.items()}
-        named |= {f"{_LOADER}{name}": tensor for name, tensor in position.loader.tensors.items()}
+        named = prefixed(_RANDOM, position.random) | prefixed(_LOADER, position.loader.tensors)
         save_file({name: tensor.contiguous() for name, tensor in named.items()}, directory / _rank_file(ranks))
         form = training_form(trained.optimizer, trained.scheduler)
         facts = {"ranks": ranks.world_size, "loader": position.loader.facts, "form": form}
@@ -82,7 +82,7 @@ def read_supervised(directory: Path, trained: Trained, ranks: Ranks, save_dir: S
         ModelError: if it is not whole, or of another form; nothing was changed.
     """
     directory = directory.resolve()
-    if directory.name.startswith("epoch-") and directory.parent.name != TRAINER:
+    if checkpoint_place(directory.name) is not None and directory.parent.name != TRAINER:
         directory = directory.parent / TRAINER / directory.name
     found = find_checkpoint(directory)
     files = found.path(MODEL)
@@ -104,13 +104,9 @@ def read_supervised(directory: Path, trained: Trained, ranks: Ranks, save_dir: S
     trained.booster.load_lr_scheduler(trained.scheduler, str(files / "lr_scheduler"))
     tensors = load_file(own)
     save_dir.goes_on_from(found)
-    loader = LoaderState(facts["loader"], _under(tensors, _LOADER))
-    return Position(states["epoch"], states["step"], states["sample_start_index"], loader, _under(tensors, _RANDOM))
+    loader = LoaderState(facts["loader"], under(_LOADER, tensors))
+    return Position(states["epoch"], states["step"], states["sample_start_index"], loader, under(_RANDOM, tensors))
 
 
 def _rank_file(ranks: Ranks) -> str:
     return f"rank-{ranks.rank}.safetensors"
-
-
-def _under(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

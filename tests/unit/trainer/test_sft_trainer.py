@@ -196,6 +196,14 @@ def test_checkpoints_have_coatis_layout_and_load_as_a_model(tmp_path: Path) -> N
     assert torch.equal(loaded.lm_head.weight, ours.trained.model.lm_head.weight)
 
 
+def test_a_directory_of_checkpoints_may_be_called_like_one(tmp_path: Path) -> None:
+    save_dir = tmp_path / "epoch-ends"
+    trainer(max_epochs=1, accumulation_steps=4, save_dir=save_dir).fit(loader(1))
+    ours = trainer()
+    ours.load_checkpoint(save_dir)
+    assert ours.step == 2
+
+
 def test_one_checkpoint_may_be_named_and_a_damaged_or_strange_one_is_refused(tmp_path: Path) -> None:
     trainer(max_epochs=1, accumulation_steps=4, save_interval=1, save_dir=tmp_path).fit(loader(1))
     ours = trainer()

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from rlhf_core.config import LoRAConfig, PPOConfig
+from rlhf_core.errors import TrainingError
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.lora import attach_lora
 from rlhf_core.strategy import plain_optimizer
@@ -182,6 +183,21 @@ def nan_gradient(ranks: Ranks) -> Found:
     if ranks.rank == 1:
         next(iter(ours.actor.parameters())).register_hook(lambda gradient: gradient * float("nan"))
     return found(ours, ours.training_step(ours.recompute(share(tiny_experience(), ranks))))
+
+
+def critic_gradient(ranks: Ranks) -> Found:
+    """The critic's gradient is not finite on one rank; the actor's is fit for a step on both."""
+    ours = learner(ranks)
+    batch = ours.recompute(share(tiny_experience(), ranks))
+    if ranks.rank == 1:
+        next(iter(ours.critic.parameters())).register_hook(lambda gradient: gradient * float("nan"))
+    before = ours.state().tensors
+    try:
+        ours.training_step(batch)
+    except TrainingError as error:
+        refused = float("the critic's loss is" in str(error) and "norm nan" in str(error))
+    moved = sum(float(not torch.equal(tensor, before[name])) for name, tensor in ours.state().tensors.items())
+    return Found({"refused": refused, "moved": moved})
 
 
 def no_returns(ranks: Ranks) -> Found:

@@ -18,8 +18,8 @@ EQUAL = (
     "controls", "bare_optimizer", "small_buckets",
 )  # fmt: skip
 OTHERS = (
-    "episode", "exploding", "overflowing", "nan_advantage", "nan_gradient", "no_returns", "no_rows", "agreement",
-    "waiting", "checkpoint",
+    "episode", "exploding", "overflowing", "nan_advantage", "nan_gradient", "critic_gradient", "no_returns", "no_rows",
+    "agreement", "waiting", "checkpoint",
 )  # fmt: skip
 LRS = {"actor": 1e-4, "critic": 1e-3}
 
@@ -87,6 +87,12 @@ def test_what_is_wrong_on_one_rank_ends_both_with_a_sentence(
 ) -> None:
     for found in two:
         assert sentence in found[case].sentence
+
+
+def test_a_gradient_of_the_critic_that_is_none_on_one_rank_leaves_both_models_on_both(
+    two: list[dict[str, Found]],
+) -> None:
+    assert [found["critic_gradient"].numbers for found in two] == [{"refused": 1.0, "moved": 0.0}] * 2
 
 
 def test_ranks_agree(two: list[dict[str, Found]]) -> None:

@@ -226,9 +226,13 @@ def _empty() -> dict[str, torch.Tensor]:
 
 
 def test_performance_asks_nothing_of_ranks_that_an_error_may_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    evaluator = PerformanceEvaluator(1, 1, 1, 1)
-    monkeypatch.setattr("rlhf_core.strategy.ranks.Ranks.sum", lambda *_: pytest.fail("a collective"))
-    evaluator.on_fit_end()
+    asked: list[str] = []
+    for collective in ("sum", "max", "gather", "broadcast_object", "barrier"):
+        monkeypatch.setattr(
+            f"rlhf_core.strategy.ranks.Ranks.{collective}", lambda *_, name=collective: asked.append(name)
+        )
+    PerformanceEvaluator(1, 1, 1, 1).on_fit_end()
+    assert asked == []
 
 
 ROWS = padded(encoded(["1 plus 1", "2 plus 2"]))

@@ -6,7 +6,8 @@ from typing import Any, Literal, NamedTuple
 
 from flows.presets import resolve
 from rlhf_core.config import PipelineConfig
-from tasks.data import check_data, prepare_data, with_data
+from tasks.data import SPLITS, check_data, prepare_data, with_data
+from tasks.parents import wants_reward_model
 from tasks.preflight import preflight
 from tasks.results import StageResult
 
@@ -32,7 +33,7 @@ def begin(
 
     Args:
         preset: name of a preset.
-        data: problem file, preference file, `dataset/...` reference, or None: the preset's task.
+        data: a set by path, glob, `s3://` address or hub name, a `dataset/...` reference, or None: the preset's data.
         trains: the largest stage that is trained; its models must fit on this machine.
         reads: splits of the dataset that the flow reads.
         actor: policy that was named.
@@ -45,8 +46,30 @@ def begin(
     """
     config = with_data(resolve(preset, **parameters), data)
     preflight(config, trains=trains, actor=actor, reward_model=reward_model)
-    dataset = prepare_data(config, data)
-    if trains == "ppo" and config.ppo.ptx_coef > 0:
-        reads = tuple(dict.fromkeys((*reads, "sft")))  # demonstrations are learnt beside PPO
-    check_data(config, dataset.parent, reads=reads)
+    needed = _needed(config, trains, reads, actor=actor, reward_model=reward_model)
+    dataset = prepare_data(config, data, reads=needed)
+    if dataset.reused:  # what was just made was checked before it was stored
+        check_data(config, dataset.parent, reads=needed)
     return Begun(config, dataset)
+
+
+def _needed(
+    config: PipelineConfig,
+    trains: str | None,
+    reads: tuple[str, ...],
+    *,
+    actor: str | None,
+    reward_model: str | None,
+) -> tuple[str, ...]:
+    """Return the splits that this very run reads: models that are there already need no data."""
+    needed = set(reads)
+    if trains == "reward-model":
+        needed.add("preferences")  # pairs, or prompts to sample them for
+    if trains == "ppo":
+        if actor is not None:
+            needed.discard("sft")
+        if config.ppo.ptx_coef > 0:
+            needed.add("sft")  # demonstrations are learnt beside PPO
+        if reward_model is not None or not wants_reward_model(config):
+            needed.discard("preferences")
+    return tuple(split for split in SPLITS if split in needed)

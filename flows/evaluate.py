@@ -7,7 +7,8 @@ from typing import Any
 from prefect import flow
 
 from flows.begin import begin
-from tasks.evaluate import contestants, evaluate_policy
+from tasks.evaluate import contestants, evaluate_policy, find_judge
+from tasks.report import show_evaluations
 from tasks.results import StageResult
 from tasks.sentences import in_one_sentence
 
@@ -18,22 +19,35 @@ def evaluate(
     preset: str = "quickstart",
     model: str | None = None,
     actor: str | None = None,
+    reward_model: str | None = None,
     data: str | None = None,
     seed: int | None = None,
     overrides: dict[str, Any] | None = None,
 ) -> dict[str, StageResult]:
-    """Evaluate a policy, and beside it its SFT parent, the base model, and the champion.
+    """Evaluate a policy, and beside it what PPO started from, the base model, and the champion.
 
     Args:
         preset: name of a preset.
         model: base model: packaged name, directory, or hub name.
         actor: policy to evaluate; default: the latest of the preset.
-        data: problem file, or `dataset/...` reference.
+        reward_model: scores the answers where `evaluation.judge` is `reward_model`; default: the latest of the preset.
+        data: a set by path, pattern, `s3://` address or hub name, or a `dataset/...` reference.
         seed: seed of the problems.
         overrides: configuration by dotted key.
     """
     config, dataset = begin(
-        preset, data, trains=None, reads=("evaluation",), actor=actor, model=model, seed=seed, overrides=overrides
+        preset,
+        data,
+        trains=None,
+        reads=("evaluation",),
+        actor=actor,
+        reward_model=reward_model,
+        model=model,
+        seed=seed,
+        overrides=overrides,
     )
+    judge = find_judge(config, reward_model)
     policies = contestants(config, actor)
-    return {role: evaluate_policy(config, policy, dataset.parent) for role, policy in policies.items()}
+    found = {role: evaluate_policy(config, policy, dataset.parent, judge) for role, policy in policies.items()}
+    show_evaluations(found, config.seed)
+    return found

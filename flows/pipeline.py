@@ -39,7 +39,7 @@ def pipeline(
         model: base model: packaged name, directory, or hub name.
         actor: SFT model to use instead of training one.
         reward_model: reward model to use instead of training one.
-        data: problem file, preference file, or `dataset/...` reference.
+        data: a set by path, pattern, `s3://` address or hub name, or a `dataset/...` reference.
         episodes: number of PPO episodes.
         seed: seed of everything random.
         overrides: configuration by dotted key.
@@ -73,7 +73,7 @@ def pipeline(
         stages += [scorer] if pairs.uri == dataset.uri else [pairs, scorer]
         reward_model = scorer.uri
     policy = ppo(actor=actor, reward_model=reward_model, episodes=episodes, **common)
-    evaluations = evaluate(actor=policy.uri, **common)
+    evaluations = evaluate(actor=policy.uri, reward_model=reward_model, **common)
     decision = gate(config, evaluations)
     champion = promote(decision)
     write_report(config, [*stages, policy], evaluations, decision, champion, wall_s=time.monotonic() - started)

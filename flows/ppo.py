@@ -39,7 +39,7 @@ def ppo(
         model: base model: packaged name, directory, or hub name.
         actor: policy to start from; default: the latest SFT model of the preset.
         reward_model: reward model; default: the latest of the preset, where the preset gives it weight.
-        data: problem file, or `dataset/...` reference.
+        data: a set by path, pattern, `s3://` address or hub name, or a `dataset/...` reference.
         episodes: number of episodes.
         seed: seed of everything random.
         overrides: configuration by dotted key.
@@ -57,14 +57,13 @@ def ppo(
         overrides=overrides,
     )
     run = plan_ppo(config, actor, reward_model, dataset.parent)
-    done = finished_policy(run, reused=True)
-    if done is not None:
-        return done
-    try:
-        for episode in range(next_episode(run), config.ppo.episodes):
-            ppo_episode(run, episode)
-        policy = publish_policy(run)
-    finally:
-        end_cluster(run)
-    show_episodes(policy)
+    policy = finished_policy(run, reused=True)
+    if policy is None:
+        try:
+            for episode in range(next_episode(run), config.ppo.episodes):
+                ppo_episode(run, episode)
+            policy = publish_policy(run)
+        finally:
+            end_cluster(run)
+    show_episodes(policy, config.seed)
     return policy

@@ -8,6 +8,7 @@ from prefect import flow
 
 from flows.begin import begin
 from tasks.parents import find_policy
+from tasks.report import show_training
 from tasks.results import StageResult
 from tasks.reward_model import collect_preferences, train_reward_model
 from tasks.sentences import in_one_sentence
@@ -29,7 +30,7 @@ def reward_model(
         preset: name of a preset.
         model: base model: packaged name, directory, or hub name.
         actor: SFT model whose trunk it starts from; default: the latest of the preset.
-        data: preference file, problem file, or `dataset/...` reference.
+        data: a set by path, pattern, `s3://` address or hub name, or a `dataset/...` reference.
         seed: seed of everything random.
         overrides: configuration by dotted key.
     """
@@ -38,4 +39,6 @@ def reward_model(
     )
     policy = find_policy(config, actor)
     pairs = collect_preferences(config, dataset.parent, policy)
-    return [pairs, train_reward_model(config, pairs.parent, policy)]
+    scorer = train_reward_model(config, pairs.parent, policy)
+    show_training(scorer)
+    return [pairs, scorer]

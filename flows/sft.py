@@ -7,6 +7,7 @@ from typing import Any
 from prefect import flow
 
 from flows.begin import begin
+from tasks.report import show_training
 from tasks.results import StageResult
 from tasks.sentences import in_one_sentence
 from tasks.sft import train_sft
@@ -17,18 +18,24 @@ from tasks.sft import train_sft
 def sft(
     preset: str = "quickstart",
     model: str | None = None,
+    actor: str | None = None,
     data: str | None = None,
     seed: int | None = None,
     overrides: dict[str, Any] | None = None,
 ) -> StageResult:
-    """Fine-tune the base model on demonstrations.
+    """Fine-tune the base model, or go on from another, on demonstrations.
 
     Args:
         preset: name of a preset.
         model: base model: packaged name, directory, or hub name.
-        data: problem file, or `dataset/...` reference.
+        actor: SFT model or policy to go on from, such as `sft/quickstart@1`; default: the base model.
+        data: a set by path, pattern, `s3://` address or hub name, or a `dataset/...` reference.
         seed: seed of everything random.
         overrides: configuration by dotted key.
     """
-    config, dataset = begin(preset, data, trains="sft", reads=("sft",), model=model, seed=seed, overrides=overrides)
-    return train_sft(config, dataset.parent)
+    config, dataset = begin(
+        preset, data, trains="sft", reads=("sft",), actor=actor, model=model, seed=seed, overrides=overrides
+    )
+    trained = train_sft(config, dataset.parent, actor)
+    show_training(trained)
+    return trained

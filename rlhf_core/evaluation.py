@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf_core.data.jsonl import from_jsonl, to_jsonl
-from rlhf_core.data.verifiers import verify
 from rlhf_core.errors import DataError
+from rlhf_core.functional.intervals import mean_interval, wilson_interval
 from rlhf_core.generation import GenerationSettings, make_engine
+from rlhf_core.models.reward_model import RewardModel
+from rlhf_core.rewards.sources import REWARD_MODEL, ScoringBatch, TrainedScores
+from rlhf_core.rewards.structure import filled_tags
+from rlhf_core.rewards.verifying import RIGHT, Answered, Judge
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -18,6 +24,10 @@ if TYPE_CHECKING:
     from rlhf_core.data.template import PromptTemplate
 
 SPARE_TOKENS = 2  # a response that runs past the longest right one is seen to run past it
+CONSTANTS = 50
+"""Constant answers that are tried at most, the most common references first."""
+CONSTANT_VERDICTS = 5000
+"""Verdicts that are asked for them: of many problems fewer constants are tried, as a verifier may take its time."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +37,23 @@ class Outcome:
     key: str
     prompt: str
     answer: str
+    """The reference; empty if there is none."""
     response: str
     correct: bool
+    """The judge gave it the full score; never, where a reward model judges."""
     well_formed: bool
+    """It has the form that the judge wants; where a reward model judges, it ended."""
     truncated: bool
     """The response was cut off at `max_new_tokens`."""
+    score: float
+    """From 0 to 1, where 1 is right; of a reward model, in its standard deviations."""
+
+
+class ConstantAnswer(NamedTuple):
+    """What a policy would reach that answers every problem alike."""
+
+    answer: str
+    accuracy: float
 
 
 def evaluate_policy(
@@ -39,6 +61,7 @@ def evaluate_policy(
     template: PromptTemplate,
     problems: Sequence[Problem],
     config: EvaluationConfig,
+    judge: Judge | RewardModel,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> list[Outcome]:
     """Return the outcome of each problem, in order, by greedy decoding.
@@ -48,15 +71,18 @@ def evaluate_policy(
         template: how prompts are put and responses read.
         problems: at least one.
         config: length of the responses, and how many are made at once.
+        judge: the data's verifier, left open, or a reward model, whose standardised score counts.
         on_progress: called with the number of problems done and of all, after each batch.
 
     Raises:
-        DataError: before anything is generated, if there is no problem or the longest right response does not fit.
+        DataError: before anything is generated, if there is no problem or the longest right response does not fit;
+            if the verifier has nothing to judge a problem by.
     """
     check_response_length(template, problems, config)
     outcomes: list[Outcome] = []
     for start in range(0, len(problems), config.batch_size):
-        outcomes += _evaluate_batch(model, template, problems[start : start + config.batch_size], config)
+        batch = problems[start : start + config.batch_size]
+        outcomes += _evaluate_batch(model, template, batch, config, judge)
         if on_progress is not None:
             on_progress(len(outcomes), len(problems))
     return outcomes
@@ -66,11 +92,14 @@ def check_response_length(template: PromptTemplate, problems: Sequence[Problem],
     """Check that every right response fits: one that is cut off scores 0, and nothing else would tell.
 
     Raises:
-        DataError: if there is no problem, or one's response is too long.
+        DataError: if there is no problem, or the response to one that has an answer is too long.
     """
     if not problems:
         raise DataError("there is no problem to evaluate on; give data.splits.evaluation at least one")
-    lengths = {problem.answer: len(template.response_ids(template.answer_text(problem.answer))) for problem in problems}
+    answers = {problem.answer for problem in problems if problem.answer is not None}
+    lengths = {answer: len(template.response_ids(template.answer_text(answer))) for answer in answers}
+    if not lengths:
+        return
     longest = max(lengths, key=lengths.__getitem__)
     needed = lengths[longest] + SPARE_TOKENS
     if config.max_new_tokens < needed:
@@ -81,7 +110,11 @@ def check_response_length(template: PromptTemplate, problems: Sequence[Problem],
 
 
 def _evaluate_batch(
-    model: Any, template: PromptTemplate, problems: Sequence[Problem], config: EvaluationConfig
+    model: Any,
+    template: PromptTemplate,
+    problems: Sequence[Problem],
+    config: EvaluationConfig,
+    judge: Judge | RewardModel,
 ) -> list[Outcome]:
     settings = GenerationSettings(
         max_new_tokens=config.max_new_tokens,
@@ -90,25 +123,97 @@ def _evaluate_batch(
         stop_strings=template.stop_strings,
     )
     prompts = [template.prompt_ids(problem.prompt) for problem in problems]
-    generation = make_engine("native", model, tokenizer=template.tokenizer).generate(prompts, settings, uniforms=None)
-    responses = generation.sequences[:, -generation.action_mask.shape[1] :]
-    outcomes = []
-    rows = zip(problems, responses, generation.action_mask, generation.ended.tolist(), strict=True)
-    for problem, tokens, mask, ended in rows:
-        response = template.decode_response(tokens[mask].tolist())
-        verdict = verify(response, problem.answer, ended=ended, tag=template.answer_tag)
-        outcomes.append(
-            Outcome(
-                key=problem.key,
-                prompt=problem.prompt,
-                answer=problem.answer,
-                response=response,
-                correct=verdict.score == 1.0,
-                well_formed=verdict.well_formed,
-                truncated=not ended,
-            )
+    made = make_engine("native", model, tokenizer=template.tokenizer).generate(prompts, settings, uniforms=None)
+    tokens = made.sequences[:, -made.action_mask.shape[1] :]
+    responses = [
+        template.decode_response(row[mask].tolist()) for row, mask in zip(tokens, made.action_mask, strict=True)
+    ]
+    if isinstance(judge, RewardModel):
+        masks = (made.attention_mask, made.action_mask)
+        scores = TrainedScores(judge)(ScoringBatch((), responses, made.ended, made.sequences, *masks)).scaled.tolist()
+        formed, right = made.ended.tolist(), [False] * len(problems)
+    else:
+        verdicts = judge.judge(answered(problems, responses, made.ended.tolist()))
+        scores, formed = [verdict.score for verdict in verdicts], [verdict.well_formed for verdict in verdicts]
+        right = [score >= RIGHT for score in scores]
+    return [
+        Outcome(
+            key=problem.key,
+            prompt=problem.prompt,
+            answer=problem.answer or "",
+            response=responses[row],
+            correct=right[row],
+            well_formed=formed[row],
+            truncated=not made.ended[row],
+            score=scores[row],
         )
-    return outcomes
+        for row, problem in enumerate(problems)
+    ]
+
+
+def answered(problems: Iterable[Problem], responses: Iterable[str], ended: Iterable[bool]) -> list[Answered]:
+    """Return problems with a response each, as a judge takes them."""
+    return [
+        Answered(problem.prompt, response, problem.answer, problem.entry, problem.key, end)
+        for problem, response, end in zip(problems, responses, ended, strict=True)
+    ]
+
+
+def best_constant(problems: Sequence[Problem], template: PromptTemplate, judge: Judge) -> ConstantAnswer | None:
+    """Return the answer that, given to every problem, is right most often; None if no problem has a reference.
+
+    What a policy's accuracy must be held against: where most answers are 1, always saying so looks like skill.
+
+    Args:
+        problems: held-out ones.
+        template: how an answer is put.
+        judge: the data's verifier, left open.
+    """
+    references = Counter(problem.answer for problem in problems if problem.answer is not None)
+    best: ConstantAnswer | None = None
+    for answer, _ in references.most_common(min(CONSTANTS, max(1, CONSTANT_VERDICTS // max(1, len(problems))))):
+        verdicts = judge.judge(answered(problems, [_put(answer, template)] * len(problems), [True] * len(problems)))
+        if not all(verdict.well_formed for verdict in verdicts):  # this judge does not look for further tags
+            response = template.answer_text(answer)
+            verdicts = judge.judge(answered(problems, [response] * len(problems), [True] * len(problems)))
+        found = ConstantAnswer(answer, fmean(verdict.score >= RIGHT for verdict in verdicts))
+        best = found if best is None or found.accuracy > best.accuracy else best
+    return best
+
+
+def _put(answer: str, template: PromptTemplate) -> str:
+    return template.answer_text(answer) if template.tags is None else filled_tags(template.tags, answer)
+
+
+def evaluation_metrics(outcomes: Sequence[Outcome], judge: str, confidence: float) -> dict[str, Any]:
+    """Return an evaluation in numbers, with the interval of what counts.
+
+    Args:
+        outcomes: at least two.
+        judge: name of the verifier, or `reward_model`.
+        confidence: of the interval, in (0, 1).
+
+    Returns:
+        problems, judge, score (mean), well_formed and truncated (shares), low and high; unless a reward model judged,
+        accuracy (the share that is right, whose the interval is then) and accuracy_given_form (the share of the well
+        formed that is right; 0 if none is).
+    """
+    scores = [outcome.score for outcome in outcomes]
+    metrics: dict[str, Any] = {
+        "problems": len(outcomes),
+        "judge": judge,
+        "score": fmean(scores),
+        "well_formed": fmean(outcome.well_formed for outcome in outcomes),
+        "truncated": fmean(outcome.truncated for outcome in outcomes),
+    }
+    if judge == REWARD_MODEL:
+        interval = mean_interval(scores, confidence)
+    else:
+        right = sum(outcome.correct for outcome in outcomes)
+        interval = wilson_interval(right, len(outcomes), confidence)
+        formed = [outcome.correct for outcome in outcomes if outcome.well_formed]
+        metrics |= {"accuracy": interval.estimate, "accuracy_given_form": fmean(formed) if formed else 0.0}
+    return metrics | {"low": interval.low, "high": interval.high}
 
 
 def outcomes_to_jsonl(outcomes: Iterable[Outcome]) -> bytes:

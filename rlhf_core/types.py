@@ -144,7 +144,7 @@ class Sample:
     score: float
     """Weighted sum of the sources, before it is normalised or clipped over episodes."""
     verifier: float
-    """0 or 1."""
+    """From 0 to 1, where 1 is right."""
     well_formed: bool
     rm_score: float | None
     """The reward model's own score, not standardised; None without a reward model."""
@@ -158,6 +158,8 @@ class Sample:
     """Which of the problem's samples this is."""
     raw_scores: Mapping[str, float] = field(default_factory=dict)
     """What each source of reward said, by its name, unscaled."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """What each source of reward contributed, scaled and weighted: they sum to the score."""
 
 
 def _build(tensors: Mapping[str, Tensor | None]) -> Experience:

@@ -1,10 +1,11 @@
-"""Problems and preferences, validated, split, and stored by content."""
+"""Other people's data and tasks' problems: read, split, reported on, and stored by content."""
 
 from __future__ import annotations
 
-import hashlib
+import json
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config import DataConfig, PipelineConfig
 from rlhf_core.errors import DataError
@@ -18,20 +19,29 @@ from tasks.context import (
     stage_key,
     stage_result,
 )
+from tasks.data_access import access_to
+from tasks.parents import base_model
 from tasks.progress import say
 from tasks.results import Parent, StageResult
 from tasks.sentences import stage_task
 
+if TYPE_CHECKING:
+    from rlhf_core.data import PromptTemplate
+    from rlhf_core.data.preparing import Prepared
+    from rlhf_core.data.reading import ReadSet
+
 SPLITS = ("sft", "preferences", "ppo", "evaluation")
+PAIRS, REPORT, FACTS, REJECTED = "pairs.jsonl", "report.md", "report.json", "rejected.jsonl"
 
 
 def with_data(config: PipelineConfig, data: str | None) -> PipelineConfig:
-    """Return the configuration with the parameter `data` in it: a problem file or a preference file.
+    """Return the configuration with the parameter `data` in it: a set, in place of all sources of the preset.
 
+    The set has the preset's role where the preset has one alone and the rows have its form, else what they tell.
     With a reference (`dataset/...`), it is the configuration that the dataset was made with.
 
     Raises:
-        DataError: the file is missing, empty, malformed, or of neither form.
+        DataError: the set is missing, empty, malformed, or of no known form.
         ReferenceNotFoundError: there is no such dataset.
     """
     if data is None:
@@ -39,97 +49,185 @@ def with_data(config: PipelineConfig, data: str | None) -> PipelineConfig:
     if data.startswith("dataset/"):
         made_with = open_context().store.resolve(data).config["data"]
         return config.model_copy(update={"data": DataConfig.model_validate(made_with)})
-    from rlhf_core.data import detect_form
+    from infra.settings import settings
+    from rlhf_core.config import SourceConfig
+    from rlhf_core.data.preparing import role_of, with_source
 
-    changes = {"preferences": data} if detect_form(data) == "preferences" else {"problems": data, "task": None}
-    fields = {**config.data.model_dump(), **changes}
-    return config.model_copy(update={"data": DataConfig.model_validate(fields)})
+    source = SourceConfig(path=data)
+    role = role_of(source, config.data, access_to(settings()))
+    return config.model_copy(update={"data": with_source(config.data, source, role)})
 
 
 @stage_task(name="prepare-data")
-def prepare_data(config: PipelineConfig, reference: str | None) -> StageResult:
-    """Return the dataset of a run: the one that is named, or one made from the configuration and stored."""
+def prepare_data(config: PipelineConfig, reference: str | None, *, reads: tuple[str, ...]) -> StageResult:
+    """Return the dataset of a run: the one that is named, or one made from the configuration and stored.
+
+    Args:
+        config: the resolved preset.
+        reference: the parameter `data`; a `dataset/...` is returned as it is.
+        reads: splits that the run reads; what it could not use is refused before anything is stored.
+
+    Raises:
+        DataError: a set cannot be read, shares prompts with another, is too small, or does not suit the run.
+        ConfigError: the template does not fit the tokenizer.
+    """
     context = open_context()
     if reference is not None and reference.startswith("dataset/"):
         return stage_result("data", context.store.resolve(reference), reused=True)
+    from rlhf_core.data.preparing import SOURCES, read_sets, set_digests
+
+    template = _template(context, config)
+    sets = read_sets(config.data, access_to(context.settings))
     source = source_digest("data")
-    facts = config.data.model_dump(mode="json", exclude={"problems", "preferences"})
-    inputs = [_digest(path) for path in (config.data.problems, config.data.preferences)]
+    facts = {
+        "data": config.data.model_dump(mode="json", exclude=set(SOURCES)),
+        "limits": _limits(config),
+        "timeout_s": config.ppo.reward.timeout_s,
+        "template": template.digest(),
+    }
+    inputs = [f"{role} {digest}" for role, digest in set_digests(sets).items()]
     key = stage_key("data", config=facts, inputs=inputs, seed=config.seed, source=source)
-    return reuse_or_make(
-        context,
-        stage="data",
-        kind="dataset",
-        name=config.name,
-        key=key,
-        make=lambda: _make(context, config, key, source),
-    )
+
+    def make() -> StageResult:
+        return _make(context, config, sets, template, reads=reads, key=key, source=source)
+
+    found = reuse_or_make(context, stage="data", kind="dataset", name=config.name, key=key, make=make)
+    _show(context, found)
+    return found
 
 
 @stage_task(name="check-data")
 def check_data(config: PipelineConfig, dataset: Parent, *, reads: tuple[str, ...]) -> None:
-    """Refuse, before any training, data that a later stage would stumble over.
+    """Refuse, before any training, a dataset that a later stage would stumble over.
 
     Args:
         config: the resolved preset.
         dataset: what `prepare_data` returned.
-        reads: splits that the run reads.
+        reads: splits that the run reads; "preferences" is what a reward model learns from, pairs too.
 
     Raises:
-        DataError: a split is missing, or a prompt or answer is longer than its stage's limit.
+        DataError: a split is missing or empty, has no answers where they are needed, or exceeds its stage's limit.
         ConfigError: the template does not fit the tokenizer.
     """
-    from rlhf_core.data import PromptTemplate, check_lengths, problems_from_jsonl
-    from rlhf_core.models.loading import load_tokenizer
-    from tasks.parents import base_model
+    from rlhf_core.data import pairs_from_jsonl, problems_from_jsonl
+    from rlhf_core.data.preparing import TokenMeter, refuse_unfit
 
     context = open_context()
     held = {entry.path for entry in context.store.resolve(dataset.uri).files}
-    missing = sorted({f"{name}.jsonl" for name in reads} - held)
-    if missing:
+    wanted = {f"{name}.jsonl" for name in reads if not (name == "preferences" and PAIRS in held)}
+    if wanted - held:
         raise DataError(
-            f"{dataset.uri} holds {', '.join(sorted(held))}, but this run needs {', '.join(missing)}; name a dataset "
-            "of problems, such as the one that the flow `pipeline` stored"
+            f"{dataset.uri} holds {', '.join(sorted(held))}, but this run needs {', '.join(sorted(wanted - held))}; "
+            "name a dataset of problems, such as the one that the flow `pipeline` stored"
         )
-    template = PromptTemplate(load_tokenizer(materialise(context, base_model(context, config))), config.template)
     directory = materialise(context, dataset)
-    splits = {name: problems_from_jsonl((directory / f"{name}.jsonl").read_bytes()) for name in reads}
-    check_lengths(template, splits, config)
+    splits = {
+        name: problems_from_jsonl((directory / f"{name}.jsonl").read_bytes())
+        for name in reads
+        if f"{name}.jsonl" in held
+    }
+    pairs = None
+    if PAIRS in held and "preferences" in reads:
+        pairs = pairs_from_jsonl((directory / PAIRS).read_bytes())
+    refuse_unfit(splits, pairs, config, TokenMeter(_template(context, config)), reads=reads)
 
 
-def _make(context: Context, config: PipelineConfig, key: str, source: str) -> StageResult:
-    from rlhf_core.data import load_problems, pairs_to_jsonl, problems_to_jsonl, read_preferences
+def _template(context: Context, config: PipelineConfig) -> PromptTemplate:
+    from rlhf_core.data import PromptTemplate
+    from rlhf_core.models.loading import load_tokenizer
+
+    return PromptTemplate(load_tokenizer(materialise(context, base_model(context, config))), config.template)
+
+
+def _limits(config: PipelineConfig) -> dict[str, int]:
+    from rlhf_core.data.preparing.limits import PAIRS as PAIRS_SPLIT
+    from rlhf_core.data.preparing.limits import limit_of
+
+    limits = (limit_of(split, config) for split in (*SPLITS, PAIRS_SPLIT))
+    return {limit.key: limit.tokens for limit in limits if limit is not None}
+
+
+def _make(
+    context: Context,
+    config: PipelineConfig,
+    sets: dict[str, ReadSet[Any]],
+    template: PromptTemplate,
+    *,
+    reads: tuple[str, ...],
+    key: str,
+    source: str,
+) -> StageResult:
+    from rlhf_core.data.preparing import TokenMeter, prepare, refuse_unfit
 
     started = time.perf_counter()
-    splits = load_problems(config.data, seed=config.seed)
-    files: dict[str, Path | bytes] = {f"{name}.jsonl": problems_to_jsonl(splits[name]) for name in SPLITS}
-    metrics: dict[str, float] = {f"problems_{name}": len(splits[name]) for name in SPLITS}
-    if config.data.preferences:
-        pairs = read_preferences(config.data.preferences)
-        files["pairs.jsonl"] = pairs_to_jsonl(pairs)
-        metrics["pairs"] = len(pairs)
-        if pairs.dropped:
-            say("data", pairs.dropped)
-    metrics["seconds"] = time.perf_counter() - started
-    counts = ", ".join(
-        f"{int(count)} {name.removeprefix('problems_')}" for name, count in metrics.items() if name != "seconds"
-    )
-    say("data", f"{counts}; no prompt in two splits")
+    meter = TokenMeter(template)
+    made = prepare(config, sets, meter=meter, allowed_modules=context.settings.reward_modules)
+    refuse_unfit(made.splits, made.pairs, config, meter, reads=reads)
+    metrics = _figures(made)
+    say("data", _line(made))
     return commit_stage(
         context,
         stage="data",
         kind="dataset",
         name=config.name,
-        files=files,
+        files=_files(made),
         key=key,
         parents=[],
         config=config,
-        metrics=metrics,
+        metrics=metrics | {"seconds": time.perf_counter() - started},
         source=source,
     )
 
 
-def _digest(path: str | None) -> str:
-    from rlhf_core.data.jsonl import existing_file
+def _files(made: Prepared) -> dict[str, Path | bytes]:
+    from rlhf_core.data import pairs_to_jsonl, problems_to_jsonl
+    from rlhf_core.data.jsonl import to_jsonl
+    from rlhf_core.data.preparing import report_to_markdown
 
-    return hashlib.sha256(existing_file(path).read_bytes()).hexdigest() if path else ""
+    files: dict[str, Path | bytes] = {f"{name}.jsonl": problems_to_jsonl(made.splits[name]) for name in SPLITS}
+    if made.pairs is not None:
+        files[PAIRS] = pairs_to_jsonl(made.pairs)
+    files[REJECTED] = to_jsonl(made.report.rejected_rows)
+    files[FACTS] = json.dumps(made.report.as_dict(), indent=1, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    files[REPORT] = report_to_markdown(made.report).encode("utf-8", "replace")
+    return files
+
+
+def _figures(made: Prepared) -> dict[str, Any]:
+    counts: dict[str, Any] = {f"problems_{name}": len(made.splits[name]) for name in SPLITS}
+    if made.pairs is not None:
+        counts["pairs"] = len(made.pairs)
+    sets = made.report.sets
+    return counts | {
+        "rejected": sum(each.rejected for each in sets),
+        "duplicates": sum(each.duplicates for each in sets),
+        "too_long": sum(each.longer for each in made.report.too_long if each.dropped),
+    }
+
+
+def _line(made: Prepared) -> str:
+    """Return what a person who follows the run wants to know of the data."""
+    figures = _figures(made)
+    counts = [f"{figures[f'problems_{name}']} {name}" for name in SPLITS if figures[f"problems_{name}"]]
+    if made.pairs is not None:
+        counts.append(f"{len(made.pairs)} pairs")
+    left_out = [
+        f"{figures[name]} {words}"
+        for name, words in (("rejected", "rejected"), ("duplicates", "duplicates"), ("too_long", "too long"))
+        if figures[name]
+    ]
+    agreement = made.report.agreement
+    parts = [", ".join(counts), f"left out {', '.join(left_out)}" if left_out else "", "no prompt in two splits"]
+    if agreement is not None:
+        parts.append(str(agreement))
+    return "; ".join(part for part in parts if part)
+
+
+def _show(context: Context, dataset: StageResult) -> None:
+    """Put the report of the data on the run's page."""
+    if context.flow_run is None:
+        return
+    from prefect.artifacts import create_markdown_artifact
+
+    text = context.store.read_bytes(context.store.resolve(dataset.uri), REPORT).decode("utf-8", "replace")
+    create_markdown_artifact(key="data", markdown=text, description=f"Report of {dataset.uri}")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.errors import ConfigError
 from tasks.context import (
     Context,
     commit_stage,
@@ -15,30 +18,71 @@ from tasks.context import (
     source_digest,
     stage_key,
 )
-from tasks.parents import ancestors, base_model
+from tasks.parents import ancestors, base_model, resolve_reward_model
 from tasks.progress import Progress, say
 from tasks.results import SHOWN_CONFIDENCE, Parent, StageResult
 from tasks.sentences import stage_task
 
+if TYPE_CHECKING:
+    from rlhf_core.data import Problem, PromptTemplate
+    from rlhf_core.evaluation import ConstantAnswer, Outcome
+
 OUTCOMES = "outcomes.jsonl"
+REWARD_MODEL = "reward_model"
+"""The judge's name in an evaluation's figures, where it is one."""
+_START_ROLES = {"sft": "sft", "policy": "start"}
+"""By kind of a policy's parent."""
 
 
 @stage_task(name="evaluate-policy", task_run_name="evaluate {policy.uri}")
-def evaluate_policy(config: PipelineConfig, policy: Parent, dataset: Parent) -> StageResult:
-    """Return the stored evaluation of a policy on the dataset's held-out problems."""
+def evaluate_policy(
+    config: PipelineConfig, policy: Parent, dataset: Parent, reward_model: Parent | None = None
+) -> StageResult:
+    """Return the stored evaluation of a policy on the dataset's held-out problems.
+
+    Args:
+        config: the preset.
+        policy: who answers.
+        dataset: holds the problems.
+        reward_model: scores the answers where `evaluation.judge` says so.
+    """
+    from rlhf_core.rewards.verifying import judge_facts
+
     context = open_context()
     source = source_digest("evaluate")
+    scorer = reward_model if judged_by_reward_model(config) else None
     facts = config.model_dump(mode="json", include={"template", "evaluation"})
-    key = stage_key("evaluate", config=facts, inputs=[policy.digest, dataset.digest], seed=0, source=source)
+    facts["verifier"] = None if scorer else judge_facts(config)
+    inputs = [policy.digest, dataset.digest, *([scorer.digest] if scorer else [])]
+    key = stage_key("evaluate", config=facts, inputs=inputs, seed=0, source=source)
 
     def make() -> StageResult:
-        return _make(context, config, policy, dataset, key, source)
+        return _make(context, config, policy, dataset, scorer, (key, source))
 
-    return reuse_or_make(context, stage="evaluate", kind="evaluation", name=config.name, key=key, make=make)
+    found = reuse_or_make(context, stage="evaluate", kind="evaluation", name=config.name, key=key, make=make)
+    # the same weights may have been evaluated under another name: what is promoted is who was asked about
+    return found.model_copy(update={"metrics": {**found.metrics, "policy": policy.uri}})
+
+
+@stage_task(name="find-judge")
+def find_judge(config: PipelineConfig, reward_model: str | None) -> Parent | None:
+    """Return the reward model that scores answers: the one that is named, or the preset's latest; None if none does.
+
+    Raises:
+        ConfigError: one is needed, and there is none yet.
+    """
+    return resolve_reward_model(open_context(), config, reward_model) if judged_by_reward_model(config) else None
+
+
+def judged_by_reward_model(config: PipelineConfig) -> bool:
+    """Return whether a reward model scores held-out answers, and not the data's verifier."""
+    return config.evaluation.judge == "reward_model"
 
 
 def contestants(config: PipelineConfig, policy: str | None) -> dict[str, Parent]:
-    """Return who is evaluated, by role: base and sft (if the policy came from them), ppo, champion (if there is one).
+    """Return who is evaluated, by role: base, sft, start, ppo and champion, as far as there are.
+
+    The base model is among them if the policy came from it. PPO went on from `sft`, or from another policy, `start`.
 
     Args:
         config: the preset.
@@ -50,8 +94,9 @@ def contestants(config: PipelineConfig, policy: str | None) -> dict[str, Parent]
     base = base_model(context, config)
     roles = {"base": base} if base.digest in found.values() else {}
     for parent in manifest.parents:
-        if parent.uri.startswith("sft/"):
-            roles["sft"] = Parent(uri=parent.uri, digest=parent.digest)
+        role = _START_ROLES.get(parent.uri.partition("/")[0])
+        if role is not None:
+            roles[role] = Parent(uri=parent.uri, digest=parent.digest)
     roles["ppo"] = Parent(uri=manifest.ref.uri, digest=manifest.digest)
     champion = context.store.alias("policy", manifest.name, "champion")
     if champion is not None:
@@ -61,41 +106,28 @@ def contestants(config: PipelineConfig, policy: str | None) -> dict[str, Parent]
 
 
 def _make(
-    context: Context, config: PipelineConfig, policy: Parent, dataset: Parent, key: str, source: str
+    context: Context,
+    config: PipelineConfig,
+    policy: Parent,
+    dataset: Parent,
+    scorer: Parent | None,
+    identity: tuple[str, str],
 ) -> StageResult:
-    from rlhf_core.data import PromptTemplate, problems_from_jsonl
-    from rlhf_core.evaluation import evaluate_policy as evaluate
-    from rlhf_core.evaluation import outcomes_to_jsonl
-    from rlhf_core.functional.intervals import wilson_interval
-    from rlhf_core.models.loading import default_device, load_causal_lm, load_tokenizer
+    from rlhf_core.data import problems_from_jsonl
+    from rlhf_core.evaluation import evaluation_metrics, outcomes_to_jsonl
+    from rlhf_core.rewards.verifying import verifier_name
 
     started = time.perf_counter()
-    directory = materialise(context, policy)
-    template = PromptTemplate(load_tokenizer(directory), config.template)
     problems = problems_from_jsonl((materialise(context, dataset) / "evaluation.jsonl").read_bytes())
-    model = load_causal_lm(directory, "float32", device=default_device())
-    progress = Progress("evaluate", len(problems), f"{policy.uri} problem")
-    outcomes = evaluate(
-        model, template, problems, config.evaluation, on_progress=lambda done, _total: progress.step(done)
-    )
-    right = sum(outcome.correct for outcome in outcomes)
-    interval = wilson_interval(right, len(outcomes), SHOWN_CONFIDENCE)
-    metrics: dict[str, Any] = {
-        "policy": policy.uri,
-        "policy_digest": policy.digest,
-        "problems": len(outcomes),
-        "accuracy": right / len(outcomes),
-        "low": interval.low,
-        "high": interval.high,
-        "well_formed": sum(outcome.well_formed for outcome in outcomes) / len(outcomes),
-        "truncated": sum(outcome.truncated for outcome in outcomes) / len(outcomes),
-        "seconds": time.perf_counter() - started,
-    }
-    say(
-        "evaluate",
-        f"{policy.uri}: {metrics['accuracy']:.3f} right [{interval.low:.3f}, {interval.high:.3f}] of {len(outcomes)}, "
-        f"{metrics['well_formed']:.2f} well formed, {metrics['truncated']:.2f} cut off",
-    )
+    outcomes, constant = _asked(context, config, policy, problems, scorer)
+    name = REWARD_MODEL if scorer else str(verifier_name(config.data))
+    metrics: dict[str, Any] = {"policy": policy.uri, "policy_digest": policy.digest}
+    metrics |= evaluation_metrics(outcomes, name, SHOWN_CONFIDENCE)
+    if constant is not None:
+        metrics |= {"constant_answer": constant.answer, "constant_accuracy": constant.accuracy}
+    metrics["seconds"] = time.perf_counter() - started
+    say("evaluate", _sentence(metrics))
+    key, source = identity
     return commit_stage(
         context,
         stage="evaluate",
@@ -103,8 +135,90 @@ def _make(
         name=config.name,
         files={OUTCOMES: outcomes_to_jsonl(outcomes)},
         key=key,
-        parents=[policy, dataset],
+        parents=[policy, dataset, *([scorer] if scorer else [])],
         config=config,
         metrics=metrics,
         source=source,
     )
+
+
+class _Asked(NamedTuple):
+    outcomes: list[Outcome]
+    constant: ConstantAnswer | None
+
+
+def _asked(
+    context: Context, config: PipelineConfig, policy: Parent, problems: list[Problem], scorer: Parent | None
+) -> _Asked:
+    """Return what the policy made of each problem, and the best constant answer where a verifier judges."""
+    from rlhf_core.data import PromptTemplate
+    from rlhf_core.evaluation import best_constant
+    from rlhf_core.evaluation import evaluate_policy as evaluate
+    from rlhf_core.models.loading import default_device, load_causal_lm, load_tokenizer
+
+    directory = materialise(context, policy)
+    template = PromptTemplate(load_tokenizer(directory), config.template)
+    progress = Progress("evaluate", len(problems), f"{policy.uri} problem")
+    with _judge(context, config, template, scorer) as judge:
+        model = load_causal_lm(directory, "float32", device=default_device())
+        outcomes = evaluate(
+            model, template, problems, config.evaluation, judge, on_progress=lambda done, _total: progress.step(done)
+        )
+        return _Asked(outcomes, None if scorer else best_constant(problems, template, judge))
+
+
+@contextmanager
+def _judge(context: Context, config: PipelineConfig, template: PromptTemplate, scorer: Parent | None) -> Iterator[Any]:
+    """Yield who judges: the reward model, or the data's verifier, which is closed afterwards.
+
+    Raises:
+        ConfigError: if there is neither.
+        ModelError: if the reward model reads other tokens than the policy.
+    """
+    import torch
+
+    from rlhf_core.models.compatibility import check_same_tokenizer
+    from rlhf_core.models.loading import default_device, load_tokenizer
+    from rlhf_core.models.reward_model import RewardModel
+    from rlhf_core.rewards.verifying import judge_of
+
+    if scorer is not None:
+        directory = materialise(context, scorer)
+        # it is given the policy's token ids, and any id is an input
+        check_same_tokenizer(template.tokenizer, load_tokenizer(directory), what=f"the policy and {scorer.uri}")
+        yield RewardModel.from_pretrained(directory, torch.float32).to(default_device())
+        return
+    if judged_by_reward_model(config):
+        raise ConfigError(nobody_judges(config))
+    judge = judge_of(config, template=template, allowed_modules=context.settings.reward_modules)
+    if judge is None:
+        raise ConfigError(nobody_judges(config))
+    with closing(judge):
+        yield judge
+
+
+def nobody_judges(config: PipelineConfig) -> str:
+    """Return the sentence for an evaluation that has no judge."""
+    if judged_by_reward_model(config):
+        return "evaluation.judge is reward_model, but no reward model was given; name one with `reward_model`"
+    return (
+        "evaluation.judge is verifier, but the data has no answers to verify; set evaluation.judge to reward_model, "
+        "or give problems with answers (data.problems, or data.demonstrations with data.verifier)"
+    )
+
+
+def _sentence(metrics: dict[str, Any]) -> str:
+    ends = f"[{metrics['low']:.3f}, {metrics['high']:.3f}]"
+    policy, count, cut = metrics["policy"], metrics["problems"], f"{metrics['truncated']:.2f} cut off"
+    if "accuracy" not in metrics:
+        return f"{policy}: mean score {metrics['score']:+.3f} {ends} of {count} answers by the reward model, {cut}"
+    parts = [
+        f"{policy}: {metrics['accuracy']:.3f} right {ends} of {count}",
+        f"{metrics['well_formed']:.2f} well formed and {metrics['accuracy_given_form']:.3f} of those right",
+        cut,
+    ]
+    if "constant_accuracy" in metrics:
+        parts.append(
+            f"always answering {metrics['constant_answer'][:20]!r} would be {metrics['constant_accuracy']:.3f} right"
+        )
+    return ", ".join(parts)

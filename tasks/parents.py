@@ -63,7 +63,7 @@ def resolve_policy(context: Context, config: PipelineConfig, reference: str | No
 
 
 def resolve_reward_model(context: Context, config: PipelineConfig, reference: str | None) -> Parent | None:
-    """Return the reward model of a PPO run; None where the configuration has no use for one."""
+    """Return the reward model of a run; None where the configuration has no use for one."""
     if reference is not None:
         manifest = context.store.resolve(reference)
         _check_kind(manifest, ("reward-model",), reference)
@@ -75,13 +75,18 @@ def resolve_reward_model(context: Context, config: PipelineConfig, reference: st
         raise ConfigError(
             f"no reward model reward-model/{config.name} made from {config.model.path} exists yet: run "
             f"`rlhf run reward-model/quickstart -p preset={config.name}` first, or set the override "
-            "ppo.reward.reward_model to 0 (and ppo.critic_init to policy)"
+            "ppo.reward.reward_model to 0 (and ppo.critic_init to policy, evaluation.judge to verifier)"
         )
     return _as_parent(latest)
 
 
 def wants_reward_model(config: PipelineConfig) -> bool:
-    """Return whether PPO needs a trained reward model: to score with, or to start the critic from."""
+    """Return whether a trained reward model is needed: for PPO, or to judge held-out answers."""
+    return ppo_wants_reward_model(config) or config.evaluation.judge == "reward_model"
+
+
+def ppo_wants_reward_model(config: PipelineConfig) -> bool:
+    """Return whether PPO needs a trained reward model: for its scores, or as what its critic starts from."""
     return config.ppo.reward.reward_model > 0 or config.ppo.critic_init == "reward_model"
 
 

@@ -8,7 +8,7 @@ from infra.errors import InfraError
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import RlhfError
 from tasks.context import find_made, open_context, source_digest, stage_key, stage_result
-from tasks.parents import resolve_policy, resolve_reward_model
+from tasks.parents import ppo_wants_reward_model, resolve_policy, resolve_reward_model
 from tasks.progress import duration, say
 from tasks.results import EpisodeResult, Parent, PPORun, StageResult
 from tasks.sentences import run_logger, stage_task
@@ -22,11 +22,16 @@ MODULES = ("ppo", "ppo_group", "ppo_keeper", "ppo_models", "ray_calls")
 @stage_task(name="plan-ppo")
 def plan_ppo(config: PipelineConfig, actor: str | None, reward_model: str | None, dataset: Parent) -> PPORun:
     """Return the run that this configuration and these inputs name: the same ones always name the same run."""
+    from rlhf_core.rewards.resolve import code_digest
+    from rlhf_core.rewards.verifying import asks_for_answers, judge_facts
+
     context = open_context()
     policy = resolve_policy(context, config, actor)
-    scorer = resolve_reward_model(context, config, reward_model)
+    scorer = resolve_reward_model(context, config, reward_model) if ppo_wants_reward_model(config) else None
     source = source_digest(*MODULES)
     facts = config.model_dump(mode="json", include={"template", "ppo"})
+    facts["verifier"] = judge_facts(config) if asks_for_answers(config.data) else None
+    facts["functions"] = {name: code_digest(name) for name in config.ppo.reward.functions}
     # How many makers there are, on what, and how long is waited changes no number; threads do.
     facts["ppo"]["cluster"] = {name: facts["ppo"]["cluster"][name] for name in ("trainer_threads", "maker_threads")}
     inputs = [policy.digest, scorer.digest if scorer else "", dataset.digest]
@@ -152,6 +157,7 @@ def _say_episode(record: EpisodeRecord, episodes: int) -> None:
     took = sum(record.seconds.values())
     left = (episodes - record.episode - 1) * took
     metrics = record.metrics
-    figures = f"reward {metrics['reward']:.3f}  verifier {metrics['verifier']:.3f}  KL {metrics['kl']:.4f}"
+    verified = f"verifier {metrics['verifier']:.3f}  " if "raw/verifier" in metrics else ""
+    figures = f"reward {metrics['reward']:.3f}  {verified}KL {metrics['kl']:.4f}"
     time = f"{duration(left)} left in this stage" if left else f"took {duration(took)}"
     say("ppo", f"episode {record.episode + 1}/{episodes}  {figures}  length {metrics['length']:.1f}  {time}")

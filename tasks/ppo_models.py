@@ -59,6 +59,7 @@ class MakerFactory:
         from rlhf_core.experience_maker.maker import ExperienceMaker
         from rlhf_core.models.loading import default_device, load_causal_lm, load_tokenizer
         from rlhf_core.rewards.scoring import build_scorer
+        from rlhf_core.rewards.verifying import asks_for_answers, judge_of
 
         config = _config(self._run)
         directory, dtype, device = _directory(self._run.actor), config.ppo.rollout_dtype, default_device()
@@ -66,7 +67,8 @@ class MakerFactory:
         reward_model = _reward_model(self._run, dtype).to(device) if scores else None
         actor = load_causal_lm(directory, dtype, device=device)
         critic = _critic(self._run, actor, dtype)
-        template = PromptTemplate(load_tokenizer(directory), config.template)
+        template, allowed = PromptTemplate(load_tokenizer(directory), config.template), settings().reward_modules
+        judge = judge_of(config, template=template, allowed_modules=allowed) if asks_for_answers(config.data) else None
         return ExperienceMaker(
             actor=actor,
             critic=None if critic is None else critic.to(device),
@@ -74,7 +76,8 @@ class MakerFactory:
                 config.ppo.reward,
                 reward_model,
                 template=template,
-                allowed_modules=settings().reward_modules,
+                judge=judge,
+                allowed_modules=allowed,
                 scaled=not config.ppo.legacy,
             ),
             initial_model=load_causal_lm(directory, dtype, device=device),
@@ -123,6 +126,7 @@ def _reward_model(run: PPORun, dtype: str) -> RewardModel:
 def _demonstrations(run: PPORun) -> Demonstrations | None:
     """Return the dataset's demonstrations for SFT, where the policy learns them beside PPO."""
     from rlhf_core.data import PromptTemplate, problems_from_jsonl
+    from rlhf_core.data.demonstrations import encode_demonstrations
     from rlhf_core.models.loading import default_device, load_tokenizer
     from rlhf_core.trainer.ppo.ptx import Demonstrations
 
@@ -131,10 +135,7 @@ def _demonstrations(run: PPORun) -> Demonstrations | None:
         return None
     template = PromptTemplate(load_tokenizer(_directory(run.actor)), config.template)
     problems = problems_from_jsonl((_directory(run.dataset) / "sft.jsonl").read_bytes())
-    examples = [
-        (template.prompt_ids(problem.prompt), template.response_ids(template.answer_text(problem.answer)))
-        for problem in problems
-    ]
+    examples = encode_demonstrations(problems, template)
     return Demonstrations(examples, batch_size=config.ppo.ptx_batch_size, seed=config.seed, device=default_device())
 
 

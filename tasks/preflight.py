@@ -8,6 +8,7 @@ from typing import Literal
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import ConfigError
 from tasks.context import open_context
+from tasks.evaluate import judged_by_reward_model, nobody_judges
 from tasks.parents import BASE_MODEL, resolve_policy, resolve_reward_model
 from tasks.sentences import stage_task
 
@@ -29,7 +30,7 @@ def preflight(
         reward_model: reward model that was named.
 
     Raises:
-        ConfigError: choices of PPO that exclude each other.
+        ConfigError: choices that exclude each other, a reward function or verifier that leads nowhere.
         ModelError: the machine cannot hold the models, or the model's path leads nowhere.
         StoreError: the store cannot be used, or a reference names nothing.
     """
@@ -39,7 +40,8 @@ def preflight(
     if trains == "ppo":
         check_ppo(config)
         check_reward_functions(config, settings().reward_modules)
-
+    check_verifier(config, settings().reward_modules)
+    check_judges(config, trains=trains)
     check_memory_for(config, settings().models_dir, trains=trains)
     context = open_context()
     if actor is not None and actor != BASE_MODEL:
@@ -64,6 +66,44 @@ def check_ppo(config: PipelineConfig) -> None:
         raise ConfigError(
             "ppo.legacy judges by rules of its own, to whose returns no critic is fitted; set ppo.critic_init to policy"
         )
+
+
+def check_verifier(config: PipelineConfig, allowed_modules: Sequence[str]) -> None:
+    """Check that the data's verifier has a name that leads somewhere, without importing it.
+
+    Raises:
+        ConfigError: it has not, lies in a module that is not allowed, or scores another task than the data's.
+    """
+    from rlhf_core.rewards.verifying import EXACT, resolve_verifier
+
+    if config.data.verifier not in {None, EXACT}:
+        resolve_verifier(str(config.data.verifier), task=config.data.task, allowed_modules=allowed_modules)
+
+
+def check_judges(config: PipelineConfig, *, trains: Literal["ppo", "sft", "reward-model"] | None) -> None:
+    """Check that no verifier is asked about prompts that have no answers, as far as the configuration tells.
+
+    Args:
+        config: the resolved preset.
+        trains: the largest stage of the run; None evaluates.
+
+    Raises:
+        ConfigError: one is.
+    """
+    from rlhf_core.rewards.verifying import asks_for_answers
+
+    data = config.data
+    if asks_for_answers(data):
+        return
+    given = "data.prompts" if data.prompts else "data.preferences" if data.preferences else "data.demonstrations"
+    if trains == "ppo" and config.ppo.reward.verifier > 0:
+        raise ConfigError(
+            f"ppo.reward.verifier is {config.ppo.reward.verifier:g}, but the prompts of {given} have no answers to "
+            "verify; set ppo.reward.verifier to 0 and ppo.reward.reward_model above 0, or give problems with answers "
+            "(data.problems, or data.demonstrations with data.verifier)"
+        )
+    if trains in {"ppo", None} and not data.evaluation and not judged_by_reward_model(config):
+        raise ConfigError(nobody_judges(config))
 
 
 def check_reward_functions(config: PipelineConfig, allowed_modules: Sequence[str]) -> None:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from rlhf_core.config import PipelineConfig
+from rlhf_core.errors import ConfigError
+from rlhf_core.functional.intervals import Interval, paired_difference_interval
 from tasks.context import open_context
-from tasks.evaluate import OUTCOMES
+from tasks.evaluate import OUTCOMES, REWARD_MODEL
 from tasks.progress import say
 from tasks.results import Decision, StageResult
 from tasks.sentences import stage_task
+
+INCUMBENTS = ("champion", "start", "sft", "base")
+"""Roles of which the first that there is must be beaten."""
 
 
 @stage_task(name="gate")
@@ -16,46 +23,41 @@ def gate(config: PipelineConfig, evaluations: dict[str, StageResult]) -> Decisio
 
     Args:
         config: the preset; its gate says how sure the gain must be.
-        evaluations: by role; `ppo` is the candidate. The incumbent is `champion`, else `sft`, else `base`.
+        evaluations: by role; `ppo` is the candidate. The incumbent is `champion`, else `start`, `sft` or `base`.
+
+    Raises:
+        ConfigError: there is none of them.
     """
     candidate = evaluations["ppo"]
-    role = next(role for role in ("champion", "sft", "base") if role in evaluations)
-    incumbent = evaluations[role]
-    policy, opponent = str(candidate.metrics["policy"]), str(incumbent.metrics["policy"])
-    champion = opponent if role == "champion" else None
-    if candidate.metrics["policy_digest"] == incumbent.metrics["policy_digest"]:
-        return Decision(
-            promote=False,
-            reason=f"{policy} is the champion already",
-            policy=policy,
-            incumbent=opponent,
-            champion=champion,
-            difference=0.0,
-            low=0.0,
-            high=0.0,
+    policy = str(candidate.metrics["policy"])
+    role = next((role for role in INCUMBENTS if role in evaluations), None)
+    if role is None:
+        raise ConfigError(
+            f"there is nothing to compare {policy} with: no champion, and it came from no SFT model, no policy and not "
+            "from the preset's base model; run with the `model` that it came from"
         )
-    before, after = _outcomes(incumbent), _outcomes(candidate)
-    from rlhf_core.functional.intervals import paired_difference_interval
-
-    keys = sorted(before)
-    interval = paired_difference_interval(
-        before=[before[key] for key in keys],
-        after=[after[key] for key in keys],
-        confidence=config.gate.confidence,
-    )
-    promote = interval.low > config.gate.min_gain
-    figures = f"{interval.estimate:+.3f} [{interval.low:+.3f}, {interval.high:+.3f}]"
-    reason = (
-        f"{policy} against {opponent} ({role}): {figures} on the same {len(keys)} problems; the lower end is "
-        f"{'above' if promote else 'not above'} {config.gate.min_gain:g}"
-    )
+    incumbent = evaluations[role]
+    opponent = str(incumbent.metrics["policy"])
+    if candidate.metrics["policy_digest"] == incumbent.metrics["policy_digest"]:
+        interval, promote = Interval(0.0, 0.0, 0.0), False
+        known = "is the champion already" if role == "champion" else f"holds the very weights of {opponent} ({role})"
+        reason = f"{policy} {known}"
+    else:
+        interval, problems = _gain(incumbent, candidate, config.gate.confidence)
+        promote = interval.low > config.gate.min_gain
+        figures = f"{interval.estimate:+.3f} [{interval.low:+.3f}, {interval.high:+.3f}]"
+        unit = "standard deviations of the reward model's score" if _by_score(candidate) else "right"
+        reason = (
+            f"{policy} against {opponent} ({role}): {figures} {unit} on the same {problems} problems; the lower end is "
+            f"{'above' if promote else 'not above'} {config.gate.min_gain:g}"
+        )
     say("gate", f"{'promote' if promote else 'keep the incumbent'}: {reason}")
     return Decision(
         promote=promote,
         reason=reason,
         policy=policy,
         incumbent=opponent,
-        champion=champion,
+        champion=opponent if role == "champion" else None,
         difference=interval.estimate,
         low=interval.low,
         high=interval.high,
@@ -78,9 +80,28 @@ def promote(decision: Decision) -> str | None:
     return champion
 
 
-def _outcomes(evaluation: StageResult) -> dict[str, bool]:
+class _Gain(NamedTuple):
+    interval: Interval
+    problems: int
+
+
+def _gain(incumbent: StageResult, candidate: StageResult, confidence: float) -> _Gain:
+    """Return the candidate's paired gain over the incumbent."""
+    before, after = _scores(incumbent), _scores(candidate)
+    keys = sorted(before)
+    interval = paired_difference_interval([before[key] for key in keys], [after[key] for key in keys], confidence)
+    return _Gain(interval, len(keys))
+
+
+def _scores(evaluation: StageResult) -> dict[str, float]:
+    """Return 1 for each right answer and 0 for each other; the scores themselves where a reward model judged."""
     from rlhf_core.evaluation import outcomes_from_jsonl
 
     store = open_context().store
     body = store.read_bytes(store.resolve(evaluation.uri), OUTCOMES)
-    return {outcome.key: outcome.correct for outcome in outcomes_from_jsonl(body)}
+    by_score = _by_score(evaluation)
+    return {each.key: each.score if by_score else float(each.correct) for each in outcomes_from_jsonl(body)}
+
+
+def _by_score(evaluation: StageResult) -> bool:
+    return bool(evaluation.metrics["judge"] == REWARD_MODEL)

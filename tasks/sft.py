@@ -16,46 +16,74 @@ from tasks.context import (
     source_digest,
     stage_key,
 )
-from tasks.parents import base_model
-from tasks.progress import Progress
+from tasks.parents import BASE_MODEL, resolve_policy
+from tasks.progress import Progress, say
 from tasks.results import Parent, StageResult
 from tasks.scratch import scratch_directory
 from tasks.sentences import stage_task
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from collections.abc import Mapping, Sequence
+
+    from transformers import PreTrainedModel
+
+    from rlhf_core.data import Problem, PromptTemplate
+    from rlhf_core.data.conversation import EncodedConversation
+
+METRICS = "metrics.jsonl"
+HELDOUT = 64
+"""Most held-out demonstrations whose loss is measured: over-fitting shows, and it takes seconds on a processor."""
 
 
 @stage_task(name="train-sft")
-def train_sft(config: PipelineConfig, dataset: Parent) -> StageResult:
-    """Return the SFT model of the preset's base model and of the dataset's demonstrations."""
+def train_sft(config: PipelineConfig, dataset: Parent, actor: str | None = None) -> StageResult:
+    """Return the SFT model of a start and of the dataset's demonstrations.
+
+    Args:
+        config: the resolved preset.
+        dataset: holds them in sft.jsonl, and in evaluation.jsonl those that the loss is measured on.
+        actor: SFT model or policy to go on from; None starts from the preset's base model.
+
+    Raises:
+        DataError: if there is no demonstration.
+    """
+    from rlhf_core.data.demonstrations import refuse_nothing_to_learn
+
     context = open_context()
-    base = base_model(context, config)
+    refuse_nothing_to_learn(_problems(materialise(context, dataset), "sft"), where=dataset.uri)
+    start = resolve_policy(context, config, actor or BASE_MODEL)
     source = source_digest("sft")
     facts = config.model_dump(mode="json", include={"template", "sft"})
-    key = stage_key("sft", config=facts, inputs=[dataset.digest, base.digest], seed=config.seed, source=source)
+    key = stage_key("sft", config=facts, inputs=[dataset.digest, start.digest], seed=config.seed, source=source)
 
     def make() -> StageResult:
-        return _make(context, config, dataset, base, key, source)
+        return _make(context, config, dataset, start, key, source)
 
     return reuse_or_make(context, stage="sft", kind="sft", name=config.name, key=key, make=make)
 
 
 def _make(
-    context: Context, config: PipelineConfig, dataset: Parent, base: Parent, key: str, source: str
+    context: Context, config: PipelineConfig, dataset: Parent, start: Parent, key: str, source: str
 ) -> StageResult:
+    from rlhf_core.data import PromptTemplate
+    from rlhf_core.data.demonstrations import encode_demonstrations, of_the_same_kind
+    from rlhf_core.data.jsonl import to_jsonl
     from rlhf_core.models.loading import load_tokenizer
     from rlhf_core.models.lora import save_merged
 
     started = time.perf_counter()
-    directory = materialise(context, base)
+    directory, data = materialise(context, start), materialise(context, dataset)
     tokenizer = load_tokenizer(directory)
-    demonstrations = (materialise(context, dataset) / "sft.jsonl").read_bytes()
-    model, metrics = _train(config, directory, tokenizer, demonstrations)
+    template = PromptTemplate(tokenizer, config.template)
+    problems = _problems(data, "sft")
+    unseen = _short_enough(config, template, of_the_same_kind(_problems(data, "evaluation"), problems))
+    model, history, metrics = _train(config, directory, encode_demonstrations(problems, template), unseen)
     metrics["seconds"] = time.perf_counter() - started
+    say("sft", _summary(metrics))
     with scratch_directory(context.settings.home) as folder:
         save_merged(model, folder)
         tokenizer.save_pretrained(folder)
+        (folder / METRICS).write_bytes(to_jsonl(history))
         return commit_stage(
             context,
             stage="sft",
@@ -63,41 +91,86 @@ def _make(
             name=config.name,
             files=folder,
             key=key,
-            parents=[base, dataset],
+            parents=[start, dataset],
             config=config,
             metrics=metrics,
             source=source,
         )
 
 
+def _problems(data: Path, split: str) -> list[Problem]:
+    from rlhf_core.data import problems_from_jsonl
+
+    file = data / f"{split}.jsonl"
+    return problems_from_jsonl(file.read_bytes()) if file.is_file() else []
+
+
+def _short_enough(
+    config: PipelineConfig, template: PromptTemplate, problems: Sequence[Problem]
+) -> list[EncodedConversation]:
+    """Return the first held-out demonstrations, less those that are longer than what training takes."""
+    from rlhf_core.data.demonstrations import encode_demonstrations
+
+    encoded = encode_demonstrations(problems[:HELDOUT], template)
+    return [each for each in encoded if len(each.ids) <= config.sft.max_length]
+
+
 def _train(
-    config: PipelineConfig, directory: Path, tokenizer: PreTrainedTokenizerBase, demonstrations: bytes
-) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Return the base model as the demonstrations, JSON lines, have made it, and the training's figures."""
+    config: PipelineConfig,
+    directory: Path,
+    examples: Sequence[EncodedConversation],
+    unseen: Sequence[EncodedConversation],
+) -> tuple[PreTrainedModel, list[dict[str, Any]], dict[str, Any]]:
+    """Return a model as the demonstrations have made it, what every step said, and the training's figures."""
     import torch
 
-    from rlhf_core.data import PromptTemplate, problems_from_jsonl
     from rlhf_core.models.loading import default_device, load_causal_lm
+    from rlhf_core.trainer.supervised.sft import heldout_loss
     from rlhf_core.trainer.supervised.sft import train_sft as train
 
-    template = PromptTemplate(tokenizer, config.template)
-    examples = [
-        (template.prompt_ids(problem.prompt), template.response_ids(template.answer_text(problem.answer)))
-        for problem in problems_from_jsonl(demonstrations)
-    ]
+    dtype = getattr(torch, config.sft.dtype)
     model = load_causal_lm(directory, "float32", device=default_device())
+    before = heldout_loss(model, unseen, config.sft, autocast_dtype=dtype).loss if unseen else None
     progress = Progress("sft", config.sft.epochs * -(-len(examples) // config.sft.batch_size), "step")
     history = train(
         model,
         examples,
         config.sft,
         seed=config.seed,
-        autocast_dtype=getattr(torch, config.sft.dtype),
+        autocast_dtype=dtype,
         on_step=lambda step: progress.step(int(step["step"]), loss=step["loss"]),
+        heldout=unseen,
     )
-    return model, {
-        "steps": len(history),
-        "demonstrations": len(examples),
-        "first_loss": history[0]["loss"],
-        "last_loss": history[-1]["loss"],
-    }
+    figures: dict[str, Any] = {"steps": len(history), "demonstrations": len(examples)}
+    figures |= _curve([step["loss"] for step in history])
+    if before is not None:
+        figures |= {"heldout_loss_before": before, "heldout_loss": history[-1]["heldout_loss"]}
+        figures["heldout_demonstrations"] = len(unseen)
+    names = ("loss", "lr", "heldout_loss")
+    rows = [{"step": int(step["step"])} | {name: step[name] for name in names if name in step} for step in history]
+    return model, rows, figures
+
+
+def _curve(losses: Sequence[float]) -> dict[str, float]:
+    """Return the ends of a loss curve, and how flat its last quarter is if it has steps enough to say."""
+    from rlhf_core.functional.curves import last_quarter, relative_fall
+
+    ends = {"first_loss": losses[0], "last_loss": losses[-1]}
+    last = last_quarter(losses)
+    if len(last) < 4:  # noqa: PLR2004 - as `last_quarter` wants
+        return ends
+    fall = relative_fall(last)
+    return {**ends, "flatness": fall.relative, "flatness_error": fall.error}
+
+
+def _summary(metrics: Mapping[str, Any]) -> str:
+    """Return the training's end in one line."""
+    from rlhf_core.functional.curves import Fall
+
+    parts = [f"loss {metrics['first_loss']:.3g} to {metrics['last_loss']:.3g} in {metrics['steps']} steps"]
+    if "flatness" in metrics:
+        fall = Fall(metrics["flatness"], metrics["flatness_error"])
+        parts.append(f"{fall.word}: {-fall.relative:+.1%} over the last quarter (standard error {fall.error:.1%})")
+    if "heldout_loss" in metrics:
+        parts.append(f"held out {metrics['heldout_loss_before']:.3g} to {metrics['heldout_loss']:.3g}")
+    return "; ".join(parts)

@@ -158,14 +158,22 @@ def _show_report(flow_run_id: UUID, console: Console) -> None:
     from rich.markdown import Markdown
 
     from infra.artifacts import open_default_store
+    from tasks.report.markdown import PICTURE_LINE
 
     store = open_default_store()
     manifest = store.find("run", str(flow_run_id))
     if manifest is None:  # a single stage has no report of its own
         console.print("finished")
         return
-    console.print(Markdown(store.read_bytes(manifest, "report.md").decode()))
-    console.print(f"stored as {manifest.ref.uri}; rlhf artifacts lineage {manifest.ref.uri}", style="dim", markup=False)
+    report = store.read_bytes(manifest, "report.md").decode()
+    console.print(Markdown(PICTURE_LINE.sub(r"*\1:* `\2`", report)))  # a terminal shows no pictures: it names them
+    uri, pictures = manifest.ref.uri, [entry.path for entry in manifest.files if entry.path.endswith(".png")]
+    console.print(f"stored as {uri}; rlhf artifacts lineage {uri}", style="dim", markup=False)
+    console.print(
+        f"pictures ({', '.join(pictures)}) and samples.md: rlhf artifacts fetch {uri} DIRECTORY",
+        style="dim",
+        markup=False,
+    )
 
 
 def _parameters(pairs: tuple[str, ...]) -> dict[str, Any]:

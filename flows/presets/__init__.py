@@ -1,4 +1,8 @@
-"""Presets, and the flat parameters that people change them with."""
+"""Presets, and the flat parameters that people change them with.
+
+A preset is a file of configuration keys. It may say `extends: NAME`: then it holds only what differs from that preset.
+A path of its data that begins with `./` is relative to the preset's own directory.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,8 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import ConfigError
 
 DIRECTORY = Path(__file__).resolve().parent
+SOURCES = ("problems", "prompts", "demonstrations", "preferences", "evaluation")
+"""Keys of `data` that name sets."""
 
 
 def preset_names() -> list[str]:
@@ -59,6 +65,21 @@ def resolve(
 
 
 def _load(preset: str) -> dict[str, Any]:
+    """Return a preset's values over those of the preset that it extends, if it names one."""
+    values = _read(preset)
+    base = values.pop("extends", None)
+    if base is None:
+        return values
+    inherited = _read(str(base))
+    if "extends" in inherited:
+        raise ConfigError(
+            f"{preset}.yaml extends {base}, which extends {inherited['extends']}; a preset may extend one that stands "
+            "alone"
+        )
+    return _merged(inherited, values)
+
+
+def _read(preset: str) -> dict[str, Any]:
     if preset not in preset_names():
         near = get_close_matches(preset, preset_names(), n=3) or preset_names()
         raise ConfigError(f"there is no preset {preset!r}; did you mean {' or '.join(near)}?")
@@ -66,7 +87,35 @@ def _load(preset: str) -> dict[str, Any]:
     values = yaml.safe_load(file.read_text())
     if not isinstance(values, dict):
         raise ConfigError(f"{file.name} must hold a mapping of configuration keys, but holds {type(values).__name__}")
+    data = values.get("data")
+    if isinstance(data, dict):
+        values["data"] = data | {key: _placed(data[key]) for key in SOURCES if key in data}
     return values
+
+
+def _placed(source: Any) -> Any:
+    """Return what names data, where a path from `./` begins at the presets' directory.
+
+    It is written as seen from where the run is, if that is above: the checkout's place is then in no record.
+    """
+    if isinstance(source, list):
+        return [_placed(each) for each in source]
+    if isinstance(source, dict):
+        return source | {"path": _placed(source.get("path"))}
+    if not isinstance(source, str) or not source.startswith("./"):
+        return source
+    file = DIRECTORY / source
+    return str(file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file)
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Return both mappings in one, key by key at every depth; where both have a value, it is the upper one's."""
+    both = {
+        key: _merged(below[key], value)
+        for key, value in above.items()
+        if isinstance(value, dict) and isinstance(below.get(key), dict)
+    }
+    return {**below, **above, **both}
 
 
 def _set(values: dict[str, Any], key: str, value: Any) -> None:

@@ -1,7 +1,7 @@
 """Every knob, as frozen pydantic models. Imports no torch: flows and the command line read it."""
 
 from rlhf_core.config.base import Config
-from rlhf_core.config.data import DataConfig, SplitsConfig, TemplateConfig
+from rlhf_core.config.data import DataConfig, SourceConfig, SplitsConfig, TemplateConfig
 from rlhf_core.config.model import LoRAConfig, ModelConfig
 from rlhf_core.config.pipeline import EvaluationConfig, GateConfig, PipelineConfig
 from rlhf_core.config.ppo import (
@@ -32,6 +32,7 @@ __all__ = [
     "RolloutConfig",
     "SFTConfig",
     "SamplingConfig",
+    "SourceConfig",
     "SplitsConfig",
     "TemplateConfig",
 ]

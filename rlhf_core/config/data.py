@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from rlhf_core.config.base import Config, Positive
 
@@ -61,30 +61,100 @@ class TemplateConfig(Config):
 
 
 class SplitsConfig(Config):
-    """How many problems each stage gets; the splits share no prompt."""
+    """How many problems, prompts or demonstrations each stage gets; the splits share no prompt."""
 
     sft: Positive = 384
     preferences: Positive = 96
+    """Prompts for which the SFT model's own samples become pairs; none are drawn where pairs are given."""
     ppo: Positive = 256
     evaluation: int = Field(100, ge=2)
     """At least two, so that there is an interval."""
 
 
-class DataConfig(Config):
-    """Where prompts, answers and preferences come from."""
+class SourceConfig(Config):
+    """Rows of one origin."""
 
-    task: str | None = "number_sorting"
-    """A reasoning-gym task by name; None when `problems` names a file."""
+    path: str = Field(min_length=1)
+    """File (JSON lines, JSON, CSV, Parquet; also .gz), directory, glob, `s3://` address, or hub name (`owner/name`)."""
+    weight: float | None = Field(None, gt=0)
+    """Share in a mixture, against the weights of the other sources; None for all: every row of each, as many as there
+    are."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """Which column holds which of our fields, such as {question: problem, answer: solution}."""
+    limit: int | None = Field(None, ge=1)
+    """Take the first rows only."""
+    subset: str | None = None
+    """Of a hub dataset that has several."""
+    split: str = "train"
+    """Of a hub dataset, and of a directory whose files are named for splits."""
+    revision: str | None = None
+    """Of a hub dataset; None takes the newest."""
+
+
+def _as_sources(value: Any) -> Any:
+    """Let a path stand for a source, and one source for a list of one."""
+    listed = value if isinstance(value, list | tuple) else [value]
+    return tuple({"path": each} if isinstance(each, str) else each for each in listed)
+
+
+Sources = Annotated[tuple[SourceConfig, ...], BeforeValidator(_as_sources)]
+
+
+class DataConfig(Config):
+    """Where prompts, answers, demonstrations and preferences come from.
+
+    PPO's prompts and the held-out ones are drawn from the first that is set of `task`, `problems`, `prompts`,
+    `preferences` and `demonstrations`; SFT learns `demonstrations`, else what those same rows demonstrate.
+    """
+
+    task: str | None = None
+    """A reasoning-gym task by name (`composite` for several); None takes files."""
     task_parameters: dict[str, Any] = Field(default_factory=dict)
     """Parameters of the reasoning-gym task."""
-    problems: str | None = None
-    """JSON lines (also .gz) of {"question", "answer"}, as GSM8K's."""
-    preferences: str | None = None
-    """JSON lines (also .gz) of {"chosen", "rejected"}, as HH-RLHF's; None samples pairs from the SFT model."""
+    problems: Sources = ()
+    """Questions with answers that a verifier can compare with."""
+    prompts: Sources = ()
+    """Prompts without answers; only a reward model or reward functions can judge responses to them."""
+    demonstrations: Sources = ()
+    """What supervised fine-tuning learns: prompts with a response, or conversations."""
+    preferences: Sources = ()
+    """Pairs of a chosen and a rejected response; empty samples pairs from the SFT model."""
+    evaluation: Sources = ()
+    """Held-out problems or prompts of their own; empty holds some of the others out."""
+    verifier: str | None = None
+    """Who says whether an answer is right: `exact`, `gsm8k_reward_fn`, `math_competition_reward_fn`,
+    `reasoning_gym:<task>` or `package.module:function`; None takes the task's own scorer, and `exact` for files."""
+    bad_rows: Literal["refuse", "drop"] = "refuse"
+    """What becomes of a row that cannot be read: an error, or it is counted, named and left out."""
+    too_long: Literal["refuse", "drop"] = "refuse"
+    """The same of a row that is longer than its stage's limit."""
     splits: SplitsConfig = SplitsConfig()
 
     @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        if (self.task is None) == (self.problems is None):
-            raise ValueError("set exactly one of data.task and data.problems (set the other to null)")
+    def _one_source_of_problems(self) -> Self:
+        if self.task is not None and (self.problems or self.prompts):
+            raise ValueError(
+                "data.task and data.problems or data.prompts exclude each other; set data.task to null to take files"
+            )
+        if self.problems and self.prompts:
+            raise ValueError("set data.problems or data.prompts, not both: prompts have no answers to verify")
+        if self.task is None and not (self.problems or self.prompts or self.demonstrations or self.preferences):
+            raise ValueError(
+                "there is no data: set data.task, or one of data.problems, data.prompts, data.demonstrations and "
+                "data.preferences"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _parameters_of_a_task(self) -> Self:
+        if self.task is None and self.task_parameters:
+            raise ValueError("data.task_parameters are a task's, but data.task is null; set the one or drop the other")
+        return self
+
+    @model_validator(mode="after")
+    def _all_weights_or_none(self) -> Self:
+        for role in ("problems", "prompts", "demonstrations", "preferences", "evaluation"):
+            sources = getattr(self, role)
+            if len({source.weight is None for source in sources}) > 1:
+                raise ValueError(f"data.{role} mixes sources with and without a weight; give all of them one, or none")
         return self

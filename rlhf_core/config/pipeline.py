@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -19,14 +19,17 @@ class EvaluationConfig(Config):
     max_new_tokens: Positive = 24
     """At least two more than the longest reference answer."""
     batch_size: Positive = 50
+    judge: Literal["verifier", "reward_model"] = "verifier"
+    """Who scores the answers: the verifier of `data.verifier`, or, where prompts have no answers, the reward model."""
 
 
 class GateConfig(Config):
     """When a policy replaces the champion."""
 
     confidence: float = Field(0.95, gt=0.5, lt=1)
-    min_gain: float = Field(0.0, ge=-1, le=1)
-    """The paired interval's lower end over the champion (or, without one, over the SFT model) must exceed this."""
+    min_gain: float = 0.0
+    """The paired interval's lower end over the champion (or, without one, over what PPO started from) must exceed
+    this: share of right answers, or the reward model's standard deviations."""
 
 
 class PipelineConfig(Config):
@@ -39,7 +42,7 @@ class PipelineConfig(Config):
     seed: int = Field(0, ge=0, lt=2**32)
     model: ModelConfig = ModelConfig()
     template: TemplateConfig = TemplateConfig()
-    data: DataConfig = DataConfig()
+    data: DataConfig
     sft: SFTConfig = SFTConfig()
     reward_model: RewardModelConfig = RewardModelConfig()
     ppo: PPOConfig = PPOConfig()

@@ -42,10 +42,12 @@ class RewardModelConfig(Config):
     """Responses sampled per prompt when pairs come from the SFT model's own samples."""
     max_new_tokens: Positive = 20
     """Length of those samples."""
-    pairs: Positive = 192
-    """Most pairs used, held-out ones included."""
+    pairs: Positive | None = 192
+    """Most pairs used, held-out ones included; None uses all that there are, as one with a set of pairs will want: the
+    default is a number that a processor trains on in minutes."""
     heldout_fraction: float = Field(0.25, gt=0, lt=1)
-    """Share of prompts whose pairs are kept for measuring accuracy and calibration."""
+    """Share of prompts whose pairs are kept for measuring accuracy and calibration; prompts of which one continues the
+    other stay together."""
     epochs: Positive = 1
     batch_size: Positive = 16
     """Pairs per optimizer step."""

@@ -9,8 +9,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlhf_core.data.files import PreferenceFile, detect_form, read_preferences, read_problems
-    from rlhf_core.data.lengths import check_lengths
     from rlhf_core.data.preferences import (
         PreferencePair,
         VerifiedSample,
@@ -18,52 +16,45 @@ if TYPE_CHECKING:
         pairs_from_samples,
         pairs_to_jsonl,
     )
-    from rlhf_core.data.problems import Problem, problem_key, problems_from_jsonl, problems_to_jsonl
-    from rlhf_core.data.splits import assert_disjoint, load_problems
+    from rlhf_core.data.problems import (
+        Problem,
+        problem_key,
+        problems_from_jsonl,
+        problems_to_jsonl,
+        response_to_learn,
+    )
     from rlhf_core.data.template import PromptTemplate
     from rlhf_core.data.verifiers import Verdict, verify
 
 __all__ = [
-    "PreferenceFile",
     "PreferencePair",
     "Problem",
     "PromptTemplate",
     "Verdict",
     "VerifiedSample",
-    "assert_disjoint",
-    "check_lengths",
-    "detect_form",
-    "load_problems",
     "pairs_from_jsonl",
     "pairs_from_samples",
     "pairs_to_jsonl",
     "problem_key",
     "problems_from_jsonl",
     "problems_to_jsonl",
-    "read_preferences",
-    "read_problems",
+    "response_to_learn",
     "verify",
 ]
 
 _HOMES = {
-    "PreferenceFile": "rlhf_core.data.files",
     "PreferencePair": "rlhf_core.data.preferences",
     "Problem": "rlhf_core.data.problems",
     "PromptTemplate": "rlhf_core.data.template",
     "Verdict": "rlhf_core.data.verifiers",
     "VerifiedSample": "rlhf_core.data.preferences",
-    "assert_disjoint": "rlhf_core.data.splits",
-    "check_lengths": "rlhf_core.data.lengths",
-    "detect_form": "rlhf_core.data.files",
-    "load_problems": "rlhf_core.data.splits",
     "pairs_from_jsonl": "rlhf_core.data.preferences",
     "pairs_from_samples": "rlhf_core.data.preferences",
     "pairs_to_jsonl": "rlhf_core.data.preferences",
     "problem_key": "rlhf_core.data.problems",
     "problems_from_jsonl": "rlhf_core.data.problems",
     "problems_to_jsonl": "rlhf_core.data.problems",
-    "read_preferences": "rlhf_core.data.files",
-    "read_problems": "rlhf_core.data.files",
+    "response_to_learn": "rlhf_core.data.problems",
     "verify": "rlhf_core.data.verifiers",
 }
 

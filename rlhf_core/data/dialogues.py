@@ -5,25 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rlhf_core.data.files import PROBLEM_FIELDS, stated_answer
-from rlhf_core.data.jsonl import existing_file, read_rows, text_fields
 from rlhf_core.data.labels import IGNORED
+from rlhf_core.data.reading.answers import stated_answer
+from rlhf_core.data.reading.hub import is_saved, saved_rows
+from rlhf_core.data.reading.json_rows import read_rows
+from rlhf_core.data.reading.local import existing_file
+from rlhf_core.data.reading.messages import read_messages
+from rlhf_core.data.reading.results import RejectedRow
+from rlhf_core.data.reading.rows import text_fields
+from rlhf_core.data.transcripts import Message
 from rlhf_core.errors import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-Message = dict[str, str]
-_ROLES = {
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "bot": "assistant",
-    "system": "system",
-}
 _FILES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
-_ON_DISK = ("state.json", "dataset_dict.json")
 
 
 class Dialogue(NamedTuple):
@@ -61,8 +57,8 @@ def read_dialogues(paths: Sequence[str | Path]) -> list[Dialogue]:
 def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     if not path.is_dir():
         yield from read_rows(existing_file(path))
-    elif any((path / name).is_file() for name in _ON_DISK):
-        yield from _rows_on_disk(path)
+    elif is_saved(path):
+        yield from (row for row in saved_rows(path) if not isinstance(row, RejectedRow))
     else:
         parts = sorted(part for part in path.iterdir() if part.is_dir() or part.name.endswith(_FILES))
         if not parts:
@@ -71,54 +67,21 @@ def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             yield from _rows(part)
 
 
-def _rows_on_disk(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    from datasets import DatasetDict, load_from_disk  # noqa: PLC0415  # slow to import, and seldom needed
-
-    try:
-        found = load_from_disk(str(path))
-    except Exception as error:  # whatever Arrow, JSON or the file system raise on damaged files
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise DataError(f"dataset {path} cannot be loaded: {reason}") from error
-    if isinstance(found, DatasetDict):
-        if "train" not in found:
-            raise DataError(f"dataset {path} has the splits {', '.join(found)}; give the directory of one of them")
-        found = found["train"]
-    if not len(found):
-        raise DataError(f"dataset {path} is empty")
-    for number, row in enumerate(found, start=1):
-        yield f"row {number} of {path}", row
-
-
 def _dialogue(row: Mapping[str, Any], where: str) -> Dialogue:
     answer = row.get("gt_answer")
     told = None if answer is None else str(answer)
     if row.get("input_ids") is not None:
         return Dialogue(None, told, _ids(row["input_ids"], where), _loss_mask(row, where), where)
     if row.get("messages") is not None:
-        return Dialogue(_messages(row["messages"], where), told, None, None, where)
+        return Dialogue(read_messages(row["messages"], where), told, None, None, where)
     if "question" in row:
-        question, text = text_fields(row, where, PROBLEM_FIELDS)
+        question, text = text_fields(row, where, ("question", "answer"))
         messages = ({"role": "user", "content": question.strip()}, {"role": "assistant", "content": text.strip()})
         return Dialogue(messages, told if told is not None else stated_answer(text, where), None, None, where)
     raise DataError(
         f"{where} has none of 'messages', 'question' with 'answer', and 'input_ids'; "
         f"it has {', '.join(map(repr, row)) or 'no fields'}"
     )
-
-
-def _messages(value: Any, where: str) -> tuple[Message, ...]:
-    if not isinstance(value, list) or not value:
-        raise DataError(f"{where}: 'messages' must be a list of at least one message")
-    messages = []
-    for message in value:
-        role = message.get("role") or message.get("from") if isinstance(message, dict) else None
-        if role not in _ROLES or not isinstance(message.get("content"), str):
-            raise DataError(
-                f"{where}: a message must have 'role' (or 'from': {', '.join(_ROLES)}) and a string 'content', "
-                f"but is {message!r:.80}"
-            )
-        messages.append({"role": _ROLES[role], "content": message["content"]})
-    return tuple(messages)
 
 
 def _entry(row: Mapping[str, Any], where: str) -> str | None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import math
+from array import array
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from rlhf_core.config import RewardModelConfig
-from rlhf_core.data.preferences import PreferencePair
+from rlhf_core.data.preferences import ASSISTANT, PreferencePair
+from rlhf_core.data.problems import problem_key
 from rlhf_core.data.template import PromptTemplate
 from rlhf_core.errors import DataError
 
@@ -22,6 +24,8 @@ class EncodedPair(NamedTuple):
     """By how much the chosen one's score should exceed the other's, at least 0."""
     prompt_tokens: int | None = None
     """Tokens at the beginning of both that are the prompt; None if that is not known."""
+    both_well_formed: bool | None = None
+    """Whether both responses have the form that is wanted; None if nobody has looked."""
 
     @property
     def longest(self) -> int:
@@ -37,30 +41,47 @@ class PairSplit(NamedTuple):
 
 
 def split_pairs(pairs: Sequence[PreferencePair], config: RewardModelConfig, *, seed: int) -> PairSplit:
-    """Return at most `config.pairs` pairs, split by prompt: pairs of one prompt share responses, so they go together.
+    """Return at most `config.pairs` pairs, split by conversation.
+
+    Pairs of one prompt share responses, and a prompt that continues another shares its turns: they go together, or the
+    accuracy would be measured on what was learnt.
 
     Raises:
         DataError: one side is empty.
     """
 
-    def place(pair: PreferencePair) -> float:
-        digest = hashlib.sha256(f"{seed}\0{pair.prompt}".encode("utf-8", "surrogatepass")).digest()
-        return int.from_bytes(digest[:8], "big") / 2**64
-
     def rank(pair: PreferencePair) -> bytes:
-        text = "\0".join((str(seed), pair.prompt, pair.chosen, pair.rejected))
-        return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+        return _digest(seed, pair.prompt, pair.chosen, pair.rejected)
 
-    drawn = sorted(pairs, key=rank)
-    used = drawn[: config.pairs]
-    heldout = [pair for pair in used if place(pair) < config.heldout_fraction]
-    training = [pair for pair in used if place(pair) >= config.heldout_fraction]
+    used = sorted(pairs, key=rank)[: config.pairs]
+    beginnings = _beginnings({pair.prompt for pair in used})
+    places = {
+        prompt: int.from_bytes(_digest(seed, problem_key(first))[:8], "big") / 2**64
+        for prompt, first in beginnings.items()
+    }
+    heldout = [pair for pair in used if places[pair.prompt] < config.heldout_fraction]
+    training = [pair for pair in used if places[pair.prompt] >= config.heldout_fraction]
     if not heldout or not training:
         raise DataError(
-            f"{len(used)} preference pairs of {len({pair.prompt for pair in used})} prompts leave {len(training)} to "
-            f"train on and {len(heldout)} held out; give more pairs or change reward_model.heldout_fraction"
+            f"{len(used)} preference pairs of {len(set(beginnings.values()))} prompts leave {len(training)} to train "
+            f"on and {len(heldout)} held out; give more pairs or change reward_model.heldout_fraction"
         )
     return PairSplit(training, heldout)
+
+
+def _beginnings(prompts: Iterable[str]) -> dict[str, str]:
+    """Return, of each prompt, the shortest one that it continues: itself, unless that is a transcript among them."""
+    found: dict[str, str] = {}
+    first = ""
+    for prompt in sorted(prompts):  # what continues a transcript comes right behind it
+        if not (first.endswith(ASSISTANT) and prompt.startswith(first)):
+            first = prompt
+        found[prompt] = first
+    return found
+
+
+def _digest(seed: int, *texts: str) -> bytes:
+    return hashlib.sha256("\0".join((str(seed), *texts)).encode("utf-8", "surrogatepass")).digest()
 
 
 def encode_pairs(pairs: Sequence[PreferencePair], template: PromptTemplate) -> list[EncodedPair]:
@@ -72,13 +93,14 @@ def encode_pairs(pairs: Sequence[PreferencePair], template: PromptTemplate) -> l
     encoded = []
     for pair in pairs:
         prompt = template.prompt_ids(pair.prompt)
-        chosen, rejected = (prompt + template.response_ids(text) for text in (pair.chosen, pair.rejected))
+        # arrays: the lists of a hundred thousand pairs would take gigabytes
+        chosen, rejected = (array("i", prompt + template.response_ids(text)) for text in (pair.chosen, pair.rejected))
         if not 0 <= pair.margin < math.inf:
             raise DataError(
                 f"the pair of prompt {pair.prompt[:40]!r} has margin {pair.margin}, but it says by how much the chosen "
                 "response is better, at least 0; swap the responses, or leave the pair out"
             )
-        encoded.append(EncodedPair(chosen, rejected, pair.margin, len(prompt)))
+        encoded.append(EncodedPair(chosen, rejected, pair.margin, len(prompt), pair.both_well_formed))
     return encoded
 
 
@@ -86,10 +108,10 @@ def refuse_shared_prompts(training: Iterable[PreferencePair], heldout: Iterable[
     """See that a reward model is measured on prompts that it was not trained on.
 
     Raises:
-        DataError: if a prompt is in both, however different its responses.
+        DataError: if a prompt is in both, however different its responses, its case or its white space.
     """
-    learnt = {pair.prompt for pair in training}
-    shared = {pair.prompt for pair in heldout} & learnt
+    learnt = {problem_key(pair.prompt) for pair in training}
+    shared = {pair.prompt for pair in heldout if problem_key(pair.prompt) in learnt}
     if shared:
         raise DataError(
             f"{len(shared)} prompts are in the training pairs and in the held-out ones, first {min(shared)!r}; a "

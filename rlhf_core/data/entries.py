@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+DRAWN = "drawn"
+"""Where our records say which task drew them, and with which parameters: some scorers depend on those."""
 _KIND, _ITEMS = "__kind__", "items"
 _KINDS: dict[str, type] = {"tuple": tuple, "set": set, "dict": dict}
 

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from rlhf_core.data.dialogues import Dialogue, Message
+from rlhf_core.data.dialogues import Dialogue
 from rlhf_core.data.labels import IGNORED
 from rlhf_core.data.problems import problem_key
+from rlhf_core.data.transcripts import Message
 from rlhf_core.errors import DataError
 from rlhf_core.strategy.ranks import current_ranks
 

@@ -13,6 +13,7 @@ from rlhf_core.errors import DataError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+SYSTEM = "\n\nSystem:"
 HUMAN = "\n\nHuman:"
 ASSISTANT = "\n\nAssistant:"
 
@@ -27,6 +28,8 @@ class PreferencePair:
     rejected: str
     margin: float = 0.0
     """By how much the chosen response's score should exceed the other's, at least 0: how sure the judge was."""
+    both_well_formed: bool | None = None
+    """Whether both responses have the form that is wanted, so that they differ in more; None if nobody has looked."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ def _common_length(one: str, other: str) -> int:
     return length
 
 
-def pairs_from_samples(samples: Iterable[VerifiedSample], *, most: int, seed: int) -> list[PreferencePair]:
+def pairs_from_samples(samples: Iterable[VerifiedSample], *, most: int | None, seed: int) -> list[PreferencePair]:
     """Return pairs of samples of one prompt: right before wrong, or well formed before ill formed.
 
     Prompts are visited in an order drawn by the seed, in rounds of one pair each, so that a limit spares no
@@ -92,11 +95,11 @@ def pairs_from_samples(samples: Iterable[VerifiedSample], *, most: int, seed: in
 
     Args:
         samples: several responses per prompt, in any order.
-        most: largest number of pairs.
+        most: largest number of pairs; None returns all.
         seed: with the samples' texts, all that the result depends on.
 
     Returns:
-        At most `most` pairs; none if every prompt's samples are equally good.
+        At most `most` pairs; none at all if every prompt's samples are equally good.
     """
     by_prompt: defaultdict[str, dict[tuple[str, float], VerifiedSample]] = defaultdict(dict)
     for sample in samples:
@@ -118,7 +121,8 @@ def _pairs_of_one_prompt(samples: Sequence[VerifiedSample]) -> list[PreferencePa
         candidates.remove((chosen, rejected))
         uses[chosen.response] += 1
         uses[rejected.response] += 1
-        pairs.append(PreferencePair(chosen.prompt, chosen.response, rejected.response))
+        both = chosen.well_formed and rejected.well_formed
+        pairs.append(PreferencePair(chosen.prompt, chosen.response, rejected.response, both_well_formed=both))
     return pairs
 
 

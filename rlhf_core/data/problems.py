@@ -1,4 +1,4 @@
-"""Problems: a prompt, and the answer that the verifier expects."""
+"""Problems: a prompt, and what is known of a good response."""
 
 from __future__ import annotations
 
@@ -7,34 +7,42 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rlhf_core.data.jsonl import from_jsonl, to_jsonl
+from rlhf_core.data.transcripts import turns
+from rlhf_core.errors import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from rlhf_core.data.template import PromptTemplate
 
 
 def problem_key(prompt: str) -> str:
     """Return what two prompts share if they differ in case and white space alone: 16 hex digits.
 
+    A transcript of one turn is that turn.
+
     Example:
         >>> problem_key("Sort  ascending: 3 1") == problem_key("sort ascending: 3 1 ")
         True
     """
-    normalised = " ".join(prompt.casefold().split())
+    said = turns(prompt)
+    text = said[0]["content"] if said is not None and len(said) == 1 else prompt
+    normalised = " ".join(text.casefold().split())
     return hashlib.sha256(normalised.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A prompt with one right answer.
-
-    Its demonstration, for supervised fine-tuning, is the answer in the answer tags (`<answer>42</answer>`):
-    no solution is shown, also where a file has one.
-    """
+    """A prompt, with what is known of a good response to it."""
 
     prompt: str
-    answer: str
+    r"""Plain text, or a transcript ("\n\nHuman: ...\n\nAssistant:", optionally with a system turn first)."""
+    answer: str | None = None
+    """The right one, which a verifier compares with; None for an open prompt."""
     entry: str | None = field(default=None, compare=False, repr=False)
     """The task's own record of the problem, as JSON, which its scorer needs; None for problems of a file."""
+    demonstration: str | None = field(default=None, compare=False)
+    """A whole response to learn; None learns the answer in its tags."""
 
     @property
     def key(self) -> str:
@@ -42,18 +50,41 @@ class Problem:
         return problem_key(self.prompt)
 
 
-def problems_to_jsonl(problems: Iterable[Problem]) -> bytes:
-    """Return the problems as JSON lines of {"question", "answer"}, which `read_problems` reads too.
+def response_to_learn(problem: Problem, template: PromptTemplate) -> str:
+    """Return what supervised fine-tuning teaches: the demonstration, else the answer in its tags.
 
-    A problem with a record of its task has it under "entry".
+    Raises:
+        DataError: if the problem has neither.
     """
+    if problem.demonstration is not None:
+        return problem.demonstration
+    if problem.answer is None:
+        raise DataError(
+            f"the prompt {problem.prompt[:40]!r} has neither a response nor an answer, so there is nothing to learn; "
+            "give data.demonstrations, or problems with answers"
+        )
+    return template.answer_text(problem.answer)
+
+
+def problems_to_jsonl(problems: Iterable[Problem]) -> bytes:
+    """Return the problems as JSON lines of {"question", "answer", "entry", "response"}, less what a problem lacks."""
     return to_jsonl(
-        {"question": problem.prompt, "answer": problem.answer}
-        | ({} if problem.entry is None else {"entry": problem.entry})
+        {
+            name: value
+            for name, value in (
+                ("question", problem.prompt),
+                ("answer", problem.answer),
+                ("entry", problem.entry),
+                ("response", problem.demonstration),
+            )
+            if value is not None
+        }
         for problem in problems
     )
 
 
 def problems_from_jsonl(data: bytes) -> list[Problem]:
     """Return the problems that `problems_to_jsonl` wrote."""
-    return [Problem(row["question"], row["answer"], row.get("entry")) for row in from_jsonl(data)]
+    return [
+        Problem(row["question"], row.get("answer"), row.get("entry"), row.get("response")) for row in from_jsonl(data)
+    ]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
-from rlhf_core.data.preferences import ASSISTANT, HUMAN
+from rlhf_core.data.preferences import ASSISTANT
+from rlhf_core.data.transcripts import turns
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.rewards.structure import answer_tags, is_of_tag
 
@@ -17,20 +19,17 @@ if TYPE_CHECKING:
 
 SYSTEM = "system"
 PLACE = "{prompt}"
-PLAIN = "{prompt}\n"
 
 
 class PromptTemplate:
     r"""Turns prompts and responses into token ids, and back.
 
     A prompt stands where the template says `{prompt}`. Without a template, it is the user's turn in the
-    tokenizer's chat template (which may add a system turn of its own); without that too, it stands alone on
-    its line, after the beginning-of-sequence token if the tokenizer is of those that set one.
+    tokenizer's chat template (which may add a system turn of its own).
 
     A transcript ("\n\nHuman: ...\n\nAssistant:", as HH-RLHF's prompts are) becomes turns of the chat
     template. With a template of the configuration, which has one place, a transcript of one turn puts that
-    turn there, and a longer one itself, speakers' names and all; with the plain fallback, it is put as it
-    is.
+    turn there, and a longer one itself, speakers' names and all.
 
     The configuration may bring a chat template of its own, and a system turn to begin with.
     """
@@ -85,16 +84,41 @@ class PromptTemplate:
         usable = [token for token in candidates if token is not None and token not in self.stop_ids]
         return int(usable[0]) if usable else self.stop_ids[-1]
 
+    @property
+    def writes_turns(self) -> bool:
+        """Whether a chat template puts prompts, which writes every turn of a conversation."""
+        return self._config.prompt is None
+
     def prompt_ids(self, prompt: str) -> list[int]:
-        """Return the token ids that the model is given before it answers."""
-        turns = _turns(prompt)
-        if self._config.prompt is not None:
-            alone = turns is not None and len(turns) == 1
-            text = turns[0]["content"] if turns and alone else prompt.removesuffix(ASSISTANT).strip()
-            return self._ids(self._config.prompt.replace(PLACE, text if turns else prompt))
-        if self._chat_template:
-            return self._ids(self.render(turns or [{"role": "user", "content": prompt}], for_answer=True))
-        return self._start() + self._ids(prompt if turns else PLAIN.replace(PLACE, prompt))
+        """Return the token ids that the model is given before it answers.
+
+        Raises:
+            ConfigError: if neither the configuration nor the tokenizer says how prompts are put.
+        """
+        return self._ids(self.prompt_text(prompt))
+
+    def prompt_text(self, prompt: str) -> str:
+        """Return the text that the model is given before it answers, special tokens spelt out."""
+        said = turns(prompt)
+        if self._config.prompt is None:
+            return self.render(said or [{"role": "user", "content": prompt}], for_answer=True)
+        if said is None:
+            return self._config.prompt.replace(PLACE, prompt)
+        whole = said[0]["content"] if len(said) == 1 else prompt.removesuffix(ASSISTANT).strip()
+        return self._config.prompt.replace(PLACE, whole)
+
+    def count_tokens(self, texts: Sequence[str]) -> list[int]:
+        """Return the number of tokens of each text, special tokens in it included and none added."""
+        if not texts:
+            return []
+        return [len(ids) for ids in self.tokenizer(list(texts), add_special_tokens=False).input_ids]
+
+    def digest(self) -> str:
+        """Return what names the tokens of every prompt and response: tokenizer and configuration together."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        words = backend.to_str() if backend is not None else repr(sorted(self.tokenizer.get_vocab().items()))
+        facts = (words, self._config.model_dump_json(), str(self._chat_template), repr(self.stop_ids))
+        return hashlib.sha256("\0".join(facts).encode("utf-8", "surrogatepass")).hexdigest()
 
     def render(self, messages: Sequence[Mapping[str, str]], *, for_answer: bool = False) -> str:
         """Return turns as the chat template writes them, the system turn first if the configuration has one.
@@ -108,7 +132,10 @@ class PromptTemplate:
             DataError: if the chat template refuses the turns.
         """
         if not self._chat_template:
-            raise ConfigError("the tokenizer has no chat template; set template.chat_template, or take another model")
+            raise ConfigError(
+                "the tokenizer has no chat template, so nothing says how a prompt is put to this model; set "
+                "template.prompt (a text around {prompt}) or template.chat_template, or take a model that has one"
+            )
         system = self._config.system_message
         opened = messages
         if system is not None and (not messages or messages[0]["role"] != SYSTEM):
@@ -146,23 +173,6 @@ class PromptTemplate:
         text: str = self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
-    def _start(self) -> list[int]:
-        first = self.tokenizer.bos_token_id
-        ids = self.tokenizer("a").input_ids
-        return [first] if first is not None and ids[:1] == [first] else []
-
     def _ids(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
         return ids
-
-
-def _turns(prompt: str) -> list[dict[str, str]] | None:
-    """Return a transcript's turns; None if the prompt is not a transcript that awaits the assistant."""
-    if not (prompt.startswith(HUMAN) and prompt.endswith(ASSISTANT)):
-        return None
-    turns = []
-    for part in prompt.removesuffix(ASSISTANT).split(HUMAN)[1:]:
-        human, *answers = part.split(ASSISTANT)
-        turns.append({"role": "user", "content": human.strip()})
-        turns += [{"role": "assistant", "content": answer.strip()} for answer in answers]
-    return turns

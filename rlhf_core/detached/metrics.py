@@ -7,6 +7,7 @@ from statistics import fmean
 
 from torch import Tensor
 
+from rlhf_core.trainer.ppo.judgement import judgement_metrics, judgement_sums
 from rlhf_core.trainer.ppo.learner import PPOStats
 from rlhf_core.types import EpisodeControls, Sample
 
@@ -19,7 +20,7 @@ def episode_metrics(
     learnt_at: int,
     controls: EpisodeControls,
 ) -> dict[str, float]:
-    """Return the means over an episode's samples and over its optimizer steps.
+    """Return the means over an episode's samples and over its optimizer steps, and `judgement_metrics`.
 
     Args:
         samples: every response with what was made of it.
@@ -47,7 +48,7 @@ def episode_metrics(
         metrics["rm_score"] = fmean(scores)
     for name in PPOStats._fields:
         metrics[name] = fmean(float(getattr(stat, name)) for stat in stats)
-    return metrics | _norms(stats)
+    return metrics | judgement_metrics(judgement_sums(samples), len(samples)) | _norms(stats)
 
 
 def _norms(stats: Sequence[PPOStats]) -> dict[str, float]:

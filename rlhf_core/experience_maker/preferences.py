@@ -1,4 +1,4 @@
-"""Preference pairs from a policy's own samples, ordered by the verifier."""
+"""Preference pairs from a policy's own samples, ordered by the data's verifier."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import NamedTuple
 from transformers import PreTrainedModel
 
 from rlhf_core.config import RewardModelConfig
-from rlhf_core.data import PreferencePair, Problem, PromptTemplate, verify
+from rlhf_core.data import PreferencePair, Problem, PromptTemplate
 from rlhf_core.data.preferences import VerifiedSample, pairs_from_samples
 from rlhf_core.errors import DataError
 from rlhf_core.generation import GenerationSettings, make_engine, sample_uniforms
+from rlhf_core.rewards.verifying import RIGHT, Answered, ExactJudge, Judge
 
 PROMPTS_AT_ONCE = 16
 SAMPLING_ROUND = -1
@@ -35,17 +36,28 @@ def sample_pairs(
     *,
     seed: int,
     on_progress: Callable[[int], None],
+    judge: Judge | None = None,
 ) -> SampledPairs:
     """Sample responses to each problem at temperature 1 and pair better ones with worse ones.
+
+    Args:
+        model: the policy.
+        template: how prompts are put and responses read.
+        problems: that it is asked.
+        config: samples of each problem, their length, and the most pairs.
+        seed: of the samples, and of the pairs' order.
+        on_progress: called with the number of problems done.
+        judge: the data's verifier (`judge_of`), left open; None compares with the answer (`exact`).
 
     Raises:
         DataError: no problem has two responses of different worth, so there is nothing to learn from.
     """
+    judge = judge or ExactJudge(template.answer_tag)
     samples: list[VerifiedSample] = []
     mixed: list[bool] = []
     for start in range(0, len(problems), PROMPTS_AT_ONCE):
         batch = problems[start : start + PROMPTS_AT_ONCE]
-        made = _sample(model, template, batch, config, seed)
+        made = _verified(judge, _sample(model, template, batch, config, seed))
         samples += made
         groups = [made[row : row + config.samples_per_prompt] for row in range(0, len(made), config.samples_per_prompt)]
         mixed += [len({sample.score for sample in group}) > 1 for group in groups]
@@ -58,7 +70,7 @@ def sample_pairs(
         )
     figures = {
         "samples": len(samples),
-        "accuracy": fmean(sample.score for sample in samples),
+        "accuracy": fmean(sample.score >= RIGHT for sample in samples),
         "well_formed": fmean(sample.well_formed for sample in samples),
         "mixed": fmean(mixed),
         "pairs": len(pairs),
@@ -68,7 +80,7 @@ def sample_pairs(
 
 def _sample(
     model: PreTrainedModel, template: PromptTemplate, batch: Sequence[Problem], config: RewardModelConfig, seed: int
-) -> list[VerifiedSample]:
+) -> list[Answered]:
     rows = [(problem, sample) for problem in batch for sample in range(config.samples_per_prompt)]
     made = make_engine("native", model, tokenizer=template.tokenizer).generate(
         [template.prompt_ids(problem.prompt) for problem, _ in rows],
@@ -91,6 +103,13 @@ def _sample(
     for row, (problem, _) in enumerate(rows):
         ids = made.sequences[row, -width:][made.action_mask[row]].tolist()
         text, ended = template.decode_response(ids), bool(made.ended[row])
-        verdict = verify(text, problem.answer, ended=ended, tag=template.answer_tag)
-        samples.append(VerifiedSample(problem.prompt, text, verdict.score, verdict.well_formed))
+        samples.append(Answered(problem.prompt, text, problem.answer, problem.entry, problem.key, ended))
     return samples
+
+
+def _verified(judge: Judge, samples: Sequence[Answered]) -> list[VerifiedSample]:
+    verdicts = judge.judge(samples)
+    return [
+        VerifiedSample(sample.prompt, sample.response, verdict.score, verdict.well_formed)
+        for sample, verdict in zip(samples, verdicts, strict=True)
+    ]

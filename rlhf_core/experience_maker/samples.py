@@ -29,15 +29,17 @@ def describe(
         samples: which of its prompt's samples each row is.
         scores: what the sources said.
         divergence: [B A], from the initial model, zero on padding.
-        tag: of the answer.
+        tag: of the answer, which alone makes the form where no source looks at it.
     """
     lengths = batch.action_mask.sum(dim=1).tolist()
     summed = divergence.sum(dim=1).tolist()
     raw = {name: values.tolist() for name, values in scores.raw.items()}
+    parts = {name: values.tolist() for name, values in scores.parts.items()}
     described = []
     for row, prompt in enumerate(batch.prompts):
-        text, ended = batch.responses[row], bool(batch.ended[row])
         said = {name: values[row] for name, values in raw.items()}
+        text, ended = batch.responses[row], bool(batch.ended[row])
+        formed = is_well_formed(text, ended=ended, tag=tag) if scores.well_formed is None else scores.well_formed[row]
         described.append(
             Sample(
                 prompt=prompt.text,
@@ -46,13 +48,14 @@ def describe(
                 key=prompt.key,
                 score=scores.total[row].item(),
                 verifier=said.get(VERIFIER, 0.0),
-                well_formed=is_well_formed(text, ended=ended, tag=tag),
+                well_formed=bool(formed),
                 rm_score=said.get(REWARD_MODEL),
                 kl=summed[row],
                 length=lengths[row],
                 ended=ended,
                 index=samples[row],
                 raw_scores=said,
+                parts={name: values[row] for name, values in parts.items()},
             )
         )
     return described

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
+import json
+from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import reasoning_gym
 
-from rlhf_core.data.entries import entry_from_json
+from rlhf_core.data.adapters import ADAPTERS
+from rlhf_core.data.entries import DRAWN, entry_from_json
 from rlhf_core.rewards.structure import Tags, extract_answer, validate_response_structure
+
+NO_ANSWER = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
+"""What some of the library's scorers raise on a text that cannot be read as an answer to their task."""
 
 
 def score(prompt: str, response: str, answer: str | None, entry: str, *, task: str, tags: Tags) -> float:
@@ -19,7 +24,8 @@ def score(prompt: str, response: str, answer: str | None, entry: str, *, task: s
         prompt: not looked at: the record has the task's own.
         response: without its stop token.
         answer: not looked at either.
-        entry: the record, as `entry_to_json` wrote it.
+        entry: the record, as `entry_to_json` wrote it; one that says which task drew it, and with which parameters,
+            is scored by that task with those.
         task: name in reasoning-gym.
         tags: the form of a response.
     """
@@ -27,19 +33,19 @@ def score(prompt: str, response: str, answer: str | None, entry: str, *, task: s
     given = extract_answer(response, tags)
     if given is None or not validate_response_structure(response, tags):
         return 0.0
-    reread = _REREADERS.get(task)
-    return float(_scorer(task)(reread(given) if reread else given, entry=entry_from_json(entry)))
+    record = entry_from_json(entry)
+    drawn: Mapping[str, Any] = record.pop(DRAWN, {"task": task, "parameters": {}})
+    adapter = ADAPTERS.get(drawn["task"])
+    scorer = _scorer(drawn["task"], json.dumps(drawn["parameters"], sort_keys=True))
+    try:
+        if adapter is not None and adapter.admits is not None and not adapter.admits(given, record):
+            return 0.0
+        return float(scorer(adapter.reread(given) if adapter else given, entry=record))
+    except NO_ANSWER:
+        return 0.0
 
 
-@cache
-def _scorer(task: str) -> Callable[..., float]:
-    scorer: Callable[..., float] = reasoning_gym.get_score_answer_fn(task)
+@lru_cache(maxsize=64)
+def _scorer(task: str, parameters: str) -> Callable[..., float]:
+    scorer: Callable[..., float] = reasoning_gym.create_dataset(task, **json.loads(parameters)).score_answer
     return scorer
-
-
-def _as_list(answer: str) -> str:
-    """Return "1 3 5" as the library's prompt would have it: our short prompt asks for numbers alone."""
-    return str(answer.replace(",", " ").split())
-
-
-_REREADERS: dict[str, Callable[[str], Any]] = {"number_sorting": _as_list}

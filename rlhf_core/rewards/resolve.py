@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
+from pathlib import Path
 from typing import Any, Literal
 
 from rlhf_core.errors import ConfigError
@@ -58,7 +62,7 @@ def resolve_reward_function(
     match = _PATH.fullmatch(name_or_path)
     if match is None:
         near = difflib.get_close_matches(name_or_path, BUILT_IN, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"known are {' and '.join(BUILT_IN)}"
+        hint = f"did you mean {near[0]}?" if near else f"known are {' and '.join(BUILT_IN)}."
         raise ConfigError(
             f"there is no reward function {name_or_path!r}; {hint} Others are given as reasoning_gym:<task> or "
             "package.module:function"
@@ -71,6 +75,30 @@ def resolve_reward_function(
             f"add {match['module']} to {setting}{' (a list with commas)' if setting == SETTING else ''} if you trust it"
         )
     return RewardFunction(name_or_path, name_or_path)
+
+
+def code_digest(name_or_path: str) -> str | None:
+    """Return the SHA-256 of the file of a user's own function, none of which is run; None for any other name.
+
+    It is of the function's module alone, not of what that imports. Without such a file it is None too.
+    """
+    match = _PATH.fullmatch(name_or_path)
+    if name_or_path in BUILT_IN or match is None or match["module"] == GYM:
+        return None
+    spec: ModuleSpec | None = None
+    parts = match["module"].split(".")
+    for depth in range(1, len(parts) + 1):  # finding a module through its package's name would run the package
+        places = None if spec is None else spec.submodule_search_locations
+        spec = _spec(".".join(parts[:depth]), places)
+        if spec is None:
+            return None
+    file = Path(spec.origin) if spec is not None and spec.origin else None
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file is not None and file.is_file() else None
+
+
+def _spec(module: str, places: Sequence[str] | None) -> ModuleSpec | None:
+    found = (finder.find_spec(module, places) for finder in sys.meta_path)
+    return next((spec for spec in found if spec is not None), None)
 
 
 def _is_allowed(module: str, allowed: Sequence[str]) -> bool:

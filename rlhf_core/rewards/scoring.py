@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import NamedTuple, Protocol
 
 import torch
@@ -23,9 +24,10 @@ from rlhf_core.rewards.sources import (
     Verifier,
     model_source,
 )
-from rlhf_core.rewards.structure import answer_tags
+from rlhf_core.rewards.structure import Tags, answer_tags
+from rlhf_core.rewards.verifying import ExactJudge, Judge
 
-__all__ = ["REWARD_MODEL", "VERIFIER", "Scorer", "Scores", "ScoringBatch", "WeightedScorer", "build_scorer"]
+__all__ = ["REWARD_MODEL", "VERIFIER", "Scorer", "Scores", "ScoringBatch", "Weighted", "WeightedScorer", "build_scorer"]
 
 
 class Scores(NamedTuple):
@@ -35,6 +37,18 @@ class Scores(NamedTuple):
     """[B]"""
     raw: dict[str, Tensor]
     """[B] by source, neither scaled nor weighted."""
+    parts: dict[str, Tensor]
+    """[B] by source, scaled and weighted: they sum to the total; zero where a source has no weight."""
+    well_formed: Tensor | None
+    """[B], True where a response has the form of an answer; None if no source looks at it."""
+
+
+class Weighted(NamedTuple):
+    """One term of the score."""
+
+    name: str
+    weight: float
+    source: Source
 
 
 class Scorer(Protocol):
@@ -53,30 +67,39 @@ class WeightedScorer:
     """Adds sources, each scaled by itself and then weighted: no hidden normalisation over the batch.
 
     Args:
-        sources: weight and source, in the order in which they are added.
+        sources: in the order in which they are added.
         scaled: False adds what the sources say unscaled, as upstream does.
     """
 
-    def __init__(self, sources: Sequence[tuple[float, Source]], *, scaled: bool = True) -> None:
+    def __init__(self, sources: Sequence[Weighted], *, scaled: bool = True) -> None:
         self._sources, self._scaled = tuple(sources), scaled
 
     def score(self, batch: ScoringBatch) -> Scores:
-        """Return the weighted sum of the scaled sources, and every raw value."""
+        """Return the weighted sum of the scaled sources, its parts, and every raw value."""
         total = torch.zeros(len(batch.prompts))
         raw: dict[str, Tensor] = {}
-        for weight, source in self._sources:
+        parts: dict[str, Tensor] = {}
+        well_formed = None
+        for name, weight, source in self._sources:
             judged = source(batch)
             raw |= judged.raw
+            parts[name] = torch.zeros(len(batch.prompts))
             if weight:
-                total = total + weight * (judged.scaled if self._scaled else sum(judged.raw.values()))
-        return Scores(total, raw)
+                parts[name] = weight * (judged.scaled if self._scaled else _sum(judged.raw))
+                total = total + parts[name]
+            well_formed = well_formed if judged.well_formed is None else judged.well_formed
+        return Scores(total, raw, parts, well_formed)
 
     def close(self) -> None:
         """End the sources' processes."""
-        for _, source in self._sources:
-            close = getattr(source, "close", None)
+        for each in self._sources:
+            close = getattr(each.source, "close", None)
             if close is not None:
                 close()
+
+
+def _sum(raw: Mapping[str, Tensor]) -> Tensor:
+    return torch.stack(list(raw.values())).sum(dim=0)
 
 
 def build_scorer(
@@ -84,6 +107,7 @@ def build_scorer(
     reward_model: AnyRewardModel | None,
     *,
     template: PromptTemplate,
+    judge: Judge | None = None,
     allowed_modules: Sequence[str] = (),
     scaled: bool = True,
 ) -> WeightedScorer:
@@ -93,21 +117,36 @@ def build_scorer(
         config: weights of the sources, and the functions' time limit.
         reward_model: trained, verifiable, or whatever is called like one; None if its weight is 0.
         template: names the form of a response.
+        judge: the data's verifier (`judge_of`), closed with the scorer, or at once if none comes of it; None compares
+            with the answer (`exact`) where the verifier has a weight, and else asks none. A prompt that it has nothing
+            to judge by is refused where the verifier has a weight, else counts as wrong.
         allowed_modules: from which reward functions may be taken by path.
         scaled: False for upstream's numbers, which take every source as it comes.
 
     Raises:
         ConfigError: if a source is weighted and not there, or a function cannot be imported.
     """
-    if reward_model is None and config.reward_model > 0:
-        raise ConfigError(
-            f"ppo.reward.reward_model is {config.reward_model}, but there is no reward model; "
-            "give one, or set the weight to 0"
-        )
-    sources: list[tuple[float, Source]] = [(config.verifier, Verifier(template.answer_tag))]
+    sources: list[Weighted] = []
+    if judge is not None or config.verifier > 0:
+        verifier = Verifier(judge or ExactJudge(template.answer_tag), required=config.verifier > 0)
+        sources.append(Weighted(VERIFIER, config.verifier, verifier))
     if reward_model is not None:
-        sources.append((config.reward_model, model_source(reward_model)))
-    tags = template.tags or answer_tags(template.answer_tag)
+        sources.append(Weighted(REWARD_MODEL, config.reward_model, model_source(reward_model)))
+    with ExitStack() as undo:
+        if judge is not None:
+            undo.callback(judge.close)
+        if reward_model is None and config.reward_model > 0:
+            raise ConfigError(
+                f"ppo.reward.reward_model is {config.reward_model}, but there is no reward model; "
+                "give one, or set the weight to 0"
+            )
+        sources += _functions(config, template.tags or answer_tags(template.answer_tag), allowed_modules)
+        undo.pop_all()
+    return WeightedScorer(sources, scaled=scaled)
+
+
+def _functions(config: RewardConfig, tags: Tags, allowed_modules: Sequence[str]) -> list[Weighted]:
+    """Return the reward functions that have a weight, imported in one process."""
     weighted = {name: weight for name, weight in config.functions.items() if weight}
     resolved = {name: resolve_reward_function(name, allowed_modules=allowed_modules, tags=tags) for name in weighted}
     process = RewardProcess(config.timeout_s)
@@ -117,5 +156,4 @@ def build_scorer(
         except RewardFunctionError as error:
             process.close()
             raise ConfigError(f"reward function {name!r} cannot be imported: {error}") from None
-        sources.append((weighted[name], FunctionScores(function, process)))
-    return WeightedScorer(sources, scaled=scaled)
+    return [Weighted(name, weighted[name], FunctionScores(each, process)) for name, each in resolved.items()]

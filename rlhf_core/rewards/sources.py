@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlhf_core.data.verifiers import verify
 from rlhf_core.errors import DataError, ModelError
 from rlhf_core.models.device import device_of
 from rlhf_core.models.reward_model import RewardModel
@@ -16,6 +15,7 @@ from rlhf_core.rewards.model import RLVRRewardModel
 from rlhf_core.rewards.process import RewardProcess
 from rlhf_core.rewards.resolve import RewardFunction
 from rlhf_core.rewards.rows import call_rows
+from rlhf_core.rewards.verifying import Answered, Judge, Verdict
 from rlhf_core.types import Prompt
 
 VERIFIER = "verifier"
@@ -45,31 +45,46 @@ class Judged(NamedTuple):
     """[B], of order one."""
     raw: Mapping[str, Tensor]
     """[B] each, as they came."""
+    well_formed: Tensor | None = None
+    """[B], True where a response has the form of an answer; None from a source that does not look at it."""
 
 
 Source = Callable[[ScoringBatch], Judged]
 
 
 class Verifier:
-    """The exact answer in its tags: 0 or 1.
+    """The data's verifier: 0 to 1, where 1 is right.
 
     Args:
-        answer_tag: name of the tags.
+        judge: says so; closed with this source.
+        required: refuse prompts that it cannot judge; else responses to them count as wrong.
     """
 
-    def __init__(self, answer_tag: str) -> None:
-        self._tag = answer_tag
+    def __init__(self, judge: Judge, *, required: bool) -> None:
+        self._judge, self._required = judge, required
+        self.close = judge.close
 
     def __call__(self, batch: ScoringBatch) -> Judged:
-        """Return 1 for each right answer; a prompt without reference answer has none."""
-        rows = zip(batch.prompts, batch.responses, batch.ended.tolist(), strict=True)
-        found = torch.tensor(
-            [
-                0.0 if prompt.answer is None else verify(text, prompt.answer, ended=ended, tag=self._tag).score
-                for prompt, text, ended in rows
-            ]
-        )
-        return Judged(found, {VERIFIER: found})
+        """Return the verdicts.
+
+        Raises:
+            DataError: if a prompt has nothing to judge by, and judging is required.
+        """
+        rows = [
+            Answered(prompt.text, response, prompt.answer, prompt.entry, prompt.key, ended)
+            for prompt, response, ended in zip(batch.prompts, batch.responses, batch.ended.tolist(), strict=True)
+        ]
+        verdicts = self._judge.judge(rows) if self._required else self._as_far_as_can_be(rows)
+        found = torch.tensor([verdict.score for verdict in verdicts])
+        return Judged(found, {VERIFIER: found}, torch.tensor([verdict.well_formed for verdict in verdicts]))
+
+    def _as_far_as_can_be(self, rows: Sequence[Answered]) -> list[Verdict]:
+        try:
+            return self._judge.judge(rows)
+        except DataError:
+            if len(rows) == 1:
+                return [Verdict(0.0, False)]
+            return [verdict for row in rows for verdict in self._as_far_as_can_be([row])]
 
 
 class TrainedScores:

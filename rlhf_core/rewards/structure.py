@@ -115,3 +115,18 @@ def extract_answer(text: str, tags: Tags | None = None) -> str | None:
     before, closing, _ = text.rpartition(tags[CLOSING]["text"])
     _, opening, answer = before.rpartition(tags[OPENING]["text"])
     return answer.strip() if opening and closing else None
+
+
+def filled_tags(tags: Tags, answer: str) -> str:
+    """Return the shortest text that has the form and this answer.
+
+    Example:
+        >>> filled_tags(DEFAULT_TAGS, "42")
+        '<think></think><answer>42</answer>'
+    """
+    parts = []
+    for name, tag in tags.items():
+        parts += [tag["text"]] * tag.get("num_occur", 1)
+        if name == OPENING:
+            parts.append(answer)
+    return "".join(parts)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch.utils.data import DataLoader
 
 from rlhf_core.data.conversation import Conversation, encode_conversation
-from rlhf_core.data.dialogues import Dialogue, Message, read_dialogues
+from rlhf_core.data.dialogues import Dialogue, read_dialogues
 from rlhf_core.data.loaders import (
     DataCollatorForPromptDataset,
     DataCollatorForSupervisedDataset,
@@ -18,6 +18,7 @@ from rlhf_core.data.loaders import (
     make_loader,
     prompt_dataset,
 )
+from rlhf_core.data.transcripts import Message
 from rlhf_core.errors import DataError
 from rlhf_core.rewards.resolve import BUILT_IN
 

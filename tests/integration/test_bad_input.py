@@ -19,7 +19,7 @@ from flows.reward_model import reward_model
 from flows.sft import sft
 from infra.artifacts import open_default_store
 from tests.integration.local_stack import LocalStack
-from tests.tiny_llama import write_tiny_llama
+from tests.tiny_llama import tiny_tokenizer, write_tiny_llama
 
 pytestmark = pytest.mark.integration
 
@@ -63,20 +63,94 @@ def lines(*rows: object) -> bytes:
     [
         ("broken.jsonl", lines({"question": "1+1", "answer": "#### 2"}, '{"question": '), ["broken.jsonl", "row 2"]),
         ("wrong.jsonl", lines({"query": "1+1", "reply": "2"}), ["wrong.jsonl", "query", "reply"]),
-        ("number.jsonl", lines({"question": "1+1", "answer": 2}), ["number.jsonl", "answer"]),
+        (
+            "number.jsonl",
+            lines({"question": "0", "answer": 0}, {"question": "1", "answer": [2]}),
+            ["number.jsonl", "answer", "a list"],
+        ),
         ("empty.jsonl", b"", ["empty.jsonl", "empty"]),
         ("half.jsonl", lines(PAIR, {"chosen": PAIR["chosen"]}), ["half.jsonl", "row 2", "rejected"]),
         ("cut.jsonl.gz", gzip.compress(lines(PAIR) * 50)[:-20], ["cut.jsonl.gz"]),
-        ("few.jsonl", lines({"question": "1+1", "answer": "#### 2"}), ["few.jsonl has 1 ", "problems"]),
+        ("few.jsonl", lines({"question": "1+1", "answer": "#### 2"}), ["few.jsonl) has 1 ", "data.splits"]),
+        ("fields.csv", b"question,answer\n1+1,2\n1,2,3\n", ["line 3 of", "fields.csv", "3 fields", "2 columns"]),
+        ("latin.csv", "question,answer\nWie groß?,2\n".encode("latin-1"), ["line 2 of", "latin.csv", "UTF-8"]),
+        ("same.jsonl", lines(*[{**PAIR, "rejected": PAIR["chosen"]}] * 2), ["same.jsonl", "chosen equals rejected"]),
     ],
 )
 def test_a_bad_file_is_named_with_what_is_wrong(
     told: Callable[..., str], model: str, tmp_path: Path, name: str, body: bytes, parts: list[str]
 ) -> None:
     (tmp_path / name).write_bytes(body)
-    message = told(pipeline, model=model, data=str(tmp_path / name))
+    flow = reward_model if b"chosen" in body else pipeline
+    message = told(flow, model=model, data=str(tmp_path / name))
     for part in parts:
         assert part in message, message
+
+
+PROBLEMS = [{"question": f"What is {n} and {n}?", "answer": str(2 * n)} for n in range(40)]
+TALKS = [{"prompt": f"Say {n}", "response": f"I say {n}."} for n in range(40)]
+THOUGHT = {
+    "think_start": {"text": "<think>"},
+    "think_end": {"text": "</think>"},
+    "answer_start": {"text": "<answer>"},
+    "answer_end": {"text": "</answer>"},
+}
+TINY = {"data.splits": {"sft": 8, "preferences": 8, "ppo": 8, "evaluation": 8}, "ppo.prompts_per_episode": 8}
+BATCHES = {"ppo.chunk_size": 8, "ppo.train_batch_size": 8, "ppo.micro_batch_size": 8, "evaluation.max_new_tokens": 40}
+
+
+@pytest.mark.parametrize(
+    ("flow", "rows", "overrides", "parts"),
+    [
+        (sft, PROBLEMS, {"sft.max_length": 16}, ["8 of 8", "sft.max_length = 16", "data.too_long=drop"]),
+        (ppo, PROBLEMS, {"ppo.max_prompt_tokens": 8}, ["8 of 8", "ppo.max_prompt_tokens = 8", "the longest"]),
+        (
+            sft,
+            PROBLEMS,
+            {"data.verifier": "gsm8k_reward_fn", "template.tags": THOUGHT},
+            ["disagree", "gsm8k_reward_fn", "none of", "<answer>"],
+        ),
+        (ppo, TALKS, {}, ["no answer", "ppo.reward.verifier", "ppo.reward.reward_model"]),
+        (evaluate, TALKS, {}, ["no answer", "evaluation.judge"]),
+        (reward_model, TALKS, {}, ["reward model needs pairs", "data.preferences"]),
+        (sft, [{"prompt": f"Say {n}"} for n in range(40)], {}, ["nothing to learn", "data.demonstrations"]),
+        (sft, PROBLEMS, {"template": {}}, ["no chat template", "template.prompt", "template.chat_template"]),
+        (
+            sft,
+            PROBLEMS,
+            {"data.evaluation": "same"},
+            ["data.problems", "data.evaluation", "share 40 prompts", "What is"],
+        ),
+    ],
+)
+def test_data_that_a_run_could_not_use_are_refused_before_training(
+    told: Callable[..., str],
+    tmp_path: Path,
+    flow: Any,
+    rows: list[dict[str, str]],
+    overrides: dict[str, Any],
+    parts: list[str],
+) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(lines(*rows))
+    given: dict[str, Any] = {"model": str(bare_model(tmp_path)), "overrides": TINY | BATCHES | overrides}
+    if "data.evaluation" in overrides:
+        own = {"data.task": None, "data.task_parameters": {}, "data.problems": str(tmp_path / "rows.jsonl")}
+        given["overrides"] |= own | {"data.evaluation": str(tmp_path / "rows.jsonl")}
+    else:
+        given["data"] = str(tmp_path / "rows.jsonl")
+    message = told(flow, **given)
+    for part in parts:
+        assert part in message, message
+
+
+def bare_model(directory: Path) -> Path:
+    """Return a model whose tokenizer has no chat template; the preset's own template serves it."""
+    made = write_tiny_llama(directory / "bare")
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    (made / "chat_template.jinja").unlink(missing_ok=True)
+    tokenizer.save_pretrained(made)
+    return made
 
 
 def test_a_missing_file_gets_its_nearest_neighbour(told: Callable[..., str], model: str, tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ def command(
 ) -> list[str]:
     """`rlhf run`, small: a model that has just learnt the form of an answer, and few problems."""
     overrides = {
+        "data.demonstrations": [],  # right answers: careless ones give a tiny model too few pairs to rank
         "data.task_parameters": {"min_numbers": 2, "max_numbers": 2, "max_decimals": 0, "min_value": 1, "max_value": 9},
         "data.splits": {"sft": 64, "preferences": 16, "ppo": 16, "evaluation": 12},
         "sft.epochs": 15,

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prefect.artifacts import Artifact
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.ppo import ppo
 from flows.reward_model import reward_model
+from flows.sft import sft
 from infra.artifacts import open_default_store
 from infra.settings import settings
 from tests.integration.local_stack import LocalStack
@@ -32,6 +34,7 @@ SMALL = {
     "reward_model.pairs": 64,
     "reward_model.max_length": 1000,
     "sft.max_length": 1200,
+    "data.too_long": "drop",
     "data.splits": {"sft": 4, "preferences": 4, "ppo": 16, "evaluation": 4},
 }
 
@@ -85,16 +88,35 @@ def problems(tmp_path: Path) -> Path:
     return path
 
 
+def sources(reference: str, role: str) -> list[str]:
+    config = open_default_store().resolve(reference).config["data"]
+    return [source["path"] for source in config[role]]
+
+
 def test_a_reward_model_is_trained_on_a_preference_file(run: Callable[..., Any], preferences: Path) -> None:
-    _pairs, scorer = run(reward_model, preferences)
+    pairs, scorer = run(reward_model, preferences)
     assert scorer.metrics["heldout_pairs"] > 0
     assert 0 <= scorer.metrics["low"] <= scorer.metrics["accuracy"] <= scorer.metrics["high"] <= 1
-    assert open_default_store().resolve(scorer.uri).config["data"]["preferences"] == str(preferences)
+    assert sources(scorer.uri, "preferences") == [str(preferences)]
+    store = open_default_store()
+    dataset = store.resolve(pairs.uri)
+    report = json.loads(store.read_bytes(dataset, "report.json"))
+    assert report["splits"]["pairs"]["rows"] == len(store.read_bytes(dataset, "pairs.jsonl").splitlines()) > 0
+    assert report["splits"]["sft"]["sample"][0]["response"]
 
 
 def test_ppo_runs_on_a_problem_file_with_its_verifier(run: Callable[..., Any], problems: Path) -> None:
     policy = run(ppo, problems, episodes=2)
     assert policy.metrics["episodes"] == 2
     assert 0 <= policy.metrics["last_verifier"] <= 1
-    config = open_default_store().resolve(policy.uri).config["data"]
-    assert (config["problems"], config["task"]) == (str(problems), None)
+    assert sources(policy.uri, "problems") == [str(problems)]
+    assert open_default_store().resolve(policy.uri).config["data"]["task"] is None
+
+
+def test_the_report_of_the_data_is_on_the_runs_page(run: Callable[..., Any], stack: LocalStack, problems: Path) -> None:
+    run(sft, problems)
+    with temporary_settings({PREFECT_API_URL: stack.api_url}):
+        found = Artifact.get("data")
+    assert found is not None
+    assert problems.name in str(found.data)
+    assert "## Lengths in tokens" in str(found.data)

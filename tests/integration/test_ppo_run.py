@@ -82,7 +82,7 @@ class Run:
 
     def __init__(self, config: PipelineConfig) -> None:
         self.store: ArtifactStore = open_default_store()
-        dataset = prepare_data.fn(config, None)
+        dataset = prepare_data.fn(config, None, reads=("ppo",))
         scorer = store_random_reward_model(self.store, Path(config.model.path))
         self.plan: PPORun = plan_ppo.fn(config, "model/base", scorer, dataset.parent)
 

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
+from rlhf_core import evaluation
 from rlhf_core.config import EvaluationConfig, TemplateConfig
 from rlhf_core.data import Problem, PromptTemplate
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation import Outcome, evaluate_policy, outcomes_from_jsonl, outcomes_to_jsonl
+from rlhf_core.evaluation import (
+    ConstantAnswer,
+    Outcome,
+    best_constant,
+    evaluate_policy,
+    evaluation_metrics,
+    outcomes_from_jsonl,
+    outcomes_to_jsonl,
+)
+from rlhf_core.models.reward_model import RewardModel
+from rlhf_core.rewards.structure import DEFAULT_TAGS
+from rlhf_core.rewards.verifying import Answered, ExactJudge, Verdict, build_judge
 from tests.tiny_llama import tiny_llama, tiny_tokenizer
 
 PROBLEMS = [Problem(f"Say {i}", str(i)) for i in range(7)]
@@ -49,30 +63,111 @@ def test_outcomes_say_what_was_right(template: PromptTemplate) -> None:
         template,
         asked,
         EvaluationConfig(max_new_tokens=RIGHT_LENGTH + 2, batch_size=4),
+        ExactJudge("answer"),
         on_progress=lambda done, total: progress.append((done, total)),
     )
-    assert outcomes[0] == Outcome(PROBLEMS[0].key, "Say 0", "0", "<answer>0</answer>", True, True, False)
+    assert outcomes[0] == Outcome(PROBLEMS[0].key, "Say 0", "0", "<answer>0</answer>", True, True, False, 1.0)
     assert [outcome.correct for outcome in outcomes] == [True] * 5 + [False]
     assert all(outcome.well_formed and not outcome.truncated for outcome in outcomes)
     assert progress == [(4, 6), (6, 6)]
 
 
 def test_a_response_that_was_cut_off_is_reported_as_such(template: PromptTemplate) -> None:
-    outcomes = evaluate_policy(tiny_llama(), template, PROBLEMS[:2], EvaluationConfig(max_new_tokens=RIGHT_LENGTH + 2))
+    config = EvaluationConfig(max_new_tokens=RIGHT_LENGTH + 2)
+    outcomes = evaluate_policy(tiny_llama(), template, PROBLEMS[:2], config, ExactJudge("answer"))
     assert all(outcome.truncated and not outcome.correct and not outcome.well_formed for outcome in outcomes)
 
 
 def test_a_length_that_cuts_right_responses_off_is_refused_before_generation(template: PromptTemplate) -> None:
     problems = [*PROBLEMS, Problem("Say much", "1234")]
     with pytest.raises(DataError, match=f"takes {RIGHT_LENGTH + 3} tokens .*raise it to {RIGHT_LENGTH + 5} or more"):
-        evaluate_policy(None, template, problems, EvaluationConfig(max_new_tokens=RIGHT_LENGTH + 4))
+        evaluate_policy(None, template, problems, EvaluationConfig(max_new_tokens=RIGHT_LENGTH + 4), ExactJudge(""))
 
 
 def test_no_problem_is_refused(template: PromptTemplate) -> None:
     with pytest.raises(DataError, match="no problem to evaluate"):
-        evaluate_policy(None, template, [], EvaluationConfig())
+        evaluate_policy(None, template, [], EvaluationConfig(), ExactJudge(""))
 
 
 def test_outcomes_pass_through_json_lines() -> None:
-    outcomes = [Outcome("ab", "é\n", "1", "\ufffd\u2028", False, True, False)]
+    outcomes = [Outcome("ab", "é\n", "1", "\ufffd\u2028", False, True, False, 0.1)]
     assert outcomes_from_jsonl(outcomes_to_jsonl(outcomes)) == outcomes
+
+
+def test_a_reward_model_scores_open_prompts_in_its_standard_deviations(template: PromptTemplate) -> None:
+    torch.manual_seed(0)
+    judge = RewardModel.from_causal_lm(tiny_llama(seed=4, initializer_range=0.2))
+    judge.score_mean.fill_(0.25)
+    judge.score_std.fill_(0.5)
+    policy = tiny_llama(seed=1, initializer_range=0.3)
+    problems = [Problem("Why?"), Problem("Why is that so?")]
+    config = EvaluationConfig(max_new_tokens=5)
+    outcomes = evaluate_policy(policy, template, problems, config, judge)
+    for problem, outcome in zip(problems, outcomes, strict=True):
+        # the greedy answer, without padding, by transformers
+        ids = torch.tensor([template.prompt_ids(problem.prompt)])
+        ends = {"eos_token_id": template.stop_ids[0], "pad_token_id": template.pad_id}
+        whole = policy.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False, **ends)
+        raw = judge(whole, torch.ones_like(whole, dtype=torch.bool)).item()
+        assert outcome.score == pytest.approx((raw - 0.25) / 0.5, rel=1e-4)
+        assert (outcome.correct, outcome.answer) == (False, "")
+        assert outcome.truncated == (whole[0, -1].item() not in template.stop_ids)
+        assert outcome.well_formed != outcome.truncated
+
+
+def outcome(score: float, *, well_formed: bool = True) -> Outcome:
+    return Outcome("k", "p", "a", "r", score >= 1.0, well_formed, False, score)
+
+
+def test_figures_by_hand() -> None:
+    # of five: two right, three well formed, so 2/5 right and 2/3 given the form; the mean score (1 + 1 + .1) / 5
+    rows = [outcome(1.0), outcome(1.0), outcome(0.1), outcome(0.0, well_formed=False), outcome(0.0, well_formed=False)]
+    found = evaluation_metrics(rows, "gsm8k_reward_fn", 0.95)
+    # Wilson, n = 5, p = 0.4, z^2 = 3.841459: centre (0.4 + 0.3841459) / 1.7682918 = 0.443448,
+    # half = 1.959964 / 1.7682918 * sqrt(0.048 + 0.0384146) = 0.325828
+    expected = {
+        "problems": 5, "judge": "gsm8k_reward_fn", "score": 0.42, "accuracy": 0.4, "accuracy_given_form": 2 / 3,
+        "well_formed": 0.6, "truncated": 0.0, "low": 0.443448 - 0.325828, "high": 0.443448 + 0.325828,
+    }  # fmt: skip
+    assert found.keys() == expected.keys()
+    assert all(found[name] == pytest.approx(value, abs=1e-5) for name, value in expected.items() if name != "judge")
+
+
+def test_a_reward_models_figures_are_a_mean_score_and_no_accuracy() -> None:
+    # mean 3, standard error sqrt(10 / 3 / 4) = 0.912871, times 1.959964
+    found = evaluation_metrics([outcome(score) for score in (1.0, 2.0, 4.0, 5.0)], "reward_model", 0.95)
+    assert (found["score"], found["low"], found["high"]) == pytest.approx((3.0, 1.210806, 4.789194), abs=1e-5)
+    assert not {"accuracy", "accuracy_given_form"} & found.keys()
+
+
+def test_the_best_constant_answer_is_judged_as_any_other(template: PromptTemplate) -> None:
+    # "7" stands twice and is right for "7.0" too: 3 of 5; "1" and "2" are right once
+    problems = [Problem(f"p{row}", answer) for row, answer in enumerate(["1", "7", "7.0", "2", "7"])]
+    assert best_constant(problems, template, ExactJudge("answer")) == ConstantAnswer("7", 0.6)
+    assert best_constant([Problem("open"), Problem("prompts")], template, ExactJudge("answer")) is None
+
+
+def test_of_many_problems_fewer_constant_answers_are_tried(
+    template: PromptTemplate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problems = [Problem(f"p{row}", answer) for row, answer in enumerate(["1", "2", "2", "1.0", "1.0"])]
+    tried: list[str] = []
+
+    class Watched(ExactJudge):
+        def judge(self, rows: Sequence[Answered]) -> list[Verdict]:
+            tried.append(rows[0].response)
+            return super().judge(rows)
+
+    monkeypatch.setattr(evaluation, "CONSTANT_VERDICTS", 14)
+    # "2" and "1.0" are the most common, and two times five verdicts are all that 14 allow
+    assert best_constant(problems, template, Watched("answer")) == ConstantAnswer("1.0", 0.6)
+    assert tried == ["<answer>2</answer>", "<answer>1.0</answer>"]
+
+
+def test_a_constant_answer_has_the_form_that_the_judge_wants() -> None:
+    thinking = PromptTemplate(tiny_tokenizer(), TemplateConfig.model_validate({"tags": DEFAULT_TAGS}))
+    problems = [Problem("a", "2"), Problem("b", "2"), Problem("c", "3")]
+    judge = build_judge("gsm8k_reward_fn", task=None, template=thinking, allowed_modules=(), timeout_s=10.0)
+    for each in (judge, ExactJudge("answer")):  # the second wants the answer alone in its tags
+        assert best_constant(problems, thinking, each) == ConstantAnswer("2", pytest.approx(2 / 3))
+    judge.close()

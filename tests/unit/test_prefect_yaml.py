@@ -45,6 +45,11 @@ def read(checkout: Path, *entries: dict[str, Any], **top: Any) -> dict[str, Depl
 def test_the_deployments_of_this_checkout_are_the_promised_ones() -> None:
     assert set(read_prefect_yaml(CHECKOUT)) == {
         "pipeline/quickstart",
+        "pipeline/evidence",
+        "pipeline/hh-rlhf",
+        "pipeline/gsm8k",
+        "pipeline/qwen-gsm8k",
+        "pipeline/llama7b",
         "pipeline/nightly",
         "ppo/llama7b",
         "ppo/quickstart",

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from rlhf_core.strategy.ranks import Ranks
+from rlhf_core.trainer.ppo.judgement import judgement_metrics, judgement_sums
 from rlhf_core.trainer.ppo.learner import PPOStats
 from rlhf_core.trainer.save_dir import open_log
 from rlhf_core.trainer.tracking import MeanMeter, Tracker
@@ -99,7 +100,7 @@ def episode_metrics(samples: Sequence[Sample], controls: EpisodeControls, ranks:
 
     Returns:
         Means per response of score, KL (nats), length (tokens), of the share that ended with a stop token, and of each
-        source's raw value.
+        source's raw value; and `judgement_metrics`.
     """
     columns = {
         "score": [sample.score for sample in samples],
@@ -109,10 +110,12 @@ def episode_metrics(samples: Sequence[Sample], controls: EpisodeControls, ranks:
     }
     for source in sorted(samples[0].raw_scores):
         columns[f"raw/{source}"] = [sample.raw_scores[source] for sample in samples]
-    own = [float(len(samples)), *(sum(column) for column in columns.values())]
+    judged = judgement_sums(samples)
+    own = [float(len(samples)), *(sum(column) for column in columns.values()), *judged.values()]
     rows, *sums = ranks.sum(torch.tensor(own, dtype=torch.float64)).tolist()
-    means = {name: total / rows for name, total in zip(columns, sums, strict=True)}
-    return means | {"kl_coef": controls.kl_coef, "score_std": controls.score_std}
+    means = {name: total / rows for name, total in zip(columns, sums[: len(columns)], strict=True)}
+    judgement = judgement_metrics(dict(zip(judged, sums[len(columns) :], strict=True)), rows)
+    return means | judgement | {"kl_coef": controls.kl_coef, "score_std": controls.score_std}
 
 
 def sample_text(samples: Sequence[Sample]) -> str:

@@ -10,7 +10,8 @@ import torch
 
 from rlhf_core.errors import DataError
 from rlhf_core.strategy.ranks import Ranks, current_ranks
-from rlhf_core.trainer.base import PaddedBatch, TokenIds, pad_examples
+from rlhf_core.trainer.base import PaddedBatch, pad_examples, pad_right
+from rlhf_core.trainer.supervised.batches import Demonstration, as_masked
 
 
 class PtxSource(Protocol):
@@ -24,7 +25,7 @@ class Demonstrations:
     """Passes over demonstrations in seeded orders, dealt to the ranks without overlap.
 
     Args:
-        examples: token ids of prompt and response, the stop token included.
+        examples: token ids of prompt and response, the stop token included; or all ids with the mask of what is learnt.
         batch_size: demonstrations of a step on one rank.
         seed: of the order of each pass.
         device: of the batches.
@@ -36,7 +37,7 @@ class Demonstrations:
 
     def __init__(
         self,
-        examples: Sequence[tuple[TokenIds, TokenIds]],
+        examples: Sequence[Demonstration],
         *,
         batch_size: int,
         seed: int,
@@ -47,10 +48,10 @@ class Demonstrations:
             raise DataError(
                 "ppo.ptx_coef is above 0, but there is no demonstration to learn; give some, or set it to 0"
             )
-        for row, (prompt, response) in enumerate(examples, start=1):
-            if not prompt or not response:
+        self._examples = [as_masked(example) for example in examples]
+        for row, (example, masked) in enumerate(zip(examples, self._examples, strict=True), start=1):
+            if not all(example) or not any(masked.loss_mask[1:]):  # nothing predicts the first token
                 raise DataError(f"demonstration {row} of {len(examples)} has an empty prompt or response")
-        self._examples = list(examples)
         self._batch_size = batch_size
         self._seed = seed
         self._device = torch.device(device)
@@ -61,7 +62,12 @@ class Demonstrations:
         """Return this rank's demonstrations of one step, from 0."""
         start = (step * self._ranks.world_size + self._ranks.rank) * self._batch_size
         rows = [self._row(position) for position in range(start, start + self._batch_size)]
-        return pad_examples([self._examples[row] for row in rows], self._device)
+        examples = [self._examples[row] for row in rows]
+        starts = [example.loss_mask.index(True, 1) for example in examples]  # what is before needs no logits
+        parts = list(zip(examples, starts, strict=True))
+        padded = pad_examples([(example.ids[:start], example.ids[start:]) for example, start in parts], self._device)
+        learnt, _ = pad_right([example.loss_mask[start:] for example, start in parts], self._device)
+        return padded._replace(action_mask=padded.action_mask & learnt.bool())
 
     def _row(self, position: int) -> int:
         epoch, place = divmod(position, len(self._examples))

@@ -14,7 +14,7 @@ from rlhf_core.experience_maker.advantages import WITH_CRITIC
 from rlhf_core.generation import GenerationSettings
 from rlhf_core.models.compatibility import check_same_tokenizer
 from rlhf_core.models.trunk import unwrapped
-from rlhf_core.rewards.scoring import WeightedScorer
+from rlhf_core.rewards.scoring import REWARD_MODEL, Weighted, WeightedScorer
 from rlhf_core.rewards.sources import AnyRewardModel, model_source
 from rlhf_core.strategy.booster import Booster
 
@@ -114,7 +114,7 @@ def scorer_of(reward_model: AnyRewardModel | None, *, scaled: bool) -> WeightedS
     """
     if reward_model is None:
         raise ConfigError("expected a reward_model (a RewardModel or an RLVRRewardModel), or a scorer; got neither")
-    return WeightedScorer([(1.0, model_source(reward_model))], scaled=scaled)
+    return WeightedScorer([Weighted(REWARD_MODEL, 1.0, model_source(reward_model))], scaled=scaled)
 
 
 def check_models(actor: Any, others: Mapping[str, Any], tokenizer: Any) -> None:

@@ -29,6 +29,10 @@ class MaskedTokens(NamedTuple):
     """True, or 1, on tokens to learn, normally the assistant's, whichever turn they are in."""
 
 
+Demonstration = MaskedTokens | tuple[TokenIds, Sequence[int | bool]]
+"""Token ids of prompt and response; or all ids with the mask of those to learn: as `MaskedTokens`, or of bools only."""
+
+
 class TokenBatch(NamedTuple):
     """Rows of tokens of which some are to be learnt; its fields are what `SFTTrainer` finds in a dataloader's batch."""
 
@@ -67,7 +71,7 @@ class PairBatch(NamedTuple):
         return self.input_ids.shape[0] // 2
 
 
-def as_masked(example: MaskedTokens | tuple[TokenIds, Sequence[int | bool]]) -> MaskedTokens:
+def as_masked(example: Demonstration) -> MaskedTokens:
     """Return (ids, loss mask) from either form of a demonstration: that one, or ids of prompt and response.
 
     A plain pair whose second part is bools is ids and mask; otherwise its second part is the response.

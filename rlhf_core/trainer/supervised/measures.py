@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -64,6 +64,10 @@ class PairMeasurement:
     brier: float
     bins: tuple[ConfidenceBin, ...]
     histogram: Histogram
+    well_formed_pairs: int = 0
+    """Pairs both of whose responses are known to have the form that is wanted: they differ in what is said."""
+    well_formed_correct: int = 0
+    """Of those, the correct ones."""
 
     @property
     def accuracy(self) -> float:
@@ -94,7 +98,13 @@ def measure_pairs(
     kept = [pair for pair in pairs if pair.longest <= config.max_length]
     rows = [sequence for pair in kept for sequence in (pair.chosen, pair.rejected)]
     scores = score_sequences(reward_model, rows, batch_size=2 * config.micro_batch_size, autocast_dtype=autocast_dtype)
-    return measurement(chosen=scores[0::2], rejected=scores[1::2], dropped=len(pairs) - len(kept))
+    chosen, rejected = scores[0::2], scores[1::2]
+    both = torch.tensor([bool(pair.both_well_formed) for pair in kept], dtype=torch.bool)
+    return replace(
+        measurement(chosen=chosen, rejected=rejected, dropped=len(pairs) - len(kept)),
+        well_formed_pairs=int(both.sum()),
+        well_formed_correct=int((both & (chosen > rejected)).sum()),
+    )
 
 
 def measurement(*, chosen: Tensor, rejected: Tensor, dropped: int = 0, ranks: Ranks = ALONE) -> PairMeasurement:

@@ -19,16 +19,20 @@ from rlhf_core.models.lora import attach_lora
 from rlhf_core.models.trunk import evaluating
 from rlhf_core.strategy.booster import Booster
 from rlhf_core.strategy.ranks import ALONE, Ranks, current_ranks
-from rlhf_core.trainer.base import Metrics, OnStep, TokenIds, training_mode
+from rlhf_core.trainer.base import Metrics, OnStep, training_mode
 from rlhf_core.trainer.optim import make_trained, warmup_then_decay
-from rlhf_core.trainer.supervised.batches import MaskedTokens, TokenBatch, as_masked, token_batch, token_batch_of
+from rlhf_core.trainer.supervised.batches import (
+    Demonstration,
+    MaskedTokens,
+    TokenBatch,
+    as_masked,
+    token_batch,
+    token_batch_of,
+)
 from rlhf_core.trainer.supervised.forward import check_vocabulary, token_loss, vocabulary_size
 from rlhf_core.trainer.supervised.packing import check_packing, packed_batches
 from rlhf_core.trainer.supervised.step import gradients_checkpointed, supervised_step
 from rlhf_core.trainer.supervised.trainer import SupervisedTrainer
-
-Demonstration = MaskedTokens | tuple[TokenIds, Sequence[int | bool]]
-"""Token ids of prompt and response; or all ids with the mask of those to learn: as `MaskedTokens`, or of bools only."""
 
 
 class TokenLoss(NamedTuple):
@@ -142,6 +146,18 @@ def train_sft(
                 if on_step is not None:
                     on_step(metrics)
     return history
+
+
+def heldout_loss(
+    model: PreTrainedModel, examples: Sequence[Demonstration], config: SFTConfig, *, autocast_dtype: torch.dtype
+) -> TokenLoss:
+    """Return the loss of demonstrations that are not learnt, in batches as training has them.
+
+    Raises:
+        DataError: if there is none, or one is too long or not as it should be.
+    """
+    rows = _checked(examples, config.max_length, model)
+    return mean_token_loss(model, _micros(rows, config), autocast_dtype=autocast_dtype)
 
 
 def mean_token_loss(

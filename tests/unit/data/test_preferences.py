@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,11 @@ from rlhf_core.data import (
     pairs_from_jsonl,
     pairs_from_samples,
     pairs_to_jsonl,
-    read_preferences,
 )
 from rlhf_core.data.encoding import encode_pairs, refuse_shared_prompts, split_pairs
 from rlhf_core.errors import DataError
 from tests.tiny_llama import tiny_tokenizer
+from tests.unit.data.reading_files import rows, write
 
 RIGHT, WRONG, ILL = (1.0, True), (0.0, True), (0.0, False)
 
@@ -73,8 +72,13 @@ def test_the_same_text_is_never_preferred_to_itself() -> None:
         assert pairs_from_samples(order, most=5, seed=0) == []
 
 
+def test_a_pair_of_samples_knows_whether_both_are_well_formed() -> None:
+    pairs = pairs_from_samples(samples("a", RIGHT, WRONG) + samples("b", RIGHT, ILL), most=9, seed=0)
+    assert {pair.prompt: pair.both_well_formed for pair in pairs} == {"a": True, "b": False}
+
+
 def test_pairs_pass_through_json_lines() -> None:
-    pairs = [PreferencePair("\n\nHuman: é\n\nAssistant:", "\u2028", '"'), PreferencePair("a", "b", "", 1.5)]
+    pairs = [PreferencePair("\n\nHuman: é\n\nAssistant:", "\u2028", '"'), PreferencePair("a", "b", "", 1.5, True)]
     assert pairs_from_jsonl(pairs_to_jsonl(pairs)) == pairs
 
 
@@ -84,14 +88,13 @@ def test_pairs_that_were_stored_without_margins_have_none() -> None:
 
 def test_a_preference_file_may_say_how_sure_the_judge_was(tmp_path: Path) -> None:
     start = "\n\nHuman: Hi\n\nAssistant:"
-    rows: list[dict[str, Any]] = [
+    told: list[dict[str, Any]] = [
         {"prompt": "Hi", "chosen": "Hello", "rejected": "No", "margin": 2},
         {"chosen": start + " A", "rejected": start + " B", "margin": 0.5},
         {"prompt": "Hi", "chosen": "Hello", "rejected": "So?", "margin": None},
     ]
-    file = tmp_path / "pairs.jsonl"
-    file.write_text("\n".join(map(json.dumps, rows)))
-    assert [pair.margin for pair in read_preferences(file)] == [2.0, 0.5, 0.0]
+    file = write(tmp_path / "pairs.jsonl", *told)
+    assert [pair.margin for pair in rows(file, "preferences")] == [2.0, 0.5, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -99,10 +102,9 @@ def test_a_preference_file_may_say_how_sure_the_judge_was(tmp_path: Path) -> Non
     [("much", "must be a number, but is a string"), (-1, "finite and at least 0, but is -1"), (True, "a boolean")],
 )
 def test_a_margin_that_is_no_margin_is_named_with_its_row(tmp_path: Path, margin: object, message: str) -> None:
-    file = tmp_path / "pairs.jsonl"
-    file.write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c", "margin": margin}))
+    file = write(tmp_path / "pairs.jsonl", {"prompt": "a", "chosen": "b", "rejected": "c", "margin": margin})
     with pytest.raises(DataError, match=rf"row 1 of .*pairs.jsonl: field 'margin' .*{message}"):
-        read_preferences(file)
+        rows(file, "preferences")
 
 
 def some_pairs(prompts: int) -> list[PreferencePair]:

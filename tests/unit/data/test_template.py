@@ -43,19 +43,32 @@ def test_without_a_template_the_chat_template_is_used_once() -> None:
     assert text_of(template(), "Hi") == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_without_any_template_a_prompt_stands_on_its_line() -> None:
-    assert text_of(template(without_chat_template()), "Hi") == "Hi\n"
+def test_a_tokenizer_without_a_chat_template_needs_a_template() -> None:
+    with pytest.raises(ConfigError, match=r"no chat template.*template\.prompt.*template\.chat_template") as told:
+        template(without_chat_template()).prompt_ids("Hi")
+    assert "\n" not in str(told.value)
+    assert text_of(template(without_chat_template(), prompt=CHATML), "Hi") == CHATML.format(prompt="Hi")
 
 
-def test_a_tokenizer_that_begins_sequences_begins_the_plain_prompt_once() -> None:
-    from tokenizers.processors import TemplateProcessing
-
-    tokenizer = without_chat_template()
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single="<|im_start|> $A", special_tokens=[("<|im_start|>", tokenizer.bos_token_id)]
+def test_a_system_turn_of_the_prompt_is_a_system_turn_of_the_chat_template() -> None:
+    said = "\n\nSystem: Be brief.\n\nHuman: Hi\n\nAssistant:"
+    assert text_of(template(), said) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     )
-    assert text_of(template(tokenizer), "Hi") == "<|im_start|>Hi\n"
-    assert text_of(template(tokenizer, prompt=CHATML), "Hi") == CHATML.format(prompt="Hi")
+
+
+def test_tokens_are_counted_as_they_are_given() -> None:
+    made = template(prompt=CHATML)
+    prompts = ["Sort: 2 1", TRANSCRIPT, "größer"]
+    assert made.count_tokens([made.prompt_text(prompt) for prompt in prompts]) == [
+        len(made.prompt_ids(prompt)) for prompt in prompts
+    ]
+    assert made.count_tokens([]) == []
+
+
+def test_the_digest_names_template_and_tokenizer() -> None:
+    assert template(prompt=CHATML).digest() == template(prompt=CHATML).digest()
+    assert len({template(prompt=CHATML).digest(), template(prompt="{prompt}").digest(), template().digest()}) == 3
 
 
 def test_a_transcript_becomes_turns_of_the_chat_template() -> None:
@@ -69,10 +82,6 @@ def test_a_transcript_in_a_configured_template() -> None:
     made = template(prompt=CHATML)
     assert text_of(made, "\n\nHuman: Hi\n\nAssistant:") == CHATML.format(prompt="Hi")
     assert text_of(made, TRANSCRIPT) == CHATML.format(prompt="Human: Hi\n\nAssistant: Hello\n\nHuman: Bye")
-
-
-def test_a_transcript_without_any_template_is_put_as_it_is() -> None:
-    assert text_of(template(without_chat_template()), TRANSCRIPT) == TRANSCRIPT
 
 
 def test_a_response_ends_with_the_stop_token_and_is_decoded_without_it() -> None:

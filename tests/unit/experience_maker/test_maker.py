@@ -156,6 +156,16 @@ def test_samples_tell_what_the_experience_holds() -> None:
     assert experience.policy_version.tolist() == [3] * 4
 
 
+def test_the_parts_of_a_samples_score_sum_to_it() -> None:
+    _, samples = make(maker(reward=WITH_REWARD_MODEL))
+    for sample in samples:
+        assert sample.parts.keys() == {"verifier", "reward_model"}
+        # the reward model's mean is 0.25 and its deviation 0.5, its weight 2; the verifier's weight is 0.5
+        assert sample.parts["verifier"] == 0.5 * sample.verifier
+        assert sample.parts["reward_model"] == pytest.approx(2 * (sample.raw_scores["reward_model"] - 0.25) / 0.5)
+        assert sum(sample.parts.values()) == pytest.approx(sample.score)
+
+
 def test_the_same_seed_and_episode_give_the_same_bits_and_another_episode_others() -> None:
     first, again, other = (make(maker(), episode=episode).experience for episode in (0, 0, 1))
     for name, tensor in first.tensors().items():

@@ -82,7 +82,7 @@ def test_closing_the_maker_ends_the_process_of_its_functions() -> None:
     ours = maker(reward=RewardConfig(verifier=0.0, functions={"gsm8k_reward_fn": 1.0}))
     _, samples = make(ours)
     assert {sample.raw_scores["gsm8k_reward_fn"] for sample in samples} == {0.0}
-    process = ours.scorer._sources[-1][1]._process
+    process = ours.scorer._sources[-1].source._process
     assert process.pid is not None
     ours.close()
     assert process.pid is None

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
@@ -21,6 +22,7 @@ from prefect.states import Completed, Failed, Pending, Running, Scheduled, State
 
 from flows import cli
 from flows.cli import following
+from infra.artifacts import open_default_store
 from infra.process_record import ProcessRecord
 from infra.services.state import ServiceRecord, StackState
 
@@ -224,11 +226,13 @@ def test_a_server_that_is_started_again_is_ridden_out(
 def test_a_server_that_stays_away_is_told_with_the_runs_name(
     server: Server, rlhf_run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(following, "AWAY_LIMIT_S", 0.2)
+    clock = SimpleNamespace(monotonic=lambda: float(server.looks))  # a second a look, however busy the machine is
+    monkeypatch.setattr(following, "time", clock)
+    monkeypatch.setattr(following, "AWAY_LIMIT_S", 3.0)
     server.failures = [0] * 10_000
     status, _, error = rlhf_run()
     assert status == 1
-    assert error.startswith("rlhf: the Prefect server has not answered for 0 s (")
+    assert error.startswith("rlhf: the Prefect server has not answered for 3 s (")
     assert f"run brave-owl ({RUN_ID}) may go on without it" in error
     assert error.count("\n") == 1
     assert server.looks > 3
@@ -294,3 +298,17 @@ def test_while_the_local_stack_runs_the_run_goes_there_whatever_is_exported(
     status, _, error = rlhf_run()
     assert status == 1
     assert "the Prefect server at http://127.0.0.1:9/api does not answer" in error
+
+
+def test_a_report_names_its_pictures_and_how_to_fetch_them(
+    server: Server, tmp_path: Path, rlhf_run: Callable[..., tuple[int, str, str]]
+) -> None:
+    (tmp_path / "store").mkdir()
+    report = b"# A run\n\n![PPO by episode](ppo.png)\n\n`![x](y.png)`\n"
+    open_default_store().commit("run", "quickstart", {"report.md": report, "ppo.png": b"1"}, key=str(RUN_ID))
+    status, said, _ = rlhf_run()
+    assert status == 0
+    assert server.looks
+    assert "PPO by episode: ppo.png" in said
+    assert "![x](y.png)" in said  # a model's own words stay as they are
+    assert "pictures (ppo.png) and samples.md: rlhf artifacts fetch run/quickstart@1 DIRECTORY" in said

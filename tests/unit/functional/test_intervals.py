@@ -9,7 +9,12 @@ import sys
 
 import pytest
 
-from rlhf_core.functional.intervals import paired_difference_interval, wilson_interval
+from rlhf_core.functional.intervals import (
+    mean_interval,
+    normal_interval,
+    paired_difference_interval,
+    wilson_interval,
+)
 
 
 def test_wilson_by_hand() -> None:
@@ -52,6 +57,36 @@ def test_paired_difference_by_hand() -> None:
     assert found == pytest.approx((0.31, 0.31 - 0.050406, 0.31 + 0.050406), abs=1e-5)
     turned = paired_difference_interval(after, before, 0.95)
     assert turned == pytest.approx((-0.31, -found.high, -found.low))
+
+
+def test_a_mean_from_its_figures_by_hand() -> None:
+    # 1.959964 * 0.8 / sqrt(64) = 0.195996
+    found = normal_interval(mean=0.5, std=0.8, n=64, confidence=0.95)
+    assert found == pytest.approx((0.5, 0.304004, 0.695996), abs=1e-6)
+    for wrong in ({"n": 1, "std": 1.0}, {"n": 2, "std": -1.0}):
+        with pytest.raises(ValueError, match="at least 2 values and a standard deviation of at least 0"):
+            normal_interval(mean=0.0, confidence=0.95, **wrong)  # type: ignore[arg-type]
+
+
+def test_a_mean_by_hand() -> None:
+    # 1, 2, 4, 5: mean 3, squares 4 + 1 + 1 + 4 = 10, standard error sqrt(10 / 3 / 4) = 0.912871, times 1.959964
+    assert mean_interval([1.0, 2.0, 4.0, 5.0], 0.95) == pytest.approx((3.0, 3 - 1.789194, 3 + 1.789194), abs=1e-5)
+    assert mean_interval([0.5, 0.5], 0.95) == (0.5, 0.5, 0.5)
+    with pytest.raises(ValueError, match="at least 2 values, got 1"):
+        mean_interval([1.0], 0.95)
+
+
+def test_paired_scores_by_hand() -> None:
+    # differences 0.5, -0.25, 0.5: mean 0.25, squares 0.0625 + 0.25 + 0.0625 = 0.375,
+    # standard error sqrt(0.375 / 2 / 3) = 0.25, times 1.959964
+    found = paired_difference_interval([0.0, 1.25, -1.0], [0.5, 1.0, -0.5], 0.95)
+    assert found == pytest.approx((0.25, 0.25 - 0.489991, 0.25 + 0.489991), abs=1e-5)
+
+
+def test_right_and_wrong_are_one_and_zero() -> None:
+    before, after = [True, False, False, True], [True, True, False, False]
+    numbers = paired_difference_interval([1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 0.0, 0.0], 0.9)
+    assert paired_difference_interval(before, after, 0.9) == numbers
 
 
 def test_pairing_matters() -> None:

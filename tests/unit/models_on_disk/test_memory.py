@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlhf_core.config import ClusterConfig, LoRAConfig, ModelConfig, PipelineConfig, PPOConfig, RewardConfig
+from rlhf_core.config import ClusterConfig, DataConfig, LoRAConfig, ModelConfig, PipelineConfig, PPOConfig, RewardConfig
 from rlhf_core.errors import ModelError
 from rlhf_core.models import memory
 from rlhf_core.models.memory import (
@@ -102,7 +102,9 @@ def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def pipeline(path: str, num_parameters: int | None = None) -> PipelineConfig:
-    return PipelineConfig(name="test", model=ModelConfig(path=path, num_parameters=num_parameters))
+    return PipelineConfig(
+        name="test", data=DataConfig(task="chain_sum"), model=ModelConfig(path=path, num_parameters=num_parameters)
+    )
 
 
 def test_a_hub_model_is_judged_by_the_presets_number(tmp_path: Path) -> None:

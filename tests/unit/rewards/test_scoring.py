@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from rlhf_core.data.tasks import draw_problems
 from rlhf_core.errors import ConfigError, DataError, ModelError
 from rlhf_core.models.reward_model import RewardModel
 from rlhf_core.rewards import RLVRRewardModel, ScoringBatch, build_scorer, gsm8k_reward_fn, math_competition_reward_fn
+from rlhf_core.rewards.verifying import ExactJudge, FunctionJudge, build_judge
 from rlhf_core.types import Prompt
 from tests.tiny_llama import tiny_llama, tiny_tokenizer
 
@@ -67,6 +70,47 @@ def test_a_score_is_the_weighted_sum_of_shares_and_raw_values_are_kept(own_modul
     assert scores.raw[f"{own_module}:length"].tolist() == pytest.approx(lengths)
     by_hand = [2 * 1 + 3 * 1.0 + 0.5 * lengths[0], 3 * 0.1 + 0.5 * lengths[1], 0.5 * lengths[2]]
     assert scores.total.tolist() == pytest.approx(by_hand)
+    assert {name: part.tolist() for name, part in scores.parts.items()} == {
+        "verifier": [2.0, 0.0, 0.0],
+        "gsm8k_reward_fn": pytest.approx([3.0, 0.3, 0.0]),
+        f"{own_module}:length": pytest.approx([0.5 * length for length in lengths]),
+    }
+    assert torch.equal(torch.stack(list(scores.parts.values())).sum(dim=0), scores.total)
+    assert scores.well_formed is not None
+    assert scores.well_formed.tolist() == [True, True, False]
+
+
+def test_a_source_without_weight_is_heard_and_adds_nothing() -> None:
+    config = RewardConfig(verifier=0.0, reward_model=2.0)
+    lengths = partial(build_scorer, config, lambda _, mask: mask.sum(dim=1).float(), template=TEMPLATE)
+    scores = lengths(judge=ExactJudge("answer")).score(batch(RIGHT, ILL))
+    assert scores.raw["verifier"].tolist() == [1.0, 0.0]
+    assert scores.parts["verifier"].tolist() == [0.0, 0.0]
+    assert torch.equal(scores.parts["reward_model"], scores.total)
+    unheard = lengths().score(batch(RIGHT, ILL))
+    assert unheard.raw.keys() == unheard.parts.keys() == {"reward_model"}
+    assert unheard.well_formed is None
+
+
+def test_the_datas_verifier_judges_and_its_form_is_the_samples() -> None:
+    judge = build_judge("gsm8k_reward_fn", task=None, template=TEMPLATE, allowed_modules=(), timeout_s=10.0)
+    scorer = build_scorer(RewardConfig(verifier=2.0), None, template=TEMPLATE, judge=judge)
+    scores = scorer.score(batch(f"So {RIGHT}", WRONG, ILL))
+    # the function's 10, 1 and 0 over 10, times 2; words before the tags do no harm to its form
+    assert scores.total.tolist() == pytest.approx([2.0, 0.2, 0.0])
+    assert scores.well_formed is not None
+    assert scores.well_formed.tolist() == [True, True, False]
+    scorer.close()
+
+
+def test_a_verifier_with_a_weight_refuses_prompts_without_answers_and_without_one_lets_them_be() -> None:
+    rows = batch(RIGHT, WRONG)
+    rows = rows._replace(prompts=[rows.prompts[0], rows.prompts[1]._replace(answer=None)])
+    with pytest.raises(DataError, match=r"verifier exact compares with a right answer, .*ppo.reward.verifier 0"):
+        build_scorer(RewardConfig(verifier=0.5), None, template=TEMPLATE).score(rows)
+    others = RewardConfig(verifier=0.0, reward_model=1.0)
+    scorer = build_scorer(others, lambda _, m: m.sum(dim=1).float(), template=TEMPLATE, judge=ExactJudge("answer"))
+    assert scorer.score(rows).raw["verifier"].tolist() == [1.0, 0.0]
 
 
 def test_unscaled_a_ten_counts_ten_as_upstream() -> None:
@@ -109,6 +153,18 @@ def test_what_cannot_be_imported_is_refused_at_once(own_module: str) -> None:
         build_scorer(config, None, template=TEMPLATE)
 
 
+def test_a_judge_does_not_outlive_the_scorer_that_comes_to_nothing() -> None:
+    for config in (RewardConfig(functions={"nowhere:missing": 1.0}), RewardConfig(reward_model=1.0)):
+        judge = build_judge("gsm8k_reward_fn", task=None, template=TEMPLATE, allowed_modules=(), timeout_s=10.0)
+        assert isinstance(judge, FunctionJudge)
+        child = judge._process.pid
+        assert child is not None
+        with pytest.raises(ConfigError):
+            build_scorer(config, None, template=TEMPLATE, judge=judge)
+        with pytest.raises(ProcessLookupError):
+            os.kill(child, 0)
+
+
 def test_a_task_scores_by_its_own_record() -> None:
     problem = draw_problems("countdown", {}, seed=1, count=1)[0]
     scorer = build_scorer(
@@ -128,7 +184,7 @@ def test_our_short_form_of_sorting_is_read_as_the_librarys_list() -> None:
     problem = draw_problems("number_sorting", {}, seed=1, count=1)[0]
     config = RewardConfig(verifier=0.0, functions={"reasoning_gym:number_sorting": 1.0})
     scorer = build_scorer(config, None, template=TEMPLATE)
-    right, wrong = problem.answer, " ".join(reversed(problem.answer.split()))
+    right, wrong = problem.answer, " ".join(reversed(str(problem.answer).split()))
     scores = scorer.score(batch(f"<answer>{right}</answer>", f"<answer>{wrong}</answer>", entry=problem.entry))
     scorer.close()
     assert scores.total[0] == 1.0

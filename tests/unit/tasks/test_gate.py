@@ -8,12 +8,13 @@ import pytest
 
 from infra.artifacts import open_default_store
 from infra.settings import settings
-from rlhf_core.config import GateConfig, PipelineConfig
+from rlhf_core.config import DataConfig, GateConfig, PipelineConfig
+from rlhf_core.errors import ConfigError
 from rlhf_core.evaluation import Outcome, outcomes_to_jsonl
 from tasks.promote import gate, promote
-from tasks.results import StageResult
+from tasks.results import Decision, StageResult
 
-Evaluation = Callable[[str, str], StageResult]
+Evaluation = Callable[..., StageResult]
 
 
 @pytest.fixture(autouse=True)
@@ -26,8 +27,8 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def evaluation() -> Evaluation:
-    def make(policy: str, marks: str) -> StageResult:
-        """`marks`: one letter a problem, R right and W wrong."""
+    def make(policy: str, marks: str, scores: list[float] | None = None, judge: str = "exact") -> StageResult:
+        """`marks`: one letter a problem, R right and W wrong; a score beside each where they are given."""
         outcomes = [
             Outcome(
                 key=str(index),
@@ -37,6 +38,7 @@ def evaluation() -> Evaluation:
                 correct=mark == "R",
                 well_formed=True,
                 truncated=False,
+                score=float(mark == "R") if scores is None else scores[index],
             )
             for index, mark in enumerate(marks)
         ]
@@ -47,14 +49,14 @@ def evaluation() -> Evaluation:
             digest=reference.digest,
             reused=False,
             seconds=0,
-            metrics={"policy": policy, "policy_digest": policy},
+            metrics={"policy": policy, "policy_digest": policy, "judge": judge},
         )
 
     return make
 
 
 def config(min_gain: float = 0.0) -> PipelineConfig:
-    return PipelineConfig(name="test", gate=GateConfig(min_gain=min_gain))
+    return PipelineConfig(name="test", data=DataConfig(task="gcd"), gate=GateConfig(min_gain=min_gain))
 
 
 def test_a_policy_that_gains_enough_is_promoted_with_its_paired_interval(evaluation: Evaluation) -> None:
@@ -67,6 +69,24 @@ def test_a_policy_that_gains_enough_is_promoted_with_its_paired_interval(evaluat
     assert decision.promote
     assert decision.difference == pytest.approx(0.5)
     assert (decision.low, decision.high) == (pytest.approx(0.5 - half, abs=1e-5), pytest.approx(0.5 + half, abs=1e-5))
+
+
+def test_scores_count_where_a_reward_model_judged_and_only_right_answers_where_a_verifier_did(
+    evaluation: Evaluation,
+) -> None:
+    before, after = [0.0, 1.25, -1.0], [0.5, 1.0, -0.5]
+
+    def compared(judge: str) -> Decision:
+        sft, ppo = evaluation("sft/test@1", "WWR", before, judge), evaluation("policy/test@1", "WRR", after, judge)
+        return gate.fn(config(), {"sft": sft, "ppo": ppo})
+
+    # scores: +0.5, -0.25, +0.5, so mean 0.25 and standard error 0.25; marks: 0, 1, 0, so mean 1/3 and error 1/3
+    by_model, by_verifier = compared("reward_model"), compared("gsm8k_reward_fn")
+    assert (by_model.difference, by_model.high) == (0.25, pytest.approx(0.25 + 1.959964 * 0.25, abs=1e-5))
+    assert "standard deviations of the reward model's score on the same 3 problems" in by_model.reason
+    assert by_verifier.difference == pytest.approx(1 / 3)
+    assert by_verifier.high == pytest.approx(1 / 3 + 1.959964 / 3, abs=1e-5)
+    assert "right on the same 3 problems" in by_verifier.reason
 
 
 def test_a_gain_below_the_gate_is_not_enough(evaluation: Evaluation) -> None:
@@ -86,6 +106,27 @@ def test_the_champion_is_who_must_be_beaten(evaluation: Evaluation) -> None:
     assert not decision.promote
     assert decision.incumbent == "policy/test@1"
     assert decision.difference == pytest.approx(-0.5)
+
+
+def test_a_policy_that_went_on_from_another_must_beat_that_one(evaluation: Evaluation) -> None:
+    roles = {"base": evaluation("model/test", "W" * 10), "start": evaluation("policy/test@1", "R" * 10)}
+    decision = gate.fn(config(), {**roles, "ppo": evaluation("policy/test@2", "R" * 9 + "W")})
+    assert (decision.incumbent, decision.champion, decision.promote) == ("policy/test@1", None, False)
+
+
+def test_a_policy_of_unknown_descent_is_refused_in_a_sentence(evaluation: Evaluation) -> None:
+    with pytest.raises(
+        ConfigError, match=r"nothing to compare policy/test@1 with: no champion, .*run with the `model`"
+    ):
+        gate.fn(config(), {"ppo": evaluation("policy/test@1", "RR")})
+
+
+def test_weights_that_ppo_left_as_they_were_are_not_called_a_champion(evaluation: Evaluation) -> None:
+    sft, ppo = evaluation("sft/test@1", "RW"), evaluation("policy/test@1", "RW")
+    ppo = ppo.model_copy(update={"metrics": {**ppo.metrics, "policy_digest": "sft/test@1"}})
+    decision = gate.fn(config(), {"sft": sft, "ppo": ppo})
+    assert decision.reason == "policy/test@1 holds the very weights of sft/test@1 (sft)"
+    assert not decision.promote
 
 
 def test_a_champion_is_not_compared_with_itself(evaluation: Evaluation) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf_core.config import PipelineConfig, PPOConfig
+from rlhf_core.config import DataConfig, EvaluationConfig, PipelineConfig, PPOConfig
 from rlhf_core.errors import ConfigError
 from tasks.parents import wants_reward_model
-from tasks.preflight import check_ppo
+from tasks.preflight import check_judges, check_ppo, check_verifier
 
 
 def preset(**changes: object) -> PipelineConfig:
-    return PipelineConfig(name="test", ppo=PPOConfig(**changes))  # type: ignore[arg-type]
+    return PipelineConfig(name="test", data=DataConfig(task="gcd"), ppo=PPOConfig(**changes))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -35,3 +35,55 @@ def test_a_critic_that_starts_as_the_reward_model_needs_one_even_where_it_does_n
     assert not wants_reward_model(preset())
     assert wants_reward_model(preset(critic_init="reward_model"))
     assert wants_reward_model(preset(reward={"reward_model": 0.5}))
+
+
+def of_data(judge: str = "verifier", verifier_weight: float = 0.0, **data: str) -> PipelineConfig:
+    return PipelineConfig(
+        name="test",
+        data=DataConfig.model_validate(data),
+        ppo=PPOConfig.model_validate({"reward": {"verifier": verifier_weight, "reward_model": 1.0}}),
+        evaluation=EvaluationConfig.model_validate({"judge": judge}),
+    )
+
+
+@pytest.mark.parametrize("given", ["prompts", "preferences", "demonstrations"])
+def test_no_verifier_is_asked_about_prompts_without_answers(given: str) -> None:
+    with pytest.raises(ConfigError, match=f"ppo.reward.verifier is 1, but the prompts of data.{given} have no answers"):
+        check_judges(of_data("reward_model", 1.0, **{given: "x.jsonl"}), trains="ppo")
+    for trains in ("ppo", None):
+        with pytest.raises(ConfigError, match=r"evaluation.judge is verifier, .*set evaluation.judge to reward_model"):
+            check_judges(of_data(**{given: "x.jsonl"}), trains=trains)  # type: ignore[arg-type]
+    check_judges(of_data("reward_model", **{given: "x.jsonl"}), trains="ppo")
+    check_judges(of_data(**{given: "x.jsonl", "evaluation": "y.jsonl"}), trains="ppo")  # those may have answers
+    check_judges(of_data("verifier", 1.0, **{given: "x.jsonl"}), trains="sft")
+
+
+def test_problems_with_answers_pass() -> None:
+    solved = {"demonstrations": "x.jsonl", "verifier": "gsm8k_reward_fn"}  # who names a verifier has answers in them
+    for data in ({"task": "gcd"}, {"problems": "x.jsonl"}, solved):
+        check_judges(of_data("verifier", 1.0, **data), trains="ppo")
+    with pytest.raises(ConfigError, match=r"prompts of data.prompts have no answers"):
+        check_judges(of_data("verifier", 1.0, **{**solved, "prompts": "y.jsonl"}), trains="ppo")
+
+
+def test_a_reward_model_that_judges_answers_is_needed_even_where_it_does_not_score() -> None:
+    config = preset()
+    assert wants_reward_model(config.model_copy(update={"evaluation": EvaluationConfig(judge="reward_model")}))
+
+
+@pytest.mark.parametrize(
+    ("verifier", "sentence"),
+    [
+        ("exat", "data.verifier is 'exat'"),
+        ("mine.rewards:right", "add mine.rewards to RLHF_REWARD_MODULES"),
+        ("reasoning_gym:countdown", "records of task 'countdown', but data.task is 'gcd'"),
+    ],
+)
+def test_a_verifier_that_leads_nowhere_is_refused(verifier: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        check_verifier(of_data(task="gcd", verifier=verifier), ())
+
+
+@pytest.mark.parametrize("verifier", ["exact", "gsm8k_reward_fn", "reasoning_gym:gcd", "mine.rewards:right"])
+def test_a_verifier_that_leads_somewhere_passes(verifier: str) -> None:
+    check_verifier(of_data(task="gcd", verifier=verifier), ("mine",))

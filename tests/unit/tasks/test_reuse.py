@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.config import PipelineConfig
+from rlhf_core.config import DataConfig, PipelineConfig
 from tasks import sft as sft_module
 from tasks.context import Context, find_made, open_context
 from tasks.ppo import plan_ppo
@@ -45,8 +45,12 @@ def ppo_key(context: Context, monkeypatch: pytest.MonkeyPatch) -> Key:
     return key
 
 
+def preset(name: str) -> PipelineConfig:
+    return PipelineConfig(name=name, data=DataConfig(task="number_sorting"))
+
+
 def changed(section: str, **values: object) -> PipelineConfig:
-    base = PipelineConfig(name="test").model_dump()
+    base = preset("test").model_dump()
     base[section] = {**base[section], **values} if isinstance(base[section], dict) else values[section]
     return PipelineConfig.model_validate(base)
 
@@ -65,7 +69,19 @@ def changed(section: str, **values: object) -> PipelineConfig:
     ],
 )
 def test_what_changes_ppos_numbers_changes_its_key(ppo_key: Key, config: PipelineConfig) -> None:
-    assert ppo_key(config) != ppo_key(PipelineConfig(name="test"))
+    assert ppo_key(config) != ppo_key(preset("test"))
+
+
+def test_a_reward_model_that_ppo_does_not_ask_is_neither_missed_nor_part_of_its_key(context: Context) -> None:
+    actor, dataset = (context.store.commit(kind, "test", {"x": b"1"}) for kind in ("sft", "dataset"))
+    scorer = context.store.commit("reward-model", "test", {"x": b"1"})
+    judging = changed("evaluation", judge="reward_model")
+    data = Parent(uri=dataset.uri, digest=dataset.digest)
+    alone, given = (plan_ppo.fn(judging, actor.uri, name, data) for name in (None, scorer.uri))
+    assert alone.reward_model is given.reward_model is None
+    assert alone.key == given.key
+    paid = changed("ppo", reward={"reward_model": 0.5})
+    assert plan_ppo.fn(paid, actor.uri, scorer.uri, data).reward_model.uri == scorer.uri
 
 
 @pytest.mark.parametrize(
@@ -75,8 +91,8 @@ def test_what_changes_ppos_numbers_changes_its_key(ppo_key: Key, config: Pipelin
         changed("ppo", cluster={"commit_timeout_s": 1.0, "start_timeout_s": 1.0, "object_store_mb": 100}),
         changed("gate", min_gain=0.1),
         changed("sft", lr=1.0),
-        PipelineConfig(name="other"),
+        preset("other"),
     ],
 )
 def test_what_does_not_leaves_the_run_and_its_committed_episodes_found(ppo_key: Key, config: PipelineConfig) -> None:
-    assert ppo_key(config) == ppo_key(PipelineConfig(name="test"))
+    assert ppo_key(config) == ppo_key(preset("test"))

@@ -40,8 +40,22 @@ def test_two_ranks_share_what_one_would_have() -> None:
 
 @pytest.mark.parametrize(
     ("examples", "sentence"),
-    [([], "there is no demonstration to learn"), ([([1], [2]), ([1], [])], "demonstration 2 of 2 has an empty")],
+    [
+        ([], "there is no demonstration to learn"),
+        ([([1], [2]), ([1], [])], "demonstration 2 of 2 has an empty"),
+        ([([1, 2], [True, False])], "demonstration 1 of 1 has an empty"),
+    ],
 )
 def test_what_cannot_be_learnt_is_refused(examples: list[tuple[list[int], list[int]]], sentence: str) -> None:
     with pytest.raises(DataError, match=sentence):
         Demonstrations(examples, batch_size=1, seed=0, device="cpu")
+
+
+def test_of_a_conversation_what_the_mask_says_is_learnt() -> None:
+    talk = ([1, 2, 3, 4, 5], [False, True, False, True, True])
+    source = Demonstrations([talk, ([6, 7], [8])], batch_size=2, seed=0, device="cpu")
+    batch = source.batch(0)
+    rows = {tuple(ids[held].tolist()): row for row, (ids, held) in enumerate(zip(*batch[:2], strict=True))}
+    learnt = [batch.sequences[row, -4:][batch.action_mask[row]].tolist() for row in sorted(rows.values())]
+    assert set(rows) == {(1, 2, 3, 4, 5), (6, 7, 8)}
+    assert sorted(learnt) == [[2, 4, 5], [8]]

@@ -100,6 +100,18 @@ def test_long_pairs_are_dropped_and_counted() -> None:
     assert (accuracy.pairs, accuracy.dropped) == (5, 2)
 
 
+def test_pairs_both_well_formed_are_counted_on_their_own() -> None:
+    model, some = reward_model(), pairs(6, seed=1)
+    scores = score_sequences(model, [ids for pair in some for ids in pair[:2]], batch_size=12, autocast_dtype=FP32)
+    right = [good > bad for good, bad in scores.view(-1, 2).tolist()]
+    assert len({*right[:4]}) == 2, "an untrained model is right of some of them"
+    forms = (True, True, True, True, False, None)
+    known = [pair._replace(both_well_formed=form) for pair, form in zip(some, forms, strict=True)]
+    found = measure_pairs(model, known, CONFIG, autocast_dtype=FP32)
+    assert (found.well_formed_correct, found.well_formed_pairs) == (sum(right[:4]), 4)
+    assert (found.correct, found.pairs) == (sum(right), 6)
+
+
 @pytest.mark.parametrize("some", [[], [EncodedPair([1] * 17, [2])]])
 def test_no_pair_left_is_refused_before_training(some: list[EncodedPair]) -> None:
     with pytest.raises(DataError, match=f"at least one preference pair within 16 tokens, got {len(some)} pairs"):

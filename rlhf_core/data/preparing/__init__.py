@@ -1,0 +1,30 @@
+"""From the sets that were read to each stage's problems and pairs, and a report on all of it."""
+
+from rlhf_core.data.preparing.checking import Checked, Standard, check_source, shared_prompts
+from rlhf_core.data.preparing.demands import refuse_unfit
+from rlhf_core.data.preparing.markdown import report_to_markdown
+from rlhf_core.data.preparing.metering import TokenMeter
+from rlhf_core.data.preparing.prepare import Prepared, prepare
+from rlhf_core.data.preparing.report import DataReport, SetReport, describe_set
+from rlhf_core.data.preparing.sets import ROLES, SOURCES, read_sets, role_of, set_digests, with_source
+
+__all__ = [
+    "ROLES",
+    "SOURCES",
+    "Checked",
+    "DataReport",
+    "Prepared",
+    "SetReport",
+    "Standard",
+    "TokenMeter",
+    "check_source",
+    "describe_set",
+    "prepare",
+    "read_sets",
+    "refuse_unfit",
+    "report_to_markdown",
+    "role_of",
+    "set_digests",
+    "shared_prompts",
+    "with_source",
+]

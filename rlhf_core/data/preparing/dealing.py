@@ -1,0 +1,102 @@
+"""Each split's problems: no stage sees a prompt of another's, and a row added to a file moves no other."""
+
+from __future__ import annotations
+
+import hashlib
+from itertools import combinations
+from typing import TYPE_CHECKING
+
+from rlhf_core.data.preparing.pools import SPLITS, TASK, Pool
+from rlhf_core.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from rlhf_core.config import SplitsConfig
+    from rlhf_core.data.problems import Problem
+
+# evaluation is filled first: its problems stay the same when another split grows
+FILLING_ORDER = ("evaluation", "preferences", "sft", "ppo")
+SHOWN_PROMPT = 60
+
+
+def needed(pool: str, served: Mapping[str, str], sizes: SplitsConfig) -> dict[str, int]:
+    """Return how many problems each of a pool's splits takes of it, in the order in which they are filled."""
+    wanted = sizes.model_dump()
+    return {split: wanted[split] for split in FILLING_ORDER if served.get(split) == pool}
+
+
+def deal(pools: Mapping[str, Pool], served: Mapping[str, str], sizes: SplitsConfig) -> dict[str, list[Problem]]:
+    """Return every split's problems, taken from the pools in their order; a split that nothing serves is empty.
+
+    Raises:
+        DataError: if a pool has too few.
+    """
+    splits: dict[str, list[Problem]] = {name: [] for name in SPLITS}
+    for name, pool in pools.items():
+        wanted = needed(name, served, sizes)
+        left = list(pool.rows)
+        if len(left) < sum(wanted.values()):
+            raise DataError(
+                f"{pool} has {len(left)} different {'problems' if name == TASK else 'prompts'} that can be used, "
+                f"but data.splits need {sum(wanted.values())} ({_sizes(wanted)}); lower data.splits or give more"
+            )
+        for split, size in wanted.items():
+            splits[split] = [problem for problem in left if split != "sft" or demonstrates(problem)][:size]
+            if len(splits[split]) < size:
+                raise DataError(
+                    f"{pool} has only {len(splits[split])} prompts left with a response or an answer to learn, but "
+                    f"data.splits.sft is {size}; lower it or give more"
+                )
+            taken = {problem.key for problem in splits[split]}
+            left = [problem for problem in left if problem.key not in taken]
+    return splits
+
+
+def demonstrates(problem: Problem) -> bool:
+    """Return whether there is something to learn from a problem."""
+    return problem.demonstration is not None or problem.answer is not None
+
+
+def hashed(problems: Iterable[Problem], seed: int) -> list[Problem]:
+    """Return the problems in the order of a hash of their keys.
+
+    A draw from it is one without replacement from all sources of a mixture, so that every split has the mixture's
+    shares on average.
+    """
+
+    def place(problem: Problem) -> bytes:
+        # the word keeps this order apart from others by seed and key, such as which pairs are held out from the reward
+        # model: what a draw leaves has late places in this order, and must have any place in those
+        return hashlib.sha256(f"splits\0{seed}\0{problem.key}".encode()).digest()
+
+    return sorted(problems, key=place)
+
+
+def refuse_overlap(pools: Sequence[Pool], uses: Mapping[str, Sequence[str]]) -> None:
+    """Check that sets which were given separately share no prompt.
+
+    Args:
+        pools: with different names.
+        uses: the splits that each pool serves, by its name.
+
+    Raises:
+        DataError: naming the sets, their splits, the number of prompts that they share, and one of them.
+    """
+    prompts = {pool.name: {problem.key: problem.prompt for problem in pool.rows} for pool in pools}
+    for one, other in combinations(pools, 2):
+        shared = [key for key in prompts[one.name] if key in prompts[other.name]]
+        if shared:
+            raise DataError(
+                f"{one} for {_listed(uses[one.name])} and {other} for {_listed(uses[other.name])} share {len(shared)} "
+                f"prompts, such as {prompts[one.name][shared[0]][:SHOWN_PROMPT]!r}; what is trained on must not be "
+                "evaluated on, nor one prompt serve two stages: leave them out of one of the two"
+            )
+
+
+def _sizes(wanted: Mapping[str, int]) -> str:
+    return ", ".join(f"{split} {size}" for split, size in wanted.items())
+
+
+def _listed(splits: Sequence[str]) -> str:
+    return " and ".join(splits)

@@ -1,0 +1,88 @@
+"""Rows of CSV: the first line names the columns, and every row has as many fields as there are columns."""
+
+from __future__ import annotations
+
+import csv
+from typing import TYPE_CHECKING
+
+from rlhf_core.data.reading.results import RejectedRow
+from rlhf_core.data.reading.rows import Row, Scan
+from rlhf_core.data.reading.text import byte_lines, encoding_fault
+from rlhf_core.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+WRONG_COUNT = "wrong number of fields"
+
+
+def csv_rows(file: Path, name: str, *, delimiter: str = ",") -> Scan:
+    """Yield the rows of a file of comma-separated values, all texts; blank lines are passed over.
+
+    Args:
+        file: plain or gzip. A field that holds commas, quotes or line ends stands in double quotes, and a
+            quote within it is doubled (RFC 4180).
+        name: what an error calls it.
+        delimiter: what stands between fields.
+
+    Raises:
+        DataError: if the file cannot be read, is damaged or not UTF-8, is empty, has a column without a name or
+            two of one name, or a quotation is malformed: where the next row begins is not known then.
+    """
+    reader = csv.reader(_lines(file, name), strict=True, delimiter=delimiter)
+    columns: list[str] = []
+    empty = True
+    while True:
+        line = reader.line_num + 1
+        try:
+            fields = next(reader, None)
+        except csv.Error as error:
+            raise DataError(f"line {line} of {name} is not valid CSV: {error}{_hint(str(error))}") from error
+        if fields is None:
+            break
+        if not fields or (not columns and len(fields) == 1 and not fields[0].strip()):
+            continue
+        if not columns:
+            columns = _checked_header(fields, name)
+            continue
+        empty = False
+        yield _row(fields, columns, f"line {line} of {name}")
+    if empty:
+        found = "holds the names of columns and no row" if columns else "is empty"
+        raise DataError(f"{name} {found}; it should hold a line that names the columns, and a line for each row")
+
+
+def _row(fields: list[str], columns: list[str], where: str) -> Row | RejectedRow:
+    if len(fields) == len(columns):
+        return Row(where, dict(zip(columns, fields, strict=True)))
+    hint = "; put double quotes around a field that holds a comma" if len(fields) > len(columns) else ""
+    detail = (
+        f"{where} has {len(fields)} fields, but the first line names {len(columns)} columns "
+        f"({', '.join(map(repr, columns))}){hint}"
+    )
+    return RejectedRow(where, WRONG_COUNT, detail)
+
+
+def _checked_header(fields: list[str], name: str) -> list[str]:
+    columns = [field.strip() for field in fields]
+    for number, column in enumerate(columns, start=1):
+        if not column:
+            raise DataError(f"column {number} of {name} has no name; the first line must name every column")
+        if column in columns[: number - 1]:
+            raise DataError(f"{name} has two columns named {column!r}; rename one of them in its first line")
+    return columns
+
+
+def _lines(file: Path, name: str) -> Iterator[str]:
+    for number, line in byte_lines(file, name):
+        fault = encoding_fault(line, f"line {number} of {name}")
+        if fault:
+            raise DataError(fault)
+        yield line.decode("utf-8")
+
+
+def _hint(message: str) -> str:
+    if "unexpected end" in message or "field limit" in message:
+        return "; a double quote that opens there is not closed, or stands in a field and is not doubled"
+    return "; write a double quote inside a quoted field twice"

@@ -1,0 +1,104 @@
+"""Rows of preferences: transcripts, responses to a prompt, or chat messages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from rlhf_core.data.preferences import PreferencePair, split_transcripts
+from rlhf_core.data.reading.forms import Form
+from rlhf_core.data.reading.messages import UNUSABLE, prompt_of, read_messages, response_of
+from rlhf_core.data.reading.rows import RowError, number_field, text_fields, wrong_kind
+from rlhf_core.data.transcripts import conversation, transcript, turns
+from rlhf_core.errors import DataError
+
+if TYPE_CHECKING:
+    from rlhf_core.data.reading.rows import Row
+    from rlhf_core.data.transcripts import Message
+
+EQUAL, APART = "chosen equals rejected", "no common prompt"
+_SIDES = ("chosen", "rejected")
+_EXTRAS = ("margin", "both_well_formed")
+
+
+def pair_forms() -> list[Form]:
+    """Return the forms of preferences.
+
+    * {"chosen", "rejected"}: transcripts as HH-RLHF's, or lists of messages. What both share up to their last
+      common assistant's turn is the prompt.
+    * {"prompt", "chosen", "rejected"}: the prompt a text or messages; a response a text, the assistant's
+      messages, or a whole conversation that repeats the prompt.
+
+    "margin" says by how much the chosen response's score should exceed the other's; "both_well_formed" is what
+    our own files have.
+    """
+    return [
+        Form("preferences with a prompt", ("prompt", *_SIDES), _EXTRAS, _pair),
+        Form("whole conversations in pairs", _SIDES, _EXTRAS, _pair),
+    ]
+
+
+def _pair(row: Row) -> PreferencePair:
+    where, fields = row
+    margin = number_field(fields, where, "margin", default=0.0)
+    pair = _with_prompt(row) if fields.get("prompt") is not None else _of_conversations(row)
+    if not pair.prompt.strip():
+        raise RowError(f"{where}: field 'prompt' is blank", "blank prompt")
+    if pair.chosen.strip() == pair.rejected.strip():
+        raise RowError(f"{where}: the chosen response equals the rejected one, so there is nothing to prefer", EQUAL)
+    return replace(pair, margin=margin, both_well_formed=_both_well_formed(row))
+
+
+def _both_well_formed(row: Row) -> bool | None:
+    value = row.fields.get("both_well_formed")
+    if not isinstance(value, bool | None):
+        raise wrong_kind(row.where, "both_well_formed", "a boolean", value)
+    return value
+
+
+def _with_prompt(row: Row) -> PreferencePair:
+    where, fields = row
+    sides = [_side(fields, where, name) for name in _SIDES]
+    if all(isinstance(side, tuple) and side[0]["role"] != "assistant" for side in sides):
+        return _of_conversations(row)
+    prompt = fields["prompt"]
+    if isinstance(prompt, list):
+        prompt = prompt_of(read_messages(prompt, where, "prompt"), where)
+    [prompt] = text_fields({"prompt": prompt}, where, ("prompt",))
+    chosen, rejected = (side if isinstance(side, str) else response_of(side, where) for side in sides)
+    return PreferencePair(prompt, chosen, rejected)
+
+
+def _side(fields: dict[str, Any], where: str, name: str) -> str | tuple[Message, ...]:
+    if isinstance(fields.get(name), list):
+        return read_messages(fields[name], where, name)
+    return text_fields(fields, where, (name,))[0]
+
+
+def _of_conversations(row: Row) -> PreferencePair:
+    where, fields = row
+    chosen, rejected = (_side(fields, where, name) for name in _SIDES)
+    messages = isinstance(chosen, tuple) and isinstance(rejected, tuple)
+    if not messages:
+        chosen, rejected = text_fields(fields, where, _SIDES)
+    try:
+        pair = split_transcripts(_as_text(chosen, where), _as_text(rejected, where), where)
+    except RowError:
+        raise
+    except DataError as error:
+        raise RowError(str(error), "no assistant's turn") from error
+    if pair is None:
+        raise RowError(f"{where}: chosen and rejected have no common prompt: they part before an answer", APART)
+    spoken = turns(pair.prompt) if messages else None
+    return replace(pair, prompt=transcript(spoken)) if spoken else pair
+
+
+def _as_text(side: str | tuple[Message, ...], where: str) -> str:
+    if isinstance(side, str):
+        return side
+    if side[-1]["role"] != "assistant":
+        raise RowError(f"{where}: a conversation must end with the assistant's turn", UNUSABLE)
+    try:
+        return conversation(side)
+    except DataError as error:
+        raise RowError(f"{where}: {error}", UNUSABLE) from error

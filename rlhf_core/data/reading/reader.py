@@ -1,0 +1,131 @@
+"""The rows of one role, out of all its sources."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
+
+from rlhf_core.data.preferences import PreferencePair
+from rlhf_core.data.reading.mixing import mixed_order
+from rlhf_core.data.reading.results import ReadSet, SourceFacts
+from rlhf_core.data.reading.source_rows import SourceRows, read_source, refuse_bad_rows, refuse_empty
+from rlhf_core.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rlhf_core.config.data import SourceConfig
+    from rlhf_core.data.problems import Problem
+    from rlhf_core.data.reading.results import Access, Role
+
+BadRows = Literal["refuse", "drop"]
+
+
+@overload
+def read_set(
+    sources: Sequence[SourceConfig], role: Literal["preferences"], *, access: Access, bad_rows: BadRows
+) -> ReadSet[PreferencePair]: ...
+
+
+@overload
+def read_set(
+    sources: Sequence[SourceConfig],
+    role: Literal["problems", "prompts", "demonstrations"],
+    *,
+    access: Access,
+    bad_rows: BadRows,
+) -> ReadSet[Problem]: ...
+
+
+def read_set(sources: Sequence[SourceConfig], role: Role, *, access: Access, bad_rows: BadRows) -> ReadSet[Any]:
+    """Return the rows of a role.
+
+    Without weights the sources follow each other. With weights their rows alternate, so that every beginning has
+    the weights' proportions, and end where a source has no row left when its turn comes. Within a source, rows
+    keep the order of its files. A pair whose responses are equal, or whose transcripts have no common prompt, is
+    always left out and counted: every preference set has some.
+
+    Args:
+        sources: at least one; all with a weight, or none.
+        role: what the rows are for, which says what forms they may have.
+        access: where objects of `s3://` are kept, and how they are reached.
+        bad_rows: whether a row that cannot be read is an error, or left out and counted.
+
+    Returns:
+        At least one row; of rows with one prompt (pairs: with equal prompt and responses) the first.
+
+    Raises:
+        DataError: if a source is missing, damaged, empty or of no known form; if a column map does not fit; for
+            the first bad row, unless they are dropped; or if no row is left.
+    """
+    if not sources:
+        raise DataError(f"data.{role} names no source; give a path")
+    reads = []
+    for source in sources:
+        read = read_source(source, role, access)
+        if bad_rows == "refuse":
+            refuse_bad_rows(read, source)
+        refuse_empty(read, source)
+        reads.append(read)
+    unique, duplicates = _without_duplicates(reads)
+    order = _order(sources, unique)
+    taken = [iter(rows) for rows in unique]
+    return ReadSet(
+        rows=tuple(next(taken[each]) for each in order),
+        rejected=tuple(row for read in reads for row in read.rejected),
+        duplicates=duplicates,
+        sources=_facts(sources, reads, order),
+        digest=_digest(sources, role, reads),
+    )
+
+
+def _without_duplicates(reads: Sequence[SourceRows]) -> tuple[list[list[Any]], int]:
+    seen: set[Any] = set()
+    unique: list[list[Any]] = []
+    for read in reads:
+        fresh = []
+        for row in read.built:
+            key = _identity(row)
+            if key not in seen:
+                seen.add(key)
+                fresh.append(row)
+        unique.append(fresh)
+    return unique, sum(len(read.built) for read in reads) - len(seen)
+
+
+def _identity(row: PreferencePair | Problem) -> Any:
+    return (row.prompt, row.chosen, row.rejected) if isinstance(row, PreferencePair) else row.key
+
+
+def _order(sources: Sequence[SourceConfig], rows: Sequence[Sequence[Any]]) -> list[int]:
+    """Return which source gives each row."""
+    sizes = [len(each) for each in rows]
+    weights = [source.weight for source in sources]
+    if any(weight is None for weight in weights):
+        return [source for source, size in enumerate(sizes) for _ in range(size)]
+    order = mixed_order(sizes, cast("list[float]", weights))
+    if not order:
+        first = sources[sizes.index(0)].path if 0 in sizes else sources[0].path
+        raise DataError(f"the mixture has no row: {first} gives none that is not in an earlier source already")
+    return order
+
+
+def _facts(
+    sources: Sequence[SourceConfig], reads: Sequence[SourceRows], order: Sequence[int]
+) -> tuple[SourceFacts, ...]:
+    kept = Counter(order)
+    return tuple(
+        SourceFacts(source.path, tuple(read.files), "; ".join(read.forms), len(read.raw), kept[number], source.weight)
+        for number, (source, read) in enumerate(zip(sources, reads, strict=True))
+    )
+
+
+def _digest(sources: Sequence[SourceConfig], role: Role, reads: Sequence[SourceRows]) -> str:
+    digest = hashlib.sha256(role.encode())
+    for source, read in zip(sources, reads, strict=True):
+        settings = {"weight": source.weight, "columns": source.columns, "limit": source.limit}
+        for line in (json.dumps(settings, sort_keys=True), *read.raw):
+            digest.update(line.encode("utf-8", "surrogatepass") + b"\n")
+    return digest.hexdigest()

@@ -1,0 +1,140 @@
+"""The rows of one source: read, put under our names, and built in the form that each file has."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from rlhf_core.data.reading.columns import check_columns, check_fields, renamed
+from rlhf_core.data.reading.demonstration_forms import demonstration_forms
+from rlhf_core.data.reading.forms import Form, form_of, told
+from rlhf_core.data.reading.pair_forms import APART, EQUAL, pair_forms
+from rlhf_core.data.reading.places import find_parts
+from rlhf_core.data.reading.problem_forms import problem_forms, prompt_forms
+from rlhf_core.data.reading.results import RejectedRow
+from rlhf_core.data.reading.rows import Row, RowError
+from rlhf_core.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from rlhf_core.config.data import SourceConfig
+    from rlhf_core.data.reading.formats import Part
+    from rlhf_core.data.reading.results import Access, Role
+
+FORMS: dict[Role, Callable[[], list[Form]]] = {
+    "preferences": pair_forms,
+    "problems": problem_forms,
+    "demonstrations": demonstration_forms,
+    "prompts": prompt_forms,
+}
+_NO_FORM = "of no known form"
+_NEVER_REFUSED = {EQUAL, APART}
+"""What a preference set always has some of, and says nothing against the others."""
+
+
+@dataclass
+class SourceRows:
+    """What one source holds."""
+
+    built: list[Any] = field(default_factory=list)
+    rejected: list[RejectedRow] = field(default_factory=list)
+    raw: list[str] = field(default_factory=list)
+    """Every row as JSON, for the digest; a bad one by its category."""
+    files: list[str] = field(default_factory=list)
+    forms: dict[str, None] = field(default_factory=dict)
+    """Used as an ordered set."""
+
+
+def read_source(source: SourceConfig, role: Role, access: Access) -> SourceRows:
+    """Return all rows of a source, up to its limit.
+
+    Raises:
+        DataError: if it cannot be read, its column map does not fit, or no row of a file has a form of the role.
+    """
+    check_fields(source.columns, FORMS[role](), role)
+    read = SourceRows()
+    for part in find_parts(source, access):
+        left = None if source.limit is None else source.limit - len(read.raw)
+        if left == 0:
+            break
+        _read_part(part, source, role, left, read)
+    return read
+
+
+def _read_part(part: Part, source: SourceConfig, role: Role, limit: int | None, read: SourceRows) -> None:
+    scanned = list(islice(part.scan(), limit))
+    rows = [row for row in scanned if isinstance(row, Row)]
+    if rows:
+        check_columns(source.columns, (name for row in rows for name in row.fields), part.name)
+    forms = FORMS[role]()
+    mapped = [renamed(row, source.columns) if isinstance(row, Row) else row for row in scanned]
+    form = next((found for row in mapped if isinstance(row, Row) and (found := _form(row, forms, source))), None)
+    if form is None and rows:
+        raise DataError(_formless(rows[0], forms, source, role))
+    for row in mapped:
+        read.raw.append(row.reason if isinstance(row, RejectedRow) else _canonical(row))
+        built = _built(row, form)
+        (read.rejected if isinstance(built, RejectedRow) else read.built).append(built)
+    read.files.append(part.name)
+    read.forms[f"{part.format}: {form.name}" if form else part.format] = None
+
+
+def _form(row: Row, forms: Sequence[Form], source: SourceConfig) -> Form | None:
+    return form_of(row.fields, forms, source.columns)
+
+
+def _formless(row: Row, forms: Sequence[Form], source: SourceConfig, role: Role) -> str:
+    mapped = f" (with the column map: {', '.join(renamed(row, source.columns).fields)})" if source.columns else ""
+    return (
+        f"{row.where} is none of {role}, which have {told(forms)}; it has "
+        f"{', '.join(map(repr, row.fields)) or 'no fields'}{mapped}; name its columns in data.{role}'s column map"
+    )
+
+
+def _built(row: Row | RejectedRow, form: Form | None) -> Any:
+    if isinstance(row, RejectedRow) or form is None:
+        return row
+    try:
+        return form.build(row)
+    except RowError as error:
+        return RejectedRow(row.where, error.reason, error.detail)
+
+
+def _canonical(row: Row) -> str:
+    return json.dumps(row.fields, sort_keys=True, default=str)
+
+
+def at_fault(rejected: Iterable[RejectedRow]) -> list[RejectedRow]:
+    """Return the rejected rows that are refused unless bad rows are dropped: not what every set has some of."""
+    return [row for row in rejected if row.reason not in _NEVER_REFUSED]
+
+
+def refuse_bad_rows(read: SourceRows, source: SourceConfig) -> None:
+    """Raise a DataError for the first row that is at fault, unless it is of a kind that every set has some of."""
+    bad = at_fault(read.rejected)
+    if not bad:
+        return
+    others = f"; of the {len(read.raw)} rows of {source.path}, {len(bad) - 1} more are bad" if len(bad) > 1 else ""
+    raise DataError(f"{bad[0].detail}{others} (data.bad_rows: drop leaves bad rows out)")
+
+
+def refuse_empty(read: SourceRows, source: SourceConfig) -> None:
+    """Raise a DataError if no row of a source is left, with the counts by reason."""
+    if read.built:
+        return
+    counts = Counter(row.reason for row in read.rejected)
+    if set(counts) == {EQUAL}:
+        raise DataError(
+            f"all {counts[EQUAL]} pairs of {source.path} are identical: chosen equals rejected in each, so there "
+            "is nothing to prefer"
+        )
+    reasons = ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
+    raise DataError(
+        f"no row of {source.path} can be used: {reasons}; the first: {read.rejected[0].detail}"
+        if read.rejected
+        else f"{source.path} holds no row"
+    )

@@ -1,0 +1,121 @@
+"""What a report tells: gathered from the store, plain enough for JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from tasks.context import Context
+from tasks.evaluate import OUTCOMES
+from tasks.report.samples import changes, chosen_samples
+from tasks.results import Decision, StageResult
+
+METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
+_TRAINED = ("sft", "reward-model")
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One run."""
+
+    name: str
+    stages: list[StageResult]
+    """In order; the last one is PPO."""
+    evaluations: dict[str, StageResult]
+    """By role."""
+    decision: Decision
+    champion: str | None
+    """After the decision."""
+    wall_s: float
+    episodes: list[Row]
+    training: dict[str, list[Row]]
+    """Rows of the steps of each supervised stage that kept them."""
+    samples: list[Row]
+    changes: Row | None
+    """On held-out problems, from PPO's start to its end; None if its start was not evaluated."""
+    flow_run: str | None
+    page: str | None
+
+    @property
+    def policy(self) -> StageResult:
+        """What PPO made."""
+        return self.stages[-1]
+
+    def as_json(self) -> bytes:
+        """Return everything as JSON."""
+        plain = {
+            **vars(self),
+            "stages": [stage.model_dump() for stage in self.stages],
+            "evaluations": {role: result.model_dump() for role, result in self.evaluations.items()},
+            "decision": self.decision.model_dump(),
+        }
+        return json.dumps(plain, indent=1).encode()
+
+
+def rows_of(context: Context, result: StageResult, path: str) -> list[Row]:
+    """Return the rows of an artifact's file of JSON lines; none if it does not have it, as older ones may not."""
+    manifest = context.store.resolve(result.uri)
+    if path not in {entry.path for entry in manifest.files}:
+        return []
+    return [json.loads(line) for line in context.store.read_bytes(manifest, path).split(b"\n") if line.strip()]
+
+
+def gather(
+    context: Context,
+    *,
+    name: str,
+    seed: int,
+    stages: list[StageResult],
+    evaluations: dict[str, StageResult],
+    decision: Decision,
+    champion: str | None,
+    wall_s: float,
+) -> Facts:
+    """Return what the store and the run's stages say."""
+    policy = stages[-1]
+    samples = rows_of(context, policy, SAMPLES)
+    steps = {stage.stage: rows_of(context, stage, METRICS) for stage in stages if stage.stage in _TRAINED}
+    return Facts(
+        name=name,
+        stages=stages,
+        evaluations=evaluations,
+        decision=decision,
+        champion=champion,
+        wall_s=wall_s,
+        episodes=rows_of(context, policy, METRICS),
+        training={stage: rows for stage, rows in steps.items() if rows},
+        samples=chosen_samples(samples, seed),
+        changes=changes_between(context, evaluations, seed),
+        flow_run=context.flow_run,
+        page=page_of(context),
+    )
+
+
+def levels(evaluations: dict[str, StageResult]) -> dict[str, Row]:
+    """Return the metrics of the policies that curves are compared with, by the name that is shown."""
+    names = {"sft": "SFT start", "start": "start", "champion": "champion"}
+    return {shown: evaluations[role].metrics for role, shown in names.items() if role in evaluations}
+
+
+def judged_by_model(evaluations: dict[str, StageResult]) -> bool:
+    """Whether a reward model scored the answers, and no verifier."""
+    return any(result.metrics.get("judge") == "reward_model" for result in evaluations.values())
+
+
+def page_of(context: Context) -> str | None:
+    """Return the address of the run's page in Prefect."""
+    api = context.settings.prefect_api_url
+    if context.flow_run is None or api is None:
+        return None
+    return f"{api.removesuffix('/').removesuffix('/api')}/runs/flow-run/{context.flow_run}"
+
+
+def changes_between(context: Context, evaluations: dict[str, StageResult], seed: int) -> Row | None:
+    """Return how held-out answers changed from PPO's start to its end; None if its start was not evaluated."""
+    start = next((role for role in ("start", "sft", "base") if role in evaluations), None)
+    if start is None or "ppo" not in evaluations:
+        return None
+    before, after = (rows_of(context, evaluations[role], OUTCOMES) for role in (start, "ppo"))
+    return changes(before, after, by_model=judged_by_model(evaluations), seed=seed)

@@ -1,0 +1,142 @@
+"""Which answers a person is shown: the extremes of PPO's last episode, and what changed on held-out problems."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from random import Random
+from typing import Any
+
+from tasks.report.markdown import SHOWN_LENGTH, code, table
+
+SHOWN_RANDOM, SHOWN_CHANGES, SHOWN_IN_REPORT = 3, 4, 3
+GAINED, LOST, BOTH_RIGHT, BOTH_WRONG = "wrong → right", "right → wrong", "both right", "both wrong"
+ROSE, FELL, SAME = "score rose", "score fell", "score unchanged"
+_KINDS = ((GAINED, LOST, BOTH_RIGHT, BOTH_WRONG), (ROSE, FELL, SAME))
+
+
+def chosen_samples(samples: Sequence[Mapping[str, Any]], seed: int) -> list[dict[str, Any]]:
+    """Return the best, worst, longest and some random samples, each once, with why it was chosen.
+
+    Args:
+        samples: of one episode.
+        seed: of the random ones.
+    """
+    if not samples:
+        return []
+    places = range(len(samples))
+    why: dict[int, list[str]] = {}
+    why.setdefault(max(places, key=lambda at: samples[at]["score"]), []).append("best")
+    why.setdefault(min(places, key=lambda at: samples[at]["score"]), []).append("worst")
+    why.setdefault(max(places, key=lambda at: samples[at]["length"]), []).append("longest")
+    rest = [at for at in places if at not in why]
+    for at in Random(seed).sample(rest, min(SHOWN_RANDOM, len(rest))):
+        why[at] = ["random"]
+    return [{"why": ", ".join(names), **samples[at]} for at, names in why.items()]
+
+
+def changes(
+    before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]], *, by_model: bool, seed: int
+) -> dict[str, Any]:
+    """Return how the answers to the same problems changed: counts of each kind, and rows to show.
+
+    Args:
+        before: outcomes of the policy that PPO started from.
+        after: outcomes of PPO's policy.
+        by_model: a reward model scored the answers, so that none is simply right.
+        seed: of the random rows.
+    """
+    later = {row["key"]: row for row in after}
+    rows = [
+        {"kind": _kind(row, later[row["key"]], by_model=by_model), "before": row, "after": later[row["key"]]}
+        for row in before
+        if row["key"] in later
+    ]
+    counts = Counter(row["kind"] for row in rows)
+    up, down = _KINDS[by_model][:2]
+    shown = [row for kind in (up, down) for row in [row for row in rows if row["kind"] == kind][:SHOWN_CHANGES]]
+    rest = [row for row in rows if not any(row is each for each in shown)]
+    drawn = Random(seed).sample(rest, min(SHOWN_CHANGES, len(rest)))
+    shown += [{**row, "kind": f"random: {row['kind']}"} for row in drawn]
+    rows_shown = [_as_shown(row, by_model=by_model) for row in shown]
+    return {"counts": {kind: counts[kind] for kind in _KINDS[by_model]}, "shown": rows_shown}
+
+
+def samples_document(chosen: Sequence[Mapping[str, Any]], changed: Mapping[str, Any] | None, *, policy: str) -> str:
+    """Return the page of samples.
+
+    Args:
+        chosen: what `chosen_samples` returned.
+        changed: what `changes` returned; None before evaluation.
+        policy: reference of the policy that they are of.
+    """
+    parts = [f"# Answers of {policy}"]
+    if changed is not None:
+        parts += ["## Held-out problems, greedy answers, before and after PPO", change_counts(changed)]
+        parts.append(_change_table(changed["shown"]))
+    parts += ["## PPO's last episode, sampled", _sample_table(chosen) if chosen else "No samples were kept."]
+    parts.append(f"Of texts longer than {SHOWN_LENGTH} characters, beginning and end are shown; ⏎ is a new line.")
+    parts.append(f"All of them: samples.jsonl of `{policy}`, and outcomes.jsonl of each evaluation.")
+    return "\n\n".join(parts) + "\n"
+
+
+def change_counts(changed: Mapping[str, Any]) -> str:
+    """Return the counts of `changes` as one line."""
+    return ", ".join(f"**{count}** {kind}" for kind, count in changed["counts"].items()) + "."
+
+
+def change_list(changed: Mapping[str, Any]) -> str:
+    """Return the first rows of `changes` as lists, for the terminal: its tables would cut long answers off."""
+    parts = []
+    for row in changed["shown"][:SHOWN_IN_REPORT]:
+        wanted = f", to be answered {code(row['answer'])}" if row["answer"] else ""
+        lines = [f"{row['kind']}: {code(row['prompt'])}{wanted}", ""]
+        lines += [f"* before: {code(row['before'])}", f"* after: {code(row['after'])}"]
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def _kind(before: Mapping[str, Any], after: Mapping[str, Any], *, by_model: bool) -> str:
+    if by_model:
+        gain = after["score"] - before["score"]
+        return ROSE if gain > 0 else FELL if gain < 0 else SAME
+    if before["correct"] != after["correct"]:
+        return GAINED if after["correct"] else LOST
+    return BOTH_RIGHT if after["correct"] else BOTH_WRONG
+
+
+def _as_shown(row: Mapping[str, Any], *, by_model: bool) -> dict[str, str]:
+    before, after = row["before"], row["after"]
+    scores = f", {before['score']:.2f} to {after['score']:.2f}" if by_model else ""
+    return {
+        "kind": row["kind"] + scores,
+        "prompt": before["prompt"].strip(),
+        "answer": before.get("answer") or "",
+        "before": before["response"],
+        "after": after["response"],
+    }
+
+
+def _change_table(shown: Sequence[Mapping[str, str]]) -> str:
+    rows = [
+        [row["kind"], code(row["prompt"]), code(row["answer"]) if row["answer"] else "", code(row["before"]),
+         code(row["after"])]
+        for row in shown
+    ]  # fmt: skip
+    return table(["", "problem", "right answer", "before", "after PPO"], rows)
+
+
+def _sample_table(chosen: Sequence[Mapping[str, Any]]) -> str:
+    rows = [
+        [
+            sample["why"],
+            f"{sample['score']:.3f}",
+            f"{sample['kl']:.3f}",
+            str(sample["length"]),
+            code(sample["prompt"].strip()),
+            code(sample["answer"]) if sample.get("answer") else "",
+            code(sample["response"]),
+        ]
+        for sample in chosen
+    ]
+    return table(["", "score", "KL, nats", "tokens", "problem", "right answer", "response"], rows)

@@ -1,0 +1,186 @@
+"""The report's tables. A figure that an artifact does not have leaves its cell empty."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import isfinite
+from statistics import fmean
+from typing import Any
+
+from rlhf_core.functional.curves import Fall
+from tasks.progress import duration
+from tasks.report.facts import Facts, judged_by_model
+from tasks.report.markdown import code, table
+from tasks.results import SHOWN_CONFIDENCE, StageResult
+
+Metrics = Mapping[str, Any]
+INTERVAL = f"[{SHOWN_CONFIDENCE:.0%} interval]"
+EPISODE_COLUMNS = {
+    "reward": "reward",
+    "verifier": "verifier's score",
+    "accuracy_given_form": "right, given the form",
+    "well_formed": "well formed",
+    "kl": "KL, nats",
+    "length": "tokens",
+    "entropy": "entropy, nats per token",
+    "clip_fraction": "clipped",
+    "explained_variance": "explained variance",
+    "reward_share_reward_model": "reward model's share of variance",
+}
+"""Headings by name in an episode's row."""
+JUDGED = {"verifier", "accuracy_given_form", "well_formed"}
+"""Of these, what a verifier says."""
+MOST_EPISODES = 30
+"""Rows of a table that is still read."""
+_LONGEST_CONSTANT = 40
+
+
+def stage_list(facts: Facts) -> str:
+    """Return what each stage made, with its figures; a list, for some pages break no lines in a table."""
+    return "\n".join(
+        f"* **{stage.stage}**: {stage_figures(stage, facts)} ({stage.uri}, {origin(stage)})" for stage in facts.stages
+    )
+
+
+def stage_figures(stage: StageResult, facts: Facts | None = None) -> str:
+    """Return a stage's figures in a few words.
+
+    Args:
+        stage: any.
+        facts: of the whole run, which knows more of SFT and PPO than their own artifacts; None for a stage alone.
+    """
+    metrics = stage.metrics
+    if stage.stage == "sft":
+        sft = facts.evaluations.get("sft") if facts else None
+        return _joined(_sft_figures(metrics, sft.metrics if sft else {}))
+    if stage.stage == "reward-model":
+        return _joined(_reward_model_figures(metrics))
+    if stage.stage == "ppo":
+        return _joined(_ppo_figures(metrics, facts.episodes if facts else ()))
+    if stage.stage == "preferences" and "accuracy" in metrics:
+        return f"{metrics['pairs']} pairs of {metrics['samples']} samples, {metrics['accuracy']:.2f} of them right"
+    counts = {name.removeprefix("problems_"): value for name, value in metrics.items() if type(value) is int}
+    return ", ".join(f"{value} {name.replace('_', ' ')}" for name, value in counts.items())
+
+
+def evaluation_table(evaluations: dict[str, StageResult]) -> str:
+    """Return the held-out figures of each policy; where a reward model judges, its mean score."""
+    by_model = judged_by_model(evaluations)
+    rows = []
+    for role, result in evaluations.items():
+        metrics = result.metrics
+        rows.append(
+            [
+                role,
+                str(metrics.get("policy", "")),
+                _with_interval(metrics, "score" if by_model else "accuracy"),
+                "" if by_model else number(metrics, "accuracy_given_form"),
+                "" if by_model else number(metrics, "constant_accuracy"),
+                number(metrics, "well_formed"),
+                number(metrics, "truncated"),
+            ]
+        )
+    shown = "mean score" if by_model else "right"
+    form = "ended" if by_model else "well formed"
+    header = [f"{shown} {INTERVAL}", "right, given the form", "best constant answer", form, "cut off"]
+    return table(["", "policy", *header], rows)
+
+
+def constant_sentence(evaluations: dict[str, StageResult]) -> str:
+    """Return which answer the best constant one is; nothing where it is not known."""
+    for result in evaluations.values():
+        answer, score = result.metrics.get("constant_answer"), number(result.metrics, "constant_accuracy")
+        if score and answer is not None:
+            return f"Always answering {code(str(answer), _LONGEST_CONSTANT)} would be right {score} of the time."
+    return ""
+
+
+def episode_table(episodes: Sequence[Metrics]) -> str:
+    """Return the figures of each episode; of many, of the first, the last and evenly spaced ones between."""
+    unknown = set() if any("raw/verifier" in row for row in episodes) else JUDGED  # 0 where nobody judged
+    columns = {name: heading for name, heading in EPISODE_COLUMNS.items() if name not in unknown}
+    rows = [[str(row["episode"] + 1), *(number(row, name) for name in columns)] for row in _evenly(episodes)]
+    figures = table(["episode", *columns.values()], rows)
+    left_out = len(episodes) - len(rows)
+    return figures + (f"\n\n{left_out} more episodes are in metrics.jsonl." if left_out else "")
+
+
+def time_table(facts: Facts) -> str:
+    """Return where the run's time went."""
+    rows = [[stage.stage, duration(stage.seconds), origin(stage)] for stage in facts.stages]
+    rows += [
+        [f"evaluate {role}", duration(result.seconds), origin(result)] for role, result in facts.evaluations.items()
+    ]
+    prefix = "seconds_"
+    rows += [
+        [f"of ppo: {name.removeprefix(prefix)}", duration(value), ""]
+        for name, value in facts.policy.metrics.items()
+        if name.startswith(prefix)
+    ]
+    worked = [each for each in (*facts.stages, *facts.evaluations.values()) if not each.reused]
+    rest = max(0.0, facts.wall_s - sum(each.seconds for each in worked))
+    rows += [["starting processes, storing, waiting", duration(rest), ""]]
+    rows += [["**this run**", f"**{duration(facts.wall_s)}**", ""]]
+    return table(["", "time", ""], rows)
+
+
+def origin(result: StageResult) -> str:
+    """Return whether this run made it."""
+    return "from the store" if result.reused else "made now"
+
+
+def number(metrics: Metrics, name: str, pattern: str = "{:.3f}") -> str:
+    """Return a figure, or nothing where there is none."""
+    value = metrics.get(name)
+    return pattern.format(value) if isinstance(value, int | float) and isfinite(value) else ""
+
+
+def _evenly(episodes: Sequence[Metrics]) -> Sequence[Metrics]:
+    if len(episodes) <= MOST_EPISODES:
+        return episodes
+    return [episodes[round(at * (len(episodes) - 1) / (MOST_EPISODES - 1))] for at in range(MOST_EPISODES)]
+
+
+def _sft_figures(metrics: Metrics, evaluation: Metrics) -> list[str]:
+    falls = number(metrics, "first_loss", "loss {:.3f}") + number(metrics, "last_loss", " to {:.3f}")
+    return [
+        falls + number(metrics, "steps", " in {} steps"),
+        number(metrics, "heldout_loss", "{:.3f} held out"),
+        _flatness(metrics),
+        number(evaluation, "well_formed", "{:.3f} of held-out answers well formed") if "accuracy" in evaluation else "",
+    ]
+
+
+def _flatness(metrics: Metrics) -> str:
+    if "flatness" not in metrics:
+        return ""
+    fall = Fall(metrics["flatness"], metrics["flatness_error"])
+    return f"{fall.word} ({-fall.relative:+.1%} over the last quarter of the steps, standard error {fall.error:.1%})"
+
+
+def _reward_model_figures(metrics: Metrics) -> list[str]:
+    figures = [f"{_with_interval(metrics, 'accuracy')} right of {metrics.get('heldout_pairs')} held-out pairs"]
+    if "well_formed_accuracy" in metrics:
+        share = _with_interval(metrics, "well_formed_accuracy", prefix="well_formed_")
+        figures.append(f"{share} of the {metrics.get('well_formed_pairs')} both well formed")
+    return [*figures, number(metrics, "training_accuracy", "{:.3f} of its last training pairs")]
+
+
+def _ppo_figures(metrics: Metrics, episodes: Sequence[Metrics]) -> list[str]:
+    shares = [row["reward_share_reward_model"] for row in episodes if "reward_share_reward_model" in row]
+    what = "verifier" if metrics.get("first_raw/verifier") is not None else "reward"
+    return [
+        number(metrics, f"first_{what}", what + " {:.3f}") + number(metrics, f"last_{what}", " to {:.3f}"),
+        number(metrics, "last_kl", "KL {:.3f} nats"),
+        number(metrics, "episodes", "{} episodes"),
+        f"{fmean(shares):.1%} of the reward's variance from the reward model" if shares else "",
+    ]
+
+
+def _with_interval(metrics: Metrics, name: str, prefix: str = "") -> str:
+    ends = [number(metrics, f"{prefix}{end}") for end in ("low", "high")]
+    return number(metrics, name) + (f" [{ends[0]}, {ends[1]}]" if all(ends) else "")
+
+
+def _joined(figures: Sequence[str]) -> str:
+    return ", ".join(figure for figure in figures if figure)

@@ -1,0 +1,143 @@
+"""The tasks that store a run's report and put what was made on its page."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from infra.artifacts import ArtifactRef
+from rlhf_core.config import PipelineConfig
+from tasks.context import Context, open_context, source_digest
+from tasks.report.draw import episodes_picture, evaluations_picture, report_pictures, training_picture
+from tasks.report.facts import METRICS, SAMPLES, Facts, changes_between, gather, rows_of
+from tasks.report.page import inline, show_markdown, show_table, with_pictures
+from tasks.report.samples import change_counts, change_list, chosen_samples, samples_document
+from tasks.report.tables import constant_sentence, episode_table, evaluation_table, stage_figures
+from tasks.report.text import CAPTIONS, EPISODES, EVALUATION, TRAINING, report_text
+from tasks.results import Decision, StageResult
+from tasks.sentences import stage_task
+
+REPORT, FACTS, SAMPLES_PAGE = "report.md", "report.json", "samples.md"
+MODULES = ("facts", "markdown", "samples", "tables", "text", "draw", "page", "write")
+
+
+@stage_task(name="show-episodes")
+def show_episodes(policy: StageResult, seed: int) -> None:
+    """Put a PPO run on its page: curves and a table of its episodes, and samples of the last one.
+
+    Args:
+        policy: what the run made.
+        seed: of the random samples.
+    """
+    context = open_context()
+    rows, samples = rows_of(context, policy, METRICS), rows_of(context, policy, SAMPLES)
+    curves = inline(CAPTIONS[EPISODES], episodes_picture(rows, compared={}))
+    table = [{**{name: _rounded(value) for name, value in row.items()}, "episode": row["episode"] + 1} for row in rows]
+    show_table("ppo-episodes", table, seen_at_once=f"Episodes of {policy.uri} {curves}")
+    page = samples_document(chosen_samples(samples, seed), None, policy=policy.uri)
+    show_markdown("samples", page, seen_at_once="Best, worst, longest, random")
+
+
+@stage_task(name="show-training")
+def show_training(result: StageResult) -> None:
+    """Put the curves of a supervised stage on the page of its run; nothing where an older artifact kept none.
+
+    Args:
+        result: of SFT or of the reward model.
+    """
+    drawn = training_picture(result, rows_of(open_context(), result, METRICS))
+    if drawn is not None:
+        curves = inline(CAPTIONS[TRAINING[result.stage]], drawn)
+        text = f"`{result.uri}`: {stage_figures(result)}."
+        show_markdown(f"{result.stage}-training", text, seen_at_once=f"Training of {result.uri} {curves}")
+
+
+@stage_task(name="show-evaluations")
+def show_evaluations(evaluations: dict[str, StageResult], seed: int) -> None:
+    """Put an evaluation on its page: the policies' scores, and what became of answers from PPO's start to its end.
+
+    Args:
+        evaluations: by role.
+        seed: of the random answers.
+    """
+    scores = inline(CAPTIONS[EVALUATION], evaluations_picture(evaluations))
+    parts = ["# Held-out problems, greedy answers", evaluation_table(evaluations), constant_sentence(evaluations)]
+    changed = changes_between(open_context(), evaluations, seed)
+    if changed is not None:
+        parts += ["## Answers before and after PPO", change_counts(changed), change_list(changed)]
+    text = "\n\n".join(part for part in parts if part) + "\n"
+    policy = evaluations["ppo"].metrics["policy"]
+    show_markdown("evaluation", text, seen_at_once=f"Held-out answers of {policy} {scores}")
+
+
+@stage_task(name="report")
+def write_report(
+    config: PipelineConfig,
+    stages: list[StageResult],
+    evaluations: dict[str, StageResult],
+    decision: Decision,
+    champion: str | None,
+    *,
+    wall_s: float,
+) -> str:
+    """Store the run's report and put it on its page; return the reference of the `run` artifact.
+
+    Args:
+        config: the resolved preset.
+        stages: in order; the last one is PPO.
+        evaluations: by role.
+        decision: the gate's.
+        champion: after the decision.
+        wall_s: seconds since the run began.
+    """
+    context = open_context()
+    facts = gather(
+        context,
+        name=config.name,
+        seed=config.seed,
+        stages=stages,
+        evaluations=evaluations,
+        decision=decision,
+        champion=champion,
+        wall_s=wall_s,
+    )
+    pictures = report_pictures(facts)
+    text = report_text(facts, pictures)
+    samples = samples_document(facts.samples, facts.changes, policy=facts.policy.uri)
+    reference = _commit(context, config, facts, {REPORT: text.encode(), SAMPLES_PAGE: samples.encode(), **pictures})
+    _show(reference, facts, pictures, text=text, samples=samples)
+    return reference
+
+
+def _commit(context: Context, config: PipelineConfig, facts: Facts, files: dict[str, bytes]) -> str:
+    reference = context.store.commit(
+        "run",
+        config.name,
+        {
+            **files,
+            FACTS: facts.as_json(),
+            METRICS: context.store.read_bytes(context.store.resolve(facts.policy.uri), METRICS),
+            "config.json": config.model_dump_json(indent=1).encode(),
+        },
+        key=context.flow_run,
+        parents=[ArtifactRef(each.uri, each.digest) for each in (*facts.stages, *facts.evaluations.values())],
+        config=config.model_dump(mode="json"),
+        metrics={"promoted": facts.decision.promote, "difference": facts.decision.difference},
+        source_digest=source_digest(*(f"report/{name}" for name in MODULES)),
+        flow_run=context.flow_run,
+    )
+    return reference.uri
+
+
+def _show(reference: str, facts: Facts, pictures: dict[str, bytes], *, text: str, samples: str) -> None:
+    """Put the report on the run's page; a picture that is seen at once is not repeated in the body."""
+    body = {name: png for name, png in pictures.items() if name not in {EVALUATION, EPISODES}}
+    scores = inline(CAPTIONS[EVALUATION], pictures[EVALUATION])
+    show_markdown("report", with_pictures(text, body), seen_at_once=f"Report, stored as {reference} {scores}")
+    curves = inline(CAPTIONS[EPISODES], pictures[EPISODES])
+    table = f"# PPO by episode\n\n{episode_table(facts.episodes)}\n"
+    show_markdown("ppo-curves", table, seen_at_once=f"Episodes of {facts.policy.uri} {curves}")
+    show_markdown("samples", samples, seen_at_once="Before and after; best, worst, longest")
+
+
+def _rounded(value: Any) -> Any:
+    return round(value, 4) if isinstance(value, float) else value

@@ -1,0 +1,277 @@
+"""Every stage's rows are drawn by hash from the sets that serve it, and none sees a prompt of another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+from infra.settings import settings
+from rlhf_core.config import TemplateConfig
+from rlhf_core.data import PreferencePair, Problem, PromptTemplate
+from rlhf_core.data.preparing import Prepared, TokenMeter, prepare, refuse_unfit
+from rlhf_core.data.problems import problem_key
+from rlhf_core.errors import DataError
+from tests.tiny_llama import tiny_tokenizer
+from tests.unit.data.read_sets import CHATML, SIZES, config, demonstrations, meter, pairs, problems, prompts, read
+
+SORTING = {
+    "min_numbers": 3, "max_numbers": 3, "min_decimals": 0, "max_decimals": 0, "min_value": 10, "max_value": 99,
+}  # fmt: skip
+
+
+def sizes(made: Prepared) -> dict[str, int]:
+    return {name: len(rows) for name, rows in made.splits.items()}
+
+
+def of_problems(rows: list[Problem], seed: int = 0, **splits: int) -> Prepared:
+    data = {"problems": "p.jsonl", "splits": {**SIZES, **splits}}
+    return prepare(config(data, seed=seed), {"problems": read(rows)}, meter=None)
+
+
+def assert_apart(made: Prepared) -> None:
+    keys = [{problem.key for problem in rows} for rows in made.splits.values()]
+    keys.append({problem_key(pair.prompt) for pair in made.pairs or ()})
+    for one, other in combinations(keys, 2):
+        assert one.isdisjoint(other)
+
+
+def test_problems_serve_every_split() -> None:
+    made = of_problems(problems(40))
+    assert sizes(made) == SIZES
+    assert made.pairs is None
+    assert_apart(made)
+
+
+def test_the_order_of_rows_does_not_matter_and_the_seed_does() -> None:
+    assert of_problems(problems(40)).splits == of_problems(problems(40)[::-1]).splits
+    assert of_problems(problems(40)).splits["evaluation"] != of_problems(problems(40), seed=1).splits["evaluation"]
+
+
+def test_a_row_more_moves_no_other() -> None:
+    before = of_problems(problems(23)).splits["evaluation"]
+    after = of_problems([*problems(23), *prompts(0), Problem("New?", "1")]).splits["evaluation"]
+    assert len(set(before) - set(after)) <= 1, "only the new row may push one out"
+
+
+@pytest.mark.parametrize("data", [{"problems": "p.jsonl"}, {"task": "number_sorting", "task_parameters": SORTING}])
+def test_the_evaluation_split_stays_when_another_one_grows(data: dict[str, object]) -> None:
+    sets = {"problems": read(problems(200))} if "problems" in data else {}
+    before = prepare(config(data), sets, meter=None).splits
+    grown = config({**data, "splits": {**SIZES, "ppo": 60, "sft": 40}})
+    after = prepare(grown, sets, meter=None).splits
+    assert before["evaluation"] == after["evaluation"]
+    assert len(after["ppo"]) == 60
+
+
+def test_demonstrations_are_what_sft_learns_where_there_are_some() -> None:
+    sets = {"problems": read(problems(40)), "demonstrations": read(demonstrations(10))}
+    made = prepare(config({"problems": "p", "demonstrations": "d"}), sets, meter=None)
+    assert sizes(made) == SIZES
+    assert set(made.splits["sft"]) <= set(demonstrations(10))
+    assert set(made.splits["ppo"]) <= set(problems(40))
+    assert_apart(made)
+
+
+def test_with_preferences_alone_prompts_are_parted_and_the_rest_stays_as_pairs() -> None:
+    made = prepare(config({"preferences": "h.jsonl"}), {"preferences": read(pairs(40))}, meter=None)
+    assert sizes(made) == {**SIZES, "preferences": 0}
+    assert made.pairs is not None
+    assert len(made.pairs) == 40 - SIZES["sft"] - SIZES["ppo"] - SIZES["evaluation"]
+    for problem in made.splits["sft"]:
+        assert (
+            problem.demonstration
+            == problem.prompt.replace("\n\nHuman: Ask", "Kind").removesuffix("\n\nAssistant:") + "."
+        )
+    assert_apart(made)
+
+
+def test_all_pairs_of_a_drawn_prompt_leave_the_reward_model() -> None:
+    twice = [PreferencePair(pair.prompt, pair.chosen, "Ruder.") for pair in pairs(40)]
+    made = prepare(config({"preferences": "h"}), {"preferences": read([*pairs(40), *twice])}, meter=None)
+    assert made.pairs is not None
+    assert len(made.pairs) == 2 * (40 - SIZES["sft"] - SIZES["ppo"] - SIZES["evaluation"])
+    assert_apart(made)
+
+
+def test_what_follows_the_preferred_turn_is_not_learnt() -> None:
+    early = [
+        PreferencePair(pair.prompt, f"{pair.chosen}\n\nHuman: Go on\n\nAssistant: No.", "Rude.") for pair in pairs(40)
+    ]
+    made = prepare(config({"preferences": "h"}), {"preferences": read(early)}, meter=None)
+    assert all(problem.demonstration.startswith("Kind") for problem in made.splits["sft"])
+    assert not any("Human" in problem.demonstration for problem in made.splits["sft"])
+
+
+def test_problems_with_preferences_leave_all_pairs_to_the_reward_model() -> None:
+    sets = {"problems": read(problems(40)), "preferences": read(pairs(12))}
+    made = prepare(config({"problems": "p", "preferences": "h"}), sets, meter=None)
+    assert made.pairs == tuple(pairs(12))
+    assert sizes(made) == {**SIZES, "preferences": 0}
+
+
+def test_prompts_alone_demonstrate_nothing() -> None:
+    made = prepare(config({"prompts": "p"}), {"prompts": read(prompts(40))}, meter=None)
+    assert sizes(made) == {**SIZES, "sft": 0, "preferences": 0}
+
+
+def test_prompts_with_preferences_learn_the_preferred_responses() -> None:
+    sets = {"prompts": read(prompts(40)), "preferences": read(pairs(20))}
+    made = prepare(config({"prompts": "p", "preferences": "h"}), sets, meter=None)
+    assert sizes(made) == {**SIZES, "preferences": 0}
+    assert all(problem.demonstration for problem in made.splits["sft"])
+    assert made.pairs is not None
+    assert len(made.pairs) == 20 - SIZES["sft"]
+    assert_apart(made)
+
+
+def test_demonstrations_alone_serve_all_but_the_reward_model() -> None:
+    made = prepare(config({"demonstrations": "d"}), {"demonstrations": read(demonstrations(40))}, meter=None)
+    assert sizes(made) == {**SIZES, "preferences": 0}
+    assert_apart(made)
+
+
+def test_an_evaluation_set_of_its_own_is_what_is_held_out() -> None:
+    sets = {"problems": read(problems(40)), "evaluation": read(problems(9, first=100))}
+    made = prepare(config({"problems": "p", "evaluation": "e"}), sets, meter=None)
+    assert set(made.splits["evaluation"]) <= set(problems(9, first=100))
+    assert set(made.splits["ppo"]) <= set(problems(40))
+
+
+@pytest.mark.parametrize(
+    ("data", "sets", "told"),
+    [
+        (
+            {"problems": "p", "evaluation": "e"},
+            {"problems": read(problems(40), "train.jsonl"), "evaluation": read(problems(9, first=37), "test.jsonl")},
+            r"data\.problems \(train\.jsonl\) for preferences and sft and ppo and data\.evaluation \(test\.jsonl\) for "
+            r"evaluation share 3 prompts, such as 'What is 37 and 37\?'",
+        ),
+        (
+            {"problems": "p", "preferences": "h"},
+            {
+                "problems": read([*problems(40), Problem("Ask 3", "4")], "p.jsonl"),
+                "preferences": read(pairs(9), "h.jsonl"),
+            },
+            r"data\.preferences \(h\.jsonl\) for the reward model share 1 prompts, such as 'Ask 3'",
+        ),
+    ],
+)
+def test_sets_that_share_prompts_are_refused(data: dict[str, str], sets: dict[str, object], told: str) -> None:
+    with pytest.raises(DataError, match=told) as error:
+        prepare(config(data), sets, meter=None)
+    assert "\n" not in str(error.value)
+
+
+def test_too_few_rows_say_how_many_there_are_and_are_needed() -> None:
+    with pytest.raises(DataError, match=r"p\.jsonl\) has 22 different prompts .* need 23 \(evaluation 5, pref"):
+        prepare(config({"problems": "p"}), {"problems": read(problems(22), "p.jsonl")}, meter=None)
+    few = {"min_numbers": 3, "max_numbers": 3, "min_decimals": 0, "max_decimals": 0, "min_value": 1, "max_value": 2}
+    with pytest.raises(DataError, match=r"data\.task \('number_sorting' with .* has \d+ different problems"):
+        prepare(config({"task": "number_sorting", "task_parameters": few}), {}, meter=None)
+
+
+def test_what_is_too_long_is_left_out_before_the_splits_are_filled() -> None:
+    rows = [*problems(23), *[Problem(f"What is {'1' * 300} and {n}?", "1") for n in range(20)]]
+    made = prepare(config({"problems": "p", "too_long": "drop"}), {"problems": read(rows)}, meter=meter())
+    assert sizes(made) == SIZES
+    assert {problem.prompt for split in made.splits.values() for problem in split} <= {p.prompt for p in problems(23)}
+    [found] = made.report.too_long
+    assert (found.split, found.key, found.longer, found.of, found.dropped) == ("sft", "sft.max_length", 20, 43, True)
+
+
+def test_pairs_that_are_too_long_are_left_out_and_counted() -> None:
+    long = [PreferencePair(f"Long {n}", "a" * 600, "b") for n in range(3)]
+    sets = {"problems": read(problems(40)), "preferences": read([*pairs(12), *long])}
+    made = prepare(config({"problems": "p", "preferences": "h", "too_long": "drop"}), sets, meter=meter())
+    assert made.pairs == tuple(pairs(12))
+    [found] = made.report.too_long
+    assert (found.split, found.longer, found.of, found.limit) == ("pairs", 3, 15, 512)
+    assert found.example == "Long 0"
+    assert "the longest 626 (its prompt begins 'Long 0'); raise reward_model.max_length" in found.sentence
+    assert found.longest == 3 + len("user\nLong 0\nassistant\n") + 600 + 1, "special tokens, bytes, and the stop token"
+
+
+def test_a_task_gives_more_problems_where_some_are_too_long() -> None:
+    data = {"task": "number_sorting", "task_parameters": {**SORTING, "max_numbers": 6}, "too_long": "drop"}
+    made = prepare(config(data, evaluation={"max_new_tokens": 30}), {}, meter=meter())
+    assert sizes(made) == SIZES
+    assert all(len(problem.prompt.split(":")[1].split()) <= 3 for rows in made.splits.values() for problem in rows)
+
+
+def drawn(given: list[Problem], **splits: int) -> Prepared:
+    sets = {"demonstrations": read(given, "d.jsonl")}
+    data = {"task": "number_sorting", "task_parameters": SORTING, "demonstrations": "d.jsonl"}
+    return prepare(config({**data, "splits": {**SIZES, **splits}}), sets, meter=None)
+
+
+def test_what_is_drawn_is_drawn_around_what_is_given() -> None:
+    free = drawn(demonstrations(10)).splits
+    known = [Problem(row.prompt.upper(), demonstration="7") for row in (free["evaluation"][1], *free["ppo"])]
+    made = drawn([*demonstrations(10), *known])
+    assert sizes(made) == SIZES
+    assert_apart(made)
+    kept = [row for rows in (free["evaluation"], free["preferences"]) for row in rows if row != free["evaluation"][1]]
+    assert made.splits["evaluation"] == kept[: SIZES["evaluation"]], "the next one of the draw takes the place"
+    assert ", less 9 that a given set has)" in made.report.splits["ppo"].drawn_from
+    grown = drawn([*demonstrations(10), *known], ppo=60, sft=12)
+    assert grown.splits["evaluation"] == made.splits["evaluation"]
+    assert_apart(grown)
+
+
+def test_a_task_that_a_given_set_exhausts_says_so() -> None:
+    few = {"min_numbers": 3, "max_numbers": 3, "min_decimals": 0, "max_decimals": 0, "min_value": 1, "max_value": 2}
+    data = {"task": "number_sorting", "task_parameters": few}
+    with pytest.raises(DataError, match=r"has 16 different problems"):
+        prepare(config(data), {}, meter=None)  # two orders of three numbers, each 1 or 2
+    given = [Problem(f"Sort descending: {a} {b} {c}", "x") for a in "12" for b in "12" for c in "12"]
+    sets = {"demonstrations": read(given)}
+    with pytest.raises(DataError, match=r"less \d+ that a given set has\) has 8 different problems"):
+        prepare(config({**data, "demonstrations": "d"}), sets, meter=None)
+
+
+def test_each_text_is_measured_once() -> None:
+    counted: list[str] = []
+
+    class Counting(PromptTemplate):
+        def count_tokens(self, texts: Sequence[str]) -> list[int]:
+            counted.extend(texts)
+            return super().count_tokens(texts)
+
+    scale = TokenMeter(Counting(tiny_tokenizer(), TemplateConfig(prompt=CHATML)))
+    sets = {"preferences": read([*pairs(30), *[PreferencePair("Long", "a" * 600, "b"), *pairs(2, first=50)]])}
+    given = config({"preferences": "h", "too_long": "drop"})
+    made = prepare(given, sets, meter=scale)
+    rows = [*made.splits["sft"], *made.splits["ppo"]]
+    assert scale.problems(rows)[0].prompt == len(scale.template.prompt_ids(rows[0].prompt))
+    assert scale.problems(rows)[0].response == len(scale.template.response_ids(str(rows[0].demonstration)))
+    refuse_unfit(made.splits, made.pairs, given, scale, reads=("sft",))
+    drawn = SIZES["sft"] + SIZES["ppo"] + SIZES["evaluation"]  # whose pairs are not learnt from
+    assert len(counted) == len(set(counted)) == 33 * 2 + 33 - drawn
+
+
+def test_real_preferences_are_parted(tmp_path: Path) -> None:
+    directory = settings().data_dir
+    if directory is None:
+        pytest.skip("RLHF_DATA_DIR names no directory with hh-rlhf/ in it")
+    from rlhf_core.config import SourceConfig
+    from rlhf_core.data.reading import Access, read_set
+
+    source = SourceConfig(path=str(directory / "hh-rlhf" / "harmless-base-test.jsonl.gz"))
+    found = read_set([source], "preferences", access=Access(tmp_path), bad_rows="drop")
+    made = prepare(config({"preferences": source.path}), {"preferences": found}, meter=None)
+    assert sizes(made) == {**SIZES, "preferences": 0}
+    assert_apart(made)
+
+
+def test_a_mixture_keeps_its_shares_in_every_split() -> None:
+    mixed = [row for pair in zip(problems(2000), prompts(2000), strict=True) for row in pair]
+    splits = {"sft": 6, "preferences": 4, "ppo": 400, "evaluation": 400}
+    data = {"prompts": "m.jsonl", "demonstrations": "d.jsonl", "splits": splits}
+    sets = {"prompts": read(mixed), "demonstrations": read(demonstrations(10))}
+    made = prepare(config(data), sets, meter=None)
+    for name in ("ppo", "evaluation"):
+        share = sum(problem.answer is not None for problem in made.splits[name]) / 400
+        assert abs(share - 0.5) < 0.1, "four standard deviations of a draw of 400"

@@ -1,0 +1,134 @@
+"""`rlhf data check` shows what sets hold, and exits with 1 where a run would refuse something."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows import cli
+from flows.cli import data as verb
+from tests.unit.data.read_sets import template
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLHF_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("RLHF_ENV_FILE", str(tmp_path / ".env"))
+    monkeypatch.setattr(verb, "_template", lambda _: template())
+
+
+def write(path: Path, rows: list[Any]) -> str:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return str(path)
+
+
+def problems(count: int, first: int = 0) -> list[dict[str, str]]:
+    return [{"question": f"{n}+{n}?", "answer": str(n % 7)} for n in range(first, first + count)]
+
+
+def checked(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    status = cli.main(["data", "check", *arguments])
+    captured = capsys.readouterr()
+    return status, captured.out + captured.err
+
+
+def test_a_good_set_exits_with_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, text = checked(capsys, write(tmp_path / "p.jsonl", problems(5000)), "--preset", "quickstart")
+    assert status == 0, text
+    for part in (
+        "problems",
+        "5,000, of which 5,000 can be used",
+        "Lengths, in tokens",
+        "accepts 64 of 64",
+        "Nothing of this",
+    ):
+        assert part in text
+
+
+def test_a_set_is_judged_by_itself_unless_a_preset_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    talk = "\n\nHuman: {} please\n\nAssistant:"
+    rows = [{"chosen": f"{talk.format(n)} Yes {'a' * 600}", "rejected": f"{talk.format(n)} No"} for n in range(9)]
+    path = write(tmp_path / "h.jsonl", rows)
+    status, text = checked(capsys, path)
+    assert status == 0, text
+    flat = " ".join(text.split())
+    assert "All of it can be used" in flat
+    assert "9 of 9 preference pairs (prompt and longer response) are longer than reward_model.max_length = 512" in flat
+    assert "Under the limits of preset quickstart, for information" in flat
+    facts = json.loads(checked(capsys, path, "--json")[1])
+    assert (facts["preset"], facts["refused"], facts["sets"][0]["report"]) == (None, False, None)
+    assert len(facts["sets"][0]["notes"]) == 2  # as demonstrations, too
+    status, text = checked(capsys, path, "--preset", "quickstart", "--json")
+    found = json.loads(text)["sets"][0]
+    assert (status, found["notes"]) == (1, [])
+    assert "data.splits need" in found["refused"][0]
+
+
+def test_equal_pairs_are_told_and_not_refused_as_no_run_refuses_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pairs = [{"prompt": f"Ask {n}", "chosen": "Yes", "rejected": "Yes" if n == 4 else "No"} for n in range(9)]
+    path = write(tmp_path / "h.jsonl", pairs)
+    status, text = checked(capsys, path, "--json")
+    assert (status, json.loads(text)["sets"][0]["set"]["reasons"]) == (0, {"chosen equals rejected": 1})
+    status, text = checked(capsys, write(tmp_path / "h.jsonl", [*pairs, {"prompt": "a"}]))
+    assert status == 1
+    assert "1 of 10 rows cannot be used, the first because row 10 of" in " ".join(text.split())
+
+
+def test_a_preset_has_its_own_role_for_a_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path / "p.jsonl", [{"question": f"{n}?", "answer": f"so #### {n}"} for n in range(600)])
+    roles = [
+        json.loads(checked(capsys, path, "--json", *preset)[1])["sets"][0]["role"]
+        for preset in ((), ("--preset", "gsm8k"), ("--preset", "quickstart"))
+    ]
+    assert roles == ["problems", "demonstrations", "problems"]
+
+
+def test_faulty_rows_are_counted_by_reason_with_the_first_of_each(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [*problems(900), '{"question": ', {"question": " ", "answer": "1"}, {"question": "", "answer": "1"}]
+    status, text = checked(capsys, write(tmp_path / "p.jsonl", rows), "--json")
+    facts = json.loads(text)
+    [found] = facts["sets"]
+    assert (status, facts["refused"]) == (1, True)
+    assert found["set"]["rejected"] == 3
+    assert sorted(found["set"]["reasons"].values()) == [1, 2]
+    assert "row 901" in found["refused"][0]
+
+
+def test_a_set_that_cannot_be_read_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, text = checked(capsys, str(tmp_path / "nothing.jsonl"))
+    assert status == 1
+    assert "nothing.jsonl does not exist" in text.replace("\n", " ")
+
+
+def test_sets_that_share_prompts_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, other = write(tmp_path / "a.jsonl", problems(20)), write(tmp_path / "b.jsonl", problems(20, first=18))
+    status, text = checked(capsys, one, other, "--json")
+    assert status == 1
+    assert json.loads(text)["overlaps"] == [{"sets": [one, other], "prompts": 2, "example": "18+18?"}]
+    apart = write(tmp_path / "c.jsonl", problems(20, first=100))
+    assert checked(capsys, one, apart)[0] == 0
+
+
+def test_columns_may_have_other_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"q": row["question"], "a": row["answer"]} for row in problems(900)]
+    path = write(tmp_path / "p.jsonl", rows)
+    status, text = checked(capsys, path, "--role", "problems", "--column", "question=q", "--column", "answer=a")
+    assert status == 0, text
+    status, text = checked(capsys, path, "--role", "problems", "--column", "question")
+    assert (status, text) == (1, "rlhf: --column 'question' must be OURS=THEIRS, such as question=problem\n")
+
+
+def test_without_the_model_everything_but_lengths_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verb, "_template", lambda _: None)
+    status, text = checked(capsys, write(tmp_path / "p.jsonl", problems(900)))
+    assert status == 0
+    assert "the model of preset quickstart is not on this machine" in text

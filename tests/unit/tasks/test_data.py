@@ -1,0 +1,174 @@
+"""The dataset of a run: made once for the same content, refused before it is stored, shown with its report."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.presets import resolve
+from infra.artifacts import open_default_store
+from rlhf_core.config import PipelineConfig
+from rlhf_core.data import problems_from_jsonl
+from rlhf_core.data.preparing import SOURCES
+from rlhf_core.errors import ConfigError, DataError
+from tasks.data import SPLITS, check_data, prepare_data, with_data
+from tests.tiny_llama import write_tiny_llama
+from tests.unit.data.read_sets import CHATML, SIZES
+
+SMALL: dict[str, Any] = {
+    "data.splits": SIZES,
+    "template": {"prompt": CHATML},
+    "ppo.prompts_per_episode": 8,
+    "ppo.chunk_size": 8,
+    "ppo.train_batch_size": 8,
+    "ppo.micro_batch_size": 8,
+    "evaluation.max_new_tokens": 40,
+}
+NO_ANSWERS = {"ppo.reward": {"verifier": 0.0, "reward_model": 1.0}, "evaluation.judge": "reward_model"}
+ROWS = {
+    "problems": [{"question": f"What is {n} and {n}?", "answer": f"#### {2 * n}"} for n in range(40)],
+    "prompts": [{"prompt": f"Tell me of {n}."} for n in range(40)],
+    "demonstrations": [{"instruction": f"Say {n}.", "input": "", "output": f"I say {n}."} for n in range(40)],
+    "preferences": [{"prompt": f"Ask {n}", "chosen": f"Kind {n}.", "rejected": "Rude."} for n in range(40)],
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_tiny_llama(tmp_path_factory.mktemp("model") / "tiny"))
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLHF_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("RLHF_ENV_FILE", str(tmp_path / ".env"))
+    monkeypatch.setenv("RLHF_STORE_URL", f"file://{tmp_path / 'store'}")
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def preset(model: str, **changes: Any) -> PipelineConfig:
+    return resolve("quickstart", model=model, overrides=SMALL | changes)
+
+
+@pytest.mark.parametrize("role", ROWS)
+def test_the_parameter_data_takes_a_set_of_any_role(model: str, tmp_path: Path, role: str) -> None:
+    path = write(tmp_path / f"{role}.jsonl", ROWS[role])
+    config = with_data(preset(model), path)
+    assert [source.path for source in getattr(config.data, role)] == [path]
+    assert (config.data.task, config.data.task_parameters) == (None, {})
+
+
+GSM8K = [{"question": f"What is {n} and {n}?", "answer": f"{n}+{n}=<<1>>\n#### {2 * n}"} for n in range(40)]
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "role"),
+    [
+        ("gsm8k", GSM8K, "demonstrations"),
+        ("gsm8k", [{"prompt": row["question"], "answer": "1"} for row in GSM8K], "problems"),  # of no such form
+        ("hh-rlhf", ROWS["preferences"], "preferences"),
+        ("quickstart", GSM8K, "problems"),  # in place of the task
+    ],
+)
+def test_the_parameter_data_keeps_the_presets_role_where_it_has_one_alone(
+    tmp_path: Path, name: str, rows: list[dict[str, Any]], role: str
+) -> None:
+    path = write(tmp_path / "train.jsonl", rows)
+    data = with_data(resolve(name), path).data
+    assert {each: [source.path for source in getattr(data, each)] for each in SOURCES if getattr(data, each)} == {
+        role: [path]
+    }
+    assert data.verifier == ("gsm8k_reward_fn" if name == "gsm8k" else None)
+
+
+def test_a_gsm8k_run_takes_one_file_for_everything(model: str, tmp_path: Path) -> None:
+    rows = write(tmp_path / "train.jsonl", GSM8K)
+    small = {key: value for key, value in SMALL.items() if key != "template"} | {
+        "template.stop": [],
+        "ppo.max_new_tokens": 300,
+        "evaluation.max_new_tokens": 300,
+        "sft.max_length": 300,
+    }
+    config = with_data(resolve("gsm8k", model=model, overrides=small), rows)
+    made = prepare_data.fn(config, None, reads=SPLITS)  # type: ignore[attr-defined]
+    store = open_default_store()
+    held_out = problems_from_jsonl(store.read_bytes(store.resolve(made.uri), "evaluation.jsonl"))
+    assert len(held_out) == SIZES["evaluation"]
+    assert all(str(each.demonstration).startswith("<think>") and each.answer for each in held_out)
+
+
+@pytest.mark.parametrize("role", ROWS)
+def test_a_set_becomes_a_dataset_with_its_report(model: str, tmp_path: Path, role: str) -> None:
+    config = with_data(preset(model, **NO_ANSWERS), write(tmp_path / f"{role}.jsonl", ROWS[role]))
+    made = prepare_data.fn(config, None, reads=("ppo", "evaluation"))  # type: ignore[attr-defined]
+    store = open_default_store()
+    manifest = store.resolve(made.uri)
+    held = {entry.path for entry in manifest.files}
+    wanted = {f"{name}.jsonl" for name in SPLITS} | {"report.md", "report.json", "rejected.jsonl"}
+    assert held == wanted | ({"pairs.jsonl"} if role == "preferences" else set())
+    facts = json.loads(store.read_bytes(manifest, "report.json"))
+    assert facts["splits"]["ppo"]["rows"] == SIZES["ppo"]
+    assert made.metrics["problems_evaluation"] == SIZES["evaluation"]
+    again = with_data(config, made.uri)
+    assert again.data == config.data
+    check_data.fn(again, made.parent, reads=("ppo", "evaluation"))  # type: ignore[attr-defined]
+
+
+def test_a_dataset_is_found_again_by_content_not_by_path(model: str, tmp_path: Path) -> None:
+    prepare = prepare_data.fn  # type: ignore[attr-defined]
+    one = with_data(preset(model), write(tmp_path / "one.jsonl", ROWS["problems"]))
+    same = with_data(preset(model), write(tmp_path / "same.jsonl", ROWS["problems"]))
+    other = with_data(preset(model), write(tmp_path / "other.jsonl", ROWS["problems"][1:]))
+    longer = with_data(preset(model, **{"sft.max_length": 300}), one.data.problems[0].path)
+    first = prepare(one, None, reads=SPLITS)
+    assert (first.reused, prepare(same, None, reads=SPLITS).digest) == (False, first.digest)
+    assert prepare(same, None, reads=SPLITS).reused
+    assert not prepare(other, None, reads=SPLITS).reused
+    assert not prepare(longer, None, reads=SPLITS).reused, "the limits say what is left out"
+
+
+def test_what_a_run_could_not_use_is_refused_before_anything_is_stored(model: str, tmp_path: Path) -> None:
+    config = with_data(preset(model), write(tmp_path / "p.jsonl", ROWS["prompts"]))
+    with pytest.raises(DataError, match=r"ppo\.reward\.verifier"):
+        prepare_data.fn(config, None, reads=("ppo",))  # type: ignore[attr-defined]
+    assert not list(open_default_store().list())
+
+
+def test_rejected_rows_are_dropped_where_they_may_be_and_kept_by_name(model: str, tmp_path: Path) -> None:
+    rows = [*ROWS["problems"], {"question": "And?"}, {"question": " ", "answer": "1"}]
+    path = write(tmp_path / "p.jsonl", rows)
+    with pytest.raises(DataError, match=r"row 41 of .*p\.jsonl"):
+        prepare_data.fn(with_data(preset(model), path), None, reads=SPLITS)  # type: ignore[attr-defined]
+    config = with_data(preset(model, **{"data.bad_rows": "drop"}), path)
+    made = prepare_data.fn(config, None, reads=SPLITS)  # type: ignore[attr-defined]
+    body = open_default_store().read_bytes(open_default_store().resolve(made.uri), "rejected.jsonl").decode()
+    assert [json.loads(line)["where"].split()[:2] for line in body.splitlines()] == [["row", "41"], ["row", "42"]]
+    assert made.metrics["rejected"] == 2
+
+
+def test_a_set_that_is_not_there_is_one_sentence(model: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"nothing\.jsonl does not exist"):
+        with_data(preset(model), str(tmp_path / "nothing.jsonl"))
+
+
+def test_a_model_without_a_chat_template_needs_a_template(tmp_path: Path) -> None:
+    from tests.tiny_llama import tiny_tokenizer
+
+    directory = write_tiny_llama(tmp_path / "bare")
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    (directory / "chat_template.jinja").unlink(missing_ok=True)
+    tokenizer.save_pretrained(directory)
+    config = with_data(
+        resolve("quickstart", model=str(directory), overrides=SMALL | {"template": {}}),
+        write(tmp_path / "p.jsonl", ROWS["problems"]),
+    )
+    with pytest.raises(ConfigError, match=r"no chat template.*template\.prompt"):
+        prepare_data.fn(config, None, reads=SPLITS)  # type: ignore[attr-defined]

@@ -1,0 +1,158 @@
+"""The evaluation as a stage: who judges, what is stored of it, and when it is done anew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.data import Problem, problems_to_jsonl
+from rlhf_core.errors import ConfigError, DataError, ModelError
+from rlhf_core.evaluation import outcomes_from_jsonl
+from rlhf_core.models.reward_model import RewardModel
+from tasks import evaluate as evaluate_module
+from tasks.context import Context, open_context
+from tasks.evaluate import OUTCOMES, contestants, evaluate_policy, find_judge
+from tasks.results import Parent
+from tests.tiny_llama import tiny_llama, tiny_tokenizer, write_tiny_llama
+
+CLOSED = [Problem("1+1?", "2"), Problem("2+2?", "4"), Problem("4-2?", "2")]
+OPEN = [Problem("Why?"), Problem("How?")]
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Parent:
+    directory = write_tiny_llama(tmp_path_factory.mktemp("model") / "tiny", initializer_range=0.3)
+    return Parent(uri="model/tiny", digest="a" * 64, path=str(directory))
+
+
+@pytest.fixture
+def context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Context:
+    monkeypatch.setenv("RLHF_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("RLHF_STORE_URL", f"file://{tmp_path}/store")
+    return open_context()
+
+
+def dataset(context: Context, problems: list[Problem]) -> Parent:
+    made = context.store.commit("dataset", "test", {"evaluation.jsonl": problems_to_jsonl(problems)})
+    return Parent(uri=made.uri, digest=made.digest)
+
+
+def scorer(context: Context, directory: Path, *, seed: int = 4) -> Parent:
+    torch.manual_seed(seed)
+    RewardModel.from_causal_lm(tiny_llama(seed=seed, initializer_range=0.2)).save_pretrained(directory)
+    tiny_tokenizer().save_pretrained(directory)
+    made = context.store.commit("reward-model", "test", directory)
+    return Parent(uri=made.uri, digest=made.digest)
+
+
+def config(judge: str = "verifier", max_new_tokens: int = 22, **data: Any) -> PipelineConfig:
+    evaluation = {"max_new_tokens": max_new_tokens, "judge": judge}
+    return PipelineConfig.model_validate({"name": "test", "data": data, "evaluation": evaluation})
+
+
+def test_the_best_constant_answer_stands_beside_the_accuracy(
+    context: Context, policy: Parent, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = dataset(context, CLOSED)
+    made = evaluate_policy.fn(config(problems="x.jsonl"), policy, data)
+    found = made.metrics
+    assert (found["judge"], found["problems"]) == ("exact", 3)
+    assert (found["constant_answer"], found["constant_accuracy"]) == ("2", pytest.approx(2 / 3))
+    assert {"accuracy", "accuracy_given_form", "score", "low", "high", "well_formed", "truncated"} <= found.keys()
+    assert "always answering '2' would be 0.667 right" in caplog.messages[-1]
+    again = evaluate_policy.fn(config(problems="x.jsonl"), policy, data)
+    assert (again.uri, again.reused) == (made.uri, True)
+    other = evaluate_policy.fn(config(problems="x.jsonl", verifier="gsm8k_reward_fn"), policy, data)
+    assert (other.metrics["judge"], other.reused) == ("gsm8k_reward_fn", False)
+
+
+def test_a_reward_model_judges_open_prompts_and_is_part_of_the_key(
+    context: Context, policy: Parent, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data, judged = dataset(context, OPEN), config("reward_model", 6, prompts="x.jsonl")
+    one, other = scorer(context, tmp_path / "one"), scorer(context, tmp_path / "other", seed=5)
+    made = evaluate_policy.fn(judged, policy, data, one)
+    rows = outcomes_from_jsonl(context.store.read_bytes(context.store.resolve(made.uri), OUTCOMES))
+    assert made.metrics["score"] == pytest.approx(sum(row.score for row in rows) / 2)
+    assert made.metrics["low"] < made.metrics["score"] < made.metrics["high"]
+    assert made.metrics["judge"] == "reward_model"
+    assert not {"accuracy", "accuracy_given_form", "constant_answer"} & made.metrics.keys()
+    assert "of 2 answers by the reward model" in caplog.messages[-1]
+    assert one.uri in {parent.uri for parent in context.store.resolve(made.uri).parents}
+    anew = evaluate_policy.fn(judged, policy, data, other)
+    assert not anew.reused
+    assert anew.metrics["score"] != made.metrics["score"]
+
+
+def test_a_reward_model_of_another_tokenizer_is_refused(context: Context, policy: Parent, tmp_path: Path) -> None:
+    one = scorer(context, tmp_path / "one")
+    other = tiny_tokenizer()
+    other.add_tokens(["<another>"])
+    other.save_pretrained(tmp_path / "one")
+    made = context.store.commit("reward-model", "test", tmp_path / "one")
+    data, judged = dataset(context, OPEN), config("reward_model", 6, prompts="x.jsonl")
+    with pytest.raises(ModelError, match="the policy and reward-model/test@2 have different tokenizers: 1 tokens"):
+        evaluate_policy.fn(judged, policy, data, Parent(uri=made.uri, digest=made.digest))
+    assert evaluate_policy.fn(judged, policy, data, one).metrics["judge"] == "reward_model"
+
+
+def test_the_same_weights_under_another_name_are_evaluated_once_and_keep_their_name(
+    context: Context, policy: Parent
+) -> None:
+    data, judged = dataset(context, CLOSED), config(problems="x.jsonl")
+    first = evaluate_policy.fn(judged, policy, data)
+    renamed = policy.model_copy(update={"uri": "policy/other@1"})
+    again = evaluate_policy.fn(judged, renamed, data)
+    assert (first.metrics["policy"], again.metrics["policy"]) == ("model/tiny", "policy/other@1")
+    assert (again.reused, again.uri) == (True, first.uri)
+
+
+def test_what_ppo_went_on_from_is_evaluated_beside_its_policy(
+    context: Context, policy: Parent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluate_module, "base_model", lambda *_: policy)
+    store = context.store
+    sft = store.commit("sft", "test", {"x": b"1"})
+    first = store.commit("policy", "test", {"x": b"2"}, parents=[sft])
+    second = store.commit("policy", "test", {"x": b"3"}, parents=[first])
+    judged = config(problems="x.jsonl")
+    assert {role: each.uri for role, each in contestants(judged, first.uri).items()} == {
+        "sft": sft.uri, "ppo": first.uri,
+    }  # fmt: skip
+    store.set_alias(first.uri, "champion", why="test", who="test")
+    assert {role: each.uri for role, each in contestants(judged, None).items()} == {
+        "start": first.uri, "ppo": second.uri, "champion": first.uri,
+    }  # fmt: skip
+
+
+def test_no_judges_process_outlives_its_evaluation(context: Context, policy: Parent) -> None:
+    known = {"problems": "x.jsonl", "verifier": "gsm8k_reward_fn"}
+    evaluate_policy.fn(config(**known), policy, dataset(context, CLOSED))
+    with pytest.raises(ConfigError, match="no reward model was given"):
+        evaluate_policy.fn(config("reward_model", **known), policy, dataset(context, CLOSED))
+    with pytest.raises(DataError, match="has none"):
+        evaluate_policy.fn(config(**known), policy, dataset(context, OPEN))
+    assert psutil.Process().children(recursive=True) == []
+
+
+def test_an_evaluation_without_a_judge_is_refused_in_a_sentence(context: Context, policy: Parent) -> None:
+    data = dataset(context, OPEN)
+    with pytest.raises(ConfigError, match=r"evaluation.judge is verifier, but the data has no answers"):
+        evaluate_policy.fn(config(prompts="x.jsonl"), policy, data)
+    with pytest.raises(ConfigError, match=r"evaluation.judge is reward_model, but no reward model was given"):
+        evaluate_policy.fn(config("reward_model", prompts="x.jsonl"), policy, data)
+    with pytest.raises(DataError, match="verifier exact compares with a right answer, and the prompt that begins 'Why"):
+        evaluate_policy.fn(config(problems="x.jsonl"), policy, data)
+
+
+def test_the_judge_is_the_one_that_is_named_and_none_where_the_verifier_judges(
+    context: Context, tmp_path: Path
+) -> None:
+    one = scorer(context, tmp_path / "one")
+    assert find_judge.fn(config("reward_model", prompts="x.jsonl"), one.uri) == one
+    assert find_judge.fn(config(problems="x.jsonl"), one.uri) is None

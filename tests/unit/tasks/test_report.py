@@ -1,0 +1,157 @@
+"""The tasks that keep a run's report and show what was made on its page, pictures included."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.artifacts import ArtifactStore, open_default_store
+from infra.settings import settings
+from rlhf_core.config import DataConfig, PipelineConfig
+from tasks.context import stage_result
+from tasks.promote import gate, promote
+from tasks.report import page, show_episodes, show_evaluations, show_training, write_report
+from tasks.results import Decision, StageResult
+from tests.unit.tasks.episodes import WIDTH, episode, size
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ArtifactStore:
+    (tmp_path / "store").mkdir()
+    monkeypatch.setenv("RLHF_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("RLHF_STORE_URL", f"file://{tmp_path}/store")
+    getattr(settings, "cache_clear", lambda: None)()
+    return open_default_store()
+
+
+@pytest.fixture
+def made(store: ArtifactStore) -> Callable[..., StageResult]:
+    def make(stage: str, kind: str, files: dict[str, list[dict[str, Any]]], **metrics: Any) -> StageResult:
+        bodies = {name: "".join(json.dumps(row) + "\n" for row in rows).encode() for name, rows in files.items()}
+        reference = store.commit(kind, "test", bodies, metrics=metrics)
+        return stage_result(stage, store.resolve(reference.uri), reused=False)
+
+    return make
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Any, str]]:
+    """What was put on the run's page: body and description by key."""
+    found: dict[str, tuple[Any, str]] = {}
+    monkeypatch.setattr(page, "root_flow_run", lambda: "a run")
+    monkeypatch.setattr(
+        page,
+        "create_markdown_artifact",
+        lambda key, markdown, description: found.update({key: (markdown, description)}),
+    )
+    monkeypatch.setattr(
+        page, "create_table_artifact", lambda key, table, description: found.update({key: (table, description)})
+    )
+    return found
+
+
+SAMPLE = {"prompt": "p", "answer": "1", "response": "<b>", "score": 0.5, "kl": 0.5, "length": 3}
+OUTCOME = {"key": "k", "prompt": "p", "answer": "1", "response": "<b>", "correct": True, "score": 1.0}
+HELD = "data:image/png;base64,"
+
+
+def test_a_run_keeps_its_report_samples_and_pictures_and_shows_them(
+    store: ArtifactStore, made: Callable[..., StageResult], shown: dict[str, tuple[Any, str]]
+) -> None:
+    policy = made("ppo", "policy", {"metrics.jsonl": [episode(0)], "samples.jsonl": [SAMPLE]}, episodes=1)
+    sft = made("sft", "sft", {"metrics.jsonl": [{"step": 1, "loss": 1.0, "lr": 0.1}]}, first_loss=1.0)
+    scorer = made("reward-model", "reward-model", {"weights": []}, accuracy=0.5, low=0.4, high=0.6)  # older: no steps
+    figures = {"accuracy": 1.0, "low": 0.2, "high": 1.0, "judge": "exact", "problems": 1}
+    outcomes = {"outcomes.jsonl": [OUTCOME]}
+    evaluations = {role: made("evaluate", "evaluation", outcomes, policy=role, **figures) for role in ("sft", "ppo")}
+    decision = Decision(
+        promote=False, reason="equal", policy=policy.uri, incumbent=sft.uri, champion=None,
+        difference=0.0, low=0.0, high=0.0,
+    )  # fmt: skip
+    config = PipelineConfig(name="test", data=DataConfig(task="chain_sum"))
+    reference = write_report.fn(config, [sft, scorer, policy], evaluations, decision, None, wall_s=9.0)  # type: ignore[attr-defined]
+    manifest = store.resolve(reference)
+    kept = "config.json evaluation.png metrics.jsonl ppo.png report.json report.md samples.md sft.png"
+    assert " ".join(sorted(entry.path for entry in manifest.files)) == kept
+    assert size(store.read_bytes(manifest, "ppo.png"))[0] == WIDTH
+    assert store.read_json(manifest, "report.json")["changes"]["counts"]["both right"] == 1
+    text = store.read_bytes(manifest, "report.md").decode()
+    assert "![PPO by episode](ppo.png)" in text
+    assert "reward-model.png" not in text
+    assert set(shown) == {"report", "ppo-curves", "samples"}
+    assert all(HELD in shown[key][1] for key in ("report", "ppo-curves"))  # seen without a click
+    assert shown["report"][0].count(HELD) == 1  # sft.png; the two others are seen already
+
+
+def test_a_run_that_only_a_reward_model_judged_is_compared_promoted_and_reported(
+    store: ArtifactStore, made: Callable[..., StageResult], shown: dict[str, tuple[Any, str]]
+) -> None:
+    row = {"episode": 0, "reward": 0.25, "reward_std": 1.0, "samples": 4.0, "verifier": 0.0, "well_formed": 0.0}
+    row |= {"kl": 0.0, "raw/reward_model": 0.25, "reward_share_reward_model": 1.0}
+    policy = made("ppo", "policy", {"metrics.jsonl": [row], "samples.jsonl": [SAMPLE]}, episodes=1, last_kl=0.0)
+    figures: dict[str, Any] = {"judge": "reward_model", "low": 0.0, "high": 1.0, "problems": 2}
+
+    def evaluated(policy: str, *scores: float) -> StageResult:
+        kept = {"well_formed": True, "truncated": False, "correct": False, "answer": ""}
+        rows = [{**OUTCOME, **kept, "key": str(at), "score": score} for at, score in enumerate(scores)]
+        facts = {"policy": policy, "policy_digest": policy, "score": sum(scores) / 2}
+        return made("evaluate", "evaluation", {"outcomes.jsonl": rows}, **figures, **facts)
+
+    evaluations = {"sft": evaluated("sft/test@1", 0.0, 0.5), "ppo": evaluated(policy.uri, 1.0, 1.5)}
+    config = PipelineConfig(name="test", data=DataConfig.model_validate({"preferences": "x.jsonl"}))
+    decision = gate.fn(config, evaluations)  # type: ignore[attr-defined]
+    champion = promote.fn(decision)  # type: ignore[attr-defined]
+    assert (decision.difference, champion) == (1.0, policy.uri)
+    reference = write_report.fn(config, [policy], evaluations, decision, champion, wall_s=1.0)  # type: ignore[attr-defined]
+    text = store.read_bytes(store.resolve(reference), "report.md").decode()
+    assert "+1.000 [+1.000, +1.000] standard deviations of the reward model's score" in text
+    assert "**2** score rose" in text
+    assert "right" not in text
+    assert set(shown) == {"report", "ppo-curves", "samples"}
+
+
+def test_a_ppo_run_of_its_own_shows_its_curves_over_its_table(
+    made: Callable[..., StageResult], shown: dict[str, tuple[Any, str]]
+) -> None:
+    older = made("ppo", "policy", {"metrics.jsonl": [episode(0), episode(1, reward=0.123456)]})  # no samples kept
+    show_episodes.fn(older, 0)  # type: ignore[attr-defined]
+    table, description = shown["ppo-episodes"]
+    assert [(row["episode"], row["reward"]) for row in table] == [(1, 0.5), (2, 0.1235)]
+    assert HELD in description
+    assert "No samples were kept." in shown["samples"][0]
+
+
+def test_a_supervised_stage_shows_its_curve_and_an_older_one_nothing(
+    made: Callable[..., StageResult], shown: dict[str, tuple[Any, str]]
+) -> None:
+    show_training.fn(made("sft", "sft", {"weights": []}))  # type: ignore[attr-defined]
+    assert shown == {}
+    sft = made("sft", "sft", {"metrics.jsonl": [{"step": 1, "loss": 1.0}]}, first_loss=1.0, last_loss=0.5, steps=1)
+    show_training.fn(sft)  # type: ignore[attr-defined]
+    body, description = shown["sft-training"]
+    assert "loss 1.000 to 0.500 in 1 steps" in body
+    assert HELD in description
+
+
+def test_an_evaluation_of_its_own_shows_scores_and_what_became_of_answers(
+    made: Callable[..., StageResult], shown: dict[str, tuple[Any, str]]
+) -> None:
+    figures = {"accuracy": 0.5, "score": 0.5, "low": 0.25, "high": 0.75, "judge": "exact", "problems": 1}
+
+    def evaluated(role: str, *, correct: bool) -> StageResult:
+        rows = {"outcomes.jsonl": [{**OUTCOME, "correct": correct}]}
+        return made("evaluate", "evaluation", rows, policy=f"policy/{role}@1", **figures)
+
+    alone = {"ppo": evaluated("new", correct=True)}
+    show_evaluations.fn(alone, 0)  # type: ignore[attr-defined]
+    body, description = shown["evaluation"]
+    assert "| ppo | policy/new@1 | 0.500 [0.250, 0.750] |" in body
+    assert "before and after" not in body
+    assert description.startswith("Held-out answers of policy/new@1 ![")
+    assert HELD in description
+    show_evaluations.fn({"start": evaluated("old", correct=False), **alone}, 0)  # type: ignore[attr-defined]
+    assert "**1** wrong → right" in shown["evaluation"][0]

@@ -1,0 +1,208 @@
+"""The report's words: tables, samples and what keeps a model's output from being obeyed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from markdown_it import MarkdownIt
+
+from tasks.report.facts import Facts
+from tasks.report.markdown import SHOWN_LENGTH, code, table
+from tasks.report.page import with_pictures
+from tasks.report.samples import changes, chosen_samples, samples_document
+from tasks.report.tables import MOST_EPISODES, episode_table, evaluation_table, stage_figures, time_table
+from tasks.report.text import EPISODES, EVALUATION, report_text
+from tasks.results import Decision, StageResult
+
+NASTY = "a | b\n```sh\n<img src=x onerror=alert(1)> **bold** \\| `tick` &lt; ![x](ppo.png)\x1b[31m"
+HTML = MarkdownIt("commonmark").enable("table").render
+
+
+def stage(name: str, *, reused: bool = False, seconds: float = 1.0, **metrics: Any) -> StageResult:
+    return StageResult(stage=name, uri=f"{name}/test@1", digest="0", reused=reused, seconds=seconds, metrics=metrics)
+
+
+def evaluation(policy: str, **metrics: Any) -> StageResult:
+    figures = {"accuracy": 0.5, "low": 0.4, "high": 0.6, "well_formed": 1.0, "truncated": 0.25, "judge": "exact"}
+    return stage("evaluate", policy=policy, **{**figures, **metrics})
+
+
+def facts(**changed: Any) -> Facts:
+    told: dict[str, Any] = {
+        "name": "test",
+        "stages": [stage("data", problems_sft=3), stage("ppo", episodes=1, seconds_learn=61.0)],
+        "evaluations": {"ppo": evaluation("policy/test@1")},
+        "decision": Decision(
+            promote=True, reason="better", policy="policy/test@1", incumbent="sft/test@1", champion=None,
+            difference=0.1, low=0.05, high=0.15,
+        ),
+        "champion": "policy/test@1",
+        "wall_s": 100.0,
+        "episodes": [{"episode": 0, "reward": 0.5, "kl": 0.0}],
+        "training": {},
+        "samples": [],
+        "changes": None,
+        "flow_run": None,
+        "page": None,
+    }  # fmt: skip
+    return Facts(**{**told, **changed})
+
+
+def test_what_a_model_wrote_stays_one_cell_and_is_shown_as_it_is() -> None:
+    html = HTML(table(["x", "y"], [[code(NASTY), "after"]]))
+    assert html.count("<tr>") == 2
+    assert html.count("<td>") == 2
+    assert "<img" not in html
+    assert "<strong>" not in html
+    assert "a | b ⏎ ```sh ⏎ &lt;img src=x onerror=alert(1)&gt; **bold** \\| `tick` &amp;lt; ![x](ppo.png)\\x1b" in html
+
+
+def test_backticks_at_the_ends_and_empty_texts_survive() -> None:
+    assert "<code>`a``</code>" in HTML(code("`a``"))
+    assert code("") == "(empty)"
+    assert "⏎" in code("\n")
+    assert code("   ") == "(blank)"
+
+
+def test_a_long_text_is_cut_in_the_middle_and_says_so() -> None:
+    cut = code("a" * SHOWN_LENGTH + "z" * 7)
+    assert " … 7 characters … " in cut
+    assert cut.endswith("z" * 7 + "`")
+    assert code("b" * SHOWN_LENGTH) == f"`{'b' * SHOWN_LENGTH}`"
+
+
+def test_a_column_that_is_empty_everywhere_is_left_out() -> None:
+    assert table(["a", "b"], [["1", ""], ["2", ""]]) == "| a |\n| --- |\n| 1 |\n| 2 |"
+    assert table(["a", "b"], []) == "| a | b |\n| --- | --- |"
+
+
+def test_accuracy_stands_beside_the_best_constant_answer_and_the_accuracy_given_the_form() -> None:
+    rows = {
+        "sft": evaluation("sft/test@1", accuracy_given_form=0.625, constant_accuracy=0.125, constant_answer="a|b"),
+        "champion": evaluation("policy/old@3"),  # an older artifact knows neither
+    }
+    lines = evaluation_table(rows).splitlines()
+    assert "right, given the form | best constant answer" in lines[0]
+    assert lines[2] == "| sft | sft/test@1 | 0.500 [0.400, 0.600] | 0.625 | 0.125 | 1.000 | 0.250 |"
+    assert lines[3] == "| champion | policy/old@3 | 0.500 [0.400, 0.600] |  |  | 1.000 | 0.250 |"
+    assert "Always answering `a|b` would be right 0.125 of the time." in report_text(facts(evaluations=rows), {})
+
+
+def test_where_a_reward_model_judges_its_mean_score_is_shown() -> None:
+    judged = evaluation("policy/test@1", judge="reward_model", score=-0.5, low=-0.75, high=-0.25)
+    lines = evaluation_table({"ppo": judged}).splitlines()
+    assert lines[0] == "|  | policy | mean score [95% interval] | ended | cut off |"
+    assert lines[2] == "| ppo | policy/test@1 | -0.500 [-0.750, -0.250] | 1.000 | 0.250 |"
+
+
+def test_the_reward_model_is_told_of_overall_and_on_well_formed_pairs() -> None:
+    known: dict[str, Any] = {"accuracy": 0.75, "low": 0.5, "high": 0.875, "heldout_pairs": 40}
+    formed: dict[str, Any] = {
+        f"well_formed_{name}": value for name, value in (("accuracy", 0.5), ("low", 0.25), ("high", 0.75))
+    }
+    told = stage_figures(stage("reward-model", **known, **formed, well_formed_pairs=12))
+    assert told == ("0.750 [0.500, 0.875] right of 40 held-out pairs, 0.500 [0.250, 0.750] of the 12 both well formed")
+    assert stage_figures(stage("reward-model", **known)) == "0.750 [0.500, 0.875] right of 40 held-out pairs"
+
+
+def test_sft_tells_how_flat_its_loss_is_and_how_much_is_well_formed() -> None:
+    sft = stage("sft", steps=24, first_loss=2.0, last_loss=0.5, flatness=0.02, flatness_error=0.01)
+    told = stage_figures(sft, facts(evaluations={"sft": evaluation("sft/test@1", well_formed=0.96)}))
+    assert told == (
+        "loss 2.000 to 0.500 in 24 steps, flat (-2.0% over the last quarter of the steps, standard error 1.0%), "
+        "0.960 of held-out answers well formed"
+    )
+
+
+def test_ppo_tells_the_share_of_variance_that_the_reward_model_brings() -> None:
+    episodes = [{"episode": at, "reward_share_reward_model": share} for at, share in enumerate((0.1, 0.3))]
+    first: dict[str, Any] = {"first_raw/verifier": 0.25, "first_verifier": 0.25}
+    policy = stage("ppo", episodes=2, last_kl=0.5, **first)
+    assert stage_figures(policy, facts(episodes=episodes)) == (
+        "verifier 0.250, KL 0.500 nats, 2 episodes, 20.0% of the reward's variance from the reward model"
+    )
+
+
+def test_where_nobody_verified_no_share_of_right_answers_is_told() -> None:
+    row = {"episode": 0, "reward": 0.5, "verifier": 0.0, "well_formed": 0.0, "accuracy_given_form": 0.0}
+    assert episode_table([row]) == "| episode | reward |\n| --- | --- |\n| 1 | 0.500 |"
+    assert "| episode | reward | verifier's score |" in episode_table([{**row, "raw/verifier": 0.0}])
+
+
+def test_many_episodes_are_thinned_out_and_say_so() -> None:
+    lines = episode_table([{"episode": at, "reward": float(at)} for at in range(100)]).splitlines()
+    assert lines[2] == "| 1 | 0.000 |"
+    assert lines[1 + MOST_EPISODES] == "| 100 | 99.000 |"
+    assert lines[-1] == "70 more episodes are in metrics.jsonl."
+
+
+def test_time_that_no_stage_of_this_run_took_is_told_apart() -> None:
+    stages = [stage("sft", reused=True, seconds=500.0), stage("ppo", seconds=61.0, seconds_learn=60.0)]
+    told = time_table(facts(stages=stages, evaluations={}, wall_s=100.0))
+    assert "| sft | 8:20 min | from the store |" in told
+    assert "| of ppo: learn | 1:00 min |  |" in told
+    assert "| starting processes, storing, waiting | 39 s |  |" in told
+
+
+def sample(score: float, length: int) -> dict[str, Any]:
+    return {"prompt": f"p{score}", "answer": "", "response": NASTY, "score": score, "kl": 0.5, "length": length}
+
+
+def test_best_worst_longest_and_random_samples_are_chosen_once_each() -> None:
+    samples = [sample(float(at), length=40 - at) for at in range(10)]
+    chosen = chosen_samples(samples, seed=1)
+    assert [(row["why"], row["score"]) for row in chosen[:2]] == [("best", 9.0), ("worst, longest", 0.0)]
+    assert [row["why"] for row in chosen[2:]] == ["random"] * 3
+    assert len({row["score"] for row in chosen}) == 5
+    assert chosen == chosen_samples(samples, seed=1)
+    assert chosen != chosen_samples(samples, seed=2)
+    assert chosen_samples([], seed=1) == []
+    assert [row["why"] for row in chosen_samples(samples[:1], seed=1)] == ["best, worst, longest"]
+
+
+def outcome(key: str, *, correct: bool = False, score: float = 0.0) -> dict[str, Any]:
+    return {"key": key, "prompt": key, "answer": "1", "response": NASTY, "correct": correct, "score": score}
+
+
+def test_gained_and_lost_answers_are_counted_and_shown_first() -> None:
+    marks = {"a": "WW", "b": "WR", "c": "RW", "d": "RR", "e": "WR"}
+    before, after = ([outcome(key, correct=mark[side] == "R") for key, mark in marks.items()] for side in (0, 1))
+    found = changes(before, list(reversed(after)), by_model=False, seed=0)
+    assert found["counts"] == {"wrong → right": 2, "right → wrong": 1, "both right": 1, "both wrong": 1}
+    assert [(row["kind"], row["prompt"]) for row in found["shown"][:3]] == [
+        ("wrong → right", "b"), ("wrong → right", "e"), ("right → wrong", "c"),
+    ]  # fmt: skip
+    assert {row["kind"] for row in found["shown"][3:]} == {"random: both right", "random: both wrong"}
+
+
+def test_where_a_reward_model_judges_scores_rise_and_fall() -> None:
+    before = [outcome("a", score=0.5), outcome("b", score=0.5), outcome("c", score=0.5)]
+    after = [outcome("a", score=0.75), outcome("b", score=0.25), outcome("c", score=0.5)]
+    found = changes(before, after, by_model=True, seed=0)
+    assert found["counts"] == {"score rose": 1, "score fell": 1, "score unchanged": 1}
+    assert found["shown"][0]["kind"] == "score rose, 0.50 to 0.75"
+
+
+def test_the_page_of_samples_survives_what_models_write() -> None:
+    changed = changes([outcome("a")], [outcome("a", correct=True)], by_model=False, seed=0)
+    html = HTML(samples_document([{"why": "best", **sample(1.0, 3)}], changed, policy="policy/test@1"))
+    assert "<img" not in html
+    assert html.count("<td>") == 5 + 6  # the right answer of the sample is not known: no column
+    assert "<strong>1</strong> wrong → right" in html
+
+
+def test_only_the_reports_own_pictures_become_addresses_that_hold_them() -> None:
+    shown = facts(changes=changes([outcome("a")], [outcome("a")], by_model=False, seed=0))
+    text = report_text(shown, {EVALUATION: b"1", EPISODES: b"2"})
+    assert "![PPO by episode](ppo.png)" in text.splitlines()
+    page = with_pictures(text, {EPISODES: b"2"})
+    assert "![PPO by episode](data:image/png;base64,Mg==)" in page.splitlines()
+    assert "(evaluation.png)" not in page
+    assert page.count("data:image") == 1  # the model's own words are not touched
+    assert "![x](ppo.png)" in page
+
+
+def test_a_run_without_most_things_still_has_a_report() -> None:
+    text = report_text(facts(evaluations={}, episodes=[], champion=None), {})
+    assert "Champion now: none" in text
+    assert "![" not in text

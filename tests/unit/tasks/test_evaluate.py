@@ -132,12 +132,13 @@ def test_what_ppo_went_on_from_is_evaluated_beside_its_policy(
 
 def test_no_judges_process_outlives_its_evaluation(context: Context, policy: Parent) -> None:
     known = {"problems": "x.jsonl", "verifier": "gsm8k_reward_fn"}
+    before = psutil.Process().children(recursive=True)  # such as a server that other tests share
     evaluate_policy.fn(config(**known), policy, dataset(context, CLOSED))
     with pytest.raises(ConfigError, match="no reward model was given"):
         evaluate_policy.fn(config("reward_model", **known), policy, dataset(context, CLOSED))
     with pytest.raises(DataError, match="has none"):
         evaluate_policy.fn(config(**known), policy, dataset(context, OPEN))
-    assert psutil.Process().children(recursive=True) == []
+    assert not set(psutil.Process().children(recursive=True)) - set(before)
 
 
 def test_an_evaluation_without_a_judge_is_refused_in_a_sentence(context: Context, policy: Parent) -> None:

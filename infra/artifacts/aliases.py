@@ -12,10 +12,11 @@ from uuid import uuid4
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from infra.artifacts.backend import Backend
-from infra.artifacts.layout import alias_key, aliases_prefix
+from infra.artifacts.layout import alias_key, aliases_prefix, version_key
+from infra.artifacts.leases import Claim, lease
 from infra.artifacts.manifest import Manifest, first_complaint
 from infra.artifacts.ref import check_alias
-from infra.errors import StoreError
+from infra.errors import ReferenceNotFoundError, StoreError
 
 MOVE_TIMEOUT_S = 60.0
 FIRST_PAUSE_S = 0.02
@@ -90,11 +91,20 @@ def move_alias(
         expected: the reference of the version that it must point at until then; None: it must not exist.
 
     Raises:
+        ReferenceNotFoundError: if the version has been removed meanwhile.
         StoreError: if the alias cannot have that name, points at something else than expected, or others kept
             moving it all the time.
     """
     key = alias_key(target.kind, target.name, check_alias(alias))
     move = AliasMove(uri=target.uri, digest=target.digest, why=why, who=who, when=datetime.now(UTC), id=uuid4().hex)
+    with lease(backend, move.id, Claim(versions=frozenset({target.uri}))):
+        if backend.read(version_key(target.kind, target.name, target.version)) is None:
+            raise ReferenceNotFoundError(f"{target.uri} has been removed from the store; no alias can point at it")
+        _swap(backend, key, move, expected, f"{alias!r} of {target.kind}/{target.name}")
+
+
+def _swap(backend: Backend, key: str, move: AliasMove, expected: str | Unset | None, what: str) -> None:
+    """Add a move to the alias, however many others do the same."""
     deadline = time.monotonic() + MOVE_TIMEOUT_S
     pause_s = FIRST_PAUSE_S
     while time.monotonic() < deadline:
@@ -102,25 +112,25 @@ def move_alias(
         history = current.history if current else ()
         if any(past.id == move.id for past in history):  # the answer to our write was lost
             return
-        _check_expected(current, expected, target, alias)
+        _check_expected(current, expected, move, what)
         data = Alias(history=(*history, move)).model_dump_json(indent=1).encode()
         if backend.create(key, data) if current is None else backend.replace(key, data, tag):
             return
         time.sleep(pause_s * random.uniform(0.5, 1.0))  # or many movers would meet again and again
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
     raise StoreError(
-        f"the alias {alias!r} of {target.kind}/{target.name} could not be moved within "
+        f"the alias {what} could not be moved within "
         f"{MOVE_TIMEOUT_S:.0f} s: others kept moving it, or the server does not honour If-Match; try again"
     )
 
 
-def _check_expected(current: Alias | None, expected: str | Unset | None, target: Manifest, alias: str) -> None:
+def _check_expected(current: Alias | None, expected: str | Unset | None, move: AliasMove, what: str) -> None:
     present = None if current is None else current.uri
     if expected is UNSET or present == expected:
         return
     raise StoreError(
-        f"the alias {alias!r} of {target.kind}/{target.name} points at {present or 'nothing'}, but its move to "
-        f"{target.uri} was decided when it pointed at {expected or 'nothing'}; it stays: decide anew"
+        f"the alias {what} points at {present or 'nothing'}, but its move to "
+        f"{move.uri} was decided when it pointed at {expected or 'nothing'}; it stays: decide anew"
     )
 
 

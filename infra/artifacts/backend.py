@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 CHUNK_BYTES = 8 << 20
@@ -52,8 +51,8 @@ class Backend(Protocol):
     def size(self, key: str) -> int | None:
         """Return the size of an object in bytes, or None if there is none."""
 
-    def upload(self, key: str, source: Path | bytes, sha256: str) -> None:
-        """Write a blob, large or small; fail if what was written does not hash to `sha256`."""
+    def upload(self, key: str, body: bytes) -> None:
+        """Write a blob whole, or not at all; whatever is there is replaced. What arrived is checked."""
 
     def download(self, key: str, size: int) -> Iterator[bytes]:
         """Yield an object of known size piece by piece."""

@@ -5,19 +5,40 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from infra.artifacts.backend import CHUNK_BYTES, Backend
+from infra.artifacts.backend import Backend
 from infra.artifacts.layout import blob_key, version_key
-from infra.artifacts.manifest import FileEntry, Manifest, check_path
+from infra.artifacts.leases import Claim, await_deletions, lease
+from infra.artifacts.manifest import BlobEntry, FileEntry, Manifest, check_path
 from infra.artifacts.parallel import in_parallel
-from infra.artifacts.pruning import lease
+from infra.artifacts.pieces import Source, describe, read_piece
 from infra.errors import StoreError, VersionExistsError
 
-Source = Path | bytes
 Sources = Mapping[str, Source]
-NextVersion = Callable[[str, str], int]
 NUMBER_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """Where the body of one blob is: at this place in its source."""
+
+    blob: BlobEntry
+    source: Source
+    start: int
+
+    def read(self) -> bytes:
+        """Return the body.
+
+        Raises:
+            StoreError: if it is no longer what it was when it was described.
+        """
+        body = read_piece(self.source, self.start, self.blob.size)
+        if hashlib.sha256(body).hexdigest() != self.blob.sha256:
+            what = self.source if isinstance(self.source, Path) else "a body"
+            raise StoreError(f"{what} changed while it was stored")
+        return body
 
 
 def gather_sources(files: Mapping[str, Source] | Path) -> dict[str, Source]:
@@ -40,34 +61,80 @@ def gather_sources(files: Mapping[str, Source] | Path) -> dict[str, Source]:
     return dict(files)
 
 
-def describe(sources: Sources) -> tuple[FileEntry, ...]:
-    """Return path, size and hash of each source, in the order of the paths."""
-    return tuple(in_parallel(lambda path: _entry(path, sources[path]), sorted(sources)))
+def describe_all(sources: Sources) -> tuple[FileEntry, ...]:
+    """Return path, size and hashes of each source, in the order of the paths."""
+    return tuple(in_parallel(lambda path: describe(path, sources[path]), sorted(sources)))
 
 
-def commit(backend: Backend, draft: Manifest, sources: Sources, next_version: NextVersion | None) -> Manifest:
+def commit(backend: Backend, draft: Manifest, sources: Sources, write: Callable[[], Manifest]) -> Manifest:
     """Send the blobs that are not there, then write the manifest.
 
     Args:
         backend: where to.
-        draft: the manifest; its version is taken as it is unless `next_version` is given.
+        draft: the manifest, or what it will be but for its number.
         sources: the body of each of its files.
-        next_version: returns the version after the highest; asked again when another writer took it.
-
-    Returns:
-        The manifest as it stands in the store: the draft, or an equal one that was there.
+        write: writes the manifest and returns it, or the one of another writer who was first with the same.
 
     Raises:
-        VersionExistsError: if the draft's version is taken by other content.
+        VersionExistsError: if the version is taken by other content.
         StoreError: if the store cannot be written.
     """
-    by_digest = {entry.sha256: (entry, sources[entry.path]) for entry in draft.files}
-    with lease(backend, draft.writer, set(by_digest)):
-        skipped = [digest for digest in in_parallel(lambda item: _send(backend, *item), by_digest.values()) if digest]
-        manifest = _write_first_free(backend, draft, next_version) if next_version else _write(backend, draft)
-        # A blob that was there may have been taken away by hand since: it is sent again.
-        in_parallel(lambda digest: _send(backend, *by_digest[digest]), skipped)
+    bodies = _bodies(draft, sources)
+    claim = Claim(frozenset(bodies), frozenset(parent.uri for parent in draft.parents))
+    with lease(backend, draft.writer, claim):
+        skipped = send_missing(backend, bodies)
+        manifest = write()
+        resend(backend, {digest: bodies[digest] for digest in skipped})
     return manifest
+
+
+def send_missing(backend: Backend, bodies: Mapping[str, Body]) -> list[str]:
+    """Upload the blobs that the store does not hold; return the hashes of those that it does."""
+    found = in_parallel(lambda body: _send(backend, body), bodies.values())
+    return [digest for digest, was_there in zip(bodies, found, strict=True) if was_there]
+
+
+def resend(backend: Backend, skipped: Mapping[str, Body]) -> None:
+    """Upload what was in the store before the manifest was, and is no longer.
+
+    A lease that ran out while its writer was stopped protects nothing, and hands delete what they like.
+    """
+    if skipped:
+        await_deletions(backend, Claim(frozenset(skipped)))
+        send_missing(backend, skipped)
+
+
+def write_numbered(backend: Backend, draft: Manifest) -> Manifest:
+    """Write the manifest of a version that was asked for by number; return it, or an equal one that was there.
+
+    Raises:
+        VersionExistsError: if the number is taken by other content.
+    """
+    found = _create(backend, draft)
+    if found is None:
+        raise StoreError(f"{draft.uri} was removed while it was written; commit it again")
+    if found.writer != draft.writer and found.digest != draft.digest:
+        raise taken(found)
+    return found
+
+
+def write_next(backend: Backend, draft: Manifest, first: int) -> Manifest:
+    """Write the manifest under the first number from `first` on that no other writer takes before us.
+
+    Returns:
+        The manifest as it stands in the store: ours, or that of a writer who was faster with the very same.
+    """
+    deadline = time.monotonic() + NUMBER_TIMEOUT_S
+    version = first
+    while time.monotonic() < deadline:
+        found = _create(backend, draft.model_copy(update={"version": version}))
+        if found is not None and (found.writer == draft.writer or found.identity == draft.identity):
+            return found
+        version += 1
+    raise StoreError(
+        f"no free version number for {draft.kind}/{draft.name} within {NUMBER_TIMEOUT_S:.0f} s: "
+        "others took each one first; commit again"
+    )
 
 
 def taken(found: Manifest) -> VersionExistsError:
@@ -78,48 +145,24 @@ def taken(found: Manifest) -> VersionExistsError:
     )
 
 
-def _entry(path: str, source: Source) -> FileEntry:
-    digest, size = hashlib.sha256(), 0
-    if isinstance(source, bytes):
-        return FileEntry(path=path, size=len(source), sha256=hashlib.sha256(source).hexdigest())
-    with source.open("rb") as file:
-        while piece := file.read(CHUNK_BYTES):
-            digest.update(piece)
-            size += len(piece)
-    return FileEntry(path=path, size=size, sha256=digest.hexdigest())
+def _bodies(draft: Manifest, sources: Sources) -> dict[str, Body]:
+    """Return where the body of each blob is, by its hash."""
+    bodies = {}
+    for entry in draft.files:
+        start = 0
+        for blob in entry.pieces:
+            bodies[blob.sha256] = Body(blob, sources[entry.path], start)
+            start += blob.size
+    return bodies
 
 
-def _send(backend: Backend, entry: FileEntry, source: Source) -> str | None:
-    """Upload a blob unless it is there; return its hash if it was."""
-    key = blob_key(entry.sha256)
-    if backend.size(key) == entry.size:
-        return entry.sha256
-    backend.upload(key, source, entry.sha256)
-    return None
-
-
-def _write(backend: Backend, draft: Manifest) -> Manifest:
-    """Write the manifest of a version that was asked for by number."""
-    found = _create(backend, draft)
-    if found is None:
-        raise StoreError(f"{draft.uri} was removed while it was written; commit it again")
-    if found.writer != draft.writer and found.digest != draft.digest:
-        raise taken(found)
-    return found
-
-
-def _write_first_free(backend: Backend, draft: Manifest, next_version: NextVersion) -> Manifest:
-    """Write the manifest under the first number that no other writer takes before us."""
-    deadline = time.monotonic() + NUMBER_TIMEOUT_S
-    while time.monotonic() < deadline:
-        numbered = draft.model_copy(update={"version": next_version(draft.kind, draft.name)})
-        found = _create(backend, numbered)
-        if found is not None and found.writer == draft.writer:
-            return found
-    raise StoreError(
-        f"no free version number for {draft.kind}/{draft.name} within {NUMBER_TIMEOUT_S:.0f} s: "
-        "others took each one first; commit again"
-    )
+def _send(backend: Backend, body: Body) -> bool:
+    """Upload a blob unless it is there; return whether it was."""
+    key = blob_key(body.blob.sha256)
+    if backend.size(key) == body.blob.size:
+        return True
+    backend.upload(key, body.read())
+    return False
 
 
 def _create(backend: Backend, draft: Manifest) -> Manifest | None:

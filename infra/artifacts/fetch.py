@@ -13,7 +13,7 @@ from uuid import uuid4
 
 from infra.artifacts.backend import Backend
 from infra.artifacts.layout import blob_key
-from infra.artifacts.manifest import FileEntry, Manifest
+from infra.artifacts.manifest import BlobEntry, FileEntry, Manifest
 from infra.artifacts.parallel import in_parallel
 from infra.artifacts.ref import enumerate_names
 from infra.errors import StoreError
@@ -28,19 +28,13 @@ def checked_pieces(backend: Backend, manifest: Manifest, entry: FileEntry) -> It
     Raises:
         StoreError: if the blob is missing, truncated or altered; the message names file and blob.
     """
-    key = blob_key(entry.sha256)
-    where = f"{entry.path!r} of {manifest.uri} (blob {key})"
-    size = backend.size(key)
-    if size is None:
-        raise StoreError(f"{where} is missing from the store; restore it from a backup, or commit it again")
-    if size != entry.size:
-        raise StoreError(f"{where} has {size} bytes instead of {entry.size}; restore it from a backup")
-    digest = hashlib.sha256()
-    for piece in backend.download(key, size):
-        digest.update(piece)
-        yield piece
-    if digest.hexdigest() != entry.sha256:
-        raise StoreError(f"{where} is damaged: its content hashes to {digest.hexdigest()}; restore it from a backup")
+    whole = hashlib.sha256()
+    for blob in entry.pieces:
+        for chunk in _checked_blob(backend, blob, f"{entry.path!r} of {manifest.uri} (blob {blob_key(blob.sha256)})"):
+            whole.update(chunk)
+            yield chunk
+    if whole.hexdigest() != entry.sha256:
+        raise StoreError(f"{entry.path!r} of {manifest.uri} does not hash to {entry.sha256}: its manifest is damaged")
 
 
 def fetch_files(backend: Backend, manifest: Manifest, directory: Path) -> Path:
@@ -84,6 +78,21 @@ def fetch_cached(backend: Backend, manifest: Manifest, cache: Path) -> Path:
     if not _is_complete(target, manifest):
         raise StoreError(f"cannot keep {manifest.uri} in {target}; check that the directory {cache} can be written")
     return target
+
+
+def _checked_blob(backend: Backend, blob: BlobEntry, where: str) -> Iterator[bytes]:
+    key = blob_key(blob.sha256)
+    size = backend.size(key)
+    if size is None:
+        raise StoreError(f"{where} is missing from the store; restore it from a backup, or commit it again")
+    if size != blob.size:
+        raise StoreError(f"{where} has {size} bytes instead of {blob.size}; restore it from a backup")
+    digest = hashlib.sha256()
+    for chunk in backend.download(key, size):
+        digest.update(chunk)
+        yield chunk
+    if digest.hexdigest() != blob.sha256:
+        raise StoreError(f"{where} is damaged: its content hashes to {digest.hexdigest()}; restore it from a backup")
 
 
 def _fetch_file(backend: Backend, manifest: Manifest, entry: FileEntry, directory: Path) -> None:

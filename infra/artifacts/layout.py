@@ -7,11 +7,15 @@ from infra.artifacts.ref import check_key, check_kind, check_name
 VERSIONS = "versions/"
 LEASES = "leases/"
 TRASH = "trash/"
+"""Lists of what a collection found unreachable, and will delete after its grace time."""
+DELETING = "trash/deleting/"
+"""Intents of deletions under way."""
+BLOBS = "blobs/sha256/"
 
 
 def blob_key(sha256: str) -> str:
     """Return where the body of that hash is."""
-    return f"blobs/sha256/{sha256[:2]}/{sha256[2:]}"
+    return f"{BLOBS}{sha256[:2]}/{sha256[2:]}"
 
 
 def versions_prefix(kind: str, name: str) -> str:
@@ -27,6 +31,11 @@ def version_key(kind: str, name: str, version: int) -> str:
 def index_key(kind: str, key: str) -> str:
     """Return where it stands what was made from these inputs."""
     return f"keys/{check_kind(kind)}/{check_key(key)}.json"
+
+
+def content_key(kind: str, identity: str) -> str:
+    """Return where it stands which version holds this content, made with this configuration from these parents."""
+    return f"keys/{check_kind(kind)}/content-{identity}.json"
 
 
 def aliases_prefix(kind: str, name: str) -> str:

@@ -97,16 +97,12 @@ class LocalBackend:
             except (FileNotFoundError, NotADirectoryError):
                 return None
 
-    def upload(self, key: str, source: Path | bytes, sha256: str) -> None:
-        """Copy a blob under a temporary name, check its hash, and move it into place."""
+    def upload(self, key: str, body: bytes) -> None:
+        """Write a blob under a temporary name, and move it into place."""
         with self._explained("write to"):
-            temporary, found = self._copy_temporary(source)
-            if found != sha256:
-                temporary.unlink()
-                raise StoreError(f"{source if isinstance(source, Path) else key} changed while it was stored")
             path = self._path(key)
             _make_directory(path.parent)
-            self._move(temporary, path)
+            self._move(self._write_temporary(body), path)
 
     def download(self, key: str, size: int) -> Iterator[bytes]:
         """Yield an object piece by piece; its reader counts and hashes the pieces."""
@@ -119,23 +115,17 @@ class LocalBackend:
         return self._root / key
 
     def _write_temporary(self, data: bytes) -> Path:
-        return self._copy_temporary(data)[0]
-
-    def _copy_temporary(self, source: Path | bytes) -> tuple[Path, str]:
-        """Write a finished file under a name of its own; return it and the hash of what was written."""
+        """Write a finished file under a name of its own."""
         path = self._temporary / uuid4().hex
-        digest = hashlib.sha256()
         try:
             with path.open("xb") as file:
-                for piece in _pieces(source):
-                    digest.update(piece)
-                    file.write(piece)
+                file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
         except BaseException:
             path.unlink(missing_ok=True)
             raise
-        return path, digest.hexdigest()
+        return path
 
     def _create_under_lock(self, temporary: Path, path: Path) -> bool:
         """Take the name where the file system has no hard links."""
@@ -175,15 +165,6 @@ class LocalBackend:
                 f"cannot {verb} the artifact store in the directory {self._root}: {error.strerror or error}; "
                 "choose a directory that can be written (RLHF_STORE_URL), or mend this one"
             ) from error
-
-
-def _pieces(source: Path | bytes) -> Iterator[bytes]:
-    if isinstance(source, bytes):
-        yield source
-        return
-    with source.open("rb") as file:
-        while piece := file.read(CHUNK_BYTES):
-            yield piece
 
 
 def _make_directory(path: Path) -> None:

@@ -9,12 +9,13 @@ from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import PurePosixPath
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 from uuid import uuid4
 
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     JsonValue,
@@ -41,7 +42,23 @@ PACKAGES = (
     "math-verify",
 )
 """What the numbers of an artifact depend on; their versions stand in its manifest."""
+SCHEMA_VERSION = "1.0"
+"""Major and minor: a later minor version only adds fields, which an older release passes over."""
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+
+
+def _check_schema_version(value: object) -> object:
+    """Refuse what this release cannot read; the first manifests had a bare 1."""
+    text = f"{value}.0" if isinstance(value, int) else str(value)
+    major, _, minor = text.partition(".")
+    if not (major.isdecimal() and minor.isdecimal()):
+        raise ValueError(f"{value!r} is no version of the schema; expected major.minor")
+    if major != SCHEMA_VERSION.partition(".")[0]:
+        raise ValueError(f"it has schema {text}, this release reads {SCHEMA_VERSION}; upgrade rlhf-flows to read it")
+    return text
+
+
+SchemaVersion = Annotated[str, BeforeValidator(_check_schema_version)]
 
 
 def check_path(path: str) -> str:
@@ -55,22 +72,44 @@ def check_path(path: str) -> str:
     return path
 
 
-class FileEntry(BaseModel):
-    """One file of an artifact; its body is the blob of that hash."""
+class BlobEntry(BaseModel):
+    """One blob: a body under its hash."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True)
+
+    size: int = Field(ge=0)
+    sha256: Sha256
+
+
+class FileEntry(BaseModel):
+    """One file of an artifact."""
+
+    model_config = ConfigDict(frozen=True)
 
     path: Annotated[str, AfterValidator(check_path)]
     size: int = Field(ge=0)
     sha256: Sha256
+    blobs: tuple[BlobEntry, ...] = ()
+    """The blobs that make up its body, in order; none when the body is one blob, of the file's own hash."""
+
+    @model_validator(mode="after")
+    def _adds_up(self) -> Self:
+        if self.blobs and sum(blob.size for blob in self.blobs) != self.size:
+            raise ValueError(f"the blobs of {self.path!r} do not add up to its size")
+        return self
+
+    @property
+    def pieces(self) -> tuple[BlobEntry, ...]:
+        """The blobs that make up its body, in order; at least one."""
+        return self.blobs or (BlobEntry(size=self.size, sha256=self.sha256),)
 
 
 class Manifest(BaseModel):
     """What one version of an artifact is; it is written after all that it names, and never changes."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+    model_config = ConfigDict(frozen=True, ser_json_inf_nan="strings")
 
-    schema_version: Literal[1] = 1
+    schema_version: SchemaVersion = SCHEMA_VERSION
     kind: Annotated[str, AfterValidator(check_kind)]
     name: Annotated[str, AfterValidator(check_name)]
     version: int = Field(ge=0, le=99_999_999)
@@ -112,6 +151,18 @@ class Manifest(BaseModel):
     def size(self) -> int:
         """Bytes of all its files."""
         return sum(entry.size for entry in self.files)
+
+    @property
+    def blobs(self) -> tuple[BlobEntry, ...]:
+        """Every blob that its files are made of, in order; one that serves twice is there twice."""
+        return tuple(blob for entry in self.files for blob in entry.pieces)
+
+    @property
+    def identity(self) -> str:
+        """SHA-256 over what makes two versions of an artifact the same: name, content, configuration, parents."""
+        parents = sorted([parent.uri, parent.digest] for parent in self.parents)
+        facts = json.loads(self.model_dump_json(include={"kind", "name", "digest", "config"})) | {"parents": parents}
+        return hashlib.sha256(json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     def entry(self, path: str) -> FileEntry:
         """Return the entry of one file.

@@ -6,9 +6,7 @@ import base64
 import hashlib
 import os
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import s3fs
@@ -19,8 +17,6 @@ from infra.artifacts.opening import S3Options
 from infra.artifacts.s3_errors import FORBIDDEN, RefusedError, Retrier
 from infra.errors import StoreError
 
-PART_BYTES = 32 << 20
-"""A blob above this size goes up in parts, each checked and retried by itself."""
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 30.0
 DEADLINE_S = 120.0
@@ -108,19 +104,11 @@ class S3Backend:
             raise
         return int(found["ContentLength"])
 
-    def upload(self, key: str, source: Path | bytes, sha256: str) -> None:
-        """Send a blob; the server checks each piece (Content-MD5), we check the hash of what we read."""
-        digest = hashlib.sha256()
-        size = len(source) if isinstance(source, bytes) else source.stat().st_size
-        if size <= PART_BYTES:
-            body = source if isinstance(source, bytes) else source.read_bytes()
-            digest.update(body)
-            _check_unchanged(key, source, digest.hexdigest(), sha256)
-            self._put(key, body)
-        else:
-            self._put_parts(key, source, size, sha256)
-        if (stored := self.size(key)) != size:
-            raise StoreError(f"{key} arrived in the artifact store with {stored} of {size} bytes; try again")
+    def upload(self, key: str, body: bytes) -> None:
+        """Send a blob; the server checks it (Content-MD5), and has to hold all of it afterwards."""
+        self._put(key, body)
+        if (stored := self.size(key)) != len(body):
+            raise StoreError(f"{key} arrived in the artifact store with {stored} of {len(body)} bytes; try again")
 
     def download(self, key: str, size: int) -> Iterator[bytes]:
         """Yield an object of known size piece by piece, each retried by itself."""
@@ -140,26 +128,6 @@ class S3Backend:
                 return False
             raise
         return True
-
-    def _put_parts(self, key: str, source: Path | bytes, size: int, sha256: str) -> None:
-        """Send a large blob in parts; it becomes visible with the last request, or not at all."""
-        full, what = self._prefix + key, f"writing {key}"
-        upload = self._call(what, "create_multipart_upload", Key=full)["UploadId"]
-        try:
-            digest = hashlib.sha256()
-            parts = []
-            for number, body in enumerate(_parts(source, size), start=1):
-                digest.update(body)
-                checked = {"PartNumber": number, "Body": body, "ContentMD5": _md5(body)}
-                answer = self._call(what, "upload_part", Key=full, UploadId=upload, **checked)
-                parts.append({"PartNumber": number, "ETag": answer["ETag"]})
-            _check_unchanged(key, source, digest.hexdigest(), sha256)
-            listing = {"Parts": parts}
-            self._call(what, "complete_multipart_upload", Key=full, UploadId=upload, MultipartUpload=listing)
-        except BaseException:
-            with suppress(StoreError):
-                self._call(what, "abort_multipart_upload", Key=full, UploadId=upload)
-            raise
 
     def _call(self, what: str, method: str, **arguments: Any) -> Any:
         def attempt(timeout: float) -> Any:
@@ -213,20 +181,5 @@ def _open_files(options: S3Options) -> s3fs.S3FileSystem:
     return files
 
 
-def _parts(source: Path | bytes, size: int) -> Iterator[bytes]:
-    if isinstance(source, bytes):
-        for start in range(0, size, PART_BYTES):
-            yield source[start : start + PART_BYTES]
-        return
-    with source.open("rb") as file:
-        while part := file.read(PART_BYTES):
-            yield part
-
-
 def _md5(body: bytes) -> str:
     return base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode()
-
-
-def _check_unchanged(key: str, source: Path | bytes, found: str, expected: str) -> None:
-    if found != expected:
-        raise StoreError(f"{source if isinstance(source, Path) else key} changed while it was stored")

@@ -11,12 +11,13 @@ from typing import Any
 from infra.artifacts.aliases import UNSET, Alias, Unset, list_aliases, move_alias, read_alias
 from infra.artifacts.backend import Backend
 from infra.artifacts.catalog import Catalog
-from infra.artifacts.commit import Source, commit, describe, gather_sources, taken
+from infra.artifacts.commit import commit, describe_all, gather_sources, taken, write_next, write_numbered
+from infra.artifacts.deletion import delete_unreached
 from infra.artifacts.fetch import checked_pieces, fetch_cached, fetch_files
-from infra.artifacts.layout import index_key
+from infra.artifacts.layout import content_key, index_key
 from infra.artifacts.lineage import Lineage, trace
 from infra.artifacts.manifest import Manifest
-from infra.artifacts.pruning import prune
+from infra.artifacts.pieces import Source
 from infra.artifacts.ref import ArtifactRef, check_key, check_kind, check_name, parse_reference
 from infra.errors import ReferenceNotFoundError, StoreError
 
@@ -63,7 +64,8 @@ class ArtifactStore:
             version: None takes the next free number.
 
         Returns:
-            The reference of the version. An explicit version that is there with the same files is that one.
+            The reference of the version. An explicit version that is there with the same files is that one; without
+            a version, so is one of the same name, files, configuration and parents.
 
         Raises:
             VersionExistsError: if the explicit version is there with other files.
@@ -73,7 +75,7 @@ class ArtifactStore:
         check_name(name)
         sources = gather_sources(files)
         draft = Manifest.draft(
-            describe(sources),
+            describe_all(sources),
             kind=kind,
             name=name,
             version=version or 0,
@@ -84,12 +86,20 @@ class ArtifactStore:
             metrics=metrics or {},
             flow_run=flow_run,
         )
-        manifest = None if version is None else self._catalog.read(kind, name, version)
-        if manifest is None:
-            manifest = commit(self._backend, draft, sources, None if version is not None else self._next_version)
-            self._catalog.remember(manifest)
-        elif manifest.digest != draft.digest:
-            raise taken(manifest)
+        highest = 0 if version is not None else max(self._catalog.versions(kind, name), default=0)
+        there = self._there(draft, version)
+
+        def write() -> Manifest:
+            if there is not None:
+                return there  # its blobs have been looked after all the same
+            if version is not None:
+                return write_numbered(self._backend, draft)
+            return write_next(self._backend, draft, highest + 1)
+
+        manifest = commit(self._backend, draft, sources, write)
+        self._catalog.remember(manifest)
+        if version is None:
+            self._index(manifest, content_key(kind, manifest.identity))
         if key is not None:
             self._index(manifest, index_key(kind, key))
         return manifest.ref
@@ -196,12 +206,33 @@ class ArtifactStore:
         aliased = {parse_reference(alias.uri).version for alias in self.aliases(kind, name).values()}
         versions = [version for version in self._catalog.versions(kind, name)[:-keep] if version not in aliased]
         old = [found for version in versions if (found := self._catalog.known(kind, name, version))]
-        if old:
-            prune(self._backend, old, self._catalog.every)
-        return [manifest.version for manifest in old]
+        if not old:
+            return []
+        gone = delete_unreached(
+            self._backend,
+            old,
+            (),
+            needed=lambda: {alias.uri for alias in self.aliases(kind, name).values()},
+            manifests=self._catalog.every,
+        )
+        return [manifest.version for manifest in gone.versions]
 
-    def _next_version(self, kind: str, name: str) -> int:
-        return max(self._catalog.versions(kind, name), default=0) + 1
+    def _there(self, draft: Manifest, version: int | None) -> Manifest | None:
+        """Return the version that a commit would only repeat, or None if there is none.
+
+        Raises:
+            VersionExistsError: if the number that was asked for is taken by other content.
+        """
+        if version is not None:
+            found = self._catalog.read(draft.kind, draft.name, version)
+            if found is not None and found.digest != draft.digest:
+                raise taken(found)
+            return found
+        indexed = self._catalog.by_key(content_key(draft.kind, draft.identity))
+        if indexed is not None:
+            return indexed
+        last = self._catalog.latest(draft.kind, draft.name)  # its writer may have died before it was indexed
+        return last if last is not None and last.identity == draft.identity else None
 
     def _pin(self, parent: ArtifactRef | str) -> ArtifactRef:
         """Return a parent as a manifest may name it: by version, or as something external."""

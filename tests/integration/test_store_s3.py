@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import re
@@ -16,8 +15,8 @@ import pytest
 
 from infra.artifacts import ArtifactStore, S3Options, open_store
 from infra.artifacts.backend import Backend
-from infra.artifacts.layout import blob_key
-from infra.artifacts.s3 import PART_BYTES, S3Backend
+from infra.artifacts.pieces import PIECE_BYTES
+from infra.artifacts.s3 import S3Backend
 from infra.errors import StoreError
 from tests.integration.flaky_proxy import FlakyProxy, flaky_proxy
 from tests.integration.seaweed import Seaweed, free_ports, seaweed_server  # noqa: F401 - a fixture
@@ -75,23 +74,13 @@ class TestPruningInABucket(PruningContract):
     pass
 
 
-def test_a_blob_of_several_parts_comes_back(store: ArtifactStore, tmp_path: Path) -> None:
+def test_a_file_of_several_blobs_comes_back(store: ArtifactStore, tmp_path: Path) -> None:
     path = tmp_path / "weights"
-    path.write_bytes(os.urandom(2 * PART_BYTES + 1))
+    path.write_bytes(os.urandom(2 * PIECE_BYTES + 1))
     ref = store.commit("policy", "p", {"from-disk": path, "from-memory": path.read_bytes()[:-1]})
     directory = store.fetch(ref, tmp_path / "out")
     assert (directory / "from-disk").read_bytes() == path.read_bytes()
     assert (directory / "from-memory").read_bytes() == path.read_bytes()[:-1]
-
-
-def test_a_file_that_changes_while_it_is_stored_is_refused(backend: Backend, tmp_path: Path) -> None:
-    (tmp_path / "f").write_bytes(os.urandom(PART_BYTES + 1))
-    (tmp_path / "g").write_bytes(b"small")
-    expected = hashlib.sha256(b"what it was before").hexdigest()
-    for name in ("f", "g"):
-        with pytest.raises(StoreError, match=f"{name} changed while it was stored"):
-            backend.upload(blob_key(expected), tmp_path / name, expected)
-    assert backend.size(blob_key(expected)) is None
 
 
 def test_the_writer_of_a_manifest_whose_answer_was_lost_knows_its_own(

@@ -14,7 +14,7 @@ import pytest
 from infra.artifacts import KINDS, ArtifactStore
 from infra.artifacts.backend import Backend
 from infra.artifacts.layout import blob_key
-from infra.artifacts.pruning import INTENT_LIFE, LEASE_LIFE, lease
+from infra.artifacts.leases import INTENT_LIFE, LEASE_LIFE, Claim, lease
 from infra.errors import StoreError
 from tests.unit.artifacts.store_contract import at_once, sha256
 
@@ -58,7 +58,7 @@ class PruningContract:
         assert store.find("ppo-state", "k4") is not None
         assert store.read_bytes(store.resolve("policy/p"), "f") == b"shared1"
         assert store.prune("ppo-state", "run", keep=2) == []
-        assert backend.children("trash/") == backend.children("leases/") == []
+        assert backend.children("trash/deleting/") == backend.children("leases/") == []
 
     def test_a_key_whose_version_was_pruned_is_given_to_the_next(self, store: ArtifactStore, backend: Backend) -> None:
         first = store.commit("ppo-state", "run", {"f": b"0"}, key="same")
@@ -127,7 +127,7 @@ class PruningContract:
     def test_a_blob_that_a_writer_has_leased_is_not_deleted(self, store: ArtifactStore, backend: Backend) -> None:
         for body in (b"leased", b"newer"):
             store.commit("ppo-state", "run", {"f": body})
-        with lease(backend, "another-writer", {sha256(b"leased")}):
+        with lease(backend, "another-writer", Claim(blobs=frozenset({sha256(b"leased")}))):
             assert store.prune("ppo-state", "run", keep=1) == [1]
         assert backend.size(blob_key(sha256(b"leased"))) == len(b"leased")
 
@@ -143,7 +143,7 @@ class PruningContract:
         self, store: ArtifactStore, backend: Backend
     ) -> None:
         store.commit("ppo-state", "old", {"f": b"body"})
-        intent = note(backend, "trash", b"body", datetime.now(UTC))
+        intent = note(backend, "trash/deleting", b"body", datetime.now(UTC))
         with ThreadPoolExecutor(1) as pool:
             writing = pool.submit(store.commit, "policy", "p", {"f": b"body"})
             await_true(lambda: bool(backend.children("leases/")), "the writer's lease")
@@ -158,17 +158,17 @@ class PruningContract:
     def test_a_dead_pruner_stops_no_writer_and_its_work_is_finished(
         self, store: ArtifactStore, backend: Backend
     ) -> None:
-        backend.upload(blob_key(sha256(b"orphan")), b"orphan", sha256(b"orphan"))
-        backend.upload(blob_key(sha256(b"needed")), b"needed", sha256(b"needed"))
+        backend.upload(blob_key(sha256(b"orphan")), b"orphan")
+        backend.upload(blob_key(sha256(b"needed")), b"needed")
         for body in (b"orphan", b"needed"):
-            note(backend, "trash", body, datetime.now(UTC) - 2 * INTENT_LIFE)
+            note(backend, "trash/deleting", body, datetime.now(UTC) - 2 * INTENT_LIFE)
         store.commit("policy", "p", {"f": b"needed"})
         for step in range(2):
             store.commit("ppo-state", "run", {"f": b"%d" % step})
         store.prune("ppo-state", "run", keep=1)
         assert backend.size(blob_key(sha256(b"orphan"))) is None
         assert backend.size(blob_key(sha256(b"needed"))) == len(b"needed")
-        assert backend.children("trash/") == []
+        assert backend.children("trash/deleting/") == []
 
     def test_a_blob_that_vanishes_before_the_manifest_is_written_is_sent_again(
         self, store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
@@ -186,6 +186,6 @@ class PruningContract:
         assert store.read_bytes(store.resolve(ref), "f") == b"body"
 
     def test_a_note_that_cannot_be_read_is_named(self, store: ArtifactStore, backend: Backend) -> None:
-        backend.create("trash/odd.json", b"[]")
-        with pytest.raises(StoreError, match=r"trash/odd\.json in the artifact store cannot be read"):
+        backend.create("trash/deleting/odd.json", b"[]")
+        with pytest.raises(StoreError, match=r"trash/deleting/odd\.json in the artifact store cannot be read"):
             store.commit("policy", "p", {"f": b"1"})

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -97,8 +97,8 @@ class StoreContract:
         assert store.latest("policy", "q") is None
 
     def test_list_is_in_order_of_kind_name_and_version(self, store: ArtifactStore) -> None:
-        for kind, name in (("policy", "b"), ("policy", "a"), ("dataset", "z"), ("policy", "a")):
-            store.commit(kind, name, {"f": b"1"})
+        for number, (kind, name) in enumerate((("policy", "b"), ("policy", "a"), ("dataset", "z"), ("policy", "a"))):
+            store.commit(kind, name, {"f": bytes([number])})
         everything = [manifest.uri for manifest in store.list()]
         assert everything == ["dataset/z@1", "policy/a@1", "policy/a@2", "policy/b@1"]
         assert [manifest.uri for manifest in store.list("policy", "a")] == ["policy/a@1", "policy/a@2"]
@@ -136,19 +136,51 @@ class StoreContract:
         with pytest.raises(VersionExistsError, match="ppo-state/run@0 is already in the store with other content"):
             store.commit("ppo-state", "run", {"f": b"other"}, version=0)
 
-    def test_the_same_content_again_is_a_new_version_that_shares_its_blobs(
+    def test_the_same_content_made_otherwise_is_a_new_version_that_shares_its_blobs(
         self, store: ArtifactStore, backend: Backend
     ) -> None:
-        refs = [store.commit("policy", "p", {"f": b"same"}) for _ in range(2)]
+        refs = [store.commit("policy", "p", {"f": b"same"}, config={"lr": rate}) for rate in (1, 2)]
         assert [ref.uri for ref in refs] == ["policy/p@1", "policy/p@2"]
         assert refs[0].digest == refs[1].digest
         assert len(backend.children(f"blobs/sha256/{sha256(b'same')[:2]}/")) == 1
 
+    def test_the_same_content_configuration_and_parents_are_the_same_version(
+        self, store: ArtifactStore, backend: Backend
+    ) -> None:
+        parents = [store.commit("dataset", "d", {"f": bytes([n])}) for n in range(2)]
+
+        def again(files: bytes = b"same", **fields: Any) -> str:
+            return store.commit("policy", "p", {"f": files}, **{"parents": parents, "config": {"a": 1}} | fields).uri
+
+        assert again() == again(parents=parents[::-1]) == "policy/p@1"
+        assert again(config={}) == "policy/p@2"
+        assert again(parents=parents[:1]) == "policy/p@3"
+        assert again(b"other") == "policy/p@4"
+        assert again(metrics={"seconds": 2.0}, key="k") == "policy/p@1"
+        found = store.find("policy", "k")
+        assert found is not None
+        assert found.uri == "policy/p@1"
+        assert store.commit("policy", "q", {"f": b"same"}, parents=parents, config={"a": 1}).uri == "policy/q@1"
+        for key in backend.children("keys/policy/"):
+            backend.delete(f"keys/policy/{key}")  # a writer that died before it was indexed
+        assert again(b"other") == "policy/p@4"
+
+    def test_many_writers_of_the_same_at_once_make_one_version(self, store: ArtifactStore) -> None:
+        refs = at_once(lambda n: store.commit("policy", "p", {"f": b"same"}, metrics={"writer": n}))
+        assert {str(ref) for ref in refs} == {"policy/p@1"}
+        assert [manifest.uri for manifest in store.list()] == ["policy/p@1"]
+
+    def test_a_repeated_commit_sends_blobs_that_were_lost(self, store: ArtifactStore, backend: Backend) -> None:
+        ref = store.commit("policy", "p", {"f": b"abc"})
+        backend.delete(blob_key(sha256(b"abc")))
+        assert store.commit("policy", "p", {"f": b"abc"}) == ref
+        assert store.read_bytes(store.resolve(ref), "f") == b"abc"
+
     def test_a_blob_that_is_there_is_not_sent_again(self, store: ArtifactStore, backend: Backend) -> None:
         store.commit("policy", "p", {"f": b"abc"})
         backend.delete(blob_key(sha256(b"abc")))
-        backend.upload(blob_key(sha256(b"abc")), b"xyz", sha256(b"xyz"))  # same size: taken for the real one
-        ref = store.commit("policy", "p", {"f": b"abc"})
+        backend.upload(blob_key(sha256(b"abc")), b"xyz")  # same size: taken for the real one
+        ref = store.commit("policy", "p", {"f": b"abc"}, config={"lr": 1})
         assert ref.uri == "policy/p@2"
         with pytest.raises(StoreError, match=r"'f' of policy/p@2 .* is damaged"):
             store.read_bytes(store.resolve(ref), "f")
@@ -164,7 +196,7 @@ class StoreContract:
         key = blob_key(sha256(b"weights"))
         backend.delete(key)
         if stored is not None:
-            backend.upload(key, stored, sha256(stored))
+            backend.upload(key, stored)
         with pytest.raises(StoreError, match=rf"'model\.bin' of policy/p@1 \(blob {key}\) {complaint}"):
             store.fetch(ref, tmp_path / "out")
         assert not (tmp_path / "out" / "model.bin").exists()

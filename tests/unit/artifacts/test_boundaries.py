@@ -100,8 +100,9 @@ def test_a_manifest_altered_by_hand_is_refused(store: ArtifactStore, tmp_path: P
         ({"files": [entry | {"sha256": "0" * 64}]}, "the digest is not that of the files"),
         ({"files": [entry, entry]}, "named twice"),
         ({"version": 2}, "says that it is policy/p@2"),
-        ({"schema_version": 2}, "schema_version: Input should be 1"),
-        ({"surprise": 1}, "surprise: Extra inputs are not permitted"),
+        ({"schema_version": "2.0"}, "it has schema 2.0, this release reads 1.0; upgrade rlhf-flows"),
+        ({"schema_version": "one"}, "is no version of the schema"),
+        ({"files": [entry | {"blobs": [{"size": 9, "sha256": "0" * 64}]}]}, "do not add up to its size"),
     ):
         path.write_text(json.dumps(good | change))
         with pytest.raises(StoreError, match=f"manifest policy/p@1.*{re.escape(complaint)}"):
@@ -109,6 +110,18 @@ def test_a_manifest_altered_by_hand_is_refused(store: ArtifactStore, tmp_path: P
     path.write_text('{"schema_ver')
     with pytest.raises(StoreError, match="the manifest policy/p@1 cannot be read: Invalid JSON"):
         store.resolve("policy/p@1")
+
+
+def test_a_manifest_of_a_later_minor_version_and_of_the_first_form_are_read(
+    store: ArtifactStore, tmp_path: Path
+) -> None:
+    store.commit("policy", "p", {"f": b"1"})
+    path = tmp_path / "store" / "versions" / "policy" / "p" / "00000001.json"
+    good = json.loads(path.read_bytes())
+    path.write_text(json.dumps(good | {"schema_version": "1.7", "surprise": 1}))
+    assert store.resolve("policy/p@1").schema_version == "1.7"
+    path.write_text(json.dumps(good | {"schema_version": 1}))
+    assert store.resolve("policy/p@1").schema_version == "1.0"
 
 
 def test_fetch_does_not_write_through_a_link_that_leads_out(store: ArtifactStore, tmp_path: Path) -> None:

@@ -1,0 +1,47 @@
+"""Cutting files into blobs: a large file is several, so that no blob is larger than a shard may be."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from infra.artifacts.manifest import BlobEntry, FileEntry
+
+Source = Path | bytes
+PIECE_BYTES = 64 << 20
+"""Size of the largest blob: the unit of sharing, parallelism, resumption and repair."""
+
+
+def describe(path: str, source: Source) -> FileEntry:
+    """Return size and hash of a file that is to be stored, and of the blobs that it is cut into.
+
+    Args:
+        path: of the file in its artifact.
+        source: its body, or where it lies.
+    """
+    whole = hashlib.sha256()
+    blobs = []
+    for piece in _read_pieces(source):
+        whole.update(piece)
+        blobs.append(BlobEntry(size=len(piece), sha256=hashlib.sha256(piece).hexdigest()))
+    size = sum(blob.size for blob in blobs)
+    return FileEntry(path=path, size=size, sha256=whole.hexdigest(), blobs=tuple(blobs) if len(blobs) > 1 else ())
+
+
+def read_piece(source: Source, start: int, size: int) -> bytes:
+    """Return the bytes of one blob of a file; fewer if the file has become shorter."""
+    if isinstance(source, bytes):
+        return source[start : start + size]
+    with source.open("rb") as file:
+        file.seek(start)
+        return file.read(size)
+
+
+def _read_pieces(source: Source) -> Iterator[bytes]:
+    if isinstance(source, bytes):
+        yield from (source[start : start + PIECE_BYTES] for start in range(0, len(source), PIECE_BYTES))
+        return
+    with source.open("rb") as file:
+        while piece := file.read(PIECE_BYTES):
+            yield piece

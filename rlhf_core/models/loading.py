@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlhf_core.errors import ModelError
 from rlhf_core.models.compatibility import check_same_tokenizer
 from rlhf_core.models.digest import model_digest
+from rlhf_core.models.harmless import check_harmless
 from rlhf_core.models.locating import find_local, locate_model
 from rlhf_core.models.saving import quiet, save_model, save_weights
 
@@ -74,10 +75,16 @@ def load_whole(
         ModelError: if there is none, a file is damaged, or weights are missing.
     """
     _expect(directory, "config.json")
+    check_harmless(directory)
     try:
         with quiet():
             model, found = kind.from_pretrained(  # type: ignore[attr-defined]  # the auto classes have no common base
-                directory, dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True
+                directory,
+                dtype=dtype,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
             )
     except _READ_ERRORS as error:
         raise ModelError(f"no {what} can be loaded from {directory}: {_first_line(error)}") from error

@@ -21,11 +21,12 @@ from pydantic import (
     JsonValue,
     StringConstraints,
     ValidationError,
+    WithJsonSchema,
     model_validator,
 )
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
-from infra.artifacts.ref import ArtifactRef, check_key, check_kind, check_name, version_uri
+from infra.artifacts.ref import KINDS, NAME_PATTERN, ArtifactRef, check_key, check_kind, check_name, version_uri
 from infra.errors import StoreError
 
 PACKAGES = (
@@ -58,7 +59,11 @@ def _check_schema_version(value: object) -> object:
     return text
 
 
-SchemaVersion = Annotated[str, BeforeValidator(_check_schema_version)]
+SchemaVersion = Annotated[
+    str,
+    BeforeValidator(_check_schema_version),
+    WithJsonSchema({"anyOf": [{"type": "string", "pattern": r"^1\.[0-9]+$"}, {"const": 1}], "default": SCHEMA_VERSION}),
+]
 
 
 def check_path(path: str) -> str:
@@ -72,23 +77,38 @@ def check_path(path: str) -> str:
     return path
 
 
-class BlobEntry(BaseModel):
-    """One blob: a body under its hash."""
+FilePath = Annotated[
+    str,
+    AfterValidator(check_path),
+    WithJsonSchema({"type": "string", "pattern": r"^(?!/)(?!.*(^|/)\.{0,2}(/|$))[^\\]+$"}),
+]
+Kind = Annotated[str, AfterValidator(check_kind), WithJsonSchema({"type": "string", "enum": list(KINDS)})]
+Name = Annotated[str, AfterValidator(check_name), WithJsonSchema({"type": "string", "pattern": NAME_PATTERN})]
+Key = Annotated[str, AfterValidator(check_key), WithJsonSchema({"type": "string", "pattern": NAME_PATTERN})]
 
-    model_config = ConfigDict(frozen=True)
+
+class BlobEntry(BaseModel):
+    """One blob: a body under its hash, at `blobs/sha256/<first two digits>/<the others>`."""
+
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
     size: int = Field(ge=0)
+    """In bytes."""
     sha256: Sha256
+    """Of the body, in lower-case hexadecimal digits."""
 
 
 class FileEntry(BaseModel):
     """One file of an artifact."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
-    path: Annotated[str, AfterValidator(check_path)]
+    path: FilePath
+    """Where it lies in the artifact's directory: relative, with forward slashes, no `..`, and printable."""
     size: int = Field(ge=0)
+    """In bytes."""
     sha256: Sha256
+    """Of the whole file."""
     blobs: tuple[BlobEntry, ...] = ()
     """The blobs that make up its body, in order; none when the body is one blob, of the file's own hash."""
 
@@ -107,22 +127,36 @@ class FileEntry(BaseModel):
 class Manifest(BaseModel):
     """What one version of an artifact is; it is written after all that it names, and never changes."""
 
-    model_config = ConfigDict(frozen=True, ser_json_inf_nan="strings")
+    model_config = ConfigDict(frozen=True, ser_json_inf_nan="strings", use_attribute_docstrings=True)
 
     schema_version: SchemaVersion = SCHEMA_VERSION
-    kind: Annotated[str, AfterValidator(check_kind)]
-    name: Annotated[str, AfterValidator(check_name)]
+    """Major and minor. A minor version only adds fields, none of them names blobs; the first manifests had a bare 1."""
+    kind: Kind
+    """What sort of artifact it is."""
+    name: Name
+    """Of the artifact; it has versions of its own in each kind."""
     version: int = Field(ge=0, le=99_999_999)
+    """The next free number, or for a `ppo-state` the number of episodes behind it."""
     digest: Sha256
+    """SHA-256 over the sorted list of [path, sha256] of its files, as JSON without spaces."""
     files: tuple[FileEntry, ...]
+    """All that it holds. The blobs that they name are the only ones that it keeps from being collected."""
     parents: tuple[ArtifactRef, ...] = ()
-    key: Annotated[str, AfterValidator(check_key)] | None = None
+    """What it was made from, by version; `model/...` for what came from outside the store."""
+    key: Key | None = None
+    """What it can be found by again: a hash of all that it was made from."""
     config: dict[str, JsonValue] = {}
+    """The resolved configuration that it was made with."""
     source_digest: str = ""
+    """SHA-256 of the code that made it."""
     packages: dict[str, str] = {}
+    """Versions of what its numbers depend on."""
     metrics: dict[str, JsonValue] = {}
+    """Figures worth keeping with it; what is no finite number is the text NaN, Infinity or -Infinity."""
     flow_run: str | None = None
+    """Id of the run in Prefect."""
     created: datetime
+    """When the manifest was drafted, by its writer's clock."""
     writer: str
     """A random id: tells a writer whose answer was lost that the manifest it finds is its own."""
 

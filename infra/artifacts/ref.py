@@ -15,6 +15,8 @@ EXTERNAL_PREFIX = "model/"
 """A parent whose URI starts so came from outside the store: a leaf of every lineage."""
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}")
+NAME_PATTERN = f"^{_NAME.pattern}$"
+"""What names, keys and aliases look like."""
 _VERSION = re.compile(r"[0-9]{1,8}")
 _SHOWN = 5
 

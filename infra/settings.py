@@ -51,6 +51,8 @@ class Settings(BaseSettings):
     s3_access_key: str | None = None
     s3_secret_key: SecretStr | None = None
     s3_region: str | None = None
+    cache_limit_gb: float = Field(50.0, ge=0, allow_inf_nan=False)
+    """How much the local cache of fetched artifacts keeps, in GB of 1e9 bytes; what is in use stays besides."""
     s3_port: int | None = Field(None, ge=1024, le=65535)
     """Port of the local SeaweedFS; None takes 8333 or, where that is occupied, a free one."""
     prefect_port: int | None = Field(None, ge=1024, le=65535)
@@ -111,6 +113,7 @@ class Settings(BaseSettings):
             "RLHF_S3_ACCESS_KEY": self.s3_access_key,
             "RLHF_S3_SECRET_KEY": self.s3_secret_key.get_secret_value() if self.s3_secret_key else None,
             "RLHF_S3_REGION": self.s3_region,
+            "RLHF_CACHE_LIMIT_GB": str(self.cache_limit_gb),
             "RLHF_REWARD_MODULES": ",".join(self.reward_modules) or None,
             "PREFECT_API_URL": self.prefect_api_url,
         }

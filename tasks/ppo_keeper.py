@@ -86,7 +86,7 @@ class StoreKeeper:
         if manifest is None:
             return None
         with scratch_directory(settings().home) as directory:  # not the cache: a state is read once
-            self._store.fetch(manifest.ref, directory)
+            self._store.fetch(manifest.ref, directory, keep=False)
             tensors = {
                 name: tensor.clone()  # out of the file, which goes
                 for shard in sorted(directory.glob("*.safetensors"))

@@ -7,6 +7,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from infra.artifacts.backend import Backend
+from infra.artifacts.cache import LIMIT_GB
 from infra.artifacts.local import LocalBackend
 from infra.artifacts.store import ArtifactStore
 from infra.errors import StoreError
@@ -22,12 +23,15 @@ class S3Options:
     region: str | None = None
 
 
-def open_store(url: str, *, cache_dir: Path, s3: S3Options | None = None) -> ArtifactStore:
+def open_store(
+    url: str, *, cache_dir: Path, cache_limit_gb: float = LIMIT_GB, s3: S3Options | None = None
+) -> ArtifactStore:
     """Open a store and see that it answers.
 
     Args:
         url: `s3://bucket`, `s3://bucket/prefix` or `file:///directory` (made if need be).
-        cache_dir: where `cached` keeps what it fetched.
+        cache_dir: where `fetch` and `cached` keep what they fetched.
+        cache_limit_gb: how much they keep, in GB of 1e9 bytes.
         s3: server and credentials; None takes those of the environment.
 
     Raises:
@@ -44,7 +48,7 @@ def open_store(url: str, *, cache_dir: Path, s3: S3Options | None = None) -> Art
             f"{url!r} is no address of an artifact store; expected s3://bucket/prefix or file:///directory"
         )
     backend.probe()
-    return ArtifactStore(backend, cache_dir)
+    return ArtifactStore(backend, cache_dir, cache_limit_gb)
 
 
 def open_default_store() -> ArtifactStore:
@@ -62,7 +66,7 @@ def open_default_store() -> ArtifactStore:
         secret_key=known.s3_secret_key.get_secret_value() if known.s3_secret_key else None,
         region=known.s3_region,
     )
-    return open_store(known.store_url, cache_dir=known.cache_dir, s3=s3)
+    return open_store(known.store_url, cache_dir=known.cache_dir, cache_limit_gb=known.cache_limit_gb, s3=s3)
 
 
 def _open_bucket(url: str, bucket: str, prefix: str, options: S3Options) -> Backend:

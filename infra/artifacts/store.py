@@ -10,10 +10,11 @@ from typing import Any
 
 from infra.artifacts.aliases import UNSET, Alias, Unset, list_aliases, move_alias, read_alias
 from infra.artifacts.backend import Backend
+from infra.artifacts.cache import GB, LIMIT_GB, Cache
 from infra.artifacts.catalog import Catalog
 from infra.artifacts.commit import commit, describe_all, gather_sources, taken, write_next, write_numbered
 from infra.artifacts.deletion import delete_unreached
-from infra.artifacts.fetch import checked_pieces, fetch_cached, fetch_files
+from infra.artifacts.fetch import checked_pieces, fetch_directly, fetch_through
 from infra.artifacts.layout import content_key, index_key
 from infra.artifacts.lineage import Lineage, trace
 from infra.artifacts.manifest import Manifest
@@ -25,10 +26,10 @@ from infra.errors import ReferenceNotFoundError, StoreError
 class ArtifactStore:
     """Versions of artifacts, by reference, key and content; for several threads and processes at once."""
 
-    def __init__(self, backend: Backend, cache_dir: Path) -> None:
+    def __init__(self, backend: Backend, cache_dir: Path, cache_limit_gb: float = LIMIT_GB) -> None:
         self._backend = backend
         self._catalog = Catalog(backend)
-        self._cache_dir = cache_dir / "artifacts"
+        self._cache = Cache(cache_dir / "artifacts", int(cache_limit_gb * GB))
 
     @property
     def url(self) -> str:
@@ -133,19 +134,33 @@ class ArtifactStore:
         """Return what an artifact came from, and what that came from, to the beginning."""
         return trace(self.resolve(reference), self._catalog.pinned)
 
-    def fetch(self, reference: str | ArtifactRef, directory: Path) -> Path:
-        """Write an artifact's files into an empty directory, made if need be, and return it.
+    def fetch(self, reference: str | ArtifactRef, directory: Path, *, keep: bool = True) -> Path:
+        """Put an artifact's files into an empty directory, made if need be, and return it.
+
+        Files larger than 1 MB are links to the local cache, where that is on the same file system: read-only, for
+        whoever makes one writable and writes to it alters the cache's too. Smaller ones are copies, to be edited.
+
+        Args:
+            reference: which.
+            directory: where to.
+            keep: keep the files in the cache; without, they are downloaded past it, and are the caller's alone.
 
         Raises:
             ReferenceNotFoundError: if the reference names nothing.
             StoreError: if a blob is missing, truncated or altered, or the directory is not fit; no file that
                 failed its check is left under its name.
         """
-        return fetch_files(self._backend, self.resolve(reference), directory)
+        manifest = self.resolve(reference)
+        if keep:
+            return fetch_through(self._backend, manifest, directory, self._cache)
+        return fetch_directly(self._backend, manifest, directory)
 
     def cached(self, reference: str | ArtifactRef) -> Path:
-        """Return a directory with an artifact's files, fetched once; it is shared: do not write to it."""
-        return fetch_cached(self._backend, self.resolve(reference), self._cache_dir)
+        """Return a directory with an artifact's files, every byte checked, that stays while this process lives.
+
+        It is shared and read-only: do not write to it.
+        """
+        return self._cache.directory(self._backend, self.resolve(reference))
 
     def read_bytes(self, manifest: Manifest, path: str) -> bytes:
         """Return the body of one file, checked."""

@@ -32,10 +32,10 @@ def pss(process: psutil.Process) -> int:
         return 0
 
 
-def watch(stack_id: str, command: int, peak: dict[str, int], ended: threading.Event) -> None:
+def watch(stack_id: str, command: psutil.Process, peak: dict[str, int], ended: threading.Event) -> None:
     """Keep the largest sum of memory, and the shares of the processes at that moment."""
     while not ended.wait(1.0):
-        seen = {each.pid: each for each in [*processes.marked(stack_id), psutil.Process(command)]}
+        seen = {each.pid: each for each in [*processes.marked(stack_id), command]}
         sizes = {each: pss(each) for each in seen.values()}
         if sum(sizes.values()) > sum(peak.values()):
             peak.clear()
@@ -52,7 +52,7 @@ def main() -> int:
     ended = threading.Event()
     started = time.monotonic()
     run = subprocess.Popen([rlhf, "run", "quickstart", *sys.argv[1:]], stdout=sys.stderr)
-    watcher = threading.Thread(target=watch, args=(stack.id, run.pid, peak, ended))
+    watcher = threading.Thread(target=watch, args=(stack.id, psutil.Process(run.pid), peak, ended))
     watcher.start()
     status = run.wait()
     wall = time.monotonic() - started

@@ -14,6 +14,7 @@ from tasks.results import EpisodeResult, Parent, PPORun, StageResult
 from tasks.sentences import run_logger, stage_task
 
 if TYPE_CHECKING:
+    from infra.artifacts import ArtifactStore, Manifest
     from rlhf_core.detached.state import EpisodeRecord
 
 MODULES = ("ppo", "ppo_group", "ppo_keeper", "ppo_models", "ray_calls")
@@ -60,9 +61,39 @@ def finished_policy(run: PPORun, *, reused: bool) -> StageResult | None:
 
 
 def next_episode(run: PPORun) -> int:
-    """Return the first episode that is not committed."""
-    manifest = open_context().store.latest("ppo-state", run.name)
-    return manifest.version if manifest else 0
+    """Return the first episode that is not committed; where older code left a run half done, say that it stays so."""
+    store = open_context().store
+    manifest = store.latest("ppo-state", run.name)
+    if manifest is not None:
+        return manifest.version
+    if left := left_by_other_code(store, run):
+        say(
+            "ppo",
+            f"begins with the first episode: {left.uri} is of the same configuration, but was made by other code "
+            f"(source {left.source_digest[:12]}, now {run.source_digest[:12]}), and is not gone on with",
+        )
+    return 0
+
+
+def left_by_other_code(store: ArtifactStore, run: PPORun) -> Manifest | None:
+    """Return the last state of a run that would have been this one with this code, and has no policy; None if none."""
+    finished = {manifest.key[:12] for manifest in store.list("policy", run.preset) if manifest.key}
+    left = [
+        manifest
+        for manifest in store.list("ppo-state")
+        if manifest.source_digest != run.source_digest
+        and manifest.name.startswith(f"{run.preset}-")
+        and manifest.name.removeprefix(f"{run.preset}-") not in finished
+        and _agree(manifest.config, run.config)
+    ]
+    return max(left, key=lambda manifest: manifest.created, default=None)
+
+
+def _agree(old: Any, new: Any) -> bool:
+    """Whether two configurations agree in every key that both releases know."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        return all(_agree(old[name], new[name]) for name in old.keys() & new.keys())
+    return bool(old == new)
 
 
 def _retry(_task: Any, _task_run: Any, state: Any) -> bool:

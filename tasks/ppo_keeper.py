@@ -17,8 +17,8 @@ from infra.settings import settings
 from rlhf_core.detached.state import (
     EpisodeRecord,
     TrainingState,
-    history_from_json,
-    history_to_json,
+    state_from_json,
+    state_to_json,
 )
 from rlhf_core.types import Sample
 from tasks.results import PPORun
@@ -58,7 +58,7 @@ class StoreKeeper:
     ) -> None:
         """Store the state after `history[-1]`, then let go of all but the last two."""
         files: dict[str, Path | bytes] = {
-            STATE: json.dumps({"learner": learner, "history": history_to_json(history)}).encode(),
+            STATE: json.dumps(state_to_json(learner, history)).encode(),
             SAMPLES: _jsonl([asdict(sample) for sample in samples]),
             **_shards(tensors),
         }
@@ -79,7 +79,11 @@ class StoreKeeper:
             logger.warning("old states of %s are still there: %s", self._run.name, error)
 
     def last_state(self) -> TrainingState | None:
-        """Return the last committed state of the run, verified, or None before the first."""
+        """Return the last committed state of the run, verified, or None before the first.
+
+        Raises:
+            ModelError: if it is of a format that this release does not read.
+        """
         from safetensors.torch import load_file
 
         manifest = self._store.latest("ppo-state", self._run.name)
@@ -93,7 +97,7 @@ class StoreKeeper:
                 for name, tensor in load_file(shard).items()
             }
             facts = json.loads((directory / STATE).read_text())
-        return TrainingState(tensors, facts["learner"], history_from_json(facts["history"]))
+        return state_from_json(facts, tensors, where=f"the training state {manifest.uri}")
 
     def commit_policy(self, save: Callable[[Path], None], *, history: tuple[EpisodeRecord, ...]) -> None:
         """Store the finished policy under the run's key, with the metrics of every episode and its last samples."""

@@ -7,7 +7,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from rlhf_core.errors import ModelError
 from rlhf_core.types import Sample
+
+STATE_FORMAT = 1
+"""Of a training state's facts and of its tensors' names. What older code could not read takes the next number, and a
+step in `NEWER` that makes it of the former format; the first states named none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +58,12 @@ class TrainingState:
     history: tuple[EpisodeRecord, ...]
 
 
+Newer = Callable[[dict[str, Any], Mapping[str, Any]], tuple[dict[str, Any], Mapping[str, Any]]]
+NEWER: dict[int, Newer] = {}
+"""By format: makes facts and tensors of the next one. A format without a step, below our own, is no longer read."""
+_BEGIN_AGAIN = "begin the stage ppo again under another seed, which keeps what it starts from"
+
+
 class StateKeeper(Protocol):
     """Keeps training states and the finished policy; the artifact store behind it is not the core's to know."""
 
@@ -76,11 +87,38 @@ class StateKeeper(Protocol):
         """Keep a batch that could not be learnt from, which `save` writes to a directory; return where it is."""
 
 
-def history_to_json(history: tuple[EpisodeRecord, ...]) -> list[dict[str, Any]]:
-    """Return the history as plain JSON values."""
-    return [asdict(record) for record in history]
+def state_to_json(learner: Mapping[str, Any], history: tuple[EpisodeRecord, ...]) -> dict[str, Any]:
+    """Return all of a training state but its tensors, as plain JSON values."""
+    return {"format": STATE_FORMAT, "learner": dict(learner), "history": [asdict(record) for record in history]}
 
 
-def history_from_json(rows: list[dict[str, Any]]) -> tuple[EpisodeRecord, ...]:
-    """Return the history that `history_to_json` wrote."""
-    return tuple(EpisodeRecord(**row) for row in rows)
+def state_from_json(facts: dict[str, Any], tensors: Mapping[str, Any], where: str) -> TrainingState:
+    """Return the training state that `state_to_json` wrote, now or in an earlier release.
+
+    Args:
+        facts: what was written.
+        tensors: the state's, by the names that they had then.
+        where: the state, in words, for messages.
+
+    Raises:
+        ModelError: if its format is of a later release, or no longer read, or something is missing; the message says
+            which stage is to begin again.
+    """
+    number = facts.get("format", 1)
+    if not isinstance(number, int) or number > STATE_FORMAT:
+        raise ModelError(
+            f"{where} has format {number}, but this release reads formats up to {STATE_FORMAT}; upgrade rlhf-flows, "
+            f"or {_BEGIN_AGAIN}"
+        )
+    for older in range(number, STATE_FORMAT):
+        if older not in NEWER:
+            raise ModelError(
+                f"{where} has format {number}, which this release no longer reads; go on with the release that wrote "
+                f"it, or {_BEGIN_AGAIN}"
+            )
+        facts, tensors = NEWER[older](facts, tensors)
+    try:
+        history = tuple(EpisodeRecord(**row) for row in facts["history"])
+        return TrainingState(tensors, dict(facts["learner"]), history)
+    except (LookupError, TypeError, ValueError) as error:
+        raise ModelError(f"{where} is incomplete or damaged ({error}); {_BEGIN_AGAIN}") from error

@@ -1,0 +1,249 @@
+"""Training states of every format are read by this release, or refused in a sentence that says where to begin again."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from infra.artifacts import ArtifactStore, open_default_store
+from rlhf_core.config import LoRAConfig, PipelineConfig, PPOConfig
+from rlhf_core.detached import state as states
+from rlhf_core.detached.state import EpisodeRecord
+from rlhf_core.detached.trainer import CONTROLS
+from rlhf_core.errors import ModelError
+from rlhf_core.trainer.ppo.controls import RewardControls
+from tasks.ppo import next_episode
+from tasks.ppo_keeper import StoreKeeper
+from tasks.results import Parent, PPORun
+from tests.unit.trainer.test_ppo_learner import learner
+
+CONFIG = PipelineConfig.model_validate({"name": "p", "data": {"task": "number_sorting"}}).model_dump(mode="json")
+PARENT = Parent(uri="model/tiny", digest="0" * 64)
+
+FORMAT_1 = """{
+ "format": 1,
+ "learner": {
+  "actor": {"schedule": {"base_lrs": [0.0001], "last_epoch": 2, "_step_count": 3, "_is_initial": false,
+   "_get_lr_called_within_step": false, "_last_lr": [7.5e-05]}},
+  "critic": {"schedule": {"base_lrs": [0.001], "last_epoch": 2, "_step_count": 3, "_is_initial": false,
+   "_get_lr_called_within_step": false, "_last_lr": [0.00075]}},
+  "learner": {"steps": 2, "value_line": null},
+  "controls": {"kl_coef": 0.25, "scores": [8, 0.5, 1.5]}
+ },
+ "history": [
+  {"episode": 0, "policy_version": 1, "incarnation": "a", "metrics": {"reward": 0.5}, "seconds": {"learn": 2.0}},
+  {"episode": 1, "policy_version": 2, "incarnation": "b", "metrics": {"reward": 0.75}, "seconds": {"learn": 1.0}}
+ ]
+}"""
+"""As the release that called its format 1 wrote it. Never to be changed: states like it are in people's stores."""
+PROJECTIONS = {
+    "self_attn.q_proj": (64, 64), "self_attn.k_proj": (64, 32), "self_attn.v_proj": (64, 32),
+    "self_attn.o_proj": (64, 64), "mlp.gate_proj": (64, 128), "mlp.up_proj": (64, 128), "mlp.down_proj": (128, 64),
+}  # fmt: skip
+"""Of the tiny Llama: features that go in, and out."""
+
+
+def named_shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of each tensor of such a state: adapters of rank 2 on two layers, and the critic's head."""
+    weights: dict[str, tuple[int, ...]] = {"critic.{}.head.weight": (1, 64), "critic.{}.head.bias": (1,)}
+    for role, layers in (("actor", "model.layers"), ("critic", "trunk.layers")):
+        for layer in (0, 1):
+            for projection, (into, out) in PROJECTIONS.items():
+                path = f"{role}.{{}}.{layers}.{layer}.{projection}"
+                weights |= {
+                    f"{path}.lora_A.default.weight": (2, into),
+                    f"{path}.lora_B.default.weight": (out, 2),
+                }
+    for name, shape in weights.items():
+        yield name.format("weights"), shape
+        yield name.format("optimizer.step"), ()
+        yield name.format("optimizer.exp_avg"), shape
+        yield name.format("optimizer.exp_avg_sq"), shape
+
+
+def value(name: str) -> float:
+    """What every number of a tensor is; exact in float32."""
+    return 2.0 if ".step." in name else sum(name.encode()) % 64 / 64
+
+
+def safetensors() -> bytes:
+    """The tensors as the format has them: length of the header, the header, the numbers."""
+    header, body = {}, b""
+    random = bytes(torch.Generator().manual_seed(5).get_state().tolist())
+    tensors = {"random.cpu": ("U8", [len(random)], random)} | {
+        name: ("F32", list(shape), struct.pack(f"<{prod(shape)}f", *[value(name)] * prod(shape)))
+        for name, shape in named_shapes()
+    }
+    for name, (dtype, shape, data) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(body), len(body) + len(data)]}
+        body += data
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text + body
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ArtifactStore:
+    monkeypatch.setenv("RLHF_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("RLHF_STORE_URL", f"file://{tmp_path}/store")
+    return open_default_store()
+
+
+def run(**changes: Any) -> PPORun:
+    facts = {
+        "name": "p-aaaaaaaaaaaa", "key": "a" * 64, "preset": "p", "config": CONFIG, "actor": PARENT,
+        "reward_model": None, "dataset": PARENT, "source_digest": "new", "flow_run": None,
+    }  # fmt: skip
+    return PPORun.model_validate(facts | changes)
+
+
+def put(store: ArtifactStore, state: str, tensors: bytes) -> StoreKeeper:
+    files: dict[str, Path | bytes] = {
+        "state.json": state.encode(), "samples.jsonl": b"", "training-00000.safetensors": tensors,
+    }  # fmt: skip
+    store.commit("ppo-state", run().name, files, version=2)
+    return StoreKeeper(run())
+
+
+def without_format(state: str) -> str:
+    return state.replace(' "format": 1,\n', "")
+
+
+@pytest.mark.parametrize("text", [FORMAT_1, without_format(FORMAT_1)], ids=["format 1", "before formats had numbers"])
+def test_a_state_of_format_1_is_gone_on_with(store: ArtifactStore, text: str) -> None:
+    state = put(store, text, safetensors()).last_state()
+    assert state is not None
+    assert state.history[1] == EpisodeRecord(1, 2, "b", {"reward": 0.75}, {"learn": 1.0})
+    ours = learner(warmup_steps=3, lora=LoRAConfig(r=2))
+    with torch.random.fork_rng():
+        ours.load_state(state.tensors, state.learner)
+        assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(5).get_state())
+
+    held, facts = ours.state()
+    assert {name: tuple(tensor.shape) for name, tensor in held.items() if name != "random.cpu"} == dict(named_shapes())
+    for name, tensor in held.items():
+        assert name == "random.cpu" or (tensor == value(name)).all(), name
+    assert ours.steps == 2
+    assert facts["actor"]["schedule"]["_last_lr"] == [7.5e-05]
+    controls = RewardControls(PPOConfig.model_validate(CONFIG["ppo"]))
+    controls.load_state(state.learner[CONTROLS])
+    assert controls.state() == {"kl_coef": 0.25, "scores": [8, 0.5, 1.5]}
+
+
+def test_what_is_written_says_its_format(store: ArtifactStore) -> None:
+    record = EpisodeRecord(0, 1, "a", {"reward": 0.5}, {"learn": 2.0})
+    tensors = {"w": torch.tensor([1.5, -2.0])}
+    StoreKeeper(run()).commit_state(tensors=tensors, learner={"steps": 1}, history=(record,), samples=[])
+    manifest = store.resolve(f"ppo-state/{run().name}@1")
+    assert store.read_json(manifest, "state.json") == {
+        "format": 1,
+        "learner": {"steps": 1},
+        "history": [
+            {"episode": 0, "policy_version": 1, "incarnation": "a", "metrics": {"reward": 0.5},
+             "seconds": {"learn": 2.0}}
+        ],
+    }  # fmt: skip
+    state = StoreKeeper(run()).last_state()
+    assert state is not None
+    assert (state.learner, state.history) == ({"steps": 1}, (record,))
+    assert state.tensors["w"].tolist() == [1.5, -2.0]
+
+
+BEGIN_AGAIN = "begin the stage ppo again under another seed, which keeps what it starts from"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "complaint"),
+    [
+        ('"format": 1', '"format": 2', "has format 2, but this release reads formats up to 1; upgrade rlhf-flows, or "),
+        ('"format": 1', '"format": "x"', "has format x, but this release reads formats up to 1"),
+        ('"format": 1', '"format": 0', "has format 0, which this release no longer reads; go on with the release "),
+        ('"learner": {\n', '"lerner": {\n', r"is incomplete or damaged \('learner'\); "),
+        ('"incarnation": "a", ', "", "is incomplete or damaged .*incarnation"),
+        ('"episode": 1, ', '"episode": 1, "surprise": 1, ', "is incomplete or damaged .*surprise"),
+    ],
+)
+def test_a_state_that_cannot_be_read_says_where_to_begin_again(
+    store: ArtifactStore, old: str, new: str, complaint: str
+) -> None:
+    assert old in FORMAT_1
+    keeper = put(store, FORMAT_1.replace(old, new), safetensors())
+    with pytest.raises(ModelError, match=f"the training state ppo-state/p-aaaaaaaaaaaa@2 {complaint}") as refused:
+        keeper.last_state()
+    assert str(refused.value).endswith(BEGIN_AGAIN)
+    assert len(str(refused.value).splitlines()) == 1
+
+
+def test_a_later_format_reads_the_former_step_by_step(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def second(facts: Any, tensors: Any) -> tuple[Any, Any]:
+        return facts | {"learner": {"was": "1"}}, {"two": tensors["critic.weights.head.bias"]}
+
+    def third(facts: Any, tensors: Any) -> tuple[Any, Any]:
+        return facts | {"learner": facts["learner"] | {"then": "2"}}, {"three": tensors["two"]}
+
+    monkeypatch.setattr(states, "STATE_FORMAT", 3)
+    monkeypatch.setattr(states, "NEWER", {1: second, 2: third})
+    keeper = put(store, FORMAT_1, safetensors())
+    state = keeper.last_state()
+    assert state is not None
+    assert (state.learner, list(state.tensors)) == ({"was": "1", "then": "2"}, ["three"])
+    monkeypatch.setattr(states, "NEWER", {2: third})
+    with pytest.raises(ModelError, match=r"has format 1, which this release no longer reads"):
+        keeper.last_state()
+
+
+class TestWhatOlderCodeLeft:
+    """A run is named by its code too: a state of another release is never gone on with in silence, nor unsaid."""
+
+    def leave(self, store: ArtifactStore, name: str = "p-bbbbbbbbbbbb", **facts: Any) -> None:
+        facts = {"config": CONFIG, "source_digest": "old", "version": 3} | facts
+        store.commit("ppo-state", name, {"state.json": b""}, **facts)
+
+    def said(self, caplog: pytest.LogCaptureFixture) -> str:
+        with caplog.at_level("INFO"):
+            assert next_episode(run()) == 0
+        return " ".join(record.getMessage() for record in caplog.records)
+
+    def test_it_is_named_with_the_stage_that_begins_again(
+        self, store: ArtifactStore, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        self.leave(store)
+        assert (
+            "ppo          begins with the first episode: ppo-state/p-bbbbbbbbbbbb@3 is of the same configuration, but "
+            "was made by other code (source old, now new), and is not gone on with" in self.said(caplog)
+        )
+
+    def test_keys_that_only_one_release_knows_make_no_difference(
+        self, store: ArtifactStore, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        older = json.loads(json.dumps(CONFIG))
+        del older["ppo"]["lr"]
+        older["ppo"]["forgotten"] = 1
+        self.leave(store, config=older)
+        assert "p-bbbbbbbbbbbb@3 is of the same configuration" in self.said(caplog)
+
+    @pytest.mark.parametrize(
+        "facts", [{"source_digest": "new"}, {"config": CONFIG | {"seed": 9}}, {"name": "q-bbbbbbbbbbbb"}], ids=str
+    )
+    def test_what_is_not_its_forerunner_is_not_named(
+        self, store: ArtifactStore, caplog: pytest.LogCaptureFixture, facts: dict[str, Any]
+    ) -> None:
+        self.leave(store, **facts)
+        assert "ppo-state" not in self.said(caplog)
+
+    def test_nor_is_one_that_was_finished(self, store: ArtifactStore, caplog: pytest.LogCaptureFixture) -> None:
+        self.leave(store)
+        store.commit("policy", "p", {"f": b""}, key="b" * 64)
+        assert "ppo-state" not in self.said(caplog)
+
+    def test_a_state_of_its_own_is_gone_on_with(self, store: ArtifactStore) -> None:
+        self.leave(store)
+        self.leave(store, run().name, version=5, source_digest="new")
+        assert next_episode(run()) == 5

@@ -1,0 +1,218 @@
+"""Fetching: linked or copied, resumed, side by side, in bounded memory, on a disk that gives out."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+import stat
+import threading
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from infra.artifacts import download, open_store, pieces
+from infra.artifacts.layout import blob_key, version_key
+from infra.artifacts.locks import try_lock
+from infra.artifacts.manifest import BlobEntry, FileEntry, Manifest
+from infra.errors import StoreError
+from tests.unit.artifacts.cache_place import LARGE, PIECE, Place, blobs_of, leftovers, place_fixture  # noqa: F401 - a fixture
+from tests.unit.artifacts.store_contract import at_once, sha256
+
+
+def test_a_body_that_is_damaged_on_its_way_is_asked_for_again(place: Place) -> None:
+    ref = place.store.commit("policy", "p", {"w": LARGE})
+    real, spoilt = place.store._backend.download, []
+
+    def spoil_once(key: str, size: int) -> Iterator[bytes]:
+        body = b"".join(real(key, size))
+        if key not in spoilt:
+            spoilt.append(key)
+            body = b"longer and wrong" + body
+        yield body
+
+    place.store._backend.download = spoil_once  # type: ignore[method-assign]
+    assert (place.store.cached(ref) / "w").read_bytes() == LARGE
+    assert len(spoilt) == 5
+
+
+def test_blobs_that_are_not_the_files_are_refused(place: Place) -> None:
+    """The digest by which an artifact is known covers its files' hashes, not those of their blobs."""
+    manifest = place.store.resolve(place.store.commit("policy", "p", {"w": LARGE}))
+    [entry] = manifest.files
+    swapped = entry.model_copy(update={"blobs": entry.blobs[::-1]})
+    altered = manifest.model_copy(update={"files": (swapped,)})
+    (place.root / "store" / version_key("policy", "p", 1)).write_bytes(altered.to_json())
+    for attempt in (place.store.cached, lambda ref: place.store.fetch(ref, place.root / "out", keep=False)):
+        with pytest.raises(StoreError, match=r"'w' of policy/p@1 does not hash to \w+: its manifest is damaged"):
+            attempt("policy/p")
+    assert not place.kept(LARGE).exists()
+    assert not (place.root / "out" / "w").exists()
+
+
+def test_the_blobs_of_one_file_come_side_by_side(place: Place) -> None:
+    ref = place.store.commit("policy", "p", {"w": LARGE})
+    real, together = place.store._backend.download, threading.Barrier(3)
+
+    def meet(key: str, size: int) -> Iterator[bytes]:
+        if blobs_of(LARGE).index(key.removeprefix("blobs/sha256/").replace("/", "")) < 3:
+            together.wait(timeout=60)
+        return real(key, size)
+
+    place.store._backend.download = meet  # type: ignore[method-assign]
+    place.store.cached(ref)
+
+
+def test_many_who_want_the_same_fetch_it_once(place: Place) -> None:
+    ref = place.store.commit("policy", "p", {"w": LARGE, "c": b"1"})
+    stores = [place.another() for _ in range(6)]
+
+    def get(number: int) -> bytes:
+        if number % 2:
+            return (stores[number].cached(ref) / "w").read_bytes()
+        return (stores[number].fetch(ref, place.root / f"out{number}") / "w").read_bytes()
+
+    assert at_once(get, 6) == [LARGE] * 6
+    assert sorted(place.downloaded) == sorted([*blobs_of(LARGE), sha256(b"1")])
+
+
+def test_a_download_that_another_process_has_stopped_in_is_an_error_after_a_while(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download, "STALL_S", 0.05)
+    ref = place.store.commit("policy", "p", {"w": LARGE})
+    part = place.cache / "parts" / sha256(LARGE)
+    part.parent.mkdir(parents=True)
+    with part.open("wb") as file:
+        assert try_lock(file.fileno())
+        with pytest.raises(StoreError, match=rf"another process has held {part} for 0 s without writing to it"):
+            place.store.cached(ref)
+    assert (place.store.cached(ref) / "w").read_bytes() == LARGE
+
+
+def test_memory_does_not_grow_with_the_artifact(tmp_path: Path) -> None:
+    """Blobs of the largest size that there is; their bodies are holes in files, so that the disk does not matter."""
+    size, whole, blobs = pieces.PIECE_BYTES, hashlib.sha256(), []
+    store = open_store((tmp_path / "store").as_uri(), cache_dir=tmp_path / "cache")
+    for number in range(3):
+        body = bytearray(size)
+        body[0] = number
+        whole.update(body)
+        blobs.append(BlobEntry(size=size, sha256=sha256(body)))
+        path = tmp_path / "store" / blob_key(blobs[-1].sha256)
+        path.parent.mkdir(parents=True)
+        path.write_bytes(body[:1])
+        os.truncate(path, size)
+    entry = FileEntry(path="w", size=3 * size, sha256=whole.hexdigest(), blobs=tuple(blobs))
+    draft = Manifest.draft((entry,), kind="policy", name="p", version=1)
+    store._backend.create(version_key("policy", "p", 1), draft.to_json())
+    tracemalloc.start()
+    try:
+        store.fetch("policy/p", tmp_path / "out")
+        assert tracemalloc.get_traced_memory()[1] < 2 * size
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_fetch_links_what_is_large_and_copies_what_people_edit(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infra.artifacts.fetch.COPIED_BYTES", PIECE)
+    place.store.commit("policy", "p", {"w": LARGE, "config.json": b"{}"})
+    out = place.store.fetch("policy/p", place.root / "out")
+    assert (out / "w").samefile(place.kept(LARGE))
+    assert stat.S_IMODE((out / "w").stat().st_mode) == 0o444
+    assert not (out / "config.json").samefile(place.kept(b"{}"))
+    assert (out / "config.json").stat().st_mode & stat.S_IWUSR
+    (out / "config.json").write_bytes(b"edited")
+    assert (place.store.cached("policy/p") / "config.json").read_bytes() == b"{}"
+    assert place.store.fetch("policy/p", out) == out
+    assert (out / "config.json").read_bytes() == b"{}"
+    shutil.rmtree(place.root / "cache")
+    assert (out / "w").read_bytes() == LARGE
+
+
+@pytest.mark.parametrize("reason", [errno.EXDEV, errno.EPERM, errno.EMLINK])
+def test_where_files_cannot_be_linked_they_are_copied(
+    place: Place, monkeypatch: pytest.MonkeyPatch, reason: int
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(reason, os.strerror(reason))
+
+    ref = place.store.commit("policy", "p", {"w": LARGE})
+    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr("infra.artifacts.fetch.COPIED_BYTES", 0)
+    out, directory = place.store.fetch(ref, place.root / "out"), place.store.cached(ref)
+    assert (out / "w").read_bytes() == (directory / "w").read_bytes() == LARGE
+    inode = (directory / "w").stat().st_ino
+    assert (place.store.cached(ref) / "w").stat().st_ino == inode  # not copied again
+    assert len(place.downloaded) == 5
+    assert [path.name for path in out.iterdir()] == ["w"]
+
+
+def test_a_fetch_to_another_file_system_copies(place: Place) -> None:
+    other = Path("/dev/shm")
+    if not other.is_dir() or other.stat().st_dev == place.root.stat().st_dev or not os.access(other, os.W_OK):
+        pytest.skip("there is no second file system at /dev/shm")
+    out = other / f"rlhf-test-{os.getpid()}"
+    body = b"w" * 1_000_001
+    try:
+        place.store.fetch(place.store.commit("policy", "p", {"w": body}), out)
+        assert (out / "w").read_bytes() == body
+        assert not (out / "w").samefile(place.kept(body))
+    finally:
+        shutil.rmtree(out, ignore_errors=True)
+
+
+def test_a_fetch_past_the_cache_leaves_nothing_in_it_and_goes_on_where_it_was_killed(place: Place) -> None:
+    ref = place.store.commit("policy", "p", {"w": LARGE})
+    out = place.root / "out"
+    out.mkdir()
+    part = out / f".{sha256(LARGE)[:16]}.part"
+    part.write_bytes(LARGE[: 2 * PIECE])
+    place.store.fetch(ref, out, keep=False)
+    assert [(path.name, path.read_bytes()) for path in out.iterdir()] == [("w", LARGE)]
+    assert (out / "w").stat().st_mode & stat.S_IWUSR
+    assert sorted(place.downloaded) == sorted(blobs_of(LARGE)[2:])
+    assert not place.cache.exists()
+
+
+@pytest.mark.parametrize("reason", [errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_that_gives_out_is_one_sentence_and_nothing_half_written_stays(
+    place: Place, monkeypatch: pytest.MonkeyPatch, reason: int
+) -> None:
+    ref = place.store.commit("policy", "p", {"w": LARGE, "a": b"small"})
+    out = place.root / "out"
+    real = os.pwrite
+
+    def give_out(descriptor: int, data: bytes, offset: int) -> int:
+        if offset >= 2 * PIECE:
+            raise OSError(reason, os.strerror(reason))
+        return real(descriptor, data, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", give_out)
+        with pytest.raises(StoreError, match=rf"cannot keep policy/p@1 in the cache {place.cache}: .*; see that it"):
+            place.store.fetch(ref, out)
+        assert list(out.iterdir()) == leftovers(place) == []
+        with pytest.raises(StoreError, match=rf"cannot write policy/p@1 to {out}: {os.strerror(reason)}"):
+            place.store.fetch(ref, out, keep=False)
+        assert list(out.iterdir()) == []
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copyfileobj", lambda *_: give_out(0, b"", 2 * PIECE))
+        with pytest.raises(StoreError, match=rf"cannot write policy/p@1 to {out}: {os.strerror(reason)}"):
+            place.store.fetch(ref, out)
+        assert list(out.iterdir()) == leftovers(place) == []
+    assert (place.store.fetch(ref, out) / "w").read_bytes() == LARGE
+
+
+def test_a_cache_that_cannot_be_written_is_named(place: Place) -> None:
+    ref = place.store.commit("policy", "p", {"w": b"1"})
+    (place.root / "file").write_text("in the way")
+    store = open_store(place.store.url, cache_dir=place.root / "file")
+    for attempt in (lambda: store.cached(ref), lambda: store.fetch(ref, place.root / "out")):
+        with pytest.raises(
+            StoreError, match=rf"cannot keep policy/p@1 in the cache {place.root}/file/artifacts: Not a"
+        ):
+            attempt()

@@ -139,5 +139,9 @@ def commit_stage(
 
 
 def materialise(context: Context, parent: Parent) -> Path:
-    """Return a local directory with the parent's files, fetched and verified once."""
-    return Path(parent.path) if parent.path else context.store.cached(parent.uri)
+    """Return a local directory with the parent's files, verified.
+
+    Raises:
+        StoreError: if the version that the store has under this reference holds other files than were meant.
+    """
+    return Path(parent.path) if parent.path else context.store.cached(ArtifactRef(parent.uri, parent.digest))

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from infra.errors import StoreError
 from rlhf_core.config import DataConfig, PipelineConfig
 from tasks import sft as sft_module
-from tasks.context import Context, find_made, open_context
+from tasks.context import Context, find_made, materialise, open_context
 from tasks.ppo import plan_ppo
 from tasks.results import Parent
 
@@ -28,6 +29,14 @@ def test_what_another_name_made_is_stored_under_this_name_too_once(context: Cont
     assert again is not None
     assert again.uri == "policy/second@1"
     assert [each.uri for each in context.store.list("policy")] == ["policy/first@1", "policy/second@1"]
+
+
+def test_what_a_task_was_handed_is_what_it_reads(context: Context) -> None:
+    made = context.store.commit("sft", "test", {"x": b"1"})
+    directory = materialise(context, Parent(uri=made.uri, digest=made.digest))
+    assert (directory / "x").read_bytes() == b"1"
+    with pytest.raises(StoreError, match="sft/test@1 holds other files than it is referred to with"):
+        materialise(context, Parent(uri=made.uri, digest="0" * 64))
 
 
 Key = Callable[[PipelineConfig], str]

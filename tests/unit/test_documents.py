@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from flows.cli import app
+from infra.settings import Settings
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [
     ROOT / "README.md",
@@ -14,6 +17,8 @@ DOCUMENTS = [
     ROOT / "CHANGELOG.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
+GROUPS = ("artifacts", "data")
+"""Commands that have commands of their own."""
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -27,3 +32,20 @@ def test_every_file_and_test_that_is_named_exists(document: Path) -> None:
         assert not name or f"def {name}(" in (ROOT / path).read_text(), name
     for directory in re.findall(r"`((?:tests|flows|tasks|rlhf_core|infra)/[\w/]*/)`", text):
         assert (ROOT / directory).is_dir(), directory
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_command_that_is_shown_exists(document: Path) -> None:
+    for line in re.findall(r"^rlhf ([^#\n]+)", document.read_text(), re.MULTILINE):
+        commands, words = app, re.sub(r"\[[^]]*\]", "", line)
+        first, _, rest = words.partition(" ")
+        if first in GROUPS:
+            commands, words = app[first], rest
+        for verb in words.split(" | "):
+            assert verb.split()[0] in list(commands), line
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_setting_that_is_named_exists(document: Path) -> None:
+    for name in re.findall(r"`(RLHF_[A-Z0-9_]+)\b", document.read_text()):
+        assert name.removeprefix("RLHF_").lower() in Settings.model_fields, name

@@ -6,6 +6,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from infra.artifacts import ArtifactRef
+from infra.artifacts.lineage import draw
 from tasks.context import Context
 from tasks.evaluate import OUTCOMES
 from tasks.report.samples import changes, chosen_samples
@@ -37,6 +39,8 @@ class Facts:
     """On held-out problems, from PPO's start to its end; None if its start was not evaluated."""
     flow_run: str | None
     page: str | None
+    lineage: list[str]
+    """What the policy came from, to the beginning: a tree, line by line."""
 
     @property
     def policy(self) -> StageResult:
@@ -90,6 +94,7 @@ def gather(
         changes=changes_between(context, evaluations, seed),
         flow_run=context.flow_run,
         page=page_of(context),
+        lineage=draw(context.store.lineage(ArtifactRef(policy.uri, policy.digest))),
     )
 
 

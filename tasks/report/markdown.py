@@ -28,6 +28,17 @@ def code(text: str, limit: int = SHOWN_LENGTH) -> str:
     return f"{fence}{pad}{shown}{pad}{fence}"
 
 
+def block(lines: Sequence[str]) -> str:
+    """Return lines as a block of code, each as it is.
+
+    >>> block(["a", "```"]).split(chr(10))
+    ['````', 'a', '```', '````']
+    """
+    longest = max((len(run) for line in lines for run in re.findall("`+", line)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return "\n".join([fence, *lines, fence])
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table; a pipe in a cell, in code or not, does not end it.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tasks.report.facts import Facts
-from tasks.report.markdown import picture
+from tasks.report.markdown import block, picture
 from tasks.report.samples import change_counts, change_list
 from tasks.report.tables import constant_sentence, episode_table, evaluation_table, stage_list, time_table
 from tasks.results import Decision
@@ -39,6 +39,7 @@ def report_text(facts: Facts, pictures: Mapping[str, bytes]) -> str:
         parts.append("More of them, and samples of the last episode: samples.md.")
     parts += ["## PPO by episode", *shown(EPISODES), episode_table(facts.episodes)]
     parts += ["## Stages", stage_list(facts), *shown(*TRAINING.values())]
+    parts += ["## What the policy came from", block(facts.lineage)]
     parts += ["## Where the time went", time_table(facts)]
     if facts.page:
         parts.append(f"The run in Prefect: {facts.page}")

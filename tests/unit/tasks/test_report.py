@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,11 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ArtifactStore:
 
 @pytest.fixture
 def made(store: ArtifactStore) -> Callable[..., StageResult]:
-    def make(stage: str, kind: str, files: dict[str, list[dict[str, Any]]], **metrics: Any) -> StageResult:
+    def make(
+        stage: str, kind: str, files: dict[str, list[dict[str, Any]]], parents: Sequence[str] = (), **metrics: Any
+    ) -> StageResult:
         bodies = {name: "".join(json.dumps(row) + "\n" for row in rows).encode() for name, rows in files.items()}
-        reference = store.commit(kind, "test", bodies, metrics=metrics)
+        reference = store.commit(kind, "test", bodies, parents=parents, metrics=metrics)
         return stage_result(stage, store.resolve(reference.uri), reused=False)
 
     return make
@@ -62,8 +64,9 @@ HELD = "data:image/png;base64,"
 def test_a_run_keeps_its_report_samples_and_pictures_and_shows_them(
     store: ArtifactStore, made: Callable[..., StageResult], shown: dict[str, tuple[Any, str]]
 ) -> None:
-    policy = made("ppo", "policy", {"metrics.jsonl": [episode(0)], "samples.jsonl": [SAMPLE]}, episodes=1)
     sft = made("sft", "sft", {"metrics.jsonl": [{"step": 1, "loss": 1.0, "lr": 0.1}]}, first_loss=1.0)
+    files = {"metrics.jsonl": [episode(0)], "samples.jsonl": [SAMPLE]}
+    policy = made("ppo", "policy", files, parents=[sft.uri], episodes=1)
     scorer = made("reward-model", "reward-model", {"weights": []}, accuracy=0.5, low=0.4, high=0.6)  # older: no steps
     figures = {"accuracy": 1.0, "low": 0.2, "high": 1.0, "judge": "exact", "problems": 1}
     outcomes = {"outcomes.jsonl": [OUTCOME]}
@@ -82,6 +85,8 @@ def test_a_run_keeps_its_report_samples_and_pictures_and_shows_them(
     text = store.read_bytes(manifest, "report.md").decode()
     assert "![PPO by episode](ppo.png)" in text
     assert "reward-model.png" not in text
+    assert f"└── {sft.uri}  " in text  # the policy's lineage
+    assert store.read_json(manifest, "report.json")["lineage"][0].startswith(policy.uri)
     assert set(shown) == {"report", "ppo-curves", "samples"}
     assert all(HELD in shown[key][1] for key in ("report", "ppo-curves"))  # seen without a click
     assert shown["report"][0].count(HELD) == 1  # sft.png; the two others are seen already

@@ -44,6 +44,7 @@ def facts(**changed: Any) -> Facts:
         "changes": None,
         "flow_run": None,
         "page": None,
+        "lineage": ["policy/test@1"],
     }  # fmt: skip
     return Facts(**{**told, **changed})
 
@@ -200,6 +201,13 @@ def test_only_the_reports_own_pictures_become_addresses_that_hold_them() -> None
     assert "(evaluation.png)" not in page
     assert page.count("data:image") == 1  # the model's own words are not touched
     assert "![x](ppo.png)" in page
+
+
+def test_the_policys_lineage_stands_as_it_is_in_a_block() -> None:
+    tree = ["policy/test@1", "├── sft/test@1", "│   └── model/**b**```", "└── dataset/<b>@1"]
+    html = HTML(report_text(facts(lineage=tree), {}))
+    assert "<h2>What the policy came from</h2>" in html
+    assert "├── sft/test@1\n│   └── model/**b**```\n└── dataset/&lt;b&gt;@1\n</code>" in html
 
 
 def test_a_run_without_most_things_still_has_a_report() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
 from infra.artifacts.ref import check_key, check_kind, check_name
+from infra.errors import StoreError
 
 VERSIONS = "versions/"
 LEASES = "leases/"
@@ -10,11 +13,22 @@ TRASH = "trash/"
 """Lists of what a collection found unreachable, and will delete after its grace time."""
 DELETING = "trash/deleting/"
 """Intents of deletions under way."""
+PROBES = "probe/"
+"""What opening a store wrote to try it, left by those who were killed meanwhile."""
 BLOBS = "blobs/sha256/"
+KEYS = "keys/"
+ALIASES = "aliases/"
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def blob_key(sha256: str) -> str:
-    """Return where the body of that hash is."""
+    """Return where the body of that hash is.
+
+    Raises:
+        StoreError: if it is no hash; a note in the store that was altered by hand could lead elsewhere.
+    """
+    if not _SHA256.fullmatch(sha256):
+        raise StoreError(f"{sha256!r:.80} is no SHA-256, so there is no blob of it")
     return f"{BLOBS}{sha256[:2]}/{sha256[2:]}"
 
 
@@ -30,17 +44,17 @@ def version_key(kind: str, name: str, version: int) -> str:
 
 def index_key(kind: str, key: str) -> str:
     """Return where it stands what was made from these inputs."""
-    return f"keys/{check_kind(kind)}/{check_key(key)}.json"
+    return f"{KEYS}{check_kind(kind)}/{check_key(key)}.json"
 
 
 def content_key(kind: str, identity: str) -> str:
     """Return where it stands which version holds this content, made with this configuration from these parents."""
-    return f"keys/{check_kind(kind)}/content-{identity}.json"
+    return f"{KEYS}{check_kind(kind)}/content-{identity}.json"
 
 
 def aliases_prefix(kind: str, name: str) -> str:
     """Return where the aliases of an artifact are."""
-    return f"aliases/{check_kind(kind)}/{check_name(name)}/"
+    return f"{ALIASES}{check_kind(kind)}/{check_name(name)}/"
 
 
 def alias_key(kind: str, name: str, alias: str) -> str:

@@ -18,6 +18,7 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}")
 NAME_PATTERN = f"^{_NAME.pattern}$"
 """What names, keys and aliases look like."""
 _VERSION = re.compile(r"[0-9]{1,8}")
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:|/")
 _SHOWN = 5
 
 
@@ -77,6 +78,11 @@ def parse_reference(text: str) -> Reference:
         >>> parse_reference("policy/llama7b@12").version
         12
     """
+    if _ADDRESS.match(text):
+        raise ReferenceNotFoundError(
+            f"{text!r} is an address, and names no artifact of this store: a reference is written kind/name@version, "
+            "and the store that it is looked up in is chosen by RLHF_STORE_URL"
+        )
     path, at, selector = text.partition("@")
     kind, _, name = path.partition("/")
     selector = selector if at else LATEST

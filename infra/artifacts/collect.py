@@ -1,0 +1,215 @@
+"""Collection in two phases: what is not needed is listed, and deleted if it still is not after a grace time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from infra.artifacts.backend import Backend
+from infra.artifacts.catalog import Catalog
+from infra.artifacts.deletion import delete_unreached
+from infra.artifacts.leases import LEASE_LIFE, live_leases
+from infra.artifacts.manifest import Manifest
+from infra.artifacts.retention import Retention, reached
+from infra.artifacts.survey import Survey, aliased, every_manifest, survey
+from infra.artifacts.trash import Listing, OpenList, as_listed, open_lists, unlisted, write_list
+from infra.errors import StoreError
+
+LEAST_GRACE = 2 * LEASE_LIFE
+"""A writer that was stopped for as long as its lease lives goes on, and has as long again."""
+BATCH_BLOBS, BATCH_VERSIONS = 1000, 100
+"""Deleted under one intent: it has a limit in time, and writers of the same blobs wait for it."""
+
+
+@dataclass(frozen=True)
+class Collection:
+    """What a collection found, and what it deleted."""
+
+    retention: Retention
+    grace: timedelta
+    survey: Survey
+    fresh: Listing
+    """What no list named before; it is in the store now if this was no dry run."""
+    lists: list[OpenList]
+    """Those that were there."""
+    is_dry: bool
+    versions: list[str] = field(default_factory=list)
+    """References of the versions that were deleted."""
+    blobs: int = 0
+    blob_bytes: int = 0
+
+    @property
+    def ripe(self) -> list[OpenList]:
+        """The lists whose grace time is over."""
+        return [each for each in self.lists if each.age >= self.grace]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything as plain values; sizes in bytes, times in hours."""
+        found, sizes = self.survey, self.survey.blob_bytes
+        hours = timedelta(hours=1)
+        return {
+            "dry_run": self.is_dry,
+            "grace_hours": self.grace / hours,
+            "retention": dict(self.retention.newest),
+            "retired": [each.uri for each in found.retired],
+            "kinds": {
+                kind: {
+                    "versions": sum(each.kind == kind for each in found.retired),
+                    "blobs": len(blobs),
+                    "bytes": sum(blob.size for blob in blobs),
+                }
+                for kind, blobs in found.freed.items()
+            },
+            "unreached": {"blobs": len(found.orphans), "bytes": sum(blob.size for blob in found.orphans)},
+            "total_bytes": sum(sizes.values()),
+            "leftovers": found.leftovers,
+            "stale_leases": found.stale_leases,
+            "unfinished_deletions": found.unfinished,
+            "lists": [
+                {
+                    "key": each.key,
+                    "created": each.listing.created.isoformat(),
+                    "age_hours": each.age / hours,
+                    "versions": [version.uri for version in each.listing.versions],
+                    "blobs": len(each.listing.blobs),
+                }
+                for each in self.lists
+            ],
+            "newly_listed": {"versions": [each.uri for each in self.fresh.versions], "blobs": len(self.fresh.blobs)},
+            "deleted": {"versions": self.versions, "blobs": self.blobs, "bytes": self.blob_bytes},
+        }
+
+
+@dataclass(slots=True)
+class _Due:
+    """What is to be deleted now: listed long enough ago, and found unneeded again."""
+
+    versions: dict[tuple[str, str], Manifest]
+    blobs: set[str]
+    leftovers: set[str]
+
+    def holds(self, listing: Listing) -> bool:
+        """Return whether anything of a list is still to be deleted."""
+        named = {(each.uri, each.digest) for each in listing.versions}
+        hashes = {blob.sha256 for blob in listing.blobs}
+        return not (
+            named.isdisjoint(self.versions)
+            and hashes.isdisjoint(self.blobs)
+            and self.leftovers.isdisjoint(listing.leftovers)
+        )
+
+
+def collect(
+    backend: Backend,
+    catalog: Catalog,
+    *,
+    retention: Retention,
+    grace: timedelta = LEAST_GRACE,
+    delete: bool = False,
+    least_grace: timedelta = LEAST_GRACE,
+) -> Collection:
+    """Look for what is not needed; list it, and delete what was listed long enough ago and still is not needed.
+
+    Args:
+        backend: where.
+        catalog: its manifests.
+        retention: how many versions are kept.
+        grace: time between listing and deleting.
+        delete: do it; otherwise only look.
+        least_grace: the shortest grace time that is accepted; tests take less.
+
+    Raises:
+        StoreError: if the grace time is shorter than that, or something in the store cannot be read.
+    """
+    hour = timedelta(hours=1)
+    if grace < least_grace:
+        raise StoreError(
+            f"a grace time of {grace / hour:g} hours is too short: a writer that was stopped holds its lease for "
+            f"{LEASE_LIFE / hour:g} hours and needs as long to notice; give at least {least_grace / hour:g}"
+        )
+    lists = open_lists(backend)
+    found = survey(backend, catalog, retention)
+    seen = Collection(retention, grace, found, unlisted(found, lists), lists, is_dry=not delete)
+    if not delete:
+        return seen
+    known = list(lists)
+    if not seen.fresh.is_empty:
+        known.append(write_list(backend, seen.fresh))
+    live_leases(backend)  # removes those of the dead
+    versions, blobs = _delete_ripe(backend, catalog, found, [each for each in known if each.age >= grace])
+    sizes = {blob.sha256: blob.size for each in found.retired for blob in each.blobs} | found.blob_bytes
+    freed = sum(sizes.get(digest, 0) for digest in blobs)
+    return Collection(
+        retention, grace, found, seen.fresh, lists, is_dry=False, versions=versions, blobs=len(blobs), blob_bytes=freed
+    )
+
+
+def _delete_ripe(
+    backend: Backend, catalog: Catalog, found: Survey, ripe: Sequence[OpenList]
+) -> tuple[list[str], set[str]]:
+    """Delete what the lists name and the survey found too; remove the lists of which nothing is left.
+
+    Returns:
+        References of the versions, and hashes of the blobs.
+    """
+    due = _due(found, [each.listing for each in ripe])
+    versions: list[str] = []
+    blobs: set[str] = set()
+
+    def needed() -> set[str]:
+        leased = live_leases(backend).versions  # before the aliases: a mover's lease ends when its move is done
+        return reached(leased | aliased(backend), catalog.every())
+
+    for old, hashes in _batches(list(due.versions.values()), sorted(due.blobs), finish=found.unfinished > 0):
+        gone = delete_unreached(backend, old, hashes, needed=needed, manifests=lambda: every_manifest(backend, catalog))
+        versions += [each.uri for each in gone.versions]
+        blobs.update(gone.blobs)
+        for manifest in gone.versions:
+            del due.versions[manifest.uri, manifest.digest]
+        due.blobs.difference_update(gone.blobs)
+    for key in due.leftovers:
+        backend.delete(key)
+    due.leftovers.clear()
+    for each in ripe:
+        if not due.holds(each.listing):
+            backend.delete(each.key)
+    return versions, blobs
+
+
+def _due(found: Survey, listings: Sequence[Listing]) -> _Due:
+    named = {version for listing in listings for version in listing.versions}
+    hashes = {blob.sha256 for listing in listings for blob in listing.blobs}
+    leftovers = {key for listing in listings for key in listing.leftovers}
+    return _Due(
+        {(each.uri, each.digest): each for each in found.retired if as_listed(each) in named},
+        hashes.intersection(blob.sha256 for blob in found.orphans),
+        leftovers.intersection(found.leftovers),
+    )
+
+
+def _batches(
+    versions: Sequence[Manifest], blobs: Sequence[str], *, finish: bool
+) -> Iterator[tuple[list[Manifest], Sequence[str]]]:
+    """Yield what is deleted under one intent each; an empty batch finishes what others began.
+
+    Args:
+        versions: to be deleted, with their blobs.
+        blobs: to be deleted besides.
+        finish: whether there is something to finish.
+    """
+    batch: list[Manifest] = []
+    count = 0
+    for manifest in versions:
+        if batch and (count + len(manifest.blobs) > BATCH_BLOBS or len(batch) == BATCH_VERSIONS):
+            yield batch, ()
+            batch, count = [], 0
+        batch.append(manifest)
+        count += len(manifest.blobs)
+    if batch:
+        yield batch, ()
+    for start in range(0, len(blobs), BATCH_BLOBS):
+        yield [], blobs[start : start + BATCH_BLOBS]
+    if finish and not (versions or blobs):
+        yield [], ()

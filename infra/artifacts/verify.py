@@ -1,0 +1,263 @@
+"""Looking through a store, or one version, for anything that is not as it should be."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from infra.artifacts.aliases import Alias, list_aliases
+from infra.artifacts.backend import Backend
+from infra.artifacts.catalog import Catalog
+from infra.artifacts.layout import DELETING, KEYS, LEASES, VERSIONS, blob_key, version_key, versions_prefix
+from infra.artifacts.leases import claims
+from infra.artifacts.manifest import BlobEntry, FileEntry, Manifest
+from infra.artifacts.parallel import in_parallel
+from infra.artifacts.ref import KINDS, ArtifactRef, parse_reference
+from infra.artifacts.survey import with_aliases
+from infra.artifacts.trash import open_lists
+from infra.errors import StoreError
+
+Progress = Callable[[int, int], None]
+"""Is told how many bytes have been read since it was told last, and how many there are in all; from any thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What was looked at, and what is wrong with it."""
+
+    versions: int
+    blobs: int
+    bytes: int
+    """Of the blobs; each counts once."""
+    removed_parents: int
+    """Parents that are not in the store any longer, as retention has it: no mistake."""
+    problems: tuple[str, ...]
+    """A sentence each."""
+
+
+def verify_version(
+    backend: Backend, catalog: Catalog, manifest: Manifest, *, quick: bool, progress: Progress
+) -> Verification:
+    """Check one version: its blobs, and that its parents are what it says.
+
+    Args:
+        backend: where.
+        catalog: its manifests.
+        manifest: of the version.
+        quick: look at the sizes of the blobs only, not at their content.
+        progress: is told how far it is.
+    """
+    parents = {parent.uri: found for parent in manifest.parents if (found := _parent(catalog, parent))}
+    removed, problems = _check_parents([manifest], parents)
+    problems += _check_blobs(backend, [manifest], quick=quick, progress=progress)
+    return _verification([manifest], removed, problems)
+
+
+def verify_store(backend: Backend, catalog: Catalog, *, quick: bool, progress: Progress) -> Verification:
+    """Check everything: manifests, parents, aliases, keys, notes of writers and deleters, and every blob.
+
+    Args:
+        backend: where.
+        catalog: its manifests.
+        quick: look at the sizes of the blobs only, not at their content.
+        progress: is told how far it is.
+    """
+    manifests, problems = _read_manifests(backend, catalog)
+    by_uri = {manifest.uri: manifest for manifest in manifests}
+    removed, found = _check_parents(manifests, by_uri)
+    problems += found
+    problems += _check_aliases(backend, by_uri)
+    problems += _check_keys(backend, by_uri)
+    problems += _check_notes(backend)
+    problems += _check_blobs(backend, manifests, quick=quick, progress=progress)
+    return _verification(manifests, removed, problems)
+
+
+def _verification(manifests: list[Manifest], removed: int, problems: Iterable[str]) -> Verification:
+    blobs = {blob.sha256: blob.size for manifest in manifests for blob in manifest.blobs}
+    return Verification(len(manifests), len(blobs), sum(blobs.values()), removed, tuple(problems))
+
+
+def _read_manifests(backend: Backend, catalog: Catalog) -> tuple[list[Manifest], list[str]]:
+    """Return all that can be read, and what is wrong with the others."""
+    problems = [
+        f"{VERSIONS}{kind}/ holds artifacts of a kind that this release does not know; upgrade rlhf-flows"
+        for kind in sorted(set(backend.children(VERSIONS)) - set(KINDS))
+    ]
+    artifacts = [(kind, name) for kind in KINDS for name in backend.children(f"{VERSIONS}{kind}/")]
+    listed: list[tuple[str, str, int]] = []
+    for artifact, versions in zip(artifacts, in_parallel(partial(_versions, catalog), artifacts), strict=True):
+        if isinstance(versions, str):
+            problems.append(versions)
+        else:
+            listed += [(*artifact, version) for version in versions]
+            problems += _strangers(backend, versions_prefix(*artifact), versions)
+    found = in_parallel(partial(_manifest, catalog), listed)
+    problems += [each for each in found if isinstance(each, str)]
+    return [each for each in found if isinstance(each, Manifest)], problems
+
+
+def _versions(catalog: Catalog, artifact: tuple[str, str]) -> list[int] | str:
+    try:
+        return catalog.versions(*artifact)
+    except StoreError as error:
+        return f"{VERSIONS}{'/'.join(artifact)}: {error}"
+
+
+def _strangers(backend: Backend, prefix: str, versions: list[int]) -> list[str]:
+    known = {f"{version:08d}.json" for version in versions}
+    strangers = sorted(set(backend.children(prefix)) - known)
+    return [f"{prefix}{name} is no manifest, and does not belong there" for name in strangers]
+
+
+def _manifest(catalog: Catalog, version: tuple[str, str, int]) -> Manifest | str | None:
+    try:
+        return catalog.read(*version)  # anew: what is remembered says nothing about the store
+    except StoreError as error:
+        return str(error)
+
+
+def _parent(catalog: Catalog, parent: ArtifactRef) -> Manifest | None:
+    if parent.is_external:
+        return None
+    reference = parse_reference(parent.uri)
+    return catalog.read(reference.kind, reference.name, reference.version or 0)
+
+
+def _check_parents(manifests: list[Manifest], by_uri: Mapping[str, Manifest]) -> tuple[int, list[str]]:
+    """Return how many parents are gone, and which are not what they were."""
+    gone: set[str] = set()
+    problems = []
+    for manifest in manifests:
+        for parent in manifest.parents:
+            found = by_uri.get(parent.uri)
+            if found is None and not parent.is_external:
+                gone.add(parent.uri)
+            elif found is not None and parent.digest and found.digest != parent.digest:
+                problems.append(
+                    f"{manifest.uri} came from {parent.uri} with digest {parent.digest[:12]}, but that version has "
+                    f"{found.digest[:12]}: another was stored under its number"
+                )
+    return len(gone), problems
+
+
+def _check_aliases(backend: Backend, by_uri: Mapping[str, Manifest]) -> Iterator[str]:
+    for kind, name in with_aliases(backend):
+        try:
+            aliases = list_aliases(backend, kind, name)
+        except StoreError as error:
+            yield str(error)
+            continue
+        for alias, content in aliases.items():
+            if complaint := _points_wrong(content, by_uri):
+                yield f"the alias {alias!r} of {kind}/{name} {complaint}; move it: rlhf artifacts promote"
+
+
+def _points_wrong(alias: Alias, by_uri: Mapping[str, Manifest]) -> str | None:
+    found = by_uri.get(alias.uri)
+    if found is None:
+        return f"points at {alias.uri}, which is not in the store"
+    if found.digest != alias.history[-1].digest:
+        return f"points at {alias.uri} with digest {alias.history[-1].digest[:12]}, which has {found.digest[:12]}"
+    return None
+
+
+def _check_keys(backend: Backend, by_uri: Mapping[str, Manifest]) -> list[str]:
+    """Return which entries of the key index cannot be read or point at other content.
+
+    One that points at nothing is what a removed version left; the next commit takes its place.
+    """
+    keys = [f"{KEYS}{kind}/{name}" for kind in KINDS for name in backend.children(f"{KEYS}{kind}/")]
+
+    def check(key: str) -> str | None:
+        stored = backend.read(key)
+        if stored is None:
+            return None
+        try:
+            entry: dict[str, Any] = json.loads(stored.data)
+            uri, digest = entry["uri"], entry["digest"]
+        except (ValueError, KeyError, TypeError):
+            return f"{key} in the artifact store cannot be read; remove it, and it is made anew"
+        found = by_uri.get(uri)
+        if found is not None and found.digest != digest:
+            return f"{key} points at {uri} with digest {digest[:12]}, which has {found.digest[:12]}; remove it"
+        return None
+
+    return [problem for problem in in_parallel(check, keys) if problem]
+
+
+def _check_notes(backend: Backend) -> Iterator[str]:
+    """Yield which leases, intents and lists cannot be read."""
+    for prefix in (LEASES, DELETING):
+        try:
+            list(claims(backend, prefix))
+        except StoreError as error:
+            yield str(error)
+    try:
+        open_lists(backend)
+    except StoreError as error:
+        yield str(error)
+
+
+def _check_blobs(backend: Backend, manifests: list[Manifest], *, quick: bool, progress: Progress) -> list[str]:
+    """Return what is wrong with the bodies of files; what several versions share is read once."""
+    files = {(entry.sha256, entry.pieces): entry for manifest in manifests for entry in manifest.files}
+    total = sum(entry.size for entry in files.values())
+    progress(0, total)
+    check = partial(_check_file, backend, quick=quick, read=lambda count: progress(count, total))
+    complaints: dict[str, str] = {}
+    for found in in_parallel(check, files.values()):
+        complaints |= found
+    problems = []
+    for digest, complaint in complaints.items():
+        if users := _users(backend, manifests, digest):
+            more = f" and {len(users) - 1} more" if len(users) > 1 else ""
+            problems.append(f"{complaint}: {users[0]}{more} cannot be fetched; restore it, or commit it again")
+    return problems
+
+
+def _check_file(backend: Backend, entry: FileEntry, *, quick: bool, read: Callable[[int], None]) -> dict[str, str]:
+    """Return what is wrong with the blobs of a file, or with the file as a whole, by hash."""
+    whole = hashlib.sha256()
+    complaints = {}
+    for blob in entry.pieces:
+        if complaint := _check_blob(backend, blob, None if quick else whole):
+            complaints[blob.sha256] = complaint
+        read(blob.size)
+    if not (quick or complaints) and whole.hexdigest() != entry.sha256:
+        complaints[entry.sha256] = f"the blobs of {entry.path!r} do not make up what hashes to {entry.sha256}"
+    return complaints
+
+
+def _check_blob(backend: Backend, blob: BlobEntry, whole: Any) -> str | None:
+    """Return what is wrong with a blob; its content is hashed where the hash of the whole file is given."""
+    key = blob_key(blob.sha256)
+    size = backend.size(key)
+    if size is None:
+        return f"{key} is missing"
+    if size != blob.size:
+        return f"{key} has {size} bytes instead of {blob.size}"
+    if whole is None:
+        return None
+    digest = hashlib.sha256()
+    for chunk in backend.download(key, size):
+        digest.update(chunk)
+        whole.update(chunk)
+    return (
+        None if digest.hexdigest() == blob.sha256 else f"{key} is damaged, its content hashes to {digest.hexdigest()}"
+    )
+
+
+def _users(backend: Backend, manifests: list[Manifest], digest: str) -> list[str]:
+    """Return which files need a blob, of the versions that have not been removed since they were read."""
+    return [
+        f"{entry.path!r} of {manifest.uri}"
+        for manifest in manifests
+        for entry in manifest.files
+        if digest == entry.sha256 or any(blob.sha256 == digest for blob in entry.pieces)
+        if backend.read(version_key(manifest.kind, manifest.name, manifest.version)) is not None
+    ]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import stat
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,8 +30,11 @@ def test_a_file_is_kept_once_read_only_under_its_hash_and_linked_where_it_is_wan
     assert place.kept(LARGE).samefile(directories[1] / "w")
     assert sorted(place.downloaded) == sorted([*blobs_of(LARGE), sha256(b"1"), sha256(b"2")])
     place.downloaded.clear()
+    tomorrow = time.time() + 86_400
+    os.utime(place.kept(LARGE), (tomorrow, tomorrow))
     assert place.another().cached(first) == directories[0]
     assert place.downloaded == []
+    assert place.kept(LARGE).stat().st_atime < tomorrow  # used just now, whatever the disk notes of reading
     assert leftovers(place) == []
 
 

@@ -7,6 +7,8 @@ import hashlib
 import os
 import shutil
 import stat
+import subprocess
+import sys
 import threading
 import tracemalloc
 from collections.abc import Iterator
@@ -216,3 +218,35 @@ def test_a_cache_that_cannot_be_written_is_named(place: Place) -> None:
             StoreError, match=rf"cannot keep policy/p@1 in the cache {place.root}/file/artifacts: Not a"
         ):
             attempt()
+
+
+def test_a_disk_that_is_really_full_is_one_sentence(tmp_path: Path) -> None:
+    """A cache on a file system of 2 MB, which exists for one process alone."""
+    store = open_store((tmp_path / "store").as_uri(), cache_dir=tmp_path / "cache")
+    store.commit("policy", "p", {"small": b"1", "w": os.urandom(3_000_000)})
+    (tmp_path / "small").mkdir()
+    code = f"""
+from pathlib import Path
+from infra.artifacts import open_store
+store = open_store({store.url!r}, cache_dir=Path("small"))
+for fetch in (store.cached, lambda ref: store.fetch(ref, Path("small/out"), keep=False)):
+    try:
+        fetch("policy/p")
+    except Exception as error:
+        print(f"{{type(error).__name__}}: {{error}}")
+print([str(path) for path in Path("small").rglob("*") if path.is_file() and path.name not in ("lock", "names")])
+"""
+    (tmp_path / "fill.py").write_text(code)
+    mount = 'mount -t tmpfs -o size=2m none small && exec "$0" fill.py'
+    alone = ["unshare", "--mount", "--map-root-user"]
+    tried = subprocess.run([*alone, "true"], capture_output=True, check=False) if shutil.which("unshare") else None
+    if tried is None or tried.returncode:
+        pytest.skip("this machine lets nobody mount a file system for himself")
+    command = [*alone, "sh", "-c", mount, sys.executable]
+    told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert told.stdout.splitlines() == [
+        f"StoreError: cannot keep policy/p@1 in the cache {tmp_path}/small/artifacts: No space left on device; see "
+        "that it can be written and has 0.003 GB free, or choose another directory (RLHF_HOME)",
+        "StoreError: cannot write policy/p@1 to small/out: No space left on device",
+        "['small/artifacts/files/6b/86b273ff34fce19d6b804eff5a3f5747ada4eaa22f1d49c01e52ddb7875b4b']",
+    ], told.stderr

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import random
-import time
-from datetime import UTC, datetime
+from datetime import datetime
 from enum import Enum
+from pathlib import PurePosixPath
 from typing import Final
 from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from infra.artifacts import clock
 from infra.artifacts.backend import Backend
 from infra.artifacts.layout import alias_key, aliases_prefix, version_key
-from infra.artifacts.leases import Claim, lease
+from infra.artifacts.leases import Claim, Lease, lease
+from infra.artifacts.lineage import trace
 from infra.artifacts.manifest import Manifest, first_complaint
-from infra.artifacts.ref import check_alias
+from infra.artifacts.ref import ArtifactRef, check_alias, parse_reference
 from infra.errors import ReferenceNotFoundError, StoreError
 
 MOVE_TIMEOUT_S = 60.0
@@ -44,6 +46,8 @@ class AliasMove(BaseModel):
     when: datetime
     id: str
     """A random id: tells a mover whose answer was lost that the move it finds is its own."""
+    undoes: str | None = None
+    """Of a rollback: the id of the first move that it takes back, with all that came after it."""
 
 
 class Alias(BaseModel):
@@ -95,33 +99,63 @@ def move_alias(
         StoreError: if the alias cannot have that name, points at something else than expected, or others kept
             moving it all the time.
     """
+    apply_move(backend, target, alias, move_to(target, why=why, who=who), expected)
+
+
+def move_to(target: Manifest, *, why: str, who: str, undoes: str | None = None) -> AliasMove:
+    """Return a move that is yet to be made."""
+    now, ours = clock.now(), uuid4().hex
+    return AliasMove(uri=target.uri, digest=target.digest, why=why, who=who, when=now, id=ours, undoes=undoes)
+
+
+def apply_move(
+    backend: Backend, target: Manifest, alias: str, move: AliasMove, expected: str | Unset | None = UNSET
+) -> None:
+    """Make a move; arguments and errors as of `move_alias`."""
     key = alias_key(target.kind, target.name, check_alias(alias))
-    move = AliasMove(uri=target.uri, digest=target.digest, why=why, who=who, when=datetime.now(UTC), id=uuid4().hex)
-    with lease(backend, move.id, Claim(versions=frozenset({target.uri}))):
+    with lease(backend, move.id, _reached(backend, target)) as held:
         if backend.read(version_key(target.kind, target.name, target.version)) is None:
             raise ReferenceNotFoundError(f"{target.uri} has been removed from the store; no alias can point at it")
-        _swap(backend, key, move, expected, f"{alias!r} of {target.kind}/{target.name}")
+        _swap(backend, key, move, expected, held)
 
 
-def _swap(backend: Backend, key: str, move: AliasMove, expected: str | Unset | None, what: str) -> None:
+def _reached(backend: Backend, target: Manifest) -> Claim:
+    """Return a version and all that it came from: what must stay when an alias points there."""
+
+    def read(ref: ArtifactRef) -> Manifest | None:
+        parent = parse_reference(ref.uri)
+        stored = None if parent.version is None else backend.read(version_key(parent.kind, parent.name, parent.version))
+        return None if stored is None else Manifest.from_json(stored.data, ref.uri)
+
+    reached, pending = {target.uri}, [trace(target, read)]
+    while pending:
+        pending += [parent for parent in pending.pop().parents if parent.manifest and parent.ref.uri not in reached]
+        reached.update(each.ref.uri for each in pending)
+    return Claim(versions=frozenset(reached))
+
+
+def _swap(backend: Backend, key: str, move: AliasMove, expected: str | Unset | None, held: Lease) -> None:
     """Add a move to the alias, however many others do the same."""
-    deadline = time.monotonic() + MOVE_TIMEOUT_S
+    what = f"{PurePosixPath(key).stem!r} of {move.uri.partition('@')[0]}"
+    deadline = clock.boottime() + MOVE_TIMEOUT_S
     pause_s = FIRST_PAUSE_S
-    while time.monotonic() < deadline:
+    while True:
         current, tag = _read(backend, key)
         history = current.history if current else ()
         if any(past.id == move.id for past in history):  # the answer to our write was lost
             return
         _check_expected(current, expected, move, what)
-        data = Alias(history=(*history, move)).model_dump_json(indent=1).encode()
+        data = Alias(history=(*history, move)).model_dump_json(indent=1, exclude_none=True).encode()
+        held.check()
         if backend.create(key, data) if current is None else backend.replace(key, data, tag):
             return
-        time.sleep(pause_s * random.uniform(0.5, 1.0))  # or many movers would meet again and again
+        clock.pause(pause_s * random.uniform(0.5, 1.0))  # or many movers would meet again and again
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-    raise StoreError(
-        f"the alias {what} could not be moved within "
-        f"{MOVE_TIMEOUT_S:.0f} s: others kept moving it, or the server does not honour If-Match; try again"
-    )
+        if clock.boottime() > deadline:
+            raise StoreError(
+                f"the alias {what} could not be moved within {MOVE_TIMEOUT_S:.0f} s: others kept moving it, or the "
+                "server does not honour If-Match; try again"
+            )
 
 
 def _check_expected(current: Alias | None, expected: str | Unset | None, move: AliasMove, what: str) -> None:

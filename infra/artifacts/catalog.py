@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import PurePosixPath
 
 from infra.artifacts.aliases import list_aliases, read_alias
 from infra.artifacts.backend import Backend
@@ -23,6 +24,8 @@ from infra.artifacts.ref import (
 )
 from infra.errors import ReferenceNotFoundError, StoreError
 
+LOOKS = 5
+"""How often what was removed between two requests is looked for in its new place."""
 _MANIFEST = re.compile(r"([0-9]{8})\.json")
 
 
@@ -66,9 +69,13 @@ class Catalog:
 
     def latest(self, kind: str, name: str) -> Manifest | None:
         """Return the highest version, or None if there is none."""
-        for version in reversed(self.versions(kind, name)):
-            if (manifest := self.read(kind, name, version)) is not None:  # else removed since it was listed
-                return manifest
+        for _ in range(LOOKS):
+            versions = self.versions(kind, name)
+            for version in reversed(versions):
+                if (manifest := self.read(kind, name, version)) is not None:  # else removed since it was listed
+                    return manifest
+            if not versions:  # else there are newer ones by now
+                return None
         return None
 
     def every(self, kind: str | None = None, name: str | None = None) -> list[Manifest]:
@@ -107,16 +114,28 @@ class Catalog:
             )
         return found
 
+    def held(self, ref: ArtifactRef) -> Manifest | None:
+        """Return the manifest of the very version that is meant; None if it is gone, or another has its number."""
+        reference = parse_reference(ref.uri)
+        found = self._look_up(reference)
+        return found if found is not None and ref.digest in {"", found.digest} else None
+
     def by_key(self, index: str) -> Manifest | None:
         """Return what an entry of the key index points at, or None if either is not there."""
         stored = self._backend.read(index)
         if stored is None:
             return None
+        unreadable = StoreError(f"{index} in the artifact store cannot be read; remove it, and it is made anew")
         try:
             entry = json.loads(stored.data)
-            return self.pinned(ArtifactRef(entry["uri"], entry["digest"]))
-        except (ValueError, KeyError, TypeError):
-            raise StoreError(f"{index} in the artifact store cannot be read; remove it, and it is made anew") from None
+            ref = ArtifactRef(entry["uri"], entry["digest"])
+            reference = parse_reference(ref.uri)
+        except (ValueError, KeyError, TypeError, AttributeError, ReferenceNotFoundError):
+            raise unreadable from None
+        if reference.version is None or reference.kind != PurePosixPath(index).parent.name:
+            raise unreadable
+        found = self._look_up(reference)
+        return found if found is not None and found.digest == ref.digest else None
 
     def _folders(self, kind: str) -> list[str]:
         """Return the names of a kind; in a directory, one that has lost its last version stays."""
@@ -134,8 +153,29 @@ class Catalog:
             return self.latest(kind, name)
         if reference.version is not None:
             return self.read(kind, name, reference.version)
-        alias = read_alias(self._backend, kind, name, reference.selector)
-        return None if alias is None else self.resolve(alias.uri)
+        return self._aliased(reference)
+
+    def _aliased(self, reference: Reference) -> Manifest | None:
+        """Return what an alias points at, or None if there is no such alias."""
+        kind, name = reference.kind, reference.name
+        before = ""
+        for _ in range(LOOKS):
+            alias = read_alias(self._backend, kind, name, reference.selector)
+            if alias is None:
+                return None
+            target = parse_reference(alias.uri)
+            if (target.kind, target.name) != (kind, name) or target.version is None:
+                raise StoreError(
+                    f"the alias {reference} points at {alias.uri}, which is no version of {kind}/{name}: "
+                    "the store has been altered by hand"
+                )
+            found = self._look_up(target)
+            if found is not None:
+                return found
+            if alias.uri == before:  # it has not moved since it was read before
+                break
+            before = alias.uri
+        return self.resolve(before)
 
     def _what_there_is(self, reference: Reference) -> str:
         kind, name = reference.kind, reference.name

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from infra.artifacts import clock
 from infra.artifacts.backend import Backend
 from infra.artifacts.layout import blob_key, version_key
-from infra.artifacts.leases import Claim, await_deletions, lease
+from infra.artifacts.leases import Claim, Lease, LeaseOutlivedError, await_deletions, lease
 from infra.artifacts.manifest import BlobEntry, FileEntry, Manifest, check_path
 from infra.artifacts.parallel import in_parallel
 from infra.artifacts.pieces import Source, describe, read_piece
@@ -18,6 +18,8 @@ from infra.errors import StoreError, VersionExistsError
 
 Sources = Mapping[str, Source]
 NUMBER_TIMEOUT_S = 120.0
+ATTEMPTS = 5
+"""How often a writer begins anew when it was stopped until its lease had run out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +68,16 @@ def describe_all(sources: Sources) -> tuple[FileEntry, ...]:
     return tuple(in_parallel(lambda path: describe(path, sources[path]), sorted(sources)))
 
 
-def commit(backend: Backend, draft: Manifest, sources: Sources, write: Callable[[], Manifest]) -> Manifest:
+def commit(
+    backend: Backend, draft: Manifest, sources: Sources, number: Claim, write: Callable[[Lease], Manifest]
+) -> Manifest:
     """Send the blobs that are not there, then write the manifest.
 
     Args:
         backend: where to.
         draft: the manifest, or what it will be but for its number.
         sources: the body of each of its files.
+        number: the versions that it may become.
         write: writes the manifest and returns it, or the one of another writer who was first with the same.
 
     Raises:
@@ -80,12 +85,18 @@ def commit(backend: Backend, draft: Manifest, sources: Sources, write: Callable[
         StoreError: if the store cannot be written.
     """
     bodies = _bodies(draft, sources)
-    claim = Claim(frozenset(bodies), frozenset(parent.uri for parent in draft.parents))
-    with lease(backend, draft.writer, claim):
-        skipped = send_missing(backend, bodies)
-        manifest = write()
-        resend(backend, {digest: bodies[digest] for digest in skipped})
-    return manifest
+    claim = number.join(Claim(frozenset(bodies), frozenset(parent.uri for parent in draft.parents)))
+    for attempt in range(ATTEMPTS):
+        try:
+            with lease(backend, draft.writer, claim) as held:
+                skipped = send_missing(backend, bodies)
+                manifest = write(held)
+                resend(backend, bodies, list(bodies) if held.is_outlived else skipped)
+                return manifest
+        except LeaseOutlivedError:
+            if attempt == ATTEMPTS - 1:
+                raise
+    raise AssertionError("the last attempt returns or raises")
 
 
 def send_missing(backend: Backend, bodies: Mapping[str, Body]) -> list[str]:
@@ -94,23 +105,23 @@ def send_missing(backend: Backend, bodies: Mapping[str, Body]) -> list[str]:
     return [digest for digest, was_there in zip(bodies, found, strict=True) if was_there]
 
 
-def resend(backend: Backend, skipped: Mapping[str, Body]) -> None:
-    """Upload what was in the store before the manifest was, and is no longer.
+def resend(backend: Backend, bodies: Mapping[str, Body], doubtful: Collection[str]) -> None:
+    """Upload those that were in the store before the manifest was, and are no longer.
 
     A lease that ran out while its writer was stopped protects nothing, and hands delete what they like.
     """
-    if skipped:
-        await_deletions(backend, Claim(frozenset(skipped)))
-        send_missing(backend, skipped)
+    if doubtful:
+        await_deletions(backend, Claim(frozenset(doubtful)))
+        send_missing(backend, {digest: bodies[digest] for digest in doubtful})
 
 
-def write_numbered(backend: Backend, draft: Manifest) -> Manifest:
+def write_numbered(backend: Backend, draft: Manifest, held: Lease) -> Manifest:
     """Write the manifest of a version that was asked for by number; return it, or an equal one that was there.
 
     Raises:
         VersionExistsError: if the number is taken by other content.
     """
-    found = _create(backend, draft)
+    found = _create(backend, draft, held)
     if found is None:
         raise StoreError(f"{draft.uri} was removed while it was written; commit it again")
     if found.writer != draft.writer and found.digest != draft.digest:
@@ -118,23 +129,30 @@ def write_numbered(backend: Backend, draft: Manifest) -> Manifest:
     return found
 
 
-def write_next(backend: Backend, draft: Manifest, first: int) -> Manifest:
+def write_next(backend: Backend, draft: Manifest, first: int, held: Lease) -> Manifest:
     """Write the manifest under the first number from `first` on that no other writer takes before us.
+
+    Args:
+        backend: where to.
+        draft: the manifest but for its number.
+        first: a number above all that were ever given; the lease keeps those that others take from being deleted.
+        held: the lease.
 
     Returns:
         The manifest as it stands in the store: ours, or that of a writer who was faster with the very same.
     """
-    deadline = time.monotonic() + NUMBER_TIMEOUT_S
+    deadline = clock.boottime() + NUMBER_TIMEOUT_S
     version = first
-    while time.monotonic() < deadline:
-        found = _create(backend, draft.model_copy(update={"version": version}))
+    while True:
+        found = _create(backend, draft.model_copy(update={"version": version}), held)
         if found is not None and (found.writer == draft.writer or found.identity == draft.identity):
             return found
         version += 1
-    raise StoreError(
-        f"no free version number for {draft.kind}/{draft.name} within {NUMBER_TIMEOUT_S:.0f} s: "
-        "others took each one first; commit again"
-    )
+        if clock.boottime() > deadline:
+            raise StoreError(
+                f"no free version number for {draft.kind}/{draft.name} within {NUMBER_TIMEOUT_S:.0f} s: "
+                "others took each one first; commit again"
+            )
 
 
 def taken(found: Manifest) -> VersionExistsError:
@@ -165,12 +183,13 @@ def _send(backend: Backend, body: Body) -> bool:
     return False
 
 
-def _create(backend: Backend, draft: Manifest) -> Manifest | None:
+def _create(backend: Backend, draft: Manifest, held: Lease) -> Manifest | None:
     """Write a manifest unless one is there; return the one that is there then.
 
     A conditional write is refused to its own winner when its answer was lost: so read back who wrote it.
     """
     key = version_key(draft.kind, draft.name, draft.version)
+    held.check()
     if backend.create(key, draft.to_json()):
         return draft
     stored = backend.read(key)

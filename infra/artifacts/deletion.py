@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
 from uuid import uuid4
 
+from infra.artifacts import clock
 from infra.artifacts.backend import Backend
-from infra.artifacts.layout import DELETING, blob_key, index_key, version_key
+from infra.artifacts.layout import DELETING, blob_key, content_key, index_key, version_key
 from infra.artifacts.leases import INTENT_LIFE, Claim, claims, live_leases
 from infra.artifacts.manifest import Manifest
 from infra.artifacts.parallel import in_parallel
@@ -37,7 +37,8 @@ def delete_unreached(
 
     Args:
         backend: where.
-        versions: to be deleted; their blobs are candidates too.
+        versions: to be deleted; their blobs are candidates too. Never the newest of a name: its number would be
+            given again.
         blobs: other candidates, by hash.
         needed: returns the references of versions that must stay (those that aliases reach); called after the
             intent is stated.
@@ -46,7 +47,7 @@ def delete_unreached(
     Returns:
         What was deleted; less than asked for when others rely on it or time ran out.
     """
-    started = boottime()
+    started = clock.boottime()
     orphaned = [(key, claim) for key, claim, age in claims(backend, DELETING) if age > INTENT_LIFE]
     old = list(versions)
     doomed = set(blobs).union(
@@ -57,11 +58,12 @@ def delete_unreached(
     backend.create(intent, claim.to_json())
 
     def in_time() -> bool:
-        return boottime() - started < DELETE_LIMIT_S
+        return clock.boottime() - started < DELETE_LIMIT_S
 
     leased = live_leases(backend)  # before the manifests: a lease ends only when its manifest is there
-    kept = leased.versions | set(needed()) if old else set()
-    gone = [each for each in old if each.uri not in kept and in_time() and _delete_version(backend, each)]
+    kept = set(needed()) if old else set()
+    going = [each for each in old if each.uri not in kept and not leased.covers(each.uri)]
+    gone = [each for each in going if in_time() and _delete_version(backend, each)]
     doomed -= leased.blobs
     if doomed:
         doomed -= {blob.sha256 for manifest in manifests() for blob in manifest.blobs}
@@ -79,15 +81,11 @@ def delete_unreached(
     return Deleted(gone, deleted)
 
 
-def boottime() -> float:
-    """Return seconds on a clock that goes on while the machine sleeps."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
-
-
 def _delete_version(backend: Backend, manifest: Manifest) -> bool:
     backend.delete(version_key(manifest.kind, manifest.name, manifest.version))
-    if manifest.key is not None:
-        key = index_key(manifest.kind, manifest.key)
+    indexed = [content_key(manifest.kind, manifest.identity)]
+    indexed += [] if manifest.key is None else [index_key(manifest.kind, manifest.key)]
+    for key in indexed:
         stored = backend.read(key)
         if stored is not None and json.loads(stored.data).get("uri") == manifest.uri:
             backend.delete(key)

@@ -3,26 +3,34 @@
 A writer leases the blobs and versions that it is about to name, then looks for deletions under way; a deletion
 states its intent, then looks for leases, aliases and manifests. Whichever comes second sees the other: nothing is
 relied on by one while the other deletes it.
+
+Both are taken for dead in the end. Whoever deletes looks at its clock before each request, and so does whoever relies
+on a lease before the request that counts. What is assumed is that such a request is not underway, nor its sender
+stopped within it, for hours (a lease) or minutes (a deletion).
 """
 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
+from infra.artifacts import clock
 from infra.artifacts.backend import Backend
 from infra.artifacts.layout import DELETING, LEASES
 from infra.errors import StoreError, VersionExistsError
 
-INTENT_LIFE = timedelta(minutes=4)
-"""Whoever deletes is taken for dead this long after its intent: its limit, one request's deadline, and some."""
+DELETION_LIFE = timedelta(minutes=4)
+"""Whoever deletes has ended this long after its intent: its limit, one request's deadline, and some."""
+INTENT_LIFE = timedelta(minutes=15)
+"""By the clock of another machine, which may be ten minutes ahead, it is taken for dead this long after."""
 LEASE_LIFE = timedelta(hours=12)
 """The lease of a writer that was killed protects nothing any longer than this."""
+TRUST_LIFE = timedelta(hours=11)
+"""No holder relies on its own lease any longer than this; the clocks of those who delete may be ahead of its own."""
 POLL_S = 0.2
 
 
@@ -32,48 +40,92 @@ class Claim:
 
     blobs: frozenset[str] = frozenset()
     versions: frozenset[str] = frozenset()
+    onward: frozenset[str] = frozenset()
+    """References of versions, each with all later ones of its name: numbers that a writer is about to try."""
+
+    def covers(self, uri: str) -> bool:
+        """Return whether it names a version."""
+        if uri in self.versions:
+            return True
+        name, _, number = uri.rpartition("@")
+        firsts = (each.rpartition("@") for each in self.onward)
+        return any(of == name and int(number) >= int(first) for of, _, first in firsts)
 
     def meets(self, other: Claim) -> bool:
         """Return whether both name the same thing."""
-        return not (self.blobs.isdisjoint(other.blobs) and self.versions.isdisjoint(other.versions))
+        if not self.blobs.isdisjoint(other.blobs):
+            return True
+        return any(map(self.covers, other.versions)) or any(map(other.covers, self.versions))
 
     def join(self, other: Claim) -> Claim:
         """Return what either names."""
-        return Claim(self.blobs | other.blobs, self.versions | other.versions)
+        return Claim(self.blobs | other.blobs, self.versions | other.versions, self.onward | other.onward)
 
     def to_json(self) -> bytes:
         """Return the claim as it is stored, with the time at which it begins."""
-        content = {"blobs": sorted(self.blobs), "versions": sorted(self.versions)}
-        return json.dumps({"created": datetime.now(UTC).isoformat()} | content).encode()
+        content = {"blobs": sorted(self.blobs), "versions": sorted(self.versions), "onward": sorted(self.onward)}
+        return json.dumps({"created": clock.now().isoformat()} | content).encode()
+
+
+class LeaseOutlivedError(StoreError):
+    """The holder of a lease was stopped for so long that what it claims may be gone."""
+
+
+class Lease:
+    """A lease as its holder sees it."""
+
+    def __init__(self) -> None:
+        self._begun = clock.boottime()
+
+    @property
+    def is_outlived(self) -> bool:
+        """Whether others may have taken the holder for dead, and deleted what it claims."""
+        return clock.boottime() - self._begun > TRUST_LIFE.total_seconds()
+
+    def check(self) -> None:
+        """Raise LeaseOutlivedError if it is outlived: to be called right before a request that relies on it."""
+        if self.is_outlived:
+            hours = TRUST_LIFE / timedelta(hours=1)
+            raise LeaseOutlivedError(
+                f"this process was stopped for more than {hours:.0f} h in the midst of it; try again"
+            )
 
 
 @contextmanager
-def lease(backend: Backend, holder: str, claim: Claim) -> Iterator[None]:
+def lease(backend: Backend, holder: str, claim: Claim) -> Iterator[Lease]:
     """Keep others from deleting what we are about to name; begin when nobody is deleting any of it.
 
     Args:
         backend: where.
         holder: the random id of whoever names it.
         claim: what it is.
+
+    Yields:
+        The lease, to be asked whether it still holds.
     """
     key = f"{LEASES}{holder}.json"
+    held = Lease()
     backend.create(key, claim.to_json())
     await_deletions(backend, claim)
     try:
-        yield
-    except VersionExistsError:
+        yield held
+    except (VersionExistsError, LeaseOutlivedError):
         backend.delete(key)
         raise
     backend.delete(key)  # not after other errors: a store that is away would keep us waiting once more
 
 
 def await_deletions(backend: Backend, claim: Claim) -> None:
-    """Wait until nobody who is alive deletes anything of the claim."""
-    deadline = time.monotonic() + INTENT_LIFE.total_seconds()
-    while time.monotonic() < deadline:
-        if not any(claim.meets(doomed) for _, doomed, age in claims(backend, DELETING) if age < INTENT_LIFE):
-            return
-        time.sleep(POLL_S)
+    """Wait until nobody who is alive deletes anything of the claim.
+
+    Whoever states its intent after the first look sees the lease, or the manifest, that was written before it.
+    """
+    deadline = clock.boottime() + DELETION_LIFE.total_seconds()
+    found = claims(backend, DELETING)
+    awaited = {key for key, doomed, age in found if age < INTENT_LIFE and claim.meets(doomed)}
+    while awaited and clock.boottime() < deadline:
+        clock.pause(POLL_S)
+        awaited &= {DELETING + name for name in backend.children(DELETING)}
 
 
 def live_leases(backend: Backend) -> Claim:
@@ -100,7 +152,8 @@ def claims(backend: Backend, prefix: str) -> Iterator[tuple[str, Claim, timedelt
             continue
         try:
             content: dict[str, Any] = json.loads(stored.data)
-            age = datetime.now(UTC) - datetime.fromisoformat(content["created"])
-            yield key, Claim(frozenset(content["blobs"]), frozenset(content.get("versions", ()))), age
+            age = clock.now() - datetime.fromisoformat(content["created"])
+            named = (content["blobs"], content.get("versions", ()), content.get("onward", ()))
+            yield key, Claim(*map(frozenset, named)), age
         except (ValueError, KeyError, TypeError, AttributeError):
             raise StoreError(f"{key} in the artifact store cannot be read; remove it if nothing is running") from None

@@ -8,22 +8,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from infra.artifacts.aliases import UNSET, Alias, Unset, list_aliases, move_alias, read_alias
 from infra.artifacts.backend import Backend
 from infra.artifacts.cache import GB, LIMIT_GB, Cache
 from infra.artifacts.catalog import Catalog
 from infra.artifacts.commit import commit, describe_all, gather_sources, taken, write_next, write_numbered
 from infra.artifacts.deletion import delete_unreached
 from infra.artifacts.fetch import checked_pieces, fetch_directly, fetch_through
+from infra.artifacts.keeping import Keeping
 from infra.artifacts.layout import content_key, index_key
-from infra.artifacts.lineage import Lineage, trace
+from infra.artifacts.leases import Claim, Lease
 from infra.artifacts.manifest import Manifest
 from infra.artifacts.pieces import Source
-from infra.artifacts.ref import ArtifactRef, check_key, check_kind, check_name, parse_reference
-from infra.errors import ReferenceNotFoundError, StoreError
+from infra.artifacts.ref import ArtifactRef, check_key, check_kind, check_name, parse_reference, version_uri
+from infra.errors import ReferenceNotFoundError, StoreError, VersionExistsError
 
 
-class ArtifactStore:
+class ArtifactStore(Keeping):
     """Versions of artifacts, by reference, key and content; for several threads and processes at once."""
 
     def __init__(self, backend: Backend, cache_dir: Path, cache_limit_gb: float = LIMIT_GB) -> None:
@@ -69,7 +69,8 @@ class ArtifactStore:
             a version, so is one of the same name, files, configuration and parents.
 
         Raises:
-            VersionExistsError: if the explicit version is there with other files.
+            VersionExistsError: if the explicit version is there with other files, or has been there: a number is
+                given once.
             StoreError: if an argument cannot be stored, or the store cannot be written.
         """
         check_kind(kind)
@@ -87,17 +88,14 @@ class ArtifactStore:
             metrics=metrics or {},
             flow_run=flow_run,
         )
-        highest = 0 if version is not None else max(self._catalog.versions(kind, name), default=0)
-        there = self._there(draft, version)
-
-        def write() -> Manifest:
-            if there is not None:
-                return there  # its blobs have been looked after all the same
-            if version is not None:
-                return write_numbered(self._backend, draft)
-            return write_next(self._backend, draft, highest + 1)
-
-        manifest = commit(self._backend, draft, sources, write)
+        if version is None:
+            highest = max(self._catalog.versions(kind, name), default=0)
+            number = Claim(onward=frozenset({version_uri(kind, name, highest + 1)}))
+            manifest = commit(self._backend, draft, sources, number, lambda held: self._write_next(draft, held))
+        else:
+            self._numbered(draft)  # before anything is sent
+            number = Claim(versions=frozenset({draft.uri}))
+            manifest = commit(self._backend, draft, sources, number, lambda held: self._write_numbered(draft, held))
         self._catalog.remember(manifest)
         if version is None:
             self._index(manifest, content_key(kind, manifest.identity))
@@ -129,10 +127,6 @@ class ArtifactStore:
     def list(self, kind: str | None = None, name: str | None = None) -> builtins.list[Manifest]:
         """Return all manifests, or those of a kind or of one artifact, in order of kind, name and version."""
         return self._catalog.every(kind, name)
-
-    def lineage(self, reference: str | ArtifactRef) -> Lineage:
-        """Return what an artifact came from, and what that came from, to the beginning."""
-        return trace(self.resolve(reference), self._catalog.pinned)
 
     def fetch(self, reference: str | ArtifactRef, directory: Path, *, keep: bool = True) -> Path:
         """Put an artifact's files into an empty directory, made if need be, and return it.
@@ -173,38 +167,6 @@ class ArtifactStore:
         except ValueError:
             raise StoreError(f"{path!r} of {manifest.uri} is not JSON") from None
 
-    def set_alias(
-        self,
-        reference: str | ArtifactRef,
-        alias: str,
-        *,
-        why: str,
-        who: str,
-        expected: str | Unset | None = UNSET,
-    ) -> None:
-        """Point an alias at a version; where it pointed, why it moved and by whom stays in its history.
-
-        Args:
-            reference: what it is to point at.
-            alias: its name.
-            why: the reason.
-            who: the mover.
-            expected: what `alias` returned when the move was decided; when it points elsewhere by now, it stays.
-
-        Raises:
-            StoreError: if it does not point at what was expected; the message names where it points.
-        """
-        move_alias(self._backend, self.resolve(reference), alias, why=why, who=who, expected=expected)
-
-    def alias(self, kind: str, name: str, alias: str) -> str | None:
-        """Return the reference of the version that an alias points at, or None if there is no such alias."""
-        found = read_alias(self._backend, kind, name, alias)
-        return None if found is None else found.uri
-
-    def aliases(self, kind: str, name: str) -> dict[str, Alias]:
-        """Return every alias of an artifact, with its history."""
-        return list_aliases(self._backend, kind, name)
-
     def prune(self, kind: str, name: str, keep: int) -> builtins.list[int]:
         """Delete all but the newest versions, and the blobs that only they reached.
 
@@ -232,22 +194,41 @@ class ArtifactStore:
         )
         return [manifest.version for manifest in gone.versions]
 
-    def _there(self, draft: Manifest, version: int | None) -> Manifest | None:
-        """Return the version that a commit would only repeat, or None if there is none.
+    def _numbered(self, draft: Manifest) -> Manifest | None:
+        """Return the version of the number that was asked for, or None if it is free.
 
         Raises:
-            VersionExistsError: if the number that was asked for is taken by other content.
+            VersionExistsError: if the number is, or was, taken by other content.
         """
-        if version is not None:
-            found = self._catalog.read(draft.kind, draft.name, version)
-            if found is not None and found.digest != draft.digest:
-                raise taken(found)
-            return found
+        found = self._catalog.read(draft.kind, draft.name, draft.version)
+        if found is not None and found.digest != draft.digest:
+            raise taken(found)
+        if found is None and (
+            higher := [n for n in self._catalog.versions(draft.kind, draft.name) if n > draft.version]
+        ):
+            raise VersionExistsError(
+                f"{draft.uri} cannot be written: {draft.kind}/{draft.name} has gone on to {higher[-1]}, and a number "
+                "that was removed is not given again; commit under a higher one"
+            )
+        return found
+
+    def _write_numbered(self, draft: Manifest, held: Lease) -> Manifest:
+        """Write the manifest under the number that was asked for, or return the same that is there."""
+        return self._numbered(draft) or write_numbered(self._backend, draft, held)
+
+    def _write_next(self, draft: Manifest, held: Lease) -> Manifest:
+        """Write the manifest under the next number, or return the version that a commit would only repeat.
+
+        The lease is there before the numbers are listed: so none above the highest was ever given.
+        """
         indexed = self._catalog.by_key(content_key(draft.kind, draft.identity))
         if indexed is not None:
             return indexed
-        last = self._catalog.latest(draft.kind, draft.name)  # its writer may have died before it was indexed
-        return last if last is not None and last.identity == draft.identity else None
+        highest = max(self._catalog.versions(draft.kind, draft.name), default=0)
+        last = self._catalog.known(draft.kind, draft.name, highest)
+        if last is not None and last.identity == draft.identity:  # its writer may have died before it was indexed
+            return last
+        return write_next(self._backend, draft, highest + 1, held)
 
     def _pin(self, parent: ArtifactRef | str) -> ArtifactRef:
         """Return a parent as a manifest may name it: by version, or as something external."""

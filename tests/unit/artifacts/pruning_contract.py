@@ -15,7 +15,7 @@ from infra.artifacts import KINDS, ArtifactStore
 from infra.artifacts.backend import Backend
 from infra.artifacts.layout import blob_key
 from infra.artifacts.leases import INTENT_LIFE, LEASE_LIFE, Claim, lease
-from infra.errors import StoreError
+from infra.errors import StoreError, VersionExistsError
 from tests.unit.artifacts.store_contract import at_once, sha256
 
 
@@ -98,16 +98,26 @@ class PruningContract:
         names = ["versions/dataset/d/", "versions/policy/p/", own, "versions/sft/s/"]
         assert sorted(looks) == sorted([own, *kinds, *names])  # what is old, then what is left
 
-    def test_a_number_that_was_pruned_and_is_taken_again_holds_what_is_there_now(self, store: ArtifactStore) -> None:
+    def test_a_number_that_was_pruned_is_not_given_again(self, store: ArtifactStore) -> None:
         for body in (b"old", b"newer"):
             store.commit("ppo-state", "run", {"f": body})
-        assert [manifest.version for manifest in store.list("ppo-state")] == [1, 2]
         store.prune("ppo-state", "run", keep=1)
-        again = store.commit("ppo-state", "run", {"f": b"again"}, version=1)
-        assert store.list("ppo-state")[0].ref == again
-        store.commit("policy", "p", {"f": b"again"})
-        store.prune("ppo-state", "run", keep=1)
-        assert store.read_bytes(store.resolve("policy/p"), "f") == b"again"
+        for body in (b"old", b"other"):
+            with pytest.raises(
+                VersionExistsError, match=r"ppo-state/run@1 cannot be written: .* has gone on to 2, and"
+            ):
+                store.commit("ppo-state", "run", {"f": body}, version=1)
+        assert store.commit("ppo-state", "run", {"f": b"old"}).uri == "ppo-state/run@3"
+        assert [manifest.uri for manifest in store.list()] == ["ppo-state/run@2", "ppo-state/run@3"]
+
+    def test_a_key_that_leads_to_another_content_leads_nowhere(self, store: ArtifactStore, backend: Backend) -> None:
+        store.commit("policy", "p", {"f": b"1"}, key="k")
+        store.commit("policy", "p", {"f": b"2"})
+        key = "keys/policy/k.json"
+        stored = backend.read(key)
+        assert stored is not None
+        assert backend.replace(key, stored.data.replace(b"p@1", b"p@2"), stored.tag)
+        assert store.find("policy", "k") is None
 
     def test_writers_and_pruners_at_once_lose_nothing(self, store: ArtifactStore) -> None:
         """Eight names share blobs; each commits and prunes all the time, and what is there must be whole."""

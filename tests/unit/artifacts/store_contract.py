@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from infra.artifacts import ArtifactRef, ArtifactStore, aliases
+from infra.artifacts import ArtifactRef, ArtifactStore, aliases, clock
 from infra.artifacts.backend import Backend
 from infra.artifacts.layout import blob_key
 from infra.errors import ReferenceNotFoundError, StoreError, VersionExistsError
@@ -273,7 +273,7 @@ class StoreContract:
         """Another mover is always faster, eight times."""
         ref = store.commit("policy", "p", {"f": b"1"})
         pauses: list[float] = []
-        monkeypatch.setattr(aliases.time, "sleep", pauses.append)
+        monkeypatch.setattr(clock, "pause", pauses.append)
         create = store._backend.create
         monkeypatch.setattr(store._backend, "create", lambda *what: len(pauses) == 8 and create(*what))
         store.set_alias(ref, "champion", why="at last", who="test")

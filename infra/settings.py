@@ -20,12 +20,15 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 """The root of the working tree: where prefect.yaml and `.env` lie."""
 
 STACK_ENV = "stack.env"
-_S3_FIELDS = ("s3_endpoint_url", "s3_access_key", "s3_secret_key")
+_KEY_FIELDS = ("s3_access_key", "s3_secret_key", "s3_session_token")
+_S3_FIELDS = ("s3_endpoint_url", *_KEY_FIELDS, "s3_region")
+_OTHER_KEYS = ("s3_profile", "s3_credentials_block")
 _CHOICES = ("store_url", "s3_endpoint_url")
 _AWS_NAMES = {
     "s3_endpoint_url": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
     "s3_access_key": ("AWS_ACCESS_KEY_ID",),
     "s3_secret_key": ("AWS_SECRET_ACCESS_KEY",),
+    "s3_session_token": ("AWS_SESSION_TOKEN",),
     "s3_region": ("AWS_REGION", "AWS_DEFAULT_REGION"),
 }
 
@@ -48,11 +51,22 @@ class Settings(BaseSettings):
     """The artifact store: `s3://bucket/prefix` or `file:///directory`."""
     s3_endpoint_url: str | None = None
     """The S3 server; None is Amazon's own."""
-    s3_access_key: str | None = None
+    s3_access_key: str | None = Field(None, repr=False)
     s3_secret_key: SecretStr | None = None
+    s3_session_token: SecretStr | None = None
+    """Belongs to temporary keys."""
+    s3_profile: str | None = None
+    """A profile of `~/.aws`, in place of keys."""
+    s3_credentials_block: str | None = None
+    """A Secret block of Prefect, in place of keys: JSON with access_key, secret_key and perhaps session_token."""
     s3_region: str | None = None
+    store_single_writer: bool = False
+    """Your promise that one process at a time writes to the store: for servers without conditional writes."""
     cache_limit_gb: float = Field(50.0, ge=0, allow_inf_nan=False)
     """How much the local cache of fetched artifacts keeps, in GB of 1e9 bytes; what is in use stays besides."""
+    retention: str | None = None
+    """What `rlhf artifacts collect` keeps, by kind: `ppo-state=3,policy=50`; None: two training states of a name, and
+    all of the others."""
     s3_port: int | None = Field(None, ge=1024, le=65535)
     """Port of the local SeaweedFS; None takes 8333 or, where that is occupied, a free one."""
     prefect_port: int | None = Field(None, ge=1024, le=65535)
@@ -112,7 +126,11 @@ class Settings(BaseSettings):
             "RLHF_S3_ENDPOINT_URL": self.s3_endpoint_url,
             "RLHF_S3_ACCESS_KEY": self.s3_access_key,
             "RLHF_S3_SECRET_KEY": self.s3_secret_key.get_secret_value() if self.s3_secret_key else None,
+            "RLHF_S3_SESSION_TOKEN": self.s3_session_token.get_secret_value() if self.s3_session_token else None,
+            "RLHF_S3_PROFILE": self.s3_profile,
+            "RLHF_S3_CREDENTIALS_BLOCK": self.s3_credentials_block,
             "RLHF_S3_REGION": self.s3_region,
+            "RLHF_STORE_SINGLE_WRITER": "true" if self.store_single_writer else None,
             "RLHF_CACHE_LIMIT_GB": str(self.cache_limit_gb),
             "RLHF_REWARD_MODULES": ",".join(self.reward_modules) or None,
             "PREFECT_API_URL": self.prefect_api_url,
@@ -158,8 +176,11 @@ class _StackFile(_AllAtOnce):
         if "prefect_api_url" in fields:
             fields["PREFECT_API_URL"] = fields.pop("prefect_api_url")  # its alias
         if any(self.current_state.get(name) not in (None, fields.get(name)) for name in _CHOICES):
-            for name in ("store_url", *_S3_FIELDS, "s3_region"):
+            for name in ("store_url", *_S3_FIELDS):
                 fields.pop(name, None)  # another store than the local one: its keys are no use there
+        if any(self.current_state.get(name) for name in _OTHER_KEYS):
+            for name in _KEY_FIELDS:
+                fields.pop(name, None)  # the user says otherwise who he is
         return fields
 
 
@@ -174,6 +195,10 @@ class _AwsVariables(_AllAtOnce):
             value = next((os.environ[name] for name in names if os.environ.get(name)), None)
             if value is not None:
                 found[field] = value
+        if any(self.current_state.get(name) for name in _OTHER_KEYS):
+            return {field: value for field, value in found.items() if field not in _KEY_FIELDS}
+        if "s3_access_key" not in found and os.environ.get("AWS_PROFILE"):  # botocore's order: keys, then the profile
+            found["s3_profile"] = os.environ["AWS_PROFILE"]
         return found
 
 

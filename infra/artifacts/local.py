@@ -9,15 +9,19 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from uuid import uuid4
 
 from infra.artifacts.backend import CHUNK_BYTES, Stored
+from infra.artifacts.layout import VERSIONS
+from infra.artifacts.probe import BOTH, check_clock, enforced_conditions
 from infra.errors import StoreError
 
 LOCK_TIMEOUT_S = 30.0
 STALE_S = 24 * 3600.0
 """A temporary file of this age belongs to a writer that was killed."""
+_READ_ONLY = {errno.EACCES, errno.EPERM, errno.EROFS}
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
@@ -30,10 +34,22 @@ class LocalBackend:
         self._temporary = root / "tmp"
 
     def probe(self) -> None:
-        """Make the directory, write to it, and clear what killed writers left."""
+        """Make the directory, try it, and clear what killed writers left; a store that may only be read is left."""
         with self._explained("open"):
-            _make_directory(self._temporary)
-            self._write_temporary(b"").unlink()
+            try:
+                _make_directory(self._temporary)
+                self._check_clock()
+            except OSError as error:
+                if error.errno in _READ_ONLY and (self._root / VERSIONS).is_dir():
+                    return
+                raise
+        enforced = enforced_conditions(self)
+        if enforced != BOTH:
+            raise StoreError(
+                f"the file system of the artifact store {self._root} does not do {enforced.missing()}, so two writers "
+                "would overwrite each other; choose a directory on another (RLHF_STORE_URL)"
+            )
+        with self._explained("open"):
             for leftover in self._temporary.iterdir():
                 with suppress(FileNotFoundError):  # its writer, or another process that opens the store
                     if time.time() - leftover.stat().st_mtime > STALE_S:
@@ -113,6 +129,13 @@ class LocalBackend:
 
     def _path(self, key: str) -> Path:
         return self._root / key
+
+    def _check_clock(self) -> None:
+        """Compare our clock with that of whoever keeps the files, who may be another machine."""
+        path = self._write_temporary(b"")
+        written = path.stat().st_mtime
+        path.unlink()
+        check_clock(datetime.fromtimestamp(written, UTC), f"the file system of {self._root}")
 
     def _write_temporary(self, data: bytes) -> Path:
         """Write a finished file under a name of its own."""

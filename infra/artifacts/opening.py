@@ -2,45 +2,49 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from infra.artifacts.backend import Backend
 from infra.artifacts.cache import LIMIT_GB
+from infra.artifacts.credentials import S3Options, options_of
 from infra.artifacts.local import LocalBackend
 from infra.artifacts.store import ArtifactStore
 from infra.errors import StoreError
 
 
-@dataclass(frozen=True, slots=True)
-class S3Options:
-    """Where the S3 server is and who we are; None takes botocore's own defaults."""
-
-    endpoint_url: str | None = None
-    access_key: str | None = field(default=None, repr=False)
-    secret_key: str | None = field(default=None, repr=False)
-    region: str | None = None
-
-
 def open_store(
-    url: str, *, cache_dir: Path, cache_limit_gb: float = LIMIT_GB, s3: S3Options | None = None
+    url: str,
+    *,
+    cache_dir: Path,
+    cache_limit_gb: float = LIMIT_GB,
+    s3: S3Options | None = None,
+    patient: bool = False,
 ) -> ArtifactStore:
-    """Open a store and see that it answers.
+    """Open a store and see that it answers, and keeps what its protocol rests on (probe.py).
+
+    Who may not write opens it all the same, and reads; the first write says what is missing.
 
     Args:
         url: `s3://bucket`, `s3://bucket/prefix` or `file:///directory` (made if need be).
         cache_dir: where `fetch` and `cached` keep what they fetched.
         cache_limit_gb: how much they keep, in GB of 1e9 bytes.
         s3: server and credentials; None takes those of the environment.
+        patient: wait for an absent server as long as any request does; else that it is away is said within
+            seconds, unless it has answered this process before.
 
     Raises:
-        StoreError: if the address is none, the server is away, the secret is wrong, the bucket is missing, or
-            the directory cannot be written.
+        StoreError: if the address is none, the server is away, the secret is wrong, the bucket is missing, the
+            server's clock is not ours, or it does not enforce conditional writes; or if the directory is not there.
     """
     parts = urlsplit(url)
+    if "@" in parts.netloc:
+        raise StoreError(
+            "the address of the artifact store (RLHF_STORE_URL) must not hold a user or password; keys are set in "
+            "RLHF_S3_ACCESS_KEY and RLHF_S3_SECRET_KEY"
+        )
     if parts.scheme == "s3" and parts.netloc:
-        backend = _open_bucket(url, parts.netloc, parts.path.strip("/"), s3 or S3Options())
+        backend = _open_bucket(url, s3 or S3Options(), patient=patient)
     elif parts.scheme == "file" and parts.netloc in {"", "localhost"} and parts.path.startswith("/"):
         backend = LocalBackend(url, Path(unquote(parts.path)))
     else:
@@ -51,25 +55,33 @@ def open_store(
     return ArtifactStore(backend, cache_dir, cache_limit_gb)
 
 
-def open_default_store() -> ArtifactStore:
+def open_default_store(*, patient: bool = False) -> ArtifactStore:
     """Open the store that the settings name.
+
+    Args:
+        patient: as for `open_store`: for what runs unattended.
 
     Raises:
         StoreError: as `open_store`.
+        SettingsError: if several sources of credentials are named.
     """
     from infra.settings import settings  # noqa: PLC0415 - reads the environment: only when asked
 
     known = settings()
-    s3 = S3Options(
-        endpoint_url=known.s3_endpoint_url,
-        access_key=known.s3_access_key,
-        secret_key=known.s3_secret_key.get_secret_value() if known.s3_secret_key else None,
-        region=known.s3_region,
+    s3 = options_of(known) if known.store_url.startswith("s3://") else None
+    return open_store(
+        known.store_url,
+        cache_dir=known.cache_dir,
+        cache_limit_gb=known.cache_limit_gb,
+        s3=s3,
+        patient=patient,
     )
-    return open_store(known.store_url, cache_dir=known.cache_dir, cache_limit_gb=known.cache_limit_gb, s3=s3)
 
 
-def _open_bucket(url: str, bucket: str, prefix: str, options: S3Options) -> Backend:
-    from infra.artifacts.s3 import S3Backend  # noqa: PLC0415 - s3fs takes a second to import
+def _open_bucket(url: str, options: S3Options, *, patient: bool) -> Backend:
+    from infra.artifacts.retrier import Patience  # noqa: PLC0415 - s3fs takes a second to import
+    from infra.artifacts.s3 import S3Backend  # noqa: PLC0415
 
-    return S3Backend(url, bucket, prefix, options)
+    parts = urlsplit(url)
+    patience = Patience.of_the_unattended() if patient else Patience()
+    return S3Backend(url, parts.netloc, parts.path.strip("/"), options, patience)

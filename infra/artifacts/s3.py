@@ -4,78 +4,103 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import logging
 import os
+import threading
 from collections.abc import Iterator
+from email.utils import parsedate_to_datetime
 from functools import partial
 from typing import Any
 
 import s3fs
 from fsspec.asyn import sync
 
-from infra.artifacts.backend import CHUNK_BYTES, Stored
-from infra.artifacts.opening import S3Options
-from infra.artifacts.s3_errors import FORBIDDEN, RefusedError, Retrier
+from infra.artifacts.backend import Stored
+from infra.artifacts.credentials import S3Options
+from infra.artifacts.probe import BOTH, check_clock, enforced_conditions
+from infra.artifacts.retrier import Patience, Retrier
+from infra.artifacts.s3_answer import Answer, read_through
+from infra.artifacts.s3_errors import ABSENT, CONDITION_FAILED, FORBIDDEN, RefusedError
 from infra.errors import StoreError
 
-CONNECT_TIMEOUT_S = 5.0
-READ_TIMEOUT_S = 30.0
-DEADLINE_S = 120.0
-OPEN_LIMIT_S = 8.0
-"""An absent server is said soon when the store is opened; later it has the whole deadline to come back."""
-_CONDITION_FAILED = {"PreconditionFailed", "412"}
-_ABSENT = {"NoSuchKey", "404"}
+_answered: set[tuple[str, str]] = set()
+"""Servers and buckets that this process has had an answer from: it waits for them from then on."""
+_opened: dict[tuple[int, S3Options, Patience], s3fs.S3FileSystem] = {}
+"""One file system per process and server, for all stores: each takes a tenth of a second to make."""
 
 
 class S3Backend:
     """Objects in a bucket. s3fs and botocore make one attempt each; retries and deadline are ours."""
 
-    def __init__(self, url: str, bucket: str, prefix: str, options: S3Options, deadline_s: float = DEADLINE_S) -> None:
+    def __init__(
+        self, url: str, bucket: str, prefix: str, options: S3Options, patience: Patience | None = None
+    ) -> None:
         self.url = url
         self._bucket = bucket
         self._prefix = f"{prefix}/" if prefix else ""
         self._options = options
-        self._open_limit_s = min(OPEN_LIMIT_S, deadline_s)
-        self._retrier = Retrier(options.endpoint_url, bucket, deadline_s)
-        self._opened: dict[int, s3fs.S3FileSystem] = {}
+        self._patience = patience or Patience()
+        self._retrier = Retrier(options.endpoint_url, bucket, self._patience)
+        self._enforced = BOTH
+        self._locks: dict[int, threading.Lock] = {}
 
     def probe(self) -> None:
-        """Check that the bucket is there and lets us in, and that the server enforces conditional writes."""
+        """Check that the bucket is there and lets us in, that its clock is ours, and that it keeps conditions."""
+        place = (self._retrier.server, self._bucket)
+        known = place in _answered
         files, page = self._files(), {"Prefix": self._prefix, "MaxKeys": 1}
-        self._retrier.run(
+        answer = self._retrier.run(
             "looking around",
             lambda timeout: files.call_s3("list_objects_v2", Bucket=self._bucket, timeout=timeout, **page),
-            limit_s=self._open_limit_s,
+            limit_s=None if known else min(self._patience.open_s, self._patience.deadline_s),
         )
-        key = "probe/conditional-write"
+        _answered.add(place)
+        if date := answer["ResponseMetadata"]["HTTPHeaders"].get("date"):
+            check_clock(parsedate_to_datetime(date), f"the S3 server {self._retrier.server}")
         try:
-            twice = self.create(key, b"") and self.create(key, b"")
+            enforced = enforced_conditions(self)
         except RefusedError as error:
             if error.code in FORBIDDEN:
-                return  # whoever may only read can open the store, and will not write
+                return  # whoever may only read can open the store; the first write says what is missing
             raise
-        if twice:
+        if enforced != BOTH and not self._options.single_writer:
             raise StoreError(
-                f"the S3 server of the bucket {self._bucket!r} does not enforce conditional writes "
-                "(If-None-Match), so two writers would overwrite each other; use a server that does"
+                f"the S3 server {self._retrier.server} of the bucket {self._bucket!r} does not enforce conditional "
+                f"writes, {enforced.missing()}, so two writers would overwrite each other; use a server that does, or "
+                "promise that only one process at a time writes to it (RLHF_STORE_SINGLE_WRITER=true)"
             )
+        self._enforced = enforced
 
     def read(self, key: str) -> Stored | None:
         """Return a small object, or None if there is none."""
         try:
-            data, tag = self._retrier.run(f"reading {key}", partial(self._get, key, None))
+            data, tag = self._retrier.run(f"reading {key}", partial(self._get, key))
         except RefusedError as error:
-            if error.code in _ABSENT:
+            if error.code in ABSENT:
                 return None
             raise
         return Stored(data, tag)
 
     def create(self, key: str, data: bytes) -> bool:
         """Write a small object unless one is there."""
-        return self._put_if(key, data, IfNoneMatch="*")
+        if self._enforced.create:
+            return self._put_if(key, data, IfNoneMatch="*")
+        with self._only_writer():
+            if self.size(key) is not None:
+                return False
+            self._put(key, data)
+        return True
 
     def replace(self, key: str, data: bytes, tag: str) -> bool:
         """Write a small object if it is still in the state that `tag`, its ETag, names."""
-        return self._put_if(key, data, IfMatch=tag)
+        if self._enforced.replace:
+            return self._put_if(key, data, IfMatch=tag)
+        with self._only_writer():
+            current = self.read(key)
+            if current is None or current.tag != tag:
+                return False
+            self._put(key, data)
+        return True
 
     def delete(self, key: str) -> None:
         """Remove an object; it may be gone already."""
@@ -99,32 +124,32 @@ class S3Backend:
         try:
             found = self._call(f"looking for {key}", "head_object", Key=self._prefix + key)
         except RefusedError as error:
-            if error.code in _ABSENT:
+            if error.code in ABSENT:
                 return None
             raise
         return int(found["ContentLength"])
 
     def upload(self, key: str, body: bytes) -> None:
         """Send a blob; the server checks it (Content-MD5), and has to hold all of it afterwards."""
-        self._put(key, body)
-        if (stored := self.size(key)) != len(body):
+        if not self._put(key, body) and (stored := self.size(key)) != len(body):
             raise StoreError(f"{key} arrived in the artifact store with {stored} of {len(body)} bytes; try again")
 
     def download(self, key: str, size: int) -> Iterator[bytes]:
-        """Yield an object of known size piece by piece, each retried by itself."""
-        for start in range(0, size, CHUNK_BYTES):
-            span = f"bytes={start}-{min(start + CHUNK_BYTES, size) - 1}"
-            yield self._retrier.run(f"reading {key}", partial(self._get, key, span))[0]
+        """Yield an object of known size piece by piece, from one answer unless that breaks off."""
+        return read_through(partial(self._ask, key), partial(self._retrier.run, f"reading {key}"), size)
 
-    def _put(self, key: str, body: bytes, **condition: str) -> None:
-        full = self._prefix + key
-        self._call(f"writing {key}", "put_object", Key=full, Body=body, ContentMD5=_md5(body), **condition)
+    def _put(self, key: str, body: bytes, **condition: str) -> bool:
+        """Write an object; return whether its tag, which need not be its MD5, says that these bytes are there."""
+        md5 = hashlib.md5(body, usedforsecurity=False)
+        checked = {"Body": body, "ContentMD5": base64.b64encode(md5.digest()).decode()}
+        answer = self._call(f"writing {key}", "put_object", Key=self._prefix + key, **checked, **condition)
+        return bool(answer.get("ETag", "").strip('"') == md5.hexdigest())
 
     def _put_if(self, key: str, data: bytes, **condition: str) -> bool:
         try:
             self._put(key, data, **condition)
         except RefusedError as error:
-            if error.code in _CONDITION_FAILED or (error.code in _ABSENT and "IfMatch" in condition):
+            if error.code in CONDITION_FAILED or (error.code in ABSENT and "IfMatch" in condition):
                 return False
             raise
         return True
@@ -135,51 +160,53 @@ class S3Backend:
 
         return self._retrier.run(what, attempt)
 
-    def _get(self, key: str, span: str | None, timeout: float) -> tuple[bytes, str]:
-        arguments = {"Range": span} if span else {}
+    def _get(self, key: str, timeout: float) -> tuple[bytes, str]:
         files = self._files()
 
         async def get() -> tuple[bytes, str]:
-            answer = await files._call_s3("get_object", Bucket=self._bucket, Key=self._prefix + key, **arguments)
+            answer = await files._call_s3("get_object", Bucket=self._bucket, Key=self._prefix + key)
             async with answer["Body"] as body:
                 return await body.read(), answer["ETag"]
 
         found: tuple[bytes, str] = sync(files.loop, get, timeout=timeout)
         return found
 
+    def _ask(self, key: str, start: int, timeout: float) -> Answer:
+        """Ask for an object from a byte on; its body is read as it comes."""
+        span = {"Range": f"bytes={start}-"} if start else {}
+        files = self._files()
+        answer = files.call_s3("get_object", Bucket=self._bucket, Key=self._prefix + key, timeout=timeout, **span)
+        return Answer(files.loop, answer["Body"])
+
+    def _only_writer(self) -> threading.Lock:
+        """Return what keeps this process's threads apart where the server does not; a child has a lock of its own."""
+        return self._locks.setdefault(os.getpid(), threading.Lock())
+
     def _files(self) -> s3fs.S3FileSystem:
         """Return this process's file system: its event loop and sockets do not survive a fork.
 
         The parent's stays in the child's table: collecting it would wait for the loop that is not there.
         """
-        files = self._opened.get(os.getpid())
-        return files or self._opened.setdefault(os.getpid(), _open_files(self._options))
+        known = (os.getpid(), self._options, self._patience)
+        return _opened.get(known) or _opened.setdefault(known, _open_files(self._options, self._patience))
 
 
-def _open_files(options: S3Options) -> s3fs.S3FileSystem:
-    config: dict[str, Any] = {
-        "connect_timeout": CONNECT_TIMEOUT_S,
-        "read_timeout": READ_TIMEOUT_S,
+def _open_files(options: S3Options, patience: Patience) -> s3fs.S3FileSystem:
+    for name in ("botocore", "aiobotocore"):  # at DEBUG they write headers out, session tokens among them
+        logging.getLogger(name).setLevel(max(logging.getLogger(name).level, logging.INFO))
+    arguments = options.arguments()
+    given = arguments.get("config_kwargs", {})
+    arguments["config_kwargs"] = given | {
+        # Content-MD5 is signed and holds the body: hashing it once more for the signature would prove nothing new
+        "s3": given.get("s3", {}) | {"payload_signing_enabled": False},
+        "connect_timeout": patience.connect_s,
+        "read_timeout": patience.read_s,
         "retries": {"total_max_attempts": 1},
         "max_pool_connections": 16,
         # the newer default checksums are unknown to many servers; Content-MD5 is known to all
         "request_checksum_calculation": "when_required",
         "response_checksum_validation": "when_required",
     }
-    if options.endpoint_url:
-        config["s3"] = {"addressing_style": "path"}  # bucket.localhost has no address
-    files = s3fs.S3FileSystem(
-        key=options.access_key,
-        secret=options.secret_key,
-        endpoint_url=options.endpoint_url,
-        client_kwargs={"region_name": options.region} if options.region else {},
-        config_kwargs=config,
-        use_listings_cache=False,
-        skip_instance_cache=True,
-    )
+    files = s3fs.S3FileSystem(**arguments, use_listings_cache=False, skip_instance_cache=True)
     files.retries = 1
     return files
-
-
-def _md5(body: bytes) -> str:
-    return base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode()

@@ -1,33 +1,33 @@
-"""What an S3 server's refusals and silences mean, and how long we go on asking."""
+"""What an S3 server's refusals and silences mean."""
 
 from __future__ import annotations
 
-import logging
-import random
-import time
-from collections.abc import Callable
-from typing import Any, Self, TypeVar
+from textwrap import shorten
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 from aiohttp import ClientPayloadError
 from botocore.exceptions import (
     BotoCoreError,
     ClientError,
+    CredentialRetrievalError,
     HTTPClientError,
     IncompleteReadError,
     NoCredentialsError,
     PartialCredentialsError,
+    ProfileNotFound,
 )
 from botocore.exceptions import ConnectionError as BotoConnectionError
 from botocore.parsers import ResponseParserError
 
 from infra.errors import StoreError
 
-T = TypeVar("T")
-log = logging.getLogger(__name__)
-
-ATTEMPT_TIMEOUT_S = 100.0
-LONGEST_PAUSE_S = 5.0
+REQUEST_ERRORS = (OSError, BotoCoreError, ClientPayloadError, ResponseParserError)
+"""All that a request may raise."""
+FORBIDDEN = {"AccessDenied", "AllAccessDisabled", "403"}
+CONDITION_FAILED = {"PreconditionFailed", "412", "NotImplemented", "501"}
+"""Those of S3 that know no conditions refuse each of them."""
+ABSENT = {"NoSuchKey", "404"}
 _PASSING_CODES = {
     "BadDigest",  # the body was damaged on its way
     "ConditionalRequestConflict",
@@ -38,13 +38,38 @@ _PASSING_CODES = {
     "SlowDown",
     "Throttling",
 }
-FORBIDDEN = {"AccessDenied", "403"}
+_FULL_CODES = {"QuotaExceeded", "InsufficientStorage", "XMinioStorageFull"}
+_UNKNOWN_KEY = "the S3 server {server} does not know our access key; check RLHF_S3_ACCESS_KEY"
+_EXPIRED = "our temporary keys for the S3 server {server} have expired; get new ones, with their session token"
+_ELSEWHERE = "the bucket {bucket!r} is not in the region that we asked in; set RLHF_S3_REGION to its own"
+_FORBIDDEN = "the S3 server {server} forbids us {what} in the bucket {bucket!r}; ask for that permission"
+_FULL = (
+    "the S3 server {server} has no room left for {what} in the bucket {bucket!r} ({code}): "
+    "its disk or a quota is full; make room, and run it again"
+)
+_OTHER = "the S3 server {server} refused {what} in the bucket {bucket!r} ({code}, status {status})"
+_SENTENCES = {
+    "SignatureDoesNotMatch": "the S3 server {server} refuses our secret key; check RLHF_S3_SECRET_KEY",
+    **dict.fromkeys(("InvalidAccessKeyId", "InvalidToken", "InvalidClientTokenId"), _UNKNOWN_KEY),
+    **dict.fromkeys(("ExpiredToken", "TokenRefreshRequired"), _EXPIRED),
+    **dict.fromkeys(("PermanentRedirect", "AuthorizationHeaderMalformed", "301"), _ELSEWHERE),
+    "NoSuchBucket": (
+        "the S3 server {server} has no bucket {bucket!r}; create it with "
+        "`aws s3 mb s3://{bucket}` or name another in RLHF_STORE_URL"
+    ),
+    "RequestTimeTooSkewed": "the S3 server {server} and this machine differ on the time; set the clock",
+    **dict.fromkeys(_FULL_CODES, _FULL),
+    **dict.fromkeys(FORBIDDEN, _FORBIDDEN),
+}
 _SERVER_ERRORS = 500
+_NOT_IMPLEMENTED = 501
+_INSUFFICIENT_STORAGE = 507
 _TOO_MANY_REQUESTS = 429
 _SILENCES = (
     BotoConnectionError,
     HTTPClientError,
     IncompleteReadError,
+    CredentialRetrievalError,  # whoever hands them out is away
     ClientPayloadError,
     ResponseParserError,
 )
@@ -62,80 +87,61 @@ class RefusedError(StoreError):
         return type(self), (str(self), self.code)
 
 
-class Retrier:
-    """Runs requests against one bucket until they are answered or the deadline has passed."""
+def reason_to_retry(error: Exception, what: str, server: str, bucket: str) -> str:
+    """Return in a few words why an error of a request may pass.
 
-    def __init__(self, endpoint_url: str | None, bucket: str, deadline_s: float) -> None:
-        self._server = _server_name(endpoint_url)
-        self._bucket = bucket
-        self._deadline_s = deadline_s
+    Args:
+        error: one of REQUEST_ERRORS.
+        what: what was done ("writing keys/...").
+        server: what messages call the server.
+        bucket: the bucket.
 
-    def run(self, what: str, attempt: Callable[[float], T], limit_s: float | None = None) -> T:
-        """Return the attempt's result.
+    Raises:
+        RefusedError: if the server said no, in a way that does not pass.
+        StoreError: if it is our settings that are wrong.
+    """
+    answer = error if isinstance(error, ClientError) else error.__cause__
+    if isinstance(answer, ClientError):
+        code, status = _code_and_status(answer.response)
+        if _passes(code, status):
+            return f"it answered {code} ({status})"
+        raise RefusedError(_refusal(code, status, what, server, bucket), code) from None
+    if isinstance(error, NoCredentialsError | PartialCredentialsError):
+        raise StoreError(
+            f"no access key for the S3 server {server}; set RLHF_S3_ACCESS_KEY and RLHF_S3_SECRET_KEY, "
+            "or name a profile (RLHF_S3_PROFILE) or a Prefect block (RLHF_S3_CREDENTIALS_BLOCK)"
+        ) from None
+    if isinstance(error, ProfileNotFound):
+        raise StoreError(f"{error}; name one of ~/.aws in RLHF_S3_PROFILE or AWS_PROFILE") from None
+    if isinstance(error, _SILENCES) or not isinstance(error, BotoCoreError):
+        return _kind(error)
+    complaint = shorten(str(error), 150)  # botocore's take several lines
+    raise StoreError(f"the settings of the S3 store do not fit: {complaint}") from None
 
-        Args:
-            what: what is done, for the message ("writing keys/...").
-            attempt: makes the request once, within the seconds that it is given.
-            limit_s: a deadline of its own, in place of the usual one.
 
-        Raises:
-            RefusedError: if the server said no, in a way that does not pass.
-            StoreError: if there was no answer until the deadline.
-        """
-        limit_s = self._deadline_s if limit_s is None else limit_s
-        deadline = time.monotonic() + limit_s
-        pause_s = 0.1
-        while True:
-            left_s = deadline - time.monotonic()
-            try:
-                return attempt(max(0.1, min(ATTEMPT_TIMEOUT_S, left_s)))
-            except (OSError, BotoCoreError, ClientPayloadError, ResponseParserError) as error:
-                reason = self._reason_to_retry(error, what)
-            left_s = deadline - time.monotonic()
-            if left_s <= pause_s:
-                raise StoreError(self._unanswered(what, limit_s, reason))
-            log.debug("%s: %s, trying again", what, reason)
-            time.sleep(pause_s * random.uniform(0.5, 1.0))
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-
-    def _reason_to_retry(self, error: Exception, what: str) -> str:
-        """Return why the error may pass; raise RefusedError or StoreError if it does not."""
-        answer = error if isinstance(error, ClientError) else error.__cause__
-        if isinstance(answer, ClientError):
-            code, status = _code_and_status(answer.response)
-            if status >= _SERVER_ERRORS or status == _TOO_MANY_REQUESTS or code in _PASSING_CODES:
-                return f"it answered {code} ({status})"
-            raise RefusedError(self._refusal(code, status, what), code) from None
-        if isinstance(error, NoCredentialsError | PartialCredentialsError):
-            raise StoreError(
-                f"no access key for the S3 server {self._server}; set RLHF_S3_ACCESS_KEY and RLHF_S3_SECRET_KEY"
-            ) from None
-        if isinstance(error, _SILENCES) or not isinstance(error, BotoCoreError):
-            return _kind(error)
-        raise StoreError(f"the settings of the S3 store do not fit: {error}") from None
-
-    def _refusal(self, code: str, status: int, what: str) -> str:
-        server, bucket = self._server, self._bucket
-        if code == "SignatureDoesNotMatch":
-            return f"the S3 server {server} refuses our secret key; check RLHF_S3_SECRET_KEY"
-        if code in {"InvalidAccessKeyId", "InvalidToken", "ExpiredToken"}:
-            return f"the S3 server {server} does not know our access key; check RLHF_S3_ACCESS_KEY"
-        if code == "NoSuchBucket":
-            return (
-                f"the S3 server {server} has no bucket {bucket!r}; create it with "
-                f"`aws s3 mb s3://{bucket}` or name another in RLHF_STORE_URL"
-            )
-        if code == "RequestTimeTooSkewed":
-            return f"the S3 server {server} and this machine differ on the time; set the clock"
-        if code in FORBIDDEN:
-            return f"the S3 server {server} forbids us {what} in the bucket {bucket!r}; ask for that permission"
-        return f"the S3 server {server} refused {what} in the bucket {bucket!r} ({code}, status {status})"
-
-    def _unanswered(self, what: str, limit_s: float, reason: str) -> str:
-        return (
-            f"the S3 server {self._server} did not answer within {limit_s:.0f} s while {what} in the bucket "
-            f"{self._bucket!r} ({reason}); check that it runs and that RLHF_S3_ENDPOINT_URL is its address"
+def server_name(endpoint_url: str | None) -> str:
+    """Return what messages call the server, once its address is seen to be one, and to hold no credentials."""
+    if not endpoint_url:
+        return "of AWS"
+    parts = urlsplit(endpoint_url)
+    if parts.scheme not in {"http", "https"} or not parts.hostname or "@" in parts.netloc:
+        raise StoreError(
+            "the address of the S3 server (RLHF_S3_ENDPOINT_URL) must be http://host:port or https://host:port; "
+            "keys are set in RLHF_S3_ACCESS_KEY and RLHF_S3_SECRET_KEY"
         )
+    return f"{parts.scheme}://{parts.netloc}{parts.path}"
+
+
+def _passes(code: str, status: int) -> bool:
+    if status in {_NOT_IMPLEMENTED, _INSUFFICIENT_STORAGE} or code in _FULL_CODES:
+        return False
+    return status >= _SERVER_ERRORS or status == _TOO_MANY_REQUESTS or code in _PASSING_CODES
+
+
+def _refusal(code: str, status: int, what: str, server: str, bucket: str) -> str:
+    """Return the sentence for an answer that will be the same next time."""
+    sentence = _SENTENCES.get(code, _FULL if status == _INSUFFICIENT_STORAGE else _OTHER)
+    return sentence.format(code=code, status=status, what=what, server=server, bucket=bucket)
 
 
 def _code_and_status(response: Any) -> tuple[str, int]:
@@ -152,18 +158,7 @@ def _kind(error: Exception) -> str:
         "ReadTimeoutError": "no answer in time",
         "FSTimeoutError": "no answer in time",
         "ConnectionClosedError": "the connection was closed",
+        "ClientPayloadError": "its answer broke off",
+        "CredentialRetrievalError": "our keys could not be fetched",
     }
     return words.get(name, name)
-
-
-def _server_name(endpoint_url: str | None) -> str:
-    """Return what messages call the server, once its address is seen to be one, and to hold no credentials."""
-    if not endpoint_url:
-        return "of AWS"
-    parts = urlsplit(endpoint_url)
-    if parts.scheme not in {"http", "https"} or not parts.hostname or "@" in parts.netloc:
-        raise StoreError(
-            "the address of the S3 server (RLHF_S3_ENDPOINT_URL) must be http://host:port or https://host:port; "
-            "keys are set in RLHF_S3_ACCESS_KEY and RLHF_S3_SECRET_KEY"
-        )
-    return f"{parts.scheme}://{parts.netloc}{parts.path}"

@@ -175,6 +175,8 @@ class _BringingUp:
         """Return how everything of this stack finds the server and the artifact store."""
         variables = {**self.settings.child_environment(), "PREFECT_API_URL": api_url}
         if store:
+            for name in ("RLHF_S3_SESSION_TOKEN", "RLHF_S3_PROFILE", "RLHF_S3_CREDENTIALS_BLOCK"):
+                variables.pop(name, None)  # whoever they name is a stranger here
             variables |= {
                 "RLHF_STORE_URL": f"s3://{seaweed.BUCKET}",
                 "RLHF_S3_ENDPOINT_URL": store.address,

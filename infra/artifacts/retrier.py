@@ -1,0 +1,101 @@
+"""How long we go on asking a server that does not answer."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self, TypeVar
+
+from infra.artifacts.s3_errors import REQUEST_ERRORS, reason_to_retry, server_name
+from infra.errors import StoreError
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 5.0
+QUIET_S = 5.0
+"""What takes no longer than this to pass is not worth a line in the log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long to wait for what, in seconds."""
+
+    connect_s: float = 5.0
+    read_s: float = 30.0
+    """For the next bytes of an answer."""
+    attempt_s: float = 100.0
+    """For one request as a whole."""
+    deadline_s: float = 120.0
+    """For an answer, over all attempts: a server that is away for a minute delays a run, it does not end it."""
+    open_s: float = 8.0
+    """The deadline when a store is opened for the first time: that an address is wrong is said soon."""
+
+    @classmethod
+    def of_the_unattended(cls) -> Self:
+        """Return that of what runs where nobody waits for a word."""
+        return cls(open_s=cls().deadline_s)
+
+
+class Retrier:
+    """Runs requests against one bucket until they are answered or the deadline has passed."""
+
+    def __init__(self, endpoint_url: str | None, bucket: str, patience: Patience) -> None:
+        self._server = server_name(endpoint_url)
+        self._bucket = bucket
+        self._patience = patience
+
+    @property
+    def server(self) -> str:
+        """What messages call the server."""
+        return self._server
+
+    def run(self, what: str, attempt: Callable[[float], T], limit_s: float | None = None) -> T:
+        """Return the attempt's result.
+
+        Args:
+            what: what is done, for the message ("writing keys/...").
+            attempt: makes the request once, within the seconds that it is given.
+            limit_s: a deadline of its own, in place of the usual one.
+
+        Raises:
+            RefusedError: if the server said no, in a way that does not pass.
+            StoreError: if there was no answer until the deadline.
+        """
+        limit_s = self._patience.deadline_s if limit_s is None else limit_s
+        started = time.monotonic()
+        pause_s, told = FIRST_PAUSE_S, False
+        while True:
+            left_s = started + limit_s - time.monotonic()
+            try:
+                result = attempt(max(0.1, min(self._patience.attempt_s, left_s)))
+            except REQUEST_ERRORS as error:
+                reason = reason_to_retry(error, what, self._server, self._bucket)
+            else:
+                if told:
+                    log.warning("the S3 server %s answers again: %s", self._server, what)
+                return result
+            waited_s = time.monotonic() - started
+            if limit_s - waited_s <= pause_s:
+                raise StoreError(self._unanswered(what, limit_s, reason))
+            if waited_s > QUIET_S and not told:
+                told = True
+                silent = f"the S3 server {self._server} does not answer ({reason})"
+                log.warning("%s: %s; trying for %.0f s more", what, silent, limit_s - waited_s)
+            time.sleep(pause_s * random.uniform(0.5, 1.0))
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def _unanswered(self, what: str, limit_s: float, reason: str) -> str:
+        if reason.startswith("it answered"):
+            return (
+                f"the S3 server {self._server} could not do what we asked within {limit_s:.0f} s, {what} in the bucket "
+                f"{self._bucket!r}: {reason}; look into its log, and whether its disk is full"
+            )
+        return (
+            f"the S3 server {self._server} did not answer within {limit_s:.0f} s while {what} in the bucket "
+            f"{self._bucket!r} ({reason}); check that it runs and that RLHF_S3_ENDPOINT_URL is its address"
+        )

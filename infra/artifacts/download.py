@@ -175,7 +175,7 @@ class Downloads:
     def _bring(self, place: _Place, donors: Sequence[Path], resumed: bool) -> None:
         """Have one blob at its place: from what is there, from a donor, or from the store."""
         blob, where = place.blob, place.wanted.blob(place.blob)
-        if resumed and place.hash() == blob.sha256:
+        if resumed and place.is_begun() and place.hash() == blob.sha256:
             return
         from_donors = [partial(_read_range, donor, place.start, blob.size) for donor in donors]
         from_store = partial(stored_body, self._backend, blob, where)
@@ -211,6 +211,13 @@ class _Place:
         """Yield what is at the place."""
         for offset in range(0, self.blob.size, READ_BYTES):
             yield os.pread(self.descriptor, min(READ_BYTES, self.blob.size - offset), self.start + offset)
+
+    def is_begun(self) -> bool:
+        """Return whether anything was written there: a hole is not read, however large its manifest says it is."""
+        try:
+            return os.lseek(self.descriptor, self.start, os.SEEK_DATA) < self.start + self.blob.size
+        except OSError as error:
+            return error.errno != errno.ENXIO  # no data from there to the end
 
     def hash(self) -> str:
         """Return the hash of what is at the place."""

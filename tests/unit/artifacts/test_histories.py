@@ -1,0 +1,84 @@
+"""Histories of a store in a directory and in memory; and that they find the loss when a safeguard is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from infra.artifacts.backend import Backend
+from infra.artifacts.local import LocalBackend
+from tests.unit.artifacts.histories.dangers import DANGERS
+from tests.unit.artifacts.histories.history import History
+from tests.unit.artifacts.histories.ledger import LossError
+from tests.unit.artifacts.histories.machine import StoreMachine, play
+from tests.unit.artifacts.histories.stage import MemoryBackend
+
+SAMPLE, ALL = 25, 1000
+FOUND_WITHIN = 2000
+"""Chosen histories, of which one must show the loss."""
+
+
+class MachineInMemory(StoreMachine):
+    def open_place(self, curtain: ExitStack) -> Backend:
+        del curtain
+        return MemoryBackend()
+
+
+class MachineInADirectory(StoreMachine):
+    def open_place(self, curtain: ExitStack) -> Backend:
+        directory = Path(curtain.enter_context(TemporaryDirectory()))
+        backend = LocalBackend(directory.as_uri(), directory)
+        (directory / "tmp").mkdir()
+        return backend
+
+
+@pytest.fixture
+def history() -> Iterator[History]:
+    history = History(lambda _: MemoryBackend())
+    try:
+        history.begin()
+        yield history
+    finally:
+        history.close()
+
+
+def test_a_sample_of_histories_in_a_directory() -> None:
+    play(MachineInADirectory, SAMPLE)
+
+
+@pytest.mark.s3
+def test_many_histories_in_a_directory() -> None:
+    play(MachineInADirectory, ALL)
+
+
+@pytest.mark.parametrize("danger", DANGERS.values(), ids=lambda danger: danger.play.__name__)
+def test_a_dangerous_history_loses_nothing(history: History, danger: object) -> None:
+    danger.play(history)
+    history.end()
+
+
+@pytest.mark.parametrize("left_out", DANGERS)
+def test_a_dangerous_history_shows_the_loss_when(
+    history: History, left_out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    danger = DANGERS[left_out]
+    monkeypatch.setattr(*danger.without)
+
+    def whole() -> None:
+        danger.play(history)
+        history.end()
+
+    with pytest.raises(LossError):
+        whole()
+
+
+@pytest.mark.s3
+@pytest.mark.parametrize("left_out", DANGERS)
+def test_chosen_histories_find_the_loss_when(left_out: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*DANGERS[left_out].without)
+    with pytest.raises(LossError):
+        play(MachineInMemory, FOUND_WITHIN, shrink=False)

@@ -49,7 +49,7 @@ class Claim:
             return True
         name, _, number = uri.rpartition("@")
         firsts = (each.rpartition("@") for each in self.onward)
-        return any(of == name and int(number) >= int(first) for of, _, first in firsts)
+        return number.isdecimal() and any(of == name and int(number) >= int(first) for of, _, first in firsts)
 
     def meets(self, other: Claim) -> bool:
         """Return whether both name the same thing."""
@@ -154,6 +154,16 @@ def claims(backend: Backend, prefix: str) -> Iterator[tuple[str, Claim, timedelt
             content: dict[str, Any] = json.loads(stored.data)
             age = clock.now() - datetime.fromisoformat(content["created"])
             named = (content["blobs"], content.get("versions", ()), content.get("onward", ()))
-            yield key, Claim(*map(frozenset, named)), age
+            claim = Claim(*map(frozenset, named))
+            _check(claim)
         except (ValueError, KeyError, TypeError, AttributeError):
             raise StoreError(f"{key} in the artifact store cannot be read; remove it if nothing is running") from None
+        yield key, claim, age
+
+
+def _check(claim: Claim) -> None:
+    """Raise AttributeError or ValueError if a claim was altered, and cannot be compared with others."""
+    for uri in claim.versions | claim.onward:
+        number = uri.rpartition("@")[2]
+        if uri in claim.onward:
+            int(number)

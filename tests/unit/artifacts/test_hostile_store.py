@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from infra.artifacts.manifest import FileEntry, digest_of
 from infra.errors import InfraError, StoreError
 
 BODY = b"owned"
+NOW = datetime.now(UTC).isoformat()
 OUTSIDE = (
     "../escaped",
     "../../escaped",
@@ -201,3 +203,44 @@ def test_a_file_of_the_wrong_size_is_refused(store: ArtifactStore, root: Path, t
 def test_the_digest_of_the_hand_made_manifest_is_that_of_the_code() -> None:
     made = manifest(["b", "a"])
     assert digest_of([FileEntry.model_validate(entry) for entry in made["files"]]) == made["digest"]
+
+
+NOTES: list[Any] = [
+    7,
+    [],
+    {},
+    {"created": "yesterday", "blobs": []},
+    {"created": "2026-01-01T00:00:00", "blobs": []},
+    {"created": NOW, "blobs": 7},
+    {"created": NOW, "blobs": [["a"]]},
+    {"created": NOW, "blobs": [], "versions": [7]},
+    {"created": NOW, "blobs": [], "onward": ["ppo-state/s@x"]},
+    {"created": NOW, "blobs": [], "onward": ["ppo-state/s"]},
+]
+
+
+@pytest.mark.parametrize("folder", ["leases", "trash/deleting"])
+@pytest.mark.parametrize("note", NOTES, ids=str)
+def test_a_note_that_is_none_is_named_and_nothing_is_deleted(
+    store: ArtifactStore, root: Path, note: Any, folder: str
+) -> None:
+    for number in (1, 2):
+        store.commit("ppo-state", "s", {"f": f"{number}".encode()}, version=number)
+    write(root, f"{folder}/0.json", note)
+    before = everything(root / "versions") | everything(root / "blobs")
+    with pytest.raises(StoreError, match=rf"{folder}/0\.json in the artifact store cannot be read"):
+        store.prune("ppo-state", "s", keep=1)
+    assert everything(root / "versions") | everything(root / "blobs") == before
+
+
+@pytest.mark.parametrize("blob", ["../../../versions/policy/p/00000001.json", "a", "A" * 64])
+def test_a_deletion_that_was_left_unfinished_deletes_blobs_and_nothing_else(
+    store: ArtifactStore, root: Path, blob: str
+) -> None:
+    plant(root, manifest(["good.txt"]))
+    for number in (1, 2):
+        store.commit("ppo-state", "s", {"f": f"{number}".encode()}, version=number)
+    write(root, "trash/deleting/0.json", {"created": "2026-01-01T00:00:00+00:00", "blobs": [blob]})
+    with pytest.raises(StoreError, match="is no SHA-256, so there is no blob of it"):
+        store.prune("ppo-state", "s", keep=1)
+    assert store.resolve("policy/p@1").uri == "policy/p@1"

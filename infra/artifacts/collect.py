@@ -12,8 +12,8 @@ from infra.artifacts.catalog import Catalog
 from infra.artifacts.deletion import delete_unreached
 from infra.artifacts.leases import LEASE_LIFE, live_leases
 from infra.artifacts.manifest import Manifest
-from infra.artifacts.retention import Retention, reached
-from infra.artifacts.survey import Survey, aliased, every_manifest, survey
+from infra.artifacts.retention import Retention
+from infra.artifacts.survey import Survey, every_manifest, staying, survey
 from infra.artifacts.trash import Listing, OpenList, as_listed, open_lists, unlisted, write_list
 from infra.errors import StoreError
 
@@ -159,8 +159,7 @@ def _delete_ripe(
     blobs: set[str] = set()
 
     def needed() -> set[str]:
-        leased = live_leases(backend).versions  # before the aliases: a mover's lease ends when its move is done
-        return reached(leased | aliased(backend), catalog.every())
+        return staying(backend, live_leases(backend), every_manifest(backend, catalog))
 
     for old, hashes in _batches(list(due.versions.values()), sorted(due.blobs), finish=found.unfinished > 0):
         gone = delete_unreached(backend, old, hashes, needed=needed, manifests=lambda: every_manifest(backend, catalog))

@@ -57,7 +57,7 @@ def survey(backend: Backend, catalog: Catalog, retention: Retention) -> Survey:
     leases = list(claims(backend, LEASES))
     leased = reduce(Claim.join, (claim for _, claim, age in leases if age <= LEASE_LIFE), Claim())
     manifests = every_manifest(backend, catalog)
-    retired = retention.retired(manifests, reached(leased.versions | aliased(backend), manifests))
+    retired = retention.retired(manifests, staying(backend, leased, manifests))
     gone = {manifest.uri for manifest in retired}
     needed = {blob.sha256 for each in manifests if each.uri not in gone for blob in each.blobs} | leased.blobs
     freed = _freed(retired, needed)
@@ -86,10 +86,18 @@ def every_manifest(backend: Backend, catalog: Catalog) -> list[Manifest]:
     return catalog.every()
 
 
-def aliased(backend: Backend) -> set[str]:
-    """Return the references of all versions that an alias points at."""
-    found = in_parallel(lambda artifact: list_aliases(backend, *artifact), with_aliases(backend))
-    return {alias.uri for aliases in found for alias in aliases.values()}
+def staying(backend: Backend, leased: Claim, manifests: Iterable[Manifest]) -> set[str]:
+    """Return the references of all versions that an alias or a lease reaches through parents.
+
+    Args:
+        backend: where the aliases are; they are read after the leases, for a mover's ends when its move is done.
+        leased: what somebody relies on by lease.
+        manifests: of all versions.
+    """
+    known = list(manifests)
+    pointed = in_parallel(lambda artifact: list_aliases(backend, *artifact), with_aliases(backend))
+    roots = {alias.uri for aliases in pointed for alias in aliases.values()} | leased.versions
+    return reached(roots.union(each.uri for each in known if leased.covers(each.uri)), known)
 
 
 def with_aliases(backend: Backend) -> list[tuple[str, str]]:

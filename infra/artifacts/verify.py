@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from infra.artifacts.parallel import in_parallel
 from infra.artifacts.ref import KINDS, ArtifactRef, parse_reference
 from infra.artifacts.survey import with_aliases
 from infra.artifacts.trash import open_lists
-from infra.errors import StoreError
+from infra.errors import ReferenceNotFoundError, StoreError
 
 Progress = Callable[[int, int], None]
 """Is told how many bytes have been read since it was told last, and how many there are in all; from any thread."""
@@ -51,8 +51,10 @@ def verify_version(
         quick: look at the sizes of the blobs only, not at their content.
         progress: is told how far it is.
     """
-    parents = {parent.uri: found for parent in manifest.parents if (found := _parent(catalog, parent))}
+    looked_up = {parent.uri: _parent(catalog, parent) for parent in manifest.parents}
+    parents = {uri: found for uri, found in looked_up.items() if isinstance(found, Manifest)}
     removed, problems = _check_parents([manifest], parents)
+    problems += [each for each in looked_up.values() if isinstance(each, str)]
     problems += _check_blobs(backend, [manifest], quick=quick, progress=progress)
     return _verification([manifest], removed, problems)
 
@@ -121,11 +123,15 @@ def _manifest(catalog: Catalog, version: tuple[str, str, int]) -> Manifest | str
         return str(error)
 
 
-def _parent(catalog: Catalog, parent: ArtifactRef) -> Manifest | None:
-    if parent.is_external:
+def _parent(catalog: Catalog, parent: ArtifactRef) -> Manifest | str | None:
+    """Return the manifest of a parent, why it cannot be read, or None if it is not in the store."""
+    try:
+        reference = None if parent.is_external else parse_reference(parent.uri)
+    except ReferenceNotFoundError as error:
+        return str(error)
+    if reference is None or reference.version is None:
         return None
-    reference = parse_reference(parent.uri)
-    return catalog.read(reference.kind, reference.name, reference.version or 0)
+    return _manifest(catalog, (reference.kind, reference.name, reference.version))
 
 
 def _check_parents(manifests: list[Manifest], by_uri: Mapping[str, Manifest]) -> tuple[int, list[str]]:
@@ -153,16 +159,18 @@ def _check_aliases(backend: Backend, by_uri: Mapping[str, Manifest]) -> Iterator
             yield str(error)
             continue
         for alias, content in aliases.items():
-            if complaint := _points_wrong(content, by_uri):
+            if complaint := _points_wrong(content, (kind, name), by_uri):
                 yield f"the alias {alias!r} of {kind}/{name} {complaint}; move it: rlhf artifacts promote"
 
 
-def _points_wrong(alias: Alias, by_uri: Mapping[str, Manifest]) -> str | None:
-    found = by_uri.get(alias.uri)
+def _points_wrong(alias: Alias, artifact: tuple[str, str], by_uri: Mapping[str, Manifest]) -> str | None:
+    found, digest = by_uri.get(alias.uri), alias.history[-1].digest
     if found is None:
         return f"points at {alias.uri}, which is not in the store"
-    if found.digest != alias.history[-1].digest:
-        return f"points at {alias.uri} with digest {alias.history[-1].digest[:12]}, which has {found.digest[:12]}"
+    if (found.kind, found.name) != artifact:
+        return f"points at {alias.uri}, which is another artifact"
+    if found.digest != digest:
+        return f"points at {alias.uri} with digest {digest[:12]}, which has {found.digest[:12]}"
     return None
 
 
@@ -212,12 +220,13 @@ def _check_blobs(backend: Backend, manifests: list[Manifest], *, quick: bool, pr
     complaints: dict[str, str] = {}
     for found in in_parallel(check, files.values()):
         complaints |= found
-    problems = []
-    for digest, complaint in complaints.items():
-        if users := _users(backend, manifests, digest):
-            more = f" and {len(users) - 1} more" if len(users) > 1 else ""
-            problems.append(f"{complaint}: {users[0]}{more} cannot be fetched; restore it, or commit it again")
-    return problems
+    users = _users(backend, manifests, complaints.keys()) if complaints else {}
+    return [
+        f"{complaint}: {users[digest][0]}{f' and {more} more' if (more := len(users[digest]) - 1) else ''} "
+        "cannot be fetched; restore it, or commit it again"
+        for digest, complaint in complaints.items()
+        if digest in users
+    ]
 
 
 def _check_file(backend: Backend, entry: FileEntry, *, quick: bool, read: Callable[[int], None]) -> dict[str, str]:
@@ -252,12 +261,17 @@ def _check_blob(backend: Backend, blob: BlobEntry, whole: Any) -> str | None:
     )
 
 
-def _users(backend: Backend, manifests: list[Manifest], digest: str) -> list[str]:
-    """Return which files need a blob, of the versions that have not been removed since they were read."""
-    return [
-        f"{entry.path!r} of {manifest.uri}"
-        for manifest in manifests
-        for entry in manifest.files
-        if digest == entry.sha256 or any(blob.sha256 == digest for blob in entry.pieces)
-        if backend.read(version_key(manifest.kind, manifest.name, manifest.version)) is not None
-    ]
+def _users(backend: Backend, manifests: list[Manifest], damaged: Collection[str]) -> dict[str, list[str]]:
+    """Return which files need each hash, of the versions that have not been removed since they were read."""
+    found: dict[str, list[str]] = {}
+    for manifest in manifests:
+        needs = [
+            (digest, f"{entry.path!r} of {manifest.uri}")
+            for entry in manifest.files
+            for digest in {entry.sha256, *(blob.sha256 for blob in entry.pieces)}.intersection(damaged)
+        ]
+        key = version_key(manifest.kind, manifest.name, manifest.version)
+        if needs and backend.read(key) is not None:
+            for digest, what in needs:
+                found.setdefault(digest, []).append(what)
+    return found

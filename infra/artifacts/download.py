@@ -6,7 +6,7 @@ import errno
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -98,6 +98,7 @@ class Downloads:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._given_up = Event()
+        self._errors: list[BaseException] = []
         self._files = ThreadPoolExecutor(THREADS, thread_name_prefix="files")
         self._blobs = ThreadPoolExecutor(THREADS, thread_name_prefix="blobs")
 
@@ -108,14 +109,30 @@ class Downloads:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self._given_up.set()
+            self._give_up(error)
         self._files.shutdown(cancel_futures=True)
         self._blobs.shutdown(cancel_futures=True)
 
     def each(self, function: Callable[[T], R], items: Iterable[T]) -> list[R]:
         """Return the function's result for each item, in order; the first error ends it all."""
-        futures = [self._files.submit(function, item) for item in items]
+
+        def work(item: T) -> R:
+            try:
+                return function(item)
+            except BaseException as error:
+                self._give_up(error)
+                raise
+
+        futures = [self._files.submit(work, item) for item in items]
+        wait(futures, return_when=FIRST_EXCEPTION)
+        if self._errors:
+            raise self._errors[0]  # those after it may be of its making
         return [future.result() for future in futures]
+
+    def _give_up(self, error: BaseException) -> None:
+        """Tell what is under way that it is for nothing."""
+        self._errors.append(error)
+        self._given_up.set()
 
     def make(
         self,
@@ -163,8 +180,8 @@ class Downloads:
         jobs = [self._blobs.submit(self._bring, place, donors, resumed) for place in places]
         try:
             found = _hash_in_order(places, jobs)
-        except BaseException:
-            self._given_up.set()
+        except BaseException as error:
+            self._give_up(error)
             raise
         finally:  # those that are on their way still write to the descriptor
             wait([job for job in jobs if not job.cancel()])

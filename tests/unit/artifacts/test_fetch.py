@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from infra.artifacts import download, open_store, pieces
+from infra.artifacts.download import Downloads
 from infra.artifacts.layout import blob_key, version_key
 from infra.artifacts.locks import try_lock
 from infra.artifacts.manifest import BlobEntry, FileEntry, Manifest
@@ -53,6 +54,25 @@ def test_blobs_that_are_not_the_files_are_refused(place: Place) -> None:
             attempt("policy/p")
     assert not place.kept(LARGE).exists()
     assert not (place.root / "out" / "w").exists()
+
+
+def test_the_error_that_is_told_is_the_one_that_ended_the_others(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    ref = place.store.commit("policy", "p", {"a": b"fine", "b": b"lost"})
+    (place.root / "store" / blob_key(sha256(b"lost"))).unlink()
+    give_up, given_up = Downloads._give_up, threading.Event()
+
+    def tell(downloads: Downloads, error: BaseException) -> None:
+        give_up(downloads, error)
+        given_up.set()
+
+    def come_late(_: str, size: int) -> Iterator[bytes]:
+        assert given_up.wait(timeout=60)
+        yield bytes(size)
+
+    monkeypatch.setattr(Downloads, "_give_up", tell)
+    monkeypatch.setattr(place.store._backend, "download", come_late)
+    with pytest.raises(StoreError, match=r"'b' of policy/p@1 .* is missing from the store"):
+        place.store.cached(ref)
 
 
 def test_the_blobs_of_one_file_come_side_by_side(place: Place) -> None:

@@ -231,5 +231,5 @@ def _is_fair(error: Exception) -> bool:
     """Return whether an actor may be told so."""
     if isinstance(error, VersionExistsError | ReferenceNotFoundError | LeaseOutlivedError):
         return True
-    words = ("its move to", "cannot be rolled back", "was removed while it was written")
+    words = ("its move to", "cannot be rolled back", "was removed while it was written", "could not be moved within")
     return isinstance(error, StoreError) and any(each in str(error) for each in words)

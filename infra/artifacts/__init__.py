@@ -1,19 +1,30 @@
 """The artifact store."""
 
-from infra.artifacts.lineage import Lineage
+from infra.artifacts.collect import LEAST_GRACE, Collection
+from infra.artifacts.credentials import S3Options
+from infra.artifacts.diff import Difference
+from infra.artifacts.lineage import Descent, Lineage
 from infra.artifacts.manifest import FileEntry, Manifest
-from infra.artifacts.opening import S3Options, open_default_store, open_store
+from infra.artifacts.opening import open_default_store, open_store
 from infra.artifacts.ref import KINDS, ArtifactRef
+from infra.artifacts.retention import Retention
 from infra.artifacts.store import ArtifactStore
+from infra.artifacts.verify import Verification
 
 __all__ = [
     "KINDS",
+    "LEAST_GRACE",
     "ArtifactRef",
     "ArtifactStore",
+    "Collection",
+    "Descent",
+    "Difference",
     "FileEntry",
     "Lineage",
     "Manifest",
+    "Retention",
     "S3Options",
+    "Verification",
     "open_default_store",
     "open_store",
 ]

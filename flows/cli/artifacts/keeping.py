@@ -1,0 +1,129 @@
+"""Keeping the store in order: verify, collect."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from flows.cli.artifacts.output import Json, console, counted, print_rows, size, write_json, write_lines
+
+if TYPE_CHECKING:
+    from infra.artifacts import ArtifactStore, Collection, Verification
+
+Flag = Annotated[bool, Parameter(negative="")]
+
+
+def verify(reference: str | None = None, *, quick: Flag = False, as_json: Json = False) -> int:
+    """Look for anything that is not as it should be: manifests, parents, aliases, keys, and every byte of the blobs.
+
+    Each problem is a line. The exit status is 1 if there is one.
+
+    Args:
+        reference: check this version only; the whole store when left out.
+        quick: look at the sizes of blobs only, not at their content.
+        as_json: print JSON.
+    """
+    from infra.artifacts import open_default_store
+
+    store = open_default_store()
+    found = _verified(store, reference, quick=quick)
+    if as_json:
+        facts = {"versions": found.versions, "blobs": found.blobs, "bytes": found.bytes, "quick": quick}
+        write_json(facts | {"removed_parents": found.removed_parents, "problems": found.problems})
+        return int(bool(found.problems))
+    write_lines(found.problems)
+    where = reference or store.url
+    depth = "of which only the sizes were looked at" if quick else "read and hashed"
+    console().print(
+        f"{where}: {counted(found.versions, 'version')}, {counted(found.blobs, 'blob')}, {size(found.bytes)}, "
+        f"{depth}: {counted(len(found.problems), 'problem') if found.problems else 'all is well'}",
+        markup=False,
+    )
+    return int(bool(found.problems))
+
+
+def collect(
+    *,
+    delete: Flag = False,
+    grace: float | None = None,
+    retention: str | None = None,
+    as_json: Json = False,
+) -> None:
+    """Show what is not needed any longer: versions that the rules do not keep, and blobs that nothing reaches.
+
+    What an alias or a running writer reaches always stays. Nothing is written without --delete. With it, what is new
+    is listed in the store, and what was listed at least the grace time ago, and is still not needed, is deleted: so
+    call it every day, say.
+
+    Args:
+        delete: list, and delete what was listed long enough ago.
+        grace: hours between the two; 24 is the least, and the default.
+        retention: how many of the newest versions of each name are kept, by kind (`ppo-state=3,policy=50`); else
+            RLHF_RETENTION says so, else two training states are kept, and all of the others.
+        as_json: print JSON.
+    """
+    from infra.artifacts import LEAST_GRACE, Retention, open_default_store
+    from infra.settings import settings
+
+    rules = Retention.parse(retention if retention is not None else settings().retention)
+    time = LEAST_GRACE if grace is None else timedelta(hours=grace)
+    store = open_default_store()
+    with console(stderr=True).status(f"looking through {store.url}"):
+        found = store.collect(rules, delete=delete, grace=time)
+    if as_json:
+        return write_json(found.as_dict())
+    _show(found)
+    return None
+
+
+def _verified(store: ArtifactStore, reference: str | None, *, quick: bool) -> Verification:
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    which = None if reference is None else store.resolve(reference).ref  # before a bar is there
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    screen = console(stderr=True)
+    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
+        task = bar.add_task("", total=None)
+        return store.verify(
+            which, quick=quick, progress=lambda read, total: bar.update(task, advance=read, total=total)
+        )
+
+
+def _show(found: Collection) -> None:
+    screen = console()
+    survey = found.survey
+    screen.print(f"kept are the newest: {found.retention}; and all that an alias or a lease reaches", markup=False)
+    rows = []
+    for kind, blobs in survey.freed.items():
+        retired = [each for each in survey.retired if each.kind == kind]
+        freed = f"{counted(len(blobs), 'blob')} that nothing else reaches, {size(sum(blob.size for blob in blobs))}"
+        rows.append((kind, f"{counted(len(retired), 'version')} retired, {freed}"))
+    if survey.orphans:
+        orphans = f"{counted(len(survey.orphans), 'blob')} that nothing reaches"
+        rows.append(("blobs", f"{orphans}, {size(sum(blob.size for blob in survey.orphans))}"))
+    for name, count in (
+        ("leases", survey.stale_leases),
+        ("deletions that were broken off", survey.unfinished),
+        ("leftovers of opening the store", len(survey.leftovers)),
+    ):
+        if count:
+            rows.append((name, str(count)))
+    print_rows(screen, rows or [("nothing is unneeded",)])
+    if survey.retired:
+        print_rows(screen, [(each.uri, f"{each.created:%Y-%m-%d %H:%M} UTC") for each in survey.retired])
+    for each in found.lists:
+        listed = f"{counted(len(each.listing.versions), 'version')}, {counted(len(each.listing.blobs), 'blob')}"
+        due = f"{each.listing.created + found.grace:%Y-%m-%d %H:%M} UTC"
+        screen.print(f"listed {each.listing.created:%Y-%m-%d %H:%M} UTC: {listed}; due {due}", markup=False)
+    screen.print(_outcome(found), markup=False)
+
+
+def _outcome(found: Collection) -> str:
+    hours = f"{found.grace / timedelta(hours=1):g} hours"
+    if found.is_dry:
+        return f"nothing was written; --delete lists what is new, and deletes what was listed {hours} ago or earlier"
+    fresh = f"listed: {counted(len(found.fresh.versions), 'version')}, {counted(len(found.fresh.blobs), 'blob')}"
+    versions, blobs = counted(len(found.versions), "version"), counted(found.blobs, "blob")
+    return f"deleted: {versions}, {blobs}, {size(found.blob_bytes)}; newly {fresh}, to be deleted after {hours}"

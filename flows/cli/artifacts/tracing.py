@@ -1,0 +1,118 @@
+"""How artifacts came to be, and how two of them differ: lineage, diff."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from flows.cli.artifacts.output import Json, console, counted, print_rows, size, write_json, write_lines
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from rich.console import Console
+
+    from infra.artifacts import Descent, Difference, Lineage
+    from infra.artifacts.diff import Change, FileChange
+    from infra.artifacts.ref import ArtifactRef
+
+LONGEST_VALUE = 60
+"""Characters of a value that are shown; all of them stand in the JSON."""
+
+
+def lineage(
+    reference: str, *, down: Annotated[bool, Parameter(name="--down", negative="")] = False, as_json: Json = False
+) -> None:
+    """Show what an artifact was made from, and what that was made from, to the beginning.
+
+    Args:
+        reference: `kind/name` (the latest), `kind/name@version` or `kind/name@alias`.
+        down: show what was made from it instead, to the end; every manifest of the store is read for that.
+        as_json: print JSON.
+    """
+    from infra.artifacts import open_default_store
+    from infra.artifacts.lineage import draw
+
+    store = open_default_store()
+    root = store.descendants(reference) if down else store.lineage(reference)
+    if as_json:
+        return write_json(_tree(root, "children" if down else "parents", set()))
+    write_lines(draw(root))
+    return None
+
+
+def diff(before: str, after: str, *, as_json: Json = False) -> None:
+    """Show what is different between two artifacts: configuration, figures, parents, files, code, packages.
+
+    Args:
+        before: `kind/name` (the latest), `kind/name@version` or `kind/name@alias`.
+        after: the other, of any kind and name.
+        as_json: print JSON.
+    """
+    from infra.artifacts import open_default_store
+
+    found = open_default_store().diff(before, after)
+    if as_json:
+        return write_json(found.as_dict())
+    screen = console()
+    screen.print(f"{found.before} → {found.after}", style="bold", markup=False)
+    for title, changes in (
+        ("config", found.config),
+        ("metrics", found.metrics),
+        ("parents", found.parents),
+        ("packages", found.packages),
+    ):
+        _print_changes(screen, title, changes)
+    if found.source is not None:
+        _print_changes(screen, "source", [found.source])
+    _print_files(screen, found)
+    return None
+
+
+def _tree(node: Lineage | Descent, onward: str, shown: set[ArtifactRef]) -> dict[str, Any]:
+    """Return a tree as plain values; what was given already is given without its own."""
+    from infra.artifacts.lineage import branches
+
+    facts: dict[str, Any] = {"uri": node.ref.uri, "digest": node.ref.digest, "external": node.ref.is_external}
+    facts["created"] = node.manifest.created.isoformat() if node.manifest else None
+    if node.ref in shown:
+        return facts | {"repeated": True}
+    shown.add(node.ref)
+    return facts | {onward: [_tree(each, onward, shown) for each in branches(node)]}
+
+
+def _print_changes(screen: Console, title: str, changes: Iterable[Change]) -> None:
+    rows = [(change.name, _value(change.before), "→", _value(change.after)) for change in changes]
+    if rows:
+        screen.print(f"\n{title}", style="bold")
+        print_rows(screen, rows)
+
+
+def _value(value: Any) -> str:
+    """Return a value on one line, the beginning of a long one; nothing where there is none."""
+    text = "" if value is None else value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}…"
+
+
+def _print_files(screen: Console, found: Difference) -> None:
+    counts: dict[str, int] = {}
+    for each in found.files:
+        counts[each.what] = counts.get(each.what, 0) + 1
+    told = ", ".join(counted(count, f"file {what}", f"files {what}") for what, count in sorted(counts.items()))
+    screen.print(f"\nfiles ({told})", style="bold", markup=False)
+    print_rows(screen, [_file_row(each) for each in found.files if each.what != "same"])
+    share = f" ({found.shared_bytes / found.after_bytes:.1%})" if found.after_bytes else ""
+    sizes = f"{size(found.shared_bytes)} of {size(found.after_bytes)}{share}"
+    screen.print(f"{sizes} of {found.after} are blobs of {found.before} too", markup=False)
+
+
+def _file_row(change: FileChange) -> tuple[str, ...]:
+    sizes = {
+        "changed": f"{size(change.before_bytes)} → {size(change.after_bytes)}",
+        "added": size(change.after_bytes),
+        "removed": size(change.before_bytes),
+    }
+    shared = f"{size(change.shared_bytes)} shared" if change.shared_bytes else ""
+    return change.what, change.path, sizes[change.what], shared

@@ -1,0 +1,154 @@
+"""`rlhf artifacts` in everyday keeping: diff, lineage down, promote, rollback, verify, collect."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.cli import main
+from flows.cli.artifacts.output import counted, size
+from infra.artifacts import ArtifactStore, open_default_store
+from infra.artifacts.layout import blob_key
+from tests.unit.artifacts.store_contract import sha256
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ArtifactStore:
+    """A store, named by the settings: data, SFT, three policies, three training states, a champion."""
+    monkeypatch.setenv("RLHF_ENV_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("RLHF_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("RLHF_STORE_URL", (tmp_path / "store").as_uri())
+    monkeypatch.delenv("RLHF_RETENTION", raising=False)
+    store = open_default_store()
+    data = store.commit("dataset", "d", {"rows": b"rows"})
+    sft = store.commit("sft", "s", {"w": b"sft"}, parents=[data, "model/base"])
+    for step in range(1, 4):
+        config = {"ppo": {"lr": 0.1 * step}}
+        files = {"w": b"policy%d" % step, "same": b"same"}
+        store.commit("policy", "p", files, parents=[sft, data], config=config, metrics={"reward": 0.25 * step})
+        store.commit("ppo-state", "r", {"w": b"state%d" % step}, version=step)
+    store.set_alias("policy/p@1", "champion", why="first", who="test")
+    return store
+
+
+@pytest.fixture
+def rlhf(store: ArtifactStore, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Type a command line; return exit status, output and error output."""
+    del store
+
+    def run(*words: str) -> tuple[int, str, str]:
+        status = main(["artifacts", *words])
+        told = capsys.readouterr()
+        return status, told.out, told.err
+
+    return run
+
+
+def test_diff_shows_what_differs(rlhf: Any) -> None:
+    status, out, _ = rlhf("diff", "policy/p@1", "policy/p@2")
+    assert status == 0
+    for line in ("policy/p@1 → policy/p@2", "ppo.lr  0.1  →  0.2", "reward  0.25  →  0.5"):
+        assert line in out
+    assert "files (1 file changed, 1 file same)" in out
+    assert "changed  w  7 B → 7 B" in out
+    assert "4 B of 11 B (36.4%) of policy/p@2 are blobs of policy/p@1 too" in out
+    facts = json.loads(rlhf("diff", "policy/p@1", "policy/p@2", "--json")[1])
+    assert facts["config"] == [{"name": "ppo.lr", "what": "changed", "before": 0.1, "after": 0.2}]
+
+
+def test_lineage_down_shows_what_was_made_from_it(rlhf: Any) -> None:
+    lines = rlhf("lineage", "sft/s", "--down")[1].splitlines()
+    assert [line.split()[1 if line[0] in "├└" else 0] for line in lines] == [
+        "sft/s@1", "policy/p@1", "policy/p@2", "policy/p@3",
+    ]  # fmt: skip
+    tree = json.loads(rlhf("lineage", "dataset/d", "--down", "--json")[1])
+    assert [child["uri"] for child in tree["children"]] == ["sft/s@1", "policy/p@1", "policy/p@2", "policy/p@3"]
+    assert tree["children"][1]["repeated"] is True
+
+
+def test_promote_and_rollback_say_what_became_of_the_alias(rlhf: Any, store: ArtifactStore) -> None:
+    told = rlhf("promote", "policy/p@2", "--why", "measured by hand")[1]
+    assert told == "champion of policy/p points at policy/p@2 now; before, at policy/p@1\n"
+    assert rlhf("promote", "policy/p@2", "--why", "x")[1] == "champion of policy/p points at policy/p@2 already\n"
+    told = rlhf("rollback", "policy/p", "--why", "users complain", "--json")[1]
+    assert json.loads(told) == {"uri": "policy/p@1", "alias": "champion", "before": "policy/p@2"}
+    last = store.aliases("policy", "p")["champion"].history[-1]
+    assert (last.uri, last.why) == ("policy/p@1", "users complain")
+    assert "@" in last.who
+    shown = rlhf("show", "policy/p@champion")[1]
+    assert "history of champion" in shown
+    assert "measured by hand" in shown
+    assert rlhf("promote", "policy/p@3", "candidate", "--why", "x")[1].endswith("now; before, at nothing\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (("rollback", "policy/p", "--why", "x"), "points at policy/p@1 and cannot be rolled back: it has pointed at"),
+        (("rollback", "policy/p@1", "--why", "x"), "'policy/p@1' is a version, but an alias is rolled back"),
+        (("rollback", "policy/p", "nobody", "--why", "x"), "there is no alias 'nobody' of policy/p to roll back"),
+        (("promote", "policy/p@2", "--why", " "), "needs a reason"),
+        (("promote", "policy/p@2", "latest", "--why", "x"), "'latest' cannot be an alias"),
+        (("promote", "policy/p@9", "--why", "x"), "the versions of policy/p are 3, 2, 1"),
+        (("show", "s3://other/policy/p@1"), "'s3://other/policy/p@1' is an address, and names no artifact of this"),
+        (("diff", "policy/p@1", "file:///x/policy/p@1"), "is an address, and names no artifact of this store"),
+        (("verify", "/policy/p"), "is an address, and names no artifact of this store"),
+        (("lineage", "policy:p", "--down"), "'policy:p' is an address"),
+        (("show", "policy/p@1@2"), "'policy/p@1@2' names no artifact: expected policy/name"),
+        (("collect", "--grace", "1"), "a grace time of 1 hours is too short"),
+        (("collect", "--retention", "polcy=1"), "names the kind 'polcy', which there is not (did you mean policy?)"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_sentence(rlhf: Any, words: tuple[str, ...], complaint: str) -> None:
+    status, out, err = rlhf(*words)
+    assert (status, out) == (1, "")
+    assert complaint in err
+    assert err.count("\n") == 1
+
+
+def test_verify_exits_with_1_when_something_is_wrong(rlhf: Any, tmp_path: Path) -> None:
+    status, out, _ = rlhf("verify")
+    assert status == 0
+    assert "8 versions, 9 blobs, 50 B, read and hashed: all is well" in out
+    (tmp_path / "store" / blob_key(sha256(b"policy2"))).write_bytes(b"pOlicy2")
+    assert rlhf("verify", "--quick")[0] == rlhf("verify", "policy/p@1")[0] == 0
+    for more in ((), ("policy/p@2",)):
+        status, out, _ = rlhf("verify", *more)
+        assert status == 1
+        assert "is damaged" in out.splitlines()[0]
+        assert out.splitlines()[1].endswith("read and hashed: 1 problem")
+    facts = json.loads(rlhf("verify", "--json")[1])
+    assert (facts["versions"], facts["quick"], len(facts["problems"])) == (8, False, 1)
+
+
+def test_collect_shows_what_could_go_and_deletes_only_when_told(
+    rlhf: Any, store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = rlhf("collect")[1]
+    assert "kept are the newest: ppo-state=2; and all that an alias or a lease reaches" in out
+    assert "ppo-state  1 version retired, 1 blob that nothing else reaches, 6 B" in out
+    assert "nothing was written; --delete lists what is new" in out
+    out = rlhf("collect", "--retention", "policy=1")[1]
+    assert "policy     1 version retired, 1 blob" in out  # not the champion
+    monkeypatch.setenv("RLHF_RETENTION", "ppo-state=all")
+    assert "nothing is unneeded" in rlhf("collect")[1]
+    monkeypatch.delenv("RLHF_RETENTION")
+    out = rlhf("collect", "--delete")[1]
+    assert "deleted: 0 versions, 0 blobs, 0 B; newly listed: 1 version, 0 blobs, to be deleted after 24 hours" in out
+    facts = json.loads(rlhf("collect", "--json")[1])
+    assert facts["lists"][0]["versions"] == ["ppo-state/r@1"]
+    assert facts["newly_listed"] == {"versions": [], "blobs": 0}
+    assert len(store.list("ppo-state")) == 3
+
+
+def test_a_rule_in_the_settings_that_cannot_be_read_is_one_sentence(rlhf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLHF_RETENTION", "policy=few")
+    assert "the retention 'policy=few' keeps 'few' of policy" in rlhf("collect")[2]
+
+
+def test_sizes_and_counts_read_as_people_write_them() -> None:
+    assert [size(count) for count in (0, 999, 1000, 2_500_000, 3e12)] == ["0 B", "999 B", "1.0 kB", "2.5 MB", "3.0 TB"]
+    assert [counted(count, "blob") for count in (0, 1, 2)] == ["0 blobs", "1 blob", "2 blobs"]

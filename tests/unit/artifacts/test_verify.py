@@ -1,0 +1,173 @@
+"""Verification finds each kind of damage, names it, and finds nothing where nothing is wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from infra.artifacts import ArtifactRef, ArtifactStore, open_store, pieces, verify
+from infra.artifacts.layout import blob_key
+from tests.unit.artifacts.store_contract import sha256
+
+Damage = Callable[[Path], object]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ArtifactStore:
+    """A store with a chain, an alias, a key, a file of several blobs, and a parent that was pruned."""
+    store = open_store((tmp_path / "store").as_uri(), cache_dir=tmp_path / "cache")
+    data = store.commit("dataset", "d", {"rows": b"rows"}, key="k")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(pieces, "PIECE_BYTES", 4)
+        store.commit("sft", "s", {"w": b"abcdefghij", "rows": b"rows"}, parents=[data, "model/base"])
+    state = store.commit("ppo-state", "r", {"f": b"1"}, version=1)
+    store.commit("ppo-state", "r", {"f": b"2"}, version=2)
+    store.commit("policy", "p", {"w": b"weights"}, parents=["sft/s", state])
+    store.set_alias("policy/p@1", "champion", why="first", who="test")
+    assert store.prune("ppo-state", "r", keep=1) == [1]
+    return store
+
+
+def blob(root: Path, body: bytes) -> Path:
+    return root / blob_key(sha256(body))
+
+
+def test_a_store_in_order_has_no_problem_and_is_counted(store: ArtifactStore) -> None:
+    for quick in (False, True):
+        found = store.verify(quick=quick)
+        assert found.problems == ()
+        # rows, abcd, efgh, ij, 2, weights; one parent was pruned, one came from outside
+        assert (found.versions, found.blobs, found.bytes, found.removed_parents) == (4, 6, 22, 1)
+    one = store.verify("policy/p")
+    assert (one.versions, one.blobs, one.bytes, one.removed_parents, one.problems) == (1, 1, 7, 1, ())
+
+
+def edit(path: Path, **change: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | change))
+
+
+def edit_text(path: Path, old: str, new: str) -> None:
+    path.write_text(path.read_text().replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("damage", "complaint"),
+    [
+        (lambda root: blob(root, b"weights").unlink(), "is missing: 'w' of policy/p@1 cannot be fetched"),
+        (lambda root: blob(root, b"rows").unlink(), "is missing: 'rows' of dataset/d@1 and 1 more cannot be fetched"),
+        (lambda root: blob(root, b"weights").write_bytes(b"weight"), "has 6 bytes instead of 7: 'w' of policy/p@1"),
+        (lambda root: blob(root, b"weights").write_bytes(b"wEights"), "is damaged, its content hashes to"),
+        (lambda root: blob(root, b"efgh").write_bytes(b"EFGH"), "is damaged, its content hashes to .*'w' of sft/s@1"),
+        (
+            lambda root: (root / "versions/policy/p/00000001.json").write_text('{"schema_ver'),
+            "the manifest policy/p@1 cannot be read: Invalid JSON",
+        ),
+        (
+            lambda root: edit(root / "versions/policy/p/00000001.json", schema_version="2.0"),
+            "the manifest policy/p@1 cannot be read: .*upgrade rlhf-flows",
+        ),
+        (lambda root: (root / "versions/policy/p/notes.txt").touch(), "policy/p/notes.txt is no manifest"),
+        (lambda root: (root / "versions/adapter").mkdir(), "versions/adapter/ holds artifacts of a kind"),
+        (lambda root: (root / "versions/policy/P").mkdir(), "versions/policy/P: 'P' cannot be the name"),
+        (
+            lambda root: (root / "versions/policy/p/00000001.json").unlink(),
+            "the alias 'champion' of policy/p points at policy/p@1, which is not in the store",
+        ),
+        (
+            lambda root: (root / "aliases/policy/p/champion.json").write_text("[]"),
+            r"the alias aliases/policy/p/champion.json cannot be read",
+        ),
+        (
+            lambda root: edit_text(root / "aliases/policy/p/champion.json", "policy/p@1", "sft/s@1"),
+            "the alias 'champion' of policy/p points at sft/s@1, which is another artifact",
+        ),
+        (lambda root: (root / "keys/dataset/k.json").write_text("[]"), "keys/dataset/k.json .* cannot be read"),
+        (
+            lambda root: edit(root / "keys/dataset/k.json", digest="f" * 64),
+            "keys/dataset/k.json points at dataset/d@1 with digest ffffffffffff, which has",
+        ),
+        (lambda root: (root / "leases/x.json").write_text("[]"), "leases/x.json in the artifact store cannot be read"),
+        (lambda root: (root / "trash/x.json").write_text("[]"), "trash/x.json in the artifact store cannot be read"),
+    ],
+)
+def test_each_damage_is_one_line_that_names_it(
+    store: ArtifactStore, tmp_path: Path, damage: Damage, complaint: str
+) -> None:
+    damage(tmp_path / "store")
+    problems = store.verify().problems
+    assert len([problem for problem in problems if re.search(complaint, problem)]) == 1
+    assert not any("\n" in problem for problem in problems)
+    assert len(problems) == 1 + (complaint.startswith("the manifest"))  # then its alias points at nothing
+
+
+def test_all_problems_are_told_at_once(store: ArtifactStore, tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    blob(root, b"weights").unlink()
+    blob(root, b"ij").write_bytes(b"JI")
+    edit(root / "keys/dataset/k.json", digest="f" * 64)
+    assert len(store.verify().problems) == 3
+    assert len(store.verify("policy/p@champion").problems) == 1
+    assert store.verify("dataset/d").problems == ()
+
+
+def test_quick_looks_at_sizes_and_reads_no_blob(
+    store: ArtifactStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blob(tmp_path / "store", b"weights").write_bytes(b"wEights")
+    blob(tmp_path / "store", b"2").write_bytes(b"22")
+    monkeypatch.setattr(store._backend, "download", None)
+    [problem] = store.verify(quick=True).problems
+    assert "has 2 bytes instead of 1: 'f' of ppo-state/r@2" in problem
+
+
+def test_a_parent_that_is_another_by_now_is_told(store: ArtifactStore) -> None:
+    store.commit("policy", "p", {"w": b"2"}, parents=[ArtifactRef("dataset/d@1", "f" * 64)])
+    for reference in (None, "policy/p"):
+        [problem] = store.verify(reference).problems
+        assert problem.startswith("policy/p@2 came from dataset/d@1 with digest ffffffffffff, but that version has")
+
+
+def test_a_parent_that_is_no_reference_or_cannot_be_read_is_told(store: ArtifactStore, tmp_path: Path) -> None:
+    path = tmp_path / "store" / "versions" / "policy" / "p" / "00000001.json"
+    edit_text(path, "sft/s@1", "../s@1")
+    [problem] = store.verify("policy/p@1").problems
+    assert problem.startswith("'../s@1' names no artifact")
+    edit_text(path, "../s@1", "sft/s@1")
+    (tmp_path / "store" / "versions" / "sft" / "s" / "00000001.json").write_text("{")
+    [problem] = store.verify("policy/p@1").problems
+    assert problem.startswith("the manifest sft/s@1 cannot be read")
+
+
+def test_blobs_that_do_not_make_up_the_file_are_told(store: ArtifactStore, tmp_path: Path) -> None:
+    path = tmp_path / "store" / "versions" / "sft" / "s" / "00000001.json"
+    manifest = json.loads(path.read_bytes())
+    entry = next(entry for entry in manifest["files"] if entry["path"] == "w")
+    entry["blobs"].reverse()
+    path.write_text(json.dumps(manifest))
+    [problem] = store.verify().problems
+    assert problem.startswith("the blobs of 'w' do not make up what hashes to")
+
+
+def test_what_is_pruned_while_it_is_verified_is_no_problem(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.commit("ppo-state", "r", {"f": b"3"}, version=3)
+    check = verify._check_blobs
+
+    def prune_first(*arguments: object, **more: object) -> list[str]:
+        store.prune("ppo-state", "r", keep=1)
+        return check(*arguments, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(verify, "_check_blobs", prune_first)
+    assert store.verify().problems == ()
+
+
+def test_progress_adds_up_to_the_bytes_that_are_read(store: ArtifactStore) -> None:
+    told: list[tuple[int, int]] = []
+    store.verify(progress=lambda read, total: told.append((read, total)))
+    assert {total for _, total in told} == {22}
+    assert sum(read for read, _ in told) == 22

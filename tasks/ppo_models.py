@@ -147,4 +147,4 @@ def _directory(parent: Parent) -> Path:
     from infra.artifacts import open_default_store
     from infra.settings import settings
 
-    return materialise(Context(open_default_store(), settings(), None), parent)
+    return materialise(Context(open_default_store(patient=True), settings(), None), parent)

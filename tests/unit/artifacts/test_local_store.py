@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -81,3 +88,109 @@ def test_a_lock_that_is_never_free_is_an_error_that_names_it(
             backend.replace("aliases/a", b"2", stored.tag)
     assert backend.replace("aliases/a", b"2", stored.tag)
     assert not backend.replace("aliases/a", b"3", stored.tag)
+
+
+@contextmanager
+def without_privileges() -> Iterator[None]:
+    """Be nobody for a while: permissions do not bind the superuser, as whom the tests may run."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.fixture
+def open_directory() -> Iterator[Path]:
+    """A directory that everybody may enter and nobody may write to, with a store in it."""
+    directory = Path(tempfile.mkdtemp())
+    store = open_store((directory / "store").as_uri(), cache_dir=directory / "cache")
+    store.commit("policy", "p", {"f": b"1"})
+    for folder, _, _ in os.walk(directory):
+        Path(folder).chmod(0o555)
+    yield directory
+    for folder, _, _ in os.walk(directory):
+        Path(folder).chmod(0o755)
+    shutil.rmtree(directory)
+
+
+def test_who_may_only_read_opens_the_store_and_is_told_at_the_first_write(open_directory: Path) -> None:
+    with without_privileges():
+        store = open_store((open_directory / "store").as_uri(), cache_dir=open_directory / "cache")
+        assert store.read_bytes(store.resolve("policy/p"), "f") == b"1"
+        with pytest.raises(
+            StoreError, match=r"cannot write to the artifact store in the directory .*Permission denied"
+        ):
+            store.commit("policy", "p", {"f": b"2"})
+        with pytest.raises(StoreError, match=r"cannot open the artifact store in the directory .*Permission denied"):
+            open_store((open_directory / "new").as_uri(), cache_dir=open_directory / "cache")
+
+
+def test_a_full_disk_is_told_and_leaves_nothing_half_written(tmp_path: Path) -> None:
+    mounted = tmp_path / "small"
+    mounted.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", mounted], capture_output=True, check=False)
+    if done.returncode:
+        pytest.skip("a small file system cannot be mounted here: it takes privileges")
+    try:
+        store = open_store((mounted / "store").as_uri(), cache_dir=tmp_path / "cache")
+        ref = store.commit("policy", "p", {"f": b"1"})
+        with pytest.raises(StoreError, match=r"cannot write to .* No space left on device"):
+            store.commit("policy", "p", {"f": os.urandom(2 << 20)})
+        assert [manifest.ref for manifest in store.list()] == [ref]
+        assert list((mounted / "store" / "tmp").iterdir()) == []
+        assert store.commit("policy", "p", {"f": b"2"}).uri == "policy/p@2"
+    finally:
+        subprocess.run(["umount", mounted], check=True)
+
+
+def test_a_disk_that_is_full_at_any_write_is_told(
+    store: ArtifactStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ref = store.commit("policy", "p", {"f": b"1"})
+    sync = os.fsync
+    for good in range(4):
+        left = iter([True] * good)
+
+        def fill(descriptor: int, left: Iterator[bool] = left) -> None:
+            if not next(left, False):
+                raise OSError(errno.ENOSPC, "No space left on device")
+            sync(descriptor)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", fill)
+            with pytest.raises(StoreError, match=r"cannot write to .* No space left on device"):
+                store.commit("policy", "p", {"f": b"body %d" % good})
+        assert [manifest.ref for manifest in store.list()] == [ref]
+        assert list((tmp_path / "store" / "tmp").iterdir()) == []
+
+
+def test_a_file_system_with_another_clock_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of another machine, say: it is the server who writes down when a file was written."""
+    write = LocalBackend._write_temporary
+
+    def write_long_ago(self: LocalBackend, data: bytes) -> Path:
+        path = write(self, data)
+        os.utime(path, (time.time() - 600, time.time() - 600))
+        return path
+
+    monkeypatch.setattr(LocalBackend, "_write_temporary", write_long_ago)
+    with pytest.raises(
+        StoreError, match=r"our clock is 10 minutes ahead of that of the file system of .*store; leases"
+    ):
+        open_store((tmp_path / "store").as_uri(), cache_dir=tmp_path)
+
+
+def test_a_file_system_that_overwrites_what_is_there_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "link", shutil.copyfile)
+    with pytest.raises(StoreError, match=r"does not do create-if-absent .*so two writers would overwrite each other"):
+        open_store((tmp_path / "store").as_uri(), cache_dir=tmp_path)
+
+
+def test_what_is_tried_at_opening_does_not_stay(store: ArtifactStore, backend: Backend) -> None:
+    assert store.list() == backend.children("probe/") == []

@@ -20,6 +20,7 @@ from infra.artifacts.leases import Claim, Lease
 from infra.artifacts.manifest import Manifest
 from infra.artifacts.pieces import Source
 from infra.artifacts.ref import ArtifactRef, check_key, check_kind, check_name, parse_reference, version_uri
+from infra.artifacts.survey import every_manifest, refuse_unknown_kinds
 from infra.errors import ReferenceNotFoundError, StoreError, VersionExistsError
 
 
@@ -177,6 +178,9 @@ class ArtifactStore(Keeping):
 
         Returns:
             The versions that were deleted.
+
+        Raises:
+            StoreError: if all would go, or a later release has stored what this one does not see.
         """
         if keep < 1:
             raise StoreError(f"cannot prune {kind}/{name} to {keep} versions; keep at least 1")
@@ -185,12 +189,13 @@ class ArtifactStore(Keeping):
         old = [found for version in versions if (found := self._catalog.known(kind, name, version))]
         if not old:
             return []
+        refuse_unknown_kinds(self._backend)
         gone = delete_unreached(
             self._backend,
             old,
             (),
             needed=lambda: {alias.uri for alias in self.aliases(kind, name).values()},
-            manifests=self._catalog.every,
+            manifests=lambda: every_manifest(self._backend, self._catalog),
         )
         return [manifest.version for manifest in gone.versions]
 

@@ -78,12 +78,17 @@ def every_manifest(backend: Backend, catalog: Catalog) -> list[Manifest]:
     Raises:
         StoreError: if there may be some that this release cannot read.
     """
+    refuse_unknown_kinds(backend)
+    return catalog.every()
+
+
+def refuse_unknown_kinds(backend: Backend) -> None:
+    """Raise StoreError if there are versions that this release does not see: what they reach must not be deleted."""
     if unknown := sorted(set(backend.children(VERSIONS)) - set(KINDS)):
         raise StoreError(
             f"the store holds versions of a kind that this release does not know ({enumerate_names(unknown)}), and "
             "what they reach must not be deleted; upgrade rlhf-flows to collect"
         )
-    return catalog.every()
 
 
 def staying(backend: Backend, leased: Claim, manifests: Iterable[Manifest]) -> set[str]:

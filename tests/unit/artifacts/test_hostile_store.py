@@ -233,6 +233,18 @@ def test_a_note_that_is_none_is_named_and_nothing_is_deleted(
     assert everything(root / "versions") | everything(root / "blobs") == before
 
 
+def test_what_a_later_release_stored_under_a_kind_of_its_own_is_not_deleted_from_under_it(
+    store: ArtifactStore, root: Path
+) -> None:
+    for number in (1, 2):
+        store.commit("ppo-state", "s", {"f": f"{number}".encode()}, version=number)
+    write(root, "versions/judge/j/00000001.json", manifest(["f"], kind="judge", name="j", schema_version="1.1"))
+    before = everything(root)
+    with pytest.raises(StoreError, match=r"versions of a kind that this release does not know \(judge\)"):
+        store.prune("ppo-state", "s", keep=1)
+    assert everything(root) == before
+
+
 @pytest.mark.parametrize("blob", ["../../../versions/policy/p/00000001.json", "a", "A" * 64])
 def test_a_deletion_that_was_left_unfinished_deletes_blobs_and_nothing_else(
     store: ArtifactStore, root: Path, blob: str

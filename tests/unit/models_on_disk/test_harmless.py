@@ -11,7 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlhf_core.errors import ModelError
+from rlhf_core.config import TemplateConfig
+from rlhf_core.data.template import PromptTemplate
+from rlhf_core.errors import ModelError, RlhfError
 from rlhf_core.models.loading import load_causal_lm, load_tokenizer
 from tests.tiny_llama import write_tiny_llama
 
@@ -135,3 +137,20 @@ def test_what_would_be_unpickled_or_fetched_is_refused(
 def test_the_bomb_would_have_gone_off(mark: Path) -> None:
     pickle.loads(pickle.dumps(Bomb(mark)))
     assert mark.exists()
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.__class__.__base__ }}",
+        "{{ cycler.__init__.__globals__.os.system('true') }}",
+        "{{ raise_exception.__globals__.keys() }}",
+        "{% set _ = messages.append(1) %}",
+    ],
+)
+def test_a_chat_template_reaches_nothing_but_its_messages(directory: Path, template: str) -> None:
+    (directory / "chat_template.jinja").write_text(template)
+    prompts = PromptTemplate(load_tokenizer(directory), TemplateConfig())
+    with pytest.raises(RlhfError, match="unsafe"):
+        prompts.render([{"role": "user", "content": "x"}], for_answer=True)

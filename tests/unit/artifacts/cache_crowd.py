@@ -7,6 +7,7 @@ taken it away.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -19,9 +20,10 @@ from random import Random
 from typing import Any
 
 from infra.artifacts import ArtifactStore, open_store, pieces
+from infra.artifacts.layout import blob_key
 
 PIECE = 4096
-PROCESSES, AT_ONCE = 40, 5
+AT_ONCE = 6
 LIMIT_BYTES = 60_000
 """About half of what there is."""
 SYSTEM_CALLS = (
@@ -81,7 +83,7 @@ def work(root: Path, seed: int) -> None:
     random = Random(seed)
     store = open_one(root, LIMIT_BYTES)
     if random.random() < 0.6:
-        die_at(random.randrange(1, 150), after=random.random() < 0.5)
+        die_at(random.randrange(1, 100), after=random.random() < 0.5)
     given: dict[Path, int] = {}
     for turn in range(3):
         number = random.randrange(4)
@@ -95,11 +97,11 @@ def work(root: Path, seed: int) -> None:
             check(known, what)
 
 
-def crowd(root: Path) -> dict[str, Any]:
+def crowd(root: Path, processes: int) -> dict[str, Any]:
     """Let processes loose on one cache; return how they ended, and what is left when all are gone."""
     ends: dict[str, int] = {"finished": 0, "killed": 0, "failed": 0}
     running: set[int] = set()
-    for seed in range(PROCESSES):
+    for seed in range(processes):
         if len(running) == AT_ONCE:
             wait_for_one(running, ends)
         running.add(in_child(lambda seed=seed: work(root, seed)))
@@ -118,21 +120,22 @@ def crowd(root: Path) -> dict[str, Any]:
 
 
 def resumption(root: Path) -> list[str]:
-    """Return what is downloaded by whoever comes after a process that was killed at its third blob of five."""
+    """Return what is downloaded by whoever comes after a process that was killed with two blobs of five in place."""
+    blobs = [bytes([part]) * PIECE for part in range(1, 6)]
     store = open_one(root / "resumption", LIMIT_BYTES)
-    store.commit("policy", "p", {"w": b"".join(bytes([part]) * PIECE for part in range(5))})
-    real, asked = store._backend.download, []
+    store.commit("policy", "p", {"w": b"".join(blobs)})
+    early = {blob_key(hashlib.sha256(blob).hexdigest()) for blob in blobs[:2]}
+    real, asked, parent = store._backend.download, [], os.getpid()
 
     def download(key: str, size: int) -> Iterator[bytes]:
         asked.append(key)
-        if len(asked) == 3 and os.getpid() != parent:
-            part = next((root / "resumption").rglob("parts/*"))
-            while part.stat().st_size and part.read_bytes()[: 2 * PIECE] != b"\0" * PIECE + b"\1" * PIECE:
-                pass  # the two before it are on their way
+        if os.getpid() != parent and key not in early:
+            [part] = (root / "resumption").rglob("parts/*")
+            while not part.read_bytes().startswith(b"".join(blobs[:2])):
+                pass  # they are on their way, in other threads
             os.kill(os.getpid(), signal.SIGKILL)
         return real(key, size)
 
-    parent = os.getpid()
     store._backend.download = download  # type: ignore[method-assign]
     _, status = os.waitpid(in_child(lambda: store.cached("policy/p")), 0)
     assert os.WTERMSIG(status) == signal.SIGKILL
@@ -158,13 +161,13 @@ def wait_for_one(running: set[int], ends: dict[str, int]) -> None:
     ends["killed" if os.WIFSIGNALED(status) else "failed" if status else "finished"] += 1
 
 
-def main(root: Path) -> None:
+def main(root: Path, processes: int) -> None:
     pieces.PIECE_BYTES = PIECE
     store = open_one(root, LIMIT_BYTES)
     for number in range(4):
         store.commit("policy", f"p{number}", bodies_of(number))
-    json.dump({"crowd": crowd(root), "asked": len(resumption(root))}, sys.stdout)
+    json.dump({"crowd": crowd(root, processes), "asked": len(resumption(root))}, sys.stdout)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))

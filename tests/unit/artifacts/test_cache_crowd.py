@@ -7,19 +7,24 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.unit.artifacts import cache_crowd
 
 
-def test_processes_that_fetch_evict_and_are_killed_at_once_leave_a_cache_that_is_whole(tmp_path: Path) -> None:
+@pytest.mark.parametrize("processes", [50, pytest.param(2000, marks=pytest.mark.s3)])
+def test_processes_that_fetch_evict_and_are_killed_at_once_leave_a_cache_that_is_whole(
+    tmp_path: Path, processes: int
+) -> None:
     """And whoever comes after a killed one downloads what that one had not."""
-    command = [sys.executable, cache_crowd.__file__, str(tmp_path)]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    command = [sys.executable, cache_crowd.__file__, str(tmp_path), str(processes)]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert finished.returncode == 0, finished.stderr
     told = json.loads(finished.stdout)
     crowd = told["crowd"]
     assert crowd["failed"] == 0, finished.stderr
-    assert crowd["killed"] >= 10
-    assert crowd["finished"] >= 10
+    assert crowd["killed"] >= processes / 10
+    assert crowd["finished"] >= processes / 10
     assert 0 < crowd["bytes"] <= cache_crowd.LIMIT_BYTES
     assert crowd["leftovers"] == []
     assert crowd["rest"] == ["lock"]

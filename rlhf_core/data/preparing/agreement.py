@@ -20,6 +20,7 @@ ASKED, ASKED_OF_OTHERS = 64, 8
 """Rows that the verifier is asked about, of what is learnt and of each other split: some take a second each."""
 LEARNT = "sft"
 SHOWN = 80
+NO_THOUGHT = "<think></think>"
 
 
 class Agreement(NamedTuple):
@@ -32,8 +33,7 @@ class Agreement(NamedTuple):
 
     def __str__(self) -> str:
         """Return it as one clause."""
-        what = "demonstrations" if self.split == LEARNT else "answers"
-        return f"{self.verifier} accepts {self.accepted} of {self.asked} {what}"
+        return f"{self.verifier} accepts {self.accepted} of {self.asked} {_what(self.split)}"
 
 
 def ask_verifier(
@@ -70,23 +70,37 @@ def ask_verifier(
 def agree(
     judge: Judge, name: str, problems: Sequence[Problem], template: PromptTemplate, *, split: str = LEARNT
 ) -> Agreement:
-    """Return how many of the problems' demonstrations a judge accepts.
+    """Return how many of the problems' demonstrations, or answers in their tags, a judge accepts.
+
+    An answer that is not to be learnt may also stand after a thought: some verifiers want one before they read it.
 
     Raises:
         DataError: if it accepts none.
     """
-    rows = [
-        Answered(each.prompt, response_to_learn(each, template), each.answer, each.entry, each.key, ended=True)
-        for each in problems
-    ]
-    accepted = sum(verdict.score >= 1 for verdict in judge.judge(rows))
+    accepted = _accepted(judge, problems, [response_to_learn(each, template) for each in problems])
+    if not accepted and split != LEARNT:
+        thought = [f"{NO_THOUGHT}{response_to_learn(each, template)}" for each in problems]
+        accepted = _accepted(judge, problems, thought)
     if not accepted:
+        first = problems[0]
         raise DataError(
-            f"the data and the verifier disagree: {name} accepts none of {len(rows)} demonstrations, such as "
-            f"{_short(rows[0].response)} for the answer {_short(rows[0].answer or '')}; name another data.verifier, or "
-            "correct the answers, the demonstrations or template.answer_tag"
+            f"the data and the verifier disagree: {name} accepts none of {len(problems)} {_what(split)}, such as "
+            f"{_short(response_to_learn(first, template))} for the answer {_short(first.answer or '')}; name another "
+            "data.verifier, or correct the answers, the demonstrations or template.answer_tag"
         )
-    return Agreement(name, len(rows), accepted, split)
+    return Agreement(name, len(problems), accepted, split)
+
+
+def _accepted(judge: Judge, problems: Sequence[Problem], responses: Sequence[str]) -> int:
+    rows = [
+        Answered(each.prompt, response, each.answer, each.entry, each.key, ended=True)
+        for each, response in zip(problems, responses, strict=True)
+    ]
+    return sum(verdict.score >= 1 for verdict in judge.judge(rows))
+
+
+def _what(split: str) -> str:
+    return "demonstrations" if split == LEARNT else f"answers of the {split} problems"
 
 
 def _short(text: str) -> str:

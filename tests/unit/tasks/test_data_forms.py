@@ -130,6 +130,27 @@ def test_competition_mathematics_is_learnt_in_tags_that_its_verifier_accepts(
     assert report["verifier"]["share"] == 1.0
 
 
+def test_held_out_answers_need_no_thought_for_a_verifier_that_wants_one(
+    preset: Callable[..., PipelineConfig], tmp_path: Path
+) -> None:
+    """GSM8K as the preset takes it: worked solutions to learn, problems with answers to be judged by."""
+
+    def school(first: int, count: int) -> list[dict[str, Any]]:
+        return [
+            {"question": f"{n} + 1?", "answer": f"It is {n + 1}.\n#### {n + 1}"} for n in range(first, first + count)
+        ]
+
+    files = {
+        "data.demonstrations": write(tmp_path / "train.jsonl", school(0, 80)),
+        "data.evaluation": write(tmp_path / "test.jsonl", school(100, 20)),
+    }
+    config = resolve("gsm8k", overrides=files)
+    small = preset("gsm8k", **files, **{"template": config.template.model_dump(mode="json") | {"prompt": CHATML}})
+    splits, report = made_of(small)
+    assert splits["evaluation"][0].demonstration is None
+    assert (report["verifier"]["verifier"], report["verifier"]["share"]) == ("gsm8k_reward_fn", 1.0)
+
+
 def test_a_verifier_of_ones_own_passes_the_preflight_and_is_asked_about_the_data(
     preset: Callable[..., PipelineConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

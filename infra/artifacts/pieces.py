@@ -21,10 +21,14 @@ def describe(path: str, source: Source) -> FileEntry:
         source: its body, or where it lies.
     """
     whole = hashlib.sha256()
-    blobs = []
+    blobs: list[BlobEntry] = []
     for piece in _read_pieces(source):
-        whole.update(piece)
-        blobs.append(BlobEntry(size=len(piece), sha256=hashlib.sha256(piece).hexdigest()))
+        digest = hashlib.sha256(piece)
+        if blobs:
+            whole.update(piece)
+        else:
+            whole = digest.copy()  # it begins as the first blob's: most files are hashed once
+        blobs.append(BlobEntry(size=len(piece), sha256=digest.hexdigest()))
     size = sum(blob.size for blob in blobs)
     return FileEntry(path=path, size=size, sha256=whole.hexdigest(), blobs=tuple(blobs) if len(blobs) > 1 else ())
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlhf_core.errors import ModelError
+from rlhf_core.models.harmless import check_harmless
 from rlhf_core.models.lora import save_merged
 from rlhf_core.models.saving import quiet
 
@@ -155,8 +156,11 @@ def _from_pretrained(model: nn.Module, directory: Path) -> dict[str, Tensor]:
     """Return the weights by the model's own names; through its own class, which may rename them on disk."""
     kind: Any = type(model)
     if isinstance(model, PreTrainedModel):
+        check_harmless(directory)
         with quiet():
-            fresh, report = kind.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
+            fresh, report = kind.from_pretrained(
+                directory, dtype=torch.float32, use_safetensors=True, output_loading_info=True
+            )
         if lost := sorted(report["missing_keys"]):
             raise ModelError(f"the checkpoint {directory} is incomplete: it lacks {lost[0]!r}")
         return _own(fresh)

@@ -91,20 +91,13 @@ def test_what_may_pickle_does() -> None:
 
 
 def test_every_model_is_loaded_from_safetensors_alone() -> None:
-    """A class that is named by a variable is one of transformers' too: each such call asks for safetensors."""
-    found = {
-        name(path): [
-            {keyword.arg for keyword in call.keywords}
-            for function, call in calls(parsed(path))
-            if function == "kind.from_pretrained"
-        ]
-        for path in SOURCES
-        if "kind.from_pretrained(" in path.read_text()
-    }
-    assert found["rlhf_core/models/loading.py"] == [
-        {"dtype", "local_files_only", "trust_remote_code", "use_safetensors", "output_loading_info"}
-    ]
-    assert set(found) <= {"rlhf_core/models/loading.py", "rlhf_core/strategy/files.py"}
+    """A class that is named by a variable is transformers' too; our own take a directory and a dtype."""
+    for path in SOURCES:
+        for function, call in calls(parsed(path)):
+            given = {keyword.arg for keyword in call.keywords}
+            if function == "kind.from_pretrained" and given:
+                assert "use_safetensors" in given, name(path)
+                assert "check_harmless(directory)" in path.read_text(), name(path)
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,8 @@ class Cache:
         """
         entries = {entry.sha256: entry for entry in manifest.files}.values()
         missing_bytes = sum(entry.size for entry in entries if not self.path(entry).exists())
-        if missing_bytes > shutil.disk_usage(self._root).free:
+        disk = shutil.disk_usage(self._root)
+        if disk.free < missing_bytes <= disk.total:  # what no disk holds makes no room, but an error
             self.evict(room_bytes=missing_bytes)
         with Downloads(backend) as downloads:
             found = downloads.each(lambda entry: self._keep_file(downloads, Wanted(manifest, entry)), entries)

@@ -163,6 +163,11 @@ def test_what_nobody_uses_makes_room_on_a_full_disk(place: Place, monkeypatch: p
     monkeypatch.setattr(shutil, "disk_usage", nearly_full)
     place.store.fetch(second, place.root / "second")
     assert place.bodies() == {sha256(b"b" * 9000)}
+    manifest = place.store.resolve(second)
+    lie = manifest.files[0].model_copy(update={"size": 10**18, "blobs": (), "sha256": "0" * 64})
+    with pytest.raises(StoreError, match="policy/b@1"):
+        place.store._cache.directory(place.store._backend, manifest.model_copy(update={"files": (lie,)}))
+    assert place.bodies() == {sha256(b"b" * 9000)}
 
 
 def test_a_cache_that_is_cleared_while_it_is_used_is_begun_anew(place: Place) -> None:

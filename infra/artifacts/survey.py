@@ -101,7 +101,7 @@ def staying(backend: Backend, leased: Claim, manifests: Iterable[Manifest]) -> s
     """
     known = list(manifests)
     pointed = in_parallel(lambda artifact: list_aliases(backend, *artifact), with_aliases(backend))
-    roots = {alias.uri for aliases in pointed for alias in aliases.values()} | leased.versions
+    roots = {alias.uri for aliases in pointed for alias in aliases.values()}
     return reached(roots.union(each.uri for each in known if leased.covers(each.uri)), known)
 
 

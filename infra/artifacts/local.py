@@ -95,7 +95,10 @@ class LocalBackend:
     def delete(self, key: str) -> None:
         """Remove an object; it may be gone already."""
         with self._explained("delete from"):
-            self._path(key).unlink(missing_ok=True)
+            path = self._path(key)
+            path.unlink(missing_ok=True)
+            if key.startswith(VERSIONS) and path.parent.is_dir():
+                _sync_directory(path.parent)  # or a power cut could bring it back, after its blobs have gone
 
     def children(self, prefix: str) -> list[str]:
         """Return the sorted names directly under a prefix."""

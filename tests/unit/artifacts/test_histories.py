@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
 
 from infra.artifacts.backend import Backend
+from infra.artifacts.leases import DELETION_LIFE
 from infra.artifacts.local import LocalBackend
 from tests.unit.artifacts.histories.dangers import DANGERS
-from tests.unit.artifacts.histories.history import History
+from tests.unit.artifacts.histories.history import BODIES, History
 from tests.unit.artifacts.histories.ledger import LossError
 from tests.unit.artifacts.histories.machine import StoreMachine, play
 from tests.unit.artifacts.histories.stage import MemoryBackend
+from tests.unit.artifacts.store_contract import sha256
 
 SAMPLE, ALL = 25, 1000
 FOUND_WITHIN = 2000
@@ -74,6 +78,15 @@ def test_a_dangerous_history_shows_the_loss_when(
 
     with pytest.raises(LossError):
         whole()
+
+
+def test_a_deleter_whose_clock_is_ten_minutes_behind_is_waited_for(history: History) -> None:
+    created = history.clock.now() - timedelta(minutes=10)
+    note = {"created": created.isoformat(), "blobs": [sha256(BODIES[0])], "versions": []}
+    assert history.place.create("trash/deleting/behind.json", json.dumps(note).encode())
+    begun_s = history.clock.seconds
+    history.step_to(history.write(BODIES[:1], by=0), "size", "blobs/")
+    assert history.clock.seconds - begun_s >= DELETION_LIFE.total_seconds()
 
 
 @pytest.mark.s3

@@ -14,10 +14,11 @@ from infra.artifacts.leases import LeaseOutlivedError
 from infra.artifacts.retention import Retention
 from infra.errors import ReferenceNotFoundError, StoreError, VersionExistsError
 from tests.unit.artifacts.histories.ledger import Ledger, LossError
-from tests.unit.artifacts.histories.stage import Actor, stage
+from tests.unit.artifacts.histories.stage import Actor, MemoryBackend, stage
 
 COUNTED, NUMBERED = ("policy", "p"), ("ppo-state", "r")
 ALIAS = "champion"
+REQUEST_S = 100.0
 DAYS = timedelta(days=4).total_seconds()
 BODIES = [b"a", b"bb", b"ccc"]
 WRITER = [("create", "versions/"), ("size", "blobs/"), ("children", "versions/"), ("delete", "leases/")]
@@ -38,19 +39,26 @@ class History:
         self._curtain = ExitStack()
         self.clock = self._curtain.enter_context(stage())
         self.ledger = Ledger(self.clock)
-        self.place = open_place(self._curtain)
+        self._open_place = open_place
+        self.place: Backend = MemoryBackend()
         self.cast: list[Actor] = []
         self._killed_writers: list[Actor] = []
         self._count = 0
 
     def begin(self) -> None:
-        """Begin with something to be lost: old versions, of which one came from an old state, and an alias."""
+        """Begin with something to be lost: old versions, of which one came from an old state, and an alias.
+
+        That past is played in memory, and then written to the place: it is always the same.
+        """
         self.finish(self.write_numbered([b"state"], 0))
         self.finish(self.write(BODIES[:1], parent="ppo-state/r"))
         self.finish(self.write_numbered(BODIES[1:2], 1))
         for files in (BODIES[1:3], [b"last"]):
             self.finish(self.write(files))
         self.finish(self.promote(2))
+        self.place = self._open_place(self._curtain)
+        for key, data in self.ledger.objects.items():
+            self.place.create(key, data)
 
     # ---- who enters
 
@@ -121,8 +129,7 @@ class History:
         """Let somebody make so many requests."""
         for _ in range(requests):
             if not actor.is_over:
-                actor.step()
-                self.ledger.check()
+                self._step(actor)
         self._settle()
 
     def step_to(self, actor: Actor, method: str, prefix: str) -> None:
@@ -134,8 +141,7 @@ class History:
     def finish(self, actor: Actor) -> None:
         """Let somebody go on to the end."""
         while not actor.is_over:
-            actor.step()
-            self.ledger.check()
+            self._step(actor)
         self._settle()
 
     def kill(self, actor: Actor) -> None:
@@ -145,9 +151,9 @@ class History:
 
     def let_time_pass(self, seconds: float) -> None:
         """Let time pass between two requests, or while the manifest of one who is `in_flight` is under way."""
-        for actor in list(self.cast):
-            if actor.is_poised and not (actor.in_flight and actor.is_writing):
-                self.step(actor)
+        if seconds > REQUEST_S:
+            self._hurry(0.0)
+            self._settle()
         self.clock.seconds += seconds
 
     # ---- how it ends
@@ -190,6 +196,19 @@ class History:
             raise LossError(f"{left} stay for ever")
 
     # ---- behind the stage
+
+    def _step(self, actor: Actor) -> None:
+        actor.step()
+        self.ledger.check()
+        self._hurry()
+
+    def _hurry(self, limit_s: float = REQUEST_S) -> None:
+        """Let those make their request who have been about to for so long: no request takes longer."""
+        for other in self.cast:
+            is_under_way = other.is_poised and not other.is_over and not (other.in_flight and other.is_writing)
+            if is_under_way and self.clock.seconds - other.poised_s >= limit_s:
+                other.step()
+                self.ledger.check()
 
     def _write(
         self, artifact: tuple[str, str], files: list[bytes], version: int | None, by: int, parents: list[str]

@@ -19,6 +19,8 @@ files_of = st.lists(st.sampled_from(BODIES), min_size=1, max_size=2, unique=True
 kept = st.integers(1, 2)
 whose = st.integers(0, CAST - 1)
 landmarks = st.integers(0, 3)
+stops = st.tuples(landmarks, landmarks)
+pauses = st.sampled_from([0.0, 0.0, 13 * 3600.0])
 PAUSES_S = [30.0, 300.0, 2000.0, 13 * 3600.0, 40 * 3600.0]
 
 
@@ -89,14 +91,9 @@ class StoreMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: len(self.history.cast) < CAST - 1)
     @rule(
-        files=files_of,
-        one=st.integers(0, 3),
-        other=st.integers(0, 2),
-        stop=landmarks,
-        later=landmarks,
-        order=st.booleans(),
+        files=files_of, one=st.integers(0, 3), other=st.integers(0, 2), stops=stops, order=st.booleans(), pause=pauses
     )
-    def meet(self, files: list[bytes], one: int, other: int, stop: int, later: int, order: bool) -> None:
+    def meet(self, files: list[bytes], one: int, other: int, stops: tuple[int, int], order: bool, pause: float) -> None:
         """Let one who relies on something and one who deletes meet, both stopped where it matters."""
         own = self.history
         if one == 0:
@@ -106,9 +103,11 @@ class StoreMachine(RuleBasedStateMachine):
         else:
             relying = own.promote(other) if one == 2 else own.read(COUNTED, f"@{ALIAS}")
         deleting = own.collect(1) if other == 0 else own.prune(COUNTED if other == 1 else NUMBERED, 1)
-        pair = [(relying, stop), (deleting, later)]
-        for actor, landmark in pair if order else pair[::-1]:
-            self._step_to(actor, landmark)
+        pair = [(relying, stops[0]), (deleting, stops[1])]
+        first, second = pair if order else pair[::-1]
+        self._step_to(*first)
+        own.let_time_pass(pause)
+        self._step_to(*second)
 
     @precondition(is_played)
     @rule(which=whose, requests=st.integers(1, 12))

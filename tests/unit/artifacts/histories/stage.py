@@ -60,6 +60,8 @@ class Actor:
         """The request before which he is to stop."""
         self.is_poised = False
         """Whether he has stopped before a request, not after one."""
+        self.poised_s = 0.0
+        """When."""
         self.is_writing = False
         """Whether that is the request that writes a manifest."""
         self.is_killed = False
@@ -101,7 +103,8 @@ class Actor:
             return
         if method == self.halt[0] or (self.halt[0] == "write" and method in {"create", "replace"}):
             self.halt = None
-            self.is_poised, self.is_writing = True, method == "create" and key.startswith("versions/")
+            self.is_poised, self.poised_s = True, clock.boottime()
+            self.is_writing = method == "create" and key.startswith("versions/")
             self.stop()
             self.is_poised = self.is_writing = False
 

@@ -42,7 +42,9 @@ _FULL_CODES = {"QuotaExceeded", "InsufficientStorage", "XMinioStorageFull"}
 _UNKNOWN_KEY = "the S3 server {server} does not know our access key; check RLHF_S3_ACCESS_KEY"
 _EXPIRED = "our temporary keys for the S3 server {server} have expired; get new ones, with their session token"
 _ELSEWHERE = "the bucket {bucket!r} is not in the region that we asked in; set RLHF_S3_REGION to its own"
-_FORBIDDEN = "the S3 server {server} forbids us {what} in the bucket {bucket!r}; ask for that permission"
+_FORBIDDEN = (
+    "the S3 server {server} forbids us {what} in the bucket {bucket!r}; check the keys, or ask for that permission"
+)
 _FULL = (
     "the S3 server {server} has no room left for {what} in the bucket {bucket!r} ({code}): "
     "its disk or a quota is full; make room, and run it again"

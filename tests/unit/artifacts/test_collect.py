@@ -154,11 +154,7 @@ def test_what_an_alias_reaches_through_parents_stays(store: ArtifactStore) -> No
         store.commit("policy", "p", {"f": b"p%d" % step}, parents=[sft[step], "model/base"])
     store.set_alias("policy/p@1", "champion", why="best", who="test")
     gone = at_once(store, Retention.parse("dataset=1,sft=1,policy=1"))
-    assert gone.versions == ["dataset/d@2", "policy/p@2", "sft/s@2"] or sorted(gone.versions) == [
-        "dataset/d@2",
-        "policy/p@2",
-        "sft/s@2",
-    ]
+    assert sorted(gone.versions) == ["dataset/d@2", "policy/p@2", "sft/s@2"]
     assert uris(store) == ["dataset/d@1", "dataset/d@3", "sft/s@1", "sft/s@3", "policy/p@1", "policy/p@3"]
     assert store.verify().problems == ()
 
@@ -183,7 +179,7 @@ def test_what_a_lease_names_stays_with_what_it_came_from_until_the_lease_ends(
 
 
 def test_an_alias_that_moves_while_versions_are_deleted_keeps_its_own(
-    store: ArtifactStore, backend: Backend, monkeypatch: pytest.MonkeyPatch
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = [store.commit("dataset", "d", {"f": b"d%d" % step}) for step in range(2)]
     for step in range(2):
@@ -197,7 +193,6 @@ def test_an_alias_that_moves_while_versions_are_deleted_keeps_its_own(
     monkeypatch.setattr(collect, "delete_unreached", move_first)
     assert at_once(store, Retention.parse("dataset=1,policy=1")).versions == []
     assert len(store.list()) == 4
-    del backend
 
 
 def test_by_default_two_training_states_of_each_name_are_kept_and_everything_else(store: ArtifactStore) -> None:
@@ -208,37 +203,6 @@ def test_by_default_two_training_states_of_each_name_are_kept_and_everything_els
         for step in range(3):
             store.commit(kind, "x", {"f": b"x%d" % step})
     assert sorted(at_once(store, Retention()).versions) == ["ppo-state/a@1", "ppo-state/b@1"]
-
-
-@pytest.mark.parametrize(
-    ("text", "newest"),
-    [
-        (None, {"ppo-state": 2}),
-        ("", {"ppo-state": 2}),
-        (" policy = 50 , sft=1,", {"ppo-state": 2, "policy": 50, "sft": 1}),
-        ("ppo-state=3", {"ppo-state": 3}),
-        ("ppo-state=all", {}),
-        ("run=all", {"ppo-state": 2}),
-    ],
-)
-def test_the_rules_are_read(text: str | None, newest: dict[str, int]) -> None:
-    assert Retention.parse(text).newest == newest
-
-
-@pytest.mark.parametrize(
-    ("text", "complaint"),
-    [
-        ("polcy=3", r"names the kind 'polcy', which there is not \(did you mean policy\?\)"),
-        ("policy", "keeps '' of policy; expected a number from 1 on"),
-        ("policy=0", "keeps '0' of policy; expected a number from 1 on"),
-        ("policy=-1", "keeps '-1' of policy"),
-        ("policy=two", "keeps 'two' of policy"),
-        ("run=5", "would retire reports; those of kind 'run' are all kept"),
-    ],
-)
-def test_rules_that_cannot_be_read_are_refused_in_a_sentence(text: str, complaint: str) -> None:
-    with pytest.raises(StoreError, match=complaint):
-        Retention.parse(text)
 
 
 def test_a_short_grace_time_is_refused(store: ArtifactStore) -> None:
@@ -283,7 +247,7 @@ def test_a_list_that_is_damaged_or_leads_elsewhere_is_refused(
 
 
 def test_what_a_killed_collector_left_is_finished(
-    store: ArtifactStore, backend: Backend, monkeypatch: pytest.MonkeyPatch, let_pass: Callable[[timedelta], None]
+    store: ArtifactStore, backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for step in range(4):
         store.commit("policy", "p", {"f": b"%d" % step})
@@ -306,7 +270,6 @@ def test_what_a_killed_collector_left_is_finished(
     assert at_once(store).blobs == 2
     assert lists(backend) == backend.children("trash/deleting/") == []
     assert store.verify().problems == ()
-    del let_pass
 
 
 def test_many_are_deleted_in_batches_each_within_its_limit(
@@ -341,11 +304,3 @@ def test_what_time_did_not_suffice_for_stays_listed(
         assert at_once(store).versions == []
     assert len(lists(backend)) == 1
     assert at_once(store).versions == ["policy/p@1"]
-
-
-def test_a_name_that_was_collected_is_told_as_gone(store: ArtifactStore) -> None:
-    for step in range(3):
-        store.commit("policy", "p", {"f": b"%d" % step})
-    at_once(store)
-    with pytest.raises(ReferenceNotFoundError, match="the versions of policy/p are 3, 2"):
-        store.resolve("policy/p@1")

@@ -15,7 +15,7 @@ from infra.artifacts.backend import Backend
 from infra.artifacts.layout import blob_key
 from infra.artifacts.leases import INTENT_LIFE, LEASE_LIFE, Claim, lease
 from infra.artifacts.local import LocalBackend
-from infra.errors import ReferenceNotFoundError, StoreError
+from infra.errors import StoreError
 from tests.unit.artifacts.store_contract import sha256
 
 KEEP_TWO = Retention.parse("policy=2")
@@ -98,7 +98,7 @@ def test_what_is_listed_is_deleted_a_day_later_and_not_before(
     [name] = lists(backend)
     stored = backend.read(f"trash/{name}")
     assert stored is not None
-    listed: dict[str, Any] = json.loads(stored.data)
+    listed = json.loads(stored.data)
     assert name.startswith(listed["created"][:10])
     assert listed["blobs"] == [{"size": 6, "sha256": sha256(b"orphan")}]
     assert [version["uri"] for version in listed["versions"]] == ["policy/p@1"]

@@ -26,7 +26,7 @@ from rlhf_core.detached.state import EpisodeRecord
 from tasks.ppo_keeper import StoreKeeper
 from tasks.results import Parent, PPORun
 
-WHATS = ("adapters", "all_weights")
+TRAINED = ("adapters", "all_weights")
 DEMONSTRATIONS = 640
 NOWHERE = Parent(uri="model/smollm2-135m-instruct", digest="0" * 64)
 
@@ -35,7 +35,7 @@ def arguments() -> argparse.Namespace:
     """Return the command line's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--episodes", type=int, default=6, help="of each run, at least 2")
-    parser.add_argument("--only", default=",".join(WHATS), help="what is trained, with commas between them")
+    parser.add_argument("--only", default=",".join(TRAINED), help="what is trained, with commas between them")
     return parser.parse_args()
 
 

@@ -92,6 +92,7 @@ def compare(server: Seaweed, root: Path, megabytes: int, number: int) -> dict[st
     size = make_model(model, megabytes, seed=number)
     ways = [_ours(server, root / "cache"), _s3fs(server), _boto3(server)]
     ways = ways[number % len(ways) :] + ways[: number % len(ways)]
+    _warm_up(root / "warm", ways)
     rates: dict[str, dict[str, float]] = {"send": {}, "get": {}}
     for way in ways:
         rates["send"][way.name] = size / 1e6 / seconds_of(way.send, model)
@@ -126,6 +127,7 @@ def second_version(server: Seaweed, root: Path, megabytes: int) -> dict[str, Any
     model = root / "model"
     size = make_model(model, megabytes, seed=1_000)
     store, backend = open_counting(server, root / "cache")
+    _warm_up(root / "warm", [_ours(server, root / "cache")])
     first_s = seconds_of(store.commit, "policy", "shared", model)
     first = backend.sent
     for index in range(SHARDS // 10):
@@ -146,6 +148,13 @@ def check_same(there: Path, back: Path) -> None:
     for file in there.iterdir():
         if (back / file.name).read_bytes() != file.read_bytes():
             raise SystemExit(f"{file.name} did not come back as it was sent")
+
+
+def _warm_up(directory: Path, ways: list[Way]) -> None:
+    """Send a little by each way: the first bodies have a server make its volumes, and each client its connections."""
+    make_model(directory, SHARDS, seed=3_000)
+    for way in ways:
+        way.send(directory)
 
 
 def _ours(server: Seaweed, cache: Path) -> Way:

@@ -108,7 +108,7 @@ def _retry(_task: Any, _task_run: Any, state: Any) -> bool:
 def ppo_episode(run: PPORun, episode: int) -> EpisodeResult:
     """Run one episode, and any before it that a death cost, and return its figures.
 
-    Its state is committed beside the next episode, which begins by waiting for that.
+    Its state is committed beside the next episode, which ends by waiting for that before it commits its own.
     """
     from tasks.ppo_group import ANSWER_S, trainer_for
     from tasks.ray_calls import ask, follow

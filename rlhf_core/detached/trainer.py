@@ -112,7 +112,7 @@ class DetachedPPOTrainer:
 
     @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]
     def run_episode(self, episode: int) -> EpisodeRecord:
-        """Collect, learn, publish; leave the commit of the new state running, and return the episode's record.
+        """Collect, learn, publish; leave the commit of the new state to the next episode's time; return the record.
 
         Raises:
             ValueError: another episode is due.
@@ -120,7 +120,6 @@ class DetachedPPOTrainer:
         """
         if episode != len(self._history):
             raise ValueError(f"episode {len(self._history)} is due, but episode {episode} was asked for")
-        self.await_commit()
         made, seconds = self._collect(episode)
         samples = [sample for chunk in made for sample in chunk.samples]
         buffer = NaiveExperienceBuffer(self._config.train_batch_size)
@@ -138,6 +137,7 @@ class DetachedPPOTrainer:
         self._publish(self._makers, version)
         seconds["synchronise"] = time.perf_counter() - started
         started = time.perf_counter()
+        self.await_commit()  # the one before: it had all of this episode's time, and no third state is in memory
         snapshot, learner = self._learner.state()  # the learner's only pause: a copy to host memory
         seconds["commit"] = time.perf_counter() - started
         record = EpisodeRecord(episode, version, self._incarnation, metrics, seconds)

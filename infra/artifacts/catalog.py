@@ -26,7 +26,8 @@ from infra.errors import ReferenceNotFoundError, StoreError
 
 LOOKS = 5
 """How often what was removed between two requests is looked for in its new place."""
-_MANIFEST = re.compile(r"([0-9]{8})\.json")
+MANIFEST = re.compile(r"([0-9]{8})\.json")
+"""What a manifest is called in the folder of its artifact."""
 
 
 class Catalog:
@@ -34,7 +35,7 @@ class Catalog:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._known: dict[tuple[str, str, int], Manifest] = {}
+        self._known: dict[tuple[str, str], dict[int, Manifest]] = {}
 
     def names(self, kind: str) -> list[str]:
         """Return the names of a kind that have a version."""
@@ -42,7 +43,7 @@ class Catalog:
 
     def versions(self, kind: str, name: str) -> list[int]:
         """Return the numbers of an artifact's versions, lowest first, without reading any."""
-        found = map(_MANIFEST.fullmatch, self._backend.children(versions_prefix(kind, name)))
+        found = map(MANIFEST.fullmatch, self._backend.children(versions_prefix(kind, name)))
         versions = [int(match[1]) for match in found if match]
         self._forget_all_but(kind, name, versions)
         return versions
@@ -61,11 +62,11 @@ class Catalog:
 
     def known(self, kind: str, name: str, version: int) -> Manifest | None:
         """Return the manifest of a version that was just listed, read once for all."""
-        return self._known.get((kind, name, version)) or self.read(kind, name, version)
+        return self._known.get((kind, name), {}).get(version) or self.read(kind, name, version)
 
     def remember(self, manifest: Manifest) -> None:
         """Keep a manifest that was read or written, so that it need not be read again while it is listed."""
-        self._known[manifest.kind, manifest.name, manifest.version] = manifest
+        self._known.setdefault((manifest.kind, manifest.name), {})[manifest.version] = manifest
 
     def latest(self, kind: str, name: str) -> Manifest | None:
         """Return the highest version, or None if there is none."""
@@ -143,9 +144,9 @@ class Catalog:
 
     def _forget_all_but(self, kind: str, name: str, versions: list[int]) -> None:
         """Forget what is gone: its number may be taken again, by other content."""
-        gone = {key for key in list(self._known) if key[:2] == (kind, name)} - {(kind, name, each) for each in versions}
-        for key in gone:
-            self._known.pop(key, None)
+        known = self._known.get((kind, name), {})
+        for gone in set(known).difference(versions):  # of a copy: other threads remember meanwhile
+            known.pop(gone, None)
 
     def _look_up(self, reference: Reference) -> Manifest | None:
         kind, name = reference.kind, reference.name

@@ -140,7 +140,8 @@ def collect(
     live_leases(backend)  # removes those of the dead
     versions, blobs = _delete_ripe(backend, catalog, found, [each for each in known if each.age >= grace])
     sizes = {blob.sha256: blob.size for each in found.retired for blob in each.blobs} | found.blob_bytes
-    freed = sum(sizes.get(digest, 0) for digest in blobs)
+    blobs &= sizes.keys()  # of a deletion that was broken off, some were gone before
+    freed = sum(sizes[digest] for digest in blobs)
     return Collection(
         retention, grace, found, seen.fresh, lists, is_dry=False, versions=versions, blobs=len(blobs), blob_bytes=freed
     )

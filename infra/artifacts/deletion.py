@@ -87,6 +87,14 @@ def _delete_version(backend: Backend, manifest: Manifest) -> bool:
     indexed += [] if manifest.key is None else [index_key(manifest.kind, manifest.key)]
     for key in indexed:
         stored = backend.read(key)
-        if stored is not None and json.loads(stored.data).get("uri") == manifest.uri:
+        if stored is not None and _uri_in(stored.data) == manifest.uri:
             backend.delete(key)
     return True
+
+
+def _uri_in(entry: bytes) -> str | None:
+    """Return what an entry of the key index points at; None if it cannot be read, which verification tells."""
+    try:
+        return str(json.loads(entry)["uri"])
+    except (ValueError, KeyError, TypeError):
+        return None

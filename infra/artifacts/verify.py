@@ -11,7 +11,7 @@ from typing import Any
 
 from infra.artifacts.aliases import Alias, list_aliases
 from infra.artifacts.backend import Backend
-from infra.artifacts.catalog import Catalog
+from infra.artifacts.catalog import MANIFEST, Catalog
 from infra.artifacts.layout import DELETING, KEYS, LEASES, VERSIONS, blob_key, version_key, versions_prefix
 from infra.artifacts.leases import claims
 from infra.artifacts.manifest import BlobEntry, FileEntry, Manifest
@@ -72,7 +72,7 @@ def verify_store(backend: Backend, catalog: Catalog, *, quick: bool, progress: P
     by_uri = {manifest.uri: manifest for manifest in manifests}
     removed, found = _check_parents(manifests, by_uri)
     problems += found
-    problems += _check_aliases(backend, by_uri)
+    problems += _check_aliases(backend, catalog, by_uri)
     problems += _check_keys(backend, by_uri)
     problems += _check_notes(backend)
     problems += _check_blobs(backend, manifests, quick=quick, progress=progress)
@@ -97,7 +97,7 @@ def _read_manifests(backend: Backend, catalog: Catalog) -> tuple[list[Manifest],
             problems.append(versions)
         else:
             listed += [(*artifact, version) for version in versions]
-            problems += _strangers(backend, versions_prefix(*artifact), versions)
+            problems += _strangers(backend, versions_prefix(*artifact))
     found = in_parallel(partial(_manifest, catalog), listed)
     problems += [each for each in found if isinstance(each, str)]
     return [each for each in found if isinstance(each, Manifest)], problems
@@ -110,9 +110,8 @@ def _versions(catalog: Catalog, artifact: tuple[str, str]) -> list[int] | str:
         return f"{VERSIONS}{'/'.join(artifact)}: {error}"
 
 
-def _strangers(backend: Backend, prefix: str, versions: list[int]) -> list[str]:
-    known = {f"{version:08d}.json" for version in versions}
-    strangers = sorted(set(backend.children(prefix)) - known)
+def _strangers(backend: Backend, prefix: str) -> list[str]:
+    strangers = [name for name in backend.children(prefix) if not MANIFEST.fullmatch(name)]
     return [f"{prefix}{name} is no manifest, and does not belong there" for name in strangers]
 
 
@@ -151,7 +150,7 @@ def _check_parents(manifests: list[Manifest], by_uri: Mapping[str, Manifest]) ->
     return len(gone), problems
 
 
-def _check_aliases(backend: Backend, by_uri: Mapping[str, Manifest]) -> Iterator[str]:
+def _check_aliases(backend: Backend, catalog: Catalog, by_uri: Mapping[str, Manifest]) -> Iterator[str]:
     for kind, name in with_aliases(backend):
         try:
             aliases = list_aliases(backend, kind, name)
@@ -159,12 +158,19 @@ def _check_aliases(backend: Backend, by_uri: Mapping[str, Manifest]) -> Iterator
             yield str(error)
             continue
         for alias, content in aliases.items():
-            if complaint := _points_wrong(content, (kind, name), by_uri):
+            target = by_uri.get(content.uri) or _committed_since(catalog, content)
+            if complaint := _points_wrong(content, (kind, name), target):
                 yield f"the alias {alias!r} of {kind}/{name} {complaint}; move it: rlhf artifacts promote"
 
 
-def _points_wrong(alias: Alias, artifact: tuple[str, str], by_uri: Mapping[str, Manifest]) -> str | None:
-    found, digest = by_uri.get(alias.uri), alias.history[-1].digest
+def _committed_since(catalog: Catalog, alias: Alias) -> Manifest | None:
+    """Return what an alias points at, if it was stored after the manifests were read."""
+    found = _parent(catalog, ArtifactRef(alias.uri, ""))
+    return found if isinstance(found, Manifest) else None
+
+
+def _points_wrong(alias: Alias, artifact: tuple[str, str], found: Manifest | None) -> str | None:
+    digest = alias.history[-1].digest
     if found is None:
         return f"points at {alias.uri}, which is not in the store"
     if (found.kind, found.name) != artifact:
@@ -212,7 +218,7 @@ def _check_notes(backend: Backend) -> Iterator[str]:
 
 
 def _check_blobs(backend: Backend, manifests: list[Manifest], *, quick: bool, progress: Progress) -> list[str]:
-    """Return what is wrong with the bodies of files; what several versions share is read once."""
+    """Return what is wrong with the bodies of files; a file that several versions have is read once."""
     files = {(entry.sha256, entry.pieces): entry for manifest in manifests for entry in manifest.files}
     total = sum(entry.size for entry in files.values())
     progress(0, total)
@@ -223,7 +229,7 @@ def _check_blobs(backend: Backend, manifests: list[Manifest], *, quick: bool, pr
     users = _users(backend, manifests, complaints.keys()) if complaints else {}
     return [
         f"{complaint}: {users[digest][0]}{f' and {more} more' if (more := len(users[digest]) - 1) else ''} "
-        "cannot be fetched; restore it, or commit it again"
+        "cannot be fetched; restore it, or remove the blob, if it is there, and commit the same again"
         for digest, complaint in complaints.items()
         if digest in users
     ]
@@ -253,9 +259,14 @@ def _check_blob(backend: Backend, blob: BlobEntry, whole: Any) -> str | None:
     if whole is None:
         return None
     digest = hashlib.sha256()
-    for chunk in backend.download(key, size):
-        digest.update(chunk)
-        whole.update(chunk)
+    try:
+        for chunk in backend.download(key, size):
+            digest.update(chunk)
+            whole.update(chunk)
+    except StoreError:
+        if backend.size(key) is None:  # a deletion has just taken it
+            return f"{key} is missing"
+        raise
     return (
         None if digest.hexdigest() == blob.sha256 else f"{key} is damaged, its content hashes to {digest.hexdigest()}"
     )

@@ -73,6 +73,17 @@ class PruningContract:
         assert found is not None
         assert found.ref == third != second
 
+    @pytest.mark.parametrize("damaged", [b"{", b"[]"])
+    def test_a_damaged_entry_of_the_key_index_does_not_keep_a_version(
+        self, store: ArtifactStore, backend: Backend, damaged: bytes
+    ) -> None:
+        for episode in range(2):
+            store.commit("ppo-state", "run", {"f": b"%d" % episode}, version=episode, key=f"k{episode}")
+        backend.upload("keys/ppo-state/k0.json", damaged)
+        assert store.prune("ppo-state", "run", keep=1) == [0]
+        assert backend.read("keys/ppo-state/k0.json") is not None
+        assert backend.size(blob_key(sha256(b"0"))) is None
+
     def test_a_prune_lists_each_name_once_and_reads_no_manifest_that_is_known(
         self, store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -163,6 +163,48 @@ def test_what_is_pruned_while_it_is_verified_is_no_problem(
         return check(*arguments, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(verify, "_check_blobs", prune_first)
+    assert store.verify().problems == ()
+
+
+@pytest.mark.parametrize("moment", ["listed", "read"])
+def test_what_is_stored_while_it_is_verified_is_no_problem(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    name = {"listed": "_strangers", "read": "_check_aliases"}[moment]
+    check = getattr(verify, name)
+
+    def store_first(*arguments: object) -> object:
+        new = store.commit("policy", "p", {"w": b"new"})
+        store.set_alias(new, "champion", why="better", who="test")
+        return check(*arguments)
+
+    monkeypatch.setattr(verify, name, store_first)
+    assert store.verify().problems == ()
+
+
+def test_a_blob_that_goes_between_the_look_and_the_reading_is_missing(
+    store: ArtifactStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = blob(tmp_path / "store", b"weights")
+    download = store._backend.download
+
+    def lose(key: str, size: int) -> Iterator[bytes]:
+        if key == blob_key(sha256(b"weights")):
+            body.unlink()
+        return download(key, size)
+
+    monkeypatch.setattr(store._backend, "download", lose)
+    [problem] = store.verify().problems
+    assert "is missing: 'w' of policy/p@1 cannot be fetched" in problem
+
+
+def test_damage_is_mended_as_its_sentence_says(store: ArtifactStore, tmp_path: Path) -> None:
+    body = blob(tmp_path / "store", b"rows")
+    body.write_bytes(b"rOws")
+    [problem] = store.verify("dataset/d").problems
+    assert problem.endswith("restore it, or remove the blob, if it is there, and commit the same again")
+    body.unlink()
+    assert store.commit("dataset", "d", {"rows": b"rows"}).uri == "dataset/d@1"
     assert store.verify().problems == ()
 
 

@@ -65,8 +65,7 @@ class Settings(BaseSettings):
     cache_limit_gb: float = Field(50.0, ge=0, allow_inf_nan=False)
     """How much the local cache of fetched artifacts keeps, in GB of 1e9 bytes; what is in use stays besides."""
     retention: str | None = None
-    """What `rlhf artifacts collect` keeps, by kind: `ppo-state=3,policy=50`; None: two training states of a name, and
-    all of the others."""
+    """What is kept, by kind: `ppo-state=3,policy=50`; None: two training states of a name, and all of the others."""
     s3_port: int | None = Field(None, ge=1024, le=65535)
     """Port of the local SeaweedFS; None takes 8333 or, where that is occupied, a free one."""
     prefect_port: int | None = Field(None, ge=1024, le=65535)
@@ -132,6 +131,7 @@ class Settings(BaseSettings):
             "RLHF_S3_REGION": self.s3_region,
             "RLHF_STORE_SINGLE_WRITER": "true" if self.store_single_writer else None,
             "RLHF_CACHE_LIMIT_GB": str(self.cache_limit_gb),
+            "RLHF_RETENTION": self.retention,
             "RLHF_REWARD_MODULES": ",".join(self.reward_modules) or None,
             "PREFECT_API_URL": self.prefect_api_url,
         }

@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-from infra.artifacts import ArtifactRef, ArtifactStore, open_default_store
+from infra.artifacts import ArtifactRef, ArtifactStore, Retention, open_default_store
 from infra.errors import StoreError
 from infra.settings import settings
 from rlhf_core.detached.state import (
@@ -27,8 +27,9 @@ from tasks.scratch import scratch_directory
 logger = logging.getLogger(__name__)
 
 STATE, SAMPLES, METRICS = "state.json", "samples.jsonl", "metrics.jsonl"
-KEPT_STATES = 2
 SHARD_BYTES = 64 << 20
+_HEADER_BYTES = 128
+"""What safetensors notes of a tensor besides its name, at most."""
 
 
 class StoreKeeper:
@@ -56,7 +57,7 @@ class StoreKeeper:
         history: tuple[EpisodeRecord, ...],
         samples: list[Sample],
     ) -> None:
-        """Store the state after `history[-1]`, then let go of all but the last two."""
+        """Store the state after `history[-1]`, then let go of all but the newest (RLHF_RETENTION, else two)."""
         files: dict[str, Path | bytes] = {
             STATE: json.dumps(state_to_json(learner, history)).encode(),
             SAMPLES: _jsonl([asdict(sample) for sample in samples]),
@@ -74,7 +75,9 @@ class StoreKeeper:
             flow_run=self._run.flow_run,
         )
         try:
-            self._store.prune("ppo-state", self._run.name, keep=KEPT_STATES)
+            keep = Retention.parse(settings().retention).newest.get("ppo-state")
+            if keep is not None:
+                self._store.prune("ppo-state", self._run.name, keep=keep)
         except StoreError as error:  # the state is safe; the next commit lets go of what is left
             logger.warning("old states of %s are still there: %s", self._run.name, error)
 
@@ -155,13 +158,16 @@ def run_metrics(history: tuple[EpisodeRecord, ...]) -> dict[str, Any]:
 
 
 def _shards(tensors: Mapping[str, Any]) -> dict[str, Path | bytes]:
-    """Return safetensors files of at most 64 MB, cut at tensor borders in the order of the names."""
+    """Return safetensors files, cut at tensor borders in the order of the names.
+
+    Each is one blob of the store, of at most 64 MiB; a larger tensor has a file of its own.
+    """
     from safetensors.torch import save
 
     groups: list[dict[str, Any]] = [{}]
     filled = 0
     for name in sorted(tensors):
-        size = tensors[name].numel() * tensors[name].element_size()
+        size = tensors[name].numel() * tensors[name].element_size() + len(name) + _HEADER_BYTES
         if groups[-1] and filled + size > SHARD_BYTES:
             groups.append({})
             filled = 0

@@ -12,13 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from infra.artifacts import ArtifactStore, open_default_store
+from infra.artifacts import ArtifactStore, open_default_store, pieces
+from infra.settings import settings
 from rlhf_core.config import LoRAConfig, PipelineConfig, PPOConfig
 from rlhf_core.detached import state as states
 from rlhf_core.detached.state import EpisodeRecord
 from rlhf_core.detached.trainer import CONTROLS
 from rlhf_core.errors import ModelError
 from rlhf_core.trainer.ppo.controls import RewardControls
+from tasks import ppo_keeper
 from tasks.ppo import next_episode
 from tasks.ppo_keeper import StoreKeeper
 from tasks.results import Parent, PPORun
@@ -154,6 +156,37 @@ def test_what_is_written_says_its_format(store: ArtifactStore) -> None:
     assert state is not None
     assert (state.learner, state.history) == ({"steps": 1}, (record,))
     assert state.tensors["w"].tolist() == [1.5, -2.0]
+
+
+@pytest.mark.parametrize(
+    ("retention", "kept"), [(None, [3, 4]), ("ppo-state=3", [2, 3, 4]), ("ppo-state=all", [1, 2, 3, 4])]
+)
+def test_a_run_keeps_as_many_states_as_the_settings_say(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch, retention: str | None, kept: list[int]
+) -> None:
+    if retention is not None:
+        monkeypatch.setenv("RLHF_RETENTION", retention)
+        assert settings().child_environment()["RLHF_RETENTION"] == retention  # an actor's too
+    history: tuple[EpisodeRecord, ...] = ()
+    for episode in range(4):
+        history += (EpisodeRecord(episode, episode + 1, "a", {"reward": 0.5}, {"learn": 2.0}),)
+        tensors = {"w": torch.tensor([float(episode)])}
+        StoreKeeper(run()).commit_state(tensors=tensors, learner={"steps": 1}, history=history, samples=[])
+    assert [manifest.version for manifest in store.list("ppo-state")] == kept
+
+
+def test_a_shard_is_one_blob_with_its_header(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ppo_keeper, "SHARD_BYTES", 4096)
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 4096)
+    names = [f"{n:0200d}" for n in range(8)]  # of 1024 bytes each: four would fill a shard, but for the header
+    record = EpisodeRecord(0, 1, "a", {"reward": 0.5}, {"learn": 2.0})
+    tensors = {name: torch.full((4, 8, 8), float(name)) for name in names} | {"large": torch.ones(2048)}
+    StoreKeeper(run()).commit_state(tensors=tensors, learner={"steps": 1}, history=(record,), samples=[])
+    files = [entry for entry in store.resolve(f"ppo-state/{run().name}").files if entry.path.startswith("training-")]
+    assert [len(entry.pieces) for entry in files] == [1, 1, 1, 3]  # 3 + 3 + 2 tensors, and the large one
+    state = StoreKeeper(run()).last_state()
+    assert state is not None
+    assert all(torch.equal(state.tensors[name], tensors[name]) for name in tensors)
 
 
 BEGIN_AGAIN = "begin the stage ppo again under another seed, which keeps what it starts from"

@@ -19,6 +19,7 @@ from infra.artifacts.ref import (
     check_kind,
     did_you_mean,
     enumerate_names,
+    is_name,
     parse_reference,
     version_uri,
 )
@@ -139,8 +140,19 @@ class Catalog:
         return found if found is not None and found.digest == ref.digest else None
 
     def _folders(self, kind: str) -> list[str]:
-        """Return the names of a kind; in a directory, one that has lost its last version stays."""
-        return self._backend.children(f"{VERSIONS}{check_kind(kind)}/")
+        """Return the names of a kind; in a directory, one that has lost its last version stays.
+
+        Raises:
+            StoreError: if there is something else: whoever deletes must not pass over what it cannot read.
+        """
+        folder = f"{VERSIONS}{check_kind(kind)}/"
+        names = self._backend.children(folder)
+        if strangers := [name for name in names if not is_name(name)]:
+            raise StoreError(
+                f"{folder}{strangers[0]} in the artifact store is no artifact's: remove it, or upgrade rlhf-flows if a "
+                "later release put it there"
+            )
+        return names
 
     def _forget_all_but(self, kind: str, name: str, versions: list[int]) -> None:
         """Forget what is gone: its number may be taken again, by other content."""

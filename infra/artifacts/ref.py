@@ -109,9 +109,14 @@ def check_kind(kind: str) -> str:
     return kind
 
 
+def is_name(text: str) -> bool:
+    """Return whether that can be the name of an artifact, a key or an alias."""
+    return _NAME.fullmatch(text) is not None
+
+
 def check_name(name: str, what: str = "name") -> str:
     """Return the name, or raise StoreError if it could not stand in a path or a reference."""
-    if not _NAME.fullmatch(name):
+    if not is_name(name):
         raise StoreError(
             f"{name!r} cannot be the {what} of an artifact: use at most 128 lower-case letters, digits, "
             "dots, dashes and underscores, beginning with a letter or digit"

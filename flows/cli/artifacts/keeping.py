@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from infra.artifacts import ArtifactStore, Collection, Verification
 
 Flag = Annotated[bool, Parameter(negative="")]
+LONGEST_GRACE_H = 24 * 365 * 100
 
 
 def verify(reference: str | None = None, *, quick: Flag = False, as_json: Json = False) -> int:
@@ -65,9 +66,12 @@ def collect(
         as_json: print JSON.
     """
     from infra.artifacts import LEAST_GRACE, Retention, open_default_store
+    from infra.errors import StoreError
     from infra.settings import settings
 
     rules = Retention.parse(retention if retention is not None else settings().retention)
+    if grace is not None and not abs(grace) <= LONGEST_GRACE_H:
+        raise StoreError(f"a grace time of {grace:g} hours is none; give at most {LONGEST_GRACE_H}")
     time = LEAST_GRACE if grace is None else timedelta(hours=grace)
     store = open_default_store()
     with console(stderr=True).status(f"looking through {store.url}"):

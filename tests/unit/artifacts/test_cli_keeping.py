@@ -99,6 +99,8 @@ def test_promote_and_rollback_say_what_became_of_the_alias(rlhf: Any, store: Art
         (("lineage", "policy:p", "--down"), "'policy:p' is an address"),
         (("show", "policy/p@1@2"), "'policy/p@1@2' names no artifact: expected policy/name"),
         (("collect", "--grace", "1"), "a grace time of 1 hours is too short"),
+        (("collect", "--grace", "nan"), "a grace time of nan hours is none; give at most 876000"),
+        (("collect", "--grace", "inf"), "a grace time of inf hours is none; give at most 876000"),
         (("collect", "--retention", "polcy=1"), "names the kind 'polcy', which there is not (did you mean policy?)"),
     ],
 )  # fmt: skip

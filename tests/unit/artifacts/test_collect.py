@@ -225,6 +225,11 @@ def test_where_something_cannot_be_read_nothing_is_deleted(
     with pytest.raises(StoreError, match=r"a kind that this release does not know \(adapter\)"):
         at_once(store)
     assert len(store.list()) == 3
+    backend.create("versions/policy/.DS_Store", b"")
+    with pytest.raises(
+        StoreError, match=r"versions/policy/\.DS_Store in the artifact store is no artifact's: remove it"
+    ):
+        store.list()
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ class Difference:
     before_bytes: int
     after_bytes: int
     shared_bytes: int
-    """Of the distinct blobs of the later version: what it did not have to store."""
+    """Of the files of the later one: what is in blobs of the earlier too."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as plain values."""
@@ -62,7 +62,6 @@ class Difference:
 def compare(before: Manifest, after: Manifest) -> Difference:
     """Return what is different between two versions, of whatever kinds and names."""
     held = {blob.sha256 for blob in before.blobs}
-    blobs = {blob.sha256: blob.size for blob in after.blobs}
     source = next(_changes({"": before.source_digest}, {"": after.source_digest}), None)
     return Difference(
         before=before.uri,
@@ -75,7 +74,7 @@ def compare(before: Manifest, after: Manifest) -> Difference:
         files=tuple(_files(before, after, held)),
         before_bytes=before.size,
         after_bytes=after.size,
-        shared_bytes=sum(size for digest, size in blobs.items() if digest in held),
+        shared_bytes=sum(blob.size for blob in after.blobs if blob.sha256 in held),
     )
 
 

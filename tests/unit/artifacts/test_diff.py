@@ -79,3 +79,9 @@ def test_what_one_of_them_does_not_say_is_added_or_removed(store: ArtifactStore)
 
 def test_empty_containers_are_values() -> None:
     assert dict(flatten({"a": {"b": {}}, "c": [], "d": [[1], 2]})) == {"a.b": {}, "c": [], "d.0": [1], "d.1": 2}
+
+
+def test_what_equal_files_share_is_all_of_them(store: ArtifactStore) -> None:
+    one, two = (store.commit("dataset", name, {"x": b"same", "y": b"same"}) for name in ("one", "two"))
+    found = store.diff(one, two)
+    assert found.shared_bytes == found.after_bytes == 8

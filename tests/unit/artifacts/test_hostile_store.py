@@ -220,7 +220,7 @@ NOTES: list[Any] = [
 
 
 @pytest.mark.parametrize("folder", ["leases", "trash/deleting"])
-@pytest.mark.parametrize("note", NOTES, ids=str)
+@pytest.mark.parametrize("note", NOTES, ids=range(len(NOTES)))  # each worker has a time of its own
 def test_a_note_that_is_none_is_named_and_nothing_is_deleted(
     store: ArtifactStore, root: Path, note: Any, folder: str
 ) -> None:

@@ -154,7 +154,7 @@ class Downloads:
 
         Raises:
             StoreError: if a blob is not what it should be, or another process has stopped in its download.
-            OSError: if it cannot be written; nothing of it stays then.
+            OSError: if it cannot be written; nothing of what is under way stays then.
         """
         with own(part, STALL_S) as descriptor:
             if flaw(target, wanted.entry) is None:  # another process was first
@@ -166,8 +166,9 @@ class Downloads:
                     os.fchmod(descriptor, 0o444)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 os.replace(part, target)
-            except OSError:
-                part.unlink(missing_ok=True)
+            except (OSError, StoreError) as error:
+                if any(isinstance(each, OSError) for each in (error, *self._errors)):  # the disk gave out, or beside us
+                    part.unlink(missing_ok=True)
                 raise
 
     def _fill(self, descriptor: int, wanted: Wanted, donors: Sequence[Path]) -> None:

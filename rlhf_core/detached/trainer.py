@@ -122,14 +122,9 @@ class DetachedPPOTrainer:
             raise ValueError(f"episode {len(self._history)} is due, but episode {episode} was asked for")
         made, seconds = self._collect(episode)
         samples = [sample for chunk in made for sample in chunk.samples]
-        buffer = NaiveExperienceBuffer(self._config.train_batch_size)
-        for chunk in made:
-            buffer.append(Experience.from_numpy(chunk.experience), chunk.samples)
-        experience = buffer.collect()
         started = time.perf_counter()
         self._progress = f"episode {episode + 1}: learning from {len(samples)} samples"
-        stats = learn_or_keep(self._learner, experience, samples, seed=self._seed, episode=episode, keeper=self._keeper)
-        metrics = self._take_note(samples, stats, experience.policy_version, episode)
+        metrics = self._learn(made, samples, episode)
         seconds["learn"] = time.perf_counter() - started
         version = episode + 1
         started = time.perf_counter()
@@ -170,6 +165,15 @@ class DetachedPPOTrainer:
         """Store the finished policy, as a directory that `AutoModelForCausalLM.from_pretrained` loads."""
         self._progress = "storing the policy"
         self._keeper.commit_policy(partial(self._save_policy, self._learner), history=self._history)
+
+    def _learn(self, made: list[MadeChunk], samples: list[Sample], episode: int) -> dict[str, float]:
+        """Learn from an episode's chunks; return its figures."""
+        buffer = NaiveExperienceBuffer(self._config.train_batch_size)
+        for chunk in made:
+            buffer.append(Experience.from_numpy(chunk.experience), chunk.samples)
+        experience = buffer.collect()
+        stats = learn_or_keep(self._learner, experience, samples, seed=self._seed, episode=episode, keeper=self._keeper)
+        return self._take_note(samples, stats, experience.policy_version, episode)
 
     def _take_note(
         self, samples: list[Sample], stats: Sequence[PPOStats], versions: torch.Tensor, episode: int

@@ -6,10 +6,7 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from rlhf_core.config import PPOConfig
-from rlhf_core.detached import trainer
 from rlhf_core.detached.trainer import DetachedPPOTrainer
 
 WAIT_S = 30.0
@@ -42,14 +39,11 @@ class IdleTrainer(Trainer):  # type: ignore[misc]
     def _publish(self, *_: Any) -> None:
         pass
 
-    def _take_note(self, *_: Any) -> dict[str, float]:
+    def _learn(self, *_: Any) -> dict[str, float]:
         return {}
 
 
-def test_an_episode_is_collected_and_learnt_while_the_one_before_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    nothing = SimpleNamespace(append=lambda *_: None, collect=lambda: SimpleNamespace(policy_version=None))
-    monkeypatch.setattr(trainer, "NaiveExperienceBuffer", lambda _: nothing)
-    monkeypatch.setattr(trainer, "learn_or_keep", lambda *_, **__: [])
+def test_an_episode_is_collected_while_the_one_before_is_stored() -> None:
     keeper = SlowKeeper()
     ours = IdleTrainer((), None, [], PPOConfig(), 0, keeper, None)
     ours._learner = SimpleNamespace(state=lambda: ({}, {}))

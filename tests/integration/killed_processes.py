@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +72,11 @@ def play(url: str, options: S3Options | None, directory: Path, parts: Sequence[P
     """Run all parts at once, and return the references that each said it had committed."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["infra.artifacts.opening", "infra.artifacts.s3"])
+    opened = context.Barrier(len(parts))  # with no grace time, a collector takes what others try the place with
     running = []
     for part in parts:
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_act, args=(url, options, directory, part, theirs))
+        process = context.Process(target=_act, args=(url, options, directory, part, opened, theirs))
         process.start()
         theirs.close()
         running.append((part, process, ours))
@@ -110,9 +112,10 @@ def commit_all(store: ArtifactStore, number: int) -> Iterator[str]:
         yield store.commit("ppo-state", f"r{number}", {"shared": b"%d" % (2 - step)}, version=step).uri
 
 
-def _act(url: str, options: S3Options | None, directory: Path, part: Part, said: Connection) -> None:
-    opened = open_store(url, cache_dir=directory, s3=options)
-    store = ArtifactStore(DeadlyBackend(opened._backend, part), directory)
+def _act(url: str, options: S3Options | None, directory: Path, part: Part, opened: Barrier, said: Connection) -> None:
+    backend = open_store(url, cache_dir=directory, s3=options)._backend
+    opened.wait(END_TIMEOUT_S)
+    store = ArtifactStore(DeadlyBackend(backend, part), directory)
     with short_lives():
         if part.role == "writer":
             for uri in commit_all(store, part.number):

@@ -134,6 +134,11 @@ class Downloads:
         self._errors.append(error)
         self._given_up.set()
 
+    def _go_on(self, wanted: Wanted) -> None:
+        """Raise StoreError if what is under way is for nothing."""
+        if self._given_up.is_set():
+            raise StoreError(f"{wanted} was not fetched to its end: something else could not be fetched")
+
     def make(
         self,
         wanted: Wanted,
@@ -156,7 +161,7 @@ class Downloads:
             StoreError: if a blob is not what it should be, or another process has stopped in its download.
             OSError: if it cannot be written; nothing of what is under way stays then.
         """
-        with own(part, STALL_S) as descriptor:
+        with own(part, STALL_S, partial(self._go_on, wanted)) as descriptor:
             if flaw(target, wanted.entry) is None:  # another process was first
                 part.unlink()
                 return
@@ -208,8 +213,7 @@ class Downloads:
         """Write a blob's body to its place, never past it; return the body's hash."""
         digest, done = hashlib.sha256(), 0
         for chunk in chunks:
-            if self._given_up.is_set():
-                raise StoreError(f"{place.wanted} was not fetched to its end: something else could not be fetched")
+            self._go_on(place.wanted)
             digest.update(chunk)
             _write_at(place.descriptor, chunk[: place.blob.size - done], place.start + done)
             done = min(done + len(chunk), place.blob.size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -30,12 +30,13 @@ def unlock(descriptor: int) -> None:
 
 
 @contextmanager
-def own(path: Path, patience_s: float) -> Iterator[int]:
+def own(path: Path, patience_s: float, go_on: Callable[[], None] = lambda: None) -> Iterator[int]:
     """Yield the descriptor of a file, made if need be, once it is locked for us alone.
 
     Args:
         path: the file; whoever has it may remove it or give it another name.
         patience_s: how long we wait for an owner who writes nothing to it.
+        go_on: is called while we wait, and raises when that has become useless.
 
     Raises:
         StoreError: if its owner was idle for longer than that.
@@ -44,6 +45,7 @@ def own(path: Path, patience_s: float) -> Iterator[int]:
     seen: object = None
     deadline = time.monotonic() + patience_s
     while (descriptor := _try_own(path)) is None:
+        go_on()
         if (state := _state(path)) != seen:
             seen, deadline = state, time.monotonic() + patience_s
         elif time.monotonic() > deadline:

@@ -12,6 +12,7 @@ import sys
 import threading
 import tracemalloc
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,26 @@ def test_a_download_that_another_process_has_stopped_in_is_an_error_after_a_whil
         with pytest.raises(StoreError, match=rf"another process has held {part} for 0 s without writing to it"):
             place.store.cached(ref)
     assert (place.store.cached(ref) / "w").read_bytes() == LARGE
+
+
+def test_an_error_does_not_wait_for_what_another_process_downloads(place: Place) -> None:
+    """That process is stopped: whoever wanted its file too would wait for minutes, and for nothing."""
+    ref = place.store.commit("policy", "p", {"a": LARGE, "b": b"lost"})
+    (place.root / "store" / blob_key(sha256(b"lost"))).unlink()
+    part = place.cache / "parts" / sha256(LARGE)
+    part.parent.mkdir(parents=True)
+    holds = "import fcntl, sys; fcntl.flock(open(sys.argv[1], 'w'), fcntl.LOCK_EX); print(flush=True); sys.stdin.read()"
+    command, pipe = [sys.executable, "-c", holds, str(part)], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe) as other, ThreadPoolExecutor(1) as beside:
+        assert other.stdin is not None
+        assert other.stdout is not None
+        other.stdout.readline()
+        fetching = beside.submit(place.store.cached, ref)
+        try:
+            with pytest.raises(StoreError, match=r"'b' of policy/p@1 .* is missing from the store"):
+                fetching.result(timeout=100)  # less than download.STALL_S
+        finally:
+            other.stdin.close()
 
 
 def test_memory_does_not_grow_with_the_artifact(tmp_path: Path) -> None:

@@ -29,9 +29,11 @@ class Patience:
     read_s: float = 30.0
     """For the next bytes of an answer."""
     attempt_s: float = 100.0
-    """For one request as a whole."""
+    """For one request as a whole, and more for a body: see `slowest`."""
     deadline_s: float = 120.0
     """For an answer, over all attempts: a server that is away for a minute delays a run, it does not end it."""
+    slowest: float = 100e3
+    """Bytes a second at which a body is still waited for; one without any bytes is not, after `read_s`."""
     open_s: float = 8.0
     """The deadline when a store is opened for the first time: that an address is wrong is said soon."""
 
@@ -54,25 +56,27 @@ class Retrier:
         """What messages call the server."""
         return self._server
 
-    def run(self, what: str, attempt: Callable[[float], T], limit_s: float | None = None) -> T:
+    def run(self, what: str, attempt: Callable[[float], T], limit_s: float | None = None, size: int = 0) -> T:
         """Return the attempt's result.
 
         Args:
             what: what is done, for the message ("writing keys/...").
             attempt: makes the request once, within the seconds that it is given.
             limit_s: a deadline of its own, in place of the usual one.
+            size: of the body that is sent, in bytes: a slow line is not a server that is away.
 
         Raises:
             RefusedError: if the server said no, in a way that does not pass.
             StoreError: if there was no answer until the deadline.
         """
-        limit_s = self._patience.deadline_s if limit_s is None else limit_s
+        body_s = size / self._patience.slowest
+        limit_s = body_s + (self._patience.deadline_s if limit_s is None else limit_s)
         started = time.monotonic()
         pause_s, told = FIRST_PAUSE_S, False
         while True:
             left_s = started + limit_s - time.monotonic()
             try:
-                result = attempt(max(0.1, min(self._patience.attempt_s, left_s)))
+                result = attempt(max(0.1, min(self._patience.attempt_s + body_s, left_s)))
             except REQUEST_ERRORS as error:
                 reason = reason_to_retry(error, what, self._server, self._bucket)
             else:

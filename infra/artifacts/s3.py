@@ -1,10 +1,9 @@
-"""The store in a bucket, through s3fs."""
+"""The store in a bucket."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import logging
 import os
 import threading
 from collections.abc import Iterator
@@ -15,22 +14,21 @@ from typing import Any
 import s3fs
 from fsspec.asyn import sync
 
+from infra.artifacts import s3_clients as clients
 from infra.artifacts.backend import Stored
 from infra.artifacts.credentials import S3Options
 from infra.artifacts.probe import BOTH, check_clock, enforced_conditions
 from infra.artifacts.retrier import Patience, Retrier
-from infra.artifacts.s3_answer import Answer, read_through
+from infra.artifacts.s3_bodies import Answer, Outgoing, read_through
 from infra.artifacts.s3_errors import ABSENT, CONDITION_FAILED, FORBIDDEN, RefusedError
 from infra.errors import StoreError
 
 _answered: set[tuple[str, str]] = set()
 """Servers and buckets that this process has had an answer from: it waits for them from then on."""
-_opened: dict[tuple[int, S3Options, Patience], s3fs.S3FileSystem] = {}
-"""One file system per process and server, for all stores: each takes a tenth of a second to make."""
 
 
 class S3Backend:
-    """Objects in a bucket. s3fs and botocore make one attempt each; retries and deadline are ours."""
+    """Objects in a bucket. Its clients make one attempt each; retries and deadline are ours."""
 
     def __init__(
         self, url: str, bucket: str, prefix: str, options: S3Options, patience: Patience | None = None
@@ -106,17 +104,19 @@ class S3Backend:
         """Remove an object; it may be gone already."""
         self._call(f"deleting {key}", "delete_object", Key=self._prefix + key)
 
-    def children(self, prefix: str) -> list[str]:
+    def children(self, prefix: str, after: str = "", most: int | None = None) -> list[str]:
         """Return the sorted names directly under a prefix, page by page."""
         full = self._prefix + prefix
         names: list[str] = []
-        more: dict[str, str] = {}
+        more: dict[str, Any] = {"StartAfter": full + after} if after else {}
         while True:
-            page = self._call(f"listing {prefix}", "list_objects_v2", Prefix=full, Delimiter="/", **more)
-            names += [item["Key"] for item in page.get("Contents", ())]
-            names += [item["Prefix"] for item in page.get("CommonPrefixes", ())]
-            if not page.get("IsTruncated"):
-                return sorted(name.removeprefix(full).rstrip("/") for name in names if name != full)
+            limit = {} if most is None else {"MaxKeys": most - len(names)}
+            page = self._call(f"listing {prefix}", "list_objects_v2", Prefix=full, Delimiter="/", **more, **limit)
+            found = [item["Key"] for item in page.get("Contents", ())]
+            found += [item["Prefix"] for item in page.get("CommonPrefixes", ())]
+            names += [name.removeprefix(full).rstrip("/") for name in found if name != full]
+            if not page.get("IsTruncated") or len(names) == most:
+                return sorted(names)
             more = {"ContinuationToken": page["NextContinuationToken"]}
 
     def size(self, key: str) -> int | None:
@@ -131,19 +131,25 @@ class S3Backend:
 
     def upload(self, key: str, body: bytes) -> None:
         """Send a blob; the server checks it (Content-MD5), and has to hold all of it afterwards."""
-        if not self._put(key, body) and (stored := self.size(key)) != len(body):
+        md5 = hashlib.md5(body, usedforsecurity=False)
+        target = {"Bucket": self._bucket, "Key": self._prefix + key, "ContentMD5": _base64(md5.digest())}
+
+        def attempt(timeout: float) -> Any:
+            client = clients.bodies(self._options, self._patience)
+            return client.put_object(Body=Outgoing(body, timeout), **target)
+
+        answer = self._retrier.run(f"writing {key}", attempt, size=len(body))
+        is_there = answer.get("ETag", "").strip('"') == md5.hexdigest()  # a tag need not be the MD5
+        if not is_there and (stored := self.size(key)) != len(body):
             raise StoreError(f"{key} arrived in the artifact store with {stored} of {len(body)} bytes; try again")
 
     def download(self, key: str, size: int) -> Iterator[bytes]:
         """Yield an object of known size piece by piece, from one answer unless that breaks off."""
         return read_through(partial(self._ask, key), partial(self._retrier.run, f"reading {key}"), size)
 
-    def _put(self, key: str, body: bytes, **condition: str) -> bool:
-        """Write an object; return whether its tag, which need not be its MD5, says that these bytes are there."""
-        md5 = hashlib.md5(body, usedforsecurity=False)
-        checked = {"Body": body, "ContentMD5": base64.b64encode(md5.digest()).decode()}
-        answer = self._call(f"writing {key}", "put_object", Key=self._prefix + key, **checked, **condition)
-        return bool(answer.get("ETag", "").strip('"') == md5.hexdigest())
+    def _put(self, key: str, data: bytes, **condition: str) -> None:
+        md5 = _base64(hashlib.md5(data, usedforsecurity=False).digest())
+        self._call(f"writing {key}", "put_object", Key=self._prefix + key, Body=data, ContentMD5=md5, **condition)
 
     def _put_if(self, key: str, data: bytes, **condition: str) -> bool:
         try:
@@ -171,42 +177,20 @@ class S3Backend:
         found: tuple[bytes, str] = sync(files.loop, get, timeout=timeout)
         return found
 
-    def _ask(self, key: str, start: int, timeout: float) -> Answer:
+    def _ask(self, key: str, start: int) -> Answer:
         """Ask for an object from a byte on; its body is read as it comes."""
         span = {"Range": f"bytes={start}-"} if start else {}
-        files = self._files()
-        answer = files.call_s3("get_object", Bucket=self._bucket, Key=self._prefix + key, timeout=timeout, **span)
-        return Answer(files.loop, answer["Body"])
+        client = clients.bodies(self._options, self._patience)
+        answer: Answer = client.get_object(Bucket=self._bucket, Key=self._prefix + key, **span)["Body"]
+        return answer
 
     def _only_writer(self) -> threading.Lock:
         """Return what keeps this process's threads apart where the server does not; a child has a lock of its own."""
         return self._locks.setdefault(os.getpid(), threading.Lock())
 
     def _files(self) -> s3fs.S3FileSystem:
-        """Return this process's file system: its event loop and sockets do not survive a fork.
-
-        The parent's stays in the child's table: collecting it would wait for the loop that is not there.
-        """
-        known = (os.getpid(), self._options, self._patience)
-        return _opened.get(known) or _opened.setdefault(known, _open_files(self._options, self._patience))
+        return clients.files(self._options, self._patience)
 
 
-def _open_files(options: S3Options, patience: Patience) -> s3fs.S3FileSystem:
-    for name in ("botocore", "aiobotocore"):  # at DEBUG they write headers out, session tokens among them
-        logging.getLogger(name).setLevel(max(logging.getLogger(name).level, logging.INFO))
-    arguments = options.arguments()
-    given = arguments.get("config_kwargs", {})
-    arguments["config_kwargs"] = given | {
-        # Content-MD5 is signed and holds the body: hashing it once more for the signature would prove nothing new
-        "s3": given.get("s3", {}) | {"payload_signing_enabled": False},
-        "connect_timeout": patience.connect_s,
-        "read_timeout": patience.read_s,
-        "retries": {"total_max_attempts": 1},
-        "max_pool_connections": 16,
-        # the newer default checksums are unknown to many servers; Content-MD5 is known to all
-        "request_checksum_calculation": "when_required",
-        "response_checksum_validation": "when_required",
-    }
-    files = s3fs.S3FileSystem(**arguments, use_listings_cache=False, skip_instance_cache=True)
-    files.retries = 1
-    return files
+def _base64(digest: bytes) -> str:
+    return base64.b64encode(digest).decode()

@@ -22,7 +22,7 @@ from botocore.parsers import ResponseParserError
 
 from infra.errors import StoreError
 
-REQUEST_ERRORS = (OSError, BotoCoreError, ClientPayloadError, ResponseParserError)
+REQUEST_ERRORS = (OSError, BotoCoreError, ClientError, ClientPayloadError, ResponseParserError)
 """All that a request may raise."""
 FORBIDDEN = {"AccessDenied", "AllAccessDisabled", "403"}
 CONDITION_FAILED = {"PreconditionFailed", "412", "NotImplemented", "501"}
@@ -161,6 +161,7 @@ def _kind(error: Exception) -> str:
         "FSTimeoutError": "no answer in time",
         "ConnectionClosedError": "the connection was closed",
         "ClientPayloadError": "its answer broke off",
+        "ResponseStreamingError": "its answer broke off",
         "CredentialRetrievalError": "our keys could not be fetched",
     }
     return words.get(name, name)

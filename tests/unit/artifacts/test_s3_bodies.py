@@ -1,32 +1,30 @@
-"""Bodies that come whole, break off, or are given up half-way."""
+"""Bodies that come whole, break off, or are given up half-way; and what is sent block by block."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from io import BytesIO
 
-from fsspec.asyn import get_loop, sync
+import pytest
 
-from infra.artifacts.s3_answer import PIECE_BYTES, Answer, read_through
+from infra.artifacts.s3_bodies import BLOCK_BYTES, Outgoing, read_through
 
-OBJECT = bytes(range(256)) * (PIECE_BYTES // 100)  # two and a half pieces
-DRIBBLE = 100_000
+OBJECT = bytes(range(256)) * (BLOCK_BYTES // 100)  # two and a half blocks
 
 
 class Body:
-    """Gives a little at a time, as a network does, and breaks off after so many bytes."""
+    """Breaks off after so many bytes."""
 
     def __init__(self, content: bytes, breaks_after: int | None = None) -> None:
         self._content, self._left = BytesIO(content), breaks_after
         self.closed = False
 
-    async def read(self, size: int) -> bytes:
-        part = self._content.read(min(size, DRIBBLE))
+    def read(self, size: int, /) -> bytes:
         if self._left is not None:
-            self._left -= len(part)
+            self._left -= size
             if self._left < 0:
                 raise ConnectionResetError
-        return part
+        return self._content.read(size)
 
     def close(self) -> None:
         self.closed = True
@@ -40,17 +38,12 @@ class Server:
         self.asked: list[int] = []
         self.bodies: list[Body] = []
 
-    def ask(self, start: int, timeout: float) -> Answer:
-        assert timeout == 7.0
+    def ask(self, start: int) -> Body:
         self.asked.append(start)
         self.bodies.append(Body(OBJECT[start:], self._breaks.pop(0) if self._breaks else None))
-        return Answer(get_loop(), self.bodies[-1])
+        return self.bodies[-1]
 
     def are_closed(self) -> list[bool]:
-        async def wait() -> None:
-            """Stand behind the calls that close them."""
-
-        sync(get_loop(), wait)
         return [body.closed for body in self.bodies]
 
 
@@ -63,29 +56,41 @@ def persist(attempt: Callable[[float], bytes]) -> bytes:
             continue
 
 
-def test_an_object_comes_in_one_answer_and_in_pieces() -> None:
+def test_an_object_comes_in_one_answer_and_in_blocks() -> None:
     server = Server()
-    pieces = list(read_through(server.ask, persist, len(OBJECT)))
-    assert b"".join(pieces) == OBJECT
-    assert [len(piece) for piece in pieces[:-1]] == [PIECE_BYTES, PIECE_BYTES]
+    blocks = list(read_through(server.ask, persist, len(OBJECT)))
+    assert b"".join(blocks) == OBJECT
+    assert [len(block) for block in blocks[:-1]] == [BLOCK_BYTES, BLOCK_BYTES]
     assert (server.asked, server.are_closed()) == ([0], [True])
 
 
 def test_what_breaks_off_is_asked_for_from_where_it_stopped() -> None:
-    server = Server(PIECE_BYTES + 5 * DRIBBLE, 0)  # in the second piece; then at once
+    server = Server(BLOCK_BYTES + 5, 0)  # in the second block; then at once
     assert b"".join(read_through(server.ask, persist, len(OBJECT))) == OBJECT
-    assert server.asked == [0, PIECE_BYTES, PIECE_BYTES]
+    assert server.asked == [0, BLOCK_BYTES, BLOCK_BYTES]
     assert all(server.are_closed())
 
 
 def test_whoever_stops_reading_lets_go_of_the_connection() -> None:
     server = Server()
-    pieces = read_through(server.ask, persist, len(OBJECT))
-    next(pieces)
-    pieces.close()
+    blocks = read_through(server.ask, persist, len(OBJECT))
+    next(blocks)
+    del blocks
     assert server.are_closed() == [True]
 
 
 def test_a_body_that_ends_early_is_the_readers_to_notice() -> None:
     server = Server()
     assert b"".join(read_through(server.ask, persist, len(OBJECT) + 10)) == OBJECT
+
+
+def test_a_body_is_sent_in_blocks_and_again_from_its_beginning() -> None:
+    body = Outgoing(OBJECT, timeout=60.0)
+    assert [len(body.read(16384)), len(body.read(16384))] == [BLOCK_BYTES, BLOCK_BYTES]
+    body.seek(0)
+    assert body.read() == OBJECT
+
+
+def test_a_body_that_takes_too_long_is_given_up() -> None:
+    with pytest.raises(TimeoutError, match="was not sent within"):
+        Outgoing(OBJECT, timeout=-1.0).read(16384)

@@ -55,6 +55,13 @@ class Cache:
         """Return where a file is when it is kept."""
         return self._root / FILES / entry.sha256[:2] / entry.sha256[2:]
 
+    def has(self, path: Path, entry: FileEntry) -> bool:
+        """Return whether a path is another name of a file that is kept."""
+        try:
+            return os.path.samestat(self.path(entry).stat(), path.lstat())
+        except FileNotFoundError:
+            return False
+
     def directory(self, backend: Backend, manifest: Manifest) -> Path:
         """Return a directory with an artifact's files, which nobody evicts while this process lives.
 
@@ -143,7 +150,7 @@ class Cache:
             shutil.rmtree(fresh, ignore_errors=True)
         for entry in manifest.files:
             target = target_of(directory, entry, manifest.uri)
-            if _is_same(self.path(entry), target):
+            if self.has(target, entry):
                 continue
             wrong = flaw(target, entry)
             if wrong is not None and entry.sha256 not in renewed:
@@ -155,7 +162,7 @@ class Cache:
     def _put(self, entry: FileEntry, target: Path, scratch: Path) -> None:
         linked = put_link(self.path(entry), target, scratch)
         if not linked and flaw(target, entry) is not None:
-            put_copy(self.path(entry), target, entry)
+            put_copy(self.path(entry), target, scratch / uuid4().hex)
 
     def _remove_strangers(self, directory: Path, manifest: Manifest) -> None:
         """Leave nothing in an artifact's directory that is not of it."""
@@ -184,10 +191,3 @@ class Cache:
 def _names(manifest: Manifest) -> Iterable[str]:
     """Return what is used while an artifact is: its directory and its files."""
     return [manifest.digest, *(entry.sha256 for entry in manifest.files)]
-
-
-def _is_same(kept: Path, target: Path) -> bool:
-    try:
-        return os.path.samestat(kept.stat(), target.lstat())
-    except FileNotFoundError:
-        return False

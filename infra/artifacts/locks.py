@@ -44,7 +44,7 @@ def own(path: Path, patience_s: float, go_on: Callable[[], None] = lambda: None)
     path.parent.mkdir(parents=True, exist_ok=True)
     seen: object = None
     deadline = time.monotonic() + patience_s
-    while (descriptor := _try_own(path)) is None:
+    while (descriptor := try_own(path)) is None:
         go_on()
         if (state := _state(path)) != seen:
             seen, deadline = state, time.monotonic() + patience_s
@@ -59,7 +59,7 @@ def own(path: Path, patience_s: float, go_on: Callable[[], None] = lambda: None)
         unlock(descriptor)
 
 
-def _try_own(path: Path) -> int | None:
+def try_own(path: Path) -> int | None:
     """Return the descriptor of the locked file, or None if another has it or has just taken it away."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:

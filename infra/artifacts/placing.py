@@ -10,7 +10,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from infra.artifacts.download import READ_BYTES, STALL_S
-from infra.artifacts.locks import own
+from infra.artifacts.locks import own, try_own, unlock
 from infra.artifacts.manifest import FileEntry
 from infra.errors import StoreError
 
@@ -46,6 +46,14 @@ def is_part(path: Path) -> bool:
     return _PART.fullmatch(path.name) is not None
 
 
+def discard_parts(directory: Path) -> None:
+    """Remove what killed fetches have left in a directory; what another process is at stays."""
+    for part in [path for path in directory.rglob(".*") if is_part(path)]:
+        if (descriptor := try_own(part)) is not None:
+            part.unlink()
+            unlock(descriptor)
+
+
 def put_link(kept: Path, target: Path, scratch: Path) -> bool:
     """Give a file another name, in place of what has it; return False where that cannot be.
 
@@ -67,13 +75,17 @@ def put_link(kept: Path, target: Path, scratch: Path) -> bool:
     return True
 
 
-def put_copy(kept: Path, target: Path, entry: FileEntry) -> None:
+def put_copy(kept: Path, target: Path, part: Path) -> None:
     """Copy a file; the copy may be written to.
+
+    Args:
+        kept: the file.
+        target: where its copy goes.
+        part: what the copy is called until it is whole.
 
     Raises:
         OSError: if it cannot be written; nothing of it stays then.
     """
-    part = part_of(target, entry)
     with own(part, STALL_S) as descriptor:
         try:
             os.ftruncate(descriptor, 0)

@@ -103,8 +103,8 @@ def test_the_least_recently_used_is_evicted_first_and_what_this_process_was_give
     small.fetch(refs[3], place.root / "out")
     assert place.bodies() == {sha256(body) for body in (bodies[0], bodies[1], bodies[3], b"same")}
     age(place.kept(bodies[3]), 50)
-    small.fetch(refs[1], place.root / refs[1].uri)  # used again: what is used counts, not what is new
-    small.fetch(refs[2], place.root / refs[2].uri)
+    small.fetch(refs[1], place.root / "second")  # used again: what is used counts, not what is new
+    small.fetch(refs[2], place.root / "third")
     assert place.bodies() == {sha256(body) for body in (bodies[0], bodies[1], bodies[2], b"same")}
     assert (mine / "w").read_bytes() == bodies[0]
     tiny = place.another(limit_gb=0)
@@ -135,7 +135,7 @@ def test_a_directory_that_nobody_uses_goes_with_its_files_and_old_parts_go_too(
     assert not part.exists()
     assert not dead.exists()
     hold.end()
-    tiny.fetch(other, place.root / "out")
+    tiny.fetch(other, place.root / "again")
     assert not directory.exists()
     assert place.bodies() == set()
 

@@ -6,7 +6,6 @@ import errno
 import hashlib
 import os
 import shutil
-import stat
 import subprocess
 import sys
 import threading
@@ -23,7 +22,7 @@ from infra.artifacts.layout import blob_key, version_key
 from infra.artifacts.locks import try_lock
 from infra.artifacts.manifest import BlobEntry, FileEntry, Manifest
 from infra.errors import StoreError
-from tests.unit.artifacts.cache_place import LARGE, PIECE, Place, blobs_of, leftovers, place_fixture  # noqa: F401 - a fixture
+from tests.unit.artifacts.cache_place import LARGE, PIECE, Place, blobs_of, flip, leftovers, place_fixture  # noqa: F401 - a fixture
 from tests.unit.artifacts.store_contract import at_once, sha256
 
 
@@ -157,67 +156,6 @@ def test_memory_does_not_grow_with_the_artifact(tmp_path: Path) -> None:
         assert tracemalloc.get_traced_memory()[1] < 2 * size
     finally:
         tracemalloc.stop()
-
-
-def test_a_fetch_links_what_is_large_and_copies_what_people_edit(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infra.artifacts.fetch.COPIED_BYTES", PIECE)
-    place.store.commit("policy", "p", {"w": LARGE, "config.json": b"{}"})
-    out = place.store.fetch("policy/p", place.root / "out")
-    assert (out / "w").samefile(place.kept(LARGE))
-    assert stat.S_IMODE((out / "w").stat().st_mode) == 0o444
-    assert not (out / "config.json").samefile(place.kept(b"{}"))
-    assert (out / "config.json").stat().st_mode & stat.S_IWUSR
-    (out / "config.json").write_bytes(b"edited")
-    assert (place.store.cached("policy/p") / "config.json").read_bytes() == b"{}"
-    assert place.store.fetch("policy/p", out) == out
-    assert (out / "config.json").read_bytes() == b"{}"
-    shutil.rmtree(place.root / "cache")
-    assert (out / "w").read_bytes() == LARGE
-
-
-@pytest.mark.parametrize("reason", [errno.EXDEV, errno.EPERM, errno.EMLINK])
-def test_where_files_cannot_be_linked_they_are_copied(
-    place: Place, monkeypatch: pytest.MonkeyPatch, reason: int
-) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(reason, os.strerror(reason))
-
-    ref = place.store.commit("policy", "p", {"w": LARGE})
-    monkeypatch.setattr(os, "link", refuse)
-    monkeypatch.setattr("infra.artifacts.fetch.COPIED_BYTES", 0)
-    out, directory = place.store.fetch(ref, place.root / "out"), place.store.cached(ref)
-    assert (out / "w").read_bytes() == (directory / "w").read_bytes() == LARGE
-    inode = (directory / "w").stat().st_ino
-    assert (place.store.cached(ref) / "w").stat().st_ino == inode  # not copied again
-    assert len(place.downloaded) == 5
-    assert [path.name for path in out.iterdir()] == ["w"]
-
-
-def test_a_fetch_to_another_file_system_copies(place: Place) -> None:
-    other = Path("/dev/shm")
-    if not other.is_dir() or other.stat().st_dev == place.root.stat().st_dev or not os.access(other, os.W_OK):
-        pytest.skip("there is no second file system at /dev/shm")
-    out = other / f"rlhf-test-{os.getpid()}"
-    body = b"w" * 1_000_001
-    try:
-        place.store.fetch(place.store.commit("policy", "p", {"w": body}), out)
-        assert (out / "w").read_bytes() == body
-        assert not (out / "w").samefile(place.kept(body))
-    finally:
-        shutil.rmtree(out, ignore_errors=True)
-
-
-def test_a_fetch_past_the_cache_leaves_nothing_in_it_and_goes_on_where_it_was_killed(place: Place) -> None:
-    ref = place.store.commit("policy", "p", {"w": LARGE})
-    out = place.root / "out"
-    out.mkdir()
-    part = out / f".{sha256(LARGE)[:16]}.part"
-    part.write_bytes(LARGE[: 2 * PIECE])
-    place.store.fetch(ref, out, keep=False)
-    assert [(path.name, path.read_bytes()) for path in out.iterdir()] == [("w", LARGE)]
-    assert (out / "w").stat().st_mode & stat.S_IWUSR
-    assert sorted(place.downloaded) == sorted(blobs_of(LARGE)[2:])
-    assert not place.cache.exists()
 
 
 @pytest.mark.parametrize("reason", [errno.ENOSPC, errno.EDQUOT])

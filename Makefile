@@ -3,7 +3,7 @@ BIN := .venv/bin
 PYTEST_ARGS ?=
 export PYTHON
 
-.PHONY: setup run test test-parallel test-s3 test-gpu check fmt lint types bench
+.PHONY: setup run test test-parallel test-s3 chaos test-gpu check fmt lint types bench
 
 setup:  ## make .venv hold what the lock files name
 	@sh infra/setup.sh
@@ -13,13 +13,17 @@ run: setup  ## the local stack, then the quickstart pipeline, followed live
 	@$(BIN)/rlhf run quickstart
 
 test: setup  ## all tests that need no GPU; fails too when none ran
-	@$(BIN)/python -m pytest -m "not gpu and not parallel and not s3" -n 2 --dist loadfile $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -m "not gpu and not parallel and not s3 and not chaos" \
+		-n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-parallel: setup  ## everything that runs on two ranks and more
 	@$(BIN)/python -m pytest -m parallel $(PYTEST_ARGS)
 
 test-s3: setup  ## the artifact store in full: every fault of every request, an outage, a second server, 1,000 histories
-	@$(BIN)/python -m pytest -m s3 $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -m s3 -n 2 --dist worksteal $(PYTEST_ARGS)
+
+chaos: setup  ## every way in which the owner of a cluster may end, and further killings
+	@$(BIN)/python -m pytest -m chaos $(PYTEST_ARGS)
 
 test-gpu: setup  ## the tests that need a CUDA device
 	@$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)

@@ -17,6 +17,7 @@ from uuid import uuid4
 import pytest
 
 from infra.artifacts import S3Options
+from tests.guard import stand_guard
 from tests.integration.seaweed import free_ports
 
 PROGRAMS = ("ceph-mon", "ceph-osd", "monmaptool", "ceph", "radosgw", "radosgw-admin")
@@ -90,6 +91,7 @@ def radosgw_server() -> Iterator[Radosgw]:
 @contextmanager
 def run_radosgw() -> Iterator[Radosgw]:
     """Start monitor, object daemon and gateway; end them, by their process ids, and remove all that they wrote."""
+    stand_guard()
     directory = Path(tempfile.mkdtemp(prefix="rgw"))  # short: it holds sockets
     processes: list[subprocess.Popen[bytes]] = []
     try:

@@ -20,6 +20,7 @@ import pytest
 
 from infra.artifacts import S3Options, open_store
 from infra.errors import StoreError
+from tests.guard import stand_guard
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 20.0
@@ -124,6 +125,7 @@ def seaweed_server() -> Iterator[Seaweed]:
 @contextmanager
 def run_seaweed(*flags: str) -> Iterator[Seaweed]:
     """Start a server on free ports; end it, by its process id, and remove all that it wrote."""
+    stand_guard()
     directory = Path(tempfile.mkdtemp(prefix="sw"))  # short: it holds sockets
     server = None
     try:

@@ -48,11 +48,11 @@ def _let_it_go_on(process: subprocess.Popen[str], _: ClusterManifest) -> None:
 @pytest.mark.parametrize(
     ("then", "how"),
     [
-        ("waits", _kill),
-        ("waits", _terminate),
+        pytest.param("waits", _kill, marks=pytest.mark.chaos),
+        pytest.param("waits", _terminate, marks=pytest.mark.chaos),
         ("waits", _kill_group_and_descendants),
         ("forks", _kill),
-        ("raises", _let_it_go_on),
+        pytest.param("raises", _let_it_go_on, marks=pytest.mark.chaos),
         ("returns", _let_it_go_on),
     ],
 )

@@ -15,7 +15,8 @@ from infra.artifacts.manifest import Manifest
 from infra.artifacts.promotion import CHAMPION, roll_back
 from infra.artifacts.ref import ArtifactRef, check_kind, check_name
 from infra.artifacts.retention import Retention
-from infra.artifacts.verify import Progress, Verification, verify_store, verify_version
+from infra.artifacts.verify import Verification, verify_store, verify_version
+from infra.artifacts.verify_blobs import Progress
 
 
 class Keeping(ABC):

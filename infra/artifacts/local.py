@@ -57,7 +57,7 @@ class LocalBackend:
 
     def read(self, key: str) -> Stored | None:
         """Return a small object, or None if there is none."""
-        with self._explained("read"):
+        with self._explained(f"read {key} in"):
             try:
                 data = self._path(key).read_bytes()
             except (FileNotFoundError, NotADirectoryError):
@@ -102,7 +102,7 @@ class LocalBackend:
 
     def children(self, prefix: str) -> list[str]:
         """Return the sorted names directly under a prefix."""
-        with self._explained("list"):
+        with self._explained(f"list {prefix} in"):
             try:
                 return sorted(os.listdir(self._path(prefix)))
             except (FileNotFoundError, NotADirectoryError):
@@ -110,7 +110,7 @@ class LocalBackend:
 
     def size(self, key: str) -> int | None:
         """Return the size of an object in bytes, or None if there is none."""
-        with self._explained("read"):
+        with self._explained(f"read {key} in"):
             try:
                 return self._path(key).stat().st_size
             except (FileNotFoundError, NotADirectoryError):
@@ -126,7 +126,7 @@ class LocalBackend:
     def download(self, key: str, size: int) -> Iterator[bytes]:
         """Yield an object piece by piece; its reader counts and hashes the pieces."""
         del size  # a file ends by itself
-        with self._explained("read"), self._path(key).open("rb") as file:
+        with self._explained(f"read {key} in"), self._path(key).open("rb") as file:
             while piece := file.read(CHUNK_BYTES):
                 yield piece
 

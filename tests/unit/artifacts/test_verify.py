@@ -11,6 +11,7 @@ import pytest
 
 from infra.artifacts import ArtifactRef, ArtifactStore, open_store, pieces, verify
 from infra.artifacts.layout import blob_key
+from infra.errors import StoreError
 from tests.unit.artifacts.store_contract import sha256
 
 Damage = Callable[[Path], object]
@@ -104,6 +105,46 @@ def test_each_damage_is_one_line_that_names_it(
     assert len(problems) == 1 + (complaint.startswith("the manifest"))  # then its alias points at nothing
 
 
+def put_in_place(path: Path) -> None:
+    """Put a directory where a file should be."""
+    path.unlink()
+    path.mkdir()
+
+
+def test_what_cannot_be_read_is_told_and_ends_nothing(store: ArtifactStore, tmp_path: Path) -> None:
+    store.commit("evaluation", "e", {"empty": b""})
+    root = tmp_path / "store"
+    blob(root, b"").unlink()
+    blob(root, b"").symlink_to("/proc/self/mem")  # has no size, and is a disk error to whoever reads it
+    blob(root, b"rows").write_bytes(b"rOws")
+    named = ["versions/ppo-state/r/00000002.json", "aliases/policy/p/champion.json", "keys/dataset/k.json"]
+    for key in named:
+        put_in_place(root / key)
+    for folder in ("leases", "trash"):
+        (root / folder / "x.json").mkdir(parents=True)
+    problems = store.verify().problems
+    for key in (*named, "leases/x.json", "trash/x.json"):
+        [problem] = [problem for problem in problems if f"cannot read {key} in the artifact store" in problem]
+        assert f"the directory {root}: Is a directory" in problem
+    for complaint in (
+        r"cannot be read \(Input/output error\): 'empty' of evaluation/e@1 cannot be fetched",
+        "is damaged, its content hashes to .*: 'rows' of dataset/d@1",
+    ):
+        assert len([problem for problem in problems if re.search(complaint, problem)]) == 1
+    assert len(problems) == 7
+
+
+def test_a_store_that_goes_away_meanwhile_is_an_error_and_not_a_store_in_order(
+    store: ArtifactStore, tmp_path: Path
+) -> None:
+    def unmount(*_: int) -> None:
+        if (tmp_path / "store").exists():
+            (tmp_path / "store").rename(tmp_path / "elsewhere")
+
+    with pytest.raises(StoreError, match=r"the artifact store file://.* has gone away while it was looked through"):
+        store.verify(progress=unmount)
+
+
 def test_all_problems_are_told_at_once(store: ArtifactStore, tmp_path: Path) -> None:
     root = tmp_path / "store"
     blob(root, b"weights").unlink()
@@ -156,13 +197,13 @@ def test_what_is_pruned_while_it_is_verified_is_no_problem(
     store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.commit("ppo-state", "r", {"f": b"3"}, version=3)
-    check = verify._check_blobs
+    check = verify.check_blobs
 
     def prune_first(*arguments: object, **more: object) -> list[str]:
         store.prune("ppo-state", "r", keep=1)
         return check(*arguments, **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(verify, "_check_blobs", prune_first)
+    monkeypatch.setattr(verify, "check_blobs", prune_first)
     assert store.verify().problems == ()
 
 

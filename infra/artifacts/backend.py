@@ -45,8 +45,14 @@ class Backend(Protocol):
     def delete(self, key: str) -> None:
         """Remove an object; it may be gone already."""
 
-    def children(self, prefix: str) -> list[str]:
-        """Return the sorted names, files and folders, directly under a prefix that ends with a slash."""
+    def children(self, prefix: str, after: str = "", most: int | None = None) -> list[str]:
+        """Return the sorted names, files and folders, directly under a prefix that ends with a slash.
+
+        Args:
+            prefix: where.
+            after: only the names that come after this one.
+            most: only the first so many; a place that has all of them at once may return all.
+        """
 
     def size(self, key: str) -> int | None:
         """Return the size of an object in bytes, or None if there is none."""

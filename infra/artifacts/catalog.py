@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import PurePosixPath
 
 from infra.artifacts.aliases import list_aliases, read_alias
 from infra.artifacts.backend import Backend
-from infra.artifacts.layout import VERSIONS, version_key, versions_prefix
+from infra.artifacts.layout import VERSIONS, version_key, version_numbers, versions_prefix
 from infra.artifacts.manifest import Manifest
+from infra.artifacts.newest import highest_version
 from infra.artifacts.parallel import in_parallel
 from infra.artifacts.ref import (
     KINDS,
@@ -27,8 +27,6 @@ from infra.errors import ReferenceNotFoundError, StoreError
 
 LOOKS = 5
 """How often what was removed between two requests is looked for in its new place."""
-MANIFEST = re.compile(r"([0-9]{8})\.json")
-"""What a manifest is called in the folder of its artifact."""
 
 
 class Catalog:
@@ -38,14 +36,9 @@ class Catalog:
         self._backend = backend
         self._known: dict[tuple[str, str], dict[int, Manifest]] = {}
 
-    def names(self, kind: str) -> list[str]:
-        """Return the names of a kind that have a version."""
-        return [name for name in self._folders(kind) if self.versions(kind, name)]
-
     def versions(self, kind: str, name: str) -> list[int]:
         """Return the numbers of an artifact's versions, lowest first, without reading any."""
-        found = map(MANIFEST.fullmatch, self._backend.children(versions_prefix(kind, name)))
-        versions = [int(match[1]) for match in found if match]
+        versions = version_numbers(self._backend.children(versions_prefix(kind, name)))
         self._forget_all_but(kind, name, versions)
         return versions
 
@@ -72,12 +65,10 @@ class Catalog:
     def latest(self, kind: str, name: str) -> Manifest | None:
         """Return the highest version, or None if there is none."""
         for _ in range(LOOKS):
-            versions = self.versions(kind, name)
-            for version in reversed(versions):
-                if (manifest := self.read(kind, name, version)) is not None:  # else removed since it was listed
-                    return manifest
-            if not versions:  # else there are newer ones by now
-                return None
+            version = highest_version(self._backend, kind, name)
+            manifest = self.read(kind, name, version)
+            if manifest is not None or not version:  # else it was removed since it was listed: there are newer ones
+                return manifest
         return None
 
     def every(self, kind: str | None = None, name: str | None = None) -> list[Manifest]:
@@ -194,7 +185,7 @@ class Catalog:
         kind, name = reference.kind, reference.name
         versions = self.versions(kind, name)
         if not versions:
-            everything = [f"{each}/{found}" for each in KINDS for found in self.names(each)]
+            everything = [f"{each}/{found}" for each in KINDS for found in self._folders(each)]
             hint = did_you_mean(f"{kind}/{name}", everything)
             there = [item for item in everything if item.startswith(f"{kind}/")] or everything
             return f"{hint}; it holds {enumerate_names(there)}" if there else ": it is empty so far"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from infra.artifacts.ref import check_key, check_kind, check_name
 from infra.errors import StoreError
@@ -18,6 +19,10 @@ PROBES = "probe/"
 BLOBS = "blobs/sha256/"
 KEYS = "keys/"
 ALIASES = "aliases/"
+HINTS = "hints/"
+"""Where to begin to look for the newest version."""
+MANIFEST = re.compile(r"([0-9]{8})\.json")
+"""What a manifest is called in the folder of its artifact."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -40,6 +45,16 @@ def versions_prefix(kind: str, name: str) -> str:
 def version_key(kind: str, name: str, version: int) -> str:
     """Return where the manifest of a version is."""
     return f"{versions_prefix(kind, name)}{version:08d}.json"
+
+
+def version_numbers(names: Iterable[str]) -> list[int]:
+    """Return the numbers of the manifests among the names that are in the folder of an artifact."""
+    return [int(match[1]) for match in map(MANIFEST.fullmatch, names) if match]
+
+
+def hint_key(kind: str, name: str) -> str:
+    """Return where it stands which number the versions of an artifact have reached."""
+    return f"{HINTS}{check_kind(kind)}/{check_name(name)}.json"
 
 
 def index_key(kind: str, key: str) -> str:

@@ -100,11 +100,12 @@ class LocalBackend:
             if key.startswith(VERSIONS) and path.parent.is_dir():
                 _sync_directory(path.parent)  # or a power cut could bring it back, after its blobs have gone
 
-    def children(self, prefix: str) -> list[str]:
-        """Return the sorted names directly under a prefix."""
+    def children(self, prefix: str, after: str = "", most: int | None = None) -> list[str]:
+        """Return the sorted names directly under a prefix, however many are asked for: a directory is read whole."""
+        del most
         with self._explained(f"list {prefix} in"):
             try:
-                return sorted(os.listdir(self._path(prefix)))
+                return sorted(name for name in os.listdir(self._path(prefix)) if name > after)
             except (FileNotFoundError, NotADirectoryError):
                 return []
 

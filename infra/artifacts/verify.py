@@ -10,10 +10,11 @@ from typing import Any
 
 from infra.artifacts.aliases import Alias, list_aliases
 from infra.artifacts.backend import Backend
-from infra.artifacts.catalog import MANIFEST, Catalog
-from infra.artifacts.layout import DELETING, KEYS, LEASES, VERSIONS, versions_prefix
+from infra.artifacts.catalog import Catalog
+from infra.artifacts.layout import DELETING, KEYS, LEASES, MANIFEST, VERSIONS, versions_prefix
 from infra.artifacts.leases import claims
 from infra.artifacts.manifest import Manifest
+from infra.artifacts.newest import check_hints
 from infra.artifacts.parallel import in_parallel
 from infra.artifacts.ref import KINDS, ArtifactRef, parse_reference
 from infra.artifacts.survey import with_aliases
@@ -71,7 +72,7 @@ def verify_store(backend: Backend, catalog: Catalog, *, quick: bool, progress: P
     problems += found
     problems += _check_aliases(backend, catalog, by_uri)
     problems += _check_keys(backend, by_uri)
-    problems += _check_notes(backend)
+    problems += [*_check_notes(backend), *check_hints(backend)]
     problems += check_blobs(backend, manifests, quick=quick, progress=progress)
     return _verification(manifests, removed, problems)
 

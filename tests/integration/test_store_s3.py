@@ -16,6 +16,7 @@ from infra.artifacts.pieces import PIECE_BYTES
 from infra.errors import StoreError
 from tests.integration.s3_stores import given_backend, given_prefix, given_store  # noqa: F401 - fixtures
 from tests.integration.seaweed import seaweed_server  # noqa: F401 - a fixture
+from tests.unit.artifacts.newest_contract import NewestContract
 from tests.unit.artifacts.pruning_contract import PruningContract
 from tests.unit.artifacts.store_contract import StoreContract
 
@@ -33,6 +34,11 @@ class TestStoreInABucket(StoreContract):
 
 
 class TestPruningInABucket(PruningContract):
+    pass
+
+
+@pytest.mark.s3
+class TestNewestInABucket(NewestContract):
     pass
 
 
@@ -67,5 +73,18 @@ def test_a_long_listing_is_read_to_its_end(backend: Backend, store: ArtifactStor
     with ThreadPoolExecutor(16) as pool:
         assert all(pool.map(lambda name: backend.create(f"versions/policy/p/{name}", b""), names))
     assert backend.children("versions/policy/p/") == names
+    assert backend.children("versions/policy/p/", after=names[1]) == names[2:]
+    assert backend.children("versions/policy/p/", most=1003) == names[:1003]
     with pytest.raises(StoreError, match="the manifest policy/p@1004 cannot be read"):
         store.latest("policy", "p")
+
+
+def test_listing_begins_after_a_name_and_ends_where_it_may(backend: Backend) -> None:
+    for name in ("b", "d/x", "d/y", "e", "a", "c"):
+        backend.create(f"trash/{name}", b"")
+    everything = ["a", "b", "c", "d", "e"]
+    for most in range(1, 7):
+        assert backend.children("trash/", most=most) == everything[:most]
+        assert backend.children("trash/", after="b", most=most) == everything[2:][:most]
+    assert backend.children("trash/", after="bb") == ["c", "d", "e"]
+    assert backend.children("trash/", after="e") == backend.children("nothing/", after="a", most=3) == []

@@ -149,8 +149,8 @@ class WatchedBackend:
     def delete(self, key: str) -> None:
         self._request("delete", key)
 
-    def children(self, prefix: str) -> list[str]:
-        found: list[str] = self._request("children", prefix)
+    def children(self, prefix: str, after: str = "", most: int | None = None) -> list[str]:
+        found: list[str] = self._request("children", prefix, b"", after, most)
         return found
 
     def size(self, key: str) -> int | None:
@@ -167,7 +167,7 @@ class WatchedBackend:
     def _request(self, method: str, key: str, data: bytes = b"", *more: Any) -> Any:
         self._actor.raise_if_killed()
         self._actor.stop_before(method, key)
-        arguments = (key, data, *more) if method in {"create", "replace", "upload"} else (key,)
+        arguments = (key, data, *more) if method in {"create", "replace", "upload"} else (key, *more)
         result = getattr(self._place, method)(*arguments)
         self._note(self._actor, method, key, data, result)
         self._actor.stop()
@@ -247,8 +247,9 @@ class MemoryBackend:
     def delete(self, key: str) -> None:
         self._objects.pop(key, None)
 
-    def children(self, prefix: str) -> list[str]:
-        return sorted({key[len(prefix) :].partition("/")[0] for key in self._objects if key.startswith(prefix)})
+    def children(self, prefix: str, after: str = "", most: int | None = None) -> list[str]:
+        found = {key[len(prefix) :].partition("/")[0] for key in self._objects if key.startswith(prefix)}
+        return sorted(name for name in found if name > after)[:most]
 
     def size(self, key: str) -> int | None:
         return len(self._objects[key]) if key in self._objects else None

@@ -32,12 +32,14 @@ class LocalBackend:
         self.url = url
         self._root = root
         self._temporary = root / "tmp"
+        self._entered: set[Path] = set()
+        """What has its entry on the disk: another process may have made a folder, and been killed before it had."""
 
     def probe(self) -> None:
         """Make the directory, try it, and clear what killed writers left; a store that may only be read is left."""
         with self._explained("open"):
             try:
-                _make_directory(self._temporary)
+                self._make_directory(self._temporary)
                 self._check_clock()
             except OSError as error:
                 if error.errno in _READ_ONLY and (self._root / VERSIONS).is_dir():
@@ -51,7 +53,7 @@ class LocalBackend:
             )
         with self._explained("open"):
             for leftover in self._temporary.iterdir():
-                with suppress(FileNotFoundError):  # its writer, or another process that opens the store
+                with suppress(OSError):  # gone, or not ours: what cannot be cleared is in nobody's way
                     if time.time() - leftover.stat().st_mtime > STALE_S:
                         leftover.unlink()
 
@@ -68,11 +70,12 @@ class LocalBackend:
         """Write a small object unless one is there: a hard link to a finished file takes the name."""
         path = self._path(key)
         with self._explained("write to"):
-            _make_directory(path.parent)
+            self._make_directory(path.parent)
             temporary = self._write_temporary(data)
             try:
                 os.link(temporary, path)
             except FileExistsError:
+                _sync_directory(path.parent)
                 return False
             except OSError as error:
                 if error.errno not in _NO_LINKS:
@@ -121,7 +124,7 @@ class LocalBackend:
         """Write a blob under a temporary name, and move it into place."""
         with self._explained("write to"):
             path = self._path(key)
-            _make_directory(path.parent)
+            self._make_directory(path.parent)
             self._move(self._write_temporary(body), path)
 
     def download(self, key: str, size: int) -> Iterator[bytes]:
@@ -133,6 +136,20 @@ class LocalBackend:
 
     def _path(self, key: str) -> Path:
         return self._root / key
+
+    def _make_directory(self, path: Path) -> None:
+        """Make a directory of the store and its parents, each entered in its parent on the disk, whoever made it."""
+        if path in self._entered and path.is_dir():
+            return
+        if path == self._root:
+            _make_directory(path)
+            self._entered.add(path)
+        else:
+            self._make_directory(path.parent)
+            path.mkdir(exist_ok=True)
+            entered = list(path.parent.iterdir())
+            _sync_directory(path.parent)
+            self._entered.update(entered)
 
     def _check_clock(self) -> None:
         """Compare our clock with that of whoever keeps the files, who may be another machine."""
@@ -195,7 +212,7 @@ class LocalBackend:
 
 
 def _make_directory(path: Path) -> None:
-    """Make a directory and its parents, each entered in its parent on the disk."""
+    """Make a directory and its parents; those that we make are entered in their parents on the disk."""
     if path.is_dir():
         return
     _make_directory(path.parent)

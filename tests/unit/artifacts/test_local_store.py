@@ -16,10 +16,11 @@ import pytest
 
 from infra.artifacts import ArtifactStore, local, open_store
 from infra.artifacts.backend import Backend
+from infra.artifacts.layout import blob_key
 from infra.artifacts.local import LocalBackend
 from infra.errors import StoreError
 from tests.unit.artifacts.pruning_contract import PruningContract
-from tests.unit.artifacts.store_contract import StoreContract
+from tests.unit.artifacts.store_contract import StoreContract, sha256
 
 
 @pytest.fixture
@@ -166,6 +167,34 @@ def test_a_disk_that_is_full_at_any_write_is_told(
                 store.commit("policy", "p", {"f": b"body %d" % good})
         assert [manifest.ref for manifest in store.list()] == [ref]
         assert list((tmp_path / "store" / "tmp").iterdir()) == []
+
+
+def test_folders_that_others_have_made_are_on_the_disk_before_what_is_in_them(
+    store: ArtifactStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever made them may have been killed before he had entered them."""
+    root = tmp_path / "store"
+    blob, manifests = root / blob_key(sha256(b"1")), root / "versions" / "policy" / "p"
+    for folder in (blob.parent, manifests):
+        folder.mkdir(parents=True)
+    synced: list[Path] = []
+    sync, link = os.fsync, os.link
+
+    def note(descriptor: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{descriptor}").readlink())
+        sync(descriptor)
+
+    def look(source: Path, target: Path) -> None:
+        if target.parent == manifests:
+            assert {*manifests.parents[:3], *blob.parents[:4]} <= set(synced)
+        link(source, target)
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(os, "link", look)
+    store.commit("policy", "p", {"f": b"1"})
+    assert manifests in synced
+    store.commit("policy", "p", {"f": b"2"})
+    assert synced.count(manifests.parent) == 1  # once for each process
 
 
 def test_a_file_system_with_another_clock_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,9 +90,8 @@ def contestants(config: PipelineConfig, policy: str | None) -> dict[str, Parent]
     """
     context = open_context()
     manifest = context.store.resolve(policy or f"policy/{config.name}@latest")
-    found = ancestors(context, manifest.ref.uri)
     base = base_model(context, config)
-    roles = {"base": base} if base.digest in found.values() else {}
+    roles = {"base": base} if base.digest in ancestors(context, manifest.ref.uri) else {}
     for parent in manifest.parents:
         role = _START_ROLES.get(parent.uri.partition("/")[0])
         if role is not None:

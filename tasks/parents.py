@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from infra.artifacts import Lineage, Manifest
+from infra.artifacts import Manifest
+from infra.artifacts.lineage import walk
 from infra.errors import ReferenceNotFoundError
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import ConfigError
@@ -90,23 +91,16 @@ def ppo_wants_reward_model(config: PipelineConfig) -> bool:
     return config.ppo.reward.reward_model > 0 or config.ppo.critic_init == "reward_model"
 
 
-def ancestors(context: Context, uri: str) -> dict[str, str]:
-    """Return the digests of all that an artifact came from, by reference."""
-    found: dict[str, str] = {}
-
-    def collect(node: Lineage) -> None:
-        for parent in node.parents:
-            found[parent.ref.uri] = parent.ref.digest
-            collect(parent)
-
-    collect(context.store.lineage(uri))
-    return found
+def ancestors(context: Context, uri: str) -> set[str]:
+    """Return the digests of all that an artifact came from."""
+    _, *found = walk(context.store.lineage(uri))
+    return {node.ref.digest for node in found}
 
 
 def _latest_from(context: Context, kind: str, name: str, base: Parent) -> Manifest | None:
     """Return the newest version that came from this very base model: another one's weights would not fit."""
     for manifest in reversed(context.store.list(kind, name)):
-        if base.digest in ancestors(context, manifest.ref.uri).values():
+        if base.digest in ancestors(context, manifest.ref.uri):
             return manifest
     return None
 

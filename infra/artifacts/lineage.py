@@ -1,35 +1,32 @@
-"""What an artifact came from, what was made from it, and both as a tree."""
+"""What an artifact came from, and what was made from it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from infra.artifacts.manifest import Manifest
 from infra.artifacts.parallel import in_parallel
 from infra.artifacts.ref import ArtifactRef
 
-MAX_DEPTH = 200
-"""Generations that are followed: a model retrained every night has one or two a night."""
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Lineage:
     """An artifact and its parents. An ancestor reached on two ways is the same object on both."""
 
     ref: ArtifactRef
     manifest: Manifest | None
     """None for what came from outside the store, and for what has been removed from it."""
-    parents: tuple[Lineage, ...] = ()
+    parents: tuple[Lineage, ...] = field(default=(), repr=False)  # a long way back is no repr
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Descent:
     """An artifact and what was made from it. A descendant reached on two ways is the same object on both."""
 
     ref: ArtifactRef
     manifest: Manifest
-    children: tuple[Descent, ...] = ()
+    children: tuple[Descent, ...] = field(default=(), repr=False)
 
 
 def trace(root: Manifest, read: Callable[[ArtifactRef], Manifest | None]) -> Lineage:
@@ -79,47 +76,28 @@ def branches(node: Lineage | Descent) -> tuple[Lineage | Descent, ...]:
     return node.parents if isinstance(node, Lineage) else node.children
 
 
-def draw(root: Lineage | Descent) -> list[str]:
-    """Return a tree as lines of text; what was shown already is named without its own branches."""
-    lines: list[str] = []
-    shown: set[ArtifactRef] = set()
-    pending: list[tuple[Lineage | Descent, str, str]] = [(root, "", "")]
-    while pending:
-        node, first, indent = pending.pop()
-        below = branches(node)
-        repeated = node.ref in shown and bool(below)
-        shown.add(node.ref)
-        what = "parents" if isinstance(node, Lineage) else "children"
-        lines.append(f"{first}{label(node)}{f'  ({what} above)' if repeated else ''}")
-        if below and not repeated:
-            pending.append((below[-1], f"{indent}└── ", f"{indent}    "))
-            pending += [(each, f"{indent}├── ", f"{indent}│   ") for each in reversed(below[:-1])]
-    return lines
-
-
-def label(node: Lineage | Descent) -> str:
-    """Return a node on one line: reference, digest, and when it was made."""
-    uri = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in node.ref.uri)
-    if node.manifest is None:
-        return f"{uri}  {'from outside' if node.ref.is_external else 'pruned since'}"
-    unfollowed = isinstance(node, Lineage) and len(node.parents) < len(node.manifest.parents)
-    created = f"{node.manifest.created.astimezone():%Y-%m-%d %H:%M}"
-    return f"{uri}  {node.ref.digest[:12]}  {created}{'  (goes on)' if unfollowed else ''}"
+def walk(root: Lineage | Descent) -> list[Lineage | Descent]:
+    """Return every node of a tree once, the root first, then generation by generation."""
+    found = {root.ref: root}
+    generation = [root]
+    while generation:
+        ahead = {each.ref: each for node in generation for each in branches(node) if each.ref not in found}
+        found |= ahead
+        generation = list(ahead.values())
+    return list(found.values())
 
 
 def _follow(
     root: ArtifactRef, onward: Callable[[Sequence[ArtifactRef]], Sequence[Sequence[ArtifactRef]]]
-) -> dict[ArtifactRef, list[ArtifactRef]]:
+) -> dict[ArtifactRef, Sequence[ArtifactRef]]:
     """Return what each artifact leads to, generation by generation from the root."""
     steps: dict[ArtifactRef, Sequence[ArtifactRef]] = {}
     generation = [root]
-    for _ in range(MAX_DEPTH + 1):
+    while generation:
         steps |= zip(generation, onward(generation), strict=True)
         reached = dict.fromkeys(each for ref in generation for each in steps[ref])
         generation = [ref for ref in reached if ref not in steps]
-        if not generation:
-            break
-    return {ref: [each for each in ahead if each in steps] for ref, ahead in steps.items()}
+    return steps
 
 
 def _deepest_first(root: ArtifactRef, edges: Mapping[ArtifactRef, Iterable[ArtifactRef]]) -> list[ArtifactRef]:

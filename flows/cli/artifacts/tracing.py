@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from infra.artifacts import Descent, Difference, Lineage
     from infra.artifacts.diff import Change, FileChange
-    from infra.artifacts.ref import ArtifactRef
 
 LONGEST_VALUE = 60
 """Characters of a value that are shown; all of them stand in the JSON."""
@@ -27,19 +26,22 @@ def lineage(
 ) -> None:
     """Show what an artifact was made from, and what that was made from, to the beginning.
 
+    Of a long row of versions, each made from the one before, the ends are shown; the JSON names all.
+
     Args:
         reference: `kind/name` (the latest), `kind/name@version` or `kind/name@alias`.
         down: show what was made from it instead, to the end; every manifest of the store is read for that.
         as_json: print JSON.
     """
     from infra.artifacts import open_default_store
-    from infra.artifacts.lineage import draw
+    from infra.artifacts.tree import draw
 
     store = open_default_store()
     root = store.descendants(reference) if down else store.lineage(reference)
     if as_json:
-        return write_json(_tree(root, "children" if down else "parents", set()))
-    write_lines(draw(root))
+        return write_json(_plain(root, "children" if down else "parents"))
+    screen = console()
+    write_lines(draw(root, width=screen.width if screen.is_terminal else None))
     return None
 
 
@@ -71,16 +73,20 @@ def diff(before: str, after: str, *, as_json: Json = False) -> None:
     return None
 
 
-def _tree(node: Lineage | Descent, onward: str, shown: set[ArtifactRef]) -> dict[str, Any]:
-    """Return a tree as plain values; what was given already is given without its own."""
-    from infra.artifacts.lineage import branches
+def _plain(root: Lineage | Descent, onward: str) -> list[dict[str, Any]]:
+    """Return a tree as plain values: a list, its root first, as no JSON reader goes down a thousand levels."""
+    from infra.artifacts.lineage import branches, walk
 
-    facts: dict[str, Any] = {"uri": node.ref.uri, "digest": node.ref.digest, "external": node.ref.is_external}
-    facts["created"] = node.manifest.created.isoformat() if node.manifest else None
-    if node.ref in shown:
-        return facts | {"repeated": True}
-    shown.add(node.ref)
-    return facts | {onward: [_tree(each, onward, shown) for each in branches(node)]}
+    return [
+        {
+            "uri": node.ref.uri,
+            "digest": node.ref.digest,
+            "external": node.ref.is_external,
+            "created": node.manifest.created.isoformat() if node.manifest else None,
+            onward: [{"uri": each.ref.uri, "digest": each.ref.digest} for each in branches(node)],
+        }
+        for node in walk(root)
+    ]
 
 
 def _print_changes(screen: Console, title: str, changes: Iterable[Change]) -> None:

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from infra.artifacts import ArtifactRef, ArtifactStore, lineage, open_store
-from infra.artifacts.lineage import descend, draw, trace
+from infra.artifacts import ArtifactRef, ArtifactStore, open_store
+from infra.artifacts.lineage import descend, trace, walk
 from infra.artifacts.manifest import Manifest
 from infra.artifacts.pieces import describe
+from infra.artifacts.tree import draw
 
 
 @pytest.fixture
@@ -19,8 +20,19 @@ def store(tmp_path: Path) -> ArtifactStore:
     return open_store((tmp_path / "store").as_uri(), cache_dir=tmp_path / "cache")
 
 
-def manifest(name: str, *parents: ArtifactRef) -> Manifest:
-    return Manifest.draft((describe("f", name.encode()),), kind="policy", name=name, version=1, parents=parents)
+def manifest(name: str, *parents: ArtifactRef, kind: str = "policy", version: int = 1) -> Manifest:
+    body = describe("f", f"{kind} {name} {version}".encode())
+    return Manifest.draft((body,), kind=kind, name=name, version=version, parents=parents)
+
+
+def nights(count: int) -> list[Manifest]:
+    """Return a policy that is trained every night from the one before, with each night's data and evaluation."""
+    made = [manifest("nightly", ArtifactRef("model/base", ""), version=1)]
+    for night in range(2, count + 1):
+        data = manifest("night", kind="dataset", version=night)
+        policy = manifest("nightly", made[-1 if night == 2 else -2].ref, data.ref, version=night)
+        made += [data, policy, manifest("nightly", policy.ref, kind="evaluation", version=night)]
+    return made
 
 
 def words(lines: list[str]) -> list[str]:
@@ -60,13 +72,23 @@ def test_a_tree_is_drawn_with_each_artifacts_own_branches_once(store: ArtifactSt
     ]
     lines = draw(store.lineage("policy/p"))
     assert lines[3].endswith("model/ba\\nse  from outside")
-    assert lines[5].endswith("(parents above)")
+    assert lines[5].endswith("sft/s@1  (above)")
     assert lines[6].endswith("pruned since")
     assert words(draw(store.descendants("dataset/d"))) == [
         "dataset/d@1",
         "├── sft/s@1",
         "│   └── policy/p@1",
         "└── policy/p@1",
+    ]
+
+
+def test_in_a_narrow_place_digest_and_date_make_way_and_names_stay_whole() -> None:
+    made = manifest("p", manifest("s", kind="sft").ref)
+    assert draw(trace(made, lambda _: None), width=11) == ["policy/p@1", "└── sft/s@1  pruned since"]
+    wide = f"policy/p@1  {made.created:%Y-%m-%d %H:%M} UTC  {made.digest[:12]}"
+    assert [draw(trace(made, lambda _: None), width=width)[0] for width in (len(wide), len(wide) - 1)] == [
+        wide,
+        wide[:-14],
     ]
 
 
@@ -87,19 +109,58 @@ def test_many_ways_to_the_same_ancestor_are_followed_once() -> None:
 
     root = trace(last, read)
     assert len(reads) == len(set(reads)) == 120
-    assert len(draw(root)) == 1 + 40 * 4  # each join has two sides, each of which names the start
-    assert len(draw(descend(next(iter(known.values())), known.values()))) == 1 + 40 * 4
+    assert len(walk(root)) == len(walk(descend(next(iter(known.values())), known.values()))) == 121
+    assert len(draw(root)) == 1 + 16 // 2 * 4 + 1  # each join has two sides, each of which names the start
+    assert draw(root)[-1] == f"… and {121 - 8 * 3 - 1} more: rlhf artifacts lineage policy/join39@1 --json names all"
 
 
-def test_a_chain_longer_than_is_followed_says_that_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lineage, "MAX_DEPTH", 2)
-    chain = [manifest("v0")]
-    for step in range(1, 5):
-        chain.append(manifest(f"v{step}", chain[-1].ref))
-    known = {each.ref: each for each in chain}
-    lines = draw(trace(chain[-1], known.get))
-    assert words(lines) == ["policy/v4@1", "└── policy/v3@1", "    └── policy/v2@1"]
-    assert [line.endswith("(goes on)") for line in lines] == [False, False, True]
+def test_a_row_of_five_hundred_training_states_is_followed_to_its_beginning_and_drawn_with_its_ends() -> None:
+    sft = manifest("s", kind="sft")
+    states = [manifest("r", sft.ref, kind="ppo-state", version=1)]
+    for episode in range(2, 501):
+        states.append(manifest("r", sft.ref, states[-1].ref, kind="ppo-state", version=episode))
+    policy = manifest("p", sft.ref, states[-1].ref)
+    known = {each.ref: each for each in (sft, *states, policy)}
+    up, down = trace(policy, known.get), descend(sft, known.values())
+    assert len(walk(up)) == len(walk(down)) == 502
+    assert len(repr(up)) < 10_000
+    tip = [" " * 4 * depth + "└── " for depth in range(6)]
+    assert [line.partition("  20")[0] for line in draw(up) if "sft" not in line] == [
+        "policy/p@1",
+        *(f"{tip[depth]}ppo-state/r@{500 - depth}" for depth in range(3)),
+        f"{tip[3]}… ppo-state/r@497 to @2, 496 versions",
+        f"{tip[4]}ppo-state/r@1",
+    ]
+    assert [line.partition("  20")[0] for line in draw(down)] == [
+        "sft/s@1",
+        "├── ppo-state/r@1",
+        *(f"│   {tip[depth]}ppo-state/r@{2 + depth}" for depth in range(2)),
+        f"│   {tip[2]}… ppo-state/r@4 to @499, 496 versions",
+        f"│   {tip[3]}ppo-state/r@500",
+        f"│   {tip[4]}policy/p@1",
+        "├── ppo-state/r@2 to @500, 499 versions  (above)",
+        "└── policy/p@1  (above)",
+    ]
+
+
+def test_what_is_not_drawn_is_counted_and_it_is_said_where_all_of_it_is() -> None:
+    made = nights(10)
+    known = {each.ref: each for each in made}
+    policy = next(each for each in reversed(made) if each.kind == "policy")
+    up = draw(trace(policy, known.get))
+    assert "│   │   ├── … policy/nightly@7 to @2, 6 versions" in up
+    assert up[-1] == "… and 6 more: rlhf artifacts lineage policy/nightly@10 --json names all"  # data of six nights
+    assert len([line for line in up if "dataset/night@" in line]) == 3
+    down = draw(descend(made[0], made))
+    assert down[-1] == "… and 6 more: rlhf artifacts lineage policy/nightly@1 --down --json names all"  # evaluations
+    assert draw(trace(made[2], known.get))[-1].startswith("└── dataset/night@2")  # all of it is there
+
+
+def test_many_versions_side_by_side_that_lead_nowhere_are_one_line() -> None:
+    sft = manifest("s", kind="sft")
+    states = [manifest("r", sft.ref, kind="ppo-state", version=episode) for episode in range(1, 6)]
+    assert draw(descend(sft, [sft, *states]))[1:] == ["└── ppo-state/r@1 to @5, 5 versions"]
+    assert len(draw(descend(sft, [sft, *states[1:]]))) == 5
 
 
 def test_a_circle_which_only_a_hand_can_make_is_cut() -> None:

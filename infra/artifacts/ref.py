@@ -83,6 +83,11 @@ def parse_reference(text: str) -> Reference:
             f"{text!r} is an address, and names no artifact of this store: a reference is written kind/name@version, "
             "and the store that it is looked up in is chosen by RLHF_STORE_URL"
         )
+    if text.startswith(EXTERNAL_PREFIX):
+        raise ReferenceNotFoundError(
+            f"{text!r} came from outside: lineages name it, but the store holds nothing of it; "
+            f"name one of its {', '.join(KINDS)}"
+        )
     path, at, selector = text.partition("@")
     kind, _, name = path.partition("/")
     selector = selector if at else LATEST

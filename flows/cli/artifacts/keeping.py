@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from flows.cli.artifacts.output import Json, console, counted, print_rows, size, write_json, write_lines
+from flows.cli.artifacts.output import Json, console, counted, print_rows, size, when, write_json, write_lines
 
 if TYPE_CHECKING:
     from infra.artifacts import ArtifactStore, Collection, Verification
 
 Flag = Annotated[bool, Parameter(negative="")]
 LONGEST_GRACE_H = 24 * 365 * 100
+_HOURS = {"": 1, "h": 1, "d": 24}
 
 
 def verify(reference: str | None = None, *, quick: Flag = False, as_json: Json = False) -> int:
@@ -48,7 +50,7 @@ def verify(reference: str | None = None, *, quick: Flag = False, as_json: Json =
 def collect(
     *,
     delete: Flag = False,
-    grace: float | None = None,
+    grace: str | None = None,
     retention: str | None = None,
     as_json: Json = False,
 ) -> None:
@@ -60,19 +62,16 @@ def collect(
 
     Args:
         delete: list, and delete what was listed long enough ago.
-        grace: hours between the two; 24 is the least, and the default.
+        grace: time between the two, in hours (`36`, `36h`) or days (`2d`); 24 hours are the least, and the default.
         retention: how many of the newest versions of each name are kept, by kind (`ppo-state=3,policy=50`); else
             RLHF_RETENTION says so, else two training states are kept, and all of the others.
         as_json: print JSON.
     """
     from infra.artifacts import LEAST_GRACE, Retention, open_default_store
-    from infra.errors import StoreError
     from infra.settings import settings
 
     rules = Retention.parse(retention if retention is not None else settings().retention)
-    if grace is not None and not abs(grace) <= LONGEST_GRACE_H:
-        raise StoreError(f"a grace time of {grace:g} hours is none; give at most {LONGEST_GRACE_H}")
-    time = LEAST_GRACE if grace is None else timedelta(hours=grace)
+    time = LEAST_GRACE if grace is None else _duration(grace)
     store = open_default_store()
     with console(stderr=True).status(f"looking through {store.url}"):
         found = store.collect(rules, delete=delete, grace=time)
@@ -80,6 +79,19 @@ def collect(
         return write_json(found.as_dict())
     _show(found)
     return None
+
+
+def _duration(text: str) -> timedelta:
+    """Return a grace time as it is typed: `36`, `36h`, `2d`."""
+    from infra.errors import StoreError
+
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([hd]?)", text.strip())
+    hours = float(found[1]) * _HOURS[found[2]] if found else None
+    if hours is None or hours > LONGEST_GRACE_H:
+        raise StoreError(
+            f"{text!r} is no grace time; expected hours or days, such as 36, 36h or 2d, and at most {LONGEST_GRACE_H}h"
+        )
+    return timedelta(hours=hours)
 
 
 def _verified(store: ArtifactStore, reference: str | None, *, quick: bool) -> Verification:
@@ -116,11 +128,11 @@ def _show(found: Collection) -> None:
             rows.append((name, str(count)))
     print_rows(screen, rows or [("nothing is unneeded",)])
     if survey.retired:
-        print_rows(screen, [(each.uri, f"{each.created:%Y-%m-%d %H:%M} UTC") for each in survey.retired])
+        print_rows(screen, [(each.uri, when(each.created)) for each in survey.retired])
     for each in found.lists:
         listed = f"{counted(len(each.listing.versions), 'version')}, {counted(len(each.listing.blobs), 'blob')}"
-        due = f"{each.listing.created + found.grace:%Y-%m-%d %H:%M} UTC"
-        screen.print(f"listed {each.listing.created:%Y-%m-%d %H:%M} UTC: {listed}; due {due}", markup=False)
+        due = when(each.listing.created + found.grace)
+        screen.print(f"listed {when(each.listing.created)}: {listed}; due {due}", markup=False)
     screen.print(_outcome(found), markup=False)
 
 

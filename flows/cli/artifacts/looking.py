@@ -5,10 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows.cli.artifacts.output import Json, console, print_rows, size, when, write_json
+from flows.cli.artifacts.output import Json, console, print_rows, size, when, write_json, write_lines
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console
+
     from infra.artifacts import ArtifactStore, Manifest
+
+GAP = "  "
+_DISPENSABLE = ("digest", "files", "created", "size")
+"""Columns of a list, the first to go first."""
 
 
 def list_artifacts(what: str | None = None, *, as_json: Json = False) -> None:
@@ -18,8 +26,6 @@ def list_artifacts(what: str | None = None, *, as_json: Json = False) -> None:
         what: a kind (`policy`) or an artifact (`policy/llama7b`); all when left out.
         as_json: print JSON.
     """
-    from rich.table import Table
-
     from infra.artifacts import open_default_store
 
     store = open_default_store()
@@ -32,18 +38,11 @@ def list_artifacts(what: str | None = None, *, as_json: Json = False) -> None:
     ]
     if as_json:
         return write_json(rows)
-    table = Table(box=None, pad_edge=False)
-    table.add_column("reference", overflow="fold")
-    table.add_column("aliases")
-    table.add_column("digest")
-    table.add_column("files", justify="right")
-    table.add_column("size", justify="right")
-    table.add_column("created")
-    for manifest, row in zip(manifests, rows, strict=True):
-        cells = (str(row["files"]), size(manifest.size), when(manifest))
-        table.add_row(manifest.uri, ", ".join(row["aliases"]), manifest.digest[:12], *cells)
     screen = console()
-    screen.print(table if rows else f"{store.url} holds no artifact{f' of {what}' if what else ''}", markup=False)
+    if rows:
+        _print_list(screen, [(", ".join(row["aliases"]), m) for row, m in zip(rows, manifests, strict=True)])
+    else:
+        screen.print(f"{store.url} holds no artifact{f' of {what}' if what else ''}", markup=False)
     return None
 
 
@@ -65,11 +64,9 @@ def show(reference: str, *, as_json: Json = False) -> None:
         return write_json({"uri": manifest.uri} | manifest.model_dump(mode="json") | {"aliases": histories})
     screen = console()
     facts = {
-        "aliases": ", ".join(
-            f"{alias} (since {found.history[-1].when:%Y-%m-%d %H:%M} UTC)" for alias, found in here.items()
-        ),
+        "aliases": ", ".join(f"{alias} (since {when(found.history[-1].when)})" for alias, found in here.items()),
         "digest": manifest.digest,
-        "created": when(manifest),
+        "created": when(manifest.created),
         "parents": ", ".join(str(parent) for parent in manifest.parents),
         "key": manifest.key or "",
         "source": manifest.source_digest,
@@ -80,14 +77,15 @@ def show(reference: str, *, as_json: Json = False) -> None:
     print_rows(screen, [(name, fact) for name, fact in facts.items() if fact])
     screen.print(f"\nfiles ({size(manifest.size)})", style="bold")
     print_rows(screen, [(entry.path, size(entry.size), entry.sha256[:12]) for entry in manifest.files])
+    for alias, found in here.items():
+        screen.print(f"\nhistory of {alias}", style="bold", markup=False)
+        own = f"{manifest.kind}/{manifest.name}"
+        moves = [(when(move.when), move.uri.removeprefix(own), move.who, move.why) for move in found.history]
+        print_rows(screen, moves)
     for title, content in (("metrics", manifest.metrics), ("config", manifest.config)):
         if content:
             screen.print(f"\n{title}", style="bold")
             screen.print_json(data=content)
-    for alias, found in here.items():
-        screen.print(f"\nhistory of {alias}", style="bold", markup=False)
-        moves = [(f"{move.when:%Y-%m-%d %H:%M} UTC", move.uri, move.who, move.why) for move in found.history]
-        print_rows(screen, moves)
     return None
 
 
@@ -118,10 +116,17 @@ def _listed(store: ArtifactStore, what: str) -> list[Manifest]:
     """Return the versions of a kind or an artifact.
 
     Raises:
-        ReferenceNotFoundError: if there is no such kind, or no such artifact in a store that holds others.
+        ReferenceNotFoundError: if there is no such kind, or no such artifact in a store that holds others; or if
+            that is a version.
     """
     from infra.artifacts import KINDS
+    from infra.errors import ReferenceNotFoundError
 
+    if "@" in what:
+        raise ReferenceNotFoundError(
+            f"{what!r} is one version, but a list is of a kind or of all versions of an artifact: "
+            f"write rlhf artifacts show {what}, or rlhf artifacts list {what.partition('@')[0]}"
+        )
     kind, _, name = what.partition("/")
     found = store.list(kind, name or None) if kind in KINDS else []
     if not found and (kind not in KINDS or (name and store.list())):
@@ -132,3 +137,26 @@ def _listed(store: ArtifactStore, what: str) -> list[Manifest]:
 def _summary(manifest: Manifest) -> dict[str, Any]:
     plain = manifest.model_dump(mode="json", include={"kind", "name", "version", "digest", "created", "metrics"})
     return {"uri": manifest.uri} | plain | {"files": len(manifest.files), "size": manifest.size}
+
+
+def _print_list(screen: Console, rows: Sequence[tuple[str, Manifest]]) -> None:
+    """Print a line for each version; into a narrow terminal less of them, and never a part of a name."""
+    columns = {
+        "reference": [manifest.uri for _, manifest in rows],
+        "aliases": [aliases for aliases, _ in rows],
+        "size": [size(manifest.size) for _, manifest in rows],
+        "created": [when(manifest.created) for _, manifest in rows],
+        "files": [str(len(manifest.files)) for _, manifest in rows],
+        "digest": [manifest.digest[:12] for _, manifest in rows],
+    }
+    widths = {title: max(map(len, [title, *cells])) for title, cells in columns.items()}
+    for dispensable in _DISPENSABLE:
+        if screen.is_terminal and sum(widths.values()) + len(GAP) * (len(widths) - 1) > screen.width:
+            del columns[dispensable], widths[dispensable]
+    sides = [str.rjust if title in {"size", "files"} else str.ljust for title in columns]
+    lines = [
+        GAP.join(side(cell, width) for side, cell, width in zip(sides, line, widths.values(), strict=True)).rstrip()
+        for line in zip(*([title, *cells] for title, cells in columns.items()), strict=True)
+    ]
+    screen.print(lines[0], style="bold", soft_wrap=True)
+    write_lines(lines[1:])

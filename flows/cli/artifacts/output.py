@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from infra.artifacts import Manifest
 
 Json = Annotated[bool, Parameter(name="--json", negative="")]
 PIPE_WIDTH = 160
@@ -44,12 +43,14 @@ def print_rows(where: Console, rows: Iterable[Sequence[str]]) -> None:
     table = Table(box=None, show_header=False, pad_edge=False)
     for row in rows:
         table.add_row(*(Text(cell, overflow="fold") for cell in row))
-    where.print(table)
+    with where.capture() as drawn:
+        where.print(table)
+    where.file.write("".join(f"{line.rstrip()}\n" for line in drawn.get().removesuffix("\n").split("\n")))
 
 
-def when(manifest: Manifest) -> str:
-    """Return when a version was made, in the time of this place."""
-    return f"{manifest.created.astimezone():%Y-%m-%d %H:%M}"
+def when(moment: datetime) -> str:
+    """Return a time as people of several places read it."""
+    return f"{moment.astimezone(UTC):%Y-%m-%d %H:%M} UTC"
 
 
 def size(count: float) -> str:

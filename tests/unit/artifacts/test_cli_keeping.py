@@ -30,6 +30,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ArtifactStore:
         files = {"w": b"policy%d" % step, "same": b"same"}
         store.commit("policy", "p", files, parents=[sft, data], config=config, metrics={"reward": 0.25 * step})
         store.commit("ppo-state", "r", {"w": b"state%d" % step}, version=step)
+    store.commit("run", "n", {"report.md": b"report"}, parents=["policy/p"])
     store.set_alias("policy/p@1", "champion", why="first", who="test")
     return store
 
@@ -61,12 +62,12 @@ def test_diff_shows_what_differs(rlhf: Any) -> None:
 
 def test_lineage_down_shows_what_was_made_from_it(rlhf: Any) -> None:
     lines = rlhf("lineage", "sft/s", "--down")[1].splitlines()
-    assert [line.split()[1 if line[0] in "├└" else 0] for line in lines] == [
-        "sft/s@1", "policy/p@1", "policy/p@2", "policy/p@3",
+    assert [line.lstrip("│├└─ ").split()[0] for line in lines] == [
+        "sft/s@1", "policy/p@1", "policy/p@2", "policy/p@3", "run/n@1",
     ]  # fmt: skip
-    tree = json.loads(rlhf("lineage", "dataset/d", "--down", "--json")[1])
-    assert [child["uri"] for child in tree["children"]] == ["sft/s@1", "policy/p@1", "policy/p@2", "policy/p@3"]
-    assert tree["children"][1]["repeated"] is True
+    data, *made = json.loads(rlhf("lineage", "dataset/d", "--down", "--json")[1])
+    assert [child["uri"] for child in data["children"]] == ["sft/s@1", "policy/p@1", "policy/p@2", "policy/p@3"]
+    assert [each["uri"] for each in made] == [*(child["uri"] for child in data["children"]), "run/n@1"]
 
 
 def test_promote_and_rollback_say_what_became_of_the_alias(rlhf: Any, store: ArtifactStore) -> None:
@@ -90,7 +91,15 @@ def test_promote_and_rollback_say_what_became_of_the_alias(rlhf: Any, store: Art
         (("rollback", "policy/p", "--why", "x"), "points at policy/p@1 and cannot be rolled back: it has pointed at"),
         (("rollback", "policy/p@1", "--why", "x"), "'policy/p@1' is a version, but an alias is rolled back"),
         (("rollback", "policy/p", "nobody", "--why", "x"), "there is no alias 'nobody' of policy/p to roll back"),
+        (("rollback", "policy/q", "--why", "x"), "the store has no policy/q (did you mean policy/p?); "),
+        (("rollback", "policy/p"), "needs a reason"),
         (("promote", "policy/p@2", "--why", " "), "needs a reason"),
+        (("promote", "policy/p@2"), "a move of an alias needs a reason, for whoever reads its history; give one"),
+        (("promote", "dataset/d", "--why", "x"), "dataset/d@1 is a dataset, but the champion is a model; promote a"),
+        (("promote", "run/n", "--why", "x"), "run/n@1 is a run, but the champion is a model; promote policy/p@3, or"),
+        (("promote", "policy/p@2", "7", "--why", "x"), "'7' cannot be an alias: 'latest' and bare numbers already"),
+        (("list", "policy/p@2"), "'policy/p@2' is one version, but a list is of a kind or of all versions"),
+        (("lineage", "model/base"), "'model/base' came from outside: lineages name it, but the store holds nothing of"),
         (("promote", "policy/p@2", "latest", "--why", "x"), "'latest' cannot be an alias"),
         (("promote", "policy/p@9", "--why", "x"), "the versions of policy/p are 3, 2, 1"),
         (("show", "s3://other/policy/p@1"), "'s3://other/policy/p@1' is an address, and names no artifact of this"),
@@ -98,9 +107,11 @@ def test_promote_and_rollback_say_what_became_of_the_alias(rlhf: Any, store: Art
         (("verify", "/policy/p"), "is an address, and names no artifact of this store"),
         (("lineage", "policy:p", "--down"), "'policy:p' is an address"),
         (("show", "policy/p@1@2"), "'policy/p@1@2' names no artifact: expected policy/name"),
-        (("collect", "--grace", "1"), "a grace time of 1 hours is too short"),
-        (("collect", "--grace", "nan"), "a grace time of nan hours is none; give at most 876000"),
-        (("collect", "--grace", "inf"), "a grace time of inf hours is none; give at most 876000"),
+        *((("collect", "--grace", text), "a grace time of 1 hours is too short") for text in ("1", "1h", "1.0h")),
+        *(
+            (("collect", f"--grace={text}"), f"'{text}' is no grace time; expected hours or days, such as 36, 36h or")
+            for text in ("nan", "inf", "-5", "1w", "", "1e9", "900000", "40000d")
+        ),
         (("collect", "--retention", "polcy=1"), "names the kind 'polcy', which there is not (did you mean policy?)"),
     ],
 )  # fmt: skip
@@ -114,7 +125,7 @@ def test_a_mistake_is_one_sentence(rlhf: Any, words: tuple[str, ...], complaint:
 def test_verify_exits_with_1_when_something_is_wrong(rlhf: Any, tmp_path: Path) -> None:
     status, out, _ = rlhf("verify")
     assert status == 0
-    assert "8 versions, 9 blobs, 50 B, read and hashed: all is well" in out
+    assert "9 versions, 10 blobs, 56 B, read and hashed: all is well" in out
     (tmp_path / "store" / blob_key(sha256(b"policy2"))).write_bytes(b"pOlicy2")
     assert rlhf("verify", "--quick")[0] == rlhf("verify", "policy/p@1")[0] == 0
     for more in ((), ("policy/p@2",)):
@@ -123,7 +134,7 @@ def test_verify_exits_with_1_when_something_is_wrong(rlhf: Any, tmp_path: Path) 
         assert "is damaged" in out.splitlines()[0]
         assert out.splitlines()[1].endswith("read and hashed: 1 problem")
     facts = json.loads(rlhf("verify", "--json")[1])
-    assert (facts["versions"], facts["quick"], len(facts["problems"])) == (8, False, 1)
+    assert (facts["versions"], facts["quick"], len(facts["problems"])) == (9, False, 1)
 
 
 def test_collect_shows_what_could_go_and_deletes_only_when_told(
@@ -144,6 +155,8 @@ def test_collect_shows_what_could_go_and_deletes_only_when_told(
     assert facts["lists"][0]["versions"] == ["ppo-state/r@1"]
     assert facts["newly_listed"] == {"versions": [], "blobs": 0}
     assert len(store.list("ppo-state")) == 3
+    for grace, hours in (("36", 36), ("36h", 36), ("2d", 48), ("1.5d", 36)):
+        assert json.loads(rlhf("collect", "--grace", grace, "--json")[1])["grace_hours"] == hours
 
 
 def test_a_rule_in_the_settings_that_cannot_be_read_is_one_sentence(rlhf: Any, monkeypatch: pytest.MonkeyPatch) -> None:

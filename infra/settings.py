@@ -188,7 +188,7 @@ class _AwsVariables(_AllAtOnce):
     """The usual variables of S3 clients, for what nothing else has set."""
 
     def __call__(self) -> dict[str, Any]:
-        if self.current_state.get("s3_access_key"):
+        if any(self.current_state.get(name) for name in _KEY_FIELDS):
             return {}  # a key of one source with an endpoint or secret of another helps nobody
         found: dict[str, Any] = {}
         for field, names in _AWS_NAMES.items():

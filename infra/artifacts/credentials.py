@@ -45,7 +45,7 @@ def options_of(known: Settings) -> S3Options:
     """Return how the settings reach the S3 server.
 
     Raises:
-        SettingsError: if several sources of credentials are named.
+        SettingsError: if several sources of credentials are named, or half a pair of keys.
         StoreError: if the Prefect block that is named cannot be had, or holds no keys.
     """
     sources = {
@@ -62,6 +62,7 @@ def options_of(known: Settings) -> S3Options:
     if known.s3_credentials_block:
         keys = _keys_of_block(known.s3_credentials_block)
     elif not known.s3_profile:
+        _refuse_half_a_pair(known)
         keys = {
             "access_key": known.s3_access_key,
             "secret_key": known.s3_secret_key.get_secret_value() if known.s3_secret_key else None,
@@ -74,6 +75,21 @@ def options_of(known: Settings) -> S3Options:
         single_writer=known.store_single_writer,
         **keys,
     )
+
+
+def _refuse_half_a_pair(known: Settings) -> None:
+    """Refuse a key without its other: botocore would pass over both and take whatever else it finds."""
+    if bool(known.s3_access_key) != bool(known.s3_secret_key):
+        have, lack = ("an access key", "secret key") if known.s3_access_key else ("a secret key", "access key")
+        raise SettingsError(
+            f"{have} for the S3 server is set, and no {lack}; set RLHF_S3_ACCESS_KEY and RLHF_S3_SECRET_KEY, or "
+            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or none of them"
+        )
+    if known.s3_session_token and not known.s3_access_key:
+        raise SettingsError(
+            "a session token for the S3 server is set, and no keys are; set RLHF_S3_ACCESS_KEY and RLHF_S3_SECRET_KEY "
+            "beside it, or unset RLHF_S3_SESSION_TOKEN and AWS_SESSION_TOKEN"
+        )
 
 
 def _keys_of_block(name: str) -> dict[str, str | None]:

@@ -10,7 +10,7 @@ from infra.artifacts.cache import LIMIT_GB
 from infra.artifacts.credentials import S3Options, options_of
 from infra.artifacts.local import LocalBackend
 from infra.artifacts.store import ArtifactStore
-from infra.errors import StoreError
+from infra.errors import SettingsError, StoreError
 
 
 def open_store(
@@ -49,7 +49,7 @@ def open_store(
         backend = LocalBackend(url, Path(unquote(parts.path)))
     else:
         raise StoreError(
-            f"{url!r} is no address of an artifact store; expected s3://bucket/prefix or file:///directory"
+            f"{url!r} is no address of an artifact store; set RLHF_STORE_URL to s3://bucket/prefix or file:///directory"
         )
     backend.probe()
     return ArtifactStore(backend, cache_dir, cache_limit_gb)
@@ -63,11 +63,16 @@ def open_default_store(*, patient: bool = False) -> ArtifactStore:
 
     Raises:
         StoreError: as `open_store`.
-        SettingsError: if several sources of credentials are named.
+        SettingsError: if no store is named, or several sources of credentials, or half a pair of keys.
     """
     from infra.settings import settings  # noqa: PLC0415 - reads the environment: only when asked
 
     known = settings()
+    if not known.model_fields_set & {"store_url", "s3_endpoint_url"}:
+        raise SettingsError(
+            "no artifact store is named: `rlhf up` starts one on this machine; or set RLHF_STORE_URL to "
+            "s3://bucket/prefix or file:///directory"
+        )
     s3 = options_of(known) if known.store_url.startswith("s3://") else None
     return open_store(
         known.store_url,

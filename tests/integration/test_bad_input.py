@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import gzip
 import json
+import logging
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from dotenv import dotenv_values
+from prefect.blocks.system import Secret
+from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.evaluate import evaluate
@@ -18,6 +22,9 @@ from flows.ppo import ppo
 from flows.reward_model import reward_model
 from flows.sft import sft
 from infra.artifacts import open_default_store
+from infra.artifacts.credentials import options_of
+from infra.errors import StoreError
+from infra.settings import settings
 from tests.integration.local_stack import LocalStack
 from tests.tiny_llama import tiny_tokenizer, write_tiny_llama
 
@@ -220,6 +227,73 @@ def test_a_store_that_cannot_be_used_says_why(
     message = told(sft, model=model, environment=usual | environment)
     for part in parts:
         assert part in message, message
+
+
+@pytest.fixture(scope="module")
+def secret(stack: LocalStack) -> str:
+    """The store's secret key, which lies in Secret blocks of the stack's own server, as others lie there."""
+    known = dotenv_values(stack.home / "stack.env")
+    keys = {name: str(known[f"RLHF_S3_{name.upper()}"]) for name in ("access_key", "secret_key")}
+    contents = {
+        "keys": keys,
+        "keys-as-text": json.dumps(keys),
+        "half-of-them": {"secret_key": "hunter2"},
+        "no-keys": "hunter2",
+        "wrong-keys": keys | {"secret_key": "hunter2"},
+    }
+    with temporary_settings({PREFECT_API_URL: stack.api_url}):
+        for name, content in contents.items():
+            Secret(value=content).save(name)
+    return keys["secret_key"]
+
+
+@pytest.mark.parametrize(
+    ("block", "complaint"),
+    [
+        ("keys", None),
+        ("keys-as-text", None),
+        ("no-such-block", "there is no Prefect block secret/no-such-block (RLHF_S3_CREDENTIALS_BLOCK); save it, or"),
+        ("half-of-them", "secret/half-of-them (RLHF_S3_CREDENTIALS_BLOCK) holds no keys; expected JSON"),
+        ("no-keys", "secret/no-keys (RLHF_S3_CREDENTIALS_BLOCK) holds no keys; expected JSON"),
+        ("wrong-keys", "refuses our secret key"),
+    ],
+)
+def test_keys_in_a_prefect_block_open_the_store_or_it_is_said_why_and_they_show_nowhere(
+    stack: LocalStack,
+    secret: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    block: str,
+    complaint: str | None,
+) -> None:
+    monkeypatch.setenv("RLHF_HOME", str(stack.home))
+    monkeypatch.setenv("RLHF_ENV_FILE", str(stack.env_file))
+    monkeypatch.setenv("RLHF_S3_CREDENTIALS_BLOCK", block)
+    caplog.set_level(logging.DEBUG)
+    told = ""
+    with temporary_settings({PREFECT_API_URL: stack.api_url}):
+        if complaint is None:
+            store = open_default_store()
+            told += f"{options_of(settings())!r} {settings()!r} {vars(store)!r} {vars(store._backend)!r}"
+            assert isinstance(store.list(), list)
+        else:
+            with pytest.raises(StoreError) as raised:
+                open_default_store()
+            assert complaint in str(raised.value)
+            assert "\n" not in str(raised.value)
+            told += "".join(traceback.format_exception(raised.value))
+    assert secret not in told + caplog.text
+    assert "hunter2" not in told + caplog.text
+
+
+def test_a_flow_says_that_its_block_is_none_and_its_server_gets_no_secret(
+    told: Callable[..., str], secret: str, stack: LocalStack, model: str
+) -> None:
+    assert "secret/half-of-them" in told(sft, model=model, environment={"RLHF_S3_CREDENTIALS_BLOCK": "half-of-them"})
+    with temporary_settings({PREFECT_API_URL: stack.api_url}), get_client(sync_client=True) as client:
+        written = [*client.read_logs(limit=200), *client.read_flow_runs(limit=50)]
+    assert written
+    assert not [each for each in written if secret in each.model_dump_json() or "hunter2" in each.model_dump_json()]
 
 
 def test_the_command_says_it_in_one_line_and_exits_with_1(stack: LocalStack) -> None:

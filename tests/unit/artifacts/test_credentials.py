@@ -101,6 +101,37 @@ def test_two_ways_to_say_who_we_are_are_refused(monkeypatch: pytest.MonkeyPatch)
     assert SECRETS["access_key"] not in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("variables", "complaint"),
+    [
+        ("RLHF_S3_ACCESS_KEY", "an access key for the S3 server is set, and no secret key; set RLHF_S3_ACCESS_KEY and"),
+        ("AWS_ACCESS_KEY_ID", "an access key for the S3 server is set, and no secret key"),
+        ("RLHF_S3_SECRET_KEY", "a secret key for the S3 server is set, and no access key"),
+        ("AWS_SECRET_ACCESS_KEY", "a secret key for the S3 server is set, and no access key"),
+        ("RLHF_S3_SECRET_KEY AWS_ACCESS_KEY_ID AWS_SECRET_ACCESS_KEY", "a secret key for the S3 server is set, and no"),
+        ("RLHF_S3_ACCESS_KEY AWS_SECRET_ACCESS_KEY", "an access key for the S3 server is set, and no secret key"),
+        ("AWS_SESSION_TOKEN", "a session token for the S3 server is set, and no keys are; set"),
+    ],
+)
+def test_half_a_pair_of_keys_is_refused_instead_of_passed_over(
+    monkeypatch: pytest.MonkeyPatch, variables: str, complaint: str
+) -> None:
+    for name in variables.split():
+        monkeypatch.setenv(name, "hunter2")
+    with pytest.raises(SettingsError, match=complaint) as raised:
+        open_default_store()
+    assert "hunter2" not in str(raised.value)
+
+
+def test_where_no_store_is_named_it_is_said_how_one_is_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RLHF_STORE_URL")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "for-something-else")
+    with pytest.raises(
+        SettingsError, match=r"no artifact store is named: `rlhf up` starts one .* set RLHF_STORE_URL to s3"
+    ):
+        open_default_store()
+
+
 @pytest.mark.parametrize("content", [SECRETS, json.dumps(SECRETS)])
 def test_keys_come_from_a_prefect_block_and_children_get_its_name_alone(
     monkeypatch: pytest.MonkeyPatch, content: Any

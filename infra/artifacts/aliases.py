@@ -16,7 +16,7 @@ from infra.artifacts.backend import Backend
 from infra.artifacts.layout import alias_key, aliases_prefix, version_key
 from infra.artifacts.leases import Claim, Lease, lease
 from infra.artifacts.lineage import trace
-from infra.artifacts.manifest import Manifest, first_complaint
+from infra.artifacts.manifest import SCHEMA_VERSION, Manifest, SchemaVersion, first_complaint
 from infra.artifacts.ref import ArtifactRef, check_alias, parse_reference
 from infra.errors import ReferenceNotFoundError, StoreError
 
@@ -37,7 +37,7 @@ UNSET: Final = Unset.UNSET
 class AliasMove(BaseModel):
     """One move of an alias."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="allow")
 
     uri: str
     digest: str
@@ -51,16 +51,30 @@ class AliasMove(BaseModel):
 
 
 class Alias(BaseModel):
-    """An alias as it is stored; the last move says where it points."""
+    """An alias as it is stored; the last move says where it points.
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    What a later minor version has added stays when this release moves the alias, and so does its schema version.
+    """
 
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    schema_version: SchemaVersion = SCHEMA_VERSION
+    """As of manifests; the first aliases had none."""
     history: tuple[AliasMove, ...] = Field(min_length=1)
 
     @property
     def uri(self) -> str:
         """The version it points at."""
         return self.history[-1].uri
+
+    @property
+    def ref(self) -> ArtifactRef:
+        """The version it points at, with the digest that it had then."""
+        return ArtifactRef(self.uri, self.history[-1].digest)
+
+    def moved(self, move: AliasMove) -> Alias:
+        """Return the alias after one more move."""
+        return self.model_copy(update={"history": (*self.history, move)})
 
 
 def read_alias(backend: Backend, kind: str, name: str, alias: str) -> Alias | None:
@@ -141,11 +155,11 @@ def _swap(backend: Backend, key: str, move: AliasMove, expected: str | Unset | N
     pause_s = FIRST_PAUSE_S
     while True:
         current, tag = _read(backend, key)
-        history = current.history if current else ()
-        if any(past.id == move.id for past in history):  # the answer to our write was lost
+        if current and any(past.id == move.id for past in current.history):  # the answer to our write was lost
             return
         _check_expected(current, expected, move, what)
-        data = Alias(history=(*history, move)).model_dump_json(indent=1, exclude_none=True).encode()
+        alias = current.moved(move) if current else Alias(history=(move,))
+        data = alias.model_dump_json(indent=1, exclude_none=True).encode()
         held.check()
         if backend.create(key, data) if current is None else backend.replace(key, data, tag):
             return

@@ -174,6 +174,11 @@ class Catalog:
                     "the store has been altered by hand"
                 )
             found = self._look_up(target)
+            if found is not None and found.digest != alias.ref.digest:
+                raise StoreError(
+                    f"the alias {reference} points at {alias.uri} with digest {alias.ref.digest[:12]}, which has "
+                    f"{found.digest[:12]}: another was stored under its number; move it: rlhf artifacts promote"
+                )
             if found is not None:
                 return found
             if alias.uri == before:  # it has not moved since it was read before

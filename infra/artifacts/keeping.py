@@ -127,8 +127,9 @@ class Keeping(ABC):
             StoreError: if it was moved by another meanwhile; it stays where that one put it.
         """
         target = self.resolve(reference)
-        before = self.alias(target.kind, target.name, alias)
-        if before != target.uri:
+        found = read_alias(self._backend, target.kind, target.name, alias)
+        before = None if found is None else found.uri
+        if found is None or found.ref != target.ref:
             move_alias(self._backend, target, alias, why=why, who=who, expected=before)
         return before
 

@@ -8,12 +8,11 @@ hand costs requests, and hides nothing.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from contextlib import suppress
 
 from infra.artifacts.backend import Backend, Stored
-from infra.artifacts.layout import HINTS, VERSIONS, hint_key, version_numbers, versions_prefix
-from infra.artifacts.parallel import in_parallel
-from infra.artifacts.ref import KINDS
+from infra.artifacts.layout import hint_key, version_numbers, versions_prefix
+from infra.errors import StoreError
 
 FEW = 50
 """So many names are listed without a hint; when the newest hint is as far behind, there will be another."""
@@ -33,8 +32,8 @@ def highest_version(backend: Backend, kind: str, name: str, *, leave_hint: bool 
     first = backend.children(prefix, most=FEW)
     found = version_numbers(first)
     if len(first) == FEW:  # else these are all: fewer, or more from a place that lists all at once
-        hint = backend.read(hint_key(kind, name))
-        reached = None if hint is None else _number(hint)
+        hint = _read(backend, hint_key(kind, name))
+        reached = None if hint is None else hinted_number(hint)
         later = [] if reached is None else version_numbers(backend.children(prefix, after=f"{reached:08d}"))
         later = later or version_numbers(backend.children(prefix, after=first[-1]))
         if leave_hint and len(later) > FEW:
@@ -43,26 +42,7 @@ def highest_version(backend: Backend, kind: str, name: str, *, leave_hint: bool 
     return max(found, default=0)
 
 
-def check_hints(backend: Backend) -> Iterator[str]:
-    """Yield which hints were altered: they mislead nobody, but save nothing either."""
-    keys = [f"{HINTS}{kind}/{file}" for kind in KINDS for file in backend.children(f"{HINTS}{kind}/")]
-    yield from filter(None, in_parallel(lambda key: _complaint(backend, key), keys))
-
-
-def _complaint(backend: Backend, key: str) -> str | None:
-    hint = backend.read(key)
-    if hint is None:
-        return None
-    reached = _number(hint)
-    if reached is None:
-        return f"{key} in the artifact store cannot be read; remove it, it only tells where to begin to look"
-    prefix = key.replace(HINTS, VERSIONS, 1).removesuffix(".json") + "/"
-    if not version_numbers(backend.children(prefix, after=f"{reached:08d}")):
-        return f"{key} says {reached}, but there is no such version nor a later one; remove it"
-    return None
-
-
-def _number(hint: Stored) -> int | None:
+def hinted_number(hint: Stored) -> int | None:
     """Return what a hint says, or None if it was altered."""
     try:
         number = json.loads(hint.data)["version"]
@@ -71,10 +51,18 @@ def _number(hint: Stored) -> int | None:
     return number if isinstance(number, int) and 0 <= number <= _HIGHEST else None
 
 
+def _read(backend: Backend, key: str) -> Stored | None:
+    """Return a hint, or None if there is none, or it cannot be read: then all is listed."""
+    with suppress(StoreError):
+        return backend.read(key)
+    return None
+
+
 def _leave(backend: Backend, key: str, number: int, old: Stored | None) -> None:
-    """Write a hint; if another was faster, his will do."""
+    """Write a hint, if it can be written; if another was faster, his will do."""
     data = json.dumps({"version": number}).encode()
-    if old is None:
-        backend.create(key, data)
-    else:
-        backend.replace(key, data, old.tag)
+    with suppress(StoreError):
+        if old is None:
+            backend.create(key, data)
+        else:
+            backend.replace(key, data, old.tag)

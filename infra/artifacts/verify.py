@@ -11,10 +11,10 @@ from typing import Any
 from infra.artifacts.aliases import Alias, list_aliases
 from infra.artifacts.backend import Backend
 from infra.artifacts.catalog import Catalog
-from infra.artifacts.layout import DELETING, KEYS, LEASES, MANIFEST, VERSIONS, versions_prefix
+from infra.artifacts.layout import DELETING, HINTS, KEYS, LEASES, MANIFEST, VERSIONS, version_numbers, versions_prefix
 from infra.artifacts.leases import claims
 from infra.artifacts.manifest import Manifest
-from infra.artifacts.newest import check_hints
+from infra.artifacts.newest import hinted_number
 from infra.artifacts.parallel import in_parallel
 from infra.artifacts.ref import KINDS, ArtifactRef, parse_reference
 from infra.artifacts.survey import with_aliases
@@ -72,7 +72,8 @@ def verify_store(backend: Backend, catalog: Catalog, *, quick: bool, progress: P
     problems += found
     problems += _check_aliases(backend, catalog, by_uri)
     problems += _check_keys(backend, by_uri)
-    problems += [*_check_notes(backend), *check_hints(backend)]
+    problems += _check_hints(backend)
+    problems += _check_notes(backend)
     problems += check_blobs(backend, manifests, quick=quick, progress=progress)
     return _verification(manifests, removed, problems)
 
@@ -203,6 +204,28 @@ def _check_keys(backend: Backend, by_uri: Mapping[str, Manifest]) -> list[str]:
         return None
 
     return [problem for problem in in_parallel(check, keys) if problem]
+
+
+def _check_hints(backend: Backend) -> list[str]:
+    """Return which hints are wrong: they hide nothing, but save nothing either."""
+
+    def check(artifact: str) -> str | None:
+        try:
+            stored = backend.read(f"{HINTS}{artifact}.json")
+        except StoreError as error:
+            return problem_of(backend, error)
+        if stored is None:
+            return None
+        number = hinted_number(stored)
+        if number is None:
+            return f"{HINTS}{artifact}.json in the artifact store cannot be read; remove it, it only saves requests"
+        if not version_numbers(backend.children(f"{VERSIONS}{artifact}/", after=f"{number:08d}")):
+            return f"{HINTS}{artifact}.json says {number}, but there is no such version nor a later one; remove it"
+        return None
+
+    names = [f"{kind}/{file}" for kind in KINDS for file in backend.children(f"{HINTS}{kind}/")]
+    found = in_parallel(check, [name.removesuffix(".json") for name in names])
+    return [problem for problem in found if problem]
 
 
 def _check_notes(backend: Backend) -> Iterator[str]:

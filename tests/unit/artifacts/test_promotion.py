@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from infra.artifacts import ArtifactStore, open_store, promotion
 from infra.artifacts.aliases import AliasMove
+from infra.artifacts.layout import alias_key
 from infra.errors import ReferenceNotFoundError, StoreError
 from tests.unit.artifacts.store_contract import at_once
 
@@ -94,3 +97,72 @@ def test_a_history_that_was_cut_by_hand_still_says_where_the_alias_stands() -> N
 
     standing = promotion.stand([move("policy/p@3", 3), move("policy/p@1", 4, undoes="2")])
     assert [each.uri for each in standing] == ["policy/p@3", "policy/p@1"]
+
+
+@pytest.fixture
+def champion(store: ArtifactStore, tmp_path: Path) -> Path:
+    """The file of an alias that points at version 1."""
+    store.promote("policy/p@1", why="first", who="me")
+    return tmp_path / "store" / alias_key("policy", "p", "champion")
+
+
+def content(path: Path) -> Any:
+    return json.loads(path.read_bytes())
+
+
+def test_an_alias_says_which_form_it_has_and_one_without_is_of_the_first(store: ArtifactStore, champion: Path) -> None:
+    stored = content(champion)
+    assert stored.pop("schema_version") == "1.0"
+    champion.write_text(json.dumps(stored))
+    assert store.resolve("policy/p@champion").uri == "policy/p@1"
+    store.promote("policy/p@2", why="better", who="me")
+    assert content(champion)["schema_version"] == "1.0"
+
+
+def test_what_a_later_minor_release_has_added_stays_when_the_alias_moves(store: ArtifactStore, champion: Path) -> None:
+    stored = content(champion)
+    move = stored["history"][0] | {"approved": {"by": ["you"]}}
+    champion.write_text(json.dumps({"schema_version": "1.7", "history": [move], "team": "red", "uri": "other"}))
+    store.promote("policy/p@2", why="better", who="me")
+    assert back(store) == "policy/p@1"
+    found = content(champion)
+    assert (found["schema_version"], found["team"], found["uri"], found["history"][0]) == ("1.7", "red", "other", move)
+    assert [each["uri"] for each in found["history"]] == ["policy/p@1", "policy/p@2", "policy/p@1"]
+    assert store.verify().problems == ()
+
+
+@pytest.mark.parametrize("major", ["2.0", 2])
+def test_an_alias_of_a_later_major_release_is_left_alone(
+    store: ArtifactStore, champion: Path, major: str | int
+) -> None:
+    champion.write_text(json.dumps({"schema_version": major, "moves": []}))
+    before = champion.read_bytes()
+    said = r"the alias aliases/policy/p/champion.json cannot be read: .*schema 2\.0, this release .* upgrade rlhf-flows"
+    for do in (
+        lambda: store.resolve("policy/p@champion"),
+        lambda: store.promote("policy/p@2", why="", who=""),
+        lambda: back(store),
+        lambda: store.prune("policy", "p", keep=1),
+        store.collect,
+    ):
+        with pytest.raises(StoreError, match=said):
+            do()
+    [problem] = store.verify().problems
+    assert "upgrade rlhf-flows" in problem
+    assert champion.read_bytes() == before
+
+
+def test_an_alias_whose_number_holds_other_files_is_refused_until_it_is_moved(
+    store: ArtifactStore, champion: Path
+) -> None:
+    stored = content(champion)
+    stored["history"][0]["digest"] = "f" * 64
+    champion.write_text(json.dumps(stored))
+    said = (
+        "policy/p@champion points at policy/p@1 with digest ffffffffffff, which has .* move it: rlhf artifacts promote"
+    )
+    with pytest.raises(StoreError, match=said):
+        store.resolve("policy/p@champion")
+    assert store.promote("policy/p@1", why="it is meant", who="me") == "policy/p@1"
+    assert store.resolve("policy/p@champion").uri == "policy/p@1"
+    assert store.verify().problems == ()

@@ -47,6 +47,11 @@ def test_a_store_in_order_has_no_problem_and_is_counted(store: ArtifactStore) ->
     assert (one.versions, one.blobs, one.bytes, one.removed_parents, one.problems) == (1, 1, 7, 1, ())
 
 
+def plant(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+
+
 def edit(path: Path, **change: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_bytes()) | change))
 
@@ -90,6 +95,14 @@ def edit_text(path: Path, old: str, new: str) -> None:
         (
             lambda root: edit(root / "keys/dataset/k.json", digest="f" * 64),
             "keys/dataset/k.json points at dataset/d@1 with digest ffffffffffff, which has",
+        ),
+        (
+            lambda root: plant(root / "hints/policy/p.json", "[]"),
+            "hints/policy/p.json .* cannot be read; remove it, it",
+        ),
+        (
+            lambda root: plant(root / "hints/policy/p.json", '{"version": 2}'),
+            "hints/policy/p.json says 2, but there is no such version nor a later one; remove it",
         ),
         (lambda root: (root / "leases/x.json").write_text("[]"), "leases/x.json in the artifact store cannot be read"),
         (lambda root: (root / "trash/x.json").write_text("[]"), "trash/x.json in the artifact store cannot be read"),

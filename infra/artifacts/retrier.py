@@ -28,8 +28,9 @@ class Patience:
     connect_s: float = 5.0
     read_s: float = 30.0
     """For the next bytes of an answer."""
-    attempt_s: float = 100.0
-    """For one request as a whole, and more for a body: see `slowest`."""
+    attempt_s: float = 40.0
+    """For one request as a whole, and more for a body: see `slowest`. Nothing else ends a small write to a server that
+    hangs: before its body it waits for a word (100 Continue), and `read_s` does not count that."""
     deadline_s: float = 120.0
     """For an answer, over all attempts: a server that is away for a minute delays a run, it does not end it."""
     slowest: float = 100e3

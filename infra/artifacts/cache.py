@@ -148,6 +148,7 @@ class Cache:
             with suppress(OSError):  # another process was first: its directory is as good
                 fresh.rename(directory)
             shutil.rmtree(fresh, ignore_errors=True)
+        self._remove_strangers(directory, manifest)  # first: a link may lead out of it
         for entry in manifest.files:
             target = target_of(directory, entry, manifest.uri)
             if self.has(target, entry):
@@ -156,7 +157,6 @@ class Cache:
             if wrong is not None and entry.sha256 not in renewed:
                 log.warning("%s %s; it is put back", target, wrong)
             self._put(entry, target, scratch)
-        self._remove_strangers(directory, manifest)
         return directory
 
     def _put(self, entry: FileEntry, target: Path, scratch: Path) -> None:

@@ -53,9 +53,10 @@ def evict(root: Path, limit_bytes: int, room_bytes: int = 0) -> None:
     for entry in sorted(contents.entries, key=lambda entry: entry.used_at):
         if size <= limit_bytes and shutil.disk_usage(root).free >= room_bytes:
             break
-        entry.remove()
-        size -= entry.size
-        removed += 1
+        with suppress(PermissionError):  # another user's
+            entry.remove()
+            size -= entry.size
+            removed += 1
     if removed:
         log.info("removed %d of %d files from the cache %s", removed, len(contents.entries), root)
 

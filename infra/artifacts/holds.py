@@ -30,8 +30,8 @@ class Hold:
         self.scratch.mkdir(parents=True)
         self._descriptor = os.open(self.scratch / _NAMES, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         self._names: set[str] = set()
-        try_lock(self._descriptor)  # nobody else knows of it yet
         try:
+            try_lock(self._descriptor)  # nobody else knows of it yet
             self.add(names)
         except BaseException:
             self.end()
@@ -86,14 +86,21 @@ class LifelongHolds:
 
 
 def _extended(known: Hold | None, root: Path, names: set[str]) -> Hold:
-    if known is None or not known.has(()):
+    if known is not None and not known.has(()):  # somebody has cleared the cache
+        known.end()
+        known = None
+    if known is None:
         return Hold(root, names)
     known.add(names)
     return known
 
 
 def names_in_use(root: Path) -> set[str]:
-    """Return what living processes hold; what the dead have left is removed."""
+    """Return what living processes hold; what the dead have left is removed.
+
+    Raises:
+        OSError: if it cannot be told whether somebody is living: what he holds must not be taken for nobody's.
+    """
     names: set[str] = set()
     for folder in (root / HOLDS).glob("*"):
         held = _names_of_living(folder / _NAMES)
@@ -108,10 +115,7 @@ def _names_of_living(path: Path) -> set[str] | None:
     """Return what stands in a hold's file, or None if no process has it."""
     try:
         descriptor = os.open(path, os.O_RDWR)
-    except OSError:
-        return None
-    if try_lock(descriptor):
-        unlock(descriptor)
+    except (FileNotFoundError, NotADirectoryError):
         return None
     with open(descriptor, encoding="ascii") as file:
-        return set(file.read().split())
+        return None if try_lock(descriptor) else set(file.read().split())

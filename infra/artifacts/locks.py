@@ -61,7 +61,7 @@ def own(path: Path, patience_s: float, go_on: Callable[[], None] = lambda: None)
 
 def try_own(path: Path) -> int | None:
     """Return the descriptor of the locked file, or None if another has it or has just taken it away."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)  # a link leads to what is not ours
     try:
         if try_lock(descriptor) and _is_at(descriptor, path):
             return descriptor

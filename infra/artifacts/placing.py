@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
 
@@ -49,9 +50,10 @@ def is_part(path: Path) -> bool:
 def discard_parts(directory: Path) -> None:
     """Remove what killed fetches have left in a directory; what another process is at stays."""
     for part in [path for path in directory.rglob(".*") if is_part(path)]:
-        if (descriptor := try_own(part)) is not None:
-            part.unlink()
-            unlock(descriptor)
+        with suppress(PermissionError):  # another user's
+            if (descriptor := try_own(part)) is not None:
+                part.unlink()
+                unlock(descriptor)
 
 
 def put_link(kept: Path, target: Path, scratch: Path) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
 import stat
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -65,16 +67,25 @@ def test_what_is_wrong_with_a_cached_file_is_named_and_only_what_is_lost_is_fetc
 
 
 def test_an_artifacts_directory_is_put_right(place: Place, caplog: pytest.LogCaptureFixture) -> None:
-    directory = place.store.cached(place.store.commit("policy", "p", {"w": LARGE, "c/d": b"1"}))
+    directory = place.store.cached(place.store.commit("policy", "p", {"w": LARGE, "c/d": b"1", "e/f": b"2"}))
     (directory / "c" / "d").unlink()
     (directory / "w").unlink()
     (directory / "w").write_bytes(b"mine")
     (directory / "c" / "notes").write_bytes(b"stranger")
+    (directory / "e").rename(place.root / "elsewhere")
+    (directory / "e").symlink_to(place.root / "elsewhere")
     place.downloaded.clear()
     with caplog.at_level(logging.WARNING):
         place.store.cached("policy/p")
-    assert {path.name: path.read_bytes() for path in directory.rglob("*") if path.is_file()} == {"w": LARGE, "d": b"1"}
-    for told in ("c/d is missing; it is put back", "w has 4 bytes instead of", "c/notes is no file of policy/p@1"):
+    there = {path.name: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    assert there == {"w": LARGE, "d": b"1", "f": b"2"}
+    assert (place.root / "elsewhere" / "f").read_bytes() == b"2"
+    for told in (
+        "e is no file of policy/p@1",
+        "c/d is missing; it is put back",
+        "w has 4 bytes instead of",
+        "c/notes is no file of policy/p@1",
+    ):
         assert told in caplog.text
     assert place.downloaded == []
 
@@ -138,6 +149,41 @@ def test_a_directory_that_nobody_uses_goes_with_its_files_and_old_parts_go_too(
     tiny.fetch(other, place.root / "again")
     assert not directory.exists()
     assert place.bodies() == set()
+
+
+def test_a_hold_that_cannot_be_looked_at_is_nobodys_to_remove(
+    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No more files may be open, say, or it is another user's: what he holds is not known, so nothing is evicted."""
+    mine = place.store.cached(place.store.commit("policy", "p", {"w": LARGE}))
+    real = os.open
+
+    def run_out(path: Path, *arguments: int) -> int:
+        if str(path).endswith("/names") and not arguments[0] & os.O_CREAT:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return real(path, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", run_out)
+        tiny = place.another(limit_gb=0)
+        tiny.fetch(place.store.commit("policy", "q", {"w": b"2"}), place.root / "out")
+    assert "could not be brought within its limit: [Errno 24]" in caplog.text
+    assert (mine / "w").read_bytes() == LARGE
+
+
+def test_one_file_that_may_not_be_removed_does_not_keep_the_others(place: Place) -> None:
+    """As that of another user; here the system itself forbids it."""
+    first, second = (place.store.commit("policy", name, {"w": name.encode() * 9000}) for name in "ab")
+    place.store.fetch(first, place.root / "a")
+    age(place.kept(b"a" * 9000), 100)
+    folder = place.kept(b"a" * 9000).parent
+    if subprocess.run(["chattr", "+i", folder], capture_output=True, check=False).returncode:
+        pytest.skip("nothing can be made immutable here")
+    try:
+        place.another(limit_gb=0).fetch(second, place.root / "b")
+        assert place.bodies() == {sha256(b"a" * 9000)}
+    finally:
+        subprocess.run(["chattr", "-i", folder], check=True)
 
 
 def test_copies_in_a_directory_count_and_go(place: Place) -> None:

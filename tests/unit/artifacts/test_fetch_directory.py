@@ -96,6 +96,18 @@ def test_a_fetch_that_is_complete_leaves_nothing_of_those_that_were_killed(place
     assert {path.name for path in out.rglob("*") if path.is_file()} == {"w", "d", living.name}
 
 
+@pytest.mark.parametrize("keep", [True, False])
+def test_nothing_is_written_through_a_link_that_is_called_as_an_unfinished_file(place: Place, keep: bool) -> None:
+    ref = place.store.commit("policy", "p", {"w": LARGE})
+    out, precious = place.root / "out", place.root / "precious"
+    out.mkdir()
+    precious.write_bytes(b"mine")
+    (out / f".{sha256(LARGE)[:16]}.part").symlink_to(precious)
+    with pytest.raises(StoreError, match=rf"cannot write policy/p@1 to {out}: Too many levels of symbolic links"):
+        place.store.fetch(ref, out, keep=keep)
+    assert precious.read_bytes() == b"mine"
+
+
 def test_a_file_that_is_called_as_an_unfinished_one_is_refused(place: Place) -> None:
     """It would get in the way of another's download."""
     unfinished = f".{sha256(LARGE)[:16]}.part"
@@ -125,10 +137,11 @@ def test_where_files_cannot_be_linked_they_are_copied(
 
 
 def test_a_fetch_to_another_file_system_copies(place: Place) -> None:
-    other = Path("/dev/shm")
-    if not other.is_dir() or other.stat().st_dev == place.root.stat().st_dev or not os.access(other, os.W_OK):
-        pytest.skip("there is no second file system at /dev/shm")
-    out = other / f"rlhf-test-{os.getpid()}"
+    candidates = [path for path in map(Path, ("/dev/shm", "/tmp", "/var/tmp")) if os.access(path, os.W_OK)]
+    others = [path for path in candidates if path.stat().st_dev != place.root.stat().st_dev]
+    if not others:
+        pytest.skip("there is no second file system")
+    out = others[0] / f"rlhf-test-{os.getpid()}"
     body = b"w" * 1_000_001
     try:
         place.store.fetch(place.store.commit("policy", "p", {"w": body}), out)

@@ -20,6 +20,7 @@ from infra.artifacts.retrier import Patience
 from infra.artifacts.s3 import S3Backend
 from infra.errors import StoreError
 from tests.integration.radosgw import Radosgw, radosgw_server  # noqa: F401 - a fixture
+from tests.unit.artifacts.newest_contract import NewestContract
 from tests.unit.artifacts.pruning_contract import PruningContract
 from tests.unit.artifacts.store_contract import StoreContract
 
@@ -56,8 +57,11 @@ class TestStoreInCeph(StoreContract):
 
 
 class TestPruningInCeph(PruningContract):
-    @pytest.mark.skip(reason="many write at once, which is what the user promised not to do")
-    def test_writers_and_pruners_at_once_lose_nothing(self, store: ArtifactStore) -> None: ...
+    pass
+
+
+class TestNewestInCeph(NewestContract):
+    pass
 
 
 def test_it_is_refused_without_the_promise_of_one_writer(radosgw: Radosgw, tmp_path: Path) -> None:

@@ -83,8 +83,18 @@ def read_alias(backend: Backend, kind: str, name: str, alias: str) -> Alias | No
 
 
 def list_aliases(backend: Backend, kind: str, name: str) -> dict[str, Alias]:
-    """Return every alias of an artifact by its name."""
-    names = [file.removesuffix(".json") for file in backend.children(aliases_prefix(kind, name))]
+    """Return every alias of an artifact by its name.
+
+    Raises:
+        StoreError: if one cannot be read, or has a name that no alias can have.
+    """
+    prefix = aliases_prefix(kind, name)
+    names = [file.removesuffix(".json") for file in backend.children(prefix) if file.endswith(".json")]
+    for alias in names:
+        try:
+            check_alias(alias)
+        except StoreError:
+            raise StoreError(f"{prefix}{alias}.json in the artifact store is no alias: remove it") from None
     found = {alias: read_alias(backend, kind, name, alias) for alias in names}
     return {alias: content for alias, content in found.items() if content is not None}
 

@@ -190,7 +190,8 @@ class Catalog:
         kind, name = reference.kind, reference.name
         versions = self.versions(kind, name)
         if not versions:
-            everything = [f"{each}/{found}" for each in KINDS for found in self._folders(each)]
+            folders = [(each, found) for each in KINDS for found in self._folders(each)]
+            everything = ["/".join(folder) for folder in folders if folder != (kind, name)]  # an empty one may be left
             hint = did_you_mean(f"{kind}/{name}", everything)
             there = [item for item in everything if item.startswith(f"{kind}/")] or everything
             return f"{hint}; it holds {enumerate_names(there)}" if there else ": it is empty so far"

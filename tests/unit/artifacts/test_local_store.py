@@ -18,7 +18,7 @@ from infra.artifacts import ArtifactStore, local, open_store
 from infra.artifacts.backend import Backend
 from infra.artifacts.layout import blob_key
 from infra.artifacts.local import LocalBackend
-from infra.errors import StoreError
+from infra.errors import ReferenceNotFoundError, StoreError
 from tests.unit.artifacts.pruning_contract import PruningContract
 from tests.unit.artifacts.store_contract import StoreContract, sha256
 
@@ -48,7 +48,7 @@ class TestPruningInADirectory(PruningContract):
 
 def test_what_is_not_an_address_is_refused(tmp_path: Path) -> None:
     for url in ("gs://bucket", "file://relative/path", "/plain/path", "s3://", ""):
-        with pytest.raises(StoreError, match="expected s3://bucket/prefix or file:///directory"):
+        with pytest.raises(StoreError, match="RLHF_STORE_URL to s3://bucket/prefix or file:///directory"):
             open_store(url, cache_dir=tmp_path)
 
 
@@ -223,3 +223,9 @@ def test_a_file_system_that_overwrites_what_is_there_is_refused(
 
 def test_what_is_tried_at_opening_does_not_stay(store: ArtifactStore, backend: Backend) -> None:
     assert store.list() == backend.children("probe/") == []
+
+
+def test_a_folder_that_a_killed_writer_left_empty_is_not_offered(store: ArtifactStore, tmp_path: Path) -> None:
+    (tmp_path / "store" / "versions" / "policy" / "p").mkdir(parents=True)
+    with pytest.raises(ReferenceNotFoundError, match=r"no policy/p: it is empty so far"):
+        store.resolve("policy/p")

@@ -88,6 +88,10 @@ def edit_text(path: Path, old: str, new: str) -> None:
             r"the alias aliases/policy/p/champion.json cannot be read",
         ),
         (
+            lambda root: (root / "aliases/policy/p/Champion.json").write_text("{}"),
+            "aliases/policy/p/Champion.json in the artifact store is no alias: remove it",
+        ),
+        (
             lambda root: edit_text(root / "aliases/policy/p/champion.json", "policy/p@1", "sft/s@1"),
             "the alias 'champion' of policy/p points at sft/s@1, which is another artifact",
         ),

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from infra.artifacts.aliases import Alias, list_aliases
-from infra.artifacts.backend import Backend
+from infra.artifacts.backend import Backend, Stored
 from infra.artifacts.catalog import Catalog
 from infra.artifacts.layout import DELETING, HINTS, KEYS, LEASES, MANIFEST, VERSIONS, version_numbers, versions_prefix
 from infra.artifacts.leases import claims
@@ -22,6 +22,9 @@ from infra.artifacts.trash import open_lists
 from infra.artifacts.verify_blobs import Progress, check_blobs, problem_of
 from infra.errors import ReferenceNotFoundError, StoreError
 
+_STALE = ""
+"""Of an entry that leads to nothing: no problem, but counted."""
+
 
 @dataclass(frozen=True, slots=True)
 class Verification:
@@ -33,6 +36,8 @@ class Verification:
     """Of the blobs; each counts once."""
     removed_parents: int
     """Parents that are not in the store any longer, as retention has it: no mistake."""
+    stale_keys: int
+    """Entries of the key index that lead to nothing: no mistake either."""
     problems: tuple[str, ...]
     """A sentence each."""
 
@@ -54,7 +59,7 @@ def verify_version(
     removed, problems = _check_parents([manifest], parents)
     problems += [each for each in looked_up.values() if isinstance(each, str)]
     problems += check_blobs(backend, [manifest], quick=quick, progress=progress)
-    return _verification([manifest], removed, problems)
+    return _verification([manifest], removed, 0, problems)
 
 
 def verify_store(backend: Backend, catalog: Catalog, *, quick: bool, progress: Progress) -> Verification:
@@ -71,16 +76,17 @@ def verify_store(backend: Backend, catalog: Catalog, *, quick: bool, progress: P
     removed, found = _check_parents(manifests, by_uri)
     problems += found
     problems += _check_aliases(backend, catalog, by_uri)
-    problems += _check_keys(backend, by_uri)
+    stale, found = _check_keys(backend, catalog, by_uri)
+    problems += found
     problems += _check_hints(backend)
     problems += _check_notes(backend)
     problems += check_blobs(backend, manifests, quick=quick, progress=progress)
-    return _verification(manifests, removed, problems)
+    return _verification(manifests, removed, stale, problems)
 
 
-def _verification(manifests: list[Manifest], removed: int, problems: Iterable[str]) -> Verification:
+def _verification(manifests: list[Manifest], removed: int, stale: int, problems: Iterable[str]) -> Verification:
     blobs = {blob.sha256: blob.size for manifest in manifests for blob in manifest.blobs}
-    return Verification(len(manifests), len(blobs), sum(blobs.values()), removed, tuple(problems))
+    return Verification(len(manifests), len(blobs), sum(blobs.values()), removed, stale, tuple(problems))
 
 
 def _read_manifests(backend: Backend, catalog: Catalog) -> tuple[list[Manifest], list[str]]:
@@ -179,31 +185,52 @@ def _points_wrong(alias: Alias, artifact: tuple[str, str], found: Manifest | Non
     return None
 
 
-def _check_keys(backend: Backend, by_uri: Mapping[str, Manifest]) -> list[str]:
-    """Return which entries of the key index cannot be read or point at other content.
-
-    One that points at nothing is what a removed version left; the next commit takes its place.
-    """
+def _check_keys(backend: Backend, catalog: Catalog, by_uri: Mapping[str, Manifest]) -> tuple[int, list[str]]:
+    """Return how many entries of the key index lead to nothing, and what is wrong with others."""
     keys = [f"{KEYS}{kind}/{name}" for kind in KINDS for name in backend.children(f"{KEYS}{kind}/")]
+    found = in_parallel(partial(_check_key, backend, catalog, by_uri), keys)
+    return found.count(_STALE), [problem for problem in found if problem]
 
-    def check(key: str) -> str | None:
-        try:
-            stored = backend.read(key)
-        except StoreError as error:
-            return problem_of(backend, error)
-        if stored is None:
-            return None
-        try:
-            entry: dict[str, Any] = json.loads(stored.data)
-            uri, digest = entry["uri"], entry["digest"]
-        except (ValueError, KeyError, TypeError):
-            return f"{key} in the artifact store cannot be read; remove it, and it is made anew"
-        found = by_uri.get(uri)
-        if found is not None and found.digest != digest:
-            return f"{key} points at {uri} with digest {digest[:12]}, which has {found.digest[:12]}; remove it"
+
+def _check_key(backend: Backend, catalog: Catalog, by_uri: Mapping[str, Manifest], key: str) -> str | None:
+    """Return what is wrong with an entry of the key index, or _STALE."""
+    try:
+        stored = backend.read(key)
+    except StoreError as error:
+        return problem_of(backend, error)
+    if stored is None:
         return None
+    ref = _entry(stored)
+    if ref is None:
+        return f"{key} in the artifact store cannot be read; remove it, and it is made anew"
+    found = by_uri.get(ref.uri) or _parent(backend, catalog, ref)
+    return _leads_wrong(key, ref, found) if isinstance(found, Manifest | None) else None  # its manifest is told of
 
-    return [problem for problem in in_parallel(check, keys) if problem]
+
+def _entry(stored: Stored) -> ArtifactRef | None:
+    """Return what an entry of the key index leads to, or None if it cannot be read."""
+    try:
+        entry: dict[str, Any] = json.loads(stored.data)
+        ref = ArtifactRef(entry["uri"], entry["digest"])
+        is_whole = isinstance(ref.digest, str) and parse_reference(ref.uri).version is not None
+    except (ValueError, KeyError, TypeError, AttributeError, ReferenceNotFoundError):
+        return None
+    return ref if is_whole else None
+
+
+def _leads_wrong(key: str, ref: ArtifactRef, found: Manifest | None) -> str | None:
+    """Return what is wrong with where an entry leads to, or _STALE if it leads to nothing.
+
+    A removed version or a killed writer left it then; the next commit of the same takes its place. An entry by content
+    is written before its version, and may lead to a number that another writer took.
+    """
+    if found is None:
+        return _STALE
+    if found.digest == ref.digest:
+        return None
+    if key.rpartition("/")[2].startswith("content-"):
+        return _STALE
+    return f"{key} points at {ref.uri} with digest {ref.digest:.12}, which has {found.digest[:12]}; remove it"
 
 
 def _check_hints(backend: Backend) -> list[str]:

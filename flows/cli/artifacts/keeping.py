@@ -34,7 +34,8 @@ def verify(reference: str | None = None, *, quick: Flag = False, as_json: Json =
     found = _verified(store, reference, quick=quick)
     if as_json:
         facts = {"versions": found.versions, "blobs": found.blobs, "bytes": found.bytes, "quick": quick}
-        write_json(facts | {"removed_parents": found.removed_parents, "problems": found.problems})
+        facts |= {"removed_parents": found.removed_parents, "stale_keys": found.stale_keys}
+        write_json(facts | {"problems": found.problems})
         return int(bool(found.problems))
     write_lines(found.problems)
     where = reference or store.url
@@ -44,6 +45,9 @@ def verify(reference: str | None = None, *, quick: Flag = False, as_json: Json =
         f"{depth}: {counted(len(found.problems), 'problem') if found.problems else 'all is well'}",
         markup=False,
     )
+    if found.stale_keys:
+        entries = counted(found.stale_keys, "entry", "entries")
+        console().print(f"{entries} of the key index of versions that are gone: no problem", markup=False)
     return int(bool(found.problems))
 
 

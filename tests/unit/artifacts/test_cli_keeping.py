@@ -126,6 +126,9 @@ def test_verify_exits_with_1_when_something_is_wrong(rlhf: Any, tmp_path: Path) 
     status, out, _ = rlhf("verify")
     assert status == 0
     assert "9 versions, 10 blobs, 56 B, read and hashed: all is well" in out
+    (tmp_path / "store" / "keys" / "sft" / "k.json").write_text('{"uri": "sft/gone@1", "digest": "0"}')
+    status, out, _ = rlhf("verify")
+    assert (status, out.splitlines()[1]) == (0, "1 entry of the key index of versions that are gone: no problem")
     (tmp_path / "store" / blob_key(sha256(b"policy2"))).write_bytes(b"pOlicy2")
     assert rlhf("verify", "--quick")[0] == rlhf("verify", "policy/p@1")[0] == 0
     for more in ((), ("policy/p@2",)):

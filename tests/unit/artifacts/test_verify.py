@@ -96,6 +96,8 @@ def edit_text(path: Path, old: str, new: str) -> None:
             "the alias 'champion' of policy/p points at sft/s@1, which is another artifact",
         ),
         (lambda root: (root / "keys/dataset/k.json").write_text("[]"), "keys/dataset/k.json .* cannot be read"),
+        (lambda root: edit(root / "keys/dataset/k.json", uri="../d"), "keys/dataset/k.json .* cannot be read"),
+        (lambda root: edit(root / "keys/dataset/k.json", digest=7), "keys/dataset/k.json .* cannot be read"),
         (
             lambda root: edit(root / "keys/dataset/k.json", digest="f" * 64),
             "keys/dataset/k.json points at dataset/d@1 with digest ffffffffffff, which has",
@@ -160,6 +162,18 @@ def test_a_store_that_goes_away_meanwhile_is_an_error_and_not_a_store_in_order(
 
     with pytest.raises(StoreError, match=r"the artifact store file://.* has gone away while it was looked through"):
         store.verify(progress=unmount)
+
+
+def test_entries_of_the_index_that_lead_to_nothing_are_counted_and_no_problem(
+    store: ArtifactStore, tmp_path: Path
+) -> None:
+    """What a removed version has left, and a writer who was killed before its manifest."""
+    assert store.verify().stale_keys == 0
+    [content] = (tmp_path / "store" / "keys" / "policy").glob("content-*.json")
+    edit(content, digest="f" * 64)  # another took the number that it was to have
+    edit(tmp_path / "store" / "keys" / "dataset" / "k.json", uri="dataset/d@7")
+    found = store.verify()
+    assert (found.stale_keys, found.problems) == (2, ())
 
 
 def test_all_problems_are_told_at_once(store: ArtifactStore, tmp_path: Path) -> None:

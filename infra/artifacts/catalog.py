@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import PurePosixPath
-
 from infra.artifacts.aliases import list_aliases, read_alias
 from infra.artifacts.backend import Backend
 from infra.artifacts.layout import VERSIONS, version_key, version_numbers, versions_prefix
@@ -112,23 +109,6 @@ class Catalog:
         reference = parse_reference(ref.uri)
         found = self._look_up(reference)
         return found if found is not None and ref.digest in {"", found.digest} else None
-
-    def by_key(self, index: str) -> Manifest | None:
-        """Return what an entry of the key index points at, or None if either is not there."""
-        stored = self._backend.read(index)
-        if stored is None:
-            return None
-        unreadable = StoreError(f"{index} in the artifact store cannot be read; remove it, and it is made anew")
-        try:
-            entry = json.loads(stored.data)
-            ref = ArtifactRef(entry["uri"], entry["digest"])
-            reference = parse_reference(ref.uri)
-        except (ValueError, KeyError, TypeError, AttributeError, ReferenceNotFoundError):
-            raise unreadable from None
-        if reference.version is None or reference.kind != PurePosixPath(index).parent.name:
-            raise unreadable
-        found = self._look_up(reference)
-        return found if found is not None and found.digest == ref.digest else None
 
     def _folders(self, kind: str) -> list[str]:
         """Return the names of a kind; in a directory, one that has lost its last version stays.

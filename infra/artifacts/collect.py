@@ -13,7 +13,7 @@ from infra.artifacts.deletion import delete_unreached
 from infra.artifacts.leases import LEASE_LIFE, live_leases
 from infra.artifacts.manifest import Manifest
 from infra.artifacts.retention import Retention
-from infra.artifacts.survey import Survey, every_manifest, staying, survey
+from infra.artifacts.survey import Survey, survey
 from infra.artifacts.trash import Listing, OpenList, as_listed, open_lists, unlisted, write_list
 from infra.errors import StoreError
 
@@ -65,6 +65,7 @@ class Collection:
             "unreached": {"blobs": len(found.orphans), "bytes": sum(blob.size for blob in found.orphans)},
             "total_bytes": sum(sizes.values()),
             "leftovers": found.leftovers,
+            "stale_keys": found.stale_keys,
             "stale_leases": found.stale_leases,
             "unfinished_deletions": found.unfinished,
             "lists": [
@@ -123,12 +124,7 @@ def collect(
     Raises:
         StoreError: if the grace time is shorter than that, or something in the store cannot be read.
     """
-    hour = timedelta(hours=1)
-    if grace < least_grace:
-        raise StoreError(
-            f"a grace time of {grace / hour:g} hours is too short: a writer that was stopped holds its lease for "
-            f"{LEASE_LIFE / hour:g} hours and needs as long to notice; give at least {least_grace / hour:g}"
-        )
+    _check_grace(grace, least_grace)
     lists = open_lists(backend)
     found = survey(backend, catalog, retention)
     seen = Collection(retention, grace, found, unlisted(found, lists), lists, is_dry=not delete)
@@ -147,6 +143,15 @@ def collect(
     )
 
 
+def _check_grace(grace: timedelta, least: timedelta) -> None:
+    if grace < least:
+        hour = timedelta(hours=1)
+        raise StoreError(
+            f"a grace time of {grace / hour:g} hours is too short: a writer that was stopped holds its lease for "
+            f"{LEASE_LIFE / hour:g} hours and needs as long to notice; give at least {least / hour:g}"
+        )
+
+
 def _delete_ripe(
     backend: Backend, catalog: Catalog, found: Survey, ripe: Sequence[OpenList]
 ) -> tuple[list[str], set[str]]:
@@ -159,11 +164,8 @@ def _delete_ripe(
     versions: list[str] = []
     blobs: set[str] = set()
 
-    def needed() -> set[str]:
-        return staying(backend, live_leases(backend), every_manifest(backend, catalog))
-
-    for old, hashes in _batches(list(due.versions.values()), sorted(due.blobs), finish=found.unfinished > 0):
-        gone = delete_unreached(backend, old, hashes, needed=needed, manifests=lambda: every_manifest(backend, catalog))
+    for old, hashes, keys in _batches(due, found.stale_keys, finish=found.unfinished > 0):
+        gone = delete_unreached(backend, catalog, old, hashes, keys)
         versions += [each.uri for each in gone.versions]
         blobs.update(gone.blobs)
         for manifest in gone.versions:
@@ -190,26 +192,29 @@ def _due(found: Survey, listings: Sequence[Listing]) -> _Due:
 
 
 def _batches(
-    versions: Sequence[Manifest], blobs: Sequence[str], *, finish: bool
-) -> Iterator[tuple[list[Manifest], Sequence[str]]]:
-    """Yield what is deleted under one intent each; an empty batch finishes what others began.
+    due: _Due, keys: Sequence[str], *, finish: bool
+) -> Iterator[tuple[list[Manifest], Sequence[str], Sequence[str]]]:
+    """Yield what is deleted under one intent each: versions, blobs, entries of the key index.
 
     Args:
-        versions: to be deleted, with their blobs.
-        blobs: to be deleted besides.
-        finish: whether there is something to finish.
+        due: what is to be deleted.
+        keys: entries that lead to nothing.
+        finish: whether there is something to finish: then there is a batch at least, if an empty one.
     """
     batch: list[Manifest] = []
     count = 0
+    versions, blobs = list(due.versions.values()), sorted(due.blobs)
     for manifest in versions:
         if batch and (count + len(manifest.blobs) > BATCH_BLOBS or len(batch) == BATCH_VERSIONS):
-            yield batch, ()
+            yield batch, (), ()
             batch, count = [], 0
         batch.append(manifest)
         count += len(manifest.blobs)
     if batch:
-        yield batch, ()
+        yield batch, (), ()
     for start in range(0, len(blobs), BATCH_BLOBS):
-        yield [], blobs[start : start + BATCH_BLOBS]
-    if finish and not (versions or blobs):
-        yield [], ()
+        yield [], blobs[start : start + BATCH_BLOBS], ()
+    for start in range(0, len(keys), BATCH_BLOBS):
+        yield [], (), keys[start : start + BATCH_BLOBS]
+    if finish and not (versions or blobs or keys):
+        yield [], (), ()

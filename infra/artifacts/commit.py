@@ -8,16 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infra.artifacts.backend import Backend
-from infra.artifacts.layout import blob_key, version_key
+from infra.artifacts.layout import blob_key
 from infra.artifacts.leases import Claim, Lease, LeaseOutlivedError, await_deletions, lease
 from infra.artifacts.manifest import BlobEntry, FileEntry, Manifest, check_path
-from infra.artifacts.parallel import in_parallel
+from infra.artifacts.parallel import BODIES, in_parallel
 from infra.artifacts.pieces import Source, describe, read_piece
-from infra.errors import StoreError, VersionExistsError
+from infra.errors import StoreError
 
 Sources = Mapping[str, Source]
-NUMBER_ATTEMPTS = 1000
-"""How many numbers a writer tries that others take from it; time does not count, for it may be stopped."""
 ATTEMPTS = 5
 """How often a writer begins anew when it was stopped until its lease had run out."""
 
@@ -64,7 +62,7 @@ def gather_sources(files: Mapping[str, Source] | Path) -> dict[str, Source]:
 
 def describe_all(sources: Sources) -> tuple[FileEntry, ...]:
     """Return path, size and hashes of each source, in the order of the paths."""
-    return tuple(in_parallel(lambda path: describe(path, sources[path]), sorted(sources)))
+    return tuple(in_parallel(lambda path: describe(path, sources[path]), sorted(sources), BODIES))
 
 
 def commit(
@@ -76,7 +74,7 @@ def commit(
         backend: where to.
         draft: the manifest, or what it will be but for its number.
         sources: the body of each of its files.
-        number: the versions that it may become.
+        number: the versions that it may become, and the entries of the key index that will lead to it.
         write: writes the manifest and returns it, or the one of another writer who was first with the same.
 
     Raises:
@@ -100,7 +98,7 @@ def commit(
 
 def send_missing(backend: Backend, bodies: Mapping[str, Body]) -> list[str]:
     """Upload the blobs that the store does not hold; return the hashes of those that it does."""
-    found = in_parallel(lambda body: _send(backend, body), bodies.values())
+    found = in_parallel(lambda body: _send(backend, body), bodies.values(), BODIES)
     return [digest for digest, was_there in zip(bodies, found, strict=True) if was_there]
 
 
@@ -112,50 +110,6 @@ def resend(backend: Backend, bodies: Mapping[str, Body], doubtful: Collection[st
     if doubtful:
         await_deletions(backend, Claim(frozenset(doubtful)))
         send_missing(backend, {digest: bodies[digest] for digest in doubtful})
-
-
-def write_numbered(backend: Backend, draft: Manifest, held: Lease) -> Manifest:
-    """Write the manifest of a version that was asked for by number; return it, or an equal one that was there.
-
-    Raises:
-        VersionExistsError: if the number is taken by other content.
-    """
-    found = _create(backend, draft, held)
-    if found is None:
-        raise StoreError(f"{draft.uri} was removed while it was written; commit it again")
-    if found.writer != draft.writer and found.digest != draft.digest:
-        raise taken(found)
-    return found
-
-
-def write_next(backend: Backend, draft: Manifest, first: int, held: Lease) -> Manifest:
-    """Write the manifest under the first number from `first` on that no other writer takes before us.
-
-    Args:
-        backend: where to.
-        draft: the manifest but for its number.
-        first: a number above all that were ever given; the lease keeps those that others take from being deleted.
-        held: the lease.
-
-    Returns:
-        The manifest as it stands in the store: ours, or that of a writer who was faster with the very same.
-    """
-    for version in range(first, first + NUMBER_ATTEMPTS):
-        found = _create(backend, draft.model_copy(update={"version": version}), held)
-        if found is not None and (found.writer == draft.writer or found.identity == draft.identity):
-            return found
-    raise StoreError(
-        f"no free version number for {draft.kind}/{draft.name} from {first} on in {NUMBER_ATTEMPTS} attempts: "
-        "others took each one first; commit again"
-    )
-
-
-def taken(found: Manifest) -> VersionExistsError:
-    """Return the error for a version that holds other content than was to be written."""
-    return VersionExistsError(
-        f"{found.uri} is already in the store with other content (written {found.created:%Y-%m-%d %H:%M} "
-        "UTC); versions never change: commit under another number"
-    )
 
 
 def _bodies(draft: Manifest, sources: Sources) -> dict[str, Body]:
@@ -176,16 +130,3 @@ def _send(backend: Backend, body: Body) -> bool:
         return True
     backend.upload(key, body.read())
     return False
-
-
-def _create(backend: Backend, draft: Manifest, held: Lease) -> Manifest | None:
-    """Write a manifest unless one is there; return the one that is there then.
-
-    A conditional write is refused to its own winner when its answer was lost: so read back who wrote it.
-    """
-    key = version_key(draft.kind, draft.name, draft.version)
-    held.check()
-    if backend.create(key, draft.to_json()):
-        return draft
-    stored = backend.read(key)
-    return None if stored is None else Manifest.from_json(stored.data, draft.uri)

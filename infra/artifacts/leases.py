@@ -7,6 +7,11 @@ relied on by one while the other deletes it.
 Both are taken for dead in the end. Whoever deletes looks at its clock before each request, and so does whoever relies
 on a lease before the request that counts. What is assumed is that such a request is not underway, nor its sender
 stopped within it, for hours (a lease) or minutes (a deletion).
+
+A writer that finds that it need write nothing claims the version that it found, as it did the rest: lease, look for
+deletions, and only then look whether it is (still) there. So it is not about to go when its reference is returned. An
+entry of the key index is claimed too: whoever deletes one that leads to nothing must not meet a writer that lets it
+lead to something.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -42,6 +47,8 @@ class Claim:
     versions: frozenset[str] = frozenset()
     onward: frozenset[str] = frozenset()
     """References of versions, each with all later ones of its name: numbers that a writer is about to try."""
+    keys: frozenset[str] = frozenset()
+    """Entries of the key index, by where they stand."""
 
     def covers(self, uri: str) -> bool:
         """Return whether it names a version."""
@@ -53,17 +60,22 @@ class Claim:
 
     def meets(self, other: Claim) -> bool:
         """Return whether both name the same thing."""
-        if not self.blobs.isdisjoint(other.blobs):
+        if not (self.blobs.isdisjoint(other.blobs) and self.keys.isdisjoint(other.keys)):
             return True
         return any(map(self.covers, other.versions)) or any(map(other.covers, self.versions))
 
     def join(self, other: Claim) -> Claim:
         """Return what either names."""
-        return Claim(self.blobs | other.blobs, self.versions | other.versions, self.onward | other.onward)
+        return Claim(
+            self.blobs | other.blobs,
+            self.versions | other.versions,
+            self.onward | other.onward,
+            self.keys | other.keys,
+        )
 
     def to_json(self) -> bytes:
         """Return the claim as it is stored, with the time at which it begins."""
-        content = {"blobs": sorted(self.blobs), "versions": sorted(self.versions), "onward": sorted(self.onward)}
+        content = {field.name: sorted(getattr(self, field.name)) for field in fields(self)}
         return json.dumps({"created": clock.now().isoformat()} | content).encode()
 
 
@@ -72,10 +84,29 @@ class LeaseOutlivedError(StoreError):
 
 
 class Lease:
-    """A lease as its holder sees it."""
+    """A lease as its holder sees it.
 
-    def __init__(self) -> None:
+    Args:
+        backend: where.
+        holder: the random id of whoever names what it claims.
+    """
+
+    def __init__(self, backend: Backend, holder: str) -> None:
+        self._backend = backend
+        self._holder = holder
         self._begun = clock.boottime()
+        self._notes: list[str] = []
+
+    def cover(self, claim: Claim) -> None:
+        """Claim something, besides what is claimed already; return when nobody is deleting any of it."""
+        self._notes.append(f"{LEASES}{self._holder}-{len(self._notes)}.json")
+        self._backend.create(self._notes[-1], claim.to_json())
+        await_deletions(self._backend, claim)
+
+    def end(self) -> None:
+        """Let go of all that is claimed."""
+        for key in self._notes:
+            self._backend.delete(key)
 
     @property
     def is_outlived(self) -> bool:
@@ -101,18 +132,16 @@ def lease(backend: Backend, holder: str, claim: Claim) -> Iterator[Lease]:
         claim: what it is.
 
     Yields:
-        The lease, to be asked whether it still holds.
+        The lease, to be asked whether it still holds, or to claim more.
     """
-    key = f"{LEASES}{holder}.json"
-    held = Lease()
-    backend.create(key, claim.to_json())
-    await_deletions(backend, claim)
+    held = Lease(backend, holder)
+    held.cover(claim)
     try:
         yield held
     except (VersionExistsError, LeaseOutlivedError):
-        backend.delete(key)
+        held.end()
         raise
-    backend.delete(key)  # not after other errors: a store that is away would keep us waiting once more
+    held.end()  # not after other errors: a store that is away would keep us waiting once more
 
 
 def await_deletions(backend: Backend, claim: Claim) -> None:
@@ -153,7 +182,7 @@ def claims(backend: Backend, prefix: str) -> Iterator[tuple[str, Claim, timedelt
         try:
             content: dict[str, Any] = json.loads(stored.data)
             age = clock.now() - datetime.fromisoformat(content["created"])
-            named = (content["blobs"], content.get("versions", ()), content.get("onward", ()))
+            named = (content["blobs"], *(content.get(each, ()) for each in ("versions", "onward", "keys")))
             claim = Claim(*map(frozenset, named))
             _check(claim)
         except (ValueError, KeyError, TypeError, AttributeError):

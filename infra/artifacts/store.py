@@ -11,17 +11,21 @@ from typing import Any
 from infra.artifacts.backend import Backend
 from infra.artifacts.cache import GB, LIMIT_GB, Cache
 from infra.artifacts.catalog import Catalog
-from infra.artifacts.commit import commit, describe_all, gather_sources, taken, write_next, write_numbered
+from infra.artifacts.commit import commit, describe_all, gather_sources
 from infra.artifacts.deletion import delete_unreached
 from infra.artifacts.fetch import checked_pieces, fetch_directly, fetch_through
+from infra.artifacts.index import KeyIndex, keys_of
 from infra.artifacts.keeping import Keeping
-from infra.artifacts.layout import content_key, index_key
+from infra.artifacts.layout import index_key
 from infra.artifacts.leases import Claim, Lease
 from infra.artifacts.manifest import Manifest
+from infra.artifacts.newest import highest_version
+from infra.artifacts.numbering import numbered, write_next, write_numbered
 from infra.artifacts.pieces import Source
 from infra.artifacts.ref import ArtifactRef, check_key, check_kind, check_name, parse_reference, version_uri
-from infra.artifacts.survey import every_manifest, refuse_unknown_kinds
-from infra.errors import ReferenceNotFoundError, StoreError, VersionExistsError
+from infra.artifacts.retention import Retention
+from infra.artifacts.survey import every_manifest, staying
+from infra.errors import ReferenceNotFoundError, StoreError
 
 
 class ArtifactStore(Keeping):
@@ -74,39 +78,13 @@ class ArtifactStore(Keeping):
                 given once.
             StoreError: if an argument cannot be stored, or the store cannot be written.
         """
-        check_kind(kind)
-        check_name(name)
-        sources = gather_sources(files)
-        draft = Manifest.draft(
-            describe_all(sources),
-            kind=kind,
-            name=name,
-            version=version or 0,
-            parents=tuple(self._pin(parent) for parent in parents),
-            key=key if key is None else check_key(key),
-            config=config or {},
-            source_digest=source_digest,
-            metrics=metrics or {},
-            flow_run=flow_run,
-        )
-        if version is None:
-            highest = max(self._catalog.versions(kind, name), default=0)
-            number = Claim(onward=frozenset({version_uri(kind, name, highest + 1)}))
-            manifest = commit(self._backend, draft, sources, number, lambda held: self._write_next(draft, held))
-        else:
-            self._numbered(draft)  # before anything is sent
-            number = Claim(versions=frozenset({draft.uri}))
-            manifest = commit(self._backend, draft, sources, number, lambda held: self._write_numbered(draft, held))
-        self._catalog.remember(manifest)
-        if version is None:
-            self._index(manifest, content_key(kind, manifest.identity))
-        if key is not None:
-            self._index(manifest, index_key(kind, key))
-        return manifest.ref
+        facts = {"key": key, "config": config, "metrics": metrics, "source_digest": source_digest, "flow_run": flow_run}
+        draft, sources = self._draft(kind, name, files, parents, {**facts, "version": version or 0})
+        return self._commit(draft, sources, is_next=version is None)
 
     def find(self, kind: str, key: str) -> Manifest | None:
         """Return what was made from the inputs that the key is a hash of, or None if nothing was."""
-        return self._catalog.by_key(index_key(kind, key))
+        return KeyIndex(self._backend, self._catalog).find(index_key(kind, key))
 
     def resolve(self, reference: str | ArtifactRef) -> Manifest:
         """Return what a reference names: `kind/name` (the latest), `kind/name@version` or `kind/name@alias`.
@@ -169,12 +147,15 @@ class ArtifactStore(Keeping):
             raise StoreError(f"{path!r} of {manifest.uri} is not JSON") from None
 
     def prune(self, kind: str, name: str, keep: int) -> builtins.list[int]:
-        """Delete all but the newest versions, and the blobs that only they reached.
+        """Delete all but the newest versions of an artifact, and the blobs that only they reached.
+
+        Where there is something to delete, all names of the store are listed twice, all aliases are read, and each
+        manifest is read that this object has not read before.
 
         Args:
             kind: of the artifact.
             name: of the artifact.
-            keep: how many to keep; those that an alias points at are kept besides.
+            keep: how many to keep; besides, all stay that an alias or a lease of any artifact reaches through parents.
 
         Returns:
             The versions that were deleted.
@@ -184,56 +165,54 @@ class ArtifactStore(Keeping):
         """
         if keep < 1:
             raise StoreError(f"cannot prune {kind}/{name} to {keep} versions; keep at least 1")
-        aliased = {parse_reference(alias.uri).version for alias in self.aliases(kind, name).values()}
-        versions = [version for version in self._catalog.versions(kind, name)[:-keep] if version not in aliased]
-        old = [found for version in versions if (found := self._catalog.known(kind, name, version))]
-        if not old:
+        if len(self._catalog.versions(kind, name)) <= keep:
             return []
-        refuse_unknown_kinds(self._backend)
-        gone = delete_unreached(
-            self._backend,
-            old,
-            (),
-            needed=lambda: {alias.uri for alias in self.aliases(kind, name).values()},
-            manifests=lambda: every_manifest(self._backend, self._catalog),
-        )
-        return [manifest.version for manifest in gone.versions]
+        manifests = every_manifest(self._backend, self._catalog)
+        wanted = staying(self._backend, Claim(), manifests)
+        own = [each for each in manifests if (each.kind, each.name) == (kind, name)]
+        old = Retention({kind: keep}).retired(own, wanted)
+        gone = delete_unreached(self._backend, self._catalog, old).versions if old else []
+        return [manifest.version for manifest in gone]
 
-    def _numbered(self, draft: Manifest) -> Manifest | None:
-        """Return the version of the number that was asked for, or None if it is free.
+    def _draft(
+        self,
+        kind: str,
+        name: str,
+        files: Mapping[str, Source] | Path,
+        parents: Sequence[ArtifactRef | str],
+        facts: Mapping[str, Any],
+    ) -> tuple[Manifest, dict[str, Source]]:
+        """Return a manifest that is not yet written, and where the bodies of its files are."""
+        check_kind(kind)
+        check_name(name)
+        given = {fact: value for fact, value in facts.items() if value is not None}
+        if "key" in given:
+            check_key(given["key"])
+        sources = gather_sources(files)
+        pinned = tuple(self._pin(parent) for parent in parents)
+        return Manifest.draft(describe_all(sources), kind=kind, name=name, parents=pinned, **given), sources
 
-        Raises:
-            VersionExistsError: if the number is, or was, taken by other content.
-        """
-        found = self._catalog.read(draft.kind, draft.name, draft.version)
-        if found is not None and found.digest != draft.digest:
-            raise taken(found)
-        if found is None and (
-            higher := [n for n in self._catalog.versions(draft.kind, draft.name) if n > draft.version]
-        ):
-            raise VersionExistsError(
-                f"{draft.uri} cannot be written: {draft.kind}/{draft.name} has gone on to {higher[-1]}, and a number "
-                "that was removed is not given again; commit under a higher one"
-            )
-        return found
+    def _commit(self, draft: Manifest, sources: Mapping[str, Source], *, is_next: bool) -> ArtifactRef:
+        """Send what a manifest needs, and write it: under the next number, or under the one that it has."""
+        backend, catalog = self._backend, self._catalog
+        if is_next:
+            highest = highest_version(backend, draft.kind, draft.name)
+            number = Claim(onward=frozenset({version_uri(draft.kind, draft.name, highest + 1)}))
+        else:
+            numbered(backend, catalog, draft)  # before anything is sent
+            number = Claim(versions=frozenset({draft.uri}))
+        key = None if draft.key is None else index_key(draft.kind, draft.key)
 
-    def _write_numbered(self, draft: Manifest, held: Lease) -> Manifest:
-        """Write the manifest under the number that was asked for, or return the same that is there."""
-        return self._numbered(draft) or write_numbered(self._backend, draft, held)
+        def write(held: Lease) -> Manifest:
+            manifest = (write_next if is_next else write_numbered)(backend, catalog, draft, held)
+            if key is not None:
+                KeyIndex(backend, catalog).enter(manifest, key)
+            return manifest
 
-    def _write_next(self, draft: Manifest, held: Lease) -> Manifest:
-        """Write the manifest under the next number, or return the version that a commit would only repeat.
-
-        The lease is there before the numbers are listed: so none above the highest was ever given.
-        """
-        indexed = self._catalog.by_key(content_key(draft.kind, draft.identity))
-        if indexed is not None:
-            return indexed
-        highest = max(self._catalog.versions(draft.kind, draft.name), default=0)
-        last = self._catalog.known(draft.kind, draft.name, highest)
-        if last is not None and last.identity == draft.identity:  # its writer may have died before it was indexed
-            return last
-        return write_next(self._backend, draft, highest + 1, held)
+        claim = number.join(Claim(keys=frozenset(keys_of(draft))))
+        manifest = commit(backend, draft, sources, claim, write)
+        catalog.remember(manifest)
+        return manifest.ref
 
     def _pin(self, parent: ArtifactRef | str) -> ArtifactRef:
         """Return a parent as a manifest may name it: by version, or as something external."""
@@ -245,12 +224,3 @@ class ArtifactStore(Keeping):
         if parse_reference(ref.uri).version is None:
             raise StoreError(f"the parent {ref.uri} must name a version, not an alias: aliases move")
         return ref
-
-    def _index(self, manifest: Manifest, index: str) -> None:
-        """Make the version findable by its key; a version that was first keeps the place while it exists."""
-        data = json.dumps({"uri": manifest.uri, "digest": manifest.digest}).encode()
-        if self._backend.create(index, data):
-            return
-        stored = self._backend.read(index)
-        if stored is not None and self._catalog.by_key(index) is None:  # what it points at was pruned
-            self._backend.replace(index, data, stored.tag)

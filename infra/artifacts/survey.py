@@ -10,7 +10,8 @@ from functools import reduce
 from infra.artifacts.aliases import list_aliases
 from infra.artifacts.backend import Backend
 from infra.artifacts.catalog import Catalog
-from infra.artifacts.layout import ALIASES, BLOBS, DELETING, LEASES, PROBES, VERSIONS, blob_key
+from infra.artifacts.index import KeyIndex, keys_of
+from infra.artifacts.layout import ALIASES, BLOBS, DELETING, KEYS, LEASES, PROBES, VERSIONS, blob_key
 from infra.artifacts.leases import INTENT_LIFE, LEASE_LIFE, Claim, claims
 from infra.artifacts.manifest import BlobEntry, Manifest
 from infra.artifacts.parallel import in_parallel
@@ -35,6 +36,8 @@ class Survey:
     """The blobs that no version and no lease reaches: of writers that were killed, mostly."""
     leftovers: list[str]
     """Keys of what openings of the store left when they were killed."""
+    stale_keys: list[str]
+    """Entries of the key index that lead to nothing; they need no grace time, for nothing is lost with them."""
     stale_leases: int
     unfinished: int
     """Deletions whose process was killed."""
@@ -67,6 +70,7 @@ def survey(backend: Backend, catalog: Catalog, retention: Retention) -> Survey:
         freed=freed,
         orphans=_sized(backend, sorted(stored - named)),
         leftovers=[key for name in backend.children(PROBES) if re.match(LEFTOVER, key := PROBES + name)],
+        stale_keys=_stale_keys(backend, catalog, manifests),
         stale_leases=sum(age > LEASE_LIFE for _, _, age in leases),
         unfinished=sum(age > INTENT_LIFE for _, _, age in claims(backend, DELETING)),
     )
@@ -108,6 +112,14 @@ def staying(backend: Backend, leased: Claim, manifests: Iterable[Manifest]) -> s
 def with_aliases(backend: Backend) -> list[tuple[str, str]]:
     """Return kind and name of all artifacts that have, or had, an alias."""
     return [(kind, name) for kind in KINDS for name in backend.children(f"{ALIASES}{kind}/")]
+
+
+def _stale_keys(backend: Backend, catalog: Catalog, manifests: Iterable[Manifest]) -> list[str]:
+    """Return the entries of the key index that lead to nothing; those that a version has by right are not read."""
+    there = [f"{KEYS}{kind}/{name}" for kind in KINDS for name in backend.children(f"{KEYS}{kind}/")]
+    others = sorted(set(there).difference(*map(keys_of, manifests)))
+    stale = in_parallel(KeyIndex(backend, catalog).is_stale, others)
+    return [key for key, is_stale in zip(others, stale, strict=True) if is_stale]
 
 
 def _freed(retired: Iterable[Manifest], needed: set[str]) -> dict[str, list[BlobEntry]]:

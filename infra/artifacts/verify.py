@@ -11,6 +11,7 @@ from typing import Any
 from infra.artifacts.aliases import Alias, list_aliases
 from infra.artifacts.backend import Backend, Stored
 from infra.artifacts.catalog import Catalog
+from infra.artifacts.index import is_of_content
 from infra.artifacts.layout import DELETING, HINTS, KEYS, LEASES, MANIFEST, VERSIONS, version_numbers, versions_prefix
 from infra.artifacts.leases import claims
 from infra.artifacts.manifest import Manifest
@@ -228,7 +229,7 @@ def _leads_wrong(key: str, ref: ArtifactRef, found: Manifest | None) -> str | No
         return _STALE
     if found.digest == ref.digest:
         return None
-    if key.rpartition("/")[2].startswith("content-"):
+    if is_of_content(key):
         return _STALE
     return f"{key} points at {ref.uri} with digest {ref.digest:.12}, which has {found.digest[:12]}; remove it"
 

@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from flows.cli.artifacts.output import Json, console, counted, print_rows, size, when, write_json, write_lines
 
 if TYPE_CHECKING:
-    from infra.artifacts import ArtifactStore, Collection, Verification
+    from infra.artifacts import ArtifactRef, ArtifactStore, Collection, Verification
 
 Flag = Annotated[bool, Parameter(negative="")]
 LONGEST_GRACE_H = 24 * 365 * 100
@@ -31,17 +31,17 @@ def verify(reference: str | None = None, *, quick: Flag = False, as_json: Json =
     from infra.artifacts import open_default_store
 
     store = open_default_store()
-    found = _verified(store, reference, quick=quick)
+    which = None if reference is None else store.resolve(reference).ref  # before a bar is there
+    found = _verified(store, which, quick=quick)
     if as_json:
         facts = {"versions": found.versions, "blobs": found.blobs, "bytes": found.bytes, "quick": quick}
         facts |= {"removed_parents": found.removed_parents, "stale_keys": found.stale_keys}
         write_json(facts | {"problems": found.problems})
         return int(bool(found.problems))
     write_lines(found.problems)
-    where = reference or store.url
     depth = "of which only the sizes were looked at" if quick else "read and hashed"
     console().print(
-        f"{where}: {counted(found.versions, 'version')}, {counted(found.blobs, 'blob')}, {size(found.bytes)}, "
+        f"{which or store.url}: {counted(found.versions, 'version')}, {counted(found.blobs, 'blob')}, {size(found.bytes)}, "
         f"{depth}: {counted(len(found.problems), 'problem') if found.problems else 'all is well'}",
         markup=False,
     )
@@ -98,10 +98,9 @@ def _duration(text: str) -> timedelta:
     return timedelta(hours=hours)
 
 
-def _verified(store: ArtifactStore, reference: str | None, *, quick: bool) -> Verification:
+def _verified(store: ArtifactStore, which: ArtifactRef | None, *, quick: bool) -> Verification:
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-    which = None if reference is None else store.resolve(reference).ref  # before a bar is there
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     screen = console(stderr=True)
     with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
@@ -127,6 +126,7 @@ def _show(found: Collection) -> None:
         ("leases", survey.stale_leases),
         ("deletions that were broken off", survey.unfinished),
         ("leftovers of opening the store", len(survey.leftovers)),
+        ("keys that lead to nothing", len(survey.stale_keys)),
     ):
         if count:
             rows.append((name, str(count)))

@@ -84,7 +84,7 @@ class PruningContract:
         assert backend.read("keys/ppo-state/k0.json") is not None
         assert backend.size(blob_key(sha256(b"0"))) is None
 
-    def test_a_prune_lists_each_name_once_and_reads_no_manifest_that_is_known(
+    def test_a_prune_lists_each_name_twice_and_reads_no_manifest_that_is_known(
         self, store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         for kind, name in (("dataset", "d"), ("sft", "s"), ("policy", "p"), ("policy", "p")):
@@ -107,8 +107,8 @@ class PruningContract:
         own = "versions/ppo-state/run/"
         kinds = [f"versions/{kind}/" for kind in KINDS]
         names = ["versions/dataset/d/", "versions/policy/p/", own, "versions/sft/s/"]
-        twice = ["versions/"] * 2  # are there kinds that are not known here?
-        assert sorted(looks) == sorted([own, *kinds, *names, *twice])  # what is old, then what is left
+        before_and_after = [*kinds, *names, "versions/"] * 2  # the last: are there kinds that are not known here?
+        assert sorted(looks) == sorted([own, *before_and_after])
 
     def test_a_number_that_was_pruned_is_not_given_again(self, store: ArtifactStore) -> None:
         for body in (b"old", b"newer"):

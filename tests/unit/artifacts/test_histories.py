@@ -14,7 +14,7 @@ import pytest
 from infra.artifacts.backend import Backend
 from infra.artifacts.leases import DELETION_LIFE
 from infra.artifacts.local import LocalBackend
-from tests.unit.artifacts.histories.dangers import DANGERS
+from tests.unit.artifacts.histories.dangers import DANGERS, Danger
 from tests.unit.artifacts.histories.history import BODIES, History
 from tests.unit.artifacts.histories.ledger import LossError
 from tests.unit.artifacts.histories.machine import StoreMachine, play
@@ -66,7 +66,7 @@ def test_many_histories_in_a_directory() -> None:
 
 
 @pytest.mark.parametrize("danger", DANGERS.values(), ids=lambda danger: danger.play.__name__)
-def test_a_dangerous_history_loses_nothing(history: History, danger: object) -> None:
+def test_a_dangerous_history_loses_nothing(history: History, danger: Danger) -> None:
     danger.play(history)
     history.end()
 

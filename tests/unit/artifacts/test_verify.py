@@ -28,8 +28,8 @@ def store(tmp_path: Path) -> ArtifactStore:
     state = store.commit("ppo-state", "r", {"f": b"1"}, version=1)
     store.commit("ppo-state", "r", {"f": b"2"}, version=2)
     store.commit("policy", "p", {"w": b"weights"}, parents=["sft/s", state])
-    store.set_alias("policy/p@1", "champion", why="first", who="test")
     assert store.prune("ppo-state", "r", keep=1) == [1]
+    store.set_alias("policy/p@1", "champion", why="first", who="test")
     return store
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from infra.artifacts import aliases, catalog, commit, deletion, leases, store
+from infra.artifacts import aliases, catalog, commit, deletion, leases, numbering, store, survey
 from infra.artifacts.backend import Backend
 from infra.artifacts.leases import Claim, Lease
 from tests.unit.artifacts.histories.history import ALIAS, BODIES, COUNTED, NUMBERED, History
@@ -32,8 +32,13 @@ def manifest_first(backend: Backend, draft: Any, sources: Any, number: Claim, wr
 
 
 @contextmanager
-def no_lease(*_: Any) -> Iterator[Lease]:
-    yield Lease()
+def no_lease(backend: Backend, holder: str, _: Claim) -> Iterator[Lease]:
+    yield Lease(backend, holder)
+
+
+def claim_without_a_look(_: Any, found: Any, held: Lease) -> bool:
+    held.cover(Claim(versions=frozenset({found.uri})))
+    return True
 
 
 def nothing(*_: Any) -> None:
@@ -63,10 +68,42 @@ def writer_sleeps_while_what_it_sent_is_collected(history: History) -> None:
 
 def writer_sleeps_before_its_manifest(history: History) -> None:
     writer = history.write([b"new"], by=0)
-    history.step_to(writer, "read", "keys/")
+    history.step_to(writer, "create", "keys/")
     history.let_time_pass(HALF_A_DAY_S)
     history.finish(history.collect(1))
     history.finish(writer)
+
+
+def writer_finds_what_is_pruned_meanwhile(history: History) -> None:
+    writer = history.write(BODIES[1:3])
+    history.step_to(writer, "delete", "leases/")
+    history.finish(history.prune(COUNTED, 1))
+    history.finish(writer)
+
+
+def writer_finds_what_is_about_to_go(history: History) -> None:
+    """Whoever deletes it looked for leases after the writer's first, and before the one of what was found."""
+    writer = history.write(BODIES[1:3])
+    history.step_to(writer, "create", "keys/")
+    history.step_to(writer, "create", "leases/")
+    deleter = history.prune(COUNTED, 1)
+    history.step_to(deleter, "delete", "versions/")
+    history.step(writer, 4)
+    history.finish(deleter)
+    history.finish(writer)
+
+
+def writer_is_killed_after_its_manifest(history: History) -> None:
+    writer = history.write([b"new"], by=0)
+    history.step_to(writer, "create", "versions/")
+    history.step(writer)
+    history.kill(writer)
+    history.finish(history.write([b"newer"], by=1))
+
+
+def champion_came_from_what_is_pruned(history: History) -> None:
+    history.finish(history.promote(0))
+    history.finish(history.prune(NUMBERED, 1))
 
 
 def deleter_finds_a_writer(history: History) -> None:
@@ -143,6 +180,18 @@ DANGERS = {
         writer_sleeps_while_what_it_sent_is_collected, (Lease, "is_outlived", False)
     ),
     "a writer does not begin anew": Danger(writer_sleeps_before_its_manifest, (Lease, "check", nothing)),
+    "a writer does not claim what it finds": Danger(
+        writer_finds_what_is_pruned_meanwhile, (numbering, "_stays", lambda *_: True)
+    ),
+    "a writer does not look whether it is there still": Danger(
+        writer_finds_what_is_about_to_go, (numbering, "_stays", claim_without_a_look)
+    ),
+    "a writer does not look for the same": Danger(
+        writer_is_killed_after_its_manifest, (numbering, "_same", lambda *_: None)
+    ),
+    "an alias keeps nothing but its version": Danger(
+        champion_came_from_what_is_pruned, (survey, "reached", lambda roots, _: set(roots))
+    ),
     "a deleter does not look for leases": Danger(deleter_finds_a_writer, (deletion, "live_leases", lambda _: Claim())),
     "a writer does not look for deleters": Danger(writer_finds_a_deleter, (leases, "await_deletions", nothing)),
     "an alias moves without a lease": Danger(alias_moves_to_what_is_deleted, (aliases, "lease", no_lease)),

@@ -10,6 +10,8 @@ from typing import Any
 
 from infra.artifacts import ArtifactStore
 from infra.artifacts.backend import Backend
+from infra.artifacts.catalog import Catalog
+from infra.artifacts.index import KeyIndex, keys_of
 from infra.artifacts.leases import LeaseOutlivedError
 from infra.artifacts.retention import Retention
 from infra.errors import ReferenceNotFoundError, StoreError, VersionExistsError
@@ -109,7 +111,7 @@ class History:
     def prune(self, artifact: tuple[str, str], keep: int) -> Actor:
         """Somebody who deletes old versions of one name at once."""
         actor = self._enter("pruner", lambda store: store.prune(*artifact, keep=keep), DELETER)
-        actor.keeps = keep
+        actor.keeps, actor.honours_lineage = keep, True
         return actor
 
     def collect(self, keep: int, kinds: tuple[str, ...] = (COUNTED[0], NUMBERED[0])) -> Actor:
@@ -192,6 +194,12 @@ class History:
         blobs = {folder + rest for folder in folders for rest in self.place.children(folder)}
         if waste := blobs - self.ledger.needed_blobs():
             raise LossError(f"{sorted(waste)} stay for ever")
+        index = KeyIndex(self.place, Catalog(self.place))
+        owned = {key for each in stored.values() for key in keys_of(each)}
+        folders = [f"keys/{kind}/" for kind, _ in (COUNTED, NUMBERED)]
+        keys = {folder + name for folder in folders for name in self.place.children(folder)}
+        if stale := [key for key in sorted(keys - owned) if index.is_stale(key)]:
+            raise LossError(f"{stale} stay for ever")
         if left := [name for prefix in ("leases/", "trash/deleting/") for name in self.place.children(prefix)]:
             raise LossError(f"{left} stay for ever")
 

@@ -35,6 +35,7 @@ class Ledger:
         self._is_changed = False
         self._clock = clock
         self._leased: dict[Actor, tuple[int, float]] = {}
+        self._released: dict[Actor, tuple[int, float]] = {}
 
     def note(self, actor: Actor, method: str, key: str, data: bytes, result: Any) -> None:
         """Enter a request; called in the actor's thread, so what is wrong is kept for `check`."""
@@ -45,12 +46,15 @@ class Ledger:
             self.objects[key] = data
         elif method in {"create", "replace"} and result:
             self.objects[key] = data
-            if key.startswith(LEASES):
+            if key.startswith(LEASES) and (actor not in self._leased or actor in self._released):
                 self._leased[actor] = (self.moves, self._clock.seconds)
+                self._released.pop(actor, None)
             if key.startswith(VERSIONS):
                 self._appear(actor, Manifest.from_json(data, key))
         elif method == "delete":
             self.objects.pop(key, None)
+            if key.startswith(LEASES) and actor in self._leased:
+                self._released.setdefault(actor, (self.moves, self._clock.seconds))
             if key.startswith(VERSIONS):
                 self._disappear(actor, key)
 
@@ -75,12 +79,14 @@ class Ledger:
         return {key: json.loads(data)["history"][-1]["uri"] for key, data in found.items()}
 
     def check_commit(self, actor: Actor, uri: str, digest: str) -> None:
-        """Look whether the version that a commit returned was there when it was, and holds what was committed."""
+        """Look whether the version that a commit returned holds what was committed, and was there to the end."""
         self.late.discard(uri)
         self.check(always=True)
         if uri not in self.ever or self.ever[uri].digest != digest:
             raise LossError(f"{actor} was told that it had made {uri}, which is another's or nobody's")
-        if self.gone_at.get(uri, self.moves) < self._leased[actor][0]:
+        (begun, begun_s), (ended, ended_s) = self._leased[actor], self._released[actor]
+        needed_until = begun if ended_s - begun_s > TRUST_LIFE.total_seconds() else ended
+        if self.gone_at.get(uri, self.moves) < needed_until:
             raise LossError(f"{actor} was told that it had made {uri}, which had gone before")
 
     def needed_blobs(self) -> set[str]:
@@ -90,6 +96,8 @@ class Ledger:
         uri = manifest.uri
         if uri in self.ever:
             self.wrong = f"{actor} made {uri} for the second time"
+        if manifest.kind == "policy" and manifest.identity in {each.identity for each in self.manifests.values()}:
+            self.wrong = f"{actor} made {uri} of what is a version already"
         self.ever[uri] = self.manifests[uri] = manifest
         outlived = self._clock.seconds - self._leased[actor][1] > TRUST_LIFE.total_seconds()
         if actor.in_flight and outlived:

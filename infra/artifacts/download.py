@@ -7,6 +7,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -168,7 +169,8 @@ class Downloads:
             try:
                 self._fill(descriptor, wanted, donors)
                 if read_only:
-                    os.fchmod(descriptor, 0o444)
+                    with suppress(PermissionError):  # another user has begun it, and it is his
+                        os.fchmod(descriptor, 0o444)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 os.replace(part, target)
             except (OSError, StoreError) as error:

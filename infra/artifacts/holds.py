@@ -28,7 +28,7 @@ class Hold:
         self.scratch = root / HOLDS / uuid4().hex
         """A directory on the cache's file system for what is being made; it goes when the hold ends."""
         self.scratch.mkdir(parents=True)
-        self._descriptor = os.open(self.scratch / _NAMES, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        self._descriptor = os.open(self.scratch / _NAMES, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         self._names: set[str] = set()
         try:
             try_lock(self._descriptor)  # nobody else knows of it yet

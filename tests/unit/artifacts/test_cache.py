@@ -8,13 +8,14 @@ import os
 import shutil
 import stat
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from infra.artifacts import cache, open_default_store
+from infra.artifacts import cache, open_default_store, open_store, pieces
 from infra.artifacts.layout import blob_key
 from infra.errors import SettingsError, StoreError
 from tests.unit.artifacts.cache_place import LARGE, PIECE, Place, age, blobs_of, flip, leftovers, place_fixture, write  # noqa: F401 - a fixture
@@ -184,6 +185,31 @@ def test_one_file_that_may_not_be_removed_does_not_keep_the_others(place: Place)
         assert place.bodies() == {sha256(b"a" * 9000)}
     finally:
         subprocess.run(["chattr", "-i", folder], check=True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only the superuser can be another user for a while")
+def test_several_users_share_a_cache_that_all_may_write_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One goes on with what another has begun, and evicts what another has fetched, but not what he uses."""
+    monkeypatch.setattr(pieces, "PIECE_BYTES", PIECE)
+    before, root = os.umask(0), Path(tempfile.mkdtemp())
+    try:
+        root.chmod(0o777)
+        store = open_store((root / "store").as_uri(), cache_dir=root / "cache")
+        used = store.cached(store.commit("policy", "used", {"w": b"used"}))
+        store.fetch(store.commit("policy", "fetched", {"w": b"fetched"}), root / "out")
+        begun = store.commit("policy", "begun", {"w": LARGE})
+        part = root / "cache" / "artifacts" / "parts" / sha256(LARGE)
+        part.write_bytes(LARGE[:PIECE])
+        os.seteuid(65534)
+        other = open_store(store.url, cache_dir=root / "cache", cache_limit_gb=0)
+        assert (other.cached(begun) / "w").read_bytes() == LARGE
+        assert not part.exists()
+        assert {path.read_bytes() for path in root.glob("cache/artifacts/files/*/*")} == {b"used", LARGE}
+        assert (used / "w").read_bytes() == b"used"
+    finally:
+        os.seteuid(0)
+        os.umask(before)
+        shutil.rmtree(root)
 
 
 def test_copies_in_a_directory_count_and_go(place: Place) -> None:

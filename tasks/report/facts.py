@@ -14,6 +14,8 @@ from tasks.report.samples import changes, chosen_samples
 from tasks.results import Decision, StageResult
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
+LINEAGE_WIDTH = 96
+"""Characters of a line that a run's page in Prefect shows without scrolling."""
 _TRAINED = ("sft", "reward-model")
 Row = dict[str, Any]
 
@@ -94,7 +96,7 @@ def gather(
         changes=changes_between(context, evaluations, seed),
         flow_run=context.flow_run,
         page=page_of(context),
-        lineage=draw(context.store.lineage(ArtifactRef(policy.uri, policy.digest))),
+        lineage=draw(context.store.lineage(ArtifactRef(policy.uri, policy.digest)), width=LINEAGE_WIDTH),
     )
 
 

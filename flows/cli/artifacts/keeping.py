@@ -39,10 +39,11 @@ def verify(reference: str | None = None, *, quick: Flag = False, as_json: Json =
         write_json(facts | {"problems": found.problems})
         return int(bool(found.problems))
     write_lines(found.problems)
+    held = f"{counted(found.versions, 'version')}, {counted(found.blobs, 'blob')}, {size(found.bytes)}"
     depth = "of which only the sizes were looked at" if quick else "read and hashed"
     console().print(
-        f"{which or store.url}: {counted(found.versions, 'version')}, {counted(found.blobs, 'blob')}, {size(found.bytes)}, "
-        f"{depth}: {counted(len(found.problems), 'problem') if found.problems else 'all is well'}",
+        f"{which or store.url}: {held}, {depth}: "
+        f"{counted(len(found.problems), 'problem') if found.problems else 'all is well'}",
         markup=False,
     )
     if found.stale_keys:

@@ -14,6 +14,7 @@ from infra.artifacts.backend import Backend
 from infra.artifacts.layout import version_key
 from infra.artifacts.local import LocalBackend
 from infra.artifacts.manifest import FileEntry, Manifest
+from infra.artifacts.newest import highest_version
 from infra.artifacts.parallel import in_parallel
 from infra.artifacts.s3 import S3Backend
 from tests.integration.seaweed import Seaweed
@@ -25,13 +26,13 @@ FEW = 3
 
 
 def counts_up_to(most: int) -> list[int]:
-    """Return 10, 100, ... up to the largest.
+    """Return 10, 100, ... below the largest, and that.
 
     Example:
-        >>> counts_up_to(1000)
-        [10, 100, 1000]
+        >>> counts_up_to(2000)
+        [10, 100, 1000, 2000]
     """
-    return [10**power for power in range(1, round(math.log10(most)) + 1)]
+    return [*(10**power for power in range(1, 9) if 10**power < most), most]
 
 
 def measure(server: Seaweed, root: Path, most: int) -> dict[str, Any]:
@@ -81,6 +82,7 @@ def _fill(backend: Backend, root: Path, count: int) -> None:
             backend.create(key, draft.to_json())
 
     in_parallel(write, range(1, count + 1))
+    highest_version(backend, KIND, NAME, leave_hint=True)  # as a commit does
     store = ArtifactStore(backend, root / "cache")
     store.set_alias(f"{KIND}/{NAME}@{count // 2}", "champion", why="to measure", who="bench")
 

@@ -18,7 +18,7 @@ LONGEST_GRACE_H = 24 * 365 * 100
 _HOURS = {"": 1, "h": 1, "d": 24}
 
 
-def verify(reference: str | None = None, *, quick: Flag = False, as_json: Json = False) -> int:
+def verify(reference: str | None = None, /, *, quick: Flag = False, as_json: Json = False) -> int:
     """Look for anything that is not as it should be: manifests, parents, aliases, keys, and every byte of the blobs.
 
     Each problem is a line. The exit status is 1 if there is one.

@@ -19,7 +19,7 @@ _DISPENSABLE = ("digest", "files", "created", "size")
 """Columns of a list, the first to go first."""
 
 
-def list_artifacts(what: str | None = None, *, as_json: Json = False) -> None:
+def list_artifacts(what: str | None = None, /, *, as_json: Json = False) -> None:
     """List what the store holds.
 
     Args:
@@ -40,13 +40,13 @@ def list_artifacts(what: str | None = None, *, as_json: Json = False) -> None:
         return write_json(rows)
     screen = console()
     if rows:
-        _print_list(screen, [(", ".join(row["aliases"]), m) for row, m in zip(rows, manifests, strict=True)])
+        print_list(screen, [(", ".join(row["aliases"]), m) for row, m in zip(rows, manifests, strict=True)])
     else:
         screen.print(f"{store.url} holds no artifact{f' of {what}' if what else ''}", markup=False)
     return None
 
 
-def show(reference: str, *, as_json: Json = False) -> None:
+def show(reference: str, /, *, as_json: Json = False) -> None:
     """Show one artifact: its files, parents, figures and configuration.
 
     Args:
@@ -89,7 +89,7 @@ def show(reference: str, *, as_json: Json = False) -> None:
     return None
 
 
-def fetch(reference: str, directory: Path, *, as_json: Json = False) -> None:
+def fetch(reference: str, directory: Path, /, *, as_json: Json = False) -> None:
     """Put an artifact's files into a directory, each checked against its hash.
 
     Files larger than 1 MB are links to the local cache, and read-only: copy one before you change it.
@@ -139,7 +139,7 @@ def _summary(manifest: Manifest) -> dict[str, Any]:
     return {"uri": manifest.uri} | plain | {"files": len(manifest.files), "size": manifest.size}
 
 
-def _print_list(screen: Console, rows: Sequence[tuple[str, Manifest]]) -> None:
+def print_list(screen: Console, rows: Sequence[tuple[str, Manifest]]) -> None:
     """Print a line for each version; into a narrow terminal less of them, and never a part of a name."""
     columns = {
         "reference": [manifest.uri for _, manifest in rows],

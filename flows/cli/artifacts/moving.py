@@ -18,7 +18,7 @@ _MODELS = ("sft", "reward-model", "policy")
 _CHAMPION = "champion"
 
 
-def promote(reference: str, alias: str = _CHAMPION, *, why: Why = "", as_json: Json = False) -> None:
+def promote(reference: str, /, alias: str = _CHAMPION, *, why: Why = "", as_json: Json = False) -> None:
     """Point an alias at a version. Where it pointed, who moved it, when and why is kept.
 
     Args:
@@ -42,7 +42,7 @@ def promote(reference: str, alias: str = _CHAMPION, *, why: Why = "", as_json: J
     return None
 
 
-def rollback(artifact: str, alias: str = _CHAMPION, *, why: Why = "", as_json: Json = False) -> None:
+def rollback(artifact: str, /, alias: str = _CHAMPION, *, why: Why = "", as_json: Json = False) -> None:
     """Point an alias at the version before, as far as that is still in the store; its history is kept.
 
     A second rollback goes one further back.

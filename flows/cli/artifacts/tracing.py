@@ -22,7 +22,7 @@ LONGEST_VALUE = 60
 
 
 def lineage(
-    reference: str, *, down: Annotated[bool, Parameter(name="--down", negative="")] = False, as_json: Json = False
+    reference: str, /, *, down: Annotated[bool, Parameter(name="--down", negative="")] = False, as_json: Json = False
 ) -> None:
     """Show what an artifact was made from, and what that was made from, to the beginning.
 
@@ -45,7 +45,7 @@ def lineage(
     return None
 
 
-def diff(before: str, after: str, *, as_json: Json = False) -> None:
+def diff(before: str, after: str, /, *, as_json: Json = False) -> None:
     """Show what is different between two artifacts: configuration, figures, parents, files, code, packages.
 
     Args:

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from flows.cli.artifacts import app
+from flows.cli.artifacts.looking import print_list
 from infra.artifacts import ArtifactStore, open_default_store
 from infra.errors import ReferenceNotFoundError
 
@@ -53,6 +55,19 @@ def test_list_shows_each_version_with_its_aliases(rlhf_artifacts: Any) -> None:
     assert [row["version"] for row in json.loads(rlhf_artifacts("list", "policy/quickstart", "--json"))] == [1, 2]
     assert "policy/quickstart@1  champion  " in rlhf_artifacts("list", "policy")
     assert "holds no artifact of evaluation" in rlhf_artifacts("list", "evaluation")
+
+
+@pytest.mark.parametrize(("width", "titles"), [(78, 6), (77, 5), (63, 4), (56, 3), (20, 2)])
+def test_a_list_in_a_narrow_terminal_has_fewer_columns_and_whole_references(
+    store: ArtifactStore, capsys: pytest.CaptureFixture[str], width: int, titles: int
+) -> None:
+    rows = [("champion", manifest) for manifest in store.list("policy")]
+    screen = Console(width=width, force_terminal=True, color_system=None)
+    print_list(screen, rows)
+    header, *lines = capsys.readouterr().out.splitlines()
+    assert len(header.split()) == titles
+    assert [line.split()[0] for line in lines] == ["policy/quickstart@1", "policy/quickstart@2"]
+    assert titles == 2 or max(map(len, [header, *lines])) <= width
 
 
 @pytest.mark.parametrize(

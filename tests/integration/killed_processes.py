@@ -52,7 +52,7 @@ class DeadlyBackend:
         if not callable(found):
             return found
 
-        def request(*arguments: Any) -> Any:
+        def request(*arguments: Any, **named: Any) -> Any:
             with self._lock:
                 self._count += 1
                 is_last = self._count == self._part.killed_at
@@ -60,7 +60,7 @@ class DeadlyBackend:
                 threading.Timer(MID_REQUEST_S, _end).start()
             elif is_last and self._part.when == "before":
                 _end()
-            result = found(*arguments)
+            result = found(*arguments, **named)
             if is_last:
                 _end()
             return result

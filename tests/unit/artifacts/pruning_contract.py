@@ -60,6 +60,18 @@ class PruningContract:
         assert store.prune("ppo-state", "run", keep=2) == []
         assert backend.children("trash/deleting/") == backend.children("leases/") == []
 
+    def test_prune_keeps_what_an_alias_or_a_lease_of_another_artifact_reaches(
+        self, store: ArtifactStore, backend: Backend
+    ) -> None:
+        states = [store.commit("ppo-state", "run", {"f": b"%d" % n}, version=n) for n in range(5)]
+        store.commit("policy", "p", {"f": b"p"}, parents=states[:1])
+        evaluation = store.commit("evaluation", "e", {"f": b"e"}, parents=states[1:2])
+        store.set_alias("policy/p@1", "champion", why="best", who="test")
+        with lease(backend, "a-reader", Claim(versions=frozenset({evaluation.uri}))):
+            assert store.prune("ppo-state", "run", keep=1) == [2, 3]
+        assert store.prune("ppo-state", "run", keep=1) == [1]
+        assert [manifest.version for manifest in store.list("ppo-state", "run")] == [0, 4]
+
     def test_a_key_whose_version_was_pruned_is_given_to_the_next(self, store: ArtifactStore, backend: Backend) -> None:
         first = store.commit("ppo-state", "run", {"f": b"0"}, key="same")
         second = store.commit("ppo-state", "run", {"f": b"1"}, key="same")

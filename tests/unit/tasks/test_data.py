@@ -16,17 +16,11 @@ from rlhf_core.data.preparing import SOURCES
 from rlhf_core.errors import ConfigError, DataError
 from tasks.data import SPLITS, check_data, prepare_data, with_data
 from tests.tiny_llama import write_tiny_llama
-from tests.unit.data.read_sets import CHATML, SIZES
+from tests.unit.data.read_sets import SIZES
+from tests.unit.tasks import data_files
+from tests.unit.tasks.data_files import write
 
-SMALL: dict[str, Any] = {
-    "data.splits": SIZES,
-    "template": {"prompt": CHATML},
-    "ppo.prompts_per_episode": 8,
-    "ppo.chunk_size": 8,
-    "ppo.train_batch_size": 8,
-    "ppo.micro_batch_size": 8,
-    "evaluation.max_new_tokens": 40,
-}
+SMALL = data_files.SMALL | {"evaluation.max_new_tokens": 40}
 NO_ANSWERS = {"ppo.reward": {"verifier": 0.0, "reward_model": 1.0}, "evaluation.judge": "reward_model"}
 ROWS = {
     "problems": [{"question": f"What is {n} and {n}?", "answer": f"#### {2 * n}"} for n in range(40)],
@@ -36,29 +30,12 @@ ROWS = {
 }
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_tiny_llama(tmp_path_factory.mktemp("model") / "tiny"))
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RLHF_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("RLHF_ENV_FILE", str(tmp_path / ".env"))
-    monkeypatch.setenv("RLHF_STORE_URL", f"file://{tmp_path / 'store'}")
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
-def preset(model: str, **changes: Any) -> PipelineConfig:
-    return resolve("quickstart", model=model, overrides=SMALL | changes)
+def preset(model: Path, **changes: Any) -> PipelineConfig:
+    return resolve("quickstart", model=str(model), overrides=SMALL | changes)
 
 
 @pytest.mark.parametrize("role", ROWS)
-def test_the_parameter_data_takes_a_set_of_any_role(model: str, tmp_path: Path, role: str) -> None:
+def test_the_parameter_data_takes_a_set_of_any_role(model: Path, tmp_path: Path, role: str) -> None:
     path = write(tmp_path / f"{role}.jsonl", ROWS[role])
     config = with_data(preset(model), path)
     assert [source.path for source in getattr(config.data, role)] == [path]
@@ -88,7 +65,7 @@ def test_the_parameter_data_keeps_the_presets_role_where_it_has_one_alone(
     assert data.verifier == ("gsm8k_reward_fn" if name == "gsm8k" else None)
 
 
-def test_a_gsm8k_run_takes_one_file_for_everything(model: str, tmp_path: Path) -> None:
+def test_a_gsm8k_run_takes_one_file_for_everything(model: Path, tmp_path: Path) -> None:
     rows = write(tmp_path / "train.jsonl", GSM8K)
     small = {key: value for key, value in SMALL.items() if key != "template"} | {
         "template.stop": [],
@@ -96,7 +73,7 @@ def test_a_gsm8k_run_takes_one_file_for_everything(model: str, tmp_path: Path) -
         "evaluation.max_new_tokens": 300,
         "sft.max_length": 300,
     }
-    config = with_data(resolve("gsm8k", model=model, overrides=small), rows)
+    config = with_data(resolve("gsm8k", model=str(model), overrides=small), rows)
     made = prepare_data.fn(config, None, reads=SPLITS)  # type: ignore[attr-defined]
     store = open_default_store()
     held_out = problems_from_jsonl(store.read_bytes(store.resolve(made.uri), "evaluation.jsonl"))
@@ -105,7 +82,7 @@ def test_a_gsm8k_run_takes_one_file_for_everything(model: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("role", ROWS)
-def test_a_set_becomes_a_dataset_with_its_report(model: str, tmp_path: Path, role: str) -> None:
+def test_a_set_becomes_a_dataset_with_its_report(model: Path, tmp_path: Path, role: str) -> None:
     config = with_data(preset(model, **NO_ANSWERS), write(tmp_path / f"{role}.jsonl", ROWS[role]))
     made = prepare_data.fn(config, None, reads=("ppo", "evaluation"))  # type: ignore[attr-defined]
     store = open_default_store()
@@ -121,7 +98,7 @@ def test_a_set_becomes_a_dataset_with_its_report(model: str, tmp_path: Path, rol
     check_data.fn(again, made.parent, reads=("ppo", "evaluation"))  # type: ignore[attr-defined]
 
 
-def test_a_dataset_is_found_again_by_content_not_by_path(model: str, tmp_path: Path) -> None:
+def test_a_dataset_is_found_again_by_content_not_by_path(model: Path, tmp_path: Path) -> None:
     prepare = prepare_data.fn  # type: ignore[attr-defined]
     one = with_data(preset(model), write(tmp_path / "one.jsonl", ROWS["problems"]))
     same = with_data(preset(model), write(tmp_path / "same.jsonl", ROWS["problems"]))
@@ -134,14 +111,14 @@ def test_a_dataset_is_found_again_by_content_not_by_path(model: str, tmp_path: P
     assert not prepare(longer, None, reads=SPLITS).reused, "the limits say what is left out"
 
 
-def test_what_a_run_could_not_use_is_refused_before_anything_is_stored(model: str, tmp_path: Path) -> None:
+def test_what_a_run_could_not_use_is_refused_before_anything_is_stored(model: Path, tmp_path: Path) -> None:
     config = with_data(preset(model), write(tmp_path / "p.jsonl", ROWS["prompts"]))
     with pytest.raises(DataError, match=r"ppo\.reward\.verifier"):
         prepare_data.fn(config, None, reads=("ppo",))  # type: ignore[attr-defined]
     assert not list(open_default_store().list())
 
 
-def test_rejected_rows_are_dropped_where_they_may_be_and_kept_by_name(model: str, tmp_path: Path) -> None:
+def test_rejected_rows_are_dropped_where_they_may_be_and_kept_by_name(model: Path, tmp_path: Path) -> None:
     rows = [*ROWS["problems"], {"question": "And?"}, {"question": " ", "answer": "1"}]
     path = write(tmp_path / "p.jsonl", rows)
     with pytest.raises(DataError, match=r"row 41 of .*p\.jsonl"):
@@ -153,7 +130,7 @@ def test_rejected_rows_are_dropped_where_they_may_be_and_kept_by_name(model: str
     assert made.metrics["rejected"] == 2
 
 
-def test_a_set_that_is_not_there_is_one_sentence(model: str, tmp_path: Path) -> None:
+def test_a_set_that_is_not_there_is_one_sentence(model: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"nothing\.jsonl does not exist"):
         with_data(preset(model), str(tmp_path / "nothing.jsonl"))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,16 +15,11 @@ from rlhf_core.data import Problem, problems_from_jsonl
 from rlhf_core.errors import ConfigError, DataError
 from tasks.data import SPLITS, prepare_data, with_data
 from tasks.preflight import preflight
-from tests.tiny_llama import write_tiny_llama
 from tests.unit.data.read_sets import CHATML, SIZES
+from tests.unit.tasks import data_files
+from tests.unit.tasks.data_files import write
 
-SMALL: dict[str, Any] = {
-    "data.splits": SIZES,
-    "template": {"prompt": CHATML},
-    "ppo.prompts_per_episode": 8,
-    "ppo.chunk_size": 8,
-    "ppo.train_batch_size": 8,
-    "ppo.micro_batch_size": 8,
+SMALL = data_files.SMALL | {
     "ppo.max_prompt_tokens": 400,
     "sft.max_length": 800,
     "evaluation.max_new_tokens": 400,
@@ -34,26 +28,9 @@ FILES_ALONE: dict[str, Any] = {"data.task": None, "data.task_parameters": {}, "d
 EVEN = "tests.unit.tasks.even:letters"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_tiny_llama(tmp_path_factory.mktemp("model") / "tiny"))
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RLHF_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("RLHF_ENV_FILE", str(tmp_path / ".env"))
-    monkeypatch.setenv("RLHF_STORE_URL", f"file://{tmp_path / 'store'}")
-
-
 @pytest.fixture
-def preset(model: str) -> Callable[..., PipelineConfig]:
-    return lambda name="quickstart", **changes: resolve(name, model=model, overrides=SMALL | changes)
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+def preset(model: Path) -> Callable[..., PipelineConfig]:
+    return lambda name="quickstart", **changes: resolve(name, model=str(model), overrides=SMALL | changes)
 
 
 def made_of(config: PipelineConfig, reads: tuple[str, ...] = SPLITS) -> tuple[dict[str, list[Problem]], dict[str, Any]]:

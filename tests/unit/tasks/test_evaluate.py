@@ -15,7 +15,7 @@ from rlhf_core.errors import ConfigError, DataError, ModelError
 from rlhf_core.evaluation import outcomes_from_jsonl
 from rlhf_core.models.reward_model import RewardModel
 from tasks import evaluate as evaluate_module
-from tasks.context import Context, open_context
+from tasks.context import Context
 from tasks.evaluate import OUTCOMES, contestants, evaluate_policy, find_judge
 from tasks.results import Parent
 from tests.tiny_llama import tiny_llama, tiny_tokenizer, write_tiny_llama
@@ -28,13 +28,6 @@ OPEN = [Problem("Why?"), Problem("How?")]
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Parent:
     directory = write_tiny_llama(tmp_path_factory.mktemp("model") / "tiny", initializer_range=0.3)
     return Parent(uri="model/tiny", digest="a" * 64, path=str(directory))
-
-
-@pytest.fixture
-def context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Context:
-    monkeypatch.setenv("RLHF_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("RLHF_STORE_URL", f"file://{tmp_path}/store")
-    return open_context()
 
 
 def dataset(context: Context, problems: list[Problem]) -> Parent:

@@ -2,12 +2,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import sqrt
-from pathlib import Path
 
 import pytest
 
 from infra.artifacts import open_default_store
-from infra.settings import settings
 from rlhf_core.config import DataConfig, GateConfig, PipelineConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.evaluation import Outcome, outcomes_to_jsonl
@@ -15,14 +13,6 @@ from tasks.promote import gate, promote
 from tasks.results import Decision, StageResult
 
 Evaluation = Callable[..., StageResult]
-
-
-@pytest.fixture(autouse=True)
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "store").mkdir()
-    monkeypatch.setenv("RLHF_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("RLHF_STORE_URL", f"file://{tmp_path}/store")
-    getattr(settings, "cache_clear", lambda: None)()
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from infra.artifacts import ArtifactStore, open_default_store, pieces
+from infra.artifacts import ArtifactStore, pieces
 from infra.settings import settings
 from rlhf_core.config import LoRAConfig, PipelineConfig, PPOConfig
 from rlhf_core.detached import state as states
@@ -89,13 +89,6 @@ def safetensors() -> bytes:
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text + body
-
-
-@pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ArtifactStore:
-    monkeypatch.setenv("RLHF_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("RLHF_STORE_URL", f"file://{tmp_path}/store")
-    return open_default_store()
 
 
 def run(**changes: Any) -> PPORun:

@@ -4,28 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from infra.artifacts import ArtifactStore, open_default_store
-from infra.settings import settings
+from infra.artifacts import ArtifactStore
 from rlhf_core.config import DataConfig, PipelineConfig
 from tasks.context import stage_result
 from tasks.promote import gate, promote
 from tasks.report import page, show_episodes, show_evaluations, show_training, write_report
 from tasks.results import Decision, StageResult
 from tests.unit.tasks.episodes import WIDTH, episode, size
-
-
-@pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ArtifactStore:
-    (tmp_path / "store").mkdir()
-    monkeypatch.setenv("RLHF_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("RLHF_STORE_URL", f"file://{tmp_path}/store")
-    getattr(settings, "cache_clear", lambda: None)()
-    return open_default_store()
 
 
 @pytest.fixture

@@ -1,23 +1,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from infra.errors import StoreError
 from rlhf_core.config import DataConfig, PipelineConfig
 from tasks import sft as sft_module
-from tasks.context import Context, find_made, materialise, open_context
+from tasks.context import Context, find_made, materialise
 from tasks.ppo import plan_ppo
 from tasks.results import Parent
-
-
-@pytest.fixture
-def context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Context:
-    monkeypatch.setenv("RLHF_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("RLHF_STORE_URL", f"file://{tmp_path}/store")
-    return open_context()
 
 
 def test_what_another_name_made_is_stored_under_this_name_too_once(context: Context) -> None:

@@ -14,19 +14,6 @@ from rlhf_core.functional.intervals import wilson_interval
 from tasks.context import Context, open_context
 from tasks.results import Parent, StageResult
 from tasks.reward_model import collect_preferences, train_reward_model
-from tests.tiny_llama import write_tiny_llama
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_llama(tmp_path_factory.mktemp("model") / "tiny", initializer_range=0.2)
-
-
-@pytest.fixture
-def context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Context:
-    monkeypatch.setenv("RLHF_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("RLHF_STORE_URL", f"file://{tmp_path}/store")
-    return open_context()
 
 
 def pairs(*, known: bool) -> list[PreferencePair]:

@@ -11,25 +11,12 @@ from safetensors.torch import load_file
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data import Problem, problems_to_jsonl
 from rlhf_core.errors import DataError
-from tasks.context import Context, open_context
+from tasks.context import Context
 from tasks.results import Parent, StageResult
 from tasks.sft import train_sft
-from tests.tiny_llama import write_tiny_llama
 
 SHOWN = [Problem(f"{a}+{a}?", str(2 * a)) for a in range(8)]
 UNSEEN = [Problem("9+9?", "18"), Problem("Why?"), Problem("1+2?", "3", demonstration="It is 3.")]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_llama(tmp_path_factory.mktemp("model") / "tiny", initializer_range=0.2)
-
-
-@pytest.fixture
-def context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Context:
-    monkeypatch.setenv("RLHF_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("RLHF_STORE_URL", f"file://{tmp_path}/store")
-    return open_context()
 
 
 def dataset(context: Context, shown: list[Problem] = SHOWN, unseen: list[Problem] = UNSEEN) -> Parent:

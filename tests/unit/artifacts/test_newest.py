@@ -40,6 +40,14 @@ class TestNewestPageByPage(NewestContract):
     def store(self, backend: Backend, tmp_path: Path) -> ArtifactStore:
         return ArtifactStore(backend, tmp_path / "cache")
 
+    @pytest.mark.parametrize("numbered", [False, True])
+    def test_commits_leave_hints(self, store: ArtifactStore, backend: Backend, *, numbered: bool) -> None:
+        for number in range(1, 10):
+            store.commit("policy", "p", {"f": bytes([number])}, version=number if numbered else None)
+        stored = backend.read(HINT)
+        assert stored is not None
+        assert json.loads(stored.data) == {"version": 7}  # once there are more than three after the third
+
 
 def filled(count: int, *, hint: int | None = None) -> Counting:
     backend = MemoryBackend()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from contextlib import ExitStack
 
 from hypothesis import HealthCheck, Phase, settings
@@ -32,9 +33,9 @@ class StoreMachine(RuleBasedStateMachine):
         self.history = History(self.open_place)
         self._is_begun = False
 
+    @abstractmethod
     def open_place(self, curtain: ExitStack) -> Backend:
         """Return an empty store; what is entered into the stack ends with the history."""
-        raise NotImplementedError
 
     @initialize()
     def begin(self) -> None:

@@ -26,6 +26,20 @@ class S3Options:
     single_writer: bool = False
     """The user's promise that nobody else writes: conditions that the server does not enforce are done without."""
 
+    def __post_init__(self) -> None:
+        """Refuse a key without its other: botocore would pass over both and take whatever else it finds."""
+        if bool(self.access_key) != bool(self.secret_key):
+            have, lack = ("an access key", "secret key") if self.access_key else ("a secret key", "access key")
+            raise SettingsError(
+                f"{have} for the S3 server is set, and no {lack}; set RLHF_S3_ACCESS_KEY and RLHF_S3_SECRET_KEY, or "
+                "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or none of them"
+            )
+        if self.session_token and not self.access_key:
+            raise SettingsError(
+                "a session token for the S3 server is set, and no keys are; set RLHF_S3_ACCESS_KEY and "
+                "RLHF_S3_SECRET_KEY beside it, or unset RLHF_S3_SESSION_TOKEN and AWS_SESSION_TOKEN"
+            )
+
     def arguments(self) -> dict[str, Any]:
         """Return what `s3fs.S3FileSystem` wants to know of it."""
         given = {
@@ -62,7 +76,6 @@ def options_of(known: Settings) -> S3Options:
     if known.s3_credentials_block:
         keys = _keys_of_block(known.s3_credentials_block)
     elif not known.s3_profile:
-        _refuse_half_a_pair(known)
         keys = {
             "access_key": known.s3_access_key,
             "secret_key": known.s3_secret_key.get_secret_value() if known.s3_secret_key else None,
@@ -75,21 +88,6 @@ def options_of(known: Settings) -> S3Options:
         single_writer=known.store_single_writer,
         **keys,
     )
-
-
-def _refuse_half_a_pair(known: Settings) -> None:
-    """Refuse a key without its other: botocore would pass over both and take whatever else it finds."""
-    if bool(known.s3_access_key) != bool(known.s3_secret_key):
-        have, lack = ("an access key", "secret key") if known.s3_access_key else ("a secret key", "access key")
-        raise SettingsError(
-            f"{have} for the S3 server is set, and no {lack}; set RLHF_S3_ACCESS_KEY and RLHF_S3_SECRET_KEY, or "
-            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or none of them"
-        )
-    if known.s3_session_token and not known.s3_access_key:
-        raise SettingsError(
-            "a session token for the S3 server is set, and no keys are; set RLHF_S3_ACCESS_KEY and RLHF_S3_SECRET_KEY "
-            "beside it, or unset RLHF_S3_SESSION_TOKEN and AWS_SESSION_TOKEN"
-        )
 
 
 def _keys_of_block(name: str) -> dict[str, str | None]:
@@ -106,9 +104,11 @@ def _keys_of_block(name: str) -> dict[str, str | None]:
     except (HTTPError, PrefectException, RuntimeError, OSError) as error:
         raise StoreError(f"{what} cannot be read: {type(error).__name__}; check PREFECT_API_URL") from None
     fields = ("access_key", "secret_key", "session_token")
-    if not isinstance(content, dict) or not all(isinstance(content.get(field), str) for field in fields[:2]):
+    if not isinstance(content, dict) or not all(
+        content.get(each) and isinstance(content[each], str) for each in fields[:2]
+    ):
         raise StoreError(
             f'{what} holds no keys; expected JSON: {{"access_key": ..., "secret_key": ...}} and, of temporary keys, '
             '"session_token"'
         )
-    return {field: content.get(field) for field in fields}
+    return {each: content.get(each) for each in fields}

@@ -123,6 +123,11 @@ def test_half_a_pair_of_keys_is_refused_instead_of_passed_over(
     assert "hunter2" not in str(raised.value)
 
 
+def test_half_a_pair_in_code_is_refused_as_well() -> None:
+    with pytest.raises(SettingsError, match="an access key for the S3 server is set, and no secret key"):
+        S3Options("http://host", access_key="hunter2")
+
+
 def test_where_no_store_is_named_it_is_said_how_one_is_had(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RLHF_STORE_URL")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "for-something-else")
@@ -156,6 +161,7 @@ def test_keys_come_from_a_prefect_block_and_children_get_its_name_alone(
         (ValueError("Unable to find block document"), "there is no Prefect block secret/bucket-keys"),
         (ConnectError("hunter2"), "cannot be read: ConnectError; check PREFECT_API_URL"),
         (Secret(value={"access_key": "hunter-key"}), "holds no keys; expected JSON"),
+        (Secret(value={"access_key": "hunter-key", "secret_key": ""}), "holds no keys; expected JSON"),
         (Secret(value="hunter2"), "holds no keys; expected JSON"),
     ],
 )

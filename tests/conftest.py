@@ -12,18 +12,24 @@ from tests.guard import stand_guard
 
 # Before torch is imported. Two workers with a thread for each core wait for each other most of the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Ray gives way to all others, so its actors would starve while the other worker tests; and then time is up for them.
+os.environ.setdefault("RAY_worker_niceness", "0")
 
 MEMORY, ROOM_BYTES = Path("/dev/shm"), 4 << 30
 if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > ROOM_BYTES:
     # A store waits for the disk at every write; what it writes is the same elsewhere.
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
-SLOWEST_FIRST = (
+FIRST = (
     "test_chain",
-    "test_stack",
+    "test_stack_mishaps",
     "test_ppo_run",
+    "test_stack",
+    "test_clusters",
+    "test_cluster_endings",
 )
-"""Files that take minutes; a worker that met one of them last would keep the other waiting."""
+"""Files of minutes: a worker that met one of them last would keep the other waiting. In this order one worker has most
+of the files that share a stack, and the other those that need none."""
 
 
 def pytest_sessionstart() -> None:
@@ -32,5 +38,5 @@ def pytest_sessionstart() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the longest files first; all else stays in its order."""
-    rank = {name: place for place, name in enumerate(SLOWEST_FIRST)}
+    rank = {name: place for place, name in enumerate(FIRST)}
     items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))

@@ -114,6 +114,12 @@ class LocalStack:
             check=False,
         )
 
+    def up(self) -> str:
+        """Bring the stack up, or what is missing of it, and return what the command said."""
+        result = self.type("rlhf", "up")
+        assert result.returncode == 0, result.stdout + result.stderr
+        return result.stdout
+
     def pids(self) -> dict[str, int]:
         """Return the process of each service that runs."""
         return {name: record.pid for name, record in self.state.services.items() if record.process()}
@@ -121,8 +127,9 @@ class LocalStack:
     def processes(self) -> list[psutil.Process]:
         return processes.marked(self.state.id)
 
-    def deploy_tiny_flows(self, directory: Path = TINY_FLOWS) -> None:
-        result = self.type("prefect", "--no-prompt", "deploy", "--all", cwd=directory, PREFECT_API_URL=self.api_url)
+    def deploy_tiny_flows(self, directory: Path = TINY_FLOWS, file: str = "prefect.yaml") -> None:
+        words = ("prefect", "--no-prompt", "deploy", "--all", "--prefect-file", file)
+        result = self.type(*words, cwd=directory, PREFECT_API_URL=self.api_url)
         assert result.returncode == 0, result.stdout + result.stderr
 
     def start_cluster_run(self, directory: Path) -> tuple[str, ClusterManifest]:
@@ -186,8 +193,7 @@ def run_local_stack(directory: Path) -> Iterator[LocalStack]:
     """Bring a stack up with `rlhf up`; take it down with `rlhf down`, and see that nothing is left."""
     stack = LocalStack(directory / "home", directory / ".env")
     try:
-        result = stack.type("rlhf", "up")
-        assert result.returncode == 0, result.stdout + result.stderr
+        stack.up()
         yield stack
     finally:
         result = stack.type("rlhf", "down")

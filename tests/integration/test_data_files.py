@@ -30,7 +30,7 @@ SMALL = {
     "ppo.max_new_tokens": 8,
     "ppo.max_prompt_tokens": 1200,
     "ppo.reward": {"verifier": 1.0, "reward_model": 0.0},
-    "ppo.cluster.object_store_mb": 128,
+    "ppo.cluster": {"num_makers": 1, "object_store_mb": 128},
     "reward_model.pairs": 64,
     "reward_model.max_length": 1000,
     "sft.max_length": 1200,
@@ -106,8 +106,8 @@ def test_a_reward_model_is_trained_on_a_preference_file(run: Callable[..., Any],
 
 
 def test_ppo_runs_on_a_problem_file_with_its_verifier(run: Callable[..., Any], problems: Path) -> None:
-    policy = run(ppo, problems, episodes=2)
-    assert policy.metrics["episodes"] == 2
+    policy = run(ppo, problems, episodes=1)
+    assert policy.metrics["episodes"] == 1
     assert 0 <= policy.metrics["last_verifier"] <= 1
     assert sources(policy.uri, "problems") == [str(problems)]
     assert open_default_store().resolve(policy.uri).config["data"]["task"] is None

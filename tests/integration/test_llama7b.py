@@ -43,7 +43,7 @@ def test_a_machine_that_cannot_hold_the_model_says_so_within_a_minute(stack: Loc
 
 def test_with_a_small_llama_on_disk_it_completes_on_a_cpu(stack: LocalStack, tmp_path: Path) -> None:
     model = write_tiny_llama(tmp_path / "small-llama")
-    result = stack.type(*TYPED, "-p", f"model={model}", "-p", "episodes=2", cwd=stack.env_file.parent, timeout_s=300)
+    result = stack.type(*TYPED, "-p", f"model={model}", "-p", "episodes=1", cwd=stack.env_file.parent, timeout_s=300)
     assert result.returncode == 0, result.stdout + result.stderr
     listed = stack.type("rlhf", "artifacts", "list", "policy/llama7b")
     assert "policy/llama7b@1" in listed.stdout

@@ -1,0 +1,139 @@
+"""The local stack in trouble: services, runs and clusters that are killed, and `down` in the midst of all."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from infra.clusters import leftover_processes
+from infra.services import prefect_api
+from tests.integration.local_stack import LocalStack, read_json, run_local_stack, wait_for
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def own_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
+    """A stack whose services may be killed."""
+    with run_local_stack(tmp_path_factory.mktemp("own")) as running:
+        running.deploy_tiny_flows()
+        yield running
+
+
+def kill(process: psutil.Process) -> None:
+    with suppress(psutil.NoSuchProcess):
+        process.kill()
+        process.wait(timeout=20)
+
+
+@pytest.mark.parametrize("service", ["store", "server", "worker"])
+def test_a_killed_service_is_started_again_by_the_next_up(own_stack: LocalStack, service: str) -> None:
+    before = own_stack.pids()
+    kill(psutil.Process(before[service]))
+    status = own_stack.type("rlhf", "status", "--json")
+    assert status.returncode == 1
+    assert {line["name"]: line["state"] for line in read_json(status)}[service] == "died"
+    own_stack.up()
+    after = own_stack.pids()
+    assert {name for name in after if after[name] != before[name]} == {service}
+    assert prefect_api.deployment(own_stack.api_url, "tiny/tiny") is not None, "the server's data are still there"
+
+
+def test_a_run_whose_processes_are_killed_does_not_count_as_running_for_ever(own_stack: LocalStack) -> None:
+    run = own_stack.start_run("tiny/tiny", sleep_s=120)
+    wait_for(lambda: own_stack.run_state(run) == "RUNNING", "the run to start")
+    service_pids = {pid for name, pid in own_stack.pids().items() if name != "worker"}
+    for process in own_stack.processes():
+        if process.pid not in service_pids:
+            kill(process)
+    own_stack.up()
+    assert own_stack.run_state(run) == "CRASHED"
+
+
+def test_a_schedule_that_a_person_switched_on_stays_on_when_deployments_change(own_stack: LocalStack) -> None:
+    before = prefect_api.deployment(own_stack.api_url, "pipeline/nightly")
+    assert before is not None
+    assert [schedule["active"] for schedule in before["schedules"]] == [False]
+    path = f"/deployments/{before['id']}/schedules/{before['schedules'][0]['id']}"
+    prefect_api.call(own_stack.api_url, "PATCH", path, {"active": True})
+    state = own_stack.state
+    state.deployed = "of another source"
+    state.save(own_stack.home)
+    assert "registering" in own_stack.up()
+    after = prefect_api.deployment(own_stack.api_url, "pipeline/nightly")
+    assert after is not None
+    assert [schedule["active"] for schedule in after["schedules"]] == [True]
+
+
+def test_down_ends_a_run_its_live_cluster_and_all_else_and_data_are_kept(own_stack: LocalStack, tmp_path: Path) -> None:
+    run, manifest = own_stack.start_cluster_run(tmp_path)
+    pids = [process.pid for process in own_stack.processes()]
+    sockets = own_stack.state.socket_dir
+    assert manifest.is_running
+    result = own_stack.type("rlhf", "down")
+    assert result.returncode == 0, result.stderr
+    assert own_stack.processes() == leftover_processes(manifest.mark, manifest.head) == []
+    assert [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"] == []
+    assert not manifest.temp_dir.exists()
+    assert not list((own_stack.home / "clusters").glob("*.json"))
+    assert sockets is not None
+    assert not sockets.exists()
+    addresses = own_stack.state.ports
+    own_stack.up()
+    assert own_stack.state.ports == addresses
+    assert own_stack.run_state(run) == "CRASHED"
+
+
+def test_down_ends_a_cluster_whose_run_and_watchdog_were_killed(own_stack: LocalStack, tmp_path: Path) -> None:
+    _, manifest = own_stack.start_cluster_run(tmp_path)
+    kill(psutil.Process(manifest.watchdog_pid))
+    kill(psutil.Process(manifest.owner.pid))
+    result = own_stack.type("rlhf", "down")
+    assert result.returncode == 0, result.stderr
+    assert own_stack.processes() == leftover_processes(manifest.mark, manifest.head) == []
+    assert not manifest.temp_dir.exists()
+    assert not list((own_stack.home / "clusters").glob("*.json"))
+    own_stack.up()
+
+
+def test_a_run_is_followed_through_a_restart_of_the_server(own_stack: LocalStack, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with out.open("w") as said:
+        command = ["rlhf", "run", "tiny/tiny", "-p", "sleep_s=10"]
+        follower = subprocess.Popen(command, env=own_stack.environment, stdout=said, stderr=said, text=True)
+        try:
+            wait_for(lambda: "running" in out.read_text(), "the run to start")
+            kill(psutil.Process(own_stack.pids()["server"]))
+            own_stack.up()
+            assert follower.wait(timeout=180) == 0, out.read_text()
+        finally:
+            follower.kill()
+            follower.wait()
+    assert out.read_text().splitlines()[-1] == "finished"
+
+
+def test_the_run_command_refuses_in_one_sentence_what_the_deployment_does_not_take(own_stack: LocalStack) -> None:
+    elsewhere = {"PREFECT_API_URL": "http://127.0.0.1:9/api"}  # exported for another server
+    result = own_stack.type("rlhf", "run", "quickstart", "-p", "seed=many", **elsewhere)
+    assert result.returncode == 1
+    assert result.stderr.startswith("rlhf: pipeline/quickstart refuses: "), result.stderr
+    assert "seed" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert f"the run goes to {own_stack.api_url}" in "".join(result.stdout.splitlines())
+
+
+def test_a_service_that_cannot_start_is_told_with_its_log_and_nothing_is_left(tmp_path: Path) -> None:
+    stack = LocalStack(tmp_path / "home", tmp_path / ".env")
+    result = stack.type("rlhf", "up", RLHF_DATABASE_URL="postgresql+asyncpg://nobody@127.0.0.1:1/none")
+    assert result.returncode == 1
+    assert result.stderr.startswith("rlhf: the Prefect server ended while it started: ")
+    assert str(stack.home / "logs" / "server.log") in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert stack.processes() == []
+    assert stack.state.services == {}
+    assert stack.state.socket_dir is None

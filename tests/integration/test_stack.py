@@ -127,7 +127,7 @@ def test_a_run_finds_the_store_and_a_schedule_runs_by_itself(stack: LocalStack) 
     try:
         run = wait_for(finished, "a run of the schedule to finish", timeout_s=150)[0]
     finally:
-        prefect_api.call(stack.api_url, "DELETE", f"/deployments/{deployment['id']}")
+        prefect_api.call(stack.api_url, "DELETE", f"/deployments/{deployment['id']}", timeout_s=60)
     assert (run["state_type"], run["auto_scheduled"]) == ("COMPLETED", True)
 
 

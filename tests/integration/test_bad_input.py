@@ -235,10 +235,8 @@ def secret(stack: LocalStack) -> str:
     known = dotenv_values(stack.home / "stack.env")
     keys = {name: str(known[f"RLHF_S3_{name.upper()}"]) for name in ("access_key", "secret_key")}
     contents = {
-        "keys": keys,
-        "keys-as-text": json.dumps(keys),
+        "keys": json.dumps(keys),  # as it is typed into Prefect's form
         "half-of-them": {"secret_key": "hunter2"},
-        "no-keys": "hunter2",
         "wrong-keys": keys | {"secret_key": "hunter2"},
     }
     with temporary_settings({PREFECT_API_URL: stack.api_url}):
@@ -251,10 +249,8 @@ def secret(stack: LocalStack) -> str:
     ("block", "complaint"),
     [
         ("keys", None),
-        ("keys-as-text", None),
         ("no-such-block", "there is no Prefect block secret/no-such-block (RLHF_S3_CREDENTIALS_BLOCK); save it, or"),
         ("half-of-them", "secret/half-of-them (RLHF_S3_CREDENTIALS_BLOCK) holds no keys; expected JSON"),
-        ("no-keys", "secret/no-keys (RLHF_S3_CREDENTIALS_BLOCK) holds no keys; expected JSON"),
         ("wrong-keys", "refuses our secret key"),
     ],
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from infra.settings import Settings
@@ -10,15 +10,13 @@ if TYPE_CHECKING:
 
 
 def access_to(known: Settings) -> Access:
-    """Return where fetched data are kept, and how the S3 server of the settings is reached."""
+    """Return where fetched data are kept, and how the S3 server of the settings is reached: as the store's is.
+
+    Raises:
+        SettingsError: if several sources of credentials are named.
+        StoreError: if the Prefect block that is named cannot be had, or holds no keys.
+    """
+    from infra.artifacts.credentials import options_of
     from rlhf_core.data.reading import Access
 
-    options: dict[str, Any] = {
-        "endpoint_url": known.s3_endpoint_url,
-        "key": known.s3_access_key,
-        "secret": known.s3_secret_key.get_secret_value() if known.s3_secret_key else None,
-        "client_kwargs": {"region_name": known.s3_region} if known.s3_region else None,
-        # bucket.localhost has no address
-        "config_kwargs": {"s3": {"addressing_style": "path"}} if known.s3_endpoint_url else None,
-    }
-    return Access(known.home / "data", {name: value for name, value in options.items() if value is not None})
+    return Access(known.home / "data", options_of(known).arguments())

@@ -24,6 +24,7 @@ from tests.integration.s3_stores import (  # noqa: F401 - fixtures
     given_store,
 )
 from tests.integration.seaweed import Seaweed, free_ports, run_seaweed, seaweed_server  # noqa: F401 - a fixture
+from tests.unit.artifacts.alias_contract import AliasContract
 from tests.unit.artifacts.pruning_contract import PruningContract
 from tests.unit.artifacts.store_contract import StoreContract, at_once
 
@@ -213,6 +214,12 @@ class TestOneWriterOfACarelessServer(StoreContract):
 
     @pytest.mark.skip(reason="many processes write, which is what the user promised not to do")
     def test_writers_in_several_processes_get_a_version_each(self, store: ArtifactStore) -> None: ...
+
+
+@pytest.mark.s3
+@pytest.mark.usefixtures("backend")
+class TestAliasesByOneWriter(AliasContract):
+    pass
 
 
 @pytest.mark.s3

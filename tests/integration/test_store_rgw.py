@@ -20,6 +20,7 @@ from infra.artifacts.retrier import Patience
 from infra.artifacts.s3 import S3Backend
 from infra.errors import StoreError
 from tests.integration.radosgw import Radosgw, radosgw_server  # noqa: F401 - a fixture
+from tests.unit.artifacts.alias_contract import AliasContract
 from tests.unit.artifacts.newest_contract import NewestContract
 from tests.unit.artifacts.pruning_contract import PruningContract
 from tests.unit.artifacts.store_contract import StoreContract
@@ -54,6 +55,10 @@ class TestStoreInCeph(StoreContract):
     s3 = S3Options(*(os.environ[name] for name in names), single_writer=True)
     store = open_store(url, cache_dir=Path("unused"), s3=s3)
     """
+
+
+class TestAliasesInCeph(AliasContract):
+    pass
 
 
 class TestPruningInCeph(PruningContract):

@@ -16,6 +16,7 @@ from infra.artifacts.pieces import PIECE_BYTES
 from infra.errors import StoreError
 from tests.integration.s3_stores import given_backend, given_prefix, given_store  # noqa: F401 - fixtures
 from tests.integration.seaweed import seaweed_server  # noqa: F401 - a fixture
+from tests.unit.artifacts.alias_contract import AliasContract
 from tests.unit.artifacts.newest_contract import NewestContract
 from tests.unit.artifacts.pruning_contract import PruningContract
 from tests.unit.artifacts.store_contract import StoreContract
@@ -31,6 +32,10 @@ class TestStoreInABucket(StoreContract):
     names = ("TEST_ENDPOINT", "TEST_ACCESS_KEY", "TEST_SECRET_KEY")
     store = open_store(url, cache_dir=Path("unused"), s3=S3Options(*(os.environ[name] for name in names)))
     """
+
+
+class TestAliasesInABucket(AliasContract):
+    pass
 
 
 class TestPruningInABucket(PruningContract):

@@ -19,6 +19,7 @@ from infra.artifacts.backend import Backend
 from infra.artifacts.layout import blob_key
 from infra.artifacts.local import LocalBackend
 from infra.errors import ReferenceNotFoundError, StoreError
+from tests.unit.artifacts.alias_contract import AliasContract
 from tests.unit.artifacts.pruning_contract import PruningContract
 from tests.unit.artifacts.store_contract import StoreContract, sha256
 
@@ -40,6 +41,10 @@ class TestStoreInADirectory(StoreContract):
 
     store = open_store(url, cache_dir=Path("unused"))
     """
+
+
+class TestAliasesInADirectory(AliasContract):
+    pass
 
 
 class TestPruningInADirectory(PruningContract):

@@ -54,7 +54,7 @@ def flaw(path: Path, entry: FileEntry) -> str | None:
         with path.open("rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             if size != entry.size:
-                return f"has {size} bytes instead of {entry.size}"
+                return f"has {size} B instead of {entry.size}"
             right = hashlib.file_digest(file, "sha256").hexdigest() == entry.sha256
     except (FileNotFoundError, NotADirectoryError):
         return MISSING
@@ -79,7 +79,7 @@ def stored_body(backend: Backend, blob: BlobEntry, where: str) -> Iterator[bytes
     if size is None:
         raise StoreError(f"{where} is missing from the store; restore it from a backup, or commit it again")
     if size != blob.size:
-        raise StoreError(f"{where} has {size} bytes instead of {blob.size}; restore it from a backup")
+        raise StoreError(f"{where} has {size} B instead of {blob.size}; restore it from a backup")
     yield from backend.download(key, size)
 
 

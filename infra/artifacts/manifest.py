@@ -255,7 +255,10 @@ class Manifest(BaseModel):
         try:
             return cls.model_validate_json(data)
         except ValidationError as error:
-            raise StoreError(f"the manifest {where} cannot be read: {first_complaint(error)}") from None
+            raise StoreError(
+                f"the manifest {where} cannot be read: {first_complaint(error)}; restore it from a backup, or remove "
+                "it (rlhf artifacts verify names all such)"
+            ) from None
         except StoreError as error:
             raise StoreError(f"the manifest {where} cannot be read: {error}") from None
 

@@ -17,7 +17,7 @@ from infra.artifacts.leases import claims
 from infra.artifacts.manifest import Manifest
 from infra.artifacts.newest import hinted_number
 from infra.artifacts.parallel import in_parallel
-from infra.artifacts.ref import KINDS, ArtifactRef, parse_reference
+from infra.artifacts.ref import KINDS, ArtifactRef, parse_reference, version_uri
 from infra.artifacts.survey import with_aliases
 from infra.artifacts.trash import open_lists
 from infra.artifacts.verify_blobs import Progress, check_blobs, problem_of
@@ -25,6 +25,8 @@ from infra.errors import ReferenceNotFoundError, StoreError
 
 _STALE = ""
 """Of an entry that leads to nothing: no problem, but counted."""
+_ByUri = Mapping[str, Manifest | None]
+"""What is in the store, by reference; None is what cannot be read, and is told of already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +58,9 @@ def verify_version(
         progress: is told how far it is.
     """
     looked_up = {parent.uri: _parent(backend, catalog, parent) for parent in manifest.parents}
-    parents = {uri: found for uri, found in looked_up.items() if isinstance(found, Manifest)}
-    removed, problems = _check_parents([manifest], parents)
-    problems += [each for each in looked_up.values() if isinstance(each, str)]
+    parents, problems = _sorted_out(looked_up)
+    removed, found = _check_parents([manifest], parents)
+    problems += found
     problems += check_blobs(backend, [manifest], quick=quick, progress=progress)
     return _verification([manifest], removed, 0, problems)
 
@@ -72,8 +74,8 @@ def verify_store(backend: Backend, catalog: Catalog, *, quick: bool, progress: P
         quick: look at the sizes of the blobs only, not at their content.
         progress: is told how far it is.
     """
-    manifests, problems = _read_manifests(backend, catalog)
-    by_uri = {manifest.uri: manifest for manifest in manifests}
+    by_uri, problems = _read_manifests(backend, catalog)
+    manifests = [manifest for manifest in by_uri.values() if manifest is not None]
     removed, found = _check_parents(manifests, by_uri)
     problems += found
     problems += _check_aliases(backend, catalog, by_uri)
@@ -90,8 +92,8 @@ def _verification(manifests: list[Manifest], removed: int, stale: int, problems:
     return Verification(len(manifests), len(blobs), sum(blobs.values()), removed, stale, tuple(problems))
 
 
-def _read_manifests(backend: Backend, catalog: Catalog) -> tuple[list[Manifest], list[str]]:
-    """Return all that can be read, and what is wrong with the others."""
+def _read_manifests(backend: Backend, catalog: Catalog) -> tuple[_ByUri, list[str]]:
+    """Return all by reference, and what is wrong with those that cannot be read."""
     problems = [
         f"{VERSIONS}{kind}/ holds artifacts of a kind that this release does not know; upgrade rlhf-flows"
         for kind in sorted(set(backend.children(VERSIONS)) - set(KINDS))
@@ -105,8 +107,14 @@ def _read_manifests(backend: Backend, catalog: Catalog) -> tuple[list[Manifest],
             listed += [(*artifact, version) for version in versions]
             problems += _strangers(backend, versions_prefix(*artifact))
     found = in_parallel(partial(_manifest, backend, catalog), listed)
-    problems += [each for each in found if isinstance(each, str)]
-    return [each for each in found if isinstance(each, Manifest)], problems
+    by_uri, unread = _sorted_out({version_uri(*which): each for which, each in zip(listed, found, strict=True)})
+    return by_uri, problems + unread
+
+
+def _sorted_out(found: Mapping[str, Manifest | str | None]) -> tuple[_ByUri, list[str]]:
+    """Return what is there, and why some of it cannot be read."""
+    there = {uri: each if isinstance(each, Manifest) else None for uri, each in found.items() if each is not None}
+    return there, [each for each in found.values() if isinstance(each, str)]
 
 
 def _versions(backend: Backend, catalog: Catalog, artifact: tuple[str, str]) -> list[int] | str:
@@ -139,14 +147,14 @@ def _parent(backend: Backend, catalog: Catalog, parent: ArtifactRef) -> Manifest
     return _manifest(backend, catalog, (reference.kind, reference.name, reference.version))
 
 
-def _check_parents(manifests: list[Manifest], by_uri: Mapping[str, Manifest]) -> tuple[int, list[str]]:
+def _check_parents(manifests: list[Manifest], by_uri: _ByUri) -> tuple[int, list[str]]:
     """Return how many parents are gone, and which are not what they were."""
     gone: set[str] = set()
     problems = []
     for manifest in manifests:
         for parent in manifest.parents:
             found = by_uri.get(parent.uri)
-            if found is None and not parent.is_external:
+            if parent.uri not in by_uri and not parent.is_external:
                 gone.add(parent.uri)
             elif found is not None and parent.digest and found.digest != parent.digest:
                 problems.append(
@@ -156,7 +164,7 @@ def _check_parents(manifests: list[Manifest], by_uri: Mapping[str, Manifest]) ->
     return len(gone), problems
 
 
-def _check_aliases(backend: Backend, catalog: Catalog, by_uri: Mapping[str, Manifest]) -> Iterator[str]:
+def _check_aliases(backend: Backend, catalog: Catalog, by_uri: _ByUri) -> Iterator[str]:
     for kind, name in with_aliases(backend):
         try:
             aliases = list_aliases(backend, kind, name)
@@ -164,7 +172,10 @@ def _check_aliases(backend: Backend, catalog: Catalog, by_uri: Mapping[str, Mani
             yield problem_of(backend, error)
             continue
         for alias, content in aliases.items():
-            target = by_uri.get(content.uri) or _committed_since(backend, catalog, content)
+            target = by_uri.get(content.uri)
+            if target is None and content.uri in by_uri:
+                continue  # its manifest is told of
+            target = target or _committed_since(backend, catalog, content)
             if complaint := _points_wrong(content, (kind, name), target):
                 yield f"the alias {alias!r} of {kind}/{name} {complaint}; move it: rlhf artifacts promote"
 
@@ -186,14 +197,14 @@ def _points_wrong(alias: Alias, artifact: tuple[str, str], found: Manifest | Non
     return None
 
 
-def _check_keys(backend: Backend, catalog: Catalog, by_uri: Mapping[str, Manifest]) -> tuple[int, list[str]]:
+def _check_keys(backend: Backend, catalog: Catalog, by_uri: _ByUri) -> tuple[int, list[str]]:
     """Return how many entries of the key index lead to nothing, and what is wrong with others."""
     keys = [f"{KEYS}{kind}/{name}" for kind in KINDS for name in backend.children(f"{KEYS}{kind}/")]
     found = in_parallel(partial(_check_key, backend, catalog, by_uri), keys)
     return found.count(_STALE), [problem for problem in found if problem]
 
 
-def _check_key(backend: Backend, catalog: Catalog, by_uri: Mapping[str, Manifest], key: str) -> str | None:
+def _check_key(backend: Backend, catalog: Catalog, by_uri: _ByUri, key: str) -> str | None:
     """Return what is wrong with an entry of the key index, or _STALE."""
     try:
         stored = backend.read(key)

@@ -75,7 +75,7 @@ def _check_blob(backend: Backend, blob: BlobEntry, whole: Any) -> str | None:
         if size is None:
             return f"{key} is missing"
         if size != blob.size:
-            return f"{key} has {size} bytes instead of {blob.size}"
+            return f"{key} has {size} B instead of {blob.size}"
         return None if whole is None else _check_content(backend, blob, whole)
     except StoreError as error:
         problem = problem_of(backend, error)

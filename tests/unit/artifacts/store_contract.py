@@ -182,7 +182,7 @@ class StoreContract:
 
     @pytest.mark.parametrize(
         ("stored", "complaint"),
-        [(b"weightt", "is damaged"), (b"weig", "has 4 bytes instead of 7"), (None, "is missing from the store")],
+        [(b"weightt", "is damaged"), (b"weig", "has 4 B instead of 7"), (None, "is missing from the store")],
     )
     def test_a_bad_blob_is_named_and_its_file_does_not_appear(
         self, store: ArtifactStore, backend: Backend, tmp_path: Path, stored: bytes | None, complaint: str

@@ -45,8 +45,8 @@ def test_a_file_is_kept_once_read_only_under_its_hash_and_linked_where_it_is_wan
     ("spoil", "complaint", "lost"),
     [
         (flip, "is damaged", blobs_of(LARGE)[1:2]),
-        (lambda path: write(path, LARGE[: 3 * PIECE]), "has 12288 bytes instead of 20480", blobs_of(LARGE)[3:]),
-        (lambda path: write(path, LARGE + b"!"), "has 20481 bytes instead of 20480", []),
+        (lambda path: write(path, LARGE[: 3 * PIECE]), "has 12288 B instead of 20480", blobs_of(LARGE)[3:]),
+        (lambda path: write(path, LARGE + b"!"), "has 20481 B instead of 20480", []),
         (Path.unlink, "is missing", []),  # its bytes are in the artifact's directory still
     ],
 )
@@ -84,7 +84,7 @@ def test_an_artifacts_directory_is_put_right(place: Place, caplog: pytest.LogCap
     for told in (
         "e is no file of policy/p@1",
         "c/d is missing; it is put back",
-        "w has 4 bytes instead of",
+        "w has 4 B instead of",
         "c/notes is no file of policy/p@1",
     ):
         assert told in caplog.text

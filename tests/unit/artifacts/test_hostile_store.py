@@ -196,7 +196,7 @@ def test_a_file_of_the_wrong_size_is_refused(store: ArtifactStore, root: Path, t
     good = manifest(["good.txt"])
     for size in (0, 1, 1 << 40):
         plant(root, good | {"files": [good["files"][0] | {"size": size}]})
-        with pytest.raises(StoreError, match=f"has 5 bytes instead of {size}"):
+        with pytest.raises(StoreError, match=f"has 5 B instead of {size}"):
             store.fetch("policy/p", tmp_path / "out")
 
 

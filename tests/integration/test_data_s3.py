@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -22,13 +24,12 @@ pytestmark = pytest.mark.integration
 
 
 def options(seaweed: Seaweed, url: str | None = None) -> dict[str, Any]:
-    client = {"endpoint_url": url or seaweed.endpoint_url, "region_name": "us-east-1"}
-    return {"key": seaweed.access_key, "secret": seaweed.secret_key, "client_kwargs": client}
+    return replace(seaweed.options, endpoint_url=url or seaweed.endpoint_url).arguments()
 
 
 @pytest.fixture
 def access(seaweed: Seaweed, tmp_path: Path) -> Access:
-    return Access(tmp_path / "cache", options(seaweed))
+    return Access(tmp_path / "cache", partial(options, seaweed))
 
 
 @pytest.fixture
@@ -83,13 +84,13 @@ def test_an_unchanged_object_is_not_fetched_again_and_a_changed_one_is(
     seaweed: Seaweed, proxy: FlakyProxy, folder: str, tmp_path: Path
 ) -> None:
     address = put(seaweed, f"{folder}/a.jsonl", "old")
-    access = Access(tmp_path / "cache", options(seaweed, proxy.url))
+    access = Access(tmp_path / "cache", partial(options, seaweed, proxy.url))
     assert prompts(address, access) == ["old"]
     proxy.answer_unavailable(rb"^GET .*a\.jsonl", times=100)
     assert prompts(address, access) == ["old"]
     assert proxy.count == 0
     put(seaweed, address, "new")
-    assert prompts(address, Access(access.cache_dir, options(seaweed))) == ["new"]
+    assert prompts(address, Access(access.cache_dir, partial(options, seaweed))) == ["new"]
     [*kept] = access.cache_dir.rglob("a.jsonl")
     assert len(kept) == 2
     assert not list(access.cache_dir.rglob(".fetching-*"))
@@ -98,7 +99,7 @@ def test_an_unchanged_object_is_not_fetched_again_and_a_changed_one_is(
 def test_a_cut_off_answer_is_asked_for_again(seaweed: Seaweed, proxy: FlakyProxy, folder: str, tmp_path: Path) -> None:
     address = put(seaweed, f"{folder}/a.jsonl", "a")
     proxy.lose_answers(rb"^GET .*a\.jsonl")
-    assert prompts(address, Access(tmp_path / "cache", options(seaweed, proxy.url))) == ["a"]
+    assert prompts(address, Access(tmp_path / "cache", partial(options, seaweed, proxy.url))) == ["a"]
     assert proxy.count == 1
 
 
@@ -113,14 +114,14 @@ def test_what_is_not_there_is_told(seaweed: Seaweed, folder: str, access: Access
 
 def test_wrong_keys_are_told(seaweed: Seaweed, folder: str, tmp_path: Path) -> None:
     address = put(seaweed, f"{folder}/a.jsonl", "a")
-    wrong = {**options(seaweed), "secret": "wrong"}
+    wrong = replace(seaweed.options, secret_key="wrong").arguments
     assert "the server refuses" in refusal(address, Access(tmp_path, wrong))
     assert not list(tmp_path.rglob("a.jsonl"))
 
 
 def test_an_absent_server_is_told_with_its_address(seaweed: Seaweed, tmp_path: Path) -> None:
     url = f"http://127.0.0.1:{free_ports(1)[0]}"
-    message = refusal("s3://bucket/a.jsonl", Access(tmp_path, options(seaweed, url)))
+    message = refusal("s3://bucket/a.jsonl", Access(tmp_path, partial(options, seaweed, url)))
     assert "cannot be fetched" in message
     assert url in message
     assert seaweed.secret_key not in message

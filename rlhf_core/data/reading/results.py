@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
 T = TypeVar("T")
@@ -58,5 +58,5 @@ class Access(NamedTuple):
     """Where objects of `s3://` are kept, and how they are reached."""
 
     cache_dir: Path
-    storage_options: Mapping[str, Any] = {}
-    """Options of fsspec's S3 file system."""
+    storage_options: Callable[[], Mapping[str, Any]] = dict
+    """Returns the options of fsspec's S3 file system; called where an address of `s3://` is read, and nowhere else."""

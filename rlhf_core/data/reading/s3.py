@@ -13,7 +13,7 @@ from rlhf_core.data.reading.local import is_data_name, is_pattern, listed
 from rlhf_core.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from rlhf_core.data.reading.results import Access
 
@@ -36,14 +36,15 @@ def fetch_objects(address: str, access: Access) -> list[tuple[str, Path]]:
     bucket = address.removeprefix(PREFIX).partition("/")[0]
     if not bucket or is_pattern(bucket):
         raise DataError(f"{address} names no bucket; write {PREFIX}bucket/path/to/file")
-    files = _file_system(access, address)
-    return [(name, _fetched(name, files, access)) for name in _addresses(address, files)]
+    options = access.storage_options()
+    files, origin = _file_system(options, address), str(options.get("endpoint_url", ""))
+    return [(name, _fetched(name, files, access.cache_dir / "s3", origin)) for name in _addresses(address, files)]
 
 
-def _file_system(access: Access, address: str) -> Any:
+def _file_system(given: Mapping[str, Any], address: str) -> Any:
     import fsspec  # noqa: PLC0415  # slow to import, and seldom needed
 
-    options = {"use_listings_cache": False, "skip_instance_cache": True, **access.storage_options}
+    options = {"use_listings_cache": False, "skip_instance_cache": True, **given}
     return _asked(address, lambda: fsspec.filesystem("s3", **options))
 
 
@@ -62,13 +63,12 @@ def _addresses(address: str, files: Any) -> list[str]:
     return [PREFIX + name for name in names]
 
 
-def _fetched(address: str, files: Any, access: Access) -> Path:
+def _fetched(address: str, files: Any, cache_dir: Path, origin: str) -> Path:
     info = _asked(address, partial(files.info, address))
     if info.get("type") != "file":
         raise DataError(f"{address} is no object but a prefix; end it in / to read the data files under it")
     version = _version(info)
-    origin = (access.storage_options.get("client_kwargs") or {}).get("endpoint_url", "")
-    folder = access.cache_dir / "s3" / _short(f"{origin}\0{address}\0{version}")
+    folder = cache_dir / _short(f"{origin}\0{address}\0{version}")
     kept = folder / address.rpartition("/")[2]
     if kept.is_file() and kept.stat().st_size == info["size"]:
         return kept

@@ -62,7 +62,7 @@ def test_a_profile_is_handed_to_botocore_and_to_children(monkeypatch: pytest.Mon
     monkeypatch.setenv(variable, "research")
     assert options_of(settings()).arguments() == {"profile": "research"}
     assert settings().child_environment()["RLHF_S3_PROFILE"] == "research"
-    assert access_to(settings()).storage_options == {"profile": "research"}  # data's server is the store's
+    assert access_to(settings()).storage_options() == {"profile": "research"}  # data's server is the store's
 
 
 def test_a_profile_that_was_named_for_us_wins_over_keys_that_happen_to_be_exported(
@@ -123,6 +123,8 @@ def test_half_a_pair_of_keys_is_refused_instead_of_passed_over(
     with pytest.raises(SettingsError, match=complaint) as raised:
         open_default_store()
     assert "hunter2" not in str(raised.value)
+    with pytest.raises(SettingsError, match=complaint):
+        access_to(settings()).storage_options()  # not before: data may lie on this machine
 
 
 def test_half_a_pair_in_code_is_refused_as_well() -> None:

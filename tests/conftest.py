@@ -6,6 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.guard import stand_guard
@@ -16,7 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_worker_niceness", "0")
 
 MEMORY, ROOM_BYTES = Path("/dev/shm"), 4 << 30
-if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > ROOM_BYTES:
+if MEMORY.is_dir() and min(shutil.disk_usage(MEMORY).free, psutil.virtual_memory().available) > ROOM_BYTES:
     # A store waits for the disk at every write; what it writes is the same elsewhere.
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
@@ -32,8 +33,8 @@ FIRST = (
 of the files that share a stack, and the other those that need none."""
 
 
-def pytest_sessionstart() -> None:
-    stand_guard()
+def pytest_sessionstart(session: pytest.Session) -> None:
+    stand_guard(session.config._tmp_path_factory.getbasetemp() / ".lock")  # type: ignore[attr-defined]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from infra.artifacts.backend import Backend
 from infra.artifacts.cache import LIMIT_GB
@@ -37,15 +37,11 @@ def open_store(
         StoreError: if the address is none, the server is away, the secret is wrong, the bucket is missing, the
             server's clock is not ours, or it does not enforce conditional writes; or if the directory is not there.
     """
-    parts = urlsplit(url)
-    if "@" in parts.netloc:
-        raise StoreError(
-            "the address of the artifact store (RLHF_STORE_URL) must not hold a user or password; keys are set in "
-            "RLHF_S3_ACCESS_KEY and RLHF_S3_SECRET_KEY"
-        )
-    if parts.scheme == "s3" and parts.netloc:
+    parts = _parts(url)
+    scheme = "" if parts.query or parts.fragment else parts.scheme  # or what follows a # would be left out in silence
+    if scheme == "s3" and parts.netloc:
         backend = _open_bucket(url, s3 or S3Options(), patient=patient)
-    elif parts.scheme == "file" and parts.netloc in {"", "localhost"} and parts.path.startswith("/"):
+    elif scheme == "file" and parts.netloc in {"", "localhost"} and parts.path.startswith("/"):
         backend = LocalBackend(url, Path(unquote(parts.path)))
     else:
         raise StoreError(
@@ -81,6 +77,20 @@ def open_default_store(*, patient: bool = False) -> ArtifactStore:
         s3=s3,
         patient=patient,
     )
+
+
+def _parts(url: str) -> SplitResult:
+    """Return the parts of an address; one that may hold a password is not shown."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # brackets, in which only IPv6 may stand; its text shows the address
+        raise StoreError("RLHF_STORE_URL cannot be read; set it to s3://bucket/prefix or file:///directory") from None
+    if "@" in parts.netloc:
+        raise StoreError(
+            "the address of the artifact store (RLHF_STORE_URL) must not hold a user or password; keys are set in "
+            "RLHF_S3_ACCESS_KEY and RLHF_S3_SECRET_KEY"
+        )
+    return parts
 
 
 def _open_bucket(url: str, options: S3Options, *, patient: bool) -> Backend:

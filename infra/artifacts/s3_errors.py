@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from textwrap import shorten
 from typing import Any, Self
 from urllib.parse import urlsplit
 
-from aiohttp import ClientPayloadError
+from aiohttp import ClientError as AioHttpError
 from botocore.exceptions import (
     BotoCoreError,
     ClientError,
@@ -19,11 +20,13 @@ from botocore.exceptions import (
 )
 from botocore.exceptions import ConnectionError as BotoConnectionError
 from botocore.parsers import ResponseParserError
+from botocore.utils import is_valid_uri
+from urllib3.exceptions import HTTPError as Urllib3Error
 
 from infra.errors import StoreError
 
-REQUEST_ERRORS = (OSError, BotoCoreError, ClientError, ClientPayloadError, ResponseParserError)
-"""All that a request may raise."""
+REQUEST_ERRORS = (OSError, BotoCoreError, ClientError, ResponseParserError, AioHttpError, Urllib3Error)
+"""All that a request may raise: what breaks off in the body of an answer is not always botocore's own error."""
 FORBIDDEN = {"AccessDenied", "AllAccessDisabled", "403"}
 CONDITION_FAILED = {"PreconditionFailed", "412", "NotImplemented", "501"}
 """Those of S3 that know no conditions refuse each of them."""
@@ -72,9 +75,8 @@ _SILENCES = (
     HTTPClientError,
     IncompleteReadError,
     CredentialRetrievalError,  # whoever hands them out is away
-    ClientPayloadError,
-    ResponseParserError,
 )
+"""Those of botocore; its others complain of our settings."""
 
 
 class RefusedError(StoreError):
@@ -125,13 +127,14 @@ def server_name(endpoint_url: str | None) -> str:
     """Return what messages call the server, once its address is seen to be one, and to hold no credentials."""
     if not endpoint_url:
         return "of AWS"
-    parts = urlsplit(endpoint_url)
-    if parts.scheme not in {"http", "https"} or not parts.hostname or "@" in parts.netloc:
-        raise StoreError(
-            "the address of the S3 server (RLHF_S3_ENDPOINT_URL) must be http://host:port or https://host:port; "
-            "keys are set in RLHF_S3_ACCESS_KEY and RLHF_S3_SECRET_KEY"
-        )
-    return f"{parts.scheme}://{parts.netloc}{parts.path}"
+    with suppress(ValueError):  # what looks like IPv6, and is not
+        parts = urlsplit(endpoint_url)
+        if parts.scheme in {"http", "https"} and "@" not in parts.netloc and is_valid_uri(endpoint_url):
+            return f"{parts.scheme}://{parts.netloc}{parts.path}"
+    raise StoreError(
+        "the address of the S3 server (RLHF_S3_ENDPOINT_URL) must be http://host:port or https://host:port, the host "
+        "of letters, digits, dots and dashes; keys are set in RLHF_S3_ACCESS_KEY and RLHF_S3_SECRET_KEY"
+    )
 
 
 def _passes(code: str, status: int) -> bool:
@@ -160,7 +163,9 @@ def _kind(error: Exception) -> str:
         "ReadTimeoutError": "no answer in time",
         "FSTimeoutError": "no answer in time",
         "ConnectionClosedError": "the connection was closed",
+        "SSLError": "no TLS connection, or a certificate that is not trusted",
         "ClientPayloadError": "its answer broke off",
+        "ProtocolError": "its answer broke off",
         "ResponseStreamingError": "its answer broke off",
         "CredentialRetrievalError": "our keys could not be fetched",
     }

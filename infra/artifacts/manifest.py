@@ -254,13 +254,26 @@ class Manifest(BaseModel):
         """
         try:
             return cls.model_validate_json(data)
-        except ValidationError as error:
-            raise StoreError(
-                f"the manifest {where} cannot be read: {first_complaint(error)}; restore it from a backup, or remove "
-                "it (rlhf artifacts verify names all such)"
-            ) from None
-        except StoreError as error:
-            raise StoreError(f"the manifest {where} cannot be read: {error}") from None
+        except (ValidationError, StoreError) as error:
+            complaint = first_complaint(error) if isinstance(error, ValidationError) else str(error)
+            advice = "restore it from a backup, or remove it (rlhf artifacts verify names all such)"
+            why = _complaint_of_version(data) or f"{complaint}; {advice}"
+            raise StoreError(f"the manifest {where} cannot be read: {why}") from None
+
+
+class _Form(BaseModel):
+    """As much of a manifest as says whether the rest can be read."""
+
+    schema_version: SchemaVersion = SCHEMA_VERSION
+
+
+def _complaint_of_version(data: bytes) -> str | None:
+    """Return what is wrong with a manifest's version, or None: whatever a later one holds may be right there."""
+    try:
+        _Form.model_validate_json(data)
+    except ValidationError as error:
+        return first_complaint(error) if error.errors()[0]["loc"] else None
+    return None
 
 
 def first_complaint(error: ValidationError) -> str:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from infra.artifacts.manifest import BlobEntry, FileEntry
+from infra.errors import StoreError
 
 Source = Path | bytes
 PIECE_BYTES = 64 << 20
@@ -19,6 +22,9 @@ def describe(path: str, source: Source) -> FileEntry:
     Args:
         path: of the file in its artifact.
         source: its body, or where it lies.
+
+    Raises:
+        StoreError: if the file cannot be read.
     """
     whole = hashlib.sha256()
     blobs: list[BlobEntry] = []
@@ -34,18 +40,32 @@ def describe(path: str, source: Source) -> FileEntry:
 
 
 def read_piece(source: Source, start: int, size: int) -> bytes:
-    """Return the bytes of one blob of a file; fewer if the file has become shorter."""
+    """Return the bytes of one blob of a file; fewer if the file has become shorter.
+
+    Raises:
+        StoreError: if the file cannot be read.
+    """
     if isinstance(source, bytes):
         return source[start : start + size]
-    with source.open("rb") as file:
+    with _opened(source) as file:
         file.seek(start)
         return file.read(size)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """Open a file that is to be stored."""
+    try:
+        with path.open("rb") as file:
+            yield file
+    except OSError as error:
+        raise StoreError(f"cannot store {path}: {error.strerror or error}") from None
 
 
 def _read_pieces(source: Source) -> Iterator[bytes]:
     if isinstance(source, bytes):
         yield from (source[start : start + PIECE_BYTES] for start in range(0, len(source), PIECE_BYTES))
         return
-    with source.open("rb") as file:
+    with _opened(source) as file:
         while piece := file.read(PIECE_BYTES):
             yield piece

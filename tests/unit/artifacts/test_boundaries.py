@@ -112,6 +112,24 @@ def test_a_manifest_altered_by_hand_is_refused(store: ArtifactStore, tmp_path: P
         store.resolve("policy/p@1")
 
 
+def test_a_manifest_of_a_later_major_version_is_not_to_be_removed_whatever_else_is_new_in_it(
+    store: ArtifactStore, tmp_path: Path
+) -> None:
+    store.commit("policy", "p", {"f": b"1"})
+    path = tmp_path / "store" / "versions" / "policy" / "p" / "00000001.json"
+    good = json.loads(path.read_bytes())
+    for change in ({"digest": 7}, {"kind": "adapter"}, {"files": [good["files"][0] | {"path": "a\\b"}]}):
+        path.write_text(json.dumps(good | {"schema_version": "2.0"} | change))
+        with pytest.raises(StoreError, match=r"upgrade rlhf-flows to read it$"):
+            store.resolve("policy/p@1")
+
+
+def test_a_file_that_cannot_be_read_is_not_stored(store: ArtifactStore) -> None:
+    unreadable = Path("/proc/self/mem")  # its beginning is mapped nowhere
+    with pytest.raises(StoreError, match=f"^cannot store {unreadable}: Input/output error$"):
+        store.commit("policy", "p", {"f": unreadable})
+
+
 def test_a_manifest_of_a_later_minor_version_and_of_the_first_form_are_read(
     store: ArtifactStore, tmp_path: Path
 ) -> None:

@@ -15,7 +15,7 @@ from infra.artifacts import clock
 from infra.artifacts.backend import Backend
 from infra.artifacts.layout import alias_key, aliases_prefix, version_key
 from infra.artifacts.leases import Claim, Lease, lease
-from infra.artifacts.lineage import trace
+from infra.artifacts.lineage import trace, walk
 from infra.artifacts.manifest import SCHEMA_VERSION, Manifest, SchemaVersion, first_complaint
 from infra.artifacts.ref import ArtifactRef, check_alias, parse_reference
 from infra.errors import ReferenceNotFoundError, StoreError
@@ -151,11 +151,7 @@ def _reached(backend: Backend, target: Manifest) -> Claim:
         stored = None if parent.version is None else backend.read(version_key(parent.kind, parent.name, parent.version))
         return None if stored is None else Manifest.from_json(stored.data, ref.uri)
 
-    reached, pending = {target.uri}, [trace(target, read)]
-    while pending:
-        pending += [parent for parent in pending.pop().parents if parent.manifest and parent.ref.uri not in reached]
-        reached.update(each.ref.uri for each in pending)
-    return Claim(versions=frozenset(reached))
+    return Claim(versions=frozenset(each.ref.uri for each in walk(trace(target, read)) if each.manifest))
 
 
 def _swap(backend: Backend, key: str, move: AliasMove, expected: str | Unset | None, held: Lease) -> None:

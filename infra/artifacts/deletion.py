@@ -56,7 +56,7 @@ def delete_unreached(
     claim = Claim(frozenset(doomed), frozenset(each.uri for each in versions), keys=_entries(keys, versions))
     intent = _Intent(backend, claim)
     leased = live_leases(backend)  # before the manifests: a lease ends only when its manifest is there
-    manifests = every_manifest(backend, catalog) if doomed else []
+    manifests = every_manifest(backend, catalog) if doomed or versions else []
     kept = staying(backend, leased, manifests) if versions else set()
     gone = [each for each in versions if each.uri not in kept and intent.delete(_place(each))]
     uris = {each.uri for each in gone}

@@ -185,14 +185,14 @@ def claims(backend: Backend, prefix: str) -> Iterator[tuple[str, Claim, timedelt
             named = (content["blobs"], *(content.get(each, ()) for each in ("versions", "onward", "keys")))
             claim = Claim(*map(frozenset, named))
             _check(claim)
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError):
             raise StoreError(f"{key} in the artifact store cannot be read; remove it if nothing is running") from None
         yield key, claim, age
 
 
 def _check(claim: Claim) -> None:
-    """Raise AttributeError or ValueError if a claim was altered, and cannot be compared with others."""
-    for uri in claim.versions | claim.onward:
-        number = uri.rpartition("@")[2]
-        if uri in claim.onward:
-            int(number)
+    """Raise TypeError or ValueError if a claim was altered, and cannot be compared with others."""
+    if not all(isinstance(each, str) for each in claim.blobs | claim.versions | claim.onward | claim.keys):
+        raise TypeError
+    for uri in claim.onward:
+        int(uri.rpartition("@")[2])

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import Annotated
 from uuid import uuid4
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, StringConstraints, ValidationError
+from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, StringConstraints, ValidationError
 
 from infra.artifacts import clock
 from infra.artifacts.backend import Backend
@@ -42,7 +42,7 @@ class Listing(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     purpose: str = _PURPOSE
-    created: datetime
+    created: AwareDatetime
     blobs: tuple[BlobEntry, ...] = ()
     """Those that nothing reached; the blobs of the versions are not among them."""
     versions: tuple[ListedVersion, ...] = ()

@@ -69,6 +69,7 @@ def test_where_something_cannot_be_read_nothing_is_deleted(
     [
         "[]",
         '{"created": "yesterday"}',
+        '{"created": "2026-01-01T00:00:00"}',
         '{"created": "2026-01-01T00:00:00Z", "blobs": [{"size": 1, "sha256": "../../../x"}]}',
         '{"created": "2026-01-01T00:00:00Z", "leftovers": ["probe/../versions"]}',
         '{"created": "2026-01-01T00:00:00Z", "leftovers": ["versions/policy/p/00000001.json"]}',

@@ -213,7 +213,9 @@ NOTES: list[Any] = [
     {"created": "2026-01-01T00:00:00", "blobs": []},
     {"created": NOW, "blobs": 7},
     {"created": NOW, "blobs": [["a"]]},
+    {"created": NOW, "blobs": [7]},
     {"created": NOW, "blobs": [], "versions": [7]},
+    {"created": NOW, "blobs": [], "keys": [7]},
     {"created": NOW, "blobs": [], "onward": ["ppo-state/s@x"]},
     {"created": NOW, "blobs": [], "onward": ["ppo-state/s"]},
 ]

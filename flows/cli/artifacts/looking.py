@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows.cli.artifacts.output import Json, console, print_rows, size, when, write_json, write_lines
+from flows.cli.artifacts.output import Json, console, counted, print_rows, size, when, write_json, write_lines
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -96,7 +96,7 @@ def fetch(reference: str, directory: Path, /, *, as_json: Json = False) -> None:
 
     Args:
         reference: `kind/name` (the latest), `kind/name@version` or `kind/name@alias`.
-        directory: an empty directory; made if it is not there.
+        directory: an empty directory, or one with files of the same version; made if it is not there.
         as_json: print JSON.
     """
     from infra.artifacts import open_default_store
@@ -108,7 +108,9 @@ def fetch(reference: str, directory: Path, /, *, as_json: Json = False) -> None:
     if as_json:
         files = [entry.path for entry in manifest.files]
         return write_json({"uri": manifest.uri, "digest": manifest.digest, "directory": str(directory), "files": files})
-    console().print(f"{manifest.uri}: {len(manifest.files)} files, {size(manifest.size)}, in {directory}", markup=False)
+    console().print(
+        f"{manifest.uri}: {counted(len(manifest.files), 'file')}, {size(manifest.size)}, in {directory}", markup=False
+    )
     return None
 
 

@@ -178,7 +178,7 @@ def test_one_file_that_may_not_be_removed_does_not_keep_the_others(place: Place)
     place.store.fetch(first, place.root / "a")
     age(place.kept(b"a" * 9000), 100)
     folder = place.kept(b"a" * 9000).parent
-    if not shutil.which("chattr") or subprocess.run(["chattr", "+i", folder], capture_output=True).returncode:
+    if not shutil.which("chattr") or subprocess.call(["chattr", "+i", folder], stderr=subprocess.DEVNULL):
         pytest.skip("nothing can be made immutable here")
     try:
         place.another(limit_gb=0).fetch(second, place.root / "b")

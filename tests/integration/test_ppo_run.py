@@ -30,7 +30,7 @@ from tasks.data import prepare_data
 from tasks.ppo import end_cluster, finished_policy, next_episode, plan_ppo, ppo_episode, publish_policy
 from tasks.ppo_group import TRAINER, lease, trainer_for
 from tasks.ray_calls import may_pass
-from tasks.results import Parent, PPORun
+from tasks.results import EpisodeResult, Parent, PPORun
 from tests.tiny_llama import write_tiny_llama
 
 pytestmark = pytest.mark.integration
@@ -181,7 +181,13 @@ def test_a_run_whose_processes_were_killed_ends_with_the_same_bits(run: Run, und
             attempt.result(timeout=120)
     # An attempt at the committed episode, as after a death between its commit and its answer, finds it done.
     done = ppo_episode.fn(run.plan, 0)
-    assert (done.episode, done.incarnation, done.row) == (first.episode, first.incarnation, first.as_row())
+    assert done == EpisodeResult(
+        run=run.plan.name,
+        episode=0,
+        policy_version=first.policy_version,
+        incarnation=first.incarnation,
+        row=first.as_row(),
+    )
     run.finish()
     assert run.numbers() == undisturbed["numbers"]
     assert run.weights() == undisturbed["weights"]
@@ -197,7 +203,7 @@ def _kill_when_learning(attempt: Future[Any]) -> None:
         assert time.monotonic() < deadline, "waited 120 s for the trainer to learn"
         try:
             trainer = ray.get_actor(TRAINER)
-            if ray.get(trainer.progress.remote(), timeout=30).startswith("episode 2: learning"):
+            if ray.get(trainer.progress.remote(), timeout=120).startswith("episode 2: learning"):
                 os.kill(ray.get(trainer.ping.remote(), timeout=30), signal.SIGKILL)
                 return
         except (ValueError, ray.exceptions.RayActorError):

@@ -66,7 +66,7 @@ def describe_all(sources: Sources) -> tuple[FileEntry, ...]:
 
 
 def commit(
-    backend: Backend, draft: Manifest, sources: Sources, number: Claim, write: Callable[[Lease], Manifest]
+    backend: Backend, draft: Manifest, sources: Sources, claim: Claim, write: Callable[[Lease], Manifest]
 ) -> Manifest:
     """Send the blobs that are not there, then write the manifest.
 
@@ -74,7 +74,7 @@ def commit(
         backend: where to.
         draft: the manifest, or what it will be but for its number.
         sources: the body of each of its files.
-        number: the versions that it may become, and the entries of the key index that will lead to it.
+        claim: the versions that it may become, and the entries of the key index that will lead to it.
         write: writes the manifest and returns it, or the one of another writer who was first with the same.
 
     Raises:
@@ -82,7 +82,7 @@ def commit(
         StoreError: if the store cannot be written.
     """
     bodies = _bodies(draft, sources)
-    claim = number.join(Claim(frozenset(bodies), frozenset(parent.uri for parent in draft.parents)))
+    claim = claim.join(Claim(frozenset(bodies), frozenset(parent.uri for parent in draft.parents)))
     for attempt in range(ATTEMPTS):
         try:
             with lease(backend, draft.writer, claim) as held:

@@ -92,10 +92,9 @@ def parse_reference(text: str) -> Reference:
     kind, _, name = path.partition("/")
     selector = selector if at else LATEST
     if kind not in KINDS:
-        hint = did_you_mean(kind, KINDS)
         raise ReferenceNotFoundError(
-            f"{text!r} names no artifact: expected kind/name, kind/name@version or kind/name@alias{hint}; "
-            f"the kinds are {', '.join(KINDS)}"
+            f"{text!r} names no artifact: expected kind/name, kind/name@version or kind/name@alias"
+            f"{did_you_mean(kind, KINDS)}; the kinds are {', '.join(KINDS)}"
         )
     if not (_NAME.fullmatch(name) and _NAME.fullmatch(selector)):
         raise ReferenceNotFoundError(

@@ -71,7 +71,7 @@ class ArtifactStore(Keeping):
 
         Returns:
             The reference of the version. An explicit version that is there with the same files is that one; without
-            a version, so is one of the same name, files, configuration and parents.
+            a version, so is one of the same name, files, configuration and parents that was numbered so too.
 
         Raises:
             VersionExistsError: if the explicit version is there with other files, or has been there: a number is

@@ -147,7 +147,7 @@ def _check_grace(grace: timedelta, least: timedelta) -> None:
     if grace < least:
         hour = timedelta(hours=1)
         raise StoreError(
-            f"a grace time of {grace / hour:g} hours is too short: a writer that was stopped holds its lease for "
+            f"a grace time of {grace / hour:g} h is too short: a writer that was stopped holds its lease for "
             f"{LEASE_LIFE / hour:g} hours and needs as long to notice; give at least {least / hour:g}"
         )
 

@@ -107,7 +107,7 @@ def test_promote_and_rollback_say_what_became_of_the_alias(rlhf: Any, store: Art
         (("verify", "/policy/p"), "is an address, and names no artifact of this store"),
         (("lineage", "policy:p", "--down"), "'policy:p' is an address"),
         (("show", "policy/p@1@2"), "'policy/p@1@2' names no artifact: expected policy/name"),
-        *((("collect", "--grace", text), "a grace time of 1 hours is too short") for text in ("1", "1h", "1.0h")),
+        *((("collect", "--grace", text), "a grace time of 1 h is too short") for text in ("1", "1h", "1.0h")),
         *(
             (("collect", f"--grace={text}"), f"'{text}' is no grace time; expected hours or days, such as 36, 36h or")
             for text in ("nan", "inf", "-5", "1w", "", "1e9", "900000", "40000d")

@@ -155,5 +155,5 @@ def test_by_default_two_training_states_of_each_name_are_kept_and_everything_els
 
 
 def test_a_short_grace_time_is_refused(store: ArtifactStore) -> None:
-    with pytest.raises(StoreError, match=r"a grace time of 1 hours is too short: .* 12 hours .* give at least 24"):
+    with pytest.raises(StoreError, match=r"a grace time of 1 h is too short: .* 12 hours .* give at least 24"):
         store.collect(grace=timedelta(hours=1))

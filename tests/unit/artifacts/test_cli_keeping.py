@@ -88,7 +88,7 @@ def test_promote_and_rollback_say_what_became_of_the_alias(rlhf: Any, store: Art
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (("rollback", "policy/p", "--why", "x"), "points at policy/p@1 and cannot be rolled back: it has pointed at"),
+        (("rollback", "policy/p", "--why", "x"), "points at policy/p@1 and cannot be rolled back: it pointed at"),
         (("rollback", "policy/p@1", "--why", "x"), "'policy/p@1' is a version, but an alias is rolled back"),
         (("rollback", "policy/p", "nobody", "--why", "x"), "there is no alias 'nobody' of policy/p to roll back"),
         (("rollback", "policy/q", "--why", "x"), "the store has no policy/q (did you mean policy/p?); "),

@@ -42,7 +42,7 @@ def test_rollbacks_go_further_back_each_time_and_keep_the_history(store: Artifac
     for version in (1, 2, 3):
         store.promote(f"policy/p@{version}", why="better", who="me")
     assert [back(store), back(store)] == ["policy/p@2", "policy/p@1"]
-    with pytest.raises(StoreError, match="points at policy/p@1 and cannot be rolled back: it has pointed at nothing"):
+    with pytest.raises(StoreError, match="points at policy/p@1 and cannot be rolled back: it pointed at nothing"):
         back(store)
     assert [uri for uri, _, _ in history(store)] == [f"policy/p@{version}" for version in (1, 2, 3, 2, 1)]
 

@@ -51,7 +51,8 @@ def roll_back(
     gone = [move.uri for move in standing if move.uri != found.uri]
     why_not = f"of {', '.join(gone)} none is in the store any longer" if gone else "it pointed at nothing before that"
     raise StoreError(
-        f"the alias {what} points at {found.uri} and cannot be rolled back: {why_not}; promote the version that you want"
+        f"the alias {what} points at {found.uri} and cannot be rolled back: {why_not}; "
+        "promote the version that you want"
     )
 
 

@@ -95,6 +95,7 @@ def test_an_owner_killed_while_its_cluster_starts_leaves_nothing(owners: Owners)
     wait_until_nothing_is_left(manifest)
 
 
+@pytest.mark.chaos
 def test_without_its_watchdog_the_owner_cleans_up_alone(owners: Owners) -> None:
     owner, manifest = owners.start("releases")
     os.kill(manifest.watchdog_pid, signal.SIGKILL)

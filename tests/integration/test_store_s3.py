@@ -39,7 +39,9 @@ class TestAliasesInABucket(AliasContract):
 
 
 class TestPruningInABucket(PruningContract):
-    pass
+    @pytest.mark.s3
+    def test_writers_and_pruners_at_once_lose_nothing(self, store: ArtifactStore) -> None:
+        super().test_writers_and_pruners_at_once_lose_nothing(store)
 
 
 @pytest.mark.s3

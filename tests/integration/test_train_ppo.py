@@ -39,6 +39,7 @@ def _torchrun(directory: Path, example: str) -> subprocess.CompletedProcess[str]
     )
 
 
+@pytest.mark.parallel
 @pytest.mark.integration
 def test_the_example_with_a_neural_reward_model_runs_on_two_ranks(inputs: Path) -> None:
     done = _torchrun(inputs, NEURAL)
@@ -57,7 +58,6 @@ def test_the_example_with_a_neural_reward_model_runs_on_two_ranks(inputs: Path) 
     assert any(moved)
 
 
-@pytest.mark.parallel
 @pytest.mark.integration
 def test_the_example_with_a_reward_function_runs_on_two_ranks(inputs: Path) -> None:
     done = _torchrun(inputs, RULES)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -189,11 +189,27 @@ def wait_for(look: Callable[[], T | None], what: str, *, timeout_s: float = 60.0
 
 
 @contextmanager
+def _turn() -> Iterator[None]:
+    """Let one test process at a time take the usual ports: two would both find them free."""
+    with socket.socket(socket.AF_UNIX) as turn:
+
+        def taken() -> bool:
+            with suppress(OSError):  # another process has it
+                turn.bind("\0rlhf-flows-tests-up")
+                return True
+            return False
+
+        wait_for(taken, "another test process to have its stack up", timeout_s=300)
+        yield
+
+
+@contextmanager
 def run_local_stack(directory: Path) -> Iterator[LocalStack]:
     """Bring a stack up with `rlhf up`; take it down with `rlhf down`, and see that nothing is left."""
     stack = LocalStack(directory / "home", directory / ".env")
     try:
-        stack.up()
+        with _turn():
+            stack.up()
         yield stack
     finally:
         result = stack.type("rlhf", "down")
@@ -208,14 +224,15 @@ def usual_ports_occupied() -> Iterator[tuple[int, ...]]:
     """Occupy the ports that people expect, unless somebody else does."""
     ports = (4200, 8333)
     with ExitStack() as held:
-        for port in ports:
-            listener = held.enter_context(socket.socket())
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                listener.bind(("127.0.0.1", port))
-                listener.listen()
-            except OSError:
-                continue
+        with _turn():
+            for port in ports:
+                listener = held.enter_context(socket.socket())
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    listener.bind(("127.0.0.1", port))
+                    listener.listen()
+                except OSError:
+                    continue
         yield ports
 
 

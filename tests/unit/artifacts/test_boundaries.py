@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,6 +71,13 @@ def test_keys_aliases_and_parents_are_checked(store: ArtifactStore) -> None:
         store.prune("policy", "p", keep=0)
 
 
+def _committed(store: ArtifactStore, tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    """Commit a version; return where its manifest lies, and what stands in it."""
+    store.commit("policy", "p", {"f": b"1"})
+    path = tmp_path / "store" / "versions" / "policy" / "p" / "00000001.json"
+    return path, json.loads(path.read_bytes())
+
+
 @pytest.mark.parametrize("text", ["policy", "policy/", "policy/p@", "policy/P", "policy/p/q", "policy/p@a b", "/p", ""])
 def test_what_is_not_a_reference_is_refused(text: str) -> None:
     with pytest.raises(ReferenceNotFoundError, match="names no artifact"):
@@ -91,9 +99,7 @@ def test_the_digest_is_that_of_the_sorted_paths_and_hashes() -> None:
 
 
 def test_a_manifest_altered_by_hand_is_refused(store: ArtifactStore, tmp_path: Path) -> None:
-    store.commit("policy", "p", {"f": b"1"})
-    path = tmp_path / "store" / "versions" / "policy" / "p" / "00000001.json"
-    good = json.loads(path.read_bytes())
+    path, good = _committed(store, tmp_path)
     entry = good["files"][0]
     for change, complaint in (
         ({"files": [entry | {"path": "../../escaped"}]}, "cannot be a file of an artifact"),
@@ -115,9 +121,7 @@ def test_a_manifest_altered_by_hand_is_refused(store: ArtifactStore, tmp_path: P
 def test_a_manifest_of_a_later_major_version_is_not_to_be_removed_whatever_else_is_new_in_it(
     store: ArtifactStore, tmp_path: Path
 ) -> None:
-    store.commit("policy", "p", {"f": b"1"})
-    path = tmp_path / "store" / "versions" / "policy" / "p" / "00000001.json"
-    good = json.loads(path.read_bytes())
+    path, good = _committed(store, tmp_path)
     for change in ({"digest": 7}, {"kind": "adapter"}, {"files": [good["files"][0] | {"path": "a\\b"}]}):
         path.write_text(json.dumps(good | {"schema_version": "2.0"} | change))
         with pytest.raises(StoreError, match=r"upgrade rlhf-flows to read it$"):
@@ -133,9 +137,7 @@ def test_a_file_that_cannot_be_read_is_not_stored(store: ArtifactStore) -> None:
 def test_a_manifest_of_a_later_minor_version_and_of_the_first_form_are_read(
     store: ArtifactStore, tmp_path: Path
 ) -> None:
-    store.commit("policy", "p", {"f": b"1"})
-    path = tmp_path / "store" / "versions" / "policy" / "p" / "00000001.json"
-    good = json.loads(path.read_bytes())
+    path, good = _committed(store, tmp_path)
     path.write_text(json.dumps(good | {"schema_version": "1.7", "surprise": 1}))
     assert store.resolve("policy/p@1").schema_version == "1.7"
     path.write_text(json.dumps(good | {"schema_version": 1}))

@@ -85,7 +85,7 @@ def test_the_blobs_of_one_file_come_side_by_side(place: Place) -> None:
         return real(key, size)
 
     place.store._backend.download = meet  # type: ignore[method-assign]
-    place.store.cached(ref)
+    assert (place.store.cached(ref) / "w").read_bytes() == LARGE  # one after the other, the first would wait in vain
 
 
 def test_many_who_want_the_same_fetch_it_once(place: Place) -> None:

@@ -28,6 +28,9 @@ PAUSES_S = [30.0, 300.0, 2000.0, 13 * 3600.0, 40 * 3600.0]
 class StoreMachine(RuleBasedStateMachine):
     """A subclass says where the store is."""
 
+    ended = 0
+    """Histories of the class that were played to their end."""
+
     def __init__(self) -> None:
         super().__init__()
         self.history = History(self.open_place)
@@ -46,6 +49,7 @@ class StoreMachine(RuleBasedStateMachine):
         try:
             if self._is_begun:
                 self.history.end()
+                type(self).ended += 1
         finally:
             self.history.close()
 
@@ -144,8 +148,16 @@ class StoreMachine(RuleBasedStateMachine):
         return max(each.version for each in self.history.ledger.ever.values() if (each.kind, each.name) == NUMBERED)
 
 
-def play(machine: type[StoreMachine], histories: int, *, shrink: bool = True) -> None:
-    """Play so many histories; the same ones each time."""
+def play(machine: type[StoreMachine], histories: int, *, shrink: bool = True) -> int:
+    """Play so many histories; the same ones each time.
+
+    Returns:
+        How many were played to their end, where the ledger is compared with the store.
+
+    Raises:
+        LossError: if a history lost something, or showed it by halves.
+    """
+    machine.ended = 0
     chosen = settings(
         max_examples=histories,
         stateful_step_count=STEPS,
@@ -156,3 +168,4 @@ def play(machine: type[StoreMachine], histories: int, *, shrink: bool = True) ->
         phases=[Phase.generate, Phase.shrink] if shrink else [Phase.generate],
     )
     run_state_machine_as_test(machine, settings=chosen)
+    return machine.ended

@@ -132,15 +132,20 @@ async def _start(client: Any, found: Any, deployment: str, parameters: dict[str,
     """
     from httpx import HTTPStatusError, codes
 
+    from infra.artifacts.ref import did_you_mean
     from rlhf_core.errors import ConfigError
 
+    known = (found.parameter_openapi_schema or {}).get("properties", {})
+    takes = f"its parameters are {', '.join(known) or 'none'}"
+    for name in parameters:
+        if name not in known:  # the server would take it, and the run crash
+            raise ConfigError(f"{deployment} has no parameter {name!r}{did_you_mean(name, known)}; {takes}")
     try:
         return await client.create_flow_run_from_deployment(found.id, parameters=parameters)
     except HTTPStatusError as error:
         if error.response.status_code not in {codes.CONFLICT, codes.UNPROCESSABLE_ENTITY}:
             raise
-        takes = ", ".join((found.parameter_openapi_schema or {}).get("properties", ())) or "none"
-        raise ConfigError(f"{deployment} refuses: {_detail(error)} (its parameters are {takes})") from error
+        raise ConfigError(f"{deployment} refuses: {_detail(error)} ({takes})") from error
 
 
 def _detail(error: Any) -> str:

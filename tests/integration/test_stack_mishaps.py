@@ -131,6 +131,14 @@ def test_the_run_command_refuses_in_one_sentence_what_the_deployment_does_not_ta
     assert len(result.stderr.splitlines()) == 1
     assert f"the run goes to {own_stack.api_url}" in "".join(result.stdout.splitlines())
 
+    misspelt = own_stack.type("rlhf", "run", "quickstart", "-p", "epsiodes=3")
+    assert misspelt.returncode == 1
+    sentence = (
+        "rlhf: pipeline/quickstart has no parameter 'epsiodes' (did you mean episodes?); its parameters are preset"
+    )
+    assert misspelt.stderr.startswith(sentence), misspelt.stderr
+    assert len(misspelt.stderr.splitlines()) == 1
+
 
 def test_a_service_that_cannot_start_is_told_with_its_log_and_nothing_is_left(tmp_path: Path) -> None:
     stack = LocalStack(tmp_path / "home", tmp_path / ".env")

@@ -13,6 +13,7 @@ from rlhf_core.config.ppo import (
     RolloutConfig,
     SamplingConfig,
 )
+from rlhf_core.config.strategy import StrategyName, TrainersConfig
 from rlhf_core.config.supervised import RewardModelConfig, SFTConfig
 
 __all__ = [
@@ -34,5 +35,7 @@ __all__ = [
     "SamplingConfig",
     "SourceConfig",
     "SplitsConfig",
+    "StrategyName",
     "TemplateConfig",
+    "TrainersConfig",
 ]

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from rlhf_core.config.base import Config, Dtype, Positive
 from rlhf_core.config.model import LoRAConfig
+from rlhf_core.config.strategy import TrainersConfig, refuse_sharded_adapters
 
 
 class RewardConfig(Config):
@@ -163,7 +164,7 @@ class LearningConfig(SamplingConfig, PPOOptions):
         return self
 
 
-class PPOConfig(RolloutConfig, LearningConfig):
+class PPOConfig(RolloutConfig, LearningConfig, TrainersConfig):
     """One PPO run."""
 
     episodes: Positive = 6
@@ -187,4 +188,15 @@ class PPOConfig(RolloutConfig, LearningConfig):
                     f"ppo.{name} is {getattr(self, name)}, but an episode has {samples} samples "
                     f"(prompts_per_episode x samples_per_prompt); choose a divisor of {samples}"
                 )
+        if samples % (self.train_batch_size * self.num_trainers):
+            raise ValueError(
+                f"ppo.num_trainers is {self.num_trainers} and ppo.train_batch_size {self.train_batch_size}, so a step "
+                f"learns from {self.train_batch_size * self.num_trainers} samples, which do not divide an episode's "
+                f"{samples} (prompts_per_episode x samples_per_prompt); lower one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _trains_adapters_unsharded(self) -> Self:
+        refuse_sharded_adapters("ppo", self.strategy, self.lora)
         return self

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from rlhf_core.config.base import Config, Dtype, Positive
+from rlhf_core.config.base import Dtype, Positive
 from rlhf_core.config.model import LoRAConfig
+from rlhf_core.config.strategy import TrainersConfig, refuse_sharded_adapters
 
 
-class SFTConfig(Config):
+class SFTConfig(TrainersConfig):
     """Supervised fine-tuning on demonstrations."""
 
     epochs: Positive = 1
     batch_size: Positive = 16
-    """Sequences per optimizer step."""
+    """Sequences per optimizer step of one trainer process."""
     micro_batch_size: Positive = 16
     """Sequences that go through the model at once; with packing, rows of up to `max_length` tokens."""
     lr: float = Field(5e-5, gt=0)
@@ -34,8 +35,13 @@ class SFTConfig(Config):
     dtype: Dtype = "bfloat16"
     """Arithmetic of the forward pass (autocast over float32 weights)."""
 
+    @model_validator(mode="after")
+    def _trains_adapters_unsharded(self) -> Self:
+        refuse_sharded_adapters("sft", self.strategy, self.lora)
+        return self
 
-class RewardModelConfig(Config):
+
+class RewardModelConfig(TrainersConfig):
     """Bradley-Terry training on preference pairs."""
 
     samples_per_prompt: int = Field(4, ge=2)
@@ -50,7 +56,7 @@ class RewardModelConfig(Config):
     other stay together."""
     epochs: Positive = 1
     batch_size: Positive = 16
-    """Pairs per optimizer step."""
+    """Pairs per optimizer step of one trainer process."""
     micro_batch_size: Positive = 8
     lr: float = Field(3e-5, gt=0)
     head_lr: float = Field(1e-3, gt=0)

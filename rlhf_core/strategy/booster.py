@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 
 
@@ -51,3 +52,77 @@ class Booster(Protocol):
 
     def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: str) -> Any:
         """Put back what `save_lr_scheduler` wrote."""
+
+
+class TrainedState(NamedTuple):
+    """What training changes, in host memory, whole, by the names of the model that no booster has touched."""
+
+    weights: dict[str, Tensor]
+    """Trainable weights in the precision in which they are kept: float32."""
+    moments: dict[str, dict[str, Tensor]]
+    """Of the optimizer, by the names that torch's Adam gives them (exp_avg, exp_avg_sq, step), then by weight; a weight
+    that was never used has none. `step` is one float32 number."""
+
+
+class OwnBooster(Booster, Protocol):
+    """A booster of this library: one for each model, which it boosts once; every method is called by all ranks.
+
+    It says where the weights are, so that checkpoints, published weights and training states are the same whatever the
+    strategy and the number of ranks.
+    """
+
+    max_norm: float | None
+    """Gradients are clipped to this norm over all weights and ranks; None never clips."""
+    equal_passes: bool
+    """Whether backward passes communicate, so that every rank must make as many of them."""
+
+    @property
+    def autocast_dtype(self) -> torch.dtype:
+        """The arithmetic of forward passes."""
+
+    def new_optimizer(
+        self, groups: Iterable[Mapping[str, Any]], *, betas: tuple[float, float]
+    ) -> torch.optim.Optimizer:
+        """Return the Adam, with decoupled weight decay, that `boost` takes for these groups of parameters."""
+
+    def plain(self, model: nn.Module) -> nn.Module:
+        """Return, of a boosted model, the model of transformers or of ours inside, for inference and for its class.
+
+        Its weights are there while `awake` runs, in the working precision.
+        """
+
+    def awake(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return the context in which `plain(model)` holds all current weights; it must not be trained in there."""
+
+    def weights(self, model: nn.Module, names: Sequence[str] | None = None) -> dict[str, Tensor]:
+        """Return copies of weights in host memory, exact, by the plain model's names.
+
+        Args:
+            model: as it was boosted.
+            names: trainable weights; every rank gets them. None takes all trainable ones, and only the first rank gets
+                them: the others get an empty mapping.
+        """
+
+    def load_weights(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+        """Overwrite weights, exactly, in every place where they are kept; those that are not named stay.
+
+        Args:
+            model: as it was boosted.
+            weights: whole tensors by the plain model's names, frozen ones and buffers too if they are named; the same
+                on every rank. Names and shapes are the model's.
+        """
+
+    def state(self, model: nn.Module, optimizer: Any) -> TrainedState:
+        """Return all trainable weights and moments on the first rank, an empty state on the others."""
+
+    def load_state(self, model: nn.Module, optimizer: Any, state: TrainedState) -> None:
+        """Put back what `state` returned, here or under another strategy or number of ranks; the same on every rank.
+
+        Names and shapes are the model's: the caller has seen to it.
+        """
+
+    def exact(self, model: nn.Module) -> AbstractContextManager[nn.Module | None]:
+        """Return the context of a plain model with the exact weights, for saving and merging; None but on the first rank.
+
+        It may be the model itself or a copy in host memory: it must not be changed.
+        """

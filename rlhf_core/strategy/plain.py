@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, get_args
 
@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_core.errors import ConfigError
-from rlhf_core.strategy import files
+from rlhf_core.strategy import files, whole
 from rlhf_core.strategy.agreement import together
+from rlhf_core.strategy.booster import TrainedState
 from rlhf_core.strategy.plain_optimizer import PlainOptimizer
 from rlhf_core.strategy.ranks import Ranks, current_ranks
 
@@ -29,6 +30,8 @@ class PlainBooster:
         max_norm: gradients are clipped to this norm; None never clips.
         ranks: who trains together; None takes torch.distributed's default group, if there is one.
     """
+
+    equal_passes = False
 
     def __init__(self, precision: Precision = "fp32", max_norm: float | None = 1.0, ranks: Ranks | None = None) -> None:
         if precision not in get_args(Precision):
@@ -56,6 +59,12 @@ class PlainBooster:
                 self.ranks.broadcast(tensor)
         wrapped = None if optimizer is None else self._wrapped(optimizer)
         return model, wrapped, criterion, dataloader, lr_scheduler
+
+    def new_optimizer(
+        self, groups: Iterable[Mapping[str, Any]], *, betas: tuple[float, float]
+    ) -> torch.optim.Optimizer:
+        """Return torch's AdamW, fused: five times as fast as its loop, on a CPU too."""
+        return torch.optim.AdamW([dict(group) for group in groups], betas=betas, fused=True)
 
     def backward(self, loss: Tensor, optimizer: Any) -> None:
         """Add the loss's gradients to the model's; the optimizer may be a bare one of torch's."""
@@ -144,6 +153,37 @@ class PlainBooster:
             ModelError: if it is damaged.
         """
         files.read_scheduler(lr_scheduler, checkpoint)
+
+    def plain(self, model: nn.Module) -> nn.Module:
+        """Return the model: nothing is around it."""
+        return model
+
+    def awake(self, model: nn.Module) -> AbstractContextManager[None]:  # noqa: ARG002 - the protocol's
+        """Return a context that does nothing: all weights are there."""
+        return nullcontext()
+
+    def weights(self, model: nn.Module, names: Sequence[str] | None = None) -> dict[str, Tensor]:
+        """Return copies of trainable weights: all on the first rank, those that are named on every rank."""
+        return whole.weights(model, names, self.ranks)
+
+    def load_weights(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+        """Overwrite the weights that are named."""
+        whole.load_weights(model, weights)
+
+    def state(self, model: nn.Module, optimizer: Any) -> TrainedState:
+        """Return copies of all trainable weights and their moments, on the first rank."""
+        if not self.ranks.is_first:
+            return TrainedState({}, {})
+        return TrainedState(self.weights(model), whole.moments(model, optimizer))
+
+    def load_state(self, model: nn.Module, optimizer: Any, state: TrainedState) -> None:
+        """Put back what `state` returned."""
+        self.load_weights(model, state.weights)
+        whole.load_moments(model, optimizer, state.moments)
+
+    def exact(self, model: nn.Module) -> AbstractContextManager[nn.Module | None]:
+        """Return the context of the model itself on the first rank, of None on the others."""
+        return nullcontext(model if self.ranks.is_first else None)
 
     def _from_first(self, write: Callable[[], None]) -> None:
         """Write on the first rank; the others wait for it, and fail if it did."""

@@ -9,22 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlhf_core.errors import TrainingError
+from rlhf_core.strategy.optimizer import CheckedOptimizer, GradientError
 from rlhf_core.strategy.ranks import Ranks
 
 BUCKET_ELEMENTS = 1 << 26
 """Gradients that travel together, cut where they pass this: averaging takes 256 MB of memory for float32."""
-
-
-class GradientError(TrainingError):
-    """A gradient's norm is not finite; the weights are untouched and the gradients forgotten."""
-
-    def __init__(self, norm: float) -> None:
-        super().__init__(
-            f"the gradient's norm is {norm}, which no step can be taken from; lower the learning rate, or look for "
-            "overflow in the data or the dtype"
-        )
-        self.norm = norm
 
 
 class LossScale:
@@ -61,7 +50,7 @@ class LossScale:
         self.factor, self.good_steps = float(facts["factor"]), int(facts["good_steps"])
 
 
-class PlainOptimizer:
+class PlainOptimizer(CheckedOptimizer):
     """Wraps a torch optimizer; every step is one of all ranks.
 
     Args:
@@ -77,9 +66,7 @@ class PlainOptimizer:
         self.optim = optim
         self.max_norm = max_norm
         self.ranks = ranks
-        self.scale = LossScale() if scaled else None
-        self.last_step_skipped = False
-        """Whether the last step overflowed in float16 and was not taken."""
+        self.scale: LossScale | None = LossScale() if scaled else None
         self._norm = 0.0
         self._is_ready = False
         """Whether the gradients are those of all ranks already, checked and clipped."""

@@ -15,7 +15,8 @@ from rlhf_core.errors import ModelError, TrainingError
 from rlhf_core.models.lora import trainable_parameters
 from rlhf_core.strategy.booster import Booster
 from rlhf_core.strategy.plain import PlainBooster
-from rlhf_core.strategy.plain_optimizer import GradientError, PlainOptimizer
+from rlhf_core.strategy.optimizer import CheckedOptimizer, GradientError
+from rlhf_core.strategy.plain_optimizer import PlainOptimizer
 from rlhf_core.strategy.ranks import Ranks, current_ranks
 
 # The second moment forgets within 20 steps: a run has tens or hundreds of them, and rewards drift.
@@ -167,7 +168,7 @@ def make_ready(
     if others is not None and ranks.any(not bool(others.isfinite().all())):
         optimizer.zero_grad()
         raise _cannot_step(what, f"loss is {value}, but a figure beside it is not finite ({_listed(others)})")
-    if isinstance(optimizer, PlainOptimizer):
+    if isinstance(optimizer, CheckedOptimizer):
         try:
             optimizer.make_ready(max_norm=grad_clip)
         except GradientError as error:

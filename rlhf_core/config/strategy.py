@@ -1,0 +1,48 @@
+"""How several processes train one model together."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from rlhf_core.config.base import Config, Positive
+
+StrategyName = Literal[
+    "plain",
+    "ddp",
+    "colossalai_zero2",
+    "colossalai_zero2_cpu",
+    "zero2",
+    "zero2_cpu",
+    "colossalai_gemini",
+    "gemini",
+    "gemini_auto",
+    "3d",
+]
+"""coati's names: of its Strategy classes and of the flag --plugin."""
+
+SAME_STRATEGY = {"zero2": "colossalai_zero2", "zero2_cpu": "colossalai_zero2_cpu", "gemini": "colossalai_gemini"}
+"""Two names of one thing: the flag's, and that of the class."""
+GEMINI = frozenset({"colossalai_gemini", "gemini", "gemini_auto"})
+
+
+class TrainersConfig(Config):
+    """The processes that train one model together."""
+
+    strategy: StrategyName = "plain"
+    """How the trainers share the model: plain and ddp hold all of it on each; zero2 shards gradients and optimizer
+    state (zero2_cpu keeps them in host memory); gemini shards the weights too."""
+    num_trainers: Positive = 1
+    """Trainer processes, each with rows of its own: a step learns from num_trainers batches."""
+
+
+def refuse_sharded_adapters(stage: str, strategy: str, adapters: object) -> None:
+    """See that adapters are not asked of a strategy that shards the weights they adapt.
+
+    Raises:
+        ValueError: if they are.
+    """
+    if strategy in GEMINI and adapters is not None:
+        raise ValueError(
+            f"{stage}.strategy {strategy} shards all weights and trains no adapters; set {stage}.lora to null, or "
+            f"{stage}.strategy to zero2, ddp or plain"
+        )

@@ -122,7 +122,7 @@ class OwnBooster(Booster, Protocol):
         """
 
     def exact(self, model: nn.Module) -> AbstractContextManager[nn.Module | None]:
-        """Return the context of a plain model with the exact weights, for saving and merging; None but on the first rank.
+        """Return the context of a plain model with the exact weights, on the first rank; of None on the others.
 
         It may be the model itself or a copy in host memory: it must not be changed.
         """

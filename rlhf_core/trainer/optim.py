@@ -14,8 +14,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from rlhf_core.errors import ModelError, TrainingError
 from rlhf_core.models.lora import trainable_parameters
 from rlhf_core.strategy.booster import Booster
-from rlhf_core.strategy.plain import PlainBooster
 from rlhf_core.strategy.optimizer import CheckedOptimizer, GradientError
+from rlhf_core.strategy.plain import PlainBooster
 from rlhf_core.strategy.plain_optimizer import PlainOptimizer
 from rlhf_core.strategy.ranks import Ranks, current_ranks
 

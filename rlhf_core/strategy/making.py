@@ -1,0 +1,164 @@
+"""A booster by the name of its strategy, and in one sentence what cannot be. Importing this imports no torch."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING, Any, get_args
+
+from rlhf_core.config.strategy import GEMINI, SAME_STRATEGY, StrategyName
+from rlhf_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from rlhf_core.strategy.booster import OwnBooster
+    from rlhf_core.strategy.plain import Precision
+    from rlhf_core.strategy.ranks import Ranks
+
+INSTALL = "pip install --no-deps --no-build-isolation colossalai==0.5.0"
+"""It asks for releases of torch and transformers that are years old: nothing that it names may be installed."""
+_COLOSSALAI = frozenset(get_args(StrategyName)) - {"plain"}
+
+
+def check_strategy(
+    strategy: StrategyName,
+    *,
+    precision: Precision,
+    cuda: bool,
+    num_trainers: int = 1,
+    adapters: bool = False,
+    accumulates: bool = False,
+) -> None:
+    """See, before anything is loaded, that a strategy can do what is asked of it. Imports no torch.
+
+    Args:
+        strategy: by name.
+        precision: of forward passes.
+        cuda: whether the trainers have GPUs.
+        num_trainers: processes that train together.
+        adapters: whether LoRA is trained.
+        accumulates: whether an optimizer step has several backward passes.
+
+    Raises:
+        ConfigError: if it cannot; one sentence.
+    """
+    if strategy not in get_args(StrategyName):
+        raise ConfigError(f"strategy {strategy!r} is unknown; take one of {', '.join(get_args(StrategyName))}")
+    if strategy == "3d":
+        raise ConfigError(
+            "strategy 3d, which splits one model over ranks, comes in a later release; take gemini or zero2"
+        )
+    if num_trainers < 1:
+        raise ConfigError(f"expected at least 1 trainer process, got {num_trainers}")
+    if precision == "fp16" and not cuda:
+        raise ConfigError("precision fp16 needs a GPU; take bf16, or fp32, on a CPU")
+    if strategy == "gemini_auto" and not cuda:
+        raise ConfigError(
+            "strategy gemini_auto places weights by the GPU memory that is free, but there is no GPU; take gemini"
+        )
+    if strategy in GEMINI and adapters:
+        raise ConfigError(
+            f"strategy {strategy} shards all weights and trains no adapters; take zero2, ddp or plain with LoRA"
+        )
+    if strategy == "gemini_auto" and accumulates:
+        raise ConfigError(
+            "strategy gemini_auto does not accumulate gradients over several backward passes; make one pass per step, "
+            "or take gemini"
+        )
+    _check_installed(strategy)
+
+
+def make_booster(
+    strategy: StrategyName,
+    *,
+    precision: Precision = "fp32",
+    max_norm: float | None = 1.0,
+    ranks: Ranks | None = None,
+    device: torch.device | str | None = None,
+) -> OwnBooster:
+    """Return a new booster, for one model.
+
+    Args:
+        strategy: by name.
+        precision: of forward passes; under ZeRO and Gemini of the working weights too.
+        max_norm: gradients are clipped to this norm over all weights and ranks; None never clips.
+        ranks: who trains together; None takes torch.distributed's default group. ColossalAI's strategies need one: a
+            process on its own enters a group of one.
+        device: where the weights are; None takes the GPU where there is one.
+
+    Raises:
+        ConfigError: if the strategy cannot be had here; one sentence.
+    """
+    import torch  # noqa: PLC0415 - two seconds, which checking a name should not cost
+
+    from rlhf_core.models.loading import default_device  # noqa: PLC0415
+    from rlhf_core.strategy.plain import PlainBooster  # noqa: PLC0415
+
+    where = default_device() if device is None else torch.device(device)
+    check_strategy(strategy, precision=precision, cuda=where.type == "cuda")
+    if strategy == "plain":
+        return PlainBooster(precision, max_norm, ranks)
+    joined = _joined(strategy, ranks)
+    _check_backend(strategy, where, joined)
+    return _colossal(strategy, precision, max_norm, joined)
+
+
+def _colossal(strategy: StrategyName, precision: Precision, max_norm: float | None, ranks: Ranks) -> OwnBooster:
+    """Import ColossalAI, which takes seconds, and make the booster of a plugin."""
+    made: Any
+    match SAME_STRATEGY.get(strategy, strategy):
+        case "ddp":
+            from rlhf_core.strategy.colossal.ddp import DDPBooster  # noqa: PLC0415
+
+            made = DDPBooster(precision, max_norm, ranks)
+        case "colossalai_zero2" | "colossalai_zero2_cpu" as zero:
+            from rlhf_core.strategy.colossal.zero import ZeroBooster  # noqa: PLC0415
+
+            made = ZeroBooster(precision, max_norm, ranks, cpu_offload=zero == "colossalai_zero2_cpu")
+        case _:
+            from rlhf_core.strategy.colossal.gemini import GeminiBooster  # noqa: PLC0415
+
+            auto = {"placement": "auto"} if strategy == "gemini_auto" else {}
+            made = GeminiBooster(precision, max_norm, ranks, **auto)
+    booster: OwnBooster = made
+    return booster
+
+
+def _check_installed(strategy: str) -> None:
+    if strategy in _COLOSSALAI and importlib.util.find_spec("colossalai") is None:
+        raise ConfigError(
+            f"strategy {strategy} needs ColossalAI, which is not installed; `make setup` installs it, as does "
+            f"`{INSTALL}`; or take plain"
+        )
+
+
+def _joined(strategy: str, ranks: Ranks | None) -> Ranks:
+    """Return the group of processes that a plugin will find, which must be the one that is asked for."""
+    import torch.distributed as dist  # noqa: PLC0415
+
+    from rlhf_core.strategy.ranks import current_ranks, join_alone  # noqa: PLC0415
+
+    asked = current_ranks() if ranks is None else ranks
+    if not dist.is_initialized():
+        if asked.world_size > 1:
+            raise ConfigError(
+                f"strategy {strategy} is asked for {asked.world_size} ranks, but this process has joined no group; "
+                "call rlhf_core.strategy.ranks.join() first, under torchrun"
+            )
+        return join_alone()
+    if asked.world_size != dist.get_world_size():
+        raise ConfigError(
+            f"strategy {strategy} shards over all {dist.get_world_size()} processes of the group, but is asked for "
+            f"{asked.world_size} ranks; start as many processes as train together"
+        )
+    return asked
+
+
+def _check_backend(strategy: str, device: torch.device, ranks: Ranks) -> None:
+    import torch.distributed as dist  # noqa: PLC0415
+
+    if device.type == "cuda" and "nccl" not in dist.get_backend():
+        raise ConfigError(
+            f"strategy {strategy} trains on GPUs over NCCL, which needs one for each of the {ranks.world_size} ranks, "
+            "but they share one or see none; start as many ranks as there are GPUs, or take plain"
+        )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from peft.tuners.lora import LoraLayer
@@ -22,7 +22,18 @@ from rlhf_core.models.saving import quiet
 EXACT_FILE = "exact.safetensors"
 """All weights by the model's own names, adapters apart: beside merged shards, from which they cannot be recovered."""
 OPTIMIZER_FILE = "optimizer.safetensors"
+SETTINGS = ("lr", "initial_lr", "betas", "eps", "weight_decay")
+"""What every strategy's Adam knows of a group, whichever class it is."""
 _FACTS = "facts"
+
+
+class OptimizerState(NamedTuple):
+    """An optimizer's state as a checkpoint holds it, the same whatever the strategy and the number of ranks."""
+
+    moments: Mapping[int, Mapping[str, Any]]
+    """By the weight's number, in the order of the groups; whole tensors, or plain numbers."""
+    facts: dict[str, Any]
+    """Its groups, and what else JSON holds."""
 
 
 def write_model_file(model: nn.Module, path: str | Path) -> None:
@@ -52,34 +63,59 @@ def read_model(model: nn.Module, path: str | Path) -> None:
     Raises:
         ModelError: if it is damaged or belongs to a model of another form; nothing was changed.
     """
+    own = _own(model)
+    with torch.no_grad():
+        for name, tensor in read_weights(model, path, shapes(model)).items():
+            own[name].copy_(tensor)
+
+
+def shapes(model: nn.Module) -> dict[str, torch.Size]:
+    """Return the shapes of what a checkpoint holds: weights, tied ones once, and buffers that last."""
+    return {name: tensor.shape for name, tensor in _own(model).items()}
+
+
+def read_weights(model: nn.Module, path: str | Path, expected: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+    """Return, in host memory, what `write_model_file` or `write_model_directory` wrote; changes nothing.
+
+    Args:
+        model: its class and configuration tell how a directory is read.
+        path: the file or directory.
+        expected: as `shapes` returned it for the model.
+
+    Raises:
+        ModelError: if it is damaged or has other names or shapes.
+    """
     path = Path(path)
     exact = path / EXACT_FILE if path.is_dir() else path
     try:
         if exact.is_file():
-            tensors = load_file(exact)
+            tensors: dict[str, Tensor] = load_file(exact)
         elif path.is_dir():
             tensors = _from_pretrained(model, path)
         else:
             raise ModelError(f"{path} holds no checkpoint: there is no such file or directory")
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise _damaged(path, error) from error
-    own = _own(model)
-    unlike = {name for name in own.keys() & tensors.keys() if own[name].shape != tensors[name].shape}
-    if wrong := sorted((own.keys() ^ tensors.keys()) | unlike):
+    unlike = {name for name in expected.keys() & tensors.keys() if expected[name] != tensors[name].shape}
+    if wrong := sorted((expected.keys() ^ tensors.keys()) | unlike):
         raise ModelError(
             f"the checkpoint {path} does not fit the model: {len(wrong)} tensors are missing, unknown or of another "
             f"shape, first {wrong[0]!r}; build the model with the checkpoint's configuration"
         )
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            own[name].copy_(tensor)
+    return tensors
 
 
 def write_optimizer(optimizer: Any, path: str | Path, *, directory: bool) -> None:
+    """Write an optimizer's state, as its `state_dict` has it."""
+    facts = optimizer.state_dict()
+    moments = facts.pop("state")
+    write_optimizer_state(OptimizerState(moments, facts), path, directory=directory)
+
+
+def write_optimizer_state(state: OptimizerState, path: str | Path, *, directory: bool) -> None:
     """Write an optimizer's state; its tensors are named `<number of the parameter>.<moment>`."""
-    state = optimizer.state_dict()
     tensors, plain = {}, {}
-    for number, moments in state.pop("state").items():
+    for number, moments in state.moments.items():
         for moment, value in moments.items():
             if isinstance(value, Tensor):
                 tensors[f"{number}.{moment}"] = value.detach().cpu().contiguous().clone()
@@ -87,14 +123,31 @@ def write_optimizer(optimizer: Any, path: str | Path, *, directory: bool) -> Non
                 plain[f"{number}.{moment}"] = value
     path = Path(path) / OPTIMIZER_FILE if directory else Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, path, metadata={_FACTS: json.dumps(state | {"plain": plain})})
+    save_file(tensors, path, metadata={_FACTS: json.dumps(state.facts | {"plain": plain})})
 
 
 def read_optimizer(optimizer: Any, path: str | Path) -> None:
-    """Put back what `write_optimizer` wrote.
+    """Put back what `write_optimizer` wrote, or a booster of any strategy for the same weights in the same groups.
 
     Raises:
         ModelError: if it is damaged or belongs to other weights; nothing was changed.
+    """
+    expected = [[member.shape for member in group["params"]] for group in optimizer.param_groups]
+    state = read_optimizer_state(path, expected)
+    own = optimizer.state_dict()["param_groups"]
+    groups = [mine | theirs for mine, theirs in zip(own, state.facts["param_groups"], strict=True)]
+    optimizer.load_state_dict(state.facts | {"param_groups": groups, "state": state.moments})
+
+
+def read_optimizer_state(path: str | Path, expected: Sequence[Sequence[torch.Size]]) -> OptimizerState:
+    """Return what `write_optimizer` or `write_optimizer_state` wrote; changes nothing.
+
+    Args:
+        path: the file, or the directory that it is in.
+        expected: shapes of the optimizer's members, by group.
+
+    Raises:
+        ModelError: if it is damaged or belongs to other weights.
     """
     path = Path(path) / OPTIMIZER_FILE if Path(path).is_dir() else Path(path)
     try:
@@ -102,16 +155,16 @@ def read_optimizer(optimizer: Any, path: str | Path) -> None:
             facts = json.loads(file.metadata()[_FACTS])
             entries: dict[str, Any] = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - no mapping
         entries |= facts.pop("plain")
-    except (OSError, ValueError, LookupError, TypeError, SafetensorError) as error:
+        groups = [_settings(group) for group in facts["param_groups"]]
+        sizes = [len(group["params"]) for group in facts["param_groups"]]
+        moments: dict[int, dict[str, Any]] = {}
+        for key, value in entries.items():
+            number, _, moment = key.partition(".")
+            moments.setdefault(int(number), {})[moment] = value
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, SafetensorError) as error:
         raise _damaged(path, error) from error
-    state: dict[int, dict[str, Any]] = {}
-    for key, value in entries.items():
-        number, _, moment = key.partition(".")
-        state.setdefault(int(number), {})[moment] = value
-    _check_optimizer(optimizer, state, facts["param_groups"], path)
-    for group in facts["param_groups"]:
-        group |= {name: tuple(value) for name, value in group.items() if name == "betas"}  # JSON has no tuples
-    optimizer.load_state_dict(facts | {"state": state})
+    _check_optimizer(moments, sizes, expected, path)
+    return OptimizerState(moments, facts | {"param_groups": groups})
 
 
 def write_scheduler(scheduler: Any, path: str | Path) -> None:
@@ -167,16 +220,21 @@ def _from_pretrained(model: nn.Module, directory: Path) -> dict[str, Tensor]:
     return _own(kind.from_pretrained(directory, torch.float32))
 
 
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the configuration says of a group, without how an optimizer of one strategy does it."""
+    return {  # JSON has no tuples
+        name: tuple(group[name]) if name == "betas" else group[name] for name in SETTINGS if name in group
+    }
+
+
 def _check_optimizer(
-    optimizer: Any, state: Mapping[int, Mapping[str, Any]], groups: list[dict[str, Any]], path: Path
+    moments: Mapping[int, Mapping[str, Any]], sizes: list[int], expected: Sequence[Sequence[torch.Size]], path: Path
 ) -> None:
-    members = [member for group in optimizer.param_groups for member in group["params"]]
-    sizes = [len(group["params"]) for group in optimizer.param_groups]
-    fits = sizes == [len(group["params"]) for group in groups] and all(
-        number < len(members)
-        and (not isinstance(value, Tensor) or value.ndim == 0 or value.shape == members[number].shape)
-        for number, moments in state.items()
-        for value in moments.values()
+    members = [shape for group in expected for shape in group]
+    fits = sizes == [len(group) for group in expected] and all(
+        number < len(members) and (not isinstance(value, Tensor) or value.ndim == 0 or value.shape == members[number])
+        for number, held in moments.items()
+        for value in held.values()
     )
     if not fits:
         raise ModelError(

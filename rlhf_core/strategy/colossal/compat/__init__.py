@@ -1,0 +1,10 @@
+"""What adapts ColossalAI 0.5.0 to current releases and to machines without a GPU: each patch with its reason.
+
+`upstream` is the one way to its modules. What is patched for the want of a GPU is left as it is where there is one.
+"""
+
+from __future__ import annotations
+
+from rlhf_core.strategy.colossal.compat.loading import upstream
+
+__all__ = ["upstream"]

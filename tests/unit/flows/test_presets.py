@@ -139,7 +139,7 @@ def test_a_mistake_is_told_in_one_sentence(preset: str, overrides: dict[str, obj
     assert "\n" not in str(caught.value)
 
 
-SLOW = {"torch", "ray", "transformers", "datasets", "pyarrow", "reasoning_gym", "matplotlib", "numpy"}
+SLOW = {"torch", "colossalai", "ray", "transformers", "datasets", "pyarrow", "reasoning_gym", "matplotlib", "numpy"}
 
 
 def test_flows_and_commands_import_without_what_is_slow() -> None:

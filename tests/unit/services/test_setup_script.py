@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from infra.settings import CHECKOUT
+from rlhf_core.strategy.making import INSTALL
 
 TOOLS = ("cat", "dirname", "grep", "mkdir", "rm", "sh", "sleep", "tail")
 NEEDED = ("requirements.txt", "requirements-dev.txt", "pyproject.toml", "infra/setup.sh", "Makefile")
@@ -154,6 +155,17 @@ def test_home_and_logs_are_for_their_owner_alone(checkout: Path, home: str | Non
     made = checkout / (home or ".rlhf")
     assert {path.stat().st_mode & 0o777 for path in (made, made / "logs")} == {0o700}
     assert (checkout / ".venv").stat().st_mode & 0o777 == 0o775, "what is no secret follows the user's own mask"
+
+
+def test_colossalai_is_built_on_what_the_lock_files_name_and_brings_nothing_along(checkout: Path) -> None:
+    ready_to_install(checkout)
+    assert setup(checkout).returncode == 0
+    said = (checkout / ".rlhf" / "logs" / "setup.log").read_text().splitlines()
+    installs = [line for line in said if line.startswith("$ ") and " install " in line]
+    assert ["requirements.txt" in line for line in installs] == [True, False], "it is built with the locked setuptools"
+    assert INSTALL.removeprefix("pip install ").split()[-1] in installs[1].split()
+    assert {"--no-deps", "--no-build-isolation"} <= set(installs[1].split()) & set(INSTALL.split())
+    assert not [line for line in installs if "://" in line]
 
 
 def test_a_python_whose_path_has_spaces_is_taken(checkout: Path) -> None:

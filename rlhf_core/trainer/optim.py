@@ -1,4 +1,4 @@
-"""AdamW, learning-rate schedules, and the one way in which a step is taken."""
+"""AdamW with its schedule, as a booster makes it, and the one way in which a step is taken."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from rlhf_core.errors import ModelError, TrainingError
 from rlhf_core.models.lora import trainable_parameters
-from rlhf_core.strategy.booster import Booster
+from rlhf_core.strategy.booster import Booster, OwnBooster
 from rlhf_core.strategy.optimizer import CheckedOptimizer, GradientError
 from rlhf_core.strategy.plain import PlainBooster
 from rlhf_core.strategy.plain_optimizer import PlainOptimizer
@@ -50,9 +49,10 @@ def make_trained(
     weight_decay: float,
     schedule: Callable[[int], float],
     other_lrs: Mapping[str, float] | None = None,
-    booster: Booster | None = None,
+    betas: tuple[float, float] = BETAS,
+    booster: OwnBooster | None = None,
 ) -> Trained:
-    """Return the model with AdamW over its trainable weights, and its schedule, boosted.
+    """Return the model with its booster's Adam over its trainable weights, and its schedule, boosted.
 
     Weight decay is decoupled, and applied to matrices only: biases and norms keep their scale.
 
@@ -62,6 +62,7 @@ def make_trained(
         weight_decay: per step, times the learning rate.
         schedule: factor on the learning rate by step, from 0.
         other_lrs: peak rates of parameters whose names begin so; the others get `lr`.
+        betas: how slowly the moments forget.
         booster: None takes a plain one in float32, which clips as `take_step` says.
 
     Raises:
@@ -81,35 +82,14 @@ def make_trained(
         rate = next((other for prefix, other in (other_lrs or {}).items() if name.startswith(prefix)), lr)
         decay = weight_decay if parameter.ndim > 1 else 0.0
         groups.setdefault((rate, decay), []).append(parameter)
-    optimizer = AdamW(
-        [{"params": members, "lr": rate, "weight_decay": decay} for (rate, decay), members in groups.items()],
-        betas=BETAS,
-        fused=True,  # five times as fast as the loop on a CPU
-    )
     booster = PlainBooster(max_norm=None) if booster is None else booster
+    optimizer = booster.new_optimizer(
+        [{"params": members, "lr": rate, "weight_decay": decay} for (rate, decay), members in groups.items()],
+        betas=betas,
+    )
     boosted, wrapped, _, _, scheduler = booster.boost(model, optimizer, lr_scheduler=LambdaLR(optimizer, schedule))
+    _follow(scheduler, wrapped)
     return Trained(boosted, wrapped, scheduler, booster)
-
-
-def warmup_then_constant(warmup_steps: int) -> Callable[[int], float]:
-    """Return the schedule that rises linearly and stays.
-
-        factor(i) = min(1, (i + 1) / (warmup_steps + 1))
-
-    The first step already has a rate above zero; the first step after the warm-up has the full one.
-    """
-    return lambda step: min(1.0, (step + 1) / (warmup_steps + 1))
-
-
-def warmup_then_decay(warmup_steps: int, total_steps: int) -> Callable[[int], float]:
-    """Return the schedule that rises linearly, then falls linearly to zero after the last step.
-
-        factor(i) = min((i + 1) / (warmup_steps + 1), (total_steps - i) / (total_steps - warmup_steps))
-
-    Both are 1 at i = warmup_steps. A warm-up longer than the run is cut to the run.
-    """
-    warmup = min(warmup_steps, total_steps - 1)
-    return lambda step: max(0.0, min((step + 1) / (warmup + 1), (total_steps - step) / (total_steps - warmup)))
 
 
 class ReadyStep(NamedTuple):
@@ -187,6 +167,15 @@ def take_step(
 ) -> StepTaken:
     """Take the step that `make_ready` returns for the same arguments; it raises what that raises."""
     return make_ready(trained, loss=loss, what=what, others=others, grad_clip=grad_clip, ranks=ranks).take()
+
+
+def _follow(scheduler: Any, optimizer: Any) -> None:
+    """Let the schedule set the rates of the groups that are stepped, where boosting built the optimizer anew."""
+    if scheduler.optimizer.param_groups is optimizer.param_groups:
+        return
+    scheduler.optimizer = optimizer
+    for group, rate in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+        group["lr"] = rate
 
 
 def _listed(figures: Tensor) -> str:

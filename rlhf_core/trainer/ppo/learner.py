@@ -22,12 +22,13 @@ from rlhf_core.strategy.plain import PlainBooster, Precision
 from rlhf_core.strategy.ranks import Ranks, current_ranks
 from rlhf_core.trainer.base import PaddedBatch
 from rlhf_core.trainer.learning_mode import checkpoint_activations
-from rlhf_core.trainer.optim import Trained, make_trained, warmup_then_constant
+from rlhf_core.trainer.optim import Trained, make_trained
 from rlhf_core.trainer.ppo.critic_start import ValueLine, fit_line, rescale_experience, rescale_head
 from rlhf_core.trainer.ppo.minibatch import prepare
 from rlhf_core.trainer.ppo.ptx import PtxSource
 from rlhf_core.trainer.ppo.stats import PPOStats, stats_from
 from rlhf_core.trainer.ppo.steps import StepContext, step_all
+from rlhf_core.trainer.schedules import warmup_then_constant
 from rlhf_core.trainer.state import LearnerState, load_state_tensors, state_tensors
 from rlhf_core.types import Experience
 

@@ -22,7 +22,8 @@ from rlhf_core.strategy.booster import Booster
 from rlhf_core.strategy.ranks import Ranks, current_ranks
 from rlhf_core.trainer.base import Metrics, OnStep, training_mode
 from rlhf_core.trainer.checkpoint import write_json
-from rlhf_core.trainer.optim import make_trained, warmup_then_decay
+from rlhf_core.trainer.optim import make_trained
+from rlhf_core.trainer.schedules import warmup_then_decay
 from rlhf_core.trainer.supervised.batches import PairBatch, pair_batch, pair_batch_of
 from rlhf_core.trainer.supervised.forward import check_vocabulary, vocabulary_size
 from rlhf_core.trainer.supervised.heldout import HeldoutPrompts

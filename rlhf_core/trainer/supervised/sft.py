@@ -20,7 +20,8 @@ from rlhf_core.models.trunk import evaluating
 from rlhf_core.strategy.booster import Booster
 from rlhf_core.strategy.ranks import ALONE, Ranks, current_ranks
 from rlhf_core.trainer.base import Metrics, OnStep, training_mode
-from rlhf_core.trainer.optim import make_trained, warmup_then_decay
+from rlhf_core.trainer.optim import make_trained
+from rlhf_core.trainer.schedules import warmup_then_decay
 from rlhf_core.trainer.supervised.batches import (
     Demonstration,
     MaskedTokens,

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from rlhf_core.script.flags import build_parser
-from rlhf_core.script.schedule import optimizer_steps, schedule_of, warmup_then_cosine
+from rlhf_core.script.schedule import optimizer_steps, schedule_of
+from rlhf_core.trainer.schedules import warmup_then_cosine
 
 
 def test_steps_are_windows_of_accumulated_batches() -> None:

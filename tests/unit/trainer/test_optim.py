@@ -1,8 +1,9 @@
-"""Schedules by hand, AdamW by its definition, and steps that must not be taken."""
+"""AdamW by its definition, and steps that must not be taken."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,28 +11,12 @@ from torch import nn
 
 from rlhf_core.errors import ModelError, TrainingError
 from rlhf_core.strategy.plain import PlainBooster
-from rlhf_core.trainer.optim import Trained, make_trained, take_step, warmup_then_constant, warmup_then_decay
+from rlhf_core.trainer.optim import Trained, make_trained, take_step
+from rlhf_core.trainer.schedules import warmup_then_constant
 
 
-def trained(model: nn.Module, *, lr: float = 0.1, weight_decay: float = 0.0) -> Trained:
-    return make_trained(model, lr=lr, weight_decay=weight_decay, schedule=warmup_then_constant(0))
-
-
-def test_warm_up_rises_linearly_and_stays() -> None:
-    factor = warmup_then_constant(2)
-    assert [factor(step) for step in range(4)] == pytest.approx([1 / 3, 2 / 3, 1, 1])
-    assert warmup_then_constant(0)(0) == 1.0
-
-
-def test_decay_falls_linearly_to_zero_after_the_last_step() -> None:
-    factor = warmup_then_decay(2, 6)
-    assert [factor(step) for step in range(7)] == pytest.approx([1 / 3, 2 / 3, 1, 3 / 4, 1 / 2, 1 / 4, 0])
-
-
-def test_a_warm_up_longer_than_the_run_still_gives_rates_above_zero() -> None:
-    factor = warmup_then_decay(10, 3)
-    assert [factor(step) for step in range(3)] == pytest.approx([1 / 3, 2 / 3, 1])
-    assert warmup_then_decay(2, 1)(0) == 1.0
+def trained(model: nn.Module, *, lr: float = 0.1, weight_decay: float = 0.0, **others: Any) -> Trained:
+    return make_trained(model, lr=lr, weight_decay=weight_decay, schedule=warmup_then_constant(0), **others)
 
 
 def test_the_rate_of_a_step_is_the_schedules_at_that_step() -> None:
@@ -45,17 +30,40 @@ def test_the_rate_of_a_step_is_the_schedules_at_that_step() -> None:
         assert before - model.weight.item() == pytest.approx(expected, rel=1e-4)
 
 
-def test_two_steps_agree_with_the_definition_of_adamw() -> None:
+class Rebuilding(PlainBooster):
+    """Steps another optimizer than the one that it was given, as a plugin may."""
+
+    def boost(self, model: nn.Module, optimizer: Any = None, *others: Any, lr_scheduler: Any = None) -> Any:
+        groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
+        rebuilt = torch.optim.AdamW(groups, lr=123.0)
+        return super().boost(model, rebuilt, *others, lr_scheduler=lr_scheduler)
+
+
+@pytest.mark.filterwarnings("ignore:Seems like `optimizer.step")
+def test_a_schedule_follows_an_optimizer_that_boosting_built_anew() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    both = make_trained(
+        model, lr=0.1, weight_decay=0.0, schedule=warmup_then_constant(1), booster=Rebuilding(max_norm=None)
+    )
+    for expected in (0.05, 0.1):
+        before = model.weight.item()
+        model.weight.sum().backward()
+        take_step(both, loss=torch.zeros(()), what="model")
+        assert before - model.weight.item() == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.95), (0.8, 0.999)])
+def test_two_steps_agree_with_the_definition_of_adamw(betas: tuple[float, float]) -> None:
     model = nn.Linear(2, 1, bias=False)
     start = model.weight.detach().clone()
-    both = trained(model, lr=0.01, weight_decay=0.1)
+    both = trained(model, lr=0.01, weight_decay=0.1, **({} if betas == (0.9, 0.95) else {"betas": betas}))
     gradients = [torch.tensor([[0.5, -2.0]]), torch.tensor([[0.1, 3.0]])]
-    # Loshchilov and Hutter 2019, algorithm 2, with beta 0.9 and 0.95
+    # Loshchilov and Hutter 2019, algorithm 2; 0.9 and 0.95 are ours
     expected, first, second = start.clone(), torch.zeros(1, 2), torch.zeros(1, 2)
     for t, gradient in enumerate(gradients, start=1):
-        first = 0.9 * first + 0.1 * gradient
-        second = 0.95 * second + 0.05 * gradient**2
-        update = (first / (1 - 0.9**t)) / ((second / (1 - 0.95**t)).sqrt() + 1e-8)
+        first = betas[0] * first + (1 - betas[0]) * gradient
+        second = betas[1] * second + (1 - betas[1]) * gradient**2
+        update = (first / (1 - betas[0] ** t)) / ((second / (1 - betas[1] ** t)).sqrt() + 1e-8)
         expected = expected - 0.01 * (update + 0.1 * expected)
         model.weight.grad = gradient.clone()
         take_step(both, grad_clip=1e9, loss=torch.zeros(()), what="model")

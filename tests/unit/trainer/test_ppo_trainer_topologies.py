@@ -12,10 +12,11 @@ from rlhf_core.data import PromptTemplate
 from rlhf_core.experience_maker.maker import ExperienceMaker
 from rlhf_core.models.critic import Critic
 from rlhf_core.strategy.plain import PlainBooster
-from rlhf_core.trainer.optim import make_trained, warmup_then_constant
+from rlhf_core.trainer.optim import make_trained
 from rlhf_core.trainer.ppo.learner import PPOLearner
 from rlhf_core.trainer.ppo.prompt_batches import prompts_of
 from rlhf_core.trainer.ppo.setup import scorer_of
+from rlhf_core.trainer.schedules import warmup_then_constant
 from tests.tiny_llama import tiny_llama
 from tests.unit.trainer.ppo_trainers import (
     TOKENIZER,

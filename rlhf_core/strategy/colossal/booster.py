@@ -234,7 +234,7 @@ def _members(model: nn.Module, optimizer: torch.optim.Optimizer) -> Members:
     """Return the names of the optimizer's members.
 
     Raises:
-        ConfigError: if one is no weight of the model.
+        ConfigError: if one is no weight of the model, or a frozen one.
     """
     own = {parameter: name for name, parameter in model.named_parameters()}
     members = [member for group in optimizer.param_groups for member in group["params"]]
@@ -242,5 +242,10 @@ def _members(model: nn.Module, optimizer: torch.optim.Optimizer) -> Members:
         raise ConfigError(
             f"{strange} of the optimizer's {len(members)} tensors are no weights of the {type(model).__name__} that is "
             "boosted with it; build the optimizer from the model's parameters"
+        )
+    if frozen := [own[member] for member in members if not member.requires_grad]:
+        raise ConfigError(
+            f"the optimizer has {len(frozen)} weights that are not trained, first {frozen[0]!r}; build it from those "
+            "that require a gradient"
         )
     return Members([own[member] for member in members], [len(group["params"]) for group in optimizer.param_groups])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
@@ -153,3 +153,17 @@ class ColossalOptimizer(CheckedOptimizer):
     def _can_shrink(self) -> bool:
         """Whether a smaller loss scale is left to try; without float16 there is none."""
         return False
+
+    def _load_into(
+        self,
+        optim: torch.optim.Optimizer,
+        moments: Mapping[str, Mapping[str, Tensor]],
+        cut: Callable[[Tensor], Tensor] = torch.clone,
+    ) -> None:
+        """Give moments to a torch optimizer, which knows its members by number; `cut` copies what this rank holds."""
+        numbers = {name: number for number, name in enumerate(self.names)}
+        state: dict[int, dict[str, Tensor]] = {}
+        for moment, held in moments.items():
+            for name, tensor in held.items():
+                state.setdefault(numbers[name], {})[moment] = tensor.clone() if moment == "step" else cut(tensor)
+        optim.load_state_dict({"state": state, "param_groups": optim.state_dict()["param_groups"]})

@@ -1,0 +1,138 @@
+"""Data parallelism by torch's DDP: gradients are averaged while the backward pass still runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_core.strategy import whole
+from rlhf_core.strategy.colossal.booster import ColossalBooster
+from rlhf_core.strategy.colossal.compat import upstream
+from rlhf_core.strategy.colossal.optimizer import ColossalOptimizer, Members, Moments
+from rlhf_core.strategy.plain_optimizer import LossScale
+
+
+class DDPBooster(ColossalBooster):
+    """Every rank holds all of the model, in float32; forward passes are in autocast, as with `PlainBooster`.
+
+    A weight that some rank used gets its mean over ranks, zero where it was not used; one that no rank used keeps no
+    gradient, so that weight decay does not move it.
+    """
+
+    def _plugin(self) -> Any:
+        return upstream("colossalai.booster.plugin").TorchDDPPlugin(
+            # Rank 0's buffers went round in boost. Sent at every forward pass, they would make ranks wait for each
+            # other in passes without gradients too, of which they may have different numbers.
+            broadcast_buffers=False,
+            find_unused_parameters=True,
+            gradient_as_bucket_view=True,  # else each gradient is held twice
+        )
+
+    def _adapted(self, optimizer: Any, members: Members) -> DDPOptimizer:
+        return DDPOptimizer(
+            optimizer,
+            members=members,
+            max_norm=self.max_norm,
+            scaled=self.precision == "fp16",
+            is_first=self.ranks.is_first,
+        )
+
+    def _boosted(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[nn.Module, Any]:
+        boosted, wrapped = super()._boosted(model, optimizer)
+        # It would copy what the model returns, all logits, in case somebody changes them in place: nobody does.
+        ddp: Any = boosted.module
+        ddp._set_ddp_sink_clone(False)
+        return boosted, wrapped
+
+    def no_sync(self, model: nn.Module | None = None, optimizer: Any = None) -> AbstractContextManager[Any]:
+        """Return the context of passes, forward and backward, whose gradients stay this rank's until the next pass.
+
+        Without the forward pass in it, it changes nothing: gradients are averaged in every pass, which adds up to the
+        same.
+        """
+        context: AbstractContextManager[Any] = self.upstream.no_sync(model, optimizer)
+        return context
+
+    def plain(self, model: nn.Module) -> nn.Module:
+        """Return the model inside DDP, whose weights are this rank's own."""
+        wrapper: Any = model
+        inner: nn.Module = wrapper.module.module  # ColossalAI's wrapper around torch's
+        return inner
+
+    def weights(self, model: nn.Module, names: Sequence[str] | None = None) -> dict[str, Tensor]:
+        """Return copies of trainable weights: all on the first rank, those that are named on every rank."""
+        return whole.weights(self.plain(model), names, self.ranks)
+
+    def load_weights(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+        """Overwrite the weights and buffers that are named."""
+        whole.load_weights(self.plain(model), weights)
+
+    def exact(self, model: nn.Module) -> AbstractContextManager[nn.Module | None]:
+        """Return the context of the model inside on the first rank, of None on the others."""
+        return nullcontext(self.plain(model) if self.ranks.is_first else None)
+
+
+class DDPOptimizer(ColossalOptimizer):
+    """Checks and clips gradients that DDP has averaged: they are the same on every rank, and so is all that follows.
+
+    Args:
+        inner: the plugin's wrapper of a torch optimizer.
+        members: of its groups.
+        max_norm: gradients are clipped to this norm; None never clips.
+        scaled: whether losses are scaled for float16.
+        is_first: whether this rank speaks for all.
+    """
+
+    def __init__(self, inner: Any, *, members: Members, max_norm: float | None, scaled: bool, is_first: bool) -> None:
+        super().__init__(inner, members=members, max_norm=max_norm)
+        self.scale: LossScale | None = LossScale() if scaled else None
+        self.is_first = is_first
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the loss's gradients to the model's."""
+        super().backward(loss if self.scale is None else loss * self.scale.factor)
+
+    def moments(self) -> Moments:
+        """Return copies of all moments on the first rank."""
+        found: Moments = {}
+        if self.is_first:
+            for name, parameter in zip(self.names, self._parameters(), strict=True):
+                for moment, tensor in self.inner.optim.state[parameter].items():
+                    found.setdefault(moment, {})[name] = tensor.detach().to("cpu", copy=True)
+        return found
+
+    def load_moments(self, moments: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Take the place of the present moments."""
+        self._load_into(self.inner.optim, moments)
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def _global_norm(self) -> float:
+        gradients = [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
+        if self.scale is not None:
+            for gradient in gradients:
+                gradient.div_(self.scale.factor)
+        self._total = nn.utils.get_total_norm(gradients)
+        return self._total.item()
+
+    def _clip(self, limit: float | None) -> None:
+        if limit is not None:
+            nn.utils.clip_grads_with_norm_(self._parameters(), limit, self._total)
+
+    def _can_shrink(self) -> bool:
+        return self.scale is not None and self.scale.can_shrink
+
+    def _take(self) -> None:
+        if self.last_step_skipped:
+            self.zero_grad()
+            if self.scale is not None:
+                self.scale.overflowed()
+            return
+        self.inner.step()
+        if self.scale is not None:
+            self.scale.stepped()

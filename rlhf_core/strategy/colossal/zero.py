@@ -1,0 +1,216 @@
+"""ZeRO-2: every rank holds all weights, and its share of gradients, float32 masters and moments."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rlhf_core.strategy import whole
+from rlhf_core.strategy.colossal.booster import ColossalBooster
+from rlhf_core.strategy.colossal.compat.buffers import buffers_kept
+from rlhf_core.strategy.colossal.compat.zero import OrderedZero, OrderedZeroPlugin
+from rlhf_core.strategy.colossal.copies import host_copy
+from rlhf_core.strategy.colossal.optimizer import ColossalOptimizer, Members, Moments
+from rlhf_core.strategy.plain import Precision
+from rlhf_core.strategy.plain_optimizer import LossScale
+from rlhf_core.strategy.ranks import Ranks
+
+
+class ZeroBooster(ColossalBooster):
+    """Weights are whole, in `precision`; of gradients, float32 masters and moments each rank has its share.
+
+    Args:
+        precision: of weights, gradients and arithmetic.
+        max_norm: gradients are clipped to this norm over all weights and ranks; None never clips.
+        ranks: who trains together; None takes torch.distributed's default group.
+        cpu_offload: whether masters and moments are in host memory, where the step is then taken.
+    """
+
+    def __init__(
+        self,
+        precision: Precision = "fp32",
+        max_norm: float | None = 1.0,
+        ranks: Ranks | None = None,
+        *,
+        cpu_offload: bool = False,
+    ) -> None:
+        self.cpu_offload = cpu_offload
+        self._optimizer: ZeroOptimizer | None = None
+        super().__init__(precision, max_norm, ranks)
+
+    def _plugin(self) -> Any:
+        return OrderedZeroPlugin(
+            stage=2,
+            precision=self.precision,
+            overlap_communication=torch.cuda.is_available(),  # by streams, which a CPU has not
+            cpu_offload=self.cpu_offload,
+        )
+
+    def _boosted(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[nn.Module, Any]:
+        members = (
+            [] if optimizer is None else [member for group in optimizer.param_groups for member in group["params"]]
+        )
+        # ColossalAI makes masters of weights that it has rounded already: this is what they were.
+        shares = [_share(member.detach(), self.ranks).clone() for member in members] if self._is_rounded else []
+        with buffers_kept(model):
+            boosted, wrapped = super()._boosted(model, optimizer)
+        if shares:
+            for master, share in zip(wrapped.masters, shares, strict=True):
+                master.copy_(share)
+        return boosted, wrapped
+
+    def _adapted(self, optimizer: Any, members: Members) -> ZeroOptimizer:
+        self._optimizer = ZeroOptimizer(
+            optimizer, members=members, max_norm=self.max_norm, scaled=self.precision == "fp16", ranks=self.ranks
+        )
+        return self._optimizer
+
+    def plain(self, model: nn.Module) -> nn.Module:
+        """Return the model that ColossalAI wrapped; its weights are whole, in the working precision."""
+        wrapper: Any = model
+        inner: nn.Module = wrapper.module
+        return inner
+
+    def weights(self, model: nn.Module, names: Sequence[str] | None = None) -> dict[str, Tensor]:
+        """Return copies of trainable weights, of their masters if they are rounded: as `OwnBooster` says."""
+        if self._optimizer is None or not self._is_rounded:
+            return whole.weights(self.plain(model), names, self.ranks)
+        return self._optimizer.masters(names)
+
+    def load_weights(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+        """Overwrite the weights and buffers that are named, and this rank's share of their masters."""
+        whole.load_weights(self.plain(model), weights)
+        if self._optimizer is not None:
+            self._optimizer.load_masters(weights)
+
+    @contextmanager
+    def exact(self, model: nn.Module) -> Iterator[nn.Module | None]:
+        """Return the context of a plain model on the first rank, of None on the others.
+
+        With rounded weights it is a float32 copy in host memory, of the masters; what is not trained has none, and is
+        as it is in the working precision.
+        """
+        plain = self.plain(model)
+        if self._optimizer is None or not self._is_rounded:
+            yield plain if self.ranks.is_first else None
+            return
+        masters = self._optimizer.masters()
+
+        def tensor_for(name: str, tensor: Tensor) -> Tensor:
+            if name in masters:
+                return masters[name]
+            return tensor.to("cpu", torch.float32 if tensor.is_floating_point() else tensor.dtype, copy=True)
+
+        yield host_copy(plain, tensor_for) if self.ranks.is_first else None
+
+    @property
+    def _is_rounded(self) -> bool:
+        """Whether the masters are more exact than the weights."""
+        return self.precision != "fp32"
+
+
+class ZeroOptimizer(ColossalOptimizer):
+    """Checks the gradients of all ranks' shares, and steps on this rank's.
+
+    Args:
+        inner: ZeRO's optimizer.
+        members: of its groups.
+        max_norm: gradients are clipped to this norm over all weights and ranks; None never clips.
+        scaled: whether losses are scaled for float16.
+        ranks: who trains together.
+    """
+
+    def __init__(
+        self, inner: OrderedZero, *, members: Members, max_norm: float | None, scaled: bool, ranks: Ranks
+    ) -> None:
+        super().__init__(inner, members=members, max_norm=max_norm)
+        self.scale: LossScale | None = LossScale() if scaled else None
+        self.ranks = ranks
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the loss's gradients, averaged over ranks, to each rank's share of them."""
+        super().backward(loss if self.scale is None else loss * self.scale.factor)
+
+    def masters(self, names: Sequence[str] | None = None) -> dict[str, Tensor]:
+        """Return whole weights in float32 and host memory: those that are named, or on the first rank all."""
+        found = {}
+        for name, working, master in zip(self.names, self.inner.working, self.inner.masters, strict=True):
+            if names is None or name in names:
+                tensor = self._gathered(master, working)
+                if names is not None or self.ranks.is_first:
+                    found[name] = tensor.cpu()
+        return found
+
+    def load_masters(self, weights: Mapping[str, Tensor]) -> None:
+        """Take this rank's share of whole weights, of those that are named."""
+        for name, master in zip(self.names, self.inner.masters, strict=True):
+            if name in weights:
+                master.copy_(_share(weights[name], self.ranks))
+
+    def moments(self) -> Moments:
+        """Return all moments, whole and in host memory, on the first rank."""
+        found: Moments = {}
+        for name, working, master in zip(self.names, self.inner.working, self.inner.masters, strict=True):
+            for moment, tensor in sorted(self.inner.optim.state[master].items()):
+                held = tensor if moment == "step" else self._gathered(tensor, working)
+                if self.ranks.is_first:
+                    found.setdefault(moment, {})[name] = held.to("cpu", copy=True)
+        return found
+
+    def load_moments(self, moments: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Take this rank's share in the place of the present moments."""
+        self._load_into(self.inner.optim, moments, lambda tensor: _share(tensor, self.ranks))
+
+    def _gathered(self, share: Tensor, working: Tensor) -> Tensor:
+        """Return what all ranks' shares make up, on the device where the weights are."""
+        everything = torch.empty(share.numel() * self.ranks.world_size, dtype=share.dtype, device=working.device)
+        dist.all_gather_into_tensor(everything, share.to(working.device))
+        return everything[: working.numel()].view(working.shape)
+
+    def _global_norm(self) -> float:
+        """Add up squares over ranks; learn, in the same message, which weights no rank has used."""
+        used = self.inner.used
+        found = torch.zeros(1 + len(used), dtype=torch.float64)
+        found[1:] = torch.tensor(used)
+        if gradients := self.inner.gradients():
+            norms = torch.stack(torch._foreach_norm(gradients, 2.0, dtype=torch.float32))
+            found = found.to(norms.device)
+            found[0] = norms.double().square().sum()
+        squares, *users = self.ranks.sum(found).tolist()  # the one wait for the device
+        self.inner.drop([count == 0 for count in users])
+        return math.sqrt(squares) / self._factor
+
+    def _clip(self, limit: float | None) -> None:
+        clipping = 1.0 if limit is None else min(1.0, limit / (self._norm + 1e-6))
+        self.inner.multiplier = clipping / self._factor
+
+    def _can_shrink(self) -> bool:
+        return self.scale is not None and self.scale.can_shrink
+
+    def _take(self) -> None:
+        if self.last_step_skipped:
+            self.zero_grad()
+            if self.scale is not None:
+                self.scale.overflowed()
+            return
+        self.inner.step()
+        if self.scale is not None:
+            self.scale.stepped()
+
+    @property
+    def _factor(self) -> float:
+        return 1.0 if self.scale is None else self.scale.factor
+
+
+def _share(tensor: Tensor, ranks: Ranks) -> Tensor:
+    """Return a rank's part of a tensor that ColossalAI cuts into equal ones, the last filled up with zeros."""
+    flat = tensor.reshape(-1)
+    size = -(-flat.numel() // ranks.world_size)
+    own = flat[ranks.rank * size : (ranks.rank + 1) * size]
+    return nn.functional.pad(own, (0, size - own.numel()))

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlhf_core.errors import ConfigError
+from rlhf_core.models.lora import trainable_parameters
 from rlhf_core.strategy import files
 from rlhf_core.strategy.agreement import together
 from rlhf_core.strategy.booster import TrainedState
@@ -234,18 +235,15 @@ def _members(model: nn.Module, optimizer: torch.optim.Optimizer) -> Members:
     """Return the names of the optimizer's members.
 
     Raises:
-        ConfigError: if one is no weight of the model, or a frozen one.
+        ConfigError: if they are not the model's trainable weights.
     """
-    own = {parameter: name for name, parameter in model.named_parameters()}
+    own = {parameter: name for name, parameter in trainable_parameters(model).items()}
     members = [member for group in optimizer.param_groups for member in group["params"]]
-    if strange := sum(member not in own for member in members):
+    strange = sum(member not in own for member in members)
+    if strange or len(members) < len(own):
         raise ConfigError(
-            f"{strange} of the optimizer's {len(members)} tensors are no weights of the {type(model).__name__} that is "
-            "boosted with it; build the optimizer from the model's parameters"
-        )
-    if frozen := [own[member] for member in members if not member.requires_grad]:
-        raise ConfigError(
-            f"the optimizer has {len(frozen)} weights that are not trained, first {frozen[0]!r}; build it from those "
-            "that require a gradient"
+            f"expected the optimizer to have the {len(own)} trainable weights of the {type(model).__name__} that is "
+            f"boosted with it, got {len(members) - strange} of them and {strange} others; build it from all parameters "
+            "that require a gradient, and no others"
         )
     return Members([own[member] for member in members], [len(group["params"]) for group in optimizer.param_groups])

@@ -14,6 +14,7 @@ from rlhf_core.strategy.colossal.booster import ColossalBooster
 from rlhf_core.strategy.colossal.compat import upstream
 from rlhf_core.strategy.colossal.optimizer import ColossalOptimizer, Members, Moments
 from rlhf_core.strategy.plain_optimizer import LossScale
+from rlhf_core.strategy.ranks import Ranks
 
 
 class DDPBooster(ColossalBooster):
@@ -28,25 +29,16 @@ class DDPBooster(ColossalBooster):
             # Rank 0's buffers went round in boost. Sent at every forward pass, they would make ranks wait for each
             # other in passes without gradients too, of which they may have different numbers.
             broadcast_buffers=False,
-            find_unused_parameters=True,
+            # It would search every graph, warn where all weights are used, and copy all that the model returns:
+            # `DDPOptimizer.backward` does without.
+            find_unused_parameters=False,
             gradient_as_bucket_view=True,  # else each gradient is held twice
         )
 
     def _adapted(self, optimizer: Any, members: Members) -> DDPOptimizer:
         return DDPOptimizer(
-            optimizer,
-            members=members,
-            max_norm=self.max_norm,
-            scaled=self.precision == "fp16",
-            is_first=self.ranks.is_first,
+            optimizer, members=members, max_norm=self.max_norm, scaled=self.precision == "fp16", ranks=self.ranks
         )
-
-    def _boosted(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[nn.Module, Any]:
-        boosted, wrapped = super()._boosted(model, optimizer)
-        # It would copy what the model returns, all logits, in case somebody changes them in place: nobody does.
-        ddp: Any = boosted.module
-        ddp._set_ddp_sink_clone(False)
-        return boosted, wrapped
 
     def no_sync(self, model: nn.Module | None = None, optimizer: Any = None) -> AbstractContextManager[Any]:
         """Return the context of passes, forward and backward, whose gradients stay this rank's until the next pass.
@@ -84,22 +76,42 @@ class DDPOptimizer(ColossalOptimizer):
         members: of its groups.
         max_norm: gradients are clipped to this norm; None never clips.
         scaled: whether losses are scaled for float16.
-        is_first: whether this rank speaks for all.
+        ranks: who trains together.
     """
 
-    def __init__(self, inner: Any, *, members: Members, max_norm: float | None, scaled: bool, is_first: bool) -> None:
+    def __init__(self, inner: Any, *, members: Members, max_norm: float | None, scaled: bool, ranks: Ranks) -> None:
         super().__init__(inner, members=members, max_norm=max_norm)
         self.scale: LossScale | None = LossScale() if scaled else None
-        self.is_first = is_first
+        self.ranks = ranks
+        self._reached: set[nn.Parameter] = set()
+        """By the present backward pass."""
+        self._used: set[nn.Parameter] = set()
+        """By any pass since gradients were last forgotten."""
+        for parameter in self._parameters():
+            parameter.register_post_accumulate_grad_hook(self._reached.add)  # type: ignore[no-untyped-call]
 
     def backward(self, loss: Tensor) -> None:
-        """Add the loss's gradients to the model's."""
+        """Add the loss's gradients to the model's; zeros for weights that it does not depend on.
+
+        DDP sends gradients off when it has all of a bucket's: without zeros it would wait for the unused for ever.
+        """
+        self._reached.clear()
         super().backward(loss if self.scale is None else loss * self.scale.factor)
+        self._used |= self._reached
+        unused = [parameter for parameter in self._parameters() if parameter not in self._reached]
+        if unused:
+            torch.autograd.backward(unused, [torch.zeros_like(parameter) for parameter in unused])
+        self._reached.clear()  # the weights' hooks hold it: with the weights in it, none would ever be freed
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients."""
+        super().zero_grad(set_to_none)
+        self._used.clear()
 
     def moments(self) -> Moments:
         """Return copies of all moments on the first rank."""
         found: Moments = {}
-        if self.is_first:
+        if self.ranks.is_first:
             for name, parameter in zip(self.names, self._parameters(), strict=True):
                 for moment, tensor in self.inner.optim.state[parameter].items():
                     found.setdefault(moment, {})[name] = tensor.detach().to("cpu", copy=True)
@@ -113,12 +125,21 @@ class DDPOptimizer(ColossalOptimizer):
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def _global_norm(self) -> float:
+        self._drop_unused()
         gradients = [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
         if self.scale is not None:
             for gradient in gradients:
                 gradient.div_(self.scale.factor)
         self._total = nn.utils.get_total_norm(gradients)
         return self._total.item()
+
+    def _drop_unused(self) -> None:
+        """Take away the zeros of weights that no rank has used, which weight decay would move."""
+        parameters = self._parameters()
+        used = self.ranks.max(torch.tensor([int(parameter in self._used) for parameter in parameters])).tolist()
+        for parameter, is_used in zip(parameters, used, strict=True):
+            if not is_used:
+                parameter.grad = None
 
     def _clip(self, limit: float | None) -> None:
         if limit is not None:

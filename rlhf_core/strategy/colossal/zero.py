@@ -170,7 +170,7 @@ class ZeroOptimizer(ColossalOptimizer):
     def _gathered(self, share: Tensor, working: Tensor) -> Tensor:
         """Return what all ranks' shares make up, on the device where the weights are."""
         everything = torch.empty(share.numel() * self.ranks.world_size, dtype=share.dtype, device=working.device)
-        dist.all_gather_into_tensor(everything, share.to(working.device))
+        dist.all_gather_single(everything, share.to(working.device))
         return everything[: working.numel()].view(working.shape)
 
     def _global_norm(self) -> float:

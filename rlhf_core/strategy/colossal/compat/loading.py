@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import io
 import logging
 import warnings
 from collections.abc import Iterator
@@ -32,17 +31,25 @@ def upstream(module: str) -> Any:
             f"this strategy needs ColossalAI, which cannot be imported ({error}); run `make setup`, or take strategy "
             "plain"
         ) from error
+    _forgive_old_names()
     return found
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Keep ColossalAI's imports and plugins from telling what is not installed and not needed (apex, tensornvme)."""
-    before = logging.root.manager.disable
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+    noisy = logging.getLogger("bitsandbytes")  # an optimizer that is not used here, and its kernels
+    before = noisy.level
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        logging.disable(logging.WARNING)
+        noisy.setLevel(logging.ERROR)
         try:
             yield
         finally:
-            logging.disable(before)
+            noisy.setLevel(before)
+
+
+def _forgive_old_names() -> None:
+    """Let ColossalAI call collectives by names that torch has given up, without a warning at every call."""
+    for old in ("reduce_scatter_tensor", "all_gather_into_tensor"):
+        warnings.filterwarnings("ignore", message=f"`torch.distributed.{old}` is deprecated", category=FutureWarning)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from rlhf_core.rewards.structure import validate_response_structure
     from rlhf_core.strategy.booster import Booster
     from rlhf_core.strategy.plain import PlainBooster
+    from rlhf_core.strategy.strategy import Strategy, make_strategy
     from rlhf_core.trainer.callbacks import Callback, MakerCallback, TrainerCallback
     from rlhf_core.trainer.evaluators import (
         ExperienceMakerPerformanceEvaluator,
@@ -73,11 +74,13 @@ __all__ = [
     "SFTTrainer",
     "Sample",
     "StatefulDistributedSampler",
+    "Strategy",
     "TrainerCallback",
     "TrainerPerformanceEvaluator",
     "ValueLoss",
     "encode_conversation",
     "gsm8k_reward_fn",
+    "make_strategy",
     "math_competition_reward_fn",
     "setup_conversation_template",
     "train_reward_model",
@@ -116,11 +119,13 @@ _HOMES = {
     "SFTTrainer": "rlhf_core.trainer.supervised.sft",
     "Sample": "rlhf_core.types",
     "StatefulDistributedSampler": "rlhf_core.data.loaders",
+    "Strategy": "rlhf_core.strategy.strategy",
     "TrainerCallback": "rlhf_core.trainer.callbacks",
     "TrainerPerformanceEvaluator": "rlhf_core.trainer.evaluators",
     "ValueLoss": "rlhf_core.models.loss",
     "encode_conversation": "rlhf_core.data.conversation",
     "gsm8k_reward_fn": "rlhf_core.rewards.functions",
+    "make_strategy": "rlhf_core.strategy.strategy",
     "math_competition_reward_fn": "rlhf_core.rewards.functions",
     "setup_conversation_template": "rlhf_core.data.conversation",
     "train_reward_model": "rlhf_core.trainer.supervised.reward_model",

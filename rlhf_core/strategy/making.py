@@ -10,6 +10,7 @@ from rlhf_core.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from rlhf_core.strategy.booster import OwnBooster
     from rlhf_core.strategy.plain import Precision
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 INSTALL = "pip install --no-deps --no-build-isolation colossalai==0.5.0"
 """It asks for releases of torch and transformers that are years old: nothing that it names may be installed."""
 _COLOSSALAI = frozenset(get_args(StrategyName)) - {"plain"}
+_ZERO = frozenset({"colossalai_zero2", "colossalai_zero2_cpu"})
+_ADAMS = frozenset({"Adam", "AdamW", "HybridAdam", "CPUAdam", "FusedAdam"})
 
 
 def check_strategy(
@@ -66,6 +69,36 @@ def check_strategy(
             "or take gemini"
         )
     _check_installed(strategy)
+
+
+def check_optimizer(strategy: StrategyName, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """See that a strategy takes an optimizer that the caller made for a model.
+
+    Raises:
+        ConfigError: if it does not; one sentence.
+    """
+    kind = type(optimizer)
+    if strategy in GEMINI and kind.__module__.partition(".")[0] != "colossalai":
+        raise ConfigError(
+            f"strategy {strategy} takes ColossalAI's HybridAdam, not {kind.__name__}; let the strategy make it "
+            "(new_optimizer)"
+        )
+    if SAME_STRATEGY.get(strategy, strategy) in _ZERO and kind.__name__ not in _ADAMS:
+        raise ConfigError(
+            f"strategy {strategy} gives its optimizer flat pieces of weights, and takes Adam, AdamW or HybridAdam, not "
+            f"{kind.__name__}; let the strategy make it (new_optimizer)"
+        )
+    members = [member for group in optimizer.param_groups for member in group["params"]]
+    if not set(model.parameters()).issuperset(members):
+        raise ConfigError(
+            f"the optimizer holds weights that are none of the {type(model).__name__}'s beside it; prepare each model "
+            "with the optimizer that was made for it"
+        )
+    if frozen := sum(not member.requires_grad for member in members):
+        raise ConfigError(
+            f"{frozen} of the optimizer's {len(members)} weights are frozen; give it those with requires_grad alone, "
+            "or let the strategy make it (new_optimizer)"
+        )
 
 
 def make_booster(

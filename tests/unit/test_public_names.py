@@ -77,6 +77,20 @@ SIGNATURES = {
     "Callback.on_learn_batch_end": "self, experience",
     "TrainerCallback.on_batch_end": "self, metrics, experience",
     "MakerCallback.on_make_experience_end": "self, experience",
+    "Strategy.setup_distributed": "self",
+    "Strategy.model_init_context": "self",
+    "Strategy.prepare": "self, *models_or_pairs",
+    "Strategy.backward": "self, loss, model, optimizer",
+    "Strategy.optimizer_step": "self, optimizer",
+    "Strategy.setup_dataloader": "self, dataset, batch_size, **options",
+    "Strategy.setup_sampler": "self, dataset",
+    "Strategy.unwrap_model": "self, model",
+    "Strategy.save_model": "self, model, path, shard=False",
+    "Strategy.load_model": "self, model, path, strict=True",
+    "Strategy.save_optimizer": "self, optimizer, path, shard=False",
+    "Strategy.load_optimizer": "self, optimizer, path",
+    "Strategy.save_pretrained": "self, model, path, tokenizer=None",
+    "Strategy.get_model_state_dict_shard": "self, model",
     "StatefulDistributedSampler": "dataset, num_replicas=None, rank=None, shuffle=True, seed=0, drop_last=False",
     "DataCollatorForPromptDataset": "tokenizer, max_length=4096, ignore_index=-100",
 }
@@ -100,6 +114,15 @@ def test_importing_the_package_and_its_configuration_imports_no_torch() -> None:
         "import sys, rlhf_core, rlhf_core.config, rlhf_core.errors; "
         "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'ray', 'prefect')))"
     )
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [("rlhf_core.strategy.making", "torch transformers colossalai"), ("rlhf_core.strategy.strategy", "colossalai")],
+)
+def test_strategies_import_colossalai_only_once_one_is_made(module: str, absent: str) -> None:
+    code = f"import sys, {module}; sys.exit(bool(set({absent.split()}) & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 

@@ -19,3 +19,7 @@ class ModelError(RlhfError):
 
 class TrainingError(RlhfError):
     """Training cannot go on: a loss or gradient is not a finite number, or there is nothing to learn from."""
+
+
+class LostRankError(TrainingError):
+    """A process of a group that trains one model together is gone; a new group can go on from what was stored."""

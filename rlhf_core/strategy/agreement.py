@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from rlhf_core.errors import TrainingError
 from rlhf_core.strategy.ranks import Ranks
+from rlhf_core.strategy.roll_call import is_lost_touch
 
 T = TypeVar("T")
 
@@ -24,8 +25,9 @@ def together(ranks: Ranks, work: Callable[[], T], *, what: str) -> T:
     """
     try:
         done = work()
-    except Exception:
-        ranks.any(True)
+    except Exception as error:
+        if not is_lost_touch(error):  # another collective would end in the midst of that one
+            ranks.any(True)
         raise
     if ranks.any(False):
         raise TrainingError(f"another rank could not {what}; its own message says why")

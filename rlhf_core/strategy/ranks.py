@@ -7,12 +7,14 @@ import logging
 import os
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.rendezvous import rendezvous
+
+from rlhf_core.strategy import roll_call
+from rlhf_core.strategy.meeting import Meeting, devices_of_all, enter, stay_on_this_machine
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -118,27 +120,42 @@ def current_ranks() -> Ranks:
     return Ranks(dist.get_rank(), dist.get_world_size())
 
 
-def join(timeout_s: float = 600.0) -> Ranks:
-    """Join the processes that torchrun started, as its environment says; without one, train alone.
+def join(timeout_s: float = 600.0, *, meeting: Meeting | None = None) -> Ranks:
+    """Join the processes that torchrun started, as its environment says, or those of a meeting; else train alone.
 
     NCCL where every process, on whichever machine, has a GPU of its own; else gloo, as NCCL refuses two ranks on one
-    GPU. The ranks tell each other which GPU they see, so that all choose the same. It becomes the current device.
+    GPU. The ranks tell each other which GPU they see, so that all choose the same. It becomes the current device. From
+    then on every rank shows signs of life (`roll_call`).
 
     Args:
-        timeout_s: longest wait in any collective, after which the process ends with an error instead of hanging.
+        timeout_s: longest wait for the other ranks, then and in any collective, after which the process ends with an
+            error instead of hanging.
+        meeting: where the ranks meet; None is for torchrun.
+
+    Raises:
+        LostRankError: if a rank does not come in time.
     """
     if dist.is_available() and dist.is_initialized():
         return current_ranks()
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size == 1 or "RANK" not in os.environ:
+    if meeting is None and (int(os.environ.get("WORLD_SIZE", "1")) == 1 or "RANK" not in os.environ):
         return ALONE
     timeout = timedelta(seconds=timeout_s)
-    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
-    store.set_timeout(timeout)
-    backend, reason = choose_backend(_devices_of_all(store, rank, world_size))
-    logger.log(logging.INFO if rank == 0 else logging.DEBUG, "%d ranks talk by %s: %s", world_size, backend, reason)
-    own = dist.PrefixStore("group", store)  # type: ignore[attr-defined]
-    dist.init_process_group(backend, store=own, rank=rank, world_size=world_size, timeout=timeout)
+    met = enter(meeting, timeout)
+    call = roll_call.RollCall(met)
+    backend, reason = choose_backend(devices_of_all(met, _own_device()))
+    level = logging.INFO if met.rank == 0 else logging.DEBUG
+    logger.log(level, "%d ranks talk by %s: %s", met.world_size, backend, reason)
+    roll_call.begin(call)
+    dist.init_process_group(backend, store=met.part("group"), rank=met.rank, world_size=met.world_size, timeout=timeout)
+    return current_ranks()
+
+
+def join_alone() -> Ranks:
+    """Make a group of this process alone, for what works in groups only; nobody else can come in."""
+    if not dist.is_initialized():
+        backend, _ = choose_backend([_own_device()])
+        stay_on_this_machine()
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     return current_ranks()
 
 
@@ -162,23 +179,20 @@ def choose_backend(devices: Sequence[str]) -> tuple[str, str]:
 
 def leave() -> None:
     """Leave the group that `join` entered; nothing where there is none."""
+    roll_call.end()
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 
 
-def _devices_of_all(store: Any, rank: int, world_size: int) -> list[str]:
-    """Make this rank's GPU the current one, and return what identifies each rank's, the same list on every rank."""
+def _own_device() -> str:
+    """Make this process's GPU the current one, and return what identifies it; empty where NCCL has none to use."""
     gpus = torch.cuda.device_count()
-    mine = ""
-    if gpus:
-        # A launcher may show each process one GPU only, which is then its number 0.
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % gpus)
-        mine = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-    if not dist.is_nccl_available():
-        mine = ""
-    said = dist.PrefixStore("devices", store)  # type: ignore[attr-defined]
-    said.set(str(rank), mine)
-    return [said.get(str(other)).decode() for other in range(world_size)]
+    if not gpus:
+        return ""
+    # A launcher may show each process one GPU only, which is then its number 0.
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % gpus)
+    uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    return uuid if dist.is_nccl_available() else ""
 
 
 def _carrier() -> torch.device:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import multiprocessing
+from collections.abc import Callable
+from typing import Any
+
+import psutil
 import pytest
 import torch
 
-from rlhf_core.strategy.ranks import ALONE, choose_backend, current_ranks, join, leave
+from rlhf_core.errors import LostRankError
+from rlhf_core.strategy.meeting import Meeting, open_meeting
+from rlhf_core.strategy.ranks import ALONE, choose_backend, current_ranks, join, join_alone, leave
 
 
 def test_alone_everything_is_as_it_was() -> None:
@@ -44,3 +51,40 @@ def test_the_backend_follows_from_the_gpus_that_the_ranks_see(devices: list[str]
     found, why = choose_backend(devices)
     assert found == backend
     assert reason in why
+
+
+def in_a_process(work: Callable[[], Any]) -> Any:
+    """Return what `work` returns in a process of its own: a process joins once."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    with context.Pool(1) as pool:
+        return pool.apply_async(work).get(timeout=60)
+
+
+def _alone() -> dict[str, Any]:
+    ranks = join_alone()
+    again = join_alone()
+    places = {each.laddr.ip for each in psutil.Process().net_connections("inet") if each.status == psutil.CONN_LISTEN}
+    backend = torch.distributed.get_backend()
+    leave()
+    return {"ranks": (ranks.rank, ranks.world_size, again.world_size), "places": places, "backend": backend}
+
+
+def test_a_group_of_one_is_open_to_nobody_on_the_network() -> None:
+    found = in_a_process(_alone)
+    assert found["ranks"] == (0, 1, 1)
+    assert found["places"] <= {"127.0.0.1", "::1"}
+    assert found["backend"] == ("nccl" if torch.cuda.is_available() else "gloo")
+
+
+def _in_vain() -> str:
+    listener = open_meeting("127.0.0.1")
+    try:
+        join(1.0, meeting=Meeting(0, 3, "127.0.0.1", listener.getsockname()[1], listener))
+    except LostRankError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    assert in_a_process(_in_vain).startswith("waited 1 s for rank 1 of 3, and it did not come")

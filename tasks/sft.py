@@ -132,7 +132,7 @@ def _train(
     model = load_causal_lm(directory, "float32", device=default_device())
     before = heldout_loss(model, unseen, config.sft, autocast_dtype=dtype).loss if unseen else None
     progress = Progress("sft", config.sft.epochs * -(-len(examples) // config.sft.batch_size), "step")
-    history = train(
+    history, _ = train(
         model,
         examples,
         config.sft,

@@ -104,7 +104,7 @@ def _train(
 ) -> list[Any]:
     once = config.sft.model_copy(update={"epochs": 1})
     dtype = getattr(torch, config.sft.dtype)
-    return train_sft(model, examples, once, seed=config.seed, autocast_dtype=dtype, on_step=on_step or _say)
+    return train_sft(model, examples, once, seed=config.seed, autocast_dtype=dtype, on_step=on_step or _say).history
 
 
 def _say(step: Any) -> None:

@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 
 from rlhf_core.errors import ModelError
-from rlhf_core.models.lora import (
-    check_trainable_state,
-    load_trainable_state,
-    trainable_parameters,
-    trainable_state,
-)
-from rlhf_core.trainer.named_tensors import under
+from rlhf_core.models.lora import check_trainable_state
+from rlhf_core.strategy.booster import TrainedState
+from rlhf_core.strategy.ranks import Ranks
+from rlhf_core.trainer.boosted import held_state, load_held_state, plain_model
+from rlhf_core.trainer.named_tensors import prefixed, under
 from rlhf_core.trainer.optim import Trained
 
 _WEIGHTS, _MOMENTS = "weights", "optimizer"
@@ -27,34 +25,33 @@ class LearnerState(NamedTuple):
     """Copies in host memory."""
 
     tensors: dict[str, Tensor]
-    """`actor.weights.<name>`, `actor.optimizer.<moment>.<name>`, `random.cpu` and the like."""
+    """`actor.weights.<name>`, `actor.optimizer.<moment>.<name>`, `random.cpu`, of the second rank `random.cpu.1`."""
     facts: dict[str, Any]
     """Schedules and learning rates, as JSON holds them."""
 
 
-def state_tensors(roles: Mapping[str, Trained], device: torch.device) -> LearnerState:
-    """Return trainable weights, optimizer moments and steps, schedules, and torch's random state.
+def state_tensors(roles: Mapping[str, Trained], device: torch.device, ranks: Ranks) -> LearnerState:
+    """Return trainable weights, optimizer moments and steps, schedules, and torch's random state on every rank.
 
-    Frozen weights are not in it: they are found where the model came from.
+    Frozen weights are not in it: they are found where the model came from. Called by all ranks; only the first gets
+    tensors.
 
     Args:
         roles: what is trained, by name.
         device: of the models, whose random state is kept besides the CPU's.
+        ranks: who trains together.
     """
-    tensors: dict[str, Tensor] = {_CPU_RANDOM_STATE: torch.get_rng_state()}
-    if device.type == "cuda":
-        tensors[_CUDA_RANDOM_STATE] = torch.cuda.get_rng_state(device)
+    tensors = _random_tensors(device, ranks)
     facts: dict[str, Any] = {}
     for role, trained in roles.items():
-        for name, tensor in trainable_state(trained.model).items():
-            tensors[f"{role}.{_WEIGHTS}.{name}"] = tensor
-        for name, parameter in trainable_parameters(trained.model).items():
-            for moment, tensor in trained.optimizer.state[parameter].items():
-                tensors[f"{role}.{_MOMENTS}.{moment}.{name}"] = tensor.detach().to("cpu", copy=True)
+        weights, moments = held_state(trained.booster, trained.model, trained.optimizer, ranks)
+        tensors |= prefixed(f"{role}.{_WEIGHTS}", weights)
+        for moment, held in moments.items():
+            tensors |= prefixed(f"{role}.{_MOMENTS}.{moment}", held)
         facts[role] = {"schedule": _schedule(trained)}
         if (scale := getattr(trained.optimizer, "scale", None)) is not None:
             facts[role]["loss_scale"] = scale.facts()
-    return LearnerState(tensors, facts)
+    return LearnerState(tensors if ranks.is_first else {}, facts)
 
 
 def load_state_tensors(
@@ -62,43 +59,65 @@ def load_state_tensors(
     tensors: Mapping[str, Tensor],
     facts: Mapping[str, Any],
     device: torch.device,
+    ranks: Ranks,
 ) -> None:
-    """Put back what `state_tensors` returned.
+    """Put back what `state_tensors` returned, under this strategy or another; called by all ranks.
+
+    A rank that the state knows no random state of keeps its own.
 
     Args:
         roles: freshly built from the same configuration.
-        tensors: all of them.
+        tensors: all of them, on every rank.
         facts: as they were, or read back from JSON.
         device: of the models.
+        ranks: who trains together; maybe more or fewer than those of the state.
 
     Raises:
         ModelError: if names, shapes or schedules differ from the models', or something is missing; nothing was
             changed.
     """
-    weights = {role: under(f"{role}.{_WEIGHTS}", tensors) for role in roles}
+    states = {role: TrainedState(under(f"{role}.{_WEIGHTS}", tensors), _moments(role, tensors)) for role in roles}
     if missing := sorted({*roles, _CPU_RANDOM_STATE} - {*facts, *tensors}):
         raise ModelError(f"the stored training state is incomplete: it lacks {', '.join(missing)}")
     for role, trained in roles.items():
-        _check(role, trained, weights[role], tensors)
+        _check(role, trained, states[role])
         _check_facts(role, trained, facts[role])
     _check_random(tensors, device)
     for role, trained in roles.items():
-        load_trainable_state(trained.model, weights[role])
-        _load_moments(trained, role, tensors)
+        load_held_state(trained.booster, trained.model, trained.optimizer, states[role])
         if (scale := getattr(trained.optimizer, "scale", None)) is not None and "loss_scale" in facts[role]:
             scale.load(facts[role]["loss_scale"])
         trained.scheduler.load_state_dict({**facts[role]["schedule"], "lr_lambdas": [None]})
         rates = trained.scheduler.get_last_lr()
         for group, rate in zip(trained.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate  # the schedule keeps it, but does not hand it to the optimizer before its next step
-    torch.set_rng_state(tensors[_CPU_RANDOM_STATE])
-    if device.type == "cuda" and _CUDA_RANDOM_STATE in tensors:
-        torch.cuda.set_rng_state(tensors[_CUDA_RANDOM_STATE], device)
+    cpu, cuda = (_of_rank(name, ranks.rank) for name in (_CPU_RANDOM_STATE, _CUDA_RANDOM_STATE))
+    if cpu in tensors:
+        torch.set_rng_state(tensors[cpu])
+    if device.type == "cuda" and cuda in tensors:
+        torch.cuda.set_rng_state(tensors[cuda], device)
 
 
-def _check(role: str, trained: Trained, weights: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    check_trainable_state(trained.model, weights)
-    moments = _moments(role, tensors)
+def _random_tensors(device: torch.device, ranks: Ranks) -> dict[str, Tensor]:
+    """Return the random states of all ranks, by names that say whose they are."""
+    own = {_CPU_RANDOM_STATE: torch.get_rng_state()}
+    if device.type == "cuda":
+        own[_CUDA_RANDOM_STATE] = torch.cuda.get_rng_state(device)
+    return {
+        _of_rank(name, rank): row.clone()
+        for name, state in own.items()
+        for rank, row in enumerate(ranks.gather(state[None]))
+    }
+
+
+def _of_rank(name: str, rank: int) -> str:
+    """Return the name of a rank's random state; the first's is that of a learner that is alone."""
+    return name if rank == 0 else f"{name}.{rank}"
+
+
+def _check(role: str, trained: Trained, state: TrainedState) -> None:
+    weights, moments = state
+    check_trainable_state(plain_model(trained.booster, trained.model), weights)
     covered = {name for held in moments.values() for name in held}
     if unknown := sorted(covered - weights.keys()):
         raise ModelError(
@@ -139,32 +158,17 @@ def _check_random(tensors: Mapping[str, Tensor], device: torch.device) -> None:
     own = {_CPU_RANDOM_STATE: torch.get_rng_state()}
     if device.type == "cuda":
         own[_CUDA_RANDOM_STATE] = torch.cuda.get_rng_state(device)
-    for name, expected in own.items():
-        held = tensors.get(name, expected)  # a state of another device has none of this one's
-        if (held.shape, held.dtype) != (expected.shape, expected.dtype):
-            raise ModelError(f"the stored training state is damaged: {name} is no state of this torch's generator")
+    for kind, expected in own.items():  # a state of another device has none of this one's
+        for name, held in tensors.items():
+            is_such = name == kind or name.startswith(f"{kind}.")
+            if is_such and (held.shape, held.dtype) != (expected.shape, expected.dtype):
+                raise ModelError(f"the stored training state is damaged: {name} is no state of this torch's generator")
 
 
 def _schedule(trained: Trained) -> dict[str, Any]:
     """Return the schedule's state without its functions, which the configuration makes anew."""
     state: dict[str, Any] = trained.scheduler.state_dict()
     return {name: value for name, value in state.items() if name != "lr_lambdas"}
-
-
-def _load_moments(trained: Trained, role: str, tensors: Mapping[str, Tensor]) -> None:
-    """Give the optimizer its moments, which it knows by number, by name."""
-    names = {parameter: name for name, parameter in trainable_parameters(trained.model).items()}
-    members = [member for group in trained.optimizer.param_groups for member in group["params"]]
-    moments = _moments(role, tensors)
-    covered = {name for held in moments.values() for name in held}
-    state = {
-        # Cloned: the optimizer writes into what it is given.
-        number: {moment: held[names[member]].clone() for moment, held in moments.items()}
-        for number, member in enumerate(members)
-        if names[member] in covered
-    }
-    groups = trained.optimizer.state_dict()["param_groups"]
-    trained.optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
 def _moments(role: str, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:

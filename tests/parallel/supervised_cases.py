@@ -45,7 +45,7 @@ def _found(model: nn.Module, history: list[dict[str, float]]) -> Found:
 def _sft(ranks: Ranks, examples: list[Any], **changes: object) -> Found:
     model = tiny_llama(initializer_range=0.2, seed=ranks.rank)  # the booster makes them equal
     config = SFT.model_copy(update={"batch_size": 8 // ranks.world_size, **changes})
-    return _found(model, train_sft(model, examples, config, seed=3, autocast_dtype=FP32, heldout=EXAMPLES[:3]))
+    return _found(model, train_sft(model, examples, config, seed=3, autocast_dtype=FP32, heldout=EXAMPLES[:3]).history)
 
 
 def sft(ranks: Ranks) -> Found:

@@ -17,6 +17,8 @@ from rlhf_core.functional.advantages import gae
 from rlhf_core.functional.masking import masked_sum
 from rlhf_core.functional.moments import varies
 from rlhf_core.strategy.ranks import Ranks
+from rlhf_core.trainer.boosted import load_weights, plain_model, weights
+from rlhf_core.trainer.optim import Trained
 from rlhf_core.trainer.ppo.minibatch import agreed_moments
 from rlhf_core.types import Experience
 
@@ -65,21 +67,23 @@ def fit_line(experience: Experience, *, gamma: float, ranks: Ranks) -> ValueLine
     return ValueLine(slope, target.mean.item() - slope * value.mean.item())
 
 
-def rescale_head(critic: nn.Module, line: ValueLine) -> None:
-    """Fold the line into the critic's head, in place.
+def rescale_head(critic: Trained, line: ValueLine) -> None:
+    """Fold the line into the critic's head, wherever the booster keeps its weights; called by all ranks.
 
     Raises:
-        ConfigError: if the critic has no linear head.
+        ConfigError: if the critic has no linear head that is trained.
     """
-    head = next((module for name, module in critic.named_modules() if name.split(".")[-1] == "head"), None)
-    if not isinstance(head, nn.Linear):
+    booster, plain = critic.booster, plain_model(critic.booster, critic.model)
+    name, head = next((each for each in plain.named_modules() if each[0].split(".")[-1] == "head"), ("", None))
+    if not isinstance(head, nn.Linear) or head.bias is None or not head.weight.requires_grad:
         raise ConfigError(
-            f"ppo.critic_init reward_model rescales the critic's linear head, but {type(critic).__name__} has none; "
+            f"ppo.critic_init reward_model rescales the critic's linear head, but {type(plain).__name__} trains none; "
             "give a Critic, or set it to policy"
         )
-    with torch.no_grad():
-        head.weight.mul_(line.slope)
-        head.bias.mul_(line.slope).add_(line.intercept)
+    weight, bias = f"{name}.weight", f"{name}.bias"
+    held = weights(booster, critic.model, [weight, bias])
+    rescaled = {weight: held[weight] * line.slope, bias: held[bias] * line.slope + line.intercept}
+    load_weights(booster, critic.model, rescaled)
 
 
 def rescale_experience(experience: Experience, line: ValueLine, config: LearningConfig) -> Experience:

@@ -13,21 +13,21 @@ from transformers import PreTrainedModel
 from rlhf_core.buffer.order import minibatch_order
 from rlhf_core.config import LearningConfig, PPOConfig, RolloutConfig
 from rlhf_core.errors import ConfigError, ModelError, TrainingError
-from rlhf_core.models.actor import response_logprobs
 from rlhf_core.models.critic import Critic
-from rlhf_core.models.device import autocast
 from rlhf_core.models.lora import merged_parameters
-from rlhf_core.models.trunk import unwrapped
-from rlhf_core.strategy.plain import PlainBooster, Precision
-from rlhf_core.strategy.ranks import Ranks, current_ranks
+from rlhf_core.strategy.ranks import ALONE, Ranks, current_ranks
 from rlhf_core.trainer.base import PaddedBatch
+from rlhf_core.trainer.boosted import exact, strategy_booster
 from rlhf_core.trainer.learning_mode import checkpoint_activations
 from rlhf_core.trainer.optim import Trained, make_trained
 from rlhf_core.trainer.ppo.critic_start import ValueLine, fit_line, rescale_experience, rescale_head
 from rlhf_core.trainer.ppo.minibatch import prepare
+from rlhf_core.trainer.ppo.old_logprobs import own_logprobs, shared_logprobs
+from rlhf_core.trainer.ppo.passes import StepContext
 from rlhf_core.trainer.ppo.ptx import PtxSource
+from rlhf_core.trainer.ppo.refusals import check_options, check_same
 from rlhf_core.trainer.ppo.stats import PPOStats, stats_from
-from rlhf_core.trainer.ppo.steps import StepContext, step_all
+from rlhf_core.trainer.ppo.steps import step_all
 from rlhf_core.trainer.schedules import warmup_then_constant
 from rlhf_core.trainer.state import LearnerState, load_state_tensors, state_tensors
 from rlhf_core.types import Experience
@@ -36,7 +36,6 @@ __all__ = ["PPOLearner", "PPOStats"]
 
 logger = logging.getLogger(__name__)
 
-_PRECISIONS: dict[str, Precision] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _FACTS = "learner"
 
 
@@ -46,8 +45,8 @@ class PPOLearner:
     Dropout would make the ratio of old and new policy noise, so only that of adapters is active in a training step; it
     is drawn from the seed, the step and the rank, and depends on nothing else.
 
-    With several ranks every method is called by all of them, with as many rows on each. All means, whitening and the
-    guard are over the minibatch of all ranks.
+    With several ranks every method is called by all of them. All means, whitening and the guard are over the minibatch
+    of all ranks.
 
     Args:
         actor: causal language model with what trains it; it is called as `model(...)` only, so a booster may wrap it.
@@ -73,7 +72,7 @@ class PPOLearner:
         seed: int = 0,
         max_new_tokens: int | None = None,
     ) -> None:
-        _check_options(config, has_critic=critic is not None)
+        check_options(config, has_critic=critic is not None)
         self.device = torch.device(device)
         self.config = config
         self.steps = 0
@@ -105,8 +104,9 @@ class PPOLearner:
         device: torch.device | str,
         ptx: PtxSource | None = None,
         seed: int = 0,
+        ranks: Ranks | None = None,
     ) -> Self:
-        """Return a learner with AdamW, warm-up, and a plain booster of the current ranks.
+        """Return a learner with AdamW, warm-up, and boosters of `config.strategy`, one for each model.
 
         Args:
             actor_model: causal language model; its trainable weights are float32 (adapters or all).
@@ -115,8 +115,13 @@ class PPOLearner:
             device: where both models go.
             ptx: demonstrations; needed if `config.ptx_coef` is above 0.
             seed: of the dropout.
+            ranks: who trains together; None takes torch.distributed's default group.
+
+        Raises:
+            ConfigError: if the strategy cannot be had here.
         """
         schedule = warmup_then_constant(config.warmup_steps)
+        accumulates = config.train_batch_size > config.micro_batch_size or config.ptx_coef > 0
 
         def train(model: nn.Module, lr: float) -> Trained:
             return make_trained(
@@ -124,11 +129,14 @@ class PPOLearner:
                 lr=lr,
                 weight_decay=config.weight_decay,
                 schedule=schedule,
-                booster=PlainBooster(_PRECISIONS[config.dtype], max_norm=config.grad_clip),
-            )
+                booster=strategy_booster(
+                    config.strategy, dtype=getattr(torch, config.dtype), max_norm=config.grad_clip, device=device,
+                    ranks=ranks, accumulates=accumulates,
+                ),
+            )  # fmt: skip
 
         critic = None if critic_model is None else train(critic_model, config.critic_lr)
-        return cls(train(actor_model, config.lr), critic, config, device=device, ptx=ptx, seed=seed)
+        return cls(train(actor_model, config.lr), critic, config, device=device, ranks=ranks, ptx=ptx, seed=seed)
 
     @property
     def actor(self) -> Any:
@@ -143,30 +151,36 @@ class PPOLearner:
     def learn(self, experience: Experience, seed: int, episode: int) -> list[PPOStats]:
         """Recompute the old log-probabilities, then make `config.max_epochs` passes over an episode's experience.
 
-        With the correction `decoupled` they are recomputed before each pass: the trust region moves along.
+        Each minibatch is one of all ranks, `config.train_batch_size` rows of each, so that several ranks learn what one
+        does with that much larger batches. With the correction `decoupled` the old log-probabilities are recomputed
+        before each pass: the trust region moves along.
 
         Args:
-            experience: all of the episode, in the order of the samples' keys.
+            experience: all of the episode, in the order of the samples' keys; the same on every rank.
             seed: seed of the run.
             episode: from 0; with the seed it decides the order of passes after the first.
+
+        Raises:
+            TrainingError: on all ranks, if there are no rows, or not the same on each.
         """
         if self.config.ptx_coef > 0 and self._ptx is None:
             raise ConfigError(
                 f"ppo.ptx_coef is {self.config.ptx_coef}, but there are no demonstrations; give some, or set it to 0"
             )
-        batch = self.recompute(experience)
+        check_same(experience, self._ranks)
+        batch = self._with_rescaled_values(self._on_device(experience), ALONE)
+        size, world_size = self.config.train_batch_size * self._ranks.world_size, self._ranks.world_size
         stats = []
         for epoch in range(self.config.max_epochs):
-            if epoch > 0 and self.config.correction == "decoupled":
-                batch = self._with_logprobs(batch)
-            size = self.config.train_batch_size
+            if epoch == 0 or self.config.correction == "decoupled":
+                batch = batch.replace(action_log_probs=shared_logprobs(self._roles["actor"], batch, self._context()))
             for rows in minibatch_order(seed=seed, episode=episode, epoch=epoch, samples=len(batch), batch_size=size):
                 ptx = None if self._ptx is None else self._ptx.batch(self.steps)
-                stats.append(self.training_step(batch.select(rows), ptx))
+                stats.append(self.training_step(batch.select(rows[self._ranks.rank :: world_size]), ptx))
         return stats
 
     def recompute(self, experience: Experience) -> Experience:
-        """Return the experience with `action_log_probs` from this learner's own forward pass, on its device.
+        """Return this rank's experience with `action_log_probs` from the learner's own forward pass, on its device.
 
         The maker's numbers come from another dtype and batch; with them, the ratio would not start at 1. Cut into
         the micro-batches of the first pass, so that there it is 1 exactly.
@@ -180,13 +194,14 @@ class PPOLearner:
         """
         if self._ranks.any(not len(experience)):
             raise TrainingError("expected experience with at least one response on every rank, got none; collect some")
-        return self._with_logprobs(self._with_rescaled_values(self._on_device(experience)))
+        batch = self._with_rescaled_values(self._on_device(experience), self._ranks)
+        return batch.replace(action_log_probs=own_logprobs(self._roles["actor"], batch, self._context()))
 
     def training_step(self, experience: Experience, ptx: PaddedBatch | None = None) -> PPOStats:
         """Take one optimizer step on actor and critic from one minibatch; after an error, neither has taken it.
 
         Args:
-            experience: this rank's rows of the minibatch, their `action_log_probs` recomputed.
+            experience: this rank's rows of the minibatch, their `action_log_probs` recomputed; none if others have.
             ptx: this rank's demonstrations; needed if `config.ptx_coef` is above 0.
 
         Raises:
@@ -203,14 +218,13 @@ class PPOLearner:
             longest=self._longest,
             with_critic="critic" in self._roles,
         )
-        context = StepContext(config, self.device, self._dtype, self._ranks, self._seed, self.steps)
-        figures = batch.figures | step_all(self._roles, batch, ptx, context)
+        figures = batch.figures | step_all(self._roles, batch, ptx, self._context())
         self.steps += 1
         return stats_from(figures)
 
     def state(self) -> LearnerState:
-        """Return copies, in host memory, of all that a continuation to the bit needs."""
-        state = state_tensors(self._roles, self.device)
+        """Return copies, in host memory, of all that a continuation to the bit needs; tensors on the first rank."""
+        state = state_tensors(self._roles, self.device, self._ranks)
         return LearnerState(state.tensors, state.facts | {_FACTS: self.facts()})
 
     def facts(self) -> dict[str, Any]:
@@ -218,7 +232,11 @@ class PPOLearner:
         return {"steps": self.steps, "value_line": None if self._line is None else self._line.facts()}
 
     def load_state(self, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
-        """Go on from a state that `state` returned.
+        """Go on from a state that `state` returned, under this strategy or another, with as many ranks or others.
+
+        Args:
+            tensors: all of them, on every rank.
+            facts: as they were, or read back from JSON.
 
         Raises:
             ModelError: if it belongs to models of another form; nothing was changed.
@@ -226,7 +244,7 @@ class PPOLearner:
         kept = self.facts()
         self.load_facts(facts.get(_FACTS, {}))
         try:
-            load_state_tensors(self._roles, tensors, facts, self.device)
+            load_state_tensors(self._roles, tensors, facts, self.device, self._ranks)
         except ModelError:
             self.load_facts(kept)
             raise
@@ -247,7 +265,7 @@ class PPOLearner:
     def merged_weights(
         self, role: Literal["actor", "critic"], *, dtype: torch.dtype | None = None
     ) -> dict[str, torch.Tensor]:
-        """Return all weights of actor or critic by the names that they have without adapters.
+        """Return all weights of actor or critic by the names that they have without adapters; on the first rank alone.
 
         Args:
             role: which model; a critic that does not exist has none.
@@ -255,27 +273,21 @@ class PPOLearner:
         """
         if role not in self._roles:
             return {}
-        return merged_parameters(unwrapped(self._roles[role].model), dtype=dtype)
+        model, _, _, booster = self._roles[role]
+        with exact(booster, model) as whole:
+            return {} if whole is None else merged_parameters(whole, dtype=dtype)
 
-    def _with_logprobs(self, batch: Experience) -> Experience:
-        with torch.no_grad(), autocast(self.device, self._dtype):
-            parts = [
-                response_logprobs(
-                    self.actor,
-                    sequences=micro.sequences,
-                    attention_mask=micro.attention_mask,
-                    num_actions=micro.num_actions,
-                    temperature=self.config.temperature,
-                )
-                for micro in batch.split(self.config.micro_batch_size)
-            ]
-        return batch.replace(action_log_probs=torch.where(batch.action_mask, torch.cat(parts), 0.0))
+    def _context(self) -> StepContext:
+        return StepContext(self.config, self.device, self._dtype, self._ranks, self._seed, self.steps)
 
-    def _with_rescaled_values(self, batch: Experience) -> Experience:
+    def _with_rescaled_values(self, batch: Experience, sharing: Ranks) -> Experience:
+        """Fit the critic's head, where that is due, to the batch that these ranks share."""
         if self.config.critic_init != "reward_model" or "critic" not in self._roles or self._line is not None:
             return batch
-        line = fit_line(batch, gamma=self.config.gamma, ranks=self._ranks)
-        rescale_head(self.critic, line)
+        line = fit_line(batch, gamma=self.config.gamma, ranks=sharing)
+        # All ranks fold in the same line, whatever their last bits say.
+        line = ValueLine.from_facts(self._ranks.broadcast_object(line.facts()))
+        rescale_head(self._roles["critic"], line)
         self._line = line
         return rescale_experience(batch, line, self.config)
 
@@ -283,15 +295,3 @@ class PPOLearner:
         batch = experience.replace()
         batch.to_device(self.device)
         return batch
-
-
-def _check_options(config: LearningConfig, *, has_critic: bool) -> None:
-    if config.advantage_estimator == "gae" and not has_critic:
-        raise ConfigError(
-            "ppo.advantage_estimator gae needs a critic, and there is none; give one, or compare samples with rloo, "
-            "grpo, dr_grpo or reinforce_pp"
-        )
-    if config.legacy and config.critic_init == "reward_model":
-        raise ConfigError(
-            "ppo.legacy judges by rules of its own, to whose returns no critic is fitted; set ppo.critic_init to policy"
-        )

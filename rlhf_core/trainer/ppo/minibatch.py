@@ -66,7 +66,7 @@ def prepare(
     """Return the minibatch in micro-batches, its moments and denominator agreed between ranks.
 
     Args:
-        batch: this rank's rows, on their device.
+        batch: this rank's rows, on their device; none if other ranks have some.
         config: how to learn.
         ranks: who shares the minibatch.
         longest: tokens that a sum is divided by with `constant_length`.
@@ -107,6 +107,8 @@ def prepare(
 
 
 def _cut(batch: Experience, weights: Tensor, importance: Tensor | None, size: int) -> list[Micro]:
+    if not len(batch):  # the last minibatch of an episode may have fewer rows than there are ranks
+        return []
     pieces = batch.split(size)
     corrections = [None] * len(pieces) if importance is None else torch.split(importance, size)
     return [Micro(*row) for row in zip(pieces, torch.split(weights, size), corrections, strict=True)]

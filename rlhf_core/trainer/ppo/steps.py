@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,27 +16,10 @@ from rlhf_core.functional.masking import masked_sum
 from rlhf_core.models.actor import response_logits
 from rlhf_core.models.critic import response_values
 from rlhf_core.models.device import autocast
-from rlhf_core.strategy.ranks import Ranks
 from rlhf_core.trainer.base import PaddedBatch
-from rlhf_core.trainer.learning_mode import learning_mode
 from rlhf_core.trainer.optim import ReadyStep, Trained, make_ready
 from rlhf_core.trainer.ppo.minibatch import Micro, Minibatch
-
-
-class StepContext(NamedTuple):
-    """What both steps need to know."""
-
-    config: LearningConfig
-    device: torch.device
-    dtype: torch.dtype
-    ranks: Ranks
-    seed: int
-    step: int
-
-    def noise_seed(self, role: int) -> int:
-        """Return the seed of this step's dropout in one of the models, on this rank."""
-        keys = np.random.SeedSequence([self.seed, self.step, self.ranks.rank, role])
-        return int(keys.generate_state(1)[0])
+from rlhf_core.trainer.ppo.passes import StepContext, go_backward, make_passes
 
 
 class Learnt(NamedTuple):
@@ -100,20 +81,20 @@ def learn_actor(trained: Trained, batch: Minibatch, ptx: PaddedBatch | None, con
     demonstrations, ptx_tokens = _cut_ptx(ptx, context)
     sums = torch.zeros(6, device=context.device)
     highest = torch.zeros((), device=context.device)
-    left = len(batch.micros) + len(demonstrations)
-    with learning_mode(
-        trained.model, checkpointing=config.gradient_checkpointing, seed=context.noise_seed(0), device=context.device
-    ):
-        for micro in batch.micros:
-            left -= 1
-            part, ratio = _learn_policy(trained, micro, batch.denominator, context, is_last=left == 0)
+
+    def learn(work: Micro | PaddedBatch) -> None:
+        nonlocal highest
+        if isinstance(work, Micro):
+            part, ratio = _learn_policy(trained, work, batch.denominator, context)
             sums[:5] += part
             highest = torch.maximum(highest, ratio)
-        for demonstration in demonstrations:
-            left -= 1
-            ptx_loss = _learn_demonstrations(trained, demonstration, ptx_tokens, context, is_last=left == 0)
+        else:
+            ptx_loss = _learn_demonstrations(trained, work, ptx_tokens, context)
             sums[0] += config.ptx_coef * ptx_loss
             sums[5] += ptx_loss
+
+    all_work: list[Micro | PaddedBatch] = [*batch.micros, *demonstrations]
+    make_passes(trained, all_work, learn, context, role=0, forward=response_logits)
     sums = ranks.sum(sums)
     # Backends order NaN at will: it travels apart. A NaN is an error, told by the loss; the guard is for explosions.
     nan, largest = ranks.max(torch.stack([highest.isnan().float(), highest.nan_to_num(nan=0.0)])).tolist()
@@ -138,30 +119,30 @@ def learn_critic(trained: Trained, batch: Minibatch, context: StepContext) -> Le
     """
     config = context.config
     sums = torch.zeros(2, device=context.device)
-    with learning_mode(
-        trained.model, checkpointing=config.gradient_checkpointing, seed=context.noise_seed(1), device=context.device
-    ):
-        for number, micro in enumerate(batch.micros, start=1):
-            rows = micro.experience
-            with autocast(context.device, context.dtype):
-                values = response_values(
-                    trained.model,
-                    sequences=rows.sequences,
-                    attention_mask=rows.attention_mask,
-                    num_actions=rows.num_actions,
-                )
-            assert rows.returns is not None  # `prepare` has seen to it
-            value = value_loss(
-                values=values,
-                old_values=rows.values,
-                returns=rows.returns,
-                mask=rows.action_mask,
-                denominator=batch.denominator,
-                clip_eps=config.value_clip,
-                weights=micro.weights,
+
+    def learn(micro: Micro) -> None:
+        rows = micro.experience
+        with autocast(context.device, context.dtype):
+            values = response_values(
+                trained.model,
+                sequences=rows.sequences,
+                attention_mask=rows.attention_mask,
+                num_actions=rows.num_actions,
             )
-            _backward(trained, config.vf_coef * value.loss, context, is_last=number == len(batch.micros))
-            sums += torch.stack([value.loss.detach(), value.clipped])
+        assert rows.returns is not None  # `prepare` has seen to it
+        value = value_loss(
+            values=values,
+            old_values=rows.values,
+            returns=rows.returns,
+            mask=rows.action_mask,
+            denominator=batch.denominator,
+            clip_eps=config.value_clip,
+            weights=micro.weights,
+        )
+        go_backward(trained, config.vf_coef * value.loss, context)
+        sums.add_(torch.stack([value.loss.detach(), value.clipped]))
+
+    make_passes(trained, batch.micros, learn, context, role=1, forward=response_values)
     sums = context.ranks.sum(sums)
     lr = float(trained.scheduler.get_last_lr()[0])
     step = make_ready(trained, loss=sums[0], what="critic", grad_clip=_clip_of(trained, config), ranks=context.ranks)
@@ -181,9 +162,7 @@ def _figures_of(sums: Tensor, tokens: int) -> dict[str, float]:
     }
 
 
-def _learn_policy(
-    trained: Trained, micro: Micro, denominator: Tensor, context: StepContext, *, is_last: bool
-) -> tuple[Tensor, Tensor]:
+def _learn_policy(trained: Trained, micro: Micro, denominator: Tensor, context: StepContext) -> tuple[Tensor, Tensor]:
     """Add one micro-batch's gradients; return its sums, and its largest ratio.
 
     The sums are: what is minimised, the policy's loss in it, clipped tokens, KL, entropy.
@@ -219,15 +198,13 @@ def _learn_policy(
         loss = loss - config.entropy_coef * entropy_bonus(
             entropy=found.entropy, mask=rows.action_mask, denominator=denominator, weights=micro.weights
         )
-    _backward(trained, loss, context, is_last=is_last)
+    go_backward(trained, loss, context)
     entropy = masked_sum(found.entropy.detach(), rows.action_mask)
     sums = torch.stack([loss.detach(), policy.loss.detach(), policy.clipped, policy.divergence, entropy])
     return sums, policy.max_ratio
 
 
-def _learn_demonstrations(
-    trained: Trained, batch: PaddedBatch, tokens: Tensor, context: StepContext, *, is_last: bool
-) -> Tensor:
+def _learn_demonstrations(trained: Trained, batch: PaddedBatch, tokens: Tensor, context: StepContext) -> Tensor:
     """Add the gradients of demonstrations; return their share of the loss."""
     width = batch.action_mask.shape[1]
     with autocast(context.device, context.dtype):
@@ -236,7 +213,7 @@ def _learn_demonstrations(
         )
     logprobs = logprobs_from_logits(logits, batch.sequences[:, -width:], temperature=1.0)
     loss = lm_loss(logprobs=logprobs, mask=batch.action_mask, denominator=tokens)
-    _backward(trained, context.config.ptx_coef * loss, context, is_last=is_last)
+    go_backward(trained, context.config.ptx_coef * loss, context)
     return loss.detach()
 
 
@@ -251,13 +228,6 @@ def _cut_ptx(ptx: PaddedBatch | None, context: StepContext) -> tuple[list[Padded
     if not tokens:
         raise TrainingError("expected demonstrations with at least one token to learn, got none")
     return [PaddedBatch(*part) for part in parts], tokens
-
-
-def _backward(trained: Trained, loss: Tensor, context: StepContext, *, is_last: bool) -> None:
-    """Add the loss's gradients; averaging over ranks divides by their number, which is undone here."""
-    waiting = nullcontext() if is_last else trained.booster.no_sync(trained.model, trained.optimizer)
-    with waiting:
-        trained.booster.backward(loss * context.ranks.world_size, trained.optimizer)
 
 
 def _clip_of(trained: Trained, config: LearningConfig) -> float | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -13,26 +13,24 @@ from rlhf_core.buffer.order import minibatch_order
 from rlhf_core.config import RewardModelConfig
 from rlhf_core.data.encoding import EncodedPair
 from rlhf_core.errors import ConfigError, DataError, ModelError
-from rlhf_core.functional.losses import pairwise_loss
-from rlhf_core.models.device import autocast, device_of
+from rlhf_core.models.device import device_of
 from rlhf_core.models.reward_model import RewardModel
 from rlhf_core.models.trunk import evaluating
 from rlhf_core.strategy.agreement import together
 from rlhf_core.strategy.booster import Booster
 from rlhf_core.strategy.ranks import Ranks, current_ranks
 from rlhf_core.trainer.base import Metrics, OnStep, training_mode
+from rlhf_core.trainer.boosted import strategy_booster
 from rlhf_core.trainer.checkpoint import write_json
-from rlhf_core.trainer.optim import make_trained
+from rlhf_core.trainer.optim import Trained, make_trained
 from rlhf_core.trainer.schedules import warmup_then_decay
 from rlhf_core.trainer.supervised.batches import PairBatch, pair_batch, pair_batch_of
 from rlhf_core.trainer.supervised.forward import check_vocabulary, vocabulary_size
 from rlhf_core.trainer.supervised.heldout import HeldoutPrompts
 from rlhf_core.trainer.supervised.measures import PairMeasurement, measurement
+from rlhf_core.trainer.supervised.objectives import PairLoss, PairObjective
 from rlhf_core.trainer.supervised.step import gradients_checkpointed, supervised_step
 from rlhf_core.trainer.supervised.trainer import SupervisedTrainer
-
-PairLoss = Callable[[Tensor, Tensor], Tensor]
-"""Mean loss of chosen and rejected scores, [B] each."""
 
 
 class RewardModelTraining(NamedTuple):
@@ -42,64 +40,8 @@ class RewardModelTraining(NamedTuple):
     """Of each step: step, loss, accuracy, lr, grad_norm, pairs."""
     dropped: int
     """Pairs that were too long."""
-
-
-class PairObjective:
-    """The chosen response's score above the rejected one's, by the pair's margin: a mean over the minibatch's pairs.
-
-    Args:
-        device: of the model.
-        autocast_dtype: arithmetic of the trunk's forward pass; scores and losses are float32.
-        loss: `log_sigmoid` or `log_exp`; or a function that returns the mean loss of chosen and rejected scores, from
-            whose first argument margins are subtracted.
-        centring: weight of the squared sum of a pair's scores; nothing for a function.
-    """
-
-    what = "reward model"
-    unit = "pairs"
-    reported: tuple[str, ...] = ("accuracy",)
-
-    def __init__(
-        self,
-        device: torch.device,
-        autocast_dtype: torch.dtype,
-        *,
-        loss: Literal["log_sigmoid", "log_exp"] | PairLoss = "log_sigmoid",
-        centring: float = 0.0,
-    ) -> None:
-        self.device = device
-        self.autocast_dtype = autocast_dtype
-        self._loss = loss
-        self._centring = centring
-
-    def count(self, micro: PairBatch) -> int:
-        """Return the number of pairs."""
-        return micro.pairs
-
-    def scores(self, model: nn.Module, micro: PairBatch) -> tuple[Tensor, Tensor]:
-        """Return the scores of chosen and rejected sequences, [B] each, from one forward pass."""
-        with autocast(self.device, self.autocast_dtype):
-            scores = model(micro.input_ids.to(self.device), micro.attention_mask.to(self.device))
-        chosen, rejected = scores.flatten().float().chunk(2)
-        return chosen, rejected
-
-    def loss(self, model: nn.Module, micro: PairBatch, *, denominator: float) -> tuple[Tensor, Tensor]:
-        """Return the loss and the number of pairs in which the chosen response scores strictly higher."""
-        chosen, rejected = self.scores(model, micro)
-        margin = None if micro.margin is None else micro.margin.to(self.device)
-        if callable(self._loss):
-            mean = self._loss(chosen if margin is None else chosen - margin, rejected)
-            loss = mean * (micro.pairs / denominator)
-        else:
-            loss = pairwise_loss(
-                chosen=chosen,
-                rejected=rejected,
-                denominator=denominator,
-                margin=margin,
-                centring=self._centring,
-                form=self._loss,
-            )
-        return loss, (chosen > rejected).sum() / denominator
+    trained: Trained
+    """The model with its booster, whose `exact` gives the weights, wherever the strategy keeps them."""
 
 
 def train_reward_model(
@@ -112,10 +54,10 @@ def train_reward_model(
     on_step: OnStep | None = None,
     ranks: Ranks | None = None,
 ) -> RewardModelTraining:
-    """Train a reward model, in place, to score the chosen sequence above the rejected one.
+    """Train a reward model to score the chosen sequence above the rejected; in place, unless weights are sharded.
 
     Args:
-        reward_model: on its device, in float32.
+        reward_model: on its device, in float32. Whoever needs it afterwards takes it from the result's booster.
         pairs: token ids, and by how much the scores should differ; the same on every rank.
         config: epochs, batch sizes (of one rank), learning rates of trunk and head, form of the loss.
         seed: of the order and of dropout.
@@ -124,14 +66,20 @@ def train_reward_model(
         ranks: who trains together; None takes torch.distributed's default group.
 
     Returns:
-        The history, and how many pairs were dropped as longer than `config.max_length`.
+        The history, how many pairs were dropped as longer than `config.max_length`, and the trained model.
 
     Raises:
         DataError: before any training, if no pair is left, or one has a token that the model does not know.
+        ConfigError: before any training, if the strategy cannot be had here.
         TrainingError: if a loss or gradient is not finite.
     """
     ranks = current_ranks() if ranks is None else ranks
     kept = _checked(pairs, config.max_length, reward_model)
+    device = device_of(reward_model)
+    booster = strategy_booster(
+        config.strategy, dtype=autocast_dtype, max_norm=config.grad_clip, device=device, ranks=ranks,
+        accumulates=config.batch_size > config.micro_batch_size,
+    )  # fmt: skip
     batch_size = config.batch_size * ranks.world_size
     trained = make_trained(
         reward_model,
@@ -139,13 +87,14 @@ def train_reward_model(
         weight_decay=config.weight_decay,
         schedule=warmup_then_decay(config.warmup_steps, config.epochs * -(-len(kept) // batch_size)),
         other_lrs={"head.": config.head_lr},
+        booster=booster,
     )
-    objective = PairObjective(device_of(reward_model), autocast_dtype, loss=config.loss, centring=config.centring)
+    objective = PairObjective(device, autocast_dtype, loss=config.loss, centring=config.centring)
     history: list[Metrics] = []
     with (
-        gradients_checkpointed(reward_model, active=config.gradient_checkpointing),
+        gradients_checkpointed(trained.model, active=config.gradient_checkpointing),
         training_mode(
-            reward_model,
+            trained.model,
             seed=seed + ranks.rank,  # ranks must not drop the same units
         ),
     ):
@@ -154,11 +103,11 @@ def train_reward_model(
                 mine = [kept[place] for place in places[ranks.rank :: ranks.world_size]]
                 size = config.micro_batch_size
                 micros = [pair_batch(mine[start : start + size]) for start in range(0, len(mine), size)]
-                step = supervised_step(trained, objective, micros, ranks=ranks, grad_clip=config.grad_clip)
+                step = supervised_step(trained, objective, micros, ranks=ranks)
                 history.append({"step": float(len(history) + 1)} | step)
                 if on_step is not None:
                     on_step(history[-1])
-    return RewardModelTraining(history, len(pairs) - len(kept))
+    return RewardModelTraining(history, len(pairs) - len(kept), trained)
 
 
 def _checked(pairs: Sequence[EncodedPair], max_length: int, model: RewardModel) -> list[EncodedPair]:
@@ -271,11 +220,14 @@ class RewardModelTrainer(SupervisedTrainer[PairBatch]):
             found = True
         return found
 
-    def _score(self, micros: Iterable[PairBatch]) -> tuple[Tensor, ...]:
+    def _score(self, micros: Iterable[PairBatch | None]) -> tuple[Tensor, ...]:
         objective, sides = self._objective(), ([torch.zeros(0)], [torch.zeros(0)])
         with evaluating(self.trained.model), torch.no_grad():
             for micro in micros:
-                for side, scores in zip(sides, objective.scores(self.trained.model, micro), strict=True):
+                found = objective.scores(self.trained.model, objective.idle() if micro is None else micro)
+                if micro is None:
+                    continue
+                for side, scores in zip(sides, found, strict=True):
                     side.append(scores.cpu())
         return torch.cat(sides[0]), torch.cat(sides[1])
 

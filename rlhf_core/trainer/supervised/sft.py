@@ -20,7 +20,8 @@ from rlhf_core.models.trunk import evaluating
 from rlhf_core.strategy.booster import Booster
 from rlhf_core.strategy.ranks import ALONE, Ranks, current_ranks
 from rlhf_core.trainer.base import Metrics, OnStep, training_mode
-from rlhf_core.trainer.optim import make_trained
+from rlhf_core.trainer.boosted import rounds, strategy_booster
+from rlhf_core.trainer.optim import Trained, make_trained
 from rlhf_core.trainer.schedules import warmup_then_decay
 from rlhf_core.trainer.supervised.batches import (
     Demonstration,
@@ -30,7 +31,8 @@ from rlhf_core.trainer.supervised.batches import (
     token_batch,
     token_batch_of,
 )
-from rlhf_core.trainer.supervised.forward import check_vocabulary, token_loss, vocabulary_size
+from rlhf_core.trainer.supervised.forward import check_vocabulary, vocabulary_size
+from rlhf_core.trainer.supervised.objectives import TokenObjective
 from rlhf_core.trainer.supervised.packing import check_packing, packed_batches
 from rlhf_core.trainer.supervised.step import gradients_checkpointed, supervised_step
 from rlhf_core.trainer.supervised.trainer import SupervisedTrainer
@@ -49,30 +51,13 @@ class TokenLoss(NamedTuple):
         return math.exp(self.loss) if self.loss < 700 else math.inf  # noqa: PLR2004 - e^710 is no double
 
 
-class TokenObjective:
-    """Likelihood of the tokens to learn: a mean over the tokens of the minibatch, long responses weigh more.
+class SFTRun(NamedTuple):
+    """What came of the training."""
 
-    Args:
-        device: of the model.
-        autocast_dtype: arithmetic of the forward pass.
-    """
-
-    what = "language model"
-    unit = "tokens"
-    reported: tuple[str, ...] = ()
-
-    def __init__(self, device: torch.device, autocast_dtype: torch.dtype) -> None:
-        self.device = device
-        self.autocast_dtype = autocast_dtype
-
-    def count(self, micro: TokenBatch) -> int:
-        """Return the number of tokens to learn."""
-        return micro.tokens
-
-    def loss(self, model: nn.Module, micro: TokenBatch, *, denominator: float) -> tuple[Tensor]:
-        """Return the negative log-likelihood over `denominator`."""
-        loss = token_loss(model, micro, denominator=denominator, device=self.device, autocast_dtype=self.autocast_dtype)
-        return (loss,)
+    history: list[Metrics]
+    """Of each step: step, loss, lr, grad_norm, tokens; of each epoch's last one heldout_loss too, if there are any."""
+    trained: Trained
+    """The model with its booster, whose `exact` gives the weights, wherever the strategy keeps them."""
 
 
 def train_sft(
@@ -85,15 +70,16 @@ def train_sft(
     on_step: OnStep | None = None,
     heldout: Sequence[Demonstration] = (),
     ranks: Ranks | None = None,
-) -> list[Metrics]:
-    """Train a causal language model, in place, to answer as the demonstrations do.
+) -> SFTRun:
+    """Train a causal language model to answer as the demonstrations do; in place, unless the strategy shards weights.
 
     The loss is on response tokens only, and a token mean over each minibatch, of all ranks together. With
     `config.packing` the same minibatches go through the model in fewer rows; the numbers stay. With `config.lora`,
     adapters are attached to the model first and they alone are trained; `models.lora.save_merged` writes the result.
 
     Args:
-        model: on its device, in float32 (with adapters: in any dtype).
+        model: on its device, in float32 (with adapters: in any dtype). Whoever needs it afterwards takes it from the
+            result's booster.
         examples: demonstrations, stop tokens included; the same on every rank.
         config: epochs, batch sizes (of one rank), learning rate.
         seed: of the order, of the adapters and of dropout.
@@ -102,19 +88,22 @@ def train_sft(
         heldout: demonstrations whose loss is measured after each epoch.
         ranks: who trains together; None takes torch.distributed's default group.
 
-    Returns:
-        Of each step: step, loss, lr, grad_norm, tokens; of each epoch's last one heldout_loss too, if there are any.
-
     Raises:
         DataError: before any training, if there is no example, or one is too long, has an empty part, or has a token
             that the model does not know.
-        ConfigError: before any training, if the model cannot keep packed examples apart.
+        ConfigError: before any training, if the model cannot keep packed examples apart, or the strategy cannot be
+            had here.
         TrainingError: if a loss or gradient is not finite.
     """
     ranks = current_ranks() if ranks is None else ranks
     rows, unseen = _checked(examples, config.max_length, model), _checked(heldout, config.max_length, model, least=0)
     if config.packing:
         check_packing(model, longest=max(len(row.ids) for row in rows), vocabulary=vocabulary_size(model) or 1)
+    device = device_of(model)
+    booster = strategy_booster(
+        config.strategy, dtype=autocast_dtype, max_norm=config.grad_clip, device=device, ranks=ranks,
+        accumulates=config.batch_size > config.micro_batch_size,
+    )  # fmt: skip
     if config.lora is not None:
         attach_lora(model, config.lora, seed=seed)
     batch_size = config.batch_size * ranks.world_size
@@ -123,13 +112,14 @@ def train_sft(
         lr=config.lr,
         weight_decay=config.weight_decay,
         schedule=warmup_then_decay(config.warmup_steps, config.epochs * -(-len(rows) // batch_size)),
+        booster=booster,
     )
-    objective = TokenObjective(device_of(model), autocast_dtype)
+    objective = TokenObjective(device, autocast_dtype)
     history: list[Metrics] = []
     with (
-        gradients_checkpointed(model, active=config.gradient_checkpointing),
+        gradients_checkpointed(trained.model, active=config.gradient_checkpointing),
         training_mode(
-            model,
+            trained.model,
             seed=seed + ranks.rank,  # ranks must not drop the same units
         ),
     ):
@@ -137,16 +127,15 @@ def train_sft(
             order = minibatch_order(seed=seed, episode=0, epoch=epoch, samples=len(rows), batch_size=batch_size)
             for number, places in enumerate(order, start=1):
                 micros = _micros([rows[place] for place in places[ranks.rank :: ranks.world_size]], config)
-                step = supervised_step(trained, objective, micros, ranks=ranks, grad_clip=config.grad_clip)
-                metrics = {"step": float(len(history) + 1)} | step
+                metrics = {"step": float(len(history) + 1)} | supervised_step(trained, objective, micros, ranks=ranks)
                 if unseen and number == len(order):
                     mine = _micros(unseen[ranks.rank :: ranks.world_size], config)
-                    measured = mean_token_loss(trained.model, mine, autocast_dtype=autocast_dtype, ranks=ranks)
-                    metrics["heldout_loss"] = measured.loss
+                    shared = rounds(trained.booster, mine, ranks, what="measure the held-out demonstrations")
+                    metrics["heldout_loss"] = _mean(_token_sums(trained.model, shared, objective), ranks).loss
                 history.append(metrics)
                 if on_step is not None:
                     on_step(metrics)
-    return history
+    return SFTRun(history, trained)
 
 
 def heldout_loss(
@@ -161,25 +150,26 @@ def heldout_loss(
     return mean_token_loss(model, _micros(rows, config), autocast_dtype=autocast_dtype)
 
 
-def mean_token_loss(
-    model: nn.Module, batches: Iterable[TokenBatch], *, autocast_dtype: torch.dtype, ranks: Ranks = ALONE
-) -> TokenLoss:
-    """Return the loss of the tokens to learn over all batches of all ranks; the model's mode comes out as it was.
+def mean_token_loss(model: nn.Module, batches: Iterable[TokenBatch], *, autocast_dtype: torch.dtype) -> TokenLoss:
+    """Return the loss of the tokens to learn over all batches; the model's mode comes out as it was.
 
     Raises:
         DataError: if there is no token to learn.
     """
-    return _mean(_token_sums(model, batches, autocast_dtype), ranks)
+    return _mean(_token_sums(model, batches, TokenObjective(device_of(model), autocast_dtype)), ALONE)
 
 
-def _token_sums(model: nn.Module, batches: Iterable[TokenBatch], autocast_dtype: torch.dtype) -> Tensor:
-    """Return, of this rank's batches, the sum of losses and the number of tokens to learn."""
-    device = device_of(model)
+def _token_sums(model: nn.Module, batches: Iterable[TokenBatch | None], objective: TokenObjective) -> Tensor:
+    """Return the sum of losses and the number of tokens to learn; None stands for an idle pass.
+
+    The model's mode comes out as it was.
+    """
     sums = torch.zeros(2, dtype=torch.float64)
     with evaluating(model), torch.no_grad():
         for batch in batches:
-            loss = token_loss(model, batch, denominator=1.0, device=device, autocast_dtype=autocast_dtype)
-            sums += torch.tensor([loss.item(), batch.tokens], dtype=torch.float64)
+            (loss,) = objective.loss(model, objective.idle() if batch is None else batch, denominator=1.0)
+            if batch is not None:
+                sums += torch.tensor([loss.item(), batch.tokens], dtype=torch.float64)
     return sums
 
 
@@ -275,8 +265,8 @@ class SFTTrainer(SupervisedTrainer[TokenBatch]):
         check_vocabulary(micro.input_ids, self.vocabulary, what="a batch's input_ids")
         return micro
 
-    def _score(self, micros: Iterable[TokenBatch]) -> tuple[Tensor, ...]:
-        return (_token_sums(self.trained.model, micros, self.autocast_dtype),)
+    def _score(self, micros: Iterable[TokenBatch | None]) -> tuple[Tensor, ...]:
+        return (_token_sums(self.trained.model, micros, self._objective()),)
 
     def _figures(self, scores: tuple[Tensor, ...], epoch: int) -> Metrics:  # noqa: ARG002
         found = _mean(scores[0], self.ranks)

@@ -13,9 +13,11 @@ from rlhf_core.errors import DataError
 from rlhf_core.models.trunk import checkpoint_gradients, unwrapped
 from rlhf_core.strategy.ranks import Ranks
 from rlhf_core.trainer.base import Metrics
+from rlhf_core.trainer.boosted import held_back, passes, undisturbed
 from rlhf_core.trainer.optim import Trained, take_step
 
-Micro = TypeVar("Micro", contravariant=True)  # noqa: PLC0105 - a micro-batch
+Micro = TypeVar("Micro")
+"""A micro-batch."""
 
 
 class Objective(Protocol[Micro]):
@@ -34,6 +36,9 @@ class Objective(Protocol[Micro]):
     def loss(self, model: nn.Module, micro: Micro, *, denominator: float) -> tuple[Tensor, ...]:
         """Return the micro-batch's loss, then what is reported: sums over the micro-batch, over `denominator`."""
 
+    def idle(self) -> Micro:
+        """Return the smallest micro-batch that goes through all of the model; what it says is dropped."""
+
 
 def supervised_step(
     trained: Trained,
@@ -41,19 +46,18 @@ def supervised_step(
     micros: Sequence[Micro],
     *,
     ranks: Ranks,
-    grad_clip: float | None = None,
 ) -> Metrics:
     """Take one optimizer step from the micro-batches of all ranks.
 
     The loss is a mean over all units of all ranks: neither the cut into micro-batches nor the one into ranks changes
-    it. A rank may come without micro-batches, as long as another has some.
+    it. A rank may come with fewer micro-batches than others, or with none, as long as another has some: where backward
+    passes wait for all ranks it makes idle ones, which change nothing.
 
     Args:
         trained: the model, in the mode in which it is to be trained.
         objective: what is to be learnt.
         micros: this rank's.
         ranks: who trains together.
-        grad_clip: largest gradient norm; None leaves it to the optimizer.
 
     Returns:
         Loss and reported means over all ranks, lr, grad_norm, and the number of units under their name.
@@ -69,15 +73,27 @@ def supervised_step(
         raise DataError(f"a minibatch has no {objective.unit} to learn from; look at its masks and labels")
     lr = trained.scheduler.get_last_lr()[0]
     sums = torch.zeros(1 + len(objective.reported))
-    for micro in micros:
-        # Gradients are averaged over ranks, not added: hence the number of ranks.
-        loss, *reported = objective.loss(trained.model, micro, denominator=units / ranks.world_size)
-        trained.booster.backward(loss, trained.optimizer)
-        sums = sums.to(loss.device) + torch.stack([loss, *reported]).detach()
+    count = passes(trained.booster, len(micros), ranks)
+    for number in range(count):
+        with held_back(trained.booster, trained.model, trained.optimizer, is_last=number == count - 1):
+            if number >= len(micros):
+                _idle_pass(trained, objective)
+                continue
+            # Gradients are averaged over ranks, not added: hence the number of ranks.
+            loss, *reported = objective.loss(trained.model, micros[number], denominator=units / ranks.world_size)
+            trained.booster.backward(loss, trained.optimizer)
+            sums = sums.to(loss.device) + torch.stack([loss, *reported]).detach()
     means = ranks.sum(sums) / ranks.world_size
-    taken = take_step(trained, grad_clip=grad_clip, loss=means[0], what=objective.what, ranks=ranks)
+    taken = take_step(trained, loss=means[0], what=objective.what, ranks=ranks)
     named = dict(zip(("loss", *objective.reported), means.tolist(), strict=True))
     return named | {"lr": float(lr), "grad_norm": taken.norm, objective.unit: float(units)}
+
+
+def _idle_pass(trained: Trained, objective: Objective[Micro]) -> None:
+    """Go forward and backward for the other ranks' sake: gradients of zero, and no dropout drawn from what is next."""
+    with undisturbed():
+        loss, *_ = objective.loss(trained.model, objective.idle(), denominator=1.0)
+        trained.booster.backward(0.0 * loss, trained.optimizer)
 
 
 @contextmanager
@@ -85,7 +101,7 @@ def gradients_checkpointed(model: nn.Module, *, active: bool) -> Iterator[None]:
     """Run the block with activations computed again in the backward pass, if `active`; then keep them again.
 
     Args:
-        model: a language model or a model on a trunk.
+        model: a language model or a model on a trunk, maybe wrapped by a booster.
         active: False changes nothing.
 
     Raises:
@@ -94,7 +110,8 @@ def gradients_checkpointed(model: nn.Module, *, active: bool) -> Iterator[None]:
     if not active:
         yield
         return
-    inner: Any = unwrapped(getattr(model, "trunk", model))
+    inner: Any = unwrapped(model)
+    inner = getattr(inner, "trunk", inner)
     checkpoint_gradients(inner)
     try:
         yield

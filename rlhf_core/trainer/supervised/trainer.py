@@ -19,6 +19,7 @@ from rlhf_core.strategy.agreement import together
 from rlhf_core.strategy.booster import Booster
 from rlhf_core.strategy.ranks import Ranks, current_ranks
 from rlhf_core.trainer.base import Metrics
+from rlhf_core.trainer.boosted import rounds
 from rlhf_core.trainer.failure import with_place
 from rlhf_core.trainer.loaders import CycledLoader, is_one_shot
 from rlhf_core.trainer.optim import Trained
@@ -207,9 +208,11 @@ class SupervisedTrainer(ABC, Generic[Micro]):
         kept = random_states()  # a DataLoader draws from them even without shuffling
 
         def score() -> tuple[Tensor, ...]:
-            return self._score(self._read(batch, training=False) for batch in loader)
+            micros = (self._read(batch, training=False) for batch in loader)
+            return self._score(rounds(self.trained.booster, micros, self.ranks, what=measuring))
 
-        scores = together(self.ranks, score, what="measure its evaluation data")
+        measuring = "measure its evaluation data"
+        scores = together(self.ranks, score, what=measuring)
         set_random_states(kept)
         measured = self._figures(scores, epoch)
         self._tracker.log({f"eval/{name}": value for name, value in measured.items()}, self.step)
@@ -247,8 +250,8 @@ class SupervisedTrainer(ABC, Generic[Micro]):
         """Return a dataloader's batch as a micro-batch; a DataError says what is wrong with it."""
 
     @abstractmethod
-    def _score(self, micros: Iterable[Micro]) -> tuple[Tensor, ...]:
-        """Return what this rank's evaluation data say, without a word to other ranks."""
+    def _score(self, micros: Iterable[Micro | None]) -> tuple[Tensor, ...]:
+        """Return what this rank's evaluation data say; None stands for an idle pass, where passes wait for others."""
 
     @abstractmethod
     def _figures(self, scores: tuple[Tensor, ...], epoch: int) -> Metrics:

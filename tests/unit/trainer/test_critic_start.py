@@ -21,6 +21,7 @@ from rlhf_core.trainer.optim import make_trained
 from rlhf_core.trainer.ppo.critic_start import ValueLine, fit_line, rescale_head
 from rlhf_core.trainer.ppo.learner import PPOLearner, PPOStats
 from rlhf_core.trainer.ppo.trainer import PPOTrainer
+from rlhf_core.trainer.schedules import warmup_then_constant
 from rlhf_core.types import Experience
 from tests.reference import definitions
 from tests.tiny_llama import tiny_llama
@@ -145,8 +146,9 @@ def test_a_resumed_run_does_not_fit_again() -> None:
 
 
 def test_a_critic_without_a_linear_head_is_refused() -> None:
-    with pytest.raises(ConfigError, match="rescales the critic's linear head, but Sequential has none"):
-        rescale_head(nn.Sequential(nn.Linear(1, 1)), ValueLine(1.0, 0.0))
+    critic = make_trained(nn.Sequential(nn.Linear(1, 1)), lr=1.0, weight_decay=0.0, schedule=warmup_then_constant(0))
+    with pytest.raises(ConfigError, match="rescales the critic's linear head, but Sequential trains none"):
+        rescale_head(critic, ValueLine(1.0, 0.0))
 
 
 def test_legacy_numbers_and_a_fitted_critic_exclude_each_other() -> None:

@@ -17,6 +17,7 @@ from rlhf_core.trainer.ppo.learner import PPOLearner, PPOStats
 from rlhf_core.types import Experience
 from tests.reference import definitions
 from tests.tiny_llama import tiny_llama
+from tests.unit.trainer.built import built
 from tests.unit.trainer.experience import PROMPTS, RESPONSES, TOKENS, tiny_experience
 
 CONFIG = PPOConfig(
@@ -34,7 +35,7 @@ def learner(**changes: object) -> PPOLearner:
     if config.lora is not None:
         attach_lora(actor, config.lora, seed=1)
         attach_lora(critic.trunk, config.lora, seed=2)
-    return PPOLearner.build(actor, critic, config, device="cpu")
+    return built(actor, critic, config)
 
 
 def unpadded_logits(model: torch.nn.Module, row: int) -> torch.Tensor:

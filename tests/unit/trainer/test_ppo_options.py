@@ -18,6 +18,7 @@ from rlhf_core.trainer.ppo.ptx import Demonstrations
 from rlhf_core.types import Experience
 from tests.reference import definitions
 from tests.tiny_llama import tiny_llama
+from tests.unit.trainer.built import built
 from tests.unit.trainer.experience import PROMPTS, RESPONSES, TOKENS, tiny_experience
 from tests.unit.trainer.test_ppo_learner import CONFIG
 
@@ -37,7 +38,7 @@ def learner(*, lora: LoRAConfig | None = None, **changes: object) -> PPOLearner:
                 if "lora_B" in name:  # at zero, the other factor has no gradient
                     torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(number))
     ptx = Demonstrations(EXAMPLES, batch_size=3, seed=0, device="cpu") if config.ptx_coef > 0 else None
-    return PPOLearner.build(actor, critic, config, device="cpu", ptx=ptx, seed=5)
+    return built(actor, critic, config, ptx=ptx, seed=5)
 
 
 def shifted(ours: PPOLearner) -> Experience:

@@ -22,7 +22,7 @@ CONFIG = SFTConfig(epochs=1, batch_size=4, micro_batch_size=2, lr=1e-3, warmup_s
 
 def train(config: SFTConfig = CONFIG, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple:
     model = tiny_llama(initializer_range=0.2)
-    return model, train_sft(model, EXAMPLES, config, seed=seed, autocast_dtype=dtype)
+    return model, train_sft(model, EXAMPLES, config, seed=seed, autocast_dtype=dtype).history
 
 
 def mean_response_loss() -> float:
@@ -66,7 +66,7 @@ def test_the_demonstrations_are_learnt() -> None:
 def test_every_example_is_seen_once_per_epoch_and_the_last_batch_may_be_smaller() -> None:
     seen: list[dict[str, float]] = []
     config = CONFIG.model_copy(update={"batch_size": 3, "epochs": 2})
-    history = train_sft(tiny_llama(), EXAMPLES, config, seed=1, autocast_dtype=torch.float32, on_step=seen.append)
+    history, _ = train_sft(tiny_llama(), EXAMPLES, config, seed=1, autocast_dtype=torch.float32, on_step=seen.append)
     assert seen == history
     assert [step["step"] for step in history] == [1, 2, 3, 4]
     for first, second in (history[:2], history[2:]):
@@ -132,7 +132,7 @@ def turns(*, answers: tuple[int, ...]) -> tuple[list[int], list[bool]]:
 
 def test_all_turns_of_the_assistant_are_learnt_and_nothing_else() -> None:
     conversation, model = turns(answers=(20, 21, 2, 22)), tiny_llama(initializer_range=0.2)
-    history = train_sft(model, [conversation, EXAMPLES[1]], CONFIG, seed=0, autocast_dtype=torch.float32)
+    history, _ = train_sft(model, [conversation, EXAMPLES[1]], CONFIG, seed=0, autocast_dtype=torch.float32)
     untrained, total = tiny_llama(initializer_range=0.2), 0.0
     for ids, learnt in (conversation, ([8, 12, 2], [False, True, True])):
         whole = torch.log_softmax(untrained(torch.tensor([ids])).logits[0], dim=-1)
@@ -152,7 +152,7 @@ def test_a_conversation_is_learnt_where_its_template_says_that_the_assistant_spe
     conversation = encode_conversation(messages, tokenizer)
     config = CONFIG.model_copy(update={"packing": True, "max_length": 200})
     model = tiny_llama(initializer_range=0.2)
-    history = train_sft(model, [conversation, conversation], config, seed=0, autocast_dtype=torch.float32)
+    history, _ = train_sft(model, [conversation, conversation], config, seed=0, autocast_dtype=torch.float32)
     assert history[0]["tokens"] == 2 * (3 + 4)  # "cd" and "fgh", a token a byte, each with its end
     ids, learnt = conversation
     assert tokenizer.decode([t for t, said in zip(ids, learnt, strict=True) if said]) == "cd<|im_end|>fgh<|im_end|>"
@@ -164,7 +164,7 @@ def test_a_conversation_is_learnt_where_its_template_says_that_the_assistant_spe
 def test_a_prompt_with_its_response_and_its_mask_are_two_forms_of_one_demonstration() -> None:
     masked = [([*p, *r], [False] * len(p) + [True] * len(r)) for p, r in EXAMPLES]
     runs = [
-        train_sft(tiny_llama(initializer_range=0.2), form, CONFIG, seed=0, autocast_dtype=torch.float32)
+        train_sft(tiny_llama(initializer_range=0.2), form, CONFIG, seed=0, autocast_dtype=torch.float32).history
         for form in (EXAMPLES, masked)
     ]
     assert runs[0] == runs[1]
@@ -172,13 +172,13 @@ def test_a_prompt_with_its_response_and_its_mask_are_two_forms_of_one_demonstrat
 
 def test_what_nothing_predicts_is_never_learnt() -> None:
     first_too = ([5, 6], [True, True])
-    history = train_sft(tiny_llama(), [first_too], CONFIG, seed=0, autocast_dtype=torch.float32)
+    history, _ = train_sft(tiny_llama(), [first_too], CONFIG, seed=0, autocast_dtype=torch.float32)
     assert history[0]["tokens"] == 1
 
 
 def test_the_held_out_loss_is_that_of_the_model_after_each_epoch() -> None:
     config = CONFIG.model_copy(update={"batch_size": 2, "epochs": 3, "lr": 3e-3})
-    history = train_sft(
+    history, _ = train_sft(
         tiny_llama(initializer_range=0.2),
         EXAMPLES[:3],
         config,
@@ -189,7 +189,7 @@ def test_the_held_out_loss_is_that_of_the_model_after_each_epoch() -> None:
     measured = [step["heldout_loss"] for step in history if "heldout_loss" in step]
     assert ["heldout_loss" in step for step in history] == [False, True] * 3
     assert measured[0] > measured[1] > measured[2]
-    plain = train_sft(tiny_llama(initializer_range=0.2), EXAMPLES[:3], config, seed=0, autocast_dtype=torch.float32)
+    plain, _ = train_sft(tiny_llama(initializer_range=0.2), EXAMPLES[:3], config, seed=0, autocast_dtype=torch.float32)
     assert [step["loss"] for step in plain] == [step["loss"] for step in history], "measuring must not change training"
 
 
@@ -201,7 +201,7 @@ def test_gradient_checkpointing_computes_activations_twice_and_changes_no_number
         seen: list[bool] = []
         model.model.layers[0].mlp.register_forward_pre_hook(lambda *_, seen=seen: seen.append(True))
         config = CONFIG.model_copy(update={"gradient_checkpointing": active, "lora": LoRAConfig(r=2, dropout=0.3)})
-        runs.append(train_sft(model, EXAMPLES, config, seed=0, autocast_dtype=torch.float32)[0])
+        runs.append(train_sft(model, EXAMPLES, config, seed=0, autocast_dtype=torch.float32).history[0])
         calls.append(len(seen))
         assert not model.is_gradient_checkpointing
     assert runs[0] == pytest.approx(runs[1], rel=1e-6)

@@ -75,7 +75,7 @@ def test_packing_changes_neither_losses_nor_steps_but_only_the_rows() -> None:
         seen: list[int] = []
         model.model.embed_tokens.register_forward_hook(lambda _, ids, __, seen=seen: seen.append(ids[0].numel()))
         config = CONFIG.model_copy(update={"packing": packing})
-        runs.append((train_sft(model, EXAMPLES, config, seed=3, autocast_dtype=FP32), model))
+        runs.append((train_sft(model, EXAMPLES, config, seed=3, autocast_dtype=FP32).history, model))
         slots.append(sum(seen))
     (plain, plain_model), (packed, packed_model) = runs
     # Lengths 6, 3, 7, 6, 9, two rows at once. Plain, in the order of the seed: 2 x 6 + 2 x 9 + 7, 2 x 7 + 2 x 9 + 6.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import logging
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -38,15 +37,9 @@ def upstream(module: str) -> Any:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Keep ColossalAI's imports and plugins from telling what is not installed and not needed (apex, tensornvme)."""
-    noisy = logging.getLogger("bitsandbytes")  # an optimizer that is not used here, and its kernels
-    before = noisy.level
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        noisy.setLevel(logging.ERROR)
-        try:
-            yield
-        finally:
-            noisy.setLevel(before)
+        yield
 
 
 def _forgive_old_names() -> None:

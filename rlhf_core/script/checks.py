@@ -84,8 +84,10 @@ def _check_placement(args: Namespace) -> None:
             )
     if args.enable_sequence_parallelism:
         raise ConfigError("--enable_sequence_parallelism is not supported; leave it out")
+    if args.plugin == "3d":
+        raise ConfigError("--plugin 3d splits one model over ranks, and comes in a later release; take gemini or zero2")
     if args.lora_config and args.plugin in _GEMINI:
-        raise ConfigError(f"--lora_config does not go with --plugin {args.plugin}; take zero2 or plain")
+        raise ConfigError(f"--lora_config does not go with --plugin {args.plugin}; take zero2, ddp or plain")
     if args.plugin == "gemini_auto" and args.accumulation_steps > 1:
         raise ConfigError(
             f"--plugin gemini_auto does not accumulate gradients, but --accumulation_steps is "

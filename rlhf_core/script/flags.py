@@ -9,7 +9,8 @@ from typing import NoReturn
 from rlhf_core.errors import ConfigError
 from rlhf_core.script.numbers import above_zero, count, non_negative, positive, seed, share
 
-PLUGINS = ("gemini", "gemini_auto", "zero2", "zero2_cpu", "3d", "plain")
+PLUGINS = ("gemini", "gemini_auto", "zero2", "zero2_cpu", "3d", "ddp", "plain")
+"""coati's five, then ours."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -196,8 +197,10 @@ def _add_placement(group: argparse._ArgumentGroup) -> None:
     add(
         "--plugin",
         choices=PLUGINS,
-        default="gemini",
-        help="how ranks share the work; all run as plain data parallelism here (the same numbers, nothing sharded)",
+        help="how ranks share the models: zero2 shards gradients and optimizer state, zero2_cpu keeps that state in "
+        "host memory, gemini shards weights too, gemini_auto moves them between GPU and host; ddp and plain (ours) "
+        "shard nothing; 3d comes in a later release. None takes gemini on GPUs (zero2 with --lora_config), plain on a "
+        "CPU",
     )
     add(
         "--mixed_precision",
@@ -220,8 +223,8 @@ def _add_placement(group: argparse._ArgumentGroup) -> None:
         help="does nothing without sequence parallelism",
     )
     add("--enable_sequence_parallelism", action="store_true", help="refused here")
-    add("--zero_stage", type=int, choices=(0, 1, 2), default=0, help="of plugin 3d; nothing is sharded here")
-    add("--zero_cpu_offload", action="store_true", help="of plugin 3d; nothing is offloaded here")
+    add("--zero_stage", type=int, choices=(0, 1, 2), default=0, help="of plugin 3d, which comes later")
+    add("--zero_cpu_offload", action="store_true", help="of plugin 3d, which comes later; see zero2_cpu")
 
 
 def _add_outputs(group: argparse._ArgumentGroup) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -16,33 +17,26 @@ from rlhf_core.models.loading import default_device
 from rlhf_core.rewards.scoring import Scorer, build_scorer
 from rlhf_core.script.data import Loaders, build_loaders
 from rlhf_core.script.models import Models, build_models
-from rlhf_core.script.outputs import save_outputs
+from rlhf_core.script.outputs import Trainees, save_outputs
 from rlhf_core.script.places import checkpoint_step
-from rlhf_core.script.progress import EpisodeLine, Tell, teller
+from rlhf_core.script.plugin import Plugin, choose_plugin
+from rlhf_core.script.progress import EpisodeLine, teller
 from rlhf_core.script.record import RecordWriter, record_of, tell_differences
 from rlhf_core.script.schedule import schedule_of
-from rlhf_core.strategy.plain import PlainBooster
+from rlhf_core.strategy.making import make_booster
 from rlhf_core.strategy.ranks import Ranks, join, leave
+from rlhf_core.strategy.roll_call import naming_lost_rank
 from rlhf_core.trainer.callbacks import Callback
 from rlhf_core.trainer.optim import Trained, make_trained
 from rlhf_core.trainer.ppo.trainer import PPOTrainer
 
 if TYPE_CHECKING:
-    from argparse import Namespace
-
     from rlhf_core.data.conversation import Conversation
 
 TEMPERATURE = 0.7
 TOP_K = 50
 LAM = 0.95
 """These three are fixed in the original script too."""
-_LOST_RANK = ("Connection closed by peer", "Connection reset by peer", "Timed out", "NCCL")
-Precision = Literal["fp16", "bf16"]
-
-
-class _Trainees(NamedTuple):
-    actor: Trained
-    critic: Trained
 
 
 def run(args: Namespace) -> None:
@@ -53,32 +47,28 @@ def run(args: Namespace) -> None:
     """
     ranks = join()
     try:
-        _run(args, ranks)
+        with naming_lost_rank(ranks):
+            _run(args, ranks)
     except torch.OutOfMemoryError as error:
         raise TrainingError(
             "the GPU's memory does not hold this run; lower --train_batch_size and --experience_batch_size, or set "
             "--grad_checkpoint or --lora_config"
         ) from error
-    except RuntimeError as error:
-        reason = next((sign for sign in _LOST_RANK if sign in str(error)), None)
-        if reason is None or ranks.world_size == 1:
-            raise
-        raise TrainingError(f"another rank has ended ({reason}); what it said is above or below") from error
     # After an error the group is kept until this process ends: the others would speak of its loss, not of the error.
     leave()
 
 
 def _run(args: Namespace, ranks: Ranks) -> None:
     tell, device = teller(ranks), default_device()
-    precision = _precision(args, device, tell)
-    _tell_plugin(args, ranks, tell)
+    plugin = choose_plugin(args, cuda=device.type == "cuda", num_ranks=ranks.world_size, tell=tell)
+    args = Namespace(**vars(args) | {"plugin": plugin.strategy})
     models = build_models(args, device, tell)
     conversation = setup_conversation_template(models.tokenizer, args.conversation_template_config)
     loaders = build_loaders(args, conversation, tell)
-    trainees = _trainees(args, models, precision)
+    trainees = _trainees(args, models, plugin, ranks)
     record = record_of(args, loaders)
     callbacks = (RecordWriter(record, Path(args.save_path), ranks), EpisodeLine(args.num_episodes, ranks, tell))
-    trainer = _trainer(args, models, trainees, conversation, precision, callbacks)
+    trainer = _trainer(args, models, trainees, conversation, plugin, callbacks)
     checkpoint = checkpoint_step(args)
     if checkpoint is not None:
         trainer.load_checkpoint(checkpoint)
@@ -88,9 +78,7 @@ def _run(args: Namespace, ranks: Ranks) -> None:
         _fit(trainer, args, loaders)
     else:
         tell(f"all {args.num_episodes} episodes are done already; raise --num_episodes to train more")
-    if ranks.is_first:
-        save_outputs(args, models)
-    ranks.barrier()
+    save_outputs(args, models.tokenizer, trainees, ranks)
     tell(f"stored {args.save_path}/actor/modeling and {args.save_path}/critic/modeling")
 
 
@@ -106,35 +94,20 @@ def _fit(trainer: PPOTrainer, args: Namespace, loaders: Loaders) -> None:
     )
 
 
-def _precision(args: Namespace, device: torch.device, tell: Tell) -> Precision:
-    if args.mixed_precision == "fp16" and device.type == "cpu":
-        tell("--mixed_precision fp16 runs as bf16 on a CPU")
-        return "bf16"
-    return "fp16" if args.mixed_precision == "fp16" else "bf16"
-
-
-def _tell_plugin(args: Namespace, ranks: Ranks, tell: Tell) -> None:
-    if args.plugin != "plain":
-        tell(
-            f"--plugin {args.plugin} runs as plain data parallelism over {ranks.world_size} "
-            f"rank{'s' if ranks.world_size > 1 else ''}: the same numbers, nothing sharded or offloaded"
-        )
-
-
-def _trainees(args: Namespace, models: Models, precision: Precision) -> _Trainees:
+def _trainees(args: Namespace, models: Models, plugin: Plugin, ranks: Ranks) -> Trainees:
     def trained(model: torch.nn.Module, lr: float) -> Trained:
-        booster = PlainBooster(precision=precision, max_norm=args.grad_clip)
+        booster = make_booster(plugin.strategy, precision=plugin.precision, max_norm=args.grad_clip, ranks=ranks)
         return make_trained(model, lr=lr, weight_decay=args.weight_decay, schedule=schedule_of(args), booster=booster)
 
-    return _Trainees(trained(models.actor, args.lr), trained(models.critic, args.critic_lr))
+    return Trainees(trained(models.actor, args.lr), trained(models.critic, args.critic_lr))
 
 
 def _trainer(
     args: Namespace,
     models: Models,
-    trainees: _Trainees,
+    trainees: Trainees,
     conversation: Conversation,
-    precision: Precision,
+    plugin: Plugin,
     callbacks: tuple[Callback, ...],
 ) -> PPOTrainer:
     return PPOTrainer(
@@ -157,7 +130,7 @@ def _trainer(
         save_interval=args.save_interval,
         save_dir=args.save_path,
         callbacks=callbacks,
-        options=_options(args, models, precision),
+        options=_options(args, models, plugin),
         scorer=reward_functions(args, conversation),
         seed=args.seed,
         max_new_tokens=args.max_seq_len,
@@ -182,11 +155,11 @@ def reward_functions(args: Namespace, conversation: Conversation) -> Scorer | No
     return build_scorer(config, None, template=template, allowed_modules=args.allowed_reward_modules)
 
 
-def _options(args: Namespace, models: Models, precision: Precision) -> PPOOptions:
+def _options(args: Namespace, models: Models, plugin: Plugin) -> PPOOptions:
     dtypes: dict[str, Any] = {"fp16": "float16", "bf16": "bfloat16"}
     return PPOOptions(
         lam=LAM,
-        dtype=dtypes[precision],
+        dtype=dtypes[plugin.precision],
         rollout_dtype="bfloat16",
         critic_init="reward_model" if models.critic_init == "reward_model" else "policy",
         gradient_checkpointing=args.grad_checkpoint,

@@ -126,6 +126,12 @@ def test_strategies_import_colossalai_only_once_one_is_made(module: str, absent:
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 
+def test_importing_what_trains_says_nothing() -> None:
+    code = "import rlhf_core.models.lora, sys; assert 'bitsandbytes' in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
+    assert done.stdout + done.stderr == ""
+
+
 @pytest.mark.parametrize("name", rlhf_core.__all__)
 def test_every_public_name_is_there(name: str) -> None:
     assert getattr(rlhf_core, name).__name__ == name

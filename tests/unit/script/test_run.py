@@ -23,13 +23,16 @@ from rlhf_core.script import models as models_of_script
 from rlhf_core.script.flags import build_parser
 from rlhf_core.script.models import build_models
 from rlhf_core.script.outputs import save_outputs
+from rlhf_core.script.plugin import Plugin
+from rlhf_core.script.run import _trainees
+from rlhf_core.strategy.ranks import ALONE
 from rlhf_core.train_ppo import main
 from tests.tiny_llama import tiny_llama, tiny_tokenizer
 from tests.unit.script.brief_llama import brief_llama, write_models
 from tests.unit.script.command_lines import as_arguments, right_flags, write_inputs
 
 SMALL = {
-    "--plugin": "zero2",
+    "--plugin": "plain",
     "--num_collect_steps": "1",
     "--num_update_steps": "1",
     "--experience_batch_size": "4",
@@ -141,17 +144,18 @@ def test_adapters_kept_over_an_sft_adapter_stand_on_its_merged_policy_and_nothin
     for name, parameter in models.actor.named_parameters():
         if "lora_B" in name:
             torch.nn.init.constant_(parameter, 0.01)
-    save_outputs(args, models)
+    trainees = _trainees(args, models, Plugin("plain", "bf16"), ALONE)
+    save_outputs(args, models.tokenizer, trainees, ALONE)
     actor = tmp_path / "out/actor/modeling"
     expected = _logits(models.actor)
     kept = AutoModelForCausalLM.from_pretrained(actor)  # as transformers finds the base by itself
     torch.testing.assert_close(_logits(kept), expected, rtol=1e-5, atol=1e-5)
     args.keep_lora = False
     args.rm_pretrain = str(actor.parent / "base")
-    save_outputs(args, models)
+    save_outputs(args, models.tokenizer, trainees, ALONE)
     assert Path(args.rm_pretrain).is_dir()  # as it is a model that this run was given
     args.rm_pretrain = None
-    save_outputs(args, models)
+    save_outputs(args, models.tokenizer, trainees, ALONE)
     assert not list(actor.glob("adapter*"))
     torch.testing.assert_close(_logits(AutoModelForCausalLM.from_pretrained(actor)), expected, rtol=1e-5, atol=1e-5)
     assert [path.name for path in actor.parent.iterdir()] == ["modeling"]

@@ -102,7 +102,7 @@ def read_weights(model: nn.Module, path: str | Path, expected: Mapping[str, torc
             f"the checkpoint {path} does not fit the model: {len(wrong)} tensors are missing, unknown or of another "
             f"shape, first {wrong[0]!r}; build the model with the checkpoint's configuration"
         )
-    return tensors
+    return {name: tensor.detach() for name, tensor in tensors.items()}  # of a directory they are trainable weights
 
 
 def write_optimizer(optimizer: Any, path: str | Path, *, directory: bool) -> None:

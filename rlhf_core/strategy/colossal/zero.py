@@ -151,7 +151,7 @@ class ZeroOptimizer(ColossalOptimizer):
         """Take this rank's share of whole weights, of those that are named."""
         for name, master in zip(self.names, self.inner.masters, strict=True):
             if name in weights:
-                master.copy_(_share(weights[name], self.ranks))
+                master.copy_(_share(weights[name].detach(), self.ranks))
 
     def moments(self) -> Moments:
         """Return all moments, whole and in host memory, on the first rank."""

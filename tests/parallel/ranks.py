@@ -1,7 +1,7 @@
 """Runs cases on several ranks, each a process of its own that is started once, and brings back what each found.
 
 A case is a function of a module, `case(ranks, *words) -> Found`; it is asked for by its name, with words for its
-further arguments after slashes: `steps/zero2/fp32`. The ranks of one number and device stay until the session ends, so
+further arguments after colons: `steps:zero2:fp32`. The ranks of one number and device stay until the session ends, so
 that torch, transformers and ColossalAI are imported once by each, whichever modules' cases they run.
 """
 
@@ -54,7 +54,34 @@ class Findings(dict[str, Found]):
         raise AssertionError(self.troubles.get(case, f"the case {case} was not run"))
 
 
-_standing: dict[tuple[int, str], RankProcesses] = {}
+class RankSet:
+    """Ranks that stay for several cases.
+
+    Args:
+        world_size: how many.
+        device: cpu or cuda; with cpu, ranks see no GPU.
+    """
+
+    def __init__(self, world_size: int, device: str = "cpu") -> None:
+        environment = {"CASES_DEVICE": device} | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
+        self._processes = RankProcesses(world_size, "from tests.parallel.ranks import serve; serve()", environment)
+
+    def run(self, module: str, case: str, directory: Path, *, may_die: bool = False) -> list[Any]:
+        """Run one case; return what each rank found, with `may_die` None for those that died.
+
+        Raises:
+            TroubleError: if a rank fails, dies or keeps silent; none is left then.
+        """
+        order = {"module": module, "case": case, "directory": str(directory)}
+        answers = self._processes.run(order, limit_s=CASE_S, may_die=may_die)
+        return [None if answer is None else _read(answer) for answer in answers]
+
+    def end(self) -> None:
+        """Let them leave the group and end."""
+        self._processes.close()
+
+
+_standing: dict[tuple[int, str], RankSet] = {}
 """Ranks that wait for their next case, by number and device."""
 
 
@@ -68,46 +95,35 @@ def run_on_ranks(
     found = [Findings() for _ in range(world_size)]
     for case in cases:
         if (world_size, device) not in _standing:
-            _standing[world_size, device] = _started(world_size, device)
-        processes = _standing[world_size, device]
+            _standing[world_size, device] = RankSet(world_size, device)
         try:
-            answers = processes.run(_order(module, case, directory), limit_s=CASE_S)
+            answers = _standing[world_size, device].run(module, case, directory)
         except TroubleError as error:
             del _standing[world_size, device]
             for each in found:
                 each.troubles[case] = f"{module}: {case} on {world_size} ranks: {error}"
             continue
         for each, answer in zip(found, answers, strict=True):
-            each[case] = _read(answer)
+            each[case] = answer
     return list(found)
 
 
 def run_and_lose(module: str, case: str, directory: Path, *, world_size: int = 2) -> list[Found | None]:
     """Run a case in which ranks die, on ranks of its own; return what each found, and None for those that died."""
-    processes = _started(world_size, "cpu")
+    ranks = RankSet(world_size)
     try:
-        answers = processes.run(_order(module, case, directory), limit_s=CASE_S, may_die=True)
+        return ranks.run(module, case, directory, may_die=True)
     finally:
-        processes.kill()
-    return [None if answer is None else _read(answer) for answer in answers]
+        ranks.end()
 
 
 def end_ranks() -> None:
     """End all ranks that wait."""
     while _standing:
-        _standing.popitem()[1].close()
+        _standing.popitem()[1].end()
 
 
 atexit.register(end_ranks)
-
-
-def _started(world_size: int, device: str) -> RankProcesses:
-    environment = {"CASES_DEVICE": device} | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
-    return RankProcesses(world_size, "from tests.parallel.ranks import serve; serve()", environment)
-
-
-def _order(module: str, case: str, directory: Path) -> dict[str, str]:
-    return {"module": module, "case": case, "directory": str(directory)}
 
 
 def _read(answer: dict[str, Any]) -> Found:
@@ -116,7 +132,7 @@ def _read(answer: dict[str, Any]) -> Found:
 
 def _answer(order: dict[str, str], ranks: Ranks) -> dict[str, Any]:
     """Run one case on this rank; tell what it found, or its trouble."""
-    name, *words = order["case"].split("/")
+    name, *words = order["case"].split(":")
     try:
         function: Case = getattr(importlib.import_module(order["module"]), name)
         found = function(ranks, *words)
@@ -126,7 +142,7 @@ def _answer(order: dict[str, str], ranks: Ranks) -> dict[str, Any]:
         return {"trouble": traceback.format_exc()}
     finally:
         gc.collect()
-    path = Path(order["directory"]) / f"{'-'.join([name, *words])}-{ranks.rank}.safetensors"
+    path = Path(order["directory"]) / f"{order['case'].replace('/', '-')}-{ranks.rank}.safetensors"
     save_file({name: tensor.contiguous() for name, tensor in found.tensors.items()}, path)
     return {"numbers": found.numbers, "sentence": found.sentence, "tensors": str(path)}
 

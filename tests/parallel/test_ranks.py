@@ -16,12 +16,12 @@ CASES = "tests.parallel.runner_cases"
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_the_same_processes_run_every_case(tmp_path: Path, world_size: int) -> None:
-    found = run_on_ranks(CASES, ["process", "process/a/b", "refused"], tmp_path, world_size=world_size)
+    found = run_on_ranks(CASES, ["process", "process:a:/b", "refused"], tmp_path, world_size=world_size)
     again = run_on_ranks(CASES, ["process"], tmp_path, world_size=world_size)
     pids = {each["process"].numbers["pid"] for each in found}
     assert len(pids) == world_size
     assert pids == {each["process"].numbers["pid"] for each in again}
-    assert [each["process/a/b"].numbers["words"] for each in found] == [2.0] * world_size
+    assert [each["process:a:/b"].numbers["words"] for each in found] == [2.0] * world_size
     assert [each["process"].tensors["total"].item() for each in found] == [world_size] * world_size
     assert [each["refused"].sentence for each in found] == [f"rank {rank} is refused" for rank in range(world_size)]
 

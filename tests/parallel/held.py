@@ -1,0 +1,59 @@
+"""Bytes of all tensors that a process holds, by looking at every one of them: no booster is asked."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_core.trainer.optim import Trained
+
+
+class Held(NamedTuple):
+    """Bytes by the moment in which they came."""
+
+    weights: int
+    """After boosting: working weights, and the masters if there are any."""
+    gradients: int
+    """More after a backward pass."""
+    moments: int
+    """More after a step, its gradients forgotten."""
+
+
+def held_bytes() -> int:
+    """Return the bytes of the storages of all tensors, each storage once."""
+    gc.collect()
+    sizes: dict[tuple[torch.device, int], int] = {}
+    # A subclass that overrides functions of tensors must not be asked, nor what only claims to be a tensor.
+    with torch._C.DisableTorchFunctionSubclass():
+        for tensor in [each for each in gc.get_objects() if isinstance(each, Tensor) and _is_plain(each)]:
+            for one in (tensor, tensor.grad if tensor.is_leaf else None):
+                if one is not None:
+                    storage = one.untyped_storage()
+                    sizes[storage.device, storage.data_ptr()] = storage.nbytes()
+    return sum(size for (device, _), size in sizes.items() if device.type != "meta")
+
+
+def measured(make: Callable[[], Trained], loss_of: Callable[[nn.Module], Tensor]) -> tuple[Held, Trained]:
+    """Take one step, and return what was held at each moment of it.
+
+    Args:
+        make: returns the model with what trains it.
+        loss_of: of the boosted model.
+    """
+    before = held_bytes()
+    trained = make()
+    weights = held_bytes() - before
+    trained.booster.backward(loss_of(trained.model), trained.optimizer)
+    gradients = held_bytes() - before - weights
+    trained.optimizer.step()
+    trained.optimizer.zero_grad()
+    moments = held_bytes() - before - weights
+    return Held(weights, gradients, moments), trained
+
+
+def _is_plain(tensor: Any) -> bool:
+    return type(tensor).__module__.partition(".")[0] in {"torch", "colossalai"} and tensor.layout is torch.strided

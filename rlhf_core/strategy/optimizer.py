@@ -47,6 +47,11 @@ class CheckedOptimizer(ABC):
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups whose learning rates a schedule sets; their members may be this rank's shards."""
 
+    @property
+    def group_sizes(self) -> list[int]:
+        """How many weights each group has as the caller built it, whatever share of them this rank holds."""
+        return [len(group["params"]) for group in self.param_groups]
+
     @abstractmethod
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients."""

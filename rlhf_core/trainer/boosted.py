@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar, cast
 
 import torch
@@ -60,10 +60,14 @@ def plain_model(booster: Booster, model: Any) -> Any:
     return unwrapped(model) if ours is None else ours.plain(model)
 
 
-def awake(booster: Booster, model: nn.Module) -> AbstractContextManager[None]:
-    """Return the context in which the plain model has all its weights; called by all ranks."""
-    ours = own(booster)
-    return nullcontext() if ours is None else ours.awake(model)
+@contextmanager
+def awake(models: Iterable[tuple[Booster, nn.Module]]) -> Iterator[None]:
+    """Run the block with all weights of these models there, in `plain_model`; called by all ranks."""
+    with ExitStack() as stack:
+        for booster, model in models:
+            if (ours := own(booster)) is not None:
+                stack.enter_context(ours.awake(model))
+        yield
 
 
 def exact(booster: Booster, model: nn.Module) -> AbstractContextManager[Any]:

@@ -143,8 +143,9 @@ def damage_of(checkpoint: Checkpoint) -> str | None:
 def training_form(optimizer: Any, scheduler: Any) -> dict[str, Any]:
     """Return what an optimizer's and a schedule's stored state must agree with, as JSON holds it."""
     state = scheduler.state_dict()
+    sizes = getattr(optimizer, "group_sizes", None)  # of another's optimizer only what is in its groups is known
     return {
-        "groups": [len(group["params"]) for group in optimizer.param_groups],
+        "groups": [len(group["params"]) for group in optimizer.param_groups] if sizes is None else sizes,
         "schedule": sorted(state.keys() - {"lr_lambdas"}),
         "rates": len(state.get("_last_lr", ())),
     }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,17 @@ class LoaderState(NamedTuple):
     """The pass, from 0; batches and samples dealt in it."""
     tensors: dict[str, Tensor]
     """Random states at the pass's beginning, which decided its order."""
+
+
+class Dealt(NamedTuple):
+    """How far several ranks together were in a pass over their loaders."""
+
+    number: int
+    """Of the pass, from 0; -1 if none has begun one."""
+    samples: int
+    """Dealt in it by all of them."""
+    spare: int
+    """Up to a batch of each of them: ranks of another number may have so many samples fewer, for want of padding."""
 
 
 class LoaderPlace(NamedTuple):
@@ -95,6 +107,46 @@ class CycledLoader:
         """
         if facts["pass"] < 0:
             return
+        with self._begun_again(facts["pass"], tensors):
+            for _ in range(facts["batches"]):
+                if next(self._iterator, None) is None:
+                    raise DataError(
+                        f"{self._what} has fewer batches than the {facts['batches']} that the checkpoint had dealt; "
+                        "give the data that the run began with"
+                    )
+            self._batches, self._samples = facts["batches"], facts["samples"]
+
+    def load_dealt(self, dealt: Dealt, tensors: Mapping[str, Tensor], world_size: int) -> None:
+        """Begin a stored pass again where ranks of another number stood: behind as many samples of all ranks.
+
+        If they cannot be dealt evenly, behind a batch more: no sample of the pass is dealt twice.
+
+        Args:
+            dealt: by all of them.
+            tensors: random states at the pass's beginning, of this rank or the first.
+            world_size: ranks that go on.
+
+        Raises:
+            DataError: if the pass has fewer samples now, or the loader other generators: the data are others.
+        """
+        if dealt.number < 0:
+            return
+        with self._begun_again(dealt.number, tensors):
+            while self._samples * world_size < dealt.samples:
+                batch = next(self._iterator, None)
+                if batch is not None:
+                    self._count(batch)
+                elif self._samples * world_size + dealt.spare < dealt.samples:
+                    raise DataError(
+                        f"{self._what} has {self._samples} samples on each of {world_size} ranks, fewer than the "
+                        f"{dealt.samples} that the checkpoint had dealt on all; give the data that the run began with"
+                    )
+                else:
+                    break
+
+    @contextmanager
+    def _begun_again(self, number: int, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        """Run the block at the beginning of a stored pass; the global random states come out as they were."""
         own = {f"{_GENERATOR}.{number}" for number, _ in enumerate(self._generators())}
         if own != {name for name in tensors if name.startswith(_GENERATOR)}:
             raise DataError(
@@ -103,17 +155,13 @@ class CycledLoader:
             )
         kept = random_states()
         set_random_states({name: state for name, state in tensors.items() if not name.startswith(_GENERATOR)})
-        for number, generator in enumerate(self._generators()):
-            generator.set_state(tensors[f"{_GENERATOR}.{number}"])
-        self._begin_pass(facts["pass"])
-        for _ in range(facts["batches"]):
-            if next(self._iterator, None) is None:
-                raise DataError(
-                    f"{self._what} has fewer batches than the {facts['batches']} that the checkpoint had dealt; "
-                    "give the data that the run began with"
-                )
-        self._batches, self._samples = facts["batches"], facts["samples"]
-        set_random_states(kept)
+        for place, generator in enumerate(self._generators()):
+            generator.set_state(tensors[f"{_GENERATOR}.{place}"])
+        try:
+            self._begin_pass(number)
+            yield
+        finally:
+            set_random_states(kept)
 
     def place(self) -> LoaderPlace:
         """Return where this loader stands, for `go_back`."""
@@ -174,6 +222,14 @@ class CycledLoader:
         found = (getattr(self._loader, "generator", None), getattr(sampler, "generator", None))
         unique = {id(generator): generator for generator in found if generator is not None}
         return list(unique.values())
+
+
+def dealt_by_all(facts: Sequence[Mapping[str, int]]) -> Dealt:
+    """Return how far ranks were together, from where each one's loader stood."""
+    number = max(each["pass"] for each in facts)
+    there = [each for each in facts if each["pass"] == number]  # the others are about to begin it
+    spare = sum(-(-each["samples"] // each["batches"]) for each in there if each["batches"])
+    return Dealt(number, sum(each["samples"] for each in there), spare)
 
 
 def is_one_shot(loader: Batches) -> bool:

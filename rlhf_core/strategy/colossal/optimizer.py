@@ -50,6 +50,11 @@ class ColossalOptimizer(CheckedOptimizer):
         groups: list[dict[str, Any]] = self.inner.param_groups
         return groups
 
+    @property
+    def group_sizes(self) -> list[int]:
+        """How many weights each group has as the caller built it, whatever share of them this rank holds."""
+        return list(self._sizes)
+
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002 - always: zeros would be stepped with
         """Forget the gradients."""
         self._is_ready = False

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlhf_core.errors import ConfigError, ModelError
+from rlhf_core.strategy.agreement import together
 from rlhf_core.strategy.ranks import Ranks
+from rlhf_core.trainer.boosted import plain_model
 from rlhf_core.trainer.checkpoint import Checkpoint, find_checkpoint, training_form, write_json
-from rlhf_core.trainer.loaders import CycledLoader
+from rlhf_core.trainer.loaders import CycledLoader, Dealt, dealt_by_all
 from rlhf_core.trainer.named_tensors import prefixed, under
 from rlhf_core.trainer.optim import Trained
 from rlhf_core.trainer.ppo.controls import RewardControls
@@ -21,6 +24,7 @@ from rlhf_core.trainer.ppo.state import (
     RankState,
     TrainerState,
     check_state,
+    read_rank_facts,
     read_rank_state,
     read_state,
     weight_shapes,
@@ -31,6 +35,8 @@ from rlhf_core.trainer.run_directory import TRAINER, checkpoint_name
 from rlhf_core.trainer.save_dir import SaveDir
 from rlhf_core.trainer.tracking import MeanMeter
 
+logger = logging.getLogger(__name__)
+
 _RANDOM = "random"
 
 
@@ -40,6 +46,17 @@ class Held(NamedTuple):
     learner: PPOLearner
     controls: RewardControls
     meter: MeanMeter
+
+
+class Restored(NamedTuple):
+    """What waits for the loaders of a fit."""
+
+    own: RankState
+    """This rank's; the first's where it had none."""
+    dealt: dict[str, Dealt]
+    """By loader, where another number of ranks goes on than wrote it."""
+    is_fresh: bool
+    """Whether this rank had none, and keeps its random states."""
 
 
 class PPOCheckpoints:
@@ -68,7 +85,7 @@ class PPOCheckpoints:
             raise ConfigError(f"save_interval is {interval}; it must be 0, or above 0 with a save_dir")
         self._save_dir, self._interval = SaveDir(save_dir, ranks), interval
         self._roles, self._held, self._settings, self._ranks = dict(roles), held, settings, ranks
-        self._restored: RankState | None = None
+        self._restored: Restored | None = None
 
     def prepare(self) -> None:
         """See, before a fit, that checkpoints can be written, and not among those of another run.
@@ -104,14 +121,16 @@ class PPOCheckpoints:
     def load(self, directory: str | Path) -> tuple[Position, Learning | None]:
         """Put back models, optimizers, schedules, and what is held; loaders and random states wait for `resume`.
 
+        With another number of ranks than wrote it, the rest of an episode that is being learnt from is left out.
+
         Raises:
             ModelError: if there is no whole checkpoint, or it is of other models; nothing was changed.
-            ConfigError: if it is of more or fewer ranks, or of the middle of an episode under other settings.
+            ConfigError: if it is of the middle of an episode under other settings.
         """
         checkpoint = self._find(directory)
         state = read_state(checkpoint)
         check_state(state, checkpoint, self._state(Position()))
-        own = read_rank_state(checkpoint, self._ranks)
+        restored = together(self._ranks, lambda: self._read_own(checkpoint, state.world_size), what="read its state")
         for role, (model, optimizer, scheduler, booster) in self._roles.items():
             path = checkpoint.path(role)
             booster.load_model(model, str(path / "modeling"))
@@ -120,19 +139,53 @@ class PPOCheckpoints:
         self._held.learner.load_facts(state.learner)
         self._held.controls.load_state(state.controls)
         self._held.meter.load_state(state.meter)
-        self._restored = own
+        self._restored = restored
         self._save_dir.goes_on_from(checkpoint)
-        return Position(**state.position), own.learning
+        if state.world_size == self._ranks.world_size:
+            return Position(**state.position), restored.own.learning
+        return self._converted(Position(**state.position), checkpoint, state.world_size), None
 
     def resume(self, loaders: Mapping[str, CycledLoader]) -> None:
         """Put loaders and random states where the loaded checkpoint had them; nothing if none was loaded."""
         if self._restored is None:
             return
+        own, dealt, is_fresh = self._restored
         for name, loader in loaders.items():
-            if name in self._restored.facts:
-                loader.load_state(self._restored.facts[name], under(name, self._restored.tensors))
-        set_random_states(under(_RANDOM, self._restored.tensors))
+            if name in dealt:
+                loader.load_dealt(dealt[name], under(name, own.tensors), self._ranks.world_size)
+            elif name in own.facts:
+                loader.load_state(own.facts[name], under(name, own.tensors))
+        if not is_fresh:
+            set_random_states(under(_RANDOM, own.tensors))
         self._restored = None
+
+    def _read_own(self, checkpoint: Checkpoint, stored: int) -> Restored:
+        """Return what this rank goes on with, of a checkpoint that so many ranks wrote."""
+        is_fresh = self._ranks.rank >= stored
+        own = read_rank_state(checkpoint, 0 if is_fresh else self._ranks.rank)
+        if stored == self._ranks.world_size:
+            return Restored(own, {}, is_fresh)
+        facts = [read_rank_facts(checkpoint, rank) for rank in range(stored)]
+        dealt = {name: dealt_by_all([each[name] for each in facts]) for name in own.facts}
+        return Restored(own, dealt, is_fresh)
+
+    def _converted(self, position: Position, checkpoint: Checkpoint, stored: int) -> Position:
+        """Return where another number of ranks goes on: in the episode that was due, or, from its middle, in the next.
+
+        Minibatches of an episode are cut from what each rank collected; other ranks would learn some of its samples
+        twice and others never.
+        """
+        say = logger.warning if self._ranks.is_first else logger.debug
+        moved = f"the checkpoint {checkpoint.name} is of {stored} ranks, and {self._ranks.world_size} go on"
+        if not position.windows:
+            say("%s: loaders behind as many samples as all ranks had dealt", moved)
+            return position
+        self._held.meter.reset()  # of the steps of the episode that ends here
+        say(
+            "%s: what is left of episode %d after its %d steps is not learnt, and episode %d is collected next",
+            moved, position.episode, position.windows, position.episode + 1,
+        )  # fmt: skip
+        return Position(position.episode + 1, 0, position.step)
 
     def _find(self, directory: str | Path) -> Checkpoint:
         """Let the first rank look, which may take a while, and tell the others."""
@@ -152,7 +205,10 @@ class PPOCheckpoints:
         return TrainerState(
             position=asdict(position),
             world_size=self._ranks.world_size,
-            shapes={role: weight_shapes(trained.model) for role, trained in self._roles.items()},
+            shapes={
+                role: weight_shapes(plain_model(trained.booster, trained.model))
+                for role, trained in self._roles.items()
+            },
             controls=self._held.controls.state(),
             learner=self._held.learner.facts(),
             meter=self._held.meter.state(),

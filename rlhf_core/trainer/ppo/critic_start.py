@@ -39,6 +39,34 @@ class ValueLine(NamedTuple):
         return ValueLine(float(facts["slope"]), float(facts["intercept"]))
 
 
+class Started(NamedTuple):
+    """A critic that was fitted to returns."""
+
+    line: ValueLine
+    """What was folded into its head."""
+    experience: Experience
+    """As the critic judges it now."""
+
+
+def start_critic(
+    critic: Trained, experience: Experience, config: LearningConfig, *, sharing: Ranks, ranks: Ranks
+) -> Started:
+    """Fit the critic's head to the returns of its experience; called by all ranks.
+
+    Args:
+        critic: made the experience's values.
+        experience: this rank's.
+        config: discount and lambda.
+        sharing: who has other rows; alone, if every rank has all of them.
+        ranks: who trains together.
+    """
+    line = fit_line(experience, gamma=config.gamma, ranks=sharing)
+    # All ranks fold in the same line, whatever their last bits say.
+    line = ValueLine.from_facts(ranks.broadcast_object(line.facts()))
+    rescale_head(critic, line)
+    return Started(line, rescale_experience(experience, line, config))
+
+
 def fit_line(experience: Experience, *, gamma: float, ranks: Ranks) -> ValueLine:
     """Regress Monte Carlo returns on the critic's values, by least squares over the tokens of all ranks.
 

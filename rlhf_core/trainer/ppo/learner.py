@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Literal, Self
 
 import torch
@@ -12,20 +13,20 @@ from transformers import PreTrainedModel
 
 from rlhf_core.buffer.order import minibatch_order
 from rlhf_core.config import LearningConfig, PPOConfig, RolloutConfig
-from rlhf_core.errors import ConfigError, ModelError, TrainingError
+from rlhf_core.errors import ModelError, TrainingError
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.lora import merged_parameters
 from rlhf_core.strategy.ranks import ALONE, Ranks, current_ranks
 from rlhf_core.trainer.base import PaddedBatch
-from rlhf_core.trainer.boosted import exact, strategy_booster
+from rlhf_core.trainer.boosted import awake, exact, strategy_booster
 from rlhf_core.trainer.learning_mode import checkpoint_activations
 from rlhf_core.trainer.optim import Trained, make_trained
-from rlhf_core.trainer.ppo.critic_start import ValueLine, fit_line, rescale_experience, rescale_head
+from rlhf_core.trainer.ppo.critic_start import ValueLine, start_critic
 from rlhf_core.trainer.ppo.minibatch import prepare
 from rlhf_core.trainer.ppo.old_logprobs import own_logprobs, shared_logprobs
 from rlhf_core.trainer.ppo.passes import StepContext
 from rlhf_core.trainer.ppo.ptx import PtxSource
-from rlhf_core.trainer.ppo.refusals import check_options, check_same
+from rlhf_core.trainer.ppo.refusals import check_demonstrations, check_options, check_same
 from rlhf_core.trainer.ppo.stats import PPOStats, stats_from
 from rlhf_core.trainer.ppo.steps import step_all
 from rlhf_core.trainer.schedules import warmup_then_constant
@@ -148,6 +149,10 @@ class PPOLearner:
         """The model that values states, or None where none is trained."""
         return self._roles["critic"].model if "critic" in self._roles else None
 
+    def awake(self) -> AbstractContextManager[None]:
+        """Return the context in which all weights of both plain models are there; nothing is learnt in it."""
+        return awake((trained.booster, trained.model) for trained in self._roles.values())
+
     def learn(self, experience: Experience, seed: int, episode: int) -> list[PPOStats]:
         """Recompute the old log-probabilities, then make `config.max_epochs` passes over an episode's experience.
 
@@ -163,10 +168,7 @@ class PPOLearner:
         Raises:
             TrainingError: on all ranks, if there are no rows, or not the same on each.
         """
-        if self.config.ptx_coef > 0 and self._ptx is None:
-            raise ConfigError(
-                f"ppo.ptx_coef is {self.config.ptx_coef}, but there are no demonstrations; give some, or set it to 0"
-            )
+        check_demonstrations(self.config, has_some=self._ptx is not None)
         check_same(experience, self._ranks)
         batch = self._with_rescaled_values(self._on_device(experience), ALONE)
         size, world_size = self.config.train_batch_size * self._ranks.world_size, self._ranks.world_size
@@ -263,19 +265,23 @@ class PPOLearner:
         self.steps, self._line = steps, value_line
 
     def merged_weights(
-        self, role: Literal["actor", "critic"], *, dtype: torch.dtype | None = None
+        self, role: Literal["actor", "critic"], *, dtype: torch.dtype | None = None, keeping: tuple[str, ...] = ()
     ) -> dict[str, torch.Tensor]:
         """Return all weights of actor or critic by the names that they have without adapters; on the first rank alone.
 
         Args:
             role: which model; a critic that does not exist has none.
             dtype: of the result; None keeps each weight's own.
+            keeping: weights whose names begin with one of these keep their own all the same.
         """
         if role not in self._roles:
             return {}
         model, _, _, booster = self._roles[role]
         with exact(booster, model) as whole:
-            return {} if whole is None else merged_parameters(whole, dtype=dtype)
+            if whole is None:
+                return {}
+            kept = {name: weight.detach() for name, weight in whole.named_parameters() if name.startswith(keeping)}
+            return merged_parameters(whole, dtype=dtype) | kept
 
     def _context(self) -> StepContext:
         return StepContext(self.config, self.device, self._dtype, self._ranks, self._seed, self.steps)
@@ -284,12 +290,8 @@ class PPOLearner:
         """Fit the critic's head, where that is due, to the batch that these ranks share."""
         if self.config.critic_init != "reward_model" or "critic" not in self._roles or self._line is not None:
             return batch
-        line = fit_line(batch, gamma=self.config.gamma, ranks=sharing)
-        # All ranks fold in the same line, whatever their last bits say.
-        line = ValueLine.from_facts(self._ranks.broadcast_object(line.facts()))
-        rescale_head(self._roles["critic"], line)
-        self._line = line
-        return rescale_experience(batch, line, self.config)
+        self._line, batch = start_critic(self._roles["critic"], batch, self.config, sharing=sharing, ranks=self._ranks)
+        return batch
 
     def _on_device(self, experience: Experience) -> Experience:
         batch = experience.replace()

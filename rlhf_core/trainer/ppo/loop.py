@@ -104,7 +104,7 @@ class PPOLoop(OLTrainer):
 
     def _make_experience(self, episode: int) -> MadeExperience:
         prompts, samples = self._numbers.number(self._fed.prompts())
-        with self._resting.awake():
+        with self._resting.awake(), self.learner.awake():
             made = together(
                 self.ranks,
                 lambda: self.experience_maker.make_experience(

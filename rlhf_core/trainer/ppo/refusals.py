@@ -25,6 +25,18 @@ def check_same(experience: Experience, ranks: Ranks) -> None:
         raise TrainingError("expected all rows of the episode on every rank, got others on each; hand all the same")
 
 
+def check_demonstrations(config: LearningConfig, *, has_some: bool) -> None:
+    """See that there are demonstrations if any are to be learnt.
+
+    Raises:
+        ConfigError: otherwise.
+    """
+    if config.ptx_coef > 0 and not has_some:
+        raise ConfigError(
+            f"ppo.ptx_coef is {config.ptx_coef}, but there are no demonstrations; give some, or set it to 0"
+        )
+
+
 def check_options(config: LearningConfig, *, has_critic: bool) -> None:
     """See that the choices go together.
 

@@ -83,12 +83,17 @@ def read_state(checkpoint: Checkpoint) -> TrainerState:
         raise ModelError(f"{path} is no state of a PPO trainer ({error}); give a checkpoint that fit wrote") from error
 
 
-def read_rank_state(checkpoint: Checkpoint, ranks: Ranks) -> RankState:
-    """Return what this rank wrote."""
-    directory = checkpoint.path(TRAINER)
-    tensors = load_file(directory / f"rank-{ranks.rank}.safetensors")
-    facts = json.loads((directory / f"rank-{ranks.rank}.json").read_text())
-    return RankState(facts, tensors, _learning(under(_COLLECTED, tensors), under(_LEARNT, tensors)))
+def read_rank_facts(checkpoint: Checkpoint, rank: int) -> dict[str, Any]:
+    """Return where a rank's loaders stood."""
+    facts: dict[str, Any] = json.loads((checkpoint.path(TRAINER) / f"rank-{rank}.json").read_text())
+    return facts
+
+
+def read_rank_state(checkpoint: Checkpoint, rank: int) -> RankState:
+    """Return what a rank wrote."""
+    tensors = load_file(checkpoint.path(TRAINER) / f"rank-{rank}.safetensors")
+    learning = _learning(under(_COLLECTED, tensors), under(_LEARNT, tensors))
+    return RankState(read_rank_facts(checkpoint, rank), tensors, learning)
 
 
 def check_state(state: TrainerState, checkpoint: Checkpoint, own: TrainerState) -> None:
@@ -101,8 +106,7 @@ def check_state(state: TrainerState, checkpoint: Checkpoint, own: TrainerState) 
 
     Raises:
         ModelError: if the models have other weights, or optimizers or schedules are of another form.
-        ConfigError: if there are more or fewer ranks, or the middle of an episode is to be gone on with under other
-            settings.
+        ConfigError: if the middle of an episode is to be gone on with under other settings.
     """
     for role, shapes in own.shapes.items():
         stored = state.shapes.get(role, {})
@@ -116,13 +120,9 @@ def check_state(state: TrainerState, checkpoint: Checkpoint, own: TrainerState) 
             )
     for role, form in own.forms.items():
         check_training_form(state.forms.get(role, {}), form, where=checkpoint.path(role))
-    if state.world_size != own.world_size:
-        raise ConfigError(
-            f"the checkpoint {checkpoint.name} is of {state.world_size} ranks, but this run has {own.world_size}; "
-            f"start it with {state.world_size}"
-        )
     changed = sorted(name for name, value in state.settings.items() if own.settings.get(name) != value)
-    if changed and state.position["windows"]:
+    # Other ranks do not go on with the middle of an episode, but with the next one.
+    if changed and state.position["windows"] and state.world_size == own.world_size:
         name = changed[0]
         raise ConfigError(
             f"the checkpoint {checkpoint.name} is from mid-episode with {name} {state.settings[name]}, but "

@@ -22,6 +22,7 @@ from rlhf_core.rewards.scoring import Scorer
 from rlhf_core.rewards.sources import AnyRewardModel
 from rlhf_core.strategy.booster import Booster
 from rlhf_core.strategy.ranks import current_ranks
+from rlhf_core.trainer.boosted import plain_model
 from rlhf_core.trainer.callbacks import Callback
 from rlhf_core.trainer.optim import Trained
 from rlhf_core.trainer.ppo.checkpoint import Held, PPOCheckpoints
@@ -146,8 +147,8 @@ class PPOTrainer(PPOLoop):
         self.sample_buffer, self.apply_loss_mask, self.ptx_coef = sample_buffer, apply_loss_mask, ptx_coef
         self.buffer = NaiveExperienceBuffer(train_batch_size, buffer_limit, buffer_cpu_offload, seed=seed)
         self.experience_maker = ExperienceMaker(
-            unwrapped(actor),
-            unwrapped(critic),
+            plain_model(actor_booster, actor),
+            None if critic is None else plain_model(critic_booster, critic),
             scorer or scorer_of(reward_model, scaled=not options.legacy),
             unwrapped(initial_model),
             config=rollout,
@@ -178,12 +179,13 @@ class PPOTrainer(PPOLoop):
     def load_checkpoint(self, directory: str | Path) -> None:
         """Go on from a checkpoint: of a `save_dir` the latest whole one, or one step's own directory.
 
-        What this trainer has collected, or dealt from its loaders, is forgotten.
+        What this trainer has collected, or dealt from its loaders, is forgotten. Strategy and number of ranks may be
+        others than those that wrote it; in the middle of an episode, other ranks leave out the rest of it.
 
         Raises:
             ModelError: if there is no whole checkpoint, or it is of other models, optimizers or schedules; nothing
                 was changed.
-            ConfigError: if it is of more or fewer ranks, or of the middle of an episode under other settings.
+            ConfigError: if it is of the middle of an episode under other settings.
         """
         position, learning = self.checkpoints.load(directory)
         self._forget_episode()

@@ -7,6 +7,7 @@ save_dir/trainer/epoch-E_step-S/{rank-R.safetensors,rank-R.json,manifest.json}
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,12 +17,15 @@ from torch import Tensor
 
 from rlhf_core.errors import ModelError
 from rlhf_core.strategy.ranks import Ranks
-from rlhf_core.trainer.checkpoint import check_training_form, find_checkpoint, training_form, write_json
-from rlhf_core.trainer.loaders import LoaderState
+from rlhf_core.trainer.checkpoint import Checkpoint, check_training_form, find_checkpoint, training_form, write_json
+from rlhf_core.trainer.loaders import CycledLoader, Dealt, LoaderState, dealt_by_all
 from rlhf_core.trainer.named_tensors import prefixed, under
 from rlhf_core.trainer.optim import Trained
+from rlhf_core.trainer.random_state import set_random_states
 from rlhf_core.trainer.run_directory import TRAINER, checkpoint_name, checkpoint_place
 from rlhf_core.trainer.save_dir import SaveDir
+
+logger = logging.getLogger(__name__)
 
 MODEL = "."  # coati's supervised trainers keep one model, whose files are in save_dir itself
 _RANDOM, _LOADER = "random", "loader"
@@ -38,6 +42,18 @@ class Position(NamedTuple):
     """Samples of the epoch that this rank has seen."""
     loader: LoaderState
     random: dict[str, Tensor]
+    """Empty for a rank that the checkpoint knows nothing of: it keeps its own."""
+    dealt: Dealt | None = None
+    """By all ranks, where another number of them goes on than wrote the checkpoint."""
+
+    def resume(self, loader: CycledLoader, ranks: Ranks) -> None:
+        """Put the loader and the random states where they were."""
+        if self.dealt is None:
+            loader.load_state(self.loader.facts, self.loader.tensors)
+        else:
+            loader.load_dealt(self.dealt, self.loader.tensors, ranks.world_size)
+        if self.random:
+            set_random_states(self.random)
 
 
 def write_supervised(save_dir: SaveDir, trained: Trained, position: Position, ranks: Ranks) -> None:
@@ -60,10 +76,10 @@ def write_supervised(save_dir: SaveDir, trained: Trained, position: Position, ra
 
     def write_rank(directory: Path) -> None:
         named = prefixed(_RANDOM, position.random) | prefixed(_LOADER, position.loader.tensors)
-        save_file({name: tensor.contiguous() for name, tensor in named.items()}, directory / _rank_file(ranks))
+        save_file({name: tensor.contiguous() for name, tensor in named.items()}, directory / _rank_file(ranks.rank))
         form = training_form(trained.optimizer, trained.scheduler)
         facts = {"ranks": ranks.world_size, "loader": position.loader.facts, "form": form}
-        write_json((directory / _rank_file(ranks)).with_suffix(".json"), facts)
+        write_json((directory / _rank_file(ranks.rank)).with_suffix(".json"), facts)
 
     name = checkpoint_name(episode=position.epoch, step=position.step)
     save_dir.write(name, {MODEL: write_model, TRAINER: write_rank})
@@ -75,7 +91,7 @@ def read_supervised(directory: Path, trained: Trained, ranks: Ranks, save_dir: S
     Args:
         directory: a `save_dir`, or one checkpoint's directory in it.
         trained: built as for the run that wrote it.
-        ranks: who trains together; as many as wrote it.
+        ranks: who trains together; with more or fewer than wrote it, loaders go on behind as many samples of all.
         save_dir: of this run, which is told where it goes on from.
 
     Raises:
@@ -87,26 +103,43 @@ def read_supervised(directory: Path, trained: Trained, ranks: Ranks, save_dir: S
     found = find_checkpoint(directory)
     files = found.path(MODEL)
     states = json.loads((files / "running_states.json").read_text())
-    own = found.path(TRAINER) / _rank_file(ranks)
-    facts: dict[str, Any] = {"ranks": "fewer"}
-    if own.is_file():
-        facts = json.loads(own.with_suffix(".json").read_text())
-    if facts["ranks"] != ranks.world_size:
-        raise ModelError(
-            f"the checkpoint {files} was written by {facts['ranks']} ranks, but {ranks.world_size} go on; start as "
-            "many, or begin anew from its modeling"
-        )
+    stored = int(_facts(found, 0)["ranks"])
+    is_fresh = ranks.rank >= stored
+    rank = 0 if is_fresh else ranks.rank
+    facts, tensors = _facts(found, rank), load_file(found.path(TRAINER) / _rank_file(rank))
+    dealt = None
+    if stored != ranks.world_size:
+        dealt = dealt_by_all([_facts(found, each)["loader"] for each in range(stored)])
     form = facts.get("form")
     own_form = training_form(trained.optimizer, trained.scheduler)
     check_training_form(form if isinstance(form, Mapping) else {}, own_form, where=files)
     trained.booster.load_model(trained.model, str(files / "modeling"))
     trained.booster.load_optimizer(trained.optimizer, str(files / "optimizer"))
     trained.booster.load_lr_scheduler(trained.scheduler, str(files / "lr_scheduler"))
-    tensors = load_file(own)
     save_dir.goes_on_from(found)
+    if dealt is not None and ranks.is_first:
+        logger.warning(
+            "the checkpoint %s is of %d ranks, and %d go on: loaders behind the %d samples that all ranks had dealt",
+            found.name, stored, ranks.world_size, dealt.samples,
+        )  # fmt: skip
     loader = LoaderState(facts["loader"], under(_LOADER, tensors))
-    return Position(states["epoch"], states["step"], states["sample_start_index"], loader, under(_RANDOM, tensors))
+    random = {} if is_fresh else under(_RANDOM, tensors)
+    return Position(states["epoch"], states["step"], states["sample_start_index"], loader, random, dealt)
 
 
-def _rank_file(ranks: Ranks) -> str:
-    return f"rank-{ranks.rank}.safetensors"
+def _facts(checkpoint: Checkpoint, rank: int) -> dict[str, Any]:
+    """Return what a rank wrote beside its tensors.
+
+    Raises:
+        ModelError: if it wrote nothing.
+    """
+    path = (checkpoint.path(TRAINER) / _rank_file(rank)).with_suffix(".json")
+    try:
+        facts: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} is no state of a supervised trainer; give a checkpoint that fit wrote") from error
+    return facts
+
+
+def _rank_file(rank: int) -> str:
+    return f"rank-{rank}.safetensors"

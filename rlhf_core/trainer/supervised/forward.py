@@ -87,4 +87,6 @@ def vocabulary_size(model: nn.Module) -> int | None:
     inner: Any = unwrapped(model)
     inner = getattr(inner, "trunk", inner)
     embedding: Any = inner.get_input_embeddings() if hasattr(inner, "get_input_embeddings") else None
+    if isinstance(embedding, nn.Embedding):
+        return embedding.num_embeddings  # its weight may be sharded, and have no rows here
     return int(embedding.weight.shape[0]) if isinstance(getattr(embedding, "weight", None), Tensor) else None

@@ -127,8 +127,7 @@ class SupervisedTrainer(ABC, Generic[Micro]):
             if eval_dataloader is not None:
                 self._before_fit(eval_dataloader)
             if self._resumed is not None:
-                loader.load_state(self._resumed.loader.facts, self._resumed.loader.tensors)
-                set_random_states(self._resumed.random)
+                self._resumed.resume(loader, self.ranks)
             for epoch in range(self.start_epoch, self.max_epochs):
                 self._train(epoch, loader)
                 if eval_dataloader is not None:
@@ -141,14 +140,14 @@ class SupervisedTrainer(ABC, Generic[Micro]):
             self._tracker.close()
 
     def load_checkpoint(self, directory: str | Path) -> None:
-        """Let `fit` go on from a checkpoint, to the bit, given the same data.
+        """Let `fit` go on from a checkpoint, given the same data: to the bit, with as many ranks as wrote it.
 
         Args:
             directory: the `save_dir` of an earlier run, whose latest whole checkpoint is taken, or one checkpoint's.
 
         Raises:
-            ModelError: if there is no whole one, or it belongs to a model, an optimizer or a number of ranks of another
-                form; nothing was changed.
+            ModelError: if there is no whole one, or it belongs to a model or an optimizer of another form; nothing was
+                changed.
         """
         self._resumed = read_supervised(Path(directory), self.trained, self.ranks, self._checkpoints)
         self.start_epoch, self.step = self._resumed.epoch, self._resumed.step

@@ -140,8 +140,9 @@ class ZeroOptimizer(ColossalOptimizer):
     def masters(self, names: Sequence[str] | None = None) -> dict[str, Tensor]:
         """Return whole weights in float32 and host memory: those that are named, or on the first rank all."""
         found = {}
+        wanted = set(self.names if names is None else names)
         for name, working, master in zip(self.names, self.inner.working, self.inner.masters, strict=True):
-            if names is None or name in names:
+            if name in wanted:
                 tensor = self._gathered(master, working)
                 if names is not None or self.ranks.is_first:
                     found[name] = tensor.cpu()

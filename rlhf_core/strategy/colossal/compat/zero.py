@@ -35,6 +35,8 @@ class OrderedZero(_Optimizer):  # type: ignore[misc]
     A backward pass reduces all weights, in all ranks' one order; `drop` takes out those that no rank used.
     """
 
+    grad_handles: list[Any] = []  # noqa: RUF012 - for the end of one whose making failed; each has its own
+
     def __init__(self, optimizer: torch.optim.Optimizer, **settings: Any) -> None:
         super().__init__(optimizer, **settings)
         self.mixed_precision_mixin = None  # the adapter scales losses, as with the other strategies
@@ -119,6 +121,11 @@ class OrderedZero(_Optimizer):  # type: ignore[misc]
         for parameter, number in self._order[self._next :]:
             self._add_to_bucket(parameter, number)
         super()._reduce_grad(partition_grad)
+        # Reentrant checkpoints that share a weight reach it once each; the bucket with the first may be gone by then.
+        if late := [each for each in self._order if each[0].grad is not None]:
+            for parameter, number in late:
+                self._add_to_bucket(parameter, number)
+            super()._reduce_grad(partition_grad)
         self._used |= self._here
         self._begin_pass()
 

@@ -3,15 +3,17 @@
 What is counted is what must be there: weights, gradients and optimizer state. Activations and the libraries
 themselves come on top, so that a machine that is refused could never have done it.
 
-    learner, all weights:  per parameter 4 (fp32 weight) + 4 (gradient) + 8 (Adam's two moments) = 16 bytes
-    learner, adapters:     per parameter of the base 4 (fp32, frozen: updates smaller than bfloat16's steps
-                           would be lost when the adapters are merged);
-                           per parameter of the adapters 16, of which there are at most 2 r N^(2/3)
-    PPO, trainer:          two learners (actor and critic), and their weights once more in the rollout dtype,
-                           on their way to the makers
-    PPO, each maker:       actor, critic, initial model and, where it has weight, reward model, in the rollout dtype
-                           (advantages that compare samples with each other need no critic, here and there)
-    SFT, reward model:     one learner
+    learner:             what a trainer holds of one model under the run's strategy (rlhf_core.strategy.shares); with
+                         plain, per trained parameter 4 (fp32) + 4 (gradient) + 8 (Adam's two moments) = 16 bytes;
+                         with adapters, per parameter of the base 4 (fp32, frozen: updates smaller than bfloat16's steps
+                         would be lost when the adapters are merged; zero2 keeps 2 in half precision), and 16 per
+                         parameter of the adapters, of which there are at most 2 r N^(2/3)
+    PPO, each trainer:   two learners (actor and critic); or, while they are made, both models whole in fp32, and beside
+                         them the reward model, if the critic is made from it
+    PPO, first trainer:  also the weights of both in the rollout dtype, on their way to the makers
+    PPO, each maker:     actor, critic, initial model and, where it has weight, reward model, in the rollout dtype
+                         (advantages that compare samples with each other need no critic, here and there)
+    SFT, reward model:   one learner for each trainer; or, while it is made, the model whole in fp32
 
 The bound on adapters: a matrix of d x d has r (d + d) of them, a share 2 r / d, and d exceeds N^(1/3) in every
 decoder in use (SmolLM2-135M: 576 > 513; Llama-2 7B: 4096 > 1889).
@@ -27,14 +29,18 @@ from typing import TYPE_CHECKING, Literal
 import psutil
 
 from rlhf_core.errors import ModelError
+from rlhf_core.strategy.shares import Share, bytes_per_rank
 
 if TYPE_CHECKING:
-    from rlhf_core.config import LoRAConfig, PipelineConfig, PPOConfig
+    from rlhf_core.config import LoRAConfig, PipelineConfig, PPOConfig, RewardModelConfig, SFTConfig
+    from rlhf_core.strategy.plain import Precision
+
+    _Trains = PPOConfig | SFTConfig | RewardModelConfig
 
 GB = 10**9
 BYTES = {"float32": 4, "bfloat16": 2}
-TRAINED = 16  # bytes per trained parameter
-FROZEN = 4  # bytes per parameter under adapters
+_MADE_IN = 4  # bytes per parameter of a model that is being made
+_PRECISIONS: dict[str, Precision] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 # where a container's limit stands: version 2, then version 1 of Linux's control groups
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
@@ -44,14 +50,25 @@ class MemoryNeed:
     """Bytes that PPO needs at least."""
 
     trainer: int
+    """Of the first one, which gathers what is published."""
     maker: int
     """Of each."""
     num_makers: int
+    other_trainer: int = 0
+    """Of each."""
+    num_other_trainers: int = 0
+    offloaded: int = 0
+    """Of each trainer's, what is in host memory wherever the rest is."""
 
     @property
     def total(self) -> int:
-        """Of trainer and makers together."""
-        return self.trainer + self.num_makers * self.maker
+        """Of trainers and makers together."""
+        return self.trainer + self.num_other_trainers * self.other_trainer + self.num_makers * self.maker
+
+    @property
+    def total_offloaded(self) -> int:
+        """Of all trainers."""
+        return (1 + self.num_other_trainers) * self.offloaded
 
 
 @dataclass(frozen=True)
@@ -77,21 +94,37 @@ def required_memory(config: PPOConfig, num_parameters: int) -> MemoryNeed:
 
     Example:
         >>> from rlhf_core.config import PPOConfig
-        >>> required_memory(PPOConfig(lora=None), 1000)
-        MemoryNeed(trainer=36000, maker=6000, num_makers=2)
+        >>> need = required_memory(PPOConfig(lora=None), 1000)
+        >>> (need.trainer, need.maker, need.num_makers)
+        (36000, 6000, 2)
     """
     rollout = BYTES[config.rollout_dtype] * num_parameters
-    models_of_a_learner = 2 if config.advantage_estimator == "gae" else 1
-    trainer = models_of_a_learner * (_learner(num_parameters, config.lora) + rollout)
+    has_critic = config.advantage_estimator == "gae"
+    models_of_a_learner = 2 if has_critic else 1
     models_of_a_maker = models_of_a_learner + (2 if config.reward.reward_model > 0 else 1)
-    return MemoryNeed(trainer, models_of_a_maker * rollout, config.cluster.num_makers)
+    share = _share(config, num_parameters, config.lora)
+    copied = 1 if has_critic and config.critic_init == "reward_model" else 0
+    made = (models_of_a_learner + copied) * _MADE_IN * num_parameters
+    held = models_of_a_learner * (share.device + share.host)
+    return MemoryNeed(
+        trainer=max(made, held + models_of_a_learner * rollout),
+        maker=models_of_a_maker * rollout,
+        num_makers=config.cluster.num_makers,
+        other_trainer=max(made, held) if config.num_trainers > 1 else 0,
+        num_other_trainers=config.num_trainers - 1,
+        offloaded=models_of_a_learner * share.host,
+    )
 
 
-def _learner(num_parameters: int, lora: LoRAConfig | None) -> int:
-    if lora is None:
-        return TRAINED * num_parameters
-    adapters = min(num_parameters, round(2 * lora.r * power(num_parameters, 2 / 3)))
-    return FROZEN * num_parameters + TRAINED * adapters
+def _share(config: _Trains, num_parameters: int, lora: LoRAConfig | None) -> Share:
+    adapters = 0 if lora is None else min(num_parameters, round(2 * lora.r * power(num_parameters, 2 / 3)))
+    return bytes_per_rank(
+        config.strategy,
+        parameters=num_parameters + adapters,
+        trained=num_parameters if lora is None else adapters,
+        world_size=config.num_trainers,
+        precision=_PRECISIONS[config.dtype],
+    )
 
 
 def machine_memory() -> MachineMemory:
@@ -127,21 +160,28 @@ def check_memory(config: PPOConfig, num_parameters: int, *, model: str, machine:
     """
     machine = machine or machine_memory()
     cluster = config.cluster
-    gpus = (cluster.trainer_gpus or 0) + cluster.num_makers * (cluster.maker_gpus or 0)
+    gpus = config.num_trainers * (cluster.trainer_gpus or 0) + cluster.num_makers * (cluster.maker_gpus or 0)
+    trainers = "one trainer" if config.num_trainers == 1 else f"{config.num_trainers} trainers"
     if gpus > len(machine.gpus):
         raise ModelError(
-            f"one trainer and {cluster.num_makers} makers are to have {gpus:g} GPUs, but this machine has "
-            f"{len(machine.gpus)}; lower ppo.cluster.trainer_gpus, maker_gpus or num_makers, or take a bigger machine"
+            f"{trainers} and {cluster.num_makers} makers are to have {gpus:g} GPUs, but this machine has "
+            f"{len(machine.gpus)}; lower ppo.num_trainers, ppo.cluster.trainer_gpus, maker_gpus or num_makers, or take "
+            "a bigger machine"
         )
     need = required_memory(config, num_parameters)
     place = sum(machine.gpus) or machine.ram
     largest = max(machine.gpus, default=machine.ram)
-    if need.total <= place and max(need.trainer, need.maker) <= largest:
+    # Without GPUs, what is offloaded is in the same memory as the rest.
+    beside, beside_all = (need.offloaded, need.total_offloaded) if machine.gpus else (0, 0)
+    fits = need.total - beside_all <= place and beside_all <= machine.ram
+    if fits and max(need.trainer - beside, need.maker) <= largest:
         return
+    others = f", {_gb(need.other_trainer)} for each other trainer" if need.num_other_trainers else ""
     raise ModelError(
         f"PPO on {model} ({num_parameters / GB:.3g} billion parameters) needs at least {_gb(need.total)} "
-        f"({_gb(need.trainer)} for the trainer, {_gb(need.maker)} for each of {need.num_makers} makers), "
-        f"but this machine has {machine}; take a smaller model (`-p model=PATH`) or a bigger machine"
+        f"({_gb(need.trainer)} for the {'first ' if others else ''}trainer{others}, {_gb(need.maker)} for each of "
+        f"{need.num_makers} makers), but this machine has {machine}; take a smaller model (`-p model=PATH`) or a "
+        "bigger machine"
     )
 
 
@@ -167,13 +207,22 @@ def check_memory_for(
     if trains == "ppo":
         check_memory(config.ppo, num_parameters, model=config.model.path)
         return
-    need = _learner(num_parameters, config.sft.lora if trains == "sft" else None)
+    _check_stage(config, trains, num_parameters)
+
+
+def _check_stage(config: PipelineConfig, stage: Literal["sft", "reward-model"], num_parameters: int) -> None:
+    settings = config.sft if stage == "sft" else config.reward_model
+    share = _share(settings, num_parameters, config.sft.lora if stage == "sft" else None)
     machine = machine_memory()
-    if need > max(machine.gpus, default=machine.ram):
+    offloaded = share.host if machine.gpus else 0
+    one = max(_MADE_IN * num_parameters, share.device + share.host - offloaded)
+    place = sum(machine.gpus) or machine.ram
+    fits = settings.num_trainers * one <= place and settings.num_trainers * offloaded <= machine.ram
+    if not fits or one > max(machine.gpus, default=machine.ram):
         raise ModelError(
-            f"training the stage {trains} on {config.model.path} ({num_parameters / GB:.3g} billion parameters) needs "
-            f"at least {_gb(need)}, but this machine has {machine}; take a smaller model (`-p model=PATH`) or a bigger "
-            "machine"
+            f"training the stage {stage} on {config.model.path} ({num_parameters / GB:.3g} billion parameters) needs "
+            f"at least {_gb(settings.num_trainers * (one + offloaded))}, but this machine has {machine}; take a "
+            "smaller model (`-p model=PATH`) or a bigger machine"
         )
 
 

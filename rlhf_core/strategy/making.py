@@ -78,12 +78,13 @@ def check_optimizer(strategy: StrategyName, optimizer: torch.optim.Optimizer, mo
         ConfigError: if it does not; one sentence.
     """
     kind = type(optimizer)
-    if strategy in GEMINI and kind.__module__.partition(".")[0] != "colossalai":
+    kinds = {base.__name__ for base in kind.__mro__}
+    if strategy in GEMINI and "HybridAdam" not in kinds:
         raise ConfigError(
             f"strategy {strategy} takes ColossalAI's HybridAdam, not {kind.__name__}; let the strategy make it "
             "(new_optimizer)"
         )
-    if SAME_STRATEGY.get(strategy, strategy) in _ZERO and kind.__name__ not in _ADAMS:
+    if SAME_STRATEGY.get(strategy, strategy) in _ZERO and not kinds & _ADAMS:
         raise ConfigError(
             f"strategy {strategy} gives its optimizer flat pieces of weights, and takes Adam, AdamW or HybridAdam, not "
             f"{kind.__name__}; let the strategy make it (new_optimizer)"

@@ -7,7 +7,17 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlhf_core.config import ClusterConfig, DataConfig, LoRAConfig, ModelConfig, PipelineConfig, PPOConfig, RewardConfig
+from rlhf_core.config import (
+    ClusterConfig,
+    DataConfig,
+    LoRAConfig,
+    ModelConfig,
+    PipelineConfig,
+    PPOConfig,
+    RewardConfig,
+    RewardModelConfig,
+    SFTConfig,
+)
 from rlhf_core.errors import ModelError
 from rlhf_core.models import memory
 from rlhf_core.models.memory import (
@@ -48,6 +58,35 @@ def test_adapters_on_a_billion_parameters_by_hand() -> None:
     assert need.maker == 4 * 4 * GB  # actor, critic, initial model and reward model
 
 
+def test_four_trainers_share_what_their_strategy_divides_by_hand() -> None:
+    makers = ClusterConfig(num_makers=1)
+    config = PPOConfig(
+        lora=None, cluster=makers, strategy="zero2", num_trainers=4, train_batch_size=8, micro_batch_size=8
+    )
+    need = required_memory(config, GB)
+    # per model: 2 GB of bfloat16 weights, a quarter of 2 (gradients), of 4 (float32 masters) and of 8 (Adam)
+    assert need.other_trainer == round(2 * (2 + 0.5 + 1 + 2) * GB)
+    assert need.trainer == need.other_trainer + 2 * 2 * GB  # to publish
+    assert need.total == need.trainer + 3 * need.other_trainer + 6 * GB
+    offloading = required_memory(config.model_copy(update={"strategy": "zero2_cpu"}), GB)
+    assert (offloading.total, offloading.offloaded) == (need.total, 2 * (1 + 2) * GB)
+    assert offloading.total_offloaded == 4 * offloading.offloaded
+    alike = required_memory(config.model_copy(update={"strategy": "ddp"}), GB)
+    assert alike.other_trainer == 2 * 16 * GB
+
+
+def test_a_model_is_whole_while_it_is_made_and_the_critics_reward_model_is_beside_it() -> None:
+    config = PPOConfig(lora=None, strategy="gemini", num_trainers=8, train_batch_size=8, micro_batch_size=8)
+    need = required_memory(config, GB)
+    # sharded, an eighth of 2 + 2 + 4 + 8 GB per model, 4 GB in all; but first actor and critic are there in float32
+    assert need.other_trainer == 2 * 4 * GB
+    copied = required_memory(config.model_copy(update={"critic_init": "reward_model"}), GB)
+    assert (copied.other_trainer, copied.trainer) == (3 * 4 * GB, 3 * 4 * GB)
+    assert copied.maker == need.maker
+    adapters = PPOConfig(lora=LoRAConfig(r=8), num_trainers=2, critic_init="reward_model", dtype="bfloat16")
+    assert required_memory(adapters, GB).other_trainer == 3 * 4 * GB  # more than the two models with adapters
+
+
 def test_the_bound_on_adapters_holds_for_a_real_model() -> None:
     # SmolLM2-135M, r 16: per layer q and o 576+576, k and v 576+192, gate, up and down 576+1536; 30 layers
     real = 30 * 16 * (2 * (576 + 576) + 2 * (576 + 192) + 3 * (576 + 1536))
@@ -79,6 +118,40 @@ def test_with_gpus_their_memory_counts_and_each_process_must_fit_on_one() -> Non
     check_memory(config, GB, model="m", machine=MachineMemory(8 * GB, (40 * GB, 16 * GB)))
     with pytest.raises(ModelError, match="2 GPUs with 60 GB together"):
         check_memory(config, GB, model="m", machine=MachineMemory(500 * GB, (30 * GB, 30 * GB)))
+
+
+def test_what_is_offloaded_goes_into_host_memory_where_there_are_gpus() -> None:
+    config = PPOConfig(lora=None, cluster=ClusterConfig(num_makers=1), strategy="zero2_cpu")
+    # on the GPU: 2 x (2 + 2) GB of weights and gradients and 4 to publish; the maker's 6; in host memory 2 x (4 + 8)
+    check_memory(config, GB, model="m", machine=MachineMemory(24 * GB, (12 * GB, 6 * GB)))
+    with pytest.raises(ModelError, match="needs at least 42 GB"):
+        check_memory(config, GB, model="m", machine=MachineMemory(24 * GB - 1, (12 * GB, 6 * GB)))
+    with pytest.raises(ModelError, match="needs at least 42 GB"):
+        check_memory(config, GB, model="m", machine=MachineMemory(24 * GB, (11 * GB, 7 * GB)))
+    with pytest.raises(ModelError, match="needs at least 42 GB"):
+        check_memory(config, GB, model="m", machine=MachineMemory(42 * GB - 1))
+    check_memory(config, GB, model="m", machine=MachineMemory(42 * GB))
+
+
+def test_several_trainers_have_their_gpus_each_and_their_need_in_the_message() -> None:
+    config = PPOConfig(cluster=ClusterConfig(trainer_gpus=1, maker_gpus=1, num_makers=1), num_trainers=2)
+    with pytest.raises(ModelError, match="2 trainers and 1 makers are to have 3 GPUs, but this machine has 2"):
+        check_memory(config, 1000, model="m", machine=MachineMemory(GB, (GB, GB)))
+    with pytest.raises(ModelError, match=r"for the first trainer, .* for each other trainer, .* each of 1 makers"):
+        check_memory(config, GB, model="m", machine=MachineMemory(GB, (GB, GB, GB)))
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward-model"])
+def test_the_trainers_of_a_stage_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
+    stages = {"sft": SFTConfig(strategy="zero2", num_trainers=2), "reward_model": RewardModelConfig(num_trainers=2)}
+    config = pipeline("some/model", GB).model_copy(update=stages)
+    # zero2: 2 GB of bfloat16 weights, half of 2 + 4 + 8; plain: 16 each
+    need = 2 * (9 if stage == "sft" else 16) * GB
+    monkeypatch.setattr(memory, "machine_memory", lambda: MachineMemory(need))
+    check_memory_for(config, tmp_path, trains=stage)  # type: ignore[arg-type]
+    monkeypatch.setattr(memory, "machine_memory", lambda: MachineMemory(need - 1))
+    with pytest.raises(ModelError, match=f"training the stage {stage} on some/model .* at least {need // GB} GB"):
+        check_memory_for(config, tmp_path, trains=stage)  # type: ignore[arg-type]
 
 
 def test_more_gpus_than_there_are_is_refused() -> None:

@@ -1,0 +1,37 @@
+"""The formula of bytes per rank, by hand; real tensors are held to it in tests/parallel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rlhf_core.strategy.shares import bytes_per_rank
+
+# parameters 1000, of which 600 are trained, on 4 ranks: weights, gradients, master, moments
+BY_HAND: dict[tuple[Any, Any], tuple[int, int, int, int]] = {
+    ("plain", "fp32"): (4000, 2400, 0, 4800),
+    ("ddp", "bf16"): (4000, 2400, 0, 4800),  # autocast over float32
+    ("zero2", "fp32"): (4000, 600, 600, 1200),
+    ("colossalai_zero2", "bf16"): (2000, 300, 600, 1200),
+    ("zero2_cpu", "fp16"): (2000, 300, 600, 1200),
+    ("gemini", "bf16"): (500, 300, 600, 1200),
+    ("colossalai_gemini", "fp32"): (1000, 600, 0, 1200),
+}
+
+
+@pytest.mark.parametrize(("strategy", "precision"), BY_HAND)
+def test_each_rank_holds_its_share(strategy: Any, precision: Any) -> None:
+    share = bytes_per_rank(strategy, parameters=1000, trained=600, world_size=4, precision=precision)
+    assert tuple(share)[:4] == BY_HAND[strategy, precision]
+    in_host = share.master + share.moments if strategy == "zero2_cpu" else 0
+    assert (share.host, share.device + share.host) == (in_host, sum(tuple(share)[:4]))
+
+
+def test_a_share_is_rounded_up() -> None:
+    assert bytes_per_rank("zero2", parameters=5, trained=5, world_size=2, precision="fp32").moments == 3 * 8
+
+
+def test_what_is_not_known_is_not_guessed() -> None:
+    with pytest.raises(ValueError, match="later release"):
+        bytes_per_rank("3d", parameters=1, trained=1)

@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 
 from rlhf_core.config import LoRAConfig, PPOOptions
 from rlhf_core.models.critic import Critic
-from rlhf_core.models.lora import attach_lora
+from rlhf_core.models.lora import attach_lora, trainable_parameters
 from rlhf_core.models.reward_model import RewardModel
 from rlhf_core.strategy.plain import PlainBooster
 from rlhf_core.trainer.optim import make_trained
@@ -41,6 +41,7 @@ def trainer(
     lora: LoRAConfig | None = None,
     lr: float = 1e-3,
     make_actor: Callable[[], LlamaForCausalLM] = restless_llama,
+    make_booster: Callable[[], Any] = PlainBooster,
     **changes: Any,
 ) -> PPOTrainer:
     """Return a trainer over a tiny actor; `changes` are parameters of the trainer.
@@ -49,6 +50,7 @@ def trainer(
         lora: adapters on actor and critic; None trains all weights, against an initial model of its own.
         lr: of both, falling step by step.
         make_actor: called for the actor, and again for the initial model.
+        make_booster: called for each of actor and critic.
         **changes: as the trainer takes them.
     """
     actor = make_actor()
@@ -60,7 +62,7 @@ def trainer(
 
     def trained(model: torch.nn.Module) -> Any:
         schedule = lambda step: 1 / (1 + 0.1 * step)  # noqa: E731
-        return make_trained(model, lr=lr, weight_decay=0.0, schedule=schedule, booster=PlainBooster())
+        return make_trained(model, lr=lr, weight_decay=0.0, schedule=schedule, booster=make_booster())
 
     first, second = trained(actor), trained(critic)
     parameters = {
@@ -119,12 +121,15 @@ def record_stats(ours: PPOTrainer) -> list[PPOStats]:
 
 
 def weights(ours: PPOTrainer) -> dict[str, torch.Tensor]:
-    roles = {"actor": ours.learner.actor, "critic": ours.learner.critic}
-    return {
-        f"{role}.{name}": parameter.detach().clone()
-        for role, model in roles.items()
-        for name, parameter in model.named_parameters()
-    }
+    """Return all weights, exactly; of what a booster of another strategy keeps, the trainable ones, on every rank."""
+    found = {}
+    for role, (model, _, _, booster) in ours.learner._roles.items():
+        held = dict(model.named_parameters())
+        if type(booster) is not PlainBooster:
+            plain = booster.plain(model)  # type: ignore[attr-defined]
+            held = booster.weights(model, list(trainable_parameters(plain)))  # type: ignore[attr-defined]
+        found |= {f"{role}.{name}": tensor.detach().clone() for name, tensor in held.items()}
+    return found
 
 
 def differences(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> str:

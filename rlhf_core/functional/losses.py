@@ -165,7 +165,8 @@ def value_loss(
     clipped_error = torch.where(mask, clipped_values - returns, zero)
     squared, clipped_squared = error.square(), clipped_error.square()
     loss = _total(torch.maximum(squared, clipped_squared), mask, weights) / (2 * denominator)
-    is_clipped = (clipped_squared > squared).to(zero.dtype).detach()
+    # Within the interval both errors are the same but for rounding, which cuts nothing off.
+    is_clipped = ((clipped_squared > squared) & ((values - old_values).abs() > clip_eps)).to(zero.dtype)
     return ValueTerms(loss, masked_sum(is_clipped, mask))
 
 

@@ -141,6 +141,17 @@ def test_value_loss_by_hand(value: float, target: float, loss: float, gradient: 
     assert found.clipped.item() == float(gradient == 0.0)
 
 
+def test_value_loss_counts_no_token_as_clipped_whose_value_is_within_the_interval() -> None:
+    """There old + (new - old) is the new value but for its last bit, and so are the errors."""
+    draw = torch.Generator().manual_seed(0)
+    old, new = (0.2 * torch.rand(50, 40, generator=draw) - 0.1 for _ in range(2))
+    target = torch.randn(50, 40, generator=draw)
+    found = value_loss(
+        values=new, old_values=old, returns=target, mask=torch.ones(50, 40).bool(), denominator=1, clip_eps=0.2
+    )
+    assert found.clipped.item() == 0.0
+
+
 def test_value_loss_agrees_with_its_definition() -> None:
     new, old, returns = random_rows(1), random_rows(2), random_rows(3)
     values = pad(new).requires_grad_()

@@ -20,7 +20,18 @@ from rlhf_core.strategy.colossal.zero import ZeroBooster
 from rlhf_core.strategy.optimizer import GradientError
 from rlhf_core.strategy.plain import PlainBooster
 from rlhf_core.strategy.ranks import ALONE, join_alone, leave
-from tests.parallel.zero_model import CLIP, OTHER_LR, STEPS, Assorted, assorted, boosted, gradients, rows, teach
+from tests.parallel.zero_model import (
+    CLIP,
+    OTHER_LR,
+    STEPS,
+    Assorted,
+    assorted,
+    boosted,
+    gradient_pass,
+    gradients,
+    rows,
+    teach,
+)
 from tests.tiny_llama import tiny_llama
 
 pytestmark = [
@@ -55,6 +66,11 @@ def test_five_steps_are_plain_torchs(kind: type[ColossalBooster], settings: dict
     for name, weight in wanted.items():
         torch.testing.assert_close(held[name], weight, rtol=0, atol=STEPS * OTHER_LR)
     assert torch.equal(held["of_none"], torch.ones(5, 3))  # which its decay would have moved
+    gradient_pass(booster, model, optimizer, rows(0, ALONE)[1::2])  # without an even row
+    optimizer.step()
+    last = booster.weights(model)
+    assert torch.equal(last["of_even_rows"], held["of_even_rows"])
+    assert not torch.equal(last["odd"], held["odd"])
 
 
 @pytest.mark.parametrize("kind", BOTH)
@@ -161,7 +177,7 @@ def test_a_directory_of_shards_is_one_that_transformers_loads(tmp_path: Path) ->
     llama = tiny_llama(seed=3)
     given = {name: tensor.clone() for name, tensor in llama.state_dict().items()}
     optimizer = booster.new_optimizer([{"params": list(llama.parameters())}], betas=(0.9, 0.95))
-    model, _, *_ = booster.boost(llama, optimizer)
+    model, wrapped, *_ = booster.boost(llama, optimizer)
     booster.save_model(model, str(tmp_path), shard=True, size_per_shard=1)
     loaded = LlamaForCausalLM.from_pretrained(tmp_path)
     assert loaded.dtype == torch.float32
@@ -169,6 +185,9 @@ def test_a_directory_of_shards_is_one_that_transformers_loads(tmp_path: Path) ->
     booster.load_weights(model, {"model.norm.weight": torch.zeros(64)})
     booster.load_model(model, str(tmp_path))
     assert torch.equal(booster.weights(model)["model.norm.weight"], torch.ones(64))
+    booster.backward(model(input_ids=rows(0, ALONE)).logits.float().square().mean(), wrapped)
+    wrapped.step()
+    assert not torch.equal(booster.weights(model)["model.norm.weight"], torch.ones(64))
 
 
 @pytest.mark.parametrize("kind", BOTH)

@@ -105,10 +105,10 @@ class ColossalBooster(ABC):
         """Give every rank the weights of rank 0, and let the plugin wrap the model and shard the optimizer."""
         if self._shapes:
             raise ConfigError("this booster has a model already; make one booster for each model")
+        members = None if optimizer is None else _members(model, optimizer)
         for tensor in (*model.parameters(), *model.buffers()):
             self.ranks.broadcast(tensor)
         self._shapes = files.shapes(model)
-        members = None if optimizer is None else _members(model, optimizer)
         boosted, wrapped = self._boosted(model, optimizer)
         adapted = None if members is None else self._adapted(wrapped, members)
         return boosted, adapted, criterion, dataloader, lr_scheduler

@@ -13,7 +13,9 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import LlamaForCausalLM
 
+from rlhf_core.config import LoRAConfig
 from rlhf_core.errors import ConfigError, ModelError
+from rlhf_core.models.lora import attach_lora, trainable_parameters
 from rlhf_core.strategy.colossal.booster import ColossalBooster
 from rlhf_core.strategy.colossal.ddp import DDPBooster
 from rlhf_core.strategy.colossal.zero import ZeroBooster
@@ -188,6 +190,29 @@ def test_a_directory_of_shards_is_one_that_transformers_loads(tmp_path: Path) ->
     booster.backward(model(input_ids=rows(0, ALONE)).logits.float().square().mean(), wrapped)
     wrapped.step()
     assert not torch.equal(booster.weights(model)["model.norm.weight"], torch.ones(64))
+
+
+def test_adapters_are_stored_merged_and_apart(tmp_path: Path) -> None:
+    booster = ZeroBooster("bf16", 1.0, ALONE)
+    llama = tiny_llama(seed=3)
+    attach_lora(llama, LoRAConfig(r=2, alpha=4.0), seed=0)
+    optimizer = booster.new_optimizer([{"params": list(trainable_parameters(llama).values())}], betas=(0.9, 0.95))
+    model, wrapped, *_ = booster.boost(llama, optimizer)
+    for _ in range(2):
+        booster.backward(model(input_ids=rows(0, ALONE)).logits.float().square().mean(), wrapped)
+        wrapped.step()
+        wrapped.zero_grad()
+    held = booster.weights(model)
+    assert all(".lora_" in name and tensor.any() for name, tensor in held.items())
+    booster.save_model(model, str(tmp_path), shard=True)
+    name = "model.layers.0.self_attn.q_proj"
+    a, b = (held[f"{name}.lora_{side}.default.weight"] for side in "AB")
+    base = dict(llama.named_parameters())[f"{name}.base_layer.weight"].float()  # frozen, and rounded
+    merged = LlamaForCausalLM.from_pretrained(tmp_path).state_dict()[f"{name}.weight"]
+    torch.testing.assert_close(merged, base + 2.0 * b @ a)
+    booster.load_weights(model, {key: torch.zeros_like(tensor) for key, tensor in held.items()})
+    booster.load_model(model, str(tmp_path))
+    assert all(torch.equal(tensor, held[key]) for key, tensor in booster.weights(model).items())
 
 
 @pytest.mark.parametrize("kind", BOTH)

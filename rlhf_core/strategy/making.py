@@ -152,8 +152,8 @@ def _colossal(strategy: StrategyName, precision: Precision, max_norm: float | No
         case _:
             from rlhf_core.strategy.colossal.gemini import GeminiBooster  # noqa: PLC0415
 
-            auto = {"placement": "auto"} if strategy == "gemini_auto" else {}
-            made = GeminiBooster(precision, max_norm, ranks, **auto)
+            auto = strategy == "gemini_auto"
+            made = GeminiBooster(precision, max_norm, ranks, placement="auto" if auto else "static")
     booster: OwnBooster = made
     return booster
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from infra.artifacts import ArtifactStore, Manifest
     from rlhf_core.detached.state import EpisodeRecord
 
-MODULES = ("ppo", "ppo_group", "ppo_keeper", "ppo_models", "ray_calls")
+MODULES = ("ppo", "ppo_group", "ppo_keeper", "ppo_models", "ray_calls", "shares")
 
 
 @stage_task(name="plan-ppo")
@@ -110,17 +110,19 @@ def ppo_episode(run: PPORun, episode: int) -> EpisodeResult:
 
     Its state is committed beside the next episode, which ends by waiting for that before it commits its own.
     """
-    from tasks.ppo_group import ANSWER_S, trainer_for
+    from tasks.ppo_group import ANSWER_S, peers_of, trainer_for
     from tasks.ray_calls import ask, follow
 
     context = open_context()
     config = PipelineConfig.model_validate(run.config).ppo
     with _EndingTheGroupOnFailure(run):
         trainer = trainer_for(run, episode, context)
+        peers = peers_of(run)
         position = ask(trainer.position, ANSWER_S)
         record = position.last  # an attempt that died after its commit leaves nothing to run
         for due in range(position.next_episode, episode + 1):
-            record = follow(trainer.run_episode.remote(due), trainer.progress, config.cluster.episode_timeout_s)
+            running = trainer.run_episode.remote(due)
+            record = follow(running, trainer.progress, config.cluster.episode_timeout_s, members=peers)
             _say_episode(record, config.episodes)
         if episode + 1 == config.episodes:
             ask(trainer.await_commit, config.cluster.commit_timeout_s + ANSWER_S)
@@ -136,14 +138,15 @@ def ppo_episode(run: PPORun, episode: int) -> EpisodeResult:
 @stage_task(name="publish-policy", retries=2, retry_delay_seconds=2, retry_condition_fn=_retry)
 def publish_policy(run: PPORun) -> StageResult:
     """Store the finished policy, from the trainer that holds it, and return its reference."""
-    from tasks.ppo_group import trainer_for
+    from tasks.ppo_group import peers_of, trainer_for
     from tasks.ray_calls import follow
 
     context = open_context()
     config = PipelineConfig.model_validate(run.config).ppo
     with _EndingTheGroupOnFailure(run):
         trainer = trainer_for(run, config.episodes, context)
-        follow(trainer.commit_policy.remote(), trainer.progress, config.cluster.commit_timeout_s)
+        storing = trainer.commit_policy.remote()
+        follow(storing, trainer.progress, config.cluster.commit_timeout_s, members=peers_of(run))
     result = finished_policy(run, reused=False)
     if result is None:
         raise RlhfError(
@@ -175,9 +178,12 @@ class _EndingTheGroupOnFailure:
         import ray
 
         from tasks.ppo_group import end_group
+        from tasks.ray_calls import first_line, may_pass
 
         if not isinstance(error, Exception):
             return
+        if may_pass(error):
+            run_logger().warning("the actors of %s are ended: %s", self._run.name, first_line(error))
         try:
             end_group(self._run)
         except (ray.exceptions.RayError, InfraError, RuntimeError, OSError) as trouble:

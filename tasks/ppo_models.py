@@ -10,6 +10,9 @@ from tasks.context import Context, materialise
 from tasks.results import Parent, PPORun
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
     from transformers import PreTrainedModel
 
     from rlhf_core.experience_maker.maker import ExperienceMaker
@@ -94,12 +97,19 @@ class PolicySaver:
     def __init__(self, run: PPORun) -> None:
         self._run = run
 
-    def __call__(self, learner: PPOLearner, directory: Path) -> None:
-        """Write weights, configuration and tokenizer to `directory`."""
+    def __call__(self, learner: PPOLearner, weights: Mapping[str, Tensor], directory: Path) -> None:
+        """Write weights, configuration and tokenizer to `directory`.
+
+        Args:
+            learner: whose actor has the configuration.
+            weights: of the actor, merged.
+            directory: where they go.
+        """
         from rlhf_core.models.loading import load_tokenizer, save_weights
+        from rlhf_core.models.trunk import unwrapped
 
         source = _directory(self._run.actor)
-        save_weights(learner.actor.config, learner.merged_weights("actor"), load_tokenizer(source), directory)
+        save_weights(unwrapped(learner.actor).config, weights, load_tokenizer(source), directory)
 
 
 def _critic(run: PPORun, actor: PreTrainedModel, dtype: str) -> Critic | None:

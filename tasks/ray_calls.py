@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from infra.errors import InfraError
-from rlhf_core.errors import RlhfError
+from rlhf_core.errors import LostRankError, RlhfError
 from tasks.sentences import run_logger
 
 POLL_S = 2.0
+GRACE_S = 15.0
+"""How long a rank may take to say itself what is wrong with another: longer than its roll call."""
 
 
 def ask(method: Any, timeout_s: float) -> Any:
@@ -37,27 +40,38 @@ def wait_for_all(calls: Mapping[Any, str], timeout_s: float, *, what: str) -> No
     """
     import ray
 
-    ready, late = ray.wait(list(calls), num_returns=len(calls), timeout=timeout_s)
-    unwrapped(lambda: ray.get(ready))  # an actor that failed says why here
-    if late:
-        names = ", ".join(sorted(calls[reference] for reference in late))
-        raise TimeoutError(
-            f"waited {timeout_s:.0f} s for {what}, and {names} did not answer; raise ppo.cluster.start_timeout_s, or "
-            "look into the cluster's log"
-        )
+    late, deadline = list(calls), time.monotonic() + timeout_s
+    while late:
+        ready, late = ray.wait(late, timeout=max(0.0, deadline - time.monotonic()))
+        unwrapped(partial(ray.get, ready))  # an actor that failed says why, and nobody is waited for
+        if not ready:
+            names = ", ".join(sorted(calls[reference] for reference in late))
+            raise TimeoutError(
+                f"waited {timeout_s:.0f} s for {what}, and {names} did not answer; raise ppo.cluster.start_timeout_s, "
+                "or look into the cluster's log"
+            )
 
 
-def follow(reference: Any, progress: Any, timeout_s: float, *, answer_s: float = 30.0) -> Any:
+def follow(
+    reference: Any,
+    progress: Any,
+    timeout_s: float,
+    *,
+    members: Mapping[str, Any] | None = None,
+    answer_s: float = 30.0,
+) -> Any:
     """Wait for a call, writing what the actor does into the run's log as it changes.
 
     Args:
         reference: of the call.
         progress: the actor's method that says what it is doing.
         timeout_s: longest wait for the call.
-        answer_s: longest wait for `progress`.
+        members: further actors that take part, by name; each says by `ping` that it lives and has not failed.
+        answer_s: longest wait for `progress`, and for `members`.
 
     Raises:
-        TimeoutError: it took longer; the message has what the actor was last seen doing.
+        TimeoutError: it took longer, and the message has what the actor was last seen doing; or a member was silent.
+        LostRankError: a member died.
     """
     import ray
 
@@ -72,6 +86,43 @@ def follow(reference: Any, progress: Any, timeout_s: float, *, answer_s: float =
         if doing != said:
             run_logger().debug("%s", doing)
             said = doing
+        trouble = trouble_among(members or {}, answer_s)
+        if trouble is not None:
+            return its_own_word(reference, trouble)
+
+
+def trouble_among(members: Mapping[str, Any], answer_s: float) -> Exception | None:
+    """Return what is wrong with the first member that died, failed or is silent; None if all is well.
+
+    Args:
+        members: actors by name, each with a method `ping`.
+        answer_s: longest wait for all of them.
+    """
+    import ray
+
+    calls = {actor.ping.remote(): name for name, actor in members.items()}
+    if not calls:
+        return None
+    ready, late = ray.wait(list(calls), num_returns=len(calls), timeout=answer_s)
+    for reference in ready:
+        try:
+            unwrapped(partial(ray.get, reference))
+        except ray.exceptions.RayActorError as error:
+            return LostRankError(f"{calls[reference]} has ended, a process of the group: {str(error).splitlines()[0]}")
+        except Exception as error:
+            return error
+    names = ", ".join(calls[reference] for reference in late)
+    return TimeoutError(f"waited {answer_s:.0f} s for {names} of the group, and no answer came") if late else None
+
+
+def its_own_word(reference: Any, trouble: Exception) -> Any:
+    """Return what a call returns, or raise what it raises, if it ends within moments; else raise `trouble`."""
+    import ray
+
+    done, _ = ray.wait([reference], timeout=GRACE_S)
+    if done:
+        return unwrapped(lambda: ray.get(reference))
+    raise trouble
 
 
 def unwrapped(call: Callable[[], Any]) -> Any:
@@ -96,16 +147,24 @@ def may_pass(error: BaseException) -> bool:
 
     if isinstance(error, ray.exceptions.RayTaskError):  # raised inside an actor: what it raised decides
         error = error.cause
-    return isinstance(error, ray.exceptions.RayActorError | MakersLostError | TimeoutError | ConnectionError)
+    mendable = (ray.exceptions.RayActorError, LostRankError, MakersLostError, TimeoutError, ConnectionError)
+    return isinstance(error, mendable)
 
 
 def sentence(error: BaseException) -> str:
     """Return one line for a person, of an error that `may_pass` and did not."""
     import ray
 
-    if isinstance(error, ray.exceptions.RayTaskError):
-        error = error.cause
-    first = (str(error).strip() or type(error).__name__).splitlines()[0]
+    first = first_line(error)
     if isinstance(error, ray.exceptions.RayActorError):
         return f"a process of the run's cluster died, three times in a row: {first} Look into the cluster's log"
     return first
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what was raised, here or inside an actor."""
+    import ray
+
+    if isinstance(error, ray.exceptions.RayTaskError):
+        error = error.cause
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -17,7 +17,7 @@ from prefect.logging import get_logger, get_run_logger
 from prefect.states import Failed
 
 from infra.errors import InfraError
-from rlhf_core.errors import RlhfError
+from rlhf_core.errors import LostRankError, RlhfError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -32,7 +32,7 @@ def run_logger() -> Any:
 
 
 def in_one_sentence(function: Callable[P, R]) -> Callable[P, R]:
-    """Let expected errors of a flow or task end it as Failed with their sentence, never retried.
+    """Let expected errors of a flow or task end it as Failed with their sentence, never retried but for a lost process.
 
     A flow that a failed task or subflow ends passes its sentence on.
     """
@@ -43,6 +43,8 @@ def in_one_sentence(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
         except FailedRun as error:
             return Failed(message=str(error))  # type: ignore[return-value]
+        except LostRankError:
+            raise  # a new group can mend it: what is tried again is tried again
         except (RlhfError, InfraError) as error:
             run_logger().error("%s", error)
             return Failed(message=str(error))  # type: ignore[return-value]

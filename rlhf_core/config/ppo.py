@@ -31,16 +31,16 @@ class RewardConfig(Config):
 
 
 class ClusterConfig(Config):
-    """The Ray cluster of one PPO run."""
+    """The Ray cluster of one PPO run; what it says of trainers holds for SFT and reward model with several, too."""
 
     num_makers: Positive = 2
     """Experience makers."""
     trainer_threads: Positive = 2
-    """Threads of the trainer on a CPU; part of what makes a run repeatable."""
+    """Threads of each trainer process on a CPU; part of what makes a run repeatable."""
     maker_threads: Positive = 1
     """Threads of each maker on a CPU."""
     trainer_gpus: float | None = Field(None, ge=0)
-    """GPUs of the trainer; None shares what the machine has."""
+    """GPUs of each trainer process; None shares what the machine has."""
     maker_gpus: float | None = Field(None, ge=0)
     """GPUs of each maker; None shares what the machine has."""
     object_store_mb: int | None = Field(None, ge=80)
@@ -51,6 +51,8 @@ class ClusterConfig(Config):
     """Longest wait for one episode."""
     commit_timeout_s: float = Field(600.0, gt=0)
     """Longest wait for one training state to be stored."""
+    collective_timeout_s: float = Field(300.0, gt=0)
+    """Longest wait of one trainer process for another in what they do together; then the group is lost."""
 
 
 class SamplingConfig(Config):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -22,9 +21,12 @@ from rlhf_core.detached.chunks import episode_problems, make_chunks
 from rlhf_core.detached.dealer import deal
 from rlhf_core.detached.learning import learn_or_keep
 from rlhf_core.detached.maker import MadeChunk
+from rlhf_core.detached.member import GROUPS, GroupMember
 from rlhf_core.detached.metrics import episode_metrics
+from rlhf_core.detached.peers import Peers, SharedState, share_state
 from rlhf_core.detached.state import EpisodeRecord, StateKeeper, TrainerPosition
 from rlhf_core.detached.weights import pack, published_weights
+from rlhf_core.strategy.ranks import current_ranks
 from rlhf_core.trainer.ppo.controls import RewardControls
 from rlhf_core.trainer.ppo.learner import PPOLearner, PPOStats
 from rlhf_core.types import Experience, Sample
@@ -33,12 +35,15 @@ CONTROLS = "controls"
 """Among the learner's facts in a training state: what sets the next episode's rewards."""
 
 
-@ray.remote(concurrency_groups={"status": 2, "compute": 1})
-class DetachedPPOTrainer:
+@ray.remote(concurrency_groups=GROUPS | {"commit": 1})
+class DetachedPPOTrainer(GroupMember):
     """Runs episodes in lockstep with its makers: every sample comes from the version that learns from it.
 
     A shell around `PPOLearner`. It restores itself from the keeper's last state, so building one is
     how a run starts and how it goes on: `build`, then `synchronise`, then `run_episode` for each episode due.
+
+    Of several ranks that train one model this is the first, which deals, publishes and commits for all. The others,
+    each a `TrainerRank`, form a group with it (`form_group`) before it is built, and are called by it from then on.
 
     Args:
         experience_maker_holder_name_list: names of the makers, looked up in this actor's namespace.
@@ -47,7 +52,8 @@ class DetachedPPOTrainer:
         config: the run's configuration.
         seed: seed of prompts' order, sampling and minibatches.
         keeper: where states, the policy and failed batches go.
-        save_policy: writes the learner's finished policy to a directory.
+        save_policy: writes the learner's finished policy, whose merged weights it is given, to a directory.
+        peers: names of the other ranks, in their order, looked up in this actor's namespace.
     """
 
     def __init__(
@@ -58,7 +64,8 @@ class DetachedPPOTrainer:
         config: PPOConfig,
         seed: int,
         keeper: StateKeeper,
-        save_policy: Callable[[PPOLearner, Path], None],
+        save_policy: Callable[[PPOLearner, Mapping[str, torch.Tensor], Path], None],
+        peers: Sequence[str] = (),
     ) -> None:
         self._maker_names = tuple(experience_maker_holder_name_list)
         self._learner_fn = learner_fn
@@ -69,6 +76,7 @@ class DetachedPPOTrainer:
         self._history: tuple[EpisodeRecord, ...] = ()
         self._controls = RewardControls(config)
         self._makers: dict[str, Any] = {}
+        self._peers = Peers(peers, config.cluster.collective_timeout_s)
         self._progress = "starting"
         self._committer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="commit")
         self._commit: Future[None] | None = None
@@ -76,10 +84,13 @@ class DetachedPPOTrainer:
     @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]
     def build(self) -> None:
         """Build the learner and restore the last committed state; apart from `__init__`, whose errors Ray garbles."""
-        self._learner = self._learner_fn()
         state = self._keeper.last_state()
+        with self._peers.taking_part("build"):
+            self._learner = self._learner_fn()
+            shared = share_state(SharedState(state.tensors, state.learner) if state else None, current_ranks())
+            if shared is not None:
+                self._learner.load_state(*shared)
         if state is not None:
-            self._learner.load_state(state.tensors, state.learner)
             self._controls.load_state(state.learner[CONTROLS])
             self._history = state.history
 
@@ -98,11 +109,6 @@ class DetachedPPOTrainer:
         """Return what this trainer is doing, for the run's log."""
         return self._progress
 
-    @ray.method(concurrency_group="status")  # type: ignore[untyped-decorator]
-    def ping(self) -> int:
-        """Return this process's id: the actor lives and answers."""
-        return os.getpid()
-
     @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]
     def synchronise(self) -> None:
         """Find the makers by name and give each the weights of this trainer's version."""
@@ -116,7 +122,7 @@ class DetachedPPOTrainer:
 
         Raises:
             ValueError: another episode is due.
-            RlhfError: makers were lost, a number was not finite, or the commit before this one failed.
+            RlhfError: makers or a rank were lost, a number was not finite, or the commit before this one failed.
         """
         if episode != len(self._history):
             raise ValueError(f"episode {len(self._history)} is due, but episode {episode} was asked for")
@@ -133,7 +139,8 @@ class DetachedPPOTrainer:
         seconds["synchronise"] = time.perf_counter() - started
         started = time.perf_counter()
         self.await_commit()  # the one before: it had all of this episode's time, and no third state is in memory
-        snapshot, learner = self._learner.state()  # the learner's only pause: a copy to host memory
+        with self._peers.taking_part("state"):
+            snapshot, learner = self._learner.state()  # the learner's only pause: a copy to host memory
         seconds["commit"] = time.perf_counter() - started
         record = EpisodeRecord(episode, version, self._incarnation, metrics, seconds)
         self._history = (*self._history, record)
@@ -142,29 +149,33 @@ class DetachedPPOTrainer:
         self._progress = f"episode {episode + 1}: done"
         return record
 
-    @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]
+    @ray.method(concurrency_group="commit")  # type: ignore[untyped-decorator]
     def await_commit(self) -> int:
         """Wait until the last episode's state is stored; return the number of stored episodes.
+
+        Does not wait for an episode that runs, which may itself wait for a rank that is gone.
 
         Raises:
             TimeoutError: it took longer than `cluster.commit_timeout_s`.
         """
-        if self._commit is not None:
+        commit, episodes = self._commit, len(self._history)
+        if commit is not None:
             try:
-                self._commit.result(timeout=self._config.cluster.commit_timeout_s)
+                commit.result(timeout=self._config.cluster.commit_timeout_s)
             except TimeoutError as error:
                 raise TimeoutError(
                     f"waited {self._config.cluster.commit_timeout_s:.0f} s for the training state of episode "
-                    f"{len(self._history)} to be stored, and it was not; is the object store alive?"
+                    f"{episodes} to be stored, and it was not; is the object store alive?"
                 ) from error
-            self._commit = None
-        return len(self._history)
+        return episodes
 
     @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]
     def commit_policy(self) -> None:
         """Store the finished policy, as a directory that `AutoModelForCausalLM.from_pretrained` loads."""
         self._progress = "storing the policy"
-        self._keeper.commit_policy(partial(self._save_policy, self._learner), history=self._history)
+        with self._peers.taking_part("policy"):
+            weights = self._learner.merged_weights("actor")
+        self._keeper.commit_policy(partial(self._save_policy, self._learner, weights), history=self._history)
 
     def _learn(self, made: list[MadeChunk], samples: list[Sample], episode: int) -> dict[str, float]:
         """Learn from an episode's chunks; return its figures."""
@@ -172,7 +183,10 @@ class DetachedPPOTrainer:
         for chunk in made:
             buffer.append(Experience.from_numpy(chunk.experience), chunk.samples)
         experience = buffer.collect()
-        stats = learn_or_keep(self._learner, experience, samples, seed=self._seed, episode=episode, keeper=self._keeper)
+        with self._peers.taking_part("learn", self._peers.put(experience.to_numpy), episode):
+            stats = learn_or_keep(
+                self._learner, experience, samples, seed=self._seed, episode=episode, keeper=self._keeper
+            )
         return self._take_note(samples, stats, experience.policy_version, episode)
 
     def _take_note(
@@ -215,7 +229,8 @@ class DetachedPPOTrainer:
     def _publish(self, makers: dict[str, Any], version: int) -> None:
         """Send the weights as `version` to every living maker, and wait until each holds them; forget dead ones."""
         dtype = getattr(torch, self._config.rollout_dtype)
-        manifest, references = pack(published_weights(self._learner, dtype), version=version, put=ray.put)
+        with self._peers.taking_part("publish"):
+            manifest, references = pack(published_weights(self._learner, dtype), version=version, put=ray.put)
         timeout_s = self._config.cluster.start_timeout_s
         pending = {name: maker.load_weights.remote(manifest, references, timeout_s) for name, maker in makers.items()}
         for name, reference in pending.items():

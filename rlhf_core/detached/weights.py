@@ -10,7 +10,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlhf_core.errors import RlhfError
-from rlhf_core.models.trunk import unwrapped
 from rlhf_core.trainer.ppo.learner import PPOLearner
 
 Bucket = NDArray[np.uint8]
+HEAD = "head."
+"""How the names of the critic's own weights begin; a language model's head is `lm_head`."""
 T = TypeVar("T")
 
 
@@ -57,20 +58,17 @@ class WeightsManifest:
 def published_weights(learner: PPOLearner, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yield actor's and critic's weights as the makers hold them: adapters merged, cast once.
 
-    The critic's head stays in float32, as the makers' is: in bfloat16 a bias of 10.03 would become 10.
+    The critic's head stays in float32, as the makers' is: in bfloat16 a bias of 10.03 would become 10. Every rank calls
+    this and goes through it to the end; only the first is given weights.
 
     Args:
         learner: whose weights.
         dtype: the makers' `rollout_dtype`.
     """
-    heads = {}
-    if learner.critic is not None:
-        head: torch.nn.Module = unwrapped(learner.critic).head
-        heads = {f"head.{name}": parameter.detach() for name, parameter in head.named_parameters()}
-    for name, tensor in learner.merged_weights("actor", dtype=dtype).items():
-        yield f"actor.{name}", tensor
-    for name, tensor in learner.merged_weights("critic", dtype=dtype).items():
-        yield f"critic.{name}", heads.get(name, tensor)
+    roles: tuple[Literal["actor", "critic"], ...] = ("actor", "critic")
+    for role in roles:
+        for name, tensor in learner.merged_weights(role, dtype=dtype, keeping=(HEAD,)).items():
+            yield f"{role}.{name}", tensor
 
 
 def pack(

@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from pathlib import Path
-from shutil import rmtree
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import ray
-import torch
 
 from flows.presets import resolve
-from infra.artifacts import ArtifactStore, open_default_store
-from infra.clusters import ClusterManifest, leftover_processes
 from infra.errors import StoreError
-from infra.settings import settings
 from rlhf_core.config import PipelineConfig
-from rlhf_core.models.loading import load_causal_lm
-from rlhf_core.models.reward_model import RewardModel
 from tasks.context import open_context
-from tasks.data import prepare_data
-from tasks.ppo import end_cluster, finished_policy, next_episode, plan_ppo, ppo_episode, publish_policy
-from tasks.ppo_group import TRAINER, lease, trainer_for
+from tasks.ppo import next_episode, ppo_episode
+from tasks.ppo_group import trainer_for
 from tasks.ray_calls import may_pass
-from tasks.results import EpisodeResult, Parent, PPORun
+from tasks.results import EpisodeResult, Parent
+from tests.integration.ppo_runs import Run, kill_when_learning, on_a_cluster
 from tests.tiny_llama import write_tiny_llama
 
 pytestmark = pytest.mark.integration
@@ -70,70 +59,11 @@ def config(model: Path) -> PipelineConfig:
     )
 
 
-def store_random_reward_model(store: ArtifactStore, model: Path) -> str:
-    """A tiny random model is never right, but it is scored: there is something to learn from."""
-    torch.manual_seed(0)
-    scorer = RewardModel.from_causal_lm(load_causal_lm(model, "float32"))
-    with TemporaryDirectory() as folder:
-        scorer.save_pretrained(Path(folder))
-        return store.commit("reward-model", "random", Path(folder)).uri
-
-
-class Run:
-    """One PPO run in a home and a store of its own, driven as the flow drives it."""
-
-    def __init__(self, config: PipelineConfig, directory: Path) -> None:
-        self.config, self.directory = config, directory
-        self.store: ArtifactStore
-        self.plan: PPORun
-        self.begin()
-
-    def begin(self) -> None:
-        """Plan the run in an empty store; nothing of an earlier attempt is there to go on from."""
-        rmtree(self.directory / "store", ignore_errors=True)
-        (self.directory / "store").mkdir()
-        self.store = open_default_store()
-        dataset = prepare_data.fn(self.config, None, reads=("ppo",))
-        scorer = store_random_reward_model(self.store, Path(self.config.model.path))
-        self.plan = plan_ppo.fn(self.config, "model/base", scorer, dataset.parent)
-
-    def finish(self) -> None:
-        for episode in range(next_episode(self.plan), EPISODES):
-            ppo_episode.fn(self.plan, episode)
-        publish_policy.fn(self.plan)
-
-    def kill(self, name: str) -> None:
-        os.kill(ray.get(ray.get_actor(name).ping.remote(), timeout=30), signal.SIGKILL)
-
-    def weights(self) -> dict[str, str]:
-        done = finished_policy(self.plan, reused=True)
-        assert done is not None
-        files = self.store.resolve(done.uri).files
-        return {entry.path: entry.sha256 for entry in files if entry.path.endswith(".safetensors")}
-
-    def numbers(self) -> list[dict[str, float]]:
-        """Every episode's figures but for its times."""
-        state = self.store.read_json(self.store.resolve(f"ppo-state/{self.plan.name}"), "state.json")
-        return [record["metrics"] for record in state["history"]]
-
-
 @pytest.fixture(scope="module")
 def run(config: PipelineConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """The run, and its cluster, on which all tests play it; at the end nothing of the cluster is left."""
-    directory = tmp_path_factory.mktemp("run")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RLHF_HOME", str(directory / "home"))
-        patch.setenv("RLHF_STORE_URL", f"file://{directory}/store")
-        assert settings().home == directory / "home"
-        made = Run(config, directory)
-        manifest: ClusterManifest | None = None
-        try:
-            manifest = lease(made.plan, open_context())
-            yield made
-        finally:
-            end_cluster(made.plan)
-        assert manifest is not None
-        assert leftover_processes(manifest.mark) == []
+    """The run, and its cluster, on which all tests play it."""
+    with on_a_cluster(config, tmp_path_factory.mktemp("run")) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +106,7 @@ def test_a_run_whose_processes_were_killed_ends_with_the_same_bits(run: Run, und
     # The trainer dies in mid-episode: the next attempt restores the last committed state.
     with ThreadPoolExecutor(1) as pool:
         attempt = pool.submit(ppo_episode.fn, run.plan, 1)
-        _kill_when_learning(attempt)
+        kill_when_learning(attempt, 2)
         with pytest.raises(ray.exceptions.RayActorError):
             attempt.result(timeout=120)
     # An attempt at the committed episode, as after a death between its commit and its answer, finds it done.
@@ -191,22 +121,3 @@ def test_a_run_whose_processes_were_killed_ends_with_the_same_bits(run: Run, und
     run.finish()
     assert run.numbers() == undisturbed["numbers"]
     assert run.weights() == undisturbed["weights"]
-
-
-def _kill_when_learning(attempt: Future[Any]) -> None:
-    """Kill the trainer while it learns from its second episode.
-
-    The group that lost a maker is ended and built anew first, so for a time the name has no answer.
-    """
-    deadline = time.monotonic() + 120
-    while not attempt.done():
-        assert time.monotonic() < deadline, "waited 120 s for the trainer to learn"
-        try:
-            trainer = ray.get_actor(TRAINER)
-            if ray.get(trainer.progress.remote(), timeout=120).startswith("episode 2: learning"):
-                os.kill(ray.get(trainer.ping.remote(), timeout=30), signal.SIGKILL)
-                return
-        except (ValueError, ray.exceptions.RayActorError):
-            pass
-        time.sleep(0.02)  # whoever only asks takes a core from those who build it
-    raise AssertionError("the episode was over before its trainer could be killed") from attempt.exception()

@@ -1,0 +1,130 @@
+"""PPO runs on a real Ray cluster, driven as the flow drives them, in a home and a store of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from shutil import rmtree
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from infra.artifacts import ArtifactStore, open_default_store
+from infra.clusters import ClusterManifest, leftover_processes
+from infra.settings import settings
+from rlhf_core.config import PipelineConfig
+from rlhf_core.models.loading import load_causal_lm
+from rlhf_core.models.reward_model import RewardModel
+from tasks.context import open_context
+from tasks.data import prepare_data
+from tasks.ppo import end_cluster, finished_policy, next_episode, plan_ppo, ppo_episode, publish_policy
+from tasks.ppo_group import TRAINER, lease
+from tasks.results import PPORun
+
+
+def store_random_reward_model(store: ArtifactStore, model: Path) -> str:
+    """A tiny random model is never right, but it is scored: there is something to learn from."""
+    torch.manual_seed(0)
+    scorer = RewardModel.from_causal_lm(load_causal_lm(model, "float32"))
+    with TemporaryDirectory() as folder:
+        scorer.save_pretrained(Path(folder))
+        return store.commit("reward-model", "random", Path(folder)).uri
+
+
+class Run:
+    """One PPO run."""
+
+    def __init__(self, config: PipelineConfig, directory: Path) -> None:
+        self.config, self.directory = config, directory
+        self.store: ArtifactStore
+        self.plan: PPORun
+        self.begin()
+
+    def begin(self) -> None:
+        """Plan the run in an empty store; nothing of an earlier attempt is there to go on from."""
+        rmtree(self.directory / "store", ignore_errors=True)
+        (self.directory / "store").mkdir()
+        self.store = open_default_store()
+        dataset = prepare_data.fn(self.config, None, reads=("ppo",))
+        scorer = store_random_reward_model(self.store, Path(self.config.model.path))
+        self.plan = plan_ppo.fn(self.config, "model/base", scorer, dataset.parent)
+
+    def finish(self) -> None:
+        for episode in range(next_episode(self.plan), self.config.ppo.episodes):
+            ppo_episode.fn(self.plan, episode)
+        publish_policy.fn(self.plan)
+
+    def kill(self, name: str, number: int = signal.SIGKILL) -> None:
+        os.kill(ray.get(ray.get_actor(name).ping.remote(), timeout=30), number)
+
+    def weights(self) -> dict[str, str]:
+        return {path: entry.sha256 for path, entry in self._policy().items()}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        from safetensors.torch import load
+
+        done = finished_policy(self.plan, reused=True)
+        assert done is not None
+        manifest = self.store.resolve(done.uri)
+        return {
+            name: tensor
+            for path in self._policy()
+            for name, tensor in load(self.store.read_bytes(manifest, path)).items()
+        }
+
+    def numbers(self) -> list[dict[str, float]]:
+        """Every episode's figures but for its times."""
+        state = self.store.read_json(self.store.resolve(f"ppo-state/{self.plan.name}"), "state.json")
+        return [record["metrics"] for record in state["history"]]
+
+    def _policy(self) -> dict[str, Any]:
+        done = finished_policy(self.plan, reused=True)
+        assert done is not None
+        return {
+            entry.path: entry for entry in self.store.resolve(done.uri).files if entry.path.endswith(".safetensors")
+        }
+
+
+@contextmanager
+def on_a_cluster(config: PipelineConfig, directory: Path) -> Iterator[Run]:
+    """The run, and its cluster; at the end nothing of the cluster is left."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RLHF_HOME", str(directory / "home"))
+        patch.setenv("RLHF_STORE_URL", f"file://{directory}/store")
+        assert settings().home == directory / "home"
+        made = Run(config, directory)
+        manifest: ClusterManifest | None = None
+        try:
+            manifest = lease(made.plan, open_context())
+            yield made
+        finally:
+            end_cluster(made.plan)
+        assert manifest is not None
+        assert leftover_processes(manifest.mark) == []
+
+
+def kill_when_learning(attempt: Future[Any], episode: int, victim: str = TRAINER, number: int = signal.SIGKILL) -> None:
+    """Kill an actor while the trainer learns from an episode, counted from 1.
+
+    The group that lost a process is ended and built anew first, so for a time the name has no answer.
+    """
+    deadline = time.monotonic() + 120
+    while not attempt.done():
+        assert time.monotonic() < deadline, "waited 120 s for the trainer to learn"
+        try:
+            trainer = ray.get_actor(TRAINER)
+            if ray.get(trainer.progress.remote(), timeout=120).startswith(f"episode {episode}: learning"):
+                os.kill(ray.get(ray.get_actor(victim).ping.remote(), timeout=30), number)
+                return
+        except (ValueError, ray.exceptions.RayActorError):
+            pass
+        time.sleep(0.02)  # whoever only asks takes a core from those who build it
+    raise AssertionError("the episode was over before the process could be killed") from attempt.exception()

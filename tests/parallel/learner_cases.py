@@ -1,22 +1,30 @@
-"""One optimizer step and what surrounds it, on this rank's share of eight rows; alone, on all of them."""
+"""One optimizer step and what surrounds it, on this rank's share of eight rows; alone, on all of them.
+
+A case's further argument is the strategy; `strict` is the booster of tests that forgives nothing.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
 from tempfile import gettempdir
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from rlhf_core.config import LoRAConfig, PPOConfig
 from rlhf_core.errors import TrainingError
 from rlhf_core.models.critic import Critic
-from rlhf_core.models.lora import attach_lora
+from rlhf_core.models.lora import attach_lora, trainable_parameters
 from rlhf_core.strategy import plain_optimizer
 from rlhf_core.strategy.plain import PlainBooster
 from rlhf_core.strategy.ranks import Ranks
+from rlhf_core.trainer.boosted import plain_model
+from rlhf_core.trainer.boosted import weights as held_weights
+from rlhf_core.trainer.named_tensors import prefixed
 from rlhf_core.trainer.optim import Trained, take_step
 from rlhf_core.trainer.ppo.controls import RewardControls
 from rlhf_core.trainer.ppo.critic_start import fit_line
@@ -25,7 +33,9 @@ from rlhf_core.trainer.ppo.ptx import Demonstrations
 from rlhf_core.types import Experience
 from tests.parallel.ranks import Found
 from tests.tiny_llama import tiny_llama
+from tests.unit.trainer.built import boosters
 from tests.unit.trainer.experience import PROMPTS, RESPONSES, tiny_experience
+from tests.unit.trainer.strict_booster import StrictBooster
 
 CONFIG = PPOConfig(
     prompts_per_episode=8, chunk_size=8, train_batch_size=8, micro_batch_size=2, warmup_steps=0, lr=1e-4,
@@ -35,8 +45,9 @@ LORA = LoRAConfig(r=2, alpha=4.0)
 DEVICE = os.environ.get("CASES_DEVICE", "cpu")
 
 
-def learner(ranks: Ranks, **changes: object) -> PPOLearner:
-    config = CONFIG.model_copy(update=changes)
+def learner(ranks: Ranks, strategy: str = "plain", **changes: object) -> PPOLearner:
+    named = {} if strategy == "strict" else {"strategy": strategy}
+    config = CONFIG.model_copy(update=named | changes)
     # Every rank begins elsewhere: the booster makes them equal.
     actor = tiny_llama(initializer_range=0.2, seed=ranks.rank)
     critic = None
@@ -53,7 +64,10 @@ def learner(ranks: Ranks, **changes: object) -> PPOLearner:
         examples = list(zip(PROMPTS, RESPONSES, strict=True))
         size = 4 // ranks.world_size
         ptx = Demonstrations(examples, batch_size=size, seed=0, device=DEVICE, ranks=ranks)
-    return PPOLearner.build(actor, critic, config, device=DEVICE, ptx=ptx)
+    if strategy == "strict" or config.dtype == "float16":  # which is refused to users on a CPU
+        with boosters(StrictBooster if strategy == "strict" else PlainBooster):
+            return PPOLearner.build(actor, critic, config, device=DEVICE, ptx=ptx, ranks=ranks)
+    return PPOLearner.build(actor, critic, config, device=DEVICE, ptx=ptx, ranks=ranks)
 
 
 def share(experience: Experience, ranks: Ranks) -> Experience:
@@ -69,27 +83,62 @@ def near(ours: PPOLearner, experience: Experience) -> Experience:
 
 
 def found(ours: PPOLearner, *stats: object) -> Found:
+    """Weights on every rank; moments on the first, where the strategy has them whole."""
     numbers = {f"{step}.{name}": value for step, each in enumerate(stats) for name, value in each._asdict().items()}  # type: ignore[attr-defined]
-    return Found(numbers, {name: tensor for name, tensor in ours.state().tensors.items() if "random" not in name})
+    tensors = {name: tensor for name, tensor in ours.state().tensors.items() if "random" not in name}
+    return Found(numbers, tensors | weights(ours))
 
 
-def step(ranks: Ranks, **changes: object) -> Found:
-    ours = learner(ranks, **changes)
+def weights(ours: PPOLearner) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for role, (model, _, _, booster) in ours._roles.items():
+        names = list(trainable_parameters(plain_model(booster, model)))
+        tensors |= prefixed(f"{role}.weights", held_weights(booster, model, names))
+    return tensors
+
+
+def moved(ours: PPOLearner, before: dict[str, torch.Tensor], role: str = "actor") -> float:
+    """Return by how much a model's weights have moved."""
+    after = weights(ours)
+    return max((after[name] - tensor).abs().max().item() for name, tensor in before.items() if name.startswith(role))
+
+
+def spoil_gradients(model: nn.Module, by: float) -> None:
+    """Let all gradients of a model be multiplied by something, whoever takes them."""
+
+    def multiply(_: nn.Module, __: object, out: object) -> None:
+        tensor: torch.Tensor = getattr(out, "logits", out)
+        if tensor.requires_grad:
+            tensor.register_hook(lambda gradient: gradient * by)
+
+    model.register_forward_hook(multiply)
+
+
+def step(ranks: Ranks, strategy: str = "plain", **changes: object) -> Found:
+    ours = learner(ranks, strategy, **changes)
     batch = share(near(ours, tiny_experience()), ranks)
     ptx = None if ours._ptx is None else ours._ptx.batch(0)
     return found(ours, ours.training_step(batch, ptx))
 
 
-def whole(ranks: Ranks) -> Found:
-    return step(ranks)
+def whole(ranks: Ranks, strategy: str = "plain") -> Found:
+    return step(ranks, strategy)
 
 
-def adapters(ranks: Ranks) -> Found:
-    return step(ranks, lora=LORA, micro_batch_size=1)
+def whole_step(ranks: Ranks, strategy: str = "plain") -> Found:
+    """From ratios of 1."""
+    ours = learner(ranks, strategy)
+    return found(ours, ours.training_step(ours.recompute(share(tiny_experience(), ranks))))
 
 
-def mixed(ranks: Ranks) -> Found:
-    return step(ranks, ptx_coef=0.3, entropy_coef=0.05, eps_clip_high=0.3, dual_clip=3.0, correction="truncated")
+def adapters(ranks: Ranks, strategy: str = "plain") -> Found:
+    return step(ranks, strategy, lora=LORA, micro_batch_size=1)
+
+
+def mixed(ranks: Ranks, strategy: str = "plain") -> Found:
+    return step(
+        ranks, strategy, ptx_coef=0.3, entropy_coef=0.05, eps_clip_high=0.3, dual_clip=3.0, correction="truncated"
+    )
 
 
 def small_buckets(ranks: Ranks) -> Found:
@@ -109,50 +158,84 @@ def constant_length(ranks: Ranks) -> Found:
     return step(ranks, aggregation="constant_length", advantage_estimator="rloo", samples_per_prompt=2)
 
 
-def episode(ranks: Ranks) -> Found:
-    """Two passes of two steps; each rank has half of each minibatch, and the first pass keeps rows in order."""
-    ours = learner(ranks, train_batch_size=8 // ranks.world_size, max_epochs=3)
-    return found(ours, *ours.learn(share(tiny_experience(), ranks), seed=0, episode=0))
+def learnt(ranks: Ranks, strategy: str, experience: Experience, batch_size: int, **changes: object) -> Found:
+    """An episode in minibatches of so many rows of all ranks."""
+    ours = learner(ranks, strategy, train_batch_size=batch_size // ranks.world_size, max_epochs=3, **changes)
+    return found(ours, *ours.learn(experience, seed=0, episode=0))
 
 
-def from_reward_model(ranks: Ranks) -> Found:
-    ours = learner(ranks, critic_init="reward_model")
+def episode(ranks: Ranks, strategy: str = "plain") -> Found:
+    """Three passes of two steps, the first in the order of the rows."""
+    return learnt(ranks, strategy, tiny_experience(), 4)
+
+
+def uneven(ranks: Ranks, strategy: str = "plain") -> Found:
+    """Of seven rows, minibatches of six leave one, so that a second rank has none; three rows are two micro-batches."""
+    return learnt(ranks, strategy, tiny_experience().select(range(7)), 6)
+
+
+def uneven_adapters(ranks: Ranks, strategy: str = "plain") -> Found:
+    """With dropout, which no idle pass may change."""
+    lora = LoRAConfig(r=2, alpha=4.0, dropout=0.3)
+    return learnt(ranks, strategy, tiny_experience().select(range(7)), 6, lora=lora, correction="decoupled")
+
+
+def unequal_micro_batches(ranks: Ranks, strategy: str = "plain") -> Found:
+    """The first rank has two rows, the second six."""
+    ours = learner(ranks, strategy)
+    rows = near(ours, tiny_experience())
+    mine = range(8) if ranks.world_size == 1 else (range(2), range(2, 8))[ranks.rank]
+    return found(ours, ours.training_step(rows.select(mine)))
+
+
+def from_reward_model(ranks: Ranks, strategy: str = "plain") -> Found:
+    ours = learner(ranks, strategy, critic_init="reward_model")
     batch = ours.recompute(share(tiny_experience(), ranks))
     line = fit_line(share(tiny_experience(), ranks), gamma=1.0, ranks=ranks)
     result = found(ours, ours.training_step(batch))
     return result._replace(numbers=result.numbers | {"slope": line.slope, "intercept": line.intercept})
 
 
-def exploding(ranks: Ranks) -> Found:
+def whole_from_reward_model(ranks: Ranks, strategy: str = "plain") -> Found:
+    return learnt(ranks, strategy, tiny_experience(), 8, critic_init="reward_model")
+
+
+def checkpointed(ranks: Ranks, strategy: str = "plain") -> Found:
+    return learnt(ranks, strategy, tiny_experience(), 4, gradient_checkpointing=True)
+
+
+def exploding(ranks: Ranks, strategy: str = "plain") -> Found:
     """One token of the last rank explodes; the critic learns, the actor of every rank stays, and both go on."""
-    ours = learner(ranks, max_ratio=20.0)
-    before = {name: weight.clone() for name, weight in ours.merged_weights("actor").items()}
+    ours = learner(ranks, strategy, max_ratio=20.0)
+    before = weights(ours)
     batch = ours.recompute(share(tiny_experience(), ranks))
     if ranks.rank == ranks.world_size - 1:
         batch.action_log_probs[0, 0] -= 50.0
     stats = ours.training_step(batch)
-    moved = max((weight - before[name]).abs().max().item() for name, weight in ours.merged_weights("actor").items())
+    apart = {"moved": moved(ours, before), "critic_moved": moved(ours, before, "critic")}
     again = ours.training_step(ours.recompute(share(tiny_experience(), ranks)))
     result = found(ours, stats, again)
-    return result._replace(numbers=result.numbers | {"moved": moved})
+    return result._replace(numbers=result.numbers | apart)
 
 
 def overflowing(ranks: Ranks) -> Found:
     """In float16, the gradient of the last rank's actor overflows: the actor's step is left out on all."""
     ours = learner(ranks, dtype="float16")
-    before = {name: weight.clone() for name, weight in ours.merged_weights("actor").items()}
+    before = weights(ours)
     if ranks.rank == ranks.world_size - 1:
-        next(iter(ours.actor.parameters())).register_hook(lambda gradient: gradient * float("inf"))
+        spoil_gradients(ours.actor, float("inf"))
     result = found(ours, ours.training_step(ours.recompute(share(tiny_experience(), ranks))))
-    moved = max((weight - before[name]).abs().max().item() for name, weight in ours.merged_weights("actor").items())
     scales = {role: ours.state().facts[role]["loss_scale"]["factor"] for role in ("actor", "critic")}
-    return result._replace(numbers=result.numbers | {"moved": moved} | scales)
+    return result._replace(numbers=result.numbers | {"moved": moved(ours, before)} | scales)
 
 
 def no_rows(ranks: Ranks) -> Found:
-    ours = learner(ranks)
-    rows = share(tiny_experience(), ranks)
-    return found(ours, *ours.learn(rows.select([]) if ranks.rank == 1 else rows, seed=0, episode=0))
+    rows = tiny_experience()
+    return learnt(ranks, "plain", rows.select([]) if ranks.rank == 1 else rows, 8)
+
+
+def other_rows(ranks: Ranks) -> Found:
+    return learnt(ranks, "plain", share(tiny_experience(), ranks), 8)
 
 
 def waiting(ranks: Ranks) -> Found:
@@ -169,35 +252,37 @@ def waiting(ranks: Ranks) -> Found:
     return Found({"seen": float(seen)})
 
 
-def nan_advantage(ranks: Ranks) -> Found:
-    ours = learner(ranks)
+def nan_advantage(ranks: Ranks, strategy: str = "plain") -> Found:
+    ours = learner(ranks, strategy)
     batch = ours.recompute(share(tiny_experience(), ranks))
     if ranks.rank == 1:
         batch.advantages[0, 0] = float("nan")
     return found(ours, ours.training_step(batch))
 
 
-def nan_gradient(ranks: Ranks) -> Found:
+def nan_gradient(ranks: Ranks, strategy: str = "plain") -> Found:
     """The losses are finite; the gradient of one rank is not."""
-    ours = learner(ranks)
+    ours = learner(ranks, strategy)
     if ranks.rank == 1:
-        next(iter(ours.actor.parameters())).register_hook(lambda gradient: gradient * float("nan"))
+        spoil_gradients(ours.actor, float("nan"))
     return found(ours, ours.training_step(ours.recompute(share(tiny_experience(), ranks))))
 
 
-def critic_gradient(ranks: Ranks) -> Found:
-    """The critic's gradient is not finite on one rank; the actor's is fit for a step on both."""
-    ours = learner(ranks)
+def critic_gradient(ranks: Ranks, strategy: str = "plain") -> Found:
+    """The critic's gradient is not finite on one rank; the actor's is fit for a step on both, which then go on."""
+    ours = learner(ranks, strategy)
     batch = ours.recompute(share(tiny_experience(), ranks))
     if ranks.rank == 1:
-        next(iter(ours.critic.parameters())).register_hook(lambda gradient: gradient * float("nan"))
-    before = ours.state().tensors
+        spoil_gradients(ours.critic, float("nan"))
+    before = found(ours).tensors
     try:
         ours.training_step(batch)
     except TrainingError as error:
         refused = float("the critic's loss is" in str(error) and "norm nan" in str(error))
-    moved = sum(float(not torch.equal(tensor, before[name])) for name, tensor in ours.state().tensors.items())
-    return Found({"refused": refused, "moved": moved})
+    apart = sum(float(not torch.equal(tensor, before[name])) for name, tensor in found(ours).tensors.items())
+    ours.critic._forward_hooks.clear()
+    norm = ours.training_step(batch).actor_grad_norm  # of this step's gradient alone
+    return Found({"refused": refused, "moved": apart, "norm": norm})
 
 
 def no_returns(ranks: Ranks) -> Found:
@@ -206,13 +291,43 @@ def no_returns(ranks: Ranks) -> Found:
     return found(ours, ours.training_step(batch.replace(returns=None) if ranks.rank == 1 else batch))
 
 
-def no_tokens_here(ranks: Ranks) -> Found:
+def no_tokens_here(ranks: Ranks, strategy: str = "plain") -> Found:
     """The last rank's rows are all padding; the others' count."""
-    ours = learner(ranks)
+    ours = learner(ranks, strategy)
     batch = near(ours, tiny_experience())
     mask = batch.action_mask.clone()
     mask[1::2] = False
     return found(ours, ours.training_step(share(batch.replace(action_mask=mask), ranks)))
+
+
+def gone_on(ranks: Ranks, first: str, second: str) -> Found:
+    """A state is gone on with under another strategy, by as many ranks; numbers are of the steps after it."""
+    ours = learner(ranks, first)
+    rows = tiny_experience()
+    ours.learn(rows, seed=0, episode=0)
+    held = given(ours.state().tensors, ranks)
+    other = learner(ranks, second)
+    other.load_state(held, json.loads(json.dumps(ours.state().facts)))
+    straight, after = (each.learn(tiny_experience(seed=1), seed=0, episode=1) for each in (ours, other))
+    expected = found(ours, *straight)
+    names = {f"straight.{name}": value for name, value in expected.numbers.items()}
+    result = found(other, *after)
+    return result._replace(
+        numbers=result.numbers | names, tensors=result.tensors | prefixed("straight", expected.tensors)
+    )
+
+
+def given(tensors: dict[str, torch.Tensor], ranks: Ranks) -> dict[str, torch.Tensor]:
+    """Return the first rank's tensors on every rank, by way of a file, as a trainer's group hands them out."""
+    path = Path(gettempdir()) / f"state-{os.getppid()}.safetensors"
+    if ranks.is_first:
+        save_file(tensors, path)
+    ranks.barrier()
+    held = load_file(path)
+    ranks.barrier()
+    if ranks.is_first:
+        path.unlink()
+    return held
 
 
 def controls(ranks: Ranks) -> Found:
@@ -266,3 +381,12 @@ def checkpoint(ranks: Ranks) -> Found:
         path.unlink()
     named = dict(ours.actor.named_parameters())
     return Found({"equal": float(all(torch.equal(p, named[n]) for n, p in fresh.actor.named_parameters()))})
+
+
+def merged(ranks: Ranks, strategy: str = "plain") -> Found:
+    """What is published: all weights, in the makers' precision, on the first rank alone."""
+    ours = learner(ranks, strategy)
+    ours.learn(tiny_experience(), seed=0, episode=0)
+    published = {f"{role}.{name}": tensor for role in ("actor", "critic")
+                 for name, tensor in ours.merged_weights(role, dtype=torch.bfloat16).items()}  # type: ignore[arg-type]  # fmt: skip
+    return Found({"count": float(len(published))}, published)

@@ -15,11 +15,17 @@ pytestmark = pytest.mark.parallel
 
 EQUAL = (
     "whole", "adapters", "mixed", "sequence_mean", "constant_length", "from_reward_model", "no_tokens_here",
-    "controls", "bare_optimizer", "small_buckets",
+    "unequal_micro_batches", "controls", "bare_optimizer", "small_buckets",
 )  # fmt: skip
+EPISODES = ("episode", "uneven", "whole_from_reward_model", "checkpointed")
 OTHERS = (
-    "episode", "exploding", "overflowing", "nan_advantage", "nan_gradient", "critic_gradient", "no_returns", "no_rows",
-    "agreement", "waiting", "checkpoint",
+    "uneven_adapters", "exploding", "overflowing", "nan_advantage", "nan_gradient", "critic_gradient", "no_returns",
+    "no_rows", "other_rows", "agreement", "waiting", "checkpoint", "gone_on:plain:strict", "gone_on:strict:plain",
+    "merged",
+)  # fmt: skip
+STRICT = (
+    "whole", "mixed", "no_tokens_here", "unequal_micro_batches", "episode", "uneven", "uneven_adapters", "exploding",
+    "whole_from_reward_model", "from_reward_model", "nan_gradient", "critic_gradient", "checkpointed", "merged",
 )  # fmt: skip
 LRS = {"actor": 1e-4, "critic": 1e-3}
 
@@ -27,21 +33,22 @@ LRS = {"actor": 1e-4, "critic": 1e-3}
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Found]]:
     directory = tmp_path_factory.mktemp("ranks")
-    return run_on_ranks("tests.parallel.learner_cases", [*EQUAL, *OTHERS], directory)
+    cases = [*EQUAL, *EPISODES, *OTHERS, *(f"{case}:strict" for case in STRICT)]
+    return run_on_ranks("tests.parallel.learner_cases", cases, directory)
 
 
 def assert_same(found: Found, alone: Found) -> None:
     """Numbers to 1e-5 relative, gradients to 1e-5 of the tensor's largest entry, weights to a step's length."""
     assert found.sentence == alone.sentence == ""
     assert found.numbers == pytest.approx(alone.numbers, rel=1e-5, abs=1e-7)
-    for name, expected in alone.tensors.items():
-        role = name.split(".")[0]
+    for name, tensor in found.tensors.items():  # the first rank has moments too
+        expected, role = alone.tensors[name], name.split(".")[0]
         tolerance = 1e-5 * expected.abs().max().item()
         if ".exp_avg_sq." in name:
             tolerance *= 2  # of a square
         if ".weights." in name:
             tolerance = 2 * LRS[role]  # Adam's first step follows the sign of noise
-        torch.testing.assert_close(found.tensors[name], expected, rtol=0, atol=tolerance, msg=name)
+        torch.testing.assert_close(tensor, expected, rtol=0, atol=tolerance, msg=name)
 
 
 @pytest.mark.parametrize("case", EQUAL)
@@ -49,18 +56,63 @@ def test_two_ranks_are_one_rank_with_twice_the_batch(two: list[dict[str, Found]]
     alone = getattr(learner_cases, case)(ALONE)
     for found in two:
         assert_same(found[case], alone)
+    assert two[0][case].tensors.keys() == alone.tensors.keys()
 
 
-@pytest.mark.parametrize("case", [*EQUAL, "episode", "exploding", "overflowing"])
+@pytest.mark.parametrize("case", EPISODES)
+def test_two_ranks_take_the_steps_of_one_with_twice_the_batch_through_an_episode(
+    two: list[dict[str, Found]], case: str
+) -> None:
+    alone = getattr(learner_cases, case)(ALONE)
+    for found in two:
+        for name, value in alone.numbers.items():
+            step, figure = name.split(".")
+            # Adam's steps follow the sign of noise where a gradient is none; what comes after the first feels it.
+            rel, near = (1e-5, 1e-6) if step == "0" else (2e-3, 1e-3)
+            assert found[case].numbers[name] == pytest.approx(value, rel=rel, abs=near), (name, figure)
+
+
+@pytest.mark.parametrize("case", STRICT)
+def test_a_booster_whose_passes_must_be_equal_gives_the_numbers_of_a_plain_one(
+    two: list[dict[str, Found]], case: str
+) -> None:
+    for found in two:
+        plain, strict = found[case], found[f"{case}:strict"]
+        assert strict.sentence == plain.sentence
+        assert strict.numbers == plain.numbers
+        assert strict.tensors.keys() == plain.tensors.keys()
+        assert all(torch.equal(tensor, plain.tensors[name]) for name, tensor in strict.tensors.items())
+
+
+@pytest.mark.parametrize("case", [*EQUAL, *EPISODES, "uneven_adapters", "exploding", "overflowing"])
 def test_both_ranks_hold_the_same_bits(two: list[dict[str, Found]], case: str) -> None:
     first, second = (found[case] for found in two)
     assert first.numbers == second.numbers
-    assert all(torch.equal(tensor, second.tensors[name]) for name, tensor in first.tensors.items())
+    assert all(torch.equal(tensor, first.tensors[name]) for name, tensor in second.tensors.items())
+
+
+@pytest.mark.parametrize("case", ["gone_on:plain:strict", "gone_on:strict:plain"])
+def test_a_state_is_gone_on_with_to_the_bit_whatever_booster_it_came_from(
+    two: list[dict[str, Found]], case: str
+) -> None:
+    for found in two:
+        numbers, tensors = found[case].numbers, found[case].tensors
+        after = [name for name in numbers if not name.startswith("straight.")]
+        assert after
+        assert all(numbers[name] == numbers[f"straight.{name}"] for name in after)
+        kept = [name for name in tensors if not name.startswith("straight.")]
+        assert all(torch.equal(tensors[name], tensors[f"straight.{name}"]) for name in kept)
+
+
+def test_weights_are_published_by_the_first_rank_alone(two: list[dict[str, Found]]) -> None:
+    first, second = (found["merged"] for found in two)
+    assert (first.numbers["count"] > 0, second.numbers["count"]) == (True, 0)
+    assert {tensor.dtype for tensor in first.tensors.values()} == {torch.bfloat16}
 
 
 def test_an_episode_of_several_passes_stays_together(two: list[dict[str, Found]]) -> None:
     numbers = two[0]["episode"].numbers
-    assert numbers["0.approx_kl"] == 0.0
+    assert (numbers["0.approx_kl"], numbers["0.max_ratio"]) == (0.0, 1.0)
     assert numbers["2.approx_kl"] > 0.0
 
 
@@ -68,6 +120,7 @@ def test_a_ratio_that_explodes_on_one_rank_skips_the_actor_on_both(two: list[dic
     for found in two:
         numbers = found["exploding"].numbers
         assert (numbers["0.skipped"], numbers["moved"], numbers["1.skipped"]) == (1.0, 0.0, 0.0)
+        assert numbers["critic_moved"] > 0
         assert numbers["0.max_ratio"] > 1e15
         assert numbers["0.critic_grad_norm"] > 0
         assert numbers["1.actor_grad_norm"] > 0
@@ -80,6 +133,7 @@ def test_a_ratio_that_explodes_on_one_rank_skips_the_actor_on_both(two: list[dic
         ("nan_gradient", "its gradient's norm nan"),
         ("no_rows", "at least one response on every rank, got none"),
         ("no_returns", "but the experience has none"),
+        ("other_rows", "expected all rows of the episode on every rank, got others on each"),
     ],
 )
 def test_what_is_wrong_on_one_rank_ends_both_with_a_sentence(
@@ -89,10 +143,15 @@ def test_what_is_wrong_on_one_rank_ends_both_with_a_sentence(
         assert sentence in found[case].sentence
 
 
+@pytest.mark.parametrize("case", ["critic_gradient", "critic_gradient:strict"])
 def test_a_gradient_of_the_critic_that_is_none_on_one_rank_leaves_both_models_on_both(
-    two: list[dict[str, Found]],
+    two: list[dict[str, Found]], case: str
 ) -> None:
-    assert [found["critic_gradient"].numbers for found in two] == [{"refused": 1.0, "moved": 0.0}] * 2
+    norm = learner_cases.whole_step(ALONE).numbers["0.actor_grad_norm"]
+    for found in two:
+        numbers = found[case].numbers
+        assert (numbers["refused"], numbers["moved"]) == (1.0, 0.0)
+        assert numbers["norm"] == pytest.approx(norm, rel=1e-5)
 
 
 def test_ranks_agree(two: list[dict[str, Found]]) -> None:

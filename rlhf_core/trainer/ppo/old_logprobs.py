@@ -55,6 +55,7 @@ def shared_logprobs(actor: Trained, batch: Experience, context: StepContext) -> 
 def _forward(actor: Trained, batch: Experience, parts: Sequence[Experience], context: StepContext) -> Tensor:
     """Return the log-probabilities of a batch that was cut into parts; idle passes follow while others have more."""
     found = [batch.action_log_probs[:0]]
+    idle = passes(actor.booster, len(parts), context.ranks) - len(parts)  # agreed on before the first of them
     with torch.no_grad(), autocast(context.device, context.dtype):
         for part in parts:
             found.append(
@@ -66,6 +67,6 @@ def _forward(actor: Trained, batch: Experience, parts: Sequence[Experience], con
                     temperature=context.config.temperature,
                 )
             )
-        for _ in range(passes(actor.booster, len(parts), context.ranks) - len(parts)):
+        for _ in range(idle):
             response_logprobs(actor.model, **idle_rows(context.device), temperature=1.0)
     return torch.where(batch.action_mask, torch.cat(found), 0.0)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf_core.models.critic import Critic
+from tests.parallel.processes import free_port
 from tests.unit.script.brief_llama import write_models
 from tests.unit.script.command_lines import TEMPLATE
 from tests.unit.script.seed_examples import NEURAL, RULES, as_command
@@ -33,10 +36,13 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _torchrun(directory: Path, example: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(
-        as_command(example), cwd=directory, env=environment, capture_output=True, text=True, check=False, timeout=300
+        as_command(example), cwd=directory, env=_environment(), capture_output=True, text=True, check=False, timeout=300
     )
+
+
+def _environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 @pytest.mark.parallel
@@ -46,7 +52,6 @@ def test_the_example_with_a_neural_reward_model_runs_on_two_ranks(inputs: Path) 
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert "--mixed_precision fp16 runs as bf16 on a CPU" in lines
-    assert "--plugin zero2 runs as plain data parallelism over 2 ranks" in done.stdout
     episodes = [line for line in lines if line.startswith("episode ")]
     # rank 0 alone speaks; 2 collecting steps of 16 prompts on each of 2 ranks are 64 samples
     assert [line.partition(",")[0] for line in episodes] == [f"episode {n}/10: 64 samples" for n in range(1, 11)]
@@ -58,11 +63,69 @@ def test_the_example_with_a_neural_reward_model_runs_on_two_ranks(inputs: Path) 
     assert any(moved)
 
 
+@pytest.fixture(scope="module")
+def zero2_run(inputs: Path) -> subprocess.CompletedProcess[str]:
+    """The example with reward functions, which names the plugin zero2."""
+    return _torchrun(inputs, RULES)
+
+
 @pytest.mark.integration
-def test_the_example_with_a_reward_function_runs_on_two_ranks(inputs: Path) -> None:
-    done = _torchrun(inputs, RULES)
-    assert done.returncode == 0, done.stderr
-    assert "episode 1/1: 64 samples" in done.stdout
+def test_the_example_with_a_reward_function_runs_on_two_ranks(
+    inputs: Path, zero2_run: subprocess.CompletedProcess[str]
+) -> None:
+    assert zero2_run.returncode == 0, zero2_run.stderr
+    assert zero2_run.stderr == ""
+    assert "episode 1/1: 64 samples" in zero2_run.stdout
     # the original's default for --save_path
     AutoModelForCausalLM.from_pretrained(inputs / "actor_checkpoint_prompts/actor/modeling")
     Critic.from_pretrained(inputs / "actor_checkpoint_prompts/critic/modeling", torch.float32)
+
+
+@pytest.mark.integration
+def test_gemini_goes_on_from_what_zero2_left(inputs: Path, zero2_run: subprocess.CompletedProcess[str]) -> None:
+    assert zero2_run.returncode == 0
+    before = inputs / "actor_checkpoint_prompts"
+    (step,) = [path.name for path in (before / "trainer").iterdir()]
+    more = (
+        f"--checkpoint_path {before}/actor/{step} --critic_checkpoint_path {before}/critic/{step} --num_episodes 2 "
+        "--save_path gemini"
+    )
+    done = _torchrun(inputs, RULES.replace("--plugin zero2", f"--plugin gemini {more}"))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert f"going on from {step}" in done.stdout
+    assert "--plugin gemini (zero2)" in done.stdout
+    assert "episode 2/2: 64 samples" in done.stdout
+    Critic.from_pretrained(inputs / "gemini/critic/modeling", torch.float32)
+    found, start = (AutoModelForCausalLM.from_pretrained(at / "actor/modeling") for at in (inputs / "gemini", before))
+    largest = max((a - b).abs().max().item() for a, b in zip(found.parameters(), start.parameters(), strict=True))
+    assert 1e-7 < largest < 2 * 9e-6  # two steps, of at most the learning rate
+
+
+@pytest.mark.integration
+def test_a_rank_that_dies_is_named_by_the_one_that_lives(inputs: Path, tmp_path: Path) -> None:
+    """As on several machines: on one, torchrun itself ends the others and says which was first."""
+    words = as_command(RULES)
+    command = [sys.executable, *words[words.index("-m", 2) :]]
+    command += ["--num_episodes", "1000", "--num_collect_steps", "1", "--save_path", str(tmp_path / "out")]
+    ranks = []
+    port = str(free_port())
+    for rank in range(2):
+        own = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        ranks.append(subprocess.Popen(command, cwd=inputs, env=_environment() | own, **pipes))  # type: ignore[call-overload]
+    first, second = ranks
+    try:
+        assert next(line for line in first.stdout if line.startswith("episode 1/"))
+        second.kill()
+        _, told = first.communicate(timeout=60)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+    assert re.fullmatch(
+        rf"train_ppo: rank 1 of 2 has ended \(process {second.pid} on .*\), and the others cannot go on without it; "
+        r"its own log says more\n",
+        told,
+    ), told
+    assert first.returncode == 1

@@ -40,7 +40,7 @@ def found(taught: Taught, tensors: dict[str, Tensor]) -> Found:
 def steps(ranks: Ranks, strategy: StrategyName, precision: str, what: str = "whole") -> Found:
     """Five steps in micro-batches."""
     parts = made(ranks, strategy, precision, lora=what == "lora")
-    if what == "buckets":  # many, of which the larger weights pass the size
+    if what == "buckets" and strategy != "plain":  # many, of which the larger weights pass the size
         parts[2].inner._reduce_bucket_size = 1000
         for bucket in parts[2].inner.pg_to_bucket_store.values():
             bucket.reduce_bucket_size = 1000

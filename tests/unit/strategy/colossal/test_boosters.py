@@ -77,27 +77,33 @@ def test_five_steps_are_plain_torchs(kind: type[ColossalBooster], settings: dict
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_a_schedule_that_was_boosted_sets_the_rates_and_goes_on_from_a_file(kind: Any, tmp_path: Path) -> None:
-    def run(booster: Any, steps: int) -> tuple[Any, Any]:
+    def run(booster: Any, steps: int, betas: tuple[float, float] = (0.9, 0.99)) -> tuple[Any, Any, Any]:
         model = assorted(ALONE)
-        optimizer = booster.new_optimizer([{"params": list(model.parameters()), "lr": 1e-3}], betas=(0.9, 0.99))
+        optimizer = booster.new_optimizer([{"params": list(model.parameters()), "lr": 1e-3}], betas=betas)
         schedule = LambdaLR(optimizer, lambda step: 1 / (1 + step))
         model, wrapped, _, _, schedule = booster.boost(model, optimizer, lr_scheduler=schedule)
         for step in range(steps):
             teach(booster, model, wrapped, [step])
             schedule.step()
-        return booster.weights(model), schedule
+        return booster.weights(model), wrapped, schedule
 
-    wanted, _ = run(PlainBooster("fp32", CLIP, ALONE), 3)
+    wanted, *_ = run(PlainBooster("fp32", CLIP, ALONE), 3)
     booster = kind("fp32", CLIP, ALONE)
-    found, schedule = run(booster, 3)
+    found, wrapped, schedule = run(booster, 3)
     for name, weight in wanted.items():
         torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-5)
     booster.save_lr_scheduler(schedule, str(tmp_path / "schedule"))
-    other = kind("fp32", CLIP, ALONE)
-    _, fresh = run(other, 0)
-    other.load_lr_scheduler(fresh, str(tmp_path / "schedule"))
-    assert fresh.get_last_lr() == schedule.get_last_lr() == [1e-3 / 4]
-    assert fresh.optimizer.param_groups[0]["lr"] == 1e-3 / 4
+    booster.save_optimizer(wrapped, str(tmp_path / "optimizer"))
+    for into in ("schedule", "optimizer"):
+        other = kind("fp32", CLIP, ALONE)
+        _, optimizer, fresh = run(other, 0, betas=(0.5, 0.5))
+        if into == "schedule":
+            other.load_lr_scheduler(fresh, str(tmp_path / "schedule"))
+            assert fresh.get_last_lr() == schedule.get_last_lr() == [1e-3 / 4]
+        else:
+            other.load_optimizer(optimizer, str(tmp_path / "optimizer"))
+            assert optimizer.param_groups[0]["betas"] == (0.9, 0.99)
+        assert optimizer.param_groups[0]["lr"] == 1e-3 / 4
 
 
 def test_masters_are_the_weights_before_they_were_rounded() -> None:

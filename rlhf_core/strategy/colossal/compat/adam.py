@@ -91,8 +91,8 @@ class ExactHybridAdam(upstream("colossalai.nn.optimizer").HybridAdam):  # type: 
     @torch.no_grad()
     def step(self, closure: Any = None, div_scale: float = -1.0) -> Any:
         """Step from gradients divided by `div_scale`; -1 leaves them as they are."""
-        for group in self.param_groups:
-            for member in group["params"]:
-                if member.grad is not None and member.grad.dtype == torch.bfloat16 and not member.grad.is_cuda:
-                    member.grad = member.grad.float()
+        for member in [member for group in self.param_groups for member in group["params"]]:
+            gradient = member.grad
+            if gradient is not None and (gradient.dtype, member.dtype) == (torch.bfloat16, torch.float32):
+                member.grad = gradient if gradient.is_cuda else gradient.float()
         return super().step(closure, div_scale)

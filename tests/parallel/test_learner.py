@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -19,22 +22,53 @@ EQUAL = (
 )  # fmt: skip
 EPISODES = ("episode", "uneven", "whole_from_reward_model", "checkpointed")
 OTHERS = (
-    "uneven_adapters", "exploding", "overflowing", "nan_advantage", "nan_gradient", "critic_gradient", "no_returns",
-    "no_rows", "other_rows", "agreement", "waiting", "checkpoint", "gone_on:plain:strict", "gone_on:strict:plain",
-    "merged",
+    "uneven_adapters", "agreement", "waiting", "checkpoint", "gone_on:plain:strict", "gone_on:strict:plain", "merged",
+)  # fmt: skip
+TROUBLES = (
+    "exploding", "overflowing", "nan_advantage", "nan_gradient", "critic_gradient", "no_returns", "no_rows",
+    "other_rows",
 )  # fmt: skip
 STRICT = (
-    "whole", "mixed", "no_tokens_here", "unequal_micro_batches", "episode", "uneven", "uneven_adapters", "exploding",
-    "whole_from_reward_model", "from_reward_model", "nan_gradient", "critic_gradient", "checkpointed", "merged",
+    "whole", "mixed", "no_tokens_here", "unequal_micro_batches", "episode", "uneven", "uneven_adapters",
+    "whole_from_reward_model", "from_reward_model", "checkpointed", "merged",
 )  # fmt: skip
+STRICT_TROUBLES = ("exploding", "nan_gradient", "critic_gradient")
+STRATEGIES = ("ddp", "zero2", "gemini")
+SHARED = [
+    *(f"{case}:{strategy}" for strategy in STRATEGIES for case in ("whole", "mixed", "unequal_micro_batches")),
+    *(f"from_reward_model:{strategy}" for strategy in STRATEGIES),
+    "adapters:ddp", "adapters:zero2",
+]  # fmt: skip
+SHARED_EPISODES = [f"{case}:{strategy}" for strategy in STRATEGIES for case in ("uneven", "checkpointed")]
+GONE_ON = ("gone_on:plain:gemini", "gone_on:gemini:zero2", "gone_on:zero2:ddp", "gone_on:ddp:plain")
 LRS = {"actor": 1e-4, "critic": 1e-3}
+
+
+def run_both(cases: Sequence[str], troubles: Sequence[str], directory: Path) -> list[dict[str, Found]]:
+    found = run_on_ranks("tests.parallel.learner_cases", cases, directory)
+    for one, other in zip(
+        found, run_on_ranks("tests.parallel.learner_trouble_cases", troubles, directory), strict=True
+    ):
+        one.update(other)
+        one.troubles.update(other.troubles)
+    return list(found)
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Found]]:
     directory = tmp_path_factory.mktemp("ranks")
     cases = [*EQUAL, *EPISODES, *OTHERS, *(f"{case}:strict" for case in STRICT)]
-    return run_on_ranks("tests.parallel.learner_cases", cases, directory)
+    troubles = [*TROUBLES, *(f"{case}:strict" for case in STRICT_TROUBLES)]
+    return run_both(cases, troubles, directory)
+
+
+@pytest.fixture(scope="module")
+def strategies(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Found]]:
+    """What two ranks find under ColossalAI's strategies."""
+    directory = tmp_path_factory.mktemp("strategies")
+    cases = [*SHARED, *SHARED_EPISODES, *GONE_ON, *(f"merged:{strategy}" for strategy in STRATEGIES)]
+    troubles = [f"{case}:{strategy}" for strategy in STRATEGIES for case in STRICT_TROUBLES]
+    return run_both(cases, troubles, directory)
 
 
 def assert_same(found: Found, alone: Found) -> None:
@@ -59,20 +93,44 @@ def test_two_ranks_are_one_rank_with_twice_the_batch(two: list[dict[str, Found]]
     assert two[0][case].tensors.keys() == alone.tensors.keys()
 
 
+def assert_near(found: Found, alone: Found) -> None:
+    """The first step's numbers to 1e-5; Adam's steps follow the sign of noise where there is no gradient, and later
+    ones feel it."""
+    assert found.sentence == ""
+    for name, value in alone.numbers.items():
+        rel, near = (1e-5, 1e-6) if name.startswith("0.") else (2e-3, 1e-3)
+        assert found.numbers[name] == pytest.approx(value, rel=rel, abs=near), name
+
+
 @pytest.mark.parametrize("case", EPISODES)
 def test_two_ranks_take_the_steps_of_one_with_twice_the_batch_through_an_episode(
     two: list[dict[str, Found]], case: str
 ) -> None:
     alone = getattr(learner_cases, case)(ALONE)
     for found in two:
-        for name, value in alone.numbers.items():
-            step, figure = name.split(".")
-            # Adam's steps follow the sign of noise where a gradient is none; what comes after the first feels it.
-            rel, near = (1e-5, 1e-6) if step == "0" else (2e-3, 1e-3)
-            assert found[case].numbers[name] == pytest.approx(value, rel=rel, abs=near), (name, figure)
+        assert_near(found[case], alone)
 
 
-@pytest.mark.parametrize("case", STRICT)
+@pytest.mark.parametrize("case", SHARED)
+def test_two_ranks_of_any_strategy_are_one_plain_one_with_twice_the_batch(
+    strategies: list[dict[str, Found]], case: str
+) -> None:
+    alone = getattr(learner_cases, case.split(":", maxsplit=1)[0])(ALONE)
+    for found in strategies:
+        assert_same(found[case], alone)
+    assert strategies[0][case].tensors.keys() == alone.tensors.keys()
+
+
+@pytest.mark.parametrize("case", SHARED_EPISODES)
+def test_two_ranks_of_any_strategy_take_a_plain_ones_steps_through_an_episode(
+    strategies: list[dict[str, Found]], case: str
+) -> None:
+    alone = getattr(learner_cases, case.split(":", maxsplit=1)[0])(ALONE)
+    for found in strategies:
+        assert_near(found[case], alone)
+
+
+@pytest.mark.parametrize("case", [*STRICT, *STRICT_TROUBLES])
 def test_a_booster_whose_passes_must_be_equal_gives_the_numbers_of_a_plain_one(
     two: list[dict[str, Found]], case: str
 ) -> None:
@@ -104,10 +162,28 @@ def test_a_state_is_gone_on_with_to_the_bit_whatever_booster_it_came_from(
         assert all(torch.equal(tensors[name], tensors[f"straight.{name}"]) for name in kept)
 
 
-def test_weights_are_published_by_the_first_rank_alone(two: list[dict[str, Found]]) -> None:
-    first, second = (found["merged"] for found in two)
-    assert (first.numbers["count"] > 0, second.numbers["count"]) == (True, 0)
+@pytest.mark.parametrize("case", GONE_ON)
+def test_a_state_of_one_strategy_is_gone_on_with_under_another(strategies: list[dict[str, Found]], case: str) -> None:
+    for found in strategies:
+        numbers = found[case].numbers
+        straight = {name.removeprefix("straight."): value for name, value in numbers.items() if "straight." in name}
+        assert straight
+        # The first step after it has the same weights; the second feels moments that were steps of another rounding.
+        for name, value in straight.items():
+            assert numbers[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_weights_are_published_by_the_first_rank_alone(
+    two: list[dict[str, Found]], strategies: list[dict[str, Found]], strategy: str
+) -> None:
+    plain = two[0]["merged"]
+    first, second = (found[f"merged:{strategy}"] for found in strategies)
+    assert (first.numbers["count"], second.numbers["count"]) == (plain.numbers["count"], 0)
     assert {tensor.dtype for tensor in first.tensors.values()} == {torch.bfloat16}
+    assert first.tensors.keys() == plain.tensors.keys()
+    for name, tensor in first.tensors.items():  # steps of Adam apart, and rounded
+        torch.testing.assert_close(tensor.float(), plain.tensors[name].float(), rtol=1e-2, atol=4e-3, msg=name)
 
 
 def test_an_episode_of_several_passes_stays_together(two: list[dict[str, Found]]) -> None:
@@ -116,14 +192,19 @@ def test_an_episode_of_several_passes_stays_together(two: list[dict[str, Found]]
     assert numbers["2.approx_kl"] > 0.0
 
 
-def test_a_ratio_that_explodes_on_one_rank_skips_the_actor_on_both(two: list[dict[str, Found]]) -> None:
-    for found in two:
-        numbers = found["exploding"].numbers
+@pytest.mark.parametrize("strategy", ["plain", *STRATEGIES])
+def test_a_ratio_that_explodes_on_one_rank_skips_the_actor_on_both(
+    two: list[dict[str, Found]], strategies: list[dict[str, Found]], strategy: str
+) -> None:
+    case, ran = ("exploding", two) if strategy == "plain" else (f"exploding:{strategy}", strategies)
+    norm = learner_cases.whole_step(ALONE).numbers["0.actor_grad_norm"]
+    for found in ran:
+        numbers = found[case].numbers
         assert (numbers["0.skipped"], numbers["moved"], numbers["1.skipped"]) == (1.0, 0.0, 0.0)
         assert numbers["critic_moved"] > 0
         assert numbers["0.max_ratio"] > 1e15
         assert numbers["0.critic_grad_norm"] > 0
-        assert numbers["1.actor_grad_norm"] > 0
+        assert numbers["1.actor_grad_norm"] == pytest.approx(norm, rel=1e-5)  # nothing of the step left out is in it
 
 
 @pytest.mark.parametrize(
@@ -143,15 +224,24 @@ def test_what_is_wrong_on_one_rank_ends_both_with_a_sentence(
         assert sentence in found[case].sentence
 
 
-@pytest.mark.parametrize("case", ["critic_gradient", "critic_gradient:strict"])
+@pytest.mark.parametrize("strategy", ["plain", "strict", *STRATEGIES])
 def test_a_gradient_of_the_critic_that_is_none_on_one_rank_leaves_both_models_on_both(
-    two: list[dict[str, Found]], case: str
+    two: list[dict[str, Found]], strategies: list[dict[str, Found]], strategy: str
 ) -> None:
+    case = "critic_gradient" if strategy == "plain" else f"critic_gradient:{strategy}"
     norm = learner_cases.whole_step(ALONE).numbers["0.actor_grad_norm"]
-    for found in two:
+    for found in strategies if strategy in STRATEGIES else two:
         numbers = found[case].numbers
         assert (numbers["refused"], numbers["moved"]) == (1.0, 0.0)
         assert numbers["norm"] == pytest.approx(norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_gradient_that_is_none_on_one_rank_ends_both_under_any_strategy(
+    strategies: list[dict[str, Found]], strategy: str
+) -> None:
+    for found in strategies:
+        assert "its gradient's norm nan" in found[f"nan_gradient:{strategy}"].sentence
 
 
 def test_ranks_agree(two: list[dict[str, Found]]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
+from transformers import LlamaForCausalLM
 
 from rlhf_core.config.strategy import StrategyName
 from rlhf_core.strategy.ranks import Ranks
@@ -53,6 +54,12 @@ def moved(ranks: Ranks, first: StrategyName, then: StrategyName, shard: str) -> 
     if ranks.is_first:
         shutil.rmtree(directory)
     return Found(numbers | {"pickled": float(not written <= {".safetensors", ".json"})})
+
+
+def untrained(ranks: Ranks, name: StrategyName) -> Found:
+    """A model without an optimizer, which begins elsewhere on every rank."""
+    model = make_strategy(name, device="cpu").prepare(tiny_llama(seed=ranks.rank))
+    return Found({"is_plain": float(type(model) is LlamaForCausalLM)}, dict(model.named_parameters()))
 
 
 def adagrad(ranks: Ranks, name: StrategyName) -> Found:  # noqa: ARG001 - a case's

@@ -25,7 +25,7 @@ REFUSED = {
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Found]]:
     cases = [f"trained:{name}" for name in NAMES] + [f"moved:{move}" for move in MOVES]
-    cases += [f"adagrad:{name}" for name in REFUSED]
+    cases += [f"{case}:{name}" for case in ("untrained", "adagrad") for name in REFUSED]
     return run_on_ranks("tests.parallel.interface_cases", cases, tmp_path_factory.mktemp("interface"))
 
 
@@ -92,3 +92,14 @@ def test_an_optimizer_that_a_strategy_does_not_take_is_refused_on_all_ranks(
     two: list[dict[str, Found]], name: str
 ) -> None:
     assert all(found[f"adagrad:{name}"].sentence.startswith(REFUSED[name]) for found in two)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_that_is_not_trained_stays_as_it_is_with_the_first_ranks_weights(
+    two: list[dict[str, Found]], name: str
+) -> None:
+    expected = dict(tiny_llama(seed=0).named_parameters())
+    for found in two:
+        assert found[f"untrained:{name}"].numbers == {"is_plain": 1.0}
+        for key, tensor in found[f"untrained:{name}"].tensors.items():
+            assert torch.equal(tensor, expected[key])

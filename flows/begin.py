@@ -8,7 +8,7 @@ from flows.presets import resolve
 from rlhf_core.config import PipelineConfig
 from tasks.data import SPLITS, check_data, prepare_data, with_data
 from tasks.parents import wants_reward_model
-from tasks.preflight import preflight
+from tasks.preflight import Trained, preflight
 from tasks.results import StageResult
 
 
@@ -45,12 +45,33 @@ def begin(
         InfraError: the store cannot be used, or a reference names nothing.
     """
     config = with_data(resolve(preset, **parameters), data)
-    preflight(config, trains=trains, actor=actor, reward_model=reward_model)
+    stages = _training(config, trains, reads, actor=actor, reward_model=reward_model)
+    preflight(config, trains=trains, stages=stages, actor=actor, reward_model=reward_model)
     needed = _needed(config, trains, reads, actor=actor, reward_model=reward_model)
     dataset = prepare_data(config, data, reads=needed)
     if dataset.reused:  # what was just made was checked before it was stored
         check_data(config, dataset.parent, reads=needed)
     return Begun(config, dataset)
+
+
+def _training(
+    config: PipelineConfig,
+    trains: str | None,
+    reads: tuple[str, ...],
+    *,
+    actor: str | None,
+    reward_model: str | None,
+) -> tuple[Trained, ...]:
+    """Return the stages that this very run trains: one that reads their data, unless their models were named."""
+    if trains != "ppo":
+        alone: dict[str | None, tuple[Trained, ...]] = {"sft": ("sft",), "reward-model": ("reward_model",)}
+        return alone.get(trains, ())
+    stages: list[Trained] = ["ppo"]
+    if "preferences" in reads and reward_model is None and wants_reward_model(config):
+        stages.insert(0, "reward_model")
+    if "sft" in reads and actor is None:
+        stages.insert(0, "sft")
+    return tuple(stages)
 
 
 def _needed(

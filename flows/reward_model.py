@@ -8,9 +8,10 @@ from prefect import flow
 
 from flows.begin import begin
 from tasks.parents import find_policy
+from tasks.preferences import collect_preferences
 from tasks.report import show_training
 from tasks.results import StageResult
-from tasks.reward_model import collect_preferences, train_reward_model
+from tasks.reward_model import train_reward_model
 from tasks.sentences import in_one_sentence
 
 

@@ -35,6 +35,15 @@ def open_context() -> Context:
     return Context(open_default_store(), settings(), root_flow_run())
 
 
+def actors_context(flow_run_id: str | None) -> Context:
+    """Open the store inside an actor, in mid-run: it waits longer for a store that is away.
+
+    Args:
+        flow_run_id: of the flow run that the actor works for.
+    """
+    return Context(open_default_store(patient=True), settings(), flow_run_id)
+
+
 def root_flow_run() -> str | None:
     """Return the id of the outermost flow run, which artifacts are traced to; None outside a run."""
     return flow_run.get_root_flow_run_id() or flow_run.get_id() or None

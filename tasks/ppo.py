@@ -10,6 +10,7 @@ from rlhf_core.errors import RlhfError
 from tasks.context import find_made, open_context, source_digest, stage_key, stage_result
 from tasks.parents import ppo_wants_reward_model, resolve_policy, resolve_reward_model
 from tasks.progress import duration, say
+from tasks.ray_calls import may_pass_in
 from tasks.results import EpisodeResult, Parent, PPORun, StageResult
 from tasks.sentences import run_logger, stage_task
 
@@ -96,14 +97,8 @@ def _agree(old: Any, new: Any) -> bool:
     return bool(old == new)
 
 
-def _retry(_task: Any, _task_run: Any, state: Any) -> bool:
-    from tasks.ray_calls import may_pass
-
-    return may_pass(state.result(raise_on_failure=False))
-
-
 @stage_task(
-    name="episode", task_run_name="episode {episode}", retries=2, retry_delay_seconds=2, retry_condition_fn=_retry
+    name="episode", task_run_name="episode {episode}", retries=2, retry_delay_seconds=2, retry_condition_fn=may_pass_in
 )
 def ppo_episode(run: PPORun, episode: int) -> EpisodeResult:
     """Run one episode, and any before it that a death cost, and return its figures.
@@ -135,7 +130,7 @@ def ppo_episode(run: PPORun, episode: int) -> EpisodeResult:
     )
 
 
-@stage_task(name="publish-policy", retries=2, retry_delay_seconds=2, retry_condition_fn=_retry)
+@stage_task(name="publish-policy", retries=2, retry_delay_seconds=2, retry_condition_fn=may_pass_in)
 def publish_policy(run: PPORun) -> StageResult:
     """Store the finished policy, from the trainer that holds it, and return its reference."""
     from tasks.ppo_group import peers_of, trainer_for

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf_core.config import PipelineConfig
-from tasks.context import Context, materialise
+from tasks.context import actors_context, materialise
 from tasks.results import Parent, PPORun
 
 if TYPE_CHECKING:
@@ -154,7 +154,4 @@ def _config(run: PPORun) -> PipelineConfig:
 
 
 def _directory(parent: Parent) -> Path:
-    from infra.artifacts import open_default_store
-    from infra.settings import settings
-
-    return materialise(Context(open_default_store(patient=True), settings(), None), parent)
+    return materialise(actors_context(None), parent)

@@ -11,6 +11,11 @@ from tasks.context import open_context
 from tasks.evaluate import judged_by_reward_model, nobody_judges
 from tasks.parents import BASE_MODEL, resolve_policy, resolve_reward_model
 from tasks.sentences import stage_task
+from tasks.shares import available_gpus
+
+Trained = Literal["sft", "reward_model", "ppo"]
+"""A stage that trains, by the name of its configuration."""
+_PRECISIONS: dict[str, Literal["fp32", "bf16", "fp16"]] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 @stage_task(name="preflight")
@@ -18,6 +23,7 @@ def preflight(
     config: PipelineConfig,
     *,
     trains: Literal["ppo", "sft", "reward-model"] | None,
+    stages: Sequence[Trained] = (),
     actor: str | None = None,
     reward_model: str | None = None,
 ) -> None:
@@ -26,11 +32,13 @@ def preflight(
     Args:
         config: the resolved preset.
         trains: the largest stage of the run; its models must fit. None trains nothing.
+        stages: all stages that train in the run; their strategies must be possible here.
         actor: policy that was named.
         reward_model: reward model that was named.
 
     Raises:
-        ConfigError: choices that exclude each other, a reward function or verifier that leads nowhere.
+        ConfigError: choices that exclude each other, a strategy that cannot be had here, a reward function or verifier
+            that leads nowhere.
         ModelError: the machine cannot hold the models, or the model's path leads nowhere.
         StoreError: the store cannot be used, or a reference names nothing.
     """
@@ -42,6 +50,7 @@ def preflight(
         check_reward_functions(config, settings().reward_modules)
     check_verifier(config, settings().reward_modules)
     check_judges(config, trains=trains)
+    check_trainers(config, stages, gpus=available_gpus() if stages else 0)
     check_memory_for(config, settings().models_dir, trains=trains)
     context = open_context()
     if actor is not None and actor != BASE_MODEL:
@@ -66,6 +75,41 @@ def check_ppo(config: PipelineConfig) -> None:
         raise ConfigError(
             "ppo.legacy judges by rules of its own, to whose returns no critic is fitted; set ppo.critic_init to policy"
         )
+
+
+def check_trainers(config: PipelineConfig, stages: Sequence[Trained], *, gpus: int) -> None:
+    """Check that each stage's trainers can train as its strategy says, before anything is loaded.
+
+    Args:
+        config: the resolved preset.
+        stages: that train.
+        gpus: of this machine.
+
+    Raises:
+        ConfigError: if they cannot; it names the stage.
+    """
+    from rlhf_core.strategy.making import check_strategy
+
+    cuda = gpus > 0 and config.ppo.cluster.trainer_gpus != 0
+    for stage in stages:
+        settings = getattr(config, stage)
+        batch_size = settings.train_batch_size if stage == "ppo" else settings.batch_size
+        try:
+            check_strategy(
+                settings.strategy,
+                precision=_PRECISIONS[settings.dtype],
+                cuda=cuda,
+                num_trainers=settings.num_trainers,
+                adapters=getattr(settings, "lora", None) is not None,
+                accumulates=batch_size > settings.micro_batch_size or getattr(settings, "ptx_coef", 0) > 0,
+            )
+        except ConfigError as error:
+            raise ConfigError(f"{stage}.strategy cannot be had: {error}") from error
+        if cuda and settings.strategy != "plain" and settings.num_trainers > gpus:
+            raise ConfigError(
+                f"{stage}.strategy {settings.strategy} needs a GPU for each of {settings.num_trainers} trainers, but "
+                f"this machine has {gpus}; lower {stage}.num_trainers, or set the strategy to plain"
+            )
 
 
 def check_verifier(config: PipelineConfig, allowed_modules: Sequence[str]) -> None:

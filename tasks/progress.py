@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from tasks.sentences import run_logger
@@ -11,9 +14,26 @@ PREFIX = "▸"
 """Marks a line that the terminal shows while it follows a run."""
 
 
+_TELL: ContextVar[Callable[[str], None] | None] = ContextVar("tell", default=None)
+
+
 def say(stage: str, text: str) -> None:
     """Write one line for a person into the run's log."""
-    run_logger().info("%s %-12s %s", PREFIX, stage, text)
+    line, tell = f"{PREFIX} {stage:<12} {text}", _TELL.get()
+    if tell is None:
+        run_logger().info("%s", line)
+    else:
+        tell(line)
+
+
+@contextmanager
+def telling(tell: Callable[[str], None]) -> Iterator[None]:
+    """Hand the lines of a block to `tell`: an actor has no run's log, and whoever waits for it has."""
+    token = _TELL.set(tell)
+    try:
+        yield
+    finally:
+        _TELL.reset(token)
 
 
 def duration(seconds: float) -> str:

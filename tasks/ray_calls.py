@@ -151,6 +151,11 @@ def may_pass(error: BaseException) -> bool:
     return isinstance(error, mendable)
 
 
+def may_pass_in(_task: Any, _task_run: Any, state: Any) -> bool:
+    """As Prefect asks it of a failed task: whether another attempt can mend it."""
+    return may_pass(state.result(raise_on_failure=False))
+
+
 def sentence(error: BaseException) -> str:
     """Return one line for a person, of an error that `may_pass` and did not."""
     import ray

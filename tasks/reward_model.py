@@ -1,10 +1,9 @@
-"""Preference pairs, and the reward model that is trained on them."""
+"""The reward model, trained on preference pairs and measured on others."""
 
 from __future__ import annotations
 
 import time
-from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,179 +11,140 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import DataError
 from tasks.context import (
     Context,
+    actors_context,
     commit_stage,
     materialise,
     open_context,
     reuse_or_make,
     source_digest,
     stage_key,
-    stage_result,
 )
-from tasks.progress import Progress, say
+from tasks.preferences import PAIRS
+from tasks.progress import Progress, say, telling
+from tasks.rank_group import is_alone, run_on_ranks, trainers_of
+from tasks.ray_calls import may_pass_in
 from tasks.results import SHOWN_CONFIDENCE, Parent, StageResult
 from tasks.scratch import scratch_directory
 from tasks.sentences import stage_task
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
-    from rlhf_core.data import Problem, PromptTemplate
+    from rlhf_core.data import PromptTemplate
     from rlhf_core.data.encoding import EncodedPair
-    from rlhf_core.experience_maker.preferences import SampledPairs
+    from rlhf_core.detached.rank_actor import Tell
     from rlhf_core.models.reward_model import RewardModel
+    from rlhf_core.trainer.optim import Trained
 
-PAIRS, METRICS = "pairs.jsonl", "metrics.jsonl"
-
-
-@stage_task(name="collect-preferences")
-def collect_preferences(config: PipelineConfig, dataset: Parent, policy: Parent) -> StageResult:
-    """Return preference pairs: the dataset's own, or pairs of the policy's samples ordered by the verifier."""
-    context = open_context()
-    manifest = context.store.resolve(dataset.uri)
-    held = {entry.path for entry in manifest.files}
-    if PAIRS in held:
-        return stage_result("preferences", manifest, reused=True)
-    if "preferences.jsonl" not in held:
-        raise DataError(
-            f"{dataset.uri} holds {', '.join(sorted(held))}, but a reward model needs {PAIRS}, or problems to sample "
-            "pairs for in preferences.jsonl"
-        )
-    from rlhf_core.rewards.verifying import judge_facts
-
-    verifier = judge_facts(config)
-    if verifier is None:
-        raise DataError(
-            f"{dataset.uri} holds no preference pairs, and no verifier is known by which samples could be ordered; "
-            "give data.preferences, or problems with answers and data.verifier"
-        )
-    source = source_digest("reward_model")
-    facts = {
-        "verifier": verifier,
-        "template": config.template.model_dump(mode="json"),
-        "samples": config.reward_model.samples_per_prompt,
-        "max_new_tokens": config.reward_model.max_new_tokens,
-        "pairs": config.reward_model.pairs,
-        "dtype": config.ppo.rollout_dtype,
-    }
-    inputs = [dataset.digest, policy.digest]
-    key = stage_key("preferences", config=facts, inputs=inputs, seed=config.seed, source=source)
-
-    def make() -> StageResult:
-        return _sample_pairs(context, config, dataset, policy, key, source)
-
-    return reuse_or_make(
-        context, stage="preferences", kind="dataset", name=f"{config.name}-preferences", key=key, make=make
-    )
+METRICS = "metrics.jsonl"
+MODULES = ("reward_model", "rank_group", "ray_calls", "shares")
 
 
-@stage_task(name="train-reward-model")
+@stage_task(name="train-reward-model", retries=2, retry_delay_seconds=2, retry_condition_fn=may_pass_in)
 def train_reward_model(config: PipelineConfig, pairs: Parent, policy: Parent) -> StageResult:
     """Return a reward model on the policy's trunk, trained on most pairs and measured on the others."""
     context = open_context()
-    source = source_digest("reward_model")
+    source = source_digest(*MODULES)
     facts = config.model_dump(mode="json", include={"template", "reward_model"})
     inputs = [pairs.digest, policy.digest]
     key = stage_key("reward-model", config=facts, inputs=inputs, seed=config.seed, source=source)
+    work = _Training(config, pairs, policy, key, source, context.flow_run)
 
     def make() -> StageResult:
-        return _train(context, config, pairs, policy, key, source)
+        if is_alone(config.reward_model):
+            return work.done(context)
+        made: StageResult = run_on_ranks(
+            work,
+            stage="reward-model",
+            name=f"reward-model-{config.name}-{key[:12]}",
+            trainers=config.reward_model,
+            cluster=config.ppo.cluster,
+            context=context,
+        )
+        return made
 
     return reuse_or_make(context, stage="reward-model", kind="reward-model", name=config.name, key=key, make=make)
 
 
-def _sample_pairs(
-    context: Context, config: PipelineConfig, dataset: Parent, policy: Parent, key: str, source: str
-) -> StageResult:
-    from rlhf_core.data import PromptTemplate, pairs_to_jsonl, problems_from_jsonl
-    from rlhf_core.models.loading import load_tokenizer
+@dataclass(frozen=True)
+class _Training:
+    """All that a process needs to train the reward model, on its own or as one rank of several."""
 
-    started = time.perf_counter()
-    directory = materialise(context, policy)
-    template = PromptTemplate(load_tokenizer(directory), config.template)
-    problems = problems_from_jsonl((materialise(context, dataset) / "preferences.jsonl").read_bytes())
-    made = _sampled(context, config, directory, template, problems)
-    metrics: dict[str, Any] = {**made.figures, "seconds": time.perf_counter() - started}
-    say("preferences", f"{len(made.pairs)} pairs from {len(problems)} prompts")
-    return commit_stage(
-        context,
-        stage="preferences",
-        kind="dataset",
-        name=f"{config.name}-preferences",
-        files={PAIRS: pairs_to_jsonl(made.pairs)},
-        key=key,
-        parents=[policy, dataset],
-        config=config,
-        metrics=metrics,
-        source=source,
-    )
+    config: PipelineConfig
+    pairs: Parent
+    policy: Parent
+    key: str
+    source: str
+    flow_run: str | None
 
+    def __call__(self, tell: Tell) -> StageResult | None:
+        """Train as one rank, in an actor; the first one measures and stores the model and returns the result."""
+        with telling(tell):
+            return self._train_and_store(actors_context(self.flow_run))
 
-def _sampled(
-    context: Context, config: PipelineConfig, directory: Path, template: PromptTemplate, problems: Sequence[Problem]
-) -> SampledPairs:
-    """Return pairs of the policy's samples, ordered by the data's verifier."""
-    from rlhf_core.experience_maker.preferences import sample_pairs
-    from rlhf_core.models.loading import default_device, load_causal_lm
-    from rlhf_core.rewards.verifying import judge_of
+    def done(self, context: Context) -> StageResult:
+        """Train in this process, measure and store the model and return the result."""
+        made = self._train_and_store(context)
+        assert made is not None  # alone, a process is the first
+        return made
 
-    judge = judge_of(config, template=template, allowed_modules=context.settings.reward_modules)
-    assert judge is not None  # `collect_preferences` has seen to it
-    with closing(judge):
-        progress = Progress("preferences", len(problems), "prompt")
-        return sample_pairs(
-            load_causal_lm(directory, config.ppo.rollout_dtype, device=default_device()),
-            template,
-            problems,
-            config.reward_model,
-            seed=config.seed,
-            on_progress=progress.step,
-            judge=judge,
+    def _train_and_store(self, context: Context) -> StageResult | None:
+        from rlhf_core.data import PromptTemplate
+        from rlhf_core.data.jsonl import to_jsonl
+        from rlhf_core.models.loading import default_device, load_tokenizer
+        from rlhf_core.trainer.boosted import exact
+
+        config, started = self.config, time.perf_counter()
+        directory = materialise(context, self.policy)
+        tokenizer = load_tokenizer(directory)
+        training, heldout = _encoded(
+            config, PromptTemplate(tokenizer, config.template), materialise(context, self.pairs) / PAIRS
         )
+        trained, history, metrics = _fit(config, directory, training, heldout)
+        with scratch_directory(context.settings.home) as folder:
+            with exact(trained.booster, trained.model) as whole:  # every rank's part; the first is given the model
+                if whole is None:
+                    return None
+                model = whole.to(default_device())  # a copy of sharded weights lies in host memory
+                metrics |= _measured(config, model, heldout, dropped=metrics.pop("dropped"))
+                model.save_pretrained(folder)
+            metrics["seconds"] = time.perf_counter() - started
+            say("reward-model", _summary(metrics))
+            tokenizer.save_pretrained(folder)
+            (folder / METRICS).write_bytes(to_jsonl(history))
+            return commit_stage(
+                context,
+                stage="reward-model",
+                kind="reward-model",
+                name=config.name,
+                files=folder,
+                key=self.key,
+                parents=[self.policy, self.pairs],
+                config=config,
+                metrics=metrics,
+                source=self.source,
+            )
 
 
-def _train(
-    context: Context, config: PipelineConfig, pairs: Parent, policy: Parent, key: str, source: str
-) -> StageResult:
-    from rlhf_core.data import PromptTemplate, pairs_from_jsonl
+def _encoded(
+    config: PipelineConfig, template: PromptTemplate, file: Path
+) -> tuple[list[EncodedPair], list[EncodedPair]]:
+    """Return the pairs to learn and those to measure on, which share no prompt."""
+    from rlhf_core.data import pairs_from_jsonl
     from rlhf_core.data.encoding import encode_pairs, refuse_shared_prompts, split_pairs
-    from rlhf_core.data.jsonl import to_jsonl
-    from rlhf_core.models.loading import load_tokenizer
 
-    started = time.perf_counter()
-    directory = materialise(context, policy)
-    tokenizer = load_tokenizer(directory)
-    template = PromptTemplate(tokenizer, config.template)
-    rows = pairs_from_jsonl((materialise(context, pairs) / PAIRS).read_bytes())
+    rows = pairs_from_jsonl(file.read_bytes())
     split = split_pairs(rows, config.reward_model, seed=config.seed)
     if left_out := len(rows) - len(split.training) - len(split.heldout):
         say("reward-model", f"{left_out} of {len(rows)} pairs are left out by reward_model.pairs (null takes all)")
     refuse_shared_prompts(split.training, split.heldout)
-    training, heldout = encode_pairs(split.training, template), encode_pairs(split.heldout, template)
-    model, history, metrics = _fit(config, directory, training, heldout)
-    metrics["seconds"] = time.perf_counter() - started
-    say("reward-model", _summary(metrics))
-    with scratch_directory(context.settings.home) as folder:
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        (folder / METRICS).write_bytes(to_jsonl(history))
-        return commit_stage(
-            context,
-            stage="reward-model",
-            kind="reward-model",
-            name=config.name,
-            files=folder,
-            key=key,
-            parents=[policy, pairs],
-            config=config,
-            metrics=metrics,
-            source=source,
-        )
+    return encode_pairs(split.training, template), encode_pairs(split.heldout, template)
 
 
 def _fit(
     config: PipelineConfig, directory: Path, training: list[EncodedPair], heldout: list[EncodedPair]
-) -> tuple[RewardModel, list[dict[str, Any]], dict[str, Any]]:
-    """Return a reward model on the policy's trunk, what every step said, and its figures on pairs that it never saw."""
+) -> tuple[Trained, list[dict[str, Any]], dict[str, Any]]:
+    """Return a reward model on the policy's trunk, what every step said, and the training's figures."""
     import torch
 
     from rlhf_core.functional.curves import last_quarter
@@ -200,8 +160,9 @@ def _fit(
         )
     torch.manual_seed(config.seed)  # the head starts from random numbers
     model = RewardModel.from_causal_lm(load_causal_lm(directory, "float32", device=default_device()))
-    progress = Progress("reward-model", settings.epochs * -(-len(training) // settings.batch_size), "step")
-    trained = train_reward_model(
+    batch_size = settings.batch_size * settings.num_trainers
+    progress = Progress("reward-model", settings.epochs * -(-len(training) // batch_size), "step")
+    run = train_reward_model(
         model,
         training,
         settings,
@@ -209,17 +170,19 @@ def _fit(
         autocast_dtype=dtype,
         on_step=lambda step: progress.step(int(step["step"]), loss=step["loss"], accuracy=step["accuracy"]),
     )
-    rows = [{"step": int(step["step"]), "loss": step["loss"], "accuracy": step["accuracy"]} for step in trained.history]
-    last = last_quarter(trained.history)
+    rows = [{"step": int(step["step"]), "loss": step["loss"], "accuracy": step["accuracy"]} for step in run.history]
+    last = last_quarter(run.history)
     right = sum(step["accuracy"] * step["pairs"] for step in last)  # measured before each step learnt them
     figures = {
         "steps": len(rows),
-        "pairs": len(training) - trained.dropped,
+        "pairs": len(training) - run.dropped,
+        **trainers_of(settings),
         "first_loss": rows[0]["loss"],
         "last_loss": rows[-1]["loss"],
         "training_accuracy": right / sum(step["pairs"] for step in last),
+        "dropped": run.dropped,
     }
-    return model, rows, figures | _measured(config, model, heldout, dropped=trained.dropped)
+    return run.trained, rows, figures
 
 
 def _measured(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config import PipelineConfig
 from tasks.context import (
     Context,
+    actors_context,
     commit_stage,
     materialise,
     open_context,
@@ -17,7 +19,9 @@ from tasks.context import (
     stage_key,
 )
 from tasks.parents import BASE_MODEL, resolve_policy
-from tasks.progress import Progress, say
+from tasks.progress import Progress, say, telling
+from tasks.rank_group import is_alone, run_on_ranks, trainers_of
+from tasks.ray_calls import may_pass_in
 from tasks.results import Parent, StageResult
 from tasks.scratch import scratch_directory
 from tasks.sentences import stage_task
@@ -25,17 +29,18 @@ from tasks.sentences import stage_task
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from transformers import PreTrainedModel
-
     from rlhf_core.data import Problem, PromptTemplate
     from rlhf_core.data.conversation import EncodedConversation
+    from rlhf_core.detached.rank_actor import Tell
+    from rlhf_core.trainer.optim import Trained
 
 METRICS = "metrics.jsonl"
+MODULES = ("sft", "rank_group", "ray_calls", "shares")
 HELDOUT = 64
 """Most held-out demonstrations whose loss is measured: over-fitting shows, and it takes seconds on a processor."""
 
 
-@stage_task(name="train-sft")
+@stage_task(name="train-sft", retries=2, retry_delay_seconds=2, retry_condition_fn=may_pass_in)
 def train_sft(config: PipelineConfig, dataset: Parent, actor: str | None = None) -> StageResult:
     """Return the SFT model of a start and of the dataset's demonstrations.
 
@@ -52,50 +57,85 @@ def train_sft(config: PipelineConfig, dataset: Parent, actor: str | None = None)
     context = open_context()
     refuse_nothing_to_learn(_problems(materialise(context, dataset), "sft"), where=dataset.uri)
     start = resolve_policy(context, config, actor or BASE_MODEL)
-    source = source_digest("sft")
+    source = source_digest(*MODULES)
     facts = config.model_dump(mode="json", include={"template", "sft"})
     key = stage_key("sft", config=facts, inputs=[dataset.digest, start.digest], seed=config.seed, source=source)
+    work = _Training(config, dataset, start, key, source, context.flow_run)
 
     def make() -> StageResult:
-        return _make(context, config, dataset, start, key, source)
+        if is_alone(config.sft):
+            return work.done(context)
+        made: StageResult = run_on_ranks(
+            work,
+            stage="sft",
+            name=f"sft-{config.name}-{key[:12]}",
+            trainers=config.sft,
+            cluster=config.ppo.cluster,
+            context=context,
+        )
+        return made
 
     return reuse_or_make(context, stage="sft", kind="sft", name=config.name, key=key, make=make)
 
 
-def _make(
-    context: Context, config: PipelineConfig, dataset: Parent, start: Parent, key: str, source: str
-) -> StageResult:
-    from rlhf_core.data import PromptTemplate
-    from rlhf_core.data.demonstrations import encode_demonstrations, of_the_same_kind
-    from rlhf_core.data.jsonl import to_jsonl
-    from rlhf_core.models.loading import load_tokenizer
-    from rlhf_core.models.lora import save_merged
+@dataclass(frozen=True)
+class _Training:
+    """All that a process needs to train the model, on its own or as one rank of several."""
 
-    started = time.perf_counter()
-    directory, data = materialise(context, start), materialise(context, dataset)
-    tokenizer = load_tokenizer(directory)
-    template = PromptTemplate(tokenizer, config.template)
-    problems = _problems(data, "sft")
-    unseen = _short_enough(config, template, of_the_same_kind(_problems(data, "evaluation"), problems))
-    model, history, metrics = _train(config, directory, encode_demonstrations(problems, template), unseen)
-    metrics["seconds"] = time.perf_counter() - started
-    say("sft", _summary(metrics))
-    with scratch_directory(context.settings.home) as folder:
-        save_merged(model, folder)
-        tokenizer.save_pretrained(folder)
-        (folder / METRICS).write_bytes(to_jsonl(history))
-        return commit_stage(
-            context,
-            stage="sft",
-            kind="sft",
-            name=config.name,
-            files=folder,
-            key=key,
-            parents=[start, dataset],
-            config=config,
-            metrics=metrics,
-            source=source,
-        )
+    config: PipelineConfig
+    dataset: Parent
+    start: Parent
+    key: str
+    source: str
+    flow_run: str | None
+
+    def __call__(self, tell: Tell) -> StageResult | None:
+        """Train as one rank, in an actor; the first one stores the model and returns the result."""
+        with telling(tell):
+            return self._train_and_store(actors_context(self.flow_run))
+
+    def done(self, context: Context) -> StageResult:
+        """Train in this process, store the model and return the result."""
+        made = self._train_and_store(context)
+        assert made is not None  # alone, a process is the first
+        return made
+
+    def _train_and_store(self, context: Context) -> StageResult | None:
+        from rlhf_core.data import PromptTemplate
+        from rlhf_core.data.demonstrations import encode_demonstrations, of_the_same_kind
+        from rlhf_core.data.jsonl import to_jsonl
+        from rlhf_core.models.loading import load_tokenizer
+        from rlhf_core.models.lora import save_merged
+        from rlhf_core.trainer.boosted import exact
+
+        config, started = self.config, time.perf_counter()
+        directory, data = materialise(context, self.start), materialise(context, self.dataset)
+        tokenizer = load_tokenizer(directory)
+        template = PromptTemplate(tokenizer, config.template)
+        problems = _problems(data, "sft")
+        unseen = _short_enough(config, template, of_the_same_kind(_problems(data, "evaluation"), problems))
+        trained, history, metrics = _train(config, directory, encode_demonstrations(problems, template), unseen)
+        metrics["seconds"] = time.perf_counter() - started
+        with scratch_directory(context.settings.home) as folder:
+            with exact(trained.booster, trained.model) as whole:  # every rank's part; the first is given the model
+                if whole is None:
+                    return None
+                say("sft", _summary(metrics))
+                save_merged(whole, folder)
+            tokenizer.save_pretrained(folder)
+            (folder / METRICS).write_bytes(to_jsonl(history))
+            return commit_stage(
+                context,
+                stage="sft",
+                kind="sft",
+                name=config.name,
+                files=folder,
+                key=self.key,
+                parents=[self.start, self.dataset],
+                config=config,
+                metrics=metrics,
+                source=self.source,
+            )
 
 
 def _problems(data: Path, split: str) -> list[Problem]:
@@ -120,7 +160,7 @@ def _train(
     directory: Path,
     examples: Sequence[EncodedConversation],
     unseen: Sequence[EncodedConversation],
-) -> tuple[PreTrainedModel, list[dict[str, Any]], dict[str, Any]]:
+) -> tuple[Trained, list[dict[str, Any]], dict[str, Any]]:
     """Return a model as the demonstrations have made it, what every step said, and the training's figures."""
     import torch
 
@@ -131,8 +171,9 @@ def _train(
     dtype = getattr(torch, config.sft.dtype)
     model = load_causal_lm(directory, "float32", device=default_device())
     before = heldout_loss(model, unseen, config.sft, autocast_dtype=dtype).loss if unseen else None
-    progress = Progress("sft", config.sft.epochs * -(-len(examples) // config.sft.batch_size), "step")
-    history, _ = train(
+    batch_size = config.sft.batch_size * config.sft.num_trainers
+    progress = Progress("sft", config.sft.epochs * -(-len(examples) // batch_size), "step")
+    history, trained = train(
         model,
         examples,
         config.sft,
@@ -141,14 +182,14 @@ def _train(
         on_step=lambda step: progress.step(int(step["step"]), loss=step["loss"]),
         heldout=unseen,
     )
-    figures: dict[str, Any] = {"steps": len(history), "demonstrations": len(examples)}
+    figures: dict[str, Any] = {"steps": len(history), "demonstrations": len(examples), **trainers_of(config.sft)}
     figures |= _curve([step["loss"] for step in history])
     if before is not None:
         figures |= {"heldout_loss_before": before, "heldout_loss": history[-1]["heldout_loss"]}
         figures["heldout_demonstrations"] = len(unseen)
     names = ("loss", "lr", "heldout_loss")
     rows = [{"step": int(step["step"])} | {name: step[name] for name in names if name in step} for step in history]
-    return model, rows, figures
+    return trained, rows, figures
 
 
 def _curve(losses: Sequence[float]) -> dict[str, float]:

@@ -111,20 +111,21 @@ def on_a_cluster(config: PipelineConfig, directory: Path) -> Iterator[Run]:
         assert leftover_processes(manifest.mark) == []
 
 
-def kill_when_learning(attempt: Future[Any], episode: int, victim: str = TRAINER, number: int = signal.SIGKILL) -> None:
-    """Kill an actor while the trainer learns from an episode, counted from 1.
+def kill_when(attempt: Future[Any], doing: str, victim: str = TRAINER, number: int = signal.SIGKILL) -> None:
+    """Kill an actor while the trainer says that it is doing something, such as `episode 2: learning`.
 
     The group that lost a process is ended and built anew first, so for a time the name has no answer.
     """
     deadline = time.monotonic() + 120
     while not attempt.done():
-        assert time.monotonic() < deadline, "waited 120 s for the trainer to learn"
+        assert time.monotonic() < deadline, f"waited 120 s for {doing!r}"
         try:
             trainer = ray.get_actor(TRAINER)
-            if ray.get(trainer.progress.remote(), timeout=120).startswith(f"episode {episode}: learning"):
-                os.kill(ray.get(ray.get_actor(victim).ping.remote(), timeout=30), number)
+            pid = ray.get(ray.get_actor(victim).ping.remote(), timeout=120)
+            if ray.get(trainer.progress.remote(), timeout=120).startswith(doing):
+                os.kill(pid, number)
                 return
         except (ValueError, ray.exceptions.RayActorError):
             pass
-        time.sleep(0.02)  # whoever only asks takes a core from those who build it
+        time.sleep(0.01)  # whoever only asks takes a core from those who build it
     raise AssertionError("the episode was over before the process could be killed") from attempt.exception()

@@ -19,7 +19,7 @@ from tasks.ppo import next_episode, ppo_episode
 from tasks.ppo_group import trainer_for
 from tasks.ray_calls import may_pass
 from tasks.results import EpisodeResult, Parent
-from tests.integration.ppo_runs import Run, kill_when_learning, on_a_cluster
+from tests.integration.ppo_runs import Run, kill_when, on_a_cluster
 from tests.tiny_llama import write_tiny_llama
 
 pytestmark = pytest.mark.integration
@@ -106,7 +106,7 @@ def test_a_run_whose_processes_were_killed_ends_with_the_same_bits(run: Run, und
     # The trainer dies in mid-episode: the next attempt restores the last committed state.
     with ThreadPoolExecutor(1) as pool:
         attempt = pool.submit(ppo_episode.fn, run.plan, 1)
-        kill_when_learning(attempt, 2)
+        kill_when(attempt, "episode 2: learning")
         with pytest.raises(ray.exceptions.RayActorError):
             attempt.result(timeout=120)
     # An attempt at the committed episode, as after a death between its commit and its answer, finds it done.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from rlhf_core.config import DataConfig, EvaluationConfig, PipelineConfig, PPOConfig
 from rlhf_core.errors import ConfigError
 from tasks.parents import wants_reward_model
-from tasks.preflight import check_judges, check_ppo, check_verifier
+from tasks.preflight import check_judges, check_ppo, check_trainers, check_verifier
 
 
 def preset(**changes: object) -> PipelineConfig:
@@ -87,3 +89,36 @@ def test_a_verifier_that_leads_nowhere_is_refused(verifier: str, sentence: str) 
 @pytest.mark.parametrize("verifier", ["exact", "gsm8k_reward_fn", "reasoning_gym:gcd", "mine.rewards:right"])
 def test_a_verifier_that_leads_somewhere_passes(verifier: str) -> None:
     check_verifier(of_data(task="gcd", verifier=verifier), ("mine",))
+
+
+def of_trainers(stage: str, **settings: Any) -> PipelineConfig:
+    values = {"name": "test", "data": {"task": "gcd"}, stage: settings}
+    return PipelineConfig.model_validate(values)
+
+
+@pytest.mark.parametrize(
+    ("stage", "settings", "gpus", "sentence"),
+    [
+        ("sft", {"strategy": "gemini_auto"}, 0, r"sft.strategy cannot be had: .*there is no GPU; take gemini"),
+        ("reward_model", {"strategy": "3d"}, 8, r"reward_model.strategy cannot be had: .*comes in a later release"),
+        ("ppo", {"strategy": "gemini_auto", "lora": None, "ptx_coef": 0.1}, 1, r"ppo.strategy .*does not accumulate"),
+        ("ppo", {"strategy": "zero2", "num_trainers": 2}, 1, r"ppo.strategy zero2 needs a GPU for each of 2 trainers"),
+        ("ppo", {"strategy": "gemini_auto", "lora": None, "cluster": {"trainer_gpus": 0}}, 8, "there is no GPU"),
+    ],
+)
+def test_a_strategy_that_cannot_be_is_refused_for_the_stage_that_trains(
+    stage: str, settings: dict[str, Any], gpus: int, sentence: str
+) -> None:
+    config = of_trainers(stage, **settings)
+    others = [name for name in ("sft", "reward_model", "ppo") if name != stage]
+    check_trainers(config, others, gpus=gpus)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=sentence) as caught:
+        check_trainers(config, [*others, stage], gpus=gpus)  # type: ignore[list-item]
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("strategy", ["plain", "ddp", "zero2", "zero2_cpu"])
+@pytest.mark.parametrize("gpus", [0, 2])
+def test_strategies_that_can_be_pass(strategy: str, gpus: int) -> None:
+    for stage in ("sft", "reward_model", "ppo"):
+        check_trainers(of_trainers(stage, strategy=strategy, num_trainers=2), [stage], gpus=gpus)  # type: ignore[list-item]

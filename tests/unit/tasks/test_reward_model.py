@@ -12,8 +12,9 @@ from rlhf_core.data import PreferencePair, Problem, pairs_from_jsonl, pairs_to_j
 from rlhf_core.errors import DataError
 from rlhf_core.functional.intervals import wilson_interval
 from tasks.context import Context, open_context
+from tasks.preferences import collect_preferences
 from tasks.results import Parent, StageResult
-from tasks.reward_model import collect_preferences, train_reward_model
+from tasks.reward_model import train_reward_model
 
 
 def pairs(*, known: bool) -> list[PreferencePair]:

@@ -1,0 +1,123 @@
+"""Preference pairs: the dataset's own, or pairs of a policy's samples."""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.errors import DataError
+from tasks.context import (
+    Context,
+    commit_stage,
+    materialise,
+    open_context,
+    reuse_or_make,
+    source_digest,
+    stage_key,
+    stage_result,
+)
+from tasks.progress import Progress, say
+from tasks.results import Parent, StageResult
+from tasks.sentences import stage_task
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rlhf_core.data import Problem, PromptTemplate
+    from rlhf_core.experience_maker.preferences import SampledPairs
+
+PAIRS = "pairs.jsonl"
+
+
+@stage_task(name="collect-preferences")
+def collect_preferences(config: PipelineConfig, dataset: Parent, policy: Parent) -> StageResult:
+    """Return preference pairs: the dataset's own, or pairs of the policy's samples ordered by the verifier."""
+    context = open_context()
+    manifest = context.store.resolve(dataset.uri)
+    held = {entry.path for entry in manifest.files}
+    if PAIRS in held:
+        return stage_result("preferences", manifest, reused=True)
+    if "preferences.jsonl" not in held:
+        raise DataError(
+            f"{dataset.uri} holds {', '.join(sorted(held))}, but a reward model needs {PAIRS}, or problems to sample "
+            "pairs for in preferences.jsonl"
+        )
+    from rlhf_core.rewards.verifying import judge_facts
+
+    verifier = judge_facts(config)
+    if verifier is None:
+        raise DataError(
+            f"{dataset.uri} holds no preference pairs, and no verifier is known by which samples could be ordered; "
+            "give data.preferences, or problems with answers and data.verifier"
+        )
+    source = source_digest("preferences")
+    facts = {
+        "verifier": verifier,
+        "template": config.template.model_dump(mode="json"),
+        "samples": config.reward_model.samples_per_prompt,
+        "max_new_tokens": config.reward_model.max_new_tokens,
+        "pairs": config.reward_model.pairs,
+        "dtype": config.ppo.rollout_dtype,
+    }
+    inputs = [dataset.digest, policy.digest]
+    key = stage_key("preferences", config=facts, inputs=inputs, seed=config.seed, source=source)
+
+    def make() -> StageResult:
+        return _sample_pairs(context, config, dataset, policy, key, source)
+
+    return reuse_or_make(
+        context, stage="preferences", kind="dataset", name=f"{config.name}-preferences", key=key, make=make
+    )
+
+
+def _sample_pairs(
+    context: Context, config: PipelineConfig, dataset: Parent, policy: Parent, key: str, source: str
+) -> StageResult:
+    from rlhf_core.data import PromptTemplate, pairs_to_jsonl, problems_from_jsonl
+    from rlhf_core.models.loading import load_tokenizer
+
+    started = time.perf_counter()
+    directory = materialise(context, policy)
+    template = PromptTemplate(load_tokenizer(directory), config.template)
+    problems = problems_from_jsonl((materialise(context, dataset) / "preferences.jsonl").read_bytes())
+    made = _sampled(context, config, directory, template, problems)
+    metrics: dict[str, Any] = {**made.figures, "seconds": time.perf_counter() - started}
+    say("preferences", f"{len(made.pairs)} pairs from {len(problems)} prompts")
+    return commit_stage(
+        context,
+        stage="preferences",
+        kind="dataset",
+        name=f"{config.name}-preferences",
+        files={PAIRS: pairs_to_jsonl(made.pairs)},
+        key=key,
+        parents=[policy, dataset],
+        config=config,
+        metrics=metrics,
+        source=source,
+    )
+
+
+def _sampled(
+    context: Context, config: PipelineConfig, directory: Path, template: PromptTemplate, problems: Sequence[Problem]
+) -> SampledPairs:
+    """Return pairs of the policy's samples, ordered by the data's verifier."""
+    from rlhf_core.experience_maker.preferences import sample_pairs
+    from rlhf_core.models.loading import default_device, load_causal_lm
+    from rlhf_core.rewards.verifying import judge_of
+
+    judge = judge_of(config, template=template, allowed_modules=context.settings.reward_modules)
+    assert judge is not None  # `collect_preferences` has seen to it
+    with closing(judge):
+        progress = Progress("preferences", len(problems), "prompt")
+        return sample_pairs(
+            load_causal_lm(directory, config.ppo.rollout_dtype, device=default_device()),
+            template,
+            problems,
+            config.reward_model,
+            seed=config.seed,
+            on_progress=progress.step,
+            judge=judge,
+        )

@@ -1,0 +1,147 @@
+"""A trainer of two ranks on a real Ray cluster: it learns what one does, and a lost rank changes nothing."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from flows.presets import resolve
+from rlhf_core.config import PipelineConfig
+from rlhf_core.errors import LostRankError
+from tasks.ppo import ppo_episode
+from tasks.ppo_group import TRAINER
+from tasks.ray_calls import may_pass
+from tests.integration.ppo_runs import Run, kill_when, on_a_cluster
+from tests.tiny_llama import write_tiny_llama
+
+pytestmark = pytest.mark.integration
+
+PEER = "trainer-1"
+LR = 1e-3
+STEPS = 2 * 6 * 2
+"""Episodes, passes, minibatches."""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> PipelineConfig:
+    model = write_tiny_llama(tmp_path_factory.mktemp("model") / "tiny", initializer_range=0.2)
+    return resolve(
+        "llama7b",
+        model=str(model),
+        episodes=2,
+        overrides={
+            "data.splits": {"sft": 8, "preferences": 8, "ppo": 16, "evaluation": 8},
+            "ppo.strategy": "zero2",
+            "ppo.num_trainers": 2,
+            "ppo.prompts_per_episode": 16,
+            "ppo.chunk_size": 8,
+            "ppo.train_batch_size": 4,  # of each rank
+            "ppo.micro_batch_size": 4,
+            "ppo.max_epochs": 6,  # learning takes long enough to be killed in
+            "ppo.max_new_tokens": 8,
+            "ppo.lr": LR,
+            "ppo.critic_lr": LR,
+            "ppo.dtype": "float32",
+            "ppo.rollout_dtype": "float32",
+            "ppo.reward": {"verifier": 0.0, "reward_model": 1.0},
+            "ppo.critic_init": "reward_model",  # its head is rescaled, on all ranks alike
+            "ppo.kl_target": 0.5,
+            "ppo.kl_horizon": 100,
+            "ppo.ptx_coef": 0.1,
+            "ppo.ptx_batch_size": 2,
+            "ppo.cluster": {
+                "num_makers": 1, "trainer_threads": 1, "maker_threads": 1, "object_store_mb": 128,
+                "collective_timeout_s": 60,
+            },
+        },
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(config: PipelineConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    with on_a_cluster(config, tmp_path_factory.mktemp("run")) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[str, Any]:
+    return {}
+
+
+def with_ppo(run: Run, **changes: Any) -> None:
+    """Give the run, which keeps its name and with it its cluster, another configuration."""
+    ppo = {**run.config.model_dump(mode="json")["ppo"], **changes}
+    run.plan = run.plan.model_copy(update={"config": {**run.plan.config, "ppo": ppo}})
+
+
+def test_two_ranks_learn_what_one_does_with_batches_of_twice_the_size(run: Run, undisturbed: dict[str, Any]) -> None:
+    run.finish()
+    undisturbed.update(weights=run.weights(), numbers=run.numbers())
+    both = run.tensors()
+    run.begin()
+    with_ppo(run, strategy="plain", num_trainers=1, train_batch_size=8, micro_batch_size=8, ptx_batch_size=4)
+    run.finish()
+    alone = run.tensors()
+    for mine, theirs in zip(undisturbed["numbers"], run.numbers(), strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+    assert both.keys() == alone.keys()
+    for name, tensor in alone.items():
+        torch.testing.assert_close(both[name], tensor, rtol=0, atol=LR * STEPS * 0.01)
+
+
+def test_a_run_that_lost_a_rank_in_mid_episode_names_it_and_ends_with_the_same_bits(
+    run: Run, undisturbed: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert undisturbed, "the undisturbed run comes first"
+    run.begin()
+    ppo_episode.fn(run.plan, 0)
+    with ThreadPoolExecutor(1) as pool:
+        attempt = pool.submit(ppo_episode.fn, run.plan, 1)
+        kill_when(attempt, "episode 2: learning", PEER)
+        with pytest.raises(LostRankError, match=r"rank 1 of 2 has ended|trainer-1 has ended") as caught:
+            attempt.result(timeout=120)
+    assert may_pass(caught.value)
+    assert any("are ended: rank 1 of 2 has ended (process " in line for line in caplog.messages), caplog.messages
+    run.finish()
+    assert run.numbers() == undisturbed["numbers"]
+    assert run.weights() == undisturbed["weights"]
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("strategy", ["plain", "ddp", "zero2"])
+@pytest.mark.parametrize(
+    ("victim", "number", "doing", "sentence"),
+    [
+        (TRAINER, signal.SIGKILL, "learning", "died"),
+        (PEER, signal.SIGSTOP, "learning", "rank 1 of 2 is stopped"),
+        (PEER, signal.SIGKILL, "0 of", "rank 1 of 2 has ended|trainer-1 has ended"),
+        (PEER, signal.SIGKILL, "publishing", "rank 1 of 2 has ended|trainer-1 has ended"),
+    ],
+)
+def test_whichever_rank_is_lost_and_whenever_it_is_the_same(
+    run: Run, undisturbed: dict[str, Any], strategy: str, victim: str, number: int, doing: str, sentence: str
+) -> None:
+    undisturbed = undisturbed.setdefault(strategy, {})
+    cluster = run.config.ppo.cluster.model_copy(update={"collective_timeout_s": 10.0}).model_dump(mode="json")
+    if not undisturbed:
+        run.begin()
+        with_ppo(run, strategy=strategy, cluster=cluster)
+        run.finish()
+        undisturbed.update(weights=run.weights(), numbers=run.numbers())
+    run.begin()
+    with_ppo(run, strategy=strategy, cluster=cluster)
+    ppo_episode.fn(run.plan, 0)
+    with ThreadPoolExecutor(1) as pool:
+        attempt = pool.submit(ppo_episode.fn, run.plan, 1)
+        kill_when(attempt, f"episode 2: {doing}", victim, number)
+        with pytest.raises(Exception, match=sentence) as caught:
+            attempt.result(timeout=180)
+    assert may_pass(caught.value)
+    run.finish()
+    assert run.numbers() == undisturbed["numbers"]
+    assert run.weights() == undisturbed["weights"]

@@ -88,7 +88,8 @@ def _group(
     from rlhf_core.detached.rank_actor import RankActor
 
     actor_class: Any = RankActor  # decorated with ray.remote, it has .options and .remote, which its type does not show
-    actors = {f"{stage}-{rank}": actor_class.options(**options).remote(work) for rank in range(number)}
+    names = [f"{stage}-{rank}" for rank in range(number)]
+    actors = {name: actor_class.options(name=name, **options).remote(work) for name in names}
     wait_for_all(
         {actor.ping.remote(): name for name, actor in actors.items()}, cluster.start_timeout_s, what="ranks to start"
     )

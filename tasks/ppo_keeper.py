@@ -14,6 +14,7 @@ from typing import Any
 from infra.artifacts import ArtifactRef, ArtifactStore, Retention, open_default_store
 from infra.errors import StoreError
 from infra.settings import settings
+from rlhf_core.config import PipelineConfig
 from rlhf_core.detached.state import (
     EpisodeRecord,
     TrainingState,
@@ -21,6 +22,7 @@ from rlhf_core.detached.state import (
     state_to_json,
 )
 from rlhf_core.types import Sample
+from tasks.rank_group import trainers_of
 from tasks.results import PPORun
 from tasks.scratch import scratch_directory
 
@@ -120,7 +122,7 @@ class StoreKeeper:
                 key=self._run.key,
                 parents=self._parents(),
                 config=self._run.config,
-                metrics=run_metrics(history),
+                metrics=run_metrics(history) | trainers_of(PipelineConfig.model_validate(self._run.config).ppo),
                 source_digest=self._run.source_digest,
                 flow_run=self._run.flow_run,
             )

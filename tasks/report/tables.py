@@ -148,6 +148,7 @@ def _sft_figures(metrics: Metrics, evaluation: Metrics) -> list[str]:
         number(metrics, "heldout_loss", "{:.3f} held out"),
         _flatness(metrics),
         number(evaluation, "well_formed", "{:.3f} of held-out answers well formed") if "accuracy" in evaluation else "",
+        _trainers(metrics),
     ]
 
 
@@ -163,7 +164,7 @@ def _reward_model_figures(metrics: Metrics) -> list[str]:
     if "well_formed_accuracy" in metrics:
         share = _with_interval(metrics, "well_formed_accuracy", prefix="well_formed_")
         figures.append(f"{share} of the {metrics.get('well_formed_pairs')} both well formed")
-    return [*figures, number(metrics, "training_accuracy", "{:.3f} of its last training pairs")]
+    return [*figures, number(metrics, "training_accuracy", "{:.3f} of its last training pairs"), _trainers(metrics)]
 
 
 def _ppo_figures(metrics: Metrics, episodes: Sequence[Metrics]) -> list[str]:
@@ -174,7 +175,15 @@ def _ppo_figures(metrics: Metrics, episodes: Sequence[Metrics]) -> list[str]:
         number(metrics, "last_kl", "KL {:.3f} nats"),
         number(metrics, "episodes", "{} episodes"),
         f"{fmean(shares):.1%} of the reward's variance from the reward model" if shares else "",
+        _trainers(metrics),
     ]
+
+
+def _trainers(metrics: Metrics) -> str:
+    """Return how many processes trained, and by which strategy; nothing for one on its own."""
+    if "trainers" not in metrics:
+        return ""
+    return f"{metrics['trainers']} trainer{'s' if metrics['trainers'] > 1 else ''} under {metrics['strategy']}"
 
 
 def _with_interval(metrics: Metrics, name: str, prefix: str = "") -> str:

@@ -5,7 +5,7 @@ import ray.exceptions
 
 from infra.errors import StoreError
 from rlhf_core.detached.dealer import MakersLostError
-from rlhf_core.errors import TrainingError
+from rlhf_core.errors import LostRankError, TrainingError
 from tasks.ray_calls import may_pass, sentence, unwrapped
 
 
@@ -21,6 +21,8 @@ def raised_in_an_actor(cause: Exception) -> ray.exceptions.RayTaskError:
         TimeoutError("waited 5 s for the trainer"),
         raised_in_an_actor(MakersLostError("every maker has died")),
         raised_in_an_actor(TimeoutError("waited 5 s for maker-0")),
+        LostRankError("rank 1 of 2 has ended"),
+        raised_in_an_actor(LostRankError("rank 1 of 2 has ended")),
     ],
 )
 def test_what_a_new_group_can_mend_is_tried_again_and_then_told_in_one_line(error: Exception) -> None:

@@ -124,6 +124,16 @@ def test_ppo_tells_the_share_of_variance_that_the_reward_model_brings() -> None:
     )
 
 
+def test_several_trainers_are_told_and_one_alone_is_not() -> None:
+    several: dict[str, Any] = {"trainers": 2, "strategy": "zero2"}
+    assert stage_figures(stage("ppo", episodes=2, **several)) == "2 episodes, 2 trainers under zero2"
+    sft = stage("sft", steps=24, first_loss=2.0, last_loss=0.5, trainers=1, strategy="gemini")
+    assert stage_figures(sft) == "loss 2.000 to 0.500 in 24 steps, 1 trainer under gemini"
+    pairs: dict[str, Any] = {"accuracy": 0.75, "heldout_pairs": 40}
+    told = stage_figures(stage("reward-model", **pairs, **several))
+    assert told.endswith(" right of 40 held-out pairs, 2 trainers under zero2")
+
+
 def test_where_nobody_verified_no_share_of_right_answers_is_told() -> None:
     row = {"episode": 0, "reward": 0.5, "verifier": 0.0, "well_formed": 0.0, "accuracy_given_form": 0.0}
     assert episode_table([row]) == "| episode | reward |\n| --- | --- |\n| 1 | 0.500 |"

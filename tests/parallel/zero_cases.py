@@ -127,6 +127,7 @@ def held(ranks: Ranks, strategy: StrategyName, precision: str) -> Found:
     weights = held_bytes() - before
     gradients(booster, model, optimizer, 0)
     with_gradients = held_bytes() - before
+    buckets = len({parameter.grad.untyped_storage().data_ptr() for _, parameter in used(booster, model)})
     optimizer.make_ready()
     optimizer.step()
     optimizer.zero_grad()
@@ -137,6 +138,7 @@ def held(ranks: Ranks, strategy: StrategyName, precision: str) -> Found:
             "weights": weights - buffers,
             "gradients": with_gradients - weights,
             "moments": with_moments - weights,
+            "buckets": buckets,
         }
     )
 

@@ -17,6 +17,8 @@ from rlhf_core.config import LoRAConfig
 from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.models.lora import attach_lora, trainable_parameters
 from rlhf_core.strategy.colossal.booster import ColossalBooster
+from rlhf_core.strategy.colossal.compat import upstream
+from rlhf_core.strategy.colossal.compat.zero import OrderedZero
 from rlhf_core.strategy.colossal.ddp import DDPBooster
 from rlhf_core.strategy.colossal.zero import ZeroBooster
 from rlhf_core.strategy.optimizer import GradientError
@@ -73,6 +75,16 @@ def test_five_steps_are_plain_torchs(kind: type[ColossalBooster], settings: dict
     last = booster.weights(model)
     assert torch.equal(last["of_even_rows"], held["of_even_rows"])
     assert not torch.equal(last["odd"], held["odd"])
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_masters_are_on_the_host_if_asked_for(monkeypatch: pytest.MonkeyPatch, offloaded: bool) -> None:
+    """With a device that is not the host: meta, as a CPU has no other."""
+    settings = ZeroBooster("fp32", CLIP, ALONE, cpu_offload=offloaded).upstream.plugin.zero_optim_kwargs
+    kind = type(upstream("colossalai.accelerator").get_accelerator())
+    monkeypatch.setattr(kind, "get_current_device", lambda _: torch.device("meta"))
+    zero = OrderedZero(torch.optim.AdamW(tiny_llama().parameters()), **settings)
+    assert {master.device.type for master in zero.masters} == {"cpu" if offloaded else "meta"}
 
 
 @pytest.mark.parametrize("kind", BOTH)

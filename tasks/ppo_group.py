@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from infra.clusters import ClusterManifest, connect
@@ -13,7 +14,7 @@ from rlhf_core.config import ClusterConfig, PipelineConfig, PPOConfig
 from rlhf_core.data import problems_from_jsonl
 from tasks.context import Context, materialise
 from tasks.progress import say
-from tasks.ray_calls import ask, wait_for_all
+from tasks.ray_calls import ask, unwrapped, wait_for_all
 from tasks.results import PPORun
 from tasks.shares import available_gpus, gpu_shares, resources
 
@@ -98,7 +99,8 @@ def _build(run: PPORun, context: Context) -> Any:
     trainers, makers = _start(run, context)
     trainer = trainers[TRAINER]
     if len(trainers) > 1:
-        form_group(trainers, start_timeout_s=cluster.start_timeout_s, collective_timeout_s=cluster.collective_timeout_s)
+        waits = {"start_timeout_s": cluster.start_timeout_s, "collective_timeout_s": cluster.collective_timeout_s}
+        unwrapped(partial(form_group, trainers, **waits))
     waiting = {actor.build.remote(): name for name, actor in (*makers.items(), (TRAINER, trainer))}
     wait_for_all(waiting, cluster.start_timeout_s, what=f"run {run.name} to build its models")
     ask(trainer.synchronise, cluster.start_timeout_s)

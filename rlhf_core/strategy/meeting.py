@@ -6,7 +6,6 @@ import os
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
-from ipaddress import ip_address
 from typing import Any, NamedTuple
 
 import psutil
@@ -91,17 +90,22 @@ def devices_of_all(met: Met, own: str) -> list[str]:
     return found
 
 
-def stay_on_this_machine() -> None:
-    """Have gloo, which asks nobody who he is, listen on the loopback interface, unless the user named another."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(each.family == socket.AF_INET and _is_loopback(each.address) for each in addresses):
+def speak_towards(address: str) -> None:
+    """Have gloo, which asks nobody who he is, use the interface that leads to an address, unless the user named one.
+
+    Left alone it takes whatever the host's name stands for: another one, or none that others reach.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))  # sends nothing
+        own = probe.getsockname()[0]
+    for name, places in psutil.net_if_addrs().items():
+        if own in {place.address for place in places}:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-            return
 
 
 def _store_of(meeting: Meeting, timeout: timedelta) -> Any:
-    if _is_loopback(meeting.address):
-        stay_on_this_machine()
+    speak_towards(meeting.address)
     listening: Sequence[int] = () if meeting.listener is None else (meeting.listener.detach(),)
     return dist.TCPStore(  # type: ignore[attr-defined]
         meeting.address,
@@ -112,10 +116,3 @@ def _store_of(meeting: Meeting, timeout: timedelta) -> Any:
         wait_for_workers=False,  # they are waited for by name
         master_listen_fd=next(iter(listening), None),
     )
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        return ip_address(address).is_loopback
-    except ValueError:  # a name
-        return address == "localhost"

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_core.strategy import roll_call
-from rlhf_core.strategy.meeting import Meeting, devices_of_all, enter, stay_on_this_machine
+from rlhf_core.strategy.meeting import Meeting, devices_of_all, enter, speak_towards
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -154,7 +154,7 @@ def join_alone() -> Ranks:
     """Make a group of this process alone, for what works in groups only; nobody else can come in."""
     if not dist.is_initialized():
         backend, _ = choose_backend([_own_device()])
-        stay_on_this_machine()
+        speak_towards("127.0.0.1")
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     return current_ranks()
 

@@ -31,6 +31,8 @@ from tests.tiny_llama import write_tiny_llama
 pytestmark = pytest.mark.integration
 
 LR = 1e-3
+NOISE = {"head.bias", "score_mean"}
+"""A pair's difference does not know the bias: its gradient is rounding, of which Adam makes steps like any other's."""
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +113,8 @@ def assert_alike(store: ArtifactStore, both: StageResult, alone: StageResult) ->
     for step, expected in zip(mine, theirs, strict=True):
         assert step == pytest.approx(expected, rel=1e-4, abs=1e-6)
     for name, expected in weights(store, alone).items():
-        torch.testing.assert_close(weights(store, both)[name], expected, rtol=0, atol=LR * len(mine) * 0.01)
+        if name not in NOISE:
+            torch.testing.assert_close(weights(store, both)[name], expected, rtol=0, atol=LR * len(mine) * 0.01)
 
 
 def test_sft_on_two_ranks_learns_what_it_does_alone_with_batches_of_twice_the_size(
@@ -138,7 +141,7 @@ def test_a_reward_model_on_two_ranks_learns_and_measures_what_it_does_alone(
     both = reward_model(store, model, strategy=strategy, num_trainers=2, batch_size=4)
     alone = reward_model(store, model, batch_size=8)
     assert_alike(store, both, alone)
-    for name in ("accuracy", "heldout_loss", "score_mean", "score_std"):
+    for name in ("accuracy", "heldout_loss", "score_std"):
         assert both.metrics[name] == pytest.approx(alone.metrics[name], rel=1e-3), name
 
 

@@ -119,6 +119,16 @@ def test_a_free_mapping_takes_keys_of_its_own() -> None:
     )
 
 
+@pytest.mark.parametrize("preset", presets.preset_names())
+def test_a_preset_trains_with_one_plain_process_unless_told_otherwise(preset: str) -> None:
+    config, told = resolve(preset), {"ppo.strategy": "zero2", "sft.strategy": "ddp", "sft.num_trainers": 2}
+    assert {(each.strategy, each.num_trainers) for each in (config.sft, config.reward_model, config.ppo)} == {
+        ("plain", 1)
+    }
+    other = resolve(preset, overrides=told)
+    assert [other.ppo.strategy, other.sft.strategy, other.sft.num_trainers] == ["zero2", "ddp", 2]
+
+
 @pytest.mark.parametrize(
     ("preset", "overrides", "message"),
     [
@@ -131,6 +141,9 @@ def test_a_free_mapping_takes_keys_of_its_own() -> None:
         ("quickstart", {"data.problems": "x.jsonl"}, "data.task and data.problems or data.prompts exclude each other"),
         ("quickstart", {"ppo.cluster.num_makers": 0}, r"ppo\.cluster\.num_makers"),
         ("quickstart", {"ppo": 3}, "ppo: "),
+        ("quickstart", {"ppo.strategy": "zero3"}, r"ppo\.strategy: input should be .*'zero2'.*but it is 'zero3'"),
+        ("quickstart", {"ppo.num_trainers": 3}, "which do not divide an episode's 64"),
+        ("quickstart", {"ppo.strategy": "gemini", "ppo.num_trainers": 2}, "trains no adapters; set ppo.lora to null"),
     ],
 )
 def test_a_mistake_is_told_in_one_sentence(preset: str, overrides: dict[str, object], message: str) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from flows.presets import resolve
 from rlhf_core.config import PipelineConfig
-from rlhf_core.errors import LostRankError
+from rlhf_core.errors import LostRankError, TrainingError
 from tasks.ppo import ppo_episode
 from tasks.ppo_group import TRAINER
 from tasks.ray_calls import may_pass
@@ -110,6 +110,17 @@ def test_a_run_that_lost_a_rank_in_mid_episode_names_it_and_ends_with_the_same_b
     run.finish()
     assert run.numbers() == undisturbed["numbers"]
     assert run.weights() == undisturbed["weights"]
+
+
+@pytest.mark.parallel
+def test_a_loss_that_is_no_number_is_told_as_by_one_process_and_is_not_tried_again(run: Run) -> None:
+    run.begin()
+    with_ppo(run, lr=1e30, warmup_steps=0)
+    with pytest.raises(
+        TrainingError, match=r"the actor's loss is nan.*; the batch is kept in .*failed-batches"
+    ) as caught:
+        ppo_episode.fn(run.plan, 0)
+    assert not may_pass(caught.value)
 
 
 @pytest.mark.chaos

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -107,10 +108,12 @@ def answers(calls: Mapping[Any, str], timeout_s: float) -> Sequence[Any]:
     Raises:
         TimeoutError: if some do not answer; it names them.
     """
-    ready, late = ray.wait(list(calls), num_returns=len(calls), timeout=timeout_s)
-    ray.get(ready)  # one that failed says why here
-    if late:
-        names = ", ".join(calls[reference] for reference in late)
-        raise TimeoutError(f"waited {timeout_s:.0f} s for {names} of the trainer group, and no answer came")
+    late, deadline = list(calls), time.monotonic() + timeout_s
+    while late:
+        ready, late = ray.wait(late, timeout=max(0.0, deadline - time.monotonic()))
+        ray.get(ready)  # one that failed says why, and the others, who may wait for it, are not waited for
+        if not ready:
+            names = ", ".join(calls[reference] for reference in late)
+            raise TimeoutError(f"waited {timeout_s:.0f} s for {names} of the trainer group, and no answer came")
     found: Sequence[Any] = ray.get(list(calls))
     return found

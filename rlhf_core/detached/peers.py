@@ -45,7 +45,7 @@ class Peers:
         if not self.names:
             yield
             return
-        self._actors = self._actors or {name: ray.get_actor(name) for name in self.names}
+        self._actors = self._actors or {name: self._found(rank, name) for rank, name in enumerate(self.names, start=1)}
         calls = {getattr(actor, method).remote(*arguments): name for name, actor in self._actors.items()}
         with naming_lost_rank(current_ranks()):
             yield
@@ -57,6 +57,14 @@ class Peers:
     def put(self, arrays: Callable[[], Any]) -> list[Any]:
         """Return the reference of plain arrays, in a list so that Ray leaves fetching to whoever is given it."""
         return [ray.put(arrays())] if self.names else []
+
+    def _found(self, rank: int, name: str) -> Any:
+        try:
+            return ray.get_actor(name)
+        except ValueError as error:  # it was there when the group was formed
+            raise LostRankError(
+                f"rank {rank} of {len(self.names) + 1} ({name}) has ended: no actor has its name any more"
+            ) from error
 
     def _whose(self, calls: Mapping[Any, str]) -> str:
         """Return the rank whose process is gone, in words."""

@@ -1,4 +1,7 @@
-"""`PPOTrainer` on this rank's share of the prompts; alone, on all of them."""
+"""`PPOTrainer` on this rank's share of the prompts; alone, on all of them.
+
+A case's further argument is the strategy; `strict` is the booster of tests that forgives nothing.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,22 @@ from typing import Any
 
 import torch
 
+from rlhf_core.config import LoRAConfig
 from rlhf_core.errors import RlhfError
+from rlhf_core.strategy.making import make_booster
 from rlhf_core.strategy.ranks import Ranks
 from rlhf_core.trainer.evaluators import PerformanceEvaluator
 from rlhf_core.trainer.ppo import checkpoint as ppo_checkpoint
 from rlhf_core.trainer.ppo import state as ppo_state
 from rlhf_core.trainer.ppo.trainer import PPOTrainer
 from tests.parallel.ranks import Found
-from tests.unit.trainer.ppo_trainers import encoded, padded, record_stats, trainer, weights
+from tests.unit.trainer.ppo_trainers import OPTIONS, encoded, padded, record_stats, trainer, weights
+from tests.unit.trainer.strict_booster import StrictBooster
 from tests.unit.trainer.test_ppo_trainer_refusals import Spoilt
 
 # One prompt stands in both halves, whose samples must differ all the same.
 TEXTS = ["1 plus 1", "2 plus 2", "1 plus 1", "3 plus 3"]
+OTHERS = ["4 plus 4", "5 plus 5", "6 plus 6", "7 plus 7"]
 
 
 def batches(ranks: Ranks, *, texts: list[str] | None = None) -> list[dict[str, Any]]:
@@ -29,8 +36,23 @@ def batches(ranks: Ranks, *, texts: list[str] | None = None) -> list[dict[str, A
     return [padded(encoded(own))]
 
 
-def built(ranks: Ranks, **changes: Any) -> PPOTrainer:
-    parameters: dict[str, Any] = {"train_batch_size": 4 // ranks.world_size, "seed": 3}
+def two_batches(ranks: Ranks) -> list[dict[str, Any]]:
+    """What the loaders of all ranks deal in a pass: a batch for an episode, and another for the next."""
+    share = len(TEXTS) // ranks.world_size
+    mine = slice(share * ranks.rank, share * (ranks.rank + 1))
+    return [padded(encoded(texts[mine])) for texts in (TEXTS, OTHERS)]
+
+
+def built(ranks: Ranks, strategy: str = "plain", **changes: Any) -> PPOTrainer:
+    def make() -> Any:
+        return StrictBooster() if strategy == "strict" else make_booster(strategy)  # type: ignore[arg-type]
+
+    parameters: dict[str, Any] = {
+        "train_batch_size": 4 // ranks.world_size,
+        "seed": 3,
+        "lr": 1e-4,
+        "make_booster": make,
+    }
     return trainer(**(parameters | changes))
 
 
@@ -39,8 +61,8 @@ def directory(ranks: Ranks) -> Path:
     return Path(ranks.broadcast_object(tempfile.mkdtemp() if ranks.is_first else ""))
 
 
-def episode(ranks: Ranks) -> Found:
-    ours = built(ranks)
+def fitted(ours: PPOTrainer, *arguments: Any) -> Found:
+    """Return what a fit does: the numbers of its steps, which rows they learnt from, and the weights after it."""
     stats = record_stats(ours)
     kept: list[torch.Tensor] = []
     step = ours.learner.training_step
@@ -50,8 +72,35 @@ def episode(ranks: Ranks) -> Found:
         return step(experience, ptx)
 
     ours.learner.training_step = spy  # type: ignore[method-assign]
-    ours.fit(2, 1, 1, batches(ranks))
-    return Found(stats[0]._asdict(), {"rows": kept[0]} | weights(ours))
+    ours.fit(*arguments)
+    numbers = {f"{number}.{name}": value for number, each in enumerate(stats) for name, value in each._asdict().items()}
+    rows = {f"rows.{number}": each for number, each in enumerate(kept)}
+    return Found(numbers, rows | weights(ours))
+
+
+def episode(ranks: Ranks, strategy: str = "plain") -> Found:
+    return fitted(built(ranks, strategy), 2, 1, 1, batches(ranks))
+
+
+def adapters(ranks: Ranks, strategy: str = "plain") -> Found:
+    """The reference is the actor without its adapters; activations are computed again."""
+    options = OPTIONS.model_copy(update={"gradient_checkpointing": True})
+    return fitted(built(ranks, strategy, lora=LoRAConfig(r=2), options=options), 2, 1, 1, batches(ranks))
+
+
+def saved(ranks: Ranks, strategy: str, save_dir: str) -> Found:
+    """Three episodes of two steps, a pass each, and a checkpoint after every step."""
+    ours = built(ranks, strategy, save_dir=Path(save_dir), save_interval=1)
+    return fitted(ours, 3, 1, 2, two_batches(ranks))
+
+
+def gone_on(ranks: Ranks, strategy: str, save_dir: str, name: str) -> Found:
+    """What is left of the three episodes, by as many ranks as there are now."""
+    ours = built(ranks, strategy)
+    ours.load_checkpoint(Path(save_dir) / "trainer" / name)
+    place = {"episode": float(ours.position.episode), "step": float(ours.position.step)}
+    found = fitted(ours, 3, 1, 2, two_batches(ranks))
+    return found._replace(numbers=found.numbers | place)
 
 
 def unequal(ranks: Ranks) -> Found:
@@ -78,13 +127,13 @@ def spoilt_on_one(ranks: Ranks) -> Found:
     return Found()
 
 
-def resumed(ranks: Ranks) -> Found:
+def resumed(ranks: Ranks, strategy: str = "plain") -> Found:
     save_dir = directory(ranks)
-    straight = built(ranks)
+    straight = built(ranks, strategy)
     straight.fit(2, 1, 2, batches(ranks))
-    first = built(ranks, save_dir=save_dir, save_interval=3)
+    first = built(ranks, strategy, save_dir=save_dir, save_interval=3)
     first.fit(2, 1, 2, batches(ranks))
-    second = built(ranks)
+    second = built(ranks, strategy)
     second.load_checkpoint(save_dir / "trainer" / "epoch-1_step-3")
     second.fit(2, 1, 2, batches(ranks))
     expected, found = weights(straight), weights(second)

@@ -133,7 +133,7 @@ def make_booster(
     if strategy == "plain":
         return PlainBooster(precision, max_norm, ranks)
     joined = _joined(strategy, ranks)
-    _check_backend(strategy, where, joined)
+    _check_device(strategy, where, joined)
     return _colossal(strategy, precision, max_norm, joined)
 
 
@@ -188,9 +188,17 @@ def _joined(strategy: str, ranks: Ranks | None) -> Ranks:
     return asked
 
 
-def _check_backend(strategy: str, device: torch.device, ranks: Ranks) -> None:
+def _check_device(strategy: str, device: torch.device, ranks: Ranks) -> None:
+    """See that the model is where ColossalAI puts it, which asks nobody, and that the ranks can talk there."""
+    import torch  # noqa: PLC0415
     import torch.distributed as dist  # noqa: PLC0415
 
+    taken = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else ""
+    if taken and str(device) not in {taken, "cuda"}:
+        raise ConfigError(
+            f"strategy {strategy} trains on the process's current GPU, {taken}, but the model is to be on {device}; "
+            "give that device, call torch.cuda.set_device before, or take plain"
+        )
     if device.type == "cuda" and "nccl" not in dist.get_backend():
         raise ConfigError(
             f"strategy {strategy} trains on GPUs over NCCL, which needs one for each of the {ranks.world_size} ranks, "

@@ -125,6 +125,17 @@ def test_ranks_that_share_a_gpu_are_told_so(alone: Ranks) -> None:
     said(caught)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda:1"])
+def test_a_model_on_another_device_than_the_current_gpu_is_refused(
+    device: str, alone: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    with pytest.raises(ConfigError, match=f"current GPU, cuda:0, but the model is to be on {device}") as caught:
+        make_booster("ddp", ranks=alone, device=device)
+    said(caught)
+
+
 def test_plain_takes_any_optimizer_and_the_others_what_they_can_shard() -> None:
     model = nn.Linear(2, 2)
     adagrad = torch.optim.Adagrad(model.parameters())

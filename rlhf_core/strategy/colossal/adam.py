@@ -1,4 +1,4 @@
-"""ColossalAI's HybridAdam where it can be had, and torch's AdamW where that will do."""
+"""ColossalAI's HybridAdam, with kernels that are built here at first use."""
 
 from __future__ import annotations
 
@@ -38,16 +38,6 @@ def hybrid_adam(groups: Groups, *, betas: tuple[float, float]) -> torch.optim.Op
     use_host_kernel()
     with quiet():
         return ExactHybridAdam(members, betas=betas)
-
-
-def hybrid_or_torch_adam(groups: Groups, *, betas: tuple[float, float]) -> torch.optim.Optimizer:
-    """Return HybridAdam, or where its kernels cannot be built, torch's AdamW: the steps are the same."""
-    members = [dict(group) for group in groups]
-    try:
-        return hybrid_adam(members, betas=betas)
-    except KernelError as error:
-        logger.warning("torch's AdamW takes the place of HybridAdam: %s", error)
-        return torch.optim.AdamW(members, betas=betas, fused=True)
 
 
 def _with_cuda_kernels(groups: list[dict[str, Any]], betas: tuple[float, float]) -> torch.optim.Optimizer:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_core.strategy.colossal import adam, kernel
-from rlhf_core.strategy.colossal.adam import hybrid_adam, hybrid_or_torch_adam
+from rlhf_core.strategy.colossal.adam import hybrid_adam
 from rlhf_core.strategy.colossal.compat import upstream
 from rlhf_core.strategy.colossal.kernel import KernelError, load_kernel
 
@@ -199,19 +199,6 @@ def test_a_processor_without_a_kernel_is_named(sources: Path, tmp_path: Path, mo
     monkeypatch.setattr(kernel.platform, "machine", lambda: "riscv64")
     with pytest.raises(KernelError, match="not riscv64"):
         load_kernel(sources, cache=tmp_path / "cache")
-
-
-def test_where_another_adam_will_do_it_takes_the_place(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def no_kernel() -> None:
-        raise KernelError("its kernel needs a C++ compiler, and there is no g++")
-
-    monkeypatch.setattr(adam, "host_kernel", no_kernel)
-    made = hybrid_or_torch_adam(groups(weights(torch.Generator())), betas=BETAS)
-    assert type(made) is torch.optim.AdamW
-    assert [group["weight_decay"] for group in made.param_groups] == [0.1, 0.0]
-    assert "torch's AdamW takes the place of HybridAdam: its kernel needs a C++ compiler" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -221,8 +221,13 @@ class PPOCheckpoints:
         booster.save_model(model, str(directory / "modeling"), shard=True, use_safetensors=True)
         booster.save_optimizer(optimizer, str(directory / "optimizer"), shard=True)
         booster.save_lr_scheduler(scheduler, str(directory / "lr_scheduler"))
-        if self._ranks.is_first:
-            write_json(directory / "running_states.json", facts)
+
+        def write_facts() -> None:
+            if self._ranks.is_first:
+                write_json(directory / "running_states.json", facts)
+
+        # The next model's files begin with collectives, which a rank that failed here would not reach.
+        together(self._ranks, write_facts, what="write the checkpoint")
 
 
 def _rank_state(loaders: Mapping[str, CycledLoader], learning: Learning | None) -> RankState:

@@ -96,7 +96,8 @@ class Strategy:
     @contextmanager
     def model_init_context(self) -> Iterator[None]:
         """Run the block with random numbers that the seed decides: new models are the same on every rank."""
-        with torch.random.fork_rng():
+        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+        with torch.random.fork_rng(devices=devices):  # left alone it forks, and warns of, every GPU of the machine
             torch.manual_seed(self.seed)
             yield
 

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from rlhf_core.trainer.boosted import undisturbed
+
 TokenIds = Sequence[int]
 Metrics = dict[str, float]
 OnStep = Callable[[Metrics], None]
@@ -31,7 +33,7 @@ def training_mode(model: nn.Module, *, seed: int) -> Iterator[None]:
 
     The global random state comes out as it went in.
     """
-    with torch.random.fork_rng():
+    with undisturbed():
         torch.manual_seed(seed)
         model.train()
         try:

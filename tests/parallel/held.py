@@ -20,11 +20,11 @@ class Held(NamedTuple):
     gradients: int
     """More after a backward pass."""
     moments: int
-    """More after a step, its gradients forgotten."""
+    """More after the step and the next backward pass: whether gradients are given back between them does not matter."""
 
 
 def held_bytes() -> int:
-    """Return the bytes of the storages of all tensors, each storage once."""
+    """Return the bytes of the storages of all tensors that the garbage collector knows, each storage once."""
     gc.collect()
     sizes: dict[tuple[torch.device, int], int] = {}
     # A subclass that overrides functions of tensors must not be asked, nor what only claims to be a tensor.
@@ -38,20 +38,27 @@ def held_bytes() -> int:
 
 
 def measured(make: Callable[[], Trained], loss_of: Callable[[nn.Module], Tensor]) -> tuple[Held, Trained]:
-    """Take one step, and return what was held at each moment of it.
+    """Take two steps, and return what was held when.
 
     Args:
         make: returns the model with what trains it.
         loss_of: of the boosted model.
     """
-    before = held_bytes()
-    trained = make()
-    weights = held_bytes() - before
-    trained.booster.backward(loss_of(trained.model), trained.optimizer)
-    gradients = held_bytes() - before - weights
+    gc.collect()
+    gc.freeze()  # what is there already is not looked at
+    try:
+        trained = make()
+        weights = held_bytes()
+        trained.booster.backward(loss_of(trained.model), trained.optimizer)
+        gradients = held_bytes() - weights
+        trained.optimizer.step()
+        trained.optimizer.zero_grad()
+        trained.booster.backward(loss_of(trained.model), trained.optimizer)
+        moments = held_bytes() - weights - gradients
+    finally:
+        gc.unfreeze()
     trained.optimizer.step()
     trained.optimizer.zero_grad()
-    moments = held_bytes() - before - weights
     return Held(weights, gradients, moments), trained
 
 

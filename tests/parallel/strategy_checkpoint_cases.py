@@ -17,7 +17,7 @@ from rlhf_core.trainer.supervised.batches import as_masked, token_batch
 from rlhf_core.trainer.supervised.forward import token_loss
 from tests.parallel import strategy_stages as stages
 from tests.parallel.ranks import Found
-from tests.tiny_llama import tiny_llama
+from tests.parallel.strategy_cases import llama
 
 FORMS = {"file": False, "directory": True}
 """Unsharded and sharded, as `save_model(shard=)` has it."""
@@ -85,16 +85,15 @@ def read_adapters(ranks: Ranks, strategy: str, precision: str, directory: str) -
 
 def _trained(ranks: Ranks, strategy: str, precision: str, *, adapters: bool = False) -> Trained:
     """A model like no other: what it is after reading must come from the checkpoint."""
-    model: nn.Module = tiny_llama(initializer_range=0.2, seed=100 * ranks.world_size + len(strategy))
+    # The base of adapters, which training leaves alone, is the checkpoint's own.
+    model = llama(hidden=128, layers=2, seed=0 if adapters else 100 * ranks.world_size + len(strategy))
     if adapters:
-        # The base, which training leaves alone, is the checkpoint's own.
-        model = tiny_llama(initializer_range=0.2, seed=0)
-        attach_lora(model, stages.LORA, seed=ranks.world_size)  # type: ignore[arg-type]
+        attach_lora(model, stages.LORA, seed=ranks.world_size)
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(ranks.world_size))
     return make_trained(
-        model.to(stages.DEVICE),
+        model,
         lr=stages.OTHER_LR,
         weight_decay=stages.DECAY,
         schedule=lambda step: 1 / (1 + step),

@@ -1,0 +1,86 @@
+"""Every strategy trains every stage as plain does on one rank with the whole batch, and as PyTorch written out."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_core.strategy.ranks import ALONE
+from tests.parallel import strategy_reference as reference
+from tests.parallel import strategy_stages as stages
+from tests.parallel.closeness import assert_bf16, assert_fp32
+from tests.parallel.ranks import Found, run_on_ranks
+
+torch.set_num_threads(1)
+
+pytestmark = pytest.mark.parallel
+
+STRATEGIES = ("plain", "ddp", "zero2", "zero2_cpu", "gemini")
+ROUNDED = ("zero2", "zero2_cpu", "gemini")
+"""In bfloat16 their weights are too."""
+WITH_ADAPTERS = ("plain", "ddp", "zero2", "zero2_cpu")
+WORLDS = (2, 3)
+"""Three ranks have shares that no weight divides into evenly, and rows of which the last step has 3, 3 and 2."""
+
+RUNS = [f"steps:{stage}:{strategy}" for stage in stages.STAGES for strategy in STRATEGIES] + [
+    f"adapter_steps:{stage}:{strategy}" for stage in ("sft", "ppo") for strategy in WITH_ADAPTERS
+]
+
+
+@pytest.fixture(scope="module", params=WORLDS)
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Found]]:
+    cases = [f"{run}:{precision}" for run in RUNS for precision in ("fp32", "bf16")]
+    directory = tmp_path_factory.mktemp("strategies")
+    return run_on_ranks("tests.parallel.strategy_cases", cases, directory, world_size=request.param)
+
+
+@cache
+def alone(kind: str, stage: str) -> Found:
+    """Return what one plain rank finds in float32."""
+    options: dict[str, Any] = {"lora": stages.LORA} if kind == "adapter_steps" else {}
+    return stages.STAGES[stage](ALONE, "plain", "fp32", **options)
+
+
+@cache
+def written(kind: str, stage: str, arithmetic: reference.Arithmetic) -> Found:
+    """Return what PyTorch alone finds."""
+    return reference.trained(stage, arithmetic, adapters=kind == "adapter_steps")
+
+
+@pytest.mark.parametrize(("kind", "stage"), sorted({tuple(run.split(":")[:2]) for run in RUNS}))
+def test_plain_is_pytorch_written_out(kind: str, stage: str) -> None:
+    assert_fp32(alone(kind, stage), written(kind, stage, "fp32"))
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_five_steps_are_those_of_one_rank(found: list[dict[str, Found]], run: str) -> None:
+    kind, stage, _ = run.split(":")
+    first, *others = (each[f"{run}:fp32"] for each in found)
+    assert first.numbers.keys() == alone(kind, stage).numbers.keys()
+    assert_fp32(first, alone(kind, stage))
+    assert_fp32(first, written(kind, stage, "fp32"))
+    for other in others:
+        assert other.numbers == first.numbers
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_five_steps_in_bfloat16_are_no_farther_off_than_plain_ones(found: list[dict[str, Found]], run: str) -> None:
+    kind, stage, strategy = run.split(":")
+    first, *others = (each[f"{run}:bf16"] for each in found)
+    arithmetic: reference.Arithmetic = "weights" if strategy in ROUNDED else "autocast"
+    rounded, exact = (written(kind, stage, which) for which in (arithmetic, "fp32"))
+    assert_bf16(first, rounded, exact, adapters=kind == "adapter_steps")
+    for other in others:
+        assert other.numbers == first.numbers
+
+
+@pytest.mark.parametrize("stage", ["sft", "ppo"])
+def test_the_matrix_measures_what_clipping_and_padding_do(stage: str) -> None:
+    """Else a strategy that left them out would pass."""
+    plain = alone("steps", stage)
+    norms = [value for name, value in plain.numbers.items() if name.endswith("grad_norm")]
+    assert min(norms) > 2 * stages.CLIP
+    assert any(each.numel() % 3 for each in plain.tensors.values())

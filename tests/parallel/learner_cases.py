@@ -5,14 +5,12 @@ A case's further argument is the strategy; `strict` is the booster of tests that
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from pathlib import Path
 from tempfile import gettempdir
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 from rlhf_core.config import LoRAConfig, PPOConfig
@@ -208,36 +206,6 @@ def no_tokens_here(ranks: Ranks, strategy: str = "plain") -> Found:
     return found(ours, ours.training_step(share(batch.replace(action_mask=mask), ranks)))
 
 
-def gone_on(ranks: Ranks, first: str, second: str) -> Found:
-    """A state is gone on with under another strategy, by as many ranks; numbers are of the steps after it."""
-    ours = learner(ranks, first)
-    rows = tiny_experience()
-    ours.learn(rows, seed=0, episode=0)
-    held = given(ours.state().tensors, ranks)
-    other = learner(ranks, second)
-    other.load_state(held, json.loads(json.dumps(ours.state().facts)))
-    straight, after = (each.learn(tiny_experience(seed=1), seed=0, episode=1) for each in (ours, other))
-    expected = found(ours, *straight)
-    names = {f"straight.{name}": value for name, value in expected.numbers.items()}
-    result = found(other, *after)
-    return result._replace(
-        numbers=result.numbers | names, tensors=result.tensors | prefixed("straight", expected.tensors)
-    )
-
-
-def given(tensors: dict[str, torch.Tensor], ranks: Ranks) -> dict[str, torch.Tensor]:
-    """Return the first rank's tensors on every rank, by way of a file, as a trainer's group hands them out."""
-    path = Path(gettempdir()) / f"state-{os.getppid()}.safetensors"
-    if ranks.is_first:
-        save_file(tensors, path)
-    ranks.barrier()
-    held = load_file(path)
-    ranks.barrier()
-    if ranks.is_first:
-        path.unlink()
-    return held
-
-
 def controls(ranks: Ranks) -> Found:
     ours = RewardControls(CONFIG.model_copy(update={"kl_target": 1.0, "normalise_rewards": True}), ranks)
     for start in (0.0, 3.0):
@@ -274,27 +242,3 @@ def bare_optimizer(ranks: Ranks) -> Found:
     trained = Trained(model, optimizer, scheduler, booster)
     taken = take_step(trained, loss=loss, what="model", grad_clip=0.5, ranks=ranks)
     return Found({"norm": taken.norm}, dict(model.state_dict()))
-
-
-def checkpoint(ranks: Ranks) -> Found:
-    """Rank 0 writes, all read."""
-    path = Path(gettempdir()) / f"checkpoint-{os.getppid()}.safetensors"
-    ours, booster = learner(ranks, lora=LORA), PlainBooster(ranks=ranks)
-    ours.training_step(ours.recompute(share(tiny_experience(), ranks)))
-    booster.save_model(ours.actor, str(path))
-    fresh = learner(ranks, lora=LORA)
-    booster.load_model(fresh.actor, str(path))
-    ranks.barrier()
-    if ranks.is_first:
-        path.unlink()
-    named = dict(ours.actor.named_parameters())
-    return Found({"equal": float(all(torch.equal(p, named[n]) for n, p in fresh.actor.named_parameters()))})
-
-
-def merged(ranks: Ranks, strategy: str = "plain") -> Found:
-    """What is published: all weights, in the makers' precision, on the first rank alone."""
-    ours = learner(ranks, strategy)
-    ours.learn(tiny_experience(), seed=0, episode=0)
-    published = ours.merged_weights("actor", dtype=torch.bfloat16)
-    published |= prefixed("critic", ours.merged_weights("critic", dtype=torch.bfloat16))
-    return Found({"count": float(len(published))}, published)

@@ -182,8 +182,8 @@ class PPOCheckpoints:
             return position
         self._held.meter.reset()  # of the steps of the episode that ends here
         say(
-            "%s: what is left of episode %d after its %d steps is not learnt, and episode %d is collected next",
-            moved, position.episode, position.windows, position.episode + 1,
+            "%s: what is left of episode %d, behind step %d, is not learnt, and episode %d is collected next",
+            moved, position.episode, position.step, position.episode + 1,
         )  # fmt: skip
         return Position(position.episode + 1, 0, position.step)
 

@@ -12,9 +12,10 @@ from infra.clusters import ClusterManifest, connect
 from infra.errors import ClusterError
 from rlhf_core.config import ClusterConfig, PipelineConfig, PPOConfig
 from rlhf_core.data import problems_from_jsonl
+from rlhf_core.errors import LostRankError
 from tasks.context import Context, materialise
 from tasks.progress import say
-from tasks.ray_calls import ask, unwrapped, wait_for_all
+from tasks.ray_calls import ask, first_line, unwrapped, wait_for_all
 from tasks.results import PPORun
 from tasks.shares import available_gpus, gpu_shares, resources
 
@@ -72,10 +73,20 @@ def end_group(run: PPORun) -> None:
 
 
 def peers_of(run: PPORun) -> dict[str, Any]:
-    """Return the trainer's other ranks by name: whoever waits for the trainer watches that they live."""
+    """Return the trainer's other ranks by name: whoever waits for the trainer watches that they live.
+
+    Raises:
+        LostRankError: if one has ended.
+    """
     import ray
 
-    return {name: ray.get_actor(name) for name in _peer_names(run)}
+    found = {}
+    for name in _peer_names(run):
+        try:
+            found[name] = ray.get_actor(name)
+        except ValueError as error:
+            raise LostRankError(f"{name}, a process of the trainer group, has ended: no actor has its name") from error
+    return found
 
 
 def _warm(run: PPORun, episode: int) -> Any | None:
@@ -101,8 +112,8 @@ def _build(run: PPORun, context: Context) -> Any:
     if len(trainers) > 1:
         waits = {"start_timeout_s": cluster.start_timeout_s, "collective_timeout_s": cluster.collective_timeout_s}
         unwrapped(partial(form_group, trainers, **waits))
-    waiting = {actor.build.remote(): name for name, actor in (*makers.items(), (TRAINER, trainer))}
-    wait_for_all(waiting, cluster.start_timeout_s, what=f"run {run.name} to build its models")
+    waiting = {actor.build.remote(): name for name, actor in ((TRAINER, trainer), *makers.items())}
+    wait_for_all(waiting, cluster.start_timeout_s, what=f"run {run.name} to build its models", members=peers_of(run))
     ask(trainer.synchronise, cluster.start_timeout_s)
     position = ask(trainer.position, ANSWER_S)
     found = f"restored after episode {position.next_episode}" if position.next_episode else "at the start"
@@ -181,7 +192,7 @@ def _let_commit_finish(cluster: ClusterConfig) -> None:
         ask(trainer.await_commit, cluster.commit_timeout_s)
     except Exception as error:
         if not isinstance(error, ValueError):  # no such actor
-            say("ppo", f"the trainer's last commit did not finish: {str(error).splitlines()[0]}")
+            say("ppo", f"the trainer's last commit did not finish: {first_line(error)}")
 
 
 def _await_gone(names: tuple[str, ...], timeout_s: float) -> None:

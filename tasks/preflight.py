@@ -15,6 +15,7 @@ from tasks.shares import available_gpus
 
 Trained = Literal["sft", "reward_model", "ppo"]
 """A stage that trains, by the name of its configuration."""
+_HALF = 0.5
 _PRECISIONS: dict[str, Literal["fp32", "bf16", "fp16"]] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -109,6 +110,13 @@ def check_trainers(config: PipelineConfig, stages: Sequence[Trained], *, gpus: i
             raise ConfigError(
                 f"{stage}.strategy {settings.strategy} needs a GPU for each of {settings.num_trainers} trainers, but "
                 f"this machine has {gpus}; lower {stage}.num_trainers, or set the strategy to plain"
+            )
+        share = config.ppo.cluster.trainer_gpus
+        if cuda and settings.strategy != "plain" and settings.num_trainers > 1 and share is not None and share <= _HALF:
+            raise ConfigError(
+                f"{stage}.strategy {settings.strategy} needs a GPU for each of {settings.num_trainers} trainers, but "
+                f"ppo.cluster.trainer_gpus is {share:g}, of which several fit on one; raise it above {_HALF}, or leave "
+                "it out"
             )
 
 

@@ -58,12 +58,12 @@ def run_on_ranks(
     """
     from infra.clusters import connect, lease_cluster, release_cluster
 
-    started = time.monotonic()
-    gpus = available_gpus()
+    started, gpus = time.monotonic(), available_gpus()
+    number, share = trainers.num_trainers, trainer_share(cluster, gpus, trainers.num_trainers)
     manifest = lease_cluster(
         name,
         directory=context.settings.clusters_dir,
-        num_cpus=trainers.num_trainers * cluster.trainer_threads,
+        num_cpus=number * cluster.trainer_threads,
         num_gpus=gpus,
         object_store_mb=cluster.object_store_mb or OBJECT_STORE_MB,
         start_timeout_s=cluster.start_timeout_s,
@@ -71,10 +71,9 @@ def run_on_ranks(
     )
     try:
         connect(manifest)
-        share = trainer_share(cluster, gpus, trainers.num_trainers)
-        actors = _group(work, stage, trainers.num_trainers, cluster, resources(cluster.trainer_threads, share))
-        ranks = f"{len(actors)} ranks" if len(actors) > 1 else "1 rank"
-        say(stage, f"{ranks} ({trainers.strategy}) ready in {time.monotonic() - started:.0f} s")
+        actors = _group(work, stage, number, cluster, resources(cluster.trainer_threads, share))
+        ranks = f"{number} rank{'s' if number > 1 else ''} ({trainers.strategy})"
+        say(stage, f"{ranks} ready in {time.monotonic() - started:.0f} s")
         return _first_result(actors, cluster)
     finally:
         release_cluster(name)
@@ -121,14 +120,17 @@ def _first_result(actors: Mapping[str, Any], cluster: ClusterConfig) -> Any:
         if done:
             break
         if time.monotonic() - told > cluster.episode_timeout_s:
-            raise TimeoutError(f"waited {cluster.episode_timeout_s:.0f} s for a word of {calls[first]}, and none came")
+            raise TimeoutError(
+                f"waited {cluster.episode_timeout_s:.0f} s for a word of {calls[first]}, and none came; raise "
+                "ppo.cluster.episode_timeout_s, or look into the cluster's log"
+            )
         trouble = trouble_among(actors, ANSWER_S)
         if trouble is not None:
             _say_what_others_met(calls, first)
             return its_own_word(first, trouble)
     _say_what_others_met(calls, first)
     result = unwrapped(partial(ray.get, first))
-    wait_for_all(calls, cluster.collective_timeout_s, what="the other ranks to end")
+    wait_for_all(calls, cluster.collective_timeout_s, what="the other ranks to end", setting="collective_timeout_s")
     return result
 
 

@@ -24,16 +24,29 @@ def ask(method: Any, timeout_s: float) -> Any:
     """
     import ray
 
-    return unwrapped(lambda: ray.get(method.remote(), timeout=timeout_s))
+    call = method.remote()
+    done, _ = ray.wait([call], timeout=timeout_s)
+    if not done:
+        raise TimeoutError(f"waited {timeout_s:.0f} s for a process of the run's cluster, and no answer came")
+    return unwrapped(lambda: ray.get(call))
 
 
-def wait_for_all(calls: Mapping[Any, str], timeout_s: float, *, what: str) -> None:
+def wait_for_all(
+    calls: Mapping[Any, str],
+    timeout_s: float,
+    *,
+    what: str,
+    setting: str = "start_timeout_s",
+    members: Mapping[str, Any] | None = None,
+) -> None:
     """Wait for calls of several actors.
 
     Args:
         calls: reference of each call, and whom it was made to.
         timeout_s: longest wait for all together.
         what: completes the sentence "waited for ...".
+        setting: of `ppo.cluster`, which says how long is waited.
+        members: further actors that take part, by name, as for `follow`.
 
     Raises:
         TimeoutError: some did not answer; it names them.
@@ -42,14 +55,20 @@ def wait_for_all(calls: Mapping[Any, str], timeout_s: float, *, what: str) -> No
 
     late, deadline = list(calls), time.monotonic() + timeout_s
     while late:
-        ready, late = ray.wait(late, timeout=max(0.0, deadline - time.monotonic()))
+        left_s = max(0.0, deadline - time.monotonic())
+        ready, late = ray.wait(late, timeout=min(POLL_S, left_s) if members else left_s)
         unwrapped(partial(ray.get, ready))  # an actor that failed says why, and nobody is waited for
-        if not ready:
+        if ready:
+            continue
+        if time.monotonic() >= deadline:
             names = ", ".join(sorted(calls[reference] for reference in late))
             raise TimeoutError(
-                f"waited {timeout_s:.0f} s for {what}, and {names} did not answer; raise ppo.cluster.start_timeout_s, "
+                f"waited {timeout_s:.0f} s for {what}, and {names} did not answer; raise ppo.cluster.{setting}, "
                 "or look into the cluster's log"
             )
+        trouble = trouble_among(members or {}, left_s)
+        if trouble is not None:
+            its_own_word(late[0], trouble)
 
 
 def follow(

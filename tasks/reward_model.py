@@ -28,7 +28,7 @@ from tasks.scratch import scratch_directory
 from tasks.sentences import stage_task
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from rlhf_core.data import PromptTemplate
     from rlhf_core.data.encoding import EncodedPair
@@ -147,7 +147,6 @@ def _fit(
     """Return a reward model on the policy's trunk, what every step said, and the training's figures."""
     import torch
 
-    from rlhf_core.functional.curves import last_quarter
     from rlhf_core.models.loading import default_device, load_causal_lm
     from rlhf_core.models.reward_model import RewardModel
     from rlhf_core.trainer.supervised.reward_model import train_reward_model
@@ -171,18 +170,21 @@ def _fit(
         on_step=lambda step: progress.step(int(step["step"]), loss=step["loss"], accuracy=step["accuracy"]),
     )
     rows = [{"step": int(step["step"]), "loss": step["loss"], "accuracy": step["accuracy"]} for step in run.history]
-    last = last_quarter(run.history)
+    figures = {"pairs": len(training) - run.dropped, **trainers_of(settings), "dropped": run.dropped}
+    return run.trained, rows, {"steps": len(rows), **figures, **_curve(run.history)}
+
+
+def _curve(history: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the ends of the loss curve, and the accuracy over its last quarter."""
+    from rlhf_core.functional.curves import last_quarter
+
+    last = last_quarter(history)
     right = sum(step["accuracy"] * step["pairs"] for step in last)  # measured before each step learnt them
-    figures = {
-        "steps": len(rows),
-        "pairs": len(training) - run.dropped,
-        **trainers_of(settings),
-        "first_loss": rows[0]["loss"],
-        "last_loss": rows[-1]["loss"],
+    return {
+        "first_loss": history[0]["loss"],
+        "last_loss": history[-1]["loss"],
         "training_accuracy": right / sum(step["pairs"] for step in last),
-        "dropped": run.dropped,
     }
-    return run.trained, rows, figures
 
 
 def _measured(

@@ -25,8 +25,10 @@ FIRST = (
     "test_chain",
     "test_stack_mishaps",
     "test_ppo_run",
+    "test_trainer_ranks",
     "test_stack",
     "test_clusters",
+    "test_stage_ranks",
     "test_cluster_endings",
 )
 """Files of minutes: a worker that met one of them last would keep the other waiting. In this order one worker has most

@@ -172,8 +172,8 @@ class RollCall:
         waited_for = self._others if self._kept_by_first and self.rank == 0 else []
 
         def knows(rank: int) -> bool:
-            sign = self._signs[rank]
-            return sign.knows or bool(sign.left) or bool(self._state(rank))
+            sign = self._signs.get(rank)
+            return (sign is not None and (sign.knows or bool(sign.left))) or bool(self._state(rank))
 
         while not self._unreachable and time.monotonic() < deadline:
             if self._told and all(map(knows, waited_for)):

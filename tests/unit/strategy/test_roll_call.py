@@ -32,6 +32,7 @@ def test_a_killed_rank_is_named_by_all_others_long_before_the_deadline(world_siz
         assert each.after_s < SECONDS
 
 
+@pytest.mark.parallel
 def test_where_somebody_else_keeps_the_meeting_place_it_is_the_same() -> None:
     told = play(Fate(0, "SIGKILL"), world_size=2, deadline_s=DEADLINE_S, agent=True)
     assert told[0].sentence.startswith("LostRankError: rank 0 of 2 has ended")

@@ -8,3 +8,8 @@ import os
 def launched_rank() -> int:
     """Return this process's rank under torchrun; 0 without it."""
     return int(os.environ.get("RANK", "0"))
+
+
+def launched_ranks() -> int:
+    """Return the number of processes that torchrun started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from rlhf_core.config.strategy import GEMINI, SAME_STRATEGY, StrategyName
 from rlhf_core.errors import ConfigError
+from rlhf_core.strategy.launch import launched_ranks
 
 if TYPE_CHECKING:
     import torch
@@ -178,6 +179,11 @@ def _joined(strategy: str, ranks: Ranks | None) -> Ranks:
             raise ConfigError(
                 f"strategy {strategy} is asked for {asked.world_size} ranks, but this process has joined no group; "
                 "call rlhf_core.strategy.ranks.join() first, under torchrun"
+            )
+        if launched_ranks() > 1:
+            raise ConfigError(
+                f"strategy {strategy} would train alone in each of the {launched_ranks()} processes that were started, as "
+                "this one has joined no group; call rlhf_core.strategy.ranks.join() first"
             )
         return join_alone()
     if asked.world_size != dist.get_world_size():

@@ -43,8 +43,8 @@ def step_all(
 ) -> dict[str, float]:
     """Take one step on the actor and, where there is one, on the critic; return their figures.
 
-    Neither steps before the losses and gradients of both are known to be fit for it: after an error, the same minibatch
-    can be learnt again, and no step is taken twice.
+    Neither steps before the losses and gradients of both are known to be fit for it: after a loss or gradient that is
+    not, the same minibatch can be learnt again, and no step is taken twice.
 
     Args:
         roles: the actor, and perhaps the critic.

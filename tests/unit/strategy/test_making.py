@@ -110,6 +110,14 @@ def test_ranks_that_have_not_met_are_refused() -> None:
     assert current_ranks().world_size == 1
 
 
+def test_processes_of_torchrun_that_joined_no_group_do_not_train_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="would train alone in each of the 2 processes") as caught:
+        make_booster("zero2")
+    said(caught)
+
+
 def test_a_world_of_another_size_is_refused(alone: Ranks) -> None:
     assert alone.world_size == 1
     with pytest.raises(ConfigError, match="over all 1 processes of the group, but is asked for 4 ranks") as caught:

@@ -44,13 +44,13 @@ def zero_head(trunk: PreTrainedModel) -> nn.Linear:
 
 
 def apply_head(head: nn.Linear, hidden: Tensor) -> Tensor:
-    """Return the head's output in float32, [...] from [... H], also under autocast.
+    """Return the head's output in float32, [...] from [... H], also under autocast and from rounded weights.
 
     Scores and values are compared with others in their third digit, which bfloat16 does not have.
     """
     with torch.autocast(device_type=hidden.device.type, enabled=False):
-        output: Tensor = head(hidden.to(head.weight.dtype))
-    return output.squeeze(-1).float()
+        output = nn.functional.linear(hidden.float(), head.weight.float(), head.bias.float())
+    return output.squeeze(-1)
 
 
 def save_with_head(

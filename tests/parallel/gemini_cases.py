@@ -314,16 +314,39 @@ def ready_and_left_out(run: Run) -> None:
 
 def broken_off(run: Run) -> None:
     """An error in the middle of a backward pass, after some of the gradients have come."""
+    from rlhf_core.strategy.colossal.compat.gemini import chunks_of
 
     def fail(_: Tensor) -> None:
         raise RuntimeError("broken off")
 
-    layer = run.model.module.model.layers[0]
-    handle = layer.register_forward_hook(lambda *parts: parts[2].register_hook(fail) and None)
+    before = held_bytes()
+    handle = run.model.module.model.layers[0].register_forward_hook(
+        lambda *parts: parts[2].register_hook(fail) and None
+    )
     with pytest.raises(RuntimeError, match="broken off"):
         run.backward(3)
     handle.remove()
     run.optimizer.zero_grad()
+    assert held_bytes() <= before + 1024
+    partly = [chunk.grad_chunk for chunk in chunks_of(run.model) if chunk.grad_chunk is not None]
+    assert not any(chunk.can_reduce for chunk in partly)
+    assert {place.state.name for chunk in partly for place in chunk.tensors_info.values()} == {"HOLD"}
+
+
+def broken_off_within(run: Run) -> None:
+    """An error in the backward of one operation, whose weight is in use."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    before = held_bytes()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run.model.param_op_hook, "post_backward", fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            run.backward(3)
+    run.optimizer.zero_grad()
+    assert held_bytes() <= before + 1024
+    state_of(run)
 
 
 def never_backward(run: Run) -> None:
@@ -331,11 +354,17 @@ def never_backward(run: Run) -> None:
         run.figures(*micro)
 
 
+def evaluated(run: Run) -> None:
+    run.evaluated(3)
+
+
 def looked_at(run: Run) -> None:
     for micro in run.micros(3):
         run.figures(*micro)  # chunks are left gathered
         state_of(run)
+        run.figures(*micro)
         run.booster.weights(run.model, ["model.norm.weight"])
+    run.figures(*micro)
     with run.booster.awake(run.model):
         run.evaluated(3)
     with run.booster.exact(run.model):
@@ -348,15 +377,26 @@ def no_gradients(run: Run) -> None:
     assert equal(before, state_of(run))
 
 
+ANY_TIME = (never_backward, evaluated, looked_at)
+"""What may also come after the gradients, before the step."""
+
+
 def undisturbed(ranks: Ranks, what: str, precision: str) -> Found:
     """What comes between two steps leaves nothing behind."""
     disturb: Callable[[Run], None] = globals()[what]
-    run, other = Run(ranks, precision=precision), Run(ranks, precision=precision)
-    run.step(0)
-    disturb(run)
-    numbers = run.step(1)
-    other.step(0)
-    return Found({"same": numbers == other.step(1) and equal(state_of(run), state_of(other))})
+    runs = run, _ = Run(ranks, precision=precision), Run(ranks, precision=precision)
+    numbers = []
+    for each in runs:
+        each.step(0)
+        if each is run:
+            disturb(each)
+        loss = each.backward(1)
+        if each is run and disturb in ANY_TIME:
+            disturb(each)
+        each.optimizer.step()
+        each.optimizer.zero_grad()
+        numbers.append((loss, each.optimizer.get_grad_norm(), each.evaluated(2)))
+    return Found({"same": numbers[0] == numbers[1] and equal(*(state_of(each) for each in runs))})
 
 
 def zero_grad_between(ranks: Ranks) -> Found:

@@ -22,7 +22,8 @@ BYTES = {"fp32": 4, "bf16": 2}
 SLACK = 1024
 """Bytes of buffers, and of numbers that count."""
 DISTURBANCES = (
-    "nan_on_one_rank", "left_out", "ready_and_left_out", "broken_off", "never_backward", "looked_at", "no_gradients",
+    "nan_on_one_rank", "left_out", "ready_and_left_out", "broken_off", "broken_off_within", "never_backward",
+    "evaluated", "looked_at", "no_gradients",
 )  # fmt: skip
 
 

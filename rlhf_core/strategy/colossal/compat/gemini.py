@@ -234,10 +234,8 @@ def rest(model: ShardedModel) -> None:
 
 
 def _hold(chunk: Any) -> None:
-    """Take a chunk's tensors back from whichever part of a pass they are in."""
+    """Take a chunk's tensors back from the operation or the reduction that they were left in."""
     for tensor in chunk.get_tensors():
-        # What a transition does not apply to, it leaves as it is.
-        chunk.tensor_trans_state(tensor, _chunk.TensorState.READY_FOR_REDUCE)
         chunk.tensor_trans_state(tensor, _chunk.TensorState.HOLD)
 
 

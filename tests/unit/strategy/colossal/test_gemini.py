@@ -92,6 +92,25 @@ def test_the_formula_is_what_gemini_does(kind: str) -> None:
     assert len(chunks) > 4
 
 
+def test_masters_are_the_weights_before_they_were_rounded() -> None:
+    held = state_of(run("critic", "bf16"))
+    for name, weight in model_of("critic", seed=0).named_parameters():
+        assert torch.equal(held[f"weights.{name}"], weight.detach())
+
+
+def test_between_steps_there_are_shards_alone() -> None:
+    ours = run()
+    manager = ours.model.chunk_manager
+    counted = dict(manager.total_mem)
+    ours.backward(0)
+    assert manager.total_mem != counted
+    ours.optimizer.zero_grad()
+    assert manager.total_mem == counted
+    ours.step(0)
+    assert not any(share.numel() for group in ours.optimizer.param_groups for share in group["params"])
+    assert all(chunk.grad_chunk.cuda_shard is None for chunk in compat.chunks_of(ours.model))
+
+
 def test_buffers_keep_their_precision_and_are_the_twins_too() -> None:
     ours = run("reward_model", "bf16")
     twin = ours.booster.plain(ours.model)
@@ -110,6 +129,15 @@ def test_what_comes_out_is_of_torchs_own_class() -> None:
     before = output.clone()
     output.add_(1)
     assert torch.equal(output, before + 1)
+
+
+@pytest.mark.parametrize("kind", ["critic", "reward_model"])
+def test_values_and_scores_are_finer_than_the_weights(kind: str) -> None:
+    ours = run(kind, "bf16")
+    with torch.no_grad():
+        found = ours.model(*next(ours.micros(0)))
+    assert found.dtype == torch.float32
+    assert not torch.equal(found, found.bfloat16().float())
 
 
 def test_training_and_evaluation_reach_all_modules() -> None:

@@ -104,6 +104,12 @@ def of_trainers(stage: str, **settings: Any) -> PipelineConfig:
         ("ppo", {"strategy": "gemini_auto", "lora": None, "ptx_coef": 0.1}, 1, r"ppo.strategy .*does not accumulate"),
         ("ppo", {"strategy": "zero2", "num_trainers": 2}, 1, r"ppo.strategy zero2 needs a GPU for each of 2 trainers"),
         ("ppo", {"strategy": "gemini_auto", "lora": None, "cluster": {"trainer_gpus": 0}}, 8, "there is no GPU"),
+        (
+            "ppo",
+            {"strategy": "ddp", "num_trainers": 2, "cluster": {"trainer_gpus": 0.5}},
+            8,
+            "several fit on one; raise",
+        ),
     ],
 )
 def test_a_strategy_that_cannot_be_is_refused_for_the_stage_that_trains(

@@ -182,8 +182,8 @@ def _joined(strategy: str, ranks: Ranks | None) -> Ranks:
             )
         if launched_ranks() > 1:
             raise ConfigError(
-                f"strategy {strategy} would train alone in each of the {launched_ranks()} processes that were started, as "
-                "this one has joined no group; call rlhf_core.strategy.ranks.join() first"
+                f"strategy {strategy} would train alone in each of the {launched_ranks()} processes that were started, "
+                "as this one has joined no group; call rlhf_core.strategy.ranks.join() first"
             )
         return join_alone()
     if asked.world_size != dist.get_world_size():

@@ -1,0 +1,1 @@
+"""What `bench/strategies.py` has each rank do."""

@@ -2,7 +2,7 @@
 
 python bench/strategies.py
 
-A step is forward, backward and Adam on a Llama of 20 million parameters, 4 x 256 tokens a rank, one thread each, over
+A step is forward, backward and Adam on a Llama of 20 million parameters, 4 x 128 tokens a rank, one thread each, over
 gloo. The strategies take turns, another one first in each round; a ratio is that of two medians, and stands beside the
 ratios of the rounds. Bytes are those of all tensors that a rank holds.
 """

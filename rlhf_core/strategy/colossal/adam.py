@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from rlhf_core.strategy.colossal.compat import upstream
-from rlhf_core.strategy.colossal.compat.adam import ExactHybridAdam, host_kernel, use_host_kernel
+from rlhf_core.strategy.colossal.compat.adam import forget_powers, host_kernel, use_host_kernel
 from rlhf_core.strategy.colossal.compat.loading import quiet
 from rlhf_core.strategy.colossal.kernel import KernelError, alone
 
@@ -36,8 +36,7 @@ def hybrid_adam(groups: Groups, *, betas: tuple[float, float]) -> torch.optim.Op
         return _with_cuda_kernels(members, betas)
     host_kernel()
     use_host_kernel()
-    with quiet():
-        return ExactHybridAdam(members, betas=betas)
+    return _made(members, betas)
 
 
 def _with_cuda_kernels(groups: list[dict[str, Any]], betas: tuple[float, float]) -> torch.optim.Optimizer:
@@ -54,8 +53,7 @@ def _with_cuda_kernels(groups: list[dict[str, Any]], betas: tuple[float, float])
         with alone(folder / "ours.lock", _NVCC_S):
             # torch's own lock outlives a build that was killed, and whoever builds next would wait for it for ever
             (folder / "lock").unlink(missing_ok=True)
-            with quiet():
-                made = ExactHybridAdam(groups, betas=betas)
+            made = _made(groups, betas)
     except KernelError:
         raise
     except Exception as error:  # whatever ColossalAI and torch raise where a build fails
@@ -63,6 +61,13 @@ def _with_cuda_kernels(groups: list[dict[str, Any]], betas: tuple[float, float])
         raise KernelError(f"its kernels for GPUs cannot be built ({reason})") from error
     if not is_built:
         logger.info("HybridAdam's kernels are there after %.0f s", time.monotonic() - started)
+    return made
+
+
+def _made(groups: list[dict[str, Any]], betas: tuple[float, float]) -> torch.optim.Optimizer:
+    with quiet():
+        made: torch.optim.Optimizer = upstream("colossalai.nn.optimizer").HybridAdam(groups, betas=betas)
+    forget_powers(made)
     return made
 
 

@@ -15,7 +15,7 @@ from rlhf_core.strategy.agreement import together
 from rlhf_core.strategy.colossal.adam import hybrid_adam
 from rlhf_core.strategy.colossal.booster import ColossalBooster
 from rlhf_core.strategy.colossal.chunks import Chunks
-from rlhf_core.strategy.colossal.compat.adam import ExactHybridAdam
+from rlhf_core.strategy.colossal.compat import upstream
 from rlhf_core.strategy.colossal.compat.gemini import ShardedPlugin, current_device
 from rlhf_core.strategy.colossal.copies import host_copy
 from rlhf_core.strategy.colossal.gemini_optimizer import GeminiOptimizer
@@ -178,7 +178,7 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
             f"strategy gemini trains all weights, but {len(frozen)} are frozen, first {frozen[0]}; let them require "
             "gradients, or take zero2, ddp or plain"
         )
-    if optimizer is not None and not isinstance(optimizer, ExactHybridAdam):
+    if optimizer is not None and type(optimizer) is not upstream("colossalai.nn.optimizer").HybridAdam:
         raise ConfigError(
             f"strategy gemini takes steps with ColossalAI's HybridAdam alone, not with {type(optimizer).__name__}; let "
             "the booster make the optimizer (new_optimizer)"

@@ -1,6 +1,6 @@
 """HybridAdam as it should be: with a kernel that needs no CUDA, and with gradients scaled whatever their precision.
 
-The kernel is wanted on a CPU alone. The other two concern whatever is stepped in host memory, also beside a GPU.
+The kernel is wanted on a CPU alone. The other two concern what is stepped in host memory, also beside a GPU.
 """
 
 from __future__ import annotations
@@ -63,36 +63,29 @@ class Memoryless:
     computes after a restart: a run that was interrupted would not go on as if it had not been.
     """
 
-    def __init__(self, kind: Callable[..., Any]) -> None:
+    def __init__(self, kind: Callable[..., Any], *, decoupled: bool) -> None:
         self._kind = kind
+        self._decoupled = decoupled
 
     def step(self, step: int, lr: float, *rest: Any) -> None:
         """Update one tensor in place, as if for the first time."""
-        self._kind(lr, 0.0, 0.0, 0.0, 0.0, True).step(step, lr, *rest)  # no beta of its own: the given ones are new
+        # With no beta of its own, it takes the given ones for new, and computes their powers.
+        self._kind(lr, 0.0, 0.0, 0.0, 0.0, self._decoupled).step(step, lr, *rest)
 
 
-class ExactHybridAdam(upstream("colossalai.nn.optimizer").HybridAdam):  # type: ignore[misc]
-    """ColossalAI's HybridAdam in its decoupled form, which is AdamW.
+def forget_powers(optimizer: Any) -> None:
+    """Let a HybridAdam step without its kernel's memory."""
+    if not isinstance(optimizer.cpu_adam_op, Memoryless):
+        optimizer.cpu_adam_op = Memoryless(type(optimizer.cpu_adam_op), decoupled=optimizer.adamw_mode)
 
-    Upstream leaves the divisor of gradients, by which they are clipped and unscaled, out of account where a bfloat16
-    gradient lies in host memory: no kernel takes such a gradient. Widened, the kernel for float32 does.
 
-    Args:
-        groups: of parameters, as torch's optimizers take them.
-        betas: decay of the two moments.
+def widen_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Give float32 weights in host memory gradients in float32.
+
+    HybridAdam leaves the divisor of gradients, by which they are clipped, out of account where they are bfloat16 and
+    in host memory, for which it has no kernel. That for float32 divides.
     """
-
-    cpu_adam_op: Any
-
-    def __init__(self, groups: list[dict[str, Any]], *, betas: tuple[float, float]) -> None:
-        super().__init__(groups, betas=betas, adamw_mode=True)
-        self.cpu_adam_op = Memoryless(type(self.cpu_adam_op))
-
-    @torch.no_grad()
-    def step(self, closure: Any = None, div_scale: float = -1.0) -> Any:
-        """Step from gradients divided by `div_scale`; -1 leaves them as they are."""
-        for member in [member for group in self.param_groups for member in group["params"]]:
-            gradient = member.grad
-            if gradient is not None and (gradient.dtype, member.dtype) == (torch.bfloat16, torch.float32):
-                member.grad = gradient if gradient.is_cuda else gradient.float()
-        return super().step(closure, div_scale)
+    for member in [member for group in optimizer.param_groups for member in group["params"]]:
+        gradient = member.grad
+        if gradient is not None and (gradient.dtype, member.dtype) == (torch.bfloat16, torch.float32):
+            member.grad = gradient if gradient.is_cuda else gradient.float()

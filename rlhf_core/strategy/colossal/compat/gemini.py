@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from rlhf_core.errors import ConfigError
-from rlhf_core.strategy.colossal.compat.adam import ExactHybridAdam
+from rlhf_core.strategy.colossal.compat.adam import forget_powers, widen_gradients
 from rlhf_core.strategy.colossal.compat.loading import upstream
 from rlhf_core.strategy.colossal.packing import chunk_elements
 
@@ -130,7 +130,7 @@ class ShardedOptimizer(_optimizer.GeminiOptimizer):  # type: ignore[misc]
     """Gemini's optimizer, which takes steps of gradients that others have checked.
 
     Args:
-        optim: over the weights of the model, as it was before.
+        optim: a HybridAdam over the weights of the model, as it was before.
         model: as Gemini wrapped it.
         config: of GeminiOptimizer.
     """
@@ -142,6 +142,7 @@ class ShardedOptimizer(_optimizer.GeminiOptimizer):  # type: ignore[misc]
         working, model.mixed_precision = model.mixed_precision, torch.bfloat16
         super().__init__(optim, model, **config)
         model.mixed_precision = working
+        forget_powers(optim)
 
     def gradients(self) -> list[Tensor]:
         """Return this rank's shards of the gradients, without padding; none before the first pass."""
@@ -166,6 +167,10 @@ class ShardedOptimizer(_optimizer.GeminiOptimizer):  # type: ignore[misc]
                 for share in group["params"]:
                     share.data = share.new_empty(0)  # else it keeps the weights' share while they are gathered
 
+    def _set_grad_ptr(self) -> None:
+        super()._set_grad_ptr()
+        widen_gradients(self.optim)
+
     def _get_combined_scale(self) -> float:
         return -1.0 if self.div_scale == 1.0 else self.div_scale
 
@@ -189,7 +194,6 @@ class ShardedPlugin(_plugin.GeminiPlugin):  # type: ignore[misc]
         )
         self.gemini_config |= {"working": working}
         del self.gemini_config["mixed_precision"]
-        _optimizer._AVAIL_OPTIM_LIST.add(ExactHybridAdam)
         if not torch.cuda.is_available():
             _chunk.Chunk = _manager.Chunk = HostChunk
 

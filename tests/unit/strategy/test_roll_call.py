@@ -69,6 +69,7 @@ def test_a_rank_of_another_machine_is_lost_when_its_signs_of_life_stay_away(monk
     try:
         said = first.who_is_lost()
         assert said.startswith("rank 1 of 3 shows no sign of life (process 1 on elsewhere)")
+        assert first._signs[2].knows, "the store goes with the first: it must not go before the others know"
         assert third.who_is_lost() == said
     finally:
         for each in (first, third):

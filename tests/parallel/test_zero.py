@@ -43,7 +43,7 @@ STEP_CASES.append("steps:zero2:fp32:buckets")
 BF16_CASES = ["steps:ddp:bf16", "steps:zero2:bf16", "steps:zero2_cpu:bf16"]
 OTHERS = [
     "exploding:ddp", "exploding:zero2", "held:ddp:fp32", "held:zero2:fp32", "held:zero2:bf16", "views:ddp:fp32",
-    "views:zero2:fp32", "views:zero2:bf16", "waiting",
+    "views:zero2:fp32", "views:zero2:bf16", "waiting", "collectives",
 ]  # fmt: skip
 Ranked = list[dict[str, Found]]
 
@@ -158,6 +158,13 @@ def test_ddp_holds_everything_and_each_gradient_once(two: Ranked) -> None:
         numbers = found["held:ddp:fp32"].numbers
         assert numbers["weights"] == numbers["gradients"] == size
         assert numbers["buckets"] <= 2  # in which DDP sends them, and which no object of Python's holds otherwise
+
+
+def test_what_stands_for_gloos_collectives_gives_the_same_and_is_faster(two: Ranked) -> None:
+    for name in ("sum", "gather"):
+        for found in (found["collectives"] for found in two):
+            assert torch.equal(found.tensors[f"ours.{name}"], found.tensors[f"torch.{name}"])
+        assert two[0]["collectives"].numbers[f"ours.{name}"] < two[0]["collectives"].numbers[f"torch.{name}"]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2"])

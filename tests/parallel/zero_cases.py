@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import math
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from torch import Tensor
 from rlhf_core.config.strategy import StrategyName
 from rlhf_core.errors import ModelError
 from rlhf_core.models.lora import trainable_parameters
+from rlhf_core.strategy.colossal.compat.collectives import GlooCollectives
 from rlhf_core.strategy.making import make_booster
 from rlhf_core.strategy.optimizer import GradientError
 from rlhf_core.strategy.ranks import Ranks
@@ -191,3 +195,24 @@ def views(ranks: Ranks, strategy: StrategyName, precision: str) -> Found:
     parts = {"named": named, "all": everything, "exact": exact, "after": after, "working": working}
     tensors = {f"{part}/{name}": tensor for part, held_ in parts.items() for name, tensor in held_.items()}
     return Found(numbers, tensors | {"angles": booster.plain(model).angles.clone()})
+
+
+def collectives(ranks: Ranks) -> Found:
+    """Gloo's sum and gathering, by torch and by what stands for it: what they give, and the seconds they take."""
+    parts = torch.arange(12_000_000.0) + ranks.rank
+    seconds: dict[str, float] = {}
+    results: dict[str, Tensor] = {}
+    for _ in range(5):
+        for kind, where in (("torch", torch.distributed), ("ours", GlooCollectives())):
+            share, whole = torch.empty(len(parts) // 2), torch.empty(len(parts))
+            for name, run in (
+                ("sum", partial(where.reduce_scatter_tensor, share, parts.clone(), group=None)),
+                ("gather", partial(where.all_gather_into_tensor, whole, parts[: len(share)], group=None)),
+            ):
+                ranks.barrier()
+                start = time.perf_counter()
+                run()
+                key = f"{kind}.{name}"
+                seconds[key] = min(seconds.get(key, math.inf), time.perf_counter() - start)
+            results |= {f"{kind}.sum": share, f"{kind}.gather": whole}
+    return Found(seconds, results)

@@ -10,6 +10,7 @@ What differs from ColossalAI's `LowLevelZeroOptimizer`, and why:
                          and matrices, which have their own weight decay, alternate, several times in each layer
     norm and clipping    its step computes, unscales and clips in one go, too late to refuse a gradient that is not
                          finite; the adapter has done that before, and says by what to multiply
+    copies               on a CPU, weights that are gathered through a bucket cost more time than sending them
 """
 
 from __future__ import annotations
@@ -22,8 +23,14 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_core.errors import ConfigError
+from rlhf_core.strategy.colossal.compat.collectives import use_gloo_well
 from rlhf_core.strategy.colossal.compat.loading import upstream
 
+GATHERED_TOGETHER = 1 << 14
+"""Largest share of a weight, in elements, that a CPU gathers with others after a step, which copies it three times."""
+
+if not torch.cuda.is_available():
+    use_gloo_well()
 # Any: ColossalAI is untyped.
 _Optimizer: Any = upstream("colossalai.zero.low_level.low_level_optim").LowLevelZeroOptimizer
 _Plugin: Any = upstream("colossalai.booster.plugin").LowLevelZeroPlugin
@@ -39,6 +46,9 @@ class OrderedZero(_Optimizer):  # type: ignore[misc]
 
     def __init__(self, optimizer: torch.optim.Optimizer, **settings: Any) -> None:
         super().__init__(optimizer, **settings)
+        if not torch.cuda.is_available():
+            for bucket in self.pg_to_bucket_store.values():
+                bucket.reduce_bucket_size = GATHERED_TOGETHER  # of the step's gathering; passes have their own
         self.mixed_precision_mixin = None  # the adapter scales losses, as with the other strategies
         self.multiplier = 1.0
         """What the gradients of the next step are multiplied by."""

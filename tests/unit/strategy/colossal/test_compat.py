@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from rlhf_core.strategy.colossal.compat import upstream
 from rlhf_core.strategy.colossal.compat.accelerator import use_cpu
 from rlhf_core.strategy.colossal.compat.buffers import buffers_kept
+from rlhf_core.strategy.colossal.compat.collectives import GlooCollectives
 from rlhf_core.strategy.colossal.compat.zero import OrderedZero, OrderedZeroPlugin
 
 pytestmark = [
@@ -101,20 +102,25 @@ class Relaxed(Upstream):
     def _sanity_checks(self) -> None: ...
 
 
+class Recorder(GlooCollectives):
+    """Remembers the sizes of what ZeRO sums over ranks."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def reduce_scatter_tensor(self, output: Tensor, given: Tensor, **rest: Any) -> None:
+        self.sizes.append(len(given))
+        GlooCollectives.reduce_scatter_tensor(output, given, **rest)
+
+
 def sent(monkeypatch: pytest.MonkeyPatch, kind: Any, run: Any, *, groups: int = 1) -> tuple[Any, list[int]]:
     """Return an optimizer and the sizes of what a backward pass sends."""
-    sizes = []
-    layers = model()
+    layers, recorder = model(), Recorder()
     zero = kind(optimizer_of(layers, groups=groups), partition_grad=True)
-    reduce = dist.reduce_scatter_tensor
     with monkeypatch.context() as patch:
-        patch.setattr(
-            dist,
-            "reduce_scatter_tensor",
-            lambda out, given, **rest: sizes.append(len(given)) or reduce(out, given, **rest),
-        )
+        patch.setattr(upstream("colossalai.zero.low_level.low_level_optim"), "dist", recorder)
         zero.backward(run(layers))
-    return zero, sizes
+    return zero, recorder.sizes
 
 
 # The end of an optimizer whose making failed.

@@ -102,13 +102,13 @@ class ReadyStep(NamedTuple):
     def take(self) -> StepTaken:
         """Step optimizer and schedule on all ranks, and forget the gradients; the only place where one steps."""
         self.optimizer.step()
-        norm = self.optimizer.get_grad_norm() or 0.0  # not every booster knows it
+        norm = _norm_of(self.optimizer)
         # Boosters that scale losses leave a step out by themselves; those of others tell it by the norm alone.
         overflowed = not math.isfinite(norm)
         if not overflowed:
             self.trained.scheduler.step()
         self.optimizer.zero_grad()
-        return StepTaken(0.0 if overflowed else float(norm), overflowed)
+        return StepTaken(0.0 if overflowed else norm, overflowed)
 
 
 def make_ready(
@@ -167,6 +167,14 @@ def take_step(
 ) -> StepTaken:
     """Take the step that `make_ready` returns for the same arguments; it raises what that raises."""
     return make_ready(trained, loss=loss, what=what, others=others, grad_clip=grad_clip, ranks=ranks).take()
+
+
+def _norm_of(optimizer: Any) -> float:
+    """Return the norm of the last step's gradient; 0 if the booster does not know it."""
+    try:
+        return float(optimizer.get_grad_norm() or 0.0)
+    except NotImplementedError:  # ColossalAI's, of what torch's DDP trains
+        return 0.0
 
 
 def _follow(scheduler: Any, optimizer: Any) -> None:

@@ -30,7 +30,7 @@ def padded_elements(sizes: Sequence[int], world_size: int, chunk: int) -> int:
 
 
 def chunk_elements(sizes: Sequence[int], world_size: int) -> int:
-    """Return the elements of the chunks that waste least: up to 5 % of a toy, less than 1.5 % of any real model.
+    """Return the elements of the chunks that waste least: up to 5 % of a toy, less than 2 % of any real model.
 
     A chunk as large as some neighbours together, a layer say, is filled to its end: only such sums are tried.
 

@@ -10,17 +10,20 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from rlhf_core.config import LoRAConfig
 from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.models.lora import attach_lora
 from rlhf_core.strategy.colossal import gemini
 from rlhf_core.strategy.colossal.compat import gemini as compat
+from rlhf_core.strategy.colossal.compat import upstream
+from rlhf_core.strategy.colossal.compat.adam import Memoryless
 from rlhf_core.strategy.colossal.gemini import GeminiBooster
 from rlhf_core.strategy.colossal.kernel import KernelError
 from rlhf_core.strategy.colossal.packing import chunk_elements, padded_elements
 from rlhf_core.strategy.ranks import current_ranks
-from tests.parallel.gemini_cases import Run, alone, equal, groups_of, model_of, state_of
+from tests.parallel.gemini_cases import BETAS, CLIP, STEPS, Run, alone, equal, groups_of, model_of, state_of
 from tests.tiny_llama import tiny_llama
 
 pytestmark = [
@@ -44,6 +47,18 @@ def test_a_group_of_one_takes_plain_torchs_steps() -> None:
     for step in range(3):
         numbers = ours.step(step)
         assert numbers == pytest.approx({name: expected.numbers[name] for name in numbers}, rel=1e-5)
+
+
+def test_a_hybrid_adam_of_the_callers_own_takes_the_same_steps() -> None:
+    ours, theirs = run(), Run.__new__(Run)
+    theirs.ranks, theirs.kind, theirs.booster = current_ranks(), "lm", GeminiBooster(max_norm=CLIP)
+    model = model_of("lm", seed=0)
+    own = upstream("colossalai.nn.optimizer").HybridAdam(groups_of(model), betas=BETAS)
+    schedule = LambdaLR(own, lambda step: (step + 1) / (STEPS + 1))
+    theirs.model, theirs.optimizer, _, _, theirs.scheduler = theirs.booster.boost(model, own, lr_scheduler=schedule)
+    assert type(own.cpu_adam_op) is Memoryless
+    assert [ours.step(step) for step in range(2)] == [theirs.step(step) for step in range(2)]
+    assert equal(state_of(ours), state_of(theirs))
 
 
 def test_a_state_that_is_loaded_is_gone_on_from_to_the_bit() -> None:

@@ -84,9 +84,8 @@ class GeminiBooster(ColossalBooster):
 
     def _boosted(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[nn.Module, Any]:
         _check(model, optimizer)
-        weights = dict(model.named_parameters())
-        self._twin = host_copy(model, lambda name, tensor: self._absent(tensor.shape) if name in weights else tensor)
-        del weights  # they are the model's own: boosting gives back the memory of each
+        names = {name for name, _ in model.named_parameters()}
+        self._twin = host_copy(model, lambda name, tensor: self._absent(tensor.shape) if name in names else tensor)
         boosted: Any
         boosted, wrapped = super()._boosted(model, optimizer)
         for theirs, own in zip(self._twin.modules(), model.modules(), strict=True):

@@ -110,7 +110,8 @@ class ShardedModel(_UpstreamModel):  # type: ignore[misc]
         else:
             args, kwargs = (_utils._cast_float(given, self.mixed_precision) for given in (args, kwargs))
             placed = list(self.gemini_manager.compute_list)
-            outputs = self._inference_forward(*args, **kwargs)
+            with torch.inference_mode(mode=False), torch.no_grad():  # the shards that it makes are to be trained
+                outputs = self._inference_forward(*args, **kwargs)
             if self.gemini_manager.is_warmup():
                 self.gemini_manager.compute_list[:] = placed  # it is to be that of a pass with gradients
         with torch._C.DisableTorchFunctionSubclass():
@@ -121,7 +122,7 @@ class ShardedModel(_UpstreamModel):  # type: ignore[misc]
         if unused:
             raise ConfigError(
                 f"strategy gemini trains weights that every pass uses, but this one did without {len(unused)} of "
-                f"{len(self.param2name)}, first {unused[0]}; freeze or remove what is not used, or take zero2"
+                f"{len(self.param2name)}, first {unused[0]}; remove what is not used, or take zero2"
             )
         super()._post_backward()
 

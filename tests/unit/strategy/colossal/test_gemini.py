@@ -157,6 +157,16 @@ def test_what_comes_out_is_of_torchs_own_class() -> None:
     assert torch.equal(output, before + 1)
 
 
+def test_training_goes_on_after_a_pass_in_inference_mode() -> None:
+    ours, other = run(), run()
+    with torch.inference_mode():
+        ours.evaluated(3)
+    assert ours.step(0) == other.step(0)
+    with torch.inference_mode():
+        ours.evaluated(3)
+    assert ours.step(1) == other.step(1)
+
+
 @pytest.mark.parametrize("kind", ["critic", "reward_model"])
 def test_values_and_scores_are_finer_than_the_weights(kind: str) -> None:
     ours = run(kind, "bf16")

@@ -1,91 +1,156 @@
-"""Bytes and step time of each strategy on two ranks, against plain and DDP in the same run; one JSON line.
+"""Bytes per rank and step time of every strategy, against plain and DDP in the same run; one JSON line.
 
-python bench/strategies.py
+    python bench/strategies.py [--rounds 5] [--steps 2] [--rows 8] [--tokens 256] [--precisions fp32,bf16]
 
-A step is forward, backward and Adam on a Llama of 20 million parameters, 4 x 128 tokens a rank, one thread each, over
-gloo. The strategies take turns, another one first in each round; a ratio is that of two medians, and stands beside the
-ratios of the rounds. Bytes are those of all tensors that a rank holds.
+A Llama of 30 million weights on two ranks over gloo, a thread each, and plain on one rank with all of the rows. The
+ranks of all strategies stay, and take steps in turns, in another order in each round, so that what else the machine
+does meets all of them. `held_mb` is counted from the tensors that a rank has (`weights` with the float32 masters), and
+stands beside the formula's; `resident_mb` is what its process grew by, activations and buffers included. Ratios are
+medians of the rounds' own, by the clock and, as `cpu`, by how long a rank's processor was busy, which tells the work
+where a machine does much else. `zero2_to_ddp` is held to at most 1.10.
+
+It fails if a number is missing; not if one is larger than it should be.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import math
 import os
-import socket
-import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
-ROOT = Path(__file__).parents[1]
-RANKS, DEADLINE_S = 2, 1200
-SLOWEST_ZERO2 = 1.10
-"""What ZeRO-2 may take of DDP's time."""
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from rlhf_core.strategy.shares import bytes_per_rank
+from tests.parallel.ranks import Found, RankSet
+
+CASES = "bench.strategy_runs.on_ranks"
+TURN_S = 600.0
+"""Longest turn, on a machine that does much else."""
+LIMIT = 1.10
+"""Of ZeRO-2's step to DDP's, on two ranks both."""
 
 
-def run_ranks(directory: Path) -> dict[str, Any]:
-    """Start the ranks, wait for them, and return what the first one found."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    result = directory / "result.json"
-    started = []
-    for rank in range(RANKS):
-        environment = os.environ | {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
-        }  # fmt: skip
-        command = [sys.executable, "-m", "bench.strategy_runs.rank", str(result)]
-        started.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=sys.stderr))
+class Contender(NamedTuple):
+    """A strategy on a number of ranks."""
+
+    strategy: str
+    ranks: int
+
+    @property
+    def name(self) -> str:
+        """What it is called in the line."""
+        return self.strategy if self.ranks > 1 else f"{self.strategy}_alone"
+
+
+CONTENDERS = (
+    Contender("plain", 1),
+    *(Contender(strategy, 2) for strategy in ("plain", "ddp", "zero2", "zero2_cpu", "gemini")),
+)
+
+
+def arguments() -> argparse.Namespace:
+    """Return the command line's."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5, help="of each strategy's turn; medians are reported")
+    parser.add_argument("--steps", type=int, default=2, help="of a turn")
+    parser.add_argument("--rows", type=int, default=8, help="of a step, on all ranks together")
+    parser.add_argument("--tokens", type=int, default=256, help="of a row")
+    parser.add_argument("--precisions", default="fp32,bf16", help="with commas between them")
+    return parser.parse_args()
+
+
+def measure(precision: str, given: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    """Return the figures of all strategies in one precision."""
+    standing: dict[Contender, RankSet] = {}
+    figures: dict[str, Any] = {}
+    times: dict[str, dict[str, list[float]]] = {contender.name: {"step_s": [], "cpu_s": []} for contender in CONTENDERS}
     try:
-        codes = [process.wait(timeout=DEADLINE_S) for process in started]
+        for contender in CONTENDERS:
+            standing[contender] = RankSet(contender.ranks)
+            case = f"prepare:{contender.strategy}:{precision}:{given.rows}:{given.tokens}"
+            figures[contender.name] = held(contender, precision, told(standing[contender], case, directory))
+        for number in range(given.rounds):
+            turn = number % len(CONTENDERS)
+            for contender in CONTENDERS[turn:] + CONTENDERS[:turn]:
+                found = told(standing[contender], f"steps:{given.steps}", directory)
+                for kind, seconds in times[contender.name].items():
+                    seconds.append(max(each[kind] for each in found))
+            sys.stderr.write(f"{precision}, round {number + 1} of {given.rounds}: {last(times)}\n")
     finally:
-        for process in started:
-            process.kill()
-    if any(codes):
-        raise SystemExit(f"the ranks ended with {codes}; what they said is above")
-    found: dict[str, Any] = json.loads(result.read_text())
-    return found
-
-
-def table(measured: dict[str, Any]) -> dict[str, Any]:
-    """Return, of each strategy: megabytes by kind, the formula's, seconds, and ratios to plain and to DDP."""
-    rows = {}
-    for strategy, one in measured.items():
-        rows[strategy] = {
-            "megabytes": {kind: round(size / 1e6, 1) for kind, size in one["bytes"].items()},
-            "formula_megabytes": {
-                kind: round(size / 1e6, 1) for kind, size in one["formula"].items() if kind != "offloaded"
-            },
-            "seconds": round(statistics.median(one["seconds"]), 3),
-            "seconds_all": [round(value, 3) for value in one["seconds"]],
+        for ranks in standing.values():
+            ranks.end()
+    for name, own in times.items():
+        figures[name] |= {
+            "step_s": round(median(own["step_s"]), 3),
+            "spread_s": [round(min(own["step_s"]), 3), round(max(own["step_s"]), 3)],
+            "cpu_s": round(median(own["cpu_s"]), 3),
+            "to_plain": ratio(own, times["plain"]),
+            "to_ddp": ratio(own, times["ddp"]),
         }
-        for peer in ("plain", "ddp"):
-            others = measured[peer]["seconds"]
-            ratios = sorted(mine / theirs for mine, theirs in zip(one["seconds"], others, strict=True))
-            rows[strategy][f"times_{peer}"] = round(statistics.median(one["seconds"]) / statistics.median(others), 3)
-            rows[strategy][f"times_{peer}_by_round"] = [round(ratio, 3) for ratio in (ratios[0], ratios[-1])]
-    return rows
+    return figures
 
 
-def main() -> None:
-    """Measure, and print the line."""
-    with tempfile.TemporaryDirectory() as directory:
-        result = run_ranks(Path(directory))
-    tables = {precision: table(measured) for precision, measured in result["found"].items()}
-    zero2 = {precision: rows["zero2"]["times_ddp"] for precision, rows in tables.items()}
-    line = {
-        "benchmark": "strategies",
-        "ranks": RANKS,
-        "parameters": result["parameters"],
-        "zero2_times_ddp": zero2,
-        "at_most": SLOWEST_ZERO2,
-        **tables,
+def told(ranks: RankSet, case: str, directory: Path) -> list[dict[str, float]]:
+    """Return the numbers of each rank; end with their sentence if they have none."""
+    found: list[Found] = ranks.run(CASES, case, directory, limit_s=TURN_S)
+    for each in found:
+        if each.sentence or not all(map(math.isfinite, each.numbers.values())):
+            raise SystemExit(f"{case}: {each.sentence or each.numbers}")
+    return [each.numbers for each in found]
+
+
+def held(contender: Contender, precision: str, ranks: list[dict[str, float]]) -> dict[str, Any]:
+    """Return megabytes of the rank that holds most, counted and by the formula."""
+    parameters = int(ranks[0]["parameters"])
+    share = bytes_per_rank(
+        contender.strategy,  # type: ignore[arg-type]
+        parameters=parameters,
+        trained=parameters,
+        world_size=contender.ranks,
+        precision=precision,  # type: ignore[arg-type]
+    )
+    formula = {"weights": share.weights + share.master, "gradients": share.gradients, "moments": share.moments}
+    return {
+        "ranks": contender.ranks,
+        "held_mb": {name: round(max(rank[name] for rank in ranks) / 1e6, 1) for name in formula},
+        "formula_mb": {name: round(size / 1e6, 1) for name, size in formula.items()},
+        "resident_mb": round(max(rank["resident"] for rank in ranks) / 1e6),
     }
-    print(json.dumps(line))  # noqa: T201 - the result
+
+
+def ratio(own: dict[str, list[float]], others: dict[str, list[float]]) -> dict[str, float]:
+    """Return the median and the ends of the rounds' ratios, and the median of those of the processor's time."""
+    clock, cpu = (
+        [mine / other for mine, other in zip(own[kind], others[kind], strict=True)] for kind in ("step_s", "cpu_s")
+    )
+    found = {"median": median(clock), "least": min(clock), "most": max(clock), "cpu": median(cpu)}
+    return {name: round(value, 3) for name, value in found.items()}
+
+
+def last(times: dict[str, dict[str, list[float]]]) -> str:
+    """Return the seconds of a round in words."""
+    return ", ".join(f"{name} {own['step_s'][-1]:.2f} s ({own['cpu_s'][-1]:.2f})" for name, own in times.items())
+
+
+def main() -> int:
+    """Measure and print the line."""
+    given = arguments()
+    line: dict[str, Any] = {"bench": "strategies", "cores": os.cpu_count(), "load": round(os.getloadavg()[0], 1)}
+    line |= {"threads_per_rank": 1, "rows": given.rows, "tokens": given.tokens}
+    with tempfile.TemporaryDirectory() as directory:
+        for precision in given.precisions.split(","):
+            line[precision] = measure(precision, given, Path(directory))
+    line["zero2_to_ddp"] = {"limit": LIMIT} | {
+        precision: line[precision]["zero2"]["to_ddp"] for precision in given.precisions.split(",")
+    }
+    sys.stdout.write(json.dumps(line) + "\n")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,1 +1,1 @@
-"""What `bench/strategies.py` has each rank do."""
+"""What bench/strategies.py measures strategies with."""

@@ -66,14 +66,23 @@ class RankSet:
         environment = {"CASES_DEVICE": device} | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
         self._processes = RankProcesses(world_size, "from tests.parallel.ranks import serve; serve()", environment)
 
-    def run(self, module: str, case: str, directory: Path, *, may_die: bool = False) -> list[Any]:
+    def run(
+        self, module: str, case: str, directory: Path, *, may_die: bool = False, limit_s: float | None = None
+    ) -> list[Any]:
         """Run one case; return what each rank found, with `may_die` None for those that died.
+
+        Args:
+            module: of the case.
+            case: by name, with its words.
+            directory: for what is found.
+            may_die: whether ranks may end without an answer.
+            limit_s: longest wait; None takes `CASE_S`.
 
         Raises:
             TroubleError: if a rank fails, dies or keeps silent; none is left then.
         """
         order = {"module": module, "case": case, "directory": str(directory)}
-        answers = self._processes.run(order, limit_s=CASE_S, may_die=may_die)
+        answers = self._processes.run(order, limit_s=limit_s or CASE_S, may_die=may_die)
         return [None if answer is None else _read(answer) for answer in answers]
 
     def end(self) -> None:

@@ -18,6 +18,7 @@ from torch.nn import functional
 from rlhf_core.config import LoRAConfig
 from rlhf_core.models.lora import attach_lora
 from rlhf_core.strategy.ranks import ALONE
+from rlhf_core.types import Experience
 from tests.parallel import strategy_stages as stages
 from tests.parallel.ranks import Found
 from tests.reference.definitions import whiten
@@ -44,7 +45,7 @@ class Written:
         self._optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
 
     def autocast(self) -> torch.autocast:
-        return torch.autocast("cpu", dtype=torch.bfloat16, enabled=not self._is_exact)
+        return torch.autocast(torch.device(stages.DEVICE).type, dtype=torch.bfloat16, enabled=not self._is_exact)
 
     def step(self, loss: Tensor, factor: float) -> float:
         """Go backward and take a step at this factor of the peak rates; return the gradient's norm before clipping."""
@@ -69,10 +70,14 @@ class Written:
 
     def first_moments(self) -> dict[str, Tensor]:
         state = self._optimizer.state
-        return {name: state[each]["exp_avg"].clone() for name, each in self.model.named_parameters() if each in state}
+        return {
+            name: state[each]["exp_avg"].to("cpu", copy=True)
+            for name, each in self.model.named_parameters()
+            if each in state
+        }
 
     def weights(self) -> dict[str, Tensor]:
-        return {name: each.detach() for name, each in self.model.named_parameters() if each.requires_grad}
+        return {name: each.detach().cpu() for name, each in self.model.named_parameters() if each.requires_grad}
 
 
 def trained(stage: str, arithmetic: Arithmetic, *, adapters: bool = False) -> Found:
@@ -106,7 +111,7 @@ def sft_loss(model: nn.Module, rows: list[int]) -> Tensor:
     ids, mask = padded([[*prompt, *response] for prompt, response in examples])
     labels = torch.full_like(ids, -100)
     for row, (prompt, response) in enumerate(examples):
-        labels[row, len(prompt) : len(prompt) + len(response)] = torch.tensor(response)
+        labels[row, len(prompt) : len(prompt) + len(response)] = torch.tensor(response, device=labels.device)
     logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits.float()
     return functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
 
@@ -119,7 +124,7 @@ def reward_model_loss(model: nn.Module, rows: list[int]) -> Tensor:
         ids, mask = padded([list(getattr(pair, side)) for pair in pairs])
         scores.append(headed(model, ids, mask)[torch.arange(len(pairs)), mask.sum(dim=1) - 1])
     chosen, rejected = scores
-    margins = torch.tensor([pair.margin for pair in pairs])
+    margins = torch.tensor([pair.margin for pair in pairs], device=stages.DEVICE)
     return (-functional.logsigmoid(chosen - rejected - margins) + 0.1 * (chosen + rejected) ** 2).mean()
 
 
@@ -154,7 +159,7 @@ def ppo(arithmetic: Arithmetic, lora: LoRAConfig | None) -> Found:
 
 def policy(actor: Written, rows: slice) -> tuple[Tensor, Tensor]:
     """Return log-probability and entropy of each response token of these rows, at the temperature 0.9."""
-    batch = stages.experience()
+    batch = experience()
     ids, mask, width = batch.sequences[rows], batch.attention_mask[rows], batch.action_mask.shape[1]
     places = (mask.long().cumsum(dim=1) - 1).clamp(min=0)  # prompts are padded on the left
     with actor.autocast():
@@ -165,12 +170,12 @@ def policy(actor: Written, rows: slice) -> tuple[Tensor, Tensor]:
 
 def actor_losses(actor: Written, old: Tensor, rows: slice) -> tuple[Tensor, Tensor, float]:
     """Return the policy's loss and its entropy, means over sequences of means over tokens; and a mean over tokens."""
-    batch = stages.experience()
+    batch = experience()
     mask, lengths = batch.action_mask[rows], batch.action_mask[rows].sum(dim=1)
     new, entropy = policy(actor, rows)
     gains = whiten([row[seen].tolist() for row, seen in zip(batch.advantages[rows], mask, strict=True)])
-    gain = torch.zeros(mask.shape)
-    gain[mask] = torch.tensor([each for row in gains for each in row])
+    gain = torch.zeros(mask.shape, device=mask.device)
+    gain[mask] = torch.tensor([each for row in gains for each in row], device=mask.device)
     ratio = torch.where(mask, new - old[rows], 0.0).exp()
     objective = torch.minimum(ratio * gain, ratio.clamp(0.8, 1.3) * gain)
 
@@ -182,7 +187,7 @@ def actor_losses(actor: Written, old: Tensor, rows: slice) -> tuple[Tensor, Tens
 
 def critic_loss(critic: Written, rows: slice) -> Tensor:
     """Half the larger of two squared errors; a mean over sequences of means over tokens."""
-    batch = stages.experience()
+    batch = experience()
     mask, width = batch.action_mask[rows], batch.action_mask.shape[1]
     with critic.autocast():
         values = headed(critic.working, batch.sequences[rows], batch.attention_mask[rows].long())[:, -width - 1 : -1]
@@ -197,11 +202,17 @@ def headed(model: Any, ids: Tensor, mask: Tensor) -> Tensor:
     """Return what the head says after each token, in float32."""
     places = (mask.cumsum(dim=1) - 1).clamp(min=0)
     hidden = model.trunk(input_ids=ids, attention_mask=mask, position_ids=places, use_cache=False).last_hidden_state
-    with torch.autocast("cpu", enabled=False):
+    with torch.autocast(torch.device(stages.DEVICE).type, enabled=False):
         return functional.linear(hidden.float(), model.head.weight.float(), model.head.bias.float())[..., 0]
 
 
 def padded(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
     width = max(map(len, rows))
-    ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
-    return ids, torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+    ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=stages.DEVICE)
+    return ids, torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=stages.DEVICE)
+
+
+def experience() -> Experience:
+    found = stages.experience()
+    found.to_device(torch.device(stages.DEVICE))
+    return found

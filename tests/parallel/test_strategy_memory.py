@@ -25,8 +25,8 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     )
 
 
-@pytest.mark.parametrize("run", RUNS)
-def test_each_rank_holds_what_the_formula_says(found: list[dict[str, Found]], run: str) -> None:
+def assert_share(found: list[dict[str, Found]], run: str) -> None:
+    """See that every rank held in this run what the formula says."""
     _, strategy, precision, _ = run.split(":")
     counts = {name: int(found[0][run].numbers[name]) for name in ("parameters", "trained")}
     share = bytes_per_rank(strategy, precision=precision, world_size=len(found), **counts)  # type: ignore[arg-type]
@@ -36,6 +36,11 @@ def test_each_rank_holds_what_the_formula_says(found: list[dict[str, Found]], ru
     for each in found:
         for name, size in wanted.items():
             assert each[run].numbers[name] == pytest.approx(size, rel=slack, abs=BESIDES), name
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_each_rank_holds_what_the_formula_says(found: list[dict[str, Found]], run: str) -> None:
+    assert_share(found, run)
 
 
 def test_what_is_sharded_is_what_the_literature_says() -> None:

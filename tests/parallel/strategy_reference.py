@@ -122,7 +122,7 @@ def reward_model_loss(model: nn.Module, rows: list[int]) -> Tensor:
     scores = []
     for side in ("chosen", "rejected"):
         ids, mask = padded([list(getattr(pair, side)) for pair in pairs])
-        scores.append(headed(model, ids, mask)[torch.arange(len(pairs)), mask.sum(dim=1) - 1])
+        scores.append(headed(model, ids, mask).gather(1, mask.sum(dim=1, keepdim=True) - 1)[:, 0])
     chosen, rejected = scores
     margins = torch.tensor([pair.margin for pair in pairs], device=stages.DEVICE)
     return (-functional.logsigmoid(chosen - rejected - margins) + 0.1 * (chosen + rejected) ** 2).mean()

@@ -5,11 +5,9 @@ A case's further argument is the strategy; `strict` is the booster of tests that
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from tempfile import gettempdir
 from typing import Any
 
 import torch
@@ -29,6 +27,7 @@ from rlhf_core.trainer.optim import Trained
 from rlhf_core.trainer.supervised.reward_model import RewardModelTrainer, train_reward_model
 from rlhf_core.trainer.supervised.sft import SFTTrainer, train_sft
 from rlhf_core.trainer.supervised.trainer import SupervisedTrainer
+from tests.parallel.directories import directory_of_all
 from tests.parallel.ranks import Found
 from tests.tiny_llama import tiny_llama
 from tests.unit.trainer.built import boosters
@@ -215,12 +214,12 @@ def an_evaluation_prompt_of_one_rank_is_learnt_on_the_other(ranks: Ranks) -> Fou
 
 def resumed(ranks: Ranks, strategy: str = "plain") -> Found:
     """The last two of four steps, from the checkpoint after the second."""
-    directory = Path(gettempdir()) / f"supervised-{strategy}-{os.environ.get('MASTER_PORT', os.getpid())}"
     batches = _batches(EXAMPLES, ranks, collate) * 2
-    straight = _sft_trainer(ranks, strategy, save_interval=1, save_dir=directory)
-    straight.fit(batches)
-    again = _sft_trainer(ranks, strategy)
-    again.load_checkpoint(directory / "epoch-0_step-2")
+    with directory_of_all(ranks) as directory:
+        straight = _sft_trainer(ranks, strategy, save_interval=1, save_dir=directory)
+        straight.fit(batches)
+        again = _sft_trainer(ranks, strategy)
+        again.load_checkpoint(directory / "epoch-0_step-2")
     again.fit(batches)
     assert again.history == straight.history[2:]
     return _found(again.trained, again.history)

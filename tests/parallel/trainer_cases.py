@@ -5,8 +5,6 @@ A case's further argument is the strategy; `strict` is the booster of tests that
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from rlhf_core.trainer.evaluators import PerformanceEvaluator
 from rlhf_core.trainer.ppo import checkpoint as ppo_checkpoint
 from rlhf_core.trainer.ppo import state as ppo_state
 from rlhf_core.trainer.ppo.trainer import PPOTrainer
+from tests.parallel.directories import directory_of_all
 from tests.parallel.ranks import Found
 from tests.unit.trainer.ppo_trainers import OPTIONS, encoded, padded, record_stats, trainer, weights
 from tests.unit.trainer.strict_booster import StrictBooster
@@ -54,11 +53,6 @@ def built(ranks: Ranks, strategy: str = "plain", **changes: Any) -> PPOTrainer:
         "make_booster": make,
     }
     return trainer(**(parameters | changes))
-
-
-def directory(ranks: Ranks) -> Path:
-    """Return an empty directory of all ranks."""
-    return Path(ranks.broadcast_object(tempfile.mkdtemp() if ranks.is_first else ""))
 
 
 def fitted(ours: PPOTrainer, *arguments: Any) -> Found:
@@ -118,52 +112,51 @@ def padding_on_one(ranks: Ranks) -> Found:
 
 def spoilt_on_one(ranks: Ranks) -> Found:
     value = float("nan") if ranks.rank == 1 else 0.0
-    save_dir = directory(ranks)
-    try:
-        built(ranks, reward_model=Spoilt(value), save_dir=save_dir).fit(1, 1, 1, batches(ranks))
-    except RlhfError as error:
-        ranks.barrier()
-        return Found({"kept": float(len(list(save_dir.rglob("batch.json"))))}, sentence=str(error))
+    with directory_of_all(ranks) as save_dir:
+        try:
+            built(ranks, reward_model=Spoilt(value), save_dir=save_dir).fit(1, 1, 1, batches(ranks))
+        except RlhfError as error:
+            ranks.barrier()
+            return Found({"kept": float(len(list(save_dir.rglob("batch.json"))))}, sentence=str(error))
+        finally:
+            ranks.barrier()
     return Found()
 
 
 def resumed(ranks: Ranks, strategy: str = "plain") -> Found:
-    save_dir = directory(ranks)
     straight = built(ranks, strategy)
     straight.fit(2, 1, 2, batches(ranks))
-    first = built(ranks, strategy, save_dir=save_dir, save_interval=3)
-    first.fit(2, 1, 2, batches(ranks))
-    second = built(ranks, strategy)
-    second.load_checkpoint(save_dir / "trainer" / "epoch-1_step-3")
+    with directory_of_all(ranks) as save_dir:
+        first = built(ranks, strategy, save_dir=save_dir, save_interval=3)
+        first.fit(2, 1, 2, batches(ranks))
+        second = built(ranks, strategy)
+        second.load_checkpoint(save_dir / "trainer" / "epoch-1_step-3")
     second.fit(2, 1, 2, batches(ranks))
     expected, found = weights(straight), weights(second)
     equal = all(torch.equal(found[name], weight) for name, weight in expected.items())
-    ranks.barrier()
-    if ranks.is_first:
-        shutil.rmtree(save_dir)
     return Found({"equal": float(equal), "step": float(second.position.step)})
 
 
 def _full_disk_on(failing: int, ranks: Ranks) -> Found:
-    save_dir = directory(ranks)
-    ours = built(ranks, save_dir=save_dir, save_interval=1)
     write = ppo_state.write_state
+    with directory_of_all(ranks) as save_dir:
+        ours = built(ranks, save_dir=save_dir, save_interval=1)
 
-    def full(*arguments: Any) -> None:
-        if ranks.rank == failing and ours.position.step == 2:
-            raise OSError(28, "No space left on device")
-        write(*arguments)
+        def full(*arguments: Any) -> None:
+            if ranks.rank == failing and ours.position.step == 2:
+                raise OSError(28, "No space left on device")
+            write(*arguments)
 
-    ppo_checkpoint.write_state = full  # type: ignore[attr-defined]
-    sentence = ""
-    try:
-        ours.fit(1, 1, 2, batches(ranks))
-    except RlhfError as error:
-        sentence = str(error)
-    finally:
-        ppo_checkpoint.write_state = write  # type: ignore[attr-defined]
-    again = built(ranks)
-    again.load_checkpoint(save_dir)
+        ppo_checkpoint.write_state = full  # type: ignore[attr-defined]
+        sentence = ""
+        try:
+            ours.fit(1, 1, 2, batches(ranks))
+        except RlhfError as error:
+            sentence = str(error)
+        finally:
+            ppo_checkpoint.write_state = write  # type: ignore[attr-defined]
+        again = built(ranks)
+        again.load_checkpoint(save_dir)
     return Found({"step": float(again.position.step)}, sentence=sentence)
 
 

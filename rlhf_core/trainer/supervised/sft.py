@@ -130,12 +130,17 @@ def train_sft(
                 metrics = {"step": float(len(history) + 1)} | supervised_step(trained, objective, micros, ranks=ranks)
                 if unseen and number == len(order):
                     mine = _micros(unseen[ranks.rank :: ranks.world_size], config)
-                    shared = rounds(trained.booster, mine, ranks, what="measure the held-out demonstrations")
-                    metrics["heldout_loss"] = _mean(_token_sums(trained.model, shared, objective), ranks).loss
+                    metrics["heldout_loss"] = _shared_loss(trained, mine, objective, ranks)
                 history.append(metrics)
                 if on_step is not None:
                     on_step(metrics)
     return SFTRun(history, trained)
+
+
+def _shared_loss(trained: Trained, mine: Sequence[TokenBatch], objective: TokenObjective, ranks: Ranks) -> float:
+    """Return the mean loss of the tokens to learn in the batches of all ranks."""
+    shared = rounds(trained.booster, mine, ranks, what="measure the held-out demonstrations")
+    return _mean(_token_sums(trained.model, shared, objective), ranks).loss
 
 
 def heldout_loss(

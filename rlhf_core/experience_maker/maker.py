@@ -20,6 +20,7 @@ from rlhf_core.models.compatibility import check_same_tokenizer
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.device import autocast, device_of
 from rlhf_core.models.lora import adapters_off
+from rlhf_core.phases import reached
 from rlhf_core.rewards.scoring import Scorer, ScoringBatch
 from rlhf_core.types import EpisodeControls, Experience, Prompt
 
@@ -132,7 +133,9 @@ class ExperienceMaker:
         chunks = []
         for start in range(0, len(prompts), size):
             rows = slice(start, start + size)
+            reached("generate")
             drawn = self._generate(prompts[rows], samples[rows], episode)
+            reached("score")
             chunks.append(self._judge_chunk(prompts[rows], samples[rows], drawn, policy_version, controls))
         made = [sample for chunk in chunks for sample in chunk.samples]
         return MadeExperience(Experience.concat([chunk.experience for chunk in chunks]), made)

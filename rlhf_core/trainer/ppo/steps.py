@@ -16,6 +16,7 @@ from rlhf_core.functional.masking import masked_sum
 from rlhf_core.models.actor import response_logits
 from rlhf_core.models.critic import response_values
 from rlhf_core.models.device import autocast
+from rlhf_core.phases import reached
 from rlhf_core.trainer.base import PaddedBatch
 from rlhf_core.trainer.optim import ReadyStep, Trained, make_ready
 from rlhf_core.trainer.ppo.minibatch import Micro, Minibatch
@@ -55,6 +56,7 @@ def step_all(
     Raises:
         TrainingError: on all ranks, if a loss or gradient of any is not finite; no weight was changed.
     """
+    reached("learn")
     try:
         learnt = [learn_actor(roles["actor"], batch, ptx, context)]
         if "critic" in roles:
@@ -65,6 +67,8 @@ def step_all(
         raise
     figures: dict[str, float] = {}
     for each in learnt:
+        if each.role == "critic":
+            reached("between_steps")
         figures |= each.take()
     return figures
 

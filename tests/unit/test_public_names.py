@@ -114,7 +114,7 @@ def test_importing_the_package_and_its_configuration_imports_no_torch() -> None:
         "import sys, rlhf_core, rlhf_core.config, rlhf_core.errors; "
         "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'ray', 'prefect')))"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=240).returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -123,12 +123,12 @@ def test_importing_the_package_and_its_configuration_imports_no_torch() -> None:
 )
 def test_strategies_import_colossalai_only_once_one_is_made(module: str, absent: str) -> None:
     code = f"import sys, {module}; sys.exit(bool(set({absent.split()}) & sys.modules.keys()))"
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=240).returncode == 0
 
 
 def test_importing_what_trains_says_nothing() -> None:
     code = "import rlhf_core.models.lora, sys; assert 'bitsandbytes' in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=240)
     assert done.stdout + done.stderr == ""
 
 

@@ -5,20 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf_core.config import RolloutConfig
 from rlhf_core.data import Problem, PromptTemplate
 from rlhf_core.errors import ConfigError, DataError
-from rlhf_core.experience_maker.advantages import WITH_CRITIC, Forwards, LegacyForm, compares_groups, estimate
-from rlhf_core.experience_maker.samples import MadeExperience, describe
-from rlhf_core.generation import Generation, GenerationSettings, make_engine, sample_uniforms
-from rlhf_core.models.actor import response_logprobs
+from rlhf_core.experience_maker.advantages import WITH_CRITIC, Forwards, LegacyForm, compares_groups
+from rlhf_core.experience_maker.parts import assemble, draw, judged, read, state_values, token_logprobs
+from rlhf_core.experience_maker.samples import MadeExperience
+from rlhf_core.generation import Generation, GenerationSettings
 from rlhf_core.models.compatibility import check_same_tokenizer
 from rlhf_core.models.critic import Critic
-from rlhf_core.models.device import autocast, device_of
+from rlhf_core.models.device import device_of
 from rlhf_core.models.lora import adapters_off
 from rlhf_core.phases import reached
 from rlhf_core.rewards.scoring import Scorer, ScoringBatch
@@ -94,7 +93,6 @@ class ExperienceMaker:
         self._seed = seed
         self._legacy_form = legacy_form
         self._device = device_of(actor)
-        self._dtype: torch.dtype = getattr(torch, config.rollout_dtype)
 
     def make_experience(
         self,
@@ -172,88 +170,54 @@ class ExperienceMaker:
         policy_version: int,
         controls: EpisodeControls,
     ) -> MadeExperience:
-        batch = ScoringBatch(
-            prompts, self._responses(drawn), drawn.ended, drawn.sequences, drawn.attention_mask, drawn.action_mask
-        )
-        with torch.no_grad(), autocast(self._device, self._dtype):
-            forwards = self._run_models(drawn)
-            scores = self.scorer.score(batch)
-        estimates = estimate(
-            scores=scores.total,
+        batch = read(prompts, drawn, template=self.template, generation=self.generation)
+        forwards = self._run_models(batch)
+        scores = judged(self.scorer, batch, device=self._device, config=self.config)
+        return assemble(
+            batch,
+            samples,
+            rollout_log_probs=drawn.log_probs,
             forwards=forwards,
+            scores=scores,
+            policy_version=policy_version,
             config=self.config,
             controls=controls,
+            tag=self.template.answer_tag,
             legacy_form=self._legacy_form,
         )
-        experience = Experience(
-            sequences=drawn.sequences,
-            action_log_probs=forwards.logprobs,
-            values=forwards.values,
-            reward=estimates.rewards,
-            kl=estimates.kl,
-            advantages=estimates.advantages,
-            attention_mask=drawn.attention_mask,
-            action_mask=drawn.action_mask,
-            policy_version=torch.full((len(prompts),), policy_version),
-            rollout_log_probs=drawn.log_probs,
-            returns=estimates.returns,
-        )
-        return MadeExperience(experience, describe(batch, samples, scores, estimates.kl, tag=self.template.answer_tag))
 
     def _generate(self, prompts: Sequence[Prompt], samples: Sequence[int], episode: int) -> Generation:
         started = time.perf_counter()
-        engine = make_engine(self.config.engine, self.actor, tokenizer=self.template.tokenizer)
-        uniforms = None
-        if not self.greedy:
-            uniforms = sample_uniforms(
-                seed=self._seed,
-                episode=episode,
-                keys=[prompt.key for prompt in prompts],
-                samples=samples,
-                max_new_tokens=self.generation.max_new_tokens,
-            )
-        with autocast(self._device, self._dtype):
-            drawn = engine.generate([prompt.ids for prompt in prompts], self.generation, uniforms=uniforms)
+        drawn = draw(
+            self.actor,
+            prompts,
+            samples,
+            config=self.config,
+            generation=self.generation,
+            tokenizer=self.template.tokenizer,
+            seed=self._seed,
+            episode=episode,
+            greedy=self.greedy,
+        )
         self.generate_seconds += time.perf_counter() - started
         return drawn
 
-    def _responses(self, drawn: Generation) -> list[str]:
-        width, stops = drawn.action_mask.shape[1], self.generation.stop_ids
-        texts = []
-        for row, counts in zip(drawn.sequences[:, -width:], drawn.action_mask, strict=True):
-            ids = row[counts].tolist()
-            texts.append(self.template.decode_response(ids, stop_ids=stops))
-        return texts
-
-    def _run_models(self, drawn: Generation) -> Forwards:
-        ids = drawn.sequences.to(self._device)
-        mask = drawn.attention_mask.to(self._device)
-        values = torch.zeros(drawn.action_mask.shape)
-        if self.critic is not None:
-            width = drawn.action_mask.shape[1]
-            values = self.critic.response_values(sequences=ids, attention_mask=mask, num_actions=width).cpu()
+    def _run_models(self, batch: ScoringBatch) -> Forwards:
         return Forwards(
-            logprobs=self._logprobs(self.actor, ids, mask, drawn.action_mask),
-            ref_logprobs=self._ref_logprobs(ids, mask, drawn.action_mask),
-            values=torch.where(drawn.action_mask, values, 0.0),
-            mask=drawn.action_mask,
+            logprobs=self._logprobs(self.actor, batch),
+            ref_logprobs=self._ref_logprobs(batch),
+            values=state_values(self.critic, batch, config=self.config),
+            mask=batch.action_mask,
         )
 
-    def _ref_logprobs(self, ids: Tensor, mask: Tensor, action_mask: Tensor) -> Tensor:
+    def _ref_logprobs(self, batch: ScoringBatch) -> Tensor:
         if self.initial_model is not None:
-            return self._logprobs(self.initial_model, ids, mask, action_mask)
+            return self._logprobs(self.initial_model, batch)
         with adapters_off(self.actor):
-            return self._logprobs(self.actor, ids, mask, action_mask)
+            return self._logprobs(self.actor, batch)
 
-    def _logprobs(self, model: PreTrainedModel, ids: Tensor, mask: Tensor, action_mask: Tensor) -> Tensor:
-        logprobs = response_logprobs(
-            model,
-            sequences=ids,
-            attention_mask=mask,
-            num_actions=action_mask.shape[1],
-            temperature=self.generation.temperature,
-        )
-        return torch.where(action_mask, logprobs.cpu(), 0.0)
+    def _logprobs(self, model: PreTrainedModel, batch: ScoringBatch) -> Tensor:
+        return token_logprobs(model, batch, temperature=self.generation.temperature, config=self.config)
 
 
 def settings_of(config: RolloutConfig, template: PromptTemplate) -> GenerationSettings:

@@ -57,13 +57,13 @@ class PPOLearner:
         ranks: who trains together; None takes torch.distributed's default group.
         ptx: demonstrations for `learn`; None where the caller hands them to `training_step`.
         seed: of the dropout.
-        max_new_tokens: longest response, for the aggregation `constant_length`; None takes the configuration's, if it
-            has one.
+        max_new_tokens: longest response, for the aggregation `constant_length`; None takes the configuration's.
+        apart: actor and critic learn in two processes, from the same experience; here one of them is None.
     """
 
     def __init__(
         self,
-        actor: Trained,
+        actor: Trained | None,
         critic: Trained | None,
         config: LearningConfig,
         *,
@@ -72,8 +72,9 @@ class PPOLearner:
         ptx: PtxSource | None = None,
         seed: int = 0,
         max_new_tokens: int | None = None,
+        apart: bool = False,
     ) -> None:
-        check_options(config, has_critic=critic is not None)
+        check_options(config, has_critic=critic is not None or apart)
         self.device = torch.device(device)
         self.config = config
         self.steps = 0
@@ -81,7 +82,7 @@ class PPOLearner:
         if critic is not None and config.advantage_estimator != "gae":
             logger.info("advantage estimator %s needs no critic; it stays as it is", config.advantage_estimator)
             critic = None
-        self._roles = {"actor": actor} | ({} if critic is None else {"critic": critic})
+        self._roles = {role: each for role, each in (("actor", actor), ("critic", critic)) if each is not None}
         self._ranks = current_ranks() if ranks is None else ranks
         self._ptx = ptx
         self._seed = seed
@@ -174,7 +175,7 @@ class PPOLearner:
         size, world_size = self.config.train_batch_size * self._ranks.world_size, self._ranks.world_size
         stats = []
         for epoch in range(self.config.max_epochs):
-            if epoch == 0 or self.config.correction == "decoupled":
+            if "actor" in self._roles and (epoch == 0 or self.config.correction == "decoupled"):
                 batch = batch.replace(action_log_probs=shared_logprobs(self._roles["actor"], batch, self._context()))
             for rows in minibatch_order(seed=seed, episode=episode, epoch=epoch, samples=len(batch), batch_size=size):
                 ptx = None if self._ptx is None else self._ptx.batch(self.steps)

@@ -42,13 +42,13 @@ class Learnt(NamedTuple):
 def step_all(
     roles: Mapping[str, Trained], batch: Minibatch, ptx: PaddedBatch | None, context: StepContext
 ) -> dict[str, float]:
-    """Take one step on the actor and, where there is one, on the critic; return their figures.
+    """Take one step on the actor and on the critic, where they are; return their figures.
 
     Neither steps before the losses and gradients of both are known to be fit for it: after a loss or gradient that is
     not, the same minibatch can be learnt again, and no step is taken twice.
 
     Args:
-        roles: the actor, and perhaps the critic.
+        roles: the actor, or the critic, or both.
         batch: this rank's share.
         ptx: this rank's demonstrations.
         context: what both need.
@@ -58,7 +58,9 @@ def step_all(
     """
     reached("learn")
     try:
-        learnt = [learn_actor(roles["actor"], batch, ptx, context)]
+        learnt = []
+        if "actor" in roles:
+            learnt.append(learn_actor(roles["actor"], batch, ptx, context))
         if "critic" in roles:
             learnt.append(learn_critic(roles["critic"], batch, context))
     except BaseException:

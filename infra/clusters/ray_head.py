@@ -25,6 +25,15 @@ _LONGEST_TEMP_DIR = 40
 """A Unix socket's path has at most 107 bytes (103 on macOS), and 63 or fewer are appended to the temp dir."""
 _NOT_INHERITED = ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_JOB_ID", "RAY_RAYLET_PID", "RAY_CLIENT_MODE")
 """They would tie the new cluster to another one that the starting process belongs to."""
+SILENT_NODE = {
+    "RAY_health_check_initial_delay_ms": "5000",
+    "RAY_health_check_period_ms": "2000",
+    "RAY_health_check_timeout_ms": "4000",
+    "RAY_health_check_failure_threshold": "4",
+}
+"""Have the control server give up a machine that is silent for 24 s, which Ray does after 65: before those who wait
+30 s for an answer of an actor on it do, so that their next attempt finds its actors gone and their names free. Shorter,
+and a machine whose cores are all taken for a while would be given up too. Only the head reads them."""
 
 
 class Head(NamedTuple):
@@ -136,6 +145,7 @@ def _environment(manifest: ClusterManifest, extra: Mapping[str, str]) -> dict[st
         **inherited,
         # Actors start within a second without workers in waiting, of which Ray keeps one of 80 MB per CPU.
         "RAY_prestart_worker_first_driver": "0",
+        **SILENT_NODE,
         **extra,
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(manifest.token),

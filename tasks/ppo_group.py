@@ -21,6 +21,8 @@ from tasks.shares import available_gpus, gpu_shares, resources
 
 TRAINER = "trainer"
 """The first rank; the others are trainer-1, trainer-2, ..."""
+ROOM = "ppo"
+"""The placement group of all of them."""
 ANSWER_S = 30.0
 """Longest wait for an actor that has nothing to do but answer."""
 PUBLISHED = 2 * 2
@@ -62,6 +64,8 @@ def end_group(run: PPORun) -> None:
     """End the run's actors; the cluster stays. A commit that a living trainer has under way is let finish first."""
     import ray
 
+    from infra.clusters.placement import vacate
+
     _let_commit_finish(_cluster(run))
     names = (TRAINER, *_peer_names(run), *_maker_names(run))
     for name in names:
@@ -70,6 +74,7 @@ def end_group(run: PPORun) -> None:
         except ValueError:
             continue  # not there
     _await_gone(names, _cluster(run).start_timeout_s)
+    vacate(ROOM)
 
 
 def peers_of(run: PPORun) -> dict[str, Any]:
@@ -130,32 +135,41 @@ def _start(run: PPORun, context: Context) -> tuple[Mapping[str, Any], Mapping[st
     from tasks.ppo_keeper import StoreKeeper
     from tasks.ppo_models import LearnerFactory, MakerFactory, PolicySaver
 
-    config, cluster, learner_fn = PipelineConfig.model_validate(run.config), _cluster(run), LearnerFactory(run)
+    config, learner_fn = PipelineConfig.model_validate(run.config), LearnerFactory(run)
     problems = problems_from_jsonl((materialise(context, run.dataset) / "ppo.jsonl").read_bytes())
-    trainer_gpus, maker_gpus = gpu_shares(cluster, available_gpus(), config.ppo.num_trainers)
-    for_trainer, for_maker = (
-        resources(cluster.trainer_threads, trainer_gpus),
-        resources(cluster.maker_threads, maker_gpus),
-    )
+    placed = _placed(run)
     # Decorated with ray.remote, a class has .options and .remote, which its type does not show.
     first: Any = DetachedPPOTrainer
     further: Any = TrainerRank
     holder: Any = ExperienceMakerHolder
     trainers = {
-        TRAINER: first.options(name=TRAINER, lifetime="detached", **for_trainer).remote(
+        TRAINER: first.options(name=TRAINER, lifetime="detached", **placed[TRAINER]).remote(
             _maker_names(run), learner_fn, problems, config.ppo, config.seed, StoreKeeper(run), PolicySaver(run),
             peers=_peer_names(run),
         )
     }  # fmt: skip
     trainers |= {
-        name: further.options(name=name, lifetime="detached", **for_trainer).remote(learner_fn, config.ppo, config.seed)
+        name: further.options(name=name, lifetime="detached", **placed[name]).remote(
+            learner_fn, config.ppo, config.seed
+        )
         for name in _peer_names(run)
     }
     makers = {
-        name: holder.options(name=name, lifetime="detached", **for_maker).remote(name, MakerFactory(run))
+        name: holder.options(name=name, lifetime="detached", **placed[name]).remote(name, MakerFactory(run))
         for name in _maker_names(run)
     }
     return trainers, makers
+
+
+def _placed(run: PPORun) -> dict[str, dict[str, Any]]:
+    """Return the options of each actor by name, with room reserved for all of them: trainers first."""
+    from infra.clusters.placement import place
+
+    cluster = _cluster(run)
+    trainer_gpus, maker_gpus = gpu_shares(cluster, available_gpus(), _ppo(run).num_trainers)
+    asked = dict.fromkeys((TRAINER, *_peer_names(run)), resources(cluster.trainer_threads, trainer_gpus))
+    asked |= dict.fromkeys(_maker_names(run), resources(cluster.maker_threads, maker_gpus))
+    return place(asked, group=ROOM, timeout_s=cluster.start_timeout_s)
 
 
 def _object_store_mb(run: PPORun, context: Context) -> int:
@@ -201,7 +215,7 @@ def _await_gone(names: tuple[str, ...], timeout_s: float) -> None:
 
     deadline = time.monotonic() + timeout_s
     while True:
-        left = {actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)} & set(names)
+        left = set(ray.util.list_named_actors()) & set(names)  # of this run's namespace
         if not left:
             return
         if time.monotonic() > deadline:

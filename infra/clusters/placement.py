@@ -1,0 +1,91 @@
+"""Room for the actors of a run: all of them get theirs, or none does, within a deadline.
+
+Actors that are asked for one by one can each take a part of what two runs need, and then both wait for ever. A
+placement group is granted whole; whatever does not fit is told in one sentence instead of left pending.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray.util import get_placement_group, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from infra.errors import ClusterError
+
+_RESOURCES = {"num_cpus": "CPU", "num_gpus": "GPU"}
+
+
+def place(
+    actors: Mapping[str, Mapping[str, Any]], *, group: str, timeout_s: float, strategy: str = "PACK"
+) -> dict[str, dict[str, Any]]:
+    """Reserve what actors ask for, and return the options with which each is put where its share is kept.
+
+    The reservation belongs to this process's connection: it ends with `vacate`, with the run, and with this process.
+    An actor that has ended leaves its share to the next that is started with its options.
+
+    Args:
+        actors: the options of each by name, of which `num_cpus` and `num_gpus` count. Those that come first get the
+            first choice of place.
+        group: names the reservation within the run's namespace; one of that name must not be there.
+        timeout_s: longest wait.
+        strategy: `PACK` on few nodes, `SPREAD` over many, or the strict form of either.
+
+    Raises:
+        ClusterError: if the cluster has no room for them in time; nothing stays reserved.
+    """
+    bundles = [_bundle(options) for options in actors.values()]
+    reserved = placement_group(bundles, strategy=strategy, name=group)
+    if not reserved.wait(timeout_s):
+        remove_placement_group(reserved)
+        raise ClusterError(
+            f"waited {timeout_s:g} s for room for {_described(bundles)} on the Ray cluster, which has {_free()} free; "
+            "end what holds the rest, add nodes, ask for less (ppo.cluster, num_trainers), or raise "
+            "ppo.cluster.start_timeout_s"
+        )
+    return {
+        name: {
+            **options,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(reserved, placement_group_bundle_index=index),
+        }
+        for index, (name, options) in enumerate(actors.items())
+    }
+
+
+def vacate(group: str, timeout_s: float = 30.0) -> None:
+    """Give a reservation back, and end what still runs on it; none of that name is fine.
+
+    Raises:
+        ClusterError: if it is not gone in time.
+    """
+    try:
+        reserved = get_placement_group(group)
+    except ValueError:
+        return
+    remove_placement_group(reserved)
+    deadline = time.monotonic() + timeout_s
+    while placement_group_table(reserved).get("state", "REMOVED") != "REMOVED":
+        if time.monotonic() > deadline:
+            raise ClusterError(f"waited {timeout_s:g} s for the placement group {group!r} to end, and it did not")
+        time.sleep(0.05)
+
+
+def _bundle(options: Mapping[str, Any]) -> dict[str, float]:
+    return {resource: options[option] for option, resource in _RESOURCES.items() if options.get(option)}
+
+
+def _described(bundles: list[dict[str, float]]) -> str:
+    """Return what is asked for, such as `2 x (2 CPU, 1 GPU) and 1 x (1 CPU)`."""
+    counted = Counter(", ".join(f"{amount:g} {resource}" for resource, amount in bundle.items()) for bundle in bundles)
+    return " and ".join(f"{number} x ({needs})" for needs, number in counted.items())
+
+
+def _free() -> str:
+    free, there = ray.available_resources(), ray.cluster_resources()
+    return " and ".join(
+        f"{free.get(resource, 0):g} of {there.get(resource, 0):g} {resource}" for resource in _RESOURCES.values()
+    )

@@ -5,21 +5,21 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, closing, contextmanager
+from pathlib import Path
 
 import ray
-from ray._raylet import AuthenticationTokenLoader, Config, GcsClient  # type: ignore[attr-defined]
+from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
+from infra.clusters.control_server import ControlServer
 from infra.clusters.lease import call_before_end
 from infra.clusters.manifest import ClusterManifest
 from infra.errors import ClusterError
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _ENVIRONMENT = {
-    "RAY_AUTH_MODE": "token",
     # Ray ends this whole process when the control server has been away for so long (60 s by default). The flow is to
     # live on, see the loss and start another cluster; but calls that Ray never gives up must not hang for ever.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "300",
@@ -28,7 +28,7 @@ _ENVIRONMENT = {
 }
 
 
-def connect(manifest: ClusterManifest, timeout_s: float = 30.0) -> None:
+def connect(manifest: ClusterManifest, timeout_s: float = 30.0, environment: Mapping[str, str] | None = None) -> None:
     """Connect this process to a cluster as a Ray driver; done already is fine.
 
     The handlers of SIGTERM and SIGINT stay what they were (Ray would replace the first, and a cancelled flow would
@@ -37,34 +37,33 @@ def connect(manifest: ClusterManifest, timeout_s: float = 30.0) -> None:
     Args:
         manifest: of the cluster.
         timeout_s: longest wait for the cluster's first answer.
+        environment: variables of this driver's actors, for a cluster that was not started with them.
 
     Raises:
         ClusterError: if the cluster does not answer, or this process is connected to another.
     """
     _check_manifest(manifest)  # also when connected: Ray does not say that a cluster has gone
     if ray.is_initialized():
-        connected = ray.get_runtime_context().gcs_address
-        if connected == manifest.address:
-            return
-        raise ClusterError(
-            f"this process is connected to the cluster at {connected}, not to {_described(manifest)}; "
-            "call disconnect() first"
-        )
-    with _credentials(manifest), _signal_handlers():
+        _check_connection(manifest)
+        return
+    token = manifest.token if manifest.kind == "local" else None
+    with credentials(token), _for_ray(), _signal_handlers():
         _probe(manifest, timeout_s)
         try:
             ray.init(
                 address=manifest.address,
                 namespace=manifest.namespace,
+                runtime_env={"env_vars": dict(environment)} if environment else None,
                 log_to_driver=False,
                 logging_level=logging.WARNING,
             )
-        except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
+        except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
             raise ClusterError(
-                f"{_described(manifest)} does not take this process as a driver: {_first_line(error)}; "
-                f"see {manifest.log_dir}"
+                f"{_described(manifest)} does not take this process as a driver: {_in_one_line(error)}; "
+                f"see {manifest.logs}"
             ) from error
-    call_before_end(manifest, disconnect)
+    if manifest.kind == "local":
+        call_before_end(manifest, disconnect)
 
 
 def disconnect(timeout_s: float = 60.0) -> None:
@@ -85,12 +84,73 @@ def disconnect(timeout_s: float = 60.0) -> None:
         )
 
 
+@contextmanager
+def credentials(token: Path | None) -> Iterator[None]:
+    """Have Ray use a token while this runs, and remember it: it takes token and mode from the environment alone.
+
+    A process that is connected keeps what it connected with.
+
+    Args:
+        token: file with it; None takes what the user has set, as it stands: RAY_AUTH_MODE, RAY_AUTH_TOKEN,
+            RAY_AUTH_TOKEN_PATH, `~/.ray/auth_token`. Only where no mode was set, a token is reason to send it.
+
+    Raises:
+        ClusterError: if the user's token cannot be read.
+    """
+    if ray.is_initialized():
+        yield
+        return
+    wanted, hidden = {"RAY_AUTH_MODE": "token"}, ["RAY_AUTH_MODE"]
+    if token is not None:
+        wanted["RAY_AUTH_TOKEN_PATH"] = str(token)
+        hidden += ["RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN"]  # Ray would prefer the token to its path
+    elif "RAY_AUTH_MODE" in os.environ or not _has_token():
+        wanted, hidden = {}, []
+    with _variables(wanted, hidden):
+        _read_environment()
+        yield
+
+
+def _has_token() -> bool:
+    _read_environment()
+    try:
+        return bool(AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True))
+    except ray.exceptions.AuthenticationError as error:
+        raise ClusterError(
+            f"Ray's token cannot be read: {_in_one_line(error).partition('. ')[0]}; correct RAY_AUTH_TOKEN_PATH"
+        ) from error
+
+
+def _read_environment() -> None:
+    """Have Ray look again: it remembers an earlier cluster's token."""
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
+def _for_ray() -> AbstractContextManager[None]:
+    return _variables(_ENVIRONMENT, _ENVIRONMENT)
+
+
+@contextmanager
+def _variables(wanted: Mapping[str, str], hidden: Iterable[str]) -> Iterator[None]:
+    before = {key: os.environ.pop(key) for key in hidden if key in os.environ}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for key in wanted:
+            os.environ.pop(key, None)
+        os.environ.update(before)
+
+
 def _check_manifest(manifest: ClusterManifest) -> None:
     """Refuse at once a cluster that is known not to run: Ray would try for many minutes.
 
     Raises:
         ClusterError: if it has not started, or lacks a process or its token.
     """
+    if manifest.kind == "existing":
+        return  # its processes and its token are its owner's
     fault = None
     if not manifest.address:
         fault = "has not finished starting"
@@ -99,55 +159,39 @@ def _check_manifest(manifest: ClusterManifest) -> None:
     elif not manifest.token.is_file():
         fault = f"cannot be reached: its token file {manifest.token} is not there"
     if fault:
-        raise ClusterError(f"{_described(manifest)} {fault}; see {manifest.log_dir}, or lease it again")
+        raise ClusterError(f"{_described(manifest)} {fault}; see {manifest.logs}, or lease it again")
+
+
+def _check_connection(manifest: ClusterManifest) -> None:
+    """Raise unless this process is connected as the manifest says.
+
+    Raises:
+        ClusterError: if it is not.
+    """
+    context = ray.get_runtime_context()
+    if context.gcs_address != manifest.address:
+        raise ClusterError(
+            f"this process is connected to the cluster at {context.gcs_address}, not to {_described(manifest)}; "
+            "call disconnect() first"
+        )
+    if context.namespace != manifest.namespace:
+        raise ClusterError(
+            f"this process is connected to {_described(manifest)} in the namespace {context.namespace!r}, not as its "
+            f"run in {manifest.namespace!r}; call disconnect() first"
+        )
 
 
 def _probe(manifest: ClusterManifest, timeout_s: float) -> None:
-    """Ask the control server for its id, within a deadline that `ray.init` does not have.
+    """Ask the control server for its nodes, within a deadline that `ray.init` does not have.
 
     Raises:
         ClusterError: if it does not answer or refuses.
     """
-    failures: list[Exception] = []
-
-    def ask() -> None:
-        try:
-            host, _, port = manifest.address.rpartition(":")
-            socket.create_connection((host.strip("[]"), int(port)), timeout_s).close()
-            GcsClient(address=manifest.address)
-        except Exception as error:  # whatever it is, it is told
-            failures.append(error)
-
-    # Left behind when it is late: Ray's own call ends by itself within a minute, and cannot be interrupted.
-    thread = threading.Thread(target=ask, name="probe-cluster", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if thread.is_alive():
-        raise ClusterError(
-            f"{_described(manifest)} did not answer within {timeout_s:g} s (its control server runs, but is stopped "
-            f"or overloaded); see {manifest.log_dir}"
-        )
-    if failures:
-        raise ClusterError(
-            f"{_described(manifest)} does not answer: {_first_line(failures[0])}; see {manifest.log_dir}"
-        ) from failures[0]
-
-
-@contextmanager
-def _credentials(manifest: ClusterManifest) -> Iterator[None]:
-    """Set what Ray takes from the environment alone, and have it look again: it remembers an earlier cluster's."""
-    wanted = {**_ENVIRONMENT, "RAY_AUTH_TOKEN_PATH": str(manifest.token)}
-    hidden = ("RAY_AUTH_TOKEN", *wanted)  # Ray would prefer the token to its path
-    before = {key: os.environ.pop(key) for key in hidden if key in os.environ}
-    os.environ.update(wanted)
     try:
-        Config.initialize("")
-        AuthenticationTokenLoader.instance().reset_cache()
-        yield
-    finally:
-        for key in wanted:
-            os.environ.pop(key, None)
-        os.environ.update(before)
+        with closing(ControlServer(manifest.address, called=_described(manifest), timeout_s=timeout_s)) as server:
+            server.nodes()
+    except ClusterError as error:
+        raise ClusterError(f"{error}; see {manifest.logs}") from error
 
 
 @contextmanager
@@ -166,9 +210,12 @@ def _signal_handlers() -> Iterator[None]:
 
 
 def _described(manifest: ClusterManifest) -> str:
+    if manifest.kind == "existing":
+        return f"the Ray cluster at {manifest.address}"
     where = f" at {manifest.address}" if manifest.address else ""
     return f"Ray cluster {manifest.name!r}{where}"
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def _in_one_line(error: Exception) -> str:
+    """Return what Ray says up to its first empty line, such as both sides of a mismatch of versions."""
+    return " ".join(str(error).strip().partition("\n\n")[0].split()) or type(error).__name__

@@ -1,4 +1,7 @@
-"""Leases: a cluster that this process started, holds, and takes with it when it goes."""
+"""Leases: a cluster that this process started, holds, and takes with it when it goes.
+
+What a process holds on a cluster that it did not start (`infra.clusters.existing`) is kept and released here as well.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,11 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from infra.clusters.manifest import ClusterManifest, manifest_path
 from infra.clusters.ray_head import new_temp_dir, start_head
@@ -22,8 +26,20 @@ logger = logging.getLogger(__name__)
 _HEARTBEAT_S = 5.0
 
 
+class Lease(Protocol):
+    """What this process holds until it releases it."""
+
+    manifest: ClusterManifest
+
+    def end(self, timeout_s: float) -> None:
+        """End what is held, and wait until nothing of it is left."""
+
+    def forget(self) -> None:
+        """Let go without ending anything: this process is a forked child, and the lease its parent's."""
+
+
 @dataclass
-class _Lease:
+class _LocalLease:
     manifest: ClusterManifest
     path: Path
     watch: Watch
@@ -72,8 +88,22 @@ class _Lease:
             self.closed.set()
             os.close(self.watch.heartbeats)
 
+    def end(self, timeout_s: float) -> None:
+        """End the cluster through its watchdog, or without it."""
+        try:
+            _BEFORE_END.pop(self.manifest.mark, lambda: None)()
+        finally:
+            _end(self, timeout_s)
 
-_LEASES: dict[str, _Lease] = {}
+    def forget(self) -> None:
+        """Close the pipes: were a forked child to keep them, the owner's end would go unnoticed."""
+        self.closed.set()
+        for descriptor in (self.watch.heartbeats, self.watch.reports):
+            with suppress(OSError):
+                os.close(descriptor)
+
+
+_LEASES: dict[str, Lease] = {}
 _LOCK = threading.RLock()
 _BEFORE_END: dict[str, Callable[[], None]] = {}
 
@@ -111,12 +141,12 @@ def lease_cluster(
     path = manifest_path(directory.absolute(), name)
     with _LOCK:
         held = _LEASES.get(name)
-        if held is not None and held.manifest.is_running:
-            held.ensure_watched()
-            return held.manifest
-        if held is not None:
+        if isinstance(held, _LocalLease):
+            if held.manifest.is_running:
+                held.ensure_watched()
+                return held.manifest
             logger.warning("cluster %r has lost its head and is started anew", name)
-            release_cluster(name)
+        release_cluster(name)
         _make_way(path)
         lease = _open(name, path, stalled_after_s)
         try:
@@ -138,18 +168,29 @@ def lease_cluster(
 def release_cluster(name: str, timeout_s: float = 30.0) -> None:
     """End this process's cluster of a name and wait until nothing of it is left; none held is fine.
 
+    Of a cluster that this process did not start, only what the run has there is ended.
+
     Raises:
         ClusterError: if this process cannot leave the cluster as its driver, or if processes are left after
-            `timeout_s` (the watchdog goes on trying).
+            `timeout_s` (the watchdog or watcher goes on trying).
     """
     with _LOCK:
         lease = _LEASES.pop(name, None)
-        if lease is None:
-            return
-        try:
-            _BEFORE_END.pop(lease.manifest.mark, lambda: None)()
-        finally:
-            _end(lease, timeout_s)
+        if lease is not None:
+            lease.end(timeout_s)
+
+
+@contextmanager
+def held_lease(name: str) -> Iterator[Lease | None]:
+    """Give the lease of a name, or None, and let no other thread change it meanwhile."""
+    with _LOCK:
+        yield _LEASES.get(name)
+
+
+def hold(lease: Lease) -> None:
+    """Keep a lease until it is released."""
+    with _LOCK:
+        _LEASES[lease.manifest.name] = lease
 
 
 def reap_orphans(directory: Path) -> list[str]:
@@ -178,7 +219,7 @@ def call_before_end(manifest: ClusterManifest, goodbye: Callable[[], None]) -> N
     _BEFORE_END[manifest.mark] = goodbye
 
 
-def _open(name: str, path: Path, stalled_after_s: float) -> _Lease:
+def _open(name: str, path: Path, stalled_after_s: float) -> _LocalLease:
     """Write the manifest and start the watchdog: from here on, nothing that is started can be forgotten."""
     mark = secrets.token_hex(16)
     log_dir = path.parent / "logs" / f"{name}-{mark[:8]}"
@@ -198,8 +239,8 @@ def _open(name: str, path: Path, stalled_after_s: float) -> _Lease:
         raise
 
 
-def _hold(manifest: ClusterManifest, path: Path, stalled_after_s: float) -> _Lease:
-    lease = _Lease(manifest, path, _start_watch(path, manifest, stalled_after_s), stalled_after_s)
+def _hold(manifest: ClusterManifest, path: Path, stalled_after_s: float) -> _LocalLease:
+    lease = _LocalLease(manifest, path, _start_watch(path, manifest, stalled_after_s), stalled_after_s)
     _LEASES[manifest.name] = lease
     lease.update(watchdog=lease.watch.process)
     threading.Thread(target=lease.beat, name=f"lease-{manifest.name}", daemon=True).start()
@@ -212,7 +253,7 @@ def _start_watch(path: Path, manifest: ClusterManifest, stalled_after_s: float) 
     return watch
 
 
-def _end(lease: _Lease, timeout_s: float) -> None:
+def _end(lease: _LocalLease, timeout_s: float) -> None:
     lease.close()
     try:
         words = wait_for_words(lease.watch.reports, timeout_s=timeout_s / 2)
@@ -239,14 +280,11 @@ def _make_way(path: Path) -> None:
 
 
 def _forget_after_fork() -> None:
-    """A forked child owns nothing: were it to keep the pipes, the owner's end would go unnoticed."""
+    """A forked child owns nothing."""
     global _LOCK  # noqa: PLW0603 - the parent's lock may be held by a thread that the child does not have
     _LOCK = threading.RLock()
     for lease in _LEASES.values():
-        lease.closed.set()
-        for descriptor in (lease.watch.heartbeats, lease.watch.reports):
-            with suppress(OSError):
-                os.close(descriptor)
+        lease.forget()
     _LEASES.clear()
     _BEFORE_END.clear()
 

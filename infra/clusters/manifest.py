@@ -15,15 +15,18 @@ from infra.process_record import ProcessRecord
 
 MARK_VARIABLE = "RLHF_CLUSTER"
 """Environment variable that every process of a cluster inherits; its value is the cluster's mark."""
+_NOWHERE = Path(os.devnull)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 class ClusterManifest(BaseModel):
-    """A cluster's record on disk, from before its first process until after its last."""
+    """A cluster's record; a local one's is on disk, from before its first process until after its last."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     schema_version: Literal[1] = 1
+    kind: Literal["local", "existing"] = "local"
+    """Started for the run, or a user's own, of which only the run's actors are ours."""
     name: str
     mark: str
     """Random; stands in the environment of every process of the cluster."""
@@ -37,9 +40,9 @@ class ClusterManifest(BaseModel):
     """Host and port of the control server; empty while the cluster starts."""
     namespace: str = "rlhf"
     """Ray namespace of the run's named actors."""
-    temp_dir: Path
-    """Ray's sockets, logs and spilled objects, and the token; mode 0700."""
-    log_dir: Path
+    temp_dir: Path = _NOWHERE
+    """Ray's sockets, logs and spilled objects, and the token; mode 0700. An existing cluster has its own."""
+    log_dir: Path = _NOWHERE
     """What is kept when the cluster is gone: the output of `ray start`, the watchdog's and Ray's logs."""
     created: datetime = Field(default_factory=lambda: datetime.now(UTC))
 
@@ -52,6 +55,11 @@ class ClusterManifest(BaseModel):
     def token(self) -> Path:
         """File with the cluster's authentication token, mode 0600."""
         return self.temp_dir / "token"
+
+    @property
+    def logs(self) -> str:
+        """Where a person finds out more."""
+        return str(self.log_dir) if self.kind == "local" else "the logs of that cluster"
 
     @property
     def head_pid(self) -> int:

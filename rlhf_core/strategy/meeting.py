@@ -43,10 +43,10 @@ class Met(NamedTuple):
         return dist.PrefixStore(name, self.store)  # type: ignore[attr-defined]
 
 
-def open_meeting(address: str) -> socket.socket:
-    """Return a socket that listens on a free port of an address of this machine, for the meeting's first rank."""
+def open_meeting(address: str, port: int = 0) -> socket.socket:
+    """Return a socket that listens on an address of this machine, for the meeting's first rank; 0 is a free port."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return socket.create_server((address, 0), family=family)
+    return socket.create_server((address, port), family=family)
 
 
 def enter(meeting: Meeting | None, timeout: timedelta) -> Met:

@@ -1,0 +1,87 @@
+"""Waiting for a run's actors: always with a deadline, and whoever is gone or silent is named."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from rlhf_core.errors import LostRankError, RlhfError
+
+PING_S = 10.0
+"""Longest wait for a sign of life of all actors together, once something is known to be wrong."""
+
+
+def results(
+    calls: Mapping[Any, str], *, members: Mapping[str, Any], timeout_s: float, what: str, advice: str = ""
+) -> list[Any]:
+    """Return what calls of actors return, in their order.
+
+    Args:
+        calls: reference of each, and whom it was made to.
+        members: all actors of the run by name, each with a method `ping`.
+        timeout_s: longest wait from one answer to the next.
+        what: is waited for, completing "waited for ...".
+        advice: what to do, for the error of a late answer.
+
+    Raises:
+        RlhfError: what an actor failed with, or that one has ended: it is named.
+        TimeoutError: if no further one answers in time; those are named.
+    """
+    late = list(calls)
+    while late:
+        ready, late = ray.wait(late, timeout=timeout_s)
+        if not ready:
+            raise TimeoutError(_late_sentence(calls, late, members, timeout_s, what, advice))
+        try:
+            ray.get(ready)
+        except RayError as error:
+            raise explained(error, members) from error
+    found: list[Any] = ray.get(list(calls))
+    return found
+
+
+def explained(error: RayError, members: Mapping[str, Any]) -> Exception:
+    """Return what an actor's failure means: its own sentence, or which actor has ended."""
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    if isinstance(cause, RlhfError) and not isinstance(cause, LostRankError):
+        return cause
+    gone = [name for name, state in _states(members).items() if state == "ended"]
+    if gone:
+        return LostRankError(
+            f"{', '.join(gone)} of this run {'has' if len(gone) == 1 else 'have'} ended ({_first_line(cause)}); look "
+            "into its log in the cluster's log directory, and start the run again"
+        )
+    return cause if isinstance(cause, RlhfError) else error
+
+
+def _late_sentence(
+    calls: Mapping[Any, str], late: list[Any], members: Mapping[str, Any], timeout_s: float, what: str, advice: str
+) -> str:
+    names = ", ".join(sorted({calls[reference] for reference in late}))
+    silent = [name for name, state in _states(members).items() if state == "silent"]
+    more = f"; {', '.join(silent)} gave no sign of life" if silent else ""
+    return f"waited {timeout_s:.0f} s for {names} {what}, and no answer came{more}{advice and f'; {advice}'}"
+
+
+def _states(members: Mapping[str, Any]) -> dict[str, str]:
+    """Return of each actor whether it is alive, ended or silent; what its work failed with is not asked here."""
+    calls = {actor.ping.remote(): name for name, actor in members.items()}
+    ready, late = ray.wait(list(calls), num_returns=len(calls), timeout=PING_S) if calls else ([], [])
+    states = {calls[reference]: "silent" for reference in late}
+    for reference in ready:
+        try:
+            ray.get(reference)
+        except RayActorError:
+            states[calls[reference]] = "ended"
+        except RayError:
+            states[calls[reference]] = "alive"  # it answers: with what its work failed with
+        else:
+            states[calls[reference]] = "alive"
+    return states
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")

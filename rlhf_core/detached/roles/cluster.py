@@ -1,0 +1,77 @@
+"""The cluster of one command: one that runs, or one that ends with it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import ray
+
+from rlhf_core.detached.roles.loop import processes_of
+from rlhf_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+_ANSWER_S = 10.0
+OBJECT_STORE_BYTES = 256 * 1024 * 1024
+"""Experience alone goes through it: tokens and a few numbers for each."""
+
+
+@contextmanager
+def connected(args: Namespace) -> Iterator[None]:
+    """Run the block as a driver of a cluster.
+
+    It is the one that this process is connected to; else that of `--address`, or of RAY_ADDRESS; else one that ends
+    with the block.
+
+    Raises:
+        ConfigError: if nothing answers at the address.
+    """
+    if ray.is_initialized():
+        yield
+        return
+    address = args.address or os.environ.get("RAY_ADDRESS")
+    try:
+        if address:
+            _attach(address)
+        else:
+            _start(args)
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _attach(address: str) -> None:
+    if address != "auto":
+        host, _, port = address.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), _ANSWER_S).close()
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"no Ray cluster answers at {address} ({error}); give --address as host:port of its control server"
+            ) from error
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(
+            f"the Ray cluster at {address} does not take this process as a driver: {reason}; start one with "
+            "`ray start --head`, or leave --address out"
+        ) from error
+
+
+def _start(args: Namespace) -> None:
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # or Ray would leave one in the home directory
+    ray.init(
+        num_cpus=max(os.cpu_count() or 1, sum(processes_of(args).values()) * args.threads),
+        include_dashboard=False,
+        object_store_memory=OBJECT_STORE_BYTES,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+    )

@@ -1,0 +1,137 @@
+"""What each process of the four groups gets of the cluster, and the room that a group's processes get on its nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rlhf_core.errors import ConfigError
+
+
+class Share(NamedTuple):
+    """What one process gets."""
+
+    threads: int
+    gpus: float
+
+    def bundle(self, processes: int) -> dict[str, float]:
+        """Return what so many processes need on one node, in Ray's words."""
+        bundle = {"CPU": float(self.threads * processes)}
+        return bundle | ({"GPU": self.gpus * processes} if self.gpus else {})
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of an actor with this share."""
+        # Ray would set one thread for an actor of a fraction of a CPU; torch reads this when it is imported.
+        environment = {"OMP_NUM_THREADS": str(self.threads), "TOKENIZERS_PARALLELISM": "false"}
+        if not self.gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ""
+        return {"num_cpus": self.threads, "num_gpus": self.gpus, "runtime_env": {"env_vars": environment}}
+
+
+class Decision(NamedTuple):
+    """How the roles share the cluster's GPUs."""
+
+    share: Share
+    line: str
+    """What is said of it; empty if each process has a GPU of its own, as upstream demands."""
+
+
+def decide(processes: Mapping[str, int], *, gpus: float, told: float | None, threads: int) -> Decision:
+    """Return what each process gets.
+
+    Args:
+        processes: of each role.
+        gpus: of the whole cluster.
+        told: GPUs of each process as the user says; None gives each one if there are enough, else none to any.
+        threads: of each process.
+
+    Raises:
+        ConfigError: if the cluster has fewer GPUs than the user hands out.
+    """
+    total = sum(processes.values())
+    roles = ", ".join(f"{role} {count}" for role, count in processes.items())
+    if told is not None:
+        if told * total > gpus:
+            raise ConfigError(
+                f"--gpus_per_actor {told:g} for each of {total} processes ({roles}) is {told * total:g} GPUs, but the "
+                f"cluster has {gpus:g}; lower it, or set it to 0 to place all of them on CPUs"
+            )
+        line = f"each of {total} processes ({roles}) gets {told:g} of a GPU" if told else f"{_all(total)} work on CPUs"
+        return Decision(Share(threads, told), line)
+    if gpus >= total:
+        return Decision(Share(threads, 1.0), "")
+    if not gpus:
+        return Decision(Share(threads, 0.0), f"the cluster has no GPU: {_all(total)} work on CPUs")
+    line = (
+        f"the cluster has {gpus:g} GPUs for {total} processes ({roles}): all of them work on CPUs; "
+        f"--gpus_per_actor {gpus / total:.2g} would share the GPUs"
+    )
+    return Decision(Share(threads, 0.0), line)
+
+
+def _all(total: int) -> str:
+    return f"all {total} processes of the four models"
+
+
+class Room:
+    """Room for one group's processes, on as many nodes as it wants; without several processes none is reserved.
+
+    Args:
+        name: of the group, for messages.
+        num_nodes: nodes, all different.
+        per_node: processes on each.
+        share: of each process.
+        timeout_s: longest wait for the room.
+
+    Raises:
+        TimeoutError: if there is none; it says what was wanted, and what the cluster has.
+    """
+
+    def __init__(self, name: str, num_nodes: int, per_node: int, share: Share, *, timeout_s: float) -> None:
+        self.name, self.share, self.timeout_s = name, share, timeout_s
+        self._per_node = per_node
+        self._group: PlacementGroup | None = None
+        self._wanted = wanted(name, num_nodes, share.bundle(per_node))
+        if num_nodes * per_node > 1:
+            self._group = placement_group([share.bundle(per_node)] * num_nodes, strategy="STRICT_SPREAD")
+            if not self._group.wait(timeout_s):
+                self.leave()
+                raise TimeoutError(f"waited {timeout_s:.0f} s for room, and there was none: {self.lacking()}")
+
+    def options(self, rank: int) -> dict[str, Any]:
+        """Return the options of the actor of a rank."""
+        if self._group is None:
+            return self.share.options()
+        place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank // self._per_node)
+        return self.share.options() | {"scheduling_strategy": place}
+
+    def lacking(self) -> str:
+        """Return what the group wants and what the cluster has, with what to do."""
+        return f"{self._wanted}, and the cluster has {present(nodes())}; lower what it wants, or add nodes"
+
+    def leave(self) -> None:
+        """Give the room back."""
+        if self._group is not None:
+            remove_placement_group(self._group)
+            self._group = None
+
+
+def wanted(name: str, num_nodes: int, bundle: Mapping[str, float]) -> str:
+    """Return what a group wants, in words."""
+    each = " and ".join(f"{amount:g} {kind}{'s' if amount != 1 else ''}" for kind, amount in bundle.items())
+    return f"the {name} group wants {num_nodes} node{'s' if num_nodes != 1 else ''} with {each} free on each"
+
+
+def present(found: list[Mapping[str, float]]) -> str:
+    """Return what the nodes of a cluster have, in words."""
+    each = "; ".join(f"{node.get('CPU', 0):g} CPUs and {node.get('GPU', 0):g} GPUs" for node in found)
+    return f"{len(found)} node{'s' if len(found) != 1 else ''} with {each or 'nothing'}, others' share included"
+
+
+def nodes() -> list[Mapping[str, float]]:
+    """Return the resources of each living node."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]

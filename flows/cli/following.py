@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from infra.errors import ServiceError
+from infra.services.automations import RESTARTING, RESUMES
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -21,6 +22,9 @@ UNSTARTED_LIMIT_S = 600.0
 """A worker takes a run within seconds, and the longest start, imports on a cold disk, is a minute."""
 AWAY_LIMIT_S = 60.0
 """A server that is started again is away for ten seconds or so."""
+CRASH_LIMIT_S = 5.0
+"""Within this time a crash is `Restarting`, if it is to be mended at all."""
+RESTART_LIMIT_S = 120.0
 _PAGE = 200
 _LATE_S = 30.0
 """A line reaches the server up to so much later than its time says; the last look takes later ones too."""
@@ -43,6 +47,8 @@ class Follower:
         self._answered = self._began
         self._started = False
         self._notice_given = False
+        self._crash: Any | None = None
+        self._crash_seen = self._began
 
     async def follow(self) -> Any:
         """Print lines until the run is in a final state, and return that state.
@@ -58,6 +64,8 @@ class Follower:
                 try:
                     state = await self._look()
                 except Exception as error:
+                    if self._crash is not None and self._crash.name != RESTARTING:
+                        return self._crash  # it ended with the stack, as by `rlhf down`
                     self._ride_out(error)
                 else:
                     self._answered = time.monotonic()
@@ -67,14 +75,29 @@ class Follower:
 
     async def _look(self) -> Any | None:
         """Print what is new; return the state once it is final and all is printed."""
-        state = (await self._client.read_flow_run(self._run_id)).state
-        if state is not None and state.is_final():
+        flow_run = await self._client.read_flow_run(self._run_id)
+        state = flow_run.state
+        if state is None or not state.is_crashed():
+            self._crash = None
+        if state is not None and state.is_final() and not self._is_mended(flow_run):
             await asyncio.sleep(2 * LOOK_S)  # the last lines are sent in batches of half a second
             await self._print_lines(since=None)
             return state
         self._watch_start(state)
         await self._print_lines(since=self._latest)
         return None
+
+    def _is_mended(self, flow_run: Any) -> bool:
+        """Whether a run that crashed is about to be started again, which is said once for each crash."""
+        state = flow_run.state
+        if not state.is_crashed() or RESUMES not in flow_run.tags:
+            return False
+        if self._crash is None or self._crash.id != state.id:
+            self._crash, self._crash_seen = state, time.monotonic()
+            if state.name == RESTARTING:
+                self._console.print(state.message, style="yellow")
+        limit = RESTART_LIMIT_S if state.name == RESTARTING else CRASH_LIMIT_S
+        return time.monotonic() - self._crash_seen < limit
 
     def _watch_start(self, state: Any | None) -> None:
         if self._started:

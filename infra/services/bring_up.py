@@ -9,7 +9,7 @@ import psutil
 
 from infra.errors import ServiceError
 from infra.process_record import describe
-from infra.services import processes, runs, seaweed
+from infra.services import automations, processes, runs, seaweed
 from infra.services.deployments import all_present, deploy, source_digest
 from infra.services.env_file import assignment, write_block
 from infra.services.ports import choose_port
@@ -80,6 +80,7 @@ class _BringingUp:
         if not self._runs("worker", None, None):
             for name in runs.settle_lost_runs(api_url):
                 self.report(f"run {name} had lost its process: it now counts as crashed")
+        self.report(automations.install(api_url))
         new_worker = self._spawn_unless_well(its_worker)
         self._deploy(api_url, entries)
         if new_worker:

@@ -13,11 +13,11 @@ from typing import Literal, NamedTuple
 import psutil
 
 from infra.errors import InfraError
-from infra.services import prefect_api
+from infra.services import automations, prefect_api
 from infra.services.ports import is_free
 from infra.services.prefect_yaml import read_prefect_yaml
 from infra.services.state import StackState
-from infra.services.status import status
+from infra.services.status import running_api_url, status
 from infra.settings import CHECKOUT, Settings, inherited_environment
 
 _GIB = 2**30
@@ -50,6 +50,7 @@ def diagnose(settings: Settings, *, checkout: Path = CHECKOUT) -> list[Finding]:
         lambda: _environment(settings),
         lambda: _deployments(checkout),
         lambda: _services(settings),
+        lambda: _restarts(settings),
         lambda: _bucket(settings),
     )
     return [finding for check in checks for finding in check()]
@@ -167,6 +168,26 @@ def _services(settings: Settings) -> Iterator[Finding]:
     api_url = settings.prefect_api_url
     if api_url and not prefect_api.is_healthy(api_url):
         yield Finding("Prefect server", "wrong", f"{api_url} does not answer", "run `rlhf up`")
+
+
+def _restarts(settings: Settings) -> Iterator[Finding]:
+    ours = running_api_url(settings)
+    api_url = ours or settings.prefect_api_url
+    if api_url is None:
+        return
+    try:
+        faults = automations.faults(api_url)
+    except InfraError:
+        return  # a server that does not answer has a line of its own
+    name = "restarts"
+    if not faults:
+        yield Finding(name, "well", f"runs that crash are started again, {automations.RESTARTS} times at most")
+    elif ours:
+        advice = "run `rlhf up`, or switch it on again on the page Automations of the Prefect UI"
+        yield Finding(name, "warning", f"automation {'; '.join(faults)}", advice)
+    else:
+        seen = f"the server at {api_url} is not this stack's: automation {'; '.join(faults)}"
+        yield Finding(name, "warning", seen, "runs that crash there stay so until you start them again")
 
 
 def _bucket(settings: Settings) -> Iterator[Finding]:

@@ -11,7 +11,7 @@ import psutil
 
 from infra.errors import ServiceError
 from infra.process_record import describe, is_live
-from infra.services import processes, runs, seaweed
+from infra.services import automations, processes, runs, seaweed
 from infra.services.service import Report
 from infra.services.state import StackState, locked
 from infra.settings import Settings
@@ -38,6 +38,9 @@ def down(settings: Settings, report: Report) -> int:
     with locked(settings.home, report):
         state = StackState.load(settings.home)
         live = {name: process for name, record in state.services.items() if (process := record.process())}
+        if "server" in live:
+            with suppress(ServiceError):  # a run that is ended here would be started again; `up` installs them anew
+                automations.remove(f"{state.services['server'].address}/api")
         _end_runs(state, live, report)
         for name, process in live.items():
             if is_live(process):

@@ -18,12 +18,13 @@ from uuid import uuid4
 import pytest
 from prefect.client.schemas.objects import FlowRun, Log
 from prefect.client.schemas.responses import DeploymentResponse
-from prefect.states import Completed, Failed, Pending, Running, Scheduled, State
+from prefect.states import Completed, Crashed, Failed, Pending, Running, Scheduled, State
 
 from flows import cli
 from flows.cli import following
 from infra.artifacts import open_default_store
 from infra.process_record import ProcessRecord
+from infra.services.automations import RESTARTING, RESUMES
 from infra.services.state import ServiceRecord, StackState
 
 FLOW_ID, RUN_ID = uuid4(), uuid4()
@@ -41,6 +42,7 @@ class Server:
     def __init__(self) -> None:
         self.states: list[State[Any]] = [Running(), Completed()]
         self.logs: list[Log] = []
+        self.tags: list[str] = []
         self.refusal: tuple[int, Any] | None = None
         self.failures: list[int] = []
         """Statuses that the next looks at the run get instead of an answer; 0 hangs up."""
@@ -73,7 +75,7 @@ class Server:
         threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True).start()
 
     def answer(self, path: str, asked: dict[str, Any]) -> tuple[int, Any]:
-        run = FlowRun(id=RUN_ID, flow_id=FLOW_ID, name="brave-owl")
+        run = FlowRun(id=RUN_ID, flow_id=FLOW_ID, name="brave-owl", tags=self.tags)
         if path.endswith("/create_flow_run"):
             return self.refusal or (201, run.model_dump_json())
         if path.startswith("/api/deployments/name/"):
@@ -279,6 +281,59 @@ def test_a_run_that_has_started_may_wait_for_its_next_try(
     status, out, _ = rlhf_run()
     assert status == 0
     assert "has taken the run" not in out
+
+
+def test_a_crashed_run_that_is_started_again_is_followed_to_its_end(
+    server: Server, rlhf_run: Callable[..., tuple[int, str, str]]
+) -> None:
+    server.tags = [RESUMES]
+    once = Crashed(name=RESTARTING, message="The run crashed once. It is started again in 20 s.")
+    twice = Crashed(name=RESTARTING, message="The run crashed twice.")
+    first = [Running(), Crashed(), Crashed(), once, once, Scheduled(), Pending(), Running()]
+    server.states = [*first, Crashed(), twice, twice, Scheduled(), Completed()]
+    status, out, _ = rlhf_run()
+    assert status == 0
+    assert out.count("The run crashed once. It is started again in 20 s.") == 1
+    assert out.count("The run crashed twice.") == 1
+
+
+@pytest.mark.parametrize(
+    ("tags", "state", "limit"),
+    [
+        ([], Crashed(message="gone"), None),
+        ([RESUMES], Crashed(message="gone"), "CRASH_LIMIT_S"),
+        ([RESUMES], Crashed(name=RESTARTING, message="gone"), "RESTART_LIMIT_S"),
+    ],
+)
+def test_a_crashed_run_that_is_not_started_again_has_ended(
+    server: Server,
+    rlhf_run: Callable[..., tuple[int, str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    tags: list[str],
+    state: State[Any],
+    limit: str | None,
+) -> None:
+    if limit is not None:
+        monkeypatch.setattr(following, limit, 0.05)
+    server.tags, server.states = tags, [Running(), state]
+    status, out, _ = rlhf_run()
+    assert status == 1
+    assert out.splitlines()[-1] == f"{state.name}: gone"
+
+
+def test_a_run_that_crashed_with_its_server_has_ended(
+    server: Server, rlhf_run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(following, "CRASH_LIMIT_S", 60.0)
+    server.tags, server.states = [RESUMES], [Crashed(message="gone")]
+    answer = server.answer
+
+    def fall_silent(path: str, asked: dict[str, Any]) -> tuple[int, Any]:
+        return (0, None) if server.looks > 2 else answer(path, asked)
+
+    server.answer = fall_silent  # type: ignore[method-assign]
+    status, out, _ = rlhf_run()
+    assert (status, out.splitlines()[-1]) == (1, "Crashed: gone")
 
 
 def test_while_the_local_stack_runs_the_run_goes_there_whatever_is_exported(

@@ -1,0 +1,205 @@
+"""The automations that start a crashed run again: as the same flow run, a few times, and then no more.
+
+They live in the Prefect server, so that no process of ours need survive whatever ended the run. A crash first becomes
+`Restarting`, and only after some quiet `Scheduled`: the worker tells each crash twice, seconds apart, and its second
+word would otherwise crash the run that has just begun anew. How often a run was started is Prefect's own count, which
+each crash tells: one automation for each count, which acts on a run once, for on sqlite an event may be looked at
+twice. A run that ended as Failed (a mistake, which a restart repeats) or Cancelled (a person's will) is never touched.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from infra.services import prefect_api
+
+RESUMES = "resumes"
+"""Tag of the deployments whose crashed runs are started again: their flows go on from what the store holds."""
+RESTARTING = "Restarting"
+"""Name of the state of a crashed run that is about to be started again; its type is CRASHED."""
+RESTARTS = 3
+QUIET_S = 20.0
+"""From a crash to the restart. The worker's second word comes after three seconds, later on a busy machine; and the
+watchdog of the run's Ray cluster has ended it by then."""
+LOST_AFTER_S = 300.0
+"""Silence after which a run counts as crashed. Flows tell the server every 30 s that they live, and ride out a server
+that is away for four minutes: a shorter time would take such runs for dead when the server comes back."""
+_OURS = "rlhf"
+_YEAR_S = 365 * 24 * 3600.0
+_STATE = "prefect.flow-run."
+_ENDS = ("Completed", "Failed", "Cancelled", "Crashed")
+_TIMES = ("before it began", "once", "twice", "three times", "four times")
+
+
+def wanted(*, lost_after_s: float = LOST_AFTER_S, quiet_s: float = QUIET_S) -> list[dict[str, Any]]:
+    """Return the automations as the server takes them.
+
+    Args:
+        lost_after_s: silence after which a run counts as crashed.
+        quiet_s: from a crash to the restart; Prefect takes no less than 10.
+    """
+    ours = f"A run of a deployment with the tag {RESUMES!r}"
+    crashes = [
+        _automation(
+            f"A run that crashed {_TIMES[starts]} is to be started again",
+            f"{ours} that crashed {_TIMES[starts]} is started again soon, as the same run.",
+            _at_crash(starts),
+            {
+                "state": "CRASHED",
+                "name": RESTARTING,
+                "force": True,  # to Prefect it is crashed already
+                "message": f"The run crashed {_TIMES[starts]}. It is started again in {quiet_s:g} s.",
+            },
+        )
+        for starts in range(RESTARTS + 1)
+    ]
+    restart = _automation(
+        "A crashed run is started again",
+        f"{ours} that has been {RESTARTING} for {quiet_s:g} s is started again, as the same run.",
+        _at_silence(quiet_s, after=(RESTARTING,), signs=("Scheduled", "Pending", "Running", *_ENDS)),
+        {"state": "SCHEDULED", "message": "Started again after a crash; it goes on from its last commit."},
+    )
+    end = _automation(
+        "A run that crashes again and again is given up",
+        f"{ours} that crashed {_TIMES[RESTARTS + 1]} is not started again.",
+        _at_crash(RESTARTS + 1),
+        {
+            "state": "FAILED",
+            "message": f"The run crashed {_TIMES[RESTARTS + 1]} and is not started again by itself: look for the "
+            "reason in its log and the worker's, then start a run with the same parameters, which goes on from the "
+            "last commit.",
+        },
+    )
+    lost = _automation(
+        "A run that was lost with its worker has crashed",
+        f"{ours} that has given no sign of life for {lost_after_s:g} s counts as crashed: its worker, which would have "
+        "said so, is gone too.",
+        _at_silence(
+            lost_after_s, after=("heartbeat",), signs=("heartbeat", RESTARTING, "Scheduled", "Pending", *_ENDS)
+        ),
+        {
+            "state": "CRASHED",
+            "message": f"The run gave no sign of life for {lost_after_s:g} s: its process and its worker are gone.",
+        },
+    )
+    return [*crashes, restart, end, lost]
+
+
+def install(api_url: str, automations: list[dict[str, Any]] | None = None) -> str:
+    """Bring the server's automations to what they should be, and return what was done, for people.
+
+    One that is as it should be stays as it is, its counts included; so does one that a person switched off.
+
+    Args:
+        api_url: the Prefect server's.
+        automations: what they should be; None: `wanted()`.
+
+    Raises:
+        ServiceError: if the server does not answer, or refuses.
+    """
+    should_be = {each["name"]: each for each in (wanted() if automations is None else automations)}
+    changed = 0
+    for found in _found(api_url):
+        new = should_be.pop(found["name"], None)
+        if new is None:  # of an earlier version, or there twice
+            prefect_api.call(api_url, "DELETE", f"/automations/{found['id']}")
+        elif not _agrees(new, found):
+            prefect_api.call(api_url, "PUT", f"/automations/{found['id']}", {**new, "enabled": found["enabled"]})
+        else:
+            continue
+        changed += 1
+    for new in should_be.values():
+        prefect_api.call(api_url, "POST", "/automations/", new)
+    if changed or should_be:
+        return "crashed runs are started again from now on, by automations of the Prefect server"
+    return "the automations that start crashed runs again are as they should be"
+
+
+def remove(api_url: str) -> None:
+    """Remove our automations with all that they have counted and plan; one that a person switched off stays.
+
+    Raises:
+        ServiceError: if the server does not answer, or refuses.
+    """
+    for each in _found(api_url):
+        if each["enabled"]:
+            prefect_api.call(api_url, "DELETE", f"/automations/{each['id']}")
+
+
+def faults(api_url: str) -> list[str]:
+    """Return what is not as it should be with the automations, a phrase for each.
+
+    Raises:
+        ServiceError: if the server does not answer.
+    """
+    found = {each["name"]: each for each in _found(api_url)}
+    told = []
+    for new in wanted():
+        name = new["name"]
+        if name not in found:
+            told.append(f"{name!r} is missing")
+        elif not _agrees(new, found[name]):
+            told.append(f"{name!r} is not as it should be")
+        elif not found[name]["enabled"]:
+            told.append(f"{name!r} is switched off")
+    return told
+
+
+def _automation(name: str, description: str, trigger: dict[str, Any], action: dict[str, Any]) -> dict[str, Any]:
+    change = {"type": "change-flow-run-state", **action}
+    return {"name": name, "description": description, "tags": [_OURS], "trigger": trigger, "actions": [change]}
+
+
+def _at_crash(starts: int) -> dict[str, Any]:
+    """Return a trigger that fires when a run crashes that was started so often, and then not again for a year.
+
+    Once: a run that crashes anew before it could begin stays as it is, or it would be started again for ever.
+    """
+    return _trigger(posture="Reactive", run_count=str(starts), expect=_events("Crashed"), threshold=1, within=_YEAR_S)
+
+
+def _at_silence(silence_s: float, *, after: tuple[str, ...], signs: tuple[str, ...]) -> dict[str, Any]:
+    """Return a trigger that fires when none of the signs has come for so long after one of the first."""
+    return _trigger(posture="Proactive", after=_events(*after), expect=_events(*signs), threshold=1, within=silence_s)
+
+
+def _trigger(run_count: str | None = None, **further: Any) -> dict[str, Any]:
+    """Return a trigger that looks at each run of our deployments by itself.
+
+    Subflows have no deployment: it is the run around them that is started again.
+    """
+    starts = {"prefect.run-count": run_count} if run_count else {}
+    return {
+        "type": "event",
+        "match": {"prefect.resource.id": f"{_STATE}*", **starts},
+        "match_related": [
+            {"prefect.resource.role": "deployment", "prefect.resource.id": "prefect.deployment.*"},
+            {"prefect.resource.role": "tag", "prefect.resource.id": f"prefect.tag.{RESUMES}"},
+        ],
+        "for_each": ["prefect.resource.id"],
+        **further,
+    }
+
+
+def _events(*names: str) -> list[str]:
+    return [f"{_STATE}{name}" for name in names]
+
+
+def _found(api_url: str) -> list[dict[str, Any]]:
+    """Return the automations of this stack that the server has, oldest first."""
+    body = {"sort": "CREATED_DESC", "limit": 200}
+    every: list[dict[str, Any]] = prefect_api.call(api_url, "POST", "/automations/filter", body) or []
+    return [each for each in reversed(every) if _OURS in each["tags"]]
+
+
+def _agrees(new: Any, found: Any) -> bool:
+    """Whether the server's answer says all that was told; it adds ids and defaults, and keeps no order in sets."""
+    if isinstance(new, dict):
+        return isinstance(found, dict) and all(_agrees(value, found.get(key)) for key, value in new.items())
+    if isinstance(new, list):
+        if not isinstance(found, list) or len(new) != len(found):
+            return False
+        if all(isinstance(value, str) for value in new):
+            return sorted(new) == sorted(found)
+        return all(map(_agrees, new, found))
+    return bool(new == found)

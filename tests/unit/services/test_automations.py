@@ -1,0 +1,121 @@
+"""The automations of `rlhf up`: there once, as they should be, whatever was there before."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from prefect.server.events.schemas.automations import Automation, AutomationCreate
+
+from infra.services import automations, prefect_api
+from infra.services.prefect_yaml import read_prefect_yaml
+from infra.settings import CHECKOUT
+
+URL = "http://127.0.0.1:1/api"
+
+
+class Server:
+    """Keeps automations as Prefect does: with its own schema, which adds ids and defaults and forgets the order."""
+
+    def __init__(self) -> None:
+        self.automations: list[dict[str, Any]] = []
+        self.changes: list[str] = []
+
+    def call(self, api_url: str, method: str, path: str, body: Any = None, *, timeout_s: float = 20.0) -> Any:
+        assert (api_url, timeout_s) == (URL, 20.0)
+        if path == "/automations/filter":
+            assert body["sort"] == "CREATED_DESC"
+            return copy.deepcopy(self.automations[::-1])
+        self.changes.append(method)
+        number = path.removeprefix("/automations/")
+        [at] = [at for at, each in enumerate(self.automations) if each["id"] == number] or [len(self.automations)]
+        if method == "DELETE":
+            del self.automations[at]
+            return {}
+        taken = Automation.model_validate({**AutomationCreate.model_validate(body).model_dump(), "id": uuid4()})
+        self.automations[at : at + 1] = [taken.model_dump(mode="json") | ({"id": number} if number else {})]
+        return {}
+
+    def names(self) -> list[str]:
+        return [each["name"] for each in self.automations]
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Server:
+    server = Server()
+    monkeypatch.setattr(prefect_api, "call", server.call)
+    return server
+
+
+def test_they_are_installed_once_however_often(server: Server) -> None:
+    assert "from now on" in automations.install(URL)
+    wanted = [each["name"] for each in automations.wanted()]
+    assert server.names() == wanted
+    assert len(set(wanted)) == len(wanted) == 7
+    server.changes.clear()
+    assert "as they should be" in automations.install(URL)
+    assert server.changes == []
+    assert automations.faults(URL) == []
+
+
+def change(server: Server) -> None:
+    server.automations[4]["trigger"]["within"] = 3600.0
+
+
+def add_double(server: Server) -> None:
+    server.automations.append({**server.automations[0], "id": str(uuid4())})
+
+
+def add_old(server: Server) -> None:
+    server.automations.append({**server.automations[0], "id": str(uuid4()), "name": "of an earlier version"})
+
+
+def lose(server: Server) -> None:
+    del server.automations[2]
+
+
+def reword(server: Server) -> None:
+    server.automations[1]["actions"][0]["state"] = "COMPLETED"
+
+
+@pytest.mark.parametrize(
+    ("damage", "mended_by", "fault"),
+    [
+        (change, "PUT", "'A crashed run is started again' is not as it should be"),
+        (reword, "PUT", "'A run that crashed once is to be started again' is not as it should be"),
+        (lose, "POST", "'A run that crashed twice is to be started again' is missing"),
+        (add_double, "DELETE", None),
+        (add_old, "DELETE", None),
+    ],
+)
+def test_what_is_not_as_it_should_be_is_told_and_mended_and_nothing_else_is_touched(
+    server: Server, damage: Callable[[Server], None], mended_by: str, fault: str | None
+) -> None:
+    automations.install(URL)
+    foreign = {**server.automations[0], "id": str(uuid4()), "tags": []}
+    server.automations.append(foreign)
+    damage(server)
+    server.changes.clear()
+    assert automations.faults(URL) == ([fault] if fault else [])
+    automations.install(URL)
+    assert server.changes == [mended_by]
+    assert automations.faults(URL) == []
+    assert foreign in server.automations
+    assert sorted(server.names()) == sorted([foreign["name"], *(each["name"] for each in automations.wanted())])
+
+
+def test_one_that_a_person_switched_off_stays_off(server: Server) -> None:
+    automations.install(URL)
+    server.automations[4]["enabled"] = False
+    automations.install(URL)
+    automations.remove(URL)
+    assert server.names() == ["A crashed run is started again"]
+    automations.install(URL)
+    assert automations.faults(URL) == ["'A crashed run is started again' is switched off"]
+
+
+def test_every_deployment_of_this_checkout_is_started_again() -> None:
+    assert [name for name, each in read_prefect_yaml(CHECKOUT).items() if automations.RESUMES not in each.tags] == []

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
@@ -25,6 +26,15 @@ _ADAPTER = "default"
 _ADAPTER_MARK = ".lora_"
 _BASE_MARK = ".base_layer"
 _CONFIG = "lora_config"  # attribute of each adapted layer: what it was made by
+
+
+class MergedWeight(NamedTuple):
+    """A weight of a model whose adapters are merged."""
+
+    name: str
+    weight: Tensor
+    is_sum: bool
+    """Whether an adapter was added to it; it is float32 then."""
 
 
 def attach_lora(model: PreTrainedModel, config: LoRAConfig, *, seed: int) -> None:
@@ -140,18 +150,26 @@ def merged_parameters(model: nn.Module, *, dtype: torch.dtype | None = None) -> 
         model: any module, with or without adapters inside.
         dtype: of the result; None keeps each weight's own. Weights are copied only if summed or cast.
     """
-    layers = _adapted_layers(model)
     merged = {}
+    own = {name.replace(_BASE_MARK, ""): parameter.dtype for name, parameter in model.named_parameters()}
+    for name, weight, is_sum in each_merged(model):
+        target = dtype if dtype is not None else own[name] if is_sum else None
+        merged[name] = weight if target is None else weight.to(target)
+    return merged
+
+
+def each_merged(model: nn.Module) -> Iterator[MergedWeight]:
+    """Yield all weights by the names they have without adapters, one at a time: sums in float32, others as they are."""
+    layers = _adapted_layers(model)
     for name, parameter in model.named_parameters():
         if _ADAPTER_MARK in name:
             continue
         weight = parameter.detach()
         layer_name, _, leaf = name.rpartition(_BASE_MARK + ".")
-        if leaf == "weight" and layer_name in layers:
-            delta = layers[layer_name].get_delta_weight(_ADAPTER).detach()
-            weight = (weight.float() + delta.float()).to(weight.dtype if dtype is None else dtype)
-        merged[name.replace(_BASE_MARK, "")] = weight if dtype is None else weight.to(dtype)
-    return merged
+        is_sum = leaf == "weight" and layer_name in layers
+        if is_sum:
+            weight = weight.float() + layers[layer_name].get_delta_weight(_ADAPTER).detach().float()
+        yield MergedWeight(name.replace(_BASE_MARK, ""), weight, is_sum)
 
 
 def save_merged(

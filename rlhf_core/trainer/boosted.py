@@ -82,6 +82,12 @@ def weights(booster: Booster, model: nn.Module, names: Sequence[str]) -> dict[st
     return whole.weights(unwrapped(model), names, ALONE) if ours is None else ours.weights(model, names)
 
 
+def trained_on_first(booster: Booster, model: nn.Module, ranks: Ranks) -> dict[str, Tensor]:
+    """Return copies of all trainable weights by the plain model's names, in host memory, on the first rank alone."""
+    ours = own(booster)
+    return whole.weights(unwrapped(model), None, ranks) if ours is None else ours.weights(model, None)
+
+
 def load_weights(booster: Booster, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Overwrite weights by the plain model's names, wherever the booster keeps them; the same on every rank."""
     ours = own(booster)

@@ -284,6 +284,10 @@ class PPOLearner:
             kept = {name: weight.detach() for name, weight in whole.named_parameters() if name.startswith(keeping)}
             return merged_parameters(whole, dtype=dtype) | kept
 
+    def trained(self, role: Literal["actor", "critic"]) -> Trained | None:
+        """Return actor or critic with what trains it; None where there is no such model."""
+        return self._roles.get(role)
+
     def _context(self) -> StepContext:
         return StepContext(self.config, self.device, self._dtype, self._ranks, self._seed, self.steps)
 

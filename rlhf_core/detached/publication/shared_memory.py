@@ -1,0 +1,218 @@
+"""Buckets in memory that the processes of a node share: files that have no name, and so cannot be left behind.
+
+`memfd_create` makes memory that lives as long as somebody has it open. Makers open it by way of the trainer's own
+descriptor in /proc. Whoever is killed, at whatever moment: the last one to go takes the memory along. Nothing has
+to be swept up, and the size of /dev/shm, which containers keep small, is no limit.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlhf_core.detached.publication.manifest import Publication, WeightsError
+from rlhf_core.detached.publication.packing import only_read
+
+_PAGE = mmap.PAGESIZE
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPlace:
+    """A shared file, as another process of the node finds it."""
+
+    pid: int
+    """Who has it open: the trainer."""
+    descriptor: int
+    """In that process."""
+    label: str
+    """What the file must be called there: process ids and descriptors are used again."""
+    offsets: tuple[int, ...]
+    """First byte of each bucket."""
+
+
+def is_available() -> bool:
+    """Return whether this system has such files."""
+    return hasattr(os, "memfd_create")
+
+
+class SharedShelf:
+    """One shared file: holds the buckets of one publication, and of a later one once nobody needs the first.
+
+    Pages that were written before are written again several times as fast as new ones.
+
+    Args:
+        label: of this file alone.
+    """
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._descriptor = os.memfd_create(label)  # closed in children that execute another program
+        self._map: mmap.mmap | None = None
+        self._size = 0
+        self._written = 0
+        self._offsets: list[int] = []
+        self._end = 0
+
+    def begin(self) -> bool:
+        """Start anew at the first byte; return whether that can be: not while a maker still reads."""
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        self._offsets, self._end = [], 0
+        return True
+
+    def open(self, size: int) -> Tensor:
+        """Return room for a bucket."""
+        start = -(-self._end // _PAGE) * _PAGE
+        if start + size > self._size or self._map is None:
+            self._size = max(start + size, 2 * self._size)  # a page that is never written takes no memory
+            os.ftruncate(self._descriptor, self._size)
+            self._map = mmap.mmap(self._descriptor, self._size)
+        self._offsets.append(start)
+        return torch.frombuffer(self._map, dtype=torch.uint8, count=size, offset=start)
+
+    def close(self, filled: int) -> None:
+        """Keep the first bytes of the bucket that was opened last."""
+        self._end = self._offsets[-1] + filled
+        self._written = max(self._written, self._end)
+
+    def place(self) -> SharedPlace:
+        """Return where the buckets are; from now on they can be read."""
+        if self._end < self._written // 2:  # adapters, where a whole model was: its memory is given back
+            os.ftruncate(self._descriptor, self._end)
+            self._map, self._size, self._written = None, self._end, self._end
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        return SharedPlace(os.getpid(), self._descriptor, self._label, tuple(self._offsets))
+
+    def shut(self) -> None:
+        """Let go of the file: its memory is free once no maker has it open."""
+        self._map = None
+        os.close(self._descriptor)
+
+
+class SharedOutbox:
+    """The shared files of a publisher, those that are free among them.
+
+    Args:
+        incarnation: of the publisher.
+    """
+
+    def __init__(self, incarnation: str) -> None:
+        self._incarnation = incarnation
+        self._count = 0
+        self._free: list[SharedShelf] = []
+
+    def begin(self) -> SharedShelf:
+        """Return a file that nobody reads."""
+        while self._free:
+            shelf = self._free.pop()
+            if shelf.begin():
+                return shelf
+            shelf.shut()
+        self._count += 1
+        shelf = SharedShelf(f"rlhf-weights-{self._incarnation}-{self._count}")
+        shelf.begin()
+        return shelf
+
+    def free(self, shelf: SharedShelf) -> None:
+        """Keep one file for the next publication; let go of any more."""
+        for former in self._free:
+            former.shut()
+        self._free = [shelf]
+
+    def shut(self) -> None:
+        """Let go of the files that are free."""
+        for shelf in self._free:
+            shelf.shut()
+        self._free = []
+
+
+class _Attached:
+    """A shared file as a maker sees it; the memory stays as long as this object."""
+
+    def __init__(self, place: SharedPlace, size: int) -> None:
+        self.descriptor = os.open(f"/proc/{place.pid}/fd/{place.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            label = os.readlink(f"/proc/self/fd/{self.descriptor}")
+            self.mapped = max(size, self.size())
+            self._map = mmap.mmap(self.descriptor, self.mapped, prot=mmap.PROT_READ)
+        except BaseException:
+            os.close(self.descriptor)
+            raise
+        if label != f"/memfd:{place.label} (deleted)":
+            os.close(self.descriptor)
+            raise FileNotFoundError(f"process {place.pid} has {label} where {place.label} was")
+
+    def size(self) -> int:
+        return os.fstat(self.descriptor).st_size
+
+    def read(self, offset: int, size: int) -> Tensor:
+        return only_read(memoryview(self._map)[offset : offset + size])
+
+    def detach(self) -> None:
+        os.close(self.descriptor)
+
+
+class SharedInbox:
+    """What a maker has attached: the files of the last two publications, as publishers use two in turn."""
+
+    def __init__(self) -> None:
+        self._attached: dict[str, _Attached] = {}
+
+    @contextmanager
+    def buckets(self, publication: Publication, timeout_s: float) -> Iterator[list[Tensor]]:  # noqa: ARG002
+        """Yield the buckets, which the trainer does not write while the block runs.
+
+        Raises:
+            WeightsError: if they are there no more.
+        """
+        place: SharedPlace = publication.place
+        pairs = list(zip(place.offsets, publication.buckets, strict=True))
+        needed = max((offset + bucket.size for offset, bucket in pairs), default=0)
+        gone = WeightsError(
+            f"weights of version {publication.version} are not in this machine's memory any more: process {place.pid}, "
+            "which published them, has ended or has gone on; take what the trainer publishes next"
+        )
+        try:
+            attached = self._attach(place, needed)
+            fcntl.flock(attached.descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except (OSError, ValueError) as error:  # not there; shorter than it should be; being written again
+            raise gone from error
+        try:
+            if attached.size() < needed:
+                raise gone
+            yield [attached.read(offset, bucket.size) for offset, bucket in pairs]
+        finally:
+            fcntl.flock(attached.descriptor, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        """Let go of all files."""
+        self._keep(())
+
+    def _attach(self, place: SharedPlace, needed: int) -> _Attached:
+        attached = self._attached.pop(place.label, None)
+        if attached is not None and attached.mapped < needed:  # it has grown
+            attached.detach()
+            attached = None
+        attached = attached or _Attached(place, needed)
+        publisher = _publisher(place.label)
+        self._keep([label for label in self._attached if _publisher(label) == publisher][-1:])
+        self._attached[place.label] = attached
+        return attached
+
+    def _keep(self, labels: Collection[str]) -> None:
+        for label in self._attached.keys() - set(labels):
+            self._attached.pop(label).detach()
+
+
+def _publisher(label: str) -> str:
+    """Return the part of a label that all files of a publisher have in common."""
+    return label.rpartition("-")[0]

@@ -1,0 +1,123 @@
+"""A maker's side: fetches a version, verifies all of it, and then replaces its weights; or changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_core.detached.publication.manifest import HEAD, Publication, WeightsError
+from rlhf_core.detached.publication.objects import ObjectsInbox, ObjectsPlace
+from rlhf_core.detached.publication.packing import check_sums, view
+from rlhf_core.detached.publication.pairs import PairsInbox, PairsPlace
+from rlhf_core.detached.publication.shared_memory import SharedInbox, SharedPlace
+from rlhf_core.phases import reached
+
+_ADAPTER_MARK = ".lora_"
+
+
+class Inbox(Protocol):
+    """One way of fetching buckets."""
+
+    def buckets(self, publication: Publication, timeout_s: float) -> Any:
+        """Return the context of the buckets, as vectors of bytes that nobody writes while it lasts."""
+
+    def close(self) -> None:
+        """Let go of everything."""
+
+
+class Subscriber:
+    """Holds the version of the weights of a maker's models, in the maker's process.
+
+    Args:
+        models: returns plain modules by role, actor and critic: the tensor `actor.x` is parameter `x` of the actor.
+    """
+
+    def __init__(self, models: Callable[[], Mapping[str, nn.Module]]) -> None:
+        self._models = models
+        self.version: int | None = None
+        """Of the weights that are held; None before the first."""
+        self._incarnation = ""
+        self._inboxes: dict[type, Inbox] = {}
+
+    def take(self, publication: Publication, timeout_s: float) -> int:
+        """Fetch a publication, verify every checksum, then replace weights: all of it or nothing.
+
+        Every tensor replaces the one that is there, adapters too: nothing is added to anything. To be called between
+        two uses of the models.
+
+        Args:
+            publication: what the publisher returned.
+            timeout_s: longest wait for the buckets.
+
+        Returns:
+            The version that is held now.
+
+        Raises:
+            WeightsError: if it is damaged, gone, does not fit the models, or is older than what is held (a full one
+                of another publisher is never older: that trainer goes on from where it was restored).
+            TimeoutError: if the buckets do not come in time.
+        """
+        if (
+            self.version is not None
+            and publication.version < self.version
+            and not (publication.fully and publication.incarnation != self._incarnation)
+        ):
+            raise WeightsError(
+                f"weights of version {publication.version} came after those of version {self.version}; they are left"
+            )
+        own = _parameters(self._models())
+        _check_fit(publication, own)
+        inbox = self._inbox(type(publication.place))
+        with inbox.buckets(publication, timeout_s) as held:
+            check_sums(publication, held)
+            reached("swap")
+            self._replace(publication, own, held)
+        return publication.version
+
+    def close(self) -> None:
+        """Let go of all buckets; the models keep their weights."""
+        for inbox in self._inboxes.values():
+            inbox.close()
+        self._inboxes.clear()
+
+    def _replace(self, publication: Publication, own: Mapping[str, Tensor], held: list[Tensor]) -> None:
+        self.version = None  # nothing is known to fail from here on; if it does all the same, no version is held
+        with torch.no_grad():
+            for slot in publication.slots:
+                own[slot.name].copy_(view(held, slot))
+        self.version, self._incarnation = publication.version, publication.incarnation
+
+    def _inbox(self, place: type) -> Inbox:
+        if place not in self._inboxes:
+            made: dict[type, Any] = {SharedPlace: SharedInbox, ObjectsPlace: ObjectsInbox, PairsPlace: PairsInbox}
+            self._inboxes[place] = made[place]()
+        return self._inboxes[place]
+
+
+def _parameters(models: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """Return all weights by role and name; tied ones once."""
+    return {
+        f"{role}.{name}": parameter for role, model in models.items() for name, parameter in model.named_parameters()
+    }
+
+
+def _check_fit(publication: Publication, own: Mapping[str, Tensor]) -> None:
+    """See that the models have all tensors that are published, in their shapes, and that none is missing.
+
+    Of a publication that is not full at least adapters and heads must be there: half an adapter is another model.
+
+    Raises:
+        WeightsError: if it does not fit.
+    """
+    published = {slot.name: slot.shape for slot in publication.slots}
+    due = own.keys() if publication.fully else {name for name in own if _ADAPTER_MARK in name or name.startswith(HEAD)}
+    unknown, missing = sorted(published.keys() - own.keys()), sorted(due - published.keys())
+    reshaped = sorted(name for name in published.keys() & own.keys() if published[name] != tuple(own[name].shape))
+    if unknown or missing or reshaped:
+        raise WeightsError(
+            f"weights of version {publication.version} do not fit the models: unknown {unknown[:3]}, missing "
+            f"{missing[:3]}, of another shape {reshaped[:3]}; build trainer and makers from one configuration"
+        )

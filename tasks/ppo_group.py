@@ -97,11 +97,10 @@ def peers_of(run: PPORun) -> dict[str, Any]:
 def _warm(run: PPORun, episode: int) -> Any | None:
     import ray
 
-    others = (*_peer_names(run), *_maker_names(run))
     try:
-        handles = {name: ray.get_actor(name) for name in (TRAINER, *others)}
+        handles = {name: ray.get_actor(name) for name in (TRAINER, *_peer_names(run))}
         position = ask(handles[TRAINER].position, ANSWER_S)
-        ray.get([handles[name].ping.remote() for name in others], timeout=ANSWER_S)
+        ray.get([handles[name].ping.remote() for name in _peer_names(run)], timeout=ANSWER_S)
     except (ValueError, TimeoutError, ray.exceptions.RayError):
         return None
     return handles[TRAINER] if position.next_episode == episode and position.has_all_makers else None
@@ -117,9 +116,9 @@ def _build(run: PPORun, context: Context) -> Any:
     if len(trainers) > 1:
         waits = {"start_timeout_s": cluster.start_timeout_s, "collective_timeout_s": cluster.collective_timeout_s}
         unwrapped(partial(form_group, trainers, **waits))
-    waiting = {actor.build.remote(): name for name, actor in ((TRAINER, trainer), *makers.items())}
+    waiting = {actor.build.remote(): name for name, actor in trainers.items()}
     wait_for_all(waiting, cluster.start_timeout_s, what=f"run {run.name} to build its models", members=peers_of(run))
-    ask(trainer.synchronise, cluster.start_timeout_s)
+    ask(trainer.synchronise, cluster.start_timeout_s + ANSWER_S)  # it names the maker that it waited for
     position = ask(trainer.position, ANSWER_S)
     found = f"restored after episode {position.next_episode}" if position.next_episode else "at the start"
     group = f"{len(trainers)} trainers ({_ppo(run).strategy})" if len(trainers) > 1 else "1 trainer"
@@ -129,8 +128,8 @@ def _build(run: PPORun, context: Context) -> Any:
 
 def _start(run: PPORun, context: Context) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """Start the processes of trainers and makers, and return both by name."""
-    from rlhf_core.detached.maker import ExperienceMakerHolder
-    from rlhf_core.detached.trainer import DetachedPPOTrainer
+    from rlhf_core.detached.maker import RunMaker
+    from rlhf_core.detached.run_trainer import RunTrainer
     from rlhf_core.detached.trainer_rank import TrainerRank
     from tasks.ppo_keeper import StoreKeeper
     from tasks.ppo_models import LearnerFactory, MakerFactory, PolicySaver
@@ -139,9 +138,9 @@ def _start(run: PPORun, context: Context) -> tuple[Mapping[str, Any], Mapping[st
     problems = problems_from_jsonl((materialise(context, run.dataset) / "ppo.jsonl").read_bytes())
     placed = _placed(run)
     # Decorated with ray.remote, a class has .options and .remote, which its type does not show.
-    first: Any = DetachedPPOTrainer
+    first: Any = RunTrainer
     further: Any = TrainerRank
-    holder: Any = ExperienceMakerHolder
+    maker: Any = RunMaker
     trainers = {
         TRAINER: first.options(name=TRAINER, lifetime="detached", **placed[TRAINER]).remote(
             _maker_names(run), learner_fn, problems, config.ppo, config.seed, StoreKeeper(run), PolicySaver(run),
@@ -155,7 +154,9 @@ def _start(run: PPORun, context: Context) -> tuple[Mapping[str, Any], Mapping[st
         for name in _peer_names(run)
     }
     makers = {
-        name: holder.options(name=name, lifetime="detached", **placed[name]).remote(name, MakerFactory(run))
+        name: maker.options(name=name, lifetime="detached", max_restarts=-1, **placed[name]).remote(
+            name, MakerFactory(run)
+        )
         for name in _maker_names(run)
     }
     return trainers, makers

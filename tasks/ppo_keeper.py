@@ -19,6 +19,7 @@ from rlhf_core.detached.state import (
     EpisodeRecord,
     TrainingState,
     state_from_json,
+    state_tensors,
     state_to_json,
 )
 from rlhf_core.types import Sample
@@ -51,28 +52,21 @@ class StoreKeeper:
         """Travel without the open store: a client belongs to one process."""
         return {"_run": self._run}
 
-    def commit_state(
-        self,
-        *,
-        tensors: Mapping[str, Any],
-        learner: dict[str, Any],
-        history: tuple[EpisodeRecord, ...],
-        samples: list[Sample],
-    ) -> None:
-        """Store the state after `history[-1]`, then let go of all but the newest (RLHF_RETENTION, else two)."""
+    def commit_state(self, state: TrainingState, samples: list[Sample]) -> None:
+        """Store the state after `state.history[-1]`, then let go of all but the newest (RLHF_RETENTION, else two)."""
         files: dict[str, Path | bytes] = {
-            STATE: json.dumps(state_to_json(learner, history)).encode(),
+            STATE: json.dumps(state_to_json(state)).encode(),
             SAMPLES: _jsonl([asdict(sample) for sample in samples]),
-            **_shards(tensors),
+            **_shards(state_tensors(state)),
         }
         self._store.commit(
             "ppo-state",
             self._run.name,
             files,
-            version=len(history),
+            version=len(state.history),
             parents=self._parents(),
             config=self._run.config,
-            metrics=history[-1].as_row(),
+            metrics=state.history[-1].as_row(),
             source_digest=self._run.source_digest,
             flow_run=self._run.flow_run,
         )

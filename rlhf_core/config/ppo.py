@@ -53,6 +53,11 @@ class ClusterConfig(Config):
     """Longest wait for one training state to be stored."""
     collective_timeout_s: float = Field(300.0, gt=0)
     """Longest wait of one trainer process for another in what they do together; then the group is lost."""
+    weights_transport: Literal["auto", "shared_memory", "objects", "nccl"] = "auto"
+    """How weights get to the makers: within a machine, through Ray's object store, or between GPUs; auto takes
+    shared_memory where all makers are on the trainer's machine, else objects."""
+    bucket_bytes: int = Field(64 << 20, ge=1 << 10)
+    """Weights travel in pieces of about this size."""
 
 
 class SamplingConfig(Config):
@@ -166,7 +171,24 @@ class LearningConfig(SamplingConfig, PPOOptions):
         return self
 
 
-class PPOConfig(RolloutConfig, LearningConfig, TrainersConfig):
+class OverlapConfig(Config):
+    """How far makers may run ahead of the trainer."""
+
+    max_staleness: int = Field(0, ge=0)
+    """Episodes that makers may be ahead. 0 is lockstep: every sample comes from the version that learns from it, and a
+    run can be repeated to the bit. From 1 on makers work while the trainer learns; `correction` truncated or decoupled
+    is recommended then."""
+    stale_samples: Literal["wait", "drop"] = "wait"
+    """wait: makers begin nothing that could become older than max_staleness; drop: they go on, and what became too old
+    is thrown away and its prompts are sampled again."""
+    buffer_limit: int = Field(0, ge=0)
+    """Batches (train_batch_size x num_trainers samples) that may be made or in the making for later episodes; then the
+    makers wait. 0 sets no limit but that of max_staleness."""
+    update_lora_weights: bool = False
+    """Send makers only adapters and heads, which they hold beside the frozen weights, instead of merged weights."""
+
+
+class PPOConfig(RolloutConfig, LearningConfig, TrainersConfig, OverlapConfig):
     """One PPO run."""
 
     episodes: Positive = 6
@@ -196,6 +218,23 @@ class PPOConfig(RolloutConfig, LearningConfig, TrainersConfig):
                 f"learns from {self.train_batch_size * self.num_trainers} samples, which do not divide an episode's "
                 f"{samples} (prompts_per_episode x samples_per_prompt); lower one of them"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _bounded(self) -> Self:
+        if self.stale_samples == "drop" and not (self.buffer_limit and self.max_staleness):
+            raise ValueError(
+                "ppo.stale_samples drop lets makers run ahead until the buffer is full; set ppo.buffer_limit to at "
+                "least 1, and ppo.max_staleness too, or everything made ahead would be thrown away"
+            )
+        room = self.buffer_limit * self.train_batch_size * self.num_trainers
+        if 0 < room < self.chunk_size:
+            raise ValueError(
+                f"ppo.buffer_limit has room for {room} samples, less than a chunk ({self.chunk_size}): no maker could "
+                "run ahead; raise it"
+            )
+        if self.update_lora_weights and self.lora is None:
+            raise ValueError("ppo.update_lora_weights sends adapters, but ppo.lora is null; set one of them")
         return self
 
     @model_validator(mode="after")

@@ -24,6 +24,11 @@ class Chunk:
     samples: tuple[int, ...]
     """Number of each sample among those of its prompt in this episode, from 0; decides the noise it is drawn with."""
 
+    @property
+    def rows(self) -> int:
+        """Samples that come of it."""
+        return len(self.samples)
+
 
 def episode_problems(problems: Sequence[Problem], config: PPOConfig, *, seed: int, episode: int) -> list[Problem]:
     """Return the prompts of one episode: passes over all problems, each pass in its own seeded order.

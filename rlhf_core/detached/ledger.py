@@ -266,6 +266,16 @@ class Ledger(Generic[C, M]):
         with self._changed:
             self._changed.wait(timeout_s)
 
+    def wake(self) -> None:
+        """Have whoever waits for a change look again: there are new weights, or work is to end."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def state(self) -> tuple[dict[str, Any], list[Made[C, M]]]:
+        """Return `facts` and `waiting` as of one moment."""
+        with self._changed:
+            return self.facts(), self.waiting()
+
     def _open_episodes(self) -> None:
         while self._opened < self._episodes and self._may_be_opened():
             self._open_next()

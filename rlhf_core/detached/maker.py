@@ -1,22 +1,25 @@
-"""The experience maker as a detached Ray actor: a shell around `ExperienceMaker`, no arithmetic of its own."""
+"""An experience maker as an actor: a shell around `ExperienceMaker`, no arithmetic of its own."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import ray
 from numpy.typing import NDArray
 from torch import nn
 
-from rlhf_core.detached.chunks import Chunk
-from rlhf_core.detached.weights import WeightsManifest, replace_weights, unpack
+from rlhf_core.detached.weights import Publication, replace_weights, unpack
 from rlhf_core.errors import RlhfError
 from rlhf_core.experience_maker.maker import ExperienceMaker, to_prompts
-from rlhf_core.types import EpisodeControls, Sample
+from rlhf_core.phases import reached
+from rlhf_core.types import EpisodeControls, Experience, Prompt, Sample
+
+GROUPS = {"status": 1, "compute": 1}
+"""Ray's threads for a maker's methods: it answers while it works, and never takes weights in mid-chunk."""
 
 
 class StaleWeightsError(RlhfError):
@@ -34,76 +37,115 @@ class MadeChunk:
     samples: list[Sample]
     seconds: dict[str, float]
     """Time by phase: generate, score."""
+    episode: int
+    version: int
+    """Of the policy that sampled it."""
+
+    def owned(self) -> Self:
+        """Return it with arrays of its own: those that came lie in the object store for as long as they are held."""
+        return replace(self, experience={name: array.copy() for name, array in self.experience.items()})
 
 
-@ray.remote(concurrency_groups={"status": 1, "compute": 1})
-class ExperienceMakerHolder:
+class MakerActor:
     """Holds actor, critic, reward model and initial model of one version, and makes experience with them.
+
+    A process that was started again is built anew, and holds no weights until it is given some.
 
     Args:
         name: this actor's name, for messages.
-        maker_fn: builds the maker inside this process, with the weights of version 0.
+        maker_fn: builds the maker inside this process.
     """
 
     def __init__(self, name: str, maker_fn: Callable[[], ExperienceMaker]) -> None:
         self._name = name
         self._maker_fn = maker_fn
-        self._maker: ExperienceMaker
-        self._version = 0
-
-    @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]
-    def build(self) -> None:
-        """Build the maker, with the weights of version 0; apart from `__init__`, whose errors Ray garbles."""
-        self._maker = self._maker_fn()
+        self._built: ExperienceMaker | None = None
+        self._version: int | None = None
 
     @ray.method(concurrency_group="status")  # type: ignore[untyped-decorator]
     def ping(self) -> int:
         """Return this process's id: the actor lives and answers."""
         return os.getpid()
 
+    @ray.method(concurrency_group="status")  # type: ignore[untyped-decorator]
+    def node(self) -> tuple[str, str]:
+        """Return the id and the address of the machine that this process is on."""
+        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+
     @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]
-    def load_weights(self, manifest: WeightsManifest, buckets: Sequence[Any], timeout_s: float) -> int:
+    def build(self) -> None:
+        """Build the maker, unless it is built; apart from `__init__`, whose errors Ray garbles."""
+        if self._built is None:
+            self._built = self._maker_fn()
+
+    @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]
+    def load_weights(self, publication: Publication, timeout_s: float) -> int:
         """Take a published version, all of it or (on damage) nothing; return the version held.
 
-        Runs in the same group as `make_chunk`, so weights are never swapped in the middle of a chunk.
-
         Args:
-            manifest: names, shapes and checksums.
-            buckets: references of the buckets, inside a list so that Ray leaves fetching to us.
-            timeout_s: longest wait for the buckets.
+            publication: what to take.
+            timeout_s: longest wait for its buckets.
         """
-        tensors = unpack(manifest, ray.get(list(buckets), timeout=timeout_s))
-        models: dict[str, nn.Module] = {"actor": self._maker.actor}
-        if self._maker.critic is not None:
-            models["critic"] = self._maker.critic
+        maker = self._maker
+        tensors = unpack(publication.manifest, ray.get(publication.buckets, timeout=timeout_s))
+        models: dict[str, nn.Module] = {"actor": maker.actor}
+        if maker.critic is not None:
+            models["critic"] = maker.critic
+        reached("swap")
         replace_weights(models, tensors)
-        self._version = manifest.version
+        self._version = publication.version
         return self._version
 
     @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]
-    def make_chunk(self, chunk: Chunk, version: int, controls: EpisodeControls) -> MadeChunk:
+    def make_chunk(self, unit: Any, version: int, controls: EpisodeControls | None) -> MadeChunk:
         """Generate and score one chunk with the weights of `version`.
 
         Args:
-            chunk: what is to be made.
+            unit: what is to be made: a `Chunk`, or what `_prompts` of a subclass reads.
             version: of the policy.
-            controls: the episode's KL coefficient and scale of scores, which the trainer keeps.
+            controls: the episode's KL coefficient and scale of scores, which the trainer keeps; None takes the maker's.
 
         Raises:
-            StaleWeightsError: another version is held.
+            StaleWeightsError: another version is held, or none.
         """
+        maker = self._maker
         if version != self._version:
-            raise StaleWeightsError(
-                f"{self._name} holds policy version {self._version}, but version {version} was asked for"
-            )
+            held = "no weights" if self._version is None else f"policy version {self._version}"
+            raise StaleWeightsError(f"{self._name} holds {held}, but version {version} was asked for")
+        self._before_making()
         started = time.perf_counter()
-        experience, samples = self._maker.make_experience(
-            to_prompts(chunk.problems, self._maker.template),
-            chunk.samples,
-            episode=chunk.episode,
-            policy_version=version,
-            controls=controls,
+        prompts, samples = self._prompts(unit)
+        experience, made = maker.make_experience(
+            prompts, samples, episode=unit.episode, policy_version=version, controls=controls
         )
-        seconds = {"generate": self._maker.generate_seconds}
+        seconds = {"generate": maker.generate_seconds}
         seconds["score"] = time.perf_counter() - started - seconds["generate"]
-        return MadeChunk(chunk.index, self._name, experience.to_numpy(), samples, seconds)
+        self._after_making(experience)
+        self._before_sending()
+        reached("send")
+        chunk = MadeChunk(unit.index, self._name, experience.to_numpy(), made, seconds, unit.episode, version)
+        self._after_sending()
+        return chunk
+
+    def _prompts(self, unit: Any) -> tuple[Sequence[Prompt], Sequence[int]]:
+        """Return the prompts of a unit, and the number of each sample among those of its prompt."""
+        return to_prompts(unit.problems, self._maker.template), unit.samples
+
+    def _before_making(self) -> None: ...
+
+    def _after_making(self, experience: Experience) -> None: ...
+
+    def _before_sending(self) -> None: ...
+
+    def _after_sending(self) -> None: ...
+
+    @property
+    def _maker(self) -> ExperienceMaker:
+        if self._built is None:
+            raise StaleWeightsError(f"{self._name} was started again, and has built no models; build it")
+        return self._built
+
+
+@ray.remote(concurrency_groups=GROUPS)
+class RunMaker(MakerActor):
+    """A maker of a PPO run: the flow starts it, and the dealer in the trainer's process drives it."""

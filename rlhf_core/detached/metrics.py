@@ -37,7 +37,8 @@ def episode_metrics(
         "length": fmean(sample.length for sample in samples),
         "ended": fmean(sample.ended for sample in samples),
         "samples": float(len(samples)),
-        "staleness": float(learnt_at - int(versions.min())),
+        "staleness": float(learnt_at - versions.double().mean().item()),
+        "staleness_max": float(learnt_at - int(versions.min())),
         "kl_coef": controls.kl_coef,
         "score_std": controls.score_std,
     }

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlhf_core.errors import ModelError
-from rlhf_core.types import Sample
+import torch
 
-STATE_FORMAT = 1
+from rlhf_core.detached.maker import MadeChunk
+from rlhf_core.errors import ModelError
+from rlhf_core.types import EpisodeControls, Sample
+
+STATE_FORMAT = 2
 """Of a training state's facts and of its tensors' names. What older code could not read takes the next number, and a
 step in `NEWER` that makes it of the former format; the first states named none."""
 
@@ -26,12 +29,16 @@ class EpisodeRecord:
     """Random name of the trainer group that ran it; a restored group has another."""
     metrics: dict[str, float]
     seconds: dict[str, float]
-    """Time by phase: generate, score, learn, synchronise, commit (the learner's pause)."""
+    """The trainer's time by phase: generate and score (its wait for the makers, shared out), learn, synchronise, commit
+    (the learner's pause)."""
+    dealing: dict[str, float] = field(default_factory=dict)
+    """How trainer and makers kept each other busy, and the books; unlike the metrics not the same in every run."""
 
     def as_row(self) -> dict[str, Any]:
         """Return one flat row for tables and JSON lines."""
         times = {f"seconds_{phase}": value for phase, value in self.seconds.items()}
-        return {"episode": self.episode, "policy_version": self.policy_version, **self.metrics, **times}
+        place = {"episode": self.episode, "policy_version": self.policy_version}
+        return {**place, **self.metrics, **self.dealing, **times}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,24 +49,46 @@ class TrainerPosition:
     """Also the version of its weights."""
     incarnation: str
     has_all_makers: bool
-    """Every maker lives, as far as is known, and has been given this trainer's weights."""
+    """No maker is given up; one that is being revived comes back by itself."""
     last: EpisodeRecord | None
     """The episode before; None at the start."""
 
 
 @dataclass(frozen=True, slots=True)
+class DealingState:
+    """What the makers were at when the state was taken; what was out on lease is dealt again."""
+
+    books: Mapping[str, int] = field(default_factory=dict)
+    """As `Ledger.facts` returned them; empty where none were kept."""
+    controls: Mapping[int, EpisodeControls] = field(default_factory=dict)
+    """Of each episode that makers may work on; those of an episode not named are the trainer's current ones."""
+    waiting: tuple[MadeChunk, ...] = ()
+    """Made, and not learnt from."""
+
+
+@dataclass(frozen=True, slots=True)
 class TrainingState:
-    """A committed state, read back."""
+    """All that an exact continuation needs."""
 
     tensors: Mapping[str, Any]
     """Weights, optimizer moments and random state by name."""
-    learner: dict[str, Any]
+    learner: Mapping[str, Any]
     """The learner's small facts: schedules and counters."""
     history: tuple[EpisodeRecord, ...]
+    dealing: DealingState = DealingState()
 
 
 Newer = Callable[[dict[str, Any], Mapping[str, Any]], tuple[dict[str, Any], Mapping[str, Any]]]
-NEWER: dict[int, Newer] = {}
+_WAITING = "waiting."
+"""Begins the names of the tensors of chunks that wait: `waiting.EPISODE.INDEX.FIELD`."""
+
+
+def _with_dealing(facts: dict[str, Any], tensors: Mapping[str, Any]) -> tuple[dict[str, Any], Mapping[str, Any]]:
+    """Format 1 knew lockstep alone: at the end of an episode, nothing was on its way."""
+    return facts | {"dealing": {"books": {}, "controls": {}, "waiting": []}}, tensors
+
+
+NEWER: dict[int, Newer] = {1: _with_dealing}
 """By format: makes facts and tensors of the next one. A format without a step, below our own, is no longer read."""
 _BEGIN_AGAIN = "begin the stage ppo again under another seed, which keeps what it starts from"
 
@@ -67,15 +96,8 @@ _BEGIN_AGAIN = "begin the stage ppo again under another seed, which keeps what i
 class StateKeeper(Protocol):
     """Keeps training states and the finished policy; the artifact store behind it is not the core's to know."""
 
-    def commit_state(
-        self,
-        *,
-        tensors: Mapping[str, Any],
-        learner: dict[str, Any],
-        history: tuple[EpisodeRecord, ...],
-        samples: list[Sample],
-    ) -> None:
-        """Store the state after `history[-1]`; return once nothing can lose it."""
+    def commit_state(self, state: TrainingState, samples: list[Sample]) -> None:
+        """Store the state after `state.history[-1]`, and that episode's samples; return once nothing can lose it."""
 
     def last_state(self) -> TrainingState | None:
         """Return the last committed state, or None before the first."""
@@ -87,13 +109,36 @@ class StateKeeper(Protocol):
         """Keep a batch that could not be learnt from, which `save` writes to a directory; return where it is."""
 
 
-def state_to_json(learner: Mapping[str, Any], history: tuple[EpisodeRecord, ...]) -> dict[str, Any]:
+def state_to_json(state: TrainingState) -> dict[str, Any]:
     """Return all of a training state but its tensors, as plain JSON values."""
-    return {"format": STATE_FORMAT, "learner": dict(learner), "history": [asdict(record) for record in history]}
+    dealing = state.dealing
+    return {
+        "format": STATE_FORMAT,
+        "learner": dict(state.learner),
+        "history": [asdict(record) for record in state.history],
+        "dealing": {
+            "books": dict(dealing.books),
+            "controls": {str(episode): list(controls) for episode, controls in dealing.controls.items()},
+            "waiting": [
+                {name: value for name, value in asdict(chunk).items() if name != "experience"}
+                for chunk in dealing.waiting
+            ],
+        },
+    }
+
+
+def state_tensors(state: TrainingState) -> dict[str, Any]:
+    """Return all tensors of a training state by name."""
+    waiting = {
+        f"{_prefix(chunk.episode, chunk.index)}{name}": torch.from_numpy(array)
+        for chunk in state.dealing.waiting
+        for name, array in chunk.experience.items()
+    }
+    return {**state.tensors, **waiting}
 
 
 def state_from_json(facts: dict[str, Any], tensors: Mapping[str, Any], where: str) -> TrainingState:
-    """Return the training state that `state_to_json` wrote, now or in an earlier release.
+    """Return the training state that `state_to_json` and `state_tensors` wrote, now or in an earlier release.
 
     Args:
         facts: what was written.
@@ -119,6 +164,21 @@ def state_from_json(facts: dict[str, Any], tensors: Mapping[str, Any], where: st
         facts, tensors = NEWER[older](facts, tensors)
     try:
         history = tuple(EpisodeRecord(**row) for row in facts["history"])
-        return TrainingState(tensors, dict(facts["learner"]), history)
+        own = {name: tensor for name, tensor in tensors.items() if not name.startswith(_WAITING)}
+        return TrainingState(own, dict(facts["learner"]), history, _dealing(facts["dealing"], tensors))
     except (LookupError, TypeError, ValueError) as error:
         raise ModelError(f"{where} is incomplete or damaged ({error}); {_BEGIN_AGAIN}") from error
+
+
+def _dealing(facts: Mapping[str, Any], tensors: Mapping[str, Any]) -> DealingState:
+    def waiting(row: Mapping[str, Any]) -> MadeChunk:
+        prefix = _prefix(row["episode"], row["index"])
+        arrays = {name.removeprefix(prefix): tensors[name].numpy() for name in tensors if name.startswith(prefix)}
+        return MadeChunk(**{**row, "samples": [Sample(**sample) for sample in row["samples"]], "experience": arrays})
+
+    controls = {int(episode): EpisodeControls(*values) for episode, values in facts["controls"].items()}
+    return DealingState(dict(facts["books"]), controls, tuple(waiting(row) for row in facts["waiting"]))
+
+
+def _prefix(episode: int, index: int) -> str:
+    return f"{_WAITING}{episode}.{index}."

@@ -12,6 +12,7 @@ from rlhf_core.config import PPOConfig
 from rlhf_core.detached.member import GROUPS, GroupMember
 from rlhf_core.detached.peers import share_state
 from rlhf_core.detached.weights import published_weights
+from rlhf_core.phases import reached
 from rlhf_core.strategy.ranks import current_ranks
 from rlhf_core.trainer.ppo.failed_batch import check_finite
 from rlhf_core.trainer.ppo.learner import PPOLearner
@@ -69,6 +70,7 @@ class TrainerRank(GroupMember):
     def state(self) -> None:
         """Take part in gathering the state that the first rank commits."""
         with self._working():
+            reached("snapshot")
             self._learner.state()
 
     @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]

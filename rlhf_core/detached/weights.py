@@ -10,7 +10,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -53,6 +53,20 @@ class WeightsManifest:
     slots: tuple[TensorSlot, ...]
     checksums: tuple[int, ...]
     """CRC-32 of each bucket."""
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """One version of the weights on its way to the makers."""
+
+    manifest: WeightsManifest
+    buckets: list[Any]
+    """References, inside a list so that Ray leaves fetching to whoever is given them."""
+
+    @property
+    def version(self) -> int:
+        """Number of this publication."""
+        return self.manifest.version
 
 
 def published_weights(learner: PPOLearner, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

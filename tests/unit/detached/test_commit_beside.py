@@ -7,10 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from rlhf_core.config import PPOConfig
-from rlhf_core.detached.trainer import DetachedPPOTrainer
+from rlhf_core.detached.run_trainer import RunTrainer
+from rlhf_core.detached.state import DealingState
 
 WAIT_S = 30.0
-Trainer: Any = DetachedPPOTrainer.__ray_metadata__.modified_class  # without an actor around it
+Trainer: Any = RunTrainer.__ray_metadata__.modified_class  # without an actor around it
 
 
 class SlowKeeper:
@@ -20,9 +21,9 @@ class SlowKeeper:
         self.may_finish = threading.Event()
         self.stored: list[int] = []
 
-    def commit_state(self, *, history: tuple[Any, ...], **_: Any) -> None:
+    def commit_state(self, state: Any, _samples: Any) -> None:
         assert self.may_finish.wait(WAIT_S), "nothing went on beside the commit"
-        self.stored.append(len(history))
+        self.stored.append(len(state.history))
 
 
 class IdleTrainer(Trainer):  # type: ignore[misc]
@@ -36,8 +37,11 @@ class IdleTrainer(Trainer):  # type: ignore[misc]
             self._keeper.may_finish.set()
         return [], {}
 
-    def _publish(self, *_: Any) -> None:
+    def _publish(self, *_: Any, **__: Any) -> None:
         pass
+
+    def _figures(self, *_: Any) -> dict[str, float]:
+        return {}
 
     def _learn(self, *_: Any) -> dict[str, float]:
         return {}
@@ -47,6 +51,7 @@ def test_an_episode_is_collected_while_the_one_before_is_stored() -> None:
     keeper = SlowKeeper()
     ours = IdleTrainer((), None, [], PPOConfig(), 0, keeper, None)
     ours._learner = SimpleNamespace(state=lambda: ({}, {}))
+    ours._dealing = SimpleNamespace(state=DealingState)
     ours.seen = []
     for episode in range(3):
         ours.run_episode(episode)

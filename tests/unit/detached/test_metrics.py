@@ -28,8 +28,8 @@ def test_means_over_samples_and_steps_and_what_the_rewards_were_made_with() -> N
         controls=EpisodeControls(kl_coef=0.05, score_std=2.0),
     )
     expected = {
-        "reward": 0.5, "kl": 1.0, "length": 3.0, "staleness": 1.0, "kl_coef": 0.05, "score_std": 2.0,
-        "raw/gsm8k": 5.5, "actor_loss": 2.0, "max_ratio": 3.0, "skipped": 0.0,
+        "reward": 0.5, "kl": 1.0, "length": 3.0, "staleness": 0.5, "staleness_max": 1.0, "kl_coef": 0.05,
+        "score_std": 2.0, "raw/gsm8k": 5.5, "actor_loss": 2.0, "max_ratio": 3.0, "skipped": 0.0,
     }  # fmt: skip
     assert {name: found[name] for name in expected} == pytest.approx(expected)
     assert found.keys() >= set(PPOStats._fields)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,10 +18,12 @@ from infra.artifacts import ArtifactStore, pieces
 from infra.settings import settings
 from rlhf_core.config import LoRAConfig, PipelineConfig, PPOConfig
 from rlhf_core.detached import state as states
-from rlhf_core.detached.state import EpisodeRecord
-from rlhf_core.detached.trainer import CONTROLS
+from rlhf_core.detached.maker import MadeChunk
+from rlhf_core.detached.run_trainer import CONTROLS
+from rlhf_core.detached.state import DealingState, EpisodeRecord, TrainingState
 from rlhf_core.errors import ModelError
 from rlhf_core.trainer.ppo.controls import RewardControls
+from rlhf_core.types import EpisodeControls, Sample
 from tasks import ppo_keeper
 from tasks.ppo import next_episode
 from tasks.ppo_keeper import StoreKeeper
@@ -115,7 +119,8 @@ def without_format(state: str) -> str:
 def test_a_state_of_format_1_is_gone_on_with(store: ArtifactStore, text: str) -> None:
     state = put(store, text, safetensors()).last_state()
     assert state is not None
-    assert state.history[1] == EpisodeRecord(1, 2, "b", {"reward": 0.75}, {"learn": 1.0})
+    assert state.history[1] == EpisodeRecord(1, 2, "b", {"reward": 0.75}, {"learn": 1.0}, dealing={})
+    assert state.dealing == DealingState(books={}, controls={}, waiting=())  # lockstep: nothing was on its way
     ours = learner(warmup_steps=3, lora=LoRAConfig(r=2))
     with torch.random.fork_rng():
         ours.load_state(state.tensors, state.learner)
@@ -132,23 +137,55 @@ def test_a_state_of_format_1_is_gone_on_with(store: ArtifactStore, text: str) ->
     assert controls.state() == {"kl_coef": 0.25, "scores": [8, 0.5, 1.5]}
 
 
+def commit(tensors: dict[str, torch.Tensor], *history: EpisodeRecord, dealing: DealingState | None = None) -> None:
+    state = TrainingState(tensors, {"steps": 1}, history, dealing or DealingState())
+    StoreKeeper(run()).commit_state(state, [])
+
+
 def test_what_is_written_says_its_format(store: ArtifactStore) -> None:
-    record = EpisodeRecord(0, 1, "a", {"reward": 0.5}, {"learn": 2.0})
-    tensors = {"w": torch.tensor([1.5, -2.0])}
-    StoreKeeper(run()).commit_state(tensors=tensors, learner={"steps": 1}, history=(record,), samples=[])
+    record = EpisodeRecord(0, 1, "a", {"reward": 0.5}, {"learn": 2.0}, {"queue_depth": 8.0})
+    commit({"w": torch.tensor([1.5, -2.0])}, record)
     manifest = store.resolve(f"ppo-state/{run().name}@1")
     assert store.read_json(manifest, "state.json") == {
-        "format": 1,
+        "format": 2,
         "learner": {"steps": 1},
         "history": [
             {"episode": 0, "policy_version": 1, "incarnation": "a", "metrics": {"reward": 0.5},
-             "seconds": {"learn": 2.0}}
+             "seconds": {"learn": 2.0}, "dealing": {"queue_depth": 8.0}}
         ],
+        "dealing": {"books": {}, "controls": {}, "waiting": []},
     }  # fmt: skip
     state = StoreKeeper(run()).last_state()
     assert state is not None
     assert (state.learner, state.history) == ({"steps": 1}, (record,))
     assert state.tensors["w"].tolist() == [1.5, -2.0]
+
+
+@pytest.mark.usefixtures("store")
+def test_what_was_made_and_not_learnt_comes_back_as_it_was() -> None:
+    sample = Sample(
+        prompt="p", answer="a", response="r", key="k", score=0.1, verifier=0.0, well_formed=True, rm_score=None,
+        kl=0.2, length=3, ended=True, index=1, raw_scores={"gsm8k": 10.0},
+    )  # fmt: skip
+    arrays = {
+        "sequences": np.array([[1, 2, 3]]),
+        "action_mask": np.array([[True, False]]),
+        "reward": np.array([[0.1, 0.0]], dtype=np.float32),
+    }
+    chunk = MadeChunk(3, "maker-1", arrays, [sample], {"generate": 1.0, "score": 0.5}, episode=2, version=1)
+    books = {"issued": 9, "learnt": 8, "dropped": 0, "lost": 0, "out": 0, "waiting": 1}
+    dealing = DealingState(books, {2: EpisodeControls(0.1), 3: EpisodeControls(0.3, score_std=2.5)}, (chunk,))
+    commit({"w": torch.ones(1)}, EpisodeRecord(0, 1, "a", {"reward": 0.5}, {"learn": 2.0}), dealing=dealing)
+    state = StoreKeeper(run()).last_state()
+    assert state is not None
+    assert list(state.tensors) == ["w"]  # the learner is given its own alone
+    assert (state.dealing.books, state.dealing.controls) == (books, dealing.controls)
+    (back,) = state.dealing.waiting
+    assert replace(back, experience={}) == replace(chunk, experience={})
+    assert back.experience.keys() == arrays.keys()
+    for name, array in arrays.items():
+        assert back.experience[name].dtype == array.dtype
+        np.testing.assert_array_equal(back.experience[name], array)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +201,7 @@ def test_a_run_keeps_as_many_states_as_the_settings_say(
     for episode in range(4):
         history += (EpisodeRecord(episode, episode + 1, "a", {"reward": 0.5}, {"learn": 2.0}),)
         tensors = {"w": torch.tensor([float(episode)])}
-        StoreKeeper(run()).commit_state(tensors=tensors, learner={"steps": 1}, history=history, samples=[])
+        commit(tensors, *history)
     assert [manifest.version for manifest in store.list("ppo-state")] == kept
 
 
@@ -174,7 +211,7 @@ def test_a_shard_is_one_blob_with_its_header(store: ArtifactStore, monkeypatch: 
     names = [f"{n:0200d}" for n in range(8)]  # of 1024 bytes each: four would fill a shard, but for the header
     record = EpisodeRecord(0, 1, "a", {"reward": 0.5}, {"learn": 2.0})
     tensors = {name: torch.full((4, 8, 8), float(name)) for name in names} | {"large": torch.ones(2048)}
-    StoreKeeper(run()).commit_state(tensors=tensors, learner={"steps": 1}, history=(record,), samples=[])
+    commit(tensors, record)
     files = [entry for entry in store.resolve(f"ppo-state/{run().name}").files if entry.path.startswith("training-")]
     assert [len(entry.pieces) for entry in files] == [1, 1, 1, 3]  # 3 + 3 + 2 tensors, and the large one
     state = StoreKeeper(run()).last_state()
@@ -188,8 +225,8 @@ BEGIN_AGAIN = "begin the stage ppo again under another seed, which keeps what it
 @pytest.mark.parametrize(
     ("old", "new", "complaint"),
     [
-        ('"format": 1', '"format": 2', "has format 2, but this release reads formats up to 1; upgrade rlhf-flows, or "),
-        ('"format": 1', '"format": "x"', "has format x, but this release reads formats up to 1"),
+        ('"format": 1', '"format": 3', "has format 3, but this release reads formats up to 2; upgrade rlhf-flows, or "),
+        ('"format": 1', '"format": "x"', "has format x, but this release reads formats up to 2"),
         ('"format": 1', '"format": 0', "has format 0, which this release no longer reads; go on with the release "),
         ('"learner": {\n', '"lerner": {\n', r"is incomplete or damaged \('learner'\); "),
         ('"incarnation": "a", ', "", "is incomplete or damaged .*incarnation"),
@@ -209,6 +246,7 @@ def test_a_state_that_cannot_be_read_says_where_to_begin_again(
 
 def test_a_later_format_reads_the_former_step_by_step(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
     def second(facts: Any, tensors: Any) -> tuple[Any, Any]:
+        facts = facts | {"dealing": {"books": {}, "controls": {}, "waiting": []}}
         return facts | {"learner": {"was": "1"}}, {"two": tensors["critic.weights.head.bias"]}
 
     def third(facts: Any, tensors: Any) -> tuple[Any, Any]:

@@ -1,52 +1,56 @@
-"""The PPO trainer as a detached Ray actor: deals chunks, learns, publishes weights, commits its state."""
+"""The PPO trainer of a run as an actor: deals chunks, learns, publishes weights, commits its state."""
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import ray
 import torch
-from ray.exceptions import RayActorError
 
 from rlhf_core.buffer.naive import NaiveExperienceBuffer
 from rlhf_core.config import PPOConfig
 from rlhf_core.data import Problem
-from rlhf_core.detached.chunks import episode_problems, make_chunks
-from rlhf_core.detached.dealer import deal
+from rlhf_core.detached.dealing import Dealing
 from rlhf_core.detached.learning import learn_or_keep
 from rlhf_core.detached.maker import MadeChunk
 from rlhf_core.detached.member import GROUPS, GroupMember
 from rlhf_core.detached.metrics import episode_metrics
 from rlhf_core.detached.peers import Peers, SharedState, share_state
-from rlhf_core.detached.state import EpisodeRecord, StateKeeper, TrainerPosition
-from rlhf_core.detached.weights import pack, published_weights
+from rlhf_core.detached.state import DealingState, EpisodeRecord, StateKeeper, TrainerPosition, TrainingState
+from rlhf_core.detached.weights import Publication, pack, published_weights
+from rlhf_core.phases import reached
 from rlhf_core.strategy.ranks import current_ranks
 from rlhf_core.trainer.ppo.controls import RewardControls
 from rlhf_core.trainer.ppo.learner import PPOLearner, PPOStats
 from rlhf_core.types import Experience, Sample
 
+logger = logging.getLogger(__name__)
+
 CONTROLS = "controls"
 """Among the learner's facts in a training state: what sets the next episode's rewards."""
+WAITING = ("generate", "score")
+"""Phases in which the trainer waits for the makers."""
 
 
 @ray.remote(concurrency_groups=GROUPS | {"commit": 1})
-class DetachedPPOTrainer(GroupMember):
-    """Runs episodes in lockstep with its makers: every sample comes from the version that learns from it.
+class RunTrainer(GroupMember):
+    """Runs episodes beside its makers: in lockstep, or up to `max_staleness` episodes behind them.
 
     A shell around `PPOLearner`. It restores itself from the keeper's last state, so building one is
-    how a run starts and how it goes on: `build`, then `synchronise`, then `run_episode` for each episode due.
+    how a run starts and how it goes on: `build`, then `synchronise`, then `run_episode` for each episode due. Makers
+    work on between two episodes: the dealer's threads drive them as long as this process lives.
 
     Of several ranks that train one model this is the first, which deals, publishes and commits for all. The others,
     each a `TrainerRank`, form a group with it (`form_group`) before it is built, and are called by it from then on.
 
     Args:
-        experience_maker_holder_name_list: names of the makers, looked up in this actor's namespace.
+        makers: names of the makers, looked up in this actor's namespace.
         learner_fn: builds the learner inside this process.
         problems: prompts of the run, in a fixed order.
         config: the run's configuration.
@@ -58,7 +62,7 @@ class DetachedPPOTrainer(GroupMember):
 
     def __init__(
         self,
-        experience_maker_holder_name_list: Sequence[str],
+        makers: Sequence[str],
         learner_fn: Callable[[], PPOLearner],
         problems: Sequence[Problem],
         config: PPOConfig,
@@ -67,7 +71,7 @@ class DetachedPPOTrainer(GroupMember):
         save_policy: Callable[[PPOLearner, Mapping[str, torch.Tensor], Path], None],
         peers: Sequence[str] = (),
     ) -> None:
-        self._maker_names = tuple(experience_maker_holder_name_list)
+        self._maker_names = tuple(makers)
         self._learner_fn = learner_fn
         self._learner: PPOLearner
         self._problems, self._config, self._seed = list(problems), config, seed
@@ -75,7 +79,7 @@ class DetachedPPOTrainer(GroupMember):
         self._incarnation = uuid.uuid4().hex
         self._history: tuple[EpisodeRecord, ...] = ()
         self._controls = RewardControls(config)
-        self._makers: dict[str, Any] = {}
+        self._dealing: Dealing
         self._peers = Peers(peers, config.cluster.collective_timeout_s)
         self._progress = "starting"
         self._committer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="commit")
@@ -83,16 +87,26 @@ class DetachedPPOTrainer(GroupMember):
 
     @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]
     def build(self) -> None:
-        """Build the learner and restore the last committed state; apart from `__init__`, whose errors Ray garbles."""
+        """Restore the last committed state and build the learner, while the makers build their models.
+
+        Apart from `__init__`, whose errors Ray garbles.
+        """
         state = self._keeper.last_state()
+        if state is not None:
+            self._controls.load_state(state.learner[CONTROLS])
+            self._history = state.history
+        self._dealing = Dealing(
+            self._problems, self._config, seed=self._seed, controls=self._controls, completed=len(self._history),
+            kept=state.dealing if state is not None else DealingState(), on_trouble=logger.warning,
+        )  # fmt: skip
+        for name in self._maker_names:
+            self._dealing.dealer.add(name, ray.get_actor(name))
+        self._dealing.dealer.start()
         with self._peers.taking_part("build"):
             self._learner = self._learner_fn()
             shared = share_state(SharedState(state.tensors, state.learner) if state else None, current_ranks())
             if shared is not None:
                 self._learner.load_state(*shared)
-        if state is not None:
-            self._controls.load_state(state.learner[CONTROLS])
-            self._history = state.history
 
     @ray.method(concurrency_group="status")  # type: ignore[untyped-decorator]
     def position(self) -> TrainerPosition:
@@ -100,7 +114,7 @@ class DetachedPPOTrainer(GroupMember):
         return TrainerPosition(
             next_episode=len(self._history),
             incarnation=self._incarnation,
-            has_all_makers=set(self._makers) == set(self._maker_names),
+            has_all_makers=set(self._dealing.dealer.living) == set(self._maker_names),
             last=self._history[-1] if self._history else None,
         )
 
@@ -111,10 +125,8 @@ class DetachedPPOTrainer(GroupMember):
 
     @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]
     def synchronise(self) -> None:
-        """Find the makers by name and give each the weights of this trainer's version."""
-        found = {name: ray.get_actor(name) for name in self._maker_names}
-        self._publish(found, len(self._history))
-        self._makers = found
+        """Give every maker the weights of this trainer's version, and wait until they hold them."""
+        self._publish(len(self._history), completed=None)
 
     @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]
     def run_episode(self, episode: int) -> EpisodeRecord:
@@ -135,17 +147,19 @@ class DetachedPPOTrainer(GroupMember):
         version = episode + 1
         started = time.perf_counter()
         self._progress = f"episode {episode + 1}: publishing weights, version {version}"
-        self._publish(self._makers, version)
+        self._publish(version, completed=version)
         seconds["synchronise"] = time.perf_counter() - started
         started = time.perf_counter()
         self.await_commit()  # the one before: it had all of this episode's time, and no third state is in memory
         with self._peers.taking_part("state"):
+            reached("snapshot")
             snapshot, learner = self._learner.state()  # the learner's only pause: a copy to host memory
         seconds["commit"] = time.perf_counter() - started
-        record = EpisodeRecord(episode, version, self._incarnation, metrics, seconds)
+        record = EpisodeRecord(episode, version, self._incarnation, metrics, seconds, self._figures(seconds))
         self._history = (*self._history, record)
         facts = learner | {CONTROLS: self._controls.state()}
-        self._commit = self._committer.submit(self._commit_state, snapshot, facts, self._history, samples)
+        state = TrainingState(snapshot, facts, self._history, self._dealing.state())
+        self._commit = self._committer.submit(self._keeper.commit_state, state, samples)
         self._progress = f"episode {episode + 1}: done"
         return record
 
@@ -194,7 +208,7 @@ class DetachedPPOTrainer(GroupMember):
     ) -> dict[str, float]:
         """Return the episode's figures, and let its samples set the next one's rewards."""
         metrics = episode_metrics(
-            samples, stats, versions=versions, learnt_at=episode, controls=self._controls.current()
+            samples, stats, versions=versions, learnt_at=episode, controls=self._dealing.controls_of(episode)
         )
         self._controls.update(
             kl_per_sample=torch.tensor([sample.kl for sample in samples]),
@@ -203,47 +217,18 @@ class DetachedPPOTrainer(GroupMember):
         return metrics
 
     def _collect(self, episode: int) -> tuple[list[MadeChunk], dict[str, float]]:
-        started = time.perf_counter()
-        problems = episode_problems(self._problems, self._config, seed=self._seed, episode=episode)
-        chunks = make_chunks(problems, self._config, episode=episode)
-
         def report(done: int, total: int) -> None:
             self._progress = f"episode {episode + 1}: {done} of {total} chunks made"
 
-        report(0, len(chunks))
-        timeout_s = self._config.cluster.episode_timeout_s
-        made: list[MadeChunk] = deal(
-            chunks,
-            self._makers,
-            version=len(self._history),
-            controls=self._controls.current(),
-            timeout_s=timeout_s,
-            on_chunk=report,
-        )
-        wall = time.perf_counter() - started
-        work = {phase: sum(chunk.seconds[phase] for chunk in made) for phase in ("generate", "score")}
-        total = sum(work.values()) or 1.0
-        # Makers work side by side: their wall time is shared out in proportion to their work.
-        return made, {phase: wall * seconds / total for phase, seconds in work.items()}
+        return self._dealing.collect(episode, report)
 
-    def _publish(self, makers: dict[str, Any], version: int) -> None:
-        """Send the weights as `version` to every living maker, and wait until each holds them; forget dead ones."""
+    def _publish(self, version: int, *, completed: int | None) -> None:
+        """Publish the weights as `version`: makers take them before their next chunk."""
         dtype = getattr(torch, self._config.rollout_dtype)
         with self._peers.taking_part("publish"):
-            manifest, references = pack(published_weights(self._learner, dtype), version=version, put=ray.put)
-        timeout_s = self._config.cluster.start_timeout_s
-        pending = {name: maker.load_weights.remote(manifest, references, timeout_s) for name, maker in makers.items()}
-        for name, reference in pending.items():
-            try:
-                ray.get(reference, timeout=timeout_s)
-            except RayActorError:
-                makers.pop(name)  # the dealer goes on with the others; the next episode replaces it
+            publication = Publication(*pack(published_weights(self._learner, dtype), version=version, put=ray.put))
+        self._dealing.publish(publication, completed=completed)
 
-    def _commit_state(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        learner: dict[str, Any],
-        history: tuple[EpisodeRecord, ...],
-        samples: list[Sample],
-    ) -> None:
-        self._keeper.commit_state(tensors=tensors, learner=learner, history=history, samples=samples)
+    def _figures(self, seconds: Mapping[str, float]) -> dict[str, float]:
+        busy_s = sum(took for phase, took in seconds.items() if phase not in WAITING)
+        return self._dealing.figures(busy_s=busy_s)

@@ -1,5 +1,7 @@
 """Ray clusters and their leases: a cluster lives exactly as long as the process that leased it.
 
+On a cluster that is there already, `lease_existing` holds what a run has there, with the same end.
+
     manifest = lease_cluster("ppo-llama7b", directory=..., num_cpus=4, ...)
     connect(manifest)          # this process is now a Ray driver
     ...
@@ -15,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from infra.clusters.driver import connect, disconnect
+    from infra.clusters.existing import existing_resources, lease_existing
     from infra.clusters.lease import lease_cluster, reap_orphans, release_cluster
     from infra.clusters.manifest import ClusterManifest
     from infra.clusters.reaper import leftover_processes
@@ -23,7 +26,9 @@ _HOME = {
     "ClusterManifest": "manifest",
     "connect": "driver",
     "disconnect": "driver",
+    "existing_resources": "existing",
     "lease_cluster": "lease",
+    "lease_existing": "existing",
     "leftover_processes": "reaper",
     "reap_orphans": "lease",
     "release_cluster": "lease",
@@ -33,7 +38,9 @@ __all__ = [
     "ClusterManifest",
     "connect",
     "disconnect",
+    "existing_resources",
     "lease_cluster",
+    "lease_existing",
     "leftover_processes",
     "reap_orphans",
     "release_cluster",

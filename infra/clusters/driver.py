@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 
 import ray
+from ray._private import auto_init_hook
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
 from infra.clusters.control_server import ControlServer
@@ -46,6 +47,8 @@ def connect(manifest: ClusterManifest, timeout_s: float = 30.0, environment: Map
     if ray.is_initialized():
         _check_connection(manifest)
         return
+    # Or a thread that calls Ray a moment after this process has left would start a cluster of its own.
+    auto_init_hook.enable_auto_connect = False
     token = manifest.token if manifest.kind == "local" else None
     with credentials(token), _for_ray(), _signal_handlers():
         _probe(manifest, timeout_s)

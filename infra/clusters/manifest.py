@@ -106,8 +106,17 @@ def manifest_path(directory: Path, name: str) -> Path:
     Raises:
         ClusterError: if the name could not be that of a file.
     """
+    return directory / f"{checked_name(name)}.json"
+
+
+def checked_name(name: str) -> str:
+    """Return a cluster's name, which may stand in a file's and in a namespace.
+
+    Raises:
+        ClusterError: if it may not.
+    """
     if not _NAME.fullmatch(name):
         raise ClusterError(
             f"{name!r} is no name for a cluster; take letters, digits, '.', '_' and '-', at most 100 of them"
         )
-    return directory / f"{name}.json"
+    return name

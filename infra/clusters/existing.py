@@ -1,0 +1,250 @@
+"""Leases on a user's own cluster: the run's actors and placement groups are ours, and nothing else is ever touched.
+
+They are told from others by a Ray namespace that no other lease has had, and that a watcher on the head ends when this
+process is gone or stopped. The watcher's name is the run's: who holds it holds the run, whichever node he is on.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import secrets
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import closing, suppress
+from typing import Any
+
+import ray
+
+from infra.clusters.agreement import check_agreement
+from infra.clusters.control_server import ControlServer
+from infra.clusters.driver import connect, credentials, disconnect
+from infra.clusters.lease import held_lease, hold, release_cluster
+from infra.clusters.manifest import ClusterManifest, checked_name
+from infra.clusters.watcher import HEAD, WATCHERS, Charge, Watcher
+from infra.errors import ClusterError
+from infra.process_record import ProcessRecord
+
+logger = logging.getLogger(__name__)
+_ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):\d{1,5}")
+_HEARTBEAT_S = 5.0
+_LOOK_S = 0.2
+_GRACE_S = 5.0
+"""How long a driver that was just killed may still count as alive."""
+
+
+class _ExistingLease:
+    """What this process holds on somebody else's cluster."""
+
+    def __init__(self, manifest: ClusterManifest, charge: Charge, start_timeout_s: float) -> None:
+        self.manifest = manifest
+        self._charge, self._start_timeout_s = charge, start_timeout_s
+        self._server = ControlServer(manifest.address)
+        self._closed = threading.Event()
+        self._beats_every_s = min(_HEARTBEAT_S, charge.stalled_after_s / 4)
+        self._beats = threading.Thread(target=self._beat, name=f"lease-{manifest.name}", daemon=True)
+        self._watcher: Any = None
+
+    def take(self) -> None:
+        """Take the run's name, end what earlier holders left, and have the run watched from here on.
+
+        Raises:
+            ClusterError: if another process holds the name, or something does not answer or end in time.
+        """
+        name, started = self.manifest.name, time.monotonic()
+        while self._watcher is None:
+            with suppress(ray.exceptions.ActorAlreadyExistsError):
+                self._watcher = self._start_watcher()
+                continue
+            self._make_way(time.monotonic() - started)
+            time.sleep(_LOOK_S)
+        try:
+            ray.get(self._watcher.beat.remote(), timeout=self._start_timeout_s)
+        except ray.exceptions.RayError as error:
+            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ClusterError(
+                f"the watcher of run {name!r} did not start within {self._start_timeout_s:g} s on the head of the Ray "
+                f"cluster at {self.manifest.address}: {first}"
+            ) from error
+        former = re.compile(re.escape(_namespace(name, "")) + "[0-9a-f]+")
+        self._server.end_runs(
+            lambda space: space != self.manifest.namespace and bool(former.fullmatch(space)), self._start_timeout_s
+        )
+        self._beats.start()
+
+    def is_good(self, address: str) -> bool:
+        """Whether it still stands, and this process is connected through it.
+
+        Raises:
+            ClusterError: if the cluster does not answer.
+        """
+        if self._closed.is_set() or not ray.is_initialized() or self.manifest.address != address:
+            return False
+        self._server.nodes()
+        return bool(ray.get_runtime_context().get_job_id() == self._charge.job)
+
+    def end(self, timeout_s: float) -> None:
+        """End the run's actors and placement groups, then the watcher, and leave the cluster."""
+        self._closed.set()
+        if self._beats.is_alive():
+            self._beats.join(self._beats_every_s + 1)
+        try:
+            if self._watcher is not None:
+                self._server.end_runs(self._charge.namespace.__eq__, timeout_s)
+                watcher = self._watcher._actor_id.binary()
+                self._server.kill(self._server.actors(lambda actor: actor.actor_id == watcher))
+        finally:
+            self._server.close()
+            disconnect()
+
+    def forget(self) -> None:
+        """Let the parent beat on alone."""
+        self._closed.set()
+
+    def _start_watcher(self) -> Any:
+        actor: Any = ray.remote(Watcher)  # so decorated it has .options, which its type does not show
+        return actor.options(
+            name=self.manifest.name,
+            namespace=WATCHERS,
+            lifetime="detached",
+            num_cpus=0,
+            resources=HEAD,
+            max_restarts=-1,
+        ).remote(self._charge)
+
+    def _make_way(self, waited_s: float) -> None:
+        """End the watcher of a driver that is gone; its own way to the end may take longer.
+
+        Raises:
+            ClusterError: if the driver is alive, or the name is not free in time.
+        """
+        name = self.manifest.name
+        for watcher in self._server.actors(lambda actor: actor.ray_namespace == WATCHERS and actor.name == name):
+            holder = self._server.job(watcher.job_id.hex())
+            if holder.is_over:
+                self._server.kill([watcher])
+            elif waited_s > _GRACE_S:
+                raise ClusterError(
+                    f"run {name!r} is held on the Ray cluster at {self.manifest.address} by {holder.description}; wait "
+                    "until that run ends, or take another name"
+                )
+        if waited_s > self._start_timeout_s:
+            raise ClusterError(
+                f"waited {self._start_timeout_s:g} s for the watcher of an earlier run {name!r} to end, and it did not"
+            )
+
+    def _beat(self) -> None:
+        """Until the lease is closed: tell the watcher that this process runs, and replace it if it was ended."""
+        while not self._closed.wait(self._beats_every_s):
+            try:
+                ray.get(self._watcher.beat.remote(), timeout=self._beats_every_s)
+            except ray.exceptions.ActorDiedError:
+                self._replace_watcher()
+            except Exception as error:  # late, restarting, or the cluster is away: it is told again
+                logger.debug("the watcher of run %r: %s", self.manifest.name, error)
+
+    def _replace_watcher(self) -> None:
+        """Start another watcher; whoever was stopped for so long that another took the name has lost the lease."""
+        if self._closed.is_set():
+            return
+        logger.warning("the watcher of run %r was ended; starting another", self.manifest.name)
+        try:
+            self._watcher = self._start_watcher()
+        except ray.exceptions.ActorAlreadyExistsError:
+            logger.warning("another process took run %r meanwhile: this one holds it no longer", self.manifest.name)
+            self._closed.set()
+        except Exception as error:  # tried again at the next beat
+            logger.debug("the watcher of run %r: %s", self.manifest.name, error)
+
+
+def lease_existing(
+    name: str,
+    *,
+    address: str,
+    environment: Mapping[str, str] | None = None,
+    packages: Iterable[str] = (),
+    start_timeout_s: float = 120.0,
+    stalled_after_s: float = 120.0,
+) -> ClusterManifest:
+    """Return this process's lease of a run on a cluster that somebody else started, and connect to it.
+
+    What the run has there ends when `release_cluster` is called, when this process ends in whatever way (within
+    seconds), and when it is stopped for `stalled_after_s`. The cluster, and all that others run on it, stay.
+
+    Args:
+        name: of the run; one process at a time can hold it on a cluster.
+        address: host and port of the control server.
+        environment: variables of the run's actors, such as credentials of the artifact store; they stand in the
+            cluster's books, where its users can read them.
+        packages: must be on every node, with the code that they have here; `infra` must be there in any case.
+        start_timeout_s: longest wait for each step.
+        stalled_after_s: silence after which this process counts as stopped.
+
+    Raises:
+        ClusterError: if the cluster does not answer or fit, or another live process holds the name.
+    """
+    _check_address(address)
+    checked_name(name)
+    with held_lease(name) as held:
+        if isinstance(held, _ExistingLease) and held.is_good(address):
+            return held.manifest
+        release_cluster(name)
+        manifest = _manifest(name, address)
+        connect(manifest, environment=environment)
+        try:
+            check_agreement({"infra", *packages}, timeout_s=start_timeout_s)
+            charge = Charge(manifest.namespace, ray.get_runtime_context().get_job_id(), stalled_after_s)
+            lease = _ExistingLease(manifest, charge, start_timeout_s)
+        except BaseException:
+            disconnect()
+            raise
+        try:
+            lease.take()
+        except BaseException:
+            lease.end(start_timeout_s)
+            raise
+        hold(lease)
+        return manifest
+
+
+def existing_resources(address: str) -> dict[str, float]:
+    """Return what the nodes of a cluster have together, free or not; this process need not be connected to it.
+
+    Raises:
+        ClusterError: if the cluster does not answer.
+    """
+    _check_address(address)
+    with credentials(None), closing(ControlServer(address)) as server:
+        return server.resources()
+
+
+def _check_address(address: str) -> None:
+    """Refuse what is no address of a control server.
+
+    Raises:
+        ClusterError: if it is not.
+    """
+    if not _ADDRESS.fullmatch(address):
+        raise ClusterError(
+            f"{address!r} is no address of a Ray cluster: host and port of its control server are wanted, as "
+            "`ray start --head` prints them, such as 10.0.0.5:6379"
+        )
+
+
+def _manifest(name: str, address: str) -> ClusterManifest:
+    mark = secrets.token_hex(8)
+    return ClusterManifest(
+        kind="existing",
+        name=name,
+        mark=mark,
+        owner=ProcessRecord.of(os.getpid()),
+        address=address,
+        namespace=_namespace(name, mark),
+    )
+
+
+def _namespace(name: str, mark: str) -> str:
+    """Return the namespace of a lease: names have no colon, so no two are taken for each other."""
+    return f"rlhf:{name}:{mark}"

@@ -1,0 +1,359 @@
+"""A user's own cluster: what a run has there ends with its driver, however that ends; all else stays.
+
+The user's cluster is a real one, in which he runs an actor and keeps room, under the names that our runs use.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import pytest
+import ray
+
+from infra.clusters import ClusterManifest, connect, lease_cluster, lease_existing, release_cluster
+from infra.clusters.control_server import ControlServer
+from infra.clusters.placement import place
+from infra.clusters.watcher import WATCHERS
+from infra.errors import ClusterError
+from infra.process_record import ProcessRecord
+from tests.integration.cluster_processes import GONE_WITHIN_S, run, says
+
+pytestmark = pytest.mark.integration
+
+DRIVER = """
+import os, sys
+import ray
+from infra.clusters import lease_existing, release_cluster
+from infra.clusters.placement import place
+from infra.errors import ClusterError
+address, stalled_after_s = sys.argv[1:]
+before = dict(os.environ)
+try:
+    lease = lambda: lease_existing(
+        "night", address=address, environment={"STORE_SECRET": "xyz"}, stalled_after_s=float(stalled_after_s)
+    )
+    assert lease() == lease()
+except ClusterError as error:
+    print(error, flush=True)
+    sys.exit(1)
+assert dict(os.environ) == before
+
+@ray.remote
+class Guest:
+    def facts(self):
+        return os.getpid(), os.environ.get("STORE_SECRET"), os.environ.get("OWN")
+
+own = {"runtime_env": {"env_vars": {"OWN": "own"}}}
+placed = place({"trainer": {"num_cpus": 1, **own}}, group="ppo", timeout_s=30)
+trainer = Guest.options(name="trainer", lifetime="detached", **placed["trainer"]).remote()
+nameless = Guest.options(num_cpus=0).remote()
+facts = ray.get([trainer.facts.remote(), nameless.facts.remote()], timeout=60)
+assert [fact[1:] for fact in facts] == [("xyz", "own"), ("xyz", None)], facts
+print(*(fact[0] for fact in facts), flush=True)
+then = input()
+if then == "raise":
+    raise RuntimeError("as it may happen")
+if then == "release":
+    release_cluster("night")
+    assert not ray.is_initialized()
+    print("released", flush=True)
+    input()
+if then == "again":
+    lease()
+    print(ray.get(Guest.options(num_cpus=0).remote().facts.remote(), timeout=60)[0], flush=True)
+    input()
+"""
+
+ASKS = """
+import sys
+from infra.clusters import existing_resources
+from infra.errors import ClusterError
+for address in sys.argv[1:]:
+    try:
+        print(existing_resources(address)["GPU"], "GPUs")
+    except ClusterError as error:
+        print(error)
+"""
+LEASES = """
+import sys
+import ray
+from infra.clusters import lease_existing
+from infra.errors import ClusterError
+for package in ("made_up", "pip", "infra"):
+    if package == "infra":
+        ray.__version__ = "0.1"
+    try:
+        lease_existing("night", address=sys.argv[1], packages=[package])
+    except ClusterError as error:
+        print(error)
+"""
+
+
+@ray.remote(num_cpus=1)
+class Bystander:
+    def pid(self) -> int:
+        return os.getpid()
+
+
+class User(NamedTuple):
+    """Whose cluster it is, and what he has on it."""
+
+    cluster: ClusterManifest
+    server: ControlServer
+    pid: int
+
+    def there(self) -> dict[str, list[str]]:
+        """The actors by namespace."""
+        found: dict[str, list[str]] = {}
+        for actor in self.server.actors(lambda _: True):
+            found.setdefault(actor.ray_namespace, []).append(actor.name)
+        return found
+
+    def watcher_pid(self) -> int:
+        (watcher,) = self.server.actors(lambda actor: actor.ray_namespace == WATCHERS)
+        return int(watcher.pid)
+
+    def groups(self) -> list[str]:
+        """The placement groups that are not removed."""
+        return [group["name"] for group in ray.util.placement_group_table().values() if group["state"] != "REMOVED"]
+
+    def has_all_his_own(self) -> bool:
+        bystander = ray.get_actor("trainer")
+        return bool(
+            self.cluster.is_running
+            and ray.get(bystander.pid.remote(), timeout=30) == self.pid
+            and self.groups().count("ppo") >= 1
+        )
+
+    def is_alone(self) -> bool:
+        return self.there() == {"rlhf": ["trainer"]} and self.groups() == ["ppo"] and self.has_all_his_own()
+
+
+@pytest.fixture(scope="module")
+def user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[User]:
+    with pytest.MonkeyPatch.context() as patch:
+        cluster = lease_cluster(
+            "theirs", directory=tmp_path_factory.mktemp("c"), num_cpus=4, num_gpus=2, object_store_mb=80
+        )
+        connect(cluster)
+        patch.setenv("RAY_AUTH_TOKEN_PATH", str(cluster.token))
+        placed = place({"trainer": {"num_cpus": 1}}, group="ppo", timeout_s=30)
+        bystander: Any = Bystander
+        actor = bystander.options(name="trainer", **placed["trainer"]).remote()
+        with closing(ControlServer(cluster.address)) as server:
+            yield User(cluster, server, ray.get(actor.pid.remote(), timeout=60))
+        release_cluster("theirs")
+
+
+class Driver:
+    """A process that holds run `night` on the user's cluster."""
+
+    def __init__(self, user: User, stalled_after_s: float = 120) -> None:
+        self.process = run(DRIVER, user.cluster.address, str(stalled_after_s))
+        self.said = says(self.process)
+        self.actors: list[ProcessRecord] = []
+
+    def holds(self) -> "Driver":
+        assert self.said.replace(" ", "").isdigit(), self.said
+        self.actors = [ProcessRecord.of(int(pid)) for pid in self.said.split()]
+        return self
+
+    def do(self, word: str) -> str:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{word}\n")
+        self.process.stdin.flush()
+        return says(self.process)
+
+
+@pytest.fixture
+def start(user: User) -> Iterator[Callable[..., Driver]]:
+    started: list[Driver] = []
+
+    def begin(stalled_after_s: float = 120) -> Driver:
+        started.append(Driver(user, stalled_after_s))
+        return started[-1]
+
+    yield begin
+    for driver in started:
+        driver.process.kill()
+        driver.process.communicate()
+    _wait_until(user.is_alone)
+
+
+def _wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + GONE_WITHIN_S
+    while not holds():
+        assert time.monotonic() < deadline, f"{holds} did not come true within {GONE_WITHIN_S:g} s"
+        time.sleep(0.1)
+
+
+def _are_gone(driver: Driver) -> Callable[[], bool]:
+    return lambda: not any(actor.process() for actor in driver.actors)
+
+
+def _kill(driver: Driver) -> None:
+    driver.process.kill()
+
+
+def _kill_group_and_descendants(driver: Driver) -> None:
+    for child in psutil.Process(driver.process.pid).children(recursive=True):
+        child.kill()
+    os.killpg(driver.process.pid, signal.SIGKILL)
+
+
+def _stop_group(driver: Driver) -> None:
+    os.killpg(driver.process.pid, signal.SIGSTOP)
+
+
+def _let_it_release(driver: Driver) -> None:
+    assert driver.do("release") == "released"
+    assert _are_gone(driver)()  # at once
+
+
+def _let_it_raise(driver: Driver) -> None:
+    driver.do("raise")
+
+
+def _let_it_return(driver: Driver) -> None:
+    driver.do("return")
+
+
+def _stop_an_actor_and_kill(driver: Driver) -> None:
+    os.kill(driver.actors[0].pid, signal.SIGSTOP)
+    driver.process.kill()
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [
+        _kill,
+        _stop_group,
+        _let_it_release,
+        pytest.param(_kill_group_and_descendants, marks=pytest.mark.chaos),
+        pytest.param(_stop_an_actor_and_kill, marks=pytest.mark.chaos),
+        pytest.param(_let_it_raise, marks=pytest.mark.chaos),
+        pytest.param(_let_it_return, marks=pytest.mark.chaos),
+        pytest.param(lambda driver: driver.process.terminate(), marks=pytest.mark.chaos, id="_terminate"),
+    ],
+)
+def test_what_a_run_has_on_the_cluster_ends_with_its_driver_and_nothing_else_does(
+    user: User, start: Callable[..., Driver], ends: Callable[[Driver], None]
+) -> None:
+    driver = start(stalled_after_s=2 if ends is _stop_group else 120).holds()
+    there = user.there()
+    assert sorted(there) == ["rlhf", WATCHERS, next(space for space in there if space.startswith("rlhf:night:"))]
+    assert user.groups().count("ppo") == 2  # his and the run's
+    ends(driver)
+    _wait_until(_are_gone(driver))
+    _wait_until(user.is_alone)
+
+
+def test_a_name_is_held_by_one_living_process_and_taken_over_from_a_dead_one(
+    user: User, start: Callable[..., Driver]
+) -> None:
+    first = start().holds()
+    refused = start()
+    held = f"run 'night' is held on the Ray cluster at {user.cluster.address} by process {first.process.pid} on "
+    assert refused.said.startswith(held)
+    assert first.do("again")  # and nothing of it was touched
+    watcher = psutil.Process(user.watcher_pid())
+    watcher.suspend()  # or it would be first
+    first.process.kill()
+    second = start().holds()
+    assert _are_gone(first)()
+    assert not watcher.is_running()
+    assert not _are_gone(second)()
+    assert user.has_all_his_own()
+
+
+@pytest.mark.chaos
+def test_without_driver_and_watcher_the_next_holder_of_the_name_clears_away_what_is_left(
+    user: User, start: Callable[..., Driver]
+) -> None:
+    first = start().holds()
+    os.kill(first.process.pid, signal.SIGSTOP)  # it would start another watcher
+    user.server.kill(user.server.actors(lambda actor: actor.ray_namespace == WATCHERS))
+    first.process.kill()
+    _wait_until(lambda: WATCHERS not in user.there())
+    assert first.actors[0].process() is not None  # detached: it lives on, unwatched
+    second = start().holds()
+    assert _are_gone(first)()
+    assert not _are_gone(second)()
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("for_good", [False, True])
+def test_a_watcher_that_was_ended_is_replaced(user: User, start: Callable[..., Driver], *, for_good: bool) -> None:
+    driver = start().holds()
+    former = user.watcher_pid()
+    if for_good:
+        user.server.kill(user.server.actors(lambda actor: actor.ray_namespace == WATCHERS))
+    else:
+        os.kill(former, signal.SIGKILL)
+    _wait_until(lambda: WATCHERS in user.there() and user.watcher_pid() not in {0, former})
+    driver.process.kill()
+    _wait_until(_are_gone(driver))
+
+
+@pytest.mark.chaos
+def test_a_driver_that_was_stopped_and_goes_on_finds_its_actors_gone_and_can_start_others(
+    user: User, start: Callable[..., Driver]
+) -> None:
+    driver = start(stalled_after_s=2).holds()
+    driver.process.send_signal(signal.SIGSTOP)
+    _wait_until(user.is_alone)
+    driver.process.send_signal(signal.SIGCONT)
+    assert int(driver.do("again"))
+
+
+def _told(program: str, *arguments: str, **variables: str) -> list[str]:
+    """Return the lines of a program that runs by itself, with the user's token unless told otherwise."""
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        env={**os.environ, **variables},
+        check=True,
+        timeout=120,
+        capture_output=True,
+        text=True,
+    )
+    return done.stdout.splitlines()
+
+
+def test_an_address_where_nobody_answers_or_a_wrong_token_is_told_in_one_sentence(user: User, tmp_path: Path) -> None:
+    address = user.cluster.address
+    nowhere, client, nobody, answers = _told(ASKS, "nowhere", "ray://10.0.0.5:10001", "127.0.0.1:9", address)
+    assert nowhere.startswith("'nowhere' is no address of a Ray cluster: host and port of its control server")
+    assert client.startswith("'ray://10.0.0.5:10001' is no address of a Ray cluster")
+    assert nobody.startswith("the Ray cluster at 127.0.0.1:9 does not answer: ")
+    assert answers == "2.0 GPUs"
+    (wrong,) = _told(ASKS, address, RAY_AUTH_TOKEN="f" * 32)
+    assert wrong.startswith(f"the Ray cluster at {address} does not answer: InvalidAuthToken")
+    assert "set RAY_AUTH_TOKEN_PATH (or RAY_AUTH_TOKEN) to the token that it was started with" in wrong
+    (unreadable,) = _told(ASKS, address, RAY_AUTH_TOKEN_PATH=str(tmp_path / "none"))
+    assert unreadable.startswith("Ray's token cannot be read: RAY_AUTH_TOKEN_PATH is set but file cannot be opened")
+    (without,) = _told(ASKS, address, RAY_AUTH_MODE="disabled")  # the user's word, which we do not overrule
+    assert "does not answer: InvalidAuthToken" in without
+
+
+def test_a_cluster_with_other_code_or_versions_is_told_in_one_sentence(user: User, tmp_path: Path) -> None:
+    for name in ("made_up", "pip"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    lacks, other, version = _told(LEASES, user.cluster.address, PYTHONPATH=path)
+    assert "of the Ray cluster has no package made_up; install this commit there" in lacks
+    assert "of the Ray cluster has other code of package pip; install this commit there" in other
+    assert "does not take this process as a driver: Version mismatch: The cluster was started with: Ray: " in version
+    assert "was started with: Ray: 0.1 Python: " in version
+
+
+def test_a_process_that_is_connected_already_is_told_to_leave_first(user: User) -> None:
+    with pytest.raises(ClusterError, match=r"in the namespace 'rlhf', not as its run in 'rlhf:night:.*disconnect\(\)"):
+        lease_existing("night", address=user.cluster.address)

@@ -74,6 +74,8 @@ class Settings(BaseSettings):
     """The Prefect server's address; `rlhf up` writes it to `.env`."""
     database_url: str | None = Field(None, repr=False)
     """A database for the Prefect server (`postgresql+asyncpg://...`); None is sqlite in the home directory."""
+    ray_address: str | None = None
+    """A Ray cluster of your own (host:port) for runs that name none in `ppo.cluster.address`; None starts one each."""
     data_dir: Path | None = None
     """Where tests find real data."""
     reward_modules: Annotated[tuple[str, ...], NoDecode] = ()

@@ -13,6 +13,7 @@ from infra.errors import ClusterError
 from rlhf_core.config import ClusterConfig, PipelineConfig, PPOConfig
 from rlhf_core.data import problems_from_jsonl
 from rlhf_core.errors import LostRankError
+from tasks.clusters import address_of, lease_for
 from tasks.context import Context, materialise
 from tasks.progress import say
 from tasks.ray_calls import ask, first_line, unwrapped, wait_for_all
@@ -31,17 +32,13 @@ PUBLISHED = 2 * 2
 
 def lease(run: PPORun, context: Context) -> ClusterManifest:
     """Return the run's cluster, held by this process: started on the first call, warm afterwards."""
-    from infra.clusters import lease_cluster
-
     config, trainers = _cluster(run), _ppo(run).num_trainers
-    return lease_cluster(
+    return lease_for(
         run.name,
-        directory=context.settings.clusters_dir,
+        config,
+        context,
         num_cpus=trainers * config.trainer_threads + config.num_makers * config.maker_threads,
-        num_gpus=available_gpus(),
         object_store_mb=config.object_store_mb or _object_store_mb(run, context),
-        start_timeout_s=config.start_timeout_s,
-        environment=context.settings.child_environment(),
     )
 
 
@@ -167,7 +164,7 @@ def _placed(run: PPORun) -> dict[str, dict[str, Any]]:
     from infra.clusters.placement import place
 
     cluster = _cluster(run)
-    trainer_gpus, maker_gpus = gpu_shares(cluster, available_gpus(), _ppo(run).num_trainers)
+    trainer_gpus, maker_gpus = gpu_shares(cluster, available_gpus(address_of(cluster)), _ppo(run).num_trainers)
     asked = dict.fromkeys((TRAINER, *_peer_names(run)), resources(cluster.trainer_threads, trainer_gpus))
     asked |= dict.fromkeys(_maker_names(run), resources(cluster.maker_threads, maker_gpus))
     return place(asked, group=ROOM, timeout_s=cluster.start_timeout_s)

@@ -7,9 +7,11 @@ from typing import Literal
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import ConfigError
+from tasks.clusters import address_of
 from tasks.context import open_context
 from tasks.evaluate import judged_by_reward_model, nobody_judges
 from tasks.parents import BASE_MODEL, resolve_policy, resolve_reward_model
+from tasks.rank_group import is_alone
 from tasks.sentences import stage_task
 from tasks.shares import available_gpus
 
@@ -38,6 +40,7 @@ def preflight(
         reward_model: reward model that was named.
 
     Raises:
+        ClusterError: nobody answers at the address of the user's own cluster.
         ConfigError: choices that exclude each other, a strategy that cannot be had here, a reward function or verifier
             that leads nowhere.
         ModelError: the machine cannot hold the models, or the model's path leads nowhere.
@@ -51,13 +54,21 @@ def preflight(
         check_reward_functions(config, settings().reward_modules)
     check_verifier(config, settings().reward_modules)
     check_judges(config, trains=trains)
-    check_trainers(config, stages, gpus=available_gpus() if stages else 0)
-    check_memory_for(config, settings().models_dir, trains=trains)
+    address = address_of(config.ppo.cluster)
+    for stage in stages:
+        check_trainers(config, [stage], gpus=available_gpus(address if leaves_process(config, stage) else None))
+    elsewhere = address is not None and any(leaves_process(config, stage) for stage in stages)
+    check_memory_for(config, settings().models_dir, trains=None if elsewhere else trains)
     context = open_context()
     if actor is not None and actor != BASE_MODEL:
         resolve_policy(context, config, actor)
     if reward_model is not None:
         resolve_reward_model(context, config, reward_model)
+
+
+def leaves_process(config: PipelineConfig, stage: Trained) -> bool:
+    """Whether a stage trains in processes of its own, on a Ray cluster."""
+    return stage == "ppo" or not is_alone(getattr(config, stage))
 
 
 def check_ppo(config: PipelineConfig) -> None:

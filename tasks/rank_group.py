@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from tasks.clusters import address_of, lease_for
 from tasks.progress import say
 from tasks.ray_calls import POLL_S, ask, first_line, its_own_word, trouble_among, unwrapped, wait_for_all
 from tasks.sentences import run_logger
@@ -56,21 +57,19 @@ def run_on_ranks(
         LostRankError: if a rank died.
         TimeoutError: if one does not answer, or nothing was told for `cluster.episode_timeout_s`.
     """
-    from infra.clusters import connect, lease_cluster, release_cluster
+    from infra.clusters import connect, release_cluster
 
-    started, gpus = time.monotonic(), available_gpus()
-    number, share = trainers.num_trainers, trainer_share(cluster, gpus, trainers.num_trainers)
-    manifest = lease_cluster(
+    started, number = time.monotonic(), trainers.num_trainers
+    manifest = lease_for(
         name,
-        directory=context.settings.clusters_dir,
+        cluster,
+        context,
         num_cpus=number * cluster.trainer_threads,
-        num_gpus=gpus,
         object_store_mb=cluster.object_store_mb or OBJECT_STORE_MB,
-        start_timeout_s=cluster.start_timeout_s,
-        environment=context.settings.child_environment(),
     )
     try:
         connect(manifest)
+        share = trainer_share(cluster, available_gpus(address_of(cluster)), number)
         actors = _group(work, stage, number, cluster, resources(cluster.trainer_threads, share))
         ranks = f"{number} rank{'s' if number > 1 else ''} ({trainers.strategy})"
         say(stage, f"{ranks} ready in {time.monotonic() - started:.0f} s")
@@ -83,12 +82,14 @@ def _group(
     work: Callable[[Tell], Any], stage: str, number: int, cluster: ClusterConfig, options: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the actors by name, the first rank first, in one group if they are several."""
+    from infra.clusters.placement import place
     from rlhf_core.detached.member import form_group
     from rlhf_core.detached.rank_actor import RankActor
 
     actor_class: Any = RankActor  # decorated with ray.remote, it has .options and .remote, which its type does not show
     names = [f"{stage}-{rank}" for rank in range(number)]
-    actors = {name: actor_class.options(name=name, **options).remote(work) for name in names}
+    placed = place(dict.fromkeys(names, options), group=stage, timeout_s=cluster.start_timeout_s)
+    actors = {name: actor_class.options(name=name, **placed[name]).remote(work) for name in names}
     wait_for_all(
         {actor.ping.remote(): name for name, actor in actors.items()}, cluster.start_timeout_s, what="ranks to start"
     )

@@ -13,8 +13,16 @@ _MOST_OF_ONE = 60
 """More than half a GPU: two who have so much are never put on the same one, where NCCL would refuse them."""
 
 
-def available_gpus() -> int:
-    """Return the number of this machine's GPUs."""
+def available_gpus(address: str | None = None) -> int:
+    """Return the number of this machine's GPUs, or of those of the user's own cluster at an address.
+
+    Raises:
+        ClusterError: if that cluster does not answer.
+    """
+    if address is not None:
+        from infra.clusters import existing_resources
+
+        return int(existing_resources(address).get("GPU", 0))
     import torch
 
     return torch.cuda.device_count()

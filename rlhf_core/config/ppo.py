@@ -33,6 +33,8 @@ class RewardConfig(Config):
 class ClusterConfig(Config):
     """The Ray cluster of one PPO run; what it says of trainers holds for SFT and reward model with several, too."""
 
+    address: str | None = None
+    """A Ray cluster of your own, as host:port of its control server; None starts one for the run (docs/clusters.md)."""
     num_makers: Positive = 2
     """Experience makers."""
     trainer_threads: Positive = 2

@@ -1,0 +1,239 @@
+"""A run that is played again and again while its processes are killed, and what it must come to."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.presets import resolve
+from infra.artifacts import ArtifactStore
+from infra.clusters import ClusterManifest
+from infra.errors import ReferenceNotFoundError
+from rlhf_core.config import PipelineConfig
+from tests.chaos.driver import Driver, Played, Stage
+from tests.chaos.plan import Aim, PlanFolder
+from tests.chaos.table import Row, parted, revivals
+from tests.integration.cluster_processes import wait_until_nothing_is_left
+from tests.integration.ppo_runs import Run
+from tests.tiny_llama import write_tiny_llama
+
+EPISODES = 4
+KEPT = "ppo-state=all"
+REVIVAL_TIMEOUT_S = 120.0
+MOMENT_TIMEOUT_S = 60.0
+
+
+def tiny_config(directory: Path, *, seed: int = 0, episodes: int = EPISODES, **ppo: Any) -> PipelineConfig:
+    """A run of episodes of a second; all that is carried from one to the next is at work.
+
+    Args:
+        directory: where the model is written.
+        seed: of the run.
+        episodes: of the run.
+        ppo: further settings, by the key below `ppo`, in which `__` stands for a dot.
+    """
+    model = directory / "model"
+    if not model.exists():
+        write_tiny_llama(model, initializer_range=0.2)
+    further = {f"ppo.{name.replace('__', '.')}": value for name, value in ppo.items()}
+    return resolve("llama7b", model=str(model), episodes=episodes, seed=seed, overrides=OVERRIDES | further)
+
+
+OVERRIDES: dict[str, Any] = {
+    "data.splits": {"sft": 8, "preferences": 8, "ppo": 16, "evaluation": 8},
+    "ppo.prompts_per_episode": 16,
+    "ppo.chunk_size": 4,
+    "ppo.train_batch_size": 8,
+    "ppo.micro_batch_size": 4,
+    "ppo.max_epochs": 2,
+    "ppo.max_new_tokens": 8,
+    "ppo.lr": 1e-3,
+    "ppo.reward": {"verifier": 0.0, "reward_model": 1.0},
+    "ppo.critic_init": "reward_model",
+    "ppo.kl_target": 0.5,
+    "ppo.kl_horizon": 100,
+    "ppo.normalise_rewards": True,
+    "ppo.ptx_coef": 0.1,
+    "ppo.cluster.num_makers": 2,
+    "ppo.cluster.trainer_threads": 1,
+    "ppo.cluster.maker_threads": 1,
+    "ppo.cluster.object_store_mb": 128,
+}
+
+
+def state_digest(store: ArtifactStore, name: str, version: int) -> str:
+    """The SHA-256 of all tensors of a committed state, and of the samples that it learnt from last."""
+    files = store.resolve(f"ppo-state/{name}@{version}").files
+    bodies = sorted((file.path, file.sha256) for file in files if not file.path.endswith(".json"))
+    assert [path for path, _ in bodies if path.endswith(".safetensors")]
+    return hashlib.sha256(json.dumps(bodies).encode()).hexdigest()
+
+
+@dataclass
+class Campaign:
+    """One configuration in one home; its undisturbed digests, and the episode that is due."""
+
+    config: PipelineConfig
+    directory: Path
+    stage: Stage
+    made: Run
+    driver: Driver
+    folder: PlanFolder
+    digests: list[str] = field(default_factory=list)
+    """Of the state after each episode, undisturbed."""
+    policy: str = ""
+    due: int = 0
+    has_diverged: bool = False
+    """The last case left other bits behind; the next begins with an empty store."""
+
+    @property
+    def name(self) -> str:
+        return self.made.plan.name
+
+    def strike(self, aim: Aim) -> Row:
+        """Play the episode that is due, with a kill in it, and hold its state to the undisturbed one's."""
+        if self.due == self.config.ppo.episodes or self.has_diverged:
+            self.close()
+            self.begin()
+        started = time.time()
+        return self.judge(aim, self.play(self.due, aim), started)
+
+    def play(self, episode: int, aim: Aim | None = None) -> Played:
+        """Play an episode; where the driver is killed, the next one goes on."""
+        self.driver.order("play", episode, aim, {})
+        played = self.driver.answer()
+        if played is None:
+            wait_until_nothing_is_left(self.cluster)
+            played = self.play(episode)
+        return played
+
+    def judge(self, aim: Aim, played: Played, started: float) -> Row:
+        """Return what became of a case; fail unless it came to pass, and the state has the undisturbed bits."""
+        assert played.is_done, f"{aim}: {played.failures}"
+        self._await_deed(aim)
+        self.due += 1
+        self.driver.order("stand", self.due)
+        standing = self.driver.answer()
+        assert standing is not None
+        assert standing.is_done, standing.failures
+        if aim.victim in ("maker", "all makers"):
+            self._await_revival(started, 1 if aim.victim == "maker" else self.config.ppo.cluster.num_makers)
+        digest = state_digest(self.made.store, self.name, self.due)
+        self.has_diverged = bool(self.digests) and digest != self.digests[self.due - 1]
+        row = Row.of(aim, episode=self.due, digest=digest, events=list(self.folder.events(started)))
+        assert not self.has_diverged, f"after {aim} in episode {self.due}: {digest}, not {self.digests[self.due - 1]}"
+        return row
+
+    def _await_deed(self, aim: Aim) -> None:
+        """Wait until the plan is carried out: makers may come to its phase when an episode is over."""
+        deadline = time.monotonic() + MOMENT_TIMEOUT_S
+        while self.folder.pending() is not None:
+            assert time.monotonic() < deadline, f"the moment never came: {aim}"
+            time.sleep(0.05)
+
+    def _await_revival(self, started: float, number: int) -> None:
+        """Wait until the makers that were killed are there again: an episode may be over before."""
+        deadline = time.monotonic() + REVIVAL_TIMEOUT_S
+        while True:
+            _, before, after = parted(list(self.folder.events(started - 1)))
+            if len(revivals(before, after)) >= number or any("restored" in event for event in after):
+                return
+            assert time.monotonic() < deadline, f"waited {REVIVAL_TIMEOUT_S:.0f} s for {number} makers to come up again"
+            time.sleep(0.1)
+
+    def begin(self) -> None:
+        """Begin the run again, in an empty store."""
+        self.made.begin()
+        self.due, self.has_diverged = 0, False
+
+    def close(self) -> None:
+        """Store the policy of a run that has come to its end, and hold that too."""
+        if self.due == self.config.ppo.episodes and not self.has_diverged:
+            assert self.store_policy() == self.policy
+
+    def store_policy(self) -> str:
+        """Store the policy; return the SHA-256 of its weights."""
+        self.driver.order("store the policy")
+        assert self.driver.answer() is not None
+        return policy_digest(self.made)
+
+    @property
+    def cluster(self) -> ClusterManifest:
+        return ClusterManifest.load(self.directory / "home" / "clusters" / f"{self.name}.json")
+
+
+@contextmanager
+def campaign(
+    config: PipelineConfig,
+    directory: Path,
+    *,
+    environment: Mapping[str, str] | None = None,
+    known: Campaign | None = None,
+    repeats: bool = True,
+    run_type: type[Run] = Run,
+) -> Iterator[Campaign]:
+    """A run on a cluster of its own that was played once undisturbed, and has begun again.
+
+    Args:
+        config: of the run.
+        directory: for all that it writes.
+        environment: further variables, such as those of another store.
+        known: the same run, whose undisturbed digests are these ones too; then it is not played.
+        repeats: whether it comes to the same bits every time, as in lockstep; else nothing is played or compared.
+        run_type: plans the run.
+    """
+    plans = directory / "plans"
+    plans.mkdir()
+    stage = Stage(
+        {
+            "RLHF_HOME": str(directory / "home"),
+            "RLHF_STORE_URL": f"file://{directory}/store",
+            "RLHF_RETENTION": KEPT,
+            **(environment or {}),
+        },
+        plans,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in stage.environment.items():
+            patch.setenv(name, value)
+        made = run_type(config, directory)
+        fresh = Campaign(config, directory, stage, made, Driver(stage, made.plan), PlanFolder(plans))
+        try:
+            if known is None and repeats:
+                _play_undisturbed(fresh)
+            elif known is not None:
+                assert fresh.name == known.name
+                fresh.digests, fresh.policy = known.digests, known.policy
+            yield fresh
+        finally:
+            fresh.driver.end()
+
+
+def policy_digest(made: Run) -> str:
+    """The SHA-256 of the finished policy's weights."""
+    return hashlib.sha256(json.dumps(sorted(made.weights().items())).encode()).hexdigest()
+
+
+def committed(made: Run) -> int:
+    """How many episodes are committed."""
+    try:
+        return made.store.resolve(f"ppo-state/{made.plan.name}").version
+    except ReferenceNotFoundError:
+        return 0
+
+
+def _play_undisturbed(fresh: Campaign) -> None:
+    for episode in range(fresh.config.ppo.episodes):
+        played = fresh.play(episode)
+        assert played.is_done, played.failures
+        fresh.digests.append(state_digest(fresh.made.store, fresh.name, episode + 1))
+    fresh.policy = fresh.store_policy()
+    fresh.begin()

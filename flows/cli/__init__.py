@@ -30,6 +30,13 @@ app.command(
     help_flags=(),  # the flags are not cyclopts's: their help is argparse's
     version_flags=(),
 )
+app.command(
+    "flows.cli.train_prompts_on_ray:train_prompts_on_ray",
+    name="train-prompts-on-ray",
+    help="Train by PPO on four groups of Ray actors without the stack, with coati's flags.",
+    help_flags=(),
+    version_flags=(),
+)
 app.command("flows.cli.stack:status", name="status", help="Show what runs, where, and how much memory it takes.")
 app.command("flows.cli.stack:doctor", name="doctor", help="Look for what would keep things from working.")
 app.command("flows.cli.stack:down", name="down", help="End everything of the local stack; data are kept.")

@@ -6,6 +6,7 @@ The names of coati's script are here; they are loaded when they are first used, 
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from rlhf_core.errors import ConfigError, RlhfError
 
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from rlhf_core.detached.roles.base import BasePPORole, DistributedTorchRayActor, TrainablePPORole
     from rlhf_core.detached.roles.composition import ExperienceCompositionRefs, ExperienceMaker
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
         TrainableModelRayActorGroup,
     )
     from rlhf_core.detached.roles.loop import Outcome
+
+    OnCluster = Callable[[Namespace], AbstractContextManager[Any]]
     from rlhf_core.detached.roles.roles import RayPPOActor, RayPPOCritic, RayPPOInitialModel, RayPPORewardModel
 
 __all__ = [
@@ -81,35 +84,39 @@ def main(args: Namespace) -> Outcome:
         RlhfError: a flag, file or model is not what it should be, an actor has ended, or training cannot go on.
         TimeoutError: an actor, or room for it, did not come in time; it is named.
     """
-    check_arguments(args)
-    from rlhf_core.detached.roles.run import run  # noqa: PLC0415 - torch and Ray, once the flags are known to be good
-
-    return run(args, _tell)
+    return _run(args, nullcontext)
 
 
-def cli(arguments: Sequence[str] | None = None) -> int:
+def cli(
+    arguments: Sequence[str] | None = None,
+    *,
+    on_cluster: OnCluster = nullcontext,
+) -> int:
     """Run one command line and return its exit status: 2 for flags that cannot be run, 1 for a run that failed.
 
     Args:
         arguments: the command line's words; None takes this process's.
+        on_cluster: is given the flags; the actors live in its context, which may connect to a cluster.
     """
     try:
         args = build_parser().parse_args(arguments)
         check_arguments(args)
     except ConfigError as error:
         return _fail(f"error: {error}; --help lists the flags", status=_USAGE)
-    return finish(args)
-
-
-def finish(args: Namespace) -> int:
-    """Train as flags say that are known to be good, and return the exit status; an error is one sentence."""
     try:
-        main(args)
+        _run(args, on_cluster)
     except (RlhfError, TimeoutError) as error:
         return _fail(str(error), status=1)
     except KeyboardInterrupt:
         return _fail("interrupted", status=_INTERRUPTED)
     return 0
+
+
+def _run(args: Namespace, on_cluster: OnCluster) -> Outcome:
+    check_arguments(args)
+    from rlhf_core.detached.roles.run import run  # noqa: PLC0415 - torch and Ray, once the flags are known to be good
+
+    return run(args, _tell, on_cluster)
 
 
 def _tell(line: str) -> None:

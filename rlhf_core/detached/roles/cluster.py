@@ -36,7 +36,7 @@ def connected(args: Namespace) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    address = args.address or os.environ.get("RAY_ADDRESS")
+    address = address_of(args)
     try:
         if address:
             _attach(address)
@@ -45,6 +45,11 @@ def connected(args: Namespace) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def address_of(args: Namespace) -> str | None:
+    """Return the address of the running cluster that the user names; None for one that ends with the run."""
+    return args.address or os.environ.get("RAY_ADDRESS") or None
 
 
 def _attach(address: str) -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ray
 
 from rlhf_core.detached.roles.cluster import connected
 from rlhf_core.detached.roles.loop import Groups, Outcome, Tell, processes_of, run_rounds, save
+from rlhf_core.detached.roles.models import MODELS_DIR, check_kind
 from rlhf_core.detached.roles.placement import decide
 from rlhf_core.detached.roles.prompts import read_prompts
 from rlhf_core.detached.roles.settings import RoleSettings
+from rlhf_core.models.loading import find_local
 from rlhf_core.strategy.making import check_strategy
 
 if TYPE_CHECKING:
@@ -24,12 +28,15 @@ _UNTRAINED = (
 )
 
 
-def run(args: Namespace, tell: Tell) -> Outcome:
+def run(
+    args: Namespace, tell: Tell, on_cluster: Callable[[Namespace], AbstractContextManager[Any]] = nullcontext
+) -> Outcome:
     """Train, write the policy, and return what came of it; of the run's actors none is left, whatever happens.
 
     Args:
         args: the flags.
         tell: takes a line.
+        on_cluster: is given the flags; the actors live in its context, which may connect to a cluster.
 
     Raises:
         RlhfError: a file or model is not what it should be, an actor has ended, or training cannot go on.
@@ -37,7 +44,8 @@ def run(args: Namespace, tell: Tell) -> Outcome:
     """
     prompts = read_prompts(args.prompt_csv_url)
     args = _with_absolute_paths(args)
-    with connected(args):
+    _check_pretrain(args)
+    with on_cluster(args), connected(args):
         placed = _placed(args)
         check_strategy(args.strategy, precision=args.mixed_precision, cuda=placed.share.gpus > 0)
         for line in (placed.line, "" if args.rm_pretrain else _UNTRAINED):
@@ -66,6 +74,13 @@ def _train(args: Namespace, groups: Groups, prompts: list[str], tell: Tell) -> O
         write_timeline(outcome.spans, Path(args.timeline))
         tell(f"drew {args.timeline}")
     return outcome
+
+
+def _check_pretrain(args: Namespace) -> None:
+    """See, before anything is started, that the policy is of the kind that was asked for; the hub is not asked."""
+    directory = find_local(args.pretrain, models_dir=MODELS_DIR.expanduser())
+    if directory is not None:
+        check_kind(directory, args.pretrain, args.model)
 
 
 def _placed(args: Namespace) -> Decision:

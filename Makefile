@@ -22,7 +22,7 @@ test-parallel: setup  ## everything that runs on two ranks and more
 test-s3: setup  ## the artifact store in full: every fault of every request, an outage, a second server, 1,000 histories
 	@$(BIN)/python -m pytest -m s3 -n 2 --dist worksteal $(PYTEST_ARGS)
 
-chaos: setup  ## every way in which the owner of a cluster may end, and further killings
+chaos: setup  ## every process of a run killed at every phase, with a table of it; a cluster's owner ended in every way
 	@$(BIN)/python -m pytest -m chaos $(PYTEST_ARGS)
 
 test-gpu: setup  ## the tests that need a CUDA device

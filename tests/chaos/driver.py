@@ -22,8 +22,8 @@ from tests.chaos.watcher import Forgotten, wire
 ATTEMPTS = 3
 """As Prefect makes of an episode's task."""
 RETRY_DELAY_S = 0.5
-PLAY_TIMEOUT_S = 360.0
-COMMIT_TIMEOUT_S = 180.0
+PLAY_TIMEOUT_S = 900.0
+COMMIT_TIMEOUT_S = 300.0
 PRELOADED = ["torch", "transformers", "ray", "flows.ppo", "tests.chaos.driver"]
 
 

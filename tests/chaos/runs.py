@@ -27,8 +27,8 @@ from tests.tiny_llama import write_tiny_llama
 
 EPISODES = 4
 KEPT = "ppo-state=all"
-REVIVAL_TIMEOUT_S = 120.0
-MOMENT_TIMEOUT_S = 60.0
+REVIVAL_TIMEOUT_S = 300.0
+MOMENT_TIMEOUT_S = 120.0
 
 
 def tiny_config(directory: Path, *, seed: int = 0, episodes: int = EPISODES, **ppo: Any) -> PipelineConfig:

@@ -13,7 +13,7 @@ from tests.chaos.plan import Aim
 from tests.chaos.runs import Campaign, campaign, tiny_config
 from tests.chaos.watcher import Forgotten
 
-pytestmark = [pytest.mark.integration, pytest.mark.chaos]
+pytestmark = [pytest.mark.integration, pytest.mark.chaos, pytest.mark.timeout(1800)]
 
 
 def test_weights_differ_after_every_episode(lockstep: Campaign) -> None:

@@ -20,11 +20,11 @@ from tests.chaos.runs import OVERRIDES, Campaign, committed, policy_digest, stat
 from tests.chaos.table import Row
 from tests.integration.cluster_processes import wait_until_nothing_is_left
 
-pytestmark = [pytest.mark.integration, pytest.mark.chaos]
+pytestmark = [pytest.mark.integration, pytest.mark.chaos, pytest.mark.timeout(1800)]
 
 SEED = 11
-LIFE_TIMEOUT_S = 240.0
-END_TIMEOUT_S = 480.0
+LIFE_TIMEOUT_S = 600.0
+END_TIMEOUT_S = 900.0
 
 
 @pytest.fixture
@@ -33,7 +33,6 @@ def api_url() -> Iterator[str]:
         yield str(PREFECT_API_URL.value())
 
 
-@pytest.mark.timeout(1800)
 def test_a_run_goes_on_from_flow_process_to_flow_process(lockstep: Campaign, api_url: str) -> None:
     lockstep.driver.end()
     lockstep.begin()

@@ -10,7 +10,7 @@ import pytest
 from tests.chaos.plan import PHASES, Aim, Victim
 from tests.chaos.runs import Campaign, campaign, tiny_config
 
-pytestmark = [pytest.mark.integration, pytest.mark.chaos]
+pytestmark = [pytest.mark.integration, pytest.mark.chaos, pytest.mark.timeout(1800)]
 
 SEED = 7
 OCCURRENCES = {

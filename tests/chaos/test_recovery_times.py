@@ -14,7 +14,7 @@ from tests.chaos.plan import Aim
 from tests.chaos.runs import Campaign, campaign
 from tests.integration.ppo_runs import Run
 
-pytestmark = [pytest.mark.integration, pytest.mark.chaos]
+pytestmark = [pytest.mark.integration, pytest.mark.chaos, pytest.mark.timeout(1800)]
 
 EPISODES = 2
 
@@ -44,7 +44,6 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Campaign]:
         yield made
 
 
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("aim", [Aim("maker", "generate"), Aim("trainer", "learn")], ids=str)
 def test_smollm2_comes_back(smollm2: Campaign, aim: Aim) -> None:
     assert smollm2.strike(aim).seconds > 0

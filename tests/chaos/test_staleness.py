@@ -13,7 +13,7 @@ import pytest
 from tests.chaos.plan import PHASES, Aim, Victim
 from tests.chaos.runs import Campaign, campaign, tiny_config
 
-pytestmark = [pytest.mark.integration, pytest.mark.chaos]
+pytestmark = [pytest.mark.integration, pytest.mark.chaos, pytest.mark.timeout(1800)]
 
 SEED = 13
 VICTIMS: tuple[Victim, ...] = ("maker", "trainer", "all makers")

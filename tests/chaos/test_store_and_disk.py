@@ -16,11 +16,11 @@ from tests.integration.seaweed import Seaweed, seaweed_server
 
 __all__ = ["seaweed_server"]
 
-pytestmark = [pytest.mark.integration, pytest.mark.chaos]
+pytestmark = [pytest.mark.integration, pytest.mark.chaos, pytest.mark.timeout(1800)]
 
 AWAY_S = 30.0
 DISK_MB = 256
-DEED_TIMEOUT_S = 120.0
+DEED_TIMEOUT_S = 600.0
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,6 @@ class LearnerFactory:
         import torch
 
         from rlhf_core.models.loading import default_device, load_causal_lm
-        from rlhf_core.models.lora import attach_lora
         from rlhf_core.trainer.ppo.learner import PPOLearner
 
         config = _config(self._run)
@@ -41,10 +40,7 @@ class LearnerFactory:
         torch.manual_seed(config.seed)
         actor = load_causal_lm(_directory(self._run.actor), "float32", device=device)
         critic = _critic(self._run, actor, "float32")
-        if config.ppo.lora is not None:
-            attach_lora(actor, config.ppo.lora, seed=config.seed)
-            if critic is not None:
-                attach_lora(critic.trunk, config.ppo.lora, seed=config.seed)
+        _attach_lora(config, actor, critic)
         ptx = _demonstrations(self._run)
         return PPOLearner.build(actor, critic, config.ppo, device=device, ptx=ptx, seed=config.seed)
 
@@ -70,6 +66,8 @@ class MakerFactory:
         reward_model = _reward_model(self._run, dtype).to(device) if scores else None
         actor = load_causal_lm(directory, dtype, device=device)
         critic = _critic(self._run, actor, dtype)
+        if config.ppo.update_lora_weights:
+            _attach_lora(config, actor, critic)
         template, allowed = PromptTemplate(load_tokenizer(directory), config.template), settings().reward_modules
         judge = judge_of(config, template=template, allowed_modules=allowed) if asks_for_answers(config.data) else None
         return ExperienceMaker(
@@ -122,6 +120,17 @@ def _critic(run: PPORun, actor: PreTrainedModel, dtype: str) -> Critic | None:
     if config.critic_init == "reward_model":
         return Critic.from_reward_model(_reward_model(run, dtype), keep_head=True)
     return Critic.from_causal_lm(actor)
+
+
+def _attach_lora(config: PipelineConfig, actor: PreTrainedModel, critic: Critic | None) -> None:
+    """Put the run's adapters on both models, if it has any."""
+    from rlhf_core.models.lora import attach_lora
+
+    if config.ppo.lora is None:
+        return
+    attach_lora(actor, config.ppo.lora, seed=config.seed)
+    if critic is not None:
+        attach_lora(critic.trunk, config.ppo.lora, seed=config.seed)
 
 
 def _reward_model(run: PPORun, dtype: str) -> RewardModel:

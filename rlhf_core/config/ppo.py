@@ -235,8 +235,11 @@ class PPOConfig(RolloutConfig, LearningConfig, TrainersConfig, OverlapConfig):
                 f"ppo.buffer_limit has room for {room} samples, less than a chunk ({self.chunk_size}): no maker could "
                 "run ahead; raise it"
             )
-        if self.update_lora_weights and self.lora is None:
-            raise ValueError("ppo.update_lora_weights sends adapters, but ppo.lora is null; set one of them")
+        if self.update_lora_weights and (self.lora is None or self.lora.init == "pissa"):
+            raise ValueError(
+                "ppo.update_lora_weights sends adapters to makers that hold the weights below them: it needs ppo.lora, "
+                "and not ppo.lora.init pissa, which changes those"
+            )
         return self
 
     @model_validator(mode="after")

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
+from ray.exceptions import RayTaskError
+
 from rlhf_core.detached.driver import MakerDriver
 from rlhf_core.detached.ledger import Ledger, MakersLostError, Unit
 from rlhf_core.types import EpisodeControls
@@ -125,17 +127,11 @@ class Dealer(Generic[C, M]):
             MakersLostError: if none is left.
             Exception: that a maker failed with.
         """
-        deadline = time.monotonic() + timeout_s
-        with self._changed:
-            while late := [driver.name for driver in self._drivers.values() if driver.lacks(version)]:
-                self._raise_failure()
-                if time.monotonic() >= deadline:
-                    raise TimeoutError(
-                        f"waited {timeout_s:.0f} s for {', '.join(late)} to take weights of version {version}, in "
-                        "vain; raise ppo.cluster.start_timeout_s, or look into the cluster's log"
-                    )
-                self._changed.wait(_LOOK_S)
-        self._raise_failure()
+        self._await(lambda driver: driver.lacks(version), timeout_s, f"to take weights of version {version}")
+
+    def await_up(self, timeout_s: float) -> None:
+        """Wait until all makers have been up once, so that it is known where they are; raises as `await_taken`."""
+        self._await(lambda driver: driver.is_starting, timeout_s, "to come up")
 
     @property
     def living(self) -> tuple[str, ...]:
@@ -146,6 +142,17 @@ class Dealer(Generic[C, M]):
     def held_versions(self) -> Mapping[str, int]:
         """The version that each maker holds; without those that hold none."""
         return {driver.name: driver.held for driver in self._drivers.values() if driver.held is not None}
+
+    @property
+    def versions_in_use(self) -> set[int]:
+        """Versions that a maker may still be about to take: their publisher keeps them."""
+        taking = {driver.taking for driver in self._drivers.values() if driver.taking is not None}
+        return taking if self.publication is None else taking | {self.publication.version}
+
+    @property
+    def nodes(self) -> set[str]:
+        """Ray's ids of the machines that makers are on."""
+        return {driver.node for driver in self._drivers.values() if driver.node is not None}
 
     @property
     def idle_seconds(self) -> Mapping[str, float]:
@@ -167,11 +174,31 @@ class Dealer(Generic[C, M]):
         if not self.living:
             self.failed(MakersLostError(f"every experience maker of the run has died; the last one: {reason}"))
 
+    def refused(self, name: str, error: Exception) -> None:
+        """Take note that a maker could not take weights: it waits for the next ones, unless none could."""
+        self.tell(f"{name} could not take the weights, and waits for the next ones: {error}")
+        living = [driver for driver in self._drivers.values() if not driver.is_given_up]
+        if self.publication is not None and all(driver.refused == self.publication.version for driver in living):
+            self.failed(error.cause if isinstance(error, RayTaskError) else error)
+
     def failed(self, error: Exception) -> None:
         """Take note of an error that no other maker would mend: whoever collects or waits raises it."""
         self._failure = error
         self.ledger.fail(error)
         self.moved()
+
+    def _await(self, is_late: Callable[[MakerDriver[C, M]], bool], timeout_s: float, what: str) -> None:
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while late := [driver.name for driver in self._drivers.values() if is_late(driver)]:
+                self._raise_failure()
+                if time.monotonic() >= deadline:
+                    raise TimeoutError(
+                        f"waited {timeout_s:.0f} s for {', '.join(late)} {what}, in vain; raise "
+                        "ppo.cluster.start_timeout_s, or look into the cluster's log"
+                    )
+                self._changed.wait(_LOOK_S)
+        self._raise_failure()
 
     def _raise_failure(self) -> None:
         if self._failure is not None:

@@ -66,7 +66,7 @@ class Dealing:
             waits=Waits(start_s=cluster.start_timeout_s, chunk_s=cluster.episode_timeout_s),
             on_trouble=on_trouble,
         )
-        self._depth = 0
+        self._depth = self._makers = 0
         self._looked = time.monotonic()
 
     def controls_of(self, episode: int) -> EpisodeControls:
@@ -86,6 +86,7 @@ class Dealing:
         timeout_s = self._config.cluster.episode_timeout_s
         found = self.ledger.collect(episode, version=episode, timeout_s=timeout_s, on_progress=on_progress)
         made = [each.result for each in found]
+        self._makers = len({chunk.maker for chunk in made})
         wait_s = time.monotonic() - started
         work = {phase: sum(chunk.seconds[phase] for chunk in made) for phase in ("generate", "score")}
         total = sum(work.values()) or 1.0
@@ -121,6 +122,7 @@ class Dealing:
             "queue_depth": float(self._depth),
             "idle_trainer": max(0.0, 1 - busy_s / wall),
             "idle_makers": sum(idle.values()) / (max(1, len(idle)) * wall),
+            "makers": float(self._makers),
             "revivals": float(self.dealer.revivals),
             **{f"chunks_{name}": float(number) for name, number in books.items()},
         }

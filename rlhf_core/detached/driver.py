@@ -17,6 +17,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, ActorUnschedul
 
 from rlhf_core.detached.ledger import Lease, Unit
 from rlhf_core.detached.maker import StaleWeightsError
+from rlhf_core.detached.publication import WeightsError
 from rlhf_core.errors import RlhfError
 from rlhf_core.phases import reached
 
@@ -58,6 +59,12 @@ class MakerDriver(Generic[C, M]):
         self.name = name
         self.held: int | None = None
         """Version of the weights that the maker holds."""
+        self.taking: int | None = None
+        """Version of the weights that it is about to hold."""
+        self.refused: int | None = None
+        """Version of weights that arrived damaged, or did not fit: the maker waits for the next ones."""
+        self.node: str | None = None
+        """Ray's id of the machine that the maker is on, once it is up."""
         self.revivals = 0
         self._maker, self._dealer = handle, dealer
         self._thread = threading.Thread(target=self._run, name=f"dealer-{name}", daemon=True)
@@ -83,7 +90,14 @@ class MakerDriver(Generic[C, M]):
 
     def lacks(self, version: int) -> bool:
         """Whether a maker that lives does not hold a version yet."""
-        return self._state not in ("reviving", "given up") and (self.held is None or self.held < version)
+        if self._state in ("reviving", "given up") or self.refused == version:
+            return False
+        return self.held is None or self.held < version
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether a maker has never been up yet, and may be."""
+        return self._state == "building" and self.node is None
 
     def take_idle_seconds(self) -> float:
         """Return the time since the last look in which the maker neither made a chunk nor took weights."""
@@ -126,10 +140,12 @@ class MakerDriver(Generic[C, M]):
                         f"waited {limit_s:.0f} s for {self.name} to come up again, and it did not"
                     ) from error
                 self._dealer.stopping.wait(_RESTART_S)
+        self.node, _ = self._done(self._maker.node.remote(), limit_s, "say where it is")
         self._done(self._maker.build.remote(), limit_s, "build its models")
         if self._state == "reviving":
             self.revivals += 1
         self._enter("idle")
+        self._dealer.moved()
 
     def _serve(self) -> None:
         """Keep the maker at work."""
@@ -149,7 +165,9 @@ class MakerDriver(Generic[C, M]):
     def _make(self, lease: Lease[C]) -> None:
         reached("lease")
         self._take_weights()  # what was published before the lease: no chunk begins with older ones
-        assert self.held is not None
+        if self.held is None:
+            self._dealer.ledger.lost(self.name)
+            return
         self._enter("making")
         controls = self._dealer.controls(lease.unit.episode)
         call = self._maker.make_chunk.remote(lease.unit, self.held, controls)
@@ -160,12 +178,19 @@ class MakerDriver(Generic[C, M]):
 
     def _take_weights(self) -> None:
         publication = self._dealer.publication
-        if publication is None or publication.version == self.held:
+        if publication is None or publication.version in (self.held, self.refused):
             return
         self._enter("loading")
         limit_s = self._dealer.waits.start_s
+        self.taking = publication.version
         call = self._maker.load_weights.remote(publication, limit_s)
-        self.held = self._done(call, limit_s, f"take weights of version {publication.version}")
+        try:
+            self.held = self._done(call, limit_s, f"take weights of version {publication.version}")
+        except WeightsError as error:
+            self.held, self.refused = None, publication.version
+            self._dealer.refused(self.name, error)
+        finally:
+            self.taking = None
         self._dealer.moved()
 
     def _check_same_process(self) -> None:
@@ -207,7 +232,7 @@ class MakerDriver(Generic[C, M]):
     def _lose(self, error: Exception) -> bool:
         """Take the maker's lease back and have it come up again; False if that was tried often enough."""
         self._dealer.ledger.lost(self.name)
-        self.held = None
+        self.held = self.refused = None
         self._troubles += 1
         if self._troubles > _MOST_TROUBLES:
             ray.kill(self._maker)

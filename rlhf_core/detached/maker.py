@@ -12,7 +12,7 @@ import ray
 from numpy.typing import NDArray
 from torch import nn
 
-from rlhf_core.detached.weights import Publication, replace_weights, unpack
+from rlhf_core.detached.publication import Publication, Subscriber
 from rlhf_core.errors import RlhfError
 from rlhf_core.experience_maker.maker import ExperienceMaker, to_prompts
 from rlhf_core.phases import reached
@@ -61,6 +61,7 @@ class MakerActor:
         self._maker_fn = maker_fn
         self._built: ExperienceMaker | None = None
         self._version: int | None = None
+        self._subscriber = Subscriber(self._models)
 
     @ray.method(concurrency_group="status")  # type: ignore[untyped-decorator]
     def ping(self) -> int:
@@ -86,14 +87,7 @@ class MakerActor:
             publication: what to take.
             timeout_s: longest wait for its buckets.
         """
-        maker = self._maker
-        tensors = unpack(publication.manifest, ray.get(publication.buckets, timeout=timeout_s))
-        models: dict[str, nn.Module] = {"actor": maker.actor}
-        if maker.critic is not None:
-            models["critic"] = maker.critic
-        reached("swap")
-        replace_weights(models, tensors)
-        self._version = publication.version
+        self._version = self._subscriber.take(publication, timeout_s)
         return self._version
 
     @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]
@@ -126,6 +120,11 @@ class MakerActor:
         chunk = MadeChunk(unit.index, self._name, experience.to_numpy(), made, seconds, unit.episode, version)
         self._after_sending()
         return chunk
+
+    def _models(self) -> dict[str, nn.Module]:
+        """Return the models that weights are published for."""
+        maker = self._maker
+        return {"actor": maker.actor} | ({} if maker.critic is None else {"critic": maker.critic})
 
     def _prompts(self, unit: Any) -> tuple[Sequence[Prompt], Sequence[int]]:
         """Return the prompts of a unit, and the number of each sample among those of its prompt."""

@@ -22,8 +22,9 @@ from rlhf_core.detached.maker import MadeChunk
 from rlhf_core.detached.member import GROUPS, GroupMember
 from rlhf_core.detached.metrics import episode_metrics
 from rlhf_core.detached.peers import Peers, SharedState, share_state
+from rlhf_core.detached.publication import Publisher
+from rlhf_core.detached.publication.learners import weights_to_publish
 from rlhf_core.detached.state import DealingState, EpisodeRecord, StateKeeper, TrainerPosition, TrainingState
-from rlhf_core.detached.weights import Publication, pack, published_weights
 from rlhf_core.phases import reached
 from rlhf_core.strategy.ranks import current_ranks
 from rlhf_core.trainer.ppo.controls import RewardControls
@@ -80,6 +81,11 @@ class RunTrainer(GroupMember):
         self._history: tuple[EpisodeRecord, ...] = ()
         self._controls = RewardControls(config)
         self._dealing: Dealing
+        self._publisher = Publisher(
+            transport=config.cluster.weights_transport,
+            bucket_bytes=config.cluster.bucket_bytes,
+            dtype=getattr(torch, config.rollout_dtype),
+        )
         self._peers = Peers(peers, config.cluster.collective_timeout_s)
         self._progress = "starting"
         self._committer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="commit")
@@ -224,9 +230,17 @@ class RunTrainer(GroupMember):
 
     def _publish(self, version: int, *, completed: int | None) -> None:
         """Publish the weights as `version`: makers take them before their next chunk."""
-        dtype = getattr(torch, self._config.rollout_dtype)
+        dealer = self._dealing.dealer
+        if completed is None:
+            dealer.await_up(self._config.cluster.start_timeout_s)
+        self._publisher.retire(dealer.versions_in_use)
         with self._peers.taking_part("publish"):
-            publication = Publication(*pack(published_weights(self._learner, dtype), version=version, put=ray.put))
+            publication = self._publisher.publish(
+                weights_to_publish(self._learner, self._config),
+                version=version,
+                fully=not self._config.update_lora_weights,
+                nodes=dealer.nodes,
+            )
         self._dealing.publish(publication, completed=completed)
 
     def _figures(self, seconds: Mapping[str, float]) -> dict[str, float]:

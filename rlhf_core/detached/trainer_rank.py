@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
-import torch
 
 from rlhf_core.config import PPOConfig
 from rlhf_core.detached.member import GROUPS, GroupMember
 from rlhf_core.detached.peers import share_state
-from rlhf_core.detached.weights import published_weights
+from rlhf_core.detached.publication.learners import weights_to_publish
 from rlhf_core.phases import reached
 from rlhf_core.strategy.ranks import current_ranks
 from rlhf_core.trainer.ppo.failed_batch import check_finite
@@ -63,7 +62,7 @@ class TrainerRank(GroupMember):
     def publish(self) -> None:
         """Take part in gathering the weights that the first rank publishes."""
         with self._working():
-            for _ in published_weights(self._learner, getattr(torch, self._config.rollout_dtype)):
+            for _ in weights_to_publish(self._learner, self._config):
                 pass
 
     @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from rlhf_core.config import PPOConfig
 from rlhf_core.models.lora import MergedWeight, each_merged
 from rlhf_core.strategy.ranks import current_ranks
 from rlhf_core.trainer.boosted import exact, trained_on_first
@@ -52,6 +53,20 @@ def trained_weights(learner: PPOLearner) -> Iterator[tuple[str, Tensor]]:
             continue
         for name, weight in trained_on_first(trained.booster, trained.model, current_ranks()).items():
             yield f"{role}.{name}", weight
+
+
+def weights_to_publish(learner: PPOLearner, config: PPOConfig) -> Iterator[tuple[str, Tensor]]:
+    """Yield what a run sends its makers: merged weights, or adapters and heads for those that started with the rest.
+
+    Every rank calls this and goes through it to the end.
+
+    Args:
+        learner: whose weights.
+        config: says which.
+    """
+    if config.update_lora_weights:
+        return trained_weights(learner)
+    return published_weights(learner, getattr(torch, config.rollout_dtype))
 
 
 def _as_they_are(model: nn.Module) -> Iterator[MergedWeight]:

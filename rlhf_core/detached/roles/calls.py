@@ -51,7 +51,7 @@ def explained(error: RayError, members: Mapping[str, Any]) -> Exception:
     gone = [name for name, state in _states(members).items() if state == "ended"]
     if gone:
         return LostRankError(
-            f"{', '.join(gone)} of this run {'has' if len(gone) == 1 else 'have'} ended ({_first_line(cause)}); look "
+            f"{', '.join(gone)} of this run {'has' if len(gone) == 1 else 'have'} ended ({_reason(cause)}); look "
             "into its log in the cluster's log directory, and start the run again"
         )
     return cause if isinstance(cause, RlhfError) else error
@@ -83,5 +83,7 @@ def _states(members: Mapping[str, Any]) -> dict[str, str]:
     return states
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+def _reason(error: BaseException) -> str:
+    """Return the line of an error that says most: of an actor that could not be made, what its making failed with."""
+    lines = (str(error).strip() or type(error).__name__).splitlines()
+    return lines[-1 if "creation task" in lines[0] else 0].strip().rstrip(".")

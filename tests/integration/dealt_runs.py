@@ -85,7 +85,7 @@ class LearnerFactory:
                     file.write(json.dumps(stats._asdict()) + "\n")
             return stats
 
-        learner.training_step = written  # type: ignore[method-assign]
+        learner.training_step = written  # type: ignore[method-assign, assignment]
         return learner
 
 

@@ -144,6 +144,16 @@ def test_a_preset_trains_with_one_plain_process_unless_told_otherwise(preset: st
         ("quickstart", {"ppo.strategy": "zero3"}, r"ppo\.strategy: input should be .*'zero2'.*but it is 'zero3'"),
         ("quickstart", {"ppo.num_trainers": 3}, "which do not divide an episode's 64"),
         ("quickstart", {"ppo.strategy": "gemini", "ppo.num_trainers": 2}, "trains no adapters; set ppo.lora to null"),
+        ("quickstart", {"ppo.max_staleness": -1}, r"ppo\.max_staleness: input should be greater than or equal to 0"),
+        ("quickstart", {"ppo.stale_samples": "drop", "ppo.max_staleness": 1}, r"set ppo\.buffer_limit to at least 1"),
+        ("quickstart", {"ppo.stale_samples": "drop", "ppo.buffer_limit": 4}, r"and ppo\.max_staleness too"),
+        (
+            "quickstart",
+            {"ppo.buffer_limit": 1, "ppo.train_batch_size": 4, "ppo.micro_batch_size": 4},
+            "less than a chunk",
+        ),
+        ("quickstart", {"ppo.update_lora_weights": True, "ppo.lora": None}, r"it needs ppo\.lora"),
+        ("quickstart", {"ppo.update_lora_weights": True, "ppo.lora.init": "pissa"}, r"and not ppo\.lora\.init pissa"),
     ],
 )
 def test_a_mistake_is_told_in_one_sentence(preset: str, overrides: dict[str, object], message: str) -> None:

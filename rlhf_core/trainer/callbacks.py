@@ -2,9 +2,47 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from rlhf_core.types import Experience
+
+logger = logging.getLogger(__name__)
+
+
+class Telling:
+    """Tells callbacks of everything, in their order."""
+
+    callbacks: Sequence[Any] = ()
+
+    def _tell(self, hook: str, *arguments: Any) -> None:
+        for callback in self.callbacks:
+            getattr(callback, hook)(*arguments)
+
+    @contextmanager
+    def _told_of_the_end(self, hook: str, *arguments: Any) -> Iterator[None]:
+        """Run the block and tell all callbacks that it ended; an error of its own is not hidden by one of theirs."""
+        try:
+            yield
+        except BaseException:
+            self._tell_all(hook, *arguments)
+            raise
+        errors = self._tell_all(hook, *arguments)
+        if errors:
+            raise errors[0]
+
+    def _tell_all(self, hook: str, *arguments: Any) -> list[Exception]:
+        """Tell every callback, whatever the others do with it; log and return what they raised."""
+        errors = []
+        for callback in self.callbacks:
+            try:
+                getattr(callback, hook)(*arguments)
+            except Exception as error:
+                logger.warning("%s.%s failed: %s", type(callback).__name__, hook, error, exc_info=error)
+                errors.append(error)
+        return errors
 
 
 class Callback:
@@ -42,7 +80,7 @@ class Callback:
 
 
 class TrainerCallback:
-    """Hooks of a detached trainer."""
+    """Hooks of a detached trainer; the ends of the fit and of an episode are called even when an error ended them."""
 
     def on_fit_start(self) -> None:
         """Before the first episode."""

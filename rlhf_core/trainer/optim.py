@@ -88,7 +88,7 @@ def make_trained(
         betas=betas,
     )
     boosted, wrapped, _, _, scheduler = booster.boost(model, optimizer, lr_scheduler=LambdaLR(optimizer, schedule))
-    _follow(scheduler, wrapped)
+    follow(scheduler, wrapped)
     return Trained(boosted, wrapped, scheduler, booster)
 
 
@@ -177,7 +177,7 @@ def _norm_of(optimizer: Any) -> float:
         return 0.0
 
 
-def _follow(scheduler: Any, optimizer: Any) -> None:
+def follow(scheduler: Any, optimizer: Any) -> None:
     """Let the schedule set the rates of the groups that are stepped, where boosting built the optimizer anew."""
     if scheduler.optimizer.param_groups is optimizer.param_groups:
         return

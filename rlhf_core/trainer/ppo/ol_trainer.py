@@ -8,10 +8,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rlhf_core.errors import ConfigError
-from rlhf_core.trainer.callbacks import Callback
+from rlhf_core.trainer.callbacks import Callback, Telling
 from rlhf_core.trainer.loaders import Batches
 
 logger = logging.getLogger(__name__)
@@ -31,7 +30,7 @@ class Position:
     """`num_update_steps` of the episode that is being learnt from, which decides its minibatches; 0 between two."""
 
 
-class OLTrainer(ABC):
+class OLTrainer(Telling, ABC):
     """Collects, learns and throws away, episode by episode.
 
     Args:
@@ -128,10 +127,6 @@ class OLTrainer(ABC):
     def _after_fit(self) -> None:
         """Close what `_before_fit` opened, also after an error."""
 
-    def _tell(self, hook: str, *arguments: Any) -> None:
-        for callback in self.callbacks:
-            getattr(callback, hook)(*arguments)
-
     @contextmanager
     def _fit_ctx(self) -> Iterator[None]:
         try:
@@ -146,26 +141,3 @@ class OLTrainer(ABC):
         self._tell("on_episode_start", episode)
         with self._told_of_the_end("on_episode_end", episode):
             yield
-
-    @contextmanager
-    def _told_of_the_end(self, hook: str, *arguments: Any) -> Iterator[None]:
-        """Run the block and tell all callbacks that it ended; an error of its own is not hidden by one of theirs."""
-        try:
-            yield
-        except BaseException:
-            self._tell_all(hook, *arguments)
-            raise
-        errors = self._tell_all(hook, *arguments)
-        if errors:
-            raise errors[0]
-
-    def _tell_all(self, hook: str, *arguments: Any) -> list[Exception]:
-        """Tell every callback, whatever the others do with it; log and return what they raised."""
-        errors = []
-        for callback in self.callbacks:
-            try:
-                getattr(callback, hook)(*arguments)
-            except Exception as error:
-                logger.warning("%s.%s failed: %s", type(callback).__name__, hook, error, exc_info=error)
-                errors.append(error)
-        return errors

@@ -1,0 +1,81 @@
+"""What each episode's rewards are made with, when makers may be ahead of what is learnt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from rlhf_core.config import PPOOptions
+from rlhf_core.generation import GenerationSettings
+from rlhf_core.strategy.ranks import ALONE
+from rlhf_core.trainer.ppo.controls import RewardControls
+from rlhf_core.trainer.ppo.setup import rollout_config
+from rlhf_core.types import EpisodeControls, Sample
+
+
+class EpisodesControls:
+    """Sets an episode's controls from what was known when makers were first allowed to begin it, however fast they are.
+
+    Args:
+        options: the target of the KL coefficient, and whether scores are normalised.
+        generation: how responses are drawn.
+        max_staleness: episodes that makers may be ahead.
+    """
+
+    def __init__(self, options: PPOOptions, generation: GenerationSettings, max_staleness: int) -> None:
+        self._options, self._generation, self._max_staleness = options, generation, max_staleness
+        self._controls: RewardControls | None = None
+        self._stored: Mapping[str, Any] | None = None
+        self._after: dict[int, EpisodeControls] = {}
+        """By the number of episodes that were learnt."""
+
+    def begin(self, *, kl_coef: float, completed: int) -> None:
+        """Begin a fit.
+
+        Args:
+            kl_coef: that the makers start from; a coefficient that was steered since is kept.
+            completed: episodes that are learnt.
+        """
+        if self._controls is None:
+            self._controls = RewardControls(rollout_config(self._options, self._generation, kl_coef=kl_coef), ALONE)
+            if self._stored is not None:
+                self._controls.load_state(self._stored)
+        self._after = {
+            known: held for known, held in self._after.items() if completed - self._max_staleness <= known <= completed
+        }
+        self._after.setdefault(completed, self._controls.current())
+
+    def of(self, episode: int) -> EpisodeControls | None:
+        """Return what an episode's rewards are made with."""
+        known = dict(self._after)
+        due = episode - self._max_staleness
+        before = [number for number in known if number <= due]
+        return known[max(before) if before else min(known)] if known else None
+
+    def learnt(self, episode: int, samples: Sequence[Sample]) -> None:
+        """Let an episode's samples set what later ones are made with.
+
+        Raises:
+            TrainingError: if a score or divergence is not finite.
+        """
+        if self._controls is None:
+            return
+        self._controls.update(
+            kl_per_sample=torch.tensor([sample.kl for sample in samples]),
+            scores=torch.tensor([sample.score for sample in samples]),
+        )
+        kept = {known: held for known, held in self._after.items() if known >= episode - self._max_staleness}
+        self._after = kept | {episode + 1: self._controls.current()}
+
+    def state(self) -> dict[str, Any]:
+        """Return the facts that a continuation needs, as JSON holds them."""
+        held = self._stored if self._controls is None else self._controls.state()
+        after = [[known, *held_then] for known, held_then in self._after.items()]
+        return {"now": None if held is None else dict(held), "after": after}
+
+    def load_state(self, facts: Mapping[str, Any]) -> None:
+        """Go on from a state that `state` returned."""
+        self._controls, self._stored = None, facts["now"]
+        self._after = {int(known): EpisodeControls(*held) for known, *held in facts["after"]}

@@ -1,0 +1,112 @@
+"""The experience makers that a trainer names, as actors."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+
+from rlhf_core.detached.weight_sender import SentWeights
+from rlhf_core.errors import RlhfError
+
+_LOOK_S = 0.2
+
+
+class LostMakerError(RlhfError):
+    """A maker that a trainer names is not there, has ended, or does not answer."""
+
+
+def namespace() -> str | None:
+    """Return Ray's namespace in which trainers and makers find each other; None for that of this process."""
+    return os.environ.get("RAY_NAMESPACE") or None
+
+
+def find_actor(name: str, timeout_s: float, *, what: str) -> Any:
+    """Return the handle of an actor, which may be about to be created.
+
+    Args:
+        name: of the actor.
+        timeout_s: longest wait for it.
+        what: it is, in words.
+
+    Raises:
+        LostMakerError: if there is none in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return ray.get_actor(name, namespace=namespace())
+        except ValueError as error:
+            if time.monotonic() >= deadline:
+                raise LostMakerError(
+                    f"waited {timeout_s:g} s for {what} {name}, and no actor has that name in the namespace "
+                    f"{namespace() or ray.get_runtime_context().namespace}; create it with options(name={name!r})"
+                ) from error
+            time.sleep(_LOOK_S)
+
+
+class Holders:
+    """Finds makers by name, once, when they are first needed.
+
+    Args:
+        names: of the makers.
+        timeout_s: longest wait for each of them: to be there, and to answer.
+    """
+
+    def __init__(self, names: Sequence[str], timeout_s: float) -> None:
+        self.names = tuple(names)
+        self._timeout_s = timeout_s
+        self._found: dict[str, Any] = {}
+        self._nodes: frozenset[str] = frozenset()
+
+    def handles(self) -> Mapping[str, Any]:
+        """Return the makers' handles by name.
+
+        Raises:
+            LostMakerError: if one is not there.
+        """
+        for name in self.names:
+            if name not in self._found:
+                self._found[name] = find_actor(name, self._timeout_s, what="the experience maker")
+        return self._found
+
+    def nodes(self, *, look: bool) -> frozenset[str]:
+        """Return the ids of the nodes that the makers are on.
+
+        Args:
+            look: ask the makers; else return what they said last, as one may have ended since.
+        """
+        if look:
+            calls = {name: handle.node.remote() for name, handle in self.handles().items()}
+            self._nodes = frozenset(node for node, _ in self._answers(calls, "answer"))
+        return self._nodes
+
+    def send(self, sent: SentWeights) -> None:
+        """Have every maker build its models and hold these weights; return when all do.
+
+        Raises:
+            LostMakerError: if one has ended, or does not do so in time; it is named.
+        """
+        handles = self.handles()
+        self._answers({name: handle.build.remote() for name, handle in handles.items()}, "build its models")
+        calls = {name: handle.load_weights.remote(sent, self._timeout_s) for name, handle in handles.items()}
+        self._answers(calls, f"take weights of version {sent.version}")
+
+    def _answers(self, calls: Mapping[str, Any], what: str) -> list[Any]:
+        deadline = time.monotonic() + self._timeout_s
+        late = dict(calls)
+        while late:
+            ready, _ = ray.wait(list(late.values()), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise LostMakerError(f"waited {self._timeout_s:g} s for {', '.join(late)} to {what}, in vain")
+            name = next(name for name, call in late.items() if call == ready[0])
+            try:
+                ray.get(late.pop(name))
+            except RayActorError as error:
+                raise LostMakerError(f"{name} was to {what}, but has ended: {str(error).splitlines()[0]}") from error
+        found: list[Any] = ray.get(list(calls.values()))
+        return found

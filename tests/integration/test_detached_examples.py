@@ -1,0 +1,111 @@
+"""The usage examples of coati's detached trainers run with nothing changed but their imports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from rlhf_core.config import PPOOptions
+from rlhf_core.models.critic import Critic
+from tests.integration.detached_models import batches, cluster, maker, plain
+from tests.unit.script.brief_llama import brief_llama
+from tests.unit.trainer.ppo_trainers import reward_model
+
+pytestmark = pytest.mark.integration
+
+S0 = """
+import ray
+from coati.ray.detached_trainer_ppo import DetachedPPOTrainer
+trainer = DetachedPPOTrainer.options(
+name="trainer_0", num_gpus=1
+).remote(
+experience_maker_holder_name_list=["maker_0", "maker_1"],
+strategy_fn=lambda: my_strategy(),
+model_fn=lambda: (my_actor(), my_critic()),
+train_batch_size=8,
+eps_clip=0.2,
+value_clip=0.4,
+eval_performance=True,
+)
+# Sync initial model weights to experience makers
+ray.get(trainer.sync_models_to_remote_makers.remote())
+# Start training
+ray.get(trainer.fit.remote(total_steps=1000, update_steps=100, train_epochs=2))
+# Save models
+ray.get(trainer.strategy_save_actor.remote("./actor_checkpoint", only_rank0=True))
+"""
+S2 = """
+import ray
+from coati.ray.detached_trainer_base import DetachedTrainer
+from coati.experience_maker import Experience
+@ray.remote(concurrency_groups={
+"buffer_length": 1, "buffer_append": 1,
+"buffer_sample": 1, "compute": 1
+})
+class MyTrainer(DetachedTrainer):
+    def training_step(self, experience: Experience):
+        # Implement training logic
+        return {"loss": 0.0}
+    def _update_remote_makers(self, fully_update=False, **kwargs):
+        # Implement model sync to remote makers
+        pass
+trainer = MyTrainer.options(name="trainer_0").remote(
+experience_maker_holder_name_list=["maker_0"],
+train_batch_size=8,
+)
+ray.get(trainer.fit.remote(total_steps=1000, update_steps=100, train_epochs=2))
+"""
+BATCH = 200
+PROMPTS = [f"{number % 10}+{number % 7}" for number in range(BATCH)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_a_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with cluster(tmp_path_factory.mktemp("clusters")):
+        yield
+
+
+def critic() -> Critic:
+    return Critic.from_causal_lm(brief_llama())
+
+
+def four() -> tuple[Any, Any, Any, Any]:
+    return brief_llama(), critic(), reward_model(), brief_llama()
+
+
+def loader() -> list[dict[str, Any]]:
+    return batches(PROMPTS, BATCH)
+
+
+def example(text: str) -> str:
+    return (
+        text.replace("coati.ray.detached_trainer_ppo", "rlhf_core")
+        .replace("coati.ray.detached_trainer_base", "rlhf_core")
+        .replace("coati.experience_maker", "rlhf_core")
+    )
+
+
+@pytest.mark.parametrize(("text", "makers"), [(S0, 2), (S2, 1)])
+def test_the_example_runs_with_only_its_imports_changed(
+    text: str, makers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handles = [
+        maker(
+            f"maker_{number}", ["trainer_0"], model_fn=four, options=PPOOptions(), seed=0, max_new_tokens=None,
+            top_k=None, sync_models_from_trainers=text is S0,
+        )
+        for number in range(makers)
+    ]  # fmt: skip
+    loops = [each.workingloop.remote(loader, num_steps=8000 // BATCH // makers) for each in handles]
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"my_strategy": plain, "my_actor": brief_llama, "my_critic": critic}
+    exec(example(text), names)
+    ray.get(loops, timeout=60)
+    if text is S0:
+        assert (tmp_path / "actor_checkpoint").is_file()
+    for each in (*handles, names["trainer"]):
+        ray.kill(each)

@@ -1,0 +1,121 @@
+"""A detached trainer in lockstep takes the steps of `PPOTrainer` in this process, to the last bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from rlhf_core.config import LoRAConfig
+from rlhf_core.detached.fit_dealing import DealingOptions
+from rlhf_core.detached.learner_building import LearningOptions
+from rlhf_core.detached.trainer_ppo import DetachedPPOTrainer
+from rlhf_core.trainer.ppo.trainer import PPOTrainer
+from tests.integration.detached_models import (
+    OPTIONS,
+    MakerNotes,
+    Notes,
+    all_four,
+    batches,
+    cluster,
+    end,
+    maker,
+    notes,
+    plain,
+    run,
+    trained,
+    weights_in,
+)
+from tests.unit.trainer.ppo_trainers import demonstrations, record_stats, trainer
+
+pytestmark = pytest.mark.integration
+
+LR = 1e-3
+FIT = (20, 4, 3)
+"""Five episodes of four batches of two, three times each: of four units, as the makers' batches are of two, too."""
+GROUPS = OPTIONS.model_copy(
+    update={"advantage_estimator": "grpo", "samples_per_prompt": 2, "entropy_coef": 0.01, "kl_target": 0.5}
+)
+COMBINED = {"options": GROUPS, "ptx_coef": 0.3, "accumulation_steps": 3}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_a_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with cluster(tmp_path_factory.mktemp("clusters")):
+        yield
+
+
+def schedule(step: int) -> float:
+    return 1 / (1 + 0.1 * step)  # as the trainers of `ppo_trainers` have it
+
+
+def texts() -> list[Any]:
+    return list(demonstrations())
+
+
+def detached(
+    name: str, makers: list[str], path: Path, *, options: Any = OPTIONS, lora: bool = False, **changes: Any
+) -> Any:
+    known = {"ptx_coef", "accumulation_steps"}
+    learning = LearningOptions(
+        lr=LR, lr_schedule=schedule, max_new_tokens=4, **{key: changes.pop(key) for key in known & changes.keys()}
+    )
+    return DetachedPPOTrainer.options(name=name, num_gpus=1, num_cpus=0).remote(
+        makers,
+        plain,
+        lambda: trained(lora),
+        train_batch_size=2,
+        value_clip=0.2,  # PPOTrainer's default
+        callbacks=[Notes(path)],
+        learning=learning,
+        options=options,
+        update_lora_weights=lora,
+        pretrain_dataloader_fn=texts,
+        **{"dealing": DealingOptions(seed=3, start_timeout_s=60.0)} | changes,
+    )
+
+
+def in_process(*, options: Any = OPTIONS, lora: bool = False, **changes: Any) -> tuple[PPOTrainer, list[Any]]:
+    ours = trainer(options=options, seed=3, lr=LR, lora=LoRAConfig(r=2) if lora else None, **changes)
+    stats = record_stats(ours)
+    rows = options.samples_per_prompt * 2
+    ours.fit(FIT[0] // FIT[1], 2 * FIT[1] // rows, FIT[2], batches(), texts() if changes.get("ptx_coef") else None)
+    return ours, stats
+
+
+@pytest.mark.parametrize(
+    ("makers", "changes"), [(1, {}), (2, {}), (2, COMBINED), (2, {"lora": True})], ids=["one", "two", "all", "lora"]
+)
+def test_losses_and_weights_are_those_of_one_process(makers: int, changes: dict[str, Any], tmp_path: Path) -> None:
+    names = [f"maker_{number}" for number in range(makers)]
+    options, lora = changes.get("options", OPTIONS), bool(changes.get("lora"))
+    ours, stats = in_process(**changes)
+    handles = [
+        maker(
+            name, ["trainer_0"], options=options, model_fn=lambda: all_four(lora), update_lora_weights=lora,
+            callbacks=[MakerNotes(tmp_path / name)], sync_models_from_trainers=True,
+        )
+        for name in names
+    ]  # fmt: skip
+    other = detached("trainer_0", names, tmp_path / "steps", **changes)
+    ray.get(other.sync_models_to_remote_makers.remote(), timeout=120)
+    units = FIT[0] * 2 // (2 * options.samples_per_prompt)
+    steps = [units - units // 2, units // 2] if makers == 2 else [units]
+    run([other], handles, batches, steps, *FIT)
+    ray.get(other.strategy_save_actor.remote(str(tmp_path / "actor")), timeout=60)
+    found = notes(tmp_path / "steps")
+    assert [(each["actor_loss"], each["critic_loss"]) for each in found] == [
+        (each.actor_loss, each.critic_loss) for each in stats
+    ]
+    made = [len((tmp_path / name).read_text()) for name in names]
+    assert sum(made) == units
+    assert all(made)
+    expected = dict(ours.learner.actor.named_parameters())
+    for name, weight in weights_in(tmp_path / "actor").items():
+        if name in expected:
+            torch.testing.assert_close(weight, expected[name].detach(), rtol=0, atol=0)
+    end(other, *handles)

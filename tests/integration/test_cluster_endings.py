@@ -5,13 +5,23 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 
 from infra.clusters import ClusterManifest, leftover_processes, reap_orphans
-from tests.integration.cluster_processes import OWNER, Owners, go_on, run, says, wait_until_nothing_is_left
+from infra.process_record import ProcessRecord
+from tests.integration.cluster_processes import (
+    GONE_WITHIN_S,
+    OWNER,
+    Owners,
+    go_on,
+    run,
+    says,
+    wait_until_nothing_is_left,
+)
 
 pytestmark = pytest.mark.integration
 
@@ -71,14 +81,45 @@ def test_a_cluster_ends_with_its_owner_however_that_ends(
     assert (manifest.log_dir / "ray" / "gcs_server.out").exists()
 
 
-def test_a_stopped_owner_loses_its_cluster_after_the_time_it_was_given(owners: Owners) -> None:
+@pytest.mark.parametrize("whole_group", [pytest.param(False, marks=pytest.mark.chaos), True])
+def test_a_stopped_owner_loses_its_cluster_after_the_time_it_was_given(owners: Owners, *, whole_group: bool) -> None:
     owner, manifest = owners.start(stalled_after_s=2)
-    owner.send_signal(signal.SIGSTOP)
+    signalled = partial(os.killpg if whole_group else os.kill, owner.pid)
+    watchdog = psutil.Process(manifest.watchdog_pid)
+    assert os.getpgid(watchdog.pid) != os.getpgid(owner.pid)
+    signalled(signal.SIGSTOP)
+    assert watchdog.status() != psutil.STATUS_STOPPED
     wait_until_nothing_is_left(manifest)
     assert "silent for 2 s" in (manifest.log_dir / "watchdog.log").read_text()
-    owner.send_signal(signal.SIGCONT)  # and it lives on to tell the tale
+    signalled(signal.SIGCONT)  # and it lives on to tell the tale
     go_on(owner)
     assert owner.wait(timeout=30) == 0
+
+
+@pytest.mark.parametrize("watchdog", ["killed", pytest.param("slow", marks=pytest.mark.chaos)])
+def test_whoever_takes_a_dead_owners_name_ends_the_cluster_that_it_left(owners: Owners, watchdog: str) -> None:
+    first, left = owners.start()
+    os.kill(left.watchdog_pid, signal.SIGKILL if watchdog == "killed" else signal.SIGSTOP)
+    first.kill()
+    first.communicate()
+    assert left.is_running  # nobody ended it
+    _, manifest = owners.start()
+    assert manifest.mark != left.mark
+    assert not leftover_processes(left.mark, left.head)
+    assert not left.temp_dir.exists()
+    if watchdog == "slow":  # it comes late, and finds another's cluster under the name
+        os.kill(left.watchdog_pid, signal.SIGCONT)
+        assert left.watchdog is not None
+        _wait_for_end(left.watchdog)
+    assert manifest.is_running
+    assert ClusterManifest.load(owners.directory / "night.json").mark == manifest.mark
+
+
+def _wait_for_end(record: ProcessRecord) -> None:
+    deadline = time.monotonic() + GONE_WITHIN_S
+    while record.process() is not None:
+        assert time.monotonic() < deadline, f"process {record.pid} did not end within {GONE_WITHIN_S:g} s"
+        time.sleep(0.1)
 
 
 def test_an_owner_killed_while_its_cluster_starts_leaves_nothing(owners: Owners) -> None:

@@ -89,6 +89,7 @@ def test_a_reward_model_that_ppo_does_not_ask_is_neither_missed_nor_part_of_its_
     "config",
     [
         changed("ppo", cluster={"num_makers": 3}),
+        changed("ppo", cluster={"address": "10.0.0.5:6379"}),
         changed("ppo", cluster={"commit_timeout_s": 1.0, "start_timeout_s": 1.0, "object_store_mb": 100}),
         changed("gate", min_gain=0.1),
         changed("sft", lr=1.0),

@@ -129,6 +129,11 @@ class RunTrainer(GroupMember):
         """Return what this trainer is doing, for the run's log."""
         return self._progress
 
+    @ray.method(concurrency_group="status")  # type: ignore[untyped-decorator]
+    def queue_depth(self) -> int:
+        """Return how many samples are made and not learnt."""
+        return self._dealing.ledger.samples_waiting
+
     @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]
     def synchronise(self) -> None:
         """Give every maker the weights of this trainer's version, and wait until they hold them."""

@@ -26,10 +26,16 @@ EPISODE_COLUMNS = {
     "clip_fraction": "clipped",
     "explained_variance": "explained variance",
     "reward_share_reward_model": "reward model's share of variance",
+    "staleness": "versions old",
+    "queue_depth": "samples ready",
+    "idle_trainer": "trainer idle",
+    "idle_makers": "makers idle",
 }
 """Headings by name in an episode's row."""
 JUDGED = {"verifier", "accuracy_given_form", "well_formed"}
 """Of these, what a verifier says."""
+OVERLAP = {"staleness", "queue_depth", "idle_trainer", "idle_makers"}
+"""Of these, what says little where trainer and makers work in turns."""
 MOST_EPISODES = 30
 """Rows of a table that is still read."""
 _LONGEST_CONSTANT = 40
@@ -98,6 +104,8 @@ def constant_sentence(evaluations: dict[str, StageResult]) -> str:
 def episode_table(episodes: Sequence[Metrics]) -> str:
     """Return the figures of each episode; of many, of the first, the last and evenly spaced ones between."""
     unknown = set() if any("raw/verifier" in row for row in episodes) else JUDGED  # 0 where nobody judged
+    if not any(row.get("staleness") for row in episodes):
+        unknown = unknown | OVERLAP
     columns = {name: heading for name, heading in EPISODE_COLUMNS.items() if name not in unknown}
     rows = [[str(row["episode"] + 1), *(number(row, name) for name in columns)] for row in _evenly(episodes)]
     figures = table(["episode", *columns.values()], rows)

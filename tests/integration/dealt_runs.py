@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -31,7 +32,8 @@ from tests.unit.trainer.ppo_trainers import reward_model
 
 SEED, WAIT_S = 7, 180.0
 PROBLEMS = [Problem(f"{number} plus {number * 3}") for number in range(24)]
-STEPS = "steps.jsonl"
+STEPS, CHUNKS = "steps.jsonl", "chunks"
+"""Files of what was done when; of makers, one for each process."""
 
 
 def config(**changes: Any) -> PPOConfig:
@@ -57,13 +59,19 @@ def scorer() -> Scorer:
     return scorer_of(reward_model(), scaled=True)
 
 
+def write_line(path: Path, facts: dict[str, Any]) -> None:
+    """Add a line of JSON to a file."""
+    with path.open("a") as file:
+        file.write(json.dumps(facts) + "\n")
+
+
 class LearnerFactory:
     """Builds the learner; each of its steps is written down in `STEPS`, and may be made to last longer.
 
     Args:
         settings: of the run.
         directory: where steps are written, by the first rank.
-        step_s: added to each step.
+        step_s: what a step takes at least.
     """
 
     def __init__(self, settings: PPOConfig, directory: Path, step_s: float = 0.0) -> None:
@@ -78,11 +86,11 @@ class LearnerFactory:
         step = learner.training_step
 
         def written(*arguments: Any) -> Any:
-            time.sleep(self._step_s)
+            started = time.time()
             stats = step(*arguments)
+            time.sleep(max(0.0, started + self._step_s - time.time()))
             if learner._ranks.is_first:
-                with (self._directory / STEPS).open("a") as file:
-                    file.write(json.dumps(stats._asdict()) + "\n")
+                write_line(self._directory / STEPS, stats._asdict() | {"from": started, "to": time.time()})
             return stats
 
         learner.training_step = written  # type: ignore[method-assign, assignment]
@@ -90,15 +98,18 @@ class LearnerFactory:
 
 
 class PacedMaker(ExperienceMaker):
-    """Takes a time for each chunk, at least."""
+    """Takes a time for each chunk, at least, and writes down when it was at work."""
 
     chunk_s = 0.0
+    directory: Path
 
     def make_experience(self, *arguments: Any, **named: Any) -> Any:
         """Make it, and wait for the rest of the time."""
-        until = time.monotonic() + self.chunk_s
+        started = time.time()
         made = super().make_experience(*arguments, **named)
-        time.sleep(max(0.0, until - time.monotonic()))
+        time.sleep(max(0.0, started + self.chunk_s - time.time()))
+        place = {"episode": named["episode"], "version": named["policy_version"]}
+        write_line(self.directory / f"{CHUNKS}-{os.getpid()}.jsonl", place | {"from": started, "to": time.time()})
         return made
 
 
@@ -107,11 +118,12 @@ class MakerFactory:
 
     Args:
         settings: of the run.
+        directory: where the times of chunks are written.
         chunk_s: what a chunk takes at least.
     """
 
-    def __init__(self, settings: PPOConfig, chunk_s: float = 0.0) -> None:
-        self._settings, self._chunk_s = settings, chunk_s
+    def __init__(self, settings: PPOConfig, directory: Path, chunk_s: float = 0.0) -> None:
+        self._settings, self._directory, self._chunk_s = settings, directory, chunk_s
 
     def __call__(self) -> ExperienceMaker:
         """Return it."""
@@ -121,7 +133,7 @@ class MakerFactory:
             actor, Critic.from_causal_lm(actor), scorer(), initial, config=self._settings, template=template(),
             seed=SEED,
         )  # fmt: skip
-        made.chunk_s = self._chunk_s
+        made.chunk_s, made.directory = self._chunk_s, self._directory
         return made
 
 
@@ -173,7 +185,7 @@ class DealtRun:
     Args:
         settings: of the run.
         directory: empty, for what it writes.
-        step_s: added to each optimizer step.
+        step_s: what an optimizer step takes at least.
         chunk_s: what a chunk takes at least.
         keeper: of its states; None keeps the last one in the trainer.
     """
@@ -190,7 +202,9 @@ class DealtRun:
         further: Any = TrainerRank
         maker: Any = RunMaker
         self.makers = {
-            name: maker.options(name=name, max_restarts=-1, **options).remote(name, MakerFactory(settings, chunk_s))
+            name: maker.options(name=name, max_restarts=-1, **options).remote(
+                name, MakerFactory(settings, directory, chunk_s)
+            )
             for name in (f"maker-{number}" for number in range(settings.cluster.num_makers))
         }
         self.trainer = first.options(name="trainer", **options).remote(

@@ -150,6 +150,10 @@ class Machines:
         """Plug a machine's cable in again."""
         self._at_switch(f"link set dev port-{name} master bridge")
 
+    def errors(self) -> str:
+        """Return what was written to the standard error of what was run."""
+        return "\n".join((machine.folder / "errors.log").read_text() for machine in self.all.values())
+
     def kill(self, name: str) -> None:
         """End all processes of a machine, as when it is out of memory or started anew."""
         self.all[name].kill_all()

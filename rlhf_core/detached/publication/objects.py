@@ -15,6 +15,9 @@ from torch import Tensor
 from rlhf_core.detached.publication.manifest import Publication, WeightsError
 from rlhf_core.detached.publication.packing import only_read
 
+_SCRATCHES = 2
+_NONE = torch.empty(0, dtype=torch.uint8)
+
 
 @dataclass(frozen=True, slots=True)
 class ObjectsPlace:
@@ -49,24 +52,24 @@ class ObjectsOutbox:
     """Ray frees an object when nobody has its reference."""
 
     def __init__(self) -> None:
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._scratch: list[Tensor] = []
 
     def begin(self) -> ObjectsShelf:
         """Return a shelf for one publication."""
         return ObjectsShelf(self)
 
     def scratch(self, size: int) -> Tensor:
-        """Return memory that is used for every bucket in turn."""
-        if self._scratch.numel() < size:
-            self._scratch = torch.empty(size, dtype=torch.uint8)
-        return self._scratch[:size]
+        """Return memory that is used for every second bucket."""
+        used = self._scratch.pop(0) if len(self._scratch) == _SCRATCHES else _NONE
+        self._scratch.append(used if used.numel() >= size else torch.empty(size, dtype=torch.uint8))
+        return self._scratch[-1][:size]
 
     def free(self, shelf: ObjectsShelf) -> None:
         """Its references go with it."""
 
     def shut(self) -> None:
         """Let go of the memory."""
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._scratch = []
 
 
 class ObjectsInbox:

@@ -1,13 +1,13 @@
-"""Tensors into buckets and out of them: cast and summed up while they are copied, so that memory is read once."""
+"""Tensors into buckets and out of them: each is cast while it is copied, and a bucket summed up beside the next."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import NamedTuple, Protocol
 
 import torch
-import xxhash
 from torch import Tensor
 
 from rlhf_core.detached.publication.manifest import (
@@ -22,18 +22,21 @@ from rlhf_core.phases import reached
 
 ALIGNMENT = 64
 """Tensors begin at a multiple of this, as those do that PyTorch allocates."""
-PIECE_BYTES = 256 << 10
-"""What is copied, and summed up while it is still in the processor's cache."""
 
 
 class Shelf(Protocol):
     """Takes the buckets of one publication, one after the other."""
 
     def open(self, size: int) -> Tensor:
-        """Return room for a bucket of at most so many bytes, in host memory or on a GPU."""
+        """Return room for a bucket of at most so many bytes, in host memory or on a GPU; not in the bucket before."""
 
     def close(self, filled: int) -> None:
         """Keep the first `filled` bytes of the bucket that was opened last."""
+
+
+class _Closed(NamedTuple):
+    size: int
+    checksum: Future[int]
 
 
 class Packed(NamedTuple):
@@ -53,23 +56,15 @@ def pack(tensors: Iterable[tuple[str, Tensor]], shelf: Shelf, *, dtype: torch.dt
         bucket_bytes: a bucket is closed when the next tensor would pass this; a larger tensor gets its own.
     """
     slots: list[TensorSlot] = []
-    buckets: list[Bucket] = []
-    writer: _Writer | None = None
-    for name, tensor in tensors:
-        target = travelling_dtype(name, tensor, dtype)
-        size = tensor.numel() * target.itemsize
-        if writer is not None and writer.filled and _aligned(writer.filled) + size > bucket_bytes:
-            buckets.append(writer.close(shelf))
-            writer = None
-        if writer is None:
-            reached("publish")
-            writer = _Writer(shelf.open(max(size, bucket_bytes)))
-        offset = writer.write(tensor, target)
-        shape, name_of_dtype = tuple(tensor.shape), str(target).removeprefix("torch.")
-        slots.append(TensorSlot(name, shape, name_of_dtype, len(buckets), offset, size))
-    if writer is not None:
-        buckets.append(writer.close(shelf))
-    return Packed(tuple(slots), tuple(buckets))
+    with ThreadPoolExecutor(1, "checksums") as summing:
+        filling = _Filling(shelf, bucket_bytes, summing)
+        for name, tensor in tensors:
+            target = travelling_dtype(name, tensor, dtype)
+            place = filling.take(tensor.numel() * target.itemsize)
+            place.room.view(target).copy_(tensor.detach().reshape(-1))
+            shape, size, name_of_dtype = tuple(tensor.shape), place.room.numel(), str(target).removeprefix("torch.")
+            slots.append(TensorSlot(name, shape, name_of_dtype, place.bucket, place.offset, size))
+        return Packed(tuple(slots), filling.buckets())
 
 
 def check_sums(publication: Publication, held: Sequence[Tensor]) -> None:
@@ -104,39 +99,45 @@ def only_read(body: memoryview) -> Tensor:
         return torch.frombuffer(body, dtype=torch.uint8)
 
 
-class _Writer:
-    """Fills one bucket."""
+class _Place(NamedTuple):
+    bucket: int
+    offset: int
+    room: Tensor
 
-    def __init__(self, room: Tensor) -> None:
-        self.filled = 0
-        self._room = room
-        self._sum = xxhash.xxh3_64() if room.device.type == "cpu" else None
 
-    def write(self, tensor: Tensor, dtype: torch.dtype) -> int:
-        """Append a tensor in `dtype`; return its first byte."""
-        start = _aligned(self.filled)
-        if start > self.filled:  # the room may have been used before, and padding is summed up as well
-            self._room[self.filled : start] = 0
-            self._count(self.filled, start)
-        self.filled = start + tensor.numel() * dtype.itemsize
-        target = self._room[start : self.filled].view(dtype)
-        source = tensor.detach().reshape(-1)
-        if source.device != target.device:
-            source = source.to(dtype).to(target.device)
-        step = (PIECE_BYTES if target.device.type == "cpu" else max(1, self.filled - start)) // dtype.itemsize
-        for first in range(0, source.numel(), step):
-            target[first : first + step].copy_(source[first : first + step])
-            self._count(start + first * dtype.itemsize, min(start + (first + step) * dtype.itemsize, self.filled))
-        return start
+class _Filling:
+    """Fills one bucket after the other, each of which is summed up beside the filling of the next."""
 
-    def close(self, shelf: Shelf) -> Bucket:
-        shelf.close(self.filled)
-        total = checksum(self._room[: self.filled]) if self._sum is None else self._sum.intdigest()
-        return Bucket(self.filled, total)
+    def __init__(self, shelf: Shelf, bucket_bytes: int, summing: Executor) -> None:
+        self._shelf, self._bucket_bytes, self._summing = shelf, bucket_bytes, summing
+        self._closed: list[_Closed] = []
+        self._open: Tensor | None = None
+        self._filled = 0
 
-    def _count(self, first: int, end: int) -> None:
-        if self._sum is not None:
-            self._sum.update(self._room[first:end].numpy().data)
+    def take(self, size: int) -> _Place:
+        """Return room for a tensor, in the bucket that is open if it fits there."""
+        if self._open is not None and self._filled and _aligned(self._filled) + size > self._bucket_bytes:
+            self._close(self._open)
+        if self._open is None:
+            if len(self._closed) > 1:
+                self._closed[-2].checksum.result()  # from here on its room may be used again
+            reached("publish")
+            self._open, self._filled = self._shelf.open(max(size, self._bucket_bytes)), 0
+        start = _aligned(self._filled)
+        self._open[self._filled : start] = 0  # it may have been used before, and is summed up as well
+        self._filled = start + size
+        return _Place(len(self._closed), start, self._open[start : self._filled])
+
+    def buckets(self) -> tuple[Bucket, ...]:
+        """Close the last bucket; return all."""
+        if self._open is not None:
+            self._close(self._open)
+        return tuple(Bucket(size, total.result()) for size, total in self._closed)
+
+    def _close(self, room: Tensor) -> None:
+        self._closed.append(_Closed(self._filled, self._summing.submit(checksum, room[: self._filled])))
+        self._shelf.close(self._filled)
+        self._open = None
 
 
 def _aligned(offset: int) -> int:

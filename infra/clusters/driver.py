@@ -172,15 +172,14 @@ def _check_connection(manifest: ClusterManifest) -> None:
         ClusterError: if it is not.
     """
     context = ray.get_runtime_context()
-    if context.gcs_address != manifest.address:
+    if manifest.kind == "local":
+        is_it, as_what = context.gcs_address == manifest.address, ""
+    else:  # its address may have been given with another name of the host, but no other has the namespace
+        is_it, as_what = context.namespace == manifest.namespace, f" as run {manifest.name!r}"
+    if not is_it:
         raise ClusterError(
-            f"this process is connected to the cluster at {context.gcs_address}, not to {_described(manifest)}; "
-            "call disconnect() first"
-        )
-    if context.namespace != manifest.namespace:
-        raise ClusterError(
-            f"this process is connected to {_described(manifest)} in the namespace {context.namespace!r}, not as its "
-            f"run in {manifest.namespace!r}; call disconnect() first"
+            f"this process is connected to the cluster at {context.gcs_address} in the namespace "
+            f"{context.namespace!r}, not to {_described(manifest)}{as_what}; call disconnect() first"
         )
 
 

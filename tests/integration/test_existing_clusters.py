@@ -155,8 +155,9 @@ def user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[User]:
 class Driver:
     """A process that holds run `night` on the user's cluster."""
 
-    def __init__(self, user: User, stalled_after_s: float = 120) -> None:
-        self.process = run(DRIVER, user.cluster.address, str(stalled_after_s))
+    def __init__(self, user: User, stalled_after_s: float, host: str | None) -> None:
+        own, _, port = user.cluster.address.rpartition(":")
+        self.process = run(DRIVER, f"{host or own}:{port}", str(stalled_after_s))
         self.said = says(self.process)
         self.actors: list[ProcessRecord] = []
 
@@ -176,8 +177,8 @@ class Driver:
 def start(user: User) -> Iterator[Callable[..., Driver]]:
     started: list[Driver] = []
 
-    def begin(stalled_after_s: float = 120) -> Driver:
-        started.append(Driver(user, stalled_after_s))
+    def begin(stalled_after_s: float = 120, host: str | None = None) -> Driver:
+        started.append(Driver(user, stalled_after_s, host))
         return started[-1]
 
     yield begin
@@ -266,7 +267,7 @@ def test_a_name_is_held_by_one_living_process_and_taken_over_from_a_dead_one(
     watcher = psutil.Process(user.watcher_pid())
     watcher.suspend()  # or it would be first
     first.process.kill()
-    second = start().holds()
+    second = start(host="localhost").holds()  # by another name
     assert _are_gone(first)()
     assert not watcher.is_running()
     assert not _are_gone(second)()
@@ -355,5 +356,5 @@ def test_a_cluster_with_other_code_or_versions_is_told_in_one_sentence(user: Use
 
 
 def test_a_process_that_is_connected_already_is_told_to_leave_first(user: User) -> None:
-    with pytest.raises(ClusterError, match=r"in the namespace 'rlhf', not as its run in 'rlhf:night:.*disconnect\(\)"):
+    with pytest.raises(ClusterError, match=r"in the namespace 'rlhf', not to .* as run 'night'; call disconnect\(\)"):
         lease_existing("night", address=user.cluster.address)

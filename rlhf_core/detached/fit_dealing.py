@@ -32,7 +32,7 @@ class DealingOptions:
     transport: Transport = "auto"
     """How weights travel."""
     rollout_dtype: str = "float32"
-    """That weights travel in."""
+    """That `send_models` casts weights to; `DetachedPPOTrainer` takes that of its options instead."""
     start_timeout_s: float = 600.0
     """Longest wait for the makers: to be there, to build, to begin, and to take weights."""
     experience_timeout_s: float = 1800.0

@@ -20,7 +20,7 @@ from rlhf_core.models.lora import adapter_config, merge_adapters
 from rlhf_core.rewards.scoring import Scorer
 from rlhf_core.script.models import MODELS_DIR
 from rlhf_core.strategy.strategy import Strategy
-from rlhf_core.trainer.ppo.setup import check_models, rollout_config, scorer_of
+from rlhf_core.trainer.ppo.setup import check_models, rollout_config, scorer_of, with_precision
 
 Models = tuple[Any, Any, Any, Any]
 """Actor, critic, reward model, initial model; critic and initial model may be None."""
@@ -73,16 +73,16 @@ def build_maker(
     for model in (actor, critic, reward_model, initial_model):
         if isinstance(model, nn.Module):
             model.to(strategy.device)
-    tokenizer = _tokenizer_of(name, actor, settings)
+    tokenizer, options = _tokenizer_of(name, actor, settings), with_precision(settings.options, strategy.new_booster())
     others = {"critic": critic, "reward model": reward_model, "initial model": initial_model}
     check_models(actor, others, tokenizer)
     generation = generation_settings_from_kwargs(settings.generate_kwargs, tokenizer)
     maker = ExperienceMaker(
         actor,
         critic,
-        settings.scorer or scorer_of(reward_model, scaled=not settings.options.legacy),
+        settings.scorer or scorer_of(reward_model, scaled=not options.legacy),
         initial_model,
-        config=rollout_config(settings.options, generation, kl_coef=settings.kl_coef),
+        config=rollout_config(options, generation, kl_coef=settings.kl_coef),
         template=PromptTemplate(tokenizer, TemplateConfig()),
         seed=settings.seed,
         legacy_form="detached",

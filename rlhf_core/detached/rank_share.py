@@ -1,4 +1,4 @@
-"""Which rows of an episode a rank learns, where every rank is given all of them."""
+"""What a rank of a detached trainer learns: its rows of an episode that all are given, and its demonstrations."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ import torch
 
 from rlhf_core.buffer.order import Rows, minibatch_order
 from rlhf_core.errors import ConfigError
+from rlhf_core.strategy.agreement import together
 from rlhf_core.strategy.ranks import Ranks
+from rlhf_core.trainer.base import PaddedBatch
 from rlhf_core.trainer.loaders import Batches, CycledLoader
 from rlhf_core.trainer.ppo.learner import PPOLearner
+from rlhf_core.trainer.ppo.prompt_batches import demonstrations_of
+from rlhf_core.trainer.supervised.forward import vocabulary_size
 from rlhf_core.types import Experience
 
 _RESTATED = ("action_log_probs", "values", "advantages", "returns")
@@ -81,3 +85,29 @@ def demonstrations_loader(dataloader_fn: Callable[[], Batches] | None, ptx_coef:
         raise ConfigError(f"ptx_coef is {ptx_coef}, but there is no pretrain_dataloader_fn; give one, or set it to 0.0")
     loader: Any = dataloader_fn()
     return CycledLoader(loader, what="the trainer's pretrain_dataloader_fn")
+
+
+def next_demonstrations(
+    loader: CycledLoader | None, learner: PPOLearner, ranks: Ranks, batches: int, *, only_labels: bool
+) -> PaddedBatch | None:
+    """Return this rank's next demonstrations as one batch; None if none are learnt. Called by all ranks.
+
+    Args:
+        loader: of this rank.
+        learner: whose model reads them.
+        ranks: who learns together.
+        batches: of the loader.
+        only_labels: learn those tokens that have labels.
+    """
+    if loader is None:
+        return None
+
+    def read() -> PaddedBatch:
+        return demonstrations_of(
+            [loader.next() for _ in range(batches)],
+            device=learner.device,
+            only_labels=only_labels,
+            vocabulary=vocabulary_size(learner.actor),
+        )
+
+    return together(ranks, read, what="read its demonstrations")

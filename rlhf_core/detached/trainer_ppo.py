@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -19,27 +20,23 @@ from rlhf_core.detached.fit_dealing import DealingOptions
 from rlhf_core.detached.holders import find_actor
 from rlhf_core.detached.learner_building import LearningOptions, build_learner
 from rlhf_core.detached.publication.learners import published_weights, trained_weights
-from rlhf_core.detached.rank_share import RankShare, agreed_plan, demonstrations_loader
+from rlhf_core.detached.rank_share import RankShare, agreed_plan, demonstrations_loader, next_demonstrations
 from rlhf_core.detached.registration import MakerFacts, Production, check_like_trainer
 from rlhf_core.detached.sources import DealtExperience, FirstRanksExperience, Source
 from rlhf_core.detached.trainer_base import DetachedTrainer
 from rlhf_core.detached.trainer_files import TrainerFiles
 from rlhf_core.detached.trainer_ranks import Found, RankFacts, Shelf, all_holders, tell_each_other
-from rlhf_core.detached.weight_sender import BUCKET_BYTES
+from rlhf_core.detached.weight_sender import BUCKET_BYTES, WeightSender
 from rlhf_core.errors import ConfigError
-from rlhf_core.strategy.agreement import together
 from rlhf_core.strategy.ranks import ALONE
 from rlhf_core.strategy.roll_call import naming_lost_rank
 from rlhf_core.strategy.strategy import Strategy
-from rlhf_core.trainer.base import PaddedBatch
 from rlhf_core.trainer.callbacks import TrainerCallback
 from rlhf_core.trainer.evaluators import TrainerPerformanceEvaluator
 from rlhf_core.trainer.loaders import Batches
 from rlhf_core.trainer.ppo.failed_batch import check_finite
 from rlhf_core.trainer.ppo.learner import PPOLearner
-from rlhf_core.trainer.ppo.prompt_batches import demonstrations_of
 from rlhf_core.trainer.ppo.stats import PPOStats
-from rlhf_core.trainer.supervised.forward import vocabulary_size
 from rlhf_core.types import EpisodeControls, Experience, Sample
 
 GROUPS = {"buffer_length": 1, "buffer_append": 1, "buffer_sample": 1, "model_io": 1, "compute": 1}
@@ -136,6 +133,11 @@ class DetachedPPOTrainer(TrainerFiles, DetachedTrainer):
         self._name_makers(all_holders(self._group) if self._ranks.is_first else ())
         self._demonstrations = demonstrations_loader(pretrain_dataloader_fn, self._learning.ptx_coef)
         learner = build_learner(self.strategy, model_fn, self._learning, self._options, seed=self.dealing.seed, **sizes)
+        self._next_demonstrations = partial(
+            next_demonstrations, self._demonstrations, learner, self._ranks, only_labels=self._learning.apply_loss_mask
+        )
+        self._weights_dtype = getattr(torch, learner.config.rollout_dtype)  # the makers', under the same strategy
+        self._weights = WeightSender(transport=self.dealing.transport, dtype=self._weights_dtype)
         if self._eval_performance:
             actor, critic = (
                 0 if model is None else get_model_numel(model) for model in (learner.actor, learner.critic)
@@ -177,8 +179,8 @@ class DetachedPPOTrainer(TrainerFiles, DetachedTrainer):
         Args:
             experience: this rank's rows, their `action_log_probs` by the learner's own weights.
         """
-        demonstrations = self._next_demonstrations(-(-len(experience) // self.train_batch_size))
-        stats = self.learner.training_step(experience, demonstrations)
+        batches = -(-len(experience) // self.train_batch_size)
+        stats = self.learner.training_step(experience, self._next_demonstrations(batches))
         self._stats.append(stats)
         return {"actor_loss": stats.actor_loss, "critic_loss": stats.critic_loss}
 
@@ -196,8 +198,8 @@ class DetachedPPOTrainer(TrainerFiles, DetachedTrainer):
             raise ConfigError(f"weights are sent with shard_size, but not with {next(iter(config))!r}")
         learner, apart = self.learner, self._update_lora_weights
         sending = self._weights.begin(fully=fully_update or not apart)
-        dtype = getattr(torch, self.dealing.rollout_dtype)
-        tensors = published_weights(learner, dtype, merged=not apart) if sending.fully else trained_weights(learner)
+        whole = partial(published_weights, learner, self._weights_dtype, merged=not apart)
+        tensors = whole() if sending.fully else trained_weights(learner)
         if self._ranks.is_first:
             self._send(sending, tensors, shard_size)
         for _ in tensors:  # the others gather with the first; it has gone through them itself
@@ -254,21 +256,6 @@ class DetachedPPOTrainer(TrainerFiles, DetachedTrainer):
         if samples:
             self._controls_kept.learnt(episode, samples)
         return whole
-
-    def _next_demonstrations(self, batches: int) -> PaddedBatch | None:
-        loader = self._demonstrations
-        if loader is None:
-            return None
-        return together(
-            self._ranks,
-            lambda: demonstrations_of(
-                [loader.next() for _ in range(batches)],
-                device=self.strategy.device,
-                only_labels=self._learning.apply_loss_mask,
-                vocabulary=vocabulary_size(self.learner.actor),
-            ),
-            what="read its demonstrations",
-        )
 
     def _finish_episode(self, episode: int) -> None:
         if self._save_dir is not None and (episode + 1) % self._save_interval == 0:

@@ -83,7 +83,7 @@ class Strategy:
         self.name = name
         self.seed = seed
         self.device = torch.device(device)
-        self._new_booster = new_booster
+        self.new_booster = new_booster
         self._timeout_s = timeout_s
         self._boosters: WeakKeyDictionary[object, OwnBooster] = WeakKeyDictionary()
         """By model and by optimizer, as `prepare` returned them, or by optimizer, as `new_optimizer` did."""
@@ -123,7 +123,7 @@ class Strategy:
         groups = [{"lr": lr, "weight_decay": weight_decay, **group} for group in groups]
         for group in groups:
             group["params"] = [member for member in group["params"] if member.requires_grad]
-        booster = self._new_booster()
+        booster = self.new_booster()
         optimizer = booster.new_optimizer(groups, betas=betas)
         self._boosters[optimizer] = booster
         return optimizer
@@ -287,7 +287,7 @@ class Strategy:
             booster = PlainBooster(ranks=self.ranks)
         else:
             check_optimizer(self.name, optimizer, model)
-            booster = self._boosters.get(optimizer) or self._new_booster()
+            booster = self._boosters.get(optimizer) or self.new_booster()
         if optimizer is None or self.name == "plain":
             model.to(self.device)  # ColossalAI's plugins place it by themselves
         found = booster.boost(model, optimizer, **others)

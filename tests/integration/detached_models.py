@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import ray
 import torch
+from ray.exceptions import RayActorError
+from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from infra.clusters import connect, disconnect, lease_cluster, release_cluster
@@ -24,6 +28,7 @@ from tests.tiny_llama import tiny_llama, tiny_tokenizer
 from tests.unit.trainer.ppo_trainers import encoded, padded, reward_model
 
 OPTIONS = PPOOptions(lam=0.95, dtype="float32", rollout_dtype="float32")
+LIMIT_S = 400.0
 DRAWING: dict[str, Any] = {"max_new_tokens": 4, "top_k": 20}
 TEXTS = [f"{number} plus {number * 3}" for number in range(6)] + ["0 plus 0", "1 plus 3"]  # two prompts come again
 
@@ -73,34 +78,44 @@ def maker(name: str, trainers: list[str], **changes: Any) -> Any:
     """Return the handle of a maker with tiny models."""
     parameters: dict[str, Any] = {
         "strategy_fn": plain, "model_fn": all_four, "options": OPTIONS, "tokenizer": tiny_tokenizer(), "seed": 3,
-        "kl_coef": 0.1, "start_timeout_s": 60.0, **DRAWING,
+        "kl_coef": 0.1, "start_timeout_s": 300.0, **DRAWING,
     }  # fmt: skip
     return ExperienceMakerHolder.options(name=name, num_cpus=0).remote(trainers, **(parameters | changes))
 
 
 class Notes(TrainerCallback):
-    """Writes what it is told to a file, a line of JSON each."""
-
-    def __init__(self, path: Path, hooks: tuple[str, ...] = ()) -> None:
-        self._path, self._hooks = path, hooks
-
-    def note(self, **facts: Any) -> None:
-        with self._path.open("a") as file:
-            file.write(json.dumps(facts) + "\n")
-
-    def on_batch_end(self, metrics: dict[str, Any], experience: Experience) -> None:
-        self.note(**metrics, rows=len(experience))
-
-
-class MakerNotes(MakerCallback):
-    """Writes one letter for each batch that a maker has sent."""
+    """Writes the metrics of every step to a file, a line of JSON each."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
+    def on_batch_end(self, metrics: dict[str, Any], experience: Experience) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps(metrics | {"rows": len(experience)}) + "\n")
+
+
+class MakerNotes(MakerCallback):
+    """Writes one letter for each batch that a maker has sent; with the last of some it ends its process."""
+
+    def __init__(self, path: Path, dies_after: int = 0) -> None:
+        self._path, self._dies_after = path, dies_after
+
     def on_send_end(self) -> None:
         with self._path.open("a") as file:
             file.write("x")
+        if len(self._path.read_text()) == self._dies_after:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Dies(TrainerCallback):
+    """Ends the trainer's process at the end of an episode."""
+
+    def __init__(self, episode: int) -> None:
+        self._episode = episode
+
+    def on_episode_end(self, episode: int) -> None:
+        if episode == self._episode:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def notes(path: Path) -> list[dict[str, Any]]:
@@ -108,10 +123,13 @@ def notes(path: Path) -> list[dict[str, Any]]:
 
 
 def run(trainers: list[Any], makers: list[Any], dataloader_fn: Callable[[], Any], steps: list[int], *fit: int) -> None:
-    """Let trainers fit and makers work, side by side; wait until all have returned."""
+    """Let trainers fit and makers work, side by side; wait until all have returned, or have died."""
     loops = [each.workingloop.remote(dataloader_fn, num_steps=count) for each, count in zip(makers, steps, strict=True)]
     fits = [trainer.fit.remote(*fit) for trainer in trainers]
-    ray.get([*fits, *loops], timeout=300)
+    ray.get(fits, timeout=LIMIT_S)
+    for loop in loops:
+        with suppress(RayActorError):
+            ray.get(loop, timeout=LIMIT_S)
 
 
 def end(*actors: Any) -> None:
@@ -120,6 +138,4 @@ def end(*actors: Any) -> None:
 
 
 def weights_in(path: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
     return load_file(path)

@@ -11,7 +11,7 @@ import ray
 
 from rlhf_core.config import PPOOptions
 from rlhf_core.models.critic import Critic
-from tests.integration.detached_models import batches, cluster, maker, plain
+from tests.integration.detached_models import LIMIT_S, batches, cluster, maker, plain
 from tests.unit.script.brief_llama import brief_llama
 from tests.unit.trainer.ppo_trainers import reward_model
 
@@ -102,9 +102,9 @@ def test_the_example_runs_with_only_its_imports_changed(
     ]  # fmt: skip
     loops = [each.workingloop.remote(loader, num_steps=8000 // BATCH // makers) for each in handles]
     monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {"my_strategy": plain, "my_actor": brief_llama, "my_critic": critic}
+    names: dict[str, Any] = {"__name__": "__main__", "my_strategy": plain, "my_actor": brief_llama, "my_critic": critic}
     exec(example(text), names)
-    ray.get(loops, timeout=60)
+    ray.get(loops, timeout=LIMIT_S)
     if text is S0:
         assert (tmp_path / "actor_checkpoint").is_file()
     for each in (*handles, names["trainer"]):

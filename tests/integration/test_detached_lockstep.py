@@ -9,14 +9,17 @@ from typing import Any
 import pytest
 import ray
 import torch
+from ray.exceptions import RayActorError
 
 from rlhf_core.config import LoRAConfig
 from rlhf_core.detached.fit_dealing import DealingOptions
 from rlhf_core.detached.learner_building import LearningOptions
 from rlhf_core.detached.trainer_ppo import DetachedPPOTrainer
+from rlhf_core.errors import ConfigError, RlhfError
 from rlhf_core.trainer.ppo.trainer import PPOTrainer
 from tests.integration.detached_models import (
     OPTIONS,
+    Dies,
     MakerNotes,
     Notes,
     all_four,
@@ -64,18 +67,14 @@ def detached(
     learning = LearningOptions(
         lr=LR, lr_schedule=schedule, max_new_tokens=4, **{key: changes.pop(key) for key in known & changes.keys()}
     )
+    parameters: dict[str, Any] = {
+        "train_batch_size": 2, "callbacks": [Notes(path)], "learning": learning, "options": options,
+        "value_clip": 0.2,  # PPOTrainer's default
+        "update_lora_weights": lora, "pretrain_dataloader_fn": texts,
+        "dealing": DealingOptions(seed=3, start_timeout_s=120.0),
+    }  # fmt: skip
     return DetachedPPOTrainer.options(name=name, num_gpus=1, num_cpus=0).remote(
-        makers,
-        plain,
-        lambda: trained(lora),
-        train_batch_size=2,
-        value_clip=0.2,  # PPOTrainer's default
-        callbacks=[Notes(path)],
-        learning=learning,
-        options=options,
-        update_lora_weights=lora,
-        pretrain_dataloader_fn=texts,
-        **{"dealing": DealingOptions(seed=3, start_timeout_s=60.0)} | changes,
+        makers, plain, lambda: trained(lora), **(parameters | changes)
     )
 
 
@@ -88,34 +87,61 @@ def in_process(*, options: Any = OPTIONS, lora: bool = False, **changes: Any) ->
 
 
 @pytest.mark.parametrize(
-    ("makers", "changes"), [(1, {}), (2, {}), (2, COMBINED), (2, {"lora": True})], ids=["one", "two", "all", "lora"]
+    ("makers", "dies_after", "changes"),
+    [(1, 0, {}), (2, 0, {}), (2, 3, COMBINED), (2, 0, {"lora": True})],
+    ids=["one", "two", "all", "lora"],
 )
-def test_losses_and_weights_are_those_of_one_process(makers: int, changes: dict[str, Any], tmp_path: Path) -> None:
+def test_losses_and_weights_are_those_of_one_process(
+    makers: int, dies_after: int, changes: dict[str, Any], tmp_path: Path
+) -> None:
     names = [f"maker_{number}" for number in range(makers)]
     options, lora = changes.get("options", OPTIONS), bool(changes.get("lora"))
     ours, stats = in_process(**changes)
     handles = [
         maker(
             name, ["trainer_0"], options=options, model_fn=lambda: all_four(lora), update_lora_weights=lora,
-            callbacks=[MakerNotes(tmp_path / name)], sync_models_from_trainers=True,
+            callbacks=[MakerNotes(tmp_path / name, dies_after * (name == "maker_1"))], sync_models_from_trainers=True,
         )
         for name in names
     ]  # fmt: skip
     other = detached("trainer_0", names, tmp_path / "steps", **changes)
-    ray.get(other.sync_models_to_remote_makers.remote(), timeout=120)
+    ray.get(other.sync_models_to_remote_makers.remote(), timeout=LIMIT_S)
     units = FIT[0] * 2 // (2 * options.samples_per_prompt)
     steps = [units - units // 2, units // 2] if makers == 2 else [units]
     run([other], handles, batches, steps, *FIT)
-    ray.get(other.strategy_save_actor.remote(str(tmp_path / "actor")), timeout=60)
+    ray.get(other.strategy_save_actor.remote(str(tmp_path / "actor")), timeout=LIMIT_S)
     found = notes(tmp_path / "steps")
     assert [(each["actor_loss"], each["critic_loss"]) for each in found] == [
         (each.actor_loss, each.critic_loss) for each in stats
     ]
     made = [len((tmp_path / name).read_text()) for name in names]
-    assert sum(made) == units
+    assert sum(made) == units + bool(dies_after)  # what the dead one sent last did not come
     assert all(made)
     expected = dict(ours.learner.actor.named_parameters())
-    for name, weight in weights_in(tmp_path / "actor").items():
-        if name in expected:
-            torch.testing.assert_close(weight, expected[name].detach(), rtol=0, atol=0)
+    saved = weights_in(tmp_path / "actor")
+    assert len(saved.keys() & expected.keys()) >= len(expected) - 1  # tied weights have one of two names
+    for name in saved.keys() & expected.keys():
+        assert torch.equal(saved[name], expected[name].detach()), name
+    assert ray.get(other.figures.remote(), timeout=LIMIT_S)["staleness"] == 0.0
     end(other, *handles)
+
+
+def test_a_trainer_that_died_goes_on_to_the_same_bits_from_its_state(tmp_path: Path) -> None:
+    _, stats = in_process(**COMBINED)
+    first = detached(
+        "trainer_0", ["maker_0"], tmp_path / "steps", callbacks=[Notes(tmp_path / "steps"), Dies(2)],
+        save_dir=tmp_path / "state", **COMBINED,
+    )  # fmt: skip
+    handle = maker("maker_0", ["trainer_0"], options=GROUPS, model_fn=all_four)
+    with pytest.raises(RayActorError):
+        run([first], [handle], batches, [10], *FIT)
+    with pytest.raises(RlhfError, match=r"trainer_0, which maker_0 works for, has ended"):
+        ray.get(handle.workingloop.remote(batches, num_steps=10), timeout=LIMIT_S)
+    again = detached("trainer_0", ["maker_0"], tmp_path / "steps", **COMBINED)
+    ray.get(again.load_state.remote(tmp_path / "state"), timeout=LIMIT_S)
+    with pytest.raises(ConfigError, match=r"stands at version 3 .* call sync_models_to_remote_makers first"):
+        run([again], [handle], batches, [10], *FIT)
+    ray.get(again.sync_models_to_remote_makers.remote(), timeout=LIMIT_S)
+    run([again], [handle], batches, [10], *FIT)
+    assert [each["actor_loss"] for each in notes(tmp_path / "steps")] == [each.actor_loss for each in stats]
+    end(again, handle)

@@ -29,13 +29,14 @@ def _leased(args: Namespace) -> Iterator[None]:
     """Run the block on a cluster that this process leases, unless the user names one that runs."""
     from infra.clusters import connect, lease_cluster, release_cluster
     from infra.settings import settings
-    from rlhf_core.detached.roles.cluster import OBJECT_STORE_BYTES, address_of
+    from rlhf_core.detached.roles.cluster import OBJECT_STORE_BYTES, address_of, check_alone
     from rlhf_core.detached.roles.loop import processes_of
     from tasks.shares import available_gpus
 
     if address_of(args):
         yield
         return
+    check_alone(args)
     name = f"prompts-on-ray-{os.getpid()}"
     try:
         connect(

@@ -188,6 +188,26 @@ def test_a_command_brings_its_own_cluster_and_takes_it_with_it(
     assert left == []
 
 
+@pytest.mark.chaos
+def test_a_killed_driver_of_somebody_elses_cluster_takes_its_actors_with_it(
+    cluster: ClusterManifest, inputs: Path
+) -> None:
+    given = words(inputs, num_episodes=1000, address=cluster.address)
+    environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(cluster.token)}
+    driver = subprocess.Popen(
+        [sys.executable, "-m", MODULE, *given], env=environment, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert driver.stdout is not None
+        assert any(line.startswith("round 2/") for line in driver.stdout)
+    finally:
+        driver.kill()
+        driver.communicate()
+    await_free(CPUS)
+    assert not processes_of(cluster, "RayPPOActor")
+    assert cluster.is_running
+
+
 def processes_with_home(directory: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():

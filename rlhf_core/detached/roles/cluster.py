@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from rlhf_core.detached.roles.loop import processes_of
+from rlhf_core.detached.roles.loop import ROLES, processes_of
 from rlhf_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -52,6 +52,21 @@ def address_of(args: Namespace) -> str | None:
     return args.address or os.environ.get("RAY_ADDRESS") or None
 
 
+def check_alone(args: Namespace) -> None:
+    """See that a cluster of this machine alone can have the groups.
+
+    Raises:
+        ConfigError: if one of them wants more machines.
+    """
+    for role in ROLES:
+        machines = getattr(args, f"num_{role}_nodes")
+        if machines > 1:
+            raise ConfigError(
+                f"--num_{role}_nodes {machines} wants as many machines, but without --address the cluster is this one "
+                "alone; start Ray on all of them and give --address"
+            )
+
+
 def _attach(address: str) -> None:
     if address != "auto":
         host, _, port = address.rpartition(":")
@@ -72,6 +87,7 @@ def _attach(address: str) -> None:
 
 
 def _start(args: Namespace) -> None:
+    check_alone(args)
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # or Ray would leave one in the home directory
     ray.init(
         num_cpus=max(os.cpu_count() or 1, sum(processes_of(args).values()) * args.threads),

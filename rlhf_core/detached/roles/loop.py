@@ -143,7 +143,7 @@ def run_rounds(args: Namespace, groups: Groups, tell: Tell) -> Iterator[Round]:
     for number, first in enumerate(starts):
         started = time.monotonic()
         due = steps[first : first + args.update_timesteps]
-        made = assembled(groups, _composed(groups, due, number))
+        made = _assembled(groups, _composed(groups, due, number))
         calls = [
             (group, group.async_learn_on_experiences(list(made), number)) for group in (groups.actor, groups.critic)
         ]
@@ -157,8 +157,9 @@ def run_rounds(args: Namespace, groups: Groups, tell: Tell) -> Iterator[Round]:
 
 
 def _composed(groups: Groups, steps: Sequence[int], number: int) -> list[ExperienceCompositionRefs]:
-    """Ask for all that a round's experience is made of; return the references at once."""
+    """Ask for all that a round's experience is made of, and return the references when it is there."""
     found = []
+    asked: dict[Any, str] = {}
     for step in steps:
         made = groups.actor.async_sample_prompts_and_make_sequence(step, number)
         parts = (
@@ -169,10 +170,15 @@ def _composed(groups: Groups, steps: Sequence[int], number: int) -> list[Experie
             groups.reward.async_calculate_r(made),
         )
         found += [ExperienceCompositionRefs(*each) for each in zip(*parts, strict=True)]
+        for group, calls in zip(
+            (groups.actor, groups.actor, groups.initial, groups.critic, groups.reward), parts, strict=True
+        ):
+            asked |= dict(zip(calls, cycle(group.names), strict=False))
+    groups.answers(asked, "to draw, value and judge")
     return found
 
 
-def assembled(groups: Groups, composed: Sequence[ExperienceCompositionRefs]) -> dict[Any, str]:
+def _assembled(groups: Groups, composed: Sequence[ExperienceCompositionRefs]) -> dict[Any, str]:
     """Have the experience assembled by all processes of all roles in turns; return when it is there.
 
     Returns:

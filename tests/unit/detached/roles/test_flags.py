@@ -87,8 +87,8 @@ def test_a_bad_value_is_one_sentence_and_status_2(
         assert len(said.splitlines()) == 1
 
 
-def test_a_wrong_column_and_another_kind_of_model_are_told_before_a_cluster_is_looked_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_wrong_column_another_kind_of_model_and_a_lack_of_machines_are_told_before_a_cluster_is_looked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = write_tiny_llama(tmp_path / "model")
     (tmp_path / "p.csv").write_text("question\nWhy?\n")
@@ -101,6 +101,10 @@ def test_a_wrong_column_and_another_kind_of_model_are_told_before_a_cluster_is_l
     said = capsys.readouterr().err
     assert f"--pretrain {model} holds a model of the kind llama, but --model says gpt2; give --model llama" in said
     assert len(said.splitlines()) == 1
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    for command in (cli, lambda given: rlhf(["train-prompts-on-ray", *given])):
+        assert command([*words, "--model", "auto", "--num_reward_nodes", "2"]) == 1
+        assert "--num_reward_nodes 2 wants as many machines, but without --address" in capsys.readouterr().err
     assert not (tmp_path / "out.pt").exists()
 
 

@@ -1,0 +1,171 @@
+"""What a crash is followed by: the same run starts again, by nobody's hand, and not for ever."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from infra.services import automations, prefect_api
+from infra.services.automations import RESTARTING, RESTARTS
+from tests.integration.local_stack import TINY_FLOWS, LocalStack, run_local_stack, wait_for
+
+pytestmark = pytest.mark.integration
+
+ONE_START = ["Pending", "Submitting", "Running"]
+STARTED_AGAIN = ["Crashed", RESTARTING, "Scheduled"]
+
+
+class WaitingRun:
+    """A run that waits until it is let go, and the starts that it told of."""
+
+    def __init__(self, stack: LocalStack, directory: Path) -> None:
+        self.stack, self.directory = stack, directory
+        self.id = stack.start_run("waiting/waiting", directory=str(directory))
+
+    def starts(self) -> list[tuple[int, int]]:
+        """Return process and number of each start, once the run has come to where it waits."""
+        path = self.directory / "starts"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [(int(process), int(number)) for process, number in map(str.split, lines)]
+
+    def kill(self, start: int) -> None:
+        """Kill the process of a start while it waits."""
+
+        def waits() -> bool:
+            return len(self.starts()) >= start and (self.directory / "inside").exists()
+
+        wait_for(waits, f"start {start} of the run", timeout_s=90)
+        (self.directory / "inside").unlink()
+        os.kill(self.starts()[start - 1][0], signal.SIGKILL)
+
+    def let_go(self) -> None:
+        (self.directory / "may-end").touch()
+
+    def await_state(self, *names: str, timeout_s: float = 90.0) -> None:
+        wait_for(lambda: self.stack.run_state(self.id) in names, f"a run that is {names}", timeout_s=timeout_s)
+
+
+@pytest.fixture
+def resuming(stack: LocalStack) -> LocalStack:
+    stack.deploy_tiny_flows(TINY_FLOWS, "resuming.yaml")
+    return stack
+
+
+@pytest.fixture(scope="module")
+def own_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
+    """A stack whose worker may be killed."""
+    with run_local_stack(tmp_path_factory.mktemp("own")) as running:
+        running.deploy_tiny_flows(TINY_FLOWS, "resuming.yaml")
+        yield running
+
+
+def test_a_killed_run_is_started_again_once_as_the_same_run_and_ends_well(resuming: LocalStack, tmp_path: Path) -> None:
+    run = WaitingRun(resuming, tmp_path)
+    run.kill(1)
+    wait_for(lambda: len(run.starts()) == 2, "the second start", timeout_s=90)
+    assert [number for _, number in run.starts()] == [1, 2]
+    run.let_go()
+    run.await_state("COMPLETED")
+    assert resuming.history(run.id) == ["Scheduled", *ONE_START, *STARTED_AGAIN, *ONE_START, "Completed"]
+    [child] = resuming.children(run.id)  # the subflow goes on too, and is not doubled
+    assert (child["state_type"], child["run_count"]) == ("COMPLETED", 2)
+    assert len(run.starts()) == 2
+
+
+@pytest.mark.parametrize(
+    ("starts", "becomes", "says"),
+    [
+        (0, RESTARTING, "The run crashed before it began. It is started again in 20 s."),
+        (1, RESTARTING, "The run crashed once. It is started again in 20 s."),
+        (3, RESTARTING, "The run crashed three times. It is started again in 20 s."),
+        (4, "Failed", "The run crashed four times and is not started again by itself: look for the reason in its log"),
+    ],
+)
+def test_what_a_crash_is_followed_by_depends_on_the_number_of_starts(
+    resuming: LocalStack, starts: int, becomes: str, says: str
+) -> None:
+    run = run_of_nobody(resuming)
+    for _ in range(starts):
+        resuming.set_state(run, "RUNNING")
+    resuming.set_state(run, "CRASHED")
+    wait_for(lambda: resuming.history(run)[-1] == becomes, f"the crash to be followed by {becomes}", timeout_s=60)
+    assert resuming.message(run).startswith(says)
+    resuming.delete_run(run)
+
+
+def test_a_run_that_crashes_again_before_it_could_begin_again_is_left_alone(resuming: LocalStack) -> None:
+    run, other = run_of_nobody(resuming), run_of_nobody(resuming)
+    resuming.set_state(run, "RUNNING")
+    resuming.set_state(run, "CRASHED")
+    wait_for(lambda: resuming.history(run)[-1] == RESTARTING, "the first crash to be noticed", timeout_s=60)
+    resuming.set_state(run, "CRASHED")
+    resuming.set_state(other, "CRASHED")
+    wait_for(lambda: resuming.history(other)[-1] == RESTARTING, "a later crash to be noticed", timeout_s=60)
+    assert resuming.history(run) == ["Scheduled", "Running", "Crashed", RESTARTING, "Crashed"]
+    resuming.delete_run(run)
+    resuming.delete_run(other)
+
+
+def run_of_nobody(stack: LocalStack) -> str:
+    """Return a run that no worker takes: its states are what a worker and a flow would tell, and come from the test."""
+    found = prefect_api.deployment(stack.api_url, "waiting/waiting")
+    assert found is not None
+    later = {"type": "SCHEDULED", "state_details": {"scheduled_time": "2099-01-01T00:00:00Z"}}
+    path = f"/deployments/{found['id']}/create_flow_run"
+    return str(prefect_api.call(stack.api_url, "POST", path, {"parameters": {"directory": "-"}, "state": later})["id"])
+
+
+@pytest.mark.chaos
+def test_a_run_that_is_killed_four_times_has_failed(resuming: LocalStack, tmp_path: Path) -> None:
+    run = WaitingRun(resuming, tmp_path)
+    for start in range(1, RESTARTS + 2):
+        run.kill(start)
+    run.await_state("FAILED")
+    once_more = [*STARTED_AGAIN, *ONE_START]
+    assert resuming.history(run.id) == ["Scheduled", *ONE_START, *once_more * RESTARTS, "Crashed", "Failed"]
+    assert [number for _, number in run.starts()] == [1, 2, 3, 4]
+
+
+@pytest.mark.chaos
+def test_a_run_that_is_lost_with_its_worker_is_noticed_and_goes_on_with_the_next_worker(
+    own_stack: LocalStack, tmp_path: Path
+) -> None:
+    automations.install(own_stack.api_url, automations.wanted(lost_after_s=45))
+    run = WaitingRun(own_stack, tmp_path)
+    run.await_state("RUNNING")
+    psutil.Process(own_stack.pids()["worker"]).kill()
+    run.kill(1)
+    run.await_state("SCHEDULED", timeout_s=180)
+    assert own_stack.history(run.id)[-3:] == STARTED_AGAIN
+    own_stack.up()
+    assert automations.faults(own_stack.api_url) == [], "`rlhf up` has put back what the test had changed"
+    wait_for(lambda: len(run.starts()) == 2, "the second start", timeout_s=90)
+    run.let_go()
+    run.await_state("COMPLETED")
+
+
+@pytest.mark.chaos
+def test_a_run_that_is_lost_with_its_worker_goes_on_after_up_and_one_that_down_ends_does_not(
+    own_stack: LocalStack, tmp_path: Path
+) -> None:
+    run = WaitingRun(own_stack, tmp_path)
+    run.await_state("RUNNING")
+    psutil.Process(own_stack.pids()["worker"]).kill()
+    run.kill(1)
+    own_stack.up()
+    wait_for(lambda: len(run.starts()) == 2, "the second start", timeout_s=120)
+    crashed = own_stack.start_run("waiting/waiting", directory=str(tmp_path))
+    wait_for(lambda: len(run.starts()) == 3, "the start of another run", timeout_s=90)
+    os.kill(run.starts()[2][0], signal.SIGKILL)
+    wait_for(lambda: own_stack.history(crashed)[-1] == RESTARTING, "the other run's crash", timeout_s=30)
+    assert own_stack.type("rlhf", "down").returncode == 0
+    own_stack.up()
+    for each in (run.id, crashed):
+        assert own_stack.run_state(each) == "CRASHED"
+    wait_for(lambda: automations.faults(own_stack.api_url) == [], "the automations", timeout_s=1)
+    assert {own_stack.history(each)[-1] for each in (run.id, crashed)} == {"Crashed"}

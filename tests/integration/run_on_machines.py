@@ -34,9 +34,9 @@ def tell(**facts: Any) -> None:
 
 
 def places() -> dict[str, str]:
-    """Return the address of the machine that each named actor is on."""
-    living = [entry for entry in actors().values() if entry["State"] == "ALIVE" and entry["Name"]]
-    return {entry["Name"]: entry["Address"]["IPAddress"] for entry in living}
+    """Return the address of the machine that each trainer and maker is on."""
+    living = {entry["Name"]: entry["Address"]["IPAddress"] for entry in actors().values() if entry["State"] == "ALIVE"}
+    return {name: place for name, place in living.items() if name.startswith((TRAINER, "maker"))}
 
 
 def machine_of(victim: str) -> str:

@@ -21,7 +21,7 @@ from tests.tiny_llama import write_tiny_llama
 
 pytestmark = pytest.mark.integration
 
-ENDS_WITHIN_S = 420.0
+ENDS_WITHIN_S = 540.0
 """Of any run: far below all deadlines in a row of one that waits for what never comes."""
 ONE_EACH = {"head": Node(1), "one": Node(1, 1), "two": Node(1)}
 """A trainer asks for a GPU, makers for none: the trainer is on `one`, a maker on each of the others."""
@@ -72,6 +72,7 @@ def configured(model: Path, trainers: int = 1, **cluster: Any) -> PipelineConfig
                 "maker_threads": 1,
                 "object_store_mb": 128,
                 "collective_timeout_s": 30,
+                "start_timeout_s": 300,
                 **cluster,
             },
         },
@@ -135,16 +136,14 @@ def test_a_run_on_three_machines_ends_with_the_bits_of_a_run_on_one(on_one_machi
         facts, failures = follow(made, told)
         at = {name: made.all[name].address for name in made.all}
     assert failures == []
-    assert facts["places"] == {
-        "trainer": at["one"],
-        "maker-0": facts["places"]["maker-0"],
-        "maker-1": facts["places"]["maker-1"],
-    }
+    assert facts["places"].keys() == {"trainer", "maker-0", "maker-1"}
+    assert facts["places"]["trainer"] == at["one"]
     assert {facts["places"]["maker-0"], facts["places"]["maker-1"]} == {at["head"], at["two"]}
     assert facts["weights"] == on_one_machine()
 
 
 @pytest.mark.chaos
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("how", ["cut_off", "kill"])
 @pytest.mark.parametrize(("victim", "doing"), [("trainer", "learning"), ("maker", "0 of")])
 def test_a_run_goes_on_without_a_machine_that_is_silent_or_lost(
@@ -160,15 +159,16 @@ def test_a_run_goes_on_without_a_machine_that_is_silent_or_lost(
 
 
 @pytest.mark.chaos
+@pytest.mark.timeout(1800)
 def test_ranks_on_two_machines_learn_as_on_one_and_say_who_was_lost_and_what_has_no_room(on_one_machine: Any) -> None:
     with machines(TWO_RANKS) as made, run_on(made, 2) as told:
         facts, failures = follow(made, told)
         assert failures == []
         assert len(set(facts["places"].values())) == 3
         assert facts["weights"] == on_one_machine(2)
-    waits = {"doing": "episode 2: learning", "victim": "trainer-1", "start_timeout_s": 60}
+    waits = {"doing": "episode 2: learning", "victim": "trainer-1", "start_timeout_s": 120}
     with machines(TWO_RANKS) as made, run_on(made, 2, **waits) as told:
         facts, failures = follow(made, told, made.cut_off)
     assert "rank 1 of 2" in failures[0]["failed"] or "trainer-1" in failures[0]["failed"]
-    assert facts["ended"].startswith("waited 60 s for room for ")
+    assert facts["ended"].startswith("waited 120 s for room for ")
     assert "\n" not in facts["ended"]

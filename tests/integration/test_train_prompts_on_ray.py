@@ -108,7 +108,7 @@ def test_an_actor_on_two_nodes_learns_what_one_does_with_twice_the_batch(inputs:
     reference = Reference(inputs, collect_steps=4, accumulation_steps=2)
     expected = reference.fit(texts(), episodes=2)
     assert len(expected) == 8
-    assert [len(done.samples) for done in outcome.rounds] == [8, 8]
+    assert [done.samples for done in outcome.rounds] == [8, 8]
     for figures, of in ((actor_figures, "actor"), (critic_figures, "critic")):
         mine = [stat for done in outcome.rounds for stat in getattr(done, of)]
         for one, other in zip(figures(mine), figures(expected), strict=True):

@@ -38,7 +38,7 @@ class Round(NamedTuple):
 
     number: int
     """From 0."""
-    samples: list[Sample]
+    samples: int
     actor: list[PPOStats]
     """Of each optimizer step; what concerns the critic is 0."""
     critic: list[PPOStats]
@@ -67,7 +67,6 @@ class Groups:
     Args:
         args: the flags.
         share: what each process gets.
-        tell: takes a line.
 
     Raises:
         TimeoutError: if there is no room for one; nothing of the run is left then.
@@ -151,8 +150,8 @@ def run_rounds(args: Namespace, groups: Groups, tell: Tell) -> Iterator[Round]:
         found = groups.answers(named, "to learn")
         collected: list[MadeArrays] = groups.answers(made, "to hand over experience")
         samples = [sample for each in collected for sample in each.samples]
-        done = Round(number, samples, found[0], found[groups.actor.world_size])
-        tell(_line(done, len(starts), time.monotonic() - started))
+        done = Round(number, len(samples), found[0], found[groups.actor.world_size])
+        tell(_line(done, samples, len(starts), time.monotonic() - started))
         yield done
 
 
@@ -200,8 +199,7 @@ def save(args: Namespace, groups: Groups) -> list[str]:
     return written
 
 
-def _line(done: Round, rounds: int, seconds: float) -> str:
-    samples = done.samples
+def _line(done: Round, samples: Sequence[Sample], rounds: int, seconds: float) -> str:
     return (
         f"round {done.number + 1}/{rounds}: {len(samples)} samples, score {fmean(s.score for s in samples):.4f}, "
         f"KL {fmean(s.kl for s in samples):.4f}, {fmean(s.length for s in samples):.1f} tokens, "

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -72,6 +73,56 @@ SIGNATURES = {
     "ExperienceMakerPerformanceEvaluator": (
         "actor_num_params, critic_num_params, initial_model_num_params, reward_model_num_params"
     ),
+    "DetachedTrainer": (
+        "experience_maker_holder_name_list, train_batch_size=8, buffer_limit=0, dataloader_pin_memory=True, "
+        "callbacks=(), debug=False"
+    ),
+    "DetachedTrainer.fit": "self, total_steps, update_steps, train_epochs=1",
+    "DetachedTrainer.training_step": "self, experience",
+    "DetachedTrainer._update_remote_makers": "self, fully_update=False, **kwargs",
+    "DetachedTrainer.sync_models_to_remote_makers": "self, **kwargs",
+    "DetachedTrainer.buffer_get_length": "self",
+    "DetachedTrainer.buffer_append": "self, experience",
+    "DetachedTrainer.buffer_extend": "self, items",
+    "DetachedTrainer._buffer_sample": "self",
+    "DetachedPPOTrainer": (
+        "experience_maker_holder_name_list, strategy_fn, model_fn, env_info=None, train_batch_size=8, buffer_limit=0, "
+        "eps_clip=0.2, value_clip=0.4, dataloader_pin_memory=True, callbacks=(), eval_performance=False, debug=False, "
+        "update_lora_weights=False"
+    ),
+    "DetachedPPOTrainer.training_step": "self, experience",
+    "DetachedPPOTrainer._update_remote_makers": "self, fully_update=False, **config",
+    "DetachedPPOTrainer.strategy_save_actor": "self, path, only_rank0=False",
+    "DetachedPPOTrainer.strategy_save_critic": "self, path, only_rank0=False",
+    "DetachedPPOTrainer.strategy_save_actor_optim": "self, path, only_rank0=False",
+    "DetachedPPOTrainer.strategy_save_critic_optim": "self, path, only_rank0=False",
+    "ExperienceMakerHolder": (
+        "detached_trainer_name_list, strategy_fn, model_fn, env_info=None, sync_models_from_trainers=False, "
+        "buffer_cpu_offload=True, kl_coef=0.1, callbacks=(), eval_performance=False, debug=False, "
+        "update_lora_weights=False, **generate_kwargs"
+    ),
+    "ExperienceMakerHolder.workingloop": "self, dataloader_fn, num_epochs=1, num_steps=0",
+    "DetachedReplayBuffer": "sample_batch_size, limit=0",
+    "DetachedReplayBuffer.append": "self, experience",
+    "DetachedReplayBuffer.extend": "self, items",
+    "DetachedReplayBuffer.sample": "self, timeout_s=None",  # the last one is ours
+    "DetachedReplayBuffer.clear": "self",
+    "DetachedReplayBuffer.get_length": "self",
+    "LoRAConstructor": "",
+    "LoRAConstructor.filter_state_dict_lora": "state_dict, keep_non_lora=False",
+    "LoRAConstructor.extract_lora_config": "model",
+    "LoRAConstructor.load_state_dict_increase": "self, model, state_dict_increase",
+    "get_receivers_per_sender": "sender_idx, num_senders, num_receivers, allow_idle_sender",
+    "get_actor_from_args": "model, pretrained=None, config=None, lora_rank=0",
+    "get_critic_from_args": "model, pretrained=None, config=None, lora_rank=0",
+    "get_reward_model_from_args": "model, pretrained=None, config=None",
+    "get_strategy_from_args": "strategy",
+    "get_tokenizer_from_args": "model, **kwargs",
+    "get_model_numel": "model",
+    "get_rank": "",
+    "get_world_size": "",
+    "is_rank_0": "",
+    "set_dist_env": "env_info",
     "Callback.on_episode_start": "self, episode",
     "Callback.on_make_experience_end": "self, experience",
     "Callback.on_learn_batch_end": "self, experience",
@@ -134,7 +185,7 @@ def test_importing_what_trains_says_nothing() -> None:
 
 @pytest.mark.parametrize("name", rlhf_core.__all__)
 def test_every_public_name_is_there(name: str) -> None:
-    assert getattr(rlhf_core, name).__name__ == name
+    assert _own(getattr(rlhf_core, name)).__name__ == name
     assert name in dir(rlhf_core)
 
 
@@ -146,9 +197,37 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_parameters_are_coatis_with_their_order_and_defaults(name: str) -> None:
     owner, _, method = name.partition(".")
-    found = getattr(rlhf_core, owner)
+    found = _own(getattr(rlhf_core, owner))
     signature = inspect.signature(getattr(found, method) if method else found)
     assert _coatis(signature) == SIGNATURES[name]
+
+
+def _own(found: Any) -> Any:
+    """Return what was written; Ray puts another class around an actor's."""
+    metadata = getattr(found, "__ray_metadata__", None)
+    return found if metadata is None else metadata.modified_class
+
+
+GROUPS = {
+    "DetachedPPOTrainer": "buffer_length buffer_append buffer_sample model_io compute",
+    "ExperienceMakerHolder": "status experience_io model_io compute",  # the first one is ours
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_actors_have_coatis_concurrency_groups_of_one_thread_each(name: str) -> None:
+    groups = getattr(rlhf_core, name).__ray_metadata__.concurrency_groups
+    assert groups == dict.fromkeys(GROUPS[name].split(), 1)
+
+
+def test_methods_of_the_base_use_only_groups_that_a_subclass_of_the_seeds_has() -> None:
+    used = {getattr(method, "__ray_concurrency_group__", None) for method in vars(rlhf_core.DetachedTrainer).values()}
+    assert used - {None} <= {"buffer_length", "buffer_append", "buffer_sample", "compute"}
+    assert rlhf_core.DetachedTrainer.buffer_get_length.__ray_concurrency_group__ == "buffer_length"
+    assert rlhf_core.DetachedTrainer.buffer_append.__ray_concurrency_group__ == "buffer_append"
+    assert rlhf_core.DetachedTrainer.buffer_extend.__ray_concurrency_group__ == "buffer_append"
+    assert rlhf_core.DetachedTrainer._buffer_sample.__ray_concurrency_group__ == "buffer_sample"
+    assert rlhf_core.DetachedTrainer.__abstractmethods__ == {"training_step", "_update_remote_makers"}
 
 
 def _coatis(signature: inspect.Signature) -> str:

@@ -266,23 +266,19 @@ class PPOLearner:
         self.steps, self._line = steps, value_line
 
     def merged_weights(
-        self, role: Literal["actor", "critic"], *, dtype: torch.dtype | None = None, keeping: tuple[str, ...] = ()
+        self, role: Literal["actor", "critic"], *, dtype: torch.dtype | None = None
     ) -> dict[str, torch.Tensor]:
         """Return all weights of actor or critic by the names that they have without adapters; on the first rank alone.
 
         Args:
             role: which model; a critic that does not exist has none.
             dtype: of the result; None keeps each weight's own.
-            keeping: weights whose names begin with one of these keep their own all the same.
         """
         if role not in self._roles:
             return {}
         model, _, _, booster = self._roles[role]
         with exact(booster, model) as whole:
-            if whole is None:
-                return {}
-            kept = {name: weight.detach() for name, weight in whole.named_parameters() if name.startswith(keeping)}
-            return merged_parameters(whole, dtype=dtype) | kept
+            return {} if whole is None else merged_parameters(whole, dtype=dtype)
 
     def trained(self, role: Literal["actor", "critic"]) -> Trained | None:
         """Return actor or critic with what trains it; None where there is no such model."""

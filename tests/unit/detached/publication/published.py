@@ -19,17 +19,17 @@ CONTEXT.set_forkserver_preload([__name__])  # importing torch and Ray takes seco
 WAIT_S = 60.0
 
 
-def models() -> dict[str, nn.Module]:
+def models(width: int = 3) -> dict[str, nn.Module]:
     with torch.random.fork_rng():
         torch.manual_seed(1)
         critic = nn.ModuleDict({"trunk": nn.Linear(3, 3), "head": nn.Linear(3, 1)})
-        return {"actor": nn.Linear(3, 4), "critic": critic}
+        return {"actor": nn.Linear(width, 4), "critic": critic}
 
 
-def weights(seed: int = 0) -> dict[str, Tensor]:
+def weights(seed: int = 0, width: int = 3) -> dict[str, Tensor]:
     """Values for all weights of `models`, none of which bfloat16 holds exactly."""
     generator = torch.Generator().manual_seed(seed)
-    own = {f"{role}.{name}": p for role, model in models().items() for name, p in model.named_parameters()}
+    own = {f"{role}.{name}": p for role, model in models(width).items() for name, p in model.named_parameters()}
     return {name: torch.randn(p.shape, generator=generator) for name, p in own.items()}
 
 

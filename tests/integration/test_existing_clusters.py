@@ -314,6 +314,20 @@ def test_a_driver_that_was_stopped_and_goes_on_finds_its_actors_gone_and_can_sta
     assert int(driver.do("again"))
 
 
+@pytest.mark.chaos
+def test_a_watcher_that_was_stopped_itself_does_not_take_that_for_the_drivers_silence(
+    user: User, start: Callable[..., Driver]
+) -> None:
+    driver = start(stalled_after_s=3).holds()
+    watcher = psutil.Process(user.watcher_pid())
+    watcher.suspend()
+    time.sleep(6)  # what the driver says meanwhile waits to be read
+    watcher.resume()
+    time.sleep(3)
+    assert watcher.is_running()
+    assert not _are_gone(driver)()
+
+
 def _told(program: str, *arguments: str, **variables: str) -> list[str]:
     """Return the lines of a program that runs by itself, with the user's token unless told otherwise."""
     done = subprocess.run(

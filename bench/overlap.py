@@ -26,8 +26,8 @@ from rlhf_core.detached.state import EpisodeRecord
 from tasks.pictures.style import COLOURS, FAINT, INK, SMALL, dress, new_figure, png
 from tests.integration.dealt_runs import CHUNKS, STEPS, cluster, config, dealt_run
 
-CHUNK_S, STEP_S = 1.5, 0.5
-"""Four chunks by two makers, and six steps: three seconds each."""
+CHUNK_S, STEP_S = 3.0, 1.0
+"""Four chunks by two makers, and six steps: six seconds each."""
 EPISODES = 6
 SHARES = ("idle_trainer", "idle_makers", "staleness", "queue_depth")
 

@@ -42,6 +42,10 @@ class SilentMakerError(RlhfError):
     """A maker gave no sign of life, or did not do in time what it was to do."""
 
 
+class AbsentMakerError(RlhfError):
+    """A maker's process did not come up in time, for the first time or again: there may be no room for it any more."""
+
+
 class _StoppedError(Exception):
     """The dealer stops."""
 
@@ -112,7 +116,7 @@ class MakerDriver(Generic[C, M]):
                 try:
                     self._bring_up()
                     self._serve()
-                except (ActorDiedError, ActorUnschedulableError) as error:
+                except (ActorDiedError, ActorUnschedulableError, AbsentMakerError) as error:
                     return self._give_up(_first_line(error))
                 except Exception as error:
                     if not _may_pass(error):
@@ -134,11 +138,9 @@ class MakerDriver(Generic[C, M]):
             try:
                 self._pid = self._answer(self._maker.ping.remote(), deadline - time.monotonic())
                 break
-            except ActorUnavailableError as error:
+            except (ActorUnavailableError, SilentMakerError) as error:
                 if time.monotonic() >= deadline:
-                    raise SilentMakerError(
-                        f"waited {limit_s:.0f} s for {self.name} to come up again, and it did not"
-                    ) from error
+                    raise AbsentMakerError(f"waited {limit_s:.0f} s for its process, and it did not come up") from error
                 self._dealer.stopping.wait(_RESTART_S)
         self.node, _ = self._done(self._maker.node.remote(), limit_s, "say where it is")
         self._done(self._maker.build.remote(), limit_s, "build its models")
@@ -235,7 +237,6 @@ class MakerDriver(Generic[C, M]):
         self.held = self.refused = None
         self._troubles += 1
         if self._troubles > _MOST_TROUBLES:
-            ray.kill(self._maker)
             self._give_up(f"{_first_line(error)}, {self._troubles} times without having made a chunk")
             return False
         self._dealer.tell(f"{self.name} is being revived: {_first_line(error)}")
@@ -246,6 +247,7 @@ class MakerDriver(Generic[C, M]):
         return True
 
     def _give_up(self, reason: str) -> None:
+        ray.kill(self._maker)
         self._dealer.ledger.lost(self.name)
         self.held = None
         self._enter("given up")

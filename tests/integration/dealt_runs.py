@@ -30,7 +30,7 @@ from rlhf_core.types import Sample
 from tests.tiny_llama import tiny_llama, tiny_tokenizer
 from tests.unit.trainer.ppo_trainers import reward_model
 
-SEED, WAIT_S = 7, 180.0
+SEED, WAIT_S = 7, 600.0
 PROBLEMS = [Problem(f"{number} plus {number * 3}") for number in range(24)]
 STEPS, CHUNKS = "steps.jsonl", "chunks"
 """Files of what was done when; of makers, one for each process."""
@@ -226,6 +226,13 @@ class DealtRun:
         """Run episodes, all of them by default, one call each."""
         due = range(self.settings.episodes) if episodes is None else episodes
         return [ray.get(self.trainer.run_episode.remote(episode), timeout=WAIT_S) for episode in due]
+
+    def await_depth(self, samples: int) -> None:
+        """Wait until so many samples are made and not learnt."""
+        deadline = time.monotonic() + WAIT_S
+        while (depth := ray.get(self.trainer.queue_depth.remote(), timeout=WAIT_S)) < samples:
+            assert time.monotonic() < deadline, f"{depth} of {samples} samples are made"
+            time.sleep(0.05)
 
     def await_revival(self, name: str, former: int) -> float:
         """Wait until another process of a maker's name has built its models; return how long that took."""

@@ -240,7 +240,7 @@ def test_an_idle_maker_whose_process_was_replaced_is_built_before_it_gets_a_chun
     ours = stage("idle")
     ours.dealer.publish(Weights(0), completed=None)
     ours.collect()
-    ours.makers["idle"].die()
+    ours.makers["idle"].die(down_s=0)  # so quickly that no call meets it
     until(lambda: ours.makers["idle"].version == 0)
     assert ours.makers["idle"].builds == 2
 
@@ -268,6 +268,15 @@ def test_one_that_ray_will_not_start_again_is_given_up_and_the_others_go_on(stag
     ours.dealer.await_taken(0, WAIT_S)
     assert {made.maker for made in ours.collect()} == {"other"}
     assert ours.dealer.living == ("other",)
+
+
+def test_one_that_does_not_come_up_in_time_is_given_up(stage: Any) -> None:
+    ours = stage("absent", "other", start=False, waits=Waits(start_s=2.0, answer_s=1.0, chunk_s=WAIT_S))
+    ours.makers["absent"].die(down_s=1000)
+    ours.dealer.start()
+    until(lambda: ours.dealer.living == ("other",))
+    assert ours.said == ["absent is given up: waited 2 s for its process, and it did not come up"]
+    assert ours.makers["absent"].killed == [True]
 
 
 def test_what_no_other_maker_would_do_better_ends_the_run_in_its_own_sentence(stage: Any) -> None:

@@ -18,6 +18,7 @@ from rlhf_core.detached.trainer_ppo import DetachedPPOTrainer
 from rlhf_core.errors import ConfigError, RlhfError
 from rlhf_core.trainer.ppo.trainer import PPOTrainer
 from tests.integration.detached_models import (
+    LIMIT_S,
     OPTIONS,
     Dies,
     MakerNotes,

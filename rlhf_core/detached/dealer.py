@@ -9,8 +9,9 @@ from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 from ray.exceptions import RayTaskError
 
+from rlhf_core.detached.books import Unit
 from rlhf_core.detached.driver import MakerDriver
-from rlhf_core.detached.ledger import Ledger, MakersLostError, Unit
+from rlhf_core.detached.ledger import Ledger, MakersLostError
 from rlhf_core.types import EpisodeControls
 
 _LOOK_S = 0.5

@@ -8,9 +8,10 @@ from typing import Any
 
 from rlhf_core.config import PPOConfig
 from rlhf_core.data import Problem
+from rlhf_core.detached.books import Made
 from rlhf_core.detached.chunks import Chunk, episode_problems, make_chunks
 from rlhf_core.detached.dealer import Dealer, Published, Waits
-from rlhf_core.detached.ledger import Ledger, Made
+from rlhf_core.detached.ledger import Ledger
 from rlhf_core.detached.maker import MadeChunk
 from rlhf_core.detached.state import DealingState
 from rlhf_core.trainer.ppo.controls import RewardControls

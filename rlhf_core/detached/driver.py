@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, ActorUnschedulableError, RayError, RayTaskError
 
-from rlhf_core.detached.ledger import Lease, Unit
+from rlhf_core.detached.books import Lease, Unit
 from rlhf_core.detached.maker import StaleWeightsError
 from rlhf_core.detached.publication import WeightsError
 from rlhf_core.errors import RlhfError

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.detached.books import Books
 from rlhf_core.detached.controls_of_episodes import EpisodesControls
-from rlhf_core.detached.ledger import Books
 from rlhf_core.detached.sources import DealtExperience, Source
 from rlhf_core.detached.trainer_state import PPOTrainerState, read_trainer_state, write_trainer_state
 from rlhf_core.detached.weight_sender import WeightSender

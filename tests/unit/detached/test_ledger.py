@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_core.detached.ledger import Books, Ledger, MakersLostError
+from rlhf_core.detached.books import Books
+from rlhf_core.detached.ledger import Ledger, MakersLostError
 
 
 @dataclass(frozen=True)

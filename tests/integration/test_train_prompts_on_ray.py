@@ -23,15 +23,13 @@ from rlhf_core.detached.roles.run import run
 from rlhf_core.detached.roles.spans import Span
 from rlhf_core.detached.train_prompts_on_ray import main
 from rlhf_core.errors import LostRankError
-from tests.integration.role_groups import (
+from tests.integration.role_groups import add_node, await_free, processes_of
+from tests.unit.detached.roles.reference import (
     LR,
     Reference,
     actor_figures,
-    add_node,
-    await_free,
     critic_figures,
     flags,
-    processes_of,
     texts,
     words,
     write_inputs,

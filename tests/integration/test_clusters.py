@@ -19,7 +19,9 @@ from infra.clusters import (
     leftover_processes,
     release_cluster,
 )
+from infra.clusters.ray_head import SILENT_NODE
 from infra.errors import ClusterError
+from tasks.ppo_group import ANSWER_S
 from tests.integration.cluster_processes import GONE_WITHIN_S, Owners, run, says, wait_until_nothing_is_left
 
 pytestmark = pytest.mark.integration
@@ -135,6 +137,15 @@ def test_a_killed_watchdog_is_replaced_while_the_cluster_runs_on(shared: Cluster
     assert again.watchdog is not None
     assert again.watchdog.process() is not None
     assert again.head == shared.head
+
+
+def test_a_head_gives_up_a_silent_machine_before_those_do_who_ask_its_actors(shared: ClusterManifest) -> None:
+    told = psutil.Process(shared.head_pid).environ()
+    assert SILENT_NODE.items() <= told.items()
+    period, answer, tries = (
+        int(told[f"RAY_health_check_{name}"]) for name in ("period_ms", "timeout_ms", "failure_threshold")
+    )
+    assert (period + answer) * tries / 1000 < ANSWER_S
 
 
 def test_connecting_keeps_the_signal_handlers_and_the_environment(shared: ClusterManifest) -> None:

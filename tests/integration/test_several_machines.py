@@ -153,7 +153,7 @@ def test_a_run_goes_on_without_a_machine_that_is_silent_or_lost(
         facts, failures = follow(made, told, getattr(made, how))
     assert facts["weights"] == on_one_machine()
     assert facts["strike"] not in facts["places"].values()
-    assert all(failure["mendable"] for failure in failures)
+    assert all(failure["mendable"] and failure["after_s"] < 60 for failure in failures)  # of silence Ray takes 65
     if victim == "trainer":
         assert len(failures) == 1
 

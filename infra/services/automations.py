@@ -3,8 +3,10 @@
 They live in the Prefect server, so that no process of ours need survive whatever ended the run. A crash first becomes
 `Restarting`, and only after some quiet `Scheduled`: the worker tells each crash twice, seconds apart, and its second
 word would otherwise crash the run that has just begun anew. How often a run was started is Prefect's own count, which
-each crash tells: one automation for each count, which acts on a run once, for on sqlite an event may be looked at
-twice. A run that ended as Failed (a mistake, which a restart repeats) or Cancelled (a person's will) is never touched.
+each crash tells. There is one automation for each count, which acts on a run once: on sqlite an event may be looked at
+twice. It may also be lost, where a trigger reads its count before it writes it and others write meanwhile; so those
+that wait for silence are not told of crashes, and those that are told of them write first. A run that ended as Failed
+(a mistake, which a restart repeats) or Cancelled (a person's will) is never touched.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ that is away for four minutes: a shorter time would take such runs for dead when
 _OURS = "rlhf"
 _YEAR_S = 365 * 24 * 3600.0
 _STATE = "prefect.flow-run."
-_ENDS = ("Completed", "Failed", "Cancelled", "Crashed")
+_ENDS = ("Completed", "Failed", "Cancelled")
 _TIMES = ("before it began", "once", "twice", "three times", "four times")
 
 
@@ -74,9 +76,7 @@ def wanted(*, lost_after_s: float = LOST_AFTER_S, quiet_s: float = QUIET_S) -> l
         "A run that was lost with its worker has crashed",
         f"{ours} that has given no sign of life for {lost_after_s:g} s counts as crashed: its worker, which would have "
         "said so, is gone too.",
-        _at_silence(
-            lost_after_s, after=("heartbeat",), signs=("heartbeat", RESTARTING, "Scheduled", "Pending", *_ENDS)
-        ),
+        _at_silence(lost_after_s, after=("heartbeat",), signs=("heartbeat", "Scheduled", *_ENDS)),
         {
             "state": "CRASHED",
             "message": f"The run gave no sign of life for {lost_after_s:g} s: its process and its worker are gone.",
@@ -116,7 +116,7 @@ def install(api_url: str, automations: list[dict[str, Any]] | None = None) -> st
 
 
 def remove(api_url: str) -> None:
-    """Remove our automations with all that they have counted and plan; one that a person switched off stays.
+    """Remove our automations, and let no run wait for them; one that a person switched off stays.
 
     Raises:
         ServiceError: if the server does not answer, or refuses.
@@ -124,6 +124,13 @@ def remove(api_url: str) -> None:
     for each in _found(api_url):
         if each["enabled"]:
             prefect_api.call(api_url, "DELETE", f"/automations/{each['id']}")
+    waiting = {"flow_runs": {"state": {"name": {"any_": [RESTARTING]}}}}
+    state = {
+        "type": "CRASHED",
+        "message": "The run crashed, and the local stack was ended before it was started again.",
+    }
+    for run in prefect_api.call(api_url, "POST", "/flow_runs/filter", waiting) or []:
+        prefect_api.call(api_url, "POST", f"/flow_runs/{run['id']}/set_state", {"state": state, "force": True})
 
 
 def faults(api_url: str) -> list[str]:

@@ -71,6 +71,7 @@ HOLDING_DEPLOYMENT = """
 deployments:
   - name: holding
     entrypoint: holding.py:holding
+    tags: [resumes]
     work_pool: {name: rlhf}
 """
 _USERS_OWN = ("RLHF_", "PREFECT_", "AWS_")
@@ -170,6 +171,29 @@ class LocalStack:
         found = {path: path.relative_to(self.home) for path in self.home.rglob("*") if path.is_file()}
         ours = {path: inside for path, inside in found.items() if inside.parts[0] != "store"}
         return {str(inside) for path, inside in ours.items() if secret.encode() in path.read_bytes()}
+
+    def set_state(self, run_id: str, state: str) -> None:
+        """Put a run into a state, whatever it is in."""
+        body = {"state": {"type": state}, "force": True}
+        prefect_api.call(self.api_url, "POST", f"/flow_runs/{run_id}/set_state", body)
+
+    def history(self, run_id: str) -> list[str]:
+        """Return the names of the states that a run has had."""
+        states = prefect_api.call(self.api_url, "GET", f"/flow_run_states/?flow_run_id={run_id}")
+        return [str(state["name"]) for state in sorted(states, key=lambda state: str(state["timestamp"]))]
+
+    def message(self, run_id: str) -> str:
+        """Return what a run's state says."""
+        return str(prefect_api.call(self.api_url, "GET", f"/flow_runs/{run_id}")["state"]["message"])
+
+    def delete_run(self, run_id: str) -> None:
+        prefect_api.call(self.api_url, "DELETE", f"/flow_runs/{run_id}")
+
+    def children(self, run_id: str) -> list[dict[str, Any]]:
+        """Return the runs of a run's subflows."""
+        where = {"flow_runs": {"parent_flow_run_id": {"any_": [run_id]}}}
+        found: list[dict[str, Any]] = prefect_api.call(self.api_url, "POST", "/flow_runs/filter", where)
+        return found
 
     def run_state(self, run_id: str) -> str:
         return str(prefect_api.call(self.api_url, "GET", f"/flow_runs/{run_id}")["state"]["type"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -15,7 +16,8 @@ from dotenv import dotenv_values
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from infra.artifacts import ArtifactStore, Manifest, S3Options, open_store
-from infra.clusters import ClusterManifest
+from infra.clusters import ClusterManifest, leftover_processes
+from infra.services.automations import RESTARTING
 from tests.integration.local_stack import LocalStack, read_json, wait_for
 from tests.tiny_llama import write_tiny_llama
 
@@ -157,7 +159,7 @@ def test_lineage_leads_from_the_policy_to_the_base_model(
     assert read_json(stack.type("rlhf", "artifacts", "list", "policy", "--json"))
 
 
-def test_a_run_killed_in_mid_ppo_goes_on_from_its_last_commit(
+def test_a_run_killed_in_mid_ppo_is_started_again_by_itself_and_goes_on_from_its_last_commit(
     stack: LocalStack, model: Path, first: subprocess.CompletedProcess[str], store: ArtifactStore, tmp_path: Path
 ) -> None:
     assert first.returncode == 0
@@ -165,29 +167,33 @@ def test_a_run_killed_in_mid_ppo_goes_on_from_its_last_commit(
     inputs = {"actor": "sft/quickstart@1", "reward_model": "reward-model/quickstart@1", "data": "dataset/quickstart@1"}
     given = [part for name, value in inputs.items() for part in ("-p", f"{name}={value}")]
     to_be_killed = [*command(model, seed=1, episodes=episodes, deployment="ppo/quickstart"), *given]
-    with (tmp_path / "out").open("w") as out:
-        run = subprocess.Popen(to_be_killed, env=stack.environment, stdout=out, stderr=out, text=True)
+    out = tmp_path / "out"
+    with out.open("w") as said:
+        run = subprocess.Popen(to_be_killed, env=stack.environment, stdout=said, stderr=said, text=True)
         try:
             wait_for(lambda: committed_by_seed_1(store), "the first committed episode", timeout_s=300)
-            os.kill(flow_process(stack), signal.SIGKILL)
-            assert run.wait(timeout=120) == 1, (tmp_path / "out").read_text()
+            killed = the_cluster(stack)
+            os.kill(killed.owner.pid, signal.SIGKILL)
+            wait_for(lambda: "The run crashed once. It is started again" in out.read_text(), "the restart's notice")
+            committed = committed_by_seed_1(store)
+            assert run.wait(timeout=400) == 0, out.read_text()
         finally:
             run.kill()
             run.wait()
-    wait_for(lambda: not cluster_processes(stack), "the end of the killed run's cluster", timeout_s=30)
-    committed = committed_by_seed_1(store)
     assert committed is not None
     assert committed.version < episodes, "the run was killed too late to show anything"
     before = store.read_json(committed, "state.json")["history"]
-    again = stack.type(*to_be_killed, timeout_s=400)
-    assert again.returncode == 0, again.stdout + again.stderr
     last = committed_by_seed_1(store)
     assert last is not None
     history = store.read_json(last, "state.json")["history"]
     assert [record["episode"] for record in history] == list(range(episodes))
     assert history[: len(before)] == before
     assert len({record["incarnation"] for record in history}) == 2
-    assert cluster_processes(stack) == []
+    [found] = set(re.findall(r"runs/flow-run/([0-9a-f-]{36})", out.read_text()))
+    started = ["Pending", "Submitting", "Running"]
+    restarted = ["Crashed", RESTARTING, "Scheduled"]
+    assert stack.history(found) == ["Scheduled", *started, *restarted, *started, "Completed"]
+    assert leftover_processes(killed.mark, killed.head) == cluster_processes(stack) == []
 
 
 def committed_by_seed_1(store: ArtifactStore) -> Manifest | None:
@@ -195,7 +201,7 @@ def committed_by_seed_1(store: ArtifactStore) -> Manifest | None:
     return max(states, key=lambda each: each.version, default=None)
 
 
-def flow_process(stack: LocalStack) -> int:
-    """Return the process in which the flow runs: it owns the run's cluster."""
+def the_cluster(stack: LocalStack) -> ClusterManifest:
+    """Return the cluster of the run that goes on; the process in which the flow runs owns it."""
     [manifest] = (stack.home / "clusters").glob("*.json")
-    return ClusterManifest.load(manifest).owner.pid
+    return ClusterManifest.load(manifest)

@@ -29,6 +29,8 @@ class Server:
         if path == "/automations/filter":
             assert body["sort"] == "CREATED_DESC"
             return copy.deepcopy(self.automations[::-1])
+        if path.startswith("/flow_runs"):
+            return []
         self.changes.append(method)
         number = path.removeprefix("/automations/")
         [at] = [at for at, each in enumerate(self.automations) if each["id"] == number] or [len(self.automations)]

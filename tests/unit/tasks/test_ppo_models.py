@@ -1,0 +1,91 @@
+"""Trainer and makers of a run hold the same models, whichever way weights travel between them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flows.presets import resolve
+from rlhf_core.config import PipelineConfig
+from rlhf_core.detached.publication import Publisher, Subscriber
+from rlhf_core.detached.publication.learners import weights_to_publish
+from rlhf_core.models.loading import load_causal_lm
+from rlhf_core.models.reward_model import RewardModel
+from tasks import ppo_models
+from tasks.ppo_models import LearnerFactory, MakerFactory
+from tasks.results import Parent, PPORun
+from tests.tiny_llama import write_tiny_llama
+
+torch.set_num_threads(1)
+
+SEQUENCES = torch.arange(3, 15).reshape(2, 6)
+
+
+@pytest.fixture
+def directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+    model = write_tiny_llama(tmp_path / "model", initializer_range=0.2)
+    RewardModel.from_causal_lm(load_causal_lm(model, "float32")).save_pretrained(tmp_path / "scorer")
+    found = {"sft/tiny@1": model, "reward-model/tiny@1": tmp_path / "scorer"}
+    monkeypatch.setattr(ppo_models, "_directory", lambda parent: found[parent.uri])
+    return found
+
+
+def run_of(directories: dict[str, Path], **ppo: Any) -> PPORun:
+    config: PipelineConfig = resolve(
+        "llama7b",
+        model=str(directories["sft/tiny@1"]),
+        overrides={
+            "ppo.reward": {"verifier": 0.0, "reward_model": 1.0},
+            "ppo.rollout_dtype": "float32",
+            **{f"ppo.{name}": value for name, value in ppo.items()},
+        },
+    )
+    uris = {"actor": "sft/tiny@1", "reward_model": "reward-model/tiny@1", "dataset": "dataset/none@1"}
+    parents = {name: Parent(uri=uri, digest="0" * 64) for name, uri in uris.items()}
+    return PPORun.model_validate(
+        {"name": "r", "key": "a" * 64, "preset": "llama7b", "config": config.model_dump(mode="json"),
+         "source_digest": "s", "flow_run": None, **parents}
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("adapters_alone", [False, True])
+def test_a_maker_that_took_the_trainers_weights_computes_what_the_trainer_does(
+    directories: dict[str, Path], adapters_alone: bool
+) -> None:
+    run = run_of(directories, update_lora_weights=adapters_alone)
+    learner, maker = LearnerFactory(run)(), MakerFactory(run)()
+    assert maker.critic is not None
+    with torch.no_grad():
+        for role in ("actor", "critic"):
+            for name, weight in getattr(learner, role).named_parameters():
+                if weight.requires_grad:  # as if it had learnt
+                    weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(len(name))) / 10)
+    models = {"actor": maker.actor, "critic": maker.critic}
+    subscriber, publisher = Subscriber(lambda: models), Publisher(transport="shared_memory", dtype=torch.float32)
+    try:
+        config = PipelineConfig.model_validate(run.config).ppo
+        tensors = list(weights_to_publish(learner, config))
+        publication = publisher.publish(tensors, version=1, fully=not adapters_alone)
+        assert subscriber.take(publication, timeout_s=10) == 1
+    finally:
+        subscriber.close()
+        publisher.close()
+    whole = sum(weight.numel() for weight in maker.actor.parameters())
+    sent = sum(tensor.numel() for name, tensor in tensors if name.startswith("actor."))
+    assert sent < whole if adapters_alone else sent == whole
+    mask = torch.ones_like(SEQUENCES, dtype=torch.bool)
+    with torch.no_grad():
+        mine, theirs = (
+            model(input_ids=SEQUENCES, attention_mask=mask).logits for model in (learner.actor, maker.actor)
+        )
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+        before = load_causal_lm(directories["sft/tiny@1"], "float32")(input_ids=SEQUENCES).logits
+        assert (before - theirs).abs().max() > 0.01
+        values = [
+            critic.response_values(sequences=SEQUENCES, attention_mask=mask, num_actions=3)
+            for critic in (learner.critic, maker.critic)
+        ]
+        torch.testing.assert_close(*values, rtol=1e-4, atol=1e-4)

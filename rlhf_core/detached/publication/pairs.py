@@ -182,6 +182,7 @@ class PairsInbox:
         try:
             pair = self._ask(place, timeout_s, version)
             held = [torch.empty(bucket.size, dtype=torch.uint8, device=device) for bucket in publication.buckets]
+            synchronise(device)  # whatever had their memory before is done with it
             pair.exchange(held, timeout_s)
         except TimeoutError as error:
             self.close()
@@ -195,8 +196,10 @@ class PairsInbox:
                 f"weights of version {version} did not come from the trainer at {place.host} "
                 f"({str(error).splitlines()[0]}); take what the trainer publishes next"
             ) from error
-        yield held
-        synchronise(device)  # before other streams are given their memory
+        try:
+            yield held
+        finally:
+            synchronise(device)  # before they are given up
 
     def close(self) -> None:
         """Leave the pair."""

@@ -71,9 +71,10 @@ class Maker:
 
 
 def _make(pipe: Connection, device: str | None) -> None:
-    if device is not None:
-        _stand_in(device)
     own = models()
+    if device is not None:
+        _work_on(device)
+        own = {role: model.to(device) for role, model in own.items()}
     subscriber = Subscriber(lambda: own)
     while True:
         try:
@@ -85,11 +86,11 @@ def _make(pipe: Connection, device: str | None) -> None:
         except Exception as error:
             pipe.send(f"{type(error).__name__}: {error}")
         else:
-            pipe.send((subscriber.version, {name: tensor.numpy() for name, tensor in held(own).items()}))
+            pipe.send((subscriber.version, {name: tensor.cpu().numpy() for name, tensor in held(own).items()}))
 
 
-def _stand_in(device: str) -> None:
-    """Have pairs work on another device than a GPU: all but NCCL itself is the same."""
+def _work_on(device: str) -> None:
+    """Have pairs work on a device; on a CPU all but NCCL itself is the same."""
     from rlhf_core.detached.publication import pairs
 
     pairs.own_device = lambda: torch.device(device)  # type: ignore[assignment]

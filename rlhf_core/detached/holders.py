@@ -50,7 +50,7 @@ def find_actor(name: str, timeout_s: float, *, what: str) -> Any:
 
 
 class Holders:
-    """Finds makers by name, once, when they are first needed.
+    """Finds makers by name, whenever they are needed: one may have been created anew.
 
     Args:
         names: of the makers.
@@ -60,7 +60,6 @@ class Holders:
     def __init__(self, names: Sequence[str], timeout_s: float) -> None:
         self.names = tuple(names)
         self._timeout_s = timeout_s
-        self._found: dict[str, Any] = {}
         self._nodes: frozenset[str] = frozenset()
 
     def handles(self) -> Mapping[str, Any]:
@@ -69,10 +68,7 @@ class Holders:
         Raises:
             LostMakerError: if one is not there.
         """
-        for name in self.names:
-            if name not in self._found:
-                self._found[name] = find_actor(name, self._timeout_s, what="the experience maker")
-        return self._found
+        return {name: find_actor(name, self._timeout_s, what="the experience maker") for name in self.names}
 
     def nodes(self, *, look: bool) -> frozenset[str]:
         """Return the ids of the nodes that the makers are on.

@@ -57,6 +57,21 @@ class Production(NamedTuple):
         return self.update_steps * self.train_batch_size * self.trainers
 
 
+def production_of(total_steps: int, update_steps: int, train_epochs: int, train_batch_size: int) -> Production:
+    """Return what a fit of one trainer takes.
+
+    Raises:
+        ConfigError: if a count is below 1, or there is no whole episode.
+    """
+    counts = {"total_steps": total_steps, "update_steps": update_steps, "train_epochs": train_epochs}
+    for name, count in counts.items():
+        if count < 1:
+            raise ConfigError(f"{name} must be at least 1, got {count}")
+    if total_steps < update_steps:
+        raise ConfigError(f"total_steps {total_steps} is less than one episode's update_steps {update_steps}; raise it")
+    return Production(total_steps // update_steps, update_steps, train_batch_size, 1)
+
+
 class Registry:
     """The makers' loops that a trainer knows of; every method may be called by any thread.
 

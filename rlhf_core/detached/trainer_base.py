@@ -17,7 +17,14 @@ from rlhf_core.detached.fit_dealing import DealingOptions, DealtFit, deal
 from rlhf_core.detached.holders import Holders
 from rlhf_core.detached.loader_line import LoaderChunk
 from rlhf_core.detached.maker import MadeChunk
-from rlhf_core.detached.registration import LoopState, MakerFacts, Production, Registry, units_per_episode
+from rlhf_core.detached.registration import (
+    LoopState,
+    MakerFacts,
+    Production,
+    Registry,
+    production_of,
+    units_per_episode,
+)
 from rlhf_core.detached.replay_buffer import DetachedReplayBuffer
 from rlhf_core.detached.sources import DealtExperience, PushedExperience, Source
 from rlhf_core.detached.weight_sender import BUCKET_BYTES, WeightSender, weights_of
@@ -107,6 +114,8 @@ class DetachedTrainer(Telling, ABC):
                     self._tell("on_fit_start")
                     for episode in range(self._episode, began + production.episodes):
                         self._run_episode(episode, source, update_steps, train_epochs)
+                    if self._dealer is not None and self._weights.last is not None:
+                        self._dealer.await_taken(self._weights.version, self.dealing.start_timeout_s)
             finally:
                 source.close()
         finally:
@@ -229,15 +238,7 @@ class DetachedTrainer(Telling, ABC):
                 yield cutter.sample()
 
     def _production(self, total_steps: int, update_steps: int, train_epochs: int) -> Production:
-        counts = {"total_steps": total_steps, "update_steps": update_steps, "train_epochs": train_epochs}
-        for name, count in counts.items():
-            if count < 1:
-                raise ConfigError(f"{name} must be at least 1, got {count}")
-        if total_steps < update_steps:
-            raise ConfigError(
-                f"total_steps {total_steps} is less than one episode's update_steps {update_steps}; raise it"
-            )
-        return Production(total_steps // update_steps, update_steps, self.train_batch_size, 1)
+        return production_of(total_steps, update_steps, train_epochs, self.train_batch_size)
 
     def _open_source(self, production: Production, began: int) -> Source:
         """Return where this fit's experience comes from, once it is known."""

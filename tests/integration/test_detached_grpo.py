@@ -70,7 +70,7 @@ def test_the_documented_trainer_learns_what_the_reward_model_likes(tmp_path: Pat
     handle = maker("maker_0", ["grpo"], model_fn=four, options=options, kl_coef=0.0, sync_models_from_trainers=True)
     trainer = documented().options(name="grpo", num_cpus=0).remote(
         ["maker_0"], train_batch_size=8, callbacks=[Shares(tmp_path / "shares")], actor_fn=actor, lr=3e-3,
-        dealing=DealingOptions(start_timeout_s=300.0),
+        dealing=DealingOptions(start_timeout_s=300.0, max_staleness=1),
     )  # fmt: skip
     ray.get(trainer.sync_models_to_remote_makers.remote(shard_size=10_000), timeout=300)
     run([trainer], [handle], lambda: batches(TEXTS, 8), [EPISODES], EPISODES * 4, 4)
@@ -78,5 +78,8 @@ def test_the_documented_trainer_learns_what_the_reward_model_likes(tmp_path: Pat
     assert len(shares) == EPISODES * 4
     first, last = torch.tensor(shares[:4]).mean(), torch.tensor(shares[-4:]).mean()
     assert last > first + 0.2, shares
-    assert ray.get(trainer.figures.remote(), timeout=60)["version"] == EPISODES
+    figures = ray.get(trainer.figures.remote(), timeout=60)
+    assert figures["version"] == EPISODES
+    assert 0 <= figures["staleness"] <= 1
+    assert figures["chunks/issued"] == figures["chunks/learnt"] == EPISODES
     end(trainer, handle)

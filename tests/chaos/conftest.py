@@ -8,13 +8,21 @@ import pytest
 
 from tests.chaos.runs import Campaign, campaign, tiny_config
 from tests.chaos.table import ROWS, lines
+from tests.chaos.warm_workers import warm_workers
 
 
 @pytest.fixture(scope="package")
-def lockstep(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Campaign]:
+def workers() -> Iterator[str]:
+    """The server that forks the actors' processes."""
+    with warm_workers() as address:
+        yield address
+
+
+@pytest.fixture(scope="package")
+def lockstep(workers: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Campaign]:
     """A run of one trainer and two makers in lockstep, played once undisturbed; tests go on with it or begin again."""
     directory = tmp_path_factory.mktemp("lockstep")
-    with campaign(tiny_config(directory), directory) as made:
+    with campaign(tiny_config(directory), directory, workers=workers) as made:
         yield made
 
 

@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -35,6 +36,8 @@ class Stage:
     directory: Path
     """Of plans and the log."""
     forgets: Forgotten = ""
+    workers: str = ""
+    """Address of the server that forks the actors' processes."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,8 @@ class Driver:
         """Have something done; a process is started if there is none."""
         if self._process is None:
             self._start()
-        self._orders.send((what, details))
+        with suppress(BrokenPipeError):  # killed since the last answer
+            self._orders.send((what, details))
 
     def answer(self, timeout_s: float = PLAY_TIMEOUT_S) -> Played | None:
         """Return what the process said; None if it was killed."""
@@ -113,7 +117,7 @@ def _context() -> Any:
 
 def _flow(stage: Stage, parameters: dict[str, Any]) -> None:
     os.environ.update(stage.environment)
-    wire(stage.directory, stage.forgets)
+    wire(stage.directory, stage.forgets, stage.workers)
     from flows.ppo import ppo
 
     ppo(**parameters)
@@ -123,7 +127,7 @@ def _obey(stage: Stage, run: PPORun, orders: Connection) -> None:
     from tasks.ppo import end_cluster
 
     os.environ.update(stage.environment)
-    wire(stage.directory, stage.forgets)
+    wire(stage.directory, stage.forgets, stage.workers)
     doings: dict[str, Callable[..., Played]] = {"play": _play, "stand": _stand, "store the policy": _store_policy}
     try:
         while True:

@@ -6,10 +6,10 @@ import hashlib
 import json
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -19,13 +19,13 @@ from infra.clusters import ClusterManifest
 from infra.errors import ReferenceNotFoundError
 from rlhf_core.config import PipelineConfig
 from tests.chaos.driver import Driver, Played, Stage
-from tests.chaos.plan import Aim, PlanFolder
+from tests.chaos.plan import DEALING_PHASES, Aim, PlanFolder
 from tests.chaos.table import Row, parted, revivals
 from tests.integration.cluster_processes import wait_until_nothing_is_left
 from tests.integration.ppo_runs import Run
 from tests.tiny_llama import write_tiny_llama
 
-EPISODES = 4
+EPISODES = 5
 KEPT = "ppo-state=all"
 REVIVAL_TIMEOUT_S = 300.0
 MOMENT_TIMEOUT_S = 120.0
@@ -100,19 +100,34 @@ class Campaign:
 
     def strike(self, aim: Aim) -> Row:
         """Play the episode that is due, with a kill in it, and hold its state to the undisturbed one's."""
-        if self.due == self.config.ppo.episodes or self.has_diverged:
-            self.close()
+        if self.has_diverged:
+            self.begin()
+        if self.due == self.config.ppo.episodes - (aim.phase in DEALING_PHASES):
+            self.finish()
             self.begin()
         started = time.time()
         return self.judge(aim, self.play(self.due, aim), started)
 
+    def finish(self) -> None:
+        """Play what is left, undisturbed, and hold states and policy to those of the undisturbed run."""
+        while self.due < self.config.ppo.episodes:
+            assert self.play(self.due).is_done
+            self.due += 1
+            assert state_digest(self.made.store, self.name, self.due) == self.digests[self.due - 1]
+        assert self.store_policy() == self.policy
+
     def play(self, episode: int, aim: Aim | None = None) -> Played:
         """Play an episode; where the driver is killed, the next one goes on."""
         self.driver.order("play", episode, aim, {})
-        played = self.driver.answer()
-        if played is None:
+        return self.driver.answer() or self._gone_on_with("play", episode, None, {})
+
+    def _gone_on_with(self, what: Literal["play", "stand"], *details: Any) -> Played:
+        """Have the next driver do what one that was killed did not, once nothing of that one's cluster is left."""
+        with suppress(FileNotFoundError):  # the last thing to go
             wait_until_nothing_is_left(self.cluster)
-            played = self.play(episode)
+        self.driver.order(what, *details)
+        played = self.driver.answer()
+        assert played is not None, "the driver was killed twice"
         return played
 
     def judge(self, aim: Aim, played: Played, started: float) -> Row:
@@ -121,8 +136,7 @@ class Campaign:
         self._await_deed(aim)
         self.due += 1
         self.driver.order("stand", self.due)
-        standing = self.driver.answer()
-        assert standing is not None
+        standing = self.driver.answer() or self._gone_on_with("stand", self.due)
         assert standing.is_done, standing.failures
         if aim.victim in ("maker", "all makers"):
             self._await_revival(started, 1 if aim.victim == "maker" else self.config.ppo.cluster.num_makers)
@@ -154,11 +168,6 @@ class Campaign:
         self.made.begin()
         self.due, self.has_diverged = 0, False
 
-    def close(self) -> None:
-        """Store the policy of a run that has come to its end, and hold that too."""
-        if self.due == self.config.ppo.episodes and not self.has_diverged:
-            assert self.store_policy() == self.policy
-
     def store_policy(self) -> str:
         """Store the policy; return the SHA-256 of its weights."""
         self.driver.order("store the policy")
@@ -175,6 +184,7 @@ def campaign(
     config: PipelineConfig,
     directory: Path,
     *,
+    workers: str,
     environment: Mapping[str, str] | None = None,
     known: Campaign | None = None,
     repeats: bool = True,
@@ -185,12 +195,13 @@ def campaign(
     Args:
         config: of the run.
         directory: for all that it writes.
+        workers: address of the server that forks the actors' processes; empty: they start as usual.
         environment: further variables, such as those of another store.
         known: the same run, whose undisturbed digests are these ones too; then it is not played.
         repeats: whether it comes to the same bits every time, as in lockstep; else nothing is played or compared.
         run_type: plans the run.
     """
-    plans = directory / "plans"
+    plans = directory.with_name(f"{directory.name}-plans")  # not on a disk that is to be full
     plans.mkdir()
     stage = Stage(
         {
@@ -200,6 +211,7 @@ def campaign(
             **(environment or {}),
         },
         plans,
+        workers=workers,
     )
     with pytest.MonkeyPatch.context() as patch:
         for name, value in stage.environment.items():

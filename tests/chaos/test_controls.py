@@ -22,7 +22,7 @@ def test_weights_differ_after_every_episode(lockstep: Campaign) -> None:
 
 def test_another_seed_gives_other_weights(lockstep: Campaign, tmp_path: Path) -> None:
     lockstep.driver.end()
-    with campaign(tiny_config(tmp_path, seed=1), tmp_path) as other:
+    with campaign(tiny_config(tmp_path, seed=1), tmp_path, workers=lockstep.stage.workers) as other:
         assert not {*other.digests, other.policy} & {*lockstep.digests, lockstep.policy}
 
 

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 from prefect.settings import PREFECT_API_URL
@@ -38,7 +39,7 @@ def test_a_run_goes_on_from_flow_process_to_flow_process(lockstep: Campaign, api
     lockstep.begin()
     aims = [Aim("flow", phase) for phase in PHASES]
     random.Random(SEED).shuffle(aims)
-    stage = Stage({**lockstep.stage.environment, "PREFECT_API_URL": api_url}, lockstep.stage.directory)
+    stage = replace(lockstep.stage, environment={**lockstep.stage.environment, "PREFECT_API_URL": api_url})
     config, plan = lockstep.config, lockstep.made.plan
     assert plan.reward_model is not None
     parameters = {

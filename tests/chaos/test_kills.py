@@ -44,15 +44,17 @@ def one_maker(lockstep: Campaign, tmp_path_factory: pytest.TempPathFactory) -> I
     """The same run with one process less: the numbers depend on no maker."""
     lockstep.driver.end()
     directory = tmp_path_factory.mktemp("solo")
-    with campaign(tiny_config(directory, cluster__num_makers=1), directory, known=lockstep) as made:
+    with campaign(
+        tiny_config(directory, cluster__num_makers=1), directory, known=lockstep, workers=lockstep.stage.workers
+    ) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
-def two_trainers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Campaign]:
+def two_trainers(lockstep: Campaign, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Campaign]:
     directory = tmp_path_factory.mktemp("two")
     config = tiny_config(directory, strategy="ddp", num_trainers=2, train_batch_size=4, cluster__num_makers=1)
-    with campaign(config, directory) as made:
+    with campaign(config, directory, workers=lockstep.stage.workers) as made:
         yield made
 
 
@@ -70,6 +72,15 @@ def test_a_run_whose_cluster_went_goes_on_to_the_same_bits(one_maker: Campaign, 
 def test_a_run_of_two_ranks_goes_on_to_the_same_bits(one_maker: Campaign, two_trainers: Campaign, aim: Aim) -> None:
     one_maker.driver.end()
     two_trainers.strike(aim)
+
+
+def test_the_last_runs_end_with_the_same_policy(
+    lockstep: Campaign, one_maker: Campaign, two_trainers: Campaign
+) -> None:
+    for each in (lockstep, one_maker, two_trainers):
+        each.finish()
+        each.driver.end()
+        each.has_diverged = True  # over: whoever plays it next begins
 
 
 def test_every_pair_was_hit() -> None:

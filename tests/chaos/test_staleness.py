@@ -45,7 +45,7 @@ def ahead(lockstep: Campaign, tmp_path_factory: pytest.TempPathFactory) -> Itera
         chunk_size=2,
         train_batch_size=4,
     )
-    with campaign(config, directory, repeats=False) as made:
+    with campaign(config, directory, repeats=False, workers=lockstep.stage.workers) as made:
         yield made
 
 

@@ -34,7 +34,9 @@ def on_seaweed(lockstep: Campaign, seaweed: Seaweed, tmp_path_factory: pytest.Te
         "RLHF_S3_REGION": "us-east-1",
     }
     lockstep.driver.end()
-    with campaign(lockstep.config, directory, environment=environment, known=lockstep) as made:
+    with campaign(
+        lockstep.config, directory, environment=environment, known=lockstep, workers=lockstep.stage.workers
+    ) as made:
         yield made
 
 
@@ -78,7 +80,7 @@ def on_a_small_disk(lockstep: Campaign, tmp_path_factory: pytest.TempPathFactory
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "chaos", directory], check=True)
     try:
         lockstep.driver.end()
-        with campaign(lockstep.config, directory, known=lockstep) as made:
+        with campaign(lockstep.config, directory, known=lockstep, workers=lockstep.stage.workers) as made:
             yield made
     finally:
         subprocess.run(["umount", directory], check=True)

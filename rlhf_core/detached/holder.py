@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.config import PPOOptions
 from rlhf_core.detached.factories import set_dist_env
-from rlhf_core.detached.holders import find_actor
+from rlhf_core.detached.holders import find_actor, own_actor_name
 from rlhf_core.detached.loader_line import LoaderChunk, LoaderLine
 from rlhf_core.detached.maker import MakerActor
 from rlhf_core.detached.maker_building import MakerSettings, Models, build_maker
@@ -86,7 +86,7 @@ class ExperienceMakerHolder(Telling, MakerActor):
         start_timeout_s: float = 600.0,
         **generate_kwargs: Any,
     ) -> None:
-        super().__init__(ray.get_runtime_context().get_actor_name() or "", self._make_maker)
+        super().__init__(own_actor_name(), self._make_maker)
         self._trainers = tuple(detached_trainer_name_list)
         self._strategy_fn, self._model_fn, self._env_info = strategy_fn, model_fn, env_info
         self._waits_for_weights = sync_models_from_trainers

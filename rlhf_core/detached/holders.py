@@ -25,6 +25,11 @@ def namespace() -> str | None:
     return os.environ.get("RAY_NAMESPACE") or None
 
 
+def own_actor_name() -> str:
+    """Return the name of the actor that this process is; empty where it has none, or is none."""
+    return (ray.get_runtime_context().get_actor_name() or "") if ray.is_initialized() else ""
+
+
 def find_actor(name: str, timeout_s: float, *, what: str) -> Any:
     """Return the handle of an actor, which may be about to be created.
 

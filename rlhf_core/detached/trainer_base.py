@@ -14,7 +14,7 @@ from torch import nn
 from rlhf_core.buffer.order import minibatch_order
 from rlhf_core.detached.dealer import Dealer
 from rlhf_core.detached.fit_dealing import DealingOptions, DealtFit, deal
-from rlhf_core.detached.holders import Holders
+from rlhf_core.detached.holders import Holders, own_actor_name
 from rlhf_core.detached.loader_line import LoaderChunk
 from rlhf_core.detached.maker import MadeChunk
 from rlhf_core.detached.registration import (
@@ -70,7 +70,7 @@ class DetachedTrainer(Telling, ABC):
         self.train_batch_size, self.buffer_limit = train_batch_size, buffer_limit
         self.callbacks, self.debug, self.dealing = tuple(callbacks), debug, dealing
         self._buffer = DetachedReplayBuffer(train_batch_size, buffer_limit, timeout_s=dealing.experience_timeout_s)
-        self._name = _own_name() or type(self).__name__
+        self._name = own_actor_name() or type(self).__name__
         self._name_makers(experience_maker_holder_name_list)
         self._weights = WeightSender(transport=dealing.transport, dtype=getattr(torch, dealing.rollout_dtype))
         self._source: Source | None = None
@@ -187,8 +187,10 @@ class DetachedTrainer(Telling, ABC):
     @ray.method(concurrency_group="buffer_length")  # type: ignore[untyped-decorator]
     def figures(self) -> dict[str, float]:
         """Return what is known of queue, staleness and idle times, and the version that was sent last."""
-        found = {} if self._source is None else dict(self._source.figures())
-        return found | {"version": float(self._weights.version), "episode": float(self._episode)}
+        return dict(self._source.figures() if self._source else {}) | {
+            "version": float(self._weights.version),
+            "episode": float(self._episode),
+        }
 
     def _run_episode(self, episode: int, source: Source, update_steps: int, train_epochs: int) -> None:
         with self._told_of_the_end("on_episode_end", episode):
@@ -286,8 +288,8 @@ class DetachedTrainer(Telling, ABC):
         holders = self._holders
         if not holders.names:
             return
-        nodes = holders.nodes(look=self._dealer is None)
-        sent = self._weights.send(sending, tensors, nodes=nodes, bucket_bytes=shard_size)
+        at = holders.nodes(look=self._dealer is None)
+        sent = self._weights.send(sending, tensors, nodes=at, bucket_bytes=shard_size)
         if self.debug:
             logger.info("%s: weights of version %d are sent", self._name, sent.version)
         if self._dealer is not None:
@@ -300,10 +302,3 @@ class DetachedTrainer(Telling, ABC):
     def _name_makers(self, names: Sequence[str]) -> None:
         self._holders = Holders(names, self.dealing.start_timeout_s)
         self._registry = Registry(self._name, self._holders.names)
-
-
-def _own_name() -> str:
-    """Return this actor's name; nothing outside of one."""
-    if not ray.is_initialized():
-        return ""
-    return ray.get_runtime_context().get_actor_name() or ""

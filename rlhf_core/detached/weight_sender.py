@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -119,15 +119,17 @@ class WeightSender:
         self.last = SentWeights(found) if sending.fully or self.last is None else SentWeights(self.last.full, found)
         return self.last
 
-    def retire(self, held: Iterable[int]) -> None:
+    def retire(self, held: Collection[int]) -> None:
         """Free what nobody needs any more.
 
         Args:
-            held: versions that makers may still be taking.
+            held: versions that makers hold; one may be taking any that is newer.
         """
         if self.last is not None:
+            oldest = min(held, default=self.last.version)
+            needed = {self.last.full.version, *range(oldest, self.last.version + 1)}
             for publisher in self._publishers.values():
-                publisher.retire({self.last.full.version, self.last.version, *held})
+                publisher.retire(needed)
 
 
 def weights_of(models: Mapping[str, nn.Module], *, fully: bool) -> Iterable[tuple[str, Tensor]]:

@@ -187,10 +187,8 @@ class DetachedTrainer(Telling, ABC):
     @ray.method(concurrency_group="buffer_length")  # type: ignore[untyped-decorator]
     def figures(self) -> dict[str, float]:
         """Return what is known of queue, staleness and idle times, and the version that was sent last."""
-        return dict(self._source.figures() if self._source else {}) | {
-            "version": float(self._weights.version),
-            "episode": float(self._episode),
-        }
+        own = {"version": float(self._weights.version), "episode": float(self._episode)}
+        return {**(self._source.figures() if self._source else {}), **own}
 
     def _run_episode(self, episode: int, source: Source, update_steps: int, train_epochs: int) -> None:
         with self._told_of_the_end("on_episode_end", episode):
@@ -290,8 +288,6 @@ class DetachedTrainer(Telling, ABC):
             return
         at = holders.nodes(look=self._dealer is None)
         sent = self._weights.send(sending, tensors, nodes=at, bucket_bytes=shard_size)
-        if self.debug:
-            logger.info("%s: weights of version %d are sent", self._name, sent.version)
         if self._dealer is not None:
             self._dealer.publish(sent, completed=None)
             self._weights.retire(self._dealer.held_versions.values())

@@ -191,5 +191,7 @@ def _say_episode(record: EpisodeRecord, episodes: int) -> None:
     metrics = record.metrics
     verified = f"verifier {metrics['verifier']:.3f}  " if "raw/verifier" in metrics else ""
     figures = f"reward {metrics['reward']:.3f}  {verified}KL {metrics['kl']:.4f}"
+    if revivals := int(record.dealing.get("revivals", 0)):
+        figures += f"  {revivals} revived"
     time = f"{duration(left)} left in this stage" if left else f"took {duration(took)}"
     say("ppo", f"episode {record.episode + 1}/{episodes}  {figures}  length {metrics['length']:.1f}  {time}")

@@ -67,7 +67,7 @@ class Dealing:
             waits=Waits(start_s=cluster.start_timeout_s, chunk_s=cluster.episode_timeout_s),
             on_trouble=on_trouble,
         )
-        self._depth = self._makers = 0
+        self._depth = self._makers = self._revivals = 0
         self._looked = time.monotonic()
 
     def controls_of(self, episode: int) -> EpisodeControls:
@@ -118,15 +118,17 @@ class Dealing:
         now = time.monotonic()
         wall, self._looked = max(now - self._looked, 1e-9), now
         idle = self.dealer.idle_seconds
-        books = self.ledger.books()._asdict()
-        return {
+        books, revivals = self.ledger.books()._asdict(), self.dealer.revivals
+        figures = {
             "queue_depth": float(self._depth),
             "idle_trainer": max(0.0, 1 - busy_s / wall),
             "idle_makers": sum(idle.values()) / (max(1, len(idle)) * wall),
             "makers": float(self._makers),
-            "revivals": float(self.dealer.revivals),
+            "revivals": float(revivals - self._revivals),
             **{f"chunks_{name}": float(number) for name, number in books.items()},
         }
+        self._revivals = revivals
+        return figures
 
     def state(self) -> DealingState:
         """Return what a training state keeps: nothing is copied, since nothing of it is ever changed."""

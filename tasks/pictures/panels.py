@@ -68,6 +68,7 @@ def curves(rows: Rows, *, evaluations: Mapping[str, Mapping[str, Any]]) -> list[
         Panel("Clipped by the trust region", "share of tokens", (_line(rows, "clip_fraction"),), floor=0.0),
         *_critic(rows),
         *_sources(rows),
+        *_overlap(rows),
     ]
     return [panel for panel in panels if any(isfinite(value) for line in panel.lines for value in line.values)]
 
@@ -135,6 +136,19 @@ def _sources(rows: Rows) -> list[Panel]:
             Panel("Share of reward's variance", "share, by source", tuple(shares), floor=floor, ceiling=ceiling)
         )
     return panels
+
+
+def _overlap(rows: Rows) -> list[Panel]:
+    """Return how making and learning went side by side; where they took turns, that says little."""
+    if not any(row.get("staleness") for row in rows):
+        return []
+    ages = (Line("mean", values(rows, "staleness")), Line("oldest", values(rows, "staleness_max")))
+    idle = tuple(Line(side, values(rows, f"idle_{side}")) for side in ("trainer", "makers"))
+    return [
+        Panel("Age of the samples", "versions", ages, floor=0.0),
+        Panel("Samples ready to learn from", "samples", (_line(rows, "queue_depth"),), floor=0.0),
+        Panel("Idle", "share of the time", idle, floor=0.0, ceiling=1.0),
+    ]
 
 
 def _named(rows: Rows, prefix: str) -> list[str]:

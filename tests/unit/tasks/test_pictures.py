@@ -112,6 +112,24 @@ def test_sources_of_reward_are_told_apart() -> None:
     assert (shares.floor, shares.ceiling) == (0.0, 1.0)
 
 
+def test_what_overlaps_is_shown_where_making_and_learning_overlap() -> None:
+    dealing = {"staleness_max": 2.0, "queue_depth": 24.0, "idle_trainer": 0.25, "idle_makers": 0.0}
+    rows = [episode(0, staleness=0.0, **dealing), episode(1, staleness=1.5, **dealing), episode(2)]
+    figure = draw_episodes(rows)
+    shown = {panel.title: panel for panel in curves(rows, evaluations={})}
+    for title, unit, lines in (
+        ("Age of the samples", "versions", {"mean": (0.0, 1.5), "oldest": (2.0, 2.0)}),
+        ("Samples ready to learn from", "samples", {"queue_depth": (24.0, 24.0)}),
+        ("Idle", "share of the time", {"trainer": (0.25, 0.25), "makers": (0.0, 0.0)}),
+    ):
+        assert axes_of(figure)[title].get_ylabel() == unit
+        assert {line.name: line.values[:2] for line in shown[title].lines} == lines
+        assert all(isnan(line.values[2]) for line in shown[title].lines)
+    assert (shown["Idle"].floor, shown["Idle"].ceiling) == (0.0, 1.0)
+    in_turns = [episode(at, **{**dealing, "staleness": 0.0}) for at in range(2)]
+    assert "Idle" not in {panel.title for panel in curves(in_turns, evaluations={})}
+
+
 def test_seconds_are_stacked_in_the_order_of_the_phases() -> None:
     rows = [{"seconds_learn": 4.0, "seconds_zeta": 1.0, "seconds_generate": 2.0}, {"seconds_learn": 3.0}]
     assert list(seconds_by_phase(rows).items()) == [

@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_core.detached.books import Books
+from rlhf_core.detached.books import Books, Lease
 from rlhf_core.detached.ledger import Ledger, MakersLostError
 
 
@@ -130,16 +131,34 @@ def test_a_restored_ledger_has_what_waited_and_deals_again_what_was_out() -> Non
     assert restored.books().balance
 
 
+def restarted(books: Ledger[Piece, str], **options: Any) -> Ledger[Piece, str]:
+    facts, waiting = books.state()
+    fresh = ledger(**options)
+    fresh.restore(facts, waiting)
+    assert fresh.books().balance
+    return fresh
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_no_unit_is_lost_or_learnt_twice_and_none_is_too_old(data: st.DataObject) -> None:
     staleness, policy = data.draw(st.integers(0, 2)), data.draw(st.sampled_from(["wait", "drop"]))
     limit = data.draw(st.sampled_from([4, 8, 20] if policy == "drop" else [0, 4, 8]))
     size = data.draw(st.integers(1, 4))
-    books = ledger(episodes=4, size=size, max_staleness=staleness, stale_samples=policy, limit=limit)
+    options: dict[str, Any] = {
+        "episodes": 4,
+        "size": size,
+        "max_staleness": staleness,
+        "stale_samples": policy,
+        "limit": limit,
+    }
+    books = ledger(**options)
     learnt: Counter[tuple[int, int]] = Counter()
-    out = []
+    out: list[tuple[Lease[Piece], int]] = []
     for episode in range(4):
+        if data.draw(st.booleans()):  # the trainer dies, and goes on from the state that it took
+            books = restarted(books, completed=episode, **options)
+            out.clear()
         while True:
             for _ in range(data.draw(st.integers(0, 6))):
                 move = data.draw(st.sampled_from(["lease", "made", "die"]))

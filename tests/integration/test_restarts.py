@@ -50,7 +50,7 @@ class WaitingRun:
         wait_for(lambda: self.stack.run_state(self.id) in names, f"a run that is {names}", timeout_s=timeout_s)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def resuming(stack: LocalStack) -> LocalStack:
     stack.deploy_tiny_flows(TINY_FLOWS, "resuming.yaml")
     return stack

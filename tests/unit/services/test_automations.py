@@ -10,9 +10,10 @@ from uuid import uuid4
 import pytest
 from prefect.server.events.schemas.automations import Automation, AutomationCreate
 
-from infra.services import automations, prefect_api
+from infra.errors import ServiceError
+from infra.services import automations, doctor, prefect_api
 from infra.services.prefect_yaml import read_prefect_yaml
-from infra.settings import CHECKOUT
+from infra.settings import CHECKOUT, Settings
 
 URL = "http://127.0.0.1:1/api"
 
@@ -23,14 +24,20 @@ class Server:
     def __init__(self) -> None:
         self.automations: list[dict[str, Any]] = []
         self.changes: list[str] = []
+        self.states: dict[str, str] = {"run-1": automations.RESTARTING, "run-2": "Crashed"}
 
     def call(self, api_url: str, method: str, path: str, body: Any = None, *, timeout_s: float = 20.0) -> Any:
         assert (api_url, timeout_s) == (URL, 20.0)
         if path == "/automations/filter":
             assert body["sort"] == "CREATED_DESC"
             return copy.deepcopy(self.automations[::-1])
-        if path.startswith("/flow_runs"):
-            return []
+        if path == "/flow_runs/filter":
+            asked = body["flow_runs"]["state"]["name"]["any_"]
+            return [{"id": run} for run, state in self.states.items() if state in asked]
+        if path.startswith("/flow_runs/"):
+            assert body["force"]
+            self.states[path.split("/")[2]] = body["state"]["type"].capitalize()
+            return {}
         self.changes.append(method)
         number = path.removeprefix("/automations/")
         [at] = [at for at, each in enumerate(self.automations) if each["id"] == number] or [len(self.automations)]
@@ -117,6 +124,48 @@ def test_one_that_a_person_switched_off_stays_off(server: Server) -> None:
     assert server.names() == ["A crashed run is started again"]
     automations.install(URL)
     assert automations.faults(URL) == ["'A crashed run is started again' is switched off"]
+
+
+def test_no_run_waits_for_what_is_removed(server: Server) -> None:
+    automations.install(URL)
+    assert server.states["run-1"] == automations.RESTARTING
+    automations.remove(URL)
+    assert server.automations == []
+    assert server.states == {"run-1": "Crashed", "run-2": "Crashed"}
+
+
+@pytest.mark.parametrize(
+    ("ours", "faults", "verdict", "seen", "advice"),
+    [
+        (URL, [], "well", "runs that crash are started again, 3 times at most", ""),
+        (URL, ["'A' is missing", "'B' is switched off"], "warning", "'A' is missing; 'B' is switched off", "`rlhf up`"),
+        (
+            None,
+            ["'A' is missing"],
+            "warning",
+            f"{URL} is not this stack's: automation 'A'",
+            "until you start them again",
+        ),
+    ],
+)
+def test_the_doctor_says_whether_crashed_runs_are_started_again(
+    monkeypatch: pytest.MonkeyPatch, ours: str | None, faults: list[str], verdict: str, seen: str, advice: str
+) -> None:
+    monkeypatch.setattr(doctor, "running_api_url", lambda _: ours)
+    monkeypatch.setattr(automations, "faults", lambda _: faults)
+    [finding] = doctor._restarts(Settings(PREFECT_API_URL=URL))
+    assert (finding.name, finding.verdict) == ("restarts", verdict)
+    assert seen in finding.seen
+    assert advice in finding.advice
+
+
+def test_the_doctor_says_nothing_of_automations_where_no_server_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent(_: str) -> list[str]:
+        raise ServiceError("the Prefect server does not answer")
+
+    monkeypatch.setattr(automations, "faults", silent)
+    monkeypatch.setattr(doctor, "running_api_url", lambda _: URL)
+    assert list(doctor._restarts(Settings())) == []
 
 
 def test_every_deployment_of_this_checkout_is_started_again() -> None:

@@ -57,6 +57,8 @@ class DealtFit:
     """Samples of each."""
     limit: int
     """Samples that may be made ahead; 0 sets none."""
+    books: Mapping[str, Any] | None
+    """Of what was dealt before; None begins them."""
 
     def units_of(self, episode: int) -> list[LoaderChunk]:
         """Return an episode's part of the makers' line."""
@@ -96,6 +98,8 @@ def deal(
         stale_samples=dealing.stale_samples,
         limit=fit.limit,
     )
+    if fit.books is not None:
+        ledger.restore(fit.books, ())
     waits = Waits(
         start_s=dealing.start_timeout_s, answer_s=dealing.answer_timeout_s, chunk_s=dealing.experience_timeout_s
     )

@@ -11,7 +11,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from rlhf_core.detached.weight_sender import SentWeights
-from rlhf_core.errors import RlhfError
+from rlhf_core.errors import ConfigError, RlhfError
 
 _LOOK_S = 0.2
 
@@ -63,6 +63,8 @@ class Holders:
     """
 
     def __init__(self, names: Sequence[str], timeout_s: float) -> None:
+        if isinstance(names, str):
+            raise ConfigError(f"expected a list of makers' names, got {names!r} alone")
         self.names = tuple(names)
         self._timeout_s = timeout_s
         self._nodes: frozenset[str] = frozenset()

@@ -203,6 +203,20 @@ def check_like_trainer(maker: MakerFacts, trainer: str, **expected: Any) -> None
             )
 
 
+def check_needs_no_weights(makers: Sequence[MakerFacts], version: int) -> None:
+    """See, where a trainer has sent no weights, that its makers may begin with their own.
+
+    Raises:
+        ConfigError: if one was told to wait, or the trainer no longer stands at the beginning.
+    """
+    empty = [maker.name for maker in makers if maker.has_no_weights]
+    if empty or version:
+        who = ", ".join(empty) or f"makers of a trainer that stands at version {version}"
+        raise ConfigError(
+            f"{who} wait for a trainer's weights, and were sent none; call sync_models_to_remote_makers first"
+        )
+
+
 def units_per_episode(makers: Sequence[MakerFacts], wanted: Production) -> int:
     """Return how many of the makers' batches an episode learns from.
 

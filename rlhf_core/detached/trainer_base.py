@@ -22,13 +22,13 @@ from rlhf_core.detached.registration import (
     MakerFacts,
     Production,
     Registry,
+    check_needs_no_weights,
     production_of,
     units_per_episode,
 )
 from rlhf_core.detached.replay_buffer import DetachedReplayBuffer
 from rlhf_core.detached.sources import DealtExperience, PushedExperience, Source
 from rlhf_core.detached.weight_sender import BUCKET_BYTES, WeightSender, weights_of
-from rlhf_core.errors import ConfigError
 from rlhf_core.trainer.callbacks import Telling, TrainerCallback
 from rlhf_core.types import EpisodeControls, Experience
 
@@ -65,8 +65,6 @@ class DetachedTrainer(Telling, ABC):
         *,
         dealing: DealingOptions = DealingOptions(),  # noqa: B008 - frozen
     ) -> None:
-        if isinstance(experience_maker_holder_name_list, str):
-            raise ConfigError(f"expected a list of makers' names, got {experience_maker_holder_name_list!r} alone")
         self.train_batch_size, self.buffer_limit = train_batch_size, buffer_limit
         self.callbacks, self.debug, self.dealing = tuple(callbacks), debug, dealing
         self._buffer = DetachedReplayBuffer(train_batch_size, buffer_limit, timeout_s=dealing.experience_timeout_s)
@@ -254,12 +252,12 @@ class DetachedTrainer(Telling, ABC):
 
     def _check_makers(self, makers: Sequence[MakerFacts]) -> None:
         """See that makers fit this trainer; a subclass knows more of what must agree."""
-        empty = [maker.name for maker in makers if maker.has_no_weights]
-        if self._weights.last is None and (empty or self._weights.version):
-            who = ", ".join(empty) or f"makers of a trainer that stands at version {self._weights.version}"
-            raise ConfigError(
-                f"{who} wait for a trainer's weights, and were sent none; call sync_models_to_remote_makers first"
-            )
+        if self._weights.last is None:
+            check_needs_no_weights(makers, self._weights.version)
+
+    def _books_now(self) -> Mapping[str, Any] | None:
+        """Return the books to go on with; a subclass that keeps its state has some."""
+        return None
 
     def _controls(self, episode: int) -> EpisodeControls | None:  # noqa: ARG002 - for a subclass
         """Return what an episode's rewards are made with; None leaves it to the makers."""
@@ -273,6 +271,7 @@ class DetachedTrainer(Telling, ABC):
             units=units_per_episode(makers, production),
             rows=makers[0].rows,
             limit=self.buffer_limit * self.train_batch_size * production.trainers,
+            books=self._books_now(),
         )
         source = deal(
             fit, self._holders.handles(), self.dealing, controls=self._controls, weights=self._weights,

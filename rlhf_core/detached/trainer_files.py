@@ -11,6 +11,7 @@ from rlhf_core.detached.sources import DealtExperience, Source
 from rlhf_core.detached.trainer_state import PPOTrainerState, read_trainer_state, write_trainer_state
 from rlhf_core.detached.weight_sender import WeightSender
 from rlhf_core.errors import ConfigError
+from rlhf_core.strategy.roll_call import naming_lost_rank
 from rlhf_core.strategy.strategy import Strategy
 from rlhf_core.trainer.loaders import CycledLoader
 from rlhf_core.trainer.ppo.learner import PPOLearner
@@ -74,6 +75,10 @@ class TrainerFiles:
 
         With a staleness above 0, what makers have made ahead is not in it: it is made again.
         """
+        with naming_lost_rank(self.strategy.ranks):
+            self._save_state(Path(path))
+
+    def _save_state(self, directory: Path) -> None:
         tensors, facts = self.learner.state()
         position = {"episode": self._episode, "fit_began": self._fit_began, "version": self._weights.version}
         facts = {
@@ -85,7 +90,7 @@ class TrainerFiles:
         }
         loader = self._demonstrations
         state = PPOTrainerState(tensors, facts, None if loader is None else loader.state())
-        write_trainer_state(Path(path), state, self.strategy.ranks)
+        write_trainer_state(directory, state, self.strategy.ranks)
 
     def load_state(self, path: str | Path) -> None:
         """Go on from a state that `save_state` wrote, before a fit: the fit that was under way goes on where it stood.
@@ -112,6 +117,7 @@ class TrainerFiles:
             self._demonstrations.load_state(*state.demonstrations)
 
     def _books_now(self) -> dict[str, Any] | None:
+        """Return the books of what this trainer's fits have dealt, and of those before it."""
         if not isinstance(self._source, DealtExperience):
             return self._books
         books = Books(**self._source.ledger.facts())

@@ -22,7 +22,7 @@ from rlhf_core.detached.learner_building import LearningOptions, build_learner
 from rlhf_core.detached.publication.learners import published_weights, trained_weights
 from rlhf_core.detached.rank_share import RankShare, agreed_plan, demonstrations_loader, next_demonstrations
 from rlhf_core.detached.registration import MakerFacts, Production, check_like_trainer
-from rlhf_core.detached.sources import DealtExperience, FirstRanksExperience, Source
+from rlhf_core.detached.sources import FirstRanksExperience, Source
 from rlhf_core.detached.trainer_base import DetachedTrainer
 from rlhf_core.detached.trainer_files import TrainerFiles
 from rlhf_core.detached.trainer_ranks import Found, RankFacts, Shelf, all_holders, tell_each_other
@@ -129,8 +129,17 @@ class DetachedPPOTrainer(TrainerFiles, DetachedTrainer):
         self.strategy = strategy_fn()
         self._ranks = self.strategy.ranks
         own = RankFacts(self._name, self._holders.names, self.train_batch_size)
-        self._group = tell_each_other(own, self._ranks)
+        with naming_lost_rank(self._ranks):  # where one cannot be built, the others do not wait for it
+            self._group = tell_each_other(own, self._ranks)
+            self._built = self._learner_of(model_fn, pretrain_dataloader_fn, sizes)
         self._name_makers(all_holders(self._group) if self._ranks.is_first else ())
+
+    def _learner_of(
+        self,
+        model_fn: Callable[[], tuple[Any, Any]],
+        pretrain_dataloader_fn: Callable[[], Batches] | None,
+        sizes: Mapping[str, Any],
+    ) -> PPOLearner:
         self._demonstrations = demonstrations_loader(pretrain_dataloader_fn, self._learning.ptx_coef)
         learner = build_learner(self.strategy, model_fn, self._learning, self._options, seed=self.dealing.seed, **sizes)
         self._next_demonstrations = partial(
@@ -139,12 +148,10 @@ class DetachedPPOTrainer(TrainerFiles, DetachedTrainer):
         self._weights_dtype = getattr(torch, learner.config.rollout_dtype)  # the makers', under the same strategy
         self._weights = WeightSender(transport=self.dealing.transport, dtype=self._weights_dtype)
         if self._eval_performance:
-            actor, critic = (
-                0 if model is None else get_model_numel(model) for model in (learner.actor, learner.critic)
-            )
+            actor, critic = (0 if each is None else get_model_numel(each) for each in (learner.actor, learner.critic))
             checkpointing = self._options.gradient_checkpointing
             self.callbacks = (*self.callbacks, TrainerPerformanceEvaluator(actor, critic, checkpointing))
-        self._built = learner
+        return learner
 
     @property
     def learner(self) -> PPOLearner:
@@ -200,10 +207,11 @@ class DetachedPPOTrainer(TrainerFiles, DetachedTrainer):
         sending = self._weights.begin(fully=fully_update or not apart)
         whole = partial(published_weights, learner, self._weights_dtype, merged=not apart)
         tensors = whole() if sending.fully else trained_weights(learner)
-        if self._ranks.is_first:
-            self._send(sending, tensors, shard_size)
-        for _ in tensors:  # the others gather with the first; it has gone through them itself
-            pass
+        with naming_lost_rank(self._ranks):
+            if self._ranks.is_first:
+                self._send(sending, tensors, shard_size)
+            for _ in tensors:  # the others gather with the first; it has gone through them itself
+                pass
 
     @ray.method(concurrency_group="buffer_length")  # type: ignore[untyped-decorator]
     def first_trainer(self) -> str:
@@ -269,10 +277,7 @@ class DetachedPPOTrainer(TrainerFiles, DetachedTrainer):
 
     def _open_source(self, production: Production, began: int) -> Source:
         if self._ranks.is_first or not all_holders(self._group):
-            source = super()._open_source(production, began)
-            if isinstance(source, DealtExperience) and self._books is not None:
-                source.ledger.restore(self._books, ())
-            return source
+            return super()._open_source(production, began)
         name = self._group[0].name
         first = find_actor(name, self.dealing.start_timeout_s, what="the first rank's trainer")
         who = f"rank 0 of {self._ranks.world_size} ({name})"

@@ -74,13 +74,14 @@ def batches(texts: list[str] = TEXTS, size: int = 2) -> list[dict[str, Any]]:
     return [padded(encoded(texts[start : start + size])) for start in range(0, len(texts), size)]
 
 
-def maker(name: str, trainers: list[str], **changes: Any) -> Any:
+def maker(name: str, trainers: list[str], *, max_restarts: int = 0, **changes: Any) -> Any:
     """Return the handle of a maker with tiny models."""
     parameters: dict[str, Any] = {
         "strategy_fn": plain, "model_fn": all_four, "options": OPTIONS, "tokenizer": tiny_tokenizer(), "seed": 3,
         "kl_coef": 0.1, "start_timeout_s": 300.0, **DRAWING,
     }  # fmt: skip
-    return ExperienceMakerHolder.options(name=name, num_cpus=0).remote(trainers, **(parameters | changes))
+    holder = ExperienceMakerHolder.options(name=name, num_cpus=0, max_restarts=max_restarts)
+    return holder.remote(trainers, **(parameters | changes))
 
 
 class Notes(TrainerCallback):

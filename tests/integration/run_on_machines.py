@@ -79,12 +79,12 @@ def again_and_again(step: Callable[..., Any], *arguments: Any) -> None:
 
 
 def play(run: Run, doing: str, victim: str) -> None:
-    """Run all episodes; in the second of them something happens to the machine of the victim, if there is one."""
+    """Run all episodes; from the second on it is told when the trainer does that, if there is a victim."""
     for episode in range(next_episode(run.plan), run.config.ppo.episodes):
         if episode == 1:
             tell(places=places())
             if victim:
-                threading.Thread(target=strike_when, args=(f"episode 2: {doing}", victim), daemon=True).start()
+                threading.Thread(target=strike_when, args=(doing, victim), daemon=True).start()
         again_and_again(ppo_episode.fn, run.plan, episode)
     again_and_again(publish_policy.fn, run.plan)
     tell(places=places(), weights=run.weights(), numbers=run.numbers())

@@ -37,6 +37,17 @@ BUFFER_LIMIT, EVERY_S = 12, 0.5
 MB = 1e6
 
 
+@ray.remote(num_cpus=0)
+class StoreGauge:
+    """Reads how full Ray's object store is, from within the cluster."""
+
+    def used_mb(self) -> float:
+        """Return it."""
+        (node,) = ray.nodes()
+        stats = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], include_memory_info=False)
+        return float(stats.store_stats.object_store_bytes_used) / MB
+
+
 class Watch:
     """Looks at a run's memory from a thread.
 
@@ -48,7 +59,9 @@ class Watch:
         pids = {name: ray.get(actor.ping.remote(), timeout=WAIT_S) for name, actor in run.makers.items()}
         pids["trainer"] = ray.get(run.trainer.ping.remote(), timeout=WAIT_S)
         self._processes = {name: psutil.Process(pid) for name, pid in pids.items()}
-        self._trainer = run.trainer
+        gauge: Any = StoreGauge  # decorated, it has .remote, which its type does not show
+        self._trainer, self._gauge = run.trainer, gauge.remote()
+        ray.get(self._gauge.used_mb.remote(), timeout=WAIT_S)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look)
         self.rows: list[dict[str, float]] = []
@@ -66,8 +79,8 @@ class Watch:
     def _look(self) -> None:
         begun = time.monotonic()
         while not self._over.wait(EVERY_S):
-            stats = node_stats().store_stats
-            row = {"at": time.monotonic() - begun, "object store": stats.object_store_bytes_used / MB}
+            used_mb = ray.get(self._gauge.used_mb.remote(), timeout=WAIT_S)
+            row = {"at": time.monotonic() - begun, "object store": used_mb}
             row |= {name: process.memory_info().rss / MB for name, process in self._processes.items()}
             row["samples ahead"] = float(ray.get(self._trainer.queue_depth.remote(), timeout=WAIT_S))
             self.rows.append(row)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from rlhf_core.errors import RlhfError
+
+if TYPE_CHECKING:
+    from rlhf_core.detached.publication.difference import Difference
 
 HEAD = "critic.head."
 """How the names of the critic's own head begin; a language model's head is `actor.lm_head`."""
@@ -56,6 +59,8 @@ class Publication:
     buckets: tuple[Bucket, ...]
     place: Any
     """Where the buckets are: what the transport needs to fetch them."""
+    difference: Difference | None = None
+    """What is enough for a maker that holds the version before."""
 
     @property
     def nbytes(self) -> int:
@@ -68,6 +73,6 @@ def travelling_dtype(name: str, tensor: Tensor, dtype: torch.dtype) -> torch.dty
 
     The critic's head stays in float32, as the makers' is: in bfloat16 a bias of 10.03 would become 10.
     """
-    if name.startswith(HEAD):
-        return torch.float32
-    return dtype if tensor.is_floating_point() else tensor.dtype
+    if not tensor.is_floating_point():
+        return tensor.dtype
+    return torch.float32 if name.startswith(HEAD) else dtype

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, Protocol
 
 import ray
 import torch
 from torch import Tensor
 
 from rlhf_core.detached.publication import shared_memory
+from rlhf_core.detached.publication.difference import Difference, cast, changes, checksums
 from rlhf_core.detached.publication.manifest import Publication
 from rlhf_core.detached.publication.objects import ObjectsOutbox
 from rlhf_core.detached.publication.packing import Shelf, pack
@@ -50,6 +51,11 @@ class _Kept:
     outbox: Outbox
 
 
+class _Former(NamedTuple):
+    version: int
+    weights: Mapping[str, Tensor]
+
+
 class Publisher:
     """Publishes versions of the weights, from the first trainer rank's process; all of them end with it.
 
@@ -58,14 +64,23 @@ class Publisher:
             the makers'; auto, shared memory if all makers are on this node, else objects.
         bucket_bytes: a bucket is closed when the next tensor would pass this; a larger tensor gets its own.
         dtype: what weights are cast to, once, but for the critic's head: the makers' `rollout_dtype`.
+        sparse: lay out what changed since the version before as well, if that is at most half the bytes: makers that
+            hold it fetch this alone. Takes memory for a copy of the weights, and time; for makers on other nodes.
     """
 
     def __init__(
-        self, *, transport: Literal["auto", Transport] = "auto", bucket_bytes: int = 64 << 20, dtype: torch.dtype
+        self,
+        *,
+        transport: Literal["auto", Transport] = "auto",
+        bucket_bytes: int = 64 << 20,
+        dtype: torch.dtype,
+        sparse: bool = False,
     ) -> None:
         self._transport = transport
         self._bucket_bytes = bucket_bytes
         self._dtype = dtype
+        self._sparse = sparse
+        self._former: _Former | None = None
         self._incarnation = uuid.uuid4().hex[:16]
         self._outboxes: dict[str, Outbox] = {}
         self._kept: list[_Kept] = []
@@ -83,6 +98,20 @@ class Publisher:
             fully: whether these are all weights, or only those that are trained.
             nodes: Ray's ids of the nodes that makers are on.
         """
+        if not (self._sparse and fully):
+            return self._laid_out(tensors, version, nodes, fully=fully)
+        weights, former = cast(tensors, self._dtype), self._former
+        whole = self._laid_out(weights.items(), version, nodes, fully=True)
+        self._former = _Former(version, weights)
+        changed = None if former is None else changes(former.weights, weights)
+        if former is None or changed is None:
+            return whole
+        update = self._laid_out(changed.items(), version, nodes, fully=False)
+        return replace(whole, difference=Difference(former.version, checksums(weights), update))
+
+    def _laid_out(
+        self, tensors: Iterable[tuple[str, Tensor]], version: int, nodes: Collection[str], *, fully: bool
+    ) -> Publication:
         with self._guard:
             outbox = self._outbox(nodes)
             shelf = outbox.begin()

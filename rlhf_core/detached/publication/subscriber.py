@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from rlhf_core.detached.publication.difference import applies_to, apply
 from rlhf_core.detached.publication.manifest import HEAD, Publication, WeightsError
 from rlhf_core.detached.publication.objects import ObjectsInbox, ObjectsPlace
 from rlhf_core.detached.publication.packing import check_sums, view
@@ -70,11 +71,12 @@ class Subscriber:
             )
         own = _parameters(self._models())
         _check_fit(publication, own)
-        inbox = self._inbox(type(publication.place))
-        with inbox.buckets(publication, timeout_s) as held:
-            check_sums(publication, held)
-            reached("swap")
-            self._replace(publication, own, held)
+        if not self._take_difference(publication, own, timeout_s):
+            inbox = self._inbox(type(publication.place))
+            with inbox.buckets(publication, timeout_s) as held:
+                check_sums(publication, held)
+                reached("swap")
+                self._replace(publication, own, held)
         return publication.version
 
     def close(self) -> None:
@@ -82,6 +84,25 @@ class Subscriber:
         for inbox in self._inboxes.values():
             inbox.close()
         self._inboxes.clear()
+
+    def _take_difference(self, publication: Publication, own: Mapping[str, Tensor], timeout_s: float) -> bool:
+        """Take what changed, if the version before is held; return whether that gave what was published."""
+        difference, held_version = publication.difference, self.version
+        if difference is None or difference.base != held_version or publication.incarnation != self._incarnation:
+            return False
+        update = difference.update
+        if not applies_to(publication, own):
+            return False
+        with self._inbox(type(update.place)).buckets(update, timeout_s) as held:
+            try:
+                check_sums(update, held)
+            except WeightsError:
+                return False  # all of it is there as well
+            reached("swap")
+            self.version = None
+            is_right = apply(difference, own, {slot.name: view(held, slot) for slot in update.slots})
+            self.version = publication.version if is_right else held_version
+        return is_right
 
     def _replace(self, publication: Publication, own: Mapping[str, Tensor], held: list[Tensor]) -> None:
         self.version = None  # nothing is known to fail from here on; if it does all the same, no version is held

@@ -60,6 +60,9 @@ class ClusterConfig(Config):
     shared_memory where all makers are on the trainer's machine, else objects."""
     bucket_bytes: int = Field(64 << 20, ge=1 << 10)
     """Weights travel in pieces of about this size."""
+    sparse_weights: bool = False
+    """Send makers what changed since the version that they hold, where that is at most half the bytes; for makers on
+    other machines. The trainer keeps a copy of the weights for it."""
 
 
 class SamplingConfig(Config):

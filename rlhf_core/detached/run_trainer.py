@@ -85,6 +85,7 @@ class RunTrainer(GroupMember):
             transport=config.cluster.weights_transport,
             bucket_bytes=config.cluster.bucket_bytes,
             dtype=getattr(torch, config.rollout_dtype),
+            sparse=config.cluster.sparse_weights,
         )
         self._peers = Peers(peers, config.cluster.collective_timeout_s)
         self._progress = "starting"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -127,10 +128,13 @@ def run(trainers: list[Any], makers: list[Any], dataloader_fn: Callable[[], Any]
     """Let trainers fit and makers work, side by side; wait until all have returned, or have died."""
     loops = [each.workingloop.remote(dataloader_fn, num_steps=count) for each, count in zip(makers, steps, strict=True)]
     fits = [trainer.fit.remote(*fit) for trainer in trainers]
-    ray.get(fits, timeout=LIMIT_S)
-    for loop in loops:
-        with suppress(RayActorError):
-            ray.get(loop, timeout=LIMIT_S)
+    pending, deadline = [*fits, *loops], time.monotonic() + LIMIT_S
+    while pending:
+        ready, pending = ray.wait(pending, timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise TimeoutError(f"{len(pending)} fits and loops did not end within {LIMIT_S:.0f} s")
+        with suppress(*([] if ready[0] in fits else [RayActorError])):
+            ray.get(ready[0])
 
 
 def end(*actors: Any) -> None:

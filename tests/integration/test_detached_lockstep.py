@@ -74,7 +74,7 @@ def detached(
         "train_batch_size": 2, "callbacks": [Notes(path)], "learning": learning, "options": options,
         "value_clip": 0.2,  # PPOTrainer's default
         "update_lora_weights": lora, "pretrain_dataloader_fn": texts,
-        "dealing": DealingOptions(seed=3, start_timeout_s=120.0),
+        "dealing": DealingOptions(seed=3, start_timeout_s=300.0),
     }  # fmt: skip
     return DetachedPPOTrainer.options(name=name, num_gpus=1, num_cpus=0).remote(
         makers, plain, lambda: trained(lora), **(parameters | changes)

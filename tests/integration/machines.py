@@ -138,6 +138,7 @@ class Machines:
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_prestart_worker_first_driver": "0",
             "RAY_worker_niceness": "0",
+            "RAY_memory_monitor_refresh_ms": "0",  # each would take the memory of all of this kernel for its own
             "OMP_NUM_THREADS": "1",
             "SPT_NOENV": "1",
         }

@@ -172,6 +172,7 @@ class _EndingTheGroupOnFailure:
         """End the group if the attempt failed; a cancelled run's cluster ends as a whole."""
         import ray
 
+        from infra.clusters import is_lost
         from tasks.ppo_group import end_group
         from tasks.ray_calls import first_line, may_pass
 
@@ -179,6 +180,8 @@ class _EndingTheGroupOnFailure:
             return
         if may_pass(error):
             run_logger().warning("the actors of %s are ended: %s", self._run.name, first_line(error))
+        if is_lost(self._run.name):  # with all its actors; the next attempt starts another
+            return
         try:
             end_group(self._run)
         except (ray.exceptions.RayError, InfraError, RuntimeError, OSError) as trouble:

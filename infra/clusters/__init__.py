@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from infra.clusters.driver import connect, disconnect
     from infra.clusters.existing import existing_resources, lease_existing
-    from infra.clusters.lease import lease_cluster, reap_orphans, release_cluster
+    from infra.clusters.lease import is_lost, lease_cluster, reap_orphans, release_cluster
     from infra.clusters.manifest import ClusterManifest
     from infra.clusters.reaper import leftover_processes
 
@@ -27,6 +27,7 @@ _HOME = {
     "connect": "driver",
     "disconnect": "driver",
     "existing_resources": "existing",
+    "is_lost": "lease",
     "lease_cluster": "lease",
     "lease_existing": "existing",
     "leftover_processes": "reaper",
@@ -39,6 +40,7 @@ __all__ = [
     "connect",
     "disconnect",
     "existing_resources",
+    "is_lost",
     "lease_cluster",
     "lease_existing",
     "leftover_processes",

@@ -165,6 +165,16 @@ def lease_cluster(
         return lease.manifest
 
 
+def is_lost(name: str) -> bool:
+    """Whether this process's cluster of a name has lost one of Ray's own processes, and is ended by its watchdog.
+
+    Ray's calls are then not to be made: one that asks the control server is tried for a minute, and Ray may end this
+    process after it. `release_cluster` and `lease_cluster` leave such a cluster within seconds.
+    """
+    held = _LEASES.get(name)
+    return isinstance(held, _LocalLease) and bool(held.manifest.head) and not held.manifest.is_running
+
+
 def release_cluster(name: str, timeout_s: float = 30.0) -> None:
     """End this process's cluster of a name and wait until nothing of it is left; none held is fine.
 

@@ -145,18 +145,18 @@ def _obey(stage: Stage, run: PPORun, orders: Connection) -> None:
 
 def _play(stage: Stage, run: PPORun, episode: int, aim: Aim | None, deed: Mapping[str, Any]) -> Played:
     """Play an episode until its state is committed, whatever dies."""
-    import ray
-
     from tasks.context import open_context
     from tasks.ppo import ppo_episode
-    from tasks.ppo_group import TRAINER, trainer_for
+    from tasks.ppo_group import trainer_for
     from tasks.ray_calls import ask
 
     folder, context = PlanFolder(stage.directory), open_context()
 
     def play() -> None:
         ppo_episode.fn(run, episode)
-        ask(ray.get_actor(TRAINER).await_commit, COMMIT_TIMEOUT_S)
+        stored = ask(trainer_for(run, episode + 1, context).await_commit, COMMIT_TIMEOUT_S)
+        if stored <= episode:
+            raise ConnectionError(f"episode {episode + 1} was over, and went with its trainer")
 
     if aim is None:
         return _attempt(play, folder)

@@ -1,0 +1,58 @@
+"""What is done with the actors of an attempt that failed: nothing, where their cluster has gone with them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.clusters import ClusterManifest, is_lost, lease
+from infra.process_record import ProcessRecord
+from rlhf_core.errors import LostRankError
+from tasks import ppo, ppo_group
+from tasks.results import Parent, PPORun
+
+ALIVE = ProcessRecord.of(os.getpid())
+GONE = ProcessRecord(pid=ALIVE.pid, started=ALIVE.started + 1)
+RUN = PPORun(
+    name="night",
+    key="k",
+    preset="quickstart",
+    config={},
+    actor=Parent(uri="model/base", digest="0" * 64),
+    reward_model=None,
+    dataset=Parent(uri="dataset/d@1", digest="0" * 64),
+    source_digest="0" * 64,
+    flow_run=None,
+)
+
+
+def _hold(monkeypatch: pytest.MonkeyPatch, *head: ProcessRecord) -> None:
+    manifest = ClusterManifest(
+        name=RUN.name, mark="none has it", owner=ALIVE, temp_dir=Path("/tmp/rf-1"), log_dir=Path("/tmp/logs"), head=head
+    )
+    held: Any = lease._LocalLease.__new__(lease._LocalLease)
+    held.manifest = manifest
+    monkeypatch.setitem(lease._LEASES, RUN.name, held)
+
+
+def test_a_cluster_is_lost_when_one_of_rays_own_processes_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not is_lost(RUN.name)  # none is held
+    for head, expected in (((), False), ((ALIVE, ALIVE), False), ((GONE, ALIVE), True), ((ALIVE, GONE), True)):
+        _hold(monkeypatch, *head)
+        assert is_lost(RUN.name) is expected
+
+
+@pytest.mark.parametrize(("head", "ended"), [((ALIVE, ALIVE), ["night"]), ((GONE, ALIVE), [])])
+def test_a_failed_attempt_asks_nothing_of_a_lost_cluster(
+    monkeypatch: pytest.MonkeyPatch, head: tuple[ProcessRecord, ...], ended: list[str]
+) -> None:
+    """Ray would try for a minute to reach the control server, and then end this very process."""
+    _hold(monkeypatch, *head)
+    asked: list[str] = []
+    monkeypatch.setattr(ppo_group, "end_group", lambda run: asked.append(run.name))
+    with pytest.raises(LostRankError), ppo._EndingTheGroupOnFailure(RUN):
+        raise LostRankError("rank 1 has ended")
+    assert asked == ended

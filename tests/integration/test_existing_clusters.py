@@ -11,65 +11,20 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import pytest
 import ray
 
-from infra.clusters import ClusterManifest, connect, lease_cluster, lease_existing, release_cluster
+from infra.clusters import connect, lease_cluster, lease_existing, release_cluster
 from infra.clusters.control_server import ControlServer
 from infra.clusters.placement import place
 from infra.clusters.watcher import WATCHERS
 from infra.errors import ClusterError
-from infra.process_record import ProcessRecord
-from tests.integration.cluster_processes import GONE_WITHIN_S, run, says
+from tests.integration.existing_cluster import Bystander, Driver, User, are_gone, wait_until
 
 pytestmark = pytest.mark.integration
-
-DRIVER = """
-import os, sys
-import ray
-from infra.clusters import lease_existing, release_cluster
-from infra.clusters.placement import place
-from infra.errors import ClusterError
-address, stalled_after_s = sys.argv[1:]
-before = dict(os.environ)
-try:
-    lease = lambda: lease_existing(
-        "night", address=address, environment={"STORE_SECRET": "xyz"}, stalled_after_s=float(stalled_after_s)
-    )
-    assert lease() == lease()
-except ClusterError as error:
-    print(error, flush=True)
-    sys.exit(1)
-assert dict(os.environ) == before
-
-@ray.remote
-class Guest:
-    def facts(self):
-        return os.getpid(), os.environ.get("STORE_SECRET"), os.environ.get("OWN")
-
-own = {"runtime_env": {"env_vars": {"OWN": "own"}}}
-placed = place({"trainer": {"num_cpus": 1, **own}}, group="ppo", timeout_s=30)
-trainer = Guest.options(name="trainer", lifetime="detached", **placed["trainer"]).remote()
-nameless = Guest.options(num_cpus=0).remote()
-facts = ray.get([trainer.facts.remote(), nameless.facts.remote()], timeout=60)
-assert [fact[1:] for fact in facts] == [("xyz", "own"), ("xyz", None)], facts
-print(*(fact[0] for fact in facts), flush=True)
-then = input()
-if then == "raise":
-    raise RuntimeError("as it may happen")
-if then == "release":
-    release_cluster("night")
-    assert not ray.is_initialized()
-    print("released", flush=True)
-    input()
-if then == "again":
-    lease()
-    print(ray.get(Guest.options(num_cpus=0).remote().facts.remote(), timeout=60)[0], flush=True)
-    input()
-"""
 
 ASKS = """
 import sys
@@ -96,46 +51,6 @@ for package in ("made_up", "pip", "infra"):
 """
 
 
-@ray.remote(num_cpus=1)
-class Bystander:
-    def pid(self) -> int:
-        return os.getpid()
-
-
-class User(NamedTuple):
-    """Whose cluster it is, and what he has on it."""
-
-    cluster: ClusterManifest
-    server: ControlServer
-    pid: int
-
-    def there(self) -> dict[str, list[str]]:
-        """The actors by namespace."""
-        found: dict[str, list[str]] = {}
-        for actor in self.server.actors(lambda _: True):
-            found.setdefault(actor.ray_namespace, []).append(actor.name)
-        return found
-
-    def watcher_pid(self) -> int:
-        (watcher,) = self.server.actors(lambda actor: actor.ray_namespace == WATCHERS)
-        return int(watcher.pid)
-
-    def groups(self) -> list[str]:
-        """The placement groups that are not removed."""
-        return [group["name"] for group in ray.util.placement_group_table().values() if group["state"] != "REMOVED"]
-
-    def has_all_his_own(self) -> bool:
-        bystander = ray.get_actor("trainer")
-        return bool(
-            self.cluster.is_running
-            and ray.get(bystander.pid.remote(), timeout=30) == self.pid
-            and self.groups().count("ppo") >= 1
-        )
-
-    def is_alone(self) -> bool:
-        return self.there() == {"rlhf": ["trainer"]} and self.groups() == ["ppo"] and self.has_all_his_own()
-
-
 @pytest.fixture(scope="module")
 def user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[User]:
     with pytest.MonkeyPatch.context() as patch:
@@ -152,27 +67,6 @@ def user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[User]:
         release_cluster("theirs")
 
 
-class Driver:
-    """A process that holds run `night` on the user's cluster."""
-
-    def __init__(self, user: User, stalled_after_s: float, host: str | None) -> None:
-        own, _, port = user.cluster.address.rpartition(":")
-        self.process = run(DRIVER, f"{host or own}:{port}", str(stalled_after_s))
-        self.said = says(self.process)
-        self.actors: list[ProcessRecord] = []
-
-    def holds(self) -> "Driver":
-        assert self.said.replace(" ", "").isdigit(), self.said
-        self.actors = [ProcessRecord.of(int(pid)) for pid in self.said.split()]
-        return self
-
-    def do(self, word: str) -> str:
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{word}\n")
-        self.process.stdin.flush()
-        return says(self.process)
-
-
 @pytest.fixture
 def start(user: User) -> Iterator[Callable[..., Driver]]:
     started: list[Driver] = []
@@ -185,18 +79,7 @@ def start(user: User) -> Iterator[Callable[..., Driver]]:
     for driver in started:
         driver.process.kill()
         driver.process.communicate()
-    _wait_until(user.is_alone)
-
-
-def _wait_until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + GONE_WITHIN_S
-    while not holds():
-        assert time.monotonic() < deadline, f"{holds} did not come true within {GONE_WITHIN_S:g} s"
-        time.sleep(0.1)
-
-
-def _are_gone(driver: Driver) -> Callable[[], bool]:
-    return lambda: not any(actor.process() for actor in driver.actors)
+    wait_until(user.is_alone)
 
 
 def _kill(driver: Driver) -> None:
@@ -215,7 +98,7 @@ def _stop_group(driver: Driver) -> None:
 
 def _let_it_release(driver: Driver) -> None:
     assert driver.do("release") == "released"
-    assert _are_gone(driver)()  # at once
+    assert are_gone(driver)()  # at once
 
 
 def _let_it_raise(driver: Driver) -> None:
@@ -252,8 +135,8 @@ def test_what_a_run_has_on_the_cluster_ends_with_its_driver_and_nothing_else_doe
     assert sorted(there) == ["rlhf", WATCHERS, next(space for space in there if space.startswith("rlhf:night:"))]
     assert user.groups().count("ppo") == 2  # his and the run's
     ends(driver)
-    _wait_until(_are_gone(driver))
-    _wait_until(user.is_alone)
+    wait_until(are_gone(driver))
+    wait_until(user.is_alone)
 
 
 def test_a_name_is_held_by_one_living_process_and_taken_over_from_a_dead_one(
@@ -268,9 +151,9 @@ def test_a_name_is_held_by_one_living_process_and_taken_over_from_a_dead_one(
     watcher.suspend()  # or it would be first
     first.process.kill()
     second = start(host="localhost").holds()  # by another name
-    assert _are_gone(first)()
+    assert are_gone(first)()
     assert not watcher.is_running()
-    assert not _are_gone(second)()
+    assert not are_gone(second)()
     assert user.has_all_his_own()
 
 
@@ -282,11 +165,11 @@ def test_without_driver_and_watcher_the_next_holder_of_the_name_clears_away_what
     os.kill(first.process.pid, signal.SIGSTOP)  # it would start another watcher
     user.server.kill(user.server.actors(lambda actor: actor.ray_namespace == WATCHERS))
     first.process.kill()
-    _wait_until(lambda: WATCHERS not in user.there())
+    wait_until(lambda: WATCHERS not in user.there())
     assert first.actors[0].process() is not None  # detached: it lives on, unwatched
     second = start().holds()
-    assert _are_gone(first)()
-    assert not _are_gone(second)()
+    assert are_gone(first)()
+    assert not are_gone(second)()
 
 
 @pytest.mark.chaos
@@ -298,9 +181,9 @@ def test_a_watcher_that_was_ended_is_replaced(user: User, start: Callable[..., D
         user.server.kill(user.server.actors(lambda actor: actor.ray_namespace == WATCHERS))
     else:
         os.kill(former, signal.SIGKILL)
-    _wait_until(lambda: WATCHERS in user.there() and user.watcher_pid() not in {0, former})
+    wait_until(lambda: WATCHERS in user.there() and user.watcher_pid() not in {0, former})
     driver.process.kill()
-    _wait_until(_are_gone(driver))
+    wait_until(are_gone(driver))
 
 
 @pytest.mark.chaos
@@ -309,7 +192,7 @@ def test_a_driver_that_was_stopped_and_goes_on_finds_its_actors_gone_and_can_sta
 ) -> None:
     driver = start(stalled_after_s=2).holds()
     driver.process.send_signal(signal.SIGSTOP)
-    _wait_until(user.is_alone)
+    wait_until(user.is_alone)
     driver.process.send_signal(signal.SIGCONT)
     assert int(driver.do("again"))
 
@@ -325,7 +208,7 @@ def test_a_watcher_that_was_stopped_itself_does_not_take_that_for_the_drivers_si
     watcher.resume()
     time.sleep(3)
     assert watcher.is_running()
-    assert not _are_gone(driver)()
+    assert not are_gone(driver)()
 
 
 def _told(program: str, *arguments: str, **variables: str) -> list[str]:

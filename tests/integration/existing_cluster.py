@@ -1,0 +1,130 @@
+"""A user who has a cluster and runs something on it, and a process that holds a run of ours there."""
+
+import os
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import ray
+
+from infra.clusters import ClusterManifest
+from infra.clusters.control_server import ControlServer
+from infra.clusters.watcher import WATCHERS
+from infra.process_record import ProcessRecord
+from tests.integration.cluster_processes import GONE_WITHIN_S, run, says
+
+DRIVER = """
+import os, sys
+import ray
+from infra.clusters import lease_existing, release_cluster
+from infra.clusters.placement import place
+from infra.errors import ClusterError
+address, stalled_after_s = sys.argv[1:]
+before = dict(os.environ)
+try:
+    lease = lambda: lease_existing(
+        "night", address=address, environment={"STORE_SECRET": "xyz"}, stalled_after_s=float(stalled_after_s)
+    )
+    assert lease() == lease()
+except ClusterError as error:
+    print(error, flush=True)
+    sys.exit(1)
+assert dict(os.environ) == before
+
+@ray.remote
+class Guest:
+    def facts(self):
+        return os.getpid(), os.environ.get("STORE_SECRET"), os.environ.get("OWN")
+
+own = {"runtime_env": {"env_vars": {"OWN": "own"}}}
+placed = place({"trainer": {"num_cpus": 1, **own}}, group="ppo", timeout_s=30)
+trainer = Guest.options(name="trainer", lifetime="detached", **placed["trainer"]).remote()
+nameless = Guest.options(num_cpus=0).remote()
+facts = ray.get([trainer.facts.remote(), nameless.facts.remote()], timeout=60)
+assert [fact[1:] for fact in facts] == [("xyz", "own"), ("xyz", None)], facts
+print(*(fact[0] for fact in facts), flush=True)
+then = input()
+if then == "raise":
+    raise RuntimeError("as it may happen")
+if then == "release":
+    release_cluster("night")
+    assert not ray.is_initialized()
+    print("released", flush=True)
+    input()
+if then == "again":
+    lease()
+    print(ray.get(Guest.options(num_cpus=0).remote().facts.remote(), timeout=60)[0], flush=True)
+    input()
+"""
+
+
+@ray.remote(num_cpus=1)
+class Bystander:
+    def pid(self) -> int:
+        return os.getpid()
+
+
+class User(NamedTuple):
+    """Whose cluster it is, and what he has on it."""
+
+    cluster: ClusterManifest
+    server: ControlServer
+    pid: int
+
+    def there(self) -> dict[str, list[str]]:
+        """The actors by namespace."""
+        found: dict[str, list[str]] = {}
+        for actor in self.server.actors(lambda _: True):
+            found.setdefault(actor.ray_namespace, []).append(actor.name)
+        return found
+
+    def watcher_pid(self) -> int:
+        (watcher,) = self.server.actors(lambda actor: actor.ray_namespace == WATCHERS)
+        return int(watcher.pid)
+
+    def groups(self) -> list[str]:
+        """The placement groups that are not removed."""
+        return [group["name"] for group in ray.util.placement_group_table().values() if group["state"] != "REMOVED"]
+
+    def has_all_his_own(self) -> bool:
+        bystander = ray.get_actor("trainer")
+        return bool(
+            self.cluster.is_running
+            and ray.get(bystander.pid.remote(), timeout=30) == self.pid
+            and self.groups().count("ppo") >= 1
+        )
+
+    def is_alone(self) -> bool:
+        return self.there() == {"rlhf": ["trainer"]} and self.groups() == ["ppo"] and self.has_all_his_own()
+
+
+class Driver:
+    """A process that holds run `night` on the user's cluster."""
+
+    def __init__(self, user: User, stalled_after_s: float, host: str | None) -> None:
+        own, _, port = user.cluster.address.rpartition(":")
+        self.process = run(DRIVER, f"{host or own}:{port}", str(stalled_after_s))
+        self.said = says(self.process)
+        self.actors: list[ProcessRecord] = []
+
+    def holds(self) -> "Driver":
+        assert self.said.replace(" ", "").isdigit(), self.said
+        self.actors = [ProcessRecord.of(int(pid)) for pid in self.said.split()]
+        return self
+
+    def do(self, word: str) -> str:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{word}\n")
+        self.process.stdin.flush()
+        return says(self.process)
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + GONE_WITHIN_S
+    while not holds():
+        assert time.monotonic() < deadline, f"{holds} did not come true within {GONE_WITHIN_S:g} s"
+        time.sleep(0.1)
+
+
+def are_gone(driver: Driver) -> Callable[[], bool]:
+    return lambda: not any(actor.process() for actor in driver.actors)

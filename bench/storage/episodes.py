@@ -70,14 +70,20 @@ def states(start: Path, config: PipelineConfig, episodes: int) -> Iterator[State
         config: the run's.
         episodes: how many.
     """
+    for learner, samples in learners(start, config, episodes):
+        tensors, facts = learner.state()
+        yield State(tensors, facts, samples)
+
+
+def learners(start: Path, config: PipelineConfig, episodes: int) -> Iterator[tuple[PPOLearner, list[Sample]]]:
+    """Collect and learn, episode by episode; yield the learner and its samples after each."""
     learner, maker = _build(start, config)
     problems = _problems(config, PPO_SEED, PROBLEMS)
     try:
         for episode in range(episodes):
             experience, samples = _collect(maker, problems, config, episode)
             learner.learn(experience, seed=config.seed, episode=episode)
-            tensors, facts = learner.state()
-            yield State(tensors, facts, samples)
+            yield learner, samples
     finally:
         maker.close()
 

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from rlhf_core.types import Sample
 from tests.tiny_llama import tiny_llama, tiny_tokenizer
 from tests.unit.trainer.ppo_trainers import reward_model
 
-SEED, WAIT_S = 7, 600.0
+SEED, WAIT_S = 7, 300.0
 PROBLEMS = [Problem(f"{number} plus {number * 3}") for number in range(24)]
 STEPS, CHUNKS = "steps.jsonl", "chunks"
 """Files of what was done when; of makers, one for each process."""
@@ -101,6 +102,8 @@ class PacedMaker(ExperienceMaker):
     """Takes a time for each chunk, at least, and writes down when it was at work."""
 
     chunk_s = 0.0
+    sample_bytes = 0
+    """What each sample's text weighs; 0 leaves it as it was sampled."""
     directory: Path
 
     def make_experience(self, *arguments: Any, **named: Any) -> Any:
@@ -110,6 +113,9 @@ class PacedMaker(ExperienceMaker):
         time.sleep(max(0.0, started + self.chunk_s - time.time()))
         place = {"episode": named["episode"], "version": named["policy_version"]}
         write_line(self.directory / f"{CHUNKS}-{os.getpid()}.jsonl", place | {"from": started, "to": time.time()})
+        if self.sample_bytes:
+            heavy = [replace(sample, response=os.urandom(self.sample_bytes // 2).hex()) for sample in made.samples]
+            made = made._replace(samples=heavy)
         return made
 
 
@@ -122,6 +128,9 @@ class MakerFactory:
         chunk_s: what a chunk takes at least.
     """
 
+    sample_bytes = 0
+    """What the text of a sample weighs; 0 leaves it."""
+
     def __init__(self, settings: PPOConfig, directory: Path, chunk_s: float = 0.0) -> None:
         self._settings, self._directory, self._chunk_s = settings, directory, chunk_s
 
@@ -133,12 +142,12 @@ class MakerFactory:
             actor, Critic.from_causal_lm(actor), scorer(), initial, config=self._settings, template=template(),
             seed=SEED,
         )  # fmt: skip
-        made.chunk_s, made.directory = self._chunk_s, self._directory
+        made.chunk_s, made.directory, made.sample_bytes = self._chunk_s, self._directory, self.sample_bytes
         return made
 
 
 class MemoryKeeper:
-    """Keeps the last state in the trainer's process, and says in a file which chunks waited in it."""
+    """Keeps the last state in the trainer's process."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -187,11 +196,11 @@ class DealtRun:
         directory: empty, for what it writes.
         step_s: what an optimizer step takes at least.
         chunk_s: what a chunk takes at least.
-        keeper: of its states; None keeps the last one in the trainer.
+        sample_bytes: what the text of a sample weighs; 0 leaves it.
     """
 
     def __init__(
-        self, settings: PPOConfig, directory: Path, *, step_s: float = 0.0, chunk_s: float = 0.0, keeper: Any = None
+        self, settings: PPOConfig, directory: Path, *, step_s: float = 0.0, chunk_s: float = 0.0, sample_bytes: int = 0
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.settings, self.directory = settings, directory
@@ -201,14 +210,14 @@ class DealtRun:
         first: Any = RunTrainer
         further: Any = TrainerRank
         maker: Any = RunMaker
+        maker_fn = MakerFactory(settings, directory, chunk_s)
+        maker_fn.sample_bytes = sample_bytes
         self.makers = {
-            name: maker.options(name=name, max_restarts=-1, **options).remote(
-                name, MakerFactory(settings, directory, chunk_s)
-            )
+            name: maker.options(name=name, max_restarts=-1, **options).remote(name, maker_fn)
             for name in (f"maker-{number}" for number in range(settings.cluster.num_makers))
         }
         self.trainer = first.options(name="trainer", **options).remote(
-            list(self.makers), learner_fn, PROBLEMS, settings, SEED, keeper or MemoryKeeper(directory), save_policy,
+            list(self.makers), learner_fn, PROBLEMS, settings, SEED, MemoryKeeper(directory), save_policy,
             peers=peers,
         )  # fmt: skip
         self.ranks = {"trainer": self.trainer} | {

@@ -8,7 +8,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from rlhf_core.errors import LostRankError, RlhfError
+from rlhf_core.errors import LostRankError, RlhfError, TrainingError
 
 PING_S = 10.0
 """Longest wait for a sign of life of all actors together, once something is known to be wrong."""
@@ -38,23 +38,39 @@ def results(
         try:
             ray.get(ready)
         except RayError as error:
-            raise explained(error, members) from error
+            meaning = explained(error, calls[ready[0]], members)
+            if meaning is None:
+                raise
+            raise meaning from error
     found: list[Any] = ray.get(list(calls))
     return found
 
 
-def explained(error: RayError, members: Mapping[str, Any]) -> Exception:
-    """Return what an actor's failure means: its own sentence, or which actor has ended."""
+def explained(error: RayError, name: str, members: Mapping[str, Any]) -> Exception | None:
+    """Return what an actor's failure means: its own sentence, or which actor has ended; None for a fault of ours.
+
+    Args:
+        error: what its call came back with.
+        name: of the actor.
+        members: all actors of the run by name.
+    """
     cause = error.cause if isinstance(error, RayTaskError) else error
     if isinstance(cause, RlhfError) and not isinstance(cause, LostRankError):
         return cause
+    if type(cause).__name__ == "OutOfMemoryError":  # torch's, which is not imported for this
+        return TrainingError(
+            f"the GPU's memory does not hold {name}; lower --train_batch_size or --experience_batch_size, take "
+            "--mixed_precision bf16, or give each process more of a GPU (--gpus_per_actor)"
+        )
     gone = [name for name, state in _states(members).items() if state == "ended"]
     if gone:
         return LostRankError(
             f"{', '.join(gone)} of this run {'has' if len(gone) == 1 else 'have'} ended ({_reason(cause)}); look "
             "into its log in the cluster's log directory, and start the run again"
         )
-    return cause if isinstance(cause, RlhfError) else error
+    if isinstance(cause, LostRankError):
+        return LostRankError(f"{name}: {cause}")
+    return TimeoutError(f"{name}: {_reason(cause)}") if isinstance(cause, TimeoutError) else None
 
 
 def _late_sentence(

@@ -137,10 +137,11 @@ def test_a_trainer_that_died_goes_on_to_the_same_bits_from_its_state(tmp_path: P
         save_dir=tmp_path / "state", **COMBINED,
     )  # fmt: skip
     handle = maker("maker_0", ["trainer_0"], options=GROUPS, model_fn=all_four)
+    loop = handle.workingloop.remote(batches, num_steps=10)
     with pytest.raises(RayActorError):
-        run([first], [handle], batches, [10], *FIT)
+        ray.get(first.fit.remote(*FIT), timeout=LIMIT_S)
     with pytest.raises(RlhfError, match=r"trainer_0, which maker_0 works for, has ended"):
-        ray.get(handle.workingloop.remote(batches, num_steps=10), timeout=LIMIT_S)
+        ray.get(loop, timeout=LIMIT_S)
     again = detached("trainer_0", ["maker_0"], tmp_path / "steps", **COMBINED)
     ray.get(again.load_state.remote(tmp_path / "state"), timeout=LIMIT_S)
     with pytest.raises(ConfigError, match=r"stands at version 3 .* call sync_models_to_remote_makers first"):

@@ -30,6 +30,7 @@ FIRST = (
     "test_clusters",
     "test_stage_ranks",
     "test_cluster_endings",
+    "test_train_prompts_on_ray",
 )
 """Files of minutes: a worker that met one of them last would keep the other waiting. In this order one worker has most
 of the files that share a stack, and the other those that need none."""

@@ -20,9 +20,9 @@ RESUMES = "resumes"
 RESTARTING = "Restarting"
 """Name of the state of a crashed run that is about to be started again; its type is CRASHED."""
 RESTARTS = 3
-QUIET_S = 20.0
-"""From a crash to the restart. The worker's second word comes after three seconds, later on a busy machine; and the
-watchdog of the run's Ray cluster has ended it by then."""
+QUIET_S = 30.0
+"""From a crash to the restart. The worker's second word comes after three seconds, on a busy machine after half a
+minute; where the run waits for its new process by then, it does no harm. The watchdog of its Ray cluster is done."""
 LOST_AFTER_S = 300.0
 """Silence after which a run counts as crashed. Flows tell the server every 30 s that they live, and ride out a server
 that is away for four minutes: a shorter time would take such runs for dead when the server comes back."""

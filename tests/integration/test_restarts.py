@@ -80,9 +80,9 @@ def test_a_killed_run_is_started_again_once_as_the_same_run_and_ends_well(resumi
 @pytest.mark.parametrize(
     ("starts", "becomes", "says"),
     [
-        (0, RESTARTING, "The run crashed before it began. It is started again in 20 s."),
-        (1, RESTARTING, "The run crashed once. It is started again in 20 s."),
-        (3, RESTARTING, "The run crashed three times. It is started again in 20 s."),
+        (0, RESTARTING, "The run crashed before it began. It is started again in 30 s."),
+        (1, RESTARTING, "The run crashed once. It is started again in 30 s."),
+        (3, RESTARTING, "The run crashed three times. It is started again in 30 s."),
         (4, "Failed", "The run crashed four times and is not started again by itself: look for the reason in its log"),
     ],
 )

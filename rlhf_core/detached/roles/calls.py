@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from rlhf_core.errors import LostRankError, RlhfError, TrainingError
 
@@ -57,6 +57,11 @@ def explained(error: RayError, name: str, members: Mapping[str, Any]) -> Excepti
     cause = error.cause if isinstance(error, RayTaskError) else error
     if isinstance(cause, RlhfError) and not isinstance(cause, LostRankError):
         return cause
+    if isinstance(cause, OutOfMemoryError):
+        return TrainingError(
+            f"Ray ended {name} or another process of its machine, whose memory was nearly full; free some, or lower "
+            "--train_batch_size or --experience_batch_size"
+        )
     if type(cause).__name__ == "OutOfMemoryError":  # torch's, which is not imported for this
         return TrainingError(
             f"the GPU's memory does not hold {name}; lower --train_batch_size or --experience_batch_size, take "

@@ -7,6 +7,7 @@ from typing import Any
 
 import ray
 
+from rlhf_core.detached.roles.calls import results
 from rlhf_core.detached.roles.composition import ExperienceCompositionRefs
 from rlhf_core.detached.roles.placement import Room, Share
 from rlhf_core.detached.roles.roles import RayPPOActor, RayPPOCritic, RayPPOInitialModel, RayPPORewardModel
@@ -79,13 +80,15 @@ class PPORayActorGroup:
         self.room.leave()
 
     def _meeting_place(self, timeout_s: float) -> tuple[str, int]:
-        call = self.actors[0].get_master_addr_port.remote()
-        ready, _ = ray.wait([call], timeout=timeout_s)
-        if not ready:
+        first = f"{self.role}-0"
+        try:
+            calls = {self.actors[0].get_master_addr_port.remote(): first}
+            (place,) = results(calls, members={first: self.actors[0]}, timeout_s=timeout_s, what="to start")
+        except BaseException:
             self.end()
-            raise TimeoutError(f"waited {timeout_s:.0f} s for {self.role}-0 to start, and it did not; see its log")
-        place: tuple[str, int] = ray.get(call)
-        return place
+            raise
+        address, port = place
+        return address, port
 
 
 class TrainableModelRayActorGroup(PPORayActorGroup):

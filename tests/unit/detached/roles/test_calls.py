@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskError
 
 from rlhf_core.detached.roles import calls
@@ -12,7 +13,7 @@ from rlhf_core.errors import DataError, LostRankError, TrainingError
 
 
 class OutOfMemoryError(RuntimeError):
-    """As torch's is called."""
+    """As torch's is called, and Ray's too."""
 
 
 def failed(cause: Exception) -> RayError:
@@ -32,6 +33,11 @@ def states(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     [
         (failed(DataError("no prompt")), DataError, "no prompt"),
         (failed(OutOfMemoryError("CUDA")), TrainingError, "the GPU's memory does not hold critic-0; lower --train"),
+        (
+            ray.exceptions.OutOfMemoryError("much"),
+            TrainingError,
+            "Ray ended critic-0 or another process of its machine",
+        ),
         (failed(LostRankError("rank 1 of 2 is stopped")), LostRankError, "critic-0: rank 1 of 2 is stopped"),
         (failed(GetTimeoutError("Get timed out.")), TimeoutError, "critic-0: Get timed out"),
     ],

@@ -166,8 +166,8 @@ def may_pass(error: BaseException) -> bool:
 
     if isinstance(error, ray.exceptions.RayTaskError):  # raised inside an actor: what it raised decides
         error = error.cause
-    mendable = (ray.exceptions.RayActorError, LostRankError, MakersLostError, TimeoutError, ConnectionError)
-    return isinstance(error, mendable)
+    died = (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError)  # the second: Ray ended it, for room
+    return isinstance(error, (*died, LostRankError, MakersLostError, TimeoutError, ConnectionError))
 
 
 def may_pass_in(_task: Any, _task_run: Any, state: Any) -> bool:

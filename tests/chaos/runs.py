@@ -208,6 +208,7 @@ def campaign(
             "RLHF_HOME": str(directory / "home"),
             "RLHF_STORE_URL": f"file://{directory}/store",
             "RLHF_RETENTION": KEPT,
+            "RAY_memory_monitor_refresh_ms": "0",  # or Ray kills too, when others fill the machine
             **(environment or {}),
         },
         plans,

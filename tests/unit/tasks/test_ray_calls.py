@@ -18,6 +18,7 @@ def raised_in_an_actor(cause: Exception) -> ray.exceptions.RayTaskError:
     "error",
     [
         ray.exceptions.ActorDiedError(),
+        ray.exceptions.OutOfMemoryError("1 worker(s) were killed due to the node running low on memory"),
         TimeoutError("waited 5 s for the trainer"),
         raised_in_an_actor(MakersLostError("every maker has died")),
         raised_in_an_actor(TimeoutError("waited 5 s for maker-0")),

@@ -137,6 +137,7 @@ class Publisher:
     def close(self) -> None:
         """Free everything; makers keep the weights that they have taken."""
         self.retire(())
+        self._former = None
         with self._guard:
             for outbox in self._outboxes.values():
                 outbox.shut()

@@ -71,7 +71,7 @@ def configured(model: Path, trainers: int = 1, **cluster: Any) -> PipelineConfig
                 "trainer_threads": 1,
                 "maker_threads": 1,
                 "object_store_mb": 128,
-                "collective_timeout_s": 30,
+                "collective_timeout_s": 60,
                 "start_timeout_s": 300,
                 **cluster,
             },

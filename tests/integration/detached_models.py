@@ -140,6 +140,15 @@ def run(trainers: list[Any], makers: list[Any], dataloader_fn: Callable[[], Any]
             ray.get(ready[0])
 
 
+def wait_until_free(name: str) -> None:
+    """Wait until an actor of a name that died has given it up."""
+    deadline = time.monotonic() + LIMIT_S
+    with suppress(ValueError):
+        while time.monotonic() < deadline:
+            ray.get_actor(name)
+            time.sleep(0.2)
+
+
 def end(*actors: Any) -> None:
     for each in actors:
         ray.kill(each)

@@ -11,7 +11,7 @@ import ray
 
 from rlhf_core.config import PPOOptions
 from rlhf_core.models.critic import Critic
-from tests.integration.detached_models import LIMIT_S, batches, cluster, maker, plain
+from tests.integration.detached_models import LIMIT_S, batches, cluster, maker, plain, wait_until_free
 from tests.unit.script.brief_llama import brief_llama
 from tests.unit.trainer.ppo_trainers import reward_model
 
@@ -109,3 +109,5 @@ def test_the_example_runs_with_only_its_imports_changed(
         assert (tmp_path / "actor_checkpoint").is_file()
     for each in (*handles, names["trainer"]):
         ray.kill(each)
+    for name in ("trainer_0", "maker_0", "maker_1"):
+        wait_until_free(name)

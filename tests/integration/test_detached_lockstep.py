@@ -32,6 +32,7 @@ from tests.integration.detached_models import (
     plain,
     run,
     trained,
+    wait_until_free,
     weights_in,
 )
 from tests.unit.trainer.ppo_trainers import demonstrations, record_stats, trainer
@@ -128,6 +129,8 @@ def test_losses_and_weights_are_those_of_one_process(
         assert torch.equal(saved[name], expected[name].detach()), name
     assert ray.get(other.figures.remote(), timeout=LIMIT_S)["staleness"] == 0.0
     end(other, *handles)
+    for name in ("trainer_0", *names):
+        wait_until_free(name)
 
 
 def test_a_trainer_that_died_goes_on_to_the_same_bits_from_its_state(tmp_path: Path) -> None:
@@ -142,6 +145,7 @@ def test_a_trainer_that_died_goes_on_to_the_same_bits_from_its_state(tmp_path: P
         ray.get(first.fit.remote(*FIT), timeout=LIMIT_S)
     with pytest.raises(RlhfError, match=r"trainer_0, which maker_0 works for, has ended"):
         ray.get(loop, timeout=LIMIT_S)
+    wait_until_free("trainer_0")
     again = detached("trainer_0", ["maker_0"], tmp_path / "steps", **COMBINED)
     ray.get(again.load_state.remote(tmp_path / "state"), timeout=LIMIT_S)
     with pytest.raises(ConfigError, match=r"stands at version 3 .* call sync_models_to_remote_makers first"):

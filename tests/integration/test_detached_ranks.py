@@ -27,6 +27,7 @@ from tests.integration.detached_models import (
     plain,
     run,
     trained,
+    wait_until_free,
 )
 from tests.parallel.processes import free_port
 from tests.unit.trainer.ppo_trainers import record_stats, trainer
@@ -93,6 +94,8 @@ def test_two_trainers_learn_what_one_does_with_batches_of_twice_the_size(count: 
     assert sum(made) == 20
     assert all(made)
     end(*both, *handles)
+    for name in (*TRAINERS, *names):
+        wait_until_free(name)
 
 
 def test_a_rank_that_dies_is_named_and_fits_that_differ_are_refused(tmp_path: Path) -> None:
@@ -100,6 +103,8 @@ def test_a_rank_that_dies_is_named_and_fits_that_differ_are_refused(tmp_path: Pa
     with pytest.raises(ConfigError, match=r"fit of rank 1 has total_steps"):
         ray.get([both[0].fit.remote(8, 2), both[1].fit.remote(8, 4)], timeout=LIMIT_S)
     end(*both)
+    for name in TRAINERS:
+        wait_until_free(name)
     handle = maker("maker_0", TRAINERS)
     both = ranks(["maker_0"], tmp_path)
     loop = handle.workingloop.remote(batches, num_steps=2000)

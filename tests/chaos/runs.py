@@ -20,7 +20,7 @@ from infra.errors import ReferenceNotFoundError
 from rlhf_core.config import PipelineConfig
 from tests.chaos.driver import Driver, Played, Stage
 from tests.chaos.plan import DEALING_PHASES, Aim, PlanFolder
-from tests.chaos.table import Row, parted, revivals
+from tests.chaos.table import ROWS, Row, parted, revivals
 from tests.integration.cluster_processes import wait_until_nothing_is_left
 from tests.integration.ppo_runs import Run
 from tests.tiny_llama import write_tiny_llama
@@ -144,6 +144,7 @@ class Campaign:
         self.has_diverged = bool(self.digests) and digest != self.digests[self.due - 1]
         row = Row.of(aim, episode=self.due, digest=digest, events=list(self.folder.events(started)))
         assert not self.has_diverged, f"after {aim} in episode {self.due}: {digest}, not {self.digests[self.due - 1]}"
+        ROWS.append(row)
         return row
 
     def _await_deed(self, aim: Aim) -> None:

@@ -10,7 +10,7 @@ from tests.chaos.plan import Aim
 
 HEADER = ("process", "phase", "occurrence", "episode", "recovered from", "seconds", "digest")
 ROWS: list[Row] = []
-"""Of this session."""
+"""Of this session: kills whose states were as they should be."""
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,10 @@ class Row:
 
     @classmethod
     def of(cls, aim: Aim, *, episode: int, digest: str, events: Sequence[dict[str, Any]]) -> Row:
-        """Read from the log what happened after a kill; it becomes a line of the table."""
+        """Read from the log what happened after a kill."""
         killed, before, after = parted(events)
         recovered, ready = _recovery(aim, before, after)
-        row = cls(aim, episode, recovered, (ready or max(event["time"] for event in events)) - killed, digest)
-        ROWS.append(row)
-        return row
+        return cls(aim, episode, recovered, (ready or max(event["time"] for event in events)) - killed, digest)
 
     def cells(self) -> tuple[str, ...]:
         """Return the line's columns."""

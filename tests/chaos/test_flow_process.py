@@ -18,7 +18,7 @@ from infra.errors import ClusterError
 from tests.chaos.driver import Stage, start_flow
 from tests.chaos.plan import PHASES, Aim
 from tests.chaos.runs import OVERRIDES, Campaign, committed, policy_digest, state_digest
-from tests.chaos.table import Row
+from tests.chaos.table import ROWS, Row
 from tests.integration.cluster_processes import wait_until_nothing_is_left
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos, pytest.mark.timeout(1800)]
@@ -62,7 +62,7 @@ def test_a_run_goes_on_from_flow_process_to_flow_process(lockstep: Campaign, api
     ends = [started for _, _, started in lives[1:]] + [time.time()]
     for (aim, episode, started), end in zip(lives, [*ends[1:], time.time()], strict=True):
         events = [event for event in lockstep.folder.events(started) if event["time"] < end]
-        Row.of(aim, episode=episode, digest=digests[episode - 1], events=events)
+        ROWS.append(Row.of(aim, episode=episode, digest=digests[episode - 1], events=events))
     assert digests == lockstep.digests
     assert policy_digest(lockstep.made) == lockstep.policy
     lockstep.has_diverged = True  # begun anew by whoever plays next

@@ -83,7 +83,7 @@ def on_a_small_disk(lockstep: Campaign, tmp_path_factory: pytest.TempPathFactory
         with campaign(lockstep.config, directory, known=lockstep, workers=lockstep.stage.workers) as made:
             yield made
     finally:
-        subprocess.run(["umount", directory], check=True)
+        subprocess.run(["umount", "--lazy", directory], check=True)  # this process holds locks of the cache there
 
 
 @pytest.mark.parametrize("phase", ["upload", "manifest", "snapshot", "lease"])

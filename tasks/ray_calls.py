@@ -181,7 +181,7 @@ def sentence(error: BaseException) -> str:
 
     first = first_line(error)
     if isinstance(error, ray.exceptions.RayActorError):
-        return f"a process of the run's cluster died, three times in a row: {first} Look into the cluster's log"
+        return f"a process of the run's cluster died: {first} Look into the cluster's log"
     return first
 
 

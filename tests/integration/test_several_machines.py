@@ -145,7 +145,7 @@ def test_a_run_on_three_machines_ends_with_the_bits_of_a_run_on_one(on_one_machi
 @pytest.mark.chaos
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("how", ["cut_off", "kill"])
-@pytest.mark.parametrize(("victim", "doing"), [("trainer", "learning"), ("maker", "")])  # whatever it says first of that episode
+@pytest.mark.parametrize(("victim", "doing"), [("trainer", "learning"), ("maker", "")])  # "": at its begin
 def test_a_run_goes_on_without_a_machine_that_is_silent_or_lost(
     on_one_machine: Any, how: str, victim: str, doing: str
 ) -> None:

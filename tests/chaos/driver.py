@@ -25,6 +25,7 @@ ATTEMPTS = 3
 RETRY_DELAY_S = 0.5
 PLAY_TIMEOUT_S = 900.0
 COMMIT_TIMEOUT_S = 300.0
+MAKERS_TIMEOUT_S = 300.0
 PRELOADED = ["torch", "transformers", "ray", "flows.ppo", "tests.chaos.driver"]
 
 
@@ -161,7 +162,8 @@ def _play(stage: Stage, run: PPORun, episode: int, aim: Aim | None, deed: Mappin
     if aim is None:
         return _attempt(play, folder)
     trainer_for(run, episode, context)
-    folder.make(aim, **(deed or {"targets": _targets(run, aim)}))
+    makers = _await_makers(run, folder)
+    folder.make(aim, **(deed or {"targets": _targets(run, aim, makers)}))
     return _attempt(play, folder)
 
 
@@ -199,25 +201,41 @@ def _attempt(work: Callable[[], Any], folder: PlanFolder) -> Played:
     return Played(tuple(failures), is_done=False)
 
 
-def _targets(run: PPORun, aim: Aim) -> tuple[int, ...]:
+def _await_makers(run: PPORun, folder: PlanFolder) -> list[int]:
+    """Return the process ids of all makers, once each has weights: one may still come back from the kill before."""
+    import ray
+
+    found: list[int] = []
+    deadline = time.monotonic() + MAKERS_TIMEOUT_S
+    for index in range(run.config["ppo"]["cluster"]["num_makers"]):
+        while True:
+            assert time.monotonic() < deadline, f"waited {MAKERS_TIMEOUT_S:.0f} s for maker-{index} to take weights"
+            with suppress(ray.exceptions.RayError, TimeoutError):
+                pid = int(ray.get(ray.get_actor(f"maker-{index}").ping.remote(), timeout=30))
+                if any(event["pid"] == pid and event.get("phase") == "swap" for event in folder.events()):
+                    found.append(pid)
+                    break
+            time.sleep(0.1)
+    return found
+
+
+def _targets(run: PPORun, aim: Aim, makers: list[int]) -> tuple[int, ...]:
     """Return who is to die, by process id; nobody: a maker that comes there itself."""
     import ray
 
     from tasks.context import open_context
     from tasks.ppo_group import TRAINER, lease
 
-    def pids(*names: str) -> tuple[int, ...]:
-        return tuple(ray.get([ray.get_actor(name).ping.remote() for name in names], timeout=30))
+    def pid(name: str) -> int:
+        return int(ray.get(ray.get_actor(name).ping.remote(), timeout=30))
 
     head = lease(run, open_context()).head
-    makers = [f"maker-{index}" for index in range(run.config["ppo"]["cluster"]["num_makers"])]
-    if aim.victim == "maker" and aim.phase in MAKER_PHASES:
-        return ()
+    if aim.victim == "maker":
+        return () if aim.phase in MAKER_PHASES else (makers[aim.occurrence % len(makers)],)
     found = {
-        "maker": lambda: pids(makers[aim.occurrence % len(makers)]),
-        "all makers": lambda: pids(*makers),
-        "trainer": lambda: pids(TRAINER),
-        "second rank": lambda: pids(f"{TRAINER}-1"),
+        "all makers": lambda: tuple(makers),
+        "trainer": lambda: (pid(TRAINER),),
+        "second rank": lambda: (pid(f"{TRAINER}-1"),),
         "head": lambda: (head[0].pid,),
         "raylet": lambda: (head[1].pid,),
         "driver": lambda: (os.getpid(),),

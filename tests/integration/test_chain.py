@@ -176,13 +176,13 @@ def test_a_run_killed_in_mid_ppo_is_started_again_by_itself_and_goes_on_from_its
             os.kill(killed.owner.pid, signal.SIGKILL)
             wait_for(lambda: "The run crashed once. It is started again" in out.read_text(), "the restart's notice")
             committed = committed_by_seed_1(store)
+            assert committed is not None
+            before = store.read_json(committed, "state.json")["history"]  # now: a run keeps its two newest states
             assert run.wait(timeout=400) == 0, out.read_text()
         finally:
             run.kill()
             run.wait()
-    assert committed is not None
     assert committed.version < episodes, "the run was killed too late to show anything"
-    before = store.read_json(committed, "state.json")["history"]
     last = committed_by_seed_1(store)
     assert last is not None
     history = store.read_json(last, "state.json")["history"]

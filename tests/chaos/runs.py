@@ -74,7 +74,7 @@ OVERRIDES: dict[str, Any] = {
 
 
 def state_digest(store: ArtifactStore, name: str, version: int) -> str:
-    """The SHA-256 of a committed state's tensors, but for chunks that wait, and of the samples that it learnt from last.
+    """The SHA-256 of a committed state's tensors, but for chunks that wait, and of the samples that it learnt from.
 
     How many chunks of the next episode are made when a state is taken is a matter of luck; what is in them is not.
     """

@@ -16,7 +16,7 @@ test: setup  ## all tests that need no GPU; fails too when none ran
 	@$(BIN)/python -m pytest -m "not gpu and not parallel and not s3 and not chaos" \
 		-n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-test-parallel: setup  ## everything that runs on two ranks and more
+test-parallel: setup  ## two ranks and more under every strategy, and the topologies of trainers, makers and groups
 	@$(BIN)/python -m pytest -m parallel $(PYTEST_ARGS)
 
 test-s3: setup  ## the artifact store in full: every fault of every request, an outage, a second server, 1,000 histories

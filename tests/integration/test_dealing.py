@@ -76,6 +76,7 @@ def test_with_staleness_one_makers_work_beside_the_learner_and_between_episodes(
     assert books(records[-1]) == {"issued": 20, "learnt": 20, "dropped": 0, "lost": 0, "out": 0, "waiting": 0}
 
 
+@pytest.mark.parallel
 def test_what_became_too_old_beside_a_slow_trainer_is_dropped_and_made_again(tmp_path: Path) -> None:
     settings = config(
         max_staleness=1, stale_samples="drop", buffer_limit=6, correction="decoupled", cluster={"num_makers": 2}

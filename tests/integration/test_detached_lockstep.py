@@ -92,7 +92,12 @@ def in_process(*, options: Any = OPTIONS, lora: bool = False, **changes: Any) ->
 
 @pytest.mark.parametrize(
     ("makers", "dies_after", "changes"),
-    [(1, 0, {}), (2, 0, {}), (2, 3, COMBINED), (1, 3, {"lora": True})],
+    [
+        pytest.param(1, 0, {}, marks=pytest.mark.parallel),
+        pytest.param(2, 0, {}, marks=pytest.mark.parallel),
+        (2, 3, COMBINED),
+        pytest.param(1, 3, {"lora": True}, marks=pytest.mark.parallel),
+    ],
     ids=["one", "two", "all, and a maker that dies", "adapters, and a maker that comes up again"],
 )
 def test_losses_and_weights_are_those_of_one_process(

@@ -118,8 +118,8 @@ def _stop_an_actor_and_kill(driver: Driver) -> None:
     "ends",
     [
         _kill,
-        _stop_group,
-        _let_it_release,
+        pytest.param(_stop_group, marks=pytest.mark.chaos),
+        pytest.param(_let_it_release, marks=pytest.mark.chaos),
         pytest.param(_kill_group_and_descendants, marks=pytest.mark.chaos),
         pytest.param(_stop_an_actor_and_kill, marks=pytest.mark.chaos),
         pytest.param(_let_it_raise, marks=pytest.mark.chaos),
@@ -139,6 +139,7 @@ def test_what_a_run_has_on_the_cluster_ends_with_its_driver_and_nothing_else_doe
     wait_until(user.is_alone)
 
 
+@pytest.mark.chaos
 def test_a_name_is_held_by_one_living_process_and_taken_over_from_a_dead_one(
     user: User, start: Callable[..., Driver]
 ) -> None:

@@ -18,7 +18,7 @@ from tasks.ppo_group import TRAINER, lease
 from tests.integration.ppo_runs import on_a_cluster
 from tests.tiny_llama import write_tiny_llama
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.parallel]
 
 
 @pytest.fixture(scope="module")

@@ -131,6 +131,8 @@ def follow(made: Machines, told: Iterator[dict[str, Any]], strike: Any = None) -
     return Told(facts, failures)
 
 
+@pytest.mark.chaos
+@pytest.mark.timeout(1200)
 def test_a_run_on_three_machines_ends_with_the_bits_of_a_run_on_one(on_one_machine: Any) -> None:
     with machines(ONE_EACH) as made, run_on(made) as told:
         facts, failures = follow(made, told)

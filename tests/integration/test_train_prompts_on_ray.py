@@ -102,6 +102,7 @@ def test_four_groups_learn_what_one_process_does_at_the_same_time_and_leave_noth
     await_free(CPUS)
 
 
+@pytest.mark.parallel
 @pytest.mark.usefixtures("cluster")
 def test_an_actor_on_two_nodes_learns_what_one_does_with_twice_the_batch(inputs: Path, tmp_path: Path) -> None:
     outcome = main(flags(inputs, num_actor_nodes=2, num_episodes=2, save_path=tmp_path / "policy"))

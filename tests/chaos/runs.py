@@ -118,7 +118,7 @@ class Campaign:
         """Play the episode that is due, with a kill in it, and hold its state to the undisturbed one's."""
         if self.has_diverged:
             self.begin()
-        if self.due == self.config.ppo.episodes - (aim.phase in DEALING_PHASES):
+        if self.due >= self.config.ppo.episodes - (aim.phase in DEALING_PHASES):
             self.finish()
             self.begin()
         started = time.time()

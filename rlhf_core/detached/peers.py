@@ -31,12 +31,13 @@ class Peers:
         self._actors: dict[str, Any] = {}
 
     @contextmanager
-    def taking_part(self, method: str, *arguments: Any) -> Iterator[None]:
+    def taking_part(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Iterator[None]:
         """Run this rank's part of something while the others run theirs; all have done it when the block is left.
 
         Args:
             method: of `TrainerRank`.
             arguments: of that method.
+            timeout_s: longest wait for them once this rank has done its own part; None takes that of all work.
 
         Raises:
             LostRankError: if one of the ranks ended.
@@ -50,7 +51,7 @@ class Peers:
         with naming_lost_rank(current_ranks()):
             yield
         try:
-            answers(calls, self._timeout_s)
+            answers(calls, self._timeout_s if timeout_s is None else timeout_s)
         except RayActorError as error:
             raise LostRankError(f"{self._whose(calls)} has ended: {str(error).splitlines()[0]}") from error
 

@@ -109,7 +109,8 @@ class RunTrainer(GroupMember):
         for name in self._maker_names:
             self._dealing.dealer.add(name, ray.get_actor(name))
         self._dealing.dealer.start()
-        with self._peers.taking_part("build"):
+        # Ranks start at their own pace, and the first may be done long before another has its models.
+        with self._peers.taking_part("build", timeout_s=self._config.cluster.start_timeout_s):
             self._learner = self._learner_fn()
             shared = share_state(SharedState(state.tensors, state.learner) if state else None, current_ranks())
             if shared is not None:

@@ -153,7 +153,7 @@ def test_a_name_is_held_by_one_living_process_and_taken_over_from_a_dead_one(
     first.process.kill()
     second = start(host="localhost").holds()  # by another name
     assert are_gone(first)()
-    assert not watcher.is_running()
+    wait_until(lambda: not watcher.is_running())
     assert not are_gone(second)()
     assert user.has_all_his_own()
 

@@ -113,7 +113,7 @@ def _build(run: PPORun, context: Context) -> Any:
     if len(trainers) > 1:
         waits = {"start_timeout_s": cluster.start_timeout_s, "collective_timeout_s": cluster.collective_timeout_s}
         unwrapped(partial(form_group, trainers, **waits))
-    waiting = {actor.build.remote(): name for name, actor in trainers.items()}
+    waiting = {trainer.build.remote(): TRAINER}  # it has its peers build, and the dealer the makers
     wait_for_all(waiting, cluster.start_timeout_s, what=f"run {run.name} to build its models", members=peers_of(run))
     ask(trainer.synchronise, cluster.start_timeout_s + ANSWER_S)  # it names the maker that it waited for
     position = ask(trainer.position, ANSWER_S)

@@ -68,7 +68,7 @@ def intersect(one: Span, other: Span) -> bool:
 
 
 @pytest.mark.usefixtures("cluster")
-def test_four_groups_learn_what_one_process_does_at_the_same_time_and_leave_nothing(
+def test_four_groups_learn_what_one_process_does_and_leave_nothing(
     inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     picture = tmp_path / "timeline.png"
@@ -89,6 +89,14 @@ def test_four_groups_learn_what_one_process_does_at_the_same_time_and_leave_noth
     moments = load_file(inputs / "policy.optim.pt")
     assert any(name.endswith("exp_avg") for name in moments)
 
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    await_free(CPUS)
+
+
+@pytest.mark.parallel  # models this small are done in milliseconds: which of them meet is a matter of the machine
+@pytest.mark.usefixtures("cluster")
+def test_the_groups_work_at_the_same_time(inputs: Path) -> None:
+    outcome = main(flags(inputs))
     judging = [span for span in outcome.spans if span.what in {"log-probs", "reference", "values", "scores"}]
     pairs = {
         frozenset((one.role, other.role))
@@ -98,7 +106,6 @@ def test_four_groups_learn_what_one_process_does_at_the_same_time_and_leave_noth
     assert len(pairs) >= 3, pairs  # of six; which of them meet depends on the machine's two cores
     learning = {span.role: span for span in outcome.spans if span.what == "learn"}
     assert intersect(learning["actor"], learning["critic"])
-    assert picture.read_bytes().startswith(b"\x89PNG")
     await_free(CPUS)
 
 

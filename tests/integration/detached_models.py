@@ -39,7 +39,10 @@ def cluster(directory: Path, name: str = "classes") -> Iterator[None]:
     """Run the block as a driver of a cluster of logical GPUs."""
     manifest = lease_cluster(
         name, directory=directory, num_cpus=8, num_gpus=4, object_store_mb=128,
-        environment={"RAY_memory_monitor_refresh_ms": "0"},  # it ends actors here when others fill the machine
+        environment={
+            "RAY_memory_monitor_refresh_ms": "0",  # it ends actors here when others fill the machine
+            "PYTHONPATH": str(Path(__file__).parents[2]),  # wherever the cluster is started
+        },
     )  # fmt: skip
     try:
         connect(manifest)

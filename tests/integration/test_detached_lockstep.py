@@ -138,6 +138,7 @@ def test_losses_and_weights_are_those_of_one_process(
         wait_until_free(name)
 
 
+@pytest.mark.parallel
 def test_a_trainer_that_died_goes_on_to_the_same_bits_from_its_state(tmp_path: Path) -> None:
     _, stats = in_process(**COMBINED)
     first = detached(

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorDiedError, RayActorError
 
 from rlhf_core.detached.weight_sender import SentWeights
 from rlhf_core.errors import ConfigError, RlhfError
@@ -31,7 +31,7 @@ def own_actor_name() -> str:
 
 
 def find_actor(name: str, timeout_s: float, *, what: str) -> Any:
-    """Return the handle of an actor, which may be about to be created.
+    """Return the handle of an actor, which may be about to be created, also in the place of one that died.
 
     Args:
         name: of the actor.
@@ -44,14 +44,30 @@ def find_actor(name: str, timeout_s: float, *, what: str) -> Any:
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            return ray.get_actor(name, namespace=namespace())
-        except ValueError as error:
-            if time.monotonic() >= deadline:
-                raise LostMakerError(
-                    f"waited {timeout_s:g} s for {what} {name}, and no actor has that name in the namespace "
-                    f"{namespace() or ray.get_runtime_context().namespace}; create it with options(name={name!r})"
-                ) from error
-            time.sleep(_LOOK_S)
+            found = ray.get_actor(name, namespace=namespace())
+        except ValueError:
+            found = None
+        if found is not None and not _is_dead(found):
+            return found
+        if time.monotonic() >= deadline:
+            raise LostMakerError(
+                f"waited {timeout_s:g} s for {what} {name}, and no actor has that name in the namespace "
+                f"{namespace() or ray.get_runtime_context().namespace}; create it with options(name={name!r})"
+            )
+        if found is not None:
+            ray.kill(found)  # or Ray would give this process the dead actor by that name for ever
+        time.sleep(_LOOK_S)
+
+
+def _is_dead(actor: Any) -> bool:
+    """Whether Ray knows that an actor has died for good; it says so at once."""
+    try:
+        ray.get(ray.wait([actor.__ray_ready__.remote()], timeout=_LOOK_S)[0])
+    except ActorDiedError:
+        return True
+    except RayActorError:
+        return False  # it comes up again
+    return False
 
 
 class Holders:

@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import argparse
 from os.path import expanduser
-from typing import NoReturn
 
-from rlhf_core.errors import ConfigError
 from rlhf_core.script.numbers import above_zero, count, non_negative, positive, seed, share
+from rlhf_core.script.parser import Parser
 
 PLUGINS = ("gemini", "gemini_auto", "zero2", "zero2_cpu", "3d", "ddp", "plain")
 """coati's five, then ours."""
 
 
-class _Parser(argparse.ArgumentParser):
-    """Raises its complaint, so that under torchrun one rank alone prints it."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
-
-
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of `train_ppo`'s command line; a bad value is a ConfigError."""
-    parser = _Parser(
+    parser = Parser(
         prog="train_ppo",
         description="PPO from prompts: reward by a trained model or by functions, KL to the starting policy.",
         epilog="Run it under `torchrun --nproc_per_node=N -m rlhf_core.train_ppo ...` to train with N ranks; sizes of "

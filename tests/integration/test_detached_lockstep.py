@@ -138,7 +138,6 @@ def test_losses_and_weights_are_those_of_one_process(
         wait_until_free(name)
 
 
-@pytest.mark.parallel
 def test_a_trainer_that_died_goes_on_to_the_same_bits_from_its_state(tmp_path: Path) -> None:
     _, stats = in_process(**COMBINED)
     first = detached(
@@ -151,6 +150,7 @@ def test_a_trainer_that_died_goes_on_to_the_same_bits_from_its_state(tmp_path: P
         ray.get(first.fit.remote(*FIT), timeout=LIMIT_S)
     with pytest.raises(RlhfError, match=r"trainer_0, which maker_0 works for, has ended"):
         ray.get(loop, timeout=LIMIT_S)
+    ray.kill(first)  # or Ray would keep its name taken for this process
     wait_until_free("trainer_0")
     again = detached("trainer_0", ["maker_0"], tmp_path / "steps", **COMBINED)
     ray.get(again.load_state.remote(tmp_path / "state"), timeout=LIMIT_S)

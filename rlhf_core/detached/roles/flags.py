@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from os.path import expanduser
 from pathlib import Path
-from typing import NoReturn
 
 from rlhf_core.errors import ConfigError
 from rlhf_core.script.numbers import above_zero, count, non_negative, positive, seed, share
+from rlhf_core.script.parser import Parser
 
 STRATEGIES = ("ddp", "colossalai_gemini", "colossalai_zero2", "plain")
 """coati's three, then ours."""
@@ -17,16 +17,9 @@ MODELS = ("gpt2", "bloom", "opt", "auto")
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
-class _Parser(argparse.ArgumentParser):
-    """Raises its complaint, so that who called it says it."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
-
-
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of `train_prompts_on_ray`'s command line; a bad value is a ConfigError."""
-    parser = _Parser(
+    parser = Parser(
         prog="train_prompts_on_ray",
         description="PPO from the prompts of a CSV file: policy, critic, initial model and reward model on four groups "
         "of Ray actors.",

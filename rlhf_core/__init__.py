@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         DataCollatorForSupervisedDataset,
         StatefulDistributedSampler,
     )
-    from rlhf_core.detached.factories import (
+    from rlhf_core.detached.coati.factories import (
         get_actor_from_args,
         get_critic_from_args,
         get_model_numel,
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
         is_rank_0,
         set_dist_env,
     )
-    from rlhf_core.detached.fit_dealing import DealingOptions
-    from rlhf_core.detached.holder import ExperienceMakerHolder
-    from rlhf_core.detached.learner_building import LearningOptions
-    from rlhf_core.detached.lora import LoRAConstructor, state_dict_to
-    from rlhf_core.detached.receivers import get_receivers_per_sender
-    from rlhf_core.detached.replay_buffer import DetachedReplayBuffer
-    from rlhf_core.detached.trainer_base import DetachedTrainer
-    from rlhf_core.detached.trainer_ppo import DetachedPPOTrainer
+    from rlhf_core.detached.coati.fit_dealing import DealingOptions
+    from rlhf_core.detached.coati.holder import ExperienceMakerHolder
+    from rlhf_core.detached.coati.learner_building import LearningOptions
+    from rlhf_core.detached.coati.lora import LoRAConstructor, state_dict_to
+    from rlhf_core.detached.coati.receivers import get_receivers_per_sender
+    from rlhf_core.detached.coati.replay_buffer import DetachedReplayBuffer
+    from rlhf_core.detached.coati.trainer_base import DetachedTrainer
+    from rlhf_core.detached.coati.trainer_ppo import DetachedPPOTrainer
     from rlhf_core.experience_maker.maker import ExperienceMaker
     from rlhf_core.experience_maker.naive import NaiveExperienceMaker
     from rlhf_core.models.critic import Critic
@@ -139,17 +139,17 @@ _HOMES = {
     "DataCollatorForPreferenceDataset": "rlhf_core.trainer.supervised.collator",
     "DataCollatorForPromptDataset": "rlhf_core.data.loaders",
     "DataCollatorForSupervisedDataset": "rlhf_core.data.loaders",
-    "DealingOptions": "rlhf_core.detached.fit_dealing",
-    "DetachedPPOTrainer": "rlhf_core.detached.trainer_ppo",
-    "DetachedReplayBuffer": "rlhf_core.detached.replay_buffer",
-    "DetachedTrainer": "rlhf_core.detached.trainer_base",
+    "DealingOptions": "rlhf_core.detached.coati.fit_dealing",
+    "DetachedPPOTrainer": "rlhf_core.detached.coati.trainer_ppo",
+    "DetachedReplayBuffer": "rlhf_core.detached.coati.replay_buffer",
+    "DetachedTrainer": "rlhf_core.detached.coati.trainer_base",
     "Experience": "rlhf_core.types",
     "ExperienceMaker": "rlhf_core.experience_maker.maker",
-    "ExperienceMakerHolder": "rlhf_core.detached.holder",
+    "ExperienceMakerHolder": "rlhf_core.detached.coati.holder",
     "ExperienceMakerPerformanceEvaluator": "rlhf_core.trainer.evaluators",
     "GPTLMLoss": "rlhf_core.models.loss",
-    "LearningOptions": "rlhf_core.detached.learner_building",
-    "LoRAConstructor": "rlhf_core.detached.lora",
+    "LearningOptions": "rlhf_core.detached.coati.learner_building",
+    "LoRAConstructor": "rlhf_core.detached.coati.lora",
     "LogExpLoss": "rlhf_core.models.loss",
     "LogSigLoss": "rlhf_core.models.loss",
     "MakerCallback": "rlhf_core.trainer.callbacks",
@@ -174,22 +174,22 @@ _HOMES = {
     "TrainerPerformanceEvaluator": "rlhf_core.trainer.evaluators",
     "ValueLoss": "rlhf_core.models.loss",
     "encode_conversation": "rlhf_core.data.conversation",
-    "get_actor_from_args": "rlhf_core.detached.factories",
-    "get_critic_from_args": "rlhf_core.detached.factories",
-    "get_model_numel": "rlhf_core.detached.factories",
-    "get_rank": "rlhf_core.detached.factories",
-    "get_receivers_per_sender": "rlhf_core.detached.receivers",
-    "get_reward_model_from_args": "rlhf_core.detached.factories",
-    "get_strategy_from_args": "rlhf_core.detached.factories",
-    "get_tokenizer_from_args": "rlhf_core.detached.factories",
-    "get_world_size": "rlhf_core.detached.factories",
+    "get_actor_from_args": "rlhf_core.detached.coati.factories",
+    "get_critic_from_args": "rlhf_core.detached.coati.factories",
+    "get_model_numel": "rlhf_core.detached.coati.factories",
+    "get_rank": "rlhf_core.detached.coati.factories",
+    "get_receivers_per_sender": "rlhf_core.detached.coati.receivers",
+    "get_reward_model_from_args": "rlhf_core.detached.coati.factories",
+    "get_strategy_from_args": "rlhf_core.detached.coati.factories",
+    "get_tokenizer_from_args": "rlhf_core.detached.coati.factories",
+    "get_world_size": "rlhf_core.detached.coati.factories",
     "gsm8k_reward_fn": "rlhf_core.rewards.functions",
-    "is_rank_0": "rlhf_core.detached.factories",
+    "is_rank_0": "rlhf_core.detached.coati.factories",
     "make_strategy": "rlhf_core.strategy.strategy",
     "math_competition_reward_fn": "rlhf_core.rewards.functions",
-    "set_dist_env": "rlhf_core.detached.factories",
+    "set_dist_env": "rlhf_core.detached.coati.factories",
     "setup_conversation_template": "rlhf_core.data.conversation",
-    "state_dict_to": "rlhf_core.detached.lora",
+    "state_dict_to": "rlhf_core.detached.coati.lora",
     "train_reward_model": "rlhf_core.trainer.supervised.reward_model",
     "train_sft": "rlhf_core.trainer.supervised.sft",
     "validate_response_structure": "rlhf_core.rewards.structure",

@@ -16,7 +16,7 @@ from tasks.sentences import run_logger, stage_task
 
 if TYPE_CHECKING:
     from infra.artifacts import ArtifactStore, Manifest
-    from rlhf_core.detached.state import EpisodeRecord
+    from rlhf_core.detached.run.state import EpisodeRecord
 
 MODULES = ("ppo", "ppo_group", "ppo_keeper", "ppo_models", "ray_calls", "shares")
 

@@ -104,7 +104,7 @@ def _warm(run: PPORun, episode: int) -> Any | None:
 
 
 def _build(run: PPORun, context: Context) -> Any:
-    from rlhf_core.detached.member import form_group
+    from rlhf_core.detached.group.member import form_group
 
     started = time.monotonic()
     cluster = _cluster(run)
@@ -126,8 +126,8 @@ def _build(run: PPORun, context: Context) -> Any:
 def _start(run: PPORun, context: Context) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """Start the processes of trainers and makers, and return both by name."""
     from rlhf_core.detached.maker import RunMaker
-    from rlhf_core.detached.run_trainer import RunTrainer
-    from rlhf_core.detached.trainer_rank import TrainerRank
+    from rlhf_core.detached.run.rank import TrainerRank
+    from rlhf_core.detached.run.trainer import RunTrainer
     from tasks.ppo_keeper import StoreKeeper
     from tasks.ppo_models import LearnerFactory, MakerFactory, PolicySaver
 

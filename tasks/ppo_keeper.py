@@ -15,7 +15,7 @@ from infra.artifacts import ArtifactRef, ArtifactStore, Retention, open_default_
 from infra.errors import StoreError
 from infra.settings import settings
 from rlhf_core.config import PipelineConfig
-from rlhf_core.detached.state import (
+from rlhf_core.detached.run.state import (
     EpisodeRecord,
     TrainingState,
     state_from_json,

@@ -162,7 +162,7 @@ def may_pass(error: BaseException) -> bool:
     """Whether a new group of actors can mend it: a dead process or a late answer; never a bug or a bad number."""
     import ray
 
-    from rlhf_core.detached.ledger import MakersLostError
+    from rlhf_core.detached.dealing.ledger import MakersLostError
 
     if isinstance(error, ray.exceptions.RayTaskError):  # raised inside an actor: what it raised decides
         error = error.cause

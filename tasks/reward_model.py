@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from rlhf_core.data import PromptTemplate
     from rlhf_core.data.encoding import EncodedPair
-    from rlhf_core.detached.rank_actor import Tell
+    from rlhf_core.detached.group.rank_actor import Tell
     from rlhf_core.models.reward_model import RewardModel
     from rlhf_core.trainer.optim import Trained
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from rlhf_core.data import Problem, PromptTemplate
     from rlhf_core.data.conversation import EncodedConversation
-    from rlhf_core.detached.rank_actor import Tell
+    from rlhf_core.detached.group.rank_actor import Tell
     from rlhf_core.trainer.optim import Trained
 
 METRICS = "metrics.jsonl"

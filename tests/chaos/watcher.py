@@ -17,8 +17,8 @@ from typing import Any, Literal, cast
 
 from infra.artifacts import ArtifactStore, open_default_store
 from rlhf_core import phases
-from rlhf_core.detached.run_trainer import CONTROLS
-from rlhf_core.detached.state import DealingState, TrainingState
+from rlhf_core.detached.run.state import DealingState, TrainingState
+from rlhf_core.detached.run.trainer import CONTROLS
 from rlhf_core.strategy.ranks import current_ranks
 from tasks import ppo_group, ppo_keeper, ppo_models
 from tasks.results import PPORun

@@ -17,11 +17,11 @@ import torch
 from infra.clusters import connect, disconnect, lease_cluster, release_cluster
 from rlhf_core.config import PPOConfig, TemplateConfig
 from rlhf_core.data import Problem, PromptTemplate
+from rlhf_core.detached.group.member import form_group
 from rlhf_core.detached.maker import RunMaker
-from rlhf_core.detached.member import form_group
-from rlhf_core.detached.run_trainer import RunTrainer
-from rlhf_core.detached.state import EpisodeRecord, TrainingState
-from rlhf_core.detached.trainer_rank import TrainerRank
+from rlhf_core.detached.run.rank import TrainerRank
+from rlhf_core.detached.run.state import EpisodeRecord, TrainingState
+from rlhf_core.detached.run.trainer import RunTrainer
 from rlhf_core.experience_maker.maker import ExperienceMaker
 from rlhf_core.models.critic import Critic
 from rlhf_core.rewards.scoring import Scorer

@@ -19,7 +19,7 @@ from transformers import LlamaForCausalLM
 
 from infra.clusters import connect, disconnect, lease_cluster, release_cluster
 from rlhf_core.config import LoRAConfig, PPOOptions
-from rlhf_core.detached.holder import ExperienceMakerHolder
+from rlhf_core.detached.coati.holder import ExperienceMakerHolder
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.lora import attach_lora
 from rlhf_core.strategy.strategy import Strategy, make_strategy

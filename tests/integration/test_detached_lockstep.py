@@ -12,9 +12,9 @@ import torch
 from ray.exceptions import RayActorError
 
 from rlhf_core.config import LoRAConfig
-from rlhf_core.detached.fit_dealing import DealingOptions
-from rlhf_core.detached.learner_building import LearningOptions
-from rlhf_core.detached.trainer_ppo import DetachedPPOTrainer
+from rlhf_core.detached.coati.fit_dealing import DealingOptions
+from rlhf_core.detached.coati.learner_building import LearningOptions
+from rlhf_core.detached.coati.trainer_ppo import DetachedPPOTrainer
 from rlhf_core.errors import ConfigError, RlhfError
 from rlhf_core.trainer.ppo.trainer import PPOTrainer
 from tests.integration.detached_models import (

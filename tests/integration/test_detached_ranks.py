@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import ray
 
-from rlhf_core.detached.fit_dealing import DealingOptions
-from rlhf_core.detached.learner_building import LearningOptions
-from rlhf_core.detached.trainer_ppo import DetachedPPOTrainer
+from rlhf_core.detached.coati.fit_dealing import DealingOptions
+from rlhf_core.detached.coati.learner_building import LearningOptions
+from rlhf_core.detached.coati.trainer_ppo import DetachedPPOTrainer
 from rlhf_core.errors import ConfigError, LostRankError
 from tests.integration.detached_models import (
     LIMIT_S,

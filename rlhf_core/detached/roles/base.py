@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from rlhf_core.buffer.naive import NaiveExperienceBuffer
 from rlhf_core.config import TemplateConfig
 from rlhf_core.data import PromptTemplate
-from rlhf_core.detached.member import GroupMember
+from rlhf_core.detached.group.member import GroupMember
 from rlhf_core.detached.roles.composition import ExperienceCompositionRefs, ExperienceMaker, MadeArrays, packed
 from rlhf_core.detached.roles.models import load_policy_tokenizer
 from rlhf_core.detached.roles.settings import RoleSettings

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import ray
 from torch import nn
 
-from rlhf_core.detached.member import GROUPS
+from rlhf_core.detached.group.member import GROUPS
 from rlhf_core.detached.roles.base import BasePPORole, TrainablePPORole
 from rlhf_core.detached.roles.composition import Array, MadeSequences, ScoreArrays, as_array
 from rlhf_core.detached.roles.models import load_policy, load_reward_model

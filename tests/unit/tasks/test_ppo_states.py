@@ -17,10 +17,10 @@ import torch
 from infra.artifacts import ArtifactStore, pieces
 from infra.settings import settings
 from rlhf_core.config import LoRAConfig, PipelineConfig, PPOConfig
-from rlhf_core.detached import state as states
 from rlhf_core.detached.maker import MadeChunk
-from rlhf_core.detached.run_trainer import CONTROLS
-from rlhf_core.detached.state import DealingState, EpisodeRecord, TrainingState
+from rlhf_core.detached.run import state as states
+from rlhf_core.detached.run.state import DealingState, EpisodeRecord, TrainingState
+from rlhf_core.detached.run.trainer import CONTROLS
 from rlhf_core.errors import ModelError
 from rlhf_core.trainer.ppo.controls import RewardControls
 from rlhf_core.types import EpisodeControls, Sample

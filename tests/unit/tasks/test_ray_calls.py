@@ -4,7 +4,7 @@ import pytest
 import ray.exceptions
 
 from infra.errors import StoreError
-from rlhf_core.detached.ledger import MakersLostError
+from rlhf_core.detached.dealing.ledger import MakersLostError
 from rlhf_core.errors import LostRankError, TrainingError
 from tasks.ray_calls import may_pass, sentence, unwrapped
 

@@ -1,0 +1,136 @@
+"""What a detached PPO trainer writes and reads: models and optimizers by themselves, or its whole state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.detached.coati.controls_of_episodes import EpisodesControls
+from rlhf_core.detached.coati.sources import DealtExperience, Source
+from rlhf_core.detached.coati.trainer_state import PPOTrainerState, read_trainer_state, write_trainer_state
+from rlhf_core.detached.coati.weight_sender import WeightSender
+from rlhf_core.detached.dealing.books import Books
+from rlhf_core.errors import ConfigError
+from rlhf_core.strategy.roll_call import naming_lost_rank
+from rlhf_core.strategy.strategy import Strategy
+from rlhf_core.trainer.loaders import CycledLoader
+from rlhf_core.trainer.ppo.learner import PPOLearner
+
+
+class TrainerFiles:
+    """Every method is called on all ranks; the first writes what is the same on all."""
+
+    strategy: Strategy
+    train_batch_size: int
+    _weights: WeightSender
+    _source: Source | None
+    _episode: int
+    _fit_began: int | None
+    _controls_kept: EpisodesControls
+    _demonstrations: CycledLoader | None
+    _books: dict[str, Any] | None = None
+    """Of an episode that was restored."""
+
+    @property
+    def learner(self) -> PPOLearner:
+        """The learner, once it is built."""
+        raise NotImplementedError
+
+    def strategy_save_actor(self, path: str, only_rank0: bool = False) -> None:  # noqa: ARG002 - one form for all
+        """Write the actor's weights, to one file that any strategy loads; `only_rank0` is without effect."""
+        self.strategy.save_model(self._model("actor"), path)
+
+    def strategy_save_critic(self, path: str, only_rank0: bool = False) -> None:  # noqa: ARG002 - one form for all
+        """Write the critic's weights, as `strategy_save_actor` does."""
+        self.strategy.save_model(self._model("critic"), path)
+
+    def strategy_save_actor_optim(self, path: str, only_rank0: bool = False) -> None:  # noqa: ARG002
+        """Write the state of the actor's optimizer, to one file."""
+        self.strategy.save_optimizer(self._optimizer("actor"), path)
+
+    def strategy_save_critic_optim(self, path: str, only_rank0: bool = False) -> None:  # noqa: ARG002
+        """Write the state of the critic's optimizer, to one file."""
+        self.strategy.save_optimizer(self._optimizer("critic"), path)
+
+    def strategy_load_actor(self, path: str) -> None:
+        """Put back what `strategy_save_actor` wrote; makers get it with the next weights that are sent."""
+        self.strategy.load_model(self._model("actor"), path)
+        self._weights.learnt()
+
+    def strategy_load_critic(self, path: str) -> None:
+        """Put back what `strategy_save_critic` wrote."""
+        self.strategy.load_model(self._model("critic"), path)
+        self._weights.learnt()
+
+    def strategy_load_actor_optim(self, path: str) -> None:
+        """Put back what `strategy_save_actor_optim` wrote."""
+        self.strategy.load_optimizer(self._optimizer("actor"), path)
+
+    def strategy_load_critic_optim(self, path: str) -> None:
+        """Put back what `strategy_save_critic_optim` wrote."""
+        self.strategy.load_optimizer(self._optimizer("critic"), path)
+
+    def save_state(self, path: str | Path) -> None:
+        """Write all that an exact continuation needs: learner, position, controls, books and loaders.
+
+        With a staleness above 0, what makers have made ahead is not in it: it is made again.
+        """
+        with naming_lost_rank(self.strategy.ranks):
+            self._save_state(Path(path))
+
+    def _save_state(self, directory: Path) -> None:
+        tensors, facts = self.learner.state()
+        position = {"episode": self._episode, "fit_began": self._fit_began, "version": self._weights.version}
+        facts = {
+            "learner": facts,
+            "position": position,
+            "controls": self._controls_kept.state(),
+            "books": self._books_now(),
+            "train_batch_size": self.train_batch_size,
+        }
+        loader = self._demonstrations
+        state = PPOTrainerState(tensors, facts, None if loader is None else loader.state())
+        write_trainer_state(directory, state, self.strategy.ranks)
+
+    def load_state(self, path: str | Path) -> None:
+        """Go on from a state that `save_state` wrote, before a fit: the fit that was under way goes on where it stood.
+
+        Makers are sent these weights by `sync_models_to_remote_makers`, and begin their loops anew.
+
+        Raises:
+            ModelError: if there is no whole state, or it is of other models; nothing was changed.
+            ConfigError: if it is of another train_batch_size.
+        """
+        state = read_trainer_state(Path(path), self.strategy.ranks)
+        facts = state.facts
+        if facts["train_batch_size"] != self.train_batch_size:
+            raise ConfigError(
+                f"the state in {path} was learnt with train_batch_size {facts['train_batch_size']}, but this trainer "
+                f"has {self.train_batch_size}; give it the same"
+            )
+        self.learner.load_state(state.tensors, facts["learner"])
+        self._controls_kept.load_state(facts["controls"])
+        self._books = facts["books"]
+        self._episode, self._fit_began = facts["position"]["episode"], facts["position"]["fit_began"]
+        self._weights.restore(facts["position"]["version"])
+        if self._demonstrations is not None and state.demonstrations is not None:
+            self._demonstrations.load_state(*state.demonstrations)
+
+    def _books_now(self) -> dict[str, Any] | None:
+        """Return the books of what this trainer's fits have dealt, and of those before it."""
+        if not isinstance(self._source, DealtExperience):
+            return self._books
+        books = Books(**self._source.ledger.facts())
+        return books._replace(lost=books.lost + books.waiting, waiting=0)._asdict()  # what is made ahead is made again
+
+    def _model(self, role: Any) -> Any:
+        return self._trained(role).model
+
+    def _optimizer(self, role: Any) -> Any:
+        return self._trained(role).optimizer
+
+    def _trained(self, role: Any) -> Any:
+        trained = self.learner.trained(role)
+        if trained is None:
+            raise ConfigError(f"this trainer has no {role}, as its advantage estimator needs none")
+        return trained

@@ -1,0 +1,1 @@
+"""Several processes as one trainer: how they come together, and how the first calls the others."""

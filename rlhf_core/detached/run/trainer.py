@@ -1,0 +1,255 @@
+"""The PPO trainer of a run as an actor: deals chunks, learns, publishes weights, commits its state."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import ray
+import torch
+
+from rlhf_core.buffer.naive import NaiveExperienceBuffer
+from rlhf_core.config import PPOConfig
+from rlhf_core.data import Problem
+from rlhf_core.detached.group.member import GROUPS, GroupMember
+from rlhf_core.detached.group.peers import Peers, SharedState, share_state
+from rlhf_core.detached.maker import MadeChunk
+from rlhf_core.detached.publication import Publisher
+from rlhf_core.detached.publication.learners import weights_to_publish
+from rlhf_core.detached.run.dealing import Dealing
+from rlhf_core.detached.run.learning import learn_or_keep
+from rlhf_core.detached.run.metrics import episode_metrics
+from rlhf_core.detached.run.state import DealingState, EpisodeRecord, StateKeeper, TrainerPosition, TrainingState
+from rlhf_core.phases import reached
+from rlhf_core.strategy.ranks import current_ranks
+from rlhf_core.trainer.ppo.controls import RewardControls
+from rlhf_core.trainer.ppo.learner import PPOLearner, PPOStats
+from rlhf_core.types import Experience, Sample
+
+logger = logging.getLogger(__name__)
+
+CONTROLS = "controls"
+"""Among the learner's facts in a training state: what sets the next episode's rewards."""
+WAITING = ("generate", "score")
+"""Phases in which the trainer waits for the makers."""
+
+
+@ray.remote(concurrency_groups=GROUPS | {"commit": 1})
+class RunTrainer(GroupMember):
+    """Runs episodes beside its makers: in lockstep, or up to `max_staleness` episodes behind them.
+
+    A shell around `PPOLearner`. It restores itself from the keeper's last state, so building one is
+    how a run starts and how it goes on: `build`, then `synchronise`, then `run_episode` for each episode due. Makers
+    work on between two episodes: the dealer's threads drive them as long as this process lives.
+
+    Of several ranks that train one model this is the first, which deals, publishes and commits for all. The others,
+    each a `TrainerRank`, form a group with it (`form_group`) before it is built, and are called by it from then on.
+
+    Args:
+        makers: names of the makers, looked up in this actor's namespace.
+        learner_fn: builds the learner inside this process.
+        problems: prompts of the run, in a fixed order.
+        config: the run's configuration.
+        seed: seed of prompts' order, sampling and minibatches.
+        keeper: where states, the policy and failed batches go.
+        save_policy: writes the learner's finished policy, whose merged weights it is given, to a directory.
+        peers: names of the other ranks, in their order, looked up in this actor's namespace.
+    """
+
+    def __init__(
+        self,
+        makers: Sequence[str],
+        learner_fn: Callable[[], PPOLearner],
+        problems: Sequence[Problem],
+        config: PPOConfig,
+        seed: int,
+        keeper: StateKeeper,
+        save_policy: Callable[[PPOLearner, Mapping[str, torch.Tensor], Path], None],
+        peers: Sequence[str] = (),
+    ) -> None:
+        self._maker_names = tuple(makers)
+        self._learner_fn = learner_fn
+        self._learner: PPOLearner
+        self._problems, self._config, self._seed = list(problems), config, seed
+        self._keeper, self._save_policy = keeper, save_policy
+        self._incarnation = uuid.uuid4().hex
+        self._history: tuple[EpisodeRecord, ...] = ()
+        self._controls = RewardControls(config)
+        self._dealing: Dealing
+        self._publisher = Publisher(
+            transport=config.cluster.weights_transport,
+            bucket_bytes=config.cluster.bucket_bytes,
+            dtype=getattr(torch, config.rollout_dtype),
+            sparse=config.cluster.sparse_weights,
+        )
+        self._peers = Peers(peers, config.cluster.collective_timeout_s)
+        self._progress = "starting"
+        self._committer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="commit")
+        self._commit: Future[None] | None = None
+
+    @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]
+    def build(self) -> None:
+        """Restore the last committed state and build the learner, while the makers build their models.
+
+        Apart from `__init__`, whose errors Ray garbles.
+        """
+        state = self._keeper.last_state()
+        if state is not None:
+            self._controls.load_state(state.learner[CONTROLS])
+            self._history = state.history
+        self._dealing = Dealing(
+            self._problems, self._config, seed=self._seed, controls=self._controls, completed=len(self._history),
+            kept=state.dealing if state is not None else DealingState(), on_trouble=logger.warning,
+        )  # fmt: skip
+        for name in self._maker_names:
+            self._dealing.dealer.add(name, ray.get_actor(name))
+        self._dealing.dealer.start()
+        # Ranks start at their own pace, and the first may be done long before another has its models.
+        with self._peers.taking_part("build", timeout_s=self._config.cluster.start_timeout_s):
+            self._learner = self._learner_fn()
+            shared = share_state(SharedState(state.tensors, state.learner) if state else None, current_ranks())
+            if shared is not None:
+                self._learner.load_state(*shared)
+
+    @ray.method(concurrency_group="status")  # type: ignore[untyped-decorator]
+    def position(self) -> TrainerPosition:
+        """Return where this trainer stands."""
+        return TrainerPosition(
+            next_episode=len(self._history),
+            incarnation=self._incarnation,
+            has_all_makers=set(self._dealing.dealer.living) == set(self._maker_names),
+            last=self._history[-1] if self._history else None,
+        )
+
+    @ray.method(concurrency_group="status")  # type: ignore[untyped-decorator]
+    def progress(self) -> str:
+        """Return what this trainer is doing, for the run's log."""
+        return self._progress
+
+    @ray.method(concurrency_group="status")  # type: ignore[untyped-decorator]
+    def queue_depth(self) -> int:
+        """Return how many samples are made and not learnt."""
+        return self._dealing.ledger.samples_waiting
+
+    @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]
+    def synchronise(self) -> None:
+        """Give every maker the weights of this trainer's version, and wait until they hold them."""
+        self._publish(len(self._history), completed=None)
+
+    @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]
+    def run_episode(self, episode: int) -> EpisodeRecord:
+        """Collect, learn, publish; leave the commit of the new state to the next episode's time; return the record.
+
+        Raises:
+            ValueError: another episode is due.
+            RlhfError: makers or a rank were lost, a number was not finite, or the commit before this one failed.
+        """
+        if episode != len(self._history):
+            raise ValueError(f"episode {len(self._history)} is due, but episode {episode} was asked for")
+        made, seconds = self._collect(episode)
+        samples = [sample for chunk in made for sample in chunk.samples]
+        started = time.perf_counter()
+        self._progress = f"episode {episode + 1}: learning from {len(samples)} samples"
+        metrics = self._learn(made, samples, episode)
+        seconds["learn"] = time.perf_counter() - started
+        version = episode + 1
+        started = time.perf_counter()
+        self._progress = f"episode {episode + 1}: publishing weights, version {version}"
+        self._publish(version, completed=version)
+        seconds["synchronise"] = time.perf_counter() - started
+        started = time.perf_counter()
+        self.await_commit()  # the one before: it had all of this episode's time, and no third state is in memory
+        with self._peers.taking_part("state"):
+            reached("snapshot")
+            snapshot, learner = self._learner.state()  # the learner's only pause: a copy to host memory
+        seconds["commit"] = time.perf_counter() - started
+        record = EpisodeRecord(episode, version, self._incarnation, metrics, seconds, self._figures(seconds))
+        self._history = (*self._history, record)
+        facts = learner | {CONTROLS: self._controls.state()}
+        state = TrainingState(snapshot, facts, self._history, self._dealing.state())
+        self._commit = self._committer.submit(self._keeper.commit_state, state, samples)
+        self._progress = f"episode {episode + 1}: done"
+        return record
+
+    @ray.method(concurrency_group="commit")  # type: ignore[untyped-decorator]
+    def await_commit(self) -> int:
+        """Wait until the last episode's state is stored; return the number of stored episodes.
+
+        Does not wait for an episode that runs, which may itself wait for a rank that is gone.
+
+        Raises:
+            TimeoutError: it took longer than `cluster.commit_timeout_s`.
+        """
+        commit, episodes = self._commit, len(self._history)
+        if commit is not None:
+            try:
+                commit.result(timeout=self._config.cluster.commit_timeout_s)
+            except TimeoutError as error:
+                raise TimeoutError(
+                    f"waited {self._config.cluster.commit_timeout_s:.0f} s for the training state of episode "
+                    f"{episodes} to be stored, and it was not; is the object store alive?"
+                ) from error
+        return episodes
+
+    @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]
+    def commit_policy(self) -> None:
+        """Store the finished policy, as a directory that `AutoModelForCausalLM.from_pretrained` loads."""
+        self._progress = "storing the policy"
+        with self._peers.taking_part("policy"):
+            weights = self._learner.merged_weights("actor")
+        self._keeper.commit_policy(partial(self._save_policy, self._learner, weights), history=self._history)
+
+    def _learn(self, made: list[MadeChunk], samples: list[Sample], episode: int) -> dict[str, float]:
+        """Learn from an episode's chunks; return its figures."""
+        buffer = NaiveExperienceBuffer(self._config.train_batch_size)
+        for chunk in made:
+            buffer.append(Experience.from_numpy(chunk.experience), chunk.samples)
+        experience = buffer.collect()
+        with self._peers.taking_part("learn", self._peers.put(experience.to_numpy), episode):
+            stats = learn_or_keep(
+                self._learner, experience, samples, seed=self._seed, episode=episode, keeper=self._keeper
+            )
+        return self._take_note(samples, stats, experience.policy_version, episode)
+
+    def _take_note(
+        self, samples: list[Sample], stats: Sequence[PPOStats], versions: torch.Tensor, episode: int
+    ) -> dict[str, float]:
+        """Return the episode's figures, and let its samples set the next one's rewards."""
+        metrics = episode_metrics(
+            samples, stats, versions=versions, learnt_at=episode, controls=self._dealing.controls_of(episode)
+        )
+        self._controls.update(
+            kl_per_sample=torch.tensor([sample.kl for sample in samples]),
+            scores=torch.tensor([sample.score for sample in samples]),
+        )
+        return metrics
+
+    def _collect(self, episode: int) -> tuple[list[MadeChunk], dict[str, float]]:
+        def report(done: int, total: int) -> None:
+            self._progress = f"episode {episode + 1}: {done} of {total} chunks made"
+
+        return self._dealing.collect(episode, report)
+
+    def _publish(self, version: int, *, completed: int | None) -> None:
+        """Publish the weights as `version`: makers take them before their next chunk."""
+        dealer = self._dealing.dealer
+        if completed is None:
+            dealer.await_up(self._config.cluster.start_timeout_s)
+        self._publisher.retire(dealer.versions_in_use)
+        with self._peers.taking_part("publish"):
+            publication = self._publisher.publish(
+                weights_to_publish(self._learner, self._config),
+                version=version,
+                fully=not self._config.update_lora_weights,
+                nodes=dealer.nodes,
+            )
+        self._dealing.publish(publication, completed=completed)
+
+    def _figures(self, seconds: Mapping[str, float]) -> dict[str, float]:
+        busy_s = sum(took for phase, took in seconds.items() if phase not in WAITING)
+        return self._dealing.figures(busy_s=busy_s)

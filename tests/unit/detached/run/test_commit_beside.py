@@ -1,0 +1,60 @@
+"""A training state is stored beside the next episode."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+from rlhf_core.config import PPOConfig
+from rlhf_core.detached.run.state import DealingState
+from rlhf_core.detached.run.trainer import RunTrainer
+
+WAIT_S = 30.0
+Trainer: Any = RunTrainer.__ray_metadata__.modified_class  # without an actor around it
+
+
+class SlowKeeper:
+    """Takes as long to store a state as the test says."""
+
+    def __init__(self) -> None:
+        self.may_finish = threading.Event()
+        self.stored: list[int] = []
+
+    def commit_state(self, state: Any, _samples: Any) -> None:
+        assert self.may_finish.wait(WAIT_S), "nothing went on beside the commit"
+        self.stored.append(len(state.history))
+
+
+class IdleTrainer(Trainer):  # type: ignore[misc]
+    """Episodes of no samples."""
+
+    seen: list[list[int]]
+
+    def _collect(self, episode: int) -> tuple[list[Any], dict[str, float]]:
+        self.seen.append(list(self._keeper.stored))
+        if episode:
+            self._keeper.may_finish.set()
+        return [], {}
+
+    def _publish(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def _figures(self, *_: Any) -> dict[str, float]:
+        return {}
+
+    def _learn(self, *_: Any) -> dict[str, float]:
+        return {}
+
+
+def test_an_episode_is_collected_while_the_one_before_is_stored() -> None:
+    keeper = SlowKeeper()
+    ours = IdleTrainer((), None, [], PPOConfig(), 0, keeper, None)
+    ours._learner = SimpleNamespace(state=lambda: ({}, {}))
+    ours._dealing = SimpleNamespace(state=DealingState)
+    ours.seen = []
+    for episode in range(3):
+        ours.run_episode(episode)
+    assert ours.await_commit() == 3
+    assert ours.seen[:2] == [[], []]  # episode 0's state was not stored yet when episode 1 began
+    assert keeper.stored == [1, 2, 3]  # one after the other

@@ -52,13 +52,15 @@ def _config(architecture: str) -> PreTrainedConfig:
     raise ValueError(architecture)
 
 
-def tiny_causal_lm(architecture: str, *, seed: int = 0) -> PreTrainedModel:
-    """Return a float32 model in evaluation mode; its weights depend on architecture and seed alone."""
+def tiny_causal_lm(architecture: str, *, seed: int = 0, **sizes: int) -> PreTrainedModel:
+    """Return a float32 model in evaluation mode; its weights depend on architecture, seed and sizes alone."""
     if architecture == "llama":  # rotary positions, grouped heads, no dropout
         return tiny_llama(seed=seed, initializer_range=0.2)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(_config(architecture))
+        config = _config(architecture)
+        config.update(sizes)
+        model = AutoModelForCausalLM.from_config(config)
         with torch.no_grad():  # biases begin at zero: one that is left out would not be seen
             for name, parameter in model.named_parameters():
                 if name.endswith("bias"):

@@ -28,12 +28,12 @@ from tests.unit.trainer.ppo_trainers import record_stats
 ROWS, LR, SEED, LENGTH = 12, 1e-3, 3, 18
 
 
-def write_inputs(directory: Path, architecture: str) -> Path:
+def write_inputs(directory: Path, architecture: str, **sizes: int) -> Path:
     """Write a policy, a reward model on another one's transformer, and prompts; return the directory."""
     tokenizer = tiny_tokenizer()
-    tiny_causal_lm(architecture).save_pretrained(directory / "policy")
+    tiny_causal_lm(architecture, **sizes).save_pretrained(directory / "policy")
     tokenizer.save_pretrained(directory / "policy")
-    scorer = RewardModel.from_causal_lm(tiny_causal_lm(architecture, seed=5))
+    scorer = RewardModel.from_causal_lm(tiny_causal_lm(architecture, seed=5, **sizes))
     torch.nn.init.normal_(scorer.head.weight, std=0.3, generator=torch.Generator().manual_seed(0))
     scorer.save_pretrained(directory / "scorer")
     rows = "".join(f'{number},"{number} plus {number * 3}, say"\n' for number in range(ROWS))

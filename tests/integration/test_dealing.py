@@ -13,6 +13,7 @@ import ray
 import torch
 
 from rlhf_core.detached.run.state import EpisodeRecord
+from tests.integration import equality
 from tests.integration.dealt_reference import Reference, alone
 from tests.integration.dealt_runs import WAIT_S, cluster, config, dealt_run
 from tests.parallel.ranks import run_on_ranks
@@ -20,6 +21,7 @@ from tests.parallel.ranks import run_on_ranks
 pytestmark = pytest.mark.integration
 
 LR = 1e-3
+LOSSES = ("actor_loss", "critic_loss")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -56,6 +58,7 @@ def test_in_lockstep_any_number_of_makers_gives_the_numbers_of_ppotrainer(
     assert [record.metrics["staleness_max"] for record in records] == [0.0] * 5
     assert [record.dealing["makers"] for record in records] == [makers] * 5  # each made some of each episode
     assert books(records[-1]) == {"issued": 20, "learnt": 20, "dropped": 0, "lost": 0, "out": 0, "waiting": 0}
+    equality.keep(f"flow, 1 trainer x {makers} makers", losses(steps), losses(reference.steps))
 
 
 def test_with_staleness_one_makers_work_beside_the_learner_and_between_episodes(tmp_path: Path) -> None:
@@ -117,11 +120,13 @@ def test_two_trainer_ranks_give_the_numbers_of_ppotrainer_on_two_ranks(makers: i
         steps, policy = run.finish()
     assert len(steps) == 5 * 2
     for number, step in enumerate(steps):
-        theirs = {name: expected.numbers[f"{number}.{name}"] for name in ("actor_loss", "critic_loss", "approx_kl")}
-        assert {name: step[name] for name in theirs} == pytest.approx(theirs, rel=1e-3, abs=1e-5)
+        wanted = {name: expected.numbers[f"{number}.{name}"] for name in (*LOSSES, "approx_kl")}
+        assert {name: step[name] for name in wanted} == pytest.approx(wanted, rel=1e-3, abs=1e-5)
     for name, weight in policy.items():
         torch.testing.assert_close(weight, expected.tensors[f"actor.{name}"], rtol=0, atol=LR * len(steps) * 0.01)
     assert [record.metrics["staleness_max"] for record in records] == [0.0] * 5
+    theirs = [{name: expected.numbers[f"{number}.{name}"] for name in LOSSES} for number in range(len(steps))]
+    equality.keep(f"flow, 2 trainers x {makers} makers (PPOTrainer on two ranks)", losses(steps), losses(theirs))
 
 
 def _two_ranks(directory: Path) -> Any:

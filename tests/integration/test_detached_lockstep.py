@@ -17,6 +17,7 @@ from rlhf_core.detached.coati.learner_building import LearningOptions
 from rlhf_core.detached.coati.trainer_ppo import DetachedPPOTrainer
 from rlhf_core.errors import ConfigError, RlhfError
 from rlhf_core.trainer.ppo.trainer import PPOTrainer
+from tests.integration import equality
 from tests.integration.detached_models import (
     LIMIT_S,
     OPTIONS,
@@ -101,7 +102,7 @@ def in_process(*, options: Any = OPTIONS, lora: bool = False, **changes: Any) ->
     ids=["one", "two", "all, and a maker that dies", "adapters, and a maker that comes up again"],
 )
 def test_losses_and_weights_are_those_of_one_process(
-    makers: int, dies_after: int, changes: dict[str, Any], tmp_path: Path
+    makers: int, dies_after: int, changes: dict[str, Any], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     names = [f"maker_{number}" for number in range(makers)]
     options, lora = changes.get("options", OPTIONS), bool(changes.get("lora"))
@@ -121,9 +122,10 @@ def test_losses_and_weights_are_those_of_one_process(
     run([other], handles, batches, steps, *FIT)
     ray.get(other.strategy_save_actor.remote(str(tmp_path / "actor")), timeout=LIMIT_S)
     found = notes(tmp_path / "steps")
-    assert [(each["actor_loss"], each["critic_loss"]) for each in found] == [
-        (each.actor_loss, each.critic_loss) for each in stats
-    ]
+    mine = [(each["actor_loss"], each["critic_loss"]) for each in found]
+    theirs = [(each.actor_loss, each.critic_loss) for each in stats]
+    assert mine == theirs  # to the bit
+    equality.keep(f"coati's, 1 trainer x {makers} makers ({request.node.callspec.id})", mine, theirs)
     made = [len((tmp_path / name).read_text()) for name in names]
     assert sum(made) == units + bool(dies_after)  # what the dead one sent last did not come
     assert all(made)

@@ -14,6 +14,7 @@ from rlhf_core.detached.coati.fit_dealing import DealingOptions
 from rlhf_core.detached.coati.learner_building import LearningOptions
 from rlhf_core.detached.coati.trainer_ppo import DetachedPPOTrainer
 from rlhf_core.errors import ConfigError, LostRankError
+from tests.integration import equality
 from tests.integration.detached_models import (
     LIMIT_S,
     OPTIONS,
@@ -90,6 +91,9 @@ def test_two_trainers_learn_what_one_does_with_batches_of_twice_the_size(count: 
         assert [each["critic_loss"] for each in found] == pytest.approx(
             [each.critic_loss for each in stats], rel=1e-4, abs=1e-5
         )
+        mine = [(each["actor_loss"], each["critic_loss"]) for each in found]
+        theirs = [(each.actor_loss, each.critic_loss) for each in stats]
+    equality.keep(f"coati's, 2 trainers x {count} makers (one with twice the batch)", mine, theirs)
     made = [len((tmp_path / name).read_text()) for name in names]
     assert sum(made) == 20
     assert all(made)

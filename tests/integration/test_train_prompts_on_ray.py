@@ -19,11 +19,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from infra.clusters import ClusterManifest, connect, lease_cluster, release_cluster
-from rlhf_core.detached.roles.loop import ROLES
+from rlhf_core.detached.roles.loop import ROLES, Outcome
 from rlhf_core.detached.roles.run import run
 from rlhf_core.detached.roles.spans import Span
 from rlhf_core.detached.train_prompts_on_ray import main
 from rlhf_core.errors import LostRankError
+from rlhf_core.trainer.ppo.stats import PPOStats
+from tests.integration import equality
 from tests.integration.role_groups import add_node, await_free, processes_of
 from tests.unit.detached.roles.reference import (
     LR,
@@ -64,6 +66,15 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_inputs(tmp_path_factory.mktemp("inputs"), "gpt2")
 
 
+def keep_losses(shape: str, outcome: Outcome, expected: list[PPOStats]) -> None:
+    mine = [
+        (actor.actor_loss, critic.critic_loss)
+        for done in outcome.rounds
+        for actor, critic in zip(done.actor, done.critic, strict=True)
+    ]
+    equality.keep(f"role groups, {shape}", mine, [(each.actor_loss, each.critic_loss) for each in expected])
+
+
 def intersect(one: Span, other: Span) -> bool:
     return one.start < other.end and other.start < one.end
 
@@ -84,6 +95,7 @@ def test_four_groups_learn_what_one_process_does_and_leave_nothing(
     assert expected[-1].critic_loss > 0
     assert actor_figures([stat for done in outcome.rounds for stat in done.actor]) == actor_figures(expected)
     assert critic_figures([stat for done in outcome.rounds for stat in done.critic]) == critic_figures(expected)
+    keep_losses("one process each (gpt2, ddp)", outcome, expected)
     stored = load_file(inputs / "policy.pt")
     for name, weight in reference.trainer.learner.actor.named_parameters():
         assert torch.equal(stored[name], weight), name
@@ -123,6 +135,7 @@ def test_an_actor_on_two_nodes_learns_what_one_does_with_twice_the_batch(inputs:
         mine = [stat for done in outcome.rounds for stat in getattr(done, of)]
         for one, other in zip(figures(mine), figures(expected), strict=True):
             assert one == pytest.approx(other, **CLOSE)
+    keep_losses("actor on two nodes (gpt2, ddp; one with twice the batch)", outcome, expected)
     stored = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "policy").named_parameters())
     for name, weight in reference.trainer.learner.actor.named_parameters():
         if not name.endswith(NOISE):
@@ -175,6 +188,9 @@ def test_any_strategy_on_two_ranks_learns_what_one_process_does(
         mine = [stat for done in outcome.rounds for stat in getattr(done, of)]
         for one, other in zip(figures(mine), figures(expected), strict=True):
             assert one == pytest.approx(other, rel=1e-3, abs=1e-4)
+    keep_losses(
+        f"actor and critic on two ranks ({architecture}, {strategy}; one with twice the batch)", outcome, expected
+    )
     await_free(CPUS)
 
 

@@ -1,24 +1,13 @@
-"""What every stage needs: the store, the run's identity, keys, and what was made before."""
+"""What every stage needs: the store, its inputs as files, and the run's identity. Actors import it, too: no Prefect."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import Any
 
-from prefect.runtime import flow_run
-
-from infra.artifacts import ArtifactRef, ArtifactStore, Manifest, open_default_store
+from infra.artifacts import ArtifactRef, ArtifactStore, open_default_store
 from infra.settings import Settings, settings
-from rlhf_core.config import PipelineConfig
-from tasks.progress import say
-from tasks.results import Parent, StageResult
-
-CHECKOUT = Path(__file__).resolve().parent.parent
+from tasks.results import Parent
 
 
 @dataclass(frozen=True)
@@ -46,105 +35,9 @@ def actors_context(flow_run_id: str | None) -> Context:
 
 def root_flow_run() -> str | None:
     """Return the id of the outermost flow run, which artifacts are traced to; None outside a run."""
+    from prefect.runtime import flow_run  # a second, which actors need not spend
+
     return flow_run.get_root_flow_run_id() or flow_run.get_id() or None
-
-
-@cache
-def source_digest(*task_files: str) -> str:
-    """Return the SHA-256 of the code that a stage's numbers depend on, committed or not.
-
-    Args:
-        task_files: names of the stage's modules in `tasks/`.
-    """
-    files = [*sorted((CHECKOUT / "rlhf_core").rglob("*.py")), CHECKOUT / "requirements.txt"]
-    files += [CHECKOUT / "tasks" / f"{name}.py" for name in task_files]
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(str(file.relative_to(CHECKOUT)).encode() + b"\0" + file.read_bytes() + b"\0")
-    return digest.hexdigest()
-
-
-def stage_key(stage: str, *, config: Any, inputs: Iterable[str], seed: int, source: str) -> str:
-    """Return the SHA-256 under which a stage's result is found again; names and paths are not part of it."""
-    facts = {"stage": stage, "config": config, "inputs": list(inputs), "seed": seed, "source": source}
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-
-
-def reuse_or_make(
-    context: Context, *, stage: str, kind: str, name: str, key: str, make: Callable[[], StageResult]
-) -> StageResult:
-    """Return the stage's result from the store, or make it."""
-    found = find_made(context, kind, name, key)
-    if found is None:
-        return make()
-    say(stage, f"{found.ref.uri} is in the store already")
-    return stage_result(stage, found, reused=True)
-
-
-def find_made(context: Context, kind: str, name: str, key: str) -> Manifest | None:
-    """Return what was made under a key, as an artifact of this name; None if nothing was.
-
-    Names are no part of a key. What another name made is stored under this name too, with its parents: the
-    bodies are shared, and each name keeps its own versions and aliases.
-    """
-    found = context.store.find(kind, key)
-    if found is None or found.name == name:
-        return found
-    own = [manifest for manifest in context.store.list(kind, name) if manifest.key == key]
-    if own:
-        return own[-1]
-    reference = context.store.commit(
-        kind,
-        name,
-        context.store.cached(found.ref),
-        key=key,
-        parents=found.parents,
-        config=found.config,
-        metrics=found.metrics,
-        source_digest=found.source_digest,
-        flow_run=context.flow_run,
-    )
-    return context.store.resolve(reference)
-
-
-def stage_result(stage: str, manifest: Manifest, *, reused: bool) -> StageResult:
-    """Return what a manifest says of the stage that made it."""
-    return StageResult(
-        stage=stage,
-        uri=manifest.ref.uri,
-        digest=manifest.digest,
-        reused=reused,
-        seconds=float(str(manifest.metrics.get("seconds", 0.0))),
-        metrics=dict(manifest.metrics),
-    )
-
-
-def commit_stage(
-    context: Context,
-    *,
-    stage: str,
-    kind: str,
-    name: str,
-    files: Mapping[str, Path | bytes] | Path,
-    key: str,
-    parents: Iterable[Parent],
-    config: PipelineConfig,
-    metrics: Mapping[str, Any],
-    source: str,
-) -> StageResult:
-    """Store what a stage made, with everything that it is traced by."""
-    reference = context.store.commit(
-        kind,
-        name,
-        files,
-        key=key,
-        parents=[ArtifactRef(parent.uri, parent.digest) for parent in parents],
-        config=config.model_dump(mode="json"),
-        metrics=dict(metrics),
-        source_digest=source,
-        flow_run=context.flow_run,
-    )
-    return stage_result(stage, context.store.resolve(reference.uri), reused=False)
 
 
 def materialise(context: Context, parent: Parent) -> Path:

@@ -9,21 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config import DataConfig, PipelineConfig
 from rlhf_core.errors import DataError
-from tasks.context import (
-    Context,
-    commit_stage,
-    materialise,
-    open_context,
-    reuse_or_make,
-    source_digest,
-    stage_key,
-    stage_result,
-)
+from tasks.context import Context, materialise, open_context
 from tasks.data_access import access_to
 from tasks.parents import base_model
 from tasks.progress import say
 from tasks.results import Parent, StageResult
 from tasks.sentences import stage_task
+from tasks.stages import commit_stage, reuse_or_make, source_digest, stage_key, stage_result
 
 if TYPE_CHECKING:
     from rlhf_core.data import PromptTemplate

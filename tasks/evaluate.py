@@ -9,19 +9,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import ConfigError
-from tasks.context import (
-    Context,
-    commit_stage,
-    materialise,
-    open_context,
-    reuse_or_make,
-    source_digest,
-    stage_key,
-)
+from tasks.context import Context, materialise, open_context
 from tasks.parents import ancestors, base_model, resolve_reward_model
 from tasks.progress import Progress, say
 from tasks.results import SHOWN_CONFIDENCE, Parent, StageResult
 from tasks.sentences import stage_task
+from tasks.stages import commit_stage, reuse_or_make, source_digest, stage_key
 
 if TYPE_CHECKING:
     from rlhf_core.data import Problem, PromptTemplate

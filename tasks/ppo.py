@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 from infra.errors import InfraError
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import RlhfError
-from tasks.context import find_made, open_context, source_digest, stage_key, stage_result
+from tasks.context import open_context
 from tasks.parents import ppo_wants_reward_model, resolve_policy, resolve_reward_model
 from tasks.progress import duration, say
 from tasks.ray_calls import may_pass_in
 from tasks.results import EpisodeResult, Parent, PPORun, StageResult
 from tasks.sentences import run_logger, stage_task
+from tasks.stages import find_made, source_digest, stage_key, stage_result
 
 if TYPE_CHECKING:
     from infra.artifacts import ArtifactStore, Manifest

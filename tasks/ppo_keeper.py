@@ -23,7 +23,6 @@ from rlhf_core.detached.run.state import (
     state_to_json,
 )
 from rlhf_core.types import Sample
-from tasks.rank_group import trainers_of
 from tasks.results import PPORun
 from tasks.scratch import scratch_directory
 
@@ -116,7 +115,7 @@ class StoreKeeper:
                 key=self._run.key,
                 parents=self._parents(),
                 config=self._run.config,
-                metrics=run_metrics(history) | trainers_of(PipelineConfig.model_validate(self._run.config).ppo),
+                metrics=run_metrics(history) | PipelineConfig.model_validate(self._run.config).ppo.figures,
                 source_digest=self._run.source_digest,
                 flow_run=self._run.flow_run,
             )

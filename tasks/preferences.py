@@ -9,19 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import DataError
-from tasks.context import (
-    Context,
-    commit_stage,
-    materialise,
-    open_context,
-    reuse_or_make,
-    source_digest,
-    stage_key,
-    stage_result,
-)
+from tasks.context import Context, materialise, open_context
 from tasks.progress import Progress, say
 from tasks.results import Parent, StageResult
 from tasks.sentences import stage_task
+from tasks.stages import commit_stage, reuse_or_make, source_digest, stage_key, stage_result
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -11,7 +11,6 @@ from tasks.clusters import address_of
 from tasks.context import open_context
 from tasks.evaluate import judged_by_reward_model, nobody_judges
 from tasks.parents import BASE_MODEL, resolve_policy, resolve_reward_model
-from tasks.rank_group import is_alone
 from tasks.sentences import stage_task
 from tasks.shares import available_gpus
 
@@ -68,7 +67,7 @@ def preflight(
 
 def leaves_process(config: PipelineConfig, stage: Trained) -> bool:
     """Whether a stage trains in processes of its own, on a Ray cluster."""
-    return stage == "ppo" or not is_alone(getattr(config, stage))
+    return stage == "ppo" or not getattr(config, stage).is_alone
 
 
 def check_ppo(config: PipelineConfig) -> None:

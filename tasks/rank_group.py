@@ -24,16 +24,6 @@ OBJECT_STORE_MB = 80
 """As little as Ray takes: nothing goes through it."""
 
 
-def is_alone(trainers: TrainersConfig) -> bool:
-    """Whether one process trains on its own, which needs no group: it stays in the stage's."""
-    return trainers.num_trainers == 1 and trainers.strategy == "plain"
-
-
-def trainers_of(trainers: TrainersConfig) -> dict[str, Any]:
-    """Return, for a stage's figures, by how many processes and how a model was trained; nothing for one on its own."""
-    return {} if is_alone(trainers) else {"trainers": trainers.num_trainers, "strategy": trainers.strategy}
-
-
 def run_on_ranks(
     work: Callable[[Tell], Any],
     *,

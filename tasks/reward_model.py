@@ -9,23 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import DataError
-from tasks.context import (
-    Context,
-    actors_context,
-    commit_stage,
-    materialise,
-    open_context,
-    reuse_or_make,
-    source_digest,
-    stage_key,
-)
+from tasks.context import Context, actors_context, materialise, open_context
 from tasks.preferences import PAIRS
 from tasks.progress import Progress, say, telling
-from tasks.rank_group import is_alone, run_on_ranks, trainers_of
+from tasks.rank_group import run_on_ranks
 from tasks.ray_calls import may_pass_in
 from tasks.results import SHOWN_CONFIDENCE, Parent, StageResult
 from tasks.scratch import scratch_directory
 from tasks.sentences import stage_task
+from tasks.stages import commit_stage, reuse_or_make, source_digest, stage_key
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -51,7 +43,7 @@ def train_reward_model(config: PipelineConfig, pairs: Parent, policy: Parent) ->
     work = _Training(config, pairs, policy, key, source, context.flow_run)
 
     def make() -> StageResult:
-        if is_alone(config.reward_model):
+        if config.reward_model.is_alone:
             return work.done(context)
         made: StageResult = run_on_ranks(
             work,
@@ -170,7 +162,7 @@ def _fit(
         on_step=lambda step: progress.step(int(step["step"]), loss=step["loss"], accuracy=step["accuracy"]),
     )
     rows = [{"step": int(step["step"]), "loss": step["loss"], "accuracy": step["accuracy"]} for step in run.history]
-    figures = {"pairs": len(training) - run.dropped, **trainers_of(settings), "dropped": run.dropped}
+    figures = {"pairs": len(training) - run.dropped, **settings.figures, "dropped": run.dropped}
     return run.trained, rows, {"steps": len(rows), **figures, **_curve(run.history)}
 
 

@@ -8,23 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config import PipelineConfig
-from tasks.context import (
-    Context,
-    actors_context,
-    commit_stage,
-    materialise,
-    open_context,
-    reuse_or_make,
-    source_digest,
-    stage_key,
-)
+from tasks.context import Context, actors_context, materialise, open_context
 from tasks.parents import BASE_MODEL, resolve_policy
 from tasks.progress import Progress, say, telling
-from tasks.rank_group import is_alone, run_on_ranks, trainers_of
+from tasks.rank_group import run_on_ranks
 from tasks.ray_calls import may_pass_in
 from tasks.results import Parent, StageResult
 from tasks.scratch import scratch_directory
 from tasks.sentences import stage_task
+from tasks.stages import commit_stage, reuse_or_make, source_digest, stage_key
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -63,7 +55,7 @@ def train_sft(config: PipelineConfig, dataset: Parent, actor: str | None = None)
     work = _Training(config, dataset, start, key, source, context.flow_run)
 
     def make() -> StageResult:
-        if is_alone(config.sft):
+        if config.sft.is_alone:
             return work.done(context)
         made: StageResult = run_on_ranks(
             work,
@@ -182,7 +174,7 @@ def _train(
         on_step=lambda step: progress.step(int(step["step"]), loss=step["loss"]),
         heldout=unseen,
     )
-    figures: dict[str, Any] = {"steps": len(history), "demonstrations": len(examples), **trainers_of(config.sft)}
+    figures: dict[str, Any] = {"steps": len(history), "demonstrations": len(examples), **config.sft.figures}
     figures |= _curve([step["loss"] for step in history])
     if before is not None:
         figures |= {"heldout_loss_before": before, "heldout_loss": history[-1]["heldout_loss"]}

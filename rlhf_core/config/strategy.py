@@ -34,6 +34,16 @@ class TrainersConfig(Config):
     num_trainers: Positive = 1
     """Trainer processes, each with rows of its own: a step learns from num_trainers batches."""
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether one process trains on its own, which needs no group: it stays in the stage's."""
+        return self.num_trainers == 1 and self.strategy == "plain"
+
+    @property
+    def figures(self) -> dict[str, int | str]:
+        """By how many processes and how a model is trained, for a stage's figures; nothing for one on its own."""
+        return {} if self.is_alone else {"trainers": self.num_trainers, "strategy": self.strategy}
+
 
 def refuse_sharded_adapters(stage: str, strategy: str, adapters: object) -> None:
     """See that adapters are not asked of a strategy that shards the weights they adapt.

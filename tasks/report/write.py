@@ -6,7 +6,7 @@ from typing import Any
 
 from infra.artifacts import ArtifactRef
 from rlhf_core.config import PipelineConfig
-from tasks.context import Context, open_context, source_digest
+from tasks.context import Context, open_context
 from tasks.report.draw import episodes_picture, evaluations_picture, report_pictures, training_picture
 from tasks.report.facts import METRICS, SAMPLES, Facts, changes_between, gather, rows_of
 from tasks.report.page import inline, show_markdown, show_table, with_pictures
@@ -15,6 +15,7 @@ from tasks.report.tables import constant_sentence, episode_table, evaluation_tab
 from tasks.report.text import CAPTIONS, EPISODES, EVALUATION, TRAINING, report_text
 from tasks.results import Decision, StageResult
 from tasks.sentences import stage_task
+from tasks.stages import source_digest
 
 REPORT, FACTS, SAMPLES_PAGE = "report.md", "report.json", "samples.md"
 MODULES = ("facts", "markdown", "samples", "tables", "text", "draw", "page", "write")

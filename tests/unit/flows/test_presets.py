@@ -170,3 +170,8 @@ def test_flows_and_commands_import_without_what_is_slow() -> None:
     code = f"import sys, flows.pipeline, {', '.join(verbs)}; print(*sorted({SLOW} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=300)
     assert done.stdout.split() == []
+
+
+def test_what_an_actor_builds_with_imports_no_orchestrator() -> None:
+    code = "import sys, tasks.ppo_models, tasks.ppo_keeper; sys.exit('prefect' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=300).returncode == 0

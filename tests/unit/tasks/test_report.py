@@ -10,10 +10,10 @@ import pytest
 
 from infra.artifacts import ArtifactStore
 from rlhf_core.config import DataConfig, PipelineConfig
-from tasks.context import stage_result
 from tasks.promote import gate, promote
 from tasks.report import page, show_episodes, show_evaluations, show_training, write_report
 from tasks.results import Decision, StageResult
+from tasks.stages import stage_result
 from tests.unit.tasks.episodes import WIDTH, episode, size
 
 

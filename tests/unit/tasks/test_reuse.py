@@ -7,9 +7,10 @@ import pytest
 from infra.errors import StoreError
 from rlhf_core.config import DataConfig, PipelineConfig
 from tasks import sft as sft_module
-from tasks.context import Context, find_made, materialise
+from tasks.context import Context, materialise
 from tasks.ppo import plan_ppo
 from tasks.results import Parent
+from tasks.stages import find_made
 
 
 def test_what_another_name_made_is_stored_under_this_name_too_once(context: Context) -> None:

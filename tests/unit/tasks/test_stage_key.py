@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tasks import context
-from tasks.context import source_digest, stage_key
+from tasks import stages
+from tasks.stages import source_digest, stage_key
 
 FACTS = {"config": {"lr": 1e-5, "r": 4}, "inputs": ["a", "b"], "seed": 0, "source": "s"}
 
@@ -34,7 +34,7 @@ def test_the_source_digest_covers_core_stage_and_lock_file_whether_committed_or_
     for file in ("rlhf_core/data/a.py", "tasks/sft.py", "tasks/ppo.py", "requirements.txt"):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text("1")
-    monkeypatch.setattr(context, "CHECKOUT", tmp_path)
+    monkeypatch.setattr(stages, "CHECKOUT", tmp_path)
 
     def digest() -> str:
         source_digest.cache_clear()

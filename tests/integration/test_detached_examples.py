@@ -15,7 +15,7 @@ from tests.integration.detached_models import LIMIT_S, batches, cluster, maker, 
 from tests.unit.script.brief_llama import brief_llama
 from tests.unit.trainer.ppo_trainers import reward_model
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(1800)]  # 2,000 steps of actor and critic
+pytestmark = [pytest.mark.integration, pytest.mark.parallel, pytest.mark.timeout(1800)]  # 2,000 steps of actor and critic
 
 S0 = """
 import ray
@@ -91,7 +91,7 @@ def example(text: str) -> str:
     )
 
 
-@pytest.mark.parametrize(("text", "makers"), [pytest.param(S0, 2, marks=pytest.mark.parallel), (S2, 1)])
+@pytest.mark.parametrize(("text", "makers"), [(S0, 2), (S2, 1)])
 def test_the_example_runs_with_only_its_imports_changed(text: str, makers: int) -> None:
     handles = [
         maker(

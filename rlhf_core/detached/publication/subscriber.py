@@ -40,7 +40,8 @@ class Subscriber:
         self._models = models
         self.version: int | None = None
         """Of the weights that are held; None before the first."""
-        self._incarnation = ""
+        self.incarnation: str | None = None
+        """Of the publisher whose full publication was taken last; None before the first."""
         self._inboxes: dict[type, Inbox] = {}
 
     def take(self, publication: Publication, timeout_s: float) -> int:
@@ -64,7 +65,7 @@ class Subscriber:
         if (
             self.version is not None
             and publication.version < self.version
-            and not (publication.fully and publication.incarnation != self._incarnation)
+            and not (publication.fully and publication.incarnation != self.incarnation)
         ):
             raise WeightsError(
                 f"weights of version {publication.version} came after those of version {self.version}; they are left"
@@ -88,7 +89,7 @@ class Subscriber:
     def _take_difference(self, publication: Publication, own: Mapping[str, Tensor], timeout_s: float) -> bool:
         """Take what changed, if the version before is held; return whether that gave what was published."""
         difference, held_version = publication.difference, self.version
-        if difference is None or difference.base != held_version or publication.incarnation != self._incarnation:
+        if difference is None or difference.base != held_version or publication.incarnation != self.incarnation:
             return False
         update = difference.update
         if not applies_to(publication, own):
@@ -109,7 +110,9 @@ class Subscriber:
         with torch.no_grad():
             for slot in publication.slots:
                 own[slot.name].copy_(view(held, slot))
-        self.version, self._incarnation = publication.version, publication.incarnation
+        self.version = publication.version
+        if publication.fully:  # an update says nothing about the weights that it leaves out
+            self.incarnation = publication.incarnation
 
     def _inbox(self, place: type) -> Inbox:
         if place not in self._inboxes:

@@ -103,6 +103,22 @@ def test_an_older_version_is_refused_unless_it_is_a_full_one_of_another_trainer(
     assert_holds(own, weights(seed=3))
 
 
+def test_whose_full_weights_are_held_is_known_whoever_sent_an_update_since(
+    publisher: Publisher, successor: Publisher
+) -> None:
+    own = models()
+    subscriber = Subscriber(lambda: own)
+    assert subscriber.incarnation is None
+    first = publisher.publish(weights().items(), version=1)
+    subscriber.take(first, WAIT_S)
+    assert subscriber.incarnation == first.incarnation
+    subscriber.take(successor.publish(weights(seed=2).items(), version=2, fully=False), WAIT_S)
+    assert subscriber.incarnation == first.incarnation
+    full = successor.publish(weights(seed=2).items(), version=2)
+    subscriber.take(full, WAIT_S)
+    assert subscriber.incarnation == full.incarnation != first.incarnation
+
+
 def test_a_swap_that_fails_half_way_leaves_no_version(publisher: Publisher, monkeypatch: pytest.MonkeyPatch) -> None:
     own = models()
     subscriber = Subscriber(lambda: own)

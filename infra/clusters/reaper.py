@@ -64,7 +64,7 @@ def end_cluster(path: Path, manifest: ClusterManifest, *, timeout_s: float = 25.
             f"cluster {manifest.name!r} still has processes after {timeout_s:g} s and SIGKILL: {names}; "
             "they are probably waiting for a device or a file system"
         )
-    _keep_logs(manifest)
+    _keep_logs(manifest, path.parent)
     if manifest.temp_dir.name.startswith(TEMP_PREFIX):  # never delete what we did not create
         shutil.rmtree(manifest.temp_dir, ignore_errors=True)
     with suppress(FileNotFoundError, ClusterError):
@@ -93,14 +93,25 @@ def _end_processes(manifest: ClusterManifest, timeout_s: float) -> list[psutil.P
     return leftover_processes(manifest.mark, manifest.head)
 
 
-def _keep_logs(manifest: ClusterManifest) -> None:
-    """Move Ray's logs out of the temp dir, and forget those of the oldest clusters."""
+def _keep_logs(manifest: ClusterManifest, directory: Path) -> None:
+    """Move Ray's logs out of the temp dir, and forget those of the oldest clusters that have ended."""
     logs = manifest.ray_dir / "session_latest" / "logs"
     try:
         if logs.is_dir():
             shutil.move(logs.resolve(), manifest.log_dir / "ray")
         kept = sorted(manifest.log_dir.parent.iterdir(), key=lambda entry: entry.stat().st_mtime)
+        in_use = _named_log_folders(directory)  # a cluster that runs for days is older than many that have ended
         for entry in kept[:-_KEPT_LOGS]:
-            shutil.rmtree(entry, ignore_errors=True)
+            if entry.name not in in_use:
+                shutil.rmtree(entry, ignore_errors=True)
     except OSError as error:  # another process tidies at the same time, or the disk is full
         logger.warning("the logs of cluster %r were not kept: %s", manifest.name, error)
+
+
+def _named_log_folders(directory: Path) -> set[str]:
+    """Return the names of the log folders of clusters that still have a manifest."""
+    names = set()
+    for path in directory.glob("*.json"):
+        with suppress(FileNotFoundError, ClusterError):
+            names.add(ClusterManifest.load(path).log_dir.name)
+    return names

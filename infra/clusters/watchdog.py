@@ -58,6 +58,7 @@ def start_watchdog(path: Path, manifest: ClusterManifest, *, stalled_after_s: fl
     arguments = [str(path), str(heard), str(told), str(stalled_after_s)]
     log = manifest.log_dir / "watchdog.log"
     try:
+        log.parent.mkdir(parents=True, exist_ok=True)  # somebody may have tidied it away
         with log.open("ab") as output:
             # -P: a folder named `infra` where the flow happens to run must not be taken for ours.
             subprocess.run(

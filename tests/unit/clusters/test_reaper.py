@@ -137,6 +137,19 @@ def test_only_the_logs_of_the_newest_clusters_stay(manifest: ClusterManifest, tm
     assert kept == {"night-1", *(f"older-{age}" for age in range(1, 20))}
 
 
+def test_the_logs_of_a_cluster_that_runs_stay_however_old_they_are(manifest: ClusterManifest, tmp_path: Path) -> None:
+    running = manifest.model_copy(update={"name": "days", "mark": "d", "log_dir": tmp_path / "logs" / "days-1"})
+    running.save(tmp_path / "days.json")
+    (tmp_path / "broken.json").write_text("{")
+    for age, name in enumerate(["days-1", "ended-1", *(f"short-{number}" for number in range(25))]):
+        folder = tmp_path / "logs" / name
+        folder.mkdir()
+        os.utime(folder, (1_000_000 + age, 1_000_000 + age))
+    end_cluster(tmp_path / "night.json", manifest)
+    assert running.log_dir.is_dir()
+    assert not (tmp_path / "logs" / "ended-1").exists()
+
+
 def test_the_manifest_of_a_younger_cluster_of_the_name_stays(manifest: ClusterManifest, tmp_path: Path) -> None:
     younger = manifest.model_copy(update={"mark": "younger", "temp_dir": tmp_path / "rf-2"})
     younger.save(tmp_path / "night.json")

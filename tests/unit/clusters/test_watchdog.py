@@ -92,6 +92,15 @@ def test_the_watchdog_is_nobodys_child_and_imports_neither_ray_nor_torch(tmp_pat
     os.close(watch.reports)
 
 
+def test_a_watchdog_starts_though_its_log_folder_was_tidied_away(tmp_path: Path) -> None:
+    path, manifest = _written(tmp_path)
+    manifest.log_dir.rmdir()
+    watch = start_watchdog(path, manifest, stalled_after_s=60)
+    os.close(watch.heartbeats)
+    assert wait_for_words(watch.reports, timeout_s=20) == CLEAN
+    os.close(watch.reports)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_the_watchdog_outlives_what_is_meant_for_its_owner(tmp_path: Path, number: signal.Signals) -> None:
     path, manifest = _written(tmp_path)

@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 
@@ -56,7 +56,8 @@ def connect(manifest: ClusterManifest, timeout_s: float = 30.0, environment: Map
             ray.init(
                 address=manifest.address,
                 namespace=manifest.namespace,
-                runtime_env={"env_vars": dict(environment)} if environment else None,
+                # Not as `env_vars`: those Ray writes into its logs and on the command line that starts a worker.
+                runtime_env={"worker_process_setup_hook": _setter(environment)} if environment else None,
                 log_to_driver=False,
                 logging_level=logging.WARNING,
             )
@@ -132,6 +133,16 @@ def _read_environment() -> None:
 
 def _for_ray() -> AbstractContextManager[None]:
     return _variables(_ENVIRONMENT, _ENVIRONMENT)
+
+
+def _setter(environment: Mapping[str, str]) -> Callable[[], None]:
+    """Return what each worker runs before its first task; it travels whole, so that nodes without our code can too."""
+    told = dict(environment)
+
+    def set_variables() -> None:
+        os.environ.update(told)
+
+    return set_variables
 
 
 @contextmanager

@@ -40,8 +40,13 @@ def place(
     """
     bundles = [_bundle(options) for options in actors.values()]
     reserved = placement_group(bundles, strategy=strategy, name=group)
-    if not reserved.wait(timeout_s):
-        remove_placement_group(reserved)
+    is_granted = False
+    try:
+        is_granted = reserved.wait(timeout_s)
+    finally:
+        if not is_granted:  # also when the wait is interrupted: the next attempt wants the name
+            remove_placement_group(reserved)
+    if not is_granted:
         raise ClusterError(
             f"waited {timeout_s:g} s for room for {_described(bundles)} on the Ray cluster, which has {_free()} free; "
             "end what holds the rest, add nodes, ask for less (ppo.cluster, num_trainers), or raise "

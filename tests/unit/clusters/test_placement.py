@@ -1,0 +1,28 @@
+"""Room that was asked for and not had is given back, whatever ended the wait for it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from infra.clusters import placement
+from infra.errors import ClusterError
+
+
+@pytest.mark.parametrize(("ends", "told"), [(KeyboardInterrupt(), KeyboardInterrupt), (False, ClusterError)])
+def test_room_that_is_not_had_is_given_back(
+    monkeypatch: pytest.MonkeyPatch, ends: BaseException | bool, told: type[BaseException]
+) -> None:
+    def wait(_: float) -> bool:
+        if isinstance(ends, BaseException):
+            raise ends
+        return ends
+
+    reserved, removed = SimpleNamespace(wait=wait), []
+    monkeypatch.setattr(placement, "placement_group", lambda *_, **__: reserved)
+    monkeypatch.setattr(placement, "remove_placement_group", removed.append)
+    monkeypatch.setattr(placement, "_free", lambda: "nothing")
+    with pytest.raises(told):
+        placement.place({"trainer": {"num_cpus": 1}}, group="ppo", timeout_s=1)
+    assert removed == [reserved]

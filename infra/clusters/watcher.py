@@ -13,7 +13,6 @@ from typing import NamedTuple
 import ray
 
 from infra.clusters.control_server import ControlServer
-from infra.errors import ClusterError
 
 logger = logging.getLogger(__name__)
 WATCHERS = "rlhf-watchers"
@@ -57,8 +56,8 @@ class Watcher:
             try:
                 self._server.end_runs(self._charge.namespace.__eq__, _END_S)
                 self._server.kill(self._server.actors(lambda actor: bool(actor.actor_id == self._me)))
-            except ClusterError as error:
-                logger.error("%s; trying again", error)  # noqa: TRY400 - one sentence says it
+            except Exception as error:  # whatever it is: nobody else would end the run
+                logger.error("%r; trying again", error)  # noqa: TRY400 - one sentence says it
             time.sleep(_LOOK_S)
 
     def _reason(self) -> str:
@@ -72,5 +71,5 @@ class Watcher:
             try:
                 if self._server.job(self._charge.job).is_over:
                     return "its driver is gone"
-            except ClusterError as error:  # a control server that is away for a while
-                logger.warning("%s", error)
+            except Exception as error:  # as of a control server that is away for a while: the watch goes on
+                logger.warning("%r; looking again", error)

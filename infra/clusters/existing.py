@@ -63,11 +63,7 @@ class _ExistingLease:
         try:
             ray.get(self._watcher.beat.remote(), timeout=self._start_timeout_s)
         except ray.exceptions.RayError as error:
-            first = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise ClusterError(
-                f"the watcher of run {name!r} did not start within {self._start_timeout_s:g} s on the head of the Ray "
-                f"cluster at {self.manifest.address}: {first}"
-            ) from error
+            raise self._unanswered(error) from error
         former = re.compile(re.escape(_namespace(name, "")) + "[0-9a-f]+")
         self._server.end_runs(
             lambda space: space != self.manifest.namespace and bool(former.fullmatch(space)), self._start_timeout_s
@@ -78,12 +74,20 @@ class _ExistingLease:
         """Whether it still stands, and this process is connected through it.
 
         Raises:
-            ClusterError: if the cluster does not answer.
+            ClusterError: if the cluster or the watcher does not answer.
         """
         if self._closed.is_set() or not ray.is_initialized() or self.manifest.address != address:
             return False
         self._server.nodes()
-        return bool(ray.get_runtime_context().get_job_id() == self._charge.job)
+        if ray.get_runtime_context().get_job_id() != self._charge.job:
+            return False
+        try:
+            ray.get(self._watcher.beat.remote(), timeout=self._start_timeout_s)
+        except ray.exceptions.ActorDiedError:  # this process was stopped for long: the run has ended, or is another's
+            return False
+        except ray.exceptions.RayError as error:
+            raise self._unanswered(error) from error
+        return True
 
     def end(self, timeout_s: float) -> None:
         """End the run's actors and placement groups, then the watcher, and leave the cluster."""
@@ -102,6 +106,13 @@ class _ExistingLease:
     def forget(self) -> None:
         """Let the parent beat on alone."""
         self._closed.set()
+
+    def _unanswered(self, error: Exception) -> ClusterError:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return ClusterError(
+            f"the watcher of run {self.manifest.name!r} did not answer within {self._start_timeout_s:g} s on the head "
+            f"of the Ray cluster at {self.manifest.address}: {first}"
+        )
 
     def _start_watcher(self) -> Any:
         actor: Any = ray.remote(Watcher)  # so decorated it has .options, which its type does not show
@@ -176,8 +187,8 @@ def lease_existing(
     Args:
         name: of the run; one process at a time can hold it on a cluster.
         address: host and port of the control server.
-        environment: variables of the run's actors, such as credentials of the artifact store; they stand in the
-            cluster's books, where its users can read them.
+        environment: variables of the run's actors, such as credentials of the artifact store; who has the cluster's
+            token can read them from its head.
         packages: must be on every node, with the code that they have here; `infra` must be there in any case.
         start_timeout_s: longest wait for each step.
         stalled_after_s: silence after which this process counts as stopped.

@@ -154,10 +154,9 @@ def publish_policy(run: PPORun) -> StageResult:
 
 def end_cluster(run: PPORun) -> None:
     """End the run's cluster and everything on it, and wait until it is gone; nothing if it never started."""
-    from infra.clusters import disconnect, release_cluster
+    from infra.clusters import release_cluster
 
-    disconnect()
-    release_cluster(run.name)
+    release_cluster(run.name)  # which leaves the cluster too, and ends it even where Ray does not let go
 
 
 class _EndingTheGroupOnFailure:

@@ -2,13 +2,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 
 from infra.clusters import ClusterManifest, lease_cluster, reap_orphans, release_cluster
+from infra.clusters.lease import hold
 from infra.errors import ClusterError
 from infra.process_record import ProcessRecord
+from tasks.ppo import end_cluster
 
 
 def _left_behind(directory: Path, owner: ProcessRecord) -> Path:
@@ -70,3 +74,16 @@ def test_releasing_a_cluster_that_is_not_held_ends_no_process() -> None:
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     release_cluster("never leased")
     assert {child.pid for child in psutil.Process().children(recursive=True)} == before
+
+
+def test_a_runs_lease_is_ended_even_where_ray_does_not_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stuck() -> None:
+        raise ClusterError("Ray did not let this process leave its cluster within 60 s")
+
+    monkeypatch.setattr("infra.clusters.driver.disconnect", stuck)
+    ended: list[float] = []
+    lease: Any = SimpleNamespace(manifest=SimpleNamespace(name="night"), end=ended.append, forget=lambda: None)
+    hold(lease)
+    run: Any = SimpleNamespace(name="night")
+    end_cluster(run)
+    assert len(ended) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -18,9 +19,36 @@ from torch import Tensor
 from rlhf_core.detached.publication.manifest import WeightsError
 from rlhf_core.strategy.meeting import speak_towards
 
+logger = logging.getLogger(__name__)
+
+_ABORT_S = 5.0
+"""Longest wait for a group to be left."""
+_SHORTEST_S = 0.001
 _FOR_PAIRS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 """Else PyTorch ends the whole process when a peer is lost: a trainer must not die with a maker."""
 _ENVIRONMENT = threading.Lock()
+
+
+class Deadline:
+    """One for all that is waited for in turn.
+
+    Args:
+        timeout_s: from now on.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s, self._until = timeout_s, time.monotonic() + timeout_s
+
+    def left_s(self) -> float:
+        """Return what is left of it.
+
+        Raises:
+            TimeoutError: if nothing is; a store would take a timeout of 0 ms for none.
+        """
+        left_s = self._until - time.monotonic()
+        if left_s < _SHORTEST_S:
+            raise TimeoutError(f"not done within {self._timeout_s:.0f} s")
+        return left_s
 
 
 class Pair:
@@ -28,13 +56,13 @@ class Pair:
 
     Args:
         store: where the two find each other.
-        maker: names the pair.
+        name: of this pair alone.
         rank: of this end.
         device: of this end's buckets; NCCL carries those of a GPU, gloo those in host memory.
     """
 
-    def __init__(self, store: Any, maker: str, rank: int, device: torch.device) -> None:
-        self.maker = maker
+    def __init__(self, store: Any, name: str, rank: int, device: torch.device) -> None:
+        self.name = name
         self._store, self._rank, self._device = store, rank, device
         self._group: Any = None
 
@@ -48,15 +76,18 @@ class Pair:
         _within(timeout_s, lambda: self._carry(buckets, timeout_s))
 
     def abort(self) -> None:
-        """Leave the group, and free whoever waits in it."""
-        if self._group is not None:
-            self._group.abort()
-            self._group = None
+        """Leave the group, and free whoever waits in it; one that is not left in time is left to itself."""
+        group, self._group = self._group, None
+        if group is not None:
+            try:
+                _within(_ABORT_S, group.abort)
+            except (TimeoutError, RuntimeError) as error:
+                logger.warning("a group of trainer and maker could not be left (%s)", error)
 
     def _carry(self, buckets: Sequence[Tensor], timeout_s: float) -> None:
         with _own_stream(self._device):
             if self._group is None:
-                store = dist.PrefixStore(f"pair/{self.maker}", self._store)  # type: ignore[attr-defined]
+                store = dist.PrefixStore(f"pair/{self.name}", self._store)  # type: ignore[attr-defined]
                 self._group = _new_group(store, self._rank, self._device, timeout_s)
             group = self._group
             for bucket in buckets:

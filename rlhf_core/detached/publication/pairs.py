@@ -2,14 +2,16 @@
 
 A group of all makers would wait for each of them, and fail with any; of a pair only one is the other's business. The
 publisher opens a store (torch.distributed's) on a port of its node. A maker that was told of a publication asks for it
-there, and a thread of the publisher sends it. Makers join by asking, and leave by dying. Whatever waits does so in
-a thread that is given up at the deadline (`pair`).
+there, and a thread of the publisher sends it. Makers join by asking, and leave by dying: one that comes up again asks
+under its old name, over a new pair, and the old one is left. Whatever waits does so in a thread that is given up at the
+deadline (`pair`).
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,18 +19,21 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import ray
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_core.detached.publication.manifest import Publication, WeightsError
-from rlhf_core.detached.publication.pair import Pair, connect, own_device, synchronise
+from rlhf_core.detached.publication.pair import Deadline, Pair, connect, own_device, synchronise
 from rlhf_core.strategy.meeting import open_meeting
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 0.5
-"""A closed publisher is noticed after this."""
+_LOOK_S = 0.02
+"""From one look for new asks to the next: a wait that the store ends itself is a warning on stderr each time."""
+_WRITTEN_S = 5.0
+"""A maker that drew a ticket and has not written what it asks for by then is gone."""
 _STORE_S = 60.0
 """Longest wait of the publisher for an answer of its own store."""
 
@@ -79,18 +84,18 @@ class PairsShelf:
 class _Ask(NamedTuple):
     """What a maker writes into the store."""
 
-    ticket: int
     maker: str
+    pair: str
     number: int
     timeout_s: float
 
     def written(self) -> str:
-        return f"{self.maker} {self.number} {self.timeout_s}"
+        return f"{self.maker} {self.pair} {self.number} {self.timeout_s}"
 
     @classmethod
-    def read(cls, ticket: int, text: str) -> _Ask:
-        maker, number, timeout_s = text.split()
-        return cls(ticket, maker, int(number), float(timeout_s))
+    def read(cls, text: str) -> _Ask:
+        maker, pair, number, timeout_s = text.split()
+        return cls(maker, pair, int(number), float(timeout_s))
 
 
 class PairsOutbox:
@@ -105,7 +110,12 @@ class PairsOutbox:
         self._address, self._device = address, device
         self._offered: dict[int, PairsShelf] = {}
         self._pairs: dict[str, Pair] = {}
+        """By maker."""
+        self._guard = threading.Lock()
+        """Of the pairs, which each publication is sent over in a thread of its own."""
         self._count = 0
+        self._ticket, self._seen_at = 1, 0.0
+        """Whose turn it is, and when it was seen to be drawn and not written; 0 if it was not."""
         self._closing = threading.Event()
         listener = open_meeting(address)
         self._port: int = listener.getsockname()[1]
@@ -128,44 +138,76 @@ class PairsOutbox:
         """Send nothing more."""
         self._closing.set()
         self._server.join()
-        for pair in self._pairs.values():
+        with self._guard:
+            left = list(self._pairs.values())
+            self._pairs.clear()
+        for pair in left:
             pair.abort()
         self._offered.clear()
 
     def _serve(self) -> None:
-        ticket = 1
-        while not self._closing.is_set():
-            key = f"ask/{ticket}"
+        while not self._closing.wait(_LOOK_S):
             try:
-                self._store.wait([key], timedelta(seconds=_LOOK_S))
-            except dist.DistStoreError:
-                continue
-            ask = _Ask.read(ticket, self._store.get(key).decode())
-            self._store.delete_key(key)
-            offered = self._offered.get(ask.number)
-            self._store.set(f"answer/{ticket}", "comes" if offered else "gone")
-            ticket += 1
-            if offered is not None:
-                threading.Thread(target=self._send, args=(ask, offered), name="weights", daemon=True).start()
+                while self._answer_next():
+                    pass
+            except Exception as error:  # whatever one ask or the store fails with: others are still to be served
+                logger.warning("a maker that asked for weights could not be answered (%s)", _line(error))
+
+    def _answer_next(self) -> bool:
+        """Answer the maker whose turn it is; return False if there is nobody to answer yet."""
+        ticket, key = self._ticket, f"ask/{self._ticket}"
+        if self._store.add("asked", 0) < ticket:
+            return False
+        is_written = self._store.check([key])
+        if not is_written:
+            self._seen_at = self._seen_at or time.monotonic()
+            if time.monotonic() - self._seen_at < _WRITTEN_S:
+                return False
+        self._ticket, self._seen_at = ticket + 1, 0.0
+        ask = _Ask.read(self._store.get(key).decode()) if is_written else None
+        self._store.delete_key(key)
+        offered = None if ask is None else self._offered.get(ask.number)
+        self._store.set(f"answer/{ticket}", "gone" if offered is None else "comes")
+        if offered is not None:
+            threading.Thread(target=self._send, args=(ask, offered), name="weights", daemon=True).start()
+        return True
 
     def _send(self, ask: _Ask, shelf: PairsShelf) -> None:
+        deadline = Deadline(ask.timeout_s)
+        pair: Pair | None = None
         try:
-            pair = self._pairs.get(ask.maker)
-            if pair is None:
-                store = connect(self._address, self._port, ask.timeout_s)
-                pair = self._pairs[ask.maker] = Pair(store, ask.maker, 0, self._device)
-            pair.exchange(shelf.buckets, ask.timeout_s)
+            pair = self._pair_of(ask, deadline)
+            pair.exchange(shelf.buckets, deadline.left_s())
         except Exception as error:  # whatever a transport fails with: the maker has its own deadline
-            logger.warning("weights could not be sent to a maker (%s)", str(error).splitlines()[0])
-            lost = self._pairs.pop(ask.maker, None)
-            if lost is not None:
-                lost.abort()
+            logger.warning("weights could not be sent to a maker (%s)", _line(error))
+            if pair is not None:
+                with self._guard:
+                    if self._pairs.get(ask.maker) is pair:
+                        del self._pairs[ask.maker]
+                pair.abort()
+
+    def _pair_of(self, ask: _Ask, deadline: Deadline) -> Pair:
+        """Return the pair that a maker asks over, and leave the one that it had before."""
+        with self._guard:
+            former = self._pairs.get(ask.maker)
+        if former is not None and former.name == ask.pair:
+            return former
+        pair = Pair(connect(self._address, self._port, deadline.left_s()), ask.pair, 0, self._device)
+        with self._guard:
+            if self._closing.is_set():
+                raise WeightsError("the publisher is closed; take what the trainer publishes next")
+            former = self._pairs.get(ask.maker)
+            self._pairs[ask.maker] = pair
+        if former is not None:
+            former.abort()
+        return pair
 
 
 class PairsInbox:
     """A maker's end of its pair with the trainer."""
 
     def __init__(self) -> None:
+        self._maker = _own_name()
         self._pair: Pair | None = None
         self._port = ("", 0)
         self._store: Any = None
@@ -179,11 +221,12 @@ class PairsInbox:
             TimeoutError: if they do not come in time.
         """
         place, version, device = publication.place, publication.version, own_device()
+        deadline = Deadline(timeout_s)
         try:
-            pair = self._ask(place, timeout_s, version)
+            pair = self._ask(place, deadline, version)
             held = [torch.empty(bucket.size, dtype=torch.uint8, device=device) for bucket in publication.buckets]
             synchronise(device)  # whatever had their memory before is done with it
-            pair.exchange(held, timeout_s)
+            pair.exchange(held, deadline.left_s())
         except TimeoutError as error:
             self.close()
             raise TimeoutError(
@@ -193,8 +236,8 @@ class PairsInbox:
         except (RuntimeError, OSError) as error:  # of torch.distributed and its backends
             self.close()
             raise WeightsError(
-                f"weights of version {version} did not come from the trainer at {place.host} "
-                f"({str(error).splitlines()[0]}); take what the trainer publishes next"
+                f"weights of version {version} did not come from the trainer at {place.host} ({_line(error)}); take "
+                "what the trainer publishes next"
             ) from error
         try:
             yield held
@@ -207,18 +250,18 @@ class PairsInbox:
             self._pair.abort()
         self._pair, self._store, self._port = None, None, ("", 0)
 
-    def _ask(self, place: PairsPlace, timeout_s: float, version: int) -> Pair:
+    def _ask(self, place: PairsPlace, deadline: Deadline, version: int) -> Pair:
         """Return the pair over which the publication comes."""
         if self._pair is None or self._port != (place.host, place.port):
             self.close()
-            self._store, self._port = connect(place.host, place.port, timeout_s), (place.host, place.port)
+            self._store, self._port = connect(place.host, place.port, deadline.left_s()), (place.host, place.port)
             self._pair = Pair(self._store, uuid.uuid4().hex, 1, own_device())
         ticket = self._store.add("asked", 1)
-        ask = _Ask(ticket, self._pair.maker, place.number, timeout_s)
+        ask = _Ask(self._maker, self._pair.name, place.number, deadline.left_s())
         self._store.set(f"ask/{ticket}", ask.written())
         key = f"answer/{ticket}"
         try:
-            self._store.wait([key], timedelta(seconds=timeout_s))
+            self._store.wait([key], timedelta(seconds=deadline.left_s()))
         except dist.DistStoreError as error:
             raise TimeoutError(str(error)) from error
         answer = self._store.get(key).decode()
@@ -226,3 +269,13 @@ class PairsInbox:
         if answer != "comes":
             raise WeightsError(f"weights of version {version} are replaced by newer ones; take those")
         return self._pair
+
+
+def _own_name() -> str:
+    """Return what this maker is called: an actor that Ray starts again keeps its name."""
+    actor = ray.get_runtime_context().get_actor_id() if ray.is_initialized() else None
+    return actor or uuid.uuid4().hex
+
+
+def _line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -47,9 +47,9 @@ def assert_holds(models: Mapping[str, nn.Module], expected: Mapping[str, Tensor]
 class Maker:
     """A maker's process: takes what it is told, and says what it then holds."""
 
-    def __init__(self, *, device: str | None = None) -> None:
+    def __init__(self, *, device: str | None = None, name: str | None = None) -> None:
         self._pipe, theirs = CONTEXT.Pipe()
-        self.process: BaseProcess = CONTEXT.Process(target=_make, args=(theirs, device), daemon=True)
+        self.process: BaseProcess = CONTEXT.Process(target=_make, args=(theirs, device, name), daemon=True)
         self.process.start()
         theirs.close()
 
@@ -70,10 +70,10 @@ class Maker:
         self.process.join()
 
 
-def _make(pipe: Connection, device: str | None) -> None:
+def _make(pipe: Connection, device: str | None, name: str | None) -> None:
     own = models()
     if device is not None:
-        _work_on(device)
+        _work_on(device, name)
         own = {role: model.to(device) for role, model in own.items()}
     subscriber = Subscriber(lambda: own)
     while True:
@@ -89,8 +89,10 @@ def _make(pipe: Connection, device: str | None) -> None:
             pipe.send((subscriber.version, {name: tensor.cpu().numpy() for name, tensor in held(own).items()}))
 
 
-def _work_on(device: str) -> None:
-    """Have pairs work on a device; on a CPU all but NCCL itself is the same."""
+def _work_on(device: str, name: str | None) -> None:
+    """Have pairs work on a device, under the name of an actor; on a CPU all but NCCL itself is the same."""
     from rlhf_core.detached.publication import pairs
 
     pairs.own_device = lambda: torch.device(device)  # type: ignore[assignment]
+    if name is not None:
+        pairs._own_name = lambda: name  # type: ignore[assignment]

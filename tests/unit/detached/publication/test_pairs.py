@@ -9,7 +9,9 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from rlhf_core.detached.publication import Publication, Publisher, WeightsError, pairs, publisher
+from rlhf_core.detached.publication import Publication, Publisher, WeightsError, pair, pairs, publisher
+from rlhf_core.detached.publication.pair import Pair
+from rlhf_core.detached.publication.pairs import PairsInbox, PairsOutbox
 from tests.unit.detached.publication.published import WAIT_S, Maker, weights
 
 
@@ -42,6 +44,12 @@ def assert_has(answer: object, version: int) -> None:
         assert (answer[1][name] == tensor.numpy()).all(), name
 
 
+def outbox_of(sender: Publisher) -> PairsOutbox:
+    outbox = sender._outboxes["nccl 127.0.0.1"]
+    assert isinstance(outbox, PairsOutbox)
+    return outbox
+
+
 def test_each_maker_gets_what_it_asks_for_when_it_asks_for_it(sender: Publisher, makers: list[Maker]) -> None:
     first, second = makers
     older = publish(sender, 1)
@@ -72,7 +80,7 @@ def test_a_maker_that_dies_costs_the_others_nothing(sender: Publisher, makers: l
 def test_a_trainer_that_is_silent_or_gone_is_named_at_the_deadline(sender: Publisher, makers: list[Maker]) -> None:
     maker = makers[0]
     publication = publish(sender, 1)
-    sender._outboxes["nccl 127.0.0.1"]._closing.set()  # type: ignore[attr-defined] # it lives, and answers nobody
+    outbox_of(sender)._closing.set()  # it lives, and answers nobody
     time.sleep(2 * pairs._LOOK_S)
     started = time.monotonic()
     answer = maker.take(publication, timeout_s=2)
@@ -84,6 +92,69 @@ def test_a_trainer_that_is_silent_or_gone_is_named_at_the_deadline(sender: Publi
         assert_has(maker.take(publish(successor, 2), WAIT_S), 2)
     finally:
         successor.close()
+
+
+@pytest.mark.parametrize("written", [None, "nonsense"])
+def test_an_ask_that_is_not_written_or_not_to_be_read_holds_up_nobody(
+    sender: Publisher, makers: list[Maker], written: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pairs, "_WRITTEN_S", 0.2, raising=False)
+    publication = publish(sender, 1)
+    store = pair.connect("127.0.0.1", publication.place.port, WAIT_S)
+    ticket = store.add("asked", 1)  # whoever drew it is gone
+    if written is not None:
+        store.set(f"ask/{ticket}", written)
+    assert_has(makers[0].take(publication, timeout_s=10), 1)
+
+
+def test_a_publisher_that_nobody_asks_is_silent(sender: Publisher, capfd: pytest.CaptureFixture[str]) -> None:
+    publish(sender, 1)
+    time.sleep(1.2)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_pair_of_a_maker_that_came_up_again_replaces_its_former_one(sender: Publisher) -> None:
+    groups = []
+    for version in (1, 2):
+        maker = Maker(device="cpu", name="maker-0")
+        assert_has(maker.take(publish(sender, version)), version)
+        maker.end()
+        groups += list(outbox_of(sender)._pairs.values())
+    assert list(outbox_of(sender)._pairs) == ["maker-0"]
+    former, latter = groups
+    assert former._group is None
+    assert latter._group is not None
+
+
+def test_a_group_that_cannot_be_left_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stuck:
+        def abort(self) -> None:
+            time.sleep(WAIT_S)
+
+    monkeypatch.setattr(pair, "_ABORT_S", 0.1, raising=False)
+    own = Pair(None, "name", 1, torch.device("cpu"))
+    own._group = Stuck()
+    started = time.monotonic()
+    own.abort()
+    assert time.monotonic() - started < 5
+
+
+def test_one_deadline_holds_for_connecting_asking_and_fetching(
+    sender: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publication = publish(sender, 1)
+    outbox_of(sender)._closing.set()
+    connect = pairs.connect
+
+    def slowly(*arguments: object) -> object:
+        time.sleep(1.6)
+        return connect(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(pairs, "connect", slowly)
+    started = time.monotonic()
+    with pytest.raises(TimeoutError, match="waited 2 s"), PairsInbox().buckets(publication, 2.0):
+        pass
+    assert time.monotonic() - started < 3
 
 
 def test_a_process_without_a_gpu_says_so() -> None:

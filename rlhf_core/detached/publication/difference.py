@@ -128,4 +128,4 @@ def _checksum(tensor: Tensor) -> int:
 
 
 def _unpacked(packed: Tensor, count: int) -> Tensor:
-    return torch.from_numpy(np.unpackbits(packed.numpy(), count=count).view(np.bool_))
+    return torch.from_numpy(np.unpackbits(packed.cpu().numpy(), count=count).view(np.bool_))

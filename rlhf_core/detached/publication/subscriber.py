@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from rlhf_core.detached.publication.difference import applies_to, apply
+from rlhf_core.detached.publication.difference import Difference, applies_to, apply
 from rlhf_core.detached.publication.manifest import HEAD, Publication, WeightsError
 from rlhf_core.detached.publication.objects import ObjectsInbox, ObjectsPlace
 from rlhf_core.detached.publication.packing import check_sums, view
@@ -16,7 +18,11 @@ from rlhf_core.detached.publication.pairs import PairsInbox, PairsPlace
 from rlhf_core.detached.publication.shared_memory import SharedInbox, SharedPlace
 from rlhf_core.phases import reached
 
+logger = logging.getLogger(__name__)
+
 _ADAPTER_MARK = ".lora_"
+_SHARE_OF_DIFFERENCE = 0.5
+"""Of the time for the buckets: the rest is left for all of the weights, if a difference does not come."""
 
 
 class Inbox(Protocol):
@@ -52,7 +58,7 @@ class Subscriber:
 
         Args:
             publication: what the publisher returned.
-            timeout_s: longest wait for the buckets.
+            timeout_s: longest wait for the buckets, those of a difference and of the whole together.
 
         Returns:
             The version that is held now.
@@ -72,9 +78,10 @@ class Subscriber:
             )
         own = _parameters(self._models())
         _check_fit(publication, own)
-        if not self._take_difference(publication, own, timeout_s):
+        until = time.monotonic() + timeout_s
+        if not self._take_difference(publication, own, _SHARE_OF_DIFFERENCE * timeout_s):
             inbox = self._inbox(type(publication.place))
-            with inbox.buckets(publication, timeout_s) as held:
+            with inbox.buckets(publication, max(0.0, until - time.monotonic())) as held:
                 check_sums(publication, held)
                 reached("swap")
                 self._replace(publication, own, held)
@@ -87,22 +94,29 @@ class Subscriber:
         self._inboxes.clear()
 
     def _take_difference(self, publication: Publication, own: Mapping[str, Tensor], timeout_s: float) -> bool:
-        """Take what changed, if the version before is held; return whether that gave what was published."""
-        difference, held_version = publication.difference, self.version
-        if difference is None or difference.base != held_version or publication.incarnation != self.incarnation:
+        """Take what changed, if the version before is held; return whether that gave what was published.
+
+        Whatever it fails with, all of the weights are there as well.
+        """
+        difference = publication.difference
+        if difference is None or difference.base != self.version or publication.incarnation != self.incarnation:
             return False
-        update = difference.update
         if not applies_to(publication, own):
             return False
+        try:
+            return self._apply(difference, own, timeout_s)
+        except Exception as error:
+            logger.warning("a difference of weights was not taken (%s); all of them are fetched instead", error)
+            return False
+
+    def _apply(self, difference: Difference, own: Mapping[str, Tensor], timeout_s: float) -> bool:
+        update = difference.update
         with self._inbox(type(update.place)).buckets(update, timeout_s) as held:
-            try:
-                check_sums(update, held)
-            except WeightsError:
-                return False  # all of it is there as well
+            check_sums(update, held)
             reached("swap")
-            self.version = None
+            self.version = None  # for good, if it cannot even be undone
             is_right = apply(difference, own, {slot.name: view(held, slot) for slot in update.slots})
-            self.version = publication.version if is_right else held_version
+            self.version = update.version if is_right else difference.base
         return is_right
 
     def _replace(self, publication: Publication, own: Mapping[str, Tensor], held: list[Tensor]) -> None:

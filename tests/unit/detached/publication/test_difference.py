@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
-from rlhf_core.detached.publication import Publication, Publisher, Subscriber, WeightsError
+from rlhf_core.detached.publication import Publication, Publisher, Subscriber, WeightsError, subscriber
+from rlhf_core.detached.publication import difference as differences
 from rlhf_core.detached.publication.shared_memory import SharedInbox
 from tests.unit.detached.publication.published import WAIT_S
 
@@ -124,6 +126,58 @@ def test_a_difference_that_does_not_lead_there_is_left_for_all_of_it(publisher: 
         models["actor"].bfloat16()
     assert_holds(models, second)
     assert subscriber.version == 1
+
+
+@pytest.mark.parametrize("what", ["gone", "late", "not applicable"])
+def test_a_difference_that_does_not_come_or_fails_is_left_for_all_of_it(
+    publisher: Publisher, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = drifting(2)
+    models = maker()
+    taking = Subscriber(lambda: models)
+    taking.take(publisher.publish(first.items(), version=0), WAIT_S)
+    publication = publisher.publish(second.items(), version=1)
+    difference = publication.difference
+    assert difference is not None
+    waits, plain = [], SharedInbox.buckets
+
+    def buckets(self: SharedInbox, wanted: Publication, timeout_s: float) -> object:
+        waits.append(timeout_s)
+        if wanted is difference.update and what == "late":
+            raise TimeoutError
+        return plain(self, wanted, timeout_s)
+
+    def fail(*_: object) -> bool:
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(SharedInbox, "buckets", buckets)
+    if what == "not applicable":
+        monkeypatch.setattr(subscriber, "apply", fail)
+    elif what == "gone":
+        place = replace(difference.update.place, label="another")
+        difference = replace(difference, update=replace(difference.update, place=place))
+        publication = replace(publication, difference=difference)
+    assert taking.take(publication, WAIT_S) == 1
+    assert_holds(models, second)
+    assert waits[0] <= WAIT_S / 2  # time is left for the whole
+    assert waits[1] <= WAIT_S
+
+
+def test_a_difference_that_came_to_a_gpu_is_applied() -> None:
+    class OnGpu(torch.Tensor):
+        def numpy(self) -> object:  # type: ignore[override]
+            raise TypeError("can't convert cuda:0 device type tensor to numpy; use Tensor.cpu()")
+
+        def cpu(self) -> torch.Tensor:  # type: ignore[override]
+            return self.as_subclass(torch.Tensor)
+
+    old, new = ({"actor.w": torch.arange(5.0) + by * torch.tensor([1.0, 0, 0, 0, 0])} for by in (0, 1))
+    changes = differences.changes(old, new)
+    assert changes is not None
+    sent = Publisher(transport="shared_memory", dtype=torch.float32).publish(changes.items(), version=1, fully=False)
+    told = differences.Difference(0, differences.checksums(new), sent)
+    assert differences.apply(told, old, {name: tensor.as_subclass(OnGpu) for name, tensor in changes.items()})
+    assert torch.equal(old["actor.w"], new["actor.w"])
 
 
 def test_weights_are_as_before_if_neither_leads_there(publisher: Publisher) -> None:

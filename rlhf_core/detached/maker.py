@@ -87,8 +87,10 @@ class MakerActor:
             publication: what to take.
             timeout_s: longest wait for its buckets.
         """
-        self._version = self._subscriber.take(publication, timeout_s)
-        return self._version
+        try:
+            return self._subscriber.take(publication, timeout_s)
+        finally:
+            self._version = self._subscriber.version  # none, if it failed in the midst of replacing them
 
     @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]
     def make_chunk(self, unit: Any, version: int, controls: EpisodeControls | None) -> MadeChunk:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from rlhf_core.detached.maker import MakerActor, StaleWeightsError
 from rlhf_core.detached.publication import Publication, Publisher, Subscriber, WeightsError
 from tests.unit.detached.publication.published import WAIT_S, assert_holds, held, models, weights
 
@@ -131,6 +133,22 @@ def test_a_swap_that_fails_half_way_leaves_no_version(publisher: Publisher, monk
     assert subscriber.version is None
     assert subscriber.take(later, WAIT_S) == 2
     assert_holds(own, weights(seed=1))
+
+
+def test_a_maker_makes_nothing_with_weights_that_were_replaced_half_way(
+    publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = models()
+    maker = MakerActor("maker-0", lambda: SimpleNamespace(**own))  # type: ignore[arg-type, return-value]
+    maker.build()
+    maker.load_weights(publisher.publish(weights().items(), version=1), WAIT_S)
+    later = publisher.publish(weights(seed=1).items(), version=2)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "copy_", _run_out_of_memory_at_second(torch.Tensor.copy_))
+        with pytest.raises(MemoryError):
+            maker.load_weights(later, WAIT_S)
+    with pytest.raises(StaleWeightsError, match="maker-0 holds no weights, but version 1"):
+        maker.make_chunk(None, 1, None)
 
 
 def _run_out_of_memory_at_second(copy: object) -> object:

@@ -115,7 +115,8 @@ def _build(run: PPORun, context: Context) -> Any:
         unwrapped(partial(form_group, trainers, **waits))
     waiting = {trainer.build.remote(): TRAINER}  # it has its peers build, and the dealer the makers
     wait_for_all(waiting, cluster.start_timeout_s, what=f"run {run.name} to build its models", members=peers_of(run))
-    ask(trainer.synchronise, cluster.start_timeout_s + ANSWER_S)  # it names the maker that it waited for
+    # It names the maker that it waited for: to come up, then to take the weights.
+    ask(trainer.synchronise, 2 * cluster.start_timeout_s + ANSWER_S)
     position = ask(trainer.position, ANSWER_S)
     found = f"restored after episode {position.next_episode}" if position.next_episode else "at the start"
     group = f"{len(trainers)} trainers ({_ppo(run).strategy})" if len(trainers) > 1 else "1 trainer"
@@ -174,8 +175,9 @@ def _object_store_mb(run: PPORun, context: Context) -> int:
     from rlhf_core.models.loading import count_parameters
     from rlhf_core.models.memory import BYTES
 
-    dtype = PipelineConfig.model_validate(run.config).ppo.rollout_dtype
-    published = PUBLISHED * BYTES[dtype] * count_parameters(materialise(context, run.actor))
+    ppo = _ppo(run)
+    models = PUBLISHED * (1.5 if ppo.cluster.sparse_weights else 1.0)  # a difference, of half at most, beside the whole
+    published = models * BYTES[ppo.rollout_dtype] * count_parameters(materialise(context, run.actor))
     return 128 + math.ceil(1.1 * published / 1e6)
 
 

@@ -159,15 +159,19 @@ def unwrapped(call: Callable[[], Any]) -> Any:
 
 
 def may_pass(error: BaseException) -> bool:
-    """Whether a new group of actors can mend it: a dead process or a late answer; never a bug or a bad number."""
+    """Whether a new group of actors can mend it.
+
+    A dead process, a late answer, or weights damaged on their way; never a bug or a bad number.
+    """
     import ray
 
     from rlhf_core.detached.dealing.ledger import MakersLostError
+    from rlhf_core.detached.publication import WeightsError
 
     if isinstance(error, ray.exceptions.RayTaskError):  # raised inside an actor: what it raised decides
         error = error.cause
     died = (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError)  # the second: Ray ended it, for room
-    return isinstance(error, (*died, LostRankError, MakersLostError, TimeoutError, ConnectionError))
+    return isinstance(error, (*died, LostRankError, MakersLostError, WeightsError, TimeoutError, ConnectionError))
 
 
 def may_pass_in(_task: Any, _task_run: Any, state: Any) -> bool:

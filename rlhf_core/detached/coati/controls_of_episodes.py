@@ -30,6 +30,8 @@ class EpisodesControls:
         self._stored: Mapping[str, Any] | None = None
         self._after: dict[int, EpisodeControls] = {}
         """By the number of episodes that were learnt."""
+        self._of: dict[int, EpisodeControls] = {}
+        """By episode, from its first lease until it is learnt: chunks that are made again agree with the others."""
 
     def begin(self, *, kl_coef: float, completed: int) -> None:
         """Begin a fit.
@@ -48,11 +50,13 @@ class EpisodesControls:
         self._after.setdefault(completed, self._controls.current())
 
     def of(self, episode: int) -> EpisodeControls | None:
-        """Return what an episode's rewards are made with."""
+        """Return what an episode's rewards are made with: from its first lease on, always the same."""
         known = dict(self._after)
+        if not known:
+            return None
         due = episode - self._max_staleness
         before = [number for number in known if number <= due]
-        return known[max(before) if before else min(known)] if known else None
+        return self._of.setdefault(episode, known[max(before) if before else min(known)])
 
     def learnt(self, episode: int, samples: Sequence[Sample]) -> None:
         """Let an episode's samples set what later ones are made with.
@@ -68,14 +72,17 @@ class EpisodesControls:
         )
         kept = {known: held for known, held in self._after.items() if known >= episode - self._max_staleness}
         self._after = kept | {episode + 1: self._controls.current()}
+        self._of = {later: held for later, held in dict(self._of).items() if later > episode}
 
     def state(self) -> dict[str, Any]:
         """Return the facts that a continuation needs, as JSON holds them."""
         held = self._stored if self._controls is None else self._controls.state()
-        after = [[known, *held_then] for known, held_then in self._after.items()]
-        return {"now": None if held is None else dict(held), "after": after}
+        after, of = ([[key, *values] for key, values in dict(each).items()] for each in (self._after, self._of))
+        return {"now": None if held is None else dict(held), "after": after, "of": of}
 
     def load_state(self, facts: Mapping[str, Any]) -> None:
         """Go on from a state that `state` returned."""
         self._controls, self._stored = None, facts["now"]
-        self._after = {int(known): EpisodeControls(*held) for known, *held in facts["after"]}
+        self._after, self._of = (
+            {int(key): EpisodeControls(*values) for key, *values in facts[name]} for name in ("after", "of")
+        )

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from rlhf_core.detached.coati.loader_line import LoaderChunk
 from rlhf_core.detached.coati.sources import DealtExperience
 from rlhf_core.detached.coati.weight_sender import OwnWeights, Transport, WeightSender
+from rlhf_core.detached.dealing.books import Stale
 from rlhf_core.detached.dealing.dealer import Dealer, Waits
 from rlhf_core.detached.dealing.ledger import Ledger
 from rlhf_core.detached.maker import MadeChunk
@@ -17,6 +18,7 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.types import EpisodeControls
 
 logger = logging.getLogger(__name__)
+PublishedDtype = Literal["float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +29,11 @@ class DealingOptions:
     """Of the order of batches after the first epoch."""
     max_staleness: int = 0
     """Updates of the makers' weights that may lie between sampling and learning; 0 is lockstep."""
-    stale_samples: Literal["wait", "drop"] = "wait"
+    stale_samples: Stale = "wait"
     """Make nothing that could become too old, or make on, drop what did, and make it again; that needs a limit."""
     transport: Transport = "auto"
     """How weights travel."""
-    rollout_dtype: str = "float32"
+    rollout_dtype: PublishedDtype = "float32"
     """That `send_models` casts weights to; `DetachedPPOTrainer` takes that of its options instead."""
     start_timeout_s: float = 600.0
     """Longest wait for the makers: to be there, to build, to begin, and to take weights."""
@@ -39,6 +41,24 @@ class DealingOptions:
     """Longest wait for an episode's experience, for one batch, and for room in the buffer."""
     answer_timeout_s: float = 30.0
     """Longest wait for a sign of life from a maker."""
+
+    def __post_init__(self) -> None:
+        """See that every value is one.
+
+        Raises:
+            ConfigError: if one is not; it is named.
+        """
+        for name, known in (("stale_samples", Stale), ("transport", Transport), ("rollout_dtype", PublishedDtype)):
+            if getattr(self, name) not in get_args(known):
+                expected = ", ".join(map(repr, get_args(known)))
+                raise ConfigError(f"{name} is one of {expected}, not {getattr(self, name)!r}")
+        if self.max_staleness < 0:
+            raise ConfigError(f"max_staleness is a number of updates, at least 0, not {self.max_staleness}")
+        if self.stale_samples == "drop" and self.max_staleness == 0:
+            raise ConfigError("stale_samples 'drop' with max_staleness 0 drops all that is made ahead; take 'wait'")
+        for name in ("start_timeout_s", "experience_timeout_s", "answer_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} is a number of seconds above 0, not {getattr(self, name)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +117,15 @@ def deal(
         max_staleness=dealing.max_staleness,
         stale_samples=dealing.stale_samples,
         limit=fit.limit,
+        timeout_setting="DealingOptions.experience_timeout_s",
     )
     if fit.books is not None:
         ledger.restore(fit.books, ())
     waits = Waits(
-        start_s=dealing.start_timeout_s, answer_s=dealing.answer_timeout_s, chunk_s=dealing.experience_timeout_s
+        start_s=dealing.start_timeout_s,
+        answer_s=dealing.answer_timeout_s,
+        chunk_s=dealing.experience_timeout_s,
+        start_setting="DealingOptions.start_timeout_s",
     )
     dealer = Dealer(ledger, controls=controls, waits=waits, on_trouble=lambda said: logger.warning("%s", said))
     dealer.publication = weights.last or OwnWeights(weights.version)

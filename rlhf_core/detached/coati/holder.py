@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
-from torch import nn
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.config import PPOOptions
@@ -20,7 +19,6 @@ from rlhf_core.detached.coati.maker_building import MakerSettings, Models, build
 from rlhf_core.detached.coati.registration import MakerFacts
 from rlhf_core.detached.coati.weight_sender import OwnWeights, SentWeights, take_weights
 from rlhf_core.detached.maker import MakerActor
-from rlhf_core.detached.publication import Subscriber
 from rlhf_core.errors import ConfigError, RlhfError
 from rlhf_core.experience_maker.maker import ExperienceMaker
 from rlhf_core.rewards.scoring import Scorer
@@ -87,7 +85,7 @@ class ExperienceMakerHolder(Telling, MakerActor):
         **generate_kwargs: Any,
     ) -> None:
         super().__init__(own_actor_name(), self._make_maker)
-        self._trainers = tuple(detached_trainer_name_list)
+        self._trainers = detached_trainer_name_list
         self._strategy_fn, self._model_fn, self._env_info = strategy_fn, model_fn, env_info
         self._waits_for_weights = sync_models_from_trainers
         self._settings = MakerSettings(
@@ -96,7 +94,6 @@ class ExperienceMakerHolder(Telling, MakerActor):
         self.callbacks, self._eval_performance = tuple(callbacks), eval_performance
         self._start_timeout_s = start_timeout_s
         self._building = threading.Lock()
-        self._subscriber = Subscriber(self._models)
         self._line: LoaderLine | None = None
 
     def workingloop(self, dataloader_fn: Callable[[], Batches], num_epochs: int = 1, num_steps: int = 0) -> None:
@@ -121,7 +118,7 @@ class ExperienceMakerHolder(Telling, MakerActor):
         self._line = line
         self._tell("on_loop_start")
         try:
-            ticket = self._asked(trainer_name, trainer.register_maker.remote(facts, dataloader_fn))
+            ticket = self._asked(trainer_name, trainer.register_maker, facts, dataloader_fn)
             self._await_end(trainer_name, trainer, ticket)
         finally:
             self._tell_all("on_loop_end")
@@ -149,7 +146,7 @@ class ExperienceMakerHolder(Telling, MakerActor):
     def _prompts(self, unit: LoaderChunk) -> tuple[Sequence[Prompt], Sequence[int]]:
         if self._line is None:  # this process came up again in the midst of a fit
             name, trainer = self._first_trainer()
-            dataloader_fn = self._asked(name, trainer.loader_of.remote(self._name))
+            dataloader_fn = self._asked(name, trainer.loader_of, self._name)
             if dataloader_fn is None:
                 raise RlhfError(f"{self._name} has no dataloader; call its workingloop")
             self._line = self._line_of(dataloader_fn)
@@ -173,6 +170,8 @@ class ExperienceMakerHolder(Telling, MakerActor):
     def _make_maker(self) -> ExperienceMaker:
         if not self._name:
             raise ConfigError("an ExperienceMakerHolder needs a name; create it with options(name=...)")
+        if isinstance(self._trainers, str):
+            raise ConfigError(f"expected a list of trainers' names, got {self._trainers!r} alone")
         if not self._trainers:
             raise ConfigError(f"{self._name} names no trainer; give detached_trainer_name_list at least one")
         if self._env_info is not None:
@@ -186,10 +185,6 @@ class ExperienceMakerHolder(Telling, MakerActor):
         if self._eval_performance:
             self.callbacks = (*self.callbacks, ExperienceMakerPerformanceEvaluator(*sizes))
         return maker
-
-    def _models(self) -> dict[str, nn.Module]:
-        maker = self._maker
-        return {"actor": maker.actor} | ({} if maker.critic is None else {"critic": maker.critic})
 
     def _line_of(self, dataloader_fn: Callable[[], Batches]) -> LoaderLine:
         if not callable(dataloader_fn):
@@ -232,7 +227,7 @@ class ExperienceMakerHolder(Telling, MakerActor):
         said = {}
         for name in self._trainers:
             trainer = find_actor(name, self._start_timeout_s, what="the trainer")
-            said[name] = self._asked(name, trainer.first_trainer.remote())
+            said[name] = self._asked(name, trainer.first_trainer)
         first = said[self._trainers[0]]
         for name, deals in said.items():
             if deals != first:
@@ -242,11 +237,26 @@ class ExperienceMakerHolder(Telling, MakerActor):
                 )
         return first, find_actor(first, self._start_timeout_s, what="the trainer")
 
-    def _asked(self, trainer: str, call: Any) -> Any:
+    def _asked(self, trainer: str, method: Any, *arguments: Any) -> Any:
+        """Return what a trainer answers; one that cannot be reached is asked again."""
+        deadline = time.monotonic() + self._start_timeout_s
+        while True:
+            try:
+                return self._answer(trainer, method.remote(*arguments))
+            except ActorUnavailableError:
+                if time.monotonic() >= deadline:
+                    raise RlhfError(
+                        f"{self._name} could not reach {trainer}, which it works for, for {self._start_timeout_s:g} s"
+                    ) from None
+                time.sleep(_POLL_S)
+
+    def _answer(self, trainer: str, call: Any) -> Any:
         try:
             return ray.get(call, timeout=self._start_timeout_s)
         except RayTaskError as error:
             raise error.cause from None  # its sentence, without Ray's frame around it
+        except ActorUnavailableError:  # not dead, or not yet
+            raise
         except RayActorError as error:
             reason = str(error).splitlines()[0]
             raise RlhfError(f"{trainer}, which {self._name} works for, has ended: {reason}") from error
@@ -257,7 +267,7 @@ class ExperienceMakerHolder(Telling, MakerActor):
 
     def _await_end(self, name: str, trainer: Any, ticket: int) -> None:
         deadline = time.monotonic() + self._start_timeout_s
-        while (state := self._asked(name, trainer.maker_loop.remote(self._name, ticket))) != "over":
+        while (state := self._asked(name, trainer.maker_loop, self._name, ticket)) != "over":
             if state == "waiting" and time.monotonic() >= deadline:
                 raise RlhfError(
                     f"{self._name} waited {self._start_timeout_s:g} s for {name} to begin its fit, and it did not; "

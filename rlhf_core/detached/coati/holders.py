@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, RayActorError
+from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 
 from rlhf_core.detached.coati.weight_sender import SentWeights
 from rlhf_core.errors import ConfigError, RlhfError
@@ -83,7 +83,6 @@ class Holders:
             raise ConfigError(f"expected a list of makers' names, got {names!r} alone")
         self.names = tuple(names)
         self._timeout_s = timeout_s
-        self._nodes: frozenset[str] = frozenset()
 
     def handles(self) -> Mapping[str, Any]:
         """Return the makers' handles by name.
@@ -93,16 +92,10 @@ class Holders:
         """
         return {name: find_actor(name, self._timeout_s, what="the experience maker") for name in self.names}
 
-    def nodes(self, *, look: bool) -> frozenset[str]:
-        """Return the ids of the nodes that the makers are on.
-
-        Args:
-            look: ask the makers; else return what they said last, as one may have ended since.
-        """
-        if look:
-            calls = {name: handle.node.remote() for name, handle in self.handles().items()}
-            self._nodes = frozenset(node for node, _ in self._answers(calls, "answer"))
-        return self._nodes
+    def nodes(self) -> frozenset[str]:
+        """Ask the makers for the ids of the nodes that they are on."""
+        calls = {name: handle.node.remote() for name, handle in self.handles().items()}
+        return frozenset(node for node, _ in self._answers(calls, "answer"))
 
     def send(self, sent: SentWeights) -> None:
         """Have every maker build its models and hold these weights; return when all do.
@@ -127,5 +120,7 @@ class Holders:
                 ray.get(late.pop(name))
             except RayActorError as error:
                 raise LostMakerError(f"{name} was to {what}, but has ended: {str(error).splitlines()[0]}") from error
+            except RayTaskError as error:
+                raise error.cause from None  # its sentence, without Ray's frame around it
         found: list[Any] = ray.get(list(calls.values()))
         return found

@@ -92,10 +92,19 @@ class LoaderLine:
     def read(self, unit: LoaderChunk) -> NumberedPrompts:
         """Return a unit's rows, numbered as one process would that makes the whole episode.
 
+        After an error the loader is read anew: it may have gone on without having given its batch.
+
         Raises:
             DataError: if the batch gives another number of samples than the unit says, or is none of prompts.
         """
-        episode, done = self._numbered
+        try:
+            return self._numbered_rows(unit)
+        except BaseException:
+            self._is_spoilt = True
+            raise
+
+    def _numbered_rows(self, unit: LoaderChunk) -> NumberedPrompts:
+        episode, done = (-1, 0) if self._is_spoilt else self._numbered
         if episode != unit.episode or done > unit.index:
             self._numbers.begin_episode()
             done = 0
@@ -113,6 +122,7 @@ class LoaderLine:
         return numbered
 
     def _begin(self) -> None:
+        self._is_spoilt = False
         with _random_states_of(self._seed, -1):
             self._loader = self._dataloader_fn()
         self._cycled = CycledLoader(self._loader, what="the makers' dataloader")
@@ -120,7 +130,7 @@ class LoaderLine:
         self._read: dict[int, list[Prompt]] = {}
 
     def _prompts(self, position: int) -> list[Prompt]:
-        if position < self._next and position not in self._read:
+        if self._is_spoilt or (position < self._next and position not in self._read):
             self._begin()
         while self._next <= position:
             with _random_states_of(self._seed, self._next):

@@ -38,8 +38,6 @@ class DetachedReplayBuffer:
             )
         self.sample_batch_size = sample_batch_size
         self.limit = limit
-        self.received = 0
-        """Rows that have ever come in."""
         self._timeout_s = timeout_s
         self._rows: list[Experience] = []
         """Of one row each, too few for a batch."""
@@ -64,8 +62,6 @@ class DetachedReplayBuffer:
             raise self._is_full(len(rows))
         try:
             with self._changed:
-                self.received += len(rows)
-                self._changed.notify_all()
                 while rows:
                     missing = self.sample_batch_size - len(self._rows)
                     if len(rows) >= missing and not self._wait(self._has_room, deadline):
@@ -110,6 +106,26 @@ class DetachedReplayBuffer:
         """Return the number of batches, not of rows, that wait."""
         with self._changed:
             return len(self._batches)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no row waits, not even one that fills no batch."""
+        with self._changed:
+            return not self._batches and not self._rows
+
+    def waiting(self) -> list[Experience]:
+        """Return what waits: the batches, and the rows that fill none, in order."""
+        with self._changed:
+            return [*self._batches, *self._rows]
+
+    def restore(self, waiting: Iterable[Experience]) -> None:
+        """Hold what `waiting` of a buffer of the same batches returned, and nothing else."""
+        with self._changed:
+            self._batches.clear()
+            self._rows = []
+            for each in waiting:
+                (self._batches if len(each) == self.sample_batch_size else self._rows).append(each)
+            self._changed.notify_all()
 
     def _has_room(self) -> bool:
         return not self.limit or len(self._batches) < self.limit

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 
 from rlhf_core.detached.coati.loader_line import LoaderChunk
 from rlhf_core.detached.coati.replay_buffer import DetachedReplayBuffer
@@ -99,7 +99,7 @@ class DealtExperience(Source):
         self.ledger, self.dealer = ledger, dealer
         self._version, self._timeout_s = version, timeout_s
         self._staleness = 0
-        self._waited_s = 0.0
+        self._waited_s = self._makers_idle_s = self._idle_before = 0.0
         self.is_shared = is_shared
         dealer.start()
 
@@ -116,16 +116,17 @@ class DealtExperience(Source):
 
     def learnt(self, episode: int) -> None:
         """Open what waited for this episode's weights."""
+        idle = sum(self.dealer.idle_seconds.values()) / max(len(self.dealer.idle_seconds), 1)
+        self._makers_idle_s, self._idle_before = idle - self._idle_before, idle
         self.ledger.learnt(episode)
 
     def figures(self) -> Mapping[str, float]:
-        """Return the last episode's staleness, samples that wait, and how long either side had nothing to do."""
-        idle = self.dealer.idle_seconds
+        """Return the last episode's staleness, samples that wait, and how long either side had nothing to do in it."""
         return {
             "staleness": float(self._staleness),
             "queue_depth": float(self.ledger.samples_waiting),
             "trainer_idle_s": self._waited_s,
-            "makers_idle_s": sum(idle.values()) / max(len(idle), 1),
+            "makers_idle_s": self._makers_idle_s,
             "revivals": float(self.dealer.revivals),
         } | {f"chunks/{name}": float(count) for name, count in self.ledger.books()._asdict().items()}
 
@@ -162,6 +163,8 @@ class FirstRanksExperience(Source):
                     raise RlhfError(f"{self._who} has ended its fit: {found.trouble}")
                 if found.references:
                     return ray.get(found.references[0], timeout=max(left_s, 1.0))
+            except ActorUnavailableError:  # not dead, or not yet: it is asked again
+                pass
             except RayActorError as error:
                 raise LostRankError(f"{self._who} has ended: {str(error).splitlines()[0]}") from error
             except GetTimeoutError as error:

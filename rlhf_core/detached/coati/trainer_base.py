@@ -29,6 +29,7 @@ from rlhf_core.detached.coati.sources import DealtExperience, PushedExperience, 
 from rlhf_core.detached.coati.weight_sender import BUCKET_BYTES, WeightSender, weights_of
 from rlhf_core.detached.dealing.dealer import Dealer
 from rlhf_core.detached.maker import MadeChunk
+from rlhf_core.errors import RlhfError
 from rlhf_core.trainer.callbacks import Telling, TrainerCallback
 from rlhf_core.types import EpisodeControls, Experience
 
@@ -67,9 +68,16 @@ class DetachedTrainer(Telling, ABC):
     ) -> None:
         self.train_batch_size, self.buffer_limit = train_batch_size, buffer_limit
         self.callbacks, self.debug, self.dealing = tuple(callbacks), debug, dealing
-        self._buffer = DetachedReplayBuffer(train_batch_size, buffer_limit, timeout_s=dealing.experience_timeout_s)
         self._name = own_actor_name() or type(self).__name__
-        self._name_makers(experience_maker_holder_name_list)
+        self._trouble: Exception | None = None
+        """What is wrong with the arguments: Ray would hide it in a page of its own, so that later calls raise it."""
+        try:
+            self._buffer = DetachedReplayBuffer(train_batch_size, buffer_limit, timeout_s=dealing.experience_timeout_s)
+            self._name_makers(experience_maker_holder_name_list)
+        except RlhfError as error:
+            self._trouble = error
+            self._buffer = DetachedReplayBuffer(1)
+            self._name_makers(())
         self._weights = WeightSender(transport=dealing.transport, dtype=getattr(torch, dealing.rollout_dtype))
         self._source: Source | None = None
         self._dealer: Dealer[LoaderChunk, MadeChunk] | None = None
@@ -77,6 +85,10 @@ class DetachedTrainer(Telling, ABC):
         """The next one; counts on over several fits."""
         self._fit_began: int | None = None
         """First episode of a fit that is not at its end."""
+        self._is_in_midst = False
+        """Some steps of an episode are taken, and not all."""
+        self._is_unsent = False
+        """An episode is learnt, and its weights may not be sent."""
 
     @abstractmethod
     def training_step(self, experience: Experience) -> dict[str, Any]:
@@ -89,7 +101,8 @@ class DetachedTrainer(Telling, ABC):
     def fit(self, total_steps: int, update_steps: int, train_epochs: int = 1) -> None:
         """Learn `total_steps // update_steps` episodes; weights are sent after each.
 
-        After an error, or on a state that was loaded, goes on with the episode that was due.
+        After an error, or on a state that was loaded, goes on with the episode that was due; one that was learnt in
+        part is not learnt again.
 
         Args:
             total_steps: batches to learn from, each once in every epoch.
@@ -98,13 +111,17 @@ class DetachedTrainer(Telling, ABC):
 
         Raises:
             ConfigError: if that is not what the makers' loops make.
-            RlhfError: if makers do not begin, or die, or weights were never sent to those that wait for them.
+            RlhfError: if makers do not begin, or die, or weights were never sent to those that wait for them, or an
+                earlier fit ended in the midst of an episode's steps.
         """
+        self._check()
         production = self._production(total_steps, update_steps, train_epochs)
         began = self._episode if self._fit_began is None else self._fit_began
         self._fit_began = began
         if self._episode >= began + production.episodes:
             logger.warning("all %d episodes of this fit are done already", production.episodes)
+        if self._is_unsent:
+            self._send_what_was_learnt()
         try:
             self._source = source = self._open_source(production, began)
             try:
@@ -127,6 +144,7 @@ class DetachedTrainer(Telling, ABC):
         Args:
             **kwargs: as `_update_remote_makers` takes them.
         """
+        self._check()
         self._update_remote_makers(fully_update=True, **kwargs)
 
     def send_models(
@@ -150,16 +168,19 @@ class DetachedTrainer(Telling, ABC):
     @ray.method(concurrency_group="buffer_append")  # type: ignore[untyped-decorator]
     def buffer_append(self, experience: Experience) -> None:
         """Put rows into the buffer, as soon as there is room."""
+        self._check()
         self._buffer.append(experience)
 
     @ray.method(concurrency_group="buffer_append")  # type: ignore[untyped-decorator]
     def buffer_extend(self, items: Sequence[Experience]) -> None:
         """Put several into the buffer, as soon as there is room."""
+        self._check()
         self._buffer.extend(items)
 
     @ray.method(concurrency_group="buffer_sample")  # type: ignore[untyped-decorator]
     def _buffer_sample(self) -> Experience:
         """Return the batch that has waited longest, and forget it; wait while there is none."""
+        self._check()
         return self._buffer.sample()
 
     @ray.method(concurrency_group="buffer_length")  # type: ignore[untyped-decorator]
@@ -180,6 +201,7 @@ class DetachedTrainer(Telling, ABC):
     @ray.method(concurrency_group="buffer_length")  # type: ignore[untyped-decorator]
     def first_trainer(self) -> str:
         """Return the name of the trainer that deals for this one: its own, or that of its group's first rank."""
+        self._check()
         return self._name
 
     @ray.method(concurrency_group="buffer_length")  # type: ignore[untyped-decorator]
@@ -192,13 +214,28 @@ class DetachedTrainer(Telling, ABC):
         with self._told_of_the_end("on_episode_end", episode):
             self._tell("on_episode_start", episode)
             self._learn(episode, source, update_steps, train_epochs)
+            self._is_in_midst, self._is_unsent = False, True
+            self._episode = episode + 1  # whatever fails from here on, nothing is learnt twice
             self._weights.learnt()
-            self._tell("on_update_start")
-            self._update_remote_makers()
-            self._tell("on_update_end")
-            self._episode = episode + 1
+            self._send_what_was_learnt()
             source.learnt(episode)
             self._finish_episode(episode)
+
+    def _send_what_was_learnt(self) -> None:
+        self._tell("on_update_start")
+        self._update_remote_makers()
+        self._tell("on_update_end")
+        self._is_unsent = False
+
+    def _check(self) -> None:
+        """Raise what is wrong with this trainer."""
+        if self._trouble is not None:
+            raise self._trouble
+        if self._is_in_midst:
+            raise RlhfError(
+                f"{self._name} took some steps of episode {self._episode + 1} and failed in it, so that it would learn "
+                "them twice; create the trainer anew, with its last state if it keeps one"
+            )
 
     def _finish_episode(self, episode: int) -> None:
         """Keep what an episode came to; for a subclass."""
@@ -221,6 +258,7 @@ class DetachedTrainer(Telling, ABC):
             self._tell("on_epoch_end", epoch)
 
     def _step(self, experience: Experience) -> None:
+        self._is_in_midst = True
         self._tell("on_batch_start")
         metrics = self.training_step(experience)
         if self.debug:
@@ -248,7 +286,7 @@ class DetachedTrainer(Telling, ABC):
 
     def _is_pushed(self) -> bool:
         """Return whether somebody has put experience into the buffer."""
-        return self._buffer.received > 0
+        return not self._buffer.is_empty
 
     def _check_makers(self, makers: Sequence[MakerFacts]) -> None:
         """See that makers fit this trainer; a subclass knows more of what must agree."""
@@ -285,7 +323,9 @@ class DetachedTrainer(Telling, ABC):
         holders = self._holders
         if not holders.names:
             return
-        at = holders.nodes(look=self._dealer is None)
+        if self._dealer is not None:
+            self._dealer.await_up(self.dealing.start_timeout_s)  # no transport is chosen for a maker somewhere unknown
+        at = holders.nodes() if self._dealer is None else self._dealer.nodes
         sent = self._weights.send(sending, tensors, nodes=at, bucket_bytes=shard_size)
         if self._dealer is not None:
             self._dealer.publish(sent, completed=None)

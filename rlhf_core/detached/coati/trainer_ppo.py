@@ -109,11 +109,11 @@ class DetachedPPOTrainer(TrainerFiles, DetachedTrainer):
         self._shelf, self._stats = Shelf(), list[PPOStats]()
         self._eval_performance = eval_performance
         self._built: PPOLearner | None = None
-        self._trouble: Exception | None = None
         sizes = {"train_batch_size": train_batch_size, "eps_clip": eps_clip, "value_clip": value_clip}
         try:
-            self._build(strategy_fn, model_fn, env_info, pretrain_dataloader_fn, sizes)
-        except Exception as error:  # Ray would hide it in a page of its own: every later call raises it
+            if self._trouble is None:
+                self._build(strategy_fn, model_fn, env_info, pretrain_dataloader_fn, sizes)
+        except Exception as error:
             self._trouble = error
 
     def _build(
@@ -124,6 +124,8 @@ class DetachedPPOTrainer(TrainerFiles, DetachedTrainer):
         pretrain_dataloader_fn: Callable[[], Batches] | None,
         sizes: Mapping[str, Any],
     ) -> None:
+        if self._save_interval < 1:
+            raise ConfigError(f"expected a save_interval of at least 1 episode, got {self._save_interval}")
         if env_info is not None:
             set_dist_env(env_info)
         self.strategy = strategy_fn()
@@ -216,8 +218,7 @@ class DetachedPPOTrainer(TrainerFiles, DetachedTrainer):
     @ray.method(concurrency_group="buffer_length")  # type: ignore[untyped-decorator]
     def first_trainer(self) -> str:
         """Return the name of the first rank's actor, which deals for all of its group."""
-        if self._trouble is not None:
-            raise self._trouble
+        self._check()
         return self._group[0].name or self._name
 
     @ray.method(concurrency_group="buffer_length")  # type: ignore[untyped-decorator]
@@ -234,7 +235,7 @@ class DetachedPPOTrainer(TrainerFiles, DetachedTrainer):
 
     def _learn(self, episode: int, source: Source, update_steps: int, train_epochs: int) -> None:
         """Gather all of an episode, restate it by the weights that it begins with, and take its steps."""
-        whole = self._gathered(episode, source, update_steps)
+        whole, samples = self._gathered(episode, source, update_steps)
         share = RankShare(self._ranks if source.is_shared else ALONE, self.train_batch_size)
         learnt = share.restated(self.learner, whole)
         windows = episode_windows(
@@ -250,9 +251,11 @@ class DetachedPPOTrainer(TrainerFiles, DetachedTrainer):
             self._step(learnt.select(share.of(window.rows)))
             for number in window.ends:
                 self._tell("on_epoch_end", number)
+        if samples:
+            self._controls_kept.learnt(episode, samples)
 
-    def _gathered(self, episode: int, source: Source, update_steps: int) -> Experience:
-        """Return an episode's rows in the order of their samples' keys, and let them set later rewards."""
+    def _gathered(self, episode: int, source: Source, update_steps: int) -> tuple[Experience, Sequence[Sample]]:
+        """Return an episode's rows in the order of their samples' keys, and their texts where somebody sent them."""
         buffer, samples = NaiveExperienceBuffer(self.train_batch_size), list[Sample]()
         for batch in source.episode(episode, update_steps):
             buffer.append(batch.experience, batch.samples)
@@ -261,9 +264,7 @@ class DetachedPPOTrainer(TrainerFiles, DetachedTrainer):
         check_finite(whole)
         if source.is_shared and self._ranks.is_first:
             self._shelf.put(episode, whole.to_numpy)
-        if samples:
-            self._controls_kept.learnt(episode, samples)
-        return whole
+        return whole, samples
 
     def _finish_episode(self, episode: int) -> None:
         if self._save_dir is not None and (episode + 1) % self._save_interval == 0:
@@ -273,6 +274,7 @@ class DetachedPPOTrainer(TrainerFiles, DetachedTrainer):
         found = super()._production(total_steps, update_steps, train_epochs)
         self.learner  # noqa: B018 - raises what building ended with
         agreed_plan(self._ranks, total_steps, update_steps, train_epochs, self._episode)
+        self._is_unsent = bool(self._ranks.gather(torch.tensor([int(self._is_unsent)])).any())  # all of them send
         return found._replace(trainers=self._ranks.world_size)
 
     def _open_source(self, production: Production, began: int) -> Source:

@@ -58,8 +58,8 @@ def write_trainer_state(directory: Path, state: PPOTrainerState, ranks: Ranks) -
 
     def replace() -> None:
         if ranks.is_first:
-            shutil.rmtree(former, ignore_errors=True)
-            if directory.exists():
+            if directory.exists():  # else the former is the only whole state: somebody died between the two renames
+                shutil.rmtree(former, ignore_errors=True)
                 directory.rename(former)
             writing.rename(directory)
             shutil.rmtree(former, ignore_errors=True)

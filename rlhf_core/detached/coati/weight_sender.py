@@ -45,7 +45,8 @@ def take_weights(subscriber: Subscriber, sent: SentWeights, timeout_s: float) ->
         sent: by its trainer.
         timeout_s: longest wait for the weights.
     """
-    if sent.update is None or subscriber.version is None or subscriber.version < sent.full.version:
+    held = subscriber.version if subscriber.incarnation == sent.full.incarnation else None
+    if sent.update is None or held is None or held < sent.full.version:
         subscriber.take(sent.full, timeout_s)
     if sent.update is not None:
         subscriber.take(sent.update, timeout_s)
@@ -85,6 +86,8 @@ class WeightSender:
     def restore(self, version: int) -> None:
         """Go on from the version of a training state: its weights are sent under that number, all of them."""
         self.version, self.last = version, None
+        while self._publishers:
+            self._publishers.popitem()[1].close()  # makers take a lower version from another publisher alone
         self._has_learnt = self._has_sent = False
 
     def begin(self, *, fully: bool) -> Sending:

@@ -41,6 +41,8 @@ class Waits(NamedTuple):
     """For a sign of life; one that gives none is ended, and comes up again."""
     chunk_s: float = 1800.0
     """For one chunk."""
+    start_setting: str = "ppo.cluster.start_timeout_s"
+    """What a user raises for a longer `start_s`."""
 
 
 C = TypeVar("C", bound=Unit)
@@ -79,24 +81,22 @@ class Dealer(Generic[C, M]):
         """What makers take before their next chunk."""
         self.stopping = threading.Event()
         self._drivers: dict[str, MakerDriver[C, M]] = {}
-        self._started = False
         self._failure: Exception | None = None
+        self._refusal: Exception | None = None
+        """Why weights were refused last."""
         self._changed = threading.Condition()
 
     def add(self, name: str, handle: Any) -> None:
-        """Take in a maker; once the dealer is started, it is at work at once.
+        """Take in a maker, before the dealer is started.
 
         Args:
             name: its own, for messages and in the books.
             handle: of its actor, with the methods of `MakerActor`.
         """
         self._drivers[name] = MakerDriver(name, handle, self)
-        if self._started:
-            self._drivers[name].start()
 
     def start(self) -> None:
         """Begin: makers build their models, and wait for weights."""
-        self._started = True
         for driver in self._drivers.values():
             driver.start()
 
@@ -157,8 +157,8 @@ class Dealer(Generic[C, M]):
 
     @property
     def idle_seconds(self) -> Mapping[str, float]:
-        """By maker: the time since the last look in which it neither made a chunk nor took weights."""
-        return {driver.name: driver.take_idle_seconds() for driver in self._drivers.values()}
+        """By maker: the time so far in which it neither made a chunk nor took weights."""
+        return {driver.name: driver.idle_seconds for driver in self._drivers.values()}
 
     @property
     def revivals(self) -> int:
@@ -174,19 +174,26 @@ class Dealer(Generic[C, M]):
         """Take note that a driver gave its maker up."""
         if not self.living:
             self.failed(MakersLostError(f"every experience maker of the run has died; the last one: {reason}"))
+        self._fail_if_all_refused()
 
     def refused(self, name: str, error: Exception) -> None:
         """Take note that a maker could not take weights: it waits for the next ones, unless none could."""
         self.tell(f"{name} could not take the weights, and waits for the next ones: {error}")
-        living = [driver for driver in self._drivers.values() if not driver.is_given_up]
-        if self.publication is not None and all(driver.refused == self.publication.version for driver in living):
-            self.failed(error.cause if isinstance(error, RayTaskError) else error)
+        self._refusal = error.cause if isinstance(error, RayTaskError) else error
+        self._fail_if_all_refused()
 
     def failed(self, error: Exception) -> None:
         """Take note of an error that no other maker would mend: whoever collects or waits raises it."""
         self._failure = error
         self.ledger.fail(error)
         self.moved()
+
+    def _fail_if_all_refused(self) -> None:
+        """Fail if every maker that is left waits for the next weights, which nothing more will be learnt for."""
+        living = [driver for driver in self._drivers.values() if not driver.is_given_up]
+        newest = None if self.publication is None else self.publication.version
+        if self._refusal is not None and living and all(driver.refused == newest for driver in living):
+            self.failed(self._refusal)
 
     def _await(self, is_late: Callable[[MakerDriver[C, M]], bool], timeout_s: float, what: str) -> None:
         deadline = time.monotonic() + timeout_s
@@ -196,7 +203,7 @@ class Dealer(Generic[C, M]):
                 if time.monotonic() >= deadline:
                     raise TimeoutError(
                         f"waited {timeout_s:.0f} s for {', '.join(late)} {what}, in vain; raise "
-                        "ppo.cluster.start_timeout_s, or look into the cluster's log"
+                        f"{self.waits.start_setting}, or look into the cluster's log"
                     )
                 self._changed.wait(_LOOK_S)
         self._raise_failure()

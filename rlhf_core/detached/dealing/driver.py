@@ -103,12 +103,12 @@ class MakerDriver(Generic[C, M]):
         """Whether a maker has never been up yet, and may be."""
         return self._state == "building" and self.node is None
 
-    def take_idle_seconds(self) -> float:
-        """Return the time since the last look in which the maker neither made a chunk nor took weights."""
+    @property
+    def idle_seconds(self) -> float:
+        """The time so far in which the maker neither made a chunk nor took weights."""
         with self._clock:
             self._note_idle()
-            seconds, self._idle_s = self._idle_s, 0.0
-            return seconds
+            return self._idle_s
 
     def _run(self) -> None:
         try:
@@ -141,7 +141,8 @@ class MakerDriver(Generic[C, M]):
             except (ActorUnavailableError, SilentMakerError) as error:
                 if time.monotonic() >= deadline:
                     raise AbsentMakerError(f"waited {limit_s:.0f} s for its process, and it did not come up") from error
-                self._dealer.stopping.wait(_RESTART_S)
+                if self._dealer.stopping.wait(_RESTART_S):
+                    raise _StoppedError from error
         self.node, _ = self._done(self._maker.node.remote(), limit_s, "say where it is")
         self._done(self._maker.build.remote(), limit_s, "build its models")
         if self._state == "reviving":

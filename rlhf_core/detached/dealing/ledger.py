@@ -38,6 +38,7 @@ class Ledger(Generic[C, M]):
         stale_samples: `wait` leases no unit that could become too old; `drop` leases on, and drops what did.
         limit: samples that may be out or waiting for episodes that are not being collected yet; 0 sets none. Some limit
             must be set with `drop`, which would otherwise lease on for ever.
+        timeout_setting: what a user raises for a longer wait in `collect`.
     """
 
     def __init__(
@@ -49,10 +50,12 @@ class Ledger(Generic[C, M]):
         max_staleness: int = 0,
         stale_samples: Stale = "wait",
         limit: int = 0,
+        timeout_setting: str = "ppo.cluster.episode_timeout_s",
     ) -> None:
         self._units_of = units_of
         self._episodes, self._completed = episodes, completed
         self._max_staleness, self._stale_samples, self._limit = max_staleness, stale_samples, limit
+        self._timeout_setting = timeout_setting
         self._opened = completed
         """First episode whose units nobody has asked for yet."""
         self._sizes: dict[int, int] = {}
@@ -173,12 +176,6 @@ class Ledger(Generic[C, M]):
         with self._changed:
             return sum(made.unit.rows for made in self._made.values())
 
-    @property
-    def is_over(self) -> bool:
-        """Whether every episode is learnt."""
-        with self._changed:
-            return self._completed >= self._episodes
-
     def waiting(self) -> list[Made[C, M]]:
         """Return what is made and not learnt, by place: a training state keeps it."""
         with self._changed:
@@ -258,5 +255,5 @@ class Ledger(Generic[C, M]):
         done = sum(place[0] == episode for place in self._made)
         return (
             f"waited {timeout_s:.0f} s for the {self._sizes[episode]} chunks of episode {episode + 1}, and {done} "
-            f"came; {have}; raise ppo.cluster.episode_timeout_s, or look into the cluster's log"
+            f"came; {have}; raise {self._timeout_setting}, or look into the cluster's log"
         )

@@ -38,10 +38,10 @@ def episode_problems(problems: Sequence[Problem], config: PPOConfig, *, seed: in
     wanted, count = config.prompts_per_episode, len(problems)
     start = episode * wanted
     picked: list[Problem] = []
-    for position in range(start, start + wanted):
-        epoch, place = divmod(position, count)
+    for epoch in range(start // count, -(-(start + wanted) // count)):
         order = np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(count)
-        picked.append(problems[int(order[place])])
+        first = epoch * count
+        picked += [problems[int(place)] for place in order[max(start - first, 0) : start + wanted - first]]
     return picked
 
 

@@ -68,7 +68,8 @@ class Dealing:
             on_trouble=on_trouble,
         )
         self._depth = self._makers = self._revivals = 0
-        self._looked = time.monotonic()
+        self._looked, self._idle_s = time.monotonic(), 0.0
+        """Of the last look: when it was, and how long all makers had been idle by then."""
 
     def controls_of(self, episode: int) -> EpisodeControls:
         """Return what an episode's rewards are made with: from its first lease on, always the same."""
@@ -94,8 +95,8 @@ class Dealing:
         # Makers work side by side, and beside the learner: the wait is shared out in proportion to their work.
         return made, {phase: wait_s * seconds / total for phase, seconds in work.items()}
 
-    def publish(self, publication: Published, *, completed: int | None) -> None:
-        """Have the makers take new weights; in lockstep, wait until they have.
+    def publish(self, publication: Published, *, completed: int | None) -> float:
+        """Have the makers take new weights; in lockstep, wait until they have. Returns the seconds of that wait.
 
         Args:
             publication: of the weights.
@@ -104,10 +105,12 @@ class Dealing:
         if completed is not None:
             self._open(completed)
         self.dealer.publish(publication, completed=completed)
+        started = time.monotonic()
         if completed is None or self._config.max_staleness == 0:
             self.dealer.await_taken(publication.version, self._config.cluster.start_timeout_s)
         if completed is None:
             self.figures(busy_s=0.0)  # the time until here belongs to no episode
+        return time.monotonic() - started
 
     def figures(self, *, busy_s: float) -> dict[str, float]:
         """Return how busy both sides were since the last call, and the books.
@@ -118,11 +121,12 @@ class Dealing:
         now = time.monotonic()
         wall, self._looked = max(now - self._looked, 1e-9), now
         idle = self.dealer.idle_seconds
+        idle_s, self._idle_s = sum(idle.values()) - self._idle_s, sum(idle.values())
         books, revivals = self.ledger.books()._asdict(), self.dealer.revivals
         figures = {
             "queue_depth": float(self._depth),
             "idle_trainer": max(0.0, 1 - busy_s / wall),
-            "idle_makers": sum(idle.values()) / (max(1, len(idle)) * wall),
+            "idle_makers": idle_s / (max(1, len(idle)) * wall),
             "makers": float(self._makers),
             "revivals": float(revivals - self._revivals),
             **{f"chunks_{name}": float(number) for name, number in books.items()},
@@ -137,7 +141,7 @@ class Dealing:
 
     def _open(self, completed: int) -> None:
         """Set the controls of the episodes that makers may begin once so many are completed."""
-        for done in [episode for episode in self._controls if episode < completed]:
+        for done in [episode for episode in list(self._controls) if episode < completed]:
             del self._controls[done]
         for episode in range(completed, completed + self._config.max_staleness + 1):
             self.controls_of(episode)

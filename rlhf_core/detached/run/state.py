@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -119,10 +119,7 @@ def state_to_json(state: TrainingState) -> dict[str, Any]:
         "dealing": {
             "books": dict(dealing.books),
             "controls": {str(episode): list(controls) for episode, controls in dealing.controls.items()},
-            "waiting": [
-                {name: value for name, value in asdict(chunk).items() if name != "experience"}
-                for chunk in dealing.waiting
-            ],
+            "waiting": [asdict(replace(chunk, experience={})) for chunk in dealing.waiting],
         },
     }
 

@@ -160,15 +160,16 @@ class RunTrainer(GroupMember):
         version = episode + 1
         started = time.perf_counter()
         self._progress = f"episode {episode + 1}: publishing weights, version {version}"
-        self._publish(version, completed=version)
+        waited_s = self._publish(version, completed=version)
         seconds["synchronise"] = time.perf_counter() - started
         started = time.perf_counter()
         self.await_commit()  # the one before: it had all of this episode's time, and no third state is in memory
+        waited_s += time.perf_counter() - started
         with self._peers.taking_part("state"):
             reached("snapshot")
             snapshot, learner = self._learner.state()  # the learner's only pause: a copy to host memory
         seconds["commit"] = time.perf_counter() - started
-        record = EpisodeRecord(episode, version, self._incarnation, metrics, seconds, self._figures(seconds))
+        record = EpisodeRecord(episode, version, self._incarnation, metrics, seconds, self._figures(seconds, waited_s))
         self._history = (*self._history, record)
         facts = learner | {CONTROLS: self._controls.state()}
         state = TrainingState(snapshot, facts, self._history, self._dealing.state())
@@ -235,8 +236,8 @@ class RunTrainer(GroupMember):
 
         return self._dealing.collect(episode, report)
 
-    def _publish(self, version: int, *, completed: int | None) -> None:
-        """Publish the weights as `version`: makers take them before their next chunk."""
+    def _publish(self, version: int, *, completed: int | None) -> float:
+        """Publish the weights as `version`, which makers take before their next chunk; return the seconds waited."""
         dealer = self._dealing.dealer
         if completed is None:
             dealer.await_up(self._config.cluster.start_timeout_s)
@@ -248,8 +249,9 @@ class RunTrainer(GroupMember):
                 fully=not self._config.update_lora_weights,
                 nodes=dealer.nodes,
             )
-        self._dealing.publish(publication, completed=completed)
+        return self._dealing.publish(publication, completed=completed)
 
-    def _figures(self, seconds: Mapping[str, float]) -> dict[str, float]:
+    def _figures(self, seconds: Mapping[str, float], waited_s: float) -> dict[str, float]:
+        """Return the dealing's figures; of an episode's phases, `waited_s` were spent on the makers and the store."""
         busy_s = sum(took for phase, took in seconds.items() if phase not in WAITING)
-        return self._dealing.figures(busy_s=busy_s)
+        return self._dealing.figures(busy_s=busy_s - waited_s)

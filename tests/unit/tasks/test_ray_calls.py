@@ -5,6 +5,7 @@ import ray.exceptions
 
 from infra.errors import StoreError
 from rlhf_core.detached.dealing.ledger import MakersLostError
+from rlhf_core.detached.publication import WeightsError
 from rlhf_core.errors import LostRankError, TrainingError
 from tasks.ray_calls import may_pass, sentence, unwrapped
 
@@ -22,6 +23,7 @@ def raised_in_an_actor(cause: Exception) -> ray.exceptions.RayTaskError:
         TimeoutError("waited 5 s for the trainer"),
         raised_in_an_actor(MakersLostError("every maker has died")),
         raised_in_an_actor(TimeoutError("waited 5 s for maker-0")),
+        raised_in_an_actor(WeightsError("bucket 3 is damaged")),
         LostRankError("rank 1 of 2 has ended"),
         raised_in_an_actor(LostRankError("rank 1 of 2 has ended")),
     ],

@@ -94,3 +94,24 @@ def test_the_length_is_the_loaders_if_it_has_one() -> None:
 def test_a_smaller_last_batch_is_refused() -> None:
     with pytest.raises(DataError, match=r"batch 1 of the makers' dataloader gives 1 samples, but the first gives 2"):
         read(line(lambda: batches(["a", "b"], ["c"])), chunk(0, 1, 1))
+
+
+def test_after_a_loaders_error_the_line_is_read_anew() -> None:
+    troubles = [ConnectionError("the data server hung up")]
+
+    class Failing:
+        def __init__(self) -> None:
+            self._batches = batches(["a", "b"], ["a", "c"], ["a", "a"])
+
+        def __iter__(self) -> Iterator[Any]:
+            for number, batch in enumerate(self._batches):
+                if number == 1 and troubles:
+                    raise troubles.pop()
+                yield batch
+
+    one = line(Failing)
+    assert read(one, chunk(0, 0, 0)) == [("a", 0), ("b", 0)]
+    with pytest.raises(ConnectionError):
+        one.read(chunk(0, 1, 1))
+    assert read(one, chunk(0, 1, 1)) == [("a", 1), ("c", 0)]
+    assert read(one, chunk(0, 2, 2)) == [("a", 2), ("a", 3)]

@@ -38,7 +38,17 @@ def test_rows_leave_in_batches_in_the_order_in_which_they_came_and_leftovers_wai
     assert buffer.get_length() == 0
     buffer.append(rows(6))
     assert numbers(buffer.sample()) == [5, 6]
-    assert buffer.received == 6
+    assert buffer.is_empty
+
+
+def test_a_buffer_that_holds_what_waited_in_another_goes_on_as_that_one() -> None:
+    former, buffer = DetachedReplayBuffer(2), DetachedReplayBuffer(2)
+    former.append(rows(1, 2, 3))
+    buffer.append(rows(9))
+    buffer.restore(former.waiting())
+    buffer.append(rows(4))
+    assert [numbers(buffer.sample()) for _ in range(2)] == [[1, 2], [3, 4]]
+    assert buffer.is_empty
 
 
 def test_an_empty_buffer_makes_who_takes_wait_and_says_what_came() -> None:

@@ -19,7 +19,7 @@ from rlhf_core.detached.coati.registration import (
 )
 from rlhf_core.detached.coati.replay_buffer import BufferTimeoutError
 from rlhf_core.detached.coati.trainer_base import DetachedTrainer
-from rlhf_core.errors import ConfigError
+from rlhf_core.errors import ConfigError, RlhfError
 from rlhf_core.trainer.callbacks import TrainerCallback
 from rlhf_core.types import Experience
 from tests.unit.detached.coati.test_replay_buffer import numbers, rows
@@ -48,6 +48,7 @@ class Summing(DetachedTrainer):
     """Learns nothing, and keeps what it was given."""
 
     fails_at = -1
+    sends = True
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -61,6 +62,8 @@ class Summing(DetachedTrainer):
         return {"loss": 0.0}
 
     def _update_remote_makers(self, fully_update: bool = False, **kwargs: Any) -> None:  # noqa: ARG002
+        if not self.sends:
+            raise RuntimeError("nobody answers")
         self.updates.append(fully_update)
 
 
@@ -91,7 +94,7 @@ def test_the_first_epoch_takes_fresh_batches_and_later_ones_the_same_in_orders_o
     assert len({str(epoch) for epoch in epochs}) == 3
 
 
-def test_the_end_of_episode_and_fit_is_told_after_an_error_and_another_fit_goes_on() -> None:
+def test_the_end_of_episode_and_fit_is_told_after_an_error_and_no_step_is_taken_twice() -> None:
     every = Every()
     trainer = Summing([], train_batch_size=1, callbacks=[every])
     trainer.fails_at = 3
@@ -100,9 +103,31 @@ def test_the_end_of_episode_and_fit_is_told_after_an_error_and_another_fit_goes_
         trainer.fit(total_steps=6, update_steps=2)
     assert every.told[-2:] == ["episode_end(1)", "fit_end()"]
     trainer.fails_at = -1
+    with pytest.raises(RlhfError, match=r"took some steps of episode 2 and failed in it, .* create the trainer anew"):
+        trainer.fit(total_steps=6, update_steps=2)
+
+
+def test_a_fit_whose_weights_could_not_be_sent_sends_them_when_it_goes_on_and_learns_nothing_twice() -> None:
+    every = Every()
+    trainer = Summing([], train_batch_size=1, callbacks=[every])
+    trainer.sends = False
+    trainer.buffer_append(rows(*range(6)))
+    with pytest.raises(RuntimeError, match="nobody answers"):
+        trainer.fit(total_steps=6, update_steps=2)
+    assert every.told[-2:] == ["episode_end(0)", "fit_end()"]
+    trainer.sends = True
     trainer.fit(total_steps=6, update_steps=2)  # episodes 1 and 2 of the same fit
-    assert "episode_start(0)" not in every.told[every.told.index("fit_end()") :]
+    assert trainer.steps == [[number] for number in range(6)]
+    assert len(trainer.updates) == 3
     assert every.told[-2:] == ["episode_end(2)", "fit_end()"]
+
+
+def test_makers_registered_late_are_not_taken_for_pushed_experience_of_an_earlier_fit() -> None:
+    trainer = Summing(["maker_0"], train_batch_size=1, dealing=IMPATIENT)
+    trainer.buffer_append(rows(1))
+    trainer.fit(1, 1)
+    with pytest.raises(MissingMakersError, match="maker_0 to begin"):
+        trainer.fit(1, 1)
 
 
 @pytest.mark.parametrize(
@@ -133,9 +158,35 @@ def test_what_is_pushed_is_learnt_though_makers_are_named() -> None:
     assert trainer.steps == [[1], [2]]
 
 
-def test_one_name_alone_is_no_list() -> None:
-    with pytest.raises(ConfigError, match="expected a list of makers' names, got 'maker_0' alone"):
-        Summing("maker_0")
+@pytest.mark.parametrize(
+    ("names", "size", "sentence"),
+    [
+        ("maker_0", 8, "expected a list of makers' names, got 'maker_0' alone"),
+        ([], 0, "expected a buffer with sample_batch_size of at least 1"),
+    ],
+)
+def test_what_is_wrong_with_an_actors_arguments_is_told_by_its_first_calls(
+    names: Any, size: int, sentence: str
+) -> None:
+    trainer = Summing(names, train_batch_size=size)  # an error here would be a page of Ray's
+    for call in (lambda: trainer.fit(1, 1), trainer.sync_models_to_remote_makers, trainer.first_trainer):
+        with pytest.raises(ConfigError, match=sentence):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"max_staleness": -1}, "at least 0, not -1"),
+        ({"stale_samples": "Drop"}, "stale_samples is one of 'wait', 'drop', not 'Drop'"),
+        ({"stale_samples": "drop"}, "with max_staleness 0 drops all that is made ahead"),
+        ({"rollout_dtype": "fp16"}, "rollout_dtype is one of 'float32', 'bfloat16', 'float16', not 'fp16'"),
+        ({"answer_timeout_s": 0}, "answer_timeout_s is a number of seconds above 0, not 0"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_where_they_are_written(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        DealingOptions(**changes)
 
 
 def facts(name: str = "maker_0", **changes: Any) -> MakerFacts:

@@ -325,6 +325,31 @@ def test_weights_that_no_maker_can_take_end_the_run(stage: Any) -> None:
         ours.collect()
 
 
+def test_weights_that_the_last_maker_refused_end_the_run_when_the_others_are_given_up(stage: Any) -> None:
+    ours = stage("refusing", "absent", start=False, waits=Waits(start_s=2.0, answer_s=1.0, chunk_s=WAIT_S))
+
+    def take(version: int) -> None:
+        raise WeightsError(f"version {version} is damaged")
+
+    ours.makers["refusing"].take = take
+    ours.makers["absent"].die(down_s=1000)
+    ours.dealer.start()
+    ours.dealer.publish(Weights(0), completed=None)
+    with pytest.raises(WeightsError, match="version 0 is damaged"):
+        ours.collect()
+
+
+def test_stopping_ends_the_wait_for_a_process_and_gives_no_maker_up(stage: Any) -> None:
+    ours = stage("absent", start=False)
+    ours.makers["absent"].die(down_s=1000)
+    ours.dealer.start()
+    time.sleep(0.1)  # it is waited for, or will be
+    started = time.monotonic()
+    ours.dealer.stop(WAIT_S)
+    assert time.monotonic() - started < WAIT_S / 2
+    assert ours.makers["absent"].killed == []
+
+
 def test_a_wait_for_weights_names_who_is_late(stage: Any) -> None:
     ours = stage("late", "quick", start=False)
     go_on = threading.Event()
@@ -343,13 +368,12 @@ def test_idle_time_is_that_without_a_chunk(stage: Any) -> None:
     ours.makers["a"].make = lambda: time.sleep(0.5)
     ours.dealer.publish(Weights(0), completed=None)
     ours.dealer.await_taken(0, WAIT_S)
-    ours.dealer.idle_seconds  # noqa: B018 - from here on
-    started = time.monotonic()
+    before, started = ours.dealer.idle_seconds["a"], time.monotonic()
     ours.collect()
-    made = time.monotonic()
-    assert ours.dealer.idle_seconds["a"] < made - started - 0.3
+    then, made = ours.dealer.idle_seconds["a"], time.monotonic()
+    assert then - before < made - started - 0.3
     time.sleep(0.3)
-    assert ours.dealer.idle_seconds["a"] == pytest.approx(time.monotonic() - made, abs=0.15)
+    assert ours.dealer.idle_seconds["a"] - then == pytest.approx(time.monotonic() - made, abs=0.15)
 
 
 def test_stopping_waits_no_longer_than_it_is_told(stage: Any) -> None:

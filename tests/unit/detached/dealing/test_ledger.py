@@ -192,4 +192,3 @@ def test_no_unit_is_lost_or_learnt_twice_and_none_is_too_old(data: st.DataObject
         assert books.books().balance
     assert learnt == Counter({(episode, index): 1 for episode in range(4) for index in range(size)})
     assert books.books().learnt == 4 * size
-    assert books.is_over

@@ -37,8 +37,8 @@ class IdleTrainer(Trainer):  # type: ignore[misc]
             self._keeper.may_finish.set()
         return [], {}
 
-    def _publish(self, *_: Any, **__: Any) -> None:
-        pass
+    def _publish(self, *_: Any, **__: Any) -> float:
+        return 0.0
 
     def _figures(self, *_: Any) -> dict[str, float]:
         return {}

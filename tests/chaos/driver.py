@@ -158,6 +158,7 @@ def _play(stage: Stage, run: PPORun, episode: int, aim: Aim | None, deed: Mappin
         stored = ask(trainer_for(run, episode + 1, context).await_commit, COMMIT_TIMEOUT_S)
         if stored <= episode:
             raise ConnectionError(f"episode {episode + 1} was over, and went with its trainer")
+        folder.note(role="driver", stored=stored)
 
     if aim is None:
         return _attempt(play, folder)

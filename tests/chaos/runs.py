@@ -189,7 +189,8 @@ class Campaign:
         """Store the policy; return the SHA-256 of its weights."""
         self.driver.order("store the policy")
         assert self.driver.answer() is not None
-        return policy_digest(self.made)
+        with surroundings(self.stage):
+            return policy_digest(self.made)
 
     @property
     def cluster(self) -> ClusterManifest:
@@ -231,9 +232,7 @@ def campaign(
         plans,
         workers=workers,
     )
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in stage.environment.items():
-            patch.setenv(name, value)
+    with surroundings(stage):
         made = run_type(config, directory)
         fresh = Campaign(config, directory, stage, made, Driver(stage, made.plan), PlanFolder(plans))
         try:
@@ -245,6 +244,15 @@ def campaign(
             yield fresh
         finally:
             fresh.driver.end()
+
+
+@contextmanager
+def surroundings(stage: Stage) -> Iterator[None]:
+    """Let this process look into a stage's store and home: of several campaigns, each has its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in stage.environment.items():
+            patch.setenv(name, value)
+        yield
 
 
 def policy_digest(made: Run) -> str:

@@ -15,7 +15,11 @@ from tests.integration.detached_models import LIMIT_S, batches, cluster, maker, 
 from tests.unit.script.brief_llama import brief_llama
 from tests.unit.trainer.ppo_trainers import reward_model
 
-pytestmark = [pytest.mark.integration, pytest.mark.parallel, pytest.mark.timeout(1800)]  # 2,000 steps of actor and critic
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.parallel,
+    pytest.mark.timeout(1800),
+]  # 2,000 steps of actor and critic
 
 S0 = """
 import ray

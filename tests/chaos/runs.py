@@ -158,7 +158,7 @@ class Campaign:
             self._await_revival(started, 1 if aim.victim == "maker" else self.config.ppo.cluster.num_makers)
         digest = state_digest(self.made.store, self.name, self.due)
         self.has_diverged = bool(self.digests) and digest != self.digests[self.due - 1]
-        row = Row.of(aim, episode=self.due, digest=digest, events=list(self.folder.events(started)))
+        row = Row.of(aim, episode=self.due, digest=digest, events=list(self.folder.events()), since=started)
         assert not self.has_diverged, f"after {aim} in episode {self.due}: {digest}, not {self.digests[self.due - 1]}"
         ROWS.append(row)
         return row
@@ -174,7 +174,7 @@ class Campaign:
         """Wait until the makers that were killed are there again: an episode may be over before."""
         deadline = time.monotonic() + REVIVAL_TIMEOUT_S
         while True:
-            _, before, after = parted(list(self.folder.events(started - 1)))
+            _, before, after = parted(list(self.folder.events()), started)
             if len(revivals(before, after)) >= number or any("restored" in event for event in after):
                 return
             assert time.monotonic() < deadline, f"waited {REVIVAL_TIMEOUT_S:.0f} s for {number} makers to come up again"

@@ -24,9 +24,9 @@ class Row:
     digest: str
 
     @classmethod
-    def of(cls, aim: Aim, *, episode: int, digest: str, events: Sequence[dict[str, Any]]) -> Row:
-        """Read from the log what happened after a kill."""
-        killed, before, after = parted(events)
+    def of(cls, aim: Aim, *, episode: int, digest: str, events: Sequence[dict[str, Any]], since: float) -> Row:
+        """Read from the log, from its beginning, what happened after the first kill at a time or later."""
+        killed, before, after = parted(events, since)
         recovered, ready = _recovery(aim, before, after)
         return cls(aim, episode, recovered, (ready or max(event["time"] for event in events)) - killed, digest)
 
@@ -47,9 +47,9 @@ def lines(rows: Sequence[Row]) -> list[str]:
     return [padded[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *padded[1:]]
 
 
-def parted(events: Sequence[dict[str, Any]]) -> tuple[float, set[int], list[dict[str, Any]]]:
-    """Return when the kill was, the processes that had come to a phase by then, and what happened afterwards."""
-    killed = next(event["time"] for event in events if "deed" in event)
+def parted(events: Sequence[dict[str, Any]], since: float) -> tuple[float, set[int], list[dict[str, Any]]]:
+    """Return when the kill was, the processes that had ever come to a phase by then, and what happened afterwards."""
+    killed = next(event["time"] for event in events if "deed" in event and event["time"] >= since)
     before = {event["pid"] for event in events if event["time"] <= killed}
     return killed, before, [event for event in events if event["time"] > killed]
 

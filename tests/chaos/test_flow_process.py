@@ -61,8 +61,8 @@ def test_a_run_goes_on_from_flow_process_to_flow_process(lockstep: Campaign, api
     digests = [state_digest(lockstep.made.store, lockstep.name, each + 1) for each in range(config.ppo.episodes)]
     ends = [started for _, _, started in lives[1:]] + [time.time()]
     for (aim, episode, started), end in zip(lives, [*ends[1:], time.time()], strict=True):
-        events = [event for event in lockstep.folder.events(started) if event["time"] < end]
-        ROWS.append(Row.of(aim, episode=episode, digest=digests[episode - 1], events=events))
+        events = [event for event in lockstep.folder.events() if event["time"] < end]
+        ROWS.append(Row.of(aim, episode=episode, digest=digests[episode - 1], events=events, since=started))
     assert digests == lockstep.digests
     assert policy_digest(lockstep.made) == lockstep.policy
     lockstep.has_diverged = True  # begun anew by whoever plays next

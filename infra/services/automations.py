@@ -26,7 +26,10 @@ minute; where the run waits for its new process by then, it does no harm. The wa
 LOST_AFTER_S = 300.0
 """Silence after which a run counts as crashed. Flows tell the server every 30 s that they live, and ride out a server
 that is away for four minutes: a shorter time would take such runs for dead when the server comes back."""
-_OURS = "rlhf"
+_OURS = "rlhf-flows:restarts"
+"""Tag of our automations: whatever has it is ours to change and to delete."""
+_FORMER = "rlhf"
+"""Their tag in earlier versions, which a user's own may have too: of those, only what has one of our names is ours."""
 _YEAR_S = 365 * 24 * 3600.0
 _STATE = "prefect.flow-run."
 _ENDS = ("Completed", "Failed", "Cancelled")
@@ -196,7 +199,10 @@ def _found(api_url: str) -> list[dict[str, Any]]:
     """Return the automations of this stack that the server has, oldest first."""
     body = {"sort": "CREATED_DESC", "limit": 200}
     every: list[dict[str, Any]] = prefect_api.call(api_url, "POST", "/automations/filter", body) or []
-    return [each for each in reversed(every) if _OURS in each["tags"]]
+    names = {each["name"] for each in wanted()}
+    return [
+        each for each in reversed(every) if _OURS in each["tags"] or (_FORMER in each["tags"] and each["name"] in names)
+    ]
 
 
 def _agrees(new: Any, found: Any) -> bool:

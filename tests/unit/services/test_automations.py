@@ -116,6 +116,21 @@ def test_what_is_not_as_it_should_be_is_told_and_mended_and_nothing_else_is_touc
     assert sorted(server.names()) == sorted([foreign["name"], *(each["name"] for each in automations.wanted())])
 
 
+def test_a_users_own_with_the_former_tag_stays_and_ours_get_the_new_one(server: Server) -> None:
+    automations.install(URL)
+    for each in server.automations:
+        each["tags"] = ["rlhf"]  # as an earlier version left them
+    own = {**server.automations[0], "id": str(uuid4()), "name": "Tell me when a run ends"}
+    server.automations.append(own)
+    server.changes.clear()
+    automations.install(URL)
+    assert server.changes == ["PUT"] * 7
+    assert automations.faults(URL) == []
+    assert {tag for each in server.automations if each != own for tag in each["tags"]} == {"rlhf-flows:restarts"}
+    automations.remove(URL)
+    assert server.automations == [own]
+
+
 def test_one_that_a_person_switched_off_stays_off(server: Server) -> None:
     automations.install(URL)
     server.automations[4]["enabled"] = False

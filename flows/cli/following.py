@@ -22,8 +22,8 @@ UNSTARTED_LIMIT_S = 600.0
 """A worker takes a run within seconds, and the longest start, imports on a cold disk, is a minute."""
 AWAY_LIMIT_S = 60.0
 """A server that is started again is away for ten seconds or so."""
-CRASH_LIMIT_S = 5.0
-"""Within this time a crash is `Restarting`, if it is to be mended at all."""
+CRASH_LIMIT_S = 45.0
+"""Within this time a crash is `Restarting`, if it is to be mended at all: a busy server takes half a minute."""
 RESTART_LIMIT_S = 120.0
 _PAGE = 200
 _LATE_S = 30.0
@@ -93,9 +93,12 @@ class Follower:
         if not state.is_crashed() or RESUMES not in flow_run.tags:
             return False
         if self._crash is None or self._crash.id != state.id:
-            self._crash, self._crash_seen = state, time.monotonic()
             if state.name == RESTARTING:
                 self._console.print(state.message, style="yellow")
+            elif self._crash is None:
+                told = f"the run crashed; waiting up to {CRASH_LIMIT_S:.0f} s for the server to start it again"
+                self._console.print(told, style="yellow")
+            self._crash, self._crash_seen = state, time.monotonic()
         limit = RESTART_LIMIT_S if state.name == RESTARTING else CRASH_LIMIT_S
         return time.monotonic() - self._crash_seen < limit
 

@@ -295,6 +295,17 @@ def test_a_crashed_run_that_is_started_again_is_followed_to_its_end(
     assert status == 0
     assert out.count("The run crashed once. It is started again in 30 s.") == 1
     assert out.count("The run crashed twice.") == 1
+    assert out.count("the run crashed; waiting up to 45 s for the server to start it again") == 2
+
+
+def test_a_crash_that_a_busy_server_sees_late_is_waited_for(
+    server: Server, rlhf_run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(monotonic=lambda: 10.0 * server.looks)
+    monkeypatch.setattr(following, "time", clock)
+    server.tags = [RESUMES]
+    server.states = [Running(), *[Crashed()] * 4, Crashed(name=RESTARTING, message="again"), Scheduled(), Completed()]
+    assert rlhf_run()[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -319,6 +330,7 @@ def test_a_crashed_run_that_is_not_started_again_has_ended(
     status, out, _ = rlhf_run()
     assert status == 1
     assert out.splitlines()[-1] == f"{state.name}: gone"
+    assert out.count("for the server to start it again") == (limit == "CRASH_LIMIT_S")
 
 
 def test_a_run_that_crashed_with_its_server_has_ended(

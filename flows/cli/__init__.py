@@ -40,6 +40,9 @@ app.command(
 app.command("flows.cli.stack:status", name="status", help="Show what runs, where, and how much memory it takes.")
 app.command("flows.cli.stack:doctor", name="doctor", help="Look for what would keep things from working.")
 app.command("flows.cli.stack:down", name="down", help="End everything of the local stack; data are kept.")
+app.command(
+    "flows.cli.stack:automations", name="automations", help="Have another Prefect server start crashed runs again."
+)
 app.command("flows.cli.artifacts:app", name="artifacts", help="Look into the artifact store, and keep it in order.")
 app.command("flows.cli.data:app", name="data", help="Look at data before a run does.")
 

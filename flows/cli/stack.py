@@ -1,4 +1,4 @@
-"""`rlhf up`, `down`, `status`, `doctor`: the local stack."""
+"""`rlhf up`, `down`, `status`, `doctor`: the local stack. `automations`: what a server that is not ours needs of it."""
 
 from __future__ import annotations
 
@@ -95,6 +95,23 @@ def doctor(*, as_json: Json = False) -> int:
         rows = [(each.name, each.verdict, each.seen, each.advice) for each in findings]
         _print_table(console, ("check", "verdict", "seen", "what to do"), rows)
     return 1 if any(finding.verdict == "wrong" for finding in findings) else 0
+
+
+def automations() -> int:
+    """Have the Prefect server of PREFECT_API_URL start crashed runs again, as `rlhf up` has its own do.
+
+    It is for a server that `rlhf up` did not start. Automations of that server are made or brought up to date; who does
+    not want them switches them off, or deletes them, on its page Automations.
+    """
+    from infra.errors import ServiceError
+    from infra.services.automations import install
+    from infra.settings import settings
+
+    api_url = settings().prefect_api_url
+    if api_url is None:
+        raise ServiceError("no Prefect server is known here; set PREFECT_API_URL to the address of its API")
+    _console().print(f"{api_url}: {install(api_url)}", highlight=False, markup=False, soft_wrap=True)
+    return 0
 
 
 def _teller(console: Console) -> Callable[[str], None]:

@@ -187,7 +187,7 @@ def _restarts(settings: Settings) -> Iterator[Finding]:
         yield Finding(name, "warning", f"automation {'; '.join(faults)}", advice)
     else:
         seen = f"the server at {api_url} is not this stack's: automation {'; '.join(faults)}"
-        yield Finding(name, "warning", seen, "runs that crash there stay so until you start them again")
+        yield Finding(name, "warning", seen, "`rlhf automations` has that server start crashed runs again")
 
 
 def _bucket(settings: Settings) -> Iterator[Finding]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from base64 import b64encode
 from http import HTTPStatus
 from typing import Any
 from urllib.error import HTTPError
@@ -11,6 +12,7 @@ from urllib.parse import quote
 from urllib.request import Request, urlopen
 
 from infra.errors import ServiceError
+from infra.settings import inherited_environment
 
 
 def call(api_url: str, method: str, path: str, body: Any = None, *, timeout_s: float = 20.0) -> Any:
@@ -22,9 +24,8 @@ def call(api_url: str, method: str, path: str, body: Any = None, *, timeout_s: f
         ServiceError: if the server does not answer, or refuses.
     """
     data = None if body is None else json.dumps(body).encode()
-    request = Request(
-        f"{api_url}{quote(path, safe='/?=')}", data=data, method=method, headers={"Content-Type": "application/json"}
-    )
+    headers = {"Content-Type": "application/json", **_authorization()}
+    request = Request(f"{api_url}{quote(path, safe='/?=')}", data=data, method=method, headers=headers)
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -40,6 +41,16 @@ def call(api_url: str, method: str, path: str, body: Any = None, *, timeout_s: f
         except OSError as error:
             raise ServiceError(f"the Prefect server at {api_url} does not answer ({error}); run `rlhf up`") from None
         time.sleep(0.2)
+
+
+def _authorization() -> dict[str, str]:
+    """Return what a server that asks who we are is told, as Prefect's own client tells it."""
+    told = inherited_environment()
+    if name_and_password := told.get("PREFECT_API_AUTH_STRING"):
+        return {"Authorization": f"Basic {b64encode(name_and_password.encode()).decode()}"}
+    if key := told.get("PREFECT_API_KEY"):
+        return {"Authorization": f"Bearer {key}"}
+    return {}
 
 
 def is_healthy(api_url: str) -> bool:

@@ -17,6 +17,14 @@ from infra.services.service import Service
 
 WORK_POOL = "rlhf"
 WORKER_NAME = "local"
+EVERY_WORKER = {
+    # Waits of 2, 4, ... 128 s: a server that is away for four minutes does not end a night's run, and one that
+    # is gone does. The waits double without bound, so that twice as many retries would be a day.
+    "PREFECT_CLIENT_MAX_RETRIES": "7",
+    "PREFECT_WORKER_ENABLE_CANCELLATION": "true",
+    "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
+}
+"""What a worker and its flows are told wherever they run; the files of infra/deploy say the same."""
 _HEARTBEAT_S = 5
 _STALE_S = 60.0
 
@@ -42,14 +50,10 @@ def worker(home: Path, api_url: str, environment: Mapping[str, str]) -> Service:
     command = (sys.executable, "-m", "prefect", "worker", "start", "--type", "process")
     told = {
         **prefect_environment(home, api_url),
-        # Waits of 2, 4, ... 128 s: a server that is away for four minutes does not end a night's run, and one that
-        # is gone does. The waits double without bound, so that twice as many retries would be a day.
-        "PREFECT_CLIENT_MAX_RETRIES": "7",
+        **EVERY_WORKER,
         "PREFECT_LOGGING_TO_API_BATCH_INTERVAL": "0.5",  # `rlhf run` follows the log live
         "PREFECT_WORKER_QUERY_SECONDS": "2",
         "PREFECT_WORKER_HEARTBEAT_SECONDS": str(_HEARTBEAT_S),
-        "PREFECT_WORKER_ENABLE_CANCELLATION": "true",
-        "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
         "PREFECT_CLIENT_SERVER_VERSION_CHECK_ENABLED": "false",
         "PYTHONUNBUFFERED": "1",
         **environment,

@@ -18,7 +18,7 @@ from jsonschema import Draft7Validator, Draft202012Validator, ValidationError
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 from infra.clusters.ray_head import SILENT_NODE
-from infra.services.worker import WORK_POOL
+from infra.services.worker import EVERY_WORKER, WORK_POOL
 from infra.settings import Settings
 from tests.unit.deploy.kubernetes_forms import Document, crd_schema, faults
 
@@ -182,6 +182,19 @@ def test_a_silent_node_is_given_up_as_on_our_own_clusters() -> None:
     for path in RAY_UP:
         started = " ".join(load(path)["head_start_ray_commands"])
         assert {f"{name}={value}" for name, value in SILENT_NODE.items()} <= set(started.split())
+
+
+def test_a_prefect_worker_is_told_what_ours_are() -> None:
+    assert EVERY_WORKER.items() <= variables(templates()["prefect-worker"]).items()
+    for path in RAY_UP:
+        options = load(path)["docker"]["run_options"]
+        assert {f"--env {name}={value}" for name, value in EVERY_WORKER.items()} <= set(options), path.name
+
+
+@pytest.mark.parametrize("section", ["Kubernetes, with KubeRay", "Machines over ssh, with `ray up`"])
+def test_the_readme_has_crashed_runs_started_again(section: str) -> None:
+    _, _, steps = (DEPLOY / "README.md").read_text().partition(f"## {section}\n")
+    assert "rlhf automations" in steps.partition("\n## ")[0]
 
 
 def test_nodes_run_the_ray_and_the_python_that_the_code_is_locked_to() -> None:

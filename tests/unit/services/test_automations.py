@@ -159,7 +159,7 @@ def test_no_run_waits_for_what_is_removed(server: Server) -> None:
             ["'A' is missing"],
             "warning",
             f"{URL} is not this stack's: automation 'A'",
-            "until you start them again",
+            "`rlhf automations` has that server start crashed runs again",
         ),
     ],
 )

@@ -6,12 +6,15 @@ import json
 import socket
 import subprocess
 import sys
+from io import BytesIO
 from pathlib import Path
+from urllib.request import Request
 
 import pytest
 
 from flows import cli
 from infra.errors import StoreError
+from infra.services import automations, prefect_api
 from rlhf_core.config import PPOConfig
 from rlhf_core.errors import DataError
 
@@ -74,7 +77,7 @@ def test_help_names_every_verb_and_loads_none() -> None:
         "sys.stderr.write(' '.join(set(sys.modules) & {'torch', 'prefect', 'ray', 's3fs', 'flows.cli.stack'}))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    for verb in ("up", "run", "status", "doctor", "down", "artifacts"):
+    for verb in ("up", "run", "status", "doctor", "down", "automations", "artifacts"):
         assert f" {verb} " in result.stdout
     assert result.stderr == ""
 
@@ -123,6 +126,46 @@ def test_up_in_a_home_that_cannot_be_written_is_one_sentence(
         f"rlhf: RLHF_HOME is {tmp_path / 'file'}, where nothing can be written (File exists); "
         "set it to a directory of your own\n"
     )
+
+
+def test_automations_go_to_the_server_that_is_named_which_must_be_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["automations"]) == 1
+    assert capsys.readouterr().err == (
+        "rlhf: no Prefect server is known here; set PREFECT_API_URL to the address of its API\n"
+    )
+    monkeypatch.setenv("PREFECT_API_URL", "http://prefect.example/api")
+    monkeypatch.setattr(automations, "install", lambda api_url: f"told {api_url}")
+    assert cli.main(["automations"]) == 0
+    assert capsys.readouterr().out == "http://prefect.example/api: told http://prefect.example/api\n"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "told"),
+    [
+        ("PREFECT_API_KEY", "key", "Bearer key"),
+        ("PREFECT_API_AUTH_STRING", "me:word", "Basic bWU6d29yZA=="),  # base64 of me:word
+        (None, "", None),
+    ],
+)
+def test_a_server_is_told_who_we_are_as_prefects_client_tells_it(
+    monkeypatch: pytest.MonkeyPatch, variable: str | None, value: str, told: str | None
+) -> None:
+    for name in ("PREFECT_API_KEY", "PREFECT_API_AUTH_STRING"):
+        monkeypatch.delenv(name, raising=False)
+    if variable:
+        monkeypatch.setenv(variable, value)
+    asked: list[str | None] = []
+
+    def answer(request: Request, timeout: float) -> BytesIO:
+        del timeout
+        asked.append(request.get_header("Authorization"))
+        return BytesIO(b"true")
+
+    monkeypatch.setattr(prefect_api, "urlopen", answer)
+    assert prefect_api.is_healthy("http://prefect.example/api")
+    assert asked == [told]
 
 
 def test_an_unknown_verb_offers_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:

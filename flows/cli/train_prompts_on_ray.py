@@ -19,9 +19,10 @@ def train_prompts_on_ray(*arguments: Annotated[str, Parameter(allow_leading_hyph
     Args:
         arguments: passed on as they are.
     """
+    from infra.settings import settings
     from rlhf_core.detached.train_prompts_on_ray import cli
 
-    return cli(arguments, on_cluster=_leased)
+    return cli(arguments, on_cluster=_leased, address=settings().ray_address)
 
 
 @contextmanager

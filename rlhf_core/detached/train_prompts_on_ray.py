@@ -91,15 +91,19 @@ def cli(
     arguments: Sequence[str] | None = None,
     *,
     on_cluster: OnCluster = nullcontext,
+    address: str | None = None,
 ) -> int:
     """Run one command line and return its exit status: 2 for flags that cannot be run, 1 for a run that failed.
 
     Args:
         arguments: the command line's words; None takes this process's.
         on_cluster: is given the flags; the actors live in its context, which may connect to a cluster.
+        address: of a cluster that runs, for flags that name none.
     """
+    parser = build_parser()
+    parser.set_defaults(address=address)
     try:
-        args = build_parser().parse_args(arguments)
+        args = parser.parse_args(arguments)
         check_arguments(args)
     except ConfigError as error:
         return _fail(f"error: {error}; --help lists the flags", status=_USAGE)

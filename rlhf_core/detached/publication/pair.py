@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlhf_core.detached.publication.deadline import within
 from rlhf_core.detached.publication.manifest import WeightsError
 from rlhf_core.strategy.meeting import speak_towards
 
@@ -23,32 +23,9 @@ logger = logging.getLogger(__name__)
 
 _ABORT_S = 5.0
 """Longest wait for a group to be left."""
-_SHORTEST_S = 0.001
 _FOR_PAIRS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 """Else PyTorch ends the whole process when a peer is lost: a trainer must not die with a maker."""
 _ENVIRONMENT = threading.Lock()
-
-
-class Deadline:
-    """One for all that is waited for in turn.
-
-    Args:
-        timeout_s: from now on.
-    """
-
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s, self._until = timeout_s, time.monotonic() + timeout_s
-
-    def left_s(self) -> float:
-        """Return what is left of it.
-
-        Raises:
-            TimeoutError: if nothing is; a store would take a timeout of 0 ms for none.
-        """
-        left_s = self._until - time.monotonic()
-        if left_s < _SHORTEST_S:
-            raise TimeoutError(f"not done within {self._timeout_s:.0f} s")
-        return left_s
 
 
 class Pair:
@@ -73,14 +50,14 @@ class Pair:
             TimeoutError: if it takes longer than `timeout_s`.
             RuntimeError: if the other end is lost.
         """
-        _within(timeout_s, lambda: self._carry(buckets, timeout_s))
+        within(timeout_s, lambda: self._carry(buckets, timeout_s))
 
     def abort(self) -> None:
         """Leave the group, and free whoever waits in it; one that is not left in time is left to itself."""
         group, self._group = self._group, None
         if group is not None:
             try:
-                _within(_ABORT_S, group.abort)
+                within(_ABORT_S, group.abort)
             except (TimeoutError, RuntimeError) as error:
                 logger.warning("a group of trainer and maker could not be left (%s)", error)
 
@@ -159,28 +136,3 @@ def synchronise(device: torch.device) -> None:
     """Wait until what this thread gave the GPU to do is done."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
-
-
-def _within(timeout_s: float, work: Callable[[], None]) -> None:
-    """Do something in a thread, which is left to itself if it takes too long.
-
-    Raises:
-        TimeoutError: if it does.
-        Exception: what it failed with.
-    """
-    failed: list[Exception] = []
-
-    def run() -> None:
-        try:
-            work()
-        except Exception as error:  # raised again, by whoever waits
-            failed.append(error)
-
-    started = time.monotonic()
-    thread = threading.Thread(target=run, name="weights", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if thread.is_alive() or (failed and time.monotonic() - started >= timeout_s):
-        raise TimeoutError(f"not done within {timeout_s:.0f} s")
-    if failed:
-        raise failed[0]

@@ -24,8 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlhf_core.detached.publication.deadline import Deadline
 from rlhf_core.detached.publication.manifest import Publication, WeightsError
-from rlhf_core.detached.publication.pair import Deadline, Pair, connect, own_device, synchronise
+from rlhf_core.detached.publication.pair import Pair, connect, own_device, synchronise
 from rlhf_core.strategy.meeting import open_meeting
 
 logger = logging.getLogger(__name__)

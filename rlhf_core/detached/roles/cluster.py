@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
+from rlhf_core.detached.publication.deadline import within
 from rlhf_core.detached.roles.loop import ROLES, processes_of
 from rlhf_core.errors import ConfigError
 
@@ -32,6 +33,7 @@ def connected(args: Namespace) -> Iterator[None]:
 
     Raises:
         ConfigError: if nothing answers at the address.
+        TimeoutError: if what answers there says no more in time.
     """
     if ray.is_initialized():
         yield
@@ -39,7 +41,7 @@ def connected(args: Namespace) -> Iterator[None]:
     address = address_of(args)
     try:
         if address:
-            _attach(address)
+            _attach(address, args.start_timeout_s)
         else:
             _start(args)
         yield
@@ -67,7 +69,7 @@ def check_alone(args: Namespace) -> None:
             )
 
 
-def _attach(address: str) -> None:
+def _attach(address: str, timeout_s: float) -> None:
     if address != "auto":
         host, _, port = address.rpartition(":")
         try:
@@ -77,7 +79,12 @@ def _attach(address: str) -> None:
                 f"no Ray cluster answers at {address} ({error}); give --address as host:port of its control server"
             ) from error
     try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
+        within(timeout_s, lambda: ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING))
+    except TimeoutError as error:
+        raise TimeoutError(
+            f"waited {timeout_s:.0f} s for the Ray cluster at {address} to take this process as a driver, and it did "
+            "not answer; is it a Ray cluster's control server, and does it live?"
+        ) from error
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(

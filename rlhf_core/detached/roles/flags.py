@@ -14,6 +14,8 @@ STRATEGIES = ("ddp", "colossalai_gemini", "colossalai_zero2", "plain")
 """coati's three, then ours."""
 MODELS = ("gpt2", "bloom", "opt", "auto")
 """coati's three, then ours: whatever transformers loads."""
+_LEAST_OF_A_GPU = 0.0001
+"""Ray counts in these."""
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
@@ -105,7 +107,7 @@ def _add_running(group: argparse._ArgumentGroup) -> None:
         help="CPU threads of each process; part of what is repeatable",
     )
     add(
-        "--gpus_per_actor", type=non_negative, metavar="X",
+        "--gpus_per_actor", type=gpus, metavar="X",
         help="GPUs of each process, such as 0.25; by default one if there are enough for all, else none",
     )  # fmt: skip
     add("--start_timeout_s", type=above_zero, default=120.0, metavar="S", help="longest wait for room and processes")
@@ -126,6 +128,14 @@ def share_or_one(text: str) -> float:
     value = non_negative(text)
     if value > 1:
         raise argparse.ArgumentTypeError(f"must be from 0 to 1, not {text}")
+    return value
+
+
+def gpus(text: str) -> float:
+    """Return how much of the GPUs an actor gets, as Ray takes it: none, a part of one, or whole ones."""
+    value = non_negative(text)
+    if 0 < value < _LEAST_OF_A_GPU or (value > 1 and not value.is_integer()):
+        raise argparse.ArgumentTypeError(f"must be 0, from {_LEAST_OF_A_GPU} to 1, or a whole number, not {text}")
     return value
 
 
@@ -153,21 +163,30 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ConfigError(f"--eps_clip must be above 0, not {args.eps_clip:g}")
     if args.address and "://" in args.address:
         raise ConfigError(f"--address {args.address} is not read; give host:port of the cluster's control server")
-    for flag, path in (("--save_path", args.save_path), ("--timeline", args.timeline)):
-        _check_can_be_written(flag, path)
+    check_can_be_written("--save_path", args.save_path, is_directory=not Path(args.save_path).suffix)
+    if args.timeline:
+        check_can_be_written("--timeline", args.timeline)
 
 
-def _check_can_be_written(flag: str, path: str | None) -> None:
-    if path is None:
-        return
+def check_can_be_written(flag: str, path: str, *, is_directory: bool = False) -> None:
+    """See that something can be written to a path, on this machine.
+
+    Args:
+        flag: that names it.
+        path: which may be written over.
+        is_directory: whether it is to be one.
+
+    Raises:
+        ConfigError: if it cannot.
+    """
     place = Path(path).absolute()
     if not place.parent.is_dir():
         raise ConfigError(f"{flag} {path} cannot be written: there is no directory {place.parent}; make it")
-    if place.is_dir() and place.suffix:
+    if place.is_dir() and not is_directory:
         raise ConfigError(f"{flag} {path} is a directory; give a file's path")
-    if place.is_file() and not place.suffix:
+    if place.is_file() and is_directory:
         raise ConfigError(f"{flag} {path} is a file; without a suffix it is to be a directory")
-    probe = place.parent / f".{place.name}.probe"
+    probe = (place if place.is_dir() else place.parent) / f".{place.name}.probe"
     try:
         probe.touch()
         probe.unlink()

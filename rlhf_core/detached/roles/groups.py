@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 import ray
 
+from rlhf_core.detached.publication.deadline import within
 from rlhf_core.detached.roles.calls import results
 from rlhf_core.detached.roles.composition import ExperienceCompositionRefs
 from rlhf_core.detached.roles.placement import Room, Share
 from rlhf_core.detached.roles.roles import RayPPOActor, RayPPOCritic, RayPPOInitialModel, RayPPORewardModel
 from rlhf_core.detached.roles.settings import RoleSettings
 
+logger = logging.getLogger(__name__)
+
 START_S = 120.0
+END_S = 10.0
+"""Longest wait for Ray to end a group's processes: with its control server gone it would not return."""
 
 
 class PPORayActorGroup:
@@ -46,11 +52,15 @@ class PPORayActorGroup:
         # On one machine nobody else's business: the ranks believe whoever speaks to them.
         address, port = ("127.0.0.1" if num_nodes == 1 else None), None
         self.actors: list[Any] = []
-        for rank in range(self.world_size):
-            actor_type: Any = ray_actor_type.options(**self.room.options(rank))
-            self.actors.append(actor_type.remote(self.world_size, rank, rank % num_gpus_per_node, address, port))
-            if rank == 0 and self.world_size > 1:
-                address, port = self._meeting_place(timeout_s)
+        try:
+            for rank in range(self.world_size):
+                actor_type: Any = ray_actor_type.options(**self.room.options(rank))
+                self.actors.append(actor_type.remote(self.world_size, rank, rank % num_gpus_per_node, address, port))
+                if rank == 0 and self.world_size > 1:
+                    address, port = self._meeting_place(timeout_s)
+        except BaseException:
+            self.end()
+            raise
 
     @property
     def names(self) -> list[str]:
@@ -74,19 +84,21 @@ class PPORayActorGroup:
         return self.actors[rank].make_experience.remote(refs)
 
     def end(self) -> None:
-        """End its processes, and give their room back."""
+        """End its processes, and give their room back; if Ray does not answer, they end with this process."""
+        try:
+            within(END_S, self._end)
+        except TimeoutError:
+            logger.warning("Ray did not end the %s group within %.0f s", self.role, END_S)
+
+    def _end(self) -> None:
         for actor in self.actors:
             ray.kill(actor)
         self.room.leave()
 
     def _meeting_place(self, timeout_s: float) -> tuple[str, int]:
         first = f"{self.role}-0"
-        try:
-            calls = {self.actors[0].get_master_addr_port.remote(): first}
-            (place,) = results(calls, members={first: self.actors[0]}, timeout_s=timeout_s, what="to start")
-        except BaseException:
-            self.end()
-            raise
+        calls = {self.actors[0].get_master_addr_port.remote(): first}
+        (place,) = results(calls, members={first: self.actors[0]}, timeout_s=timeout_s, what="to start")
         address, port = place
         return address, port
 
@@ -146,16 +158,16 @@ class PPOCriticRayActorGroup(TrainableModelRayActorGroup):
         super().__init__(num_nodes, num_gpus_per_node, RayPPOCritic, **options)
 
     def async_calculate_value(self, made: Sequence[Any]) -> list[Any]:
-        """Have the batches of one time step valued, in turns; a reference for each batch.
+        """Have the batches of one time step valued, in turns; a reference for each batch, then of each idle rank.
 
         Ranks without a batch are called all the same: where weights are sharded, they gather them together.
         """
-        found: list[Any] = [None] * len(made)
+        found: list[Any] = [None] * max(len(made), self.world_size)
         for rank, actor in enumerate(self.actors):
-            own = range(rank, len(made), self.world_size)
-            count = max(1, len(own))
-            answer = actor.calculate_value.options(num_returns=count).remote(*(made[place] for place in own))
-            for place, reference in zip(own, [answer] if count == 1 else answer, strict=False):
+            own = range(rank, len(found), self.world_size)
+            batches = made[rank :: self.world_size]
+            answer = actor.calculate_value.options(num_returns=len(own)).remote(*batches)
+            for place, reference in zip(own, [answer] if len(own) == 1 else answer, strict=True):
                 found[place] = reference
         return found
 

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
-from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -168,7 +167,7 @@ def _composed(groups: Groups, steps: Sequence[int], number: int) -> list[Experie
             groups.critic.async_calculate_value(made),
             groups.reward.async_calculate_r(made),
         )
-        found += [ExperienceCompositionRefs(*each) for each in zip(*parts, strict=True)]
+        found += [ExperienceCompositionRefs(*each) for each in zip(*parts, strict=False)]  # idle ranks have no part
         for group, calls in zip(
             (groups.actor, groups.actor, groups.initial, groups.critic, groups.reward), parts, strict=True
         ):
@@ -193,8 +192,7 @@ def _assembled(groups: Groups, composed: Sequence[ExperienceCompositionRefs]) ->
 
 def save(args: Namespace, groups: Groups) -> list[str]:
     """Have the policy written, and return the paths."""
-    path = str(Path(args.save_path).expanduser().absolute())
-    calls = groups.actor.async_save_checkpoint(path, args.need_optim_ckpt)
+    calls = groups.actor.async_save_checkpoint(args.save_path, args.need_optim_ckpt)
     written: list[str] = groups.results(groups.actor, calls, "to write the policy")[0]
     return written
 

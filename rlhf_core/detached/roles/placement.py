@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -10,6 +11,10 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlhf_core.errors import ConfigError
+
+
+_WHOLE = 10_000
+"""Ray shares a GPU out in so many parts."""
 
 
 class Share(NamedTuple):
@@ -21,7 +26,7 @@ class Share(NamedTuple):
     def bundle(self, processes: int) -> dict[str, float]:
         """Return what so many processes need on one node, in Ray's words."""
         bundle = {"CPU": float(self.threads * processes)}
-        return bundle | ({"GPU": self.gpus * processes} if self.gpus else {})
+        return bundle | ({"GPU": gpus_for(self.gpus, processes)} if self.gpus else {})
 
     def options(self) -> dict[str, Any]:
         """Return the options of an actor with this share."""
@@ -55,10 +60,11 @@ def decide(processes: Mapping[str, int], *, gpus: float, told: float | None, thr
     total = sum(processes.values())
     roles = ", ".join(f"{role} {count}" for role, count in processes.items())
     if told is not None:
-        if told * total > gpus:
+        needed = gpus_for(told, total)
+        if needed > gpus:
             raise ConfigError(
-                f"--gpus_per_actor {told:g} for each of {total} processes ({roles}) is {told * total:g} GPUs, but the "
-                f"cluster has {gpus:g}; lower it, or set it to 0 to place all of them on CPUs"
+                f"--gpus_per_actor {told:g} for each of {total} processes ({roles}), none on parts of two GPUs, is "
+                f"{needed:g} GPUs, but the cluster has {gpus:g}; lower it, or set it to 0 to place all of them on CPUs"
             )
         line = f"each of {total} processes ({roles}) gets {told:g} of a GPU" if told else f"{_all(total)} work on CPUs"
         return Decision(Share(threads, told), line)
@@ -68,9 +74,18 @@ def decide(processes: Mapping[str, int], *, gpus: float, told: float | None, thr
         return Decision(Share(threads, 0.0), f"the cluster has no GPU: {_all(total)} work on CPUs")
     line = (
         f"the cluster has {gpus:g} GPUs for {total} processes ({roles}): all of them work on CPUs; "
-        f"--gpus_per_actor {gpus / total:.2g} would share the GPUs"
+        f"--gpus_per_actor {math.floor(100 / math.ceil(total / gpus)) / 100:g} would share the GPUs"
     )
     return Decision(Share(threads, 0.0), line)
+
+
+def gpus_for(share: float, processes: int) -> float:
+    """Return the GPUs that so many processes need on one node, none of which gets parts of two GPUs."""
+    parts = round(share * _WHOLE)
+    if not 0 < parts < _WHOLE:
+        return share * processes
+    whole = (processes - 1) // (_WHOLE // parts)  # full of as many as one GPU holds; the last one holds the rest
+    return whole + (processes - whole * (_WHOLE // parts)) * parts / _WHOLE
 
 
 def _all(total: int) -> str:
@@ -79,6 +94,9 @@ def _all(total: int) -> str:
 
 class Room:
     """Room for one group's processes, on as many nodes as it wants; without several processes none is reserved.
+
+    On one node each process has a bundle of its own, so that parts of several GPUs serve; on several nodes all
+    processes of one share a bundle, as Ray spreads bundles alone.
 
     Args:
         name: of the group, for messages.
@@ -93,20 +111,25 @@ class Room:
 
     def __init__(self, name: str, num_nodes: int, per_node: int, share: Share, *, timeout_s: float) -> None:
         self.name, self.share, self.timeout_s = name, share, timeout_s
-        self._per_node = per_node
+        self._in_bundle = 1 if num_nodes == 1 else per_node
         self._group: PlacementGroup | None = None
         self._wanted = wanted(name, num_nodes, share.bundle(per_node))
-        if num_nodes * per_node > 1:
-            self._group = placement_group([share.bundle(per_node)] * num_nodes, strategy="STRICT_SPREAD")
+        if num_nodes * per_node == 1:
+            return
+        bundles = [share.bundle(self._in_bundle)] * (num_nodes * per_node // self._in_bundle)
+        self._group = placement_group(bundles, strategy="STRICT_PACK" if num_nodes == 1 else "STRICT_SPREAD")
+        try:
             if not self._group.wait(timeout_s):
-                self.leave()
                 raise TimeoutError(f"waited {timeout_s:.0f} s for room, and there was none: {self.lacking()}")
+        except BaseException:
+            self.leave()
+            raise
 
     def options(self, rank: int) -> dict[str, Any]:
         """Return the options of the actor of a rank."""
         if self._group is None:
             return self.share.options()
-        place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank // self._per_node)
+        place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank // self._in_bundle)
         return self.share.options() | {"scheduling_strategy": place}
 
     def lacking(self) -> str:

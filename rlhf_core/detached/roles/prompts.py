@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import urllib.error
 import urllib.request
+from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
@@ -50,7 +51,7 @@ def read_prompts(place: str) -> list[str]:
         try:
             with urllib.request.urlopen(place, timeout=FETCH_S) as answer:
                 file.write_bytes(answer.read())
-        except (urllib.error.URLError, OSError, ValueError) as error:
+        except (urllib.error.URLError, HTTPException, OSError, ValueError) as error:
             why = getattr(error, "reason", None) or error
             raise DataError(f"{place} cannot be fetched: {why}; check the address, or give a file's path") from error
         return _prompts(file, place)

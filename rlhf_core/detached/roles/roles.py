@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
 import ray
+from safetensors import SafetensorError
 from torch import nn
 
 from rlhf_core.detached.group.member import GROUPS
 from rlhf_core.detached.roles.base import BasePPORole, TrainablePPORole
 from rlhf_core.detached.roles.composition import Array, MadeSequences, ScoreArrays, as_array
+from rlhf_core.detached.roles.flags import check_can_be_written
 from rlhf_core.detached.roles.models import load_policy, load_reward_model
 from rlhf_core.detached.roles.prompts import dealt_rows, encode
+from rlhf_core.errors import ConfigError, TrainingError
 from rlhf_core.experience_maker.parts import draw, judged, read, state_values, token_logprobs
 from rlhf_core.models.critic import Critic
 from rlhf_core.rewards.scoring import WeightedScorer
@@ -89,8 +94,11 @@ class RayPPOActor(TrainablePPORole):
             save_path: of a file of all weights, which any strategy loads; without a suffix, of a directory that
                 transformers loads.
             should_save_optimizer: write the optimizer's state beside it.
+
+        Raises:
+            TrainingError: if this machine's disk does not take it.
         """
-        with self._at("save"):
+        with self._at("save"), _naming_place(save_path):
             place = Path(save_path)
             if place.suffix:
                 self._put(place, lambda path: self._strategy.save_model(self._trained.model, path))
@@ -116,6 +124,8 @@ class RayPPOActor(TrainablePPORole):
         return self._settings.lr
 
     def _load(self) -> None:
+        if self._rank == 0:
+            _check_save_path(self._settings.save_path)  # now: after the last round the policy would be lost
         super()._load()
         self._plain = plain_model(self._trained.booster, self._trained.model)
         self._numbers = PromptNumbers(1, self._ranks)
@@ -193,3 +203,30 @@ class RayPPOInitialModel(BasePPORole):
 def optimizer_path(save_path: Path) -> Path:
     """Return where the optimizer's state goes: beside the policy, `name.optim.suffix`."""
     return save_path.with_name(f"{save_path.stem}.optim{save_path.suffix or '.safetensors'}")
+
+
+def _check_save_path(path: str) -> None:
+    """See that the policy can be written on this machine, which need not be the one where the flags were checked.
+
+    Raises:
+        ConfigError: if it cannot.
+    """
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        check_can_be_written("--save_path", path, is_directory=not Path(path).suffix)
+    except (OSError, ConfigError) as error:
+        raise ConfigError(
+            f"{socket.gethostname()}, which writes the policy at the end, cannot do so: {error}"
+        ) from error
+
+
+@contextmanager
+def _naming_place(path: str) -> Iterator[None]:
+    """Run a block that writes the policy; what the disk refuses is told with the machine that it belongs to."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:  # a full disk is the one to Python, the other to safetensors
+        raise TrainingError(
+            f"the trained policy could not be written to {path} on {socket.gethostname()} ({error}); make room there, "
+            "and start the run again"
+        ) from error

@@ -89,7 +89,7 @@ def _placed(args: Namespace) -> Decision:
 
 
 def _with_absolute_paths(args: Namespace) -> Namespace:
-    """Return the flags with directories that the actors find too: their working directory is another."""
+    """Return the flags with paths that the actors find too: their working directory is another."""
     paths = {name: getattr(args, name) for name in ("pretrain", "rm_pretrain")}
     whole = {name: str(Path(path).absolute()) for name, path in paths.items() if path and Path(path).is_dir()}
-    return Namespace(**vars(args) | whole)
+    return Namespace(**vars(args) | whole | {"save_path": str(Path(args.save_path).expanduser().absolute())})

@@ -56,6 +56,8 @@ class RoleSettings:
     top_k: int
     actor_ranks: int
     critic_ranks: int
+    save_path: str
+    """Where the actor's first process writes the policy at the end."""
     timeout_s: float
     """Longest wait of one process for another."""
 

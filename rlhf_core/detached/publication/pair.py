@@ -90,7 +90,7 @@ def _new_group(store: Any, rank: int, device: torch.device, timeout_s: float) ->
     if device.type == "cpu":
         return dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=timeout_s))
     options: Any = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(days=1)  # the deadline is kept by whoever waits: `_within`
+    options._timeout = timedelta(days=1)  # the deadline is kept by whoever waits: `within`
     options.global_ranks_in_group, options.group_name = [0, 1], f"weights-{uuid.uuid4().hex}"
     with _ENVIRONMENT:
         former = {name: os.environ.get(name) for name in _FOR_PAIRS}

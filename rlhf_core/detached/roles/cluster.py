@@ -7,12 +7,13 @@ import os
 import secrets
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING
 
+import grpc
 import ray
+from ray._private.grpc_utils import init_grpc_channel
 
-from rlhf_core.detached.publication.deadline import within
 from rlhf_core.detached.roles.loop import ROLES, processes_of
 from rlhf_core.errors import ConfigError
 
@@ -71,26 +72,39 @@ def check_alone(args: Namespace) -> None:
 
 def _attach(address: str, timeout_s: float) -> None:
     if address != "auto":
-        host, _, port = address.rpartition(":")
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), _ANSWER_S).close()
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"no Ray cluster answers at {address} ({error}); give --address as host:port of its control server"
-            ) from error
+        _check_answers(address, timeout_s)
     try:
-        within(timeout_s, lambda: ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING))
-    except TimeoutError as error:
-        raise TimeoutError(
-            f"waited {timeout_s:.0f} s for the Ray cluster at {address} to take this process as a driver, and it did "
-            "not answer; is it a Ray cluster's control server, and does it live?"
-        ) from error
+        ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(
             f"the Ray cluster at {address} does not take this process as a driver: {reason}; start one with "
             "`ray start --head`, or leave --address out"
         ) from error
+
+
+def _check_answers(address: str, timeout_s: float) -> None:
+    """See that a control server speaks at an address: `ray.init` has no deadline.
+
+    Raises:
+        ConfigError: if nothing takes a connection there.
+        TimeoutError: if what does is silent.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _ANSWER_S).close()
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"no Ray cluster answers at {address} ({error}); give --address as host:port of its control server"
+        ) from error
+    with closing(init_grpc_channel(address)) as channel:
+        try:
+            grpc.channel_ready_future(channel).result(timeout_s)
+        except grpc.FutureTimeoutError as error:
+            raise TimeoutError(
+                f"waited {timeout_s:.0f} s for the Ray cluster at {address}, and nothing was said there; is it the "
+                "control server's address, and does it live?"
+            ) from error
 
 
 def _start(args: Namespace) -> None:

@@ -74,6 +74,11 @@ def test_flags_that_do_not_go_together_are_refused(words: list[str], complaint: 
         (["--num_actor_nodes", "0"], "--num_actor_nodes: must be at least 1, not 0"),
         (["--model", "llama9"], "--model: invalid choice: 'llama9'"),
         (["--lam", "1.5"], "--lam: must be from 0 to 1, not 1.5"),
+        (
+            ["--gpus_per_actor", "0.00001"],
+            "--gpus_per_actor: must be 0, from 0.0001 to 1, or a whole number, not 0.00001",
+        ),
+        (["--gpus_per_actor", "1.5"], "--gpus_per_actor: must be 0, from 0.0001 to 1, or a whole number, not 1.5"),
         (["--unknown"], "unrecognized arguments: --unknown"),
     ],
 )
@@ -106,6 +111,32 @@ def test_a_wrong_column_another_kind_of_model_and_a_lack_of_machines_are_told_be
         assert command([*words, "--model", "auto", "--num_reward_nodes", "2"]) == 1
         assert "--num_reward_nodes 2 wants as many machines, but without --address" in capsys.readouterr().err
     assert not (tmp_path / "out.pt").exists()
+
+
+def test_a_picture_may_have_any_name_and_be_drawn_again(tmp_path: Path) -> None:
+    place = tmp_path / "picture"
+    check_arguments(parsed("--timeline", str(place)))
+    place.touch()
+    check_arguments(parsed("--timeline", str(place)))
+    with pytest.raises(ConfigError, match=r"--timeline .* is a directory; give a file's path"):
+        check_arguments(parsed("--timeline", str(tmp_path)))
+    with pytest.raises(ConfigError, match=r"--save_path .* is a file; without a suffix it is to be a directory"):
+        check_arguments(parsed("--save_path", str(place)))
+    check_arguments(parsed("--save_path", str(tmp_path)))
+
+
+def test_the_cluster_of_the_settings_is_taken_where_no_flag_names_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_tiny_llama(tmp_path / "model")
+    (tmp_path / "p.csv").write_text("prompt\nWhy?\n")
+    words = ["--prompt_csv_url", str(tmp_path / "p.csv"), "--pretrain", str(model), "--model", "auto"]
+    words += ["--save_path", str(tmp_path / "out.pt")]
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:3")
+    for address, given in (("127.0.0.1:1", []), ("127.0.0.1:2", ["--address", "127.0.0.1:2"])):
+        monkeypatch.setenv("RLHF_RAY_ADDRESS", "127.0.0.1:1")
+        assert rlhf(["train-prompts-on-ray", *words, *given]) == 1
+        assert f"no Ray cluster answers at {address} (" in capsys.readouterr().err
 
 
 def test_any_kind_is_taken_where_that_is_asked_for(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlhf_core.errors import ConfigError
 
-
 _WHOLE = 10_000
 """Ray shares a GPU out in so many parts."""
 
@@ -118,12 +117,14 @@ class Room:
             return
         bundles = [share.bundle(self._in_bundle)] * (num_nodes * per_node // self._in_bundle)
         self._group = placement_group(bundles, strategy="STRICT_PACK" if num_nodes == 1 else "STRICT_SPREAD")
+        has_room = False
         try:
-            if not self._group.wait(timeout_s):
-                raise TimeoutError(f"waited {timeout_s:.0f} s for room, and there was none: {self.lacking()}")
-        except BaseException:
-            self.leave()
-            raise
+            has_room = self._group.wait(timeout_s)
+        finally:
+            if not has_room:
+                self.leave()
+        if not has_room:
+            raise TimeoutError(f"waited {timeout_s:.0f} s for room, and there was none: {self.lacking()}")
 
     def options(self, rank: int) -> dict[str, Any]:
         """Return the options of the actor of a rank."""

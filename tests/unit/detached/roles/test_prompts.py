@@ -25,6 +25,15 @@ class Quiet(SimpleHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         pass
 
+    def do_GET(self) -> None:
+        if not self.path.endswith("cut.csv"):
+            return super().do_GET()
+        self.send_response(200)
+        self.send_header("Content-Length", "100")
+        self.end_headers()
+        self.wfile.write(b"id")
+        return None
+
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[str]:
@@ -68,6 +77,12 @@ def test_a_place_where_nothing_is_is_named(tmp_path: Path, site: str) -> None:
         read_prompts(str(tmp_path / "prompt.csv"))
     with pytest.raises(DataError, match=r"none\.csv cannot be fetched: (Not Found|File not found); check"):
         read_prompts(f"{site}/none.csv")
+    with pytest.raises(DataError, match=r"a b\.csv cannot be fetched: URL can't contain control characters"):
+        read_prompts(f"{site}/a b.csv")
+    with pytest.raises(
+        DataError, match=r"cut\.csv cannot be fetched: IncompleteRead\(2 bytes read, 98 more expected\)"
+    ):
+        read_prompts(f"{site}/cut.csv")
     with pytest.raises(DataError, match=r"ftp://there/p\.csv is of a kind that is not read"):
         read_prompts("ftp://there/p.csv")
 

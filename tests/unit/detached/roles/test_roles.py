@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,13 +11,14 @@ from typing import Any
 import pytest
 import ray
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rlhf_core.detached.roles.composition import ExperienceCompositionRefs, ScoreArrays
 from rlhf_core.detached.roles.roles import RayPPOActor, RayPPOCritic, RayPPOInitialModel, RayPPORewardModel
 from rlhf_core.detached.roles.settings import RoleSettings
-from rlhf_core.errors import ModelError, TrainingError
+from rlhf_core.errors import ConfigError, ModelError, TrainingError
 from rlhf_core.rewards.scoring import Scores
 from tests.unit.detached.roles.reference import (
     Reference,
@@ -84,6 +86,31 @@ def test_the_roles_learn_what_one_trainer_does_and_write_its_policy(architecture
         assert torch.equal(dict(whole.named_parameters())[name], weight), name
     assert not list(tmp_path.glob("*.new"))
     assert {span.what for span in actor.spans()} == {"load", "generate", "log-probs", "assemble", "learn", "save"}
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("I/O error")])
+@pytest.mark.parametrize("name", ["p.pt", "whole"])
+def test_a_policy_that_the_disk_does_not_take_is_told_with_path_and_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, name: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    actor = role(RayPPOActor, flags(write_inputs(tmp_path, "gpt2"), strategy="plain"))
+    monkeypatch.setattr(actor._strategy, "save_model", fail)
+    monkeypatch.setattr(actor._strategy, "save_pretrained", fail)
+    place = f"{tmp_path / name} on {socket.gethostname()}"
+    with pytest.raises(TrainingError, match=f"the trained policy could not be written to {place} .*(No space|I/O)"):
+        actor.save_checkpoint(str(tmp_path / name), False)
+
+
+def test_the_machine_that_writes_the_policy_tries_it_before_it_loads_anything(tmp_path: Path) -> None:
+    args = flags(write_inputs(tmp_path, "gpt2"), strategy="plain", save_path=tmp_path / "prompts.csv" / "p.pt")
+    with pytest.raises(ConfigError, match=f"{socket.gethostname()}, which writes the policy at the end, cannot do so"):
+        role(RayPPOActor, args)
+    role(RayPPOCritic, args)
+    role(RayPPOActor, flags(tmp_path, strategy="plain", save_path=tmp_path / "new" / "p.pt"))
+    assert list((tmp_path / "new").iterdir()) == []
 
 
 def test_without_a_reward_model_an_untrained_head_scores_the_same_each_time(tmp_path: Path) -> None:

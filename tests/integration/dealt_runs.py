@@ -228,7 +228,7 @@ class DealtRun:
         """Bring all up."""
         if len(self.ranks) > 1:
             form_group(self.ranks, start_timeout_s=WAIT_S, collective_timeout_s=WAIT_S)
-        ray.get([rank.build.remote() for rank in self.ranks.values()], timeout=WAIT_S)
+        ray.get(self.trainer.build.remote(), timeout=WAIT_S)  # it has its peers build
         ray.get(self.trainer.synchronise.remote(), timeout=WAIT_S)
 
     def run(self, episodes: Sequence[int] | None = None) -> list[EpisodeRecord]:

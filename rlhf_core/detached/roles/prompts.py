@@ -64,8 +64,8 @@ def _prompts(file: Path, name: str) -> list[str]:
             raise DataError(row.detail)
         if COLUMN not in row.fields:
             raise DataError(
-                f"{name} has no column {COLUMN!r}, but {', '.join(map(repr, row.fields))}; name the column that holds "
-                f"the prompts {COLUMN} in the first line"
+                f"{name} has no column {COLUMN!r}, but {', '.join(map(repr, row.fields))}; write {COLUMN!r} in "
+                "the first line above the prompts"
             )
         if not row.fields[COLUMN].strip():
             raise DataError(f"{row.where} has an empty {COLUMN}; write one, or take the line out")

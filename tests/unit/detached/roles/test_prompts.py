@@ -57,7 +57,7 @@ def test_a_table_is_read_from_a_path_and_from_an_address(tmp_path: Path, site: s
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("id,question\n1,Why?\n", r"has no column 'prompt', but 'id', 'question'; name the column that holds"),
+        ("id,question\n1,Why?\n", r"has no column 'prompt', but 'id', 'question'; write 'prompt' in the first line"),
         ("id,prompt\n", "holds the names of columns and no row"),
         ("", "is empty; it should hold a line that names the columns"),
         ("id,prompt\n1,\n", "line 2 of .* has an empty prompt; write one, or take the line out"),

@@ -58,11 +58,11 @@ def _let_it_go_on(process: subprocess.Popen[str], _: ClusterManifest) -> None:
 @pytest.mark.parametrize(
     ("then", "how"),
     [
-        pytest.param("waits", _kill, marks=pytest.mark.chaos),
-        pytest.param("waits", _terminate, marks=pytest.mark.chaos),
+        pytest.param("waits", _kill, marks=pytest.mark.clusters),
+        pytest.param("waits", _terminate, marks=pytest.mark.clusters),
         ("waits", _kill_group_and_descendants),
         ("forks", _kill),
-        pytest.param("raises", _let_it_go_on, marks=pytest.mark.chaos),
+        pytest.param("raises", _let_it_go_on, marks=pytest.mark.clusters),
         ("returns", _let_it_go_on),
     ],
 )
@@ -81,7 +81,7 @@ def test_a_cluster_ends_with_its_owner_however_that_ends(
     assert (manifest.log_dir / "ray" / "gcs_server.out").exists()
 
 
-@pytest.mark.parametrize("whole_group", [pytest.param(False, marks=pytest.mark.chaos), True])
+@pytest.mark.parametrize("whole_group", [pytest.param(False, marks=pytest.mark.clusters), True])
 def test_a_stopped_owner_loses_its_cluster_after_the_time_it_was_given(owners: Owners, *, whole_group: bool) -> None:
     owner, manifest = owners.start(stalled_after_s=2)
     signalled = partial(os.killpg if whole_group else os.kill, owner.pid)
@@ -96,7 +96,7 @@ def test_a_stopped_owner_loses_its_cluster_after_the_time_it_was_given(owners: O
     assert owner.wait(timeout=30) == 0
 
 
-@pytest.mark.parametrize("watchdog", ["killed", pytest.param("slow", marks=pytest.mark.chaos)])
+@pytest.mark.parametrize("watchdog", ["killed", pytest.param("slow", marks=pytest.mark.clusters)])
 def test_whoever_takes_a_dead_owners_name_ends_the_cluster_that_it_left(owners: Owners, watchdog: str) -> None:
     first, left = owners.start()
     os.kill(left.watchdog_pid, signal.SIGKILL if watchdog == "killed" else signal.SIGSTOP)
@@ -136,7 +136,7 @@ def test_an_owner_killed_while_its_cluster_starts_leaves_nothing(owners: Owners)
     wait_until_nothing_is_left(manifest)
 
 
-@pytest.mark.chaos
+@pytest.mark.clusters
 def test_without_its_watchdog_the_owner_cleans_up_alone(owners: Owners) -> None:
     owner, manifest = owners.start("releases")
     os.kill(manifest.watchdog_pid, signal.SIGKILL)

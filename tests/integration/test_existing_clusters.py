@@ -118,13 +118,13 @@ def _stop_an_actor_and_kill(driver: Driver) -> None:
     "ends",
     [
         _kill,
-        pytest.param(_stop_group, marks=pytest.mark.chaos),
-        pytest.param(_let_it_release, marks=pytest.mark.chaos),
-        pytest.param(_kill_group_and_descendants, marks=pytest.mark.chaos),
-        pytest.param(_stop_an_actor_and_kill, marks=pytest.mark.chaos),
-        pytest.param(_let_it_raise, marks=pytest.mark.chaos),
-        pytest.param(_let_it_return, marks=pytest.mark.chaos),
-        pytest.param(lambda driver: driver.process.terminate(), marks=pytest.mark.chaos, id="_terminate"),
+        pytest.param(_stop_group, marks=pytest.mark.clusters),
+        pytest.param(_let_it_release, marks=pytest.mark.clusters),
+        pytest.param(_kill_group_and_descendants, marks=pytest.mark.clusters),
+        pytest.param(_stop_an_actor_and_kill, marks=pytest.mark.clusters),
+        pytest.param(_let_it_raise, marks=pytest.mark.clusters),
+        pytest.param(_let_it_return, marks=pytest.mark.clusters),
+        pytest.param(lambda driver: driver.process.terminate(), marks=pytest.mark.clusters, id="_terminate"),
     ],
 )
 def test_what_a_run_has_on_the_cluster_ends_with_its_driver_and_nothing_else_does(
@@ -139,7 +139,7 @@ def test_what_a_run_has_on_the_cluster_ends_with_its_driver_and_nothing_else_doe
     wait_until(user.is_alone)
 
 
-@pytest.mark.chaos
+@pytest.mark.clusters
 def test_a_name_is_held_by_one_living_process_and_taken_over_from_a_dead_one(
     user: User, start: Callable[..., Driver]
 ) -> None:
@@ -158,7 +158,7 @@ def test_a_name_is_held_by_one_living_process_and_taken_over_from_a_dead_one(
     assert user.has_all_his_own()
 
 
-@pytest.mark.chaos
+@pytest.mark.clusters
 def test_without_driver_and_watcher_the_next_holder_of_the_name_clears_away_what_is_left(
     user: User, start: Callable[..., Driver]
 ) -> None:
@@ -173,7 +173,7 @@ def test_without_driver_and_watcher_the_next_holder_of_the_name_clears_away_what
     assert not are_gone(second)()
 
 
-@pytest.mark.chaos
+@pytest.mark.clusters
 @pytest.mark.parametrize("for_good", [False, True])
 def test_a_watcher_that_was_ended_is_replaced(user: User, start: Callable[..., Driver], *, for_good: bool) -> None:
     driver = start().holds()
@@ -187,7 +187,7 @@ def test_a_watcher_that_was_ended_is_replaced(user: User, start: Callable[..., D
     wait_until(are_gone(driver))
 
 
-@pytest.mark.chaos
+@pytest.mark.clusters
 def test_a_driver_that_was_stopped_and_goes_on_finds_its_actors_gone_and_can_start_others(
     user: User, start: Callable[..., Driver]
 ) -> None:
@@ -198,7 +198,7 @@ def test_a_driver_that_was_stopped_and_goes_on_finds_its_actors_gone_and_can_sta
     assert int(driver.do("again"))
 
 
-@pytest.mark.chaos
+@pytest.mark.clusters
 def test_a_watcher_that_was_stopped_itself_does_not_take_that_for_the_drivers_silence(
     user: User, start: Callable[..., Driver]
 ) -> None:

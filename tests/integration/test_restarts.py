@@ -64,7 +64,7 @@ def own_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
         yield running
 
 
-@pytest.mark.chaos  # test_chain kills a real run of PPO
+@pytest.mark.clusters  # test_chain kills a real run of PPO
 def test_a_killed_run_is_started_again_once_as_the_same_run_and_ends_well(resuming: LocalStack, tmp_path: Path) -> None:
     run = WaitingRun(resuming, tmp_path)
     run.kill(1)
@@ -121,7 +121,7 @@ def run_of_nobody(stack: LocalStack) -> str:
     return str(prefect_api.call(stack.api_url, "POST", path, {"parameters": {"directory": "-"}, "state": later})["id"])
 
 
-@pytest.mark.chaos
+@pytest.mark.clusters
 def test_a_run_that_is_killed_four_times_has_failed(resuming: LocalStack, tmp_path: Path) -> None:
     run = WaitingRun(resuming, tmp_path)
     for start in range(1, RESTARTS + 2):
@@ -132,7 +132,7 @@ def test_a_run_that_is_killed_four_times_has_failed(resuming: LocalStack, tmp_pa
     assert [number for _, number in run.starts()] == [1, 2, 3, 4]
 
 
-@pytest.mark.chaos
+@pytest.mark.clusters
 def test_a_run_that_is_lost_with_its_worker_is_noticed_and_goes_on_with_the_next_worker(
     own_stack: LocalStack, tmp_path: Path
 ) -> None:
@@ -150,7 +150,7 @@ def test_a_run_that_is_lost_with_its_worker_is_noticed_and_goes_on_with_the_next
     run.await_state("COMPLETED")
 
 
-@pytest.mark.chaos
+@pytest.mark.clusters
 def test_a_run_that_is_lost_with_its_worker_goes_on_after_up_and_one_that_down_ends_does_not(
     own_stack: LocalStack, tmp_path: Path
 ) -> None:

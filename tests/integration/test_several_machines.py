@@ -131,7 +131,7 @@ def follow(made: Machines, told: Iterator[dict[str, Any]], strike: Any = None) -
     return Told(facts, failures)
 
 
-@pytest.mark.chaos
+@pytest.mark.clusters
 @pytest.mark.timeout(1200)
 def test_a_run_on_three_machines_ends_with_the_bits_of_a_run_on_one(on_one_machine: Any) -> None:
     with machines(ONE_EACH) as made, run_on(made) as told:
@@ -144,7 +144,7 @@ def test_a_run_on_three_machines_ends_with_the_bits_of_a_run_on_one(on_one_machi
     assert facts["weights"] == on_one_machine()
 
 
-@pytest.mark.chaos
+@pytest.mark.clusters
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("how", ["cut_off", "kill"])
 @pytest.mark.parametrize(("victim", "doing"), [("trainer", "learning"), ("maker", "")])  # "": at its begin
@@ -160,7 +160,7 @@ def test_a_run_goes_on_without_a_machine_that_is_silent_or_lost(
         assert len(failures) == 1
 
 
-@pytest.mark.chaos
+@pytest.mark.clusters
 @pytest.mark.timeout(1800)
 def test_ranks_on_two_machines_learn_as_on_one_and_say_who_was_lost_and_what_has_no_room(on_one_machine: Any) -> None:
     with machines(TWO_RANKS) as made, run_on(made, 2) as told:

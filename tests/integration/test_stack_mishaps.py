@@ -33,7 +33,7 @@ def kill(process: psutil.Process) -> None:
 
 @pytest.mark.parametrize(
     "service",
-    ["store", pytest.param("server", marks=pytest.mark.chaos), pytest.param("worker", marks=pytest.mark.chaos)],
+    ["store", pytest.param("server", marks=pytest.mark.clusters), pytest.param("worker", marks=pytest.mark.clusters)],
 )
 def test_a_killed_service_is_started_again_by_the_next_up(own_stack: LocalStack, service: str) -> None:
     before = own_stack.pids()
@@ -47,7 +47,7 @@ def test_a_killed_service_is_started_again_by_the_next_up(own_stack: LocalStack,
     assert prefect_api.deployment(own_stack.api_url, "tiny/tiny") is not None, "the server's data are still there"
 
 
-@pytest.mark.chaos
+@pytest.mark.clusters
 def test_a_run_whose_processes_are_killed_does_not_count_as_running_for_ever(own_stack: LocalStack) -> None:
     run = own_stack.start_run("tiny/tiny", sleep_s=120)
     wait_for(lambda: own_stack.run_state(run) == "RUNNING", "the run to start")
@@ -93,7 +93,7 @@ def test_down_ends_a_run_its_live_cluster_and_all_else_and_data_are_kept(own_sta
     assert own_stack.run_state(run) == "CRASHED"
 
 
-@pytest.mark.chaos
+@pytest.mark.clusters
 def test_down_ends_a_cluster_whose_run_and_watchdog_were_killed(own_stack: LocalStack, tmp_path: Path) -> None:
     _, manifest = own_stack.start_cluster_run(tmp_path)
     kill(psutil.Process(manifest.watchdog_pid))

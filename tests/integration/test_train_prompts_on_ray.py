@@ -215,7 +215,7 @@ def test_a_command_brings_its_own_cluster_and_takes_it_with_it(
     assert left == []
 
 
-@pytest.mark.chaos
+@pytest.mark.clusters
 def test_a_killed_driver_of_somebody_elses_cluster_takes_its_actors_with_it(
     cluster: ClusterManifest, inputs: Path
 ) -> None:

@@ -5,7 +5,6 @@ The public names below are loaded when they are first used: importing this packa
 
 from __future__ import annotations
 
-import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -63,9 +62,6 @@ if TYPE_CHECKING:
     from rlhf_core.trainer.supervised.reward_model import RewardModelTrainer, train_reward_model
     from rlhf_core.trainer.supervised.sft import SFTTrainer, train_sft
     from rlhf_core.types import Experience, Sample
-
-# ColossalAI needs bitsandbytes, which peft imports wherever it is installed; it warns of kernels that nobody here uses.
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 __all__ = [
     "Booster",

@@ -178,7 +178,7 @@ def test_strategies_import_colossalai_only_once_one_is_made(module: str, absent:
 
 
 def test_importing_what_trains_says_nothing() -> None:
-    code = "import rlhf_core.models.lora, sys; assert 'bitsandbytes' in sys.modules"
+    code = "import rlhf_core.models.lora"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=240)
     assert done.stdout + done.stderr == ""
 

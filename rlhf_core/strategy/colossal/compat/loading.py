@@ -12,6 +12,7 @@ import torch
 
 from rlhf_core.errors import ConfigError
 from rlhf_core.strategy.colossal.compat.accelerator import use_cpu
+from rlhf_core.strategy.colossal.compat.galore import galore_stood_in
 
 
 def upstream(module: str) -> Any:
@@ -21,7 +22,7 @@ def upstream(module: str) -> Any:
         ConfigError: if ColossalAI is not installed, or does not run with the packages that are.
     """
     try:
-        with quiet():
+        with quiet(), galore_stood_in():
             found = importlib.import_module(module)
             if not torch.cuda.is_available():
                 use_cpu(importlib.import_module("colossalai.accelerator"))

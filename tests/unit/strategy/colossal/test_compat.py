@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import warnings
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -38,6 +39,21 @@ import rlhf_core.strategy.colossal.ddp, rlhf_core.strategy.colossal.zero
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.skipif(find_spec("galore_torch") is not None, reason="galore_torch is installed, and taken as it is")
+def test_what_nobody_uses_need_not_be_installed_and_nothing_stays_in_its_place() -> None:
+    program = """
+import sys
+from rlhf_core.strategy.colossal.compat import upstream
+assert upstream("colossalai.nn.optimizer").HybridAdam
+assert not {"galore_torch", "bitsandbytes"} & sys.modules.keys()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", "import colossalai.nn.optimizer"], capture_output=True, text=True, check=False
+    )
+    assert "No module named 'galore_torch'" in done.stderr  # needed still
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU is ColossalAI's device only where there is no GPU")

@@ -62,9 +62,10 @@ def test_two_ranks_are_plain_torch_on_one(two: list[dict[str, Found]], kind: str
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("what", ["before", "loss", "norm"])
 def test_bfloat16_is_as_far_from_float32_as_in_plain_torch(two: list[dict[str, Found]], kind: str, what: str) -> None:
-    """The largest distance in five steps, in relation to the number itself, is at most twice that of a plain run.
+    """The first step is a plain run's; the largest distance in five, relative to the number, at most four times its.
 
-    The plain run computes the same without Gemini: `RoundedBooster`.
+    The plain run computes the same without Gemini: `RoundedBooster`. Each step multiplies what the one before rounded
+    otherwise, by more where a loss is small, and how matrices are summed in bfloat16 is a matter of the processor.
     """
     exact, plain = (cases.alone(kind, precision).numbers for precision in ("fp32", "bf16"))
 
@@ -72,7 +73,9 @@ def test_bfloat16_is_as_far_from_float32_as_in_plain_torch(two: list[dict[str, F
         pairs = [(numbers[name], number) for name, number in exact.items() if name.endswith(what)]
         return max(abs(ours / number - 1) for ours, number in pairs)
 
-    assert 0 < distance(two[0][f"steps:{kind}:bf16"].numbers) <= 2 * distance(plain)
+    found = two[0][f"steps:{kind}:bf16"].numbers
+    assert found[f"0.{what}"] == pytest.approx(plain[f"0.{what}"], rel=5e-4)
+    assert 0 < distance(found) <= 4 * distance(plain)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -33,13 +33,17 @@ class WaitingRun:
         lines = path.read_text().splitlines() if path.exists() else []
         return [(int(process), int(number)) for process, number in map(str.split, lines)]
 
-    def kill(self, start: int) -> None:
-        """Kill the process of a start while it waits."""
+    def await_start(self, start: int) -> None:
+        """Wait until a start of the run waits."""
 
         def waits() -> bool:
             return len(self.starts()) >= start and (self.directory / "inside").exists()
 
         wait_for(waits, f"start {start} of the run", timeout_s=90)
+
+    def kill(self, start: int) -> None:
+        """Kill the process of a start while it waits."""
+        self.await_start(start)
         (self.directory / "inside").unlink()
         os.kill(self.starts()[start - 1][0], signal.SIGKILL)
 
@@ -138,7 +142,7 @@ def test_a_run_that_is_lost_with_its_worker_is_noticed_and_goes_on_with_the_next
 ) -> None:
     automations.install(own_stack.api_url, automations.wanted(lost_after_s=45))
     run = WaitingRun(own_stack, tmp_path)
-    run.await_state("RUNNING")
+    run.await_start(1)
     psutil.Process(own_stack.pids()["worker"]).kill()
     run.kill(1)
     run.await_state("SCHEDULED", timeout_s=180)
@@ -155,7 +159,7 @@ def test_a_run_that_is_lost_with_its_worker_goes_on_after_up_and_one_that_down_e
     own_stack: LocalStack, tmp_path: Path
 ) -> None:
     run = WaitingRun(own_stack, tmp_path)
-    run.await_state("RUNNING")
+    run.await_start(1)
     psutil.Process(own_stack.pids()["worker"]).kill()
     run.kill(1)
     own_stack.up()

@@ -7,7 +7,7 @@ and end none without its handle. What a run left on a cluster must be found and 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
@@ -119,7 +119,8 @@ class ControlServer:
         deadline, workers, clean_looks = time.monotonic() + timeout_s, set[bytes](), 0
         while clean_looks < 2:  # noqa: PLR2004 - what was created during one look may have been missed
             left = self._left(is_ours)
-            workers = {worker for worker in workers if self._runs(worker)}
+            at_work = {node.node_id for node in self.nodes()}
+            workers = {worker for worker in workers if self._runs(worker, at_work)}
             workers |= {actor.address.worker_id for actor in left.actors if actor.address.worker_id}
             clean_looks = 0 if left or workers else clean_looks + 1
             if time.monotonic() > deadline:
@@ -140,10 +141,14 @@ class ControlServer:
             [group for group in groups if group.state != removed and is_ours(group.ray_namespace)],
         )
 
-    def _runs(self, worker: bytes) -> bool:
+    def _runs(self, worker: bytes, nodes: Collection[bytes]) -> bool:
+        """Whether a process is there; of one whose node is gone nobody tells the control server."""
         request = gcs_service_pb2.GetWorkerInfoRequest(worker_id=worker)
         answer = self._ask(self._workers.GetWorkerInfo, request, forgives=grpc.StatusCode.NOT_FOUND)
-        return answer is not None and bool(answer.worker_table_data.is_alive)
+        if answer is None:
+            return False
+        known = answer.worker_table_data
+        return bool(known.is_alive) and known.worker_address.node_id in nodes
 
     def _ask(self, method: Any, request: Any, *, forgives: Any = None) -> Any:
         try:

@@ -94,6 +94,7 @@ def test_what_became_too_old_beside_a_slow_trainer_is_dropped_and_made_again(tmp
     assert max(record.dealing["queue_depth"] for record in records) <= 6 * 8
 
 
+@pytest.mark.parallel
 def test_a_maker_that_dies_costs_the_trainer_nothing(reference: Reference, tmp_path: Path) -> None:
     with dealt_run(config(cluster={"num_makers": 2}), tmp_path, chunk_s=0.3) as run:
         run.run([0])

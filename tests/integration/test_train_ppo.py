@@ -82,6 +82,7 @@ def test_the_example_with_a_reward_function_runs_on_two_ranks(
 
 
 @pytest.mark.integration
+@pytest.mark.parallel
 def test_gemini_goes_on_from_what_zero2_left(inputs: Path, zero2_run: subprocess.CompletedProcess[str]) -> None:
     assert zero2_run.returncode == 0
     before = inputs / "actor_checkpoint_prompts"

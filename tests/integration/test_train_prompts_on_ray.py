@@ -158,6 +158,7 @@ def test_more_nodes_than_the_cluster_has_are_waited_for_no_longer_than_told(inpu
     await_free(CPUS)
 
 
+@pytest.mark.parallel
 def test_a_killed_critic_is_named_and_its_run_leaves_nothing(cluster: ClusterManifest, inputs: Path) -> None:
     def kill_after_the_first_round(line: str) -> None:
         if line.startswith("round 1/"):

@@ -154,10 +154,10 @@ def test_a_run_goes_on_without_a_machine_that_is_silent_or_lost(
     with machines(WITH_ROOM) as made, run_on(made, doing=f"episode 2: {doing}", victim=victim) as told:
         facts, failures = follow(made, told, getattr(made, how))
     assert facts["weights"] == on_one_machine()
-    assert facts["strike"] not in facts["places"].values()
     assert all(failure["mendable"] and failure["after_s"] < 60 for failure in failures)  # of silence Ray takes 65
-    if victim == "trainer":
+    if victim == "trainer":  # a lost maker is not waited for: such a run may be over before Ray gives its machine up
         assert len(failures) == 1
+        assert facts["strike"] not in facts["places"].values()
 
 
 @pytest.mark.clusters

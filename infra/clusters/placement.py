@@ -6,6 +6,7 @@ placement group is granted whole; whatever does not fit is told in one sentence 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -52,6 +53,7 @@ def place(
             "end what holds the rest, add nodes, ask for less (ppo.cluster, num_trainers), or raise "
             "ppo.cluster.start_timeout_s"
         )
+    logging.getLogger("ray.actor").addFilter(_is_news)
     return {
         name: {
             **options,
@@ -59,6 +61,11 @@ def place(
         }
         for index, (name, options) in enumerate(actors.items())
     }
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Ray warns at each maker that it goes with its placement group: it should, and users need not read of it."""
+    return "restartable detached actor with a placement group" not in record.getMessage()
 
 
 def vacate(group: str, timeout_s: float = 30.0) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 
 import pytest
@@ -26,3 +27,14 @@ def test_room_that_is_not_had_is_given_back(
     with pytest.raises(told):
         placement.place({"trainer": {"num_cpus": 1}}, group="ppo", timeout_s=1)
     assert removed == [reserved]
+
+
+def test_rays_warning_of_what_is_meant_is_not_passed_on_and_others_are(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("ray.actor")
+    logger.addFilter(placement._is_news)
+    try:
+        logger.warning("Scheduling a restartable detached actor with a placement group is not recommended because")
+        logger.warning("something else")
+    finally:
+        logger.removeFilter(placement._is_news)
+    assert caplog.messages == ["something else"]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from rlhf_core.buffer.order import drawn_rows
-from rlhf_core.errors import ConfigError
+from rlhf_core.buffer.sizes import check_sizes
 from rlhf_core.types import Experience, Sample
 
 
@@ -29,11 +29,7 @@ class NaiveExperienceBuffer:
     """
 
     def __init__(self, sample_batch_size: int, limit: int = 0, cpu_offload: bool = True, *, seed: int = 0) -> None:
-        if sample_batch_size < 1 or limit < 0:
-            raise ConfigError(
-                f"expected a buffer with sample_batch_size of at least 1 and limit of at least 0, got "
-                f"{sample_batch_size} and {limit}"
-            )
+        check_sizes(sample_batch_size, limit)
         self.sample_batch_size = sample_batch_size
         self.limit = limit
         self.cpu_offload = cpu_offload

@@ -7,7 +7,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from rlhf_core.errors import ConfigError, RlhfError
+from rlhf_core.buffer.sizes import check_sizes
+from rlhf_core.errors import RlhfError
 from rlhf_core.types import Experience
 
 
@@ -31,11 +32,7 @@ class DetachedReplayBuffer:
     """
 
     def __init__(self, sample_batch_size: int, limit: int = 0, *, timeout_s: float = 600.0) -> None:
-        if sample_batch_size < 1 or limit < 0:
-            raise ConfigError(
-                f"expected a buffer with sample_batch_size of at least 1 and limit of at least 0, got "
-                f"{sample_batch_size} and {limit}"
-            )
+        check_sizes(sample_batch_size, limit)
         self.sample_batch_size = sample_batch_size
         self.limit = limit
         self._timeout_s = timeout_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,9 +41,9 @@ class TrainerFiles:
     """Of an episode that was restored."""
 
     @property
+    @abstractmethod
     def learner(self) -> PPOLearner:
         """The learner, once it is built."""
-        raise NotImplementedError
 
     def strategy_save_actor(self, path: str, only_rank0: bool = False) -> None:  # noqa: ARG002 - one form for all
         """Write the actor's weights, to one file that any strategy loads; `only_rank0` is without effect."""

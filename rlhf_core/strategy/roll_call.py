@@ -14,6 +14,7 @@ import os
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple, Protocol
@@ -64,7 +65,9 @@ class RollCall:
 
     def __init__(self, met: Met) -> None:
         self.rank, self.world_size = met.rank, met.world_size
+        self.has_hung_up = False
         self._kept_by_first = met.kept_by_first
+        self._held = met.store  # the first rank's serves all others: it must outlive the group
         # On a connection of its own: on the common one a wait for a key keeps all others waiting.
         self._store = met._replace(store=met.store.clone()).part("roll-call")
         self._others = [rank for rank in range(met.world_size) if rank != met.rank]
@@ -99,6 +102,20 @@ class RollCall:
         """Tell the ranks that may wait for this one that it takes part no more, and why."""
         self._reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
+    def hang_up(self, error: BaseException) -> None:
+        """Close gloo's connections, so that nobody waits until the deadline for this rank, which takes part no more.
+
+        gloo fails only the rank that waits for the other end of a broken connection, and cannot break off a wait.
+        What else holds the group, as a wrapper of the model does, keeps its connections until the process ends.
+
+        Args:
+            error: that ended this rank's part; what its frames hold is let go.
+        """
+        self.has_hung_up = True
+        if dist.is_initialized() and dist.get_backend() == dist.Backend.GLOO:
+            traceback.clear_frames(error.__traceback__)
+            dist.destroy_process_group()
+
     def who_is_lost(self) -> str:
         """Return a sentence on who the others cannot go on without; takes seconds, for signs of life are waited for."""
         rounds, first, deadline = self._rounds, dict[int, _Sign](), time.monotonic() + PATIENCE_S
@@ -113,6 +130,8 @@ class RollCall:
                 break
             time.sleep(BEAT_S / 10)
         if not self._lost:
+            if self._kept_by_first and 0 in gone:
+                gone = {0: gone[0]}  # nobody could say more: whoever else has ended may have ended over it
             gone = gone or self._all_left() or self._silent(first)
             self._lost = self._sentence(gone)
         if not (self._kept_by_first and 0 in gone):
@@ -268,11 +287,13 @@ def naming_lost_rank(ranks: _Group) -> Iterator[None]:
     except Exception as error:
         if ranks.world_size == 1 or isinstance(error, LostRankError):
             raise
+        if _current is not None and (_current.has_hung_up or is_lost_touch(error)):
+            sentence = _current.who_is_lost()
+            _current.hang_up(error)
+            raise LostRankError(sentence) from error
         if not is_lost_touch(error):
             if _current is not None:
                 _current.gives_up_because(error)
             raise
-        if _current is not None:
-            raise LostRankError(_current.who_is_lost()) from error
         first = (str(error).splitlines() or [""])[0]
         raise LostRankError(f"a rank of {ranks.world_size} is lost ({first}); the others' logs say more") from error

@@ -39,7 +39,7 @@ class Told(NamedTuple):
     """Since the fate of the other."""
 
 
-def play(fate: Fate, *, world_size: int, deadline_s: float, agent: bool = False) -> list[Told]:
+def play(fate: Fate, *, world_size: int, deadline_s: float, agent: bool = False, in_a_row: bool = False) -> list[Told]:
     """Return what the survivors say; nothing of any rank is left behind.
 
     Args:
@@ -47,6 +47,7 @@ def play(fate: Fate, *, world_size: int, deadline_s: float, agent: bool = False)
         world_size: number of ranks.
         deadline_s: longest wait in a collective.
         agent: whether somebody else than the first rank keeps the store, as torchrun does.
+        in_a_row: whether each rank waits for the one before it alone, instead of all for all.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
@@ -62,7 +63,9 @@ def play(fate: Fate, *, world_size: int, deadline_s: float, agent: bool = False)
     ours, theirs = context.Pipe(duplex=False)
     when = context.Value("d", 0.0)
     processes = [
-        context.Process(target=_rank, args=(rank, world_size, port, deadline_s, fate, when, theirs, agent), daemon=True)
+        context.Process(
+            target=_rank, args=(rank, world_size, port, deadline_s, fate, when, theirs, agent, in_a_row), daemon=True
+        )
         for rank in range(world_size)
     ]
     try:
@@ -82,7 +85,15 @@ def play(fate: Fate, *, world_size: int, deadline_s: float, agent: bool = False)
 
 
 def _rank(
-    rank: int, world_size: int, port: int, deadline_s: float, fate: Fate, when: object, said: Connection, agent: bool
+    rank: int,
+    world_size: int,
+    port: int,
+    deadline_s: float,
+    fate: Fate,
+    when: object,
+    said: Connection,
+    agent: bool,
+    in_a_row: bool,
 ) -> None:
     torch.set_num_threads(1)
     if agent:
@@ -97,7 +108,9 @@ def _rank(
         threading.Thread(target=_end, args=(fate.how, when), daemon=True).start()
     try:
         with naming_lost_rank(ranks):
-            for _ in range(1000):
+            if in_a_row and rank:
+                dist.recv(tensor, src=rank - 1)
+            for _ in range(0 if in_a_row else 1000):
                 ranks.sum(tensor)
                 if rank == fate.rank and fate.how == "raises":
                     when.value = time.monotonic()  # type: ignore[attr-defined]

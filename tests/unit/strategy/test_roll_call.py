@@ -32,6 +32,12 @@ def test_a_killed_rank_is_named_by_all_others_long_before_the_deadline(world_siz
         assert each.after_s < SECONDS
 
 
+def test_a_rank_that_waits_for_one_that_was_told_does_not_wait_to_the_deadline() -> None:
+    told = play(Fate(0, "SIGKILL"), world_size=3, deadline_s=DEADLINE_S, in_a_row=True)
+    assert [each.sentence.partition(" (")[0] for each in told] == ["LostRankError: rank 0 of 3 has ended"] * 2
+    assert max(each.after_s for each in told) < SECONDS
+
+
 @pytest.mark.parallel
 def test_where_somebody_else_keeps_the_meeting_place_it_is_the_same() -> None:
     told = play(Fate(0, "SIGKILL"), world_size=2, deadline_s=DEADLINE_S, agent=True)

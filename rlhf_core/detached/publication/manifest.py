@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,6 +67,16 @@ class Publication:
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(slot.size for slot in self.slots)
+
+
+class Arrived(NamedTuple):
+    """The buckets of a publication, with the maker."""
+
+    buckets: Sequence[Tensor]
+    """Vectors of bytes."""
+    keep: Callable[[], None] | None = None
+    """To be called once all weights of the models are in the buckets: they stay as they are until others are kept. None
+    where they are only lent, to be copied from."""
 
 
 def travelling_dtype(name: str, tensor: Tensor, dtype: torch.dtype) -> torch.dtype:

@@ -12,7 +12,7 @@ import torch
 from ray.exceptions import GetTimeoutError, ObjectLostError
 from torch import Tensor
 
-from rlhf_core.detached.publication.manifest import Publication, WeightsError
+from rlhf_core.detached.publication.manifest import Arrived, Publication, WeightsError
 from rlhf_core.detached.publication.packing import only_read
 
 _SCRATCHES = 2
@@ -76,7 +76,7 @@ class ObjectsInbox:
     """Gets buckets out of the object store, from another node if need be."""
 
     @contextmanager
-    def buckets(self, publication: Publication, timeout_s: float) -> Iterator[list[Tensor]]:
+    def buckets(self, publication: Publication, timeout_s: float) -> Iterator[Arrived]:
         """Yield the buckets, which cannot be written.
 
         Raises:
@@ -96,7 +96,7 @@ class ObjectsInbox:
                 f"weights of version {version} are lost: the trainer that published them, or its node, has ended; take "
                 "what the trainer publishes next"
             ) from error
-        yield [only_read(body.data) for body in held]
+        yield Arrived([only_read(body.data) for body in held])
 
     def close(self) -> None:
         """Nothing is held."""

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_core.detached.publication.deadline import Deadline
-from rlhf_core.detached.publication.manifest import Publication, WeightsError
+from rlhf_core.detached.publication.manifest import Arrived, Publication, WeightsError
 from rlhf_core.detached.publication.pair import Pair, connect, own_device, synchronise
 from rlhf_core.strategy.meeting import open_meeting
 
@@ -214,7 +214,7 @@ class PairsInbox:
         self._store: Any = None
 
     @contextmanager
-    def buckets(self, publication: Publication, timeout_s: float) -> Iterator[list[Tensor]]:
+    def buckets(self, publication: Publication, timeout_s: float) -> Iterator[Arrived]:
         """Yield the buckets, in the memory of this process's device.
 
         Raises:
@@ -241,7 +241,7 @@ class PairsInbox:
                 "what the trainer publishes next"
             ) from error
         try:
-            yield held
+            yield Arrived(held)
         finally:
             synchronise(device)  # before they are given up
 

@@ -10,15 +10,15 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-from collections.abc import Collection, Iterator
+import weakref
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from rlhf_core.detached.publication.manifest import Publication, WeightsError
-from rlhf_core.detached.publication.packing import only_read
+from rlhf_core.detached.publication.manifest import Arrived, Publication, WeightsError
 
 _PAGE = mmap.PAGESIZE
 
@@ -136,40 +136,63 @@ class SharedOutbox:
 
 
 class _Attached:
-    """A shared file as a maker sees it; the memory stays as long as this object."""
+    """A shared file as a maker sees it; file and memory stay as long as this object or a tensor in it.
+
+    What a maker writes there, it writes on pages of its own.
+    """
 
     def __init__(self, place: SharedPlace, size: int) -> None:
         self.descriptor = os.open(f"/proc/{place.pid}/fd/{place.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
         try:
             label = os.readlink(f"/proc/self/fd/{self.descriptor}")
-            self.mapped = max(size, self.size())
-            self._map = mmap.mmap(self.descriptor, self.mapped, prot=mmap.PROT_READ)
+            self.mapped = max(size, self._size())
+            self._map = mmap.mmap(self.descriptor, self.mapped, access=mmap.ACCESS_COPY)
         except BaseException:
             os.close(self.descriptor)
             raise
+        # The lock that keeps the trainer from writing goes with the descriptor: not before the last tensor does.
+        weakref.finalize(self._map, os.close, self.descriptor)
         if label != f"/memfd:{place.label} (deleted)":
-            os.close(self.descriptor)
             raise FileNotFoundError(f"process {place.pid} has {label} where {place.label} was")
 
-    def size(self) -> int:
-        return os.fstat(self.descriptor).st_size
-
     def read(self, offset: int, size: int) -> Tensor:
-        return only_read(memoryview(self._map)[offset : offset + size])
+        if not size:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(memoryview(self._map)[offset : offset + size], dtype=torch.uint8)
 
-    def detach(self) -> None:
-        os.close(self.descriptor)
+    def lock(self, needed: int) -> None:
+        """Keep the trainer from writing.
+
+        Raises:
+            BlockingIOError: if it writes.
+            ValueError: if the file has become shorter than what is needed.
+        """
+        fcntl.flock(self.descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        if self._size() < needed:
+            self.unlock()
+            raise ValueError(needed)
+
+    def unlock(self) -> None:
+        fcntl.flock(self.descriptor, fcntl.LOCK_UN)
+
+    def _size(self) -> int:
+        return os.fstat(self.descriptor).st_size
 
 
 class SharedInbox:
-    """What a maker has attached: the files of the last two publications, as publishers use two in turn."""
+    """What a maker has attached: the files of the last two publications, as publishers use two in turn.
+
+    Its models can use the memory itself, instead of copies: all makers of a node share it.
+    """
 
     def __init__(self) -> None:
         self._attached: dict[str, _Attached] = {}
+        self._in_use: _Attached | None = None
+        """The file that the models are in."""
 
     @contextmanager
-    def buckets(self, publication: Publication, timeout_s: float) -> Iterator[list[Tensor]]:  # noqa: ARG002
-        """Yield the buckets, which the trainer does not write while the block runs.
+    def buckets(self, publication: Publication, timeout_s: float) -> Iterator[Arrived]:  # noqa: ARG002
+        """Yield the buckets, which the trainer does not write while the block runs, nor after it if they are kept.
 
         Raises:
             WeightsError: if they are there no more.
@@ -183,34 +206,46 @@ class SharedInbox:
         )
         try:
             attached = self._attach(place, needed)
-            fcntl.flock(attached.descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            attached.lock(needed)
         except (OSError, ValueError) as error:  # not there; shorter than it should be; being written again
             raise gone from error
         try:
-            if attached.size() < needed:
-                raise gone
-            yield [attached.read(offset, bucket.size) for offset, bucket in pairs]
+            yield Arrived([attached.read(offset, bucket.size) for offset, bucket in pairs], lambda: self._use(attached))
+        except BaseException:
+            self._attached.pop(place.label, None)  # if a page of it was written here, it must not be met again
+            raise
         finally:
-            fcntl.flock(attached.descriptor, fcntl.LOCK_UN)
+            if attached is not self._in_use:
+                attached.unlock()
+
+    def let_go(self) -> bool:
+        """Leave the file that the models are in, if any, to them alone; return whether there was one.
+
+        To be called before a weight is written: what is written in that memory must not be taken for what comes next.
+        """
+        former, self._in_use = self._in_use, None
+        self._attached = {label: each for label, each in self._attached.items() if each is not former}
+        return former is not None
 
     def close(self) -> None:
-        """Let go of all files."""
-        self._keep(())
+        """Let go of all files; the models keep theirs."""
+        self.let_go()
+        self._attached.clear()
+
+    def _use(self, attached: _Attached) -> None:
+        """Take note that all weights are in that file from now on, and none in the former one."""
+        former, self._in_use = self._in_use, attached
+        if former is not None and former is not attached:
+            former.unlock()
 
     def _attach(self, place: SharedPlace, needed: int) -> _Attached:
         attached = self._attached.pop(place.label, None)
-        if attached is not None and attached.mapped < needed:  # it has grown
-            attached.detach()
-            attached = None
-        attached = attached or _Attached(place, needed)
+        if attached is None or attached.mapped < needed:  # it has grown
+            attached = _Attached(place, needed)
         publisher = _publisher(place.label)
-        self._keep([label for label in self._attached if _publisher(label) == publisher][-1:])
-        self._attached[place.label] = attached
+        kept = [label for label in self._attached if _publisher(label) == publisher][-1:]
+        self._attached = {label: self._attached[label] for label in kept} | {place.label: attached}
         return attached
-
-    def _keep(self, labels: Collection[str]) -> None:
-        for label in self._attached.keys() - set(labels):
-            self._attached.pop(label).detach()
 
 
 def _publisher(label: str) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_core.detached.publication.difference import Difference, applies_to, apply
-from rlhf_core.detached.publication.manifest import HEAD, Publication, WeightsError
+from rlhf_core.detached.publication.manifest import HEAD, Arrived, Publication, WeightsError
 from rlhf_core.detached.publication.objects import ObjectsInbox, ObjectsPlace
 from rlhf_core.detached.publication.packing import check_sums, view
 from rlhf_core.detached.publication.pairs import PairsInbox, PairsPlace
@@ -29,7 +29,7 @@ class Inbox(Protocol):
     """One way of fetching buckets."""
 
     def buckets(self, publication: Publication, timeout_s: float) -> Any:
-        """Return the context of the buckets, as vectors of bytes that nobody writes while it lasts."""
+        """Return the context of what has `Arrived`; nobody writes the buckets while it lasts."""
 
     def close(self) -> None:
         """Let go of everything."""
@@ -81,10 +81,10 @@ class Subscriber:
         until = time.monotonic() + timeout_s
         if not self._take_difference(publication, own, _SHARE_OF_DIFFERENCE * timeout_s):
             inbox = self._inbox(type(publication.place))
-            with inbox.buckets(publication, max(0.0, until - time.monotonic())) as held:
-                check_sums(publication, held)
+            with inbox.buckets(publication, max(0.0, until - time.monotonic())) as arrived:
+                check_sums(publication, arrived.buckets)
                 reached("swap")
-                self._replace(publication, own, held)
+                self._replace(publication, own, arrived)
         return publication.version
 
     def close(self) -> None:
@@ -111,22 +111,38 @@ class Subscriber:
 
     def _apply(self, difference: Difference, own: Mapping[str, Tensor], timeout_s: float) -> bool:
         update = difference.update
-        with self._inbox(type(update.place)).buckets(update, timeout_s) as held:
-            check_sums(update, held)
+        with self._inbox(type(update.place)).buckets(update, timeout_s) as (buckets, _):
+            check_sums(update, buckets)
             reached("swap")
+            self._stop_sharing()
             self.version = None  # for good, if it cannot even be undone
-            is_right = apply(difference, own, {slot.name: view(held, slot) for slot in update.slots})
+            is_right = apply(difference, own, {slot.name: view(buckets, slot) for slot in update.slots})
             self.version = update.version if is_right else difference.base
         return is_right
 
-    def _replace(self, publication: Publication, own: Mapping[str, Tensor], held: list[Tensor]) -> None:
+    def _replace(self, publication: Publication, own: Mapping[str, Tensor], arrived: Arrived) -> None:
         self.version = None  # nothing is known to fail from here on; if it does all the same, no version is held
-        with torch.no_grad():
-            for slot in publication.slots:
-                own[slot.name].copy_(view(held, slot))
+        buckets, keep = arrived
+        new = {slot.name: view(buckets, slot) for slot in publication.slots}
+        if publication.fully and keep is not None and all(_is_alike(own[name], new[name]) for name in new):
+            for name, weight in new.items():
+                own[name].data = weight
+            keep()
+        else:
+            was_shared = self._stop_sharing()
+            with torch.no_grad():
+                for name, weight in new.items():
+                    if publication.fully and was_shared:
+                        own[name].data = torch.empty_like(own[name])
+                    own[name].copy_(weight)
         self.version = publication.version
         if publication.fully:  # an update says nothing about the weights that it leaves out
             self.incarnation = publication.incarnation
+
+    def _stop_sharing(self) -> bool:
+        """Have the models keep the shared memory that they are in, if any, to themselves: weights will be written."""
+        inbox = self._inboxes.get(SharedPlace)
+        return isinstance(inbox, SharedInbox) and inbox.let_go()
 
     def _inbox(self, place: type) -> Inbox:
         if place not in self._inboxes:
@@ -140,6 +156,11 @@ def _parameters(models: Mapping[str, nn.Module]) -> dict[str, Tensor]:
     return {
         f"{role}.{name}": parameter for role, model in models.items() for name, parameter in model.named_parameters()
     }
+
+
+def _is_alike(weight: Tensor, arrived: Tensor) -> bool:
+    """Return whether what arrived can stand in a weight's place, bit by bit."""
+    return weight.dtype == arrived.dtype and weight.device == arrived.device and weight.is_contiguous()
 
 
 def _check_fit(publication: Publication, own: Mapping[str, Tensor]) -> None:

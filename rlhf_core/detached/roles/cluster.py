@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import grpc
 import ray
 from ray._private.grpc_utils import init_grpc_channel
+from ray._private.services import canonicalize_bootstrap_address
 
 from rlhf_core.detached.roles.loop import ROLES, processes_of
 from rlhf_core.errors import ConfigError
@@ -71,10 +72,12 @@ def check_alone(args: Namespace) -> None:
 
 
 def _attach(address: str, timeout_s: float) -> None:
-    if address != "auto":
-        _check_answers(address, timeout_s)
     try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
+        found = canonicalize_bootstrap_address(address) if address == "auto" else address
+        _check_answers(found or address, timeout_s)
+        ray.init(address=found, log_to_driver=False, logging_level=logging.WARNING)
+    except ConfigError:
+        raise
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlhf_core.detached.publication import Publisher, Subscriber, WeightsError
 from rlhf_core.detached.publication.shared_memory import SharedInbox, SharedOutbox
@@ -104,6 +105,20 @@ def test_the_memory_of_a_killed_trainer_is_free_once_no_maker_has_it_open(maker:
     assert not {name for name in set(os.listdir("/dev/shm")) - names if "weights" in name}
 
 
+def held_parameters(own: Mapping[str, nn.Module]) -> list[Tensor]:
+    return [parameter for model in own.values() for parameter in model.parameters()]
+
+
+def is_shared(tensor: Tensor) -> bool:
+    """Whether a tensor lies in a file of a publisher's."""
+    address = tensor.data_ptr()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, last = (int(end, 16) for end in line.split()[0].split("-"))
+        if first <= address < last:
+            return "rlhf-weights" in line
+    return False
+
+
 def fill(outbox: SharedOutbox, *bodies: Tensor) -> Any:
     shelf = outbox.begin()
     for body in bodies:
@@ -142,7 +157,7 @@ def test_a_file_that_a_maker_reads_is_not_written() -> None:
     publisher = Publisher(transport="shared_memory", bucket_bytes=1, dtype=torch.float32)
     publication = publisher.publish(weights().items(), version=1)
     inbox = SharedInbox()
-    with inbox.buckets(publication, WAIT_S) as buckets:
+    with inbox.buckets(publication, WAIT_S) as (buckets, _):
         before = [bucket.clone() for bucket in buckets]
         publisher.retire(in_use=())
         other = publisher.publish(weights(seed=2).items(), version=2)
@@ -167,6 +182,7 @@ def test_versions_in_use_stay_and_two_files_serve_any_number_of_versions() -> No
     late = models()
     Subscriber(lambda: late).take(first, WAIT_S)
     assert_holds(late, weights())
+    late = models()  # the former weights go, and let go of their file
     publisher.retire(in_use={5})
     publisher.publish(weights(seed=6).items(), version=6)
     publisher.publish(weights(seed=7).items(), version=7)
@@ -176,6 +192,82 @@ def test_versions_in_use_stay_and_two_files_serve_any_number_of_versions() -> No
     assert_holds(late, before)
     publisher.close()
     subscriber.close()
+
+
+def test_makers_use_the_memory_itself_which_the_trainer_does_not_write_as_long_as_they_do() -> None:
+    publisher = Publisher(transport="shared_memory", dtype=torch.float32)
+    first, second = models(), models()
+    subscribers = [Subscriber(lambda: first), Subscriber(lambda: second)]
+    labels = set()
+    for version in range(6):
+        publication = publisher.publish(weights(seed=version).items(), version=version)
+        labels.add(publication.place.label)
+        for subscriber, own in zip(subscribers, (first, second), strict=True):
+            subscriber.take(publication, WAIT_S)
+            assert_holds(own, weights(seed=version))
+            assert all(map(is_shared, held_parameters(own)))
+        publisher.retire(in_use={version})
+    assert len(labels) == 2
+    for version in range(6, 9):  # the makers stay where they are
+        publisher.retire(in_use=())
+        assert publisher.publish(weights(seed=version).items(), version=version).place.label != publication.place.label
+    publisher.close()
+    for own in (first, second):
+        assert_holds(own, weights(seed=5))
+    with torch.no_grad():
+        first["actor"].weight.zero_()  # type: ignore[operator, union-attr]
+    assert_holds(second, weights(seed=5))
+
+
+def test_what_a_maker_writes_in_that_memory_is_never_taken_for_what_is_published_there_next() -> None:
+    publisher = Publisher(transport="shared_memory", dtype=torch.float32)
+    own = models()
+    subscriber = Subscriber(lambda: own)
+
+    def publish(version: int, *, fully: bool = True) -> None:
+        subscriber.take(publisher.publish(weights(seed=version).items(), version=version, fully=fully), WAIT_S)
+        publisher.retire(in_use={version})
+        assert_holds(own, weights(seed=version))
+
+    for version in range(12):
+        publish(version, fully=version % 3 != 2)
+    publish(12)
+    with torch.no_grad():  # as nobody does
+        own["actor"].weight.zero_()  # type: ignore[operator, union-attr]
+    publish(13)
+    with pytest.raises(WeightsError, match="bucket 0 of weights version 14 arrived damaged"):
+        publish(14)  # where version 12 was
+    publish(15)
+    publisher.close()
+
+
+def test_the_memory_is_free_once_the_last_weight_is_gone_though_nobody_let_go_of_it() -> None:
+    publisher = Publisher(transport="shared_memory", dtype=torch.float32)
+    own = models()
+    publication = publisher.publish(weights().items(), version=1)
+    Subscriber(lambda: own).take(publication, WAIT_S)
+    publisher.close()
+    label = publication.place.label
+    assert_holds(own, weights())
+    assert holders(label) == {os.getpid()}
+    own.clear()
+    gc.collect()
+    assert holders(label) == set()
+
+
+def test_weights_of_another_dtype_are_copies_and_keep_no_file_from_the_trainer() -> None:
+    publisher = Publisher(transport="shared_memory", dtype=torch.bfloat16)
+    own = models()
+    subscriber = Subscriber(lambda: own)
+    labels = set()
+    for version in range(3):
+        publication = publisher.publish(weights(seed=version).items(), version=version)
+        subscriber.take(publication, WAIT_S)
+        publisher.retire(in_use=())
+        labels.add(publication.place.label)
+    assert len(labels) == 1
+    assert not any(map(is_shared, held_parameters(own)))
+    publisher.close()
 
 
 def test_another_file_under_the_same_number_is_not_taken() -> None:

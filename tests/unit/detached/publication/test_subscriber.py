@@ -125,7 +125,7 @@ def test_a_swap_that_fails_half_way_leaves_no_version(publisher: Publisher, monk
     own = models()
     subscriber = Subscriber(lambda: own)
     subscriber.take(publisher.publish(weights().items(), version=1), WAIT_S)
-    later = publisher.publish(weights(seed=1).items(), version=2)
+    later = publisher.publish(weights(seed=1).items(), version=2, fully=False)  # these are copied
     with monkeypatch.context() as patched:
         patched.setattr(torch.Tensor, "copy_", _run_out_of_memory_at_second(torch.Tensor.copy_))
         with pytest.raises(MemoryError):
@@ -142,7 +142,7 @@ def test_a_maker_makes_nothing_with_weights_that_were_replaced_half_way(
     maker = MakerActor("maker-0", lambda: SimpleNamespace(**own))  # type: ignore[arg-type, return-value]
     maker.build()
     maker.load_weights(publisher.publish(weights().items(), version=1), WAIT_S)
-    later = publisher.publish(weights(seed=1).items(), version=2)
+    later = publisher.publish(weights(seed=1).items(), version=2, fully=False)  # these are copied
     with monkeypatch.context() as patched:
         patched.setattr(torch.Tensor, "copy_", _run_out_of_memory_at_second(torch.Tensor.copy_))
         with pytest.raises(MemoryError):

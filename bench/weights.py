@@ -6,9 +6,10 @@ Real Ray actors on a leased cluster, with PPO's threads: two for the trainer, on
 of Llama-2-7B's form and a small vocabulary, 500 MB in bfloat16, with adapters of PPO's defaults; the trainer holds it
 in float32, as a learner does. In each round, in turn: `copy`, of the same bytes within the trainer's process, by one
 thread, from and to memory that was used before; `shared_memory`, `objects`; `state_dict`, cast and put into Ray's
-object store as torch tensors, got by each maker and loaded; `adapters`, an update of them alone. Medians of warm
-rounds, in seconds. `checksum`: of the same bytes, against CRC-32. `adapters_share`: bytes of an update over those of
-a full publication, here and for whole models.
+object store as torch tensors, got by each maker and loaded; `adapters`, an update of them alone. Two makers take what
+is in shared memory and two all else, as one that goes from one way to the other moves its weights. Medians of warm
+rounds, in seconds. `checksum`: of the same bytes, against CRC-32. `adapters_share`: bytes of an update over those of a
+full publication, here and for whole models.
 """
 
 from __future__ import annotations
@@ -77,12 +78,12 @@ class Maker:
 class Trainer:
     """Holds the model in float32, and times one way after the other."""
 
-    def __init__(self, makers: list[Any]) -> None:
-        self._makers = makers
+    def __init__(self, sharing: list[Any], copying: list[Any]) -> None:
+        self._makers = {"shared_memory": sharing, "objects": copying, "adapters": copying}
         self._model = model_of(ONE_LAYER, torch.float32)
         self._publishers = {
-            kind: Publisher(transport=kind, dtype=torch.bfloat16)  # type: ignore[arg-type]
-            for kind in ("shared_memory", "objects")
+            kind: Publisher(transport=transport, dtype=torch.bfloat16)  # type: ignore[arg-type]
+            for kind, transport in (("shared_memory",) * 2, ("objects",) * 2, ("adapters", "shared_memory"))
         }
         full = sum(parameter.numel() * 2 for parameter in self._model.parameters())
         self._source, self._target = (torch.ones(full, dtype=torch.uint8) for _ in range(2))
@@ -111,19 +112,19 @@ class Trainer:
         self._publish("objects", fully=True)
 
     def _adapters(self) -> None:
-        self._publish("shared_memory", fully=False)
+        self._publish("adapters", fully=False)
 
     def _state_dict(self) -> None:
         state = {name: tensor.to(torch.bfloat16) for name, tensor in self._model.state_dict().items()}
         reference = ray.put(state)
-        ray.get([maker.load.remote([reference]) for maker in self._makers], timeout=WAIT_S)
+        ray.get([maker.load.remote([reference]) for maker in self._makers["objects"]], timeout=WAIT_S)
 
     def _publish(self, kind: str, *, fully: bool) -> None:
         self._version += 1
         named = self._model.named_parameters() if fully else trainable_parameters(self._model).items()
         weights = ((f"actor.{name}", parameter) for name, parameter in named)
         publication = self._publishers[kind].publish(weights, version=self._version, fully=fully)
-        ray.get([maker.take.remote(publication) for maker in self._makers], timeout=WAIT_S)
+        ray.get([maker.take.remote(publication) for maker in self._makers[kind]], timeout=WAIT_S)
         self._publishers[kind].retire(in_use={self._version})
         self.sizes["full" if fully else "adapters"] = publication.nbytes
 
@@ -143,8 +144,8 @@ def share_of(config: Any) -> float:
 
 def measure(rounds: int) -> dict[str, Any]:
     """Return the figures of the cluster that this process is connected to."""
-    makers = [Maker.options(num_cpus=1).remote() for _ in range(2)]  # type: ignore[attr-defined]
-    trainer = Trainer.options(num_cpus=2).remote(makers)  # type: ignore[attr-defined]
+    makers = [Maker.options(num_cpus=1).remote() for _ in range(4)]  # type: ignore[attr-defined]
+    trainer = Trainer.options(num_cpus=2).remote(makers[:2], makers[2:])  # type: ignore[attr-defined]
     found = []
     for number in range(rounds + 2):
         found.append(ray.get(trainer.round.remote(), timeout=WAIT_S))
@@ -170,7 +171,7 @@ def main() -> int:
     rounds = parser.parse_args().rounds
     line: dict[str, Any] = {"bench": "weights", "cores": os.cpu_count(), "load": round(os.getloadavg()[0], 1)}
     with tempfile.TemporaryDirectory() as directory:
-        cluster = lease_cluster("bench-weights", directory=Path(directory), num_cpus=4, object_store_mb=2048)
+        cluster = lease_cluster("bench-weights", directory=Path(directory), num_cpus=6, object_store_mb=2048)
         try:
             connect(cluster)
             line |= measure(rounds)

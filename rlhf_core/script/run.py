@@ -54,7 +54,7 @@ def run(args: Namespace) -> None:
             "the GPU's memory does not hold this run; lower --train_batch_size and --experience_batch_size, or set "
             "--grad_checkpoint or --lora_config"
         ) from error
-    # After an error the group is kept until this process ends: the others would speak of its loss, not of the error.
+    # After an error of its own a rank keeps the group until its end: the others would speak of its loss, not of that.
     leave()
 
 

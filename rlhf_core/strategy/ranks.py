@@ -114,9 +114,13 @@ ALONE = Ranks()
 
 
 def current_ranks() -> Ranks:
-    """Return torch.distributed's default group, or `ALONE` where none was started."""
+    """Return torch.distributed's default group, or `ALONE` where none was started.
+
+    A rank that lost another stays what it was: whatever it would do together with the others fails.
+    """
     if not (dist.is_available() and dist.is_initialized()):
-        return ALONE
+        former = roll_call.former_place()
+        return ALONE if former is None else Ranks(*former)
     return Ranks(dist.get_rank(), dist.get_world_size())
 
 

@@ -2,7 +2,8 @@
 
 Every rank counts up a number in the store where the ranks met, twice a second, in a thread of its own, and looks at the
 numbers of the others. When a collective fails, it waits for each of them to count on: one that does not is lost. The
-first to find out tells the others, so that none of them is taken for lost because it gave up sooner.
+first to find out tells the others, so that none of them is taken for lost because it gave up sooner, and closes its
+connections, so that none waits for it either.
 """
 
 from __future__ import annotations
@@ -111,9 +112,11 @@ class RollCall:
         Args:
             error: that ended this rank's part; what its frames hold is let go.
         """
+        if not (dist.is_initialized() and dist.get_backend() == dist.Backend.GLOO):
+            return
         self.has_hung_up = True
-        if dist.is_initialized() and dist.get_backend() == dist.Backend.GLOO:
-            traceback.clear_frames(error.__traceback__)
+        traceback.clear_frames(error.__traceback__)
+        with suppress(RuntimeError):  # it is broken already
             dist.destroy_process_group()
 
     def who_is_lost(self) -> str:
@@ -130,8 +133,8 @@ class RollCall:
                 break
             time.sleep(BEAT_S / 10)
         if not self._lost:
-            if self._kept_by_first and 0 in gone:
-                gone = {0: gone[0]}  # nobody could say more: whoever else has ended may have ended over it
+            if self._kept_by_first and (0 in gone or (self._unreachable and self.rank != 0 and not self._left(0))):
+                gone = {0: gone.get(0, _SILENT)}  # nobody could say more: whoever else has ended may have ended over it
             gone = gone or self._all_left() or self._silent(first)
             self._lost = self._sentence(gone)
         if not (self._kept_by_first and 0 in gone):
@@ -272,6 +275,16 @@ def is_lost_touch(error: BaseException) -> bool:
     )
 
 
+def former_place() -> tuple[int, int] | None:
+    """Return the rank and world size that this process had in the group that it hung up on; None if it did not."""
+    return (_current.rank, _current.world_size) if _current is not None and _current.has_hung_up else None
+
+
+def _misses_group(error: BaseException) -> bool:
+    """Whether PyTorch raised it because this rank has hung up."""
+    return former_place() is not None and isinstance(error, ValueError) and "process group" in str(error)
+
+
 @contextmanager
 def naming_lost_rank(ranks: _Group) -> Iterator[None]:
     """Let what gloo or NCCL raises in the block end it with the name of the rank that is gone.
@@ -280,14 +293,15 @@ def naming_lost_rank(ranks: _Group) -> Iterator[None]:
         ranks: who works together in the block; nothing is done for one alone.
 
     Raises:
-        LostRankError: in place of such an error; every other passes through.
+        LostRankError: in place of such an error, and of those for want of the group later on; every other passes
+            through.
     """
     try:
         yield
     except Exception as error:
         if ranks.world_size == 1 or isinstance(error, LostRankError):
             raise
-        if _current is not None and (_current.has_hung_up or is_lost_touch(error)):
+        if _current is not None and (is_lost_touch(error) or _misses_group(error)):
             sentence = _current.who_is_lost()
             _current.hang_up(error)
             raise LostRankError(sentence) from error

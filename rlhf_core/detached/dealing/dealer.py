@@ -146,9 +146,10 @@ class Dealer(Generic[C, M]):
 
     @property
     def versions_in_use(self) -> set[int]:
-        """Versions that a maker may still be about to take: their publisher keeps them."""
+        """Versions that a maker works with or may still be about to take: their publisher keeps them."""
         taking = {driver.taking for driver in self._drivers.values() if driver.taking is not None}
-        return taking if self.publication is None else taking | {self.publication.version}
+        newest = set() if self.publication is None else {self.publication.version}
+        return newest | taking | set(self.held_versions.values())
 
     @property
     def nodes(self) -> set[str]:

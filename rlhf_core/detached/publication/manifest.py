@@ -75,8 +75,8 @@ class Arrived(NamedTuple):
     buckets: Sequence[Tensor]
     """Vectors of bytes."""
     keep: Callable[[], None] | None = None
-    """To be called once all weights of the models are in the buckets: they stay as they are until others are kept. None
-    where they are only lent, to be copied from."""
+    """To be called once weights lie in the buckets, and none in those of a former publication: these stay as they are
+    from then on. None where buckets can only be copied from."""
 
 
 def travelling_dtype(name: str, tensor: Tensor, dtype: torch.dtype) -> torch.dtype:

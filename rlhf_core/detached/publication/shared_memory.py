@@ -7,6 +7,7 @@ to be swept up, and the size of /dev/shm, which containers keep small, is no lim
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -61,7 +62,7 @@ class SharedShelf:
         self._end = 0
 
     def begin(self) -> bool:
-        """Start anew at the first byte; return whether that can be: not while a maker still reads."""
+        """Start anew at the first byte; return whether that can be: not while a maker reads or has weights here."""
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -111,7 +112,7 @@ class SharedOutbox:
         self._free: list[SharedShelf] = []
 
     def begin(self) -> SharedShelf:
-        """Return a file that nobody reads."""
+        """Return a file that no maker needs."""
         while self._free:
             shelf = self._free.pop()
             if shelf.begin():
@@ -136,24 +137,20 @@ class SharedOutbox:
 
 
 class _Attached:
-    """A shared file as a maker sees it; file and memory stay as long as this object or a tensor in it.
+    """A shared file as a maker sees it; its memory stays as long as this object or a tensor in it.
 
     What a maker writes there, it writes on pages of its own.
     """
 
     def __init__(self, place: SharedPlace, size: int) -> None:
         self.descriptor = os.open(f"/proc/{place.pid}/fd/{place.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            label = os.readlink(f"/proc/self/fd/{self.descriptor}")
-            self.mapped = max(size, self._size())
-            self._map = mmap.mmap(self.descriptor, self.mapped, access=mmap.ACCESS_COPY)
-        except BaseException:
-            os.close(self.descriptor)
-            raise
-        # The lock that keeps the trainer from writing goes with the descriptor: not before the last tensor does.
-        weakref.finalize(self._map, os.close, self.descriptor)
+        # The map has a descriptor of its own for what was opened here: a lock goes with the last tensor, not before.
+        weakref.finalize(self, os.close, self.descriptor)
+        label = os.readlink(f"/proc/self/fd/{self.descriptor}")
         if label != f"/memfd:{place.label} (deleted)":
             raise FileNotFoundError(f"process {place.pid} has {label} where {place.label} was")
+        self.mapped = size
+        self._map = mmap.mmap(self.descriptor, size, access=mmap.ACCESS_COPY)
 
     def read(self, offset: int, size: int) -> Tensor:
         if not size:
@@ -168,15 +165,12 @@ class _Attached:
             ValueError: if the file has become shorter than what is needed.
         """
         fcntl.flock(self.descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        if self._size() < needed:
+        if (size := os.fstat(self.descriptor).st_size) < needed:
             self.unlock()
-            raise ValueError(needed)
+            raise ValueError(f"the file has {size} bytes, not {needed}")
 
     def unlock(self) -> None:
         fcntl.flock(self.descriptor, fcntl.LOCK_UN)
-
-    def _size(self) -> int:
-        return os.fstat(self.descriptor).st_size
 
 
 class SharedInbox:
@@ -188,7 +182,7 @@ class SharedInbox:
     def __init__(self) -> None:
         self._attached: dict[str, _Attached] = {}
         self._in_use: _Attached | None = None
-        """The file that the models are in."""
+        """The file that weights are in."""
 
     @contextmanager
     def buckets(self, publication: Publication, timeout_s: float) -> Iterator[Arrived]:  # noqa: ARG002
@@ -208,32 +202,31 @@ class SharedInbox:
             attached = self._attach(place, needed)
             attached.lock(needed)
         except (OSError, ValueError) as error:  # not there; shorter than it should be; being written again
+            if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+                raise
             raise gone from error
         try:
             yield Arrived([attached.read(offset, bucket.size) for offset, bucket in pairs], lambda: self._use(attached))
         except BaseException:
-            self._attached.pop(place.label, None)  # if a page of it was written here, it must not be met again
+            self._attached.pop(place.label, None)  # should a page of it have been written here, it is not met again
             raise
         finally:
             if attached is not self._in_use:
                 attached.unlock()
 
-    def let_go(self) -> bool:
-        """Leave the file that the models are in, if any, to them alone; return whether there was one.
-
-        To be called before a weight is written: what is written in that memory must not be taken for what comes next.
-        """
-        former, self._in_use = self._in_use, None
-        self._attached = {label: each for label, each in self._attached.items() if each is not former}
-        return former is not None
+    def release(self) -> None:
+        """Take note that no weight is in these files any more: the trainer may write all of them."""
+        if self._in_use is not None:
+            self._in_use.unlock()
+        self._in_use = None
 
     def close(self) -> None:
-        """Let go of all files; the models keep theirs."""
-        self.let_go()
+        """Let go of all files; the one that weights are in stays as long as they do."""
+        self._in_use = None
         self._attached.clear()
 
     def _use(self, attached: _Attached) -> None:
-        """Take note that all weights are in that file from now on, and none in the former one."""
+        """Take note that weights are in that file from now on, and none in the former one."""
         former, self._in_use = self._in_use, attached
         if former is not None and former is not attached:
             former.unlock()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from rlhf_core.detached.publication.difference import Difference, applies_to, apply
+from rlhf_core.detached.publication.difference import Difference, applies_to, apply, by_name
 from rlhf_core.detached.publication.manifest import HEAD, Arrived, Publication, WeightsError
 from rlhf_core.detached.publication.objects import ObjectsInbox, ObjectsPlace
 from rlhf_core.detached.publication.packing import check_sums, view
@@ -49,6 +49,8 @@ class Subscriber:
         self.incarnation: str | None = None
         """Of the publisher whose full publication was taken last; None before the first."""
         self._inboxes: dict[type, Inbox] = {}
+        self._lent: set[str] = set()
+        """Weights that lie in a publication's own memory."""
 
     def take(self, publication: Publication, timeout_s: float) -> int:
         """Fetch a publication, verify every checksum, then replace weights: all of it or nothing.
@@ -114,35 +116,42 @@ class Subscriber:
         with self._inbox(type(update.place)).buckets(update, timeout_s) as (buckets, _):
             check_sums(update, buckets)
             reached("swap")
-            self._stop_sharing()
+            changed = {slot.name: view(buckets, slot) for slot in update.slots}
+            self._move_out(own, [name for name, _ in by_name(changed)])
             self.version = None  # for good, if it cannot even be undone
-            is_right = apply(difference, own, {slot.name: view(buckets, slot) for slot in update.slots})
+            is_right = apply(difference, own, changed)
             self.version = update.version if is_right else difference.base
         return is_right
 
     def _replace(self, publication: Publication, own: Mapping[str, Tensor], arrived: Arrived) -> None:
         self.version = None  # nothing is known to fail from here on; if it does all the same, no version is held
-        buckets, keep = arrived
-        new = {slot.name: view(buckets, slot) for slot in publication.slots}
-        if publication.fully and keep is not None and all(_is_alike(own[name], new[name]) for name in new):
-            for name, weight in new.items():
-                own[name].data = weight
-            keep()
-        else:
-            was_shared = self._stop_sharing()
-            with torch.no_grad():
-                for name, weight in new.items():
-                    if publication.fully and was_shared:
-                        own[name].data = torch.empty_like(own[name])
-                    own[name].copy_(weight)
+        new = {slot.name: view(arrived.buckets, slot) for slot in publication.slots}
+        # An update is small, and would keep its file beside that of the weights which it leaves out.
+        lent = (
+            {name for name in new if _is_alike(own[name], new[name])} if publication.fully and arrived.keep else set()
+        )
+        for name in lent:
+            own[name].data = new[name]
+        if arrived.keep and lent:
+            arrived.keep()
+            self._lent = lent
+        copied = [name for name in new if name not in lent]
+        self._move_out(own, copied, keep_values=False)
+        with torch.no_grad():
+            for name in copied:
+                own[name].copy_(new[name])
         self.version = publication.version
         if publication.fully:  # an update says nothing about the weights that it leaves out
             self.incarnation = publication.incarnation
 
-    def _stop_sharing(self) -> bool:
-        """Have the models keep the shared memory that they are in, if any, to themselves: weights will be written."""
-        inbox = self._inboxes.get(SharedPlace)
-        return isinstance(inbox, SharedInbox) and inbox.let_go()
+    def _move_out(self, own: Mapping[str, Tensor], names: Iterable[str], *, keep_values: bool = True) -> None:
+        """Give weights that are to be written memory of their own, where they are in that of a publication."""
+        for name in self._lent.intersection(names):
+            own[name].data = own[name].clone() if keep_values else torch.empty_like(own[name])
+            self._lent.discard(name)
+        shared = self._inboxes.get(SharedPlace)
+        if isinstance(shared, SharedInbox) and not self._lent:
+            shared.release()
 
     def _inbox(self, place: type) -> Inbox:
         if place not in self._inboxes:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from rlhf_core.errors import LostRankError
 from rlhf_core.strategy import roll_call
 from rlhf_core.strategy.meeting import Met
+from rlhf_core.strategy.ranks import ALONE, current_ranks, join_alone, leave
 from rlhf_core.strategy.roll_call import RollCall, naming_lost_rank
 from tests.unit.strategy.lost_ranks import Fate, play
 
@@ -32,10 +33,37 @@ def test_a_killed_rank_is_named_by_all_others_long_before_the_deadline(world_siz
         assert each.after_s < SECONDS
 
 
-def test_a_rank_that_waits_for_one_that_was_told_does_not_wait_to_the_deadline() -> None:
-    told = play(Fate(0, "SIGKILL"), world_size=3, deadline_s=DEADLINE_S, in_a_row=True)
+@pytest.mark.parametrize("agent", [False, further(True)])
+def test_a_rank_that_waits_for_one_that_was_told_does_not_wait_to_the_deadline(agent: bool) -> None:
+    told = play(Fate(0, "SIGKILL"), world_size=3, deadline_s=DEADLINE_S, in_a_row=True, agent=agent)
     assert [each.sentence.partition(" (")[0] for each in told] == ["LostRankError: rank 0 of 3 has ended"] * 2
     assert max(each.after_s for each in told) < SECONDS
+
+
+def test_a_rank_that_lost_another_stays_what_it_was_and_says_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roll_call, "BEAT_S", 0.05)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    join_alone()
+    try:
+        call = RollCall(Met(store, 1, 2, False, timedelta(seconds=10)))
+        RollCall(Met(store, 0, 2, False, timedelta(seconds=10)))
+        store.set("roll-call/left/0", "ValueError: a shape")
+        roll_call.begin(call)
+        with (
+            pytest.raises(LostRankError, match="rank 0 of 2 has left"),
+            naming_lost_rank(SimpleNamespace(world_size=2)),
+        ):
+            raise RuntimeError("gloo: closed")
+        assert not dist.is_initialized()
+        ranks = current_ranks()
+        assert (ranks.rank, ranks.world_size, ranks.is_first) == (1, 2, False)
+        with pytest.raises(LostRankError, match="rank 0 of 2 has left"), naming_lost_rank(ranks):
+            ranks.barrier()
+        with pytest.raises(OSError, match="disk"), naming_lost_rank(ranks):
+            raise OSError("the disk is full")
+    finally:
+        leave()
+    assert current_ranks() is ALONE
 
 
 @pytest.mark.parallel

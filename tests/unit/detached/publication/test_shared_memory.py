@@ -255,9 +255,22 @@ def test_the_memory_is_free_once_the_last_weight_is_gone_though_nobody_let_go_of
     assert holders(label) == set()
 
 
-def test_weights_of_another_dtype_are_copies_and_keep_no_file_from_the_trainer() -> None:
+def test_weights_of_another_dtype_are_copies_and_the_rest_is_not() -> None:
     publisher = Publisher(transport="shared_memory", dtype=torch.bfloat16)
     own = models()
+    own["actor"].to(torch.bfloat16)
+    subscriber = Subscriber(lambda: own)
+    subscriber.take(publisher.publish(weights().items(), version=1), WAIT_S)
+    expected = {name: tensor.bfloat16() for name, tensor in weights().items()}
+    assert all(map(torch.equal, own["actor"].parameters(), (expected["actor.weight"], expected["actor.bias"])))
+    assert [is_shared(parameter) for parameter in held_parameters(own)] == [True, True, False, False, True, True]
+    assert torch.equal(own["critic"].head.weight, weights()["critic.head.weight"])  # type: ignore[union-attr, arg-type]
+    publisher.close()
+
+
+def test_makers_that_copy_keep_no_file_from_the_trainer() -> None:
+    publisher = Publisher(transport="shared_memory", dtype=torch.bfloat16)
+    own = {role: model.double() for role, model in models().items()}
     subscriber = Subscriber(lambda: own)
     labels = set()
     for version in range(3):
@@ -266,7 +279,27 @@ def test_weights_of_another_dtype_are_copies_and_keep_no_file_from_the_trainer()
         publisher.retire(in_use=())
         labels.add(publication.place.label)
     assert len(labels) == 1
+    publisher.close()
+
+
+@pytest.mark.parametrize("how", ["updates", "differences"])
+def test_a_maker_whose_weights_were_all_written_since_keeps_no_file_from_the_trainer(how: str) -> None:
+    sparse = how == "differences"
+    publisher = Publisher(transport="shared_memory", dtype=torch.float32, sparse=sparse)
+    own, now = models(), weights()
+    subscriber = Subscriber(lambda: own)
+    first = publisher.publish(now.items(), version=1)
+    subscriber.take(first, WAIT_S)
+    assert all(map(is_shared, held_parameters(own)))
+    for tensor in now.values():
+        tensor.view(-1)[0] += 1
+    second = publisher.publish(now.items(), version=2, fully=sparse)
+    assert (second.difference is not None) == sparse
+    subscriber.take(second, WAIT_S)
+    assert_holds(own, now)
     assert not any(map(is_shared, held_parameters(own)))
+    publisher.retire(in_use={2})
+    assert publisher.publish(now.items(), version=3).place.label == first.place.label
     publisher.close()
 
 

@@ -17,7 +17,7 @@ def test_what_takes_a_connection_and_is_silent_is_named_at_the_deadline(
     monkeypatch: pytest.MonkeyPatch, by: str
 ) -> None:
     monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("Ray has no deadline"))
-    host = ray.util.get_node_ip_address()  # Ray takes it for 127.0.0.1
+    host = ray.util.get_node_ip_address()  # which Ray puts in place of 127.0.0.1
     with socket.create_server((host, 0)) as listener:
         address = f"{host}:{listener.getsockname()[1]}"
         monkeypatch.setenv("RAY_ADDRESS", address)  # where Ray looks first for a cluster of this machine

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -64,7 +65,7 @@ class DistributedTorchRayActor(GroupMember):
             join(timeout_s, meeting=meeting)
 
 
-class BasePPORole(DistributedTorchRayActor):
+class BasePPORole(DistributedTorchRayActor, ABC):
     """Holds one of the four models, and may assemble experience."""
 
     role: ClassVar[str] = "role"
@@ -106,9 +107,9 @@ class BasePPORole(DistributedTorchRayActor):
         """Return when this process was busy."""
         return list(self._spans.kept)
 
+    @abstractmethod
     def _load(self) -> None:
         """Load the model; the settings, the device and the tokenizer are there."""
-        raise NotImplementedError
 
     @contextmanager
     def _at(self, what: str) -> Iterator[None]:
@@ -166,12 +167,12 @@ class TrainablePPORole(BasePPORole):
             apart=True,
         )
 
+    @abstractmethod
     def _new_model(self) -> nn.Module:
         """Return the model that is to be trained, in float32."""
-        raise NotImplementedError
 
-    def _learning_rate(self) -> float:
-        raise NotImplementedError
+    @abstractmethod
+    def _learning_rate(self) -> float: ...
 
     def _prepared(self, model: nn.Module) -> Trained:
         strategy = self._strategy

@@ -25,7 +25,7 @@ from tests.chaos.driver import Driver, Played, Stage
 from tests.chaos.plan import DEALING_PHASES, Aim, PlanFolder
 from tests.chaos.table import ROWS, Row, parted, revivals
 from tests.integration.cluster_processes import wait_until_nothing_is_left
-from tests.integration.ppo_runs import Run
+from tests.integration.ppo_runs import TINY_RUN, Run
 from tests.tiny_llama import write_tiny_llama
 
 EPISODES = 5
@@ -48,29 +48,7 @@ def tiny_config(directory: Path, *, seed: int = 0, episodes: int = EPISODES, **p
     if not model.exists():
         write_tiny_llama(model, initializer_range=0.2)
     further = {f"ppo.{name.replace('__', '.')}": value for name, value in ppo.items()}
-    return resolve("llama7b", model=str(model), episodes=episodes, seed=seed, overrides=OVERRIDES | further)
-
-
-OVERRIDES: dict[str, Any] = {
-    "data.splits": {"sft": 8, "preferences": 8, "ppo": 16, "evaluation": 8},
-    "ppo.prompts_per_episode": 16,
-    "ppo.chunk_size": 4,
-    "ppo.train_batch_size": 8,
-    "ppo.micro_batch_size": 4,
-    "ppo.max_epochs": 2,
-    "ppo.max_new_tokens": 8,
-    "ppo.lr": 1e-3,
-    "ppo.reward": {"verifier": 0.0, "reward_model": 1.0},
-    "ppo.critic_init": "reward_model",
-    "ppo.kl_target": 0.5,
-    "ppo.kl_horizon": 100,
-    "ppo.normalise_rewards": True,
-    "ppo.ptx_coef": 0.1,
-    "ppo.cluster.num_makers": 2,
-    "ppo.cluster.trainer_threads": 1,
-    "ppo.cluster.maker_threads": 1,
-    "ppo.cluster.object_store_mb": 128,
-}
+    return resolve("llama7b", model=str(model), episodes=episodes, seed=seed, overrides=TINY_RUN | further)
 
 
 def state_digest(store: ArtifactStore, name: str, version: int) -> str:

@@ -17,9 +17,10 @@ from infra.clusters import ClusterManifest
 from infra.errors import ClusterError
 from tests.chaos.driver import Stage, start_flow
 from tests.chaos.plan import PHASES, Aim
-from tests.chaos.runs import OVERRIDES, Campaign, committed, policy_digest, state_digest
+from tests.chaos.runs import Campaign, committed, policy_digest, state_digest
 from tests.chaos.table import ROWS, Row
 from tests.integration.cluster_processes import wait_until_nothing_is_left
+from tests.integration.ppo_runs import TINY_RUN
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos, pytest.mark.timeout(1800)]
 
@@ -48,7 +49,7 @@ def test_a_run_goes_on_from_flow_process_to_flow_process(lockstep: Campaign, api
         "actor": "model/base",
         "reward_model": plan.reward_model.uri,
         "episodes": config.ppo.episodes,
-        "overrides": OVERRIDES | {"ppo.cluster.num_makers": 1},
+        "overrides": TINY_RUN | {"ppo.cluster.num_makers": 1},
     }
     lives: list[tuple[Aim, int, float]] = []
     for place, aim in enumerate(aims):

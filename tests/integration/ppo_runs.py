@@ -29,6 +29,29 @@ from tasks.ppo import end_cluster, finished_policy, next_episode, plan_ppo, ppo_
 from tasks.ppo_group import TRAINER, lease
 from tasks.results import PPORun
 
+TINY_RUN: dict[str, Any] = {
+    "data.splits": {"sft": 8, "preferences": 8, "ppo": 16, "evaluation": 8},
+    "ppo.prompts_per_episode": 16,
+    "ppo.chunk_size": 4,
+    "ppo.train_batch_size": 8,
+    "ppo.micro_batch_size": 4,
+    "ppo.max_epochs": 2,
+    "ppo.max_new_tokens": 8,
+    "ppo.lr": 1e-3,
+    "ppo.reward": {"verifier": 0.0, "reward_model": 1.0},
+    # What is carried from episode to episode beside the weights: all of it survives a kill.
+    "ppo.critic_init": "reward_model",
+    "ppo.kl_target": 0.5,
+    "ppo.kl_horizon": 100,
+    "ppo.normalise_rewards": True,
+    "ppo.ptx_coef": 0.1,
+    "ppo.cluster.num_makers": 2,
+    "ppo.cluster.trainer_threads": 1,
+    "ppo.cluster.maker_threads": 1,
+    "ppo.cluster.object_store_mb": 128,
+}
+"""Overrides for episodes of a second of a tiny Llama."""
+
 
 def store_random_reward_model(store: ArtifactStore, model: Path) -> str:
     """A tiny random model is never right, but it is scored: there is something to learn from."""

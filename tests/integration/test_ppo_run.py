@@ -19,7 +19,7 @@ from tasks.ppo import next_episode, ppo_episode
 from tasks.ppo_group import trainer_for
 from tasks.ray_calls import may_pass
 from tasks.results import EpisodeResult, Parent
-from tests.integration.ppo_runs import Run, kill_when, on_a_cluster
+from tests.integration.ppo_runs import TINY_RUN, Run, kill_when, on_a_cluster
 from tests.tiny_llama import write_tiny_llama
 
 pytestmark = pytest.mark.integration
@@ -38,24 +38,7 @@ def config(model: Path) -> PipelineConfig:
         "llama7b",
         model=str(model),
         episodes=EPISODES,
-        overrides={
-            "data.splits": {"sft": 8, "preferences": 8, "ppo": 16, "evaluation": 8},
-            "ppo.prompts_per_episode": 16,
-            "ppo.chunk_size": 4,
-            "ppo.train_batch_size": 8,
-            "ppo.micro_batch_size": 4,
-            "ppo.max_epochs": 6,  # learning takes long enough to be killed in
-            "ppo.max_new_tokens": 8,
-            "ppo.lr": 1e-3,
-            "ppo.reward": {"verifier": 0.0, "reward_model": 1.0},
-            # What is carried from episode to episode beside the weights: all of it survives a kill.
-            "ppo.critic_init": "reward_model",
-            "ppo.kl_target": 0.5,
-            "ppo.kl_horizon": 100,
-            "ppo.normalise_rewards": True,
-            "ppo.ptx_coef": 0.1,
-            "ppo.cluster": {"num_makers": 2, "trainer_threads": 1, "maker_threads": 1, "object_store_mb": 128},
-        },
+        overrides=TINY_RUN | {"ppo.max_epochs": 6},  # learning takes long enough to be killed in
     )
 
 

@@ -2,8 +2,8 @@
 
 Every rank counts up a number in the store where the ranks met, twice a second, in a thread of its own, and looks at the
 numbers of the others. When a collective fails, it waits for each of them to count on: one that does not is lost. The
-first to find out tells the others, so that none of them is taken for lost because it gave up sooner, and closes its
-connections, so that none waits for it either.
+first to find out tells the others, so that none of them is taken for lost because it gave up sooner. Whoever knows
+closes its connections, so that none waits for it either.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class RollCall:
                 break
             time.sleep(BEAT_S / 10)
         if not self._lost:
-            if self._kept_by_first and (0 in gone or (self._unreachable and self.rank != 0 and not self._left(0))):
+            if self._kept_by_first and (0 in gone or (self._unreachable and self.rank != 0 and not self._all_left())):
                 gone = {0: gone.get(0, _SILENT)}  # nobody could say more: whoever else has ended may have ended over it
             gone = gone or self._all_left() or self._silent(first)
             self._lost = self._sentence(gone)
@@ -282,7 +282,7 @@ def former_place() -> tuple[int, int] | None:
 
 def _misses_group(error: BaseException) -> bool:
     """Whether PyTorch raised it because this rank has hung up."""
-    return former_place() is not None and isinstance(error, ValueError) and "process group" in str(error)
+    return former_place() is not None and isinstance(error, ValueError) and "group" in str(error).lower()
 
 
 @contextmanager

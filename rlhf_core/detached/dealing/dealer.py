@@ -142,14 +142,13 @@ class Dealer(Generic[C, M]):
     @property
     def held_versions(self) -> Mapping[str, int]:
         """The version that each maker holds; without those that hold none."""
-        return {driver.name: driver.held for driver in self._drivers.values() if driver.held is not None}
+        return {driver.name: held for driver in self._drivers.values() if (held := driver.held) is not None}
 
     @property
     def versions_in_use(self) -> set[int]:
-        """Versions that a maker works with or may still be about to take: their publisher keeps them."""
+        """Versions that a maker may still be about to take: their publisher keeps them."""
         taking = {driver.taking for driver in self._drivers.values() if driver.taking is not None}
-        newest = set() if self.publication is None else {self.publication.version}
-        return newest | taking | set(self.held_versions.values())
+        return taking if self.publication is None else taking | {self.publication.version}
 
     @property
     def nodes(self) -> set[str]:

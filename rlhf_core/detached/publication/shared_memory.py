@@ -22,6 +22,8 @@ from torch import Tensor
 from rlhf_core.detached.publication.manifest import Arrived, Publication, WeightsError
 
 _PAGE = mmap.PAGESIZE
+_SPARE = 2
+"""Files that are kept for later: one, and another for a maker that is a version behind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,21 +115,21 @@ class SharedOutbox:
 
     def begin(self) -> SharedShelf:
         """Return a file that no maker needs."""
-        while self._free:
-            shelf = self._free.pop()
+        for shelf in self._free:
             if shelf.begin():
+                self._free.remove(shelf)
                 return shelf
-            shelf.shut()
         self._count += 1
         shelf = SharedShelf(f"rlhf-weights-{self._incarnation}-{self._count}")
         shelf.begin()
         return shelf
 
     def free(self, shelf: SharedShelf) -> None:
-        """Keep one file for the next publication; let go of any more."""
-        for former in self._free:
+        """Keep a file for a later publication, once no maker has weights there any more; let go of the oldest."""
+        self._free.append(shelf)
+        for former in self._free[:-_SPARE]:
             former.shut()
-        self._free = [shelf]
+        self._free = self._free[-_SPARE:]
 
     def shut(self) -> None:
         """Let go of the files that are free."""

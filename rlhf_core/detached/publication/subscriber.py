@@ -117,7 +117,7 @@ class Subscriber:
             check_sums(update, buckets)
             reached("swap")
             changed = {slot.name: view(buckets, slot) for slot in update.slots}
-            self._move_out(own, [name for name, _ in by_name(changed)])
+            self._move_out(own, [name for name, change in by_name(changed) if change.values.numel()])
             self.version = None  # for good, if it cannot even be undone
             is_right = apply(difference, own, changed)
             self.version = update.version if is_right else difference.base
@@ -127,16 +127,15 @@ class Subscriber:
         self.version = None  # nothing is known to fail from here on; if it does all the same, no version is held
         new = {slot.name: view(arrived.buckets, slot) for slot in publication.slots}
         # An update is small, and would keep its file beside that of the weights which it leaves out.
-        lent = (
-            {name for name in new if _is_alike(own[name], new[name])} if publication.fully and arrived.keep else set()
-        )
+        can_keep = publication.fully and arrived.keep is not None
+        lent = {name for name in new if can_keep and _is_alike(own[name], new[name])}
+        copied = [name for name in new if name not in lent]
         for name in lent:
             own[name].data = new[name]
-        if arrived.keep and lent:
-            arrived.keep()
-            self._lent = lent
-        copied = [name for name in new if name not in lent]
+        self._lent |= lent  # beside those that are in the former file still, and leave it now
         self._move_out(own, copied, keep_values=False)
+        if arrived.keep is not None and lent:
+            arrived.keep()
         with torch.no_grad():
             for name in copied:
                 own[name].copy_(new[name])
@@ -149,8 +148,7 @@ class Subscriber:
         for name in self._lent.intersection(names):
             own[name].data = own[name].clone() if keep_values else torch.empty_like(own[name])
             self._lent.discard(name)
-        shared = self._inboxes.get(SharedPlace)
-        if isinstance(shared, SharedInbox) and not self._lent:
+        if not self._lent and isinstance(shared := self._inboxes.get(SharedPlace), SharedInbox):
             shared.release()
 
     def _inbox(self, place: type) -> Inbox:

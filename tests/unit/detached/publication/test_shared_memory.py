@@ -268,6 +268,38 @@ def test_weights_of_another_dtype_are_copies_and_the_rest_is_not() -> None:
     publisher.close()
 
 
+def test_a_weight_that_is_no_longer_published_in_its_dtype_leaves_the_former_file() -> None:
+    publisher = Publisher(transport="shared_memory", dtype=torch.float32)
+    own = models()
+    subscriber = Subscriber(lambda: own)
+    subscriber.take(publisher.publish(weights().items(), version=1), WAIT_S)
+    assert all(map(is_shared, held_parameters(own)))
+    publisher._dtype = torch.bfloat16  # as of a trainer that was built anew
+    for version in (2, 3, 4):
+        subscriber.take(publisher.publish(weights(seed=version).items(), version=version), WAIT_S)
+        publisher.retire(in_use={version})
+        assert torch.equal(own["actor"].weight, weights(seed=version)["actor.weight"].bfloat16().float())
+        assert [is_shared(parameter) for parameter in held_parameters(own)] == [False] * 4 + [True] * 2
+    publisher.close()
+
+
+def test_a_maker_that_stays_behind_costs_one_more_file() -> None:
+    publisher = Publisher(transport="shared_memory", dtype=torch.float32)
+    quick, slow = models(), models()
+    makers = {"quick": Subscriber(lambda: quick), "slow": Subscriber(lambda: slow)}
+    labels = set()
+    for version in range(12):
+        publication = publisher.publish(weights(seed=version).items(), version=version)
+        labels.add(publication.place.label)
+        makers["quick"].take(publication, WAIT_S)
+        if version % 2:
+            makers["slow"].take(publication, WAIT_S)
+        publisher.retire(in_use={version})
+        assert_holds(slow, weights(seed=version - 1 + version % 2) if version else held(models()))
+    assert len(labels) == 3
+    publisher.close()
+
+
 def test_makers_that_copy_keep_no_file_from_the_trainer() -> None:
     publisher = Publisher(transport="shared_memory", dtype=torch.bfloat16)
     own = {role: model.double() for role, model in models().items()}

@@ -22,7 +22,7 @@ test-parallel: setup  ## two ranks and more under every strategy, and the topolo
 test-s3: setup  ## the artifact store in full: every fault of every request, an outage, a second server, 1,000 histories
 	@$(BIN)/python -m pytest -m s3 -n 2 --dist worksteal $(PYTEST_ARGS)
 
-test-clusters: setup  ## owners of clusters ended in every way, clusters of the user's own, several machines, restarts
+test-clusters: setup  ## owners of clusters ended in every way, lost ranks, clusters of the user's own, several machines, restarts
 	@$(BIN)/python -m pytest -m clusters $(PYTEST_ARGS)
 
 chaos: setup  ## every process of a run killed at every phase, with a table of it

@@ -174,7 +174,7 @@ def test_what_is_wrong_with_the_data_is_told_as_by_one_process(store: ArtifactSt
         sft(store, model, strategy="ddp", num_trainers=2, max_length=4)
 
 
-@pytest.mark.chaos
+@pytest.mark.clusters
 @pytest.mark.parametrize(("victim", "sentence"), [(0, "died"), (1, "rank 1 of 2 has ended|sft-1 has ended")])
 def test_a_stage_whose_rank_dies_ends_naming_it_and_leaves_nothing(
     store: ArtifactStore, model: Path, caplog: pytest.LogCaptureFixture, victim: int, sentence: str

@@ -112,7 +112,7 @@ def test_a_loss_that_is_no_number_is_told_as_by_one_process_and_is_not_tried_aga
     assert not may_pass(caught.value)
 
 
-@pytest.mark.chaos
+@pytest.mark.clusters
 @pytest.mark.parametrize("strategy", ["plain", "ddp", "zero2"])
 @pytest.mark.parametrize(
     ("victim", "number", "doing", "sentence"),

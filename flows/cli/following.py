@@ -21,7 +21,7 @@ UNTAKEN_NOTICE_S = 30.0
 UNSTARTED_LIMIT_S = 600.0
 """A worker takes a run within seconds, and the longest start, imports on a cold disk, is a minute."""
 AWAY_LIMIT_S = 180.0
-"""A server that is started again is away for ten seconds or so; one on SQLite may wait a minute for a lock, and again."""
+"""A server that is started again is away for ten seconds or so; SQLite may wait a minute for a lock, and again."""
 CRASH_LIMIT_S = 45.0
 """Within this time a crash is `Restarting`, if it is to be mended at all: a busy server takes half a minute."""
 RESTART_LIMIT_S = 120.0

@@ -36,8 +36,9 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _torchrun(directory: Path, example: str) -> subprocess.CompletedProcess[str]:
+    environment = _environment() | {"TMPDIR": str(directory)}  # where torchrun leaves a directory
     return subprocess.run(
-        as_command(example), cwd=directory, env=_environment(), capture_output=True, text=True, check=False, timeout=300
+        as_command(example), cwd=directory, env=environment, capture_output=True, text=True, check=False, timeout=300
     )
 
 

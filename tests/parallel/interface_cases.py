@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +12,7 @@ from transformers import LlamaForCausalLM
 from rlhf_core.config.strategy import StrategyName
 from rlhf_core.strategy.ranks import Ranks
 from rlhf_core.strategy.strategy import Strategy, make_strategy
+from tests.parallel.directories import directory_of_all
 from tests.parallel.ranks import Found
 from tests.tiny_llama import tiny_llama
 
@@ -40,19 +38,16 @@ def moved(ranks: Ranks, first: StrategyName, then: StrategyName, shard: str) -> 
     """Two steps under one strategy, and two more under another that loads what the first one saved."""
     strategy, model, optimizer = prepared(first)
     teach(strategy, ranks, model, optimizer)
-    directory = Path(ranks.broadcast_object(tempfile.mkdtemp()))
-    places = str(directory / "model.safetensors"), str(directory / "optimizer.safetensors")
-    strategy.save_model(model, places[0], shard=shard == "shard")
-    strategy.save_optimizer(optimizer, places[1], shard=shard == "shard")
-    strategy.save_pretrained(model, str(directory / "whole"))
-    written = {file.suffix for file in directory.rglob("*") if file.is_file()}
-    other, model, optimizer = prepared(then, seed=7)
-    other.load_model(model, places[0])
-    other.load_optimizer(optimizer, places[1])
-    numbers = teach(other, ranks, model, optimizer)
-    ranks.barrier()
-    if ranks.is_first:
-        shutil.rmtree(directory)
+    with directory_of_all(ranks) as directory:
+        places = str(directory / "model.safetensors"), str(directory / "optimizer.safetensors")
+        strategy.save_model(model, places[0], shard=shard == "shard")
+        strategy.save_optimizer(optimizer, places[1], shard=shard == "shard")
+        strategy.save_pretrained(model, str(directory / "whole"))
+        written = {file.suffix for file in directory.rglob("*") if file.is_file()}
+        other, model, optimizer = prepared(then, seed=7)
+        other.load_model(model, places[0])
+        other.load_optimizer(optimizer, places[1])
+        numbers = teach(other, ranks, model, optimizer)
     return Found(numbers | {"pickled": float(not written <= {".safetensors", ".json"})})
 
 

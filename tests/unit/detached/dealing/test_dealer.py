@@ -222,12 +222,15 @@ def test_a_dead_makers_chunk_goes_to_another_at_once_and_it_comes_up_again_with_
 def test_a_silent_maker_is_ended_and_comes_up_again(stage: Any) -> None:
     ours = stage("silent", "other", start=False)
     silent = ours.makers["silent"]
+    has_chunk = threading.Event()
 
     def hang() -> None:
         if not silent.killed:
             silent.is_silent = True
+        has_chunk.set()
 
     silent.make = hang
+    ours.makers["other"].make = lambda: has_chunk.wait(WAIT_S) and None  # it could make all of them by itself
     ours.dealer.start()
     ours.dealer.publish(Weights(0), completed=None)
     ours.collect()

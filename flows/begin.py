@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple
 
-from flows.presets import resolve
+from flows.presets import draft_of
 from rlhf_core.config import PipelineConfig
-from tasks.data import SPLITS, check_data, prepare_data, with_data
+from tasks.data import SPLITS, check_data, prepare_data, settled, with_data
 from tasks.parents import wants_reward_model
 from tasks.preflight import Trained, preflight
 from tasks.results import StageResult
@@ -38,20 +38,21 @@ def begin(
         reads: splits of the dataset that the flow reads.
         actor: policy that was named.
         reward_model: reward model that was named.
-        parameters: the other parameters of `flows.presets.resolve`.
+        parameters: the other parameters of `flows.presets.draft_of`.
 
     Raises:
         RlhfError: a parameter, file, model or machine is not as it should be.
         InfraError: the store cannot be used, or a reference names nothing.
     """
-    config = with_data(resolve(preset, **parameters), data)
+    draft = draft_of(preset, data=data, **parameters)
+    config = with_data(draft.config, data)
     stages = _training(config, trains, reads, actor=actor, reward_model=reward_model)
     preflight(config, trains=trains, stages=stages, actor=actor, reward_model=reward_model)
     needed = _needed(config, trains, reads, actor=actor, reward_model=reward_model)
-    dataset = prepare_data(config, data, reads=needed)
+    dataset = prepare_data(config, data, reads=needed, sizes=draft.sizes)
     if dataset.reused:  # what was just made was checked before it was stored
         check_data(config, dataset.parent, reads=needed)
-    return Begun(config, dataset)
+    return Begun(settled(config, draft.sizes, dataset, data, reads=needed), dataset)
 
 
 def _training(

@@ -1,5 +1,11 @@
 """Exceptions that a caller catches: each message is one sentence for the person who can mend it."""
 
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
 
 class RlhfError(Exception):
     """A mistake of the user's or a limit of the machine, told in one sentence; shown without a traceback."""
@@ -23,3 +29,33 @@ class TrainingError(RlhfError):
 
 class LostRankError(TrainingError):
     """A process of a group that trains one model together is gone; a new group can go on from what was stored."""
+
+
+class Fault(NamedTuple):
+    """One of several things that stand in the way of a run."""
+
+    sentence: str
+    overrides: Mapping[str, Any]
+    """By dotted key, what puts it right; empty if no override does."""
+
+
+def refuse_together(faults: Sequence[Fault], error: type[RlhfError] = ConfigError) -> None:
+    """Raise one error for all faults, with the overrides that put them right; do nothing if there is no fault.
+
+    Raises:
+        RlhfError: of the given type.
+    """
+    if not faults:
+        return
+    sentences = list(dict.fromkeys(fault.sentence for fault in faults))
+    told = sentences[0]
+    if len(sentences) > 1:
+        listed = "; ".join(f"({number}) {sentence}" for number, sentence in enumerate(sentences, start=1))
+        told = f"{len(sentences)} things stand in the way: {listed}"
+    together: dict[str, Any] = {}
+    for fault in faults:
+        together |= fault.overrides
+    if together:
+        rest = "" if all(fault.overrides for fault in faults) else " (where overrides can mend it)"
+        told += f"; with these overrides it works{rest}: {json.dumps(together)}"
+    raise error(told)

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config import DataConfig, PipelineConfig
-from rlhf_core.errors import DataError
+from rlhf_core.config.sizes import BATCHES, Sizes, as_they_are, settle, told_changes, with_sizes
+from rlhf_core.config.sizes import SPLITS as SIZES_OF_SPLITS
+from rlhf_core.errors import DataError, Fault, refuse_together
 from tasks.context import Context, materialise, open_context
 from tasks.data_access import access_to
 from tasks.parents import base_model
@@ -18,6 +20,8 @@ from tasks.sentences import stage_task
 from tasks.stages import commit_stage, reuse_or_make, source_digest, stage_key, stage_result
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from rlhf_core.data import PromptTemplate
     from rlhf_core.data.preparing import Prepared
     from rlhf_core.data.reading import ReadSet
@@ -38,7 +42,7 @@ def with_data(config: PipelineConfig, data: str | None) -> PipelineConfig:
     """
     if data is None:
         return config
-    if data.startswith("dataset/"):
+    if is_dataset(data):
         made_with = open_context().store.resolve(data).config["data"]
         return config.model_copy(update={"data": DataConfig.model_validate(made_with)})
     from infra.settings import settings
@@ -51,41 +55,92 @@ def with_data(config: PipelineConfig, data: str | None) -> PipelineConfig:
 
 
 @stage_task(name="prepare-data")
-def prepare_data(config: PipelineConfig, reference: str | None, *, reads: tuple[str, ...]) -> StageResult:
+def prepare_data(
+    config: PipelineConfig, reference: str | None, *, reads: tuple[str, ...], sizes: Sizes | None = None
+) -> StageResult:
     """Return the dataset of a run: the one that is named, or one made from the configuration and stored.
 
     Args:
         config: the resolved preset.
         reference: the parameter `data`; a `dataset/...` is returned as it is.
         reads: splits that the run reads; what it could not use is refused before anything is stored.
+        sizes: which sizes may follow the data; None keeps all as they are.
 
     Raises:
-        DataError: a set cannot be read, shares prompts with another, is too small, or does not suit the run.
+        DataError: a set cannot be read, shares prompts with another, is too small, or does not suit the run; or
+            sizes that the user set exclude each other or the data.
         ConfigError: the template does not fit the tokenizer.
     """
     context = open_context()
-    if reference is not None and reference.startswith("dataset/"):
-        return stage_result("data", context.store.resolve(reference), reused=True)
+    if is_dataset(reference):
+        return stage_result("data", context.store.resolve(str(reference)), reused=True)
     from rlhf_core.data.preparing import SOURCES, read_sets, set_digests
 
     template = _template(context, config)
     sets = read_sets(config.data, access_to(context.settings))
     source = source_digest("data")
+    sizes = sizes or as_they_are(config)
     facts = {
-        "data": config.data.model_dump(mode="json", exclude=set(SOURCES)),
+        "data": config.data.model_dump(mode="json", exclude={*SOURCES, "splits"}),
+        "sizes": sizes.decide_splits(),
         "limits": _limits(config),
         "timeout_s": config.ppo.reward.timeout_s,
         "template": template.digest(),
     }
     inputs = [f"{role} {digest}" for role, digest in set_digests(sets).items()]
-    key = stage_key("data", config=facts, inputs=inputs, seed=config.seed, source=source)
+
+    def key(**further: Any) -> str:
+        return stage_key("data", config=facts | further, inputs=inputs, seed=config.seed, source=source)
 
     def make() -> StageResult:
-        return _make(context, config, sets, template, reads=reads, key=key, source=source)
+        started = time.perf_counter()
+        made = _made(context, config, sizes, sets, template, reads=reads)
+        emptied = any(size == 0 for size in made.sizes.model_dump().values())
+        # what gave way to the splits that this run reads is missing in another's: they share no dataset
+        own = key(reads=reads) if emptied else key()
 
-    found = reuse_or_make(context, stage="data", kind="dataset", name=config.name, key=key, make=make)
+        def store() -> StageResult:
+            seconds = time.perf_counter() - started
+            return _store(context, config, made, key=own, source=source, seconds=seconds)
+
+        return reuse_or_make(context, stage="data", kind="dataset", name=config.name, key=own, make=store)
+
+    found = reuse_or_make(context, stage="data", kind="dataset", name=config.name, key=key(), make=make)
     _show(context, found)
     return found
+
+
+def settled(
+    config: PipelineConfig, sizes: Sizes, dataset: StageResult, reference: str | None, *, reads: Collection[str]
+) -> PipelineConfig:
+    """Return the configuration with the sizes of a dataset's splits and what follows them, and say what that changes.
+
+    Args:
+        config: the resolved preset.
+        sizes: what the preset and the user want.
+        dataset: what `prepare_data` returned.
+        reference: the parameter `data`; whoever made the dataset that it names has said how large its splits are.
+        reads: splits that the run reads.
+
+    Raises:
+        ConfigError: sizes that the user set exclude each other or the dataset, and the run learns by PPO.
+    """
+    made_with = DataConfig.model_validate(open_context().store.resolve(dataset.uri).config["data"])
+    found = settle(sizes.with_splits(made_with.splits.model_dump()), reads=tuple(reads))
+    assert found is not None  # without rows to count there are always sizes
+    told: list[str] = [] if is_dataset(reference) else [*SIZES_OF_SPLITS]
+    if "ppo" in reads:
+        refuse_together([Fault(each, found.instead) for each in found.complaints])
+        told += BATCHES
+    changes = told_changes(sizes.wanted, found.values, told)
+    if changes is not None:
+        say("data", changes)
+    return with_sizes(config.model_copy(update={"data": made_with}), found.values)
+
+
+def is_dataset(reference: str | None) -> bool:
+    """Return whether the parameter `data` names a stored dataset."""
+    return reference is not None and reference.startswith("dataset/")
 
 
 @stage_task(name="check-data")
@@ -139,24 +194,29 @@ def _limits(config: PipelineConfig) -> dict[str, int]:
     return {limit.key: limit.tokens for limit in limits if limit is not None}
 
 
-def _make(
+def _made(
     context: Context,
     config: PipelineConfig,
+    sizes: Sizes,
     sets: dict[str, ReadSet[Any]],
     template: PromptTemplate,
     *,
     reads: tuple[str, ...],
-    key: str,
-    source: str,
-) -> StageResult:
+) -> Prepared:
     from rlhf_core.data.preparing import TokenMeter, prepare, refuse_unfit
 
-    started = time.perf_counter()
-    meter = TokenMeter(template)
-    made = prepare(config, sets, meter=meter, allowed_modules=context.settings.reward_modules)
-    refuse_unfit(made.splits, made.pairs, config, meter, reads=reads)
+    meter, modules = TokenMeter(template), context.settings.reward_modules
+    made = prepare(config, sets, meter=meter, allowed_modules=modules, sizes=sizes, reads=reads)
+    refuse_unfit(made.splits, made.pairs, config, meter, reads=reads, besides=made.faults)
+    return made
+
+
+def _store(
+    context: Context, config: PipelineConfig, made: Prepared, *, key: str, source: str, seconds: float
+) -> StageResult:
     metrics = _figures(made)
     say("data", _line(made))
+    data = config.data.model_copy(update={"splits": made.sizes})
     return commit_stage(
         context,
         stage="data",
@@ -165,8 +225,8 @@ def _make(
         files=_files(made),
         key=key,
         parents=[],
-        config=config,
-        metrics=metrics | {"seconds": time.perf_counter() - started},
+        config=config.model_copy(update={"data": data}),
+        metrics=metrics | {"seconds": seconds},
         source=source,
     )
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.errors import ConfigError
+from rlhf_core.errors import ConfigError, Fault, refuse_together
 from tasks.clusters import address_of
 from tasks.context import open_context
 from tasks.evaluate import judged_by_reward_model, nobody_judges
@@ -46,13 +46,15 @@ def preflight(
         StoreError: the store cannot be used, or a reference names nothing.
     """
     from infra.settings import settings
+    from rlhf_core.models.locating import find_local
     from rlhf_core.models.memory import check_memory_for
 
     if trains == "ppo":
         check_ppo(config)
         check_reward_functions(config, settings().reward_modules)
     check_verifier(config, settings().reward_modules)
-    check_judges(config, trains=trains)
+    if find_local(config.model.path, models_dir=settings().models_dir) is None:
+        check_judges(config, trains=trains)  # with the model at hand, the data say it together with all else
     address = address_of(config.ppo.cluster)
     for stage in stages:
         check_trainers(config, [stage], gpus=available_gpus(address if leaves_process(config, stage) else None))
@@ -158,14 +160,17 @@ def check_judges(config: PipelineConfig, *, trains: Literal["ppo", "sft", "rewar
     if asks_for_answers(data):
         return
     given = "data.prompts" if data.prompts else "data.preferences" if data.preferences else "data.demonstrations"
+    faults = []
     if trains == "ppo" and config.ppo.reward.verifier > 0:
-        raise ConfigError(
+        sentence = (
             f"ppo.reward.verifier is {config.ppo.reward.verifier:g}, but the prompts of {given} have no answers to "
             "verify; set ppo.reward.verifier to 0 and ppo.reward.reward_model above 0, or give problems with answers "
             "(data.problems, or data.demonstrations with data.verifier)"
         )
+        faults.append(Fault(sentence, {"ppo.reward.verifier": 0, "ppo.reward.reward_model": 1}))
     if trains in {"ppo", None} and not data.evaluation and not judged_by_reward_model(config):
-        raise ConfigError(nobody_judges(config))
+        faults.append(Fault(nobody_judges(config), {"evaluation.judge": "reward_model"}))
+    refuse_together(faults)
 
 
 def check_reward_functions(config: PipelineConfig, allowed_modules: Sequence[str]) -> None:

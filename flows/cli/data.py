@@ -51,7 +51,7 @@ def check(
     Raises:
         ConfigError: no set is named, there is no such preset, or a column is not given as OURS=THEIRS.
     """
-    from flows.presets import resolve
+    from flows.presets import draft_of
     from infra.settings import settings
     from rlhf_core.config import SourceConfig
     from rlhf_core.data.preparing import Standard, check_source
@@ -60,8 +60,9 @@ def check(
 
     if not paths:
         raise ConfigError("name at least one set to check, such as `rlhf data check train.jsonl`")
-    config, columns, known = resolve(preset or DEFAULT), _columns(column), settings()
-    standard = Standard(config, preset is not None, _template(config), known.reward_modules)
+    draft, columns, known = draft_of(preset or DEFAULT, data=paths[0]), _columns(column), settings()
+    config = draft.config
+    standard = Standard(config, preset is not None, _template(config), known.reward_modules, draft.sizes)
     checked = []
     for path in paths:
         source = SourceConfig(path=path, columns=columns, subset=subset, split=split)

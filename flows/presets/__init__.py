@@ -9,17 +9,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.errors import ConfigError
+from rlhf_core.config.sizes import BATCHES, KEYS, Sizes, settle
+from rlhf_core.config.sizes import SPLITS as SPLIT_SIZES
+from rlhf_core.errors import ConfigError, Fault, refuse_together
 
 DIRECTORY = Path(__file__).resolve().parent
 SOURCES = ("problems", "prompts", "demonstrations", "preferences", "evaluation")
 """Keys of `data` that name sets."""
+_OF_BATCHES = ("ppo.samples_per_prompt", "ppo.num_trainers", "ppo.buffer_limit")
+_PAIRS = "reward_model.pairs"
 
 
 def preset_names() -> list[str]:
@@ -45,9 +49,52 @@ def resolve(
         overrides: values by dotted key, such as `{"ppo.lr": 1e-5}`; they win over the other parameters.
 
     Raises:
-        ConfigError: the preset is unknown, a key is unknown, or a value is out of its range.
+        ConfigError: the preset is unknown, a key is unknown, a value is out of its range, or sizes exclude each other.
+    """
+    draft = draft_of(preset, model=model, episodes=episodes, seed=seed, overrides=overrides)
+    refuse_together([Fault(each, draft.instead) for each in draft.complaints])
+    return draft.config
+
+
+class Draft(NamedTuple):
+    """A configuration before the data are read, which its sizes follow."""
+
+    config: PipelineConfig
+    """Its sizes agree with each other, at the price of some that the user set where `complaints` says so."""
+    sizes: Sizes
+    """What the preset and the user want of them."""
+    complaints: tuple[str, ...]
+    instead: dict[str, int]
+    """Overrides that answer the complaints."""
+
+
+def draft_of(
+    preset: str,
+    *,
+    data: str | None = None,
+    model: str | None = None,
+    episodes: int | None = None,
+    seed: int | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> Draft:
+    """Return a preset with a run's parameters in it, and which of its sizes may follow the data.
+
+    What the overrides set is kept. So is what the preset sets, unless the run has data or sizes of its own with which
+    that cannot be; the splits' sizes are the preset's data's, and follow data that take their place.
+
+    Args:
+        preset: as of `resolve`, like the rest.
+        data: the run's own data, or a stored dataset; None takes the preset's.
+        model: of `resolve`.
+        episodes: of `resolve`.
+        seed: of `resolve`.
+        overrides: of `resolve`.
+
+    Raises:
+        ConfigError: as `resolve`, but for sizes that exclude each other.
     """
     values = _load(preset)
+    preset_keys = frozenset(_leaves(values)) & set(KEYS)
     changes: dict[str, Any] = {}
     if model is not None:
         changes |= {"model.path": model, "model.num_parameters": None}
@@ -58,10 +105,56 @@ def resolve(
     changes |= overrides or {}
     for key, value in changes.items():  # in order: overrides last
         _set(values, key, value)
+    set_here = {leaf for key, value in changes.items() for leaf in _leaves({key: value})}
+    own_data = data is not None and not data.startswith("dataset/")
+    own_data |= any(key.startswith("data.") and key not in SPLIT_SIZES for key in set_here)
+    mine = frozenset(set_here & set(KEYS))
+    firm = mine | (preset_keys & set(BATCHES) if own_data else preset_keys)
+    fallback = data is not None or own_data or bool(set_here & {*KEYS, *_OF_BATCHES})
+    sizes = _sizes(values, (firm, mine) if fallback else (firm,))
+    settled = settle(sizes) if sizes is not None else None
+    if settled is not None:
+        for key in KEYS:
+            if _value(values, key) != settled.values[key]:
+                _set(values, key, settled.values[key])
     try:
-        return PipelineConfig.model_validate(values)
+        config = PipelineConfig.model_validate(values)
     except ValidationError as error:
         raise ConfigError(_sentence(error, preset)) from error
+    assert sizes is not None  # what is no number has been refused
+    assert settled is not None  # with nothing kept, there are always sizes
+    return Draft(config, sizes, settled.complaints, settled.instead)
+
+
+def _sizes(values: Mapping[str, Any], fixed: tuple[frozenset[str], ...]) -> Sizes | None:
+    """Return the sizes that are asked for; None where one of them is no size, which the configuration refuses."""
+    found = {key: _value(values, key) for key in (*KEYS, *_OF_BATCHES, _PAIRS)}
+    lowest = dict.fromkeys(found, 1) | dict.fromkeys((*SPLIT_SIZES, "ppo.buffer_limit"), 0)
+    numbers = {key: value for key, value in found.items() if type(value) is int and value >= lowest[key]}
+    if set(found) - set(numbers) - ({_PAIRS} if found[_PAIRS] is None else set()):
+        return None
+    relations = {key.removeprefix("ppo."): numbers[key] for key in _OF_BATCHES}
+    return Sizes({key: numbers[key] for key in KEYS}, fixed, **relations, pairs=numbers.get(_PAIRS))
+
+
+def _value(values: Mapping[str, Any], key: str) -> Any:
+    """Return what a configuration has under a dotted key: its own value, or the default."""
+    model: Any = PipelineConfig
+    inner: Any = values
+    for part in key.split("."):
+        field = model.model_fields[part]
+        inner = inner.get(part, field.default) if isinstance(inner, Mapping) else getattr(inner, part, field.default)
+        model = field.annotation
+    return inner
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted key of every value."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
 
 
 def _load(preset: str) -> dict[str, Any]:

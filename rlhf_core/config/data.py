@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from rlhf_core.config.base import Config, Positive
+from rlhf_core.config.base import Config
 
 
 class TagConfig(Config):
@@ -61,14 +61,23 @@ class TemplateConfig(Config):
 
 
 class SplitsConfig(Config):
-    """How many problems, prompts or demonstrations each stage gets; the splits share no prompt."""
+    """How many problems, prompts or demonstrations each stage gets; the splits share no prompt.
 
-    sft: Positive = 384
-    preferences: Positive = 96
+    0 is for a stage that does not run. In a run, sizes that nobody set follow the data (`sizes.py`).
+    """
+
+    sft: int = Field(384, ge=0)
+    preferences: int = Field(96, ge=0)
     """Prompts for which the SFT model's own samples become pairs; none are drawn where pairs are given."""
-    ppo: Positive = 256
-    evaluation: int = Field(100, ge=2)
+    ppo: int = Field(256, ge=0)
+    evaluation: int = Field(100, ge=0)
     """At least two, so that there is an interval."""
+
+    @model_validator(mode="after")
+    def _an_interval(self) -> Self:
+        if self.evaluation == 1:
+            raise ValueError("data.splits.evaluation is 1, but an interval needs at least 2 problems; 0 holds none out")
+        return self
 
 
 class SourceConfig(Config):

@@ -51,7 +51,7 @@ class PipelineConfig(Config):
 
     @model_validator(mode="after")
     def _an_episode_has_enough_prompts(self) -> Self:
-        if self.ppo.prompts_per_episode > self.data.splits.ppo:
+        if self.ppo.prompts_per_episode > self.data.splits.ppo > 0:
             raise ValueError(
                 f"ppo.prompts_per_episode is {self.ppo.prompts_per_episode}, but data.splits.ppo has only "
                 f"{self.data.splits.ppo} problems; lower the first or raise the second"

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from rlhf_core.config.base import Config, Dtype, Positive
 from rlhf_core.config.model import LoRAConfig
+from rlhf_core.config.sizes import BATCH, BATCHES, CHUNK, MICRO, batch_complaints
 from rlhf_core.config.strategy import TrainersConfig, refuse_sharded_adapters
 
 
@@ -136,8 +137,9 @@ class RolloutConfig(SamplingConfig, PPOOptions):
 
     @model_validator(mode="after")
     def _choices_agree(self) -> Self:
-        if self.chunk_size % self.samples_per_prompt:
-            raise ValueError("ppo.chunk_size must be a multiple of ppo.samples_per_prompt")
+        complaints = batch_complaints({CHUNK: self.chunk_size}, samples_per_prompt=self.samples_per_prompt)
+        if complaints:
+            raise ValueError(complaints[0])
         if self.kl_target is not None and self.kl_coef == 0:
             raise ValueError("ppo.kl_target steers ppo.kl_coef, which from 0 goes nowhere; start it above 0")
         if self.advantage_estimator in {"grpo", "dr_grpo", "rloo"} and self.samples_per_prompt == 1:
@@ -171,8 +173,9 @@ class LearningConfig(SamplingConfig, PPOOptions):
 
     @model_validator(mode="after")
     def _whole_micro_batches(self) -> Self:
-        if self.train_batch_size % self.micro_batch_size:
-            raise ValueError("ppo.train_batch_size must be a multiple of ppo.micro_batch_size")
+        complaints = batch_complaints({BATCH: self.train_batch_size, MICRO: self.micro_batch_size})
+        if complaints:
+            raise ValueError(complaints[0])
         return self
 
 
@@ -210,19 +213,14 @@ class PPOConfig(RolloutConfig, LearningConfig, TrainersConfig, OverlapConfig):
 
     @model_validator(mode="after")
     def _whole_batches(self) -> Self:
-        samples = self.prompts_per_episode * self.samples_per_prompt
-        for name in ("chunk_size", "train_batch_size"):
-            if samples % getattr(self, name):
-                raise ValueError(
-                    f"ppo.{name} is {getattr(self, name)}, but an episode has {samples} samples "
-                    f"(prompts_per_episode x samples_per_prompt); choose a divisor of {samples}"
-                )
-        if samples % (self.train_batch_size * self.num_trainers):
-            raise ValueError(
-                f"ppo.num_trainers is {self.num_trainers} and ppo.train_batch_size {self.train_batch_size}, so a step "
-                f"learns from {self.train_batch_size * self.num_trainers} samples, which do not divide an episode's "
-                f"{samples} (prompts_per_episode x samples_per_prompt); lower one of them"
-            )
+        complaints = batch_complaints(
+            {key: getattr(self, key.removeprefix("ppo.")) for key in BATCHES},
+            samples_per_prompt=self.samples_per_prompt,
+            num_trainers=self.num_trainers,
+            buffer_limit=self.buffer_limit,
+        )
+        if complaints:
+            raise ValueError("; ".join(complaints))
         return self
 
     @model_validator(mode="after")
@@ -231,12 +229,6 @@ class PPOConfig(RolloutConfig, LearningConfig, TrainersConfig, OverlapConfig):
             raise ValueError(
                 "ppo.stale_samples drop lets makers run ahead until the buffer is full; set ppo.buffer_limit to at "
                 "least 1, and ppo.max_staleness too, or everything made ahead would be thrown away"
-            )
-        room = self.buffer_limit * self.train_batch_size * self.num_trainers
-        if 0 < room < self.chunk_size:
-            raise ValueError(
-                f"ppo.buffer_limit has room for {room} samples, less than a chunk ({self.chunk_size}): no maker could "
-                "run ahead; raise it"
             )
         if self.update_lora_weights and (self.lora is None or self.lora.init == "pissa"):
             raise ValueError(

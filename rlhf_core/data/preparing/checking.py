@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rlhf_core.config.sizes import as_they_are, settle, told_changes
 from rlhf_core.data.preparing.demands import refuse_unfit
 from rlhf_core.data.preparing.limits import PAIRS, too_long
 from rlhf_core.data.preparing.metering import TokenMeter
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rlhf_core.config import PipelineConfig, SourceConfig
+    from rlhf_core.config.sizes import Sizes
     from rlhf_core.data.reading import Access, ReadSet, RejectedRow, Role
     from rlhf_core.data.template import PromptTemplate
 
@@ -42,6 +44,8 @@ class Standard(NamedTuple):
     """None where the model is not on this machine: then no lengths are counted and no verifier is asked."""
     allowed_modules: Sequence[str] = ()
     """From which a verifier may be taken by path."""
+    sizes: Sizes | None = None
+    """Which sizes may follow the data; None keeps all as they are."""
 
 
 @dataclass(frozen=True)
@@ -103,10 +107,11 @@ def check_source(
         refusals.append(_rejected(bad, read))
     meter, refused = _meter(standard)
     refusals += refused
-    report, notes = None, []
+    report: DataReport | None = None
+    notes: list[str] = []
     if standard.asked_for and alone:
         run = config.model_copy(update={"data": data})
-        report, refused = _dry_run(run, {role: read}, meter, standard.allowed_modules)
+        report, refused, notes = _dry_run(standard, run, {role: read}, meter)
         refusals += refused
     elif meter is not None:
         notes = _beyond_limits(config, role, read, meter)
@@ -153,17 +158,20 @@ def _beyond_limits(config: PipelineConfig, role: Role, read: ReadSet[Any], meter
 
 
 def _dry_run(
-    config: PipelineConfig, sets: dict[str, ReadSet[Any]], meter: TokenMeter | None, allowed_modules: Sequence[str]
-) -> tuple[DataReport | None, list[str]]:
-    """Return the report that a pipeline run would store, and why it would be refused."""
+    standard: Standard, config: PipelineConfig, sets: dict[str, ReadSet[Any]], meter: TokenMeter | None
+) -> tuple[DataReport | None, list[str], list[str]]:
+    """Return the report that a pipeline run would store, why it would be refused, and which sizes would change."""
+    sizes = standard.sizes or as_they_are(config)
     try:
-        made = prepare(config, sets, meter=meter, allowed_modules=allowed_modules)
+        made = prepare(config, sets, meter=meter, allowed_modules=standard.allowed_modules, sizes=sizes)
     except (ConfigError, DataError) as error:
-        return None, [str(error)]
+        return None, [str(error)], []
     refusals = [each.sentence for each in made.report.too_long if not each.dropped]
     if meter is not None:
         try:
-            refuse_unfit(made.splits, made.pairs, config, meter, reads=SPLITS)
+            refuse_unfit(made.splits, made.pairs, config, meter, reads=SPLITS, besides=made.faults)
         except (ConfigError, DataError) as error:
-            refusals.append(str(error))
-    return made.report, refusals
+            refusals = [str(error)]
+    found = settle(sizes.with_splits(made.sizes.model_dump()))
+    changes = told_changes(sizes.wanted, found.values) if found is not None else None
+    return made.report, refusals, [changes] if changes is not None else []

@@ -6,11 +6,11 @@ import hashlib
 from itertools import combinations
 from typing import TYPE_CHECKING
 
-from rlhf_core.data.preparing.pools import SPLITS, TASK, Pool
+from rlhf_core.data.preparing.pools import SPLITS, Pool
 from rlhf_core.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from rlhf_core.config import SplitsConfig
     from rlhf_core.data.problems import Problem
@@ -26,24 +26,27 @@ def needed(pool: str, served: Mapping[str, str], sizes: SplitsConfig) -> dict[st
     return {split: wanted[split] for split in FILLING_ORDER if served.get(split) == pool}
 
 
-def deal(pools: Mapping[str, Pool], served: Mapping[str, str], sizes: SplitsConfig) -> dict[str, list[Problem]]:
+def deal(
+    pools: Mapping[str, Pool], served: Mapping[str, str], sizes: SplitsConfig, *, fewer: Collection[str] = ()
+) -> dict[str, list[Problem]]:
     """Return every split's problems, taken from the pools in their order; a split that nothing serves is empty.
 
+    Args:
+        pools: by name.
+        served: which pool each split is drawn from.
+        sizes: of the splits; no pool has fewer rows than its splits take.
+        fewer: splits that may get less, where too few rows have something to learn.
+
     Raises:
-        DataError: if a pool has too few.
+        DataError: if too few rows of a pool have something to learn.
     """
     splits: dict[str, list[Problem]] = {name: [] for name in SPLITS}
     for name, pool in pools.items():
         wanted = needed(name, served, sizes)
         left = list(pool.rows)
-        if len(left) < sum(wanted.values()):
-            raise DataError(
-                f"{pool} has {len(left)} different {'problems' if name == TASK else 'prompts'} that can be used, "
-                f"but data.splits need {sum(wanted.values())} ({_sizes(wanted)}); lower data.splits or give more"
-            )
         for split, size in wanted.items():
             splits[split] = [problem for problem in left if split != "sft" or demonstrates(problem)][:size]
-            if len(splits[split]) < size:
+            if len(splits[split]) < size and not (splits[split] and split in fewer):
                 raise DataError(
                     f"{pool} has only {len(splits[split])} prompts left with a response or an answer to learn, but "
                     f"data.splits.sft is {size}; lower it or give more"
@@ -92,10 +95,6 @@ def refuse_overlap(pools: Sequence[Pool], uses: Mapping[str, Sequence[str]]) -> 
                 f"prompts, such as {prompts[one.name][shared[0]][:SHOWN_PROMPT]!r}; what is trained on must not be "
                 "evaluated on, nor one prompt serve two stages: leave them out of one of the two"
             )
-
-
-def _sizes(wanted: Mapping[str, int]) -> str:
-    return ", ".join(f"{split} {size}" for split, size in wanted.items())
 
 
 def _listed(splits: Sequence[str]) -> str:

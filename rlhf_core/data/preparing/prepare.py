@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from rlhf_core.config.data import SplitsConfig
+from rlhf_core.config.sizes import LEAST, Supply, as_they_are, lacking, settle, split_key
 from rlhf_core.data.preparing.agreement import Agreement, ask_verifier
 from rlhf_core.data.preparing.dealing import deal, demonstrates, hashed, needed, refuse_overlap
 from rlhf_core.data.preparing.fitting import Fitting
 from rlhf_core.data.preparing.limits import PAIRS, TooLong, too_long
-from rlhf_core.data.preparing.pools import TASK, Pool, file_pool, serving
+from rlhf_core.data.preparing.pools import SPLITS, TASK, Pool, file_pool, serving
 from rlhf_core.data.preparing.report import (
     MOST_REJECTED,
     DataReport,
@@ -20,11 +22,13 @@ from rlhf_core.data.preparing.report import (
 )
 from rlhf_core.data.preparing.task_problems import draw_task
 from rlhf_core.data.problems import problem_key
+from rlhf_core.errors import DataError, Fault, refuse_together
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from rlhf_core.config import PipelineConfig
+    from rlhf_core.config.sizes import Sizes
     from rlhf_core.data.preferences import PreferencePair
     from rlhf_core.data.preparing.metering import TokenMeter
     from rlhf_core.data.problems import Problem
@@ -40,6 +44,10 @@ class Prepared:
     pairs: tuple[PreferencePair, ...] | None
     """Preference pairs, none of a prompt that is in a split; None where none were given."""
     report: DataReport
+    sizes: SplitsConfig
+    """What the splits came to; one that nothing serves keeps what was asked for."""
+    faults: tuple[Fault, ...]
+    """Sizes that the user set and that cannot be had together; the splits are as the overrides in here make them."""
 
 
 def prepare(
@@ -48,6 +56,8 @@ def prepare(
     *,
     meter: TokenMeter | None,
     allowed_modules: Sequence[str] = (),
+    sizes: Sizes | None = None,
+    reads: Sequence[str] = SPLITS,
 ) -> Prepared:
     """Return every stage's rows.
 
@@ -59,6 +69,8 @@ def prepare(
         sets: what `read_sets` returned.
         meter: counts tokens as the model that will read them does; None measures no lengths and asks no verifier.
         allowed_modules: from which a verifier may be taken by path.
+        sizes: which sizes may follow the data; None keeps all as they are, and refuses too few rows at once.
+        reads: splits that the run reads; the others may come to nothing where there is no room.
 
     Raises:
         DataError: if sets share prompts, there is too little, or the verifier accepts nothing.
@@ -74,7 +86,13 @@ def prepare(
         wanted[served.pop("sft")].pop("sft")
     refuse_overlap(list(pools.values()), {name: _uses(name, list(wanted[name])) for name in pools})
     usable = {name: _usable(pool, wanted[name], fitting, config.seed) for name, pool in pools.items() if wanted[name]}
-    splits = deal(usable, served, config.data.splits)
+    settled, faults = _settled(usable, wanted, sizes or as_they_are(config), reads, pairs="preferences" in sets)
+    if sizes is None:
+        refuse_together(faults, DataError)
+    splits_config = SplitsConfig(**{split: settled[split_key(split)] for split in SPLITS})
+    fewer = () if sizes is None or split_key("sft") in sizes.fixed[0] else ("sft",)
+    splits = deal(usable, served, splits_config, fewer=fewer)
+    splits_config = splits_config.model_copy(update={split: len(splits[split]) for split in served})
     pairs = None
     if "preferences" in sets:
         drawn = {problem.key for problems in splits.values() for problem in problems}
@@ -86,7 +104,39 @@ def prepare(
     origins = {split: str(pools[name]) for split, name in served.items()}
     described, exceeding = _describe(config, splits, pairs, origins, meter)
     too_long = (*fitting.left_out, *exceeding)
-    return Prepared(splits, pairs, _report(config, sets, described, too_long, agreement))
+    report = _report(config, sets, described, too_long, agreement)
+    return Prepared(splits, pairs, report, splits_config, faults)
+
+
+def _settled(
+    usable: Mapping[str, Pool],
+    wanted: Mapping[str, Mapping[str, int]],
+    sizes: Sizes,
+    reads: Sequence[str],
+    *,
+    pairs: bool,
+) -> tuple[dict[str, int], tuple[Fault, ...]]:
+    """Return sizes that the pools can fill, and what of the fixed ones excludes each other.
+
+    Raises:
+        DataError: if there is too little for any sizes.
+    """
+    supplies = [
+        Supply(
+            str(pool),
+            len(pool.rows),
+            tuple(wanted[name]),
+            feeds_pairs=pairs and name == "preferences",
+            noun="problems" if name == TASK else "prompts",
+        )
+        for name, pool in usable.items()
+    ]
+    settled = settle(sizes, supplies, reads=reads)
+    if settled is not None:
+        return settled.values, tuple(Fault(each, settled.instead) for each in settled.complaints)
+    short = [each for each in supplies if sum(LEAST[split] for split in each.splits if split in reads) > each.rows]
+    least = {split: LEAST[split] for split in short[0].splits if split in reads}
+    raise DataError(f"{lacking(short[0], least)}; give more")
 
 
 def _uses(pool: str, splits: list[str]) -> list[str]:

@@ -1,0 +1,327 @@
+"""Sizes that follow the data and each other: splits, the prompts of an episode, chunks and batches.
+
+Some sizes are fixed: the user set them. The others are wishes, of a preset or a default. `settle` keeps what is fixed
+and changes the wishes as little as it can, so that all relations hold. Where fixed sizes exclude each other, it finds
+the fewest of them that have to change, and values with which everything holds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from rlhf_core.config.pipeline import PipelineConfig
+
+PROMPTS, CHUNK = "ppo.prompts_per_episode", "ppo.chunk_size"
+BATCH, MICRO = "ppo.train_batch_size", "ppo.micro_batch_size"
+BATCHES = (PROMPTS, CHUNK, BATCH, MICRO)
+LEAST = {"sft": 1, "preferences": 1, "ppo": 1, "evaluation": 2}
+"""The fewest problems with which a stage can do anything, by split."""
+_LEAST_PAIRS = 2
+
+
+def split_key(split: str) -> str:
+    """Return the configuration's key of a split's size."""
+    return f"data.splits.{split}"
+
+
+SPLITS = tuple(map(split_key, LEAST))
+KEYS = (*SPLITS, *BATCHES)
+
+
+class Supply(NamedTuple):
+    """Rows that some splits share."""
+
+    name: str
+    """What a message calls them."""
+    rows: int
+    splits: tuple[str, ...]
+    """Names of the splits that take of them, in the order in which they are filled."""
+    feeds_pairs: bool = False
+    """Whether a reward model learns from the pairs that the splits leave."""
+    noun: str = "prompts"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What was asked for."""
+
+    wanted: Mapping[str, int]
+    """By key, each of KEYS."""
+    fixed: tuple[frozenset[str], ...]
+    """Keys that keep their value; where that cannot be, the next set is tried."""
+    samples_per_prompt: int = 1
+    num_trainers: int = 1
+    buffer_limit: int = 0
+    pairs: int | None = None
+    """Most pairs that the reward model takes; None takes all."""
+
+    def with_splits(self, splits: Mapping[str, int]) -> Sizes:
+        """Return the same with splits that are there already, by name, and keep their sizes."""
+        given = {split_key(name): size for name, size in splits.items()}
+        fixed = tuple(dict.fromkeys(each | frozenset(given) for each in self.fixed))
+        return replace(self, wanted={**self.wanted, **given}, fixed=fixed)
+
+    def decide_splits(self) -> dict[str, Any]:
+        """Return all but the rows that `settle` finds the splits' sizes by, as plain values: names what was drawn."""
+        levels = [fixed for fixed in self.fixed if _attempt(self, fixed, (), tuple(LEAST)) is not None]
+        least = [self.wanted[PROMPTS] if PROMPTS in fixed else _prompts_step(self, fixed) for fixed in levels]
+        return {
+            "wanted": {key: self.wanted[key] for key in SPLITS},
+            "fixed": [sorted(fixed & set(SPLITS)) for fixed in levels],
+            "least_prompts": least,
+            "pairs": self.pairs,
+        }
+
+
+class Settled(NamedTuple):
+    """Sizes with which all relations hold."""
+
+    values: dict[str, int]
+    """By key, each of KEYS; a split that nothing is left for has 0."""
+    given_up: frozenset[str]
+    """Fixed sizes that are not kept, since they exclude each other or the data; empty if all is well."""
+    complaints: tuple[str, ...]
+    """What does not hold with the fixed sizes, a sentence each."""
+
+    @property
+    def instead(self) -> dict[str, int]:
+        """The overrides with which everything holds, in place of the sizes that are not kept."""
+        return {key: self.values[key] for key in KEYS if key in self.given_up}
+
+
+def as_they_are(config: PipelineConfig) -> Sizes:
+    """Return a configuration's sizes, all of them fixed."""
+    splits, ppo = config.data.splits.model_dump(), config.ppo
+    wanted = {split_key(name): size for name, size in splits.items()}
+    wanted |= {key: getattr(ppo, key.removeprefix("ppo.")) for key in BATCHES}
+    relations = (ppo.samples_per_prompt, ppo.num_trainers, ppo.buffer_limit, config.reward_model.pairs)
+    return Sizes(wanted, (frozenset(KEYS),), *relations)
+
+
+def with_sizes(config: PipelineConfig, values: Mapping[str, int]) -> PipelineConfig:
+    """Return a configuration with other sizes, by key."""
+    splits = config.data.splits.model_copy(update={split: values[split_key(split)] for split in LEAST})
+    ppo = config.ppo.model_copy(update={key.removeprefix("ppo."): values[key] for key in BATCHES})
+    return config.model_copy(update={"data": config.data.model_copy(update={"splits": splits}), "ppo": ppo})
+
+
+def told_changes(wanted: Mapping[str, int], values: Mapping[str, int], keys: Sequence[str] = KEYS) -> str | None:
+    """Return the sentence of sizes that are other than wanted; None if there are none."""
+    changed = [f"{key} {values[key]} (not {wanted[key]})" for key in keys if values[key] != wanted[key]]
+    return f"sizes that nobody set follow the data and each other: {', '.join(changed)}" if changed else None
+
+
+def settle(sizes: Sizes, supplies: Sequence[Supply] = (), *, reads: Sequence[str] = tuple(LEAST)) -> Settled | None:
+    """Return sizes that agree with each other and with the data.
+
+    Args:
+        sizes: what was asked for.
+        supplies: the rows that there are; a split of none of them has what it wants.
+        reads: splits that have to hold something; the others do where there is room.
+
+    Returns:
+        None if the rows do not suffice for any sizes.
+    """
+    needs = [reads] if set(reads) == set(LEAST) else [tuple(LEAST), reads]
+    for needed in needs:
+        for fixed in sizes.fixed:
+            values = _attempt(sizes, fixed, supplies, needed)
+            if values is not None:
+                return Settled(values, frozenset(), ())
+    return _reconciled(sizes, supplies, needs[-1])
+
+
+def _reconciled(sizes: Sizes, supplies: Sequence[Supply], reads: Sequence[str]) -> Settled | None:
+    """Give up the fewest fixed sizes; of equally few, those that change least."""
+    fixed = sizes.fixed[-1]
+    for count in range(1, len(fixed) + 1):
+        found = [
+            (sum(_distance(values[key], sizes.wanted[key]) for key in KEYS), sorted(freed), values)
+            for freed in combinations([key for key in KEYS if key in fixed], count)
+            if (values := _attempt(sizes, fixed - set(freed), supplies, reads)) is not None
+        ]
+        if found:
+            _, freed, values = min(found, key=lambda each: each[:2])
+            return Settled(values, frozenset(freed), _complaints(sizes, values, freed, fixed, supplies))
+    return None
+
+
+def _complaints(
+    sizes: Sizes, values: Mapping[str, int], freed: Sequence[str], fixed: frozenset[str], supplies: Sequence[Supply]
+) -> tuple[str, ...]:
+    asked = {**values, **{key: sizes.wanted[key] for key in freed}}
+    told = [
+        lacking(supply, {split: asked[split_key(split)] for split in supply.splits})
+        for supply in supplies
+        if any(split_key(split) in freed for split in supply.splits)
+    ]
+    told += batch_complaints(
+        asked,
+        samples_per_prompt=sizes.samples_per_prompt,
+        num_trainers=sizes.num_trainers,
+        buffer_limit=sizes.buffer_limit,
+    )
+    prompts, problems = asked[PROMPTS], asked[split_key("ppo")]
+    if prompts > problems:
+        told.append(
+            f"{PROMPTS} is {prompts}, but data.splits.ppo has only {problems} problems; lower the first or raise the "
+            "second"
+        )
+    kept = ", ".join(f"{key} {sizes.wanted[key]}" for key in KEYS if key in fixed)
+    return tuple(told) or (f"these sizes exclude each other: {kept}",)
+
+
+def lacking(supply: Supply, wanted: Mapping[str, int]) -> str:
+    """Return the sentence of rows that are fewer than the splits need, by the splits' sizes."""
+    needed = ", ".join(f"{split} {size}" for split, size in wanted.items())
+    return (
+        f"{supply.name} has {supply.rows} different {supply.noun} that can be used, but data.splits need "
+        f"{sum(wanted.values())} ({needed})"
+    )
+
+
+def batch_complaints(
+    values: Mapping[str, int], *, samples_per_prompt: int = 1, num_trainers: int = 1, buffer_limit: int = 0
+) -> list[str]:
+    """Return what does not hold between an episode's prompts, its chunks and its batches, a sentence each.
+
+    Args:
+        values: by key; only relations between the given ones are looked at.
+        samples_per_prompt: of `ppo`, as the others.
+        num_trainers: processes that learn from a batch each.
+        buffer_limit: batches for which makers may run ahead; 0 sets no limit.
+    """
+    told = []
+    prompts, chunk, batch, micro = (values.get(key) for key in BATCHES)
+    samples, each = (prompts or 0) * samples_per_prompt, samples_per_prompt
+    if chunk and chunk % each:
+        told.append(f"ppo.chunk_size is {chunk}, but must be a multiple of ppo.samples_per_prompt, {each}")
+    if batch and micro and batch % micro:
+        told.append(f"ppo.train_batch_size is {batch}, but must be a multiple of ppo.micro_batch_size, {micro}")
+    told += [
+        f"{key} is {size}, but an episode has {samples} samples (prompts_per_episode x samples_per_prompt); "
+        f"choose a divisor of {samples}"
+        for key, size in ((CHUNK, chunk), (BATCH, batch))
+        if size and samples % size
+    ]
+    step = (batch or 0) * num_trainers
+    if step and samples % step and not samples % (batch or 1):
+        told.append(
+            f"ppo.num_trainers is {num_trainers} and ppo.train_batch_size {batch}, so a step learns from {step} "
+            f"samples, which do not divide an episode's {samples} (prompts_per_episode x samples_per_prompt); lower "
+            "one of them"
+        )
+    room = buffer_limit * step
+    if chunk and 0 < room < chunk:
+        told.append(
+            f"ppo.buffer_limit has room for {room} samples, less than a chunk ({chunk}): no maker could run ahead; "
+            "raise it"
+        )
+    return told
+
+
+def _attempt(
+    sizes: Sizes, fixed: frozenset[str], supplies: Sequence[Supply], reads: Sequence[str]
+) -> dict[str, int] | None:
+    """Return values with which everything holds and what is fixed is kept; None if there are none."""
+    wanted = dict(sizes.wanted)
+    step = _prompts_step(sizes, fixed)
+    least = {split: (least if split in reads else 0) for split, least in LEAST.items()}
+    if "ppo" in reads:
+        least["ppo"] = wanted[PROMPTS] if PROMPTS in fixed else step
+    ppo = split_key("ppo")
+    if ppo not in fixed:
+        wanted[ppo] = max(wanted[ppo], least["ppo"])
+    values = dict(wanted)
+    for supply in supplies:
+        shares = _shares(supply, wanted, least, fixed, pairs=sizes.pairs)
+        if shares is None:
+            return None
+        # a split that is too small for its stage is none
+        values |= {key: size if size >= LEAST[key.rpartition(".")[2]] else 0 for key, size in shares.items()}
+    if any(values[split_key(split)] < least[split] for split in reads):
+        return None
+    batches = _batches(sizes, fixed, step=step, most=values[ppo] or None)
+    return None if batches is None else values | batches
+
+
+def _shares(
+    supply: Supply, wanted: Mapping[str, int], least: Mapping[str, int], fixed: frozenset[str], *, pairs: int | None
+) -> dict[str, int] | None:
+    """Return the sizes of a supply's splits: what they want, or where that is too much, in proportion to it."""
+    keys = {split_key(split): least[split] for split in supply.splits}
+    kept = {key: wanted[key] for key in keys if key in fixed}
+    asked = {key: max(wanted[key], low) for key, low in keys.items() if key not in fixed}
+    lowest = {key: keys[key] for key in asked}
+    if supply.feeds_pairs:
+        asked["pairs"] = pairs or sum(wanted[key] for key in keys)
+        lowest["pairs"] = min(_LEAST_PAIRS, asked["pairs"])
+    room = supply.rows - sum(kept.values())
+    if room < sum(lowest.values()):
+        return None
+    shares = asked
+    if room < sum(asked.values()):
+        over, spare = {key: asked[key] - lowest[key] for key in asked}, room - sum(lowest.values())
+        exact = {key: spare * over[key] / sum(over.values()) for key in asked}
+        shares = {key: lowest[key] + math.floor(exact[key]) for key in asked}
+        rest = sorted(asked, key=lambda key: math.floor(exact[key]) - exact[key])  # the largest remainders first
+        for key in rest[: room - sum(shares.values())]:
+            shares[key] += 1
+    return kept | {key: size for key, size in shares.items() if key != "pairs"}
+
+
+def _prompts_step(sizes: Sizes, fixed: frozenset[str]) -> int:
+    """Return what the number of an episode's prompts must be a multiple of, for the fixed batches' sake."""
+    samples = math.lcm(
+        sizes.samples_per_prompt,
+        sizes.wanted[CHUNK] if CHUNK in fixed else 1,
+        sizes.num_trainers * math.lcm(*(sizes.wanted[key] for key in (BATCH, MICRO) if key in fixed), 1),
+    )
+    return samples // sizes.samples_per_prompt
+
+
+def _batches(sizes: Sizes, fixed: frozenset[str], *, step: int, most: int | None) -> dict[str, int] | None:
+    """Return the batches that are nearest to what is wanted, of an episode of at most so many prompts."""
+    wanted = sizes.wanted[PROMPTS]
+    if PROMPTS in fixed:
+        candidates: Sequence[int] = [wanted] if most is None or wanted <= most else []
+    else:
+        highest = max(wanted, step) if most is None else min(max(wanted, step), most)
+        candidates = range(step, highest + 1, step)
+    found = [values for prompts in candidates if (values := _of_prompts(sizes, fixed, prompts)) is not None]
+    distances = {id(each): sum(_distance(each[key], sizes.wanted[key]) for key in BATCHES) for each in found}
+    return min(found, key=lambda each: (distances[id(each)], -each[PROMPTS]), default=None)
+
+
+def _of_prompts(sizes: Sizes, fixed: frozenset[str], prompts: int) -> dict[str, int] | None:
+    each, trainers = sizes.samples_per_prompt, sizes.num_trainers
+    samples, micro = prompts * each, sizes.wanted[MICRO]
+    batch = sizes.wanted[BATCH]
+    if BATCH not in fixed:
+        batch = _divisor(samples // trainers, batch, of=micro if MICRO in fixed else 1)
+    chunk = sizes.wanted[CHUNK]
+    if CHUNK not in fixed:
+        room = sizes.buffer_limit * batch * trainers
+        chunk = _divisor(samples, min(chunk, room) if room else chunk, of=each)
+    if MICRO not in fixed:
+        micro = _divisor(batch, micro, of=1)
+    values = {PROMPTS: prompts, CHUNK: chunk, BATCH: batch, MICRO: micro}
+    complaints = batch_complaints(
+        values, samples_per_prompt=each, num_trainers=trainers, buffer_limit=sizes.buffer_limit
+    )
+    return None if complaints else values
+
+
+def _divisor(number: int, most: int, *, of: int) -> int:
+    """Return the largest divisor of a number that is a multiple of `of` and at most `most`; `of` if there is none."""
+    multiples = range(min(most, number) // of * of, 0, -of)
+    return next((each for each in multiples if number % each == 0), of)
+
+
+def _distance(value: int, wanted: int) -> float:
+    return abs(math.log2(max(value, 1) / max(wanted, 1)))

@@ -67,15 +67,16 @@ class Sizes:
         return replace(self, wanted={**self.wanted, **given}, fixed=fixed)
 
     def decide_splits(self) -> dict[str, Any]:
-        """Return all but the rows that `settle` finds the splits' sizes by, as plain values: names what was drawn."""
-        levels = [fixed for fixed in self.fixed if _attempt(self, fixed, (), tuple(LEAST)) is not None]
-        least = [self.wanted[PROMPTS] if PROMPTS in fixed else _prompts_step(self, fixed) for fixed in levels]
-        return {
-            "wanted": {key: self.wanted[key] for key in SPLITS},
-            "fixed": [sorted(fixed & set(SPLITS)) for fixed in levels],
-            "least_prompts": least,
-            "pairs": self.pairs,
-        }
+        """Return what decides the splits' sizes besides the rows, as plain values: part of what names a dataset."""
+        levels = [
+            {
+                "fixed": sorted(fixed & set(SPLITS)),
+                "least_prompts": _least_prompts(self, fixed),
+                "agrees": _attempt(self, fixed, (), tuple(LEAST)) is not None,
+            }
+            for fixed in self.fixed
+        ]
+        return {"wanted": {key: self.wanted[key] for key in SPLITS}, "levels": levels, "pairs": self.pairs}
 
 
 class Settled(NamedTuple):
@@ -127,18 +128,20 @@ def settle(sizes: Sizes, supplies: Sequence[Supply] = (), *, reads: Sequence[str
     Returns:
         None if the rows do not suffice for any sizes.
     """
-    needs = [reads] if set(reads) == set(LEAST) else [tuple(LEAST), reads]
-    for needed in needs:
-        for fixed in sizes.fixed:
+    whole = tuple(LEAST)
+    levels = sizes.fixed if "ppo" in reads else (*sizes.fixed, sizes.fixed[-1] - set(BATCHES))  # nobody asks for those
+    for needed in dict.fromkeys((whole, tuple(each for each in whole if each in reads))):
+        for fixed in levels:
             values = _attempt(sizes, fixed, supplies, needed)
             if values is not None:
                 return Settled(values, frozenset(), ())
-    return _reconciled(sizes, supplies, needs[-1])
+    return _reconciled(sizes, levels[-1], supplies, reads)
 
 
-def _reconciled(sizes: Sizes, supplies: Sequence[Supply], reads: Sequence[str]) -> Settled | None:
+def _reconciled(
+    sizes: Sizes, fixed: frozenset[str], supplies: Sequence[Supply], reads: Sequence[str]
+) -> Settled | None:
     """Give up the fewest fixed sizes; of equally few, those that change least."""
-    fixed = sizes.fixed[-1]
     for count in range(1, len(fixed) + 1):
         found = [
             (sum(_distance(values[key], sizes.wanted[key]) for key in KEYS), sorted(freed), values)
@@ -154,23 +157,28 @@ def _reconciled(sizes: Sizes, supplies: Sequence[Supply], reads: Sequence[str]) 
 def _complaints(
     sizes: Sizes, values: Mapping[str, int], freed: Sequence[str], fixed: frozenset[str], supplies: Sequence[Supply]
 ) -> tuple[str, ...]:
+    """Return what does not hold between the fixed sizes, where those that were given up have their wanted value."""
     asked = {**values, **{key: sizes.wanted[key] for key in freed}}
     told = [
         lacking(supply, {split: asked[split_key(split)] for split in supply.splits})
         for supply in supplies
         if any(split_key(split) in freed for split in supply.splits)
     ]
-    told += batch_complaints(
-        asked,
-        samples_per_prompt=sizes.samples_per_prompt,
-        num_trainers=sizes.num_trainers,
-        buffer_limit=sizes.buffer_limit,
-    )
-    prompts, problems = asked[PROMPTS], asked[split_key("ppo")]
-    if prompts > problems:
+    if set(freed) & set(BATCHES):
+        told += batch_complaints(
+            {key: sizes.wanted[key] for key in BATCHES if key in fixed},
+            samples_per_prompt=sizes.samples_per_prompt,
+            num_trainers=sizes.num_trainers,
+            buffer_limit=sizes.buffer_limit,
+        )
+    prompts, problems = _least_prompts(sizes, fixed), asked[split_key("ppo")]
+    if 0 < problems < prompts:
         told.append(
             f"{PROMPTS} is {prompts}, but data.splits.ppo has only {problems} problems; lower the first or raise the "
             "second"
+            if PROMPTS in fixed
+            else f"an episode of these batches has at least {prompts} prompts, but data.splits.ppo has only {problems} "
+            "problems; lower ppo's sizes or raise that one"
         )
     kept = ", ".join(f"{key} {sizes.wanted[key]}" for key in KEYS if key in fixed)
     return tuple(told) or (f"these sizes exclude each other: {kept}",)
@@ -233,7 +241,7 @@ def _attempt(
     step = _prompts_step(sizes, fixed)
     least = {split: (least if split in reads else 0) for split, least in LEAST.items()}
     if "ppo" in reads:
-        least["ppo"] = wanted[PROMPTS] if PROMPTS in fixed else step
+        least["ppo"] = _least_prompts(sizes, fixed)
     ppo = split_key("ppo")
     if ppo not in fixed:
         wanted[ppo] = max(wanted[ppo], least["ppo"])
@@ -244,7 +252,8 @@ def _attempt(
             return None
         # a split that is too small for its stage is none
         values |= {key: size if size >= LEAST[key.rpartition(".")[2]] else 0 for key, size in shares.items()}
-    if any(values[split_key(split)] < least[split] for split in reads):
+    drawn = {split for supply in supplies for split in supply.splits}
+    if any(values[split_key(split)] < least[split] for split in drawn & set(reads)):
         return None
     batches = _batches(sizes, fixed, step=step, most=values[ppo] or None)
     return None if batches is None else values | batches
@@ -273,6 +282,10 @@ def _shares(
         for key in rest[: room - sum(shares.values())]:
             shares[key] += 1
     return kept | {key: size for key, size in shares.items() if key != "pairs"}
+
+
+def _least_prompts(sizes: Sizes, fixed: frozenset[str]) -> int:
+    return sizes.wanted[PROMPTS] if PROMPTS in fixed else _prompts_step(sizes, fixed)
 
 
 def _prompts_step(sizes: Sizes, fixed: frozenset[str]) -> int:

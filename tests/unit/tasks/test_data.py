@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 
-from flows.presets import resolve
+from flows.presets import draft_of, resolve
 from infra.artifacts import open_default_store
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data import problems_from_jsonl
 from rlhf_core.data.preparing import SOURCES
 from rlhf_core.errors import ConfigError, DataError
-from tasks.data import SPLITS, check_data, prepare_data, with_data
+from tasks.data import SPLITS, check_data, prepare_data, settled, with_data
+from tasks.stages import stage_result
 from tests.tiny_llama import write_tiny_llama
-from tests.unit.data.read_sets import SIZES
+from tests.unit.data.read_sets import CHATML, SIZES
 from tests.unit.tasks import data_files
 from tests.unit.tasks.data_files import write
 
@@ -149,3 +150,93 @@ def test_a_model_without_a_chat_template_needs_a_template(tmp_path: Path) -> Non
     )
     with pytest.raises(ConfigError, match=r"no chat template.*template\.prompt"):
         prepare_data.fn(config, None, reads=SPLITS)  # type: ignore[attr-defined]
+
+
+OWN = [{"question": f"What is {n} and {n}?", "answer": str(2 * n)} for n in range(300)]
+OWN_PAIRS = [
+    {"prompt": f"Ask {n}", "chosen": f"Kind {n}, as it should be.", "rejected": f"Rude {n}."} for n in range(300)
+]
+
+
+def begun(preset: str, model: Path, path: str, reads: tuple[str, ...] = SPLITS, **overrides: Any) -> PipelineConfig:
+    """What a flow begins with, data of one's own stored: as `flows.begin`, without Prefect."""
+    draft = draft_of(preset, model=str(model), data=path, overrides=overrides)
+    config = with_data(draft.config, path)
+    dataset = prepare_data.fn(config, path, reads=reads, sizes=draft.sizes)  # type: ignore[attr-defined]
+    if dataset.reused:
+        check_data.fn(config, dataset.parent, reads=reads)  # type: ignore[attr-defined]
+    found = settled(config, draft.sizes, dataset, path, reads=reads)
+    return PipelineConfig.model_validate(found.model_dump())  # its relations hold
+
+
+@pytest.mark.parametrize(
+    ("preset", "rows", "overrides", "sizes"),
+    [
+        ("quickstart", OWN, {}, {"sft": 144, "preferences": 36, "ppo": 90, "evaluation": 30}),
+        (
+            "quickstart",
+            OWN,
+            {"data.splits.evaluation": 100},
+            {"sft": 106, "preferences": 27, "ppo": 67, "evaluation": 100},
+        ),
+        # 96 + 192 + 96 prompts and 400 pairs are wanted; 32 prompts are an episode's: 263 of 747 rows beyond the least
+        ("hh-rlhf", OWN_PAIRS, {}, {"sft": 35, "preferences": 64, "ppo": 88, "evaluation": 35}),
+    ],
+)
+def test_a_first_run_on_300_rows_of_ones_own_begins(
+    model: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    preset: str,
+    rows: list[dict[str, Any]],
+    overrides: dict[str, Any],
+    sizes: dict[str, int],
+) -> None:
+    caplog.set_level("INFO")
+    lengths = {"evaluation.max_new_tokens": 40, "template": {"prompt": CHATML}}
+    path = write(tmp_path / "mine.jsonl", rows)
+    first = begun(preset, model, path, **lengths, **overrides)
+    assert first.data.splits.model_dump() == sizes
+    assert f"data.splits.ppo {sizes['ppo']} (not " in caplog.text
+    again = begun(preset, model, path, **lengths, **overrides)
+    assert again == first
+    assert len(open_default_store().list("dataset")) == 1
+    [stored] = open_default_store().list("dataset")
+    told = draft_of(preset, model=str(model), data=stored.ref.uri, overrides={**lengths, **overrides})
+    named = settled(
+        with_data(told.config, stored.ref.uri), told.sizes, stage_result("data", stored, reused=True), stored.ref.uri,
+        reads=SPLITS,
+    )  # fmt: skip
+    assert named.ppo == first.ppo, "a flow that is handed the dataset has the same sizes"
+
+
+def test_sizes_that_the_user_set_are_kept_or_all_told_at_once_with_what_works(model: Path, tmp_path: Path) -> None:
+    path = write(tmp_path / "mine.jsonl", OWN)
+    asked = {"data.splits.sft": 400, "ppo.train_batch_size": 48, "ppo.prompts_per_episode": 64}
+    lengths = {"evaluation.max_new_tokens": 8, "sft.max_length": 30, "template": {"prompt": CHATML}}
+    with pytest.raises(DataError, match=r"^4 things stand in the way.*with these overrides it works") as refused:
+        begun("quickstart", model, path, **asked, **lengths)
+    told = str(refused.value)
+    for part in (
+        "mine.jsonl) has 300 different prompts",
+        "train_batch_size is 48",
+        "sft.max_length = 30",
+        "max_new_tokens",
+    ):
+        assert part in told
+    assert not open_default_store().list("dataset")
+    offered = json.loads(told[told.rindex(": {") + 2 :])
+    config = begun("quickstart", model, path, **asked | lengths | offered)
+    assert (config.ppo.prompts_per_episode * config.ppo.samples_per_prompt) % config.ppo.train_batch_size == 0
+    assert begun("quickstart", model, path, **asked | lengths | offered) == config
+
+
+def test_a_stage_alone_takes_every_row_and_minds_no_key_of_ppo(model: Path, tmp_path: Path) -> None:
+    path = write(tmp_path / "mine.jsonl", OWN)
+    asked = {"data.splits.sft": 300, "ppo.train_batch_size": 48, "ppo.prompts_per_episode": 64}
+    bare = {"template": {"prompt": CHATML}, "evaluation.max_new_tokens": 40}
+    alone = begun("quickstart", model, path, ("sft",), **asked, **bare)
+    assert alone.data.splits.model_dump() == {"sft": 300, "preferences": 0, "ppo": 0, "evaluation": 0}
+    assert begun("quickstart", model, path, ("sft",), **asked, **bare).data == alone.data
+    with pytest.raises(DataError, match=r"data.splits need .*works: \{"):
+        begun("quickstart", model, path, **asked, **bare)

@@ -74,7 +74,7 @@ def split_transcripts(chosen: str, rejected: str, where: str) -> PreferencePair 
     if end < 0:
         return None
     end += len(ASSISTANT)
-    return PreferencePair(chosen[:end], _stripped(chosen[end:]), _stripped(rejected[end:]))
+    return PreferencePair(chosen[:end], stripped(chosen[end:]), stripped(rejected[end:]))
 
 
 def first_turn(response: str) -> str:
@@ -82,7 +82,7 @@ def first_turn(response: str) -> str:
     return response.partition(HUMAN)[0].strip()
 
 
-def _stripped(response: str) -> str:
+def stripped(response: str) -> str:
     """Return a response without the space around it; a mark behind a turn that says nothing stays a mark."""
     said, mark, further = response.partition(HUMAN)
     return (said.lstrip() + mark + further).rstrip()

@@ -14,7 +14,7 @@ from rlhf_core.data.reading.answers import (
     worked_solution,
 )
 from rlhf_core.data.reading.forms import Form
-from rlhf_core.data.reading.messages import ends_with_assistant, read_messages, response_of, response_text
+from rlhf_core.data.reading.messages import ends_with_assistant, read_messages, response_of
 from rlhf_core.data.reading.problem_forms import (
     AnswerMarks,
     instruction_text,
@@ -67,19 +67,22 @@ def _messages(row: Row) -> Problem:
 
 
 def _instruction(row: Row) -> Problem:
-    output = response_text(row.fields, row.where, "output")
+    [output] = text_fields(row.fields, row.where, ("output",))
     return Problem(instruction_text(row), None, None, _not_empty(output, row.where))
 
 
 def _prompt(field: str, row: Row) -> Problem:
     where, fields = row
     prompt = prompt_text(row, "prompt", besides=(field,))
-    response = response_text(fields, where, field)
+    if isinstance(fields.get(field), list):
+        response = response_of(read_messages(fields[field], where, field), where)
+    else:
+        [response] = text_fields(fields, where, (field,))
     return Problem(prompt, _answer(row, "answer"), None, _not_empty(response, where))
 
 
 def _own(row: Row) -> Problem:
-    response = response_text(row.fields, row.where, "response")
+    [response] = text_fields(row.fields, row.where, ("response",))
     if row.fields.get("answer") is not None or row.fields.get("entry") is not None:
         return problem_of("question", AnswerMarks(), row)
     return Problem(prompt_text(row, "question"), None, None, _not_empty(response, row.where))

@@ -6,12 +6,14 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.data.reading.json_rows import json_value
-from rlhf_core.data.reading.rows import RowError, text_fields
+from rlhf_core.data.reading.rows import RowError
 from rlhf_core.data.transcripts import Message, continuation, transcript
 from rlhf_core.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from rlhf_core.data.reading.rows import Row
 
 _ROLES = {
     "user": "user",
@@ -43,38 +45,8 @@ def read_messages(value: Any, where: str, name: str = "messages") -> tuple[Messa
     return tuple(_message(message, where) for message in value)
 
 
-def messages_in(value: Any, where: str, name: str) -> tuple[Message, ...] | None:
-    """Return the messages of a field that may hold a text as well; None if it holds no list.
-
-    A text is messages only if it is a list in JSON whose elements are objects with a role, the first of them with one
-    that we know: `[1, 2]` and `["a"]` are texts, and so is whatever goes on behind the list.
-
-    Raises:
-        RowError: if it is a list of something else, or a text that begins as messages do and is no JSON.
-    """
-    if isinstance(value, str) and not _is_told_as_messages(value, f"{where}: {name!r}"):
-        return None
-    return read_messages(value, where, name) if isinstance(value, str | list) else None
-
-
-def _is_told_as_messages(text: str, where: str) -> bool:
-    if not text.lstrip().startswith("["):
-        return False
-    try:
-        roles = [_role(message) for message in json_value(text, f"{where}, which begins as messages do,")]
-    except RowError as error:
-        if _BEGINS_AS_MESSAGES.match(text) and getattr(error.__cause__, "msg", "") != "Extra data":
-            raise
-        return False
-    return bool(roles) and None not in roles and str(roles[0]) in _ROLES
-
-
-def _role(message: Any) -> Any:
-    return message.get("role") or message.get("from") if isinstance(message, dict) else None
-
-
 def _message(message: Any, where: str) -> Message:
-    role = _role(message)
+    role = message.get("role") or message.get("from") if isinstance(message, dict) else None
     content = message.get("content", message.get("value")) if isinstance(message, dict) else None
     if not isinstance(role, str) or role not in _ROLES or not isinstance(content, str):
         raise RowError(
@@ -91,16 +63,6 @@ def ends_with_assistant(row: Mapping[str, Any]) -> bool:
         return read_messages(row.get("messages"), "the row")[-1]["role"] == "assistant"
     except RowError:
         return True
-
-
-def response_text(row: Mapping[str, Any], where: str, name: str) -> str:
-    """Return the response that a field holds, as a text or as the assistant's messages.
-
-    Raises:
-        RowError: if it is something else.
-    """
-    messages = messages_in(row.get(name), where, name)
-    return text_fields(row, where, (name,))[0] if messages is None else response_of(messages, where)
 
 
 def prompt_of(messages: Sequence[Message], where: str) -> str:
@@ -125,3 +87,35 @@ def response_of(messages: Sequence[Message], where: str) -> str:
         return continuation(messages)
     except DataError as error:
         raise RowError(f"{where}: {error}", UNUSABLE) from error
+
+
+def with_messages(row: Row, names: Iterable[str]) -> Row:
+    """Return a row with lists of messages where texts are such lists in JSON, as CSV has them.
+
+    A text is one if its elements are objects with a role, the first of them with a role that we know: `[1, 2]` and
+    `["a"]` are texts, and so is whatever goes on behind the list. The texts of a task's record are taken to the letter.
+
+    Args:
+        row: as the file has it.
+        names: fields that may hold messages.
+
+    Raises:
+        RowError: if a text begins as messages do, and is not JSON.
+    """
+    if "entry" in names and row.fields.get("entry") is not None:
+        return row
+    lists = {name: _listed(row.fields.get(name), f"{row.where}: {name!r}") for name in names}
+    return row._replace(fields=row.fields | {name: found for name, found in lists.items() if found is not None})
+
+
+def _listed(text: Any, where: str) -> list[Any] | None:
+    if not isinstance(text, str) or not text.lstrip().startswith("["):
+        return None
+    try:
+        found: list[Any] = json_value(text, f"{where}, which begins as messages do,")
+    except RowError as error:
+        if _BEGINS_AS_MESSAGES.match(text) and getattr(error.__cause__, "msg", "") != "Extra data":
+            raise
+        return None
+    roles = [isinstance(message, dict) and (message.get("role") or message.get("from")) for message in found]
+    return found if roles and all(roles) and isinstance(roles[0], str) and roles[0] in _ROLES else None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_core.data.preferences import PreferencePair, first_turn, split_transcripts
 from rlhf_core.data.reading.forms import Form
-from rlhf_core.data.reading.messages import UNUSABLE, messages_in, prompt_of, response_of
+from rlhf_core.data.reading.messages import UNUSABLE, prompt_of, read_messages, response_of
 from rlhf_core.data.reading.rows import RowError, number_field, text_fields, wrong_kind
 from rlhf_core.data.transcripts import conversation, transcript, turns
 from rlhf_core.errors import DataError
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from rlhf_core.data.reading.rows import Row
     from rlhf_core.data.transcripts import Message
 
-EQUAL, APART, BLANK = "chosen equals rejected", "no common prompt", "blank chosen"
+EQUAL, APART = "chosen equals rejected", "no common prompt"
+BLANK, NO_TURN = "blank chosen", "no assistant's turn"
 _SIDES = ("chosen", "rejected")
 _EXTRAS = ("margin", "both_well_formed")
 
@@ -41,7 +42,7 @@ def pair_forms() -> list[Form]:
 def _pair(row: Row) -> PreferencePair:
     where, fields = row
     margin = number_field(fields, where, "margin", default=0.0)
-    pair = _with_prompt(row) if fields.get("prompt") is not None else _of_conversations(row)
+    pair = _with_prompt(row) if fields.get("prompt") is not None else _without_prompt(row)
     if not pair.prompt.strip():
         raise RowError(f"{where}: field 'prompt' is blank", "blank prompt")
     if pair.chosen.strip() == pair.rejected.strip():
@@ -49,6 +50,19 @@ def _pair(row: Row) -> PreferencePair:
     if not first_turn(pair.chosen):
         raise RowError(f"{where}: the chosen response is blank, so there is nothing to learn", BLANK)
     return replace(pair, margin=margin, both_well_formed=_both_well_formed(row))
+
+
+def _without_prompt(row: Row) -> PreferencePair:
+    try:
+        return _of_conversations(row)
+    except RowError as error:
+        if "prompt" in row.fields and error.reason in {UNUSABLE, NO_TURN}:
+            raise RowError(
+                f"{row.where}: field 'prompt' is null, and chosen and rejected are no whole conversations, which tell "
+                "it too",
+                "field 'prompt' is null",
+            ) from error
+        raise
 
 
 def _both_well_formed(row: Row) -> bool | None:
@@ -63,36 +77,32 @@ def _with_prompt(row: Row) -> PreferencePair:
     sides = [_side(fields, where, name) for name in _SIDES]
     if all(isinstance(side, tuple) and side[0]["role"] != "assistant" for side in sides):
         return _of_conversations(row)
-    messages = messages_in(fields["prompt"], where, "prompt")
-    [prompt] = text_fields(fields, where, ("prompt",)) if messages is None else [prompt_of(messages, where)]
+    prompt = fields["prompt"]
+    if isinstance(prompt, list):
+        prompt = prompt_of(read_messages(prompt, where, "prompt"), where)
+    [prompt] = text_fields({"prompt": prompt}, where, ("prompt",))
     chosen, rejected = (side if isinstance(side, str) else response_of(side, where) for side in sides)
     return PreferencePair(prompt, chosen, rejected)
 
 
 def _side(fields: dict[str, Any], where: str, name: str) -> str | tuple[Message, ...]:
-    messages = messages_in(fields.get(name), where, name)
-    return text_fields(fields, where, (name,))[0] if messages is None else messages
+    if isinstance(fields.get(name), list):
+        return read_messages(fields[name], where, name)
+    return text_fields(fields, where, (name,))[0]
 
 
 def _of_conversations(row: Row) -> PreferencePair:
     where, fields = row
     chosen, rejected = (_side(fields, where, name) for name in _SIDES)
-    messages = isinstance(chosen, tuple)
-    if messages != isinstance(rejected, tuple):
-        kinds = ("messages", "a text") if messages else ("a text", "messages")
-        raise RowError(
-            f"{where}: 'chosen' is {kinds[0]}, but 'rejected' is {kinds[1]}; write both in one way", UNUSABLE
-        )
+    messages = isinstance(chosen, tuple) and isinstance(rejected, tuple)
+    if not messages:
+        chosen, rejected = text_fields(fields, where, _SIDES)
     try:
         pair = split_transcripts(_as_text(chosen, where), _as_text(rejected, where), where)
+    except RowError:
+        raise
     except DataError as error:
-        if fields.get("prompt", "") is None:
-            raise RowError(
-                f"{where}: field 'prompt' is null, and chosen and rejected are no whole conversations, which would "
-                "tell it",
-                "field 'prompt' is null",
-            ) from error
-        raise error if isinstance(error, RowError) else RowError(str(error), "no assistant's turn") from error
+        raise RowError(str(error), NO_TURN) from error
     if pair is None:
         raise RowError(f"{where}: chosen and rejected have no common prompt: they part before an answer", APART)
     spoken = turns(pair.prompt) if messages else None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rlhf_core.data.problems import Problem
 from rlhf_core.data.reading.answers import answer_text, boxed_answer, stated_answer
 from rlhf_core.data.reading.forms import Form
-from rlhf_core.data.reading.messages import messages_in, prompt_of, read_messages, response_text
+from rlhf_core.data.reading.messages import prompt_of, read_messages
 from rlhf_core.data.reading.rows import RowError, optional_text, text_fields
 from rlhf_core.data.transcripts import turns
 from rlhf_core.rewards.math_answers import FINAL_ANSWER
@@ -83,12 +83,10 @@ class AnswerMarks:
 def problem_of(field: str, marks: AnswerMarks, row: Row) -> Problem:
     """Return the problem of a row whose question has the named field."""
     where, fields = row
-    entry = optional_text(fields, where, "entry")
+    entry, response = (optional_text(fields, where, name) for name in ("entry", "response"))
     if entry is not None:
         [prompt] = text_fields(fields, where, (field,))
-        answer, response = (optional_text(fields, where, name) for name in ("answer", "response"))
-        return Problem(not_blank(prompt, where), answer, entry, response)
-    response = None if fields.get("response") is None else response_text(fields, where, "response")
+        return Problem(not_blank(prompt, where), optional_text(fields, where, "answer"), entry, response)
     prompt = prompt_text(row, field, besides=("answer",))
     answer = answer_text(fields, where)
     marks.check(answer, where)
@@ -107,9 +105,8 @@ def prompt_text(row: Row, field: str, *, besides: tuple[str, ...] = ()) -> str:
         RowError: if it is something else, or blank.
     """
     where, fields = row
-    messages = messages_in(fields.get(field), where, field)
-    if messages is not None:
-        return not_blank(prompt_of(messages, where), where)
+    if isinstance(fields.get(field), list):
+        return not_blank(prompt_of(read_messages(fields[field], where, field), where), where)
     missing = tuple(name for name in besides if name not in fields)
     prompt = text_fields(fields, where, (field, *missing))[0]
     prompt = prompt if turns(prompt) else prompt.strip()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_core.data.reading.columns import check_columns, check_fields, renamed
 from rlhf_core.data.reading.demonstration_forms import demonstration_forms
 from rlhf_core.data.reading.forms import Form, form_of, told
+from rlhf_core.data.reading.messages import with_messages
 from rlhf_core.data.reading.pair_forms import APART, BLANK, EQUAL, pair_forms
 from rlhf_core.data.reading.places import find_parts
 from rlhf_core.data.reading.problem_forms import problem_forms, prompt_forms
@@ -99,7 +100,7 @@ def _built(row: Row | RejectedRow, form: Form | None) -> Any:
     if isinstance(row, RejectedRow) or form is None:
         return row
     try:
-        return form.build(row)
+        return form.build(with_messages(row, form.fields))
     except RowError as error:
         return RejectedRow(row.where, error.reason, error.detail)
 

@@ -77,7 +77,7 @@ def test_messages_stand_in_csv_as_json(tmp_path: Path) -> None:
     content = b'messages\n"[{""role"": ""user"", ""content"": ""Hi""}]"\n'
     assert prompts(tmp_path, content) == ["Hi"]
     broken = written(tmp_path, b'messages\n"[{""role"": ]"\n', "broken.csv")
-    assert "'messages' is not valid JSON" in refusal(broken, "prompts")
+    assert "'messages', which begins as messages do, is not valid JSON" in refusal(broken, "prompts")
 
 
 def test_the_margins_of_a_csv_are_numbers(tmp_path: Path) -> None:
@@ -128,9 +128,7 @@ def both(*lists: str) -> str:
         ({"chosen": GOOD, "rejected": BAD, "prompt": both(USER)}, "preferences", PAIR),
         ({"prompt": USER, "response": GOOD}, "demonstrations", SHOWN),
         ({"prompt": USER, "completion": GOOD}, "demonstrations", SHOWN),
-        ({"question": USER, "response": GOOD}, "demonstrations", SHOWN),
-        ({"question": USER, "response": GOOD, "answer": "4"}, "demonstrations", Problem("Hi", "4", None, "Hello")),
-        ({"instruction": USER, "output": GOOD}, "demonstrations", SHOWN),
+        ({"instruction": USER, "output": "Hello"}, "demonstrations", SHOWN),
         ({"question": USER, "answer": "4"}, "problems", Problem("Hi", "4")),
         ({"prompt": USER}, "prompts", Problem("Hi")),
     ],

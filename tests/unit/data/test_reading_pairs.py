@@ -93,7 +93,7 @@ def test_texts_and_chat_messages_become_pairs(tmp_path: Path, row: dict[str, Any
         ({"prompt": [assistant("A")], "chosen": "A", "rejected": "B"}, "must end with the user's turn"),
         ({"prompt": "Hi", "chosen": 3, "rejected": "B"}, "field 'chosen' must be a string, but is a number"),
         ({"prompt": " ", "chosen": "A", "rejected": "B"}, "'prompt' is blank"),
-        ({"chosen": [USER, assistant("A")], "rejected": HI + " B"}, "'chosen' is messages, but 'rejected' is a text"),
+        ({"chosen": [USER, assistant("A")], "rejected": HI + " B"}, "field 'chosen' must be a string, but is a list"),
         ({"chosen": [USER], "rejected": [USER, assistant("B")]}, "must end with the assistant's turn"),
         (
             {"prompt": "Hi", "chosen": [assistant("A" + HI)], "rejected": [assistant("B")]},
@@ -149,10 +149,11 @@ def test_a_blank_chosen_response_is_left_out_and_counted(tmp_path: Path) -> None
         {"chosen": HI, "rejected": HI + " A"},
         {"chosen": silent, "rejected": HI + " A"},
         {"prompt": "Hi", "chosen": " ", "rejected": "A"},
+        {"prompt": "Hi", "chosen": [assistant(""), USER, assistant("B")], "rejected": "A"},
         {"chosen": HI + " A", "rejected": silent},
     )
     found = read(path, "preferences", bad_rows="refuse")
-    assert [row.reason for row in found.rejected] == ["blank chosen"] * 3
+    assert [row.reason for row in found.rejected] == ["blank chosen"] * 4
     assert found.rows == (PreferencePair(HI, "A", "\n\nHuman: Well?\n\nAssistant: B"),)
 
 

@@ -106,10 +106,12 @@ def _refusal(source: SourceConfig, error: Exception, *, local: bool) -> str:
 
 
 def _rows(found: Any, name: str) -> Scan:
+    from datasets import Value  # noqa: PLC0415  # slow to import, and seldom needed
+
     if not len(found):
         raise DataError(f"dataset {name} is empty")
     plain = found.with_format(None)  # not as arrays, and with all columns
-    single = [column for column, feature in plain.features.items() if getattr(feature, "dtype", None) == "float32"]
+    single = [column for column, feature in plain.features.items() if feature == Value("float32")]
     number = 0
     try:
         for number, row in enumerate(plain, start=1):

@@ -78,7 +78,8 @@ def _present(paths: Iterable[Path]) -> list[Path]:
         DataError: if one is a link that leads nowhere: its rows would be missed.
     """
     found = sorted(paths)
-    dangling = next((path for path in found if path.is_symlink() and not path.exists()), None)
+    shown = (path for path in found if not path.name.startswith("."))  # an editor's lock is such a link
+    dangling = next((path for path in shown if path.is_symlink() and not path.exists()), None)
     if dangling is not None:
         raise DataError(missing(dangling))
     return [path for path in found if path.is_file()]

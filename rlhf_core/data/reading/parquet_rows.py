@@ -41,13 +41,13 @@ def parquet_rows(file: Path, name: str) -> Scan:
             f"{name} holds a text after row {number} that is not UTF-8 (byte {error.object[error.start]:#04x} at "
             f"position {error.start + 1}); write it again as UTF-8"
         ) from error
-    except OverflowError as error:
-        raise DataError(
-            f"{name} holds a value after row {number} that Python cannot hold ({error}); write it again without it"
-        ) from error
     except (pa.ArrowException, OSError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise DataError(f"{name} is damaged: it cannot be read as Parquet ({reason}); fetch it again") from error
+    except (OverflowError, ValueError) as error:  # after Arrow's own, which are ValueErrors too
+        raise DataError(
+            f"{name} holds a value after row {number} that Python cannot hold ({error}); write it again without it"
+        ) from error
     if not number:
         raise DataError(f"{name} is empty: its table holds no row")
 

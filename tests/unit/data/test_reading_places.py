@@ -167,6 +167,10 @@ def test_a_link_that_leads_nowhere_is_named_and_never_passed_over(tmp_path: Path
     write(tmp_path / "d" / "a.jsonl", {"prompt": "a"})
     (tmp_path / "d" / "b.jsonl").symlink_to("gone.jsonl")
     (tmp_path / "e").symlink_to("nowhere")
+    (tmp_path / "f").mkdir()
+    (tmp_path / "f" / ".#a.jsonl").symlink_to("editor@machine")
+    write(tmp_path / "f" / "a.jsonl", {"prompt": "a"})
+    assert prompts(tmp_path / "f") == ["a"]
     sentence = f"data file {tmp_path}/d/b.jsonl is a link that leads nowhere: there is no gone.jsonl"
     for path in ("d/b.jsonl", "d", "d/*.jsonl"):
         with pytest.raises(DataError, match=re.escape(sentence)):
@@ -195,6 +199,9 @@ def test_numbers_of_single_precision_are_read_as_they_were_written(tmp_path: Pat
     datasets.Dataset(pa.table(columns)).save_to_disk(tmp_path / "d")
     for path in (tmp_path / "p.parquet", tmp_path / "d"):
         assert [row.answer for row in rows(path)] == numbers
+    square = datasets.Features({"prompt": datasets.Value("string"), "x": datasets.Array2D((1, 1), "float32")})
+    datasets.Dataset.from_list([{"prompt": "a", "x": [[0.1]]}], features=square).save_to_disk(tmp_path / "square")
+    assert prompts(tmp_path / "square") == ["a"]
 
 
 def test_parquet_of_types_that_json_has_not_is_read_or_named(tmp_path: Path) -> None:

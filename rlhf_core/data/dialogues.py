@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf_core.data.labels import IGNORED
-from rlhf_core.data.reading.answers import stated_answer
+from rlhf_core.data.reading.answers import answer_text, stated_answer
 from rlhf_core.data.reading.hub import is_saved, saved_rows
 from rlhf_core.data.reading.json_rows import read_rows
 from rlhf_core.data.reading.local import existing_file
@@ -68,8 +68,7 @@ def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _dialogue(row: Mapping[str, Any], where: str) -> Dialogue:
-    answer = row.get("gt_answer")
-    told = None if answer is None else str(answer)
+    told = None if row.get("gt_answer") is None else answer_text(row, where, "gt_answer")
     if row.get("input_ids") is not None:
         return Dialogue(None, told, _ids(row["input_ids"], where), _loss_mask(row, where), where)
     if row.get("messages") is not None:

@@ -74,7 +74,18 @@ def split_transcripts(chosen: str, rejected: str, where: str) -> PreferencePair 
     if end < 0:
         return None
     end += len(ASSISTANT)
-    return PreferencePair(chosen[:end], chosen[end:].strip(), rejected[end:].strip())
+    return PreferencePair(chosen[:end], stripped(chosen[end:]), stripped(rejected[end:]))
+
+
+def first_turn(response: str) -> str:
+    """Return what the assistant says at once: where transcripts part early, further turns follow."""
+    return response.partition(HUMAN)[0].strip()
+
+
+def stripped(response: str) -> str:
+    """Return a response without the space around it; a mark behind a turn that says nothing stays a mark."""
+    said, mark, further = response.partition(HUMAN)
+    return (said.lstrip() + mark + further).rstrip()
 
 
 def _common_length(one: str, other: str) -> int:

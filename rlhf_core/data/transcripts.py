@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rlhf_core.data.preferences import ASSISTANT, HUMAN, SYSTEM
+from rlhf_core.data.preferences import ASSISTANT, HUMAN, SYSTEM, stripped
 from rlhf_core.errors import DataError
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def continuation(messages: Sequence[Mapping[str, str]]) -> str:
         raise DataError(
             "a response must begin and end with the assistant's turn, but its turns are " + ", ".join(roles)
         )
-    return _told(messages).removeprefix(ASSISTANT).strip()
+    return stripped(_told(messages).removeprefix(ASSISTANT))
 
 
 def turns(prompt: str) -> list[Message] | None:

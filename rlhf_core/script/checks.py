@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhf_core.data.reading.json_rows import json_fault
 from rlhf_core.errors import ConfigError
 from rlhf_core.rewards.resolve import resolve_reward_function
 from rlhf_core.script.places import check_places, checkpoint_step
@@ -121,8 +122,8 @@ def read_json(path: str, flag: str) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "it is not UTF-8"
         raise ConfigError(f"{flag} {path} cannot be read: {why}") from error
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{flag} {path} is not valid JSON: {error.msg} at line {error.lineno}") from error
+    except (RecursionError, ValueError) as error:
+        raise ConfigError(f"{flag} {path} {json_fault(error)}") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{flag} {path} must hold a JSON object, but holds a {type(value).__name__}")
     return value

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core.data.preferences import HUMAN, PreferencePair
+from rlhf_core.data.preferences import PreferencePair, first_turn
 from rlhf_core.data.problems import Problem
 
 if TYPE_CHECKING:
@@ -69,5 +69,5 @@ def _as_problems(rows: Iterable[Problem | PreferencePair]) -> Iterable[Problem]:
         if isinstance(row, Problem):
             yield row
             continue
-        said = row.chosen.split(HUMAN)[0].strip()  # where transcripts part early, further turns follow
-        yield Problem(row.prompt, demonstration=said or None)  # to say nothing is no demonstration
+        # To say nothing is no demonstration.
+        yield Problem(row.prompt, demonstration=first_turn(row.chosen) or None)

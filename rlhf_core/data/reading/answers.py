@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.data.reading.rows import RowError, text_fields, wrong_kind
@@ -37,8 +38,10 @@ def answer_text(row: Mapping[str, Any], where: str, name: str = "answer") -> str
         RowError: if the field is missing, or neither a text nor a finite number.
     """
     value = row.get(name)
-    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+    if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
+    if isinstance(value, float | Decimal) and math.isfinite(value):
+        return f"{value:f}" if isinstance(value, Decimal) else str(value)
     if name in row and not isinstance(value, str):
         raise wrong_kind(where, name, "a string", value)
     return text_fields(row, where, (name,))[0]

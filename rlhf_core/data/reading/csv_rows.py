@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from typing import TYPE_CHECKING
 
 from rlhf_core.data.reading.results import RejectedRow
@@ -14,7 +15,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-WRONG_COUNT = "wrong number of fields"
+WRONG_COUNT, HEADER_AGAIN = "wrong number of fields", "names of columns again"
+_LONGEST_FIELD = 2**31 - 1
+_FIRST_LINE_ENDS_IN_CR = re.compile(r'(?:"[^"]*"|[^"\r\n])*\r(?!\n)')
+_AFTER_CR = re.compile(r"(?<=\r)(?!\n)")
 
 
 def csv_rows(file: Path, name: str, *, delimiter: str = ",") -> Scan:
@@ -22,7 +26,7 @@ def csv_rows(file: Path, name: str, *, delimiter: str = ",") -> Scan:
 
     Args:
         file: plain or gzip. A field that holds commas, quotes or line ends stands in double quotes, and a
-            quote within it is doubled (RFC 4180).
+            quote within it is doubled (RFC 4180). Lines may end in a carriage return alone, if the first one does.
         name: what an error calls it.
         delimiter: what stands between fields.
 
@@ -30,6 +34,7 @@ def csv_rows(file: Path, name: str, *, delimiter: str = ",") -> Scan:
         DataError: if the file cannot be read, is damaged or not UTF-8, is empty, has a column without a name or
             two of one name, or a quotation is malformed: where the next row begins is not known then.
     """
+    csv.field_size_limit(max(csv.field_size_limit(), _LONGEST_FIELD))  # of the process; a higher one hurts nobody
     reader = csv.reader(_lines(file, name), strict=True, delimiter=delimiter)
     columns: list[str] = []
     empty = True
@@ -38,7 +43,7 @@ def csv_rows(file: Path, name: str, *, delimiter: str = ",") -> Scan:
         try:
             fields = next(reader, None)
         except csv.Error as error:
-            raise DataError(f"line {line} of {name} is not valid CSV: {error}{_hint(str(error))}") from error
+            raise DataError(f"line {line} of {name} is not valid CSV: {_reason(str(error), delimiter)}") from error
         if fields is None:
             break
         if not fields or (not columns and len(fields) == 1 and not fields[0].strip()):
@@ -54,6 +59,9 @@ def csv_rows(file: Path, name: str, *, delimiter: str = ",") -> Scan:
 
 
 def _row(fields: list[str], columns: list[str], where: str) -> Row | RejectedRow:
+    if [field.strip() for field in fields] == columns:
+        detail = f"{where} names the columns again, as files that were joined do; take the line out"
+        return RejectedRow(where, HEADER_AGAIN, detail)
     if len(fields) == len(columns):
         return Row(where, dict(zip(columns, fields, strict=True)))
     hint = "; put double quotes around a field that holds a comma" if len(fields) > len(columns) else ""
@@ -75,14 +83,24 @@ def _checked_header(fields: list[str], name: str) -> list[str]:
 
 
 def _lines(file: Path, name: str) -> Iterator[str]:
+    ends_in_cr: re.Match[str] | None = None
     for number, line in byte_lines(file, name):
         fault = encoding_fault(line, f"line {number} of {name}")
         if fault:
             raise DataError(fault)
-        yield line.decode("utf-8")
+        text = line.decode("utf-8")
+        if number == 1:
+            ends_in_cr = _FIRST_LINE_ENDS_IN_CR.match(text)
+        yield from filter(None, _AFTER_CR.split(text)) if ends_in_cr else (text,)
 
 
-def _hint(message: str) -> str:
-    if "unexpected end" in message or "field limit" in message:
-        return "; a double quote that opens there is not closed, or stands in a field and is not doubled"
-    return "; write a double quote inside a quoted field twice"
+def _reason(said: str, delimiter: str) -> str:
+    """Return what is malformed, by what `csv` says, which is meant for who calls it."""
+    if said.startswith("new-line character"):
+        return "a field holds a carriage return; put double quotes around the field, or take it out"
+    if said.startswith("unexpected end"):
+        return "a double quote that opens there is not closed, or stands in a field and is not doubled"
+    if "expected after" in said:
+        found = "a tab" if delimiter == "\t" else repr(delimiter)
+        return f"neither {found} nor the line's end follows a closing double quote; write a quote in a field twice"
+    return said

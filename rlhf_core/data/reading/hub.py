@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_core.data.reading.formats import Part
 from rlhf_core.data.reading.local import is_data_name
-from rlhf_core.data.reading.rows import Row, Scan
+from rlhf_core.data.reading.rows import Row, Scan, as_written
 from rlhf_core.errors import DataError
 
 if TYPE_CHECKING:
@@ -106,10 +106,18 @@ def _refusal(source: SourceConfig, error: Exception, *, local: bool) -> str:
 
 
 def _rows(found: Any, name: str) -> Scan:
+    from datasets import Value  # noqa: PLC0415  # slow to import, and seldom needed
+
     if not len(found):
         raise DataError(f"dataset {name} is empty")
-    for number, row in enumerate(found, start=1):
-        yield Row(f"row {number} of {name}", row)
+    plain = found.with_format(None)  # not as arrays, and with all columns
+    single = [column for column, feature in plain.features.items() if feature == Value("float32")]
+    number = 0
+    try:
+        for number, row in enumerate(plain, start=1):
+            yield Row(f"row {number} of {name}", as_written(row, single))
+    except Exception as error:  # whatever Arrow and the decoding of its values raise on damaged files
+        raise DataError(f"dataset {name} cannot be read after row {number}: {_reason(error)}") from error
 
 
 def _reason(error: BaseException) -> str:

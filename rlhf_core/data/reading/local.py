@@ -6,8 +6,12 @@ import difflib
 import glob
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlhf_core.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".jsonl.gz", ".json.gz", ".csv.gz", ".tsv.gz")
 """Names of data files end so."""
@@ -34,7 +38,11 @@ def existing_file(path: str | Path) -> Path:
 
 
 def missing(file: Path) -> str:
-    """Return the sentence on a file that is not there, with the nearest name of its directory."""
+    """Return the sentence on a file that is not there: whose link leads nowhere, else the nearest name beside it."""
+    link = next((path for path in (file, *file.parents) if path.is_symlink() and not path.exists()), None)
+    if link is not None:
+        what = "is" if link == file else f"is under {link},"
+        return f"data file {file} {what} a link that leads nowhere: there is no {link.readlink()}; correct the link"
     if not file.parent.is_dir():
         return f"data file {file} does not exist, nor does its directory {file.parent}"
     names = sorted(entry.name for entry in file.parent.iterdir())
@@ -56,11 +64,25 @@ def files_of_directory(directory: Path, split: str) -> list[Path]:
     Raises:
         DataError: if there are none.
     """
-    files = sorted(entry for entry in directory.iterdir() if entry.is_file() and is_data_name(entry.name))
+    files = _present(entry for entry in directory.iterdir() if is_data_name(entry.name))
     if not files:
         names = sorted(entry.name for entry in directory.iterdir())
         raise DataError(f"{directory} holds no data file ({', '.join(SUFFIXES[:5])}; also .gz), but {listed(names)}")
     return of_split(files, split, str(directory))
+
+
+def _present(paths: Iterable[Path]) -> list[Path]:
+    """Return those that are files, sorted.
+
+    Raises:
+        DataError: if one is a link that leads nowhere: its rows would be missed.
+    """
+    found = sorted(paths)
+    shown = (path for path in found if not path.name.startswith("."))  # an editor's lock is such a link
+    dangling = next((path for path in shown if path.is_symlink() and not path.exists()), None)
+    if dangling is not None:
+        raise DataError(missing(dangling))
+    return [path for path in found if path.is_file()]
 
 
 def of_split(files: list[Path], split: str, name: str) -> list[Path]:
@@ -101,7 +123,7 @@ def files_of_pattern(pattern: str) -> list[Path]:
         DataError: if there are none.
     """
     found = sorted(path for each in glob.glob(str(Path(pattern).expanduser()), recursive=True) if (path := Path(each)))
-    files = [path for path in found if path.is_file()]
+    files = _present(found)
     if files:
         return files
     if found:

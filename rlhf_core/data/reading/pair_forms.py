@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core.data.preferences import PreferencePair, split_transcripts
+from rlhf_core.data.preferences import PreferencePair, first_turn, split_transcripts
 from rlhf_core.data.reading.forms import Form
 from rlhf_core.data.reading.messages import UNUSABLE, prompt_of, read_messages, response_of
 from rlhf_core.data.reading.rows import RowError, number_field, text_fields, wrong_kind
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rlhf_core.data.transcripts import Message
 
 EQUAL, APART = "chosen equals rejected", "no common prompt"
+BLANK, NO_TURN = "blank chosen", "no assistant's turn"
 _SIDES = ("chosen", "rejected")
 _EXTRAS = ("margin", "both_well_formed")
 
@@ -41,12 +42,27 @@ def pair_forms() -> list[Form]:
 def _pair(row: Row) -> PreferencePair:
     where, fields = row
     margin = number_field(fields, where, "margin", default=0.0)
-    pair = _with_prompt(row) if fields.get("prompt") is not None else _of_conversations(row)
+    pair = _with_prompt(row) if fields.get("prompt") is not None else _without_prompt(row)
     if not pair.prompt.strip():
         raise RowError(f"{where}: field 'prompt' is blank", "blank prompt")
     if pair.chosen.strip() == pair.rejected.strip():
         raise RowError(f"{where}: the chosen response equals the rejected one, so there is nothing to prefer", EQUAL)
+    if not first_turn(pair.chosen):
+        raise RowError(f"{where}: the chosen response is blank, so there is nothing to learn", BLANK)
     return replace(pair, margin=margin, both_well_formed=_both_well_formed(row))
+
+
+def _without_prompt(row: Row) -> PreferencePair:
+    try:
+        return _of_conversations(row)
+    except RowError as error:
+        if "prompt" in row.fields and error.reason in {UNUSABLE, NO_TURN}:
+            raise RowError(
+                f"{row.where}: field 'prompt' is null, and chosen and rejected are no whole conversations, which tell "
+                "it too",
+                "field 'prompt' is null",
+            ) from error
+        raise
 
 
 def _both_well_formed(row: Row) -> bool | None:
@@ -86,7 +102,7 @@ def _of_conversations(row: Row) -> PreferencePair:
     except RowError:
         raise
     except DataError as error:
-        raise RowError(str(error), "no assistant's turn") from error
+        raise RowError(str(error), NO_TURN) from error
     if pair is None:
         raise RowError(f"{where}: chosen and rejected have no common prompt: they part before an answer", APART)
     spoken = turns(pair.prompt) if messages else None

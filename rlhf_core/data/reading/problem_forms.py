@@ -85,8 +85,8 @@ def problem_of(field: str, marks: AnswerMarks, row: Row) -> Problem:
     where, fields = row
     entry, response = (optional_text(fields, where, name) for name in ("entry", "response"))
     if entry is not None:
-        prompt_text(row, field)
-        return Problem(fields[field], optional_text(fields, where, "answer"), entry, response)
+        [prompt] = text_fields(fields, where, (field,))
+        return Problem(not_blank(prompt, where), optional_text(fields, where, "answer"), entry, response)
     prompt = prompt_text(row, field, besides=("answer",))
     answer = answer_text(fields, where)
     marks.check(answer, where)

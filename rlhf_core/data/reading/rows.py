@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Iterator
+from datetime import date, time, timedelta
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf_core.data.reading.results import RejectedRow
 from rlhf_core.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
 
 class Row(NamedTuple):
@@ -21,6 +24,16 @@ class Row(NamedTuple):
     fields: dict[str, Any]
 
 
+_LONGEST_SHOWN = 20
+_KINDS = {
+    bool: "a boolean",
+    int | float | Decimal: "a number",
+    str: "a string",
+    list: "a list",
+    dict: "an object",
+    bytes: "bytes",
+    date | time | timedelta: "a time",
+}
 Scan = Iterator[Row | RejectedRow]
 """What a file's rows are: each can be read, or says why not."""
 
@@ -36,6 +49,22 @@ class RowError(DataError):
 
     def __str__(self) -> str:
         return self.detail
+
+
+def as_written(fields: dict[str, Any], single: Collection[str]) -> dict[str, Any]:
+    """Return a row with the numbers of float32 columns as they were written: 0.1, not 0.10000000149011612.
+
+    Args:
+        fields: the row, with numbers as float64.
+        single: names of columns that are float32.
+    """
+    return fields | {name: _shortest(fields[name]) for name in single if fields[name] is not None}
+
+
+def _shortest(number: float) -> float:
+    """Return the number of fewest digits that is the same as float32; nine are enough for any."""
+    fewer = (float(f"{number:.{digits}g}") for digits in range(6, 10))
+    return next(each for each in fewer if struct.pack("f", each) == struct.pack("f", number))
 
 
 def text_fields(row: Mapping[str, Any], where: str, names: tuple[str, ...]) -> list[str]:
@@ -82,18 +111,23 @@ def number_field(row: Mapping[str, Any], where: str, name: str, *, default: floa
     if number is None:
         raise wrong_kind(where, name, "a number", value)
     if not 0 <= number < math.inf:
+        shown = str(value)
+        shown = shown if len(shown) <= _LONGEST_SHOWN else f"{shown[:_LONGEST_SHOWN]}... ({len(shown)} digits)"
         raise RowError(
-            f"{where}: field {name!r} must be finite and at least 0, but is {value}", f"field {name!r} out of range"
+            f"{where}: field {name!r} must be finite in float64 and at least 0, but is {shown}",
+            f"field {name!r} out of range",
         )
     return number
 
 
 def _number(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
+    if isinstance(value, bool) or not isinstance(value, int | float | Decimal | str):
         return None
     try:
         return float(value)
-    except (ValueError, OverflowError):
+    except OverflowError:
+        return math.inf
+    except ValueError:
         return None
 
 
@@ -105,8 +139,9 @@ def wrong_kind(where: str, name: str, wanted: str, value: Any) -> RowError:
 
 
 def kind(value: Any) -> str:
-    """Return JSON's word for a value."""
+    """Return JSON's word for a value, and a plain one for what JSON has no word for."""
     if value is None:
         return "null"
-    kinds = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list"}
-    return kinds.get(type(value), "an object")
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"the number {value}"
+    return next((word for type_, word in _KINDS.items() if isinstance(value, type_)), f"of type {type(value).__name__}")

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from rlhf_core.data.reading.columns import check_columns, check_fields, renamed
 from rlhf_core.data.reading.demonstration_forms import demonstration_forms
 from rlhf_core.data.reading.forms import Form, form_of, told
-from rlhf_core.data.reading.pair_forms import APART, EQUAL, pair_forms
+from rlhf_core.data.reading.messages import with_messages
+from rlhf_core.data.reading.pair_forms import APART, BLANK, EQUAL, pair_forms
 from rlhf_core.data.reading.places import find_parts
 from rlhf_core.data.reading.problem_forms import problem_forms, prompt_forms
 from rlhf_core.data.reading.results import RejectedRow
@@ -32,7 +33,7 @@ FORMS: dict[Role, Callable[[], list[Form]]] = {
     "prompts": prompt_forms,
 }
 _NO_FORM = "of no known form"
-_NEVER_REFUSED = {EQUAL, APART}
+_NEVER_REFUSED = {EQUAL, APART, BLANK}
 """What a preference set always has some of, and says nothing against the others."""
 
 
@@ -99,7 +100,7 @@ def _built(row: Row | RejectedRow, form: Form | None) -> Any:
     if isinstance(row, RejectedRow) or form is None:
         return row
     try:
-        return form.build(row)
+        return form.build(with_messages(row, form.fields))
     except RowError as error:
         return RejectedRow(row.where, error.reason, error.detail)
 

@@ -14,23 +14,27 @@ if TYPE_CHECKING:
 
 GZIP_MAGIC = b"\x1f\x8b"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_WIDE_MARKS = (b"\xff\xfe", b"\xfe\xff", b"\0\0\xfe\xff")
+_MARK_BYTES = 4
 
 
 def byte_lines(file: Path, name: str) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines of a file with their numbers from 1, without a byte order mark.
+    """Yield the lines of a file with their numbers from 1, without byte order marks: joined files have several.
 
     Args:
         file: plain or gzip, recognised by content; a name in .gz must hold it.
         name: what an error calls it.
 
     Raises:
-        DataError: if it cannot be read, or its gzip stream is damaged.
+        DataError: if it cannot be read, its gzip stream is damaged, or it is UTF-16 or UTF-32.
     """
     number = 0
     try:
         with opened(file, name) as stream:
+            _refuse_wide(stream.read(_MARK_BYTES), name)
+            stream.seek(0)
             for number, line in enumerate(stream, start=1):
-                yield number, line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
+                yield number, line.removeprefix(BYTE_ORDER_MARK)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(
             f"{name} is damaged after row {number}: its gzip stream is cut off or invalid ({error}); fetch it again"
@@ -55,8 +59,23 @@ def opened(file: Path, name: str) -> BinaryIO:
     return file.open("rb")
 
 
+def _refuse_wide(start: bytes, name: str) -> None:
+    """Refuse UTF-16 and UTF-32, in which the byte of a line's end is also part of other characters.
+
+    Without a byte order mark they are known by a zero byte beside one of the first characters, which are ASCII in
+    JSON, and in the names of columns as a rule (RFC 4627, section 3).
+    """
+    if start.startswith(_WIDE_MARKS) or (b"\0" in start and start.strip(b"\0")):
+        raise DataError(f"{name} is UTF-16 or UTF-32, by its first bytes {start!r}; convert the file to UTF-8")
+
+
 def encoding_fault(line: bytes, where: str) -> str | None:
-    """Return what is wrong with the encoding of a line; None if it is UTF-8."""
+    """Return what is wrong with the encoding of a line; None if it is UTF-8 without NUL, which no text has."""
+    if b"\0" in line:
+        return (
+            f"{where} holds a NUL byte at position {line.index(0) + 1}, which no text has: the file is damaged, or "
+            "not UTF-8; write it again as UTF-8"
+        )
     try:
         line.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -97,7 +97,7 @@ def test_missing_fields_are_named_and_those_found_are_listed(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("value", "kind"),
-    [(None, "null"), (["42"], "a list"), (True, "a boolean"), ({}, "an obj"), (float("nan"), "a num")],
+    [(None, "null"), (["42"], "a list"), (True, "a boolean"), ({}, "an obj"), (float("nan"), "the number nan")],
 )
 def test_a_field_of_the_wrong_type_is_named(tmp_path: Path, value: object, kind: str) -> None:
     message = refusal(written(tmp_path, lines(GOOD, {"question": "2 + 2", "answer": value})))
@@ -129,7 +129,6 @@ def test_text_that_is_not_utf8_is_refused_with_its_row_and_byte(tmp_path: Path, 
 
 def test_the_position_of_a_wrong_byte_is_counted_from_one(tmp_path: Path) -> None:
     assert "(byte 0xfc at position 2)" in refusal(written(tmp_path, b"prompt\nf\xfcr\n", "data.csv"))
-    assert "line 1 of" in refusal(written(tmp_path, "prompt\nhi\n".encode("utf-16"), "wide.csv"))
 
 
 @pytest.mark.parametrize("kept", [0.5, 0.999])
@@ -246,3 +245,139 @@ def test_dropped_rows_are_kept_with_place_category_and_sentence(tmp_path: Path) 
     assert all(row.detail.startswith(row.where) for row in found.rejected)
     assert found.sources[0].rows == 5
     assert found.sources[0].kept == 1
+
+
+WIDE = ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"]
+
+
+@pytest.mark.parametrize("bad_rows", ["refuse", "drop"])
+@pytest.mark.parametrize("encoding", WIDE)
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("p.jsonl", '{"prompt": "\u0a05"}\n{"prompt": "b"}\n'),
+        ("p.json", '\n[{"prompt": "a"}]'),
+        ("p.csv", "prompt,id\na,1\nb,2\n"),
+        ("p.tsv", "prompt\tid\na\t1\nb\t2\n"),
+    ],
+)
+def test_wide_characters_are_refused_as_a_file(
+    tmp_path: Path, name: str, text: str, encoding: str, bad_rows: str
+) -> None:
+    plain = refusal(written(tmp_path, text.encode(encoding), name), "prompts", bad_rows=bad_rows)
+    packed = written(tmp_path, gzip.compress(text.encode(encoding)), f"{name}.gz")
+    for message in (plain, refusal(packed, "prompts", bad_rows=bad_rows)):
+        assert "is UTF-16 or UTF-32, by its first bytes" in message
+        assert message.endswith("convert the file to UTF-8")
+
+
+def test_wide_characters_with_a_mark_are_known_whatever_comes_first(tmp_path: Path) -> None:
+    assert "UTF-16" in refusal(written(tmp_path, "問,答\na,1\n".encode("utf-16"), "p.csv"), "prompts")
+    bare = written(tmp_path, "問題,解答\na,1\n".encode("utf-16-le"), "p.csv")
+    assert "line 1 of" in refusal(bare, "prompts")
+
+
+def test_a_block_of_zeros_is_a_bad_row_of_json_lines(tmp_path: Path) -> None:
+    path = written(tmp_path, lines(GOOD) + b"\0" * 16 + b"\n")
+    assert "row 2 of" in refusal(path)
+    found = read(path, bad_rows="drop")
+    assert ([row.reason for row in found.rejected], len(found.rows)) == (["not UTF-8"], 1)
+    assert "holds a NUL byte at position 1" in found.rejected[0].detail
+
+
+def test_byte_order_marks_of_joined_files_are_no_text(tmp_path: Path) -> None:
+    path = written(tmp_path, b'\xef\xbb\xbf{"prompt": "a"}\n\xef\xbb\xbf{"prompt": "b"}\n')
+    assert [row.prompt for row in read(path, "prompts").rows] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("row", "key"),
+    [
+        ('{"prompt": "a", "prompt": "b"}', "prompt"),
+        ('{"prompt": "a", "x": [{"y": {"z": 1, "z": 1}}]}', "z"),
+        ('{"prompt": [{"role": "user", "content": "a", "content": "b"}]}', "content"),
+    ],
+)
+@pytest.mark.parametrize("name", ["p.jsonl", "p.json"])
+def test_a_key_that_comes_twice_is_a_bad_row(tmp_path: Path, row: str, key: str, name: str) -> None:
+    good = '{"prompt": "good"}'
+    content = f'{good}\n{row}\n{good[:-2]}!"}}' if name.endswith("l") else f'[{good}, {row}, {{"prompt": "good!"}}]'
+    path = written(tmp_path, content.encode(), name)
+    assert f"row 2 of {path} gives the key {key!r} twice in one object" in refusal(path, "prompts")
+    found = read(path, "prompts", bad_rows="drop")
+    assert [row.prompt for row in found.rows] == ["good", "good!"]
+    assert [row.reason for row in found.rejected] == ["key given twice"]
+
+
+@pytest.mark.parametrize("bad_rows", ["refuse", "drop"])
+def test_a_name_that_comes_twice_in_parquet_refuses_the_file(tmp_path: Path, bad_rows: str) -> None:
+    path, asked = tmp_path / "p.parquet", pa.array(["a"])
+    parquet.write_table(pa.table([asked, pa.array(["b"])], names=["prompt", "prompt"]), path)
+    assert "has two columns or fields named 'prompt'" in refusal(path, "prompts", bad_rows=bad_rows)
+    twice = pa.StructArray.from_arrays([asked, asked], names=["content", "content"])
+    listed = pa.ListArray.from_arrays([0, 1], twice)
+    parquet.write_table(pa.table({"prompt": asked, "x": listed}), path)
+    assert "has two columns or fields named 'content'" in refusal(path, "prompts", bad_rows=bad_rows)
+
+
+PRETTY = [json.dumps({"prompt": text, "tags": [1, 2]}, indent=2) for text in "ab"]
+
+
+@pytest.mark.parametrize("bad_rows", ["refuse", "drop"])
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (PRETTY[0], "a JSON object over several lines"),
+        ("\n".join(PRETTY), "a JSON object over several lines"),
+        (json.dumps([{"prompt": "a"}, {"prompt": "b"}], indent=1), "a JSON array over several lines"),
+        ('[\n{"prompt": "a"},\n{"prompt": "b"}\n]', "a JSON array over several lines"),
+        (json.dumps({"data": ["x" * 100] * 20_000}, indent=1), "a JSON object over several lines"),
+    ],
+)
+def test_json_over_several_lines_is_told_as_such(tmp_path: Path, content: str, what: str, bad_rows: str) -> None:
+    path = written(tmp_path, content.encode())
+    message = refusal(path, "prompts", bad_rows=bad_rows)
+    assert f"{path} seems to hold {what}, but JSON lines need one object a line" in message
+    with pytest.raises(DataError, match=what):
+        detect_role(SourceConfig(path=str(path)), Access(tmp_path))
+
+
+@pytest.mark.parametrize("first", ['{"prompt": ', '{"prompt": "a', "{", '{"prompt": "a"} x', "[", "nonsense"])
+def test_a_broken_first_row_is_a_broken_row(tmp_path: Path, first: str) -> None:
+    path = written(tmp_path, first.encode() + b"\n" + lines({"prompt": "b"}, {"prompt": "c"}))
+    found = read(path, "prompts", bad_rows="drop")
+    assert [row.prompt for row in found.rows] == ["b", "c"]
+    assert [row.where for row in found.rejected] == [f"row 1 of {path}"]
+
+
+def test_json_lines_that_end_in_carriage_returns_are_told_so(tmp_path: Path) -> None:
+    path = written(tmp_path, b'{"prompt": "a"}\r{"prompt": "b"}\r')
+    assert "end in carriage returns alone" in refusal(path, "prompts", bad_rows="drop")
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (b'{"prompt": "a\tb"}', "not valid JSON: Invalid control character at column 14"),
+        (b'{"prompt": "a', "not valid JSON: Unterminated string starting at column 12"),
+        (b'{"prompt": "\\q"}', r"not valid JSON: Invalid \escape at column 13"),
+        (b'{"prompt": "a"}, ', "not valid JSON: Extra data at column 16"),
+        (
+            b"{'prompt': 'a'}",
+            "not valid JSON: Expecting property name enclosed in double quotes at column 2; "
+            "single quotes are Python's: write JSON with json.dumps",
+        ),
+        (b'{"prompt": ' + b"9" * 5000 + b"}", "not usable JSON: it holds a whole number of thousands of digits"),
+        (b'{"prompt": ' + b"[" * 5000, "not usable JSON: it is nested too deeply"),
+    ],
+)
+def test_json_faults_are_told_in_whole_sentences(tmp_path: Path, row: bytes, reason: str) -> None:
+    assert f"row 1 of {tmp_path / 'data.jsonl'} is {reason}" in refusal(written(tmp_path, row), "prompts")
+    assert "at at" not in refusal(written(tmp_path, b"[\n" + row + b"]", "data.json"), "prompts")
+    cell = b'messages\n"[' + row.replace(b'"', b'""') + b']"\n'
+    assert "at at" not in refusal(written(tmp_path, cell, "data.csv"), "prompts")
+
+
+def test_an_answer_of_hundreds_of_digits_is_an_answer(tmp_path: Path) -> None:
+    path = written(tmp_path, b'{"question": "10^400?", "answer": 1' + b"0" * 400 + b"}")
+    assert [row.answer for row in read(path).rows] == ["1" + "0" * 400]

@@ -99,7 +99,11 @@ def test_a_preference_file_may_say_how_sure_the_judge_was(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("margin", "message"),
-    [("much", "must be a number, but is a string"), (-1, "finite and at least 0, but is -1"), (True, "a boolean")],
+    [
+        ("much", "must be a number, but is a string"),
+        (-1, "finite in float64 and at least 0, but is -1"),
+        (True, "a boolean"),
+    ],
 )
 def test_a_margin_that_is_no_margin_is_named_with_its_row(tmp_path: Path, margin: object, message: str) -> None:
     file = write(tmp_path / "pairs.jsonl", {"prompt": "a", "chosen": "b", "rejected": "c", "margin": margin})

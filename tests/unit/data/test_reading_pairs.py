@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from rlhf_core.config.data import SourceConfig
 from rlhf_core.data import PreferencePair, pairs_to_jsonl
+from rlhf_core.data.reading import Access, detect_role
 from tests.unit.data.reading_files import HI, read, refusal, rows, write, written
 
 USER = {"role": "user", "content": "Hi"}
@@ -98,7 +100,14 @@ def test_texts_and_chat_messages_become_pairs(tmp_path: Path, row: dict[str, Any
             "holds the speaker's mark",
         ),
         ({"prompt": [{"role": "user", "content": " "}], "chosen": "A", "rejected": "B"}, "'prompt' is blank"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": 10**400}, "must be a number"),
+        (
+            {"prompt": "a", "chosen": "b", "rejected": "c", "margin": 10**400},
+            "but is 10000000000000000000... (401 digits)",
+        ),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": 1e999}, "must be finite in float64 and at least 0"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": "x"}, "must be a number, but is a string"),
+        ({"prompt": None, "chosen": "A", "rejected": "B"}, "field 'prompt' is null"),
+        ({"prompt": None, "chosen": [assistant("A")], "rejected": [assistant("B")]}, "field 'prompt' is null"),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "both_well_formed": 1}, "must be a boolean"),
     ],
 )
@@ -131,3 +140,35 @@ def test_our_own_pairs_come_back_as_they_were(tmp_path: Path) -> None:
         PreferencePair("a", "b", "d"),
     ]
     assert rows(written(tmp_path, pairs_to_jsonl(pairs)), "preferences") == pairs
+
+
+def test_a_blank_chosen_response_is_left_out_and_counted(tmp_path: Path) -> None:
+    silent = HI + " \n\n\nHuman: Well?\n\nAssistant: B"
+    path = write(
+        tmp_path / "p.jsonl",
+        {"chosen": HI, "rejected": HI + " A"},
+        {"chosen": silent, "rejected": HI + " A"},
+        {"prompt": "Hi", "chosen": " ", "rejected": "A"},
+        {"prompt": "Hi", "chosen": [assistant(""), USER, assistant("B")], "rejected": "A"},
+        {"chosen": HI + " A", "rejected": silent},
+    )
+    found = read(path, "preferences", bad_rows="refuse")
+    assert [row.reason for row in found.rejected] == ["blank chosen"] * 4
+    assert found.rows == (PreferencePair(HI, "A", "\n\nHuman: Well?\n\nAssistant: B"),)
+
+
+@pytest.mark.parametrize("empty", [("chosen",), ("rejected",), ("chosen", "rejected")])
+@pytest.mark.parametrize("prompt", [{}, {"prompt": "a"}])
+def test_pairs_of_which_a_side_is_null_throughout_are_preferences_that_hold_nothing(
+    tmp_path: Path, empty: tuple[str, ...], prompt: dict[str, str]
+) -> None:
+    row = {**prompt, "chosen": "b", "rejected": "c"} | dict.fromkeys(empty)
+    path = write(tmp_path / "p.jsonl", row, row)
+    assert detect_role(SourceConfig(path=str(path)), Access(tmp_path)) == "preferences"
+    message = refusal(path, "preferences", bad_rows="drop")
+    assert f"no row of {path} can be used: 2 field {empty[0]!r} is not a string" in message
+
+
+def test_pairs_whose_prompt_is_null_are_whole_conversations(tmp_path: Path) -> None:
+    row = {"prompt": None, "chosen": HI + " A", "rejected": HI + " B"}
+    assert rows(write(tmp_path / "p.jsonl", row), "preferences") == [PreferencePair(HI, "A", "B")]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from datetime import datetime
+from decimal import Decimal
 from pathlib import Path
 
 import datasets
@@ -158,3 +161,60 @@ def test_an_address_without_a_bucket_is_refused(address: str) -> None:
 
 def test_a_path_that_the_system_refuses_is_told_in_a_sentence() -> None:
     assert "cannot be read: File name too long" in refusal("x" * 5000 + ".jsonl", "prompts")
+
+
+def test_a_link_that_leads_nowhere_is_named_and_never_passed_over(tmp_path: Path) -> None:
+    write(tmp_path / "d" / "a.jsonl", {"prompt": "a"})
+    (tmp_path / "d" / "b.jsonl").symlink_to("gone.jsonl")
+    (tmp_path / "e").symlink_to("nowhere")
+    (tmp_path / "f").mkdir()
+    (tmp_path / "f" / ".#a.jsonl").symlink_to("editor@machine")
+    write(tmp_path / "f" / "a.jsonl", {"prompt": "a"})
+    assert prompts(tmp_path / "f") == ["a"]
+    sentence = f"data file {tmp_path}/d/b.jsonl is a link that leads nowhere: there is no gone.jsonl"
+    for path in ("d/b.jsonl", "d", "d/*.jsonl"):
+        with pytest.raises(DataError, match=re.escape(sentence)):
+            read(tmp_path / path, "prompts")
+    assert f"is under {tmp_path}/e, a link that leads nowhere" in refusal(tmp_path / "e" / "a.jsonl", "prompts")
+
+
+def test_a_dataset_that_was_saved_as_arrays_is_read_plainly_and_with_all_columns(tmp_path: Path) -> None:
+    shown = datasets.Dataset.from_list([{"messages": [{"role": "user", "content": "Hi"}], "id": 1}])
+    shown.with_format("numpy").save_to_disk(tmp_path / "arrays")
+    shown.with_format(columns=["id"]).save_to_disk(tmp_path / "one column")
+    assert prompts(tmp_path / "arrays") == prompts(tmp_path / "one column") == ["Hi"]
+
+
+def test_a_saved_dataset_with_a_damaged_text_is_refused(tmp_path: Path) -> None:
+    datasets.Dataset.from_dict({"prompt": ["whole text"]}).save_to_disk(tmp_path / "d")
+    file = next((tmp_path / "d").glob("*.arrow"))
+    file.write_bytes(file.read_bytes().replace(b"whole text", b"whole \xffext"))
+    assert "cannot be read after row 0: 'utf-8' codec" in refusal(tmp_path / "d", "prompts")
+
+
+def test_numbers_of_single_precision_are_read_as_they_were_written(tmp_path: Path) -> None:
+    numbers = ["0.1", "16777216.0", "1e-10", "3.4028235e+38", "-2.5"]
+    columns = {"question": list("abcde"), "answer": pa.array([float(each) for each in numbers], pa.float32())}
+    parquet.write_table(pa.table(columns), tmp_path / "p.parquet")
+    datasets.Dataset(pa.table(columns)).save_to_disk(tmp_path / "d")
+    for path in (tmp_path / "p.parquet", tmp_path / "d"):
+        assert [row.answer for row in rows(path)] == numbers
+    square = datasets.Features({"prompt": datasets.Value("string"), "x": datasets.Array2D((1, 1), "float32")})
+    datasets.Dataset.from_list([{"prompt": "a", "x": [[0.1]]}], features=square).save_to_disk(tmp_path / "square")
+    assert prompts(tmp_path / "square") == ["a"]
+
+
+def test_parquet_of_types_that_json_has_not_is_read_or_named(tmp_path: Path) -> None:
+    def refused(**columns: pa.Array) -> str:
+        parquet.write_table(pa.table(columns), tmp_path / "p.parquet")
+        return refusal(tmp_path / "p.parquet")
+
+    asked, answer = pa.array(["a"]), pa.array(["1"])
+    parquet.write_table(
+        pa.table({"question": asked.dictionary_encode(), "answer": pa.array([Decimal("1.50")])}), tmp_path / "p.parquet"
+    )
+    assert [(row.prompt, row.answer) for row in rows(tmp_path / "p.parquet")] == [("a", "1.50")]
+    assert "'question' must be a string, but is bytes" in refused(question=pa.array([b"a"]), answer=answer)
+    assert "must be a string, but is a time" in refused(question=asked, answer=pa.array([datetime(2020, 1, 1)]))
+    beyond = pa.array([2**45], pa.timestamp("s"))
+    assert "holds a value after row 0 that Python cannot hold" in refused(question=asked, answer=answer, at=beyond)

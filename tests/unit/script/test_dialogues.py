@@ -62,6 +62,7 @@ def test_datasets_on_disk_hold_messages_or_token_ids(tmp_path: Path) -> None:
         ({"input_ids": []}, "at least one token id"),
         ({"input_ids": [3, -1]}, "row 1 of .* which is 0 or more"),
         ({"input_ids": [1, 2], "labels": [1]}, "2 tokens in 'input_ids', but 1"),
+        ({"messages": MESSAGES["messages"], "gt_answer": ["8"]}, "'gt_answer' must be a string, but is a list"),
         ({"question": "2 + 3"}, "lacks 'answer'"),
         ({"question": "2 + 3", "answer": "#### "}, "holds no answer after '####'"),
     ],
@@ -82,3 +83,9 @@ def test_empty_and_damaged_directories_are_refused(tmp_path: Path) -> None:
     datasets.DatasetDict({"test": datasets.Dataset.from_list([MESSAGES])}).save_to_disk(tmp_path / "splits")
     with pytest.raises(DataError, match="has the splits test; give the directory of one"):
         read_dialogues([tmp_path / "splits"])
+
+
+def test_a_key_that_comes_twice_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"question": "2 + 3", "answer": "5", "answer": "6"}')
+    with pytest.raises(DataError, match="gives the key 'answer' twice"):
+        read_dialogues([tmp_path / "a.jsonl"])

@@ -15,7 +15,7 @@ from rlhf_core.data.conversation import read_template
 from rlhf_core.data.dialogues import read_dialogues
 from rlhf_core.errors import ConfigError
 from rlhf_core.rewards.math_answers import gsm8k_score
-from rlhf_core.script.checks import check_arguments, read_lora
+from rlhf_core.script.checks import check_arguments, read_json, read_lora
 from rlhf_core.script.flags import build_parser
 from rlhf_core.train_ppo import main
 from tests.unit.script.command_lines import as_arguments, right_flags, write_inputs
@@ -265,3 +265,17 @@ def test_another_rank_than_the_first_waits_before_it_speaks(
     assert capsys.readouterr().err.startswith("train_ppo: rank 1: error: --tp 2")
     assert len(waited) == 1
     assert waited[0] > 1  # torchrun looks for dead ranks ten times a second
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ('{"r": "\t"}', "is not valid JSON: Invalid control character at column 8"),
+        ("{'r': 4}", "single quotes are Python's"),
+        ("[" * 5000, "is nested too deeply"),
+    ],
+)
+def test_a_json_file_of_a_flag_is_blamed_in_a_whole_sentence(tmp_path: Path, content: str, sentence: str) -> None:
+    (tmp_path / "lora.json").write_text(content)
+    with pytest.raises(ConfigError, match=rf"--lora_config .*lora\.json .*{sentence}"):
+        read_json(str(tmp_path / "lora.json"), "--lora_config")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.sizes import BATCHES, KEYS, Sizes, settle
@@ -24,6 +24,7 @@ SOURCES = ("problems", "prompts", "demonstrations", "preferences", "evaluation")
 """Keys of `data` that name sets."""
 _OF_BATCHES = ("ppo.samples_per_prompt", "ppo.num_trainers", "ppo.buffer_limit")
 _PAIRS = "reward_model.pairs"
+_NUMBER = TypeAdapter(int)
 
 
 def preset_names() -> list[str]:
@@ -106,12 +107,7 @@ def draft_of(
     for key, value in changes.items():  # in order: overrides last
         _set(values, key, value)
     set_here = {leaf for key, value in changes.items() for leaf in _leaves({key: value})}
-    own_data = data is not None and not data.startswith("dataset/")
-    own_data |= any(key.startswith("data.") and key not in SPLIT_SIZES for key in set_here)
-    mine = frozenset(set_here & set(KEYS))
-    firm = mine | (preset_keys & set(BATCHES) if own_data else preset_keys)
-    fallback = data is not None or own_data or bool(set_here & {*KEYS, *_OF_BATCHES})
-    sizes = _sizes(values, (firm, mine) if fallback else (firm,))
+    sizes = _sizes(values, _fixed(set_here, preset_keys, data))
     settled = settle(sizes) if sizes is not None else None
     if settled is not None:
         for key in KEYS:
@@ -121,20 +117,35 @@ def draft_of(
         config = PipelineConfig.model_validate(values)
     except ValidationError as error:
         raise ConfigError(_sentence(error, preset)) from error
-    assert sizes is not None  # what is no number has been refused
+    assert sizes is not None  # what is no size has been refused
     assert settled is not None  # with nothing kept, there are always sizes
     return Draft(config, sizes, settled.complaints, settled.instead)
 
 
+def _fixed(set_here: set[str], preset_keys: frozenset[str], data: str | None) -> tuple[frozenset[str], ...]:
+    """Return which sizes are kept, and which where that cannot be, if the run has data or sizes of its own."""
+    mine = frozenset(set_here & set(KEYS))
+    other_data = data is not None and not data.startswith("dataset/")
+    other_data |= any(key.startswith("data.") and key not in SPLIT_SIZES for key in set_here)
+    most = mine | (preset_keys & set(BATCHES) if other_data else preset_keys)
+    as_in_the_preset = data is None and not other_data and not set_here & {*KEYS, *_OF_BATCHES}
+    return (most,) if as_in_the_preset else (most, mine)
+
+
 def _sizes(values: Mapping[str, Any], fixed: tuple[frozenset[str], ...]) -> Sizes | None:
     """Return the sizes that are asked for; None where one of them is no size, which the configuration refuses."""
-    found = {key: _value(values, key) for key in (*KEYS, *_OF_BATCHES, _PAIRS)}
-    lowest = dict.fromkeys(found, 1) | dict.fromkeys((*SPLIT_SIZES, "ppo.buffer_limit"), 0)
-    numbers = {key: value for key, value in found.items() if type(value) is int and value >= lowest[key]}
-    if set(found) - set(numbers) - ({_PAIRS} if found[_PAIRS] is None else set()):
+    asked = {key: _value(values, key) for key in (*KEYS, *_OF_BATCHES, _PAIRS)}
+    lowest = dict.fromkeys(asked, 1) | dict.fromkeys((*SPLIT_SIZES, "ppo.buffer_limit"), 0)
+    pairs = asked.pop(_PAIRS)
+    try:
+        found = {key: _NUMBER.validate_python(value) for key, value in asked.items()}
+        most_pairs = None if pairs is None else _NUMBER.validate_python(pairs)
+    except ValidationError:
         return None
-    relations = {key.removeprefix("ppo."): numbers[key] for key in _OF_BATCHES}
-    return Sizes({key: numbers[key] for key in KEYS}, fixed, **relations, pairs=numbers.get(_PAIRS))
+    if any(value < lowest[key] for key, value in found.items()) or (most_pairs is not None and most_pairs < 1):
+        return None
+    relations = {key.removeprefix("ppo."): found[key] for key in _OF_BATCHES}
+    return Sizes({key: found[key] for key in KEYS}, fixed, **relations, pairs=most_pairs)
 
 
 def _value(values: Mapping[str, Any], key: str) -> Any:

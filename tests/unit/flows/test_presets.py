@@ -130,6 +130,33 @@ def test_a_preset_trains_with_one_plain_process_unless_told_otherwise(preset: st
 
 
 @pytest.mark.parametrize(
+    ("overrides", "sizes"),
+    [
+        ({"ppo.prompts_per_episode": 48}, (48, 24, 24, 24)),
+        ({"ppo": {"prompts_per_episode": 48}}, (48, 24, 24, 24)),
+        ({"ppo.prompts_per_episode": "48"}, (48, 24, 24, 24)),  # a text that the configuration takes as a number
+        ({"ppo.chunk_size": 7}, (56, 7, 28, 28)),
+        ({"ppo.num_trainers": 3}, (60, 30, 20, 20)),
+        ({"data.splits.ppo": 20}, (20, 20, 20, 20)),
+        ({"data.splits": {}}, (64, 32, 32, 32)),
+    ],
+)
+def test_batches_that_nobody_set_follow_those_that_are(overrides: dict[str, Any], sizes: tuple[int, ...]) -> None:
+    ppo = resolve("quickstart", overrides=overrides).ppo
+    assert (ppo.prompts_per_episode, ppo.chunk_size, ppo.train_batch_size, ppo.micro_batch_size) == sizes
+
+
+def test_a_presets_own_batches_give_way_to_what_is_set_alone() -> None:
+    ppo = resolve("hh-rlhf", overrides={"ppo.train_batch_size": 12}).ppo  # of 32 prompts, chunks of 16
+    assert ppo.train_batch_size == 12
+    assert (ppo.prompts_per_episode % 12, ppo.prompts_per_episode % ppo.chunk_size, 12 % ppo.micro_batch_size) == (
+        0,
+    ) * 3
+    whole = resolve("hh-rlhf", overrides={"seed": 3}).ppo
+    assert (whole.prompts_per_episode, whole.chunk_size, whole.train_batch_size) == (32, 16, 16)
+
+
+@pytest.mark.parametrize(
     ("preset", "overrides", "message"),
     [
         ("quikstart", {}, "there is no preset 'quikstart'; did you mean quickstart"),

@@ -38,7 +38,7 @@ def load_yaml(path: Path) -> Any:
     """
     text = path.read_bytes()
     try:
-        return _Loader(text).get_single_data()  # type: ignore[no-untyped-call]
+        return _Loader(text).get_single_data()
     except yaml.constructor.ConstructorError as error:
         raise ValueError(f"{path}, {_line(error)}: {error.problem}") from None
     except yaml.MarkedYAMLError as error:

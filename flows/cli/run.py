@@ -25,22 +25,24 @@ def run(preset: str = "quickstart", /, *, param: Given = ()) -> int:
 
     Args:
         preset: name of the deployment of the flow `pipeline`; FLOW/NAME takes any other.
-        param: a parameter of the flow as NAME=VALUE (VALUE as JSON, or else as text); may be repeated.
+        param: a parameter of the flow as NAME=VALUE (VALUE as JSON, or else as text); may be repeated. A path of data
+            or of a model is seen from the current folder.
     """
     import asyncio
 
     from httpx import HTTPError, HTTPStatusError, InvalidURL
     from rich.console import Console
 
+    from flows.cli.parameters import read_parameters
     from infra.errors import ServiceError
 
     # Width is given where there is no terminal, so that a log file is not broken at 80 columns.
     console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
     deployment = preset if "/" in preset else f"pipeline/{preset}"
-    parameters = _parameters(param)
-    api_url = _api_url(console)
+    parameters = read_parameters(param)
+    api_url, here = _api_url(console)
     try:
-        return asyncio.run(_run(deployment, parameters, api_url, console))
+        return asyncio.run(_run(deployment, parameters, api_url, console, here=here))
     except HTTPStatusError as error:
         raise ServiceError(f"the Prefect server at {api_url} refuses: {_detail(error)}") from error
     except (HTTPError, InvalidURL) as error:
@@ -50,8 +52,8 @@ def run(preset: str = "quickstart", /, *, param: Given = ()) -> int:
         ) from error
 
 
-def _api_url(console: Console) -> str:
-    """Return the server to run on: this installation's own while it runs, whatever is exported; else the settings'.
+def _api_url(console: Console) -> tuple[str, bool]:
+    """Return the server to run on, and whether it is this installation's own, which is taken while it runs.
 
     Raises:
         ServiceError: if there is none.
@@ -71,10 +73,10 @@ def _api_url(console: Console) -> str:
             style="yellow",
             markup=False,
         )
-    return ours or str(told)
+    return ours or str(told), ours is not None
 
 
-async def _run(deployment: str, parameters: dict[str, Any], api_url: str, console: Console) -> int:
+async def _run(deployment: str, parameters: dict[str, Any], api_url: str, console: Console, *, here: bool) -> int:
     from prefect.client.orchestration import PrefectClient
     from rich.text import Text
 
@@ -83,7 +85,7 @@ async def _run(deployment: str, parameters: dict[str, Any], api_url: str, consol
 
     async with PrefectClient(api_url) as client:
         found = await _deployment(client, deployment)
-        flow_run = await _start(client, found, deployment, parameters)
+        flow_run = await _start(client, found, deployment, parameters, here=here)
         page = api_url.removesuffix("/").removesuffix("/api")
         console.print(f"{deployment}: run {flow_run.name}, {page}/runs/flow-run/{flow_run.id}", markup=False)
         try:
@@ -124,28 +126,32 @@ async def _deployment(client: Any, name: str) -> Any:
         raise ConfigError(f"there is no deployment {name!r}; {hint}") from error
 
 
-async def _start(client: Any, found: Any, deployment: str, parameters: dict[str, Any]) -> Any:
+async def _start(client: Any, found: Any, deployment: str, parameters: dict[str, Any], *, here: bool) -> Any:
     """Create the run.
 
     Raises:
-        ConfigError: if the deployment does not take these parameters.
+        RlhfError: if the deployment does not take these parameters, or the run would refuse them at once.
     """
     from httpx import HTTPStatusError, codes
 
-    from infra.artifacts.ref import did_you_mean
+    from flows.cli.parameters import check_configuration, check_parameters, placed
     from rlhf_core.errors import ConfigError
 
-    known = (found.parameter_openapi_schema or {}).get("properties", {})
-    takes = f"its parameters are {', '.join(known) or 'none'}"
-    for name in parameters:
-        if name not in known:  # the server would take it, and the run crash
-            raise ConfigError(f"{deployment} has no parameter {name!r}{did_you_mean(name, known)}; {takes}")
+    schema = found.parameter_openapi_schema or {}
+    known = schema.get("properties", {})
+    check_parameters(deployment, parameters, schema)
+    if "preset" in known:  # a flow of ours
+        parameters = placed(parameters, here=here)
+        if here:
+            check_configuration({"preset": known["preset"].get("default"), **found.parameters, **parameters})
     try:
         return await client.create_flow_run_from_deployment(found.id, parameters=parameters)
     except HTTPStatusError as error:
         if error.response.status_code not in {codes.CONFLICT, codes.UNPROCESSABLE_ENTITY}:
             raise
-        raise ConfigError(f"{deployment} refuses: {_detail(error)} ({takes})") from error
+        raise ConfigError(
+            f"{deployment} refuses: {_detail(error)} (its parameters are {', '.join(known) or 'none'})"
+        ) from error
 
 
 def _detail(error: Any) -> str:
@@ -179,20 +185,3 @@ def _show_report(flow_run_id: UUID, console: Console) -> None:
         style="dim",
         markup=False,
     )
-
-
-def _parameters(pairs: tuple[str, ...]) -> dict[str, Any]:
-    import json
-
-    from rlhf_core.errors import ConfigError
-
-    parameters: dict[str, Any] = {}
-    for pair in pairs:
-        name, equals, text = pair.partition("=")
-        if not equals or not name:
-            raise ConfigError(f"a parameter is written NAME=VALUE, but {pair!r} came")
-        try:
-            parameters[name] = json.loads(text)
-        except json.JSONDecodeError:
-            parameters[name] = text
-    return parameters

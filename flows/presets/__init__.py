@@ -1,19 +1,22 @@
 """Presets, and the flat parameters that people change them with.
 
-A preset is a file of configuration keys. It may say `extends: NAME`: then it holds only what differs from that preset.
+A preset is a file of configuration keys. It may say `extends: NAME`: then it holds only what differs from that preset,
+and null clears a list, a free mapping or an option of it.
 A path of its data that begins with `./` is relative to the preset's own directory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
 
+from flows.presets.keys import keys, no_such_key
+from infra.strict_yaml import load_yaml
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.sizes import BATCHES, KEYS, Sizes, settle
 from rlhf_core.config.sizes import SPLITS as SPLIT_SIZES
@@ -47,7 +50,8 @@ def resolve(
         model: packaged name, directory or hub name of the base model.
         episodes: PPO episodes.
         seed: seed of everything random.
-        overrides: values by dotted key, such as `{"ppo.lr": 1e-5}`; they win over the other parameters.
+        overrides: values by dotted key, such as `{"ppo.lr": 1e-5}`; they win over the other parameters, and null
+            clears what the preset says of a list, a free mapping or an option.
 
     Raises:
         ConfigError: the preset is unknown, a key is unknown, a value is out of its range, or sizes exclude each other.
@@ -104,8 +108,13 @@ def draft_of(
     if seed is not None:
         changes["seed"] = seed
     changes |= overrides or {}
+    unknown = []
     for key, value in changes.items():  # in order: overrides last
-        _set(values, key, value)
+        try:
+            _set(values, key, value)
+        except ConfigError as error:
+            unknown.append(Fault(str(error), {}))
+    refuse_together(unknown)
     set_here = {leaf for key, value in changes.items() for leaf in _leaves({key: value})}
     sizes = _sizes(values, _fixed(set_here, preset_keys, data))
     settled = settle(sizes) if sizes is not None else None
@@ -188,27 +197,35 @@ def _read(preset: str) -> dict[str, Any]:
         near = get_close_matches(preset, preset_names(), n=3) or preset_names()
         raise ConfigError(f"there is no preset {preset!r}; did you mean {' or '.join(near)}?")
     file = DIRECTORY / f"{preset}.yaml"
-    values = yaml.safe_load(file.read_text())
+    try:
+        values = load_yaml(file)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     if not isinstance(values, dict):
         raise ConfigError(f"{file.name} must hold a mapping of configuration keys, but holds {type(values).__name__}")
     data = values.get("data")
     if isinstance(data, dict):
-        values["data"] = data | {key: _placed(data[key]) for key in SOURCES if key in data}
+        values["data"] = data | {key: with_paths(data[key], _placed) for key in SOURCES if key in data}
     return values
 
 
-def _placed(source: Any) -> Any:
-    """Return what names data, where a path from `./` begins at the presets' directory.
+def with_paths(source: Any, place: Callable[[str], str]) -> Any:
+    """Return what names data (a path, a mapping with one, or a list of these) with every path put through `place`."""
+    if isinstance(source, list):
+        return [with_paths(each, place) for each in source]
+    if isinstance(source, dict) and "path" in source:
+        return source | {"path": with_paths(source["path"], place)}
+    return place(source) if isinstance(source, str) else source
+
+
+def _placed(path: str) -> str:
+    """Return a path, where one from `./` begins at the presets' directory.
 
     It is written as seen from where the run is, if that is above: the checkout's place is then in no record.
     """
-    if isinstance(source, list):
-        return [_placed(each) for each in source]
-    if isinstance(source, dict):
-        return source | {"path": _placed(source.get("path"))}
-    if not isinstance(source, str) or not source.startswith("./"):
-        return source
-    file = DIRECTORY / source
+    if not path.startswith("./"):
+        return path
+    file = DIRECTORY / path
     return str(file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file)
 
 
@@ -223,12 +240,12 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
 
 
 def _set(values: dict[str, Any], key: str, value: Any) -> None:
-    known = dict(_keys(PipelineConfig))
+    if not isinstance(key, str):
+        raise ConfigError(f"a key of overrides must be text such as 'ppo.lr', but it is {key!r}")
+    known = dict(keys())
     head = next((name for name in known if key == name or (known[name] and key.startswith(f"{name}."))), None)
     if head is None:
-        near = get_close_matches(key, known, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(near)}?" if near else "see rlhf_core/config/ for the keys there are"
-        raise ConfigError(f"there is no configuration key {key!r}; {hint}")
+        raise ConfigError(no_such_key(key))
     *path, last = key.split(".")
     for part in path:
         inner = values.get(part)
@@ -237,27 +254,35 @@ def _set(values: dict[str, Any], key: str, value: Any) -> None:
     values[last] = value
 
 
-def _keys(config: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, bool]]:
-    """Yield every dotted key, and whether free keys may follow it (a mapping such as task parameters)."""
-    for name, field in config.model_fields.items():
-        options = getattr(field.annotation, "__args__", ()) or (field.annotation,)
-        nested = next((each for each in options if isinstance(each, type) and issubclass(each, BaseModel)), None)
-        yield f"{prefix}{name}", getattr(field.annotation, "__origin__", None) is dict
-        if nested is not None:
-            yield from _keys(nested, f"{prefix}{name}.")
-
-
 def _sentence(error: ValidationError, preset: str) -> str:
-    """Return the first complaint in words, and how many more there are."""
-    first, more = error.errors()[0], error.error_count() - 1
-    place = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "extra_forbidden":
-        near = get_close_matches(place, dict(_keys(PipelineConfig)), n=3, cutoff=0.5)
-        text = f"there is no configuration key {place!r}" + (f"; did you mean {' or '.join(near)}?" if near else "")
-    elif first["type"] == "value_error":
-        text = first["msg"].removeprefix("Value error, ")
+    """Return all complaints in words, one for a key."""
+    # unknown keys come first: what else is missing may stand under a wrong name
+    errors = sorted(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
+    told: dict[str, str] = {}
+    for each in errors:
+        # pydantic names in brackets which member of a union it tried
+        place = ".".join(str(part) for part in each["loc"] if "[" not in str(part))
+        told.setdefault(place, _complaint(each, place))
+    listed = list(told.values())
+    if len(listed) == 1:
+        return f"preset {preset!r} with these parameters cannot run: {listed[0]}"
+    numbered = "; ".join(f"({number}) {text}" for number, text in enumerate(listed, start=1))
+    return f"preset {preset!r} with these parameters cannot run, for {len(listed)} reasons: {numbered}"
+
+
+def _complaint(error: ErrorDetails, place: str) -> str:
+    given = "null" if error["input"] is None else f"{error['input']!r:.200}"
+    if error["type"] == "extra_forbidden":
+        text = no_such_key(place)
+    elif error["type"] == "value_error":
+        text = error["msg"].removeprefix("Value error, ")
+    elif error["type"] == "missing":
+        text = f"{place} is missing"
+    elif error["type"] == "model_type":
+        inner = [name for name in dict(keys()) if name.startswith(f"{place}.")][:3]
+        such = f", such as {', '.join(inner)}" if inner else ""
+        text = f"{place} must be a mapping of its keys{such}, but it is {given}"
     else:
-        problem = first["msg"][0].lower() + first["msg"][1:]
-        text = f"{place}: {problem}, but it is {first['input']!r}"
-    others = f" (and {more} more)" if more else ""
-    return f"preset {preset!r} with these parameters cannot run: {text}{others}"
+        problem = error["msg"][0].lower() + error["msg"][1:]
+        text = f"{place}: {problem}, but it is {given}"
+    return text + ("; null clears only a list, a free mapping or an option" if error["input"] is None else "")

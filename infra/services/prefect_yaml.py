@@ -1,4 +1,4 @@
-"""The rules of `prefect.yaml`: Prefect drops keys that it does not know without a word, so they are refused here."""
+"""The rules of `prefect.yaml`: keys that Prefect drops without a word (unknown or duplicate) are refused here."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from infra.errors import ServiceError
+from infra.strict_yaml import load_yaml
 
 FILE_NAME = "prefect.yaml"
 _Name = r"^[a-z0-9][a-z0-9-]*$"
@@ -73,15 +73,15 @@ def read_prefect_yaml(checkout: Path) -> dict[str, DeploymentEntry]:
     """
     path = checkout / FILE_NAME
     try:
-        entries = _File.model_validate(yaml.safe_load(path.read_text(encoding="utf-8"))).deployments
+        entries = _File.model_validate(load_yaml(path)).deployments
     except OSError as error:
         raise ServiceError(f"{path} cannot be read: {error.strerror}") from None
-    except yaml.YAMLError as error:
-        raise ServiceError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the file"
         raise ServiceError(f"{path}: {where}: {first['msg']}, but it is {first['input']!r:.200}") from None
+    except ValueError as error:  # the text itself
+        raise ServiceError(str(error)) from None
     found: dict[str, DeploymentEntry] = {}
     for entry in entries:
         name = f"{_check_entrypoint(path, checkout, entry)}/{entry.name}"

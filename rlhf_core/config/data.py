@@ -137,7 +137,8 @@ class DataConfig(Config):
     """What becomes of a row that cannot be read: an error, or it is counted, named and left out."""
     too_long: Literal["refuse", "drop"] = "refuse"
     """The same of a row that is longer than its stage's limit."""
-    splits: SplitsConfig = SplitsConfig()
+    splits: Annotated[SplitsConfig, BeforeValidator(lambda value: {} if value is None else value)] = SplitsConfig()
+    """null drops what a preset says of them."""
 
     @model_validator(mode="after")
     def _one_source_of_problems(self) -> Self:

@@ -12,6 +12,7 @@ from infra.errors import ServiceError
 from infra.services import prefect_yaml
 from infra.services.prefect_yaml import DeploymentEntry, read_prefect_yaml
 from infra.settings import CHECKOUT
+from infra.strict_yaml import load_yaml
 
 FLOW = '@flow(name="night-shift")\ndef shift(preset: str = "small", episodes: int = 1): ...\ndef helper(): ...\n'
 
@@ -137,3 +138,47 @@ def test_a_file_that_is_no_yaml_is_refused_with_the_line(checkout: Path) -> None
     (checkout / "prefect.yaml").write_text("deployments: [\n")
     with pytest.raises(ServiceError, match=r"is not YAML: .*line 2"):
         read_prefect_yaml(checkout)
+
+
+def test_a_key_that_stands_twice_is_refused_with_its_line(checkout: Path) -> None:
+    """Prefect's own loader keeps the second: tags were lost so."""
+    read(checkout, entry())
+    lines = (checkout / "prefect.yaml").read_text().splitlines()
+    place = lines.index("  name: nightly")
+    (checkout / "prefect.yaml").write_text("\n".join([*lines[: place + 1], "  name: daily", *lines[place + 1 :]]))
+    with pytest.raises(
+        ServiceError,
+        match=rf"prefect\.yaml, line {place + 2}: the key 'name' stands here and in line {place + 1}; keep",
+    ):
+        read_prefect_yaml(checkout)
+
+
+def test_the_nights_runs_are_tagged_as_the_nights() -> None:
+    assert read_prefect_yaml(CHECKOUT)["pipeline/nightly"].tags == ("resumes", "nightly")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (
+            "a: 1\nb:\n  - {c: 1, d: {e: 1, 'e': 2}}\n",
+            "line 3: the key 'e' stands here and in line 3; keep one",
+        ),
+        ("a: 1\n\nb: 2\na: 3\n", "line 4: the key 'a' stands here and in line 1; keep one of them"),
+        ("a: !python/name:os.system 1\n", "line 1: could not determine a constructor for the tag"),
+        ("a: {b: 1}\n---\nb: 1\n", "is not YAML: line 2: but found another document"),
+        (b"a: \xff\n", "is not YAML: unacceptable character"),
+    ],
+)
+def test_a_file_that_says_no_one_thing_is_refused(tmp_path: Path, text: str | bytes, sentence: str) -> None:
+    (tmp_path / "a.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ValueError, match=rf"^{tmp_path / 'a.yaml'}.*{sentence}") as caught:
+        load_yaml(tmp_path / "a.yaml")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_merged_key_may_be_said_again_by_the_mapping_that_merges_it(tmp_path: Path) -> None:
+    text = "a: &a {x: 1, y: 2}\nb: &b {<<: *a, x: 3}\nc: {<<: [*b, *a], z: 4}\nd: {<<: *a, <<: *b, y: 5}\n"
+    (tmp_path / "a.yaml").write_text(text)
+    assert load_yaml(tmp_path / "a.yaml") == yaml.safe_load(text)
+    assert load_yaml(tmp_path / "a.yaml")["c"] == {"x": 3, "y": 2, "z": 4}

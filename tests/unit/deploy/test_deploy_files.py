@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import ray
-import yaml
 from jsonschema import Draft7Validator, Draft202012Validator, ValidationError
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 from infra.clusters.ray_head import SILENT_NODE
 from infra.services.worker import EVERY_WORKER, WORK_POOL
 from infra.settings import Settings
+from infra.strict_yaml import load_yaml
 from tests.unit.deploy.kubernetes_forms import Document, crd_schema, faults
 
 ROOT = Path(__file__).parents[3]
@@ -32,7 +32,7 @@ IMAGE = "REGISTRY/rlhf-flows:TAG"
 
 
 def load(path: Path) -> Document:
-    document = yaml.safe_load(path.read_text())
+    document = load_yaml(path)
     assert isinstance(document, dict)
     return document
 

@@ -2,15 +2,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from flows import presets
 from flows.presets import preset_names, resolve
+from flows.presets.keys import DIFFERENT, ELSEWHERE, keys, meant
 from infra.services.prefect_yaml import read_prefect_yaml
 from infra.settings import CHECKOUT
+from rlhf_core.config import PipelineConfig, SplitsConfig
 from rlhf_core.data.preparing import SOURCES
 from rlhf_core.data.reading import Access, detect_role
 from rlhf_core.errors import ConfigError, DataError
@@ -49,6 +53,57 @@ def test_a_preset_may_hold_only_what_differs_from_another(tmp_path: Path, monkey
         resolve("longer")
     with pytest.raises(ConfigError, match="there is no preset 'shrt'; did you mean short"):
         resolve("lost")
+
+
+CLEARED: dict[str, Any] = {
+    "data.demonstrations": (),
+    "data.task_parameters": {},
+    "data.splits": SplitsConfig(),
+    "ppo.lora": None,
+    "ppo.reward.functions": {},
+    "template.stop": (),
+    "template.prompt": None,
+    "template.tags": None,
+    "reward_model.pairs": None,
+}
+FULL = """\
+name: full
+template: {prompt: "Q: {prompt}", stop: [x], tags: {answer_start: {text: a}, answer_end: {text: b}}}
+data: {task: gcd, task_parameters: {min_value: 2}, demonstrations: [d.jsonl, {path: e.jsonl}], splits: {sft: 20}}
+reward_model: {pairs: 30}
+ppo: {lora: {r: 4}, reward: {functions: {gsm8k_reward_fn: 0.5}}}
+"""
+
+
+def value_of(config: PipelineConfig, key: str) -> Any:
+    return reduce(getattr, key.split("."), config)
+
+
+@pytest.mark.parametrize("key", CLEARED)
+def test_null_clears_a_list_a_mapping_and_an_option(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a parameter says so, a preset that extends another, or one that stands alone."""
+    monkeypatch.setattr(presets, "DIRECTORY", tmp_path)
+    (tmp_path / "full.yaml").write_text(FULL)
+    nested: Any = None
+    for part in reversed(key.split(".")):
+        nested = {part: nested}
+    (tmp_path / "less.yaml").write_text(yaml.safe_dump({"extends": "full", "name": "less", **nested}))
+    (tmp_path / "alone.yaml").write_text(yaml.safe_dump({"name": "alone"} | {"data": {"task": "gcd"}} | nested))
+    if key.startswith("data."):
+        (tmp_path / "alone.yaml").write_text(
+            yaml.safe_dump({"name": "alone", "data": {"task": "gcd"} | nested["data"]})
+        )
+    assert value_of(resolve("full"), key) != CLEARED[key]
+    assert value_of(resolve("full", overrides={key: None}), key) == CLEARED[key]
+    assert value_of(resolve("less"), key) == value_of(resolve("alone"), key) == CLEARED[key]
+    assert not resolve("full", overrides={"data.splits": None}).data.splits.model_fields_set
+
+
+def test_a_key_that_stands_twice_in_a_preset_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(presets, "DIRECTORY", tmp_path)
+    (tmp_path / "twice.yaml").write_text("name: twice\ndata: {task: gcd}\nppo:\n  lr: 1.0e-5\n  lr: 1.0e-4\n")
+    with pytest.raises(ConfigError, match=r"twice\.yaml, line 5: the key 'lr' stands here and in line 4; keep one"):
+        resolve("twice")
 
 
 def test_the_evidence_is_the_quickstart_with_more_of_it() -> None:
@@ -160,14 +215,26 @@ def test_a_presets_own_batches_give_way_to_what_is_set_alone() -> None:
     ("preset", "overrides", "message"),
     [
         ("quikstart", {}, "there is no preset 'quikstart'; did you mean quickstart"),
-        ("quickstart", {"ppo.lrr": 1}, r"no configuration key 'ppo.lrr'; did you mean ppo\.lr"),
+        ("quickstart", {"ppo.lrr": 1}, r"no configuration key 'ppo.lrr'; did you mean ppo\.lr\?$"),
+        (
+            "quickstart",
+            {"ppo": {"learning_rate": 1}},
+            r"no configuration key 'ppo\.learning_rate'; did you mean ppo\.lr",
+        ),
+        ("quickstart", {"data.demonstrations": [{"pth": "x"}]}, r"did you mean data\.demonstrations\.path\? \(and 1"),
+        ("quickstart", {"data.demonstrations": {"subset": "x"}}, r": data\.demonstrations\.0\.path is missing$"),
+        ("quickstart", {1: 2}, "a key of overrides must be text such as 'ppo.lr', but it is 1"),
+        ("quickstart", {"data": None}, "data must be a mapping of its keys, such as data.task, .*, but it is null"),
+        ("quickstart", {"data": "x.jsonl"}, "data must be a mapping of its keys, .*, but it is 'x.jsonl'"),
+        ("quickstart", {"ppo.lr": None}, r"ppo\.lr: .*valid number, but it is null; null clears only a list, a free"),
+        ("quickstart", {"ppo.lora.target_modules": None}, r": ppo\.lora\.target_modules: input .*, but it is null"),
         ("quickstart", {"ppo.lr": -1}, r"ppo\.lr: input should be greater than 0, but it is -1"),
         ("quickstart", {"ppo.lr": "fast"}, r"ppo\.lr: .*valid number.*'fast'"),
         ("quickstart", {"ppo.chunk_size": 7, "ppo.prompts_per_episode": 64}, "choose a divisor of 64"),
         ("quickstart", {"ppo.prompts_per_episode": 4096, "data.splits": {"ppo": 640}}, r"raise the second"),
         ("quickstart", {"data.problems": "x.jsonl"}, "data.task and data.problems or data.prompts exclude each other"),
         ("quickstart", {"ppo.cluster.num_makers": 0}, r"ppo\.cluster\.num_makers"),
-        ("quickstart", {"ppo": 3}, "ppo: "),
+        ("quickstart", {"ppo": 3}, r"ppo must be a mapping of its keys, such as ppo\..*, but it is 3"),
         ("quickstart", {"ppo.strategy": "zero3"}, r"ppo\.strategy: input should be .*'zero2'.*but it is 'zero3'"),
         (
             "quickstart",
@@ -191,6 +258,67 @@ def test_a_mistake_is_told_in_one_sentence(preset: str, overrides: dict[str, obj
     with pytest.raises(ConfigError, match=message) as caught:
         resolve(preset, overrides=overrides)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("written", "ours"),
+    [
+        ("ppo.learning_rate", "ppo.lr"),  # HF Trainer, TRL
+        ("learning_rate", "sft.lr reward_model.lr ppo.lr"),
+        ("lr", "sft.lr reward_model.lr ppo.lr"),
+        ("actor_learning_rate", "ppo.lr"),  # OpenRLHF
+        ("actor_rollout_ref.actor.optim.lr", "ppo.lr"),  # verl
+        ("critic.optim.lr", "ppo.critic_lr"),
+        ("sft.per_device_train_batch_size", "sft.micro_batch_size"),
+        ("ppo.train_micro_batch_size_per_gpu", "ppo.micro_batch_size"),
+        ("ppo.cliprange", "ppo.eps_clip"),  # TRL
+        ("clip_ratio", "ppo.eps_clip"),  # verl
+        ("cliprange_value", "ppo.value_clip"),
+        ("init_kl_coef", "ppo.kl_coef"),
+        ("algorithm.kl_ctrl.kl_coef", "ppo.kl_coef"),
+        ("gae_lambda", "ppo.lam"),
+        ("gamma", "ppo.gamma"),
+        ("sft.num_train_epochs", "sft.epochs"),
+        ("ppo.num_ppo_epochs", "ppo.max_epochs"),
+        ("rollout_batch_size", "ppo.prompts_per_episode"),
+        ("experience_batch_size", "ppo.chunk_size"),  # coati
+        ("num_generations", "ppo.samples_per_prompt"),
+        ("actor_rollout_ref.rollout.n", "ppo.samples_per_prompt"),
+        ("max_prompt_length", "ppo.max_prompt_tokens"),
+        ("ppo.max_completion_length", "ppo.max_new_tokens"),
+        ("top_p", "ppo.top_p"),
+        ("ppo.warmup_ratio", "ppo.warmup_steps"),
+        ("target_kl", "ppo.kl_target"),
+        ("ppo.lora_rank", "ppo.lora.r"),
+        ("lora_alpha", "sft.lora.alpha ppo.lora.alpha"),
+        ("ppo.bf16", "ppo.dtype"),
+        ("world_size", "sft.num_trainers reward_model.num_trainers ppo.num_trainers"),
+        ("model_name_or_path", "model.path"),
+        ("eval-dataset", "data.evaluation"),
+        ("PPO.LR", "ppo.lr"),
+        ("ppo.learnig_rate", "ppo.lr"),  # misspelt, and by the name elsewhere
+        ("ppo.num_makers", "ppo.cluster.num_makers"),
+        ("data.split.sft", "data.splits.sft"),
+        ("ppo.zzzz", ""),
+    ],
+)
+def test_a_key_by_its_name_elsewhere_is_understood(written: str, ours: str) -> None:
+    assert meant(written) == ours.split()
+
+
+def test_every_key_that_is_called_otherwise_elsewhere_is_one_of_ours() -> None:
+    known = {name for name, _ in keys()}
+    for key, names in ELSEWHERE.items():
+        assert key in known or (key.startswith("*.") and any(name.endswith(key[1:]) for name in known)), key
+        assert not any(name == key or name == key.removeprefix("*.") for name in names.split()), key
+    assert set(DIFFERENT) <= {name for names in ELSEWHERE.values() for name in names.split()}
+
+
+def test_what_elsewhere_counts_otherwise_is_said() -> None:
+    with pytest.raises(ConfigError, match=r"did you mean ppo\.warmup_steps\? \(counted in optimizer steps\)"):
+        resolve("quickstart", overrides={"ppo.warmup_ratio": 0.1})
+    with pytest.raises(ConfigError, match=r"did you mean sft\.micro_batch_size\? \(batch_size / micro_batch_size, "):
+        resolve("quickstart", overrides={"sft.gradient_accumulation_steps": 4})
 
 
 SLOW = {"torch", "colossalai", "ray", "transformers", "datasets", "pyarrow", "reasoning_gym", "matplotlib", "numpy"}

@@ -32,7 +32,8 @@ DEPLOYMENT = DeploymentResponse(
     id=uuid4(),
     name="quickstart",
     flow_id=FLOW_ID,
-    parameter_openapi_schema={"type": "object", "properties": {"preset": {}, "seed": {}}},
+    parameters={"preset": "quickstart"},
+    parameter_openapi_schema={"type": "object", "properties": {"preset": {}, "data": {}, "seed": {}}},
 )
 
 
@@ -44,6 +45,8 @@ class Server:
         self.logs: list[Log] = []
         self.tags: list[str] = []
         self.refusal: tuple[int, Any] | None = None
+        self.given: list[dict[str, Any]] = []
+        """Parameters of the runs that were made."""
         self.failures: list[int] = []
         """Statuses that the next looks at the run get instead of an answer; 0 hangs up."""
         self.looks = 0
@@ -77,6 +80,7 @@ class Server:
     def answer(self, path: str, asked: dict[str, Any]) -> tuple[int, Any]:
         run = FlowRun(id=RUN_ID, flow_id=FLOW_ID, name="brave-owl", tags=self.tags)
         if path.endswith("/create_flow_run"):
+            self.given.append(asked["parameters"])
             return self.refusal or (201, run.model_dump_json())
         if path.startswith("/api/deployments/name/"):
             return 200, DEPLOYMENT.model_dump_json()
@@ -168,7 +172,7 @@ def test_a_refused_parameter_is_told_in_the_servers_words(
     assert status == 1
     assert error == (
         "rlhf: pipeline/quickstart refuses: Error creating flow run: Validation failed for field 'seed'. "
-        "'x' is no int (its parameters are preset, seed)\n"
+        "'x' is no int (its parameters are preset, data, seed)\n"
     )
 
 
@@ -348,18 +352,53 @@ def test_a_run_that_crashed_with_its_server_has_ended(
     assert (status, out.splitlines()[-1]) == (1, "Crashed: gone")
 
 
-def test_while_the_local_stack_runs_the_run_goes_there_whatever_is_exported(
-    server: Server, rlhf_run: Callable[..., tuple[int, str, str]], home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def local_stack(server: Server, home: Path) -> ServiceRecord:
     home.mkdir()
     me = ProcessRecord.of(os.getpid())  # plays the server's process: it runs
     address = server.url.removesuffix("/api")
     record = ServiceRecord(identity=me, fingerprint="", address=address, log=home / "log")
     StackState(services={"server": record}).save(home)
+    return record
+
+
+def test_paths_are_those_of_the_folder_where_the_command_is_typed(
+    server: Server,
+    rlhf_run: Callable[..., tuple[int, str, str]],
+    home: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    local_stack(server, home)
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    status, _, error = rlhf_run("-p", "data=mine.jsonl")
+    assert (status, server.given) == (1, [])
+    assert error == f"rlhf: data file {tmp_path}/work/mine.jsonl does not exist; {tmp_path}/work holds nothing\n"
+    Path("mine.jsonl").write_text("{}\n")
+    assert rlhf_run("-p", "data=mine.jsonl")[0] == 0
+    assert server.given == [{"data": f"{tmp_path}/work/mine.jsonl"}]
+
+
+def test_what_the_run_would_refuse_at_once_is_refused_before_there_is_one(
+    server: Server, rlhf_run: Callable[..., tuple[int, str, str]], home: Path
+) -> None:
+    """Where the run reads the presets of this checkout; elsewhere they may be others."""
+    assert rlhf_run("-p", "seed=-1")[0] == 0
+    local_stack(server, home)
+    status, _, error = rlhf_run("-p", "seed=-1")
+    assert (status, len(server.given)) == (1, 1)
+    assert "seed: input should be greater than or equal to 0, but it is -1\n" in error
+
+
+def test_while_the_local_stack_runs_the_run_goes_there_whatever_is_exported(
+    server: Server, rlhf_run: Callable[..., tuple[int, str, str]], home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = local_stack(server, home)
     monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
     status, out, _ = rlhf_run()
     assert status == 0
     assert f"PREFECT_API_URL is http://127.0.0.1:9/api, but the local stack runs: the run goes to {server.url}" in out
+    me = record.identity
     gone = record.model_copy(update={"identity": me.model_copy(update={"started": me.started + 1})})
     StackState(services={"server": gone}).save(home)
     status, _, error = rlhf_run()

@@ -42,6 +42,8 @@ def show_set(console: Console, checked: Checked, *, preset: str, counted: str | 
     _show_sample(console, checked.rows.sample)
     if checked.report is not None:
         _show_splits(console, checked.report, preset)
+    if checked.sizes is not None:
+        console.print(Padding(Text(checked.sizes), (0, 0, 0, 2), expand=False))
     if checked.notes:
         _title(console, f"Under the limits of preset {preset}, for information")
         for sentence in checked.notes:

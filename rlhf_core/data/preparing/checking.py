@@ -63,6 +63,8 @@ class Checked:
     refusals: tuple[str, ...]
     notes: tuple[str, ...] = ()
     """What would be refused or left out under limits that nobody has asked for."""
+    sizes: str | None = None
+    """Which sizes would follow the set, in a sentence; None where none would."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return all of it as plain values."""
@@ -74,6 +76,7 @@ class Checked:
             "report": self.report and self.report.as_dict(),
             "refused": list(self.refusals),
             "notes": list(self.notes),
+            "sizes": self.sizes,
         }
 
 
@@ -109,15 +112,16 @@ def check_source(
     refusals += refused
     report: DataReport | None = None
     notes: list[str] = []
+    sizes: str | None = None
     if standard.asked_for and alone:
         run = config.model_copy(update={"data": data})
-        report, refused, notes = _dry_run(standard, run, {role: read}, meter)
+        report, refused, sizes = _dry_run(standard, run, {role: read}, meter)
         refusals += refused
     elif meter is not None:
         notes = _beyond_limits(config, role, read, meter)
     rows = describe_rows(read.rows, f"data.{role}", meter)
     facts = describe_set(role, read)
-    return Checked(source.path, role, read, facts, rows, report, tuple(dict.fromkeys(refusals)), tuple(notes))
+    return Checked(source.path, role, read, facts, rows, report, tuple(dict.fromkeys(refusals)), tuple(notes), sizes)
 
 
 def shared_prompts(one: Checked, other: Checked) -> list[str]:
@@ -159,13 +163,13 @@ def _beyond_limits(config: PipelineConfig, role: Role, read: ReadSet[Any], meter
 
 def _dry_run(
     standard: Standard, config: PipelineConfig, sets: dict[str, ReadSet[Any]], meter: TokenMeter | None
-) -> tuple[DataReport | None, list[str], list[str]]:
+) -> tuple[DataReport | None, list[str], str | None]:
     """Return the report that a pipeline run would store, why it would be refused, and which sizes would change."""
     sizes = standard.sizes or as_they_are(config)
     try:
         made = prepare(config, sets, meter=meter, allowed_modules=standard.allowed_modules, sizes=sizes)
     except (ConfigError, DataError) as error:
-        return None, [str(error)], []
+        return None, [str(error)], None
     refusals = [each.sentence for each in made.report.too_long if not each.dropped]
     if meter is not None:
         try:
@@ -173,5 +177,4 @@ def _dry_run(
         except (ConfigError, DataError) as error:
             refusals = [str(error)]
     found = settle(sizes.with_splits(made.sizes.model_dump()))
-    changes = told_changes(sizes.wanted, found.values) if found is not None else None
-    return made.report, refusals, [changes] if changes is not None else []
+    return made.report, refusals, told_changes(sizes.wanted, found.values) if found is not None else None

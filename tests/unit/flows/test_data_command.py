@@ -64,7 +64,14 @@ def test_a_set_is_judged_by_itself_unless_a_preset_is_named(tmp_path: Path, caps
     status, text = checked(capsys, path, "--preset", "quickstart", "--json")
     found = json.loads(text)["sets"][0]
     assert (status, found["notes"]) == (1, [])
-    assert "data.splits need" in found["refused"][0]
+    assert "data.splits.sft 3 (not 1024), data.splits.ppo 2 (not 640)" in found["sizes"]
+    [told] = found["refused"]
+    for part in (
+        "reward_model.max_length = 512",
+        "2 of 2 PPO prompts have no answer",
+        '"evaluation.judge": "reward_model"',
+    ):
+        assert part in told
 
 
 def test_equal_pairs_are_told_and_not_refused_as_no_run_refuses_them(

@@ -221,7 +221,11 @@ def test_a_presets_own_batches_give_way_to_what_is_set_alone() -> None:
             {"ppo": {"learning_rate": 1}},
             r"no configuration key 'ppo\.learning_rate'; did you mean ppo\.lr",
         ),
-        ("quickstart", {"data.demonstrations": [{"pth": "x"}]}, r"did you mean data\.demonstrations\.path\? \(and 1"),
+        (
+            "quickstart",
+            {"data.demonstrations": [{"pth": "x"}]},
+            r"for 2 reasons: \(1\).*did you mean data\.demonstrations\.path\?; \(2\) data\.demonstrations\.0\.path is missing",
+        ),
         ("quickstart", {"data.demonstrations": {"subset": "x"}}, r": data\.demonstrations\.0\.path is missing$"),
         ("quickstart", {1: 2}, "a key of overrides must be text such as 'ppo.lr', but it is 1"),
         ("quickstart", {"data": None}, "data must be a mapping of its keys, such as data.task, .*, but it is null"),

@@ -224,7 +224,7 @@ def test_a_presets_own_batches_give_way_to_what_is_set_alone() -> None:
         (
             "quickstart",
             {"data.demonstrations": [{"pth": "x"}]},
-            r"for 2 reasons: .*did you mean data\.demonstrations\.path\?; \(2\) data\.demonstrations\.0\.path is missing",
+            r"for 2 reasons: .*mean data\.demonstrations\.path\?; \(2\) data\.demonstrations\.0\.path is missing",
         ),
         ("quickstart", {"data.demonstrations": {"subset": "x"}}, r": data\.demonstrations\.0\.path is missing$"),
         ("quickstart", {1: 2}, "a key of overrides must be text such as 'ppo.lr', but it is 1"),

@@ -12,7 +12,7 @@ from huggingface_hub import constants
 from rlhf_core.errors import ModelError
 from rlhf_core.functional.logprobs import logprobs_and_entropy
 from rlhf_core.models import locating, smollm2
-from rlhf_core.models.loading import find_local, load_causal_lm, load_tokenizer, locate_model
+from rlhf_core.models.loading import count_built, find_local, load_causal_lm, load_tokenizer, locate_model
 from tests.tiny_llama import write_tiny_llama
 from tests.unit.functional.ragged import assert_close
 

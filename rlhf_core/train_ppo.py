@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-import time
 from typing import TYPE_CHECKING
 
 from rlhf_core.errors import ConfigError, RlhfError
 from rlhf_core.script.checks import check_arguments
 from rlhf_core.script.flags import build_parser
-from rlhf_core.strategy.launch import launched_rank
+from rlhf_core.script.parser import end_with
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -17,8 +16,6 @@ if TYPE_CHECKING:
 
 _USAGE = 2  # as argparse reports a command line that cannot be run
 _INTERRUPTED = 130
-# The ranks usually make the same mistake at once: torchrun ends the others before they repeat what rank 0 said.
-_RANK_0_SPEAKS_FIRST_S = 3.0
 
 
 def train(args: Namespace) -> None:
@@ -60,12 +57,7 @@ def main(arguments: Sequence[str] | None = None, *, allowed_reward_modules: Sequ
 
 
 def _fail(sentence: str, *, status: int) -> int:
-    rank = launched_rank()
-    if rank:
-        time.sleep(_RANK_0_SPEAKS_FIRST_S)
-        sentence = f"rank {rank}: {sentence}"
-    sys.stderr.write(f"train_ppo: {sentence}\n")
-    return status
+    return end_with(sentence, program="train_ppo", status=status)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ class ModelConfig(Config):
     path: str = "smollm2-135m-instruct"
     """Name of a packaged model, a local directory, or a hub name."""
     num_parameters: int | None = Field(None, ge=1)
-    """Size for the memory check while the model is not on this machine; read from the files when it is."""
+    """Size for the memory check while the model is not on this machine; read from its configuration and files when it
+    is."""
 
 
 class LoRAConfig(Config):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_core.detached.roles.flags import build_parser, check_arguments
 from rlhf_core.errors import ConfigError, RlhfError
+from rlhf_core.script.parser import end_with
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -129,8 +130,7 @@ def _tell(line: str) -> None:
 
 
 def _fail(sentence: str, *, status: int) -> int:
-    sys.stderr.write(f"train_prompts_on_ray: {sentence}\n")
-    return status
+    return end_with(sentence, program="train_prompts_on_ray", status=status)
 
 
 def __getattr__(name: str) -> Any:

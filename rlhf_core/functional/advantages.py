@@ -118,7 +118,7 @@ def gae(
     next_values = torch.nn.functional.pad(values[:, 1:], (0, 1))
     deltas = rewards + gamma * next_values - values  # [B, A], zero on padding
     advantages = torch.empty_like(deltas)
-    running = torch.zeros_like(deltas[:, 0])
+    running = deltas.new_zeros(len(deltas))
     for t in reversed(range(deltas.shape[1])):
         running = deltas[:, t] + gamma * lam * running
         advantages[:, t] = running

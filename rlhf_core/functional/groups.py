@@ -7,6 +7,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from rlhf_core.functional.advantages import gae
+from rlhf_core.functional.moments import varies
+from rlhf_core.functional.precision import out_of_float16
 
 _EPSILON = 1e-6  # added to a deviation of order one: keeps groups of nearly equal scores from exploding
 
@@ -18,9 +20,9 @@ def grpo_advantages(
 
         A_i = (s_i - mean(s)) / (std(s) + 1e-6) - (p_i - mean(p))
 
-    The deviation is the sample's: squares are divided by G - 1. Equal scores give exactly zero. Penalties are not
-    divided by it: where all scores are equal their own spread would be blown up to 1, whatever their weight. One
-    number per response: every token of it has this advantage.
+    The deviation is the sample's: squares are divided by G - 1. Scores that do not vary (`varies`) give exactly zero.
+    Penalties are not divided by it: where all scores are equal their own spread would be blown up to 1, whatever
+    their weight. One number per response: every token of it has this advantage.
 
     Args:
         scores: of the task, one per response; each group's responses stand next to each other.
@@ -42,8 +44,12 @@ def grpo_advantages(
         tensor([-0.7071,  0.7071,  0.2500, -0.2500])
     """
     centred = _centred(scores, group_size)
-    deviation = (centred.square().sum(dim=1, keepdim=True) / (group_size - 1)).sqrt()
-    return (centred / (deviation + _EPSILON) - _centred(penalties, group_size)).flatten()
+    variance = centred.square().sum(dim=1, keepdim=True) / (group_size - 1)
+    square = out_of_float16(scores).view(-1, group_size).square().mean(dim=1, keepdim=True)
+    compared = torch.where(
+        varies(variance=variance, square=square), centred / (variance.sqrt() + _EPSILON), torch.zeros_like(centred)
+    )
+    return (compared - _centred(penalties, group_size)).flatten()
 
 
 def dr_grpo_advantages(*, scores: Float[Tensor, " B"], group_size: int) -> Float[Tensor, " B"]:
@@ -141,6 +147,6 @@ def _centred(scores: Float[Tensor, " B"], group_size: int) -> Float[Tensor, "N G
             f"expected whole groups of at least 2 responses to one prompt, got {scores.numel()} scores "
             f"and group_size {group_size}"
         )
-    groups = scores.view(-1, group_size)
+    groups = out_of_float16(scores).view(-1, group_size)
     shifted = groups - groups[:, :1]  # equal scores are now exactly zero, which rounding of a mean would miss
     return shifted - shifted.mean(dim=1, keepdim=True)

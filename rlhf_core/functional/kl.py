@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from rlhf_core.functional.precision import out_of_float16
+
 KLEstimator = Literal["k1", "k2", "k3"]
 
 
@@ -34,7 +36,7 @@ def kl(
         estimator: which of the three.
 
     Returns:
-        Nats per token; zero on padding.
+        Nats per token, in float32 if the logprobs are in float16; zero on padding.
 
     Source:
         Schulman 2020, "Approximating KL divergence", joschu.net/blog/kl-approx.html.
@@ -44,6 +46,7 @@ def kl(
         >>> kl(logprobs=half, ref_logprobs=quarter, mask=half.bool(), estimator="k1")  # log 2
         tensor([[0.6931]])
     """
+    logprobs, ref_logprobs = out_of_float16(logprobs), out_of_float16(ref_logprobs)
     difference = torch.where(mask, logprobs - ref_logprobs, torch.zeros_like(logprobs))
     match estimator:
         case "k1":

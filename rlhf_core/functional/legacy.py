@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from rlhf_core.functional.precision import out_of_float16
+
 _LARGEST_SCORE = 5.0
 
 
@@ -78,6 +80,7 @@ def legacy_sequence_reward(
         ...                        kl_coef=1.0)  # 1 - (2 - 1 - log 2)
         tensor([0.6931])
     """
+    logprobs, ref_logprobs = out_of_float16(logprobs), out_of_float16(ref_logprobs)
     difference = torch.where(mask, logprobs - ref_logprobs, torch.zeros_like(logprobs))
     penalty = torch.expm1(difference) - difference
     return scores - kl_coef * penalty.sum(dim=1) / mask.sum(dim=1).clamp(min=1)
@@ -109,6 +112,7 @@ def legacy_advantages(
         >>> legacy_advantages(rewards=torch.ones(1), values=values, mask=values < 5)
         tensor([[0.5000, 0.5000, 0.0000]])
     """
+    values = out_of_float16(values)
     zero = torch.zeros_like(values)
     mean = torch.where(mask, values, zero).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
     return torch.where(mask, (rewards - mean).unsqueeze(1), zero)

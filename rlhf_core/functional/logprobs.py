@@ -13,6 +13,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from rlhf_core.functional.precision import at_least_float32
+
 _SLICE_ELEMENTS = 1 << 24  # 64 MiB of float32 at a time
 _LEAST_LOGPROB = -1e4  # stands for -inf in p log p, so that words of probability zero add zero
 
@@ -182,5 +184,5 @@ def _slices(logits: Tensor) -> list[slice]:
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:
-    scaled = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    scaled = at_least_float32(logits)
     return scaled if temperature == 1.0 else scaled / temperature

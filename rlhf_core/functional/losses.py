@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as nn_functional
 
 from rlhf_core.functional.masking import masked_sum
+from rlhf_core.functional.precision import at_least_float32, out_of_float16
 
 Denominator = int | float | Tensor
 
@@ -98,6 +99,7 @@ def policy_loss(
     """
     if dual_clip is not None and not dual_clip > 1:
         raise ValueError(f"expected dual_clip above 1, got {dual_clip}: it bounds the ratio from above")
+    logprobs, old_logprobs, advantages = map(out_of_float16, (logprobs, old_logprobs, advantages))
     zero = torch.zeros_like(logprobs)
     log_ratio = torch.where(mask, logprobs - old_logprobs, zero).clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO)
     advantages = torch.where(mask, advantages, zero)
@@ -107,10 +109,10 @@ def policy_loss(
     objective = torch.minimum(surrogate, ratio.clamp(1 - clip_eps, 1 + upper) * advantages)
     if dual_clip is not None:
         objective = torch.where(advantages < 0, torch.maximum(objective, dual_clip * advantages), objective)
-    weighted = torch.where(mask, objective if importance is None else importance * objective, zero)
-    loss = -_total(weighted, mask, weights) / denominator
+    corrected = objective if importance is None else torch.where(mask, importance, 0.0) * objective
+    loss = -_total(corrected, mask, weights) / denominator
     with torch.no_grad():
-        is_clipped = (objective != surrogate).to(zero.dtype)
+        is_clipped = _ones(objective != surrogate, zero.dtype)
         divergence = torch.expm1(log_ratio) - log_ratio
         return PolicyTerms(
             loss,
@@ -159,6 +161,7 @@ def value_loss(
         ...            clip_eps=0.2).loss  # (0.2 - 1)^2 / 2
         tensor(0.3200)
     """
+    values, old_values, returns = map(out_of_float16, (values, old_values, returns))
     zero = torch.zeros_like(values)
     error = torch.where(mask, values - returns, zero)
     clipped_values = old_values + (values - old_values).clamp(-clip_eps, clip_eps)
@@ -166,7 +169,7 @@ def value_loss(
     squared, clipped_squared = error.square(), clipped_error.square()
     loss = _total(torch.maximum(squared, clipped_squared), mask, weights) / (2 * denominator)
     # Within the interval both errors are the same but for rounding, which cuts nothing off.
-    is_clipped = ((clipped_squared > squared) & ((values - old_values).abs() > clip_eps)).to(zero.dtype)
+    is_clipped = _ones((clipped_squared > squared) & ((values - old_values).abs() > clip_eps), zero.dtype)
     return ValueTerms(loss, masked_sum(is_clipped, mask))
 
 
@@ -263,8 +266,10 @@ def pairwise_loss(
         >>> pairwise_loss(chosen=torch.zeros(2), rejected=torch.zeros(2), denominator=2)
         tensor(0.6931)
     """
-    good, bad = chosen.float(), rejected.float()
-    difference = good - bad if margin is None else good - bad - margin.float()
+    good, bad = at_least_float32(chosen), at_least_float32(rejected)
+    difference = good - bad
+    if margin is not None:
+        difference = difference - margin.to(difference.dtype)
     match form:
         case "log_sigmoid":
             losses = -nn_functional.logsigmoid(difference)
@@ -280,4 +285,11 @@ def pairwise_loss(
 def _total(
     values: Float[Tensor, "B A"], mask: Bool[Tensor, "B A"], weights: Float[Tensor, "B A"] | None
 ) -> Float[Tensor, ""]:
-    return masked_sum(values if weights is None else weights * values, mask)
+    if weights is not None:  # masked before the product: 0 * NaN would be the gradient on padding
+        values = torch.where(mask, weights, 0.0) * torch.where(mask, values, 0.0)
+    return masked_sum(values, mask)
+
+
+def _ones(which: Bool[Tensor, "B A"], dtype: torch.dtype) -> Float[Tensor, "B A"]:
+    """Return 1 where it is true: in half precision a count beyond 256 or 2,048 would be rounded."""
+    return at_least_float32(which.to(dtype))

@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from rlhf_core.functional.precision import out_of_float16
+
 
 def masked_sum(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Float[Tensor, ""]:
     """Return the sum of the values that the mask counts.
@@ -19,10 +21,11 @@ def masked_sum(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) ->
         mask: True where a value counts.
 
     Returns:
-        A scalar; zero if nothing counts.
+        A scalar, in float32 if the values are in float16; zero if nothing counts.
 
     Example:
         >>> masked_sum(torch.tensor([1.0, 2.0, float("nan")]), torch.tensor([True, True, False]))
         tensor(3.)
     """
+    values = out_of_float16(values)
     return torch.where(mask, values, torch.zeros_like(values)).sum()

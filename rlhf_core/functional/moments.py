@@ -10,13 +10,14 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from rlhf_core.functional.masking import masked_sum
+from rlhf_core.functional.precision import out_of_float16
 
 _ROUNDING = 1e-11  # square of about 26 roundings of a float32: sums over a long response differ by as much
 _EPSILON = 1e-8  # keeps the whitening of equal values at zero
 
 
 class MaskedSums(NamedTuple):
-    """What one process adds to a mean over all of them; both are scalars of the values' dtype."""
+    """What one process adds to a mean over all of them; both are scalars of the dtype that `masked_sum` returns."""
 
     count: Tensor  # type: ignore[assignment]  # hides tuple.count, as meant
     total: Tensor
@@ -50,7 +51,8 @@ def masked_sums(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -
         >>> masked_sums(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False]))
         MaskedSums(count=tensor(2.), total=tensor(4.))
     """
-    return MaskedSums(mask.sum().to(values.dtype), masked_sum(values, mask))
+    total = masked_sum(values, mask)
+    return MaskedSums(mask.sum().to(total.dtype), total)
 
 
 def deviation_sum(
@@ -76,7 +78,8 @@ def deviation_sum(
         >>> deviation_sum(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False]), mean=2.0)
         tensor(2.)
     """
-    return masked_sum((values - mean).square(), mask)
+    centred = out_of_float16(values) - mean
+    return torch.where(mask, centred, torch.zeros_like(centred)).square().sum()
 
 
 def whiten_with(
@@ -100,7 +103,8 @@ def whiten_with(
         variance: mean squared deviation of all values, at least 0.
 
     Returns:
-        Whitened values, computed in float64; zero where the mask is False, and everywhere if all values are the mean.
+        Whitened values, computed in float64; zero where the mask is False, and everywhere if the values do not vary
+        (`varies`): what rounding left would be blown up.
 
     Source:
         Advantage normalisation as in Andrychowicz et al. 2021, arXiv:2006.05990, section 3.3.
@@ -110,24 +114,26 @@ def whiten_with(
         tensor([-1.,  0.])
     """
     doubles = values.double()  # a mean in float32 would be off by a rounding, which a small variance blows up
-    centred = torch.where(mask, doubles - mean, torch.zeros_like(doubles))
-    deviation = (torch.as_tensor(variance, dtype=torch.float64, device=values.device) + _EPSILON).sqrt()
-    return (centred / deviation).to(values.dtype)
+    mean, variance = (torch.as_tensor(x, dtype=torch.float64, device=values.device) for x in (mean, variance))
+    counts = mask & varies(variance=variance, square=variance + mean.square())
+    centred = torch.where(counts, doubles - mean, torch.zeros_like(doubles))
+    return (centred / (variance + _EPSILON).sqrt()).to(values.dtype)
 
 
-def varies(*, variance: Float[Tensor, ""], square: Float[Tensor, ""]) -> Bool[Tensor, ""]:
+def varies(*, variance: Float[Tensor, "*shape"], square: Float[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
     """Return whether float32 numbers of this variance differ by more than their rounding.
 
         variance > 1e-11 * mean(x^2)
 
-    Rounding is relative: what is a difference between numbers around 1 is none between numbers around 1000.
+    Rounding is relative: what is a difference between numbers around 1 is none between numbers around 1000. Whatever
+    is divided by a deviation asks this first.
 
     Args:
         variance: mean squared deviation of the numbers.
         square: their mean square, which is the variance and the square of the mean.
 
     Returns:
-        A scalar; False for equal numbers.
+        Of their shape; False for equal numbers.
 
     Example:
         >>> varies(variance=torch.tensor(1e-8), square=torch.tensor(1.0)).item()
@@ -179,5 +185,12 @@ class RunningMoments(NamedTuple):
 
     @property
     def std(self) -> float:
-        """Root of the mean squared deviation; 1 while all values are equal, as there is nothing to divide by."""
-        return sqrt(self.m2 / self.count) if self.m2 > 0 else 1.0
+        """Root of the mean squared deviation; 1 while the values do not vary, as there is nothing to divide by.
+
+        Example:
+            >>> RunningMoments(count=2, mean=0.1, m2=1e-33).std
+            1.0
+        """
+        variance = torch.tensor(self.m2 / max(self.count, 1), dtype=torch.float64)
+        has_spread = varies(variance=variance, square=variance + self.mean**2)
+        return sqrt(variance.item()) if has_spread else 1.0

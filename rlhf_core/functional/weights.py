@@ -8,11 +8,13 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from rlhf_core.functional.precision import out_of_float16
+
 Aggregation = Literal["token_mean", "sequence_mean", "constant_length"]
 
 
 def aggregation_weights(
-    mask: Bool[Tensor, "B A"], *, aggregation: Aggregation, max_tokens: int
+    mask: Bool[Tensor, "B A"], *, aggregation: Aggregation, max_tokens: int, dtype: torch.dtype = torch.float32
 ) -> Float[Tensor, "B A"]:
     """Return the weight of each token in its minibatch's loss, whose sum is divided by `aggregation_count`.
 
@@ -24,9 +26,10 @@ def aggregation_weights(
         mask: True on response tokens.
         aggregation: which of the three.
         max_tokens: longest response that may be drawn, at least 1; only constant_length reads it.
+        dtype: of the weights; float64 where the loss is.
 
     Returns:
-        Weights in float32; zero on padding.
+        Weights; zero on padding, so a row without tokens weighs nothing.
 
     Raises:
         ValueError: if max_tokens is below 1.
@@ -43,7 +46,7 @@ def aggregation_weights(
     """
     if max_tokens < 1:
         raise ValueError(f"expected max_tokens of at least 1, got {max_tokens}")
-    counts = mask.float()
+    counts = mask.to(dtype)
     match aggregation:
         case "token_mean":
             return counts
@@ -59,7 +62,7 @@ def aggregation_count(mask: Bool[Tensor, "B A"], *, aggregation: Aggregation) ->
     """Return what this part of a minibatch adds to its loss's denominator.
 
         token_mean       its response tokens
-        sequence_mean    its responses that have tokens
+        sequence_mean    its responses that have tokens: one without any is neither in the sum nor in the count
         constant_length  the same
 
     Added over micro-batches and processes it is the denominator of all losses of the minibatch.
@@ -122,5 +125,6 @@ def importance_weights(
     if not cap > 0:
         raise ValueError(f"expected a cap above 0, got {cap}")
     with torch.no_grad():
-        weights = (logprobs - behaviour_logprobs).exp().clamp(max=cap)
+        log_weights = out_of_float16(logprobs) - out_of_float16(behaviour_logprobs)
+        weights = log_weights.exp().clamp(max=cap)
         return torch.where(mask, weights, torch.zeros_like(weights))

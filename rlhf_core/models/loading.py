@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rlhf_core.errors import ModelError
 from rlhf_core.models.compatibility import check_same_tokenizer
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "check_same_tokenizer",
+    "count_built",
     "count_parameters",
     "default_device",
     "find_local",
@@ -134,6 +135,30 @@ def count_parameters(directory: Path) -> int:
     if not files:
         raise ModelError(f"{directory} holds no weights in safetensors; convert the model to that format first")
     return sum(_elements(file) for file in files)
+
+
+def count_built(directory: Path) -> int | None:
+    """Return the number of parameters that a model's configuration builds, whatever its files hold; tied ones once.
+
+    It is what memory must hold before the files are looked at. Nothing is allocated: the model is built without data.
+
+    Returns:
+        None if the configuration builds no causal language model here; who loads it is told why.
+
+    Raises:
+        ModelError: if a file leads to a pickle or to code, neither of which is ever looked at.
+    """
+    if not (directory / "config.json").is_file():
+        return None
+    check_harmless(directory)
+    try:
+        with quiet(), torch.device("meta"):
+            config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+            # which attention is taken changes no weight, and may need a library that is not here
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, attn_implementation="eager")
+    except (*_READ_ERRORS, ImportError, ArithmeticError):
+        return None
+    return int(model.num_parameters())
 
 
 def _elements(file: Path) -> int:

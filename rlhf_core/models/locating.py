@@ -74,7 +74,7 @@ def _nearest(path: str, directory: Path) -> str | None:
 
 
 def _from_hub(name: str) -> Path:
-    cached = _cached(name)
+    cached = find_fetched(name)
     if cached is not None:
         return cached
     try:
@@ -89,7 +89,8 @@ def _from_hub(name: str) -> Path:
         raise ModelError(f"model {name!r} could not be fetched from the model hub: {_reason(error)}") from error
 
 
-def _cached(name: str) -> Path | None:
+def find_fetched(name: str) -> Path | None:
+    """Return the directory of a hub model that was fetched whole before; asks nobody."""
     try:
         directory = Path(snapshot_download(name, allow_patterns=list(HUB_FILES), local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError, OSError):

@@ -59,7 +59,12 @@ class PolicyLoss(nn.Module):
             mask=mask,
             denominator=aggregation_count(mask, aggregation="sequence_mean").clamp(min=1),
             clip_eps=self.clip_eps,
-            weights=aggregation_weights(mask, aggregation="sequence_mean", max_tokens=1),
+            weights=aggregation_weights(
+                mask,
+                aggregation="sequence_mean",
+                max_tokens=1,
+                dtype=torch.promote_types(log_probs.dtype, torch.float32),
+            ),
         )
         return PolicyLossOutput(terms.loss, bool(terms.max_ratio > self.skip_threshold), terms.max_ratio)
 

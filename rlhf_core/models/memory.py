@@ -24,7 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import pow as power
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import psutil
 
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 GB = 10**9
 BYTES = {"float32": 4, "bfloat16": 2}
 _MADE_IN = 4  # bytes per parameter of a model that is being made
+_DISAGREE = 2  # a head that is stored twice makes a file of a small model half as large again, not twice as large
 _PRECISIONS: dict[str, Precision] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 # where a container's limit stands: version 2, then version 1 of Linux's control groups
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -146,7 +147,14 @@ def _gpu_memory() -> tuple[int, ...]:
     return tuple(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
 
 
-def check_memory(config: PPOConfig, num_parameters: int, *, model: str, machine: MachineMemory | None = None) -> None:
+def check_memory(
+    config: PPOConfig,
+    num_parameters: int,
+    *,
+    model: str,
+    machine: MachineMemory | None = None,
+    counted: str = "",
+) -> None:
     """Check that a PPO run fits on this machine.
 
     Args:
@@ -154,6 +162,7 @@ def check_memory(config: PPOConfig, num_parameters: int, *, model: str, machine:
         num_parameters: of the model.
         model: its name, for the error.
         machine: None measures this one.
+        counted: what the error says of the number, such as that two ways to count do not agree.
 
     Raises:
         ModelError: if there are too few GPUs or too little memory.
@@ -178,7 +187,7 @@ def check_memory(config: PPOConfig, num_parameters: int, *, model: str, machine:
         return
     others = f", {_gb(need.other_trainer)} for each other trainer" if need.num_other_trainers else ""
     raise ModelError(
-        f"PPO on {model} ({num_parameters / GB:.3g} billion parameters) needs at least {_gb(need.total)} "
+        f"PPO on {model} ({_many(num_parameters)} parameters{counted}) needs at least {_gb(need.total)} "
         f"({_gb(need.trainer)} for the {'first ' if others else ''}trainer{others}, {_gb(need.maker)} for each of "
         f"{need.num_makers} makers), but this machine has {machine}; take a smaller model (`-p model=PATH`) or a "
         "bigger machine"
@@ -190,8 +199,9 @@ def check_memory_for(
 ) -> None:
     """Check that this machine can run a preset's largest stage, before any model or reference is fetched.
 
-    The model's size is read from its files if it is on this machine, and is else the preset's
-    `model.num_parameters`. Where neither is known (a hub model of unstated size), nothing is refused.
+    If the model is on this machine, its size is the larger of what its configuration builds and what its files hold:
+    the one fills memory first, the other is what is loaded. Else it is the preset's `model.num_parameters`. Where
+    neither is known (a hub model of unstated size that was never fetched), nothing is refused.
 
     Args:
         config: the resolved preset.
@@ -201,16 +211,19 @@ def check_memory_for(
     Raises:
         ModelError: if the model's path leads nowhere, or the machine cannot hold it.
     """
-    num_parameters = _size(config, models_dir)
-    if num_parameters is None or trains is None:
+    size = _size(config, models_dir)
+    if size is None or trains is None:
         return
+    num_parameters, counted = size
     if trains == "ppo":
-        check_memory(config.ppo, num_parameters, model=config.model.path)
+        check_memory(config.ppo, num_parameters, model=config.model.path, counted=counted)
         return
-    _check_stage(config, trains, num_parameters)
+    _check_stage(config, trains, num_parameters, counted)
 
 
-def _check_stage(config: PipelineConfig, stage: Literal["sft", "reward-model"], num_parameters: int) -> None:
+def _check_stage(
+    config: PipelineConfig, stage: Literal["sft", "reward-model"], num_parameters: int, counted: str
+) -> None:
     settings = config.sft if stage == "sft" else config.reward_model
     share = _share(settings, num_parameters, config.sft.lora if stage == "sft" else None)
     machine = machine_memory()
@@ -220,22 +233,49 @@ def _check_stage(config: PipelineConfig, stage: Literal["sft", "reward-model"], 
     fits = settings.num_trainers * one <= place and settings.num_trainers * offloaded <= machine.ram
     if not fits or one > max(machine.gpus, default=machine.ram):
         raise ModelError(
-            f"training the stage {stage} on {config.model.path} ({num_parameters / GB:.3g} billion parameters) needs "
-            f"at least {_gb(settings.num_trainers * (one + offloaded))}, but this machine has {machine}; take a "
+            f"training the stage {stage} on {config.model.path} ({_many(num_parameters)} parameters{counted}) needs at "
+            f"least {_gb(settings.num_trainers * (one + offloaded))}, but this machine has {machine}; take a "
             "smaller model (`-p model=PATH`) or a bigger machine"
         )
 
 
-def _size(config: PipelineConfig, models_dir: Path) -> int | None:
-    # imports torch and transformers, which `required_memory` does without
-    from rlhf_core.models import loading, smollm2  # noqa: PLC0415
+class _Size(NamedTuple):
+    num_parameters: int
+    counted: str = ""
+    """What an error says of the number beside it."""
 
-    directory = loading.find_local(config.model.path, models_dir=models_dir)
+
+def _size(config: PipelineConfig, models_dir: Path) -> _Size | None:
+    # imports torch and transformers, which `required_memory` does without
+    from rlhf_core.models import locating, smollm2  # noqa: PLC0415
+
+    path = config.model.path
+    directory = locating.find_local(path, models_dir=models_dir)
+    if directory is None and path == smollm2.NAME:
+        return _Size(smollm2.NUM_PARAMETERS)
+    directory = directory or locating.find_fetched(path)
     if directory is not None:
-        return loading.count_parameters(directory)
-    if config.model.path == smollm2.NAME:
-        return smollm2.NUM_PARAMETERS
-    return config.model.num_parameters
+        return _size_on_disk(directory)
+    return None if config.model.num_parameters is None else _Size(config.model.num_parameters)
+
+
+def _size_on_disk(directory: Path) -> _Size:
+    from rlhf_core.models.loading import count_built, count_parameters  # noqa: PLC0415
+
+    stored = count_parameters(directory)
+    built = count_built(directory) or stored
+    if max(stored, built) <= _DISAGREE * min(stored, built):
+        return _Size(max(stored, built))
+    if built > stored:
+        return _Size(built, f", which its config.json builds; its files hold {_many(stored)}")
+    return _Size(stored, f", which its files hold; its config.json builds {_many(built)}")
+
+
+def _many(count: int) -> str:
+    for unit, word in ((10**9, "billion"), (10**6, "million")):
+        if count >= unit:
+            return f"{count / unit:.3g} {word}"
+    return f"{count:,}"
 
 
 def _gb(size: int) -> str:

@@ -1,11 +1,18 @@
-"""The parser of our command lines: one whose complaints are errors of ours, told as all others are."""
+"""The parser of our command lines, and how a command line that fails says why: in one sentence, from one rank."""
 
 from __future__ import annotations
 
 import argparse
+import sys
+import time
 from typing import NoReturn
 
 from rlhf_core.errors import ConfigError
+from rlhf_core.strategy.launch import launched_rank, tell_launcher
+
+# The ranks usually make the same mistake at once: torchrun ends the others before they repeat what rank 0 said. It
+# sees that rank 0 has ended some seconds after that spoke, once torch is loaded.
+_RANK_0_SPEAKS_FIRST_S = 10.0
 
 
 class Parser(argparse.ArgumentParser):
@@ -18,3 +25,21 @@ class Parser(argparse.ArgumentParser):
             ConfigError: always.
         """
         raise ConfigError(message)
+
+
+def end_with(sentence: str, *, program: str, status: int) -> int:
+    """Say why a command line failed, and return its exit status; torchrun is told too, and repeats it last.
+
+    Args:
+        sentence: for the person who can mend it.
+        program: the command's name.
+        status: above 0.
+    """
+    rank = launched_rank()
+    if rank:
+        time.sleep(_RANK_0_SPEAKS_FIRST_S)
+        sentence = f"rank {rank}: {sentence}"
+    told = f"{program}: {sentence}"
+    sys.stderr.write(f"{told}\n")
+    tell_launcher(told)
+    return status

@@ -105,6 +105,43 @@ def test_gemini_goes_on_from_what_zero2_left(inputs: Path, zero2_run: subprocess
 
 
 @pytest.mark.integration
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        ("--wrong x", "error: unrecognized arguments: --wrong x; --help lists the flags"),
+        ("--conversation_template_config nowhere.json", "error: nowhere.json cannot be read"),
+        ("--plugin 3d", "error: --plugin 3d splits one model over ranks"),
+        (
+            "--pretrain math_prompts",
+            "{inputs}/math_prompts is not a model",
+        ),  # found by both ranks, once torch is loaded and they have met
+    ],
+)
+def test_torchruns_report_of_a_mistake_ends_with_our_sentence(inputs: Path, flags: str, complaint: str) -> None:
+    done = _torchrun(inputs, f"{RULES.rstrip()} {flags} --save_path mistaken")
+    assert done.returncode == 1
+    _last_words(done.stderr, f"train_ppo: {complaint.format(inputs=inputs)}")
+
+
+@pytest.mark.integration
+def test_torchrun_starts_one_driver_of_role_groups_at_most(inputs: Path) -> None:
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    words += ["-m", "rlhf_core.detached.train_prompts_on_ray", "--prompt_csv_url", "prompts.csv"]
+    environment = _environment() | {"TMPDIR": str(inputs)}
+    done = subprocess.run(words, cwd=inputs, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 1
+    _last_words(done.stderr, "train_prompts_on_ray: error: torchrun started 2 of this command")
+
+
+def _last_words(told: str, sentence: str) -> None:
+    """The last line but torchrun's border is the sentence, whole; it was said when the mistake was found, too."""
+    lines = [line.strip() for line in told.splitlines() if line.strip("= ")]
+    assert lines[-1].startswith(sentence), told
+    assert lines.count(lines[-1]) == 2, told
+    assert lines.index(lines[-1]) < lines.index("Traceback (most recent call last):")
+
+
+@pytest.mark.integration
 def test_a_rank_that_dies_is_named_by_the_one_that_lives(inputs: Path, tmp_path: Path) -> None:
     """As on several machines: on one, torchrun itself ends the others and says which was first."""
     words = as_command(RULES)

@@ -9,6 +9,7 @@ from pathlib import Path
 from rlhf_core.errors import ConfigError
 from rlhf_core.script.numbers import above_zero, count, non_negative, positive, seed, share
 from rlhf_core.script.parser import Parser
+from rlhf_core.strategy.launch import launched_ranks
 
 STRATEGIES = ("ddp", "colossalai_gemini", "colossalai_zero2", "plain")
 """coati's three, then ours."""
@@ -145,6 +146,11 @@ def check_arguments(args: argparse.Namespace) -> None:
     Raises:
         ConfigError: if they cannot; one sentence with the flags' names.
     """
+    if launched_ranks() > 1:
+        raise ConfigError(
+            f"torchrun started {launched_ranks()} of this command, and each would start a group of actors; "
+            "start it once, with python: --num_actor_nodes and its like say how many processes train"
+        )
     if not args.prompt_csv_url:
         raise ConfigError("--prompt_csv_url is required: a CSV file with a column `prompt`")
     if args.max_prompt_tokens >= args.max_length:

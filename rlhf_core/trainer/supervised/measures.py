@@ -14,14 +14,13 @@ from rlhf_core.data.encoding import EncodedPair
 from rlhf_core.errors import DataError, TrainingError
 from rlhf_core.functional.calibration import pair_calibration, score_histogram
 from rlhf_core.functional.losses import pairwise_loss
+from rlhf_core.functional.moments import varies
 from rlhf_core.models.device import autocast, device_of
 from rlhf_core.models.reward_model import RewardModel
 from rlhf_core.models.trunk import evaluating
 from rlhf_core.strategy.ranks import ALONE, Ranks
 from rlhf_core.trainer.base import TokenIds, pad_right
 from rlhf_core.trainer.supervised.step import gather
-
-_SMALLEST_STD = 1e-6  # below, all scores are equal but for rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +143,8 @@ def standardise_scores(
 ) -> ScoreStatistics:
     """Measure mean and standard deviation of the scores of held-out samples, and keep them in the reward model.
 
-    Samples longer than `config.max_length` are left out. The deviation divides by the number of samples. When all
-    scores are equal it is taken as 1.
+    Samples longer than `config.max_length` are left out. The deviation divides by the number of samples. When the
+    scores do not vary by more than rounding it is taken as 1.
 
     Raises:
         DataError: if there are no samples that are short enough.
@@ -159,8 +158,9 @@ def standardise_scores(
     scores = score_sequences(
         reward_model, kept, batch_size=2 * config.micro_batch_size, autocast_dtype=autocast_dtype
     ).double()
-    mean, std = scores.mean().item(), scores.std(correction=0).item()
-    statistics = ScoreStatistics(mean, std if std > _SMALLEST_STD else 1.0)
+    mean, std = scores.mean(), scores.std(correction=0)
+    has_spread = varies(variance=std.square(), square=scores.square().mean())
+    statistics = ScoreStatistics(mean.item(), std.item() if has_spread else 1.0)
     reward_model.score_mean.fill_(statistics.mean)
     reward_model.score_std.fill_(statistics.std)
     return statistics

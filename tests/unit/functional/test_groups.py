@@ -80,6 +80,12 @@ def test_equal_scores_teach_exactly_nothing(estimator: Estimator, score: float) 
     assert torch.equal(estimator(scores=torch.full((7,), score), group_size=7), torch.zeros(7))
 
 
+def test_scores_of_a_group_that_differ_by_rounding_alone_teach_grpo_nothing() -> None:
+    scores = torch.tensor([1000.1, 1000.1, 1000.1, 2.0, 3.0, 4.0])
+    scores[1] = torch.nextafter(scores[1], torch.tensor(1e9))  # would be 1.15 and twice -0.58
+    assert grpo(scores=scores, group_size=3).tolist() == pytest.approx([0.0, 0.0, 0.0, -1.0, 0.0, 1.0], abs=1e-5)
+
+
 def test_grpo_subtracts_what_a_response_pays_beyond_its_groups_mean() -> None:
     # scores 1, 2, 6 as above; penalties 0.1, 0.4, 0.1: mean 0.2
     found = grpo_advantages(scores=torch.tensor([1.0, 2.0, 6.0]), penalties=torch.tensor([0.1, 0.4, 0.1]), group_size=3)

@@ -86,6 +86,7 @@ def test_divergence_is_k3_of_the_old_policy() -> None:
         denominator=2, clip_eps=0.2,
     )  # fmt: skip
     assert found.divergence.item() == pytest.approx(1 - log(2), rel=1e-5)
+    # the mean of OpenRLHF and verl, k1, would be -log(2) / 2 here: a divergence below 0; that of TRL, k2, log(2)^2 / 4
 
 
 def test_padding_reaches_neither_loss_nor_gradient_of_the_policy() -> None:

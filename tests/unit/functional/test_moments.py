@@ -107,6 +107,35 @@ def test_equal_scores_have_nothing_to_be_divided_by() -> None:
     assert same.updated(torch.zeros(0)) == same
 
 
+@pytest.mark.parametrize("score", [0.1, -3.3, 1000.1])
+def test_scores_that_differ_by_rounding_alone_have_nothing_to_be_divided_by(score: float) -> None:
+    """Of float64, whose mean is off by a rounding; and of float32, one of them by its last bit."""
+    running = RunningMoments()
+    for _ in range(3):
+        running = running.updated(torch.full((7,), score, dtype=torch.float64))
+    assert running.std == 1.0
+    scores = torch.full((7,), score)
+    scores[3] = torch.nextafter(scores[3], torch.tensor(1e9))
+    spread = RunningMoments().updated(scores)
+    assert spread.m2 > 0
+    assert spread.std == 1.0, "its root would be divided by: 4e7 times the reward"
+    assert RunningMoments(*json.loads(json.dumps(spread))).std == 1.0, "stored states hold what they held"
+
+
+def test_a_small_spread_that_is_more_than_rounding_is_a_deviation() -> None:
+    found = RunningMoments().updated(torch.tensor([1.0, 1.0001], dtype=torch.float64))
+    assert found.std == pytest.approx(5e-5, rel=1e-6)
+    assert RunningMoments().updated(torch.tensor([-1e-6, 1e-6])).std == pytest.approx(1e-6, rel=1e-5), "relative to 0"
+
+
+def test_values_that_differ_by_rounding_alone_whiten_to_zero() -> None:
+    values = torch.full((7,), 1000.1)
+    values[3] = torch.nextafter(values[3], torch.tensor(1e9))
+    counts = torch.ones(7, dtype=torch.bool)
+    assert torch.equal(whitened(values, counts), torch.zeros(7))
+    assert whitened(values + torch.arange(7), counts).square().mean().item() == pytest.approx(1, rel=1e-4)
+
+
 def test_running_moments_refuse_what_would_spoil_them() -> None:
     with pytest.raises(ValueError, match="finite"):
         RunningMoments().updated(torch.tensor([1.0, float("nan")]))

@@ -100,6 +100,16 @@ def test_diagnostics_count_tokens_whatever_the_loss_weighs() -> None:
     assert values.clipped.item() == 1.0
 
 
+def test_one_count_holds_the_tokens_of_both_clips() -> None:
+    """verl counts the ordinary clip (one of four here) and the dual clip (one) apart; TRL and OpenRLHF the first."""
+    ratio, gain = torch.tensor([[1.5, 3.5, 1.0, 1.5]]), torch.tensor([[1.0, -1.0, 1.0, -1.0]])
+    found = policy_loss(
+        logprobs=ratio.log(), old_logprobs=0 * ratio, advantages=gain, mask=ratio > 0, denominator=4, clip_eps=0.2,
+        dual_clip=3.0,
+    )  # fmt: skip
+    assert found.clipped.item() == 2.0
+
+
 def test_importance_changes_no_diagnostic() -> None:
     plain, weighted = loss_of(), loss_of(importance=torch.full((3, 6), 0.3))
     assert_close(weighted.loss, 0.3 * plain.loss)

@@ -83,3 +83,28 @@ def test_the_pairwise_losses_by_hand(module: torch.nn.Module) -> None:
     expected = (log(1 + exp(-1)) + log(1 + exp(2))) / 2
     assert module(chosen, rejected).item() == pytest.approx(expected, rel=1e-6)
     assert module(-300 * chosen.half(), 0 * rejected.half()).item() == pytest.approx((300 + log(2)) / 2, rel=1e-5)
+
+
+def test_a_log_ratio_of_12_in_float16_is_clipped_not_nan() -> None:
+    log_probs = torch.tensor([[12.0, 0.0]], dtype=torch.float16, requires_grad=True)
+    loss, skip, max_ratio = PolicyLoss()(log_probs, torch.zeros(1, 2).half(), torch.ones(1, 2).half())
+    assert loss.item() == pytest.approx(-(1.2 + 1) / 2, rel=1e-6)
+    assert (skip, max_ratio.item()) == (True, pytest.approx(exp(12), rel=1e-5))  # infinite in float16
+    loss.backward()
+    assert log_probs.grad is not None
+    assert log_probs.grad.tolist() == [[0.0, -0.5]]
+
+
+def test_a_value_off_by_300_in_float16_has_a_finite_loss() -> None:
+    values = torch.tensor([[300.0]], dtype=torch.float16)
+    assert ValueLoss()(values, values, -values).item() == 300**2 / 2  # 90,000 is infinite in float16
+
+
+def test_losses_of_float64_lose_no_digit() -> None:
+    log_probs, zero = torch.tensor([[0.1, 0.05, 0.0]]).double(), torch.zeros(1, 3).double()
+    found = PolicyLoss()(log_probs, zero, zero + 1)
+    ratios = [exp(each) for each in log_probs[0].tolist()]
+    assert found.loss.item() == pytest.approx(-sum(ratios) / 3, rel=1e-15)  # a third in float32 is off by 1e-8
+    for module in (LogSigLoss(), LogExpLoss()):
+        difference = log_probs[0, 0].item()
+        assert module(log_probs[:, 0], zero[:, 0]).item() == pytest.approx(log(1 + exp(-difference)), rel=1e-15)

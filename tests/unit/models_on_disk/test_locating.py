@@ -12,7 +12,7 @@ from huggingface_hub import constants
 from rlhf_core.errors import ModelError
 from rlhf_core.functional.logprobs import logprobs_and_entropy
 from rlhf_core.models import locating, smollm2
-from rlhf_core.models.loading import find_local, load_causal_lm, load_tokenizer, locate_model
+from rlhf_core.models.loading import count_built, find_local, load_causal_lm, load_tokenizer, locate_model
 from tests.tiny_llama import write_tiny_llama
 from tests.unit.functional.ragged import assert_close
 
@@ -115,7 +115,7 @@ def test_smollm2_is_converted_once_and_answers(models_dir: Path, capfd: pytest.C
     assert locate_model(smollm2.NAME, models_dir=models_dir) == directory
     assert (directory / "config.json").stat().st_mtime_ns == made
     model, tokenizer = load_causal_lm(directory, "float32"), load_tokenizer(directory)
-    assert model.num_parameters() == smollm2.NUM_PARAMETERS
+    assert model.num_parameters() == count_built(directory) == smollm2.NUM_PARAMETERS
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id != tokenizer.pad_token_id
     # the table of the reference: 21 tokens of prompt, 15 of response

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config
 
+from flows.presets import resolve
 from rlhf_core.config import (
     ClusterConfig,
     DataConfig,
@@ -19,7 +25,8 @@ from rlhf_core.config import (
     SFTConfig,
 )
 from rlhf_core.errors import ModelError
-from rlhf_core.models import memory
+from rlhf_core.models import locating, memory
+from rlhf_core.models.loading import count_built, count_parameters
 from rlhf_core.models.memory import (
     MachineMemory,
     check_memory,
@@ -196,9 +203,128 @@ def test_a_model_on_this_machine_is_judged_by_its_files(tmp_path: Path, monkeypa
         check_memory_for(pipeline(str(directory), 1000), tmp_path)
 
 
+def write_config(directory: Path, **changes: object) -> None:
+    file = directory / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+LLAMA_70B = {
+    "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "tie_word_embeddings": False,
+}  # fmt: skip
+# embeddings and head 128256 x 8192; per layer q and o 8192 x 8192, k and v 8192 x 1024, three of 8192 x 28672, two
+# norms; the last norm
+BUILT_70B = 2 * 128256 * 8192 + 80 * (2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28672 + 2 * 8192) + 8192
+
+
+@pytest.mark.parametrize("stage", ["ppo", "sft", "reward-model"])
+def test_a_configuration_of_70b_over_small_files_counts_what_it_builds(tmp_path: Path, stage: Any) -> None:
+    directory = write_tiny_llama(tmp_path / "tiny")
+    held = count_parameters(directory)
+    write_config(directory, **LLAMA_70B)
+    assert count_built(directory) == BUILT_70B == 70_553_706_496
+    with pytest.raises(
+        ModelError,
+        match=rf"\(70\.6 billion parameters, which its config\.json builds; its files hold {held:,}\)",
+    ):
+        check_memory_for(pipeline(str(directory)), tmp_path, trains=stage)
+
+
+def test_files_that_hold_more_than_the_configuration_builds_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = write_tiny_llama(tmp_path / "tiny")
+    save_file({"weights": torch.zeros(1000, 1000)}, directory / "more.safetensors")
+    need = required_memory(PPOConfig(), count_parameters(directory)).total
+    monkeypatch.setattr(memory, "machine_memory", lambda: MachineMemory(need - 1))
+    with pytest.raises(
+        ModelError, match=r"1\.09 million parameters, which its files hold; its config\.json builds 90,"
+    ):
+        check_memory_for(pipeline(str(directory)), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_type": "nobody"},
+        {"num_attention_heads": 0},
+        {"auto_map": {"AutoConfig": "mine.C"}, "model_type": "mine"},
+    ],
+)
+def test_where_a_configuration_builds_nothing_the_files_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    directory = write_tiny_llama(tmp_path / "tiny")
+    write_config(directory, **changes)
+    assert count_built(directory) is None
+    need = required_memory(PPOConfig(), count_parameters(directory)).total
+    monkeypatch.setattr(memory, "machine_memory", lambda: MachineMemory(need - 1))
+    with pytest.raises(ModelError, match=r"\([\d,]+ parameters\) needs"):
+        check_memory_for(pipeline(str(directory)), tmp_path)
+    (directory / "config.json").unlink()  # as beside adapters alone
+    with pytest.raises(ModelError, match=r"\([\d,]+ parameters\) needs"):
+        check_memory_for(pipeline(str(directory)), tmp_path)
+
+
+def test_a_configuration_that_asks_for_code_is_not_built(tmp_path: Path) -> None:
+    directory = write_tiny_llama(tmp_path / "tiny")
+    write_config(directory, _attn_implementation="someone/kernels")
+    with pytest.raises(ModelError, match="asks for code of the hub"):
+        check_memory_for(pipeline(str(directory)), tmp_path)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_is_built_is_what_is_stored(tmp_path: Path, *, tied: bool) -> None:
+    config = tiny_llama().config
+    config.tie_word_embeddings = tied
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path, max_shard_size="50KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert count_built(tmp_path) == count_parameters(tmp_path) == sum(p.numel() for p in model.parameters())
+
+
+def test_quantised_files_are_counted_by_what_they_become(tmp_path: Path) -> None:
+    """Eight weights of four bits lie in one stored number."""
+    directory = write_tiny_llama(tmp_path / "tiny")
+    built = count_built(directory)
+    write_config(directory, quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 64})
+    save_file({"packed": torch.zeros(10_000, dtype=torch.int32)}, directory / "model.safetensors")
+    assert count_built(directory) == built == tiny_llama().num_parameters()
+
+
+def test_counting_what_is_built_draws_no_random_number_and_allocates_nothing(tmp_path: Path) -> None:
+    directory = write_tiny_llama(tmp_path / "tiny")
+    write_config(directory, **LLAMA_70B)
+    before, held = torch.get_rng_state(), psutil.Process().memory_info().rss
+    assert count_built(directory) == BUILT_70B
+    assert torch.equal(torch.get_rng_state(), before)
+    assert psutil.Process().memory_info().rss - held < GB
+
+
+def test_a_hub_model_that_was_fetched_is_judged_by_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = write_tiny_llama(tmp_path / "tiny")
+    write_config(directory, **LLAMA_70B)
+    monkeypatch.setattr(locating, "find_fetched", {"some/giant": directory}.get)
+    with pytest.raises(ModelError, match=r"PPO on some/giant \(70\.6 billion"):
+        check_memory_for(pipeline("some/giant"), tmp_path)
+
+
+def test_the_presets_numbers_are_what_their_configurations_build(tmp_path: Path) -> None:
+    llama = LlamaConfig()  # transformers' defaults are Llama 7B's; intermediate 11008, vocabulary 32000
+    qwen = Qwen2Config(
+        hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,
+        vocab_size=151936, tie_word_embeddings=True,
+    )  # fmt: skip
+    for preset, config in (("llama7b", llama), ("qwen-gsm8k", qwen)):
+        config.save_pretrained(tmp_path)
+        assert resolve(preset).model.num_parameters == count_built(tmp_path)
+
+
 def test_a_packaged_model_is_judged_before_it_is_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "machine_memory", lambda: MachineMemory(GB))
-    with pytest.raises(ModelError, match=r"0\.135 billion parameters"):
+    with pytest.raises(ModelError, match=r"135 million parameters"):
         check_memory_for(pipeline("smollm2-135m-instruct"), tmp_path)
     assert list(tmp_path.iterdir()) == []
 

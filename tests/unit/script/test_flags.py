@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from rlhf_core.data.conversation import read_template
 from rlhf_core.data.dialogues import read_dialogues
@@ -279,3 +280,19 @@ def test_a_json_file_of_a_flag_is_blamed_in_a_whole_sentence(tmp_path: Path, con
     (tmp_path / "lora.json").write_text(content)
     with pytest.raises(ConfigError, match=rf"--lora_config .*lora\.json .*{sentence}"):
         read_json(str(tmp_path / "lora.json"), "--lora_config")
+
+
+def test_torchrun_is_left_the_sentence_where_it_looks_for_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(place))
+    assert main(["--wrong", "x"]) == 2
+    told = capsys.readouterr().err.strip()
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(place))  # as torchrun reads it
+    report = ChildFailedError("train_ppo", {0: failure}).format_msg()
+    assert report.rstrip("= \n").splitlines()[-1].strip() == told
+    assert 0 <= time.time() - failure.timestamp < 600
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "nowhere/error.json"))
+    assert main(["--wrong", "x"]) == 2, "a directory that is gone is no second mistake"
+    assert capsys.readouterr().err.strip() == told

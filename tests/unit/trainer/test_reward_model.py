@@ -12,6 +12,7 @@ from rlhf_core.config import RewardModelConfig
 from rlhf_core.data.encoding import EncodedPair
 from rlhf_core.errors import DataError, TrainingError
 from rlhf_core.models.reward_model import RewardModel
+from rlhf_core.trainer.supervised import measures
 from rlhf_core.trainer.supervised.measures import measure_pairs, score_sequences, standardise_scores
 from rlhf_core.trainer.supervised.reward_model import train_reward_model
 from tests.tiny_llama import tiny_llama
@@ -149,6 +150,19 @@ def test_equal_scores_are_left_at_their_scale() -> None:
     assert statistics.std == model.score_std.item() == 1.0
     with pytest.raises(DataError, match="held-out samples of at most 16 tokens"):
         standardise_scores(model, [], CONFIG, autocast_dtype=FP32)
+
+
+@pytest.mark.parametrize(
+    ("scores", "std"),
+    [([1000.1, 1000.1001], 1.0), ([1e-7, 3e-7], 1e-7)],  # two neighbours in float32; and a spread, however small
+)
+def test_what_is_a_spread_of_scores_is_relative_to_their_size(
+    monkeypatch: pytest.MonkeyPatch, scores: list[float], std: float
+) -> None:
+    assert len(torch.tensor(scores).unique()) == 2
+    monkeypatch.setattr(measures, "score_sequences", lambda *_, **__: torch.tensor(scores))
+    found = standardise_scores(reward_model(), [[5], [6]], CONFIG, autocast_dtype=FP32)
+    assert found.std == pytest.approx(std, rel=1e-5)
 
 
 def test_weights_that_are_not_finite_stop_the_training() -> None:

@@ -161,3 +161,12 @@ def test_every_group_steps_from_the_same_rows_whatever_its_ranks() -> None:
         assert config.train_batch_size % config.micro_batch_size == 0
         assert config.micro_batch_size <= 6
         assert config.max_epochs == 3
+
+
+def test_one_process_of_torchrun_may_start_the_actors_and_several_may_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    check_arguments(parsed())
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="torchrun started 2 of this command"):
+        check_arguments(parsed())

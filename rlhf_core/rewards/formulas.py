@@ -27,28 +27,37 @@ _VERBATIM = replace(
 
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # what it cannot read is no news
 
+_FUNCTIONS = "log|ln|sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|sinh|cosh|tanh"
 _COMMANDS = (
-    "frac|sqrt|binom|cdot|pi|infty|log|ln|sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|sinh|cosh|tanh|lfloor|rfloor|"
-    "lceil|rceil|alpha|beta|gamma|delta|epsilon|theta|lambda|mu|nu|rho|sigma|tau|phi|psi|omega|Delta"
+    f"{_FUNCTIONS}|frac|sqrt|binom|cdot|pi|infty|lfloor|rfloor|lceil|rceil|"
+    "alpha|beta|gamma|delta|epsilon|theta|lambda|mu|nu|rho|sigma|tau|phi|psi|omega|Delta"
 )
 _FORMULA = re.compile(  # possessive: no second try, which a text of many digits would take for ever
     rf"(?:\d++(?:\.\d*+)?|\.\d++|\\(?:{_COMMANDS})(?![A-Za-z])|(?<![A-Za-z])[A-Za-z]{{1,3}}+(?![A-Za-z])"
     r"|[-+/^_{}()\[\]|! ])++"
 )
 _UNSURE = re.compile(
-    r"""
-      ^(?=.*[A-Za-z]{2})[A-Za-z\ /-]+$             # words: "no" is not n times o
+    rf"""
+      ^(?=.*[A-Za-z]{{2}})[A-Za-z\ /-]+$           # words: "no" is not n times o
     | \d\ [\d.] | \.\d*\.                          # two numbers, which math-verify adds
-    | \d\ [A-Za-z]{2}                              # a number and a word
+    | \d\ ?\\frac\{{\d+\}}\{{\d+\}}                # so it does here, be it a mixed number or a product
+    | \d\ [A-Za-z]{{2}}                            # a number and a word
     | (?<![\\A-Za-z])[A-Za-z]+\ [A-Za-z]           # two words
     | (?<![\\A-Za-z])[A-Za-z]+\d                   # "x2" is x^2 to some
-    | [\d)}]\ ?_                                   # the base of a number
+    | [\d)}}]\ ?_                                  # the base of a number
     | [-+/^]\ ?[-+/] | [-+/^_]$ | ^[/^_]           # a sign without its number
-    | \\(?:frac|sqrt|binom)(?!\ ?[\[{]) | \{\} | \\frac\{[^{}]*\}(?!\ ?\{)
-    | \^\{[^}]*\^ | \}\ ?\^\{[^{}]*\}\ ?\^         # a tower of powers
-    | !! | [)}|]\ ?! | \d{4}! | \\binom.*\d{4} | \d{4}.*\\binom
+    | \\(?:frac|sqrt|binom)(?!\ ?[\[{{]) | \{{\}} | \\frac\{{[^{{}}]*\}}(?!\ ?\{{)
+    | (?<!sqrt)\[ | (?:^|[\d(+/\ -])\{{ | \^\{{[^{{}}]*\}}\{{  # brackets that are not round
+    | /\ ?(?:\d+|[A-Za-z]|\\[a-z]+)\ ?(?:[A-Za-z(]|\\(?!cdot))  # "1/2x"
+    | \\(?:{_FUNCTIONS})(?![A-Za-z])[^()+-]*\\cdot  # "\cos 0 \cdot 2"
+    | \^\{{[^}}]*\^ | \}}\ ?\^\{{[^{{}}]*\}}\ ?\^  # a tower of powers
+    | !! | [)}}|]\ ?! | \d{{4}}! | \\binom.*\d{{4}} | \d{{4}}.*\\binom
     """,
     re.VERBOSE,
+)
+_SIDE_BY_SIDE = re.compile(
+    rf"(\\(?:{_FUNCTIONS})\ ?(?:[_^]\{{[^{{}}]*\}})+\ ?.|[A-Za-z]_\{{[^{{}}]*\}}\ ?.)"  # no factor follows
+    r"|(?<=[\d)}])\ ?(?=\(|\\binom|e(?![A-Za-z]))|(?<=[)}])\ ?(?=\d|\\frac)"
 )
 _POWER = re.compile(r"\^\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}")
 _SMALL_POWER = re.compile(r"[+-]?(\d{1,4})(?:\.\d{1,4}|/\d{1,4})?|[+-]?\\frac\{(\d{1,4})\}\{\d{1,4}\}")
@@ -78,13 +87,21 @@ def is_formula(text: str) -> bool:
 
 def same_formula(wanted: str, found: str) -> bool:
     """Return whether math-verify finds two formulas, or relations of formulas, equal; it takes the time it takes."""
-    parsed = [_parsed(text) for text in (wanted, found)]
-    return None not in parsed and bool(math_verify.verify(*parsed, timeout_seconds=None))
+    first, second = (_parsed(text) for text in (wanted, found))
+    if first is None or second is None:
+        return False
+    if math_verify.verify(first, second, timeout_seconds=None):
+        return True
+    letter = any(isinstance(each, sympy.Symbol) for each in (first, second))  # it compares a letter by its name alone
+    return (
+        letter and all(isinstance(each, sympy.Expr) for each in (first, second)) and sympy.simplify(first - second) == 0
+    )
 
 
 def _parsed(text: str) -> Any:
     """Return a formula as sympy has it, its decimals as the fractions that they are; None if it cannot be read."""
-    text = _IMAGINARY.sub("i", text)  # it would read "I^{2}" as "I"
+    text = _IMAGINARY.sub("i", text)  # it would read "I^{2}" as "I", and "2(9)" as 11
+    text = _SIDE_BY_SIDE.sub(lambda match: match[1] or "\\cdot ", text)
     read = math_verify.parse(f"${text}$", [_VERBATIM], fallback_mode="no_fallback", parsing_timeout=None)
     if not read:
         return None

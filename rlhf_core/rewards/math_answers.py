@@ -19,8 +19,8 @@ _DECIMAL = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
 _AROUND = re.compile(r"([+-]?)\s*\$?\s*([+-]?)(.*?)\s*\$?\s*%?", re.DOTALL)
 _PLAIN = re.compile(rf"({_DECIMAL})(?:[eE]({_HIGHEST_POWER}))?")
 _POWER_OF_TEN = re.compile(rf"(?:({_DECIMAL})\s*\\cdot\s*)?10\^\{{({_HIGHEST_POWER})\}}")
-_QUOTIENT = re.compile(r"([0-9]+)\s*/\s*([0-9]+)")
-_LATEX_QUOTIENT = re.compile(rf"([0-9]*)\s*\\frac\{{({_WHOLE})\}}\{{({_WHOLE})\}}")
+_QUOTIENT = re.compile(r"(?P<whole>)(?P<over>[0-9]+)\s*/\s*(?P<under>[0-9]+)")
+_LATEX_QUOTIENT = re.compile(rf"(?P<whole>[0-9]*)\s*\\frac\{{(?P<over>{_WHOLE})\}}\{{(?P<under>{_WHOLE})\}}")
 _COMMA = re.compile(r"(?<=[0-9]),(?=[0-9])")
 
 
@@ -80,10 +80,13 @@ def _unsigned(text: str) -> Fraction | None:
         return Fraction(match[1]) * Fraction(10) ** int(match[2] or 0)
     if match := _POWER_OF_TEN.fullmatch(text):
         return Fraction(match[1] or 1) * Fraction(10) ** int(match[2])
-    if match := _LATEX_QUOTIENT.fullmatch(text):
-        return int(match[1] or 0) + Fraction(int(match[2]), int(match[3])) if int(match[3]) else None
-    match = _QUOTIENT.fullmatch(text)
-    return Fraction(int(match[1]), int(match[2])) if match and int(match[2]) else None
+    match = _LATEX_QUOTIENT.fullmatch(text) or _QUOTIENT.fullmatch(text)
+    if match is None or not int(match["under"]):
+        return None
+    whole, part = match["whole"], Fraction(int(match["over"]), int(match["under"]))
+    if whole and not 0 < part < 1:  # a product, to some
+        return None
+    return int(whole or 0) + part
 
 
 def graded(response: str, answer: str | None, tags: Tags | None, same: Callable[[str, str], bool]) -> float:

@@ -31,14 +31,19 @@ NOT_CONVERTED = {  # two units are two answers, even if the quantities are equal
     ("5 pounds", "5 lb"), ("5 million dollars", "$5 million"),
 }  # fmt: skip
 NOT_SOLVED = {("-1<x<1", "|x|<1"), ("(1,\\infty)", "\\{x \\mid x > 1\\}"), ("(x,y)=(1,2)", "x=1, y=2")}
-LETTERS = {("xy", "yx"), ("A", "Option A")}  # letters alone may be a word, as "no" and "on" are
+LETTERS = {
+    ("xy", "yx"),
+    ("A", "Option A"),
+    ("\\text{ellipse}", "an ellipse"),
+}  # letters alone may be a word, as "no" and "on" are
 KNOWN_REFUSALS = NOT_COMPUTED | NOT_CONVERTED | NOT_SOLVED | LETTERS
 
 NOT_ONE_NUMBER = {  # the function for GSM8K reads one number and computes nothing
     ("42", "40+2"), ("42", "42+0"), ("42", "6 \\cdot 7"), ("42", "6 \\times 7"), ("5", "-(-5)"), ("2e", "e+e"),
     ("\\frac{1}{2}", "(1)/(2)"), ("-0.5", "-(1/2)"), ("\\pm 5", "5, -5"), ("5, -5", "\\pm 5"), ("1200", "x = 1,200"),
     ("(1, 200)", "(1,200)"), ("\\{1, 200\\}", "\\{1,200\\}"), ("10,000, 20,000", "20000, 10000"),
-    ("\\frac{1}{3}", "0.(3)"),
+    ("\\frac{1}{3}", "0.(3)"), ("0", "x-x"), ("42", "\\sqrt{1764}"), ("42", "42 \\cdot 1^{1000}"),
+    ("\\frac{1}{2}", "\\frac12 = 0.5"),
 }  # fmt: skip
 
 

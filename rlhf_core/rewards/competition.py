@@ -69,7 +69,14 @@ def _same(wanted: str, found: str) -> bool:
             return verdict
     if _bare(_time(wanted)) == _bare(_time(found)):
         return True
+    wanted, found = _fraction(wanted), _fraction(found)
     return is_formula(wanted) and is_formula(found) and same_formula(wanted, found)
+
+
+def _fraction(text: str) -> str:
+    """Return a number as a fraction; any other text, and a share in per cent, as it is."""
+    value = None if "%" in text else number(text)
+    return text if value is None else f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
 def _deepest(text: str) -> int:

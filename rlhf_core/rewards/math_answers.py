@@ -105,5 +105,7 @@ def same_number(reference: str, given: str) -> bool:
         return wanted is None and (reference == given or plain(reference) == plain(given) != "")
     if ("%" in reference) == ("%" in given):
         return wanted == found
+    if "$" in plain(reference) + plain(given):  # dollars are no share of anything
+        return False
     in_per_cent, bare = (wanted, found) if "%" in reference else (found, wanted)
     return in_per_cent == 100 * bare or (in_per_cent == bare and abs(bare) >= 1)

@@ -7,6 +7,7 @@ from decimal import Decimal
 from typing import NamedTuple
 
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
+_MINUS = str.maketrans("\u2212", "-")
 _THOUSANDS = re.compile(r"(?<![0-9.])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])")
 
 
@@ -23,9 +24,9 @@ def verify(response: str, answer: str, *, ended: bool, tag: str) -> Verdict:
     """Return whether a response is `<tag>...</tag>` and nothing else, and holds the answer.
 
     White space around the tags is forgiven. The two texts are compared word by word: numbers by value
-    ("1,000", "1000" and "1000.0" are equal), everything else letter by letter. A comma between groups of
-    three digits may be the thousands' separator or part a list; any other comma is white space; the
-    response is right if one reading of it equals one reading of the answer.
+    ("1,000", "1000" and "1000.0" are equal, and a minus sign is a hyphen), everything else letter by letter.
+    A comma between groups of three digits may be the thousands' separator or part a list; any other comma is
+    white space; the response is right if one reading of it equals one reading of the answer.
 
     Args:
         response: decoded, without its stop token.
@@ -57,6 +58,7 @@ def _inner(response: str, tag: str) -> str:
 
 
 def _readings(text: str) -> set[tuple[str | Decimal, ...]]:
+    text = text.translate(_MINUS)
     joined = _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
     return {_words(text), _words(joined)}
 

@@ -9,17 +9,19 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 
+from rlhf_core.rewards.notation import LONGEST, plain
 from rlhf_core.rewards.structure import Tags, extract_answer, validate_response_structure
 
 RIGHT, FORM = 10.0, 1.0
 FINAL_ANSWER = "####"
-_LONGEST_NUMBER = 1000
-_NUMBER = r"[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|\.[0-9]+"
-_PLAIN = re.compile(rf"([+-]?)(?:{_NUMBER})")
-_QUOTIENT = re.compile(r"([+-]?)([0-9]+)\s*/\s*([0-9]+)")
-_LATEX_QUOTIENT = re.compile(r"([+-]?)\\[dt]?frac\s*\{\s*([+-]?[0-9]+)\s*\}\s*\{\s*([0-9]+)\s*\}")
+_WHOLE, _HIGHEST_POWER = r"[+-]?[0-9]+", r"[+-]?0*[0-9]{1,3}"
+_DECIMAL = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
+_AROUND = re.compile(r"([+-]?)\s*\$?\s*([+-]?)(.*?)\s*\$?\s*%?", re.DOTALL)
+_PLAIN = re.compile(rf"({_DECIMAL})(?:[eE]({_HIGHEST_POWER}))?")
+_POWER_OF_TEN = re.compile(rf"(?:({_DECIMAL})\s*\\cdot\s*)?10\^\{{({_HIGHEST_POWER})\}}")
+_QUOTIENT = re.compile(r"(?P<whole>)(?P<over>[0-9]+)\s*/\s*(?P<under>[0-9]+)")
+_LATEX_QUOTIENT = re.compile(rf"(?P<whole>[0-9]*)\s*\\frac\{{(?P<over>{_WHOLE})\}}\{{(?P<under>{_WHOLE})\}}")
 _COMMA = re.compile(r"(?<=[0-9]),(?=[0-9])")
-_DRESSING = (("\\$", ""), ("$", ""), ("\\!", ""), ("\\,", ""), ("{,}", ","), ("\\%", ""), ("%", ""))
 
 
 def gsm8k_score(prompt: str, response: str, answer: str | None, *, tags: Tags | None = None) -> float:
@@ -57,23 +59,34 @@ def final_answer(reference: str) -> str:
 def number(text: str) -> Fraction | None:
     r"""Return the value of a text that is one number and nothing else; None if it is not.
 
-    Signs of dollar and per cent, a full stop at the end and the commas between groups of three digits are
-    no part of it; `1/2` and `\frac{1}{2}` are numbers.
+    Any notation that `notation.plain` knows will do, with powers of ten below 1000; a sign of dollar before the
+    number or after it, and a per cent sign at its end, are no part of it.
 
     Example:
-        >>> number("$1,000.50."), number("-\\frac{1}{2}"), number("1,00")
-        (Fraction(2001, 2), Fraction(-1, 2), None)
+        >>> number("$1,000.50."), number("-\\frac{1}{2}"), number("2.5e3"), number("3 1/2"), number("1,00")
+        (Fraction(2001, 2), Fraction(-1, 2), Fraction(2500, 1), Fraction(7, 2), None)
     """
-    if len(text) > _LONGEST_NUMBER:
+    if len(text) > LONGEST:
         return None
-    for dress, bare in _DRESSING:
-        text = text.replace(dress, bare)
-    text = text.strip().removesuffix(".")
-    for pattern in (_QUOTIENT, _LATEX_QUOTIENT):
-        match = pattern.fullmatch(text)
-        if match and int(match[3]):
-            return (-1 if match[1] == "-" else 1) * Fraction(int(match[2]), int(match[3]))
-    return Fraction(text.replace(",", "")) if _PLAIN.fullmatch(text) else None
+    around = _AROUND.fullmatch(plain(text))
+    if around is None or (around[1] and around[2]):
+        return None
+    value = _unsigned(around[3])
+    return -value if value is not None and "-" in (around[1], around[2]) else value
+
+
+def _unsigned(text: str) -> Fraction | None:
+    if match := _PLAIN.fullmatch(text):
+        return Fraction(match[1]) * Fraction(10) ** int(match[2] or 0)
+    if match := _POWER_OF_TEN.fullmatch(text):
+        return Fraction(match[1] or 1) * Fraction(10) ** int(match[2])
+    match = _LATEX_QUOTIENT.fullmatch(text) or _QUOTIENT.fullmatch(text)
+    if match is None or not int(match["under"]):
+        return None
+    whole, part = match["whole"], Fraction(int(match["over"]), int(match["under"]))
+    if whole and not 0 < part < 1:  # a product, to some
+        return None
+    return int(whole or 0) + part
 
 
 def graded(response: str, answer: str | None, tags: Tags | None, same: Callable[[str, str], bool]) -> float:
@@ -89,8 +102,10 @@ def same_number(reference: str, given: str) -> bool:
     """Return whether two texts are one number; where the reference is none, whether they are one text."""
     wanted, found = number(reference), number(given)
     if wanted is None or found is None:
-        return wanted is None and reference == given
+        return wanted is None and (reference == given or plain(reference) == plain(given) != "")
     if ("%" in reference) == ("%" in given):
         return wanted == found
+    if "$" in plain(reference) + plain(given):  # dollars are no share of anything
+        return False
     in_per_cent, bare = (wanted, found) if "%" in reference else (found, wanted)
     return in_per_cent == 100 * bare or (in_per_cent == bare and abs(bare) >= 1)

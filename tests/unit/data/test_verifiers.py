@@ -57,6 +57,7 @@ def test_a_response_that_was_cut_off_is_ill_formed() -> None:
 @pytest.mark.parametrize(("response", "answer"), [
     ("1,000", "1000"), ("1000", "1,000"), ("1000.0", "1,000"), ("+5", "5"), ("-0", "0"), (".5", "0.50"), ("18.", "18"),
     ("1,234,567", "1234567"), ("100,200", "100 200"), ("a, b", "a b"),
+    ("\u22125", "-5"), ("-5", "\u22125"), ("1 \u22122", "1 -2"),
 ])  # fmt: skip
 def test_numbers_are_compared_by_value_and_commas_by_either_reading(response: str, answer: str) -> None:
     assert judge(tagged(response), answer) == (1.0, True)
@@ -64,8 +65,7 @@ def test_numbers_are_compared_by_value_and_commas_by_either_reading(response: st
 
 @pytest.mark.parametrize(("response", "answer"), [
     ("1,00", "100"), ("1000.5", "1000"), ("-5", "5"), ("1e3", "1000"), ("True", "true"), ("12,34", "1234"),
-    ("\u0665", "5"),
-    ("NaN", "0"), ("1_000", "1000"),
+    ("\u0665", "5"), ("\u22125", "5"), ("- 5", "-5"), ("NaN", "0"), ("1_000", "1000"),
 ])  # fmt: skip
 def test_what_only_looks_alike_is_wrong(response: str, answer: str) -> None:
     assert judge(tagged(response), answer) == (0.0, True)

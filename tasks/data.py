@@ -69,7 +69,7 @@ def prepare_data(config: PipelineConfig, reference: str | None, *, reads: tuple[
     from rlhf_core.data.preparing import SOURCES, read_sets, set_digests
 
     template = _template(context, config)
-    sets = read_sets(config.data, access_to(context.settings))
+    sets = read_sets(config.data, access_to(context.settings), template)
     source = source_digest("data")
     facts = {
         "data": config.data.model_dump(mode="json", exclude=set(SOURCES)),
@@ -210,6 +210,9 @@ def _line(made: Prepared) -> str:
     ]
     agreement = made.report.agreement
     parts = [", ".join(counts), f"left out {', '.join(left_out)}" if left_out else "", "no prompt in two splits"]
+    parts += [
+        f"left out of {each.role}: {', '.join(map(str, each.not_shown))}" for each in made.report.sets if each.not_shown
+    ]
     if agreement is not None:
         parts.append(str(agreement))
     return "; ".join(part for part in parts if part)

@@ -58,7 +58,7 @@ def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     if not path.is_dir():
         yield from read_rows(existing_file(path))
     elif is_saved(path):
-        yield from (row for row in saved_rows(path) if not isinstance(row, RejectedRow))
+        yield from ((row.where, row.fields) for row in saved_rows(path) if not isinstance(row, RejectedRow))
     else:
         parts = sorted(part for part in path.iterdir() if part.is_dir() or part.name.endswith(_FILES))
         if not parts:

@@ -36,6 +36,11 @@ class Dialogue(NamedTuple):
     entry: str | None = None
     """The task's own record of the problem, as our data files keep it: JSON in a text."""
 
+    def before_answer(self) -> tuple[Message, ...]:
+        """Return all messages but a last one of the assistant's, which is what the policy is to say."""
+        messages = self.messages or ()
+        return messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
+
 
 def read_dialogues(paths: Sequence[str | Path]) -> list[Dialogue]:
     """Return the rows of files and directories, in order.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_core.data.reading.results import NotShown
 from rlhf_core.data.reading.rows import RowError, kind
+from rlhf_core.data.template import Said
 from rlhf_core.data.transcripts import Message, continuation, conversation, further_keys, transcript, turns_of
 from rlhf_core.errors import DataError
 
@@ -30,8 +31,8 @@ _NAMES = {"role", "from", "content", "value"}
 UNUSABLE = "unusable messages"
 _UNKNOWN = "whether the model is shown it is not known: its chat template is not on this machine"
 _PLAIN = "template.prompt shows the contents of messages alone"
-_IN_PROMPT = "the chat template does not show it in a prompt"
-_IN_RESPONSE = "the chat template does not show it in a response"
+_UNSHOWN = "the chat template does not show it"
+_IN_PROMPT, _IN_RESPONSE = f"{_UNSHOWN} in a prompt", f"{_UNSHOWN} in a response"
 _BETWEEN = "in a response of several turns, only the assistant's turns show keys"
 
 
@@ -62,7 +63,7 @@ def read_messages(value: Any, where: str, name: str = "messages") -> tuple[Messa
 def _message(message: Any, number: int, where: str, name: str) -> Message:
     given = message if isinstance(message, dict) else {}
     wrong: list[str] = [] if given is message else [f"is {kind(message)}"]
-    role = given.get("role") or given.get("from")
+    role: Any = given.get("role") or given.get("from")
     if given is message and not (isinstance(role, str) and role in _ROLES):
         wrong.append("has no role" if role is None else f"has the role {role!r:.40}")
     content = _content(given, wrong) if given is message else ""
@@ -129,8 +130,9 @@ class MessageView:
             DataError: as `PromptTemplate.shown`.
         """
         shown = self.shown(messages)
+        why = _UNSHOWN if messages and messages[-1]["role"] == "assistant" else _IN_PROMPT
         for message, kept in zip(messages, shown, strict=True):
-            self._count(message, kept if self._template is not None else (), _IN_PROMPT)
+            self._count(message, kept if self._template is not None else (), why)
         return shown
 
     def response(self, messages: Sequence[Message], before: Sequence[Message]) -> list[Message]:
@@ -149,11 +151,11 @@ class MessageView:
                 self._count(message, (), _IN_RESPONSE)
                 told.append(message)
                 continue
-            text, keys, why = message["content"], (), _BETWEEN
+            said, why = Said(message["content"], ()), _BETWEEN
             if message["role"] == "assistant" and further_keys(message):
-                (text, keys), why = self._template.said([*before, *messages[:place]], message), _IN_RESPONSE
-            self._count(message, keys, why)
-            told.append({"role": message["role"], "content": text})
+                said, why = self._template.said([*before, *messages[:place]], message), _IN_RESPONSE
+            self._count(message, said.keys, why)
+            told.append({"role": message["role"], "content": said.text})
         return told
 
     def not_shown(self) -> tuple[NotShown, ...]:
@@ -171,7 +173,7 @@ class MessageView:
 def ends_with_assistant(row: Mapping[str, Any]) -> bool:
     """Return whether a row's messages end with a response; True where they cannot be read."""
     try:
-        return read_messages(row.get("messages"), "the row")[-1]["role"] == "assistant"
+        return bool(read_messages(row.get("messages"), "the row")[-1]["role"] == "assistant")
     except RowError:
         return True
 

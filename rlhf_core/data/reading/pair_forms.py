@@ -119,7 +119,8 @@ def _of_messages(row: Row, chosen: tuple[Message, ...], rejected: tuple[Message,
     if common is None:
         raise _apart(row.where)
     prompt = prompt_of(chosen[:common], row)
-    return PreferencePair(prompt, *(response_of(side[common:], row, prompt) for side in (chosen, rejected)))
+    better, worse = (response_of(side[common:], row, prompt) for side in (chosen, rejected))
+    return PreferencePair(prompt, better, worse)
 
 
 def _apart(where: str) -> RowError:

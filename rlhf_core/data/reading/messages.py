@@ -28,6 +28,8 @@ _ROLES = {
     "tool": "tool",
 }
 _NAMES = {"role", "from", "content", "value"}
+_EMPTY: tuple[Any, ...] = ("", [], {})
+"""Values of which nothing is lost."""
 UNUSABLE = "unusable messages"
 _UNKNOWN = "whether the model is shown it is not known: its chat template is not on this machine"
 _PLAIN = "template.prompt shows the contents of messages alone"
@@ -167,7 +169,8 @@ class MessageView:
             why = _UNKNOWN
         elif not self._template.writes_turns:
             why = _PLAIN
-        self._counts.update((key, why) for key in further_keys(message) if key not in kept)
+        left_out = [key for key, value in further_keys(message).items() if key not in kept and value not in _EMPTY]
+        self._counts.update((key, why) for key in left_out)
 
 
 def ends_with_assistant(row: Mapping[str, Any]) -> bool:

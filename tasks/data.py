@@ -157,6 +157,9 @@ def _make(
     refuse_unfit(made.splits, made.pairs, config, meter, reads=reads)
     metrics = _figures(made)
     say("data", _line(made))
+    for each in made.report.sets:
+        if each.not_shown:
+            say("data", f"left out of the messages of {each.role}: {', '.join(map(str, each.not_shown))}")
     return commit_stage(
         context,
         stage="data",
@@ -210,9 +213,6 @@ def _line(made: Prepared) -> str:
     ]
     agreement = made.report.agreement
     parts = [", ".join(counts), f"left out {', '.join(left_out)}" if left_out else "", "no prompt in two splits"]
-    parts += [
-        f"left out of {each.role}: {', '.join(map(str, each.not_shown))}" for each in made.report.sets if each.not_shown
-    ]
     if agreement is not None:
         parts.append(str(agreement))
     return "; ".join(part for part in parts if part)

@@ -157,6 +157,14 @@ def test_what_sft_learns_of_earlier_turns_is_what_the_template_writes_of_them() 
     assert learnt == "(T) Hello\nA<|im_end|>"
 
 
+def test_a_key_may_be_shown_of_one_turn_and_not_of_another() -> None:
+    old, new = assistant(reasoning_content="Old."), assistant("", reasoning_content="New.", tool_calls=[CALL])
+    asked = [user(), old, user("40 + 2?"), new, tool()]
+    made = template(QWEN3)
+    assert made.shown(asked) == [user(), assistant(), user("40 + 2?"), new, tool()]
+    assert made.prompt_text(transcript(made.shown(asked))) == written(asked, QWEN3, for_answer=True)
+
+
 def test_a_key_that_says_what_another_says_is_one_too_many() -> None:
     both = (
         "{% for m in messages %}{{ m.a or m.b }}{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
@@ -174,8 +182,9 @@ def test_a_template_whose_turns_end_in_text_ends_a_response_before_it() -> None:
 def test_further_turns_of_a_response_show_the_assistants_keys(tmp_path: Path) -> None:
     chosen = [assistant("A", thinking="1"), user("x", name="Ann"), assistant("B", thinking="2")]
     row = {"prompt": "Hi", "chosen": chosen, "rejected": "No"}
-    found = read(write(tmp_path / "p.jsonl", row), "preferences", template=template(EVERY_THOUGHT))
-    assert found.rows[0].chosen == "(1) A\n\nHuman: x\n\nAssistant: (2) B"
+    numbered = template(EVERY_THOUGHT.replace("({{ m.thinking }})", "({{ m.thinking }} in turn {{ loop.index }})"))
+    found = read(write(tmp_path / "p.jsonl", row), "preferences", template=numbered)
+    assert found.rows[0].chosen == "(1 in turn 2) A\n\nHuman: x\n\nAssistant: (2 in turn 4) B"
     why = "in a response of several turns, only the assistant's turns show keys"
     assert found.not_shown == (NotShown("name", 1, why),)
 

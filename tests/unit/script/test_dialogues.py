@@ -111,10 +111,12 @@ def test_a_run_learns_what_the_template_shows_of_messages_and_names_the_rest(tmp
         assert any(f'<tool_call>\n{{"name": "{name}"' in text for text in tokenizer.batch_decode(prompts["input_ids"]))
     assert made.demonstrations is not None
     [batch] = list(made.demonstrations)
-    learnt = [tokenizer.decode(ids[mask]) for ids, mask in zip(batch["input_ids"], batch["loss_mask"], strict=True)]
-    assert sorted(text[-42:] for text in learnt) == sorted(
-        f"<think>\n{thought}\n</think>\n\nDone.<|im_end|>" for thought in ("One.", "Two.")
-    )
+    learnt = {tokenizer.decode(ids[mask]) for ids, mask in zip(batch["input_ids"], batch["loss_mask"], strict=True)}
+    assert learnt == {
+        f'<think>\nAsk.\n</think>\n\n<tool_call>\n{{"name": "{call}", "arguments": {{}}}}\n</tool_call><|im_end|>'
+        f"<think>\n{thought}\n</think>\n\nDone.<|im_end|>"
+        for thought, call in (("One.", "f"), ("Two.", "g"))
+    }
     why = "the chat template does not show it"
     assert told == [
         f"--prompt_dataset: left out 'weight' of 2 messages ({why} in a prompt)",

@@ -51,7 +51,7 @@ class NotShown(NamedTuple):
 
     def __str__(self) -> str:
         """Return it as one clause."""
-        return f"{self.key!r} of {self.messages:,} messages ({self.why})"
+        return f"{self.key!r} of {self.messages:,} {'message' if self.messages == 1 else 'messages'} ({self.why})"
 
 
 @dataclass(frozen=True)

@@ -187,6 +187,7 @@ def test_further_turns_of_a_response_show_the_assistants_keys(tmp_path: Path) ->
     assert found.rows[0].chosen == "(1 in turn 2) A\n\nHuman: x\n\nAssistant: (2 in turn 4) B"
     why = "in a response of several turns, only the assistant's turns show keys"
     assert found.not_shown == (NotShown("name", 1, why),)
+    assert str(found.not_shown[0]) == f"'name' of 1 message ({why})"
 
 
 @pytest.mark.parametrize(

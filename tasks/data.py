@@ -77,7 +77,7 @@ def prepare_data(
     from rlhf_core.data.preparing import SOURCES, read_sets, set_digests
 
     template = _template(context, config)
-    sets = read_sets(config.data, access_to(context.settings))
+    sets = read_sets(config.data, access_to(context.settings), template)
     source = source_digest("data")
     sizes = sizes or as_they_are(config)
     facts = {
@@ -216,6 +216,9 @@ def _store(
 ) -> StageResult:
     metrics = _figures(made)
     say("data", _line(made))
+    for each in made.report.sets:
+        if each.not_shown:
+            say("data", f"left out of the messages of {each.role}: {', '.join(map(str, each.not_shown))}")
     data = config.data.model_copy(update={"splits": made.sizes})
     return commit_stage(
         context,

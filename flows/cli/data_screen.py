@@ -78,6 +78,8 @@ def _show_facts(console: Console, facts: SetReport, rows: RowsReport) -> None:
     table.add_row("rows", f"{sum(source.rows for source in facts.sources):,}, of which {facts.kept:,} can be used")
     table.add_row("duplicates", f"{facts.duplicates:,}")
     table.add_row("rejected", Text(f"{facts.rejected:,}", "red" if facts.rejected else ""))
+    for each in facts.not_shown:
+        table.add_row("not shown", Text(str(each), "yellow"))
     if rows.majority is not None:
         answer, share, problems = rows.majority
         table.add_row("answers", f"{problems:,}, the most common {_flat(answer, 40)!r} ({share:.1%})")

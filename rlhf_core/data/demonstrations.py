@@ -78,12 +78,16 @@ def _encode(problem: Problem, template: PromptTemplate) -> EncodedConversation:
 def _said_earlier(problem: Problem, template: PromptTemplate, prompt: Sequence[int]) -> list[bool]:
     """Return a mask of the prompt: True on the assistant's earlier turns, as far as their ids are the prompt's own.
 
-    A token that joins the end of a turn to what follows is of neither; what stands behind it is not learnt.
+    A token that joins the end of a turn to what follows is of neither; what stands behind it is not learnt. Nor is
+    any earlier turn where the template writes one of them differently than it was said, such as without its thoughts.
     """
     messages = (turns(problem.prompt) if template.writes_turns else None) or []
     if not any(message["role"] == "assistant" for message in messages):
         return [False] * len(prompt)
-    earlier = encode_conversation(messages, template)
+    try:
+        earlier = encode_conversation(messages, template)
+    except DataError:
+        return [False] * len(prompt)
     differs = (place for place, (a, b) in enumerate(zip(earlier.ids, prompt, strict=False)) if a != b)
     same = next(differs, min(len(earlier.ids), len(prompt)))
     return earlier.loss_mask[:same] + [False] * (len(prompt) - same)

@@ -36,6 +36,11 @@ class Dialogue(NamedTuple):
     entry: str | None = None
     """The task's own record of the problem, as our data files keep it: JSON in a text."""
 
+    def before_answer(self) -> tuple[Message, ...]:
+        """Return all messages but a last one of the assistant's, which is what the policy is to say."""
+        messages = self.messages or ()
+        return messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
+
 
 def read_dialogues(paths: Sequence[str | Path]) -> list[Dialogue]:
     """Return the rows of files and directories, in order.
@@ -58,7 +63,7 @@ def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     if not path.is_dir():
         yield from read_rows(existing_file(path))
     elif is_saved(path):
-        yield from (row for row in saved_rows(path) if not isinstance(row, RejectedRow))
+        yield from ((row.where, row.fields) for row in saved_rows(path) if not isinstance(row, RejectedRow))
     else:
         parts = sorted(part for part in path.iterdir() if part.is_dir() or part.name.endswith(_FILES))
         if not parts:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from rlhf_core.data.dialogues import Dialogue
 from rlhf_core.data.labels import IGNORED
 from rlhf_core.data.problems import problem_key
-from rlhf_core.data.transcripts import Message
+from rlhf_core.data.transcripts import Message, marked_keys
 from rlhf_core.errors import DataError
 from rlhf_core.strategy.ranks import current_ranks
 
@@ -83,13 +83,11 @@ def prompt_dataset(dialogues: Sequence[Dialogue], encode: EncodePrompt, *, limit
     """
     rows = []
     for dialogue in dialogues:
-        messages = dialogue.messages or ()
-        if messages and messages[-1]["role"] == "assistant":
-            messages = messages[:-1]
+        messages = dialogue.before_answer()
         if dialogue.ids is None and not messages:
             raise DataError(f"{dialogue.where} has an assistant's message only; a prompt is what comes before it")
         ids = _known(dialogue, limits) or _named(dialogue, encode, messages)
-        text = "\n".join(message["content"] for message in messages) or str(ids)
+        text = "\n".join(marked_keys(message) + message["content"] for message in messages) or str(ids)
         row = {"input_ids": ids, "gt_answer": dialogue.answer, "key": problem_key(text), "entry": dialogue.entry}
         rows.append(row)
     return _fitted(rows, "prompts", limits)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rlhf_core.data.jsonl import from_jsonl, to_jsonl
-from rlhf_core.data.transcripts import turns
+from rlhf_core.data.transcripts import is_plain, turns
 from rlhf_core.errors import DataError
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def problem_key(prompt: str) -> str:
         True
     """
     said = turns(prompt)
-    text = said[0]["content"] if said is not None and len(said) == 1 else prompt
+    text = said[0]["content"] if said is not None and len(said) == 1 and is_plain(said) else prompt
     normalised = " ".join(text.casefold().split())
     return hashlib.sha256(normalised.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
@@ -36,7 +36,10 @@ class Problem:
     """A prompt, with what is known of a good response to it."""
 
     prompt: str
-    r"""Plain text, or a transcript ("\n\nHuman: ...\n\nAssistant:", optionally with a system turn first)."""
+    r"""Plain text, or a transcript ("\n\nHuman: ...\n\nAssistant:", optionally with a system turn first).
+
+    Of its turns' further keys it has those that the chat template shows.
+    """
     answer: str | None = None
     """The right one, which a verifier compares with; None for an open prompt."""
     entry: str | None = field(default=None, compare=False, repr=False)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jinja2 import TemplateError
 
 from rlhf_core.data.preferences import ASSISTANT
-from rlhf_core.data.transcripts import turns
+from rlhf_core.data.transcripts import TOOL, Message, conversation, further_keys, is_plain, turns, turns_of
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.rewards.structure import answer_tags, is_of_tag
 
@@ -19,6 +19,15 @@ if TYPE_CHECKING:
 
 SYSTEM = "system"
 PLACE = "{prompt}"
+
+
+class Said(NamedTuple):
+    """A response of the assistant's, as the model writes it."""
+
+    text: str
+    """Without what ends the turn."""
+    keys: tuple[str, ...]
+    """Those of the message's further keys that the text shows."""
 
 
 class PromptTemplate:
@@ -99,13 +108,87 @@ class PromptTemplate:
 
     def prompt_text(self, prompt: str) -> str:
         """Return the text that the model is given before it answers, special tokens spelt out."""
-        said = turns(prompt)
         if self._config.prompt is None:
-            return self.render(said or [{"role": "user", "content": prompt}], for_answer=True)
+            return self.render(turns_of(prompt), for_answer=True)
+        said = turns(prompt)
         if said is None:
             return self._config.prompt.replace(PLACE, prompt)
+        if not is_plain(said):
+            said = self.shown(said)
+            prompt = conversation(said)
         whole = said[0]["content"] if len(said) == 1 else prompt.removesuffix(ASSISTANT).strip()
         return self._config.prompt.replace(PLACE, whole)
+
+    def shown(self, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+        """Return turns without those of their further keys that the model is not shown.
+
+        Writing finds it out: with the keys that are left, the template writes the same text as with all, and with one
+        of them less another text. So a key may be shown of one turn and not of another; and of two keys that say the
+        same, one is left.
+
+        Args:
+            messages: turns; unless the last one is the assistant's, they await the assistant.
+
+        Raises:
+            ConfigError: if there is no chat template.
+            DataError: if the chat template refuses the turns, or nothing shows what a tool says.
+        """
+        kept = [dict(message) for message in messages]
+        if is_plain(kept):
+            return kept
+        tools = [place for place, message in enumerate(kept) if message["role"] == TOOL]
+        if not self.writes_turns:
+            if tools:
+                raise DataError("template.prompt is a plain text, which has no turn for a tool; take a chat template")
+            return [{"role": message["role"], "content": message["content"]} for message in kept]
+        for_answer = kept[-1]["role"] != "assistant"
+        whole = self.render(kept, for_answer=for_answer)
+
+        def is_written_by(fewer: Sequence[Message]) -> bool:
+            try:
+                return self.render(fewer, for_answer=for_answer) == whole
+            except DataError:
+                return False
+
+        if any(is_written_by(kept[:place] + kept[place + 1 :]) for place in tools):
+            raise DataError("the chat template does not write what a tool says; take one that does")
+        for key in sorted({key for message in kept for key in further_keys(message)}):
+            places = [place for place, message in enumerate(kept) if key in message]
+            for some in (places, *([place] for place in places)):
+                fewer = [_without(key, turn) if place in some else turn for place, turn in enumerate(kept)]
+                if fewer != kept and is_written_by(fewer):
+                    kept = fewer
+        return kept
+
+    def said(self, before: Sequence[Mapping[str, Any]], message: Mapping[str, Any]) -> Said:
+        """Return the response that a message of the assistant's is: its content, if no further key of it is shown.
+
+        Else it is all that the chat template writes of the message, as the model is to say it: behind the text that
+        awaits the assistant, up to where the turn ends.
+
+        Args:
+            before: the turns that the message answers.
+            message: the assistant's.
+
+        Raises:
+            ConfigError: as `shown`.
+            DataError: as `shown`.
+        """
+        shown = self.shown([*before, message])[-1]
+        keys = tuple(further_keys(shown))
+        if not keys:
+            return Said(message["content"], ())
+        awaited, whole = self.render(before, for_answer=True), self.render([*before, shown])
+        if not whole.startswith(awaited):  # where the message begins cannot be told
+            return Said(message["content"], ())
+        text = whole.removeprefix(awaited)
+        plain = self.render([*before, {"role": "assistant", "content": PLACE}])
+        end = plain.rpartition(PLACE)[2]
+        if end and text.endswith(end):
+            return Said(text.removesuffix(end), keys)
+        # some templates end a call of a tool with another token than an answer
+        cut = max(text.rfind(token) for token in self.tokenizer.convert_ids_to_tokens(list(self.stop_ids)))
+        return Said(text if cut < 0 else text[:cut], keys)
 
     def count_tokens(self, texts: Sequence[str]) -> list[int]:
         """Return the number of tokens of each text, special tokens in it included and none added."""
@@ -120,11 +203,11 @@ class PromptTemplate:
         facts = (words, self._config.model_dump_json(), str(self._chat_template), repr(self.stop_ids))
         return hashlib.sha256("\0".join(facts).encode("utf-8", "surrogatepass")).hexdigest()
 
-    def render(self, messages: Sequence[Mapping[str, str]], *, for_answer: bool = False) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], *, for_answer: bool = False) -> str:
         """Return turns as the chat template writes them, the system turn first if the configuration has one.
 
         Args:
-            messages: role and content of each turn.
+            messages: role, content and further keys of each turn.
             for_answer: end where the assistant begins to speak.
 
         Raises:
@@ -144,7 +227,7 @@ class PromptTemplate:
             text: str = self.tokenizer.apply_chat_template(
                 list(opened), tokenize=False, add_generation_prompt=for_answer, chat_template=self._chat_template
             )
-        except (TemplateError, TypeError, KeyError) as error:
+        except (TemplateError, TypeError, KeyError, ValueError, AttributeError) as error:
             roles = ", ".join(message["role"] for message in opened)
             raise DataError(f"the chat template refuses the turns {roles}: {error}") from error
         return text
@@ -176,3 +259,7 @@ class PromptTemplate:
     def _ids(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
         return ids
+
+
+def _without(key: str, message: Message) -> Message:
+    return {name: value for name, value in message.items() if name != key}

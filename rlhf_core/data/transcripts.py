@@ -1,26 +1,44 @@
-r"""Conversations as one text: "\n\nSystem: ...\n\nHuman: ...\n\nAssistant:", which HH-RLHF's prompts are too."""
+r"""Conversations as one text: "\n\nSystem: ...\n\nHuman: ...\n\nAssistant:", which HH-RLHF's prompts are too.
+
+A turn that has more than a role and a content says so behind its speaker's mark, where no content stands:
+"\n\nAssistant:[keys {"thinking": "..."}] Hello". A tool's result is a turn of the user's with the key role.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+from typing import TYPE_CHECKING, Any
 
 from rlhf_core.data.preferences import ASSISTANT, HUMAN, SYSTEM, stripped
 from rlhf_core.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-Message = dict[str, str]
-MARKS = {"system": SYSTEM, "user": HUMAN, "assistant": ASSISTANT}
+Message = dict[str, Any]
+"""A turn: its role (system, user, assistant or tool), its content, a text, and whatever further keys it has."""
+TOOL = "tool"
+MARKS = {"system": SYSTEM, "user": HUMAN, "assistant": ASSISTANT, TOOL: HUMAN}
+_KEYS, _KEYS_END = "[keys ", "]"
 
 
-def transcript(messages: Sequence[Mapping[str, str]]) -> str:
+def further_keys(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a turn has besides its role and its content, in the order of the keys' names."""
+    return {key: message[key] for key in sorted(message) if key not in {"role", "content"}}
+
+
+def is_plain(messages: Iterable[Mapping[str, Any]]) -> bool:
+    """Return whether turns have a role and a content alone, and no tool speaks."""
+    return not any(message["role"] == TOOL or further_keys(message) for message in messages)
+
+
+def transcript(messages: Sequence[Mapping[str, Any]]) -> str:
     r"""Return a conversation that awaits the assistant as a prompt.
 
     A single turn of the user's is its own text: only where there is more to tell is it a transcript.
 
     Args:
-        messages: turns, the last one the user's; a system turn may stand first.
+        messages: turns, the last one the user's or a tool's; a system turn may stand first.
 
     Raises:
         DataError: if they are no such conversation, or a turn's text holds a speaker's mark.
@@ -31,14 +49,15 @@ def transcript(messages: Sequence[Mapping[str, str]]) -> str:
         >>> transcript([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}])
         '\n\nSystem: Be brief.\n\nHuman: Hi\n\nAssistant:'
     """
-    if not messages or messages[-1]["role"] != "user":
+    if not messages or messages[-1]["role"] not in {"user", TOOL}:
         last = f"its last message is the {messages[-1]['role']}'s" if messages else "there is no message"
         raise DataError(f"a prompt must end with the user's turn, but {last}")
     whole = conversation(messages)
-    return messages[0]["content"].strip() if len(messages) == 1 else whole + ASSISTANT
+    alone = len(messages) == 1 and is_plain(messages)
+    return str(messages[0]["content"]).strip() if alone else whole + ASSISTANT
 
 
-def conversation(messages: Sequence[Mapping[str, str]]) -> str:
+def conversation(messages: Sequence[Mapping[str, Any]]) -> str:
     """Return all turns as one text, each with its speaker's mark.
 
     Raises:
@@ -54,7 +73,7 @@ def conversation(messages: Sequence[Mapping[str, str]]) -> str:
     return _told(messages)
 
 
-def continuation(messages: Sequence[Mapping[str, str]]) -> str:
+def continuation(messages: Sequence[Mapping[str, Any]]) -> str:
     """Return what follows a prompt: the assistant's text, and further turns with their speakers' marks.
 
     Raises:
@@ -65,6 +84,11 @@ def continuation(messages: Sequence[Mapping[str, str]]) -> str:
         raise DataError(
             "a response must begin and end with the assistant's turn, but its turns are " + ", ".join(roles)
         )
+    if TOOL in roles:
+        raise DataError(
+            "a response of several turns cannot hold a tool's, which nothing would tell from the user's; let the "
+            "prompt end with the tool's turn, so that the response is what the assistant says to it"
+        )
     return stripped(_told(messages).removeprefix(ASSISTANT))
 
 
@@ -74,20 +98,56 @@ def turns(prompt: str) -> list[Message] | None:
     messages: list[Message] = []
     if prompt.startswith(SYSTEM):
         said, mark, rest = prompt.removeprefix(SYSTEM).partition(HUMAN)
-        messages.append({"role": "system", "content": said.strip()})
+        messages.append(_turn("system", said))
         rest = mark + rest
     if not (rest.startswith(HUMAN) and rest.endswith(ASSISTANT)):
         return None
     for part in rest.removesuffix(ASSISTANT).split(HUMAN)[1:]:
         human, *answers = part.split(ASSISTANT)
-        messages.append({"role": "user", "content": human.strip()})
-        messages += [{"role": "assistant", "content": answer.strip()} for answer in answers]
+        messages.append(_turn("user", human))
+        messages += [_turn("assistant", answer) for answer in answers]
     return messages
 
 
-def _told(messages: Sequence[Mapping[str, str]]) -> str:
+def turns_of(prompt: str) -> list[Message]:
+    """Return a transcript's turns; of any other prompt the user's turn that it is."""
+    return turns(prompt) or [{"role": "user", "content": prompt}]
+
+
+def marked_keys(message: Mapping[str, Any]) -> str:
+    """Return what stands behind a turn's speaker's mark: nothing, or its further keys as one line of JSON."""
+    keys = further_keys(message)
+    if message["role"] == TOOL:
+        keys = {"role": TOOL, **keys}
+    return f"{_KEYS}{json.dumps(keys, ensure_ascii=False)}{_KEYS_END}" if keys else ""
+
+
+def _told(messages: Sequence[Mapping[str, Any]]) -> str:
     for message in messages:
         for mark in MARKS.values():
             if mark in message["content"]:
                 raise DataError(f"a message holds the speaker's mark {mark!r}, and would be read as several turns")
-    return "".join(f"{MARKS[message['role']]} {message['content'].strip()}" for message in messages)
+    # a content comes behind a space, and keys do not; JSON has no bare line ends, so keys hold no speaker's mark
+    return "".join(
+        f"{MARKS[message['role']]}{marked_keys(message)} {message['content'].strip()}" for message in messages
+    )
+
+
+def _turn(role: str, told: str) -> Message:
+    """Return the turn that `_told` wrote, from what follows its speaker's mark."""
+    if told.startswith(_KEYS):
+        try:
+            keys, end = json.JSONDecoder().raw_decode(told, len(_KEYS))
+        except (ValueError, RecursionError):
+            keys, end = None, 0
+        if told.startswith(_KEYS_END, end) and _are_keys(keys, role):
+            return {"role": role, "content": told[end + len(_KEYS_END) :].strip(), **keys}
+    return {"role": role, "content": told.strip()}
+
+
+def _are_keys(found: Any, role: str) -> bool:
+    return (
+        isinstance(found, dict)
+        and "content" not in found
+        and ("role" not in found or (role == "user" and found["role"] == TOOL))
+    )

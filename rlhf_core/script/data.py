@@ -18,6 +18,7 @@ from rlhf_core.data.loaders import (
     make_loader,
     prompt_dataset,
 )
+from rlhf_core.data.reading.messages import MessageView
 from rlhf_core.data.transcripts import Message
 from rlhf_core.errors import DataError
 from rlhf_core.rewards.resolve import BUILT_IN
@@ -50,8 +51,11 @@ def build_loaders(args: Namespace, conversation: Conversation, tell: Callable[[s
         DataError: if a file has another form, too few rows are left, or functions have no answers to compare with.
     """
     room = args.max_length - args.max_seq_len
-    encode = partial(prompt_ids, conversation.template())
-    dialogues = read_dialogues(args.prompt_dataset)
+    template = conversation.template()
+    encode = partial(prompt_ids, template)
+    read = read_dialogues(args.prompt_dataset)
+    asked = [each if each.messages is None else each._replace(messages=each.before_answer()) for each in read]
+    dialogues = _shown(asked, template, lambda told: tell(f"--prompt_dataset: left out {told}"))
     _check_answers(args, dialogues, tell)
     known = len(conversation.tokenizer)
     prompts = prompt_dataset(dialogues, encode, limits=Limits(room, known, "--max_length"))
@@ -71,6 +75,20 @@ def prompt_ids(template: PromptTemplate, messages: Sequence[Message]) -> list[in
     """Return the ids of messages, after the template's system message, up to where the assistant begins."""
     ids: list[int] = template.tokenizer(template.render(messages, for_answer=True), add_special_tokens=False).input_ids
     return ids
+
+
+def _shown(dialogues: Sequence[Dialogue], template: PromptTemplate, tell: Callable[[str], None]) -> list[Dialogue]:
+    """Return the rows with those keys of their messages that the model is shown; the others are told."""
+    view, shown = MessageView(template), []
+    for dialogue in dialogues:
+        try:
+            messages = dialogue.messages and tuple(view.prompt(dialogue.messages))
+        except DataError as error:
+            raise DataError(f"{dialogue.where}: {error}") from error
+        shown.append(dialogue._replace(messages=messages))
+    for each in view.not_shown():
+        tell(str(each))
+    return shown
 
 
 def _check_answers(args: Namespace, dialogues: Sequence[Dialogue], tell: Callable[[str], None]) -> None:
@@ -101,7 +119,10 @@ def _demonstrations(
         return encoded.ids, encoded.loss_mask
 
     limits = Limits(args.max_length, len(conversation.tokenizer), "--max_length")
-    fitted = demonstration_dataset(read_dialogues(args.ptx_dataset), encode, limits=limits)
+    dialogues = _shown(
+        read_dialogues(args.ptx_dataset), conversation.template(), lambda told: tell(f"--ptx_dataset: left out {told}")
+    )
+    fitted = demonstration_dataset(dialogues, encode, limits=limits)
     if fitted.dropped:
         tell(f"{fitted.dropped} demonstrations are longer than --max_length {args.max_length}; they are left out")
     return make_loader(

@@ -101,14 +101,15 @@ def check_source(
     try:
         role = role or (role_of(source, config.data, access) if standard.asked_for else detect_role(source, access))
         data = with_source(config.data, source, role)
-        read = read_sets(data.model_copy(update={"bad_rows": "drop"}), access)[role]
+        meter, refused = _meter(standard)
+        template = None if meter is None else meter.template
+        read = read_sets(data.model_copy(update={"bad_rows": "drop"}), access, template)[role]
     except DataError as error:
         return Checked(source.path, role, None, None, None, None, (str(error),))
     refusals: list[str] = []
     bad = at_fault(read.rejected)
     if bad and data.bad_rows == "refuse":
         refusals.append(_rejected(bad, read))
-    meter, refused = _meter(standard)
     refusals += refused
     report: DataReport | None = None
     notes: list[str] = []

@@ -77,6 +77,10 @@ def _rejections(sets: Iterable[SetReport]) -> list[str]:
             parts.append(f"Rows of `{each.role}` that cannot be used, and were left out: {each.rejected:,}.")
             rows = [[reason, f"{count:,}", _cell(each.examples[reason])] for reason, count in each.reasons.items()]
             parts.append(table(["reason", "rows", "the first"], rows))
+        if each.not_shown:
+            parts.append(f"Keys of messages in `{each.role}` that are left out, for the model is not shown them:")
+            rows = [[code(key), f"{messages:,}", _cell(why)] for key, messages, why in each.not_shown]
+            parts.append(table(["key", "messages", "why"], rows))
     return parts
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rlhf_core.data.preparing.limits import TooLong
     from rlhf_core.data.preparing.metering import Lengths, PairLengths, TokenMeter
     from rlhf_core.data.problems import Problem
-    from rlhf_core.data.reading import ReadSet, SourceFacts
+    from rlhf_core.data.reading import NotShown, ReadSet, SourceFacts
 
 SAMPLED = 3
 MOST_REJECTED = 1000
@@ -67,6 +67,8 @@ class SetReport:
     examples: dict[str, str]
     """The first sentence of each reason."""
     duplicates: int
+    not_shown: tuple[NotShown, ...] = ()
+    """Keys of chat messages that the model is not shown."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,9 @@ class DataReport:
 
 def set_as_dict(report: SetReport) -> dict[str, Any]:
     """Return a set's facts as plain values."""
-    return asdict(report) | {"sources": [source._asdict() for source in report.sources]}
+    facts = asdict(report) | {"sources": [source._asdict() for source in report.sources]}
+    facts["not_shown"] = [each._asdict() for each in report.not_shown]
+    return {name: value for name, value in facts.items() if name != "not_shown" or value}  # as it was without such keys
 
 
 def rows_as_dict(report: RowsReport) -> dict[str, Any]:
@@ -127,6 +131,7 @@ def describe_set(role: str, read: ReadSet[Any]) -> SetReport:
         dict(reasons.most_common()),
         {reason: examples[reason] for reason, _ in reasons.most_common()},
         read.duplicates,
+        read.not_shown,
     )
 
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from rlhf_core.config import SourceConfig
     from rlhf_core.data.reading import Access, ReadSet, Role
+    from rlhf_core.data.template import PromptTemplate
 
 ROLES: tuple[Role, ...] = ("problems", "prompts", "demonstrations", "preferences")
 SOURCES = (*ROLES, "evaluation")
@@ -19,8 +20,13 @@ SOURCES = (*ROLES, "evaluation")
 _OF_A_TASK = "reasoning_gym:"
 
 
-def read_sets(config: DataConfig, access: Access) -> dict[str, ReadSet[Any]]:
+def read_sets(config: DataConfig, access: Access, template: PromptTemplate | None) -> dict[str, ReadSet[Any]]:
     """Return the sets by the configuration's key; those that it does not name are not among them.
+
+    Args:
+        config: names them.
+        access: how they are reached.
+        template: of the model that learns from them, as `read_set` takes it.
 
     Raises:
         DataError: as `read_set`.
@@ -29,10 +35,12 @@ def read_sets(config: DataConfig, access: Access) -> dict[str, ReadSet[Any]]:
     for role in ROLES:
         sources = getattr(config, role)
         if sources:
-            sets[role] = read_set(sources, role, access=access, bad_rows=config.bad_rows)
+            sets[role] = read_set(sources, role, access=access, bad_rows=config.bad_rows, template=template)
     if config.evaluation:
         role = detect_role(config.evaluation[0], access)
-        sets["evaluation"] = read_set(config.evaluation, role, access=access, bad_rows=config.bad_rows)
+        sets["evaluation"] = read_set(
+            config.evaluation, role, access=access, bad_rows=config.bad_rows, template=template
+        )
     return sets
 
 

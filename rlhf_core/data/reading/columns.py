@@ -22,7 +22,7 @@ def renamed(row: Row, columns: Mapping[str, str]) -> Row:
     taken = set(columns.values())
     kept: dict[str, Any] = {name: value for name, value in row.fields.items() if name not in taken}
     kept |= {ours: row.fields[theirs] for ours, theirs in columns.items() if theirs in row.fields}
-    return Row(row.where, kept)
+    return row._replace(fields=kept)
 
 
 def check_fields(columns: Mapping[str, str], forms: Sequence[Form], role: str) -> None:

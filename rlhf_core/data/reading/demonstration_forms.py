@@ -62,8 +62,9 @@ def _messages(row: Row) -> Problem:
             f"{messages[-1]['role']}'s",
             "last message not the assistant's",
         )
-    response = _not_empty(response_of(messages[-1:], row.where), row.where)
-    return Problem(prompt_before_answer(row), _answer(row, "gt_answer"), None, response)
+    prompt = prompt_before_answer(row)
+    response = _not_empty(response_of(messages[-1:], row, prompt), row.where)
+    return Problem(prompt, _answer(row, "gt_answer"), None, response)
 
 
 def _instruction(row: Row) -> Problem:
@@ -72,10 +73,10 @@ def _instruction(row: Row) -> Problem:
 
 
 def _prompt(field: str, row: Row) -> Problem:
-    where, fields = row
+    where, fields, _ = row
     prompt = prompt_text(row, "prompt", besides=(field,))
     if isinstance(fields.get(field), list):
-        response = response_of(read_messages(fields[field], where, field), where)
+        response = response_of(read_messages(fields[field], where, field), row, prompt)
     else:
         [response] = text_fields(fields, where, (field,))
     return Problem(prompt, _answer(row, "answer"), None, _not_empty(response, where))

@@ -42,7 +42,7 @@ def read_rows(path: str | Path) -> Generator[tuple[str, dict[str, Any]]]:
     for row in json_lines(file, str(file)):
         if isinstance(row, RejectedRow):
             raise DataError(row.detail)
-        yield row
+        yield row.where, row.fields
 
 
 def json_lines(file: Path, name: str) -> Scan:

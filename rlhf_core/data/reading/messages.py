@@ -1,19 +1,24 @@
-"""Chat messages: their roles as anyone writes them, and what of a conversation is prompt or response."""
+"""Chat messages: their roles as anyone writes them, what of a conversation is prompt or response, and who sees it."""
 
 from __future__ import annotations
 
+import json
 import re
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.data.reading.json_rows import json_value
-from rlhf_core.data.reading.rows import RowError
-from rlhf_core.data.transcripts import Message, continuation, transcript
+from rlhf_core.data.reading.results import NotShown
+from rlhf_core.data.reading.rows import RowError, kind
+from rlhf_core.data.template import Said
+from rlhf_core.data.transcripts import Message, continuation, conversation, further_keys, transcript, turns_of
 from rlhf_core.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from rlhf_core.data.reading.rows import Row
+    from rlhf_core.data.template import PromptTemplate
 
 _ROLES = {
     "user": "user",
@@ -22,13 +27,25 @@ _ROLES = {
     "gpt": "assistant",
     "bot": "assistant",
     "system": "system",
+    "tool": "tool",
 }
+_NAMES = {"role", "from", "content", "value"}
+_EMPTY: tuple[Any, ...] = ("", [], {})
+"""Values of which nothing is lost."""
 UNUSABLE = "unusable messages"
 _BEGINS_AS_MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](?:role|content|from|value)["']\s*:""")
+_UNKNOWN = "whether the model is shown it is not known: its chat template is not on this machine"
+_PLAIN = "template.prompt shows the contents of messages alone"
+_UNSHOWN = "the chat template does not show it"
+_IN_PROMPT, _IN_RESPONSE = f"{_UNSHOWN} in a prompt", f"{_UNSHOWN} in a response"
+_BETWEEN = "in a response of several turns, only the assistant's turns show keys"
 
 
 def read_messages(value: Any, where: str, name: str = "messages") -> tuple[Message, ...]:
-    """Return messages with the roles user, assistant and system.
+    """Return messages with the roles user, assistant, system and tool, and whatever further keys they have.
+
+    A further key that is null is none. A content of several texts is those texts, each in its own line; a call of a
+    tool needs no content.
 
     Args:
         value: of the field: a list of {"role" or "from", "content" or "value"}, or that list as JSON, as CSV has it.
@@ -42,51 +59,184 @@ def read_messages(value: Any, where: str, name: str = "messages") -> tuple[Messa
         value = json_value(value, f"{where}: {name!r}")
     if not isinstance(value, list) or not value:
         raise RowError(f"{where}: {name!r} must be a list of at least one message", UNUSABLE)
-    return tuple(_message(message, where) for message in value)
+    return tuple(_message(message, number, where, name) for number, message in enumerate(value, start=1))
 
 
-def _message(message: Any, where: str) -> Message:
-    role = message.get("role") or message.get("from") if isinstance(message, dict) else None
-    content = message.get("content", message.get("value")) if isinstance(message, dict) else None
-    if not isinstance(role, str) or role not in _ROLES or not isinstance(content, str):
+def _message(message: Any, number: int, where: str, name: str) -> Message:
+    given = message if isinstance(message, dict) else {}
+    wrong: list[str] = [] if given is message else [f"is {kind(message)}"]
+    role: Any = given.get("role") or given.get("from")
+    if given is message and not (isinstance(role, str) and role in _ROLES):
+        wrong.append("has no role" if role is None else f"has the role {role!r:.40}")
+    content = _content(given, wrong) if given is message else ""
+    if wrong:
         raise RowError(
-            f"{where}: a message must have 'role' (or 'from': {', '.join(_ROLES)}) and a string 'content', "
-            f"but is {message!r:.80}",
+            f"{where}: a message must have 'role' (or 'from': {', '.join(_ROLES)}) and a string 'content', but message "
+            f"{number} of {name!r} {' and '.join(wrong)}: {message!r:.80}",
             UNUSABLE,
         )
-    return {"role": _ROLES[role], "content": content}
+    keys = {key: value for key, value in given.items() if key not in _NAMES and value is not None}
+    # what JSON cannot hold, such as a date of Parquet's, becomes a text
+    return {"role": _ROLES[role], "content": content, **json.loads(json.dumps(keys, default=str))}
+
+
+def _content(message: Mapping[str, Any], wrong: list[str]) -> str:
+    """Return a message's content as a text; what else it is, is added to what is wrong."""
+    content = message.get("content")
+    content = message.get("value") if content is None else content
+    if isinstance(content, str):
+        return content
+    if content is None and message.get("tool_calls"):
+        return ""
+    if isinstance(content, list):
+        texts = [part["text"] for part in content if _is_text(part)]
+        if len(texts) == len(content):
+            return "\n".join(texts)
+        other = next(part for part in content if not _is_text(part))
+        what = other.get("type", other) if isinstance(other, dict) else other
+        wrong.append(f"has a content with the part {what!r:.40}, but only parts of type 'text' can be learnt from")
+    elif content is None:
+        wrong.append("has a content that is null" if {"content", "value"} & set(message) else "has no content")
+    else:
+        wrong.append(f"has a content that is {kind(content)}")
+    return ""
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str)
+
+
+class MessageView:
+    """What of messages' further keys a model is shown: the others are left out, and counted.
+
+    Args:
+        template: of the model; None keeps all keys as they are written, for nobody knows which of them are shown.
+    """
+
+    def __init__(self, template: PromptTemplate | None) -> None:
+        self._template = template
+        self._counts: Counter[tuple[str, str]] = Counter()
+
+    def shown(self, messages: Sequence[Message]) -> list[Message]:
+        """Return turns with the keys that the model is shown of them; nothing is counted.
+
+        Raises:
+            DataError: as `PromptTemplate.shown`.
+        """
+        return list(messages) if self._template is None else self._template.shown(messages)
+
+    def prompt(self, messages: Sequence[Message]) -> list[Message]:
+        """Return a prompt's turns, or those of a whole conversation, with the keys that the model is shown of them.
+
+        Raises:
+            DataError: as `PromptTemplate.shown`.
+        """
+        shown = self.shown(messages)
+        why = _UNSHOWN if messages and messages[-1]["role"] == "assistant" else _IN_PROMPT
+        for message, kept in zip(messages, shown, strict=True):
+            self._count(message, kept if self._template is not None else (), why)
+        return shown
+
+    def response(self, messages: Sequence[Message], before: Sequence[Message]) -> list[Message]:
+        """Return a response's turns, with the keys that the model is shown written out in their contents.
+
+        Args:
+            messages: the assistant's turn, and further ones.
+            before: the prompt's turns.
+
+        Raises:
+            DataError: as `PromptTemplate.said`.
+        """
+        told = []
+        for place, message in enumerate(messages):
+            if self._template is None:
+                self._count(message, (), _IN_RESPONSE)
+                told.append(message)
+                continue
+            said, why = Said(message["content"], ()), _BETWEEN
+            if message["role"] == "assistant" and further_keys(message):
+                said, why = self._template.said([*before, *messages[:place]], message), _IN_RESPONSE
+            self._count(message, said.keys, why)
+            told.append({"role": message["role"], "content": said.text})
+        return told
+
+    def not_shown(self) -> tuple[NotShown, ...]:
+        """Return which keys the model is not shown, the most frequent first."""
+        return tuple(NotShown(key, messages, why) for (key, why), messages in self._counts.most_common())
+
+    def _count(self, message: Message, kept: Collection[str], why: str) -> None:
+        if self._template is None:
+            why = _UNKNOWN
+        elif not self._template.writes_turns:
+            why = _PLAIN
+        left_out = [key for key, value in further_keys(message).items() if key not in kept and value not in _EMPTY]
+        self._counts.update((key, why) for key in left_out)
 
 
 def ends_with_assistant(row: Mapping[str, Any]) -> bool:
     """Return whether a row's messages end with a response; True where they cannot be read."""
     try:
-        return read_messages(row.get("messages"), "the row")[-1]["role"] == "assistant"
+        return bool(read_messages(row.get("messages"), "the row")[-1]["role"] == "assistant")
     except RowError:
         return True
 
 
-def prompt_of(messages: Sequence[Message], where: str) -> str:
+def prompt_of(messages: Sequence[Message], row: Row) -> str:
     """Return messages that await the assistant as a prompt.
 
     Raises:
-        RowError: if they do not, or cannot be told as a transcript.
+        RowError: if they do not, or cannot be told as a transcript, or the chat template refuses them.
     """
     try:
-        return transcript(messages)
+        return transcript(_view(row).prompt(messages))
     except DataError as error:
-        raise RowError(f"{where}: {error}", UNUSABLE) from error
+        raise RowError(f"{row.where}: {error}", UNUSABLE) from error
 
 
-def response_of(messages: Sequence[Message], where: str) -> str:
+def response_of(messages: Sequence[Message], row: Row, prompt: str) -> str:
     """Return the assistant's message as a response; further turns follow it as a transcript has them.
 
     Raises:
-        RowError: if the messages do not begin and end with the assistant's.
+        RowError: if the messages do not begin and end with the assistant's, or nothing of them is shown.
     """
     try:
-        return continuation(messages)
+        continuation(messages)
+        response = continuation(_view(row).response(messages, turns_of(prompt)))
     except DataError as error:
-        raise RowError(f"{where}: {error}", UNUSABLE) from error
+        raise RowError(f"{row.where}: {error}", UNUSABLE) from error
+    keys = [key for message in messages for key in further_keys(message)]
+    if keys and not response:
+        raise RowError(
+            f"{row.where}: its response says nothing but {', '.join(keys)}, which the model is not shown; take a chat "
+            "template that shows it, or leave the row out",
+            "blank response",
+        )
+    return response
+
+
+def common_turns(chosen: Sequence[Message], rejected: Sequence[Message], row: Row) -> int | None:
+    """Return how many turns of two conversations are their prompt: all before the last answer that both may give.
+
+    Returns:
+        None if they part before the assistant speaks, as the model is shown them.
+
+    Raises:
+        RowError: if the chat template refuses the turns.
+    """
+    places = range(min(len(chosen), len(rejected)) - 1, -1, -1)
+    answers = [place for place in places if chosen[place]["role"] == rejected[place]["role"] == "assistant"]
+    try:
+        return next((end for end in answers if _told(chosen[:end], row) == _told(rejected[:end], row)), None)
+    except DataError as error:
+        raise RowError(f"{row.where}: {error}", UNUSABLE) from error
+
+
+def _view(row: Row) -> MessageView:
+    return row.view or MessageView(None)
+
+
+def _told(messages: Sequence[Message], row: Row) -> str:
+    return conversation(_view(row).shown(messages))
 
 
 def with_messages(row: Row, names: Iterable[str]) -> Row:

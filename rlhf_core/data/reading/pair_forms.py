@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_core.data.preferences import PreferencePair, first_turn, split_transcripts
 from rlhf_core.data.reading.forms import Form
-from rlhf_core.data.reading.messages import UNUSABLE, prompt_of, read_messages, response_of
+from rlhf_core.data.reading.messages import UNUSABLE, common_turns, prompt_of, read_messages, response_of
 from rlhf_core.data.reading.rows import RowError, number_field, text_fields, wrong_kind
-from rlhf_core.data.transcripts import conversation, transcript, turns
+from rlhf_core.data.transcripts import conversation
 from rlhf_core.errors import DataError
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 EQUAL, APART = "chosen equals rejected", "no common prompt"
 BLANK, NO_TURN = "blank chosen", "no assistant's turn"
+ALIKE = "chosen differs from rejected only in what the model is not shown"
 _SIDES = ("chosen", "rejected")
 _EXTRAS = ("margin", "both_well_formed")
 
@@ -40,16 +41,32 @@ def pair_forms() -> list[Form]:
 
 
 def _pair(row: Row) -> PreferencePair:
-    where, fields = row
+    where, fields, _ = row
     margin = number_field(fields, where, "margin", default=0.0)
     pair = _with_prompt(row) if fields.get("prompt") is not None else _without_prompt(row)
     if not pair.prompt.strip():
         raise RowError(f"{where}: field 'prompt' is blank", "blank prompt")
     if pair.chosen.strip() == pair.rejected.strip():
-        raise RowError(f"{where}: the chosen response equals the rejected one, so there is nothing to prefer", EQUAL)
+        raise _nothing_to_prefer(row)
     if not first_turn(pair.chosen):
         raise RowError(f"{where}: the chosen response is blank, so there is nothing to learn", BLANK)
     return replace(pair, margin=margin, both_well_formed=_both_well_formed(row))
+
+
+def _nothing_to_prefer(row: Row) -> RowError:
+    """Return the error of a pair whose responses are equal, as they were written or as the model is shown them."""
+    chosen, rejected = (_side(row.fields, row.where, name) for name in _SIDES)
+    last = [side[-1] if isinstance(side, tuple) else {} for side in (chosen, rejected)]
+    keys = [key for key in sorted({*last[0], *last[1]} - {"role", "content"}) if last[0].get(key) != last[1].get(key)]
+    if not keys:
+        return RowError(
+            f"{row.where}: the chosen response equals the rejected one, so there is nothing to prefer", EQUAL
+        )
+    return RowError(
+        f"{row.where}: the chosen response differs from the rejected one only in {', '.join(keys)}, which the model is "
+        "not shown, so there is nothing to prefer; take a chat template that shows it",
+        ALIKE,
+    )
 
 
 def _without_prompt(row: Row) -> PreferencePair:
@@ -73,15 +90,15 @@ def _both_well_formed(row: Row) -> bool | None:
 
 
 def _with_prompt(row: Row) -> PreferencePair:
-    where, fields = row
+    where, fields, _ = row
     sides = [_side(fields, where, name) for name in _SIDES]
     if all(isinstance(side, tuple) and side[0]["role"] != "assistant" for side in sides):
         return _of_conversations(row)
     prompt = fields["prompt"]
     if isinstance(prompt, list):
-        prompt = prompt_of(read_messages(prompt, where, "prompt"), where)
+        prompt = prompt_of(read_messages(prompt, where, "prompt"), row)
     [prompt] = text_fields({"prompt": prompt}, where, ("prompt",))
-    chosen, rejected = (side if isinstance(side, str) else response_of(side, where) for side in sides)
+    chosen, rejected = (side if isinstance(side, str) else response_of(side, row, prompt) for side in sides)
     return PreferencePair(prompt, chosen, rejected)
 
 
@@ -92,29 +109,35 @@ def _side(fields: dict[str, Any], where: str, name: str) -> str | tuple[Message,
 
 
 def _of_conversations(row: Row) -> PreferencePair:
-    where, fields = row
+    where, fields, _ = row
     chosen, rejected = (_side(fields, where, name) for name in _SIDES)
-    messages = isinstance(chosen, tuple) and isinstance(rejected, tuple)
-    if not messages:
-        chosen, rejected = text_fields(fields, where, _SIDES)
+    if isinstance(chosen, tuple) and isinstance(rejected, tuple):
+        return _of_messages(row, chosen, rejected)
+    chosen, rejected = text_fields(fields, where, _SIDES)
     try:
-        pair = split_transcripts(_as_text(chosen, where), _as_text(rejected, where), where)
-    except RowError:
-        raise
+        pair = split_transcripts(chosen, rejected, where)
     except DataError as error:
         raise RowError(str(error), NO_TURN) from error
     if pair is None:
-        raise RowError(f"{where}: chosen and rejected have no common prompt: they part before an answer", APART)
-    spoken = turns(pair.prompt) if messages else None
-    return replace(pair, prompt=transcript(spoken)) if spoken else pair
+        raise _apart(where)
+    return pair
 
 
-def _as_text(side: str | tuple[Message, ...], where: str) -> str:
-    if isinstance(side, str):
-        return side
-    if side[-1]["role"] != "assistant":
-        raise RowError(f"{where}: a conversation must end with the assistant's turn", UNUSABLE)
-    try:
-        return conversation(side)
-    except DataError as error:
-        raise RowError(f"{where}: {error}", UNUSABLE) from error
+def _of_messages(row: Row, chosen: tuple[Message, ...], rejected: tuple[Message, ...]) -> PreferencePair:
+    for side in (chosen, rejected):
+        if side[-1]["role"] != "assistant":
+            raise RowError(f"{row.where}: a conversation must end with the assistant's turn", UNUSABLE)
+        try:
+            conversation(side)
+        except DataError as error:
+            raise RowError(f"{row.where}: {error}", UNUSABLE) from error
+    common = common_turns(chosen, rejected, row)
+    if common is None:
+        raise _apart(row.where)
+    prompt = prompt_of(chosen[:common], row)
+    better, worse = (response_of(side[common:], row, prompt) for side in (chosen, rejected))
+    return PreferencePair(prompt, better, worse)
+
+
+def _apart(where: str) -> RowError:
+    return RowError(f"{where}: chosen and rejected have no common prompt: they part before an answer", APART)

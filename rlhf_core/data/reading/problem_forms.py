@@ -82,7 +82,7 @@ class AnswerMarks:
 
 def problem_of(field: str, marks: AnswerMarks, row: Row) -> Problem:
     """Return the problem of a row whose question has the named field."""
-    where, fields = row
+    where, fields, _ = row
     entry, response = (optional_text(fields, where, name) for name in ("entry", "response"))
     if entry is not None:
         [prompt] = text_fields(fields, where, (field,))
@@ -104,9 +104,9 @@ def prompt_text(row: Row, field: str, *, besides: tuple[str, ...] = ()) -> str:
     Raises:
         RowError: if it is something else, or blank.
     """
-    where, fields = row
+    where, fields, _ = row
     if isinstance(fields.get(field), list):
-        return not_blank(prompt_of(read_messages(fields[field], where, field), where), where)
+        return not_blank(prompt_of(read_messages(fields[field], where, field), row), where)
     missing = tuple(name for name in besides if name not in fields)
     prompt = text_fields(fields, where, (field, *missing))[0]
     prompt = prompt if turns(prompt) else prompt.strip()
@@ -119,7 +119,7 @@ def prompt_before_answer(row: Row) -> str:
     """Return all messages but a last one of the assistant's as a prompt."""
     messages = read_messages(row.fields.get("messages"), row.where)
     before = messages[:-1] if messages[-1]["role"] == "assistant" else messages
-    return not_blank(prompt_of(before, row.where), row.where)
+    return not_blank(prompt_of(before, row), row.where)
 
 
 def instruction_text(row: Row) -> str:

@@ -8,6 +8,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 from rlhf_core.data.preferences import PreferencePair
+from rlhf_core.data.reading.messages import MessageView
 from rlhf_core.data.reading.mixing import mixed_order
 from rlhf_core.data.reading.results import ReadSet, SourceFacts
 from rlhf_core.data.reading.source_rows import SourceRows, read_source, refuse_bad_rows, refuse_empty
@@ -19,13 +20,19 @@ if TYPE_CHECKING:
     from rlhf_core.config.data import SourceConfig
     from rlhf_core.data.problems import Problem
     from rlhf_core.data.reading.results import Access, Role
+    from rlhf_core.data.template import PromptTemplate
 
 BadRows = Literal["refuse", "drop"]
 
 
 @overload
 def read_set(
-    sources: Sequence[SourceConfig], role: Literal["preferences"], *, access: Access, bad_rows: BadRows
+    sources: Sequence[SourceConfig],
+    role: Literal["preferences"],
+    *,
+    access: Access,
+    bad_rows: BadRows,
+    template: PromptTemplate | None = None,
 ) -> ReadSet[PreferencePair]: ...
 
 
@@ -36,22 +43,32 @@ def read_set(
     *,
     access: Access,
     bad_rows: BadRows,
+    template: PromptTemplate | None = None,
 ) -> ReadSet[Problem]: ...
 
 
-def read_set(sources: Sequence[SourceConfig], role: Role, *, access: Access, bad_rows: BadRows) -> ReadSet[Any]:
+def read_set(
+    sources: Sequence[SourceConfig],
+    role: Role,
+    *,
+    access: Access,
+    bad_rows: BadRows,
+    template: PromptTemplate | None = None,
+) -> ReadSet[Any]:
     """Return the rows of a role.
 
     Without weights the sources follow each other. With weights their rows alternate, so that every beginning has
     the weights' proportions, and end where a source has no row left when its turn comes. Within a source, rows
     keep the order of its files. A pair whose responses are equal, or whose transcripts have no common prompt, is
-    always left out and counted: every preference set has some.
+    always left out and counted: every preference set has some. Of chat messages, keys that the model is not shown
+    are left out and counted, so rows that differ in nothing else are equal.
 
     Args:
         sources: at least one; all with a weight, or none.
         role: what the rows are for, which says what forms they may have.
         access: where objects of `s3://` are kept, and how they are reached.
         bad_rows: whether a row that cannot be read is an error, or left out and counted.
+        template: of the model, which shows some further keys of chat messages; None keeps them all.
 
     Returns:
         At least one row; of rows with one prompt (pairs: with equal prompt and responses) the first.
@@ -62,9 +79,9 @@ def read_set(sources: Sequence[SourceConfig], role: Role, *, access: Access, bad
     """
     if not sources:
         raise DataError(f"data.{role} names no source; give a path")
-    reads = []
+    reads, view = [], MessageView(template)
     for source in sources:
-        read = read_source(source, role, access)
+        read = read_source(source, role, access, view)
         if bad_rows == "refuse":
             refuse_bad_rows(read, source)
         refuse_empty(read, source)
@@ -78,6 +95,7 @@ def read_set(sources: Sequence[SourceConfig], role: Role, *, access: Access, bad
         duplicates=duplicates,
         sources=_facts(sources, reads, order),
         digest=_digest(sources, role, reads),
+        not_shown=view.not_shown(),
     )
 
 

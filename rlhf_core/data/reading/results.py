@@ -41,6 +41,19 @@ class SourceFacts(NamedTuple):
     weight: float | None
 
 
+class NotShown(NamedTuple):
+    """A further key of messages, such as `thinking`, that the model is not shown."""
+
+    key: str
+    messages: int
+    """Messages that have it and are shown without it."""
+    why: str
+
+    def __str__(self) -> str:
+        """Return it as one clause."""
+        return f"{self.key!r} of {self.messages:,} {'message' if self.messages == 1 else 'messages'} ({self.why})"
+
+
 @dataclass(frozen=True)
 class ReadSet(Generic[T]):
     """The rows of one role, of all its sources."""
@@ -52,6 +65,8 @@ class ReadSet(Generic[T]):
     sources: tuple[SourceFacts, ...]
     digest: str
     """SHA-256 of all that was read, in order, with what the configuration makes of it."""
+    not_shown: tuple[NotShown, ...] = ()
+    """Keys of chat messages that are left out, the most frequent first."""
 
 
 class Access(NamedTuple):

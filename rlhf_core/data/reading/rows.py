@@ -15,6 +15,8 @@ from rlhf_core.errors import DataError
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
+    from rlhf_core.data.reading.messages import MessageView
+
 
 class Row(NamedTuple):
     """A row whose fields could be read."""
@@ -22,6 +24,8 @@ class Row(NamedTuple):
     where: str
     """Names it in an error, such as "row 3 of pairs.jsonl"."""
     fields: dict[str, Any]
+    view: MessageView | None = None
+    """What the model is shown of its messages; None before that is asked."""
 
 
 _LONGEST_SHOWN = 20

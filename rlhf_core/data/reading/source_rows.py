@@ -12,7 +12,7 @@ from rlhf_core.data.reading.columns import check_columns, check_fields, renamed
 from rlhf_core.data.reading.demonstration_forms import demonstration_forms
 from rlhf_core.data.reading.forms import Form, form_of, told
 from rlhf_core.data.reading.messages import with_messages
-from rlhf_core.data.reading.pair_forms import APART, BLANK, EQUAL, pair_forms
+from rlhf_core.data.reading.pair_forms import ALIKE, APART, BLANK, EQUAL, pair_forms
 from rlhf_core.data.reading.places import find_parts
 from rlhf_core.data.reading.problem_forms import problem_forms, prompt_forms
 from rlhf_core.data.reading.results import RejectedRow
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from rlhf_core.config.data import SourceConfig
     from rlhf_core.data.reading.formats import Part
+    from rlhf_core.data.reading.messages import MessageView
     from rlhf_core.data.reading.results import Access, Role
 
 FORMS: dict[Role, Callable[[], list[Form]]] = {
@@ -33,7 +34,7 @@ FORMS: dict[Role, Callable[[], list[Form]]] = {
     "prompts": prompt_forms,
 }
 _NO_FORM = "of no known form"
-_NEVER_REFUSED = {EQUAL, APART, BLANK}
+_NEVER_REFUSED = {EQUAL, ALIKE, APART, BLANK}
 """What a preference set always has some of, and says nothing against the others."""
 
 
@@ -50,7 +51,7 @@ class SourceRows:
     """Used as an ordered set."""
 
 
-def read_source(source: SourceConfig, role: Role, access: Access) -> SourceRows:
+def read_source(source: SourceConfig, role: Role, access: Access, view: MessageView) -> SourceRows:
     """Return all rows of a source, up to its limit.
 
     Raises:
@@ -62,11 +63,13 @@ def read_source(source: SourceConfig, role: Role, access: Access) -> SourceRows:
         left = None if source.limit is None else source.limit - len(read.raw)
         if left == 0:
             break
-        _read_part(part, source, role, left, read)
+        _read_part(part, source, role, left, read, view)
     return read
 
 
-def _read_part(part: Part, source: SourceConfig, role: Role, limit: int | None, read: SourceRows) -> None:
+def _read_part(
+    part: Part, source: SourceConfig, role: Role, limit: int | None, read: SourceRows, view: MessageView
+) -> None:
     scanned = list(islice(part.scan(), limit))
     rows = [row for row in scanned if isinstance(row, Row)]
     if rows:
@@ -78,7 +81,7 @@ def _read_part(part: Part, source: SourceConfig, role: Role, limit: int | None, 
         raise DataError(_formless(rows[0], forms, source, role))
     for row in mapped:
         read.raw.append(row.reason if isinstance(row, RejectedRow) else _canonical(row))
-        built = _built(row, form)
+        built = _built(row if isinstance(row, RejectedRow) else row._replace(view=view), form)
         (read.rejected if isinstance(built, RejectedRow) else read.built).append(built)
     read.files.append(part.name)
     read.forms[f"{part.format}: {form.name}" if form else part.format] = None

@@ -31,9 +31,12 @@ def written(tmp_path: Path, content: bytes, name: str = "data.jsonl") -> Path:
     return path
 
 
-def read(path: Path | str, role: Role = "problems", *, bad_rows: Any = "refuse", **source: Any) -> ReadSet[Any]:
+def read(
+    path: Path | str, role: Role = "problems", *, bad_rows: Any = "refuse", template: Any = None, **source: Any
+) -> ReadSet[Any]:
     access = Access(Path(path).parent / ".cache")
-    return read_set([SourceConfig(path=str(path), **source)], role, access=access, bad_rows=bad_rows)
+    sources = [SourceConfig(path=str(path), **source)]
+    return read_set(sources, role, access=access, bad_rows=bad_rows, template=template)
 
 
 def rows(path: Path | str, role: Role = "problems", **source: Any) -> list[Any]:

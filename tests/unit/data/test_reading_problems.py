@@ -158,7 +158,7 @@ def test_demonstrations_come_in_several_forms(
         ({"messages": []}, "a list of at least one message"),
         ({"messages": [{"role": "user", "content": " "}, CHAT[1]]}, "its prompt is blank"),
         ({"prompt": [{"role": "user", "content": ""}], "response": "x"}, "its prompt is blank"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "a message must have 'role'"),
+        ({"messages": [{"role": "narrator", "content": "x"}]}, "a message must have 'role'"),
         ({"messages": [{"role": ["user"], "content": "x"}]}, "a message must have 'role'"),
         ({"messages": [{"role": "user", "content": "a" + HI}, CHAT[1]]}, "holds the speaker's mark"),
         ({"instruction": "Add.", "output": " "}, "its response is blank"),

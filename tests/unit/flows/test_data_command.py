@@ -74,6 +74,27 @@ def test_a_set_is_judged_by_itself_unless_a_preset_is_named(tmp_path: Path, caps
         assert part in told
 
 
+def test_keys_of_messages_that_the_model_is_not_shown_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def said(thought: str) -> list[dict[str, str]]:
+        return [{"role": "assistant", "content": "Yes", "thinking": thought}]
+
+    rows = [{"prompt": f"Ask {n}", "chosen": said("Hm."), "rejected": "No" if n else said("Oh.")} for n in range(9)]
+    path = write(tmp_path / "h.jsonl", rows)
+    status, text = checked(capsys, path)
+    flat = " ".join(text.split())
+    assert status == 0, text
+    assert "not shown 'thinking' of 10 messages (template.prompt shows the contents of messages alone)" in flat
+    assert "9, of which 8 can be used" in flat
+    assert "differs from the rejected one only in thinking, which the model is not shown" in flat
+    monkeypatch.setattr(verb, "_template", lambda _: None)
+    status, text = checked(capsys, path, "--json")
+    [told] = json.loads(text)["sets"][0]["set"]["not_shown"]
+    assert (status, told["key"], told["messages"]) == (0, "thinking", 10)
+    assert "is not known" in told["why"]
+
+
 def test_equal_pairs_are_told_and_not_refused_as_no_run_refuses_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

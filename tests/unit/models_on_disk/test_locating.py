@@ -9,11 +9,14 @@ import pytest
 import torch
 from huggingface_hub import constants
 
+from rlhf_core.config import TemplateConfig
+from rlhf_core.data import PromptTemplate
 from rlhf_core.errors import ModelError
 from rlhf_core.functional.logprobs import logprobs_and_entropy
 from rlhf_core.models import locating, smollm2
 from rlhf_core.models.loading import count_built, find_local, load_causal_lm, load_tokenizer, locate_model
 from tests.tiny_llama import write_tiny_llama
+from tests.unit.data.chat_templates import SMOLLM2
 from tests.unit.functional.ragged import assert_close
 
 
@@ -125,6 +128,15 @@ def test_smollm2_is_converted_once_and_answers(models_dir: Path, capfd: pytest.C
     question = tokenizer("<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n")
     answer = model.generate(**question.convert_to_tensors("pt", prepend_batch_axis=True), max_new_tokens=12)
     assert "Paris" in tokenizer.decode(answer[0, len(question.input_ids) :])
+
+
+def test_the_packaged_model_is_shown_roles_and_contents_of_messages_alone(models_dir: Path) -> None:
+    tokenizer = load_tokenizer(locate_model(smollm2.NAME, models_dir=models_dir))
+    assert tokenizer.chat_template == SMOLLM2
+    made = PromptTemplate(tokenizer, TemplateConfig())
+    call = {"role": "assistant", "content": "", "thinking": "Hm.", "tool_calls": [{"function": {"name": "f"}}]}
+    asked = [{"role": "user", "content": "Hi"}, call, {"role": "tool", "content": "ok", "name": "f"}]
+    assert made.shown(asked) == [{"role": each["role"], "content": each["content"]} for each in asked]
 
 
 def test_logprobs_and_entropy_of_real_logits_are_torchs(models_dir: Path) -> None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
 
+from rlhf_core.data.conversation import Conversation
 from rlhf_core.data.dialogues import read_dialogues
 from rlhf_core.errors import DataError
+from rlhf_core.script.data import build_loaders
+from tests.tiny_llama import tiny_tokenizer
+from tests.unit.data.chat_templates import QWEN3
 
 
 def _file(path: Path, *rows: dict[str, Any]) -> Path:
@@ -89,3 +94,38 @@ def test_a_key_that_comes_twice_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"question": "2 + 3", "answer": "5", "answer": "6"}')
     with pytest.raises(DataError, match="gives the key 'answer' twice"):
         read_dialogues([tmp_path / "a.jsonl"])
+
+
+def test_a_run_learns_what_the_template_shows_of_messages_and_names_the_rest(tmp_path: Path) -> None:
+    def row(thought: str, call: str) -> dict[str, Any]:
+        calls = [{"type": "function", "function": {"name": call, "arguments": {}}}]
+        asked = {"role": "assistant", "content": None, "tool_calls": calls, "reasoning_content": "Ask.", "weight": 1}
+        said = {"role": "assistant", "content": "Done.", "reasoning_content": thought}
+        return {"messages": [{"role": "user", "content": "Go"}, asked, {"role": "tool", "content": "ok"}, said]}
+
+    told: list[str] = []
+    path = str(_file(tmp_path / "a.jsonl", row("One.", "f"), row("Two.", "g")))
+    flags = {"prompt_dataset": [path], "ptx_dataset": [path], "max_length": 999, "max_seq_len": 9, "ptx_coef": 0.1}
+    sizes = {"experience_batch_size": 2, "ptx_batch_size": 2, "seed": 0, "reward_functions": None}
+    tokenizer = tiny_tokenizer()
+    ends = [tokenizer.eos_token_id]
+    made = build_loaders(
+        Namespace(**flags, **sizes), Conversation(tokenizer, None, QWEN3, ends, "<|im_end|>"), told.append
+    )
+    [prompts] = list(made.prompts)
+    assert len(set(prompts["key"])) == 2, "what is asked differs in the call alone"
+    for name in "fg":
+        assert any(f'<tool_call>\n{{"name": "{name}"' in text for text in tokenizer.batch_decode(prompts["input_ids"]))
+    assert made.demonstrations is not None
+    [batch] = list(made.demonstrations)
+    learnt = {tokenizer.decode(ids[mask]) for ids, mask in zip(batch["input_ids"], batch["loss_mask"], strict=True)}
+    assert learnt == {
+        f'<think>\nAsk.\n</think>\n\n<tool_call>\n{{"name": "{call}", "arguments": {{}}}}\n</tool_call><|im_end|>'
+        f"<think>\n{thought}\n</think>\n\nDone.<|im_end|>"
+        for thought, call in (("One.", "f"), ("Two.", "g"))
+    }
+    why = "the chat template does not show it"
+    assert told == [
+        f"--prompt_dataset: left out 'weight' of 2 messages ({why} in a prompt)",
+        f"--ptx_dataset: left out 'weight' of 2 messages ({why})",
+    ]

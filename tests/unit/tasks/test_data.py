@@ -15,6 +15,7 @@ from rlhf_core.data import problems_from_jsonl
 from rlhf_core.data.preparing import SOURCES
 from rlhf_core.errors import ConfigError, DataError
 from tasks.data import SPLITS, check_data, prepare_data, settled, with_data
+from tasks.progress import telling
 from tasks.stages import stage_result
 from tests.tiny_llama import write_tiny_llama
 from tests.unit.data.read_sets import CHATML, SIZES
@@ -129,6 +130,24 @@ def test_rejected_rows_are_dropped_where_they_may_be_and_kept_by_name(model: Pat
     body = open_default_store().read_bytes(open_default_store().resolve(made.uri), "rejected.jsonl").decode()
     assert [json.loads(line)["where"].split()[:2] for line in body.splitlines()] == [["row", "41"], ["row", "42"]]
     assert made.metrics["rejected"] == 2
+
+
+def test_keys_of_messages_that_the_model_is_not_shown_are_named_in_the_log_and_on_the_page(
+    model: Path, tmp_path: Path
+) -> None:
+    def row(number: int) -> dict[str, Any]:
+        said = {"role": "assistant", "content": f"Kind {number}.", "thinking": "Hm."}
+        return {"prompt": f"Ask {number}", "chosen": [said], "rejected": [{**said, "content": "Rude."}]}
+
+    path = write(tmp_path / "p.jsonl", [row(number) for number in range(40)])
+    lines: list[str] = []
+    with telling(lines.append):
+        made = prepare_data.fn(with_data(preset(model, **NO_ANSWERS), path), None, reads=("ppo",))  # type: ignore[attr-defined]
+    told = "'thinking' of 80 messages (template.prompt shows the contents of messages alone)"
+    assert lines[-1].endswith(f"left out of the messages of preferences: {told}")
+    store = open_default_store()
+    page = store.read_bytes(store.resolve(made.uri), "report.md").decode()
+    assert "| `thinking` | 80 | template.prompt shows the contents of messages alone |" in page
 
 
 def test_a_set_that_is_not_there_is_one_sentence(model: Path, tmp_path: Path) -> None:

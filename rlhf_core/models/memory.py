@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Literal
 
 import psutil
 
+from rlhf_core.counting import counted
 from rlhf_core.errors import ModelError
 from rlhf_core.strategy.shares import Share, bytes_per_rank
 
@@ -81,7 +82,7 @@ class MachineMemory:
     """Bytes of each CUDA device."""
 
     def __str__(self) -> str:
-        gpus = f"{len(self.gpus)} GPUs with {_gb(sum(self.gpus))} together" if self.gpus else "no GPU"
+        gpus = f"{counted(len(self.gpus), 'GPU')} with {_gb(sum(self.gpus))} together" if self.gpus else "no GPU"
         return f"{_gb(self.ram)} and {gpus}"
 
 
@@ -161,12 +162,11 @@ def check_memory(config: PPOConfig, num_parameters: int, *, model: str, machine:
     machine = machine or machine_memory()
     cluster = config.cluster
     gpus = config.num_trainers * (cluster.trainer_gpus or 0) + cluster.num_makers * (cluster.maker_gpus or 0)
-    trainers = "one trainer" if config.num_trainers == 1 else f"{config.num_trainers} trainers"
     if gpus > len(machine.gpus):
         raise ModelError(
-            f"{trainers} and {cluster.num_makers} makers are to have {gpus:g} GPUs, but this machine has "
-            f"{len(machine.gpus)}; lower ppo.num_trainers, ppo.cluster.trainer_gpus, maker_gpus or num_makers, or take "
-            "a bigger machine"
+            f"GPUs that {counted(config.num_trainers, 'trainer')} and {counted(cluster.num_makers, 'maker')} are to "
+            f"have: {gpus:g}; this machine has {len(machine.gpus)}; lower ppo.num_trainers, ppo.cluster.trainer_gpus, "
+            "maker_gpus or num_makers, or take a bigger machine"
         )
     need = required_memory(config, num_parameters)
     place = sum(machine.gpus) or machine.ram
@@ -179,9 +179,9 @@ def check_memory(config: PPOConfig, num_parameters: int, *, model: str, machine:
     others = f", {_gb(need.other_trainer)} for each other trainer" if need.num_other_trainers else ""
     raise ModelError(
         f"PPO on {model} ({num_parameters / GB:.3g} billion parameters) needs at least {_gb(need.total)} "
-        f"({_gb(need.trainer)} for the {'first ' if others else ''}trainer{others}, {_gb(need.maker)} for each of "
-        f"{need.num_makers} makers), but this machine has {machine}; take a smaller model (`-p model=PATH`) or a "
-        "bigger machine"
+        f"({_gb(need.trainer)} for the {'first ' if others else ''}trainer{others}, {_gb(need.maker)} for "
+        f"each of {counted(need.num_makers, 'maker')}), but this machine has {machine}; take a smaller model (`-p "
+        "model=PATH`) or a bigger machine"
     )
 
 

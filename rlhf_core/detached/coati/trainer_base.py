@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from rlhf_core.buffer.order import minibatch_order
+from rlhf_core.counting import ordinal
 from rlhf_core.detached.coati.fit_dealing import DealingOptions, DealtFit, deal
 from rlhf_core.detached.coati.holders import Holders, own_actor_name
 from rlhf_core.detached.coati.loader_line import LoaderChunk
@@ -233,8 +234,8 @@ class DetachedTrainer(Telling, ABC):
             raise self._trouble
         if self._is_in_midst:
             raise RlhfError(
-                f"{self._name} took some steps of episode {self._episode + 1} and failed in it, so that it would learn "
-                "them twice; create the trainer anew, with its last state if it keeps one"
+                f"{self._name} took some steps of episode {ordinal(self._episode)} and failed in it, so that it would "
+                "learn them twice; create the trainer anew, with its last state if it keeps one"
             )
 
     def _finish_episode(self, episode: int) -> None:

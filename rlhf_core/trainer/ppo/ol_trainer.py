@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlhf_core.counting import ordinal
 from rlhf_core.errors import ConfigError
 from rlhf_core.trainer.callbacks import Callback, Telling
 from rlhf_core.trainer.loaders import Batches
@@ -89,8 +90,8 @@ class OLTrainer(Telling, ABC):
                 raise ConfigError(f"{name} must be at least 1, got {count}")
         if self.position.passes not in {0, num_update_steps}:
             raise ConfigError(
-                f"episode {self.position.episode} was begun with num_update_steps {self.position.passes}, but this fit "
-                f"has {num_update_steps}; end it with the same, or go on from the end of an episode"
+                f"episode {ordinal(self.position.episode)} was begun with num_update_steps {self.position.passes}, but "
+                f"this fit has {num_update_steps}; end it with the same, or go on from the end of an episode"
             )
 
     @abstractmethod

@@ -114,8 +114,8 @@ def _checked(pairs: Sequence[EncodedPair], max_length: int, model: RewardModel) 
     kept = [pair for pair in pairs if pair.longest <= max_length]
     if not kept:
         raise DataError(
-            f"expected at least one preference pair within {max_length} tokens, got {len(pairs)} pairs, all "
-            "longer; raise reward_model.max_length or give more pairs"
+            f"expected at least one preference pair within {max_length} tokens, but all pairs are "
+            f"longer ({len(pairs)}); raise reward_model.max_length or give more pairs"
         )
     size = vocabulary_size(model)
     for number, pair in enumerate(kept, start=1):

@@ -190,7 +190,8 @@ def _flatness(metrics: Metrics) -> str:
 
 
 def _reward_model_figures(metrics: Metrics) -> list[str]:
-    figures = [f"{_with_interval(metrics, 'accuracy')} right of {counted(metrics['heldout_pairs'], 'held-out pair')}"]
+    asked = f" of {counted(metrics['heldout_pairs'], 'held-out pair')}" if "heldout_pairs" in metrics else ""
+    figures = [f"{_with_interval(metrics, 'accuracy')} right{asked}"]
     if "well_formed_accuracy" in metrics:
         share = _with_interval(metrics, "well_formed_accuracy", prefix="well_formed_")
         figures.append(f"{share} of the {metrics.get('well_formed_pairs')} both well formed")

@@ -209,9 +209,9 @@ class _BringingUp:
     def _deploy(self, api_url: str, entries: dict[str, DeploymentEntry]) -> None:
         digest = source_digest(self.checkout)
         if self.state.deployed == digest and all_present(api_url, entries):
-            self.report(f"the deployments are as they should be: {len(entries)}")
+            self.report(f"{len(entries)} deployments are as they should be")
             return
-        self.report(f"registering deployments: {len(entries)}")
+        self.report(f"registering {len(entries)} deployments")
         environment = stack_environment(self.state.id, prefect_environment(self.home, api_url))
         log = self.home / "logs" / "deploy.log"
         said = deploy(self.checkout, api_url, environment, log, entries, self.state.schedules)

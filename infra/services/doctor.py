@@ -153,7 +153,7 @@ def _deployments(checkout: Path) -> Iterator[Finding]:
     except InfraError as error:
         yield Finding("prefect.yaml", "wrong", str(error), "correct the file, then `rlhf up`")
     else:
-        yield Finding("prefect.yaml", "well", f"deployments: {len(entries)}")
+        yield Finding("prefect.yaml", "well", f"{len(entries)} deployments")
 
 
 def _services(settings: Settings) -> Iterator[Finding]:

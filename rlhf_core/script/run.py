@@ -78,10 +78,7 @@ def _run(args: Namespace, ranks: Ranks) -> None:
     if trainer.position.episode < args.num_episodes:
         _fit(trainer, args, loaders)
     else:
-        tell(
-            f"nothing is left to train: the run has had {counted(args.num_episodes, 'episode')} already; raise "
-            "--num_episodes to train more"
-        )
+        tell(f"{counted(args.num_episodes, 'episode')} done already; raise --num_episodes to train more")
     save_outputs(args, models.tokenizer, trainees, ranks)
     tell(f"stored {args.save_path}/actor/modeling and {args.save_path}/critic/modeling")
 

@@ -209,6 +209,7 @@ def _check_device(strategy: str, device: torch.device, ranks: Ranks) -> None:
         )
     if device.type == "cuda" and "nccl" not in dist.get_backend():
         raise ConfigError(
-            f"strategy {strategy} trains on GPUs over NCCL, which needs one for each of the {ranks.world_size} ranks, "
-            "but they share one or see none; start as many ranks as there are GPUs, or take plain"
+            f"strategy {strategy} trains on GPUs over NCCL, which needs one for each of "
+            f"{counted(ranks.world_size, 'rank')}, but they share one or see none; start as many ranks as there are "
+            "GPUs, or take plain"
         )

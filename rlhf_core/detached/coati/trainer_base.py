@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from rlhf_core.buffer.order import minibatch_order
-from rlhf_core.counting import ordinal
+from rlhf_core.counting import counted, ordinal
 from rlhf_core.detached.coati.fit_dealing import DealingOptions, DealtFit, deal
 from rlhf_core.detached.coati.holders import Holders, own_actor_name
 from rlhf_core.detached.coati.loader_line import LoaderChunk
@@ -120,7 +120,7 @@ class DetachedTrainer(Telling, ABC):
         began = self._episode if self._fit_began is None else self._fit_began
         self._fit_began = began
         if self._episode >= began + production.episodes:
-            logger.warning("all %d episodes of this fit are done already", production.episodes)
+            logger.warning("this fit has nothing left to do: %s done already", counted(production.episodes, "episode"))
         if self._is_unsent:
             self._send_what_was_learnt()
         try:

@@ -203,7 +203,7 @@ def test_makers_make_up_the_episodes_exactly_or_the_fit_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         units_per_episode([facts(), facts("maker_1", steps=9)], wanted)
     assert str(caught.value) == (
-        "fit learns from 160 samples (5 episodes of update_steps 4 x train_batch_size 8 x 1 trainers), but the makers' "
+        "fit learns from 160 samples (5 episodes of update_steps 4 x train_batch_size 8 x 1 trainer), but the makers' "
         "loops make 152 (19 batches of 8); let them make 20 batches, or fit 19 total_steps"
     )
     with pytest.raises(ConfigError, match=r"learns from 32 samples .* not whole batches .* of 6 samples each"):

@@ -119,10 +119,11 @@ def _lengths(splits: dict[str, RowsReport]) -> list[str]:
             ["", "texts", "shortest", "median", "90 %", "99 %", "longest"],
             [[name, *(f"{each:,}" for each in percentiles(found))] for name, found in counts],
         ),
-        "How many texts have how many tokens:",
+        "How many texts have so many tokens:",
         "\n".join(
             f"* {name} `{spark(found.bins[used])}`: "
             + ", ".join(f"{count:,} of {span}" for span, count in zip(names, found.bins[used], strict=True) if count)
+            + " tokens"
             for name, found in counts
         ),
     ]

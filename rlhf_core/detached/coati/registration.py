@@ -168,9 +168,9 @@ def check_same_work(one: MakerFacts, other: MakerFacts) -> None:
     both = f"{one.name} and {other.name}"
     if (one.batches, one.rows) != (other.batches, other.rows):
         raise ConfigError(
-            f"the dataloaders of {both} have {counted(one.batches, 'batch', 'batches')} of "
-            f"{counted(one.rows, 'sample')} and {other.batches} of {other.rows}, but any maker must be able to make "
-            "any batch; give all makers the same dataloader_fn"
+            f"the dataloaders of {both} differ in the number of batches ({one.batches} and {other.batches}) or in "
+            f"samples of each ({one.rows} and {other.rows}), but any maker must be able to make any batch; give all "
+            "makers the same dataloader_fn"
         )
     if one.digest != other.digest:
         raise ConfigError(

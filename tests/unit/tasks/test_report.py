@@ -42,6 +42,12 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Any, str]]:
     return found
 
 
+def test_a_pages_key_is_its_presets_own_and_the_same_every_night() -> None:
+    assert page.page_key("report", "run/quickstart@1") == page.page_key("report", "run/quickstart@12")
+    assert page.page_key("report", "run/gsm8k@1") == "gsm8k-report"
+    assert page.page_key("data", "dataset/my_own.v2@3") == "my-own-v2-data"  # Prefect takes letters, digits and dashes
+
+
 SAMPLE = {"prompt": "p", "answer": "1", "response": "<b>", "score": 0.5, "kl": 0.5, "length": 3}
 OUTCOME = {"key": "k", "prompt": "p", "answer": "1", "response": "<b>", "correct": True, "score": 1.0}
 HELD = "data:image/png;base64,"

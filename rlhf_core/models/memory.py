@@ -164,9 +164,9 @@ def check_memory(config: PPOConfig, num_parameters: int, *, model: str, machine:
     gpus = config.num_trainers * (cluster.trainer_gpus or 0) + cluster.num_makers * (cluster.maker_gpus or 0)
     if gpus > len(machine.gpus):
         raise ModelError(
-            f"GPUs that {counted(config.num_trainers, 'trainer')} and {counted(cluster.num_makers, 'maker')} are to "
-            f"have: {gpus:g}; this machine has {len(machine.gpus)}; lower ppo.num_trainers, ppo.cluster.trainer_gpus, "
-            "maker_gpus or num_makers, or take a bigger machine"
+            f"{counted(config.num_trainers, 'trainer')} and {counted(cluster.num_makers, 'maker')} are to have "
+            f"{counted(gpus, 'GPU')}, but this machine has {len(machine.gpus)}; lower ppo.num_trainers, "
+            "ppo.cluster.trainer_gpus, maker_gpus or num_makers, or take a bigger machine"
         )
     need = required_memory(config, num_parameters)
     place = sum(machine.gpus) or machine.ram

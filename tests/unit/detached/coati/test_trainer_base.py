@@ -213,8 +213,8 @@ def test_makers_make_up_the_episodes_exactly_or_the_fit_is_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"batches": 5}, "have 4 batches of 8 samples and 5 of 8"),
-        ({"rows": 6}, "have 4 batches of 8 samples and 4 of 6"),
+        ({"batches": 5}, r"number of batches \(4 and 5\) or in samples of each \(8 and 8\)"),
+        ({"rows": 6}, r"number of batches \(4 and 4\) or in samples of each \(8 and 6\)"),
         ({"digest": "xyz"}, "begin with different batches"),
         ({"kl_coef": 0.2}, r"differ in kl_coef \(0.1 and 0.2\)"),
         ({"options": {"lam": 1.0}}, r"differ in options.lam \(0.95 and 1.0\)"),

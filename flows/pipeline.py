@@ -14,6 +14,7 @@ from flows.reward_model import reward_model as train_reward_model
 from flows.sft import sft
 from tasks.data import SPLITS
 from tasks.parents import wants_reward_model
+from tasks.progress import with_lines_of_stages
 from tasks.promote import gate, promote
 from tasks.report import write_report
 from tasks.results import Decision
@@ -22,6 +23,7 @@ from tasks.sentences import in_one_sentence
 
 @flow(name="pipeline", persist_result=False)
 @in_one_sentence
+@with_lines_of_stages
 def pipeline(
     preset: str = "quickstart",
     model: str | None = None,

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 from rlhf_core.config import DataConfig, PipelineConfig
 from rlhf_core.config.sizes import BATCHES, Sizes, as_they_are, settle, told_changes, with_sizes
 from rlhf_core.config.sizes import SPLITS as SIZES_OF_SPLITS
+from rlhf_core.counting import counted
 from rlhf_core.errors import DataError, Fault, refuse_together
 from tasks.context import Context, materialise, open_context
 from tasks.data_access import access_to
 from tasks.parents import base_model
 from tasks.progress import say
+from tasks.report.page import show_markdown
 from tasks.results import Parent, StageResult
 from tasks.sentences import stage_task
 from tasks.stages import commit_stage, reuse_or_make, source_digest, stage_key, stage_result
@@ -265,7 +267,7 @@ def _line(made: Prepared) -> str:
     figures = _figures(made)
     counts = [f"{figures[f'problems_{name}']} {name}" for name in SPLITS if figures[f"problems_{name}"]]
     if made.pairs is not None:
-        counts.append(f"{len(made.pairs)} pairs")
+        counts.append(counted(len(made.pairs), "pair"))
     left_out = [
         f"{figures[name]} {words}"
         for name, words in (("rejected", "rejected"), ("duplicates", "duplicates"), ("too_long", "too long"))
@@ -280,9 +282,5 @@ def _line(made: Prepared) -> str:
 
 def _show(context: Context, dataset: StageResult) -> None:
     """Put the report of the data on the run's page."""
-    if context.flow_run is None:
-        return
-    from prefect.artifacts import create_markdown_artifact
-
     text = context.store.read_bytes(context.store.resolve(dataset.uri), REPORT).decode("utf-8", "replace")
-    create_markdown_artifact(key="data", markdown=text, description=f"Report of {dataset.uri}")
+    show_markdown("data", dataset.uri, text, seen_at_once=f"Report of {dataset.uri}")

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from infra.errors import InfraError
 from rlhf_core.config import PipelineConfig
+from rlhf_core.counting import ordinal
 from rlhf_core.errors import RlhfError
 from tasks.context import open_context
 from tasks.parents import ppo_wants_reward_model, resolve_policy, resolve_reward_model
@@ -98,9 +99,16 @@ def _agree(old: Any, new: Any) -> bool:
     return bool(old == new)
 
 
-@stage_task(
-    name="episode", task_run_name="episode {episode}", retries=2, retry_delay_seconds=2, retry_condition_fn=may_pass_in
-)
+def _episode_name(episode: int, episodes: int) -> str:
+    """Return what an episode is called, as a task and in the log."""
+    return f"episode {ordinal(episode)}/{episodes}"
+
+
+def _task_name(parameters: dict[str, Any]) -> str:
+    return _episode_name(parameters["episode"], parameters["run"].config["ppo"]["episodes"])
+
+
+@stage_task(name="episode", task_run_name=_task_name, retries=2, retry_delay_seconds=2, retry_condition_fn=may_pass_in)
 def ppo_episode(run: PPORun, episode: int) -> EpisodeResult:
     """Run one episode, and any before it that a death cost, and return its figures.
 
@@ -197,4 +205,4 @@ def _say_episode(record: EpisodeRecord, episodes: int) -> None:
     if revivals := int(record.dealing.get("revivals", 0)):
         figures += f"  {revivals} revived"
     time = f"{duration(left)} left in this stage" if left else f"took {duration(took)}"
-    say("ppo", f"episode {record.episode + 1}/{episodes}  {figures}  length {metrics['length']:.1f}  {time}")
+    say("ppo", f"{_episode_name(record.episode, episodes)}  {figures}  length {metrics['length']:.1f}  {time}")

@@ -11,6 +11,7 @@ from typing import Any
 from infra.clusters import ClusterManifest, connect
 from infra.errors import ClusterError
 from rlhf_core.config import ClusterConfig, PipelineConfig, PPOConfig
+from rlhf_core.counting import counted
 from rlhf_core.data import problems_from_jsonl
 from rlhf_core.errors import LostRankError
 from tasks.clusters import address_of, lease_for
@@ -119,8 +120,8 @@ def _build(run: PPORun, context: Context) -> Any:
     ask(trainer.synchronise, 2 * cluster.start_timeout_s + ANSWER_S)
     position = ask(trainer.position, ANSWER_S)
     found = f"restored after episode {position.next_episode}" if position.next_episode else "at the start"
-    group = f"{len(trainers)} trainers ({_ppo(run).strategy})" if len(trainers) > 1 else "1 trainer"
-    say("ppo", f"{group} and {len(makers)} makers ready in {time.monotonic() - started:.0f} s, {found}")
+    group = counted(len(trainers), "trainer") + (f" ({_ppo(run).strategy})" if len(trainers) > 1 else "")
+    say("ppo", f"{group} and {counted(len(makers), 'maker')} ready in {time.monotonic() - started:.0f} s, {found}")
     return trainer
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.counting import counted
 from rlhf_core.errors import DataError
 from tasks.context import Context, materialise, open_context
 from tasks.progress import Progress, say
@@ -77,7 +78,7 @@ def _sample_pairs(
     problems = problems_from_jsonl((materialise(context, dataset) / "preferences.jsonl").read_bytes())
     made = _sampled(context, config, directory, template, problems)
     metrics: dict[str, Any] = {**made.figures, "seconds": time.perf_counter() - started}
-    say("preferences", f"{len(made.pairs)} pairs from {len(problems)} prompts")
+    say("preferences", f"{counted(len(made.pairs), 'pair')} from {counted(len(problems), 'prompt')}")
     return commit_stage(
         context,
         stage="preferences",

@@ -2,28 +2,63 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+from uuid import UUID
+
+from prefect.context import FlowRunContext
+from prefect.logging.handlers import APILogHandler
 
 from tasks.sentences import run_logger
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 PREFIX = "▸"
 """Marks a line that the terminal shows while it follows a run."""
 
 
 _TELL: ContextVar[Callable[[str], None] | None] = ContextVar("tell", default=None)
+_CALLER: ContextVar[UUID | None] = ContextVar("caller", default=None)
+"""The flow run whose log has the lines of its stages, too."""
 
 
 def say(stage: str, text: str) -> None:
-    """Write one line for a person into the run's log."""
+    """Write one line for a person into the run's log, and into that of the flow run that called it."""
     line, tell = f"{PREFIX} {stage:<12} {text}", _TELL.get()
-    if tell is None:
-        run_logger().info("%s", line)
-    else:
+    if tell is not None:
         tell(line)
+        return
+    run_logger().info("%s", line)
+    caller = _CALLER.get()
+    if caller is not None and caller != _own_flow_run():
+        record = logging.LogRecord("prefect.flow_runs", logging.INFO, "", 0, line, None, None)
+        record.flow_run_id = caller
+        APILogHandler().handle(record)  # to the server alone: in the process's own log the line stands already
+
+
+def with_lines_of_stages(function: Callable[P, R]) -> Callable[P, R]:
+    """Have a flow's log hold the lines of the flows that it calls: a run's page in Prefect shows its own log alone."""
+
+    @wraps(function)
+    def heard(*args: P.args, **kwargs: P.kwargs) -> R:
+        token = _CALLER.set(_own_flow_run())
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _CALLER.reset(token)
+
+    return heard
+
+
+def _own_flow_run() -> UUID | None:
+    context = FlowRunContext.get()
+    return None if context is None or context.flow_run is None else context.flow_run.id
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.counting import counted
 from rlhf_core.errors import ConfigError
 from rlhf_core.functional.intervals import Interval, paired_difference_interval
 from tasks.context import open_context
@@ -48,7 +49,8 @@ def gate(config: PipelineConfig, evaluations: dict[str, StageResult]) -> Decisio
         figures = f"{interval.estimate:+.3f} [{interval.low:+.3f}, {interval.high:+.3f}]"
         unit = "standard deviations of the reward model's score" if _by_score(candidate) else "right"
         reason = (
-            f"{policy} against {opponent} ({role}): {figures} {unit} on the same {problems} problems; the lower end is "
+            f"{policy} against {opponent} ({role}): {figures} {unit} on the same "
+            f"{counted(problems, 'problem')}; the lower end is "
             f"{'above' if promote else 'not above'} {config.gate.min_gain:g}"
         )
     say("gate", f"{'promote' if promote else 'keep the incumbent'}: {reason}")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.counting import counted
 from rlhf_core.errors import DataError
 from tasks.context import Context, actors_context, materialise, open_context
 from tasks.preferences import PAIRS
@@ -128,7 +129,10 @@ def _encoded(
     rows = pairs_from_jsonl(file.read_bytes())
     split = split_pairs(rows, config.reward_model, seed=config.seed)
     if left_out := len(rows) - len(split.training) - len(split.heldout):
-        say("reward-model", f"{left_out} of {len(rows)} pairs are left out by reward_model.pairs (null takes all)")
+        say(
+            "reward-model",
+            f"left out by reward_model.pairs (null takes all): {left_out} of {counted(len(rows), 'pair')}",
+        )
     refuse_shared_prompts(split.training, split.heldout)
     return encode_pairs(split.training, template), encode_pairs(split.heldout, template)
 
@@ -146,8 +150,8 @@ def _fit(
     settings, dtype = config.reward_model, getattr(torch, config.reward_model.dtype)
     if all(pair.longest > settings.max_length for pair in heldout):
         raise DataError(
-            f"all {len(heldout)} held-out pairs are longer than reward_model.max_length, {settings.max_length} tokens, "
-            "so no accuracy could be measured; raise it"
+            f"every held-out pair ({len(heldout)}) is longer than reward_model.max_length, {settings.max_length} "
+            "tokens, so no accuracy could be measured; raise it"
         )
     torch.manual_seed(config.seed)  # the head starts from random numbers
     model = RewardModel.from_causal_lm(load_causal_lm(directory, "float32", device=default_device()))
@@ -223,7 +227,7 @@ def _summary(metrics: Mapping[str, Any]) -> str:
     def share(prefix: str) -> str:
         return f"{metrics[f'{prefix}accuracy']:.3f} [{metrics[f'{prefix}low']:.3f}, {metrics[f'{prefix}high']:.3f}]"
 
-    text = f"{share('')} right of {metrics['heldout_pairs']} held-out pairs"
+    text = f"{share('')} right of {counted(metrics['heldout_pairs'], 'held-out pair')}"
     if "well_formed_accuracy" in metrics:
         text += f"; {share('well_formed_')} of the {metrics['well_formed_pairs']} both well formed"
     return f"{text}; {metrics['training_accuracy']:.3f} while training"

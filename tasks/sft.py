@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.counting import counted
 from tasks.context import Context, actors_context, materialise, open_context
 from tasks.parents import BASE_MODEL, resolve_policy
 from tasks.progress import Progress, say, telling
@@ -200,7 +201,7 @@ def _summary(metrics: Mapping[str, Any]) -> str:
     """Return the training's end in one line."""
     from rlhf_core.functional.curves import Fall
 
-    parts = [f"loss {metrics['first_loss']:.3g} to {metrics['last_loss']:.3g} in {metrics['steps']} steps"]
+    parts = [f"loss {metrics['first_loss']:.3g} to {metrics['last_loss']:.3g} in {counted(metrics['steps'], 'step')}"]
     if "flatness" in metrics:
         fall = Fall(metrics["flatness"], metrics["flatness_error"])
         parts.append(f"{fall.word}: {-fall.relative:+.1%} over the last quarter (standard error {fall.error:.1%})")

@@ -8,6 +8,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from rlhf_core.counting import counted
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -52,7 +54,7 @@ def show_set(console: Console, checked: Checked, *, preset: str, counted: str | 
 
 def show_overlap(console: Console, one: str, other: str, shared: list[str]) -> None:
     """Show that two sets share prompts."""
-    text = f"{one} and {other} share {len(shared)} prompts, such as {_flat(shared[0], 80)!r}"
+    text = f"{one} and {other} share {counted(len(shared), 'prompt')}, such as {_flat(shared[0], 80)!r}"
     console.print(Text.assemble(("\nrefused: ", "bold red"), f"{text}; leave them out of one of the two"))
 
 

@@ -33,7 +33,7 @@ _TOO_MANY_REQUESTS = 429
 
 
 class Follower:
-    """Prints the marked lines of one run and its subflows."""
+    """Prints the marked lines of one run, whose log has those of its stages, too."""
 
     def __init__(self, client: Any, flow_run: Any, console: Console, *, prefix: str) -> None:
         self._client = client
@@ -131,7 +131,7 @@ class Follower:
         from rich.text import Text
 
         wanted = LogFilter(
-            flow_run_id=LogFilterFlowRunId(any_=await self._family()),
+            flow_run_id=LogFilterFlowRunId(any_=[self._run_id]),
             timestamp=None
             if since is None
             else LogFilterTimestamp.model_validate({"after_": since - timedelta(seconds=_LATE_S)}),
@@ -148,14 +148,6 @@ class Follower:
                 if log.message.startswith(self._prefix):
                     at = f"{log.timestamp.astimezone():%H:%M:%S}"
                     self._console.print(Text.assemble((at, "dim"), " ", log.message))
-
-    async def _family(self) -> list[UUID]:
-        """Return the run and its subflows' runs."""
-        from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterParentFlowRunId
-
-        parent = FlowRunFilterParentFlowRunId(any_=[self._run_id])
-        children = await self._client.read_flow_runs(flow_run_filter=FlowRunFilter(parent_flow_run_id=parent))
-        return [self._run_id, *(child.id for child in children)]
 
     def _ride_out(self, error: Exception) -> None:
         """Return if the error may pass, as when the server is started again; else raise what is to be told."""

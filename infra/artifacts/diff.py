@@ -54,6 +54,15 @@ class Difference:
     shared_bytes: int
     """Of the files of the later one: what is in blobs of the earlier too."""
 
+    @property
+    def is_of_two_kinds(self) -> bool:
+        """Whether the two were made by different stages, so that each has figures and files of its own."""
+        return self.before.partition("/")[0] != self.after.partition("/")[0]
+
+    def tells_of(self, change: Change | FileChange) -> bool:
+        """Whether a person is told of a change; not where it only says of which kind each of the two is."""
+        return not self.is_of_two_kinds or change.what not in {ADDED, REMOVED}
+
     def as_dict(self) -> dict[str, Any]:
         """Return everything as plain values."""
         return asdict(self)

@@ -124,7 +124,7 @@ class ControlServer:
             workers |= {actor.address.worker_id for actor in left.actors if actor.address.worker_id}
             clean_looks = 0 if left or workers else clean_looks + 1
             if time.monotonic() > deadline:
-                what = str(left) or f"{len(workers)} processes of actors that have ended"
+                what = str(left) or f"processes of actors that have ended ({len(workers)})"
                 raise ClusterError(f"after {timeout_s:g} s {self._called} still has {what}")
             self.kill(left.actors)
             for group in left.groups:

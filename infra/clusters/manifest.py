@@ -95,8 +95,9 @@ class ClusterManifest(BaseModel):
             return cls.model_validate_json(path.read_bytes())
         except ValidationError as error:
             raise ClusterError(
-                f"{path} is not the manifest of a cluster of this version ({error.error_count()} faults, "
-                f"the first: {error.errors()[0]['msg']}); if no cluster of that name runs, delete it"
+                f"{path} is not the manifest of a cluster of this version (faults: "
+                f"{error.error_count()}, the first: {error.errors()[0]['msg']}); if no cluster of that name runs, "
+                "delete it"
             ) from error
 
 

@@ -45,7 +45,7 @@ def status(settings: Settings) -> list[ServiceStatus]:
         counted |= {process.pid for process in members}
     others = [process for process in processes.marked(state.id) if process.pid not in counted]
     word = "running" if others else "none"
-    lines.append(ServiceStatus("runs", word, f"{len(others)} processes", None, processes.memory_bytes(others), None))
+    lines.append(ServiceStatus("runs", word, f"processes: {len(others)}", None, processes.memory_bytes(others), None))
     return lines
 
 

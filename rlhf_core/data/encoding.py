@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from rlhf_core.config import RewardModelConfig
+from rlhf_core.counting import counted
 from rlhf_core.data.preferences import ASSISTANT, PreferencePair
 from rlhf_core.data.problems import problem_key
 from rlhf_core.data.template import PromptTemplate
@@ -63,8 +64,9 @@ def split_pairs(pairs: Sequence[PreferencePair], config: RewardModelConfig, *, s
     training = [pair for pair in used if places[pair.prompt] >= config.heldout_fraction]
     if not heldout or not training:
         raise DataError(
-            f"{len(used)} preference pairs of {len(set(beginnings.values()))} prompts leave {len(training)} to train "
-            f"on and {len(heldout)} held out; give more pairs or change reward_model.heldout_fraction"
+            f"{counted(len(used), 'preference pair')} of {counted(len(set(beginnings.values())), 'prompt')} cannot be "
+            f"split: {len(training)} would be trained on and {len(heldout)} held out; give more pairs or change "
+            "reward_model.heldout_fraction"
         )
     return PairSplit(training, heldout)
 
@@ -114,6 +116,6 @@ def refuse_shared_prompts(training: Iterable[PreferencePair], heldout: Iterable[
     shared = {pair.prompt for pair in heldout if problem_key(pair.prompt) in learnt}
     if shared:
         raise DataError(
-            f"{len(shared)} prompts are in the training pairs and in the held-out ones, first {min(shared)!r}; a "
-            "reward model is measured on prompts that it never saw, so leave them out of one of the two"
+            f"the training pairs and the held-out ones share {counted(len(shared), 'prompt')}, first {min(shared)!r}; "
+            "a reward model is measured on prompts that it never saw, so leave them out of one of the two"
         )

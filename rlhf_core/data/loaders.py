@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from rlhf_core.counting import counted
 from rlhf_core.data.dialogues import Dialogue
 from rlhf_core.data.labels import IGNORED
 from rlhf_core.data.problems import problem_key
@@ -140,7 +141,7 @@ def _fitted(rows: list[Row], what: str, limits: Limits) -> Fitted:
     if not kept:
         shortest = min(len(row["input_ids"]) for row in rows)
         raise DataError(
-            f"all {len(rows)} {what} are longer than the {limits.max_tokens} tokens that fit, the shortest has "
+            f"all {len(rows)} {what} are longer than fits, {counted(limits.max_tokens, 'token')}; the shortest has "
             f"{shortest}; raise {limits.setting}"
         )
     return Fitted(PromptDataset(kept), len(rows) - len(kept))

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf_core.config import RolloutConfig
+from rlhf_core.counting import counted
 from rlhf_core.data import Problem, PromptTemplate
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.experience_maker.advantages import WITH_CRITIC, Forwards, LegacyForm, compares_groups
@@ -120,7 +121,8 @@ class ExperienceMaker:
         """
         if not prompts or len(prompts) != len(samples):
             raise DataError(
-                f"expected rows with one sample number each, got {len(prompts)} prompts and {len(samples)} numbers"
+                f"expected rows with one sample number each, got {counted(len(prompts), 'prompt')} and "
+                f"{counted(len(samples), 'number')}"
             )
         self._check_lengths(prompts)
         if compares_groups(self.config):
@@ -159,7 +161,8 @@ class ExperienceMaker:
         if len(prompts) % size or any(prompt.key != group[0].key for group in groups for prompt in group):
             raise DataError(
                 f"advantage estimator {self.config.advantage_estimator} compares {size} samples of a prompt, but the "
-                f"{len(prompts)} rows are not prompts of {size} rows each, one after the other"
+                f"batch ({counted(len(prompts), 'row')}) is not made of prompts of {size} rows each, one after the "
+                "other"
             )
 
     def _judge_chunk(

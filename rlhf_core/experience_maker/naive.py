@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf_core.config import RewardConfig, RolloutConfig, TemplateConfig
+from rlhf_core.counting import counted
 from rlhf_core.data import PromptTemplate, problem_key
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.experience_maker.advantages import WITH_CRITIC
@@ -136,13 +137,13 @@ def prompts_from_batch(
     if input_ids.shape != attention_mask.shape or len(answers) != len(input_ids):
         raise DataError(
             f"expected input_ids and attention_mask of one shape [B P] and an answer for each row, got "
-            f"{tuple(input_ids.shape)}, {tuple(attention_mask.shape)} and {len(answers)} answers"
+            f"{tuple(input_ids.shape)}, {tuple(attention_mask.shape)} and {counted(len(answers), 'answer')}"
         )
     prompts = []
     for row, (ids, mask, answer) in enumerate(zip(input_ids, attention_mask.bool(), answers, strict=True)):
         kept = ids[mask].tolist()
         if not kept:
-            raise DataError(f"row {row} of {len(input_ids)} prompts is all padding; leave it out of the batch")
+            raise DataError(f"row {row} of the batch is all padding; leave it out of the batch")
         text = tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         prompts.append(Prompt(tuple(kept), text, answer, problem_key(text)))
     if not prompts:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from transformers import PreTrainedModel
 
 from rlhf_core.config import RewardModelConfig
+from rlhf_core.counting import counted
 from rlhf_core.data import PreferencePair, Problem, PromptTemplate
 from rlhf_core.data.preferences import VerifiedSample, pairs_from_samples
 from rlhf_core.errors import DataError
@@ -65,8 +66,9 @@ def sample_pairs(
     pairs = pairs_from_samples(samples, most=config.pairs, seed=seed)
     if not pairs:
         raise DataError(
-            f"the {len(samples)} samples of {len(problems)} prompts are all equally good, so they make no preference "
-            "pairs; give a preference file as `data`, an easier or harder task, or a better SFT model"
+            f"the samples of each prompt ({counted(len(samples), 'sample')} of {counted(len(problems), 'prompt')}) are "
+            "all equally good, so they make no preference pairs; give a preference file as `data`, an easier or "
+            "harder task, or a better SFT model"
         )
     figures = {
         "samples": len(samples),

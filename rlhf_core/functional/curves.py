@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 T = TypeVar("T")
 
 FLAT = 0.05
-"""A curve that changes by less than this share over its last quarter is called flat."""
+"""A curve that changes by less than this share over its last quarter is flat, unless its scatter could hide more."""
 _SURE = 2  # standard errors: a change within them may be noise
 _FEWEST = 4  # steps of a quarter: fewer say nothing of a noisy curve
 
@@ -24,14 +24,20 @@ class Fall(NamedTuple):
 
     @property
     def word(self) -> str:
-        """`flat`, `falling` or `rising`: of a change above `FLAT` that its scatter does not explain.
+        """`falling` or `rising`, of a change from `FLAT` on that its scatter does not explain; `flat`, of one below.
+
+        Where the scatter could hide a change, or be taken for one, there is no clear trend: neither is said.
 
         Example:
-            >>> Fall(0.2, 0.05).word, Fall(0.2, 0.15).word, Fall(-0.2, 0.05).word
-            ('falling', 'flat', 'rising')
+            >>> Fall(0.2, 0.05).word, Fall(-0.2, 0.05).word, Fall(0.02, 0.01).word
+            ('falling', 'rising', 'flat')
+            >>> Fall(0.524, 0.3).word, Fall(0.02, 0.3).word
+            ('without a clear trend', 'without a clear trend')
         """
-        if abs(self.relative) < FLAT or abs(self.relative) <= _SURE * self.error:
-            return "flat"
+        if abs(self.relative) < FLAT:
+            return "flat" if self.error < FLAT else "without a clear trend"
+        if abs(self.relative) <= _SURE * self.error:
+            return "without a clear trend"
         return "falling" if self.relative > 0 else "rising"
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_core.counting import counted
 from rlhf_core.errors import ModelError
 from rlhf_core.models.trunk import unwrapped
 
@@ -51,8 +52,9 @@ def _check_tokenizers(first: PreTrainedTokenizerBase, second: PreTrainedTokenize
         return
     differing = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
     raise ModelError(
-        f"{what} have different tokenizers: {len(differing)} tokens differ, such as {differing[0]!r} "
-        f"({ours.get(differing[0], 'absent')} and {theirs.get(differing[0], 'absent')}); take models of one tokenizer"
+        f"{what} have different tokenizers: they differ in {counted(len(differing), 'token')}, such as "
+        f"{differing[0]!r} ({ours.get(differing[0], 'absent')} and {theirs.get(differing[0], 'absent')}); take models "
+        "of one tokenizer"
     )
 
 

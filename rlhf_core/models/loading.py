@@ -9,6 +9,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from rlhf_core.counting import counted
 from rlhf_core.errors import ModelError
 from rlhf_core.models.compatibility import check_same_tokenizer
 from rlhf_core.models.digest import model_digest
@@ -93,7 +94,7 @@ def load_whole(
     missing = sorted({*found["missing_keys"], *(str(key) for key in found["mismatched_keys"])})
     if missing:
         raise ModelError(
-            f"{directory} lacks {len(missing)} weights of its model, such as {missing[0]}; it is incomplete"
+            f"{directory} lacks {counted(len(missing), 'weight')} of its model, such as {missing[0]}; it is incomplete"
         )
     loaded: PreTrainedModel = model
     if torch.device(device).type == "cpu":

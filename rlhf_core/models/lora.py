@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlhf_core.config import LoRAConfig
+from rlhf_core.counting import counted
 from rlhf_core.errors import ModelError
 from rlhf_core.models.saving import SHARD_SIZE, quiet
 
@@ -136,8 +137,8 @@ def check_trainable_state(model: nn.Module, state: Mapping[str, Tensor]) -> None
     wrong = sorted((own.keys() ^ state.keys()) | unlike)
     if wrong:
         raise ModelError(
-            f"the state does not fit the model: {len(wrong)} tensors are missing, unknown or of another "
-            f"shape, first {wrong[0]!r}; build the model with the configuration of the stored state"
+            f"the state does not fit the model: they disagree on {counted(len(wrong), 'tensor')} (missing, unknown or "
+            f"of another shape), first {wrong[0]!r}; build the model with the configuration of the stored state"
         )
 
 

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import psutil
 
+from rlhf_core.counting import counted
 from rlhf_core.errors import ModelError
 from rlhf_core.strategy.shares import Share, bytes_per_rank
 
@@ -82,7 +83,7 @@ class MachineMemory:
     """Bytes of each CUDA device."""
 
     def __str__(self) -> str:
-        gpus = f"{len(self.gpus)} GPUs with {_gb(sum(self.gpus))} together" if self.gpus else "no GPU"
+        gpus = f"{counted(len(self.gpus), 'GPU')} with {_gb(sum(self.gpus))} together" if self.gpus else "no GPU"
         return f"{_gb(self.ram)} and {gpus}"
 
 
@@ -153,7 +154,7 @@ def check_memory(
     *,
     model: str,
     machine: MachineMemory | None = None,
-    counted: str = "",
+    doubt: str = "",
 ) -> None:
     """Check that a PPO run fits on this machine.
 
@@ -162,7 +163,7 @@ def check_memory(
         num_parameters: of the model.
         model: its name, for the error.
         machine: None measures this one.
-        counted: what the error says of the number, such as that two ways to count do not agree.
+        doubt: what the error says of the number, such as that two ways to count do not agree.
 
     Raises:
         ModelError: if there are too few GPUs or too little memory.
@@ -170,12 +171,11 @@ def check_memory(
     machine = machine or machine_memory()
     cluster = config.cluster
     gpus = config.num_trainers * (cluster.trainer_gpus or 0) + cluster.num_makers * (cluster.maker_gpus or 0)
-    trainers = "one trainer" if config.num_trainers == 1 else f"{config.num_trainers} trainers"
     if gpus > len(machine.gpus):
         raise ModelError(
-            f"{trainers} and {cluster.num_makers} makers are to have {gpus:g} GPUs, but this machine has "
-            f"{len(machine.gpus)}; lower ppo.num_trainers, ppo.cluster.trainer_gpus, maker_gpus or num_makers, or take "
-            "a bigger machine"
+            f"{counted(config.num_trainers, 'trainer')} and {counted(cluster.num_makers, 'maker')} are to have "
+            f"{counted(gpus, 'GPU')}, but this machine has {len(machine.gpus)}; lower ppo.num_trainers, "
+            "ppo.cluster.trainer_gpus, maker_gpus or num_makers, or take a bigger machine"
         )
     need = required_memory(config, num_parameters)
     place = sum(machine.gpus) or machine.ram
@@ -187,10 +187,10 @@ def check_memory(
         return
     others = f", {_gb(need.other_trainer)} for each other trainer" if need.num_other_trainers else ""
     raise ModelError(
-        f"PPO on {model} ({_many(num_parameters)} parameters{counted}) needs at least {_gb(need.total)} "
+        f"PPO on {model} ({_many(num_parameters)} parameters{doubt}) needs at least {_gb(need.total)} "
         f"({_gb(need.trainer)} for the {'first ' if others else ''}trainer{others}, {_gb(need.maker)} for each of "
-        f"{need.num_makers} makers), but this machine has {machine}; take a smaller model (`-p model=PATH`) or a "
-        "bigger machine"
+        f"{counted(need.num_makers, 'maker')}), but this machine has {machine}; take a smaller model (`-p model=PATH`) "
+        "or a bigger machine"
     )
 
 
@@ -214,15 +214,15 @@ def check_memory_for(
     size = _size(config, models_dir)
     if size is None or trains is None:
         return
-    num_parameters, counted = size
+    num_parameters, doubt = size
     if trains == "ppo":
-        check_memory(config.ppo, num_parameters, model=config.model.path, counted=counted)
+        check_memory(config.ppo, num_parameters, model=config.model.path, doubt=doubt)
         return
-    _check_stage(config, trains, num_parameters, counted)
+    _check_stage(config, trains, num_parameters, doubt)
 
 
 def _check_stage(
-    config: PipelineConfig, stage: Literal["sft", "reward-model"], num_parameters: int, counted: str
+    config: PipelineConfig, stage: Literal["sft", "reward-model"], num_parameters: int, doubt: str
 ) -> None:
     settings = config.sft if stage == "sft" else config.reward_model
     share = _share(settings, num_parameters, config.sft.lora if stage == "sft" else None)
@@ -233,7 +233,7 @@ def _check_stage(
     fits = settings.num_trainers * one <= place and settings.num_trainers * offloaded <= machine.ram
     if not fits or one > max(machine.gpus, default=machine.ram):
         raise ModelError(
-            f"training the stage {stage} on {config.model.path} ({_many(num_parameters)} parameters{counted}) needs at "
+            f"training the stage {stage} on {config.model.path} ({_many(num_parameters)} parameters{doubt}) needs at "
             f"least {_gb(settings.num_trainers * (one + offloaded))}, but this machine has {machine}; take a "
             "smaller model (`-p model=PATH`) or a bigger machine"
         )
@@ -241,7 +241,7 @@ def _check_stage(
 
 class _Size(NamedTuple):
     num_parameters: int
-    counted: str = ""
+    doubt: str = ""
     """What an error says of the number beside it."""
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rlhf_core.counting import counted
 from rlhf_core.errors import DataError, ModelError
 from rlhf_core.models.device import device_of
 from rlhf_core.models.reward_model import RewardModel
@@ -201,7 +202,8 @@ class CalledScores:
             found = self._model(batch.sequences.to(device), batch.attention_mask.to(device)).float().cpu()
         if found.shape != (len(batch.prompts),):
             raise ModelError(
-                f"the reward model returned scores of shape {tuple(found.shape)} for {len(batch.prompts)} responses; "
+                f"the reward model returned scores of shape {tuple(found.shape)} for "
+                f"{counted(len(batch.prompts), 'response')}; "
                 "it should return one score for each"
             )
         return Judged(found, {REWARD_MODEL: found})

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.utils.data import DataLoader
 
+from rlhf_core.counting import counted
 from rlhf_core.data.conversation import Conversation, encode_conversation
 from rlhf_core.data.dialogues import Dialogue, read_dialogues
 from rlhf_core.data.loaders import (
@@ -60,7 +61,7 @@ def build_loaders(args: Namespace, conversation: Conversation, tell: Callable[[s
     known = len(conversation.tokenizer)
     prompts = prompt_dataset(dialogues, encode, limits=Limits(room, known, "--max_length"))
     if prompts.dropped:
-        tell(f"{prompts.dropped} prompts are longer than the {room} tokens that --max_length leaves; they are left out")
+        tell(f"left out: {counted(prompts.dropped, 'prompt')} longer than the {room} tokens that --max_length leaves")
     loader = make_loader(
         prompts.dataset,
         DataCollatorForPromptDataset(conversation.tokenizer, max_length=room),
@@ -103,8 +104,8 @@ def _check_answers(args: Namespace, dialogues: Sequence[Dialogue], tell: Callabl
             "'gt_answer', or 'question' and 'answer'"
         )
     tell(
-        f"{len(without)} of {len(dialogues)} prompts have no answer, such as {without[0].where}: {comparing[0]} gives "
-        "them 0"
+        f"prompts that have no answer, for which {comparing[0]} gives 0: {len(without)} of {len(dialogues)}, such as "
+        f"{without[0].where}"
     )
 
 
@@ -124,7 +125,7 @@ def _demonstrations(
     )
     fitted = demonstration_dataset(dialogues, encode, limits=limits)
     if fitted.dropped:
-        tell(f"{fitted.dropped} demonstrations are longer than --max_length {args.max_length}; they are left out")
+        tell(f"left out: {counted(fitted.dropped, 'demonstration')} longer than --max_length {args.max_length}")
     return make_loader(
         fitted.dataset,
         DataCollatorForSupervisedDataset(conversation.tokenizer, max_length=args.max_length),

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 
+from rlhf_core.counting import counted, ordinal
 from rlhf_core.strategy.ranks import Ranks
 from rlhf_core.trainer.callbacks import Callback
 from rlhf_core.types import Experience
@@ -60,6 +61,6 @@ class EpisodeLine(Callback):
             return
         reward, divergence, length = (self._sums[1:] / rows).tolist()
         self._tell(
-            f"episode {episode + 1}/{self._num_episodes}: {rows:.0f} samples, reward {reward:.4f} (KL penalty "
-            f"included), KL {divergence:.4f}, {length:.1f} tokens, {time.perf_counter() - self._started:.1f} s"
+            f"episode {ordinal(episode)}/{self._num_episodes}: {counted(int(rows), 'sample')}, reward {reward:.4f} (KL "
+            f"penalty included), KL {divergence:.4f}, {length:.1f} tokens, {time.perf_counter() - self._started:.1f} s"
         )

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rlhf_core.config import PPOOptions, RewardConfig
+from rlhf_core.counting import counted
 from rlhf_core.data.conversation import setup_conversation_template
 from rlhf_core.errors import TrainingError
 from rlhf_core.models.critic import Critic
@@ -77,7 +78,7 @@ def _run(args: Namespace, ranks: Ranks) -> None:
     if trainer.position.episode < args.num_episodes:
         _fit(trainer, args, loaders)
     else:
-        tell(f"all {args.num_episodes} episodes are done already; raise --num_episodes to train more")
+        tell(f"{counted(args.num_episodes, 'episode')} done already; raise --num_episodes to train more")
     save_outputs(args, models.tokenizer, trainees, ranks)
     tell(f"stored {args.save_path}/actor/modeling and {args.save_path}/critic/modeling")
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rlhf_core.counting import counted
 from rlhf_core.errors import ModelError
 from rlhf_core.models.harmless import check_harmless
 from rlhf_core.models.lora import save_merged
@@ -99,8 +100,8 @@ def read_weights(model: nn.Module, path: str | Path, expected: Mapping[str, torc
     unlike = {name for name in expected.keys() & tensors.keys() if expected[name] != tensors[name].shape}
     if wrong := sorted((expected.keys() ^ tensors.keys()) | unlike):
         raise ModelError(
-            f"the checkpoint {path} does not fit the model: {len(wrong)} tensors are missing, unknown or of another "
-            f"shape, first {wrong[0]!r}; build the model with the checkpoint's configuration"
+            f"the checkpoint {path} does not fit the model: they disagree on {counted(len(wrong), 'tensor')} (missing, "
+            f"unknown or of another shape), first {wrong[0]!r}; build the model with the checkpoint's configuration"
         )
     return {name: tensor.detach() for name, tensor in tensors.items()}  # of a directory they are trainable weights
 
@@ -188,8 +189,8 @@ def read_scheduler(scheduler: Any, path: str | Path) -> None:
     groups = scheduler.optimizer.param_groups
     if len(rates) != len(groups):
         raise ModelError(
-            f"the schedule {path} is for {len(rates)} groups of weights, but the optimizer has {len(groups)}; build "
-            "it with the checkpoint's configuration"
+            f"the schedule {path} is for {counted(len(rates), 'group')} of weights, but the optimizer has "
+            f"{len(groups)}; build it with the checkpoint's configuration"
         )
     if "lr_lambdas" in scheduler.state_dict():
         state["lr_lambdas"] = [None] * len(rates)

@@ -6,6 +6,7 @@ import importlib.util
 from typing import TYPE_CHECKING, Any, get_args
 
 from rlhf_core.config.strategy import GEMINI, SAME_STRATEGY, StrategyName
+from rlhf_core.counting import counted
 from rlhf_core.errors import ConfigError
 from rlhf_core.strategy.launch import launched_ranks
 
@@ -98,7 +99,7 @@ def check_optimizer(strategy: StrategyName, optimizer: torch.optim.Optimizer, mo
         )
     if frozen := sum(not member.requires_grad for member in members):
         raise ConfigError(
-            f"{frozen} of the optimizer's {len(members)} weights are frozen; give it those with requires_grad alone, "
+            f"frozen weights in the optimizer: {frozen} of {len(members)}; give it those with requires_grad alone, "
             "or let the strategy make it (new_optimizer)"
         )
 
@@ -177,8 +178,8 @@ def _joined(strategy: str, ranks: Ranks | None) -> Ranks:
     if not dist.is_initialized():
         if asked.world_size > 1:
             raise ConfigError(
-                f"strategy {strategy} is asked for {asked.world_size} ranks, but this process has joined no group; "
-                "call rlhf_core.strategy.ranks.join() first, under torchrun"
+                f"strategy {strategy} is asked for {counted(asked.world_size, 'rank')}, but this process has joined no "
+                "group; call rlhf_core.strategy.ranks.join() first, under torchrun"
             )
         if launched_ranks() > 1:
             raise ConfigError(
@@ -188,8 +189,9 @@ def _joined(strategy: str, ranks: Ranks | None) -> Ranks:
         return join_alone()
     if asked.world_size != dist.get_world_size():
         raise ConfigError(
-            f"strategy {strategy} shards over all {dist.get_world_size()} processes of the group, but is asked for "
-            f"{asked.world_size} ranks; start as many processes as train together"
+            f"strategy {strategy} shards over the whole group "
+            f"({counted(dist.get_world_size(), 'process', 'processes')}), but is asked for "
+            f"{counted(asked.world_size, 'rank')}; start as many processes as train together"
         )
     return asked
 
@@ -207,6 +209,7 @@ def _check_device(strategy: str, device: torch.device, ranks: Ranks) -> None:
         )
     if device.type == "cuda" and "nccl" not in dist.get_backend():
         raise ConfigError(
-            f"strategy {strategy} trains on GPUs over NCCL, which needs one for each of the {ranks.world_size} ranks, "
-            "but they share one or see none; start as many ranks as there are GPUs, or take plain"
+            f"strategy {strategy} trains on GPUs over NCCL, which needs one for each of "
+            f"{counted(ranks.world_size, 'rank')}, but they share one or see none; start as many ranks as there are "
+            "GPUs, or take plain"
         )

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rlhf_core.counting import counted
 from rlhf_core.errors import DataError
 from rlhf_core.trainer.random_state import random_states, set_random_states
 
@@ -138,8 +139,9 @@ class CycledLoader:
                     self._count(batch)
                 elif self._samples * world_size + dealt.spare < dealt.samples:
                     raise DataError(
-                        f"{self._what} has {self._samples} samples on each of {world_size} ranks, fewer than the "
-                        f"{dealt.samples} that the checkpoint had dealt on all; give the data that the run began with"
+                        f"{self._what} has {counted(self._samples, 'sample')} on each of {world_size} ranks, fewer "
+                        f"than the {dealt.samples} that the checkpoint had dealt on all; give the data that the run "
+                        "began with"
                     )
                 else:
                     break

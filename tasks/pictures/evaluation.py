@@ -9,6 +9,7 @@ from typing import Any
 from matplotlib.artist import Artist
 from matplotlib.figure import Figure
 
+from rlhf_core.counting import counted
 from tasks.pictures.style import BLUE, INK, PURPLE, SMALL, VERMILION, dress, new_figure, shared_legend
 from tasks.results import SHOWN_CONFIDENCE
 
@@ -25,7 +26,7 @@ def draw_evaluations(evaluations: Mapping[str, Mapping[str, Any]]) -> Figure:
     by_model = any(metrics.get("judge") == "reward_model" for metrics in shown.values())
     unit = "mean score, standard deviations of the reward model" if by_model else "share of right answers"
     problems = max((int(metrics.get("problems", 0)) for metrics in shown.values()), default=0)
-    dress(axes, title=f"Greedy answers to {problems} held-out problems", x=unit, y="")
+    dress(axes, title=f"Greedy answers to {counted(problems, 'held-out problem')}", x=unit, y="")
     axes.grid(axis="y", visible=False)
     handles: list[Artist] = []
     labels: list[str] = []

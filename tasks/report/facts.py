@@ -14,8 +14,8 @@ from tasks.report.samples import changes, chosen_samples
 from tasks.results import Decision, StageResult
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
-LINEAGE_WIDTH = 96
-"""Characters of a line that a run's page in Prefect shows without scrolling."""
+LINEAGE_WIDTH = 84
+"""Characters of a line of code that a run's page in Prefect shows, in a window 1280 pixels wide."""
 _TRAINED = ("sft", "reward-model")
 Row = dict[str, Any]
 

@@ -1,33 +1,52 @@
 """What a run's page in Prefect shows. Its server keeps text only, so a picture is an address that holds it.
 
 The tab "Artifacts" shows the first line of each artifact's description and, behind a click, all of it above the body;
-a picture in that line is seen at once. Prefect's own kind of artifact for images writes the picture's long address out
-below it.
+a picture in that line is seen at once. Prefect's own kinds of artifact do not serve: that for images writes the
+picture's long address out below it, that for tables breaks no line and has no column left out.
+
+A page breaks lines in paragraphs and lists, never in a table's cell or a block of code: a table wider than the page is
+cut off at the right. So a table here has few columns of a known width, and what somebody wrote stands in a list.
 """
 
 from __future__ import annotations
 
+import re
 from base64 import b64encode
 from collections.abc import Mapping
 from re import Match
-from typing import Any
 
-from prefect.artifacts import create_markdown_artifact, create_table_artifact
+from prefect.artifacts import create_markdown_artifact
 
+from infra.artifacts.ref import parse_reference
 from tasks.context import root_flow_run
 from tasks.report.markdown import PICTURE_LINE, picture
 
 
-def show_markdown(key: str, markdown: str, *, seen_at_once: str) -> None:
-    """Put markdown on the page of the run that is going on; nothing outside a run."""
+def show_markdown(what: str, reference: str, markdown: str, *, seen_at_once: str) -> None:
+    """Put markdown on the page of the run that is going on; nothing outside a run.
+
+    Its key is the same in every run of a preset, and another for another preset: the server lists keys with the latest
+    artifact of each.
+
+    Args:
+        what: it shows, such as `report`.
+        reference: of the artifact that it tells of, which is named after its preset.
+        markdown: the page.
+        seen_at_once: the description; its first line is seen without a click.
+    """
     if root_flow_run() is not None:
-        create_markdown_artifact(key=key, markdown=markdown, description=seen_at_once)
+        create_markdown_artifact(key=page_key(what, reference), markdown=markdown, description=seen_at_once)
 
 
-def show_table(key: str, rows: list[dict[str, Any]], *, seen_at_once: str) -> None:
-    """Put a table on the page of the run that is going on; nothing outside a run."""
-    if root_flow_run() is not None:
-        create_table_artifact(key=key, table=rows, description=seen_at_once)
+def page_key(what: str, reference: str) -> str:
+    """Return the key of a page; Prefect allows lower-case letters, digits and dashes in one.
+
+    Example:
+        >>> page_key("report", "run/quickstart@12"), page_key("data", "dataset/my_own.v2@1")
+        ('quickstart-report', 'my-own-v2-data')
+    """
+    name = re.sub("[^a-z0-9]+", "-", parse_reference(reference).name)
+    return f"{name}-{what}"
 
 
 def inline(alt: str, png: bytes) -> str:

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Any
 
-from tasks.report.markdown import SHOWN_LENGTH, code, table
+from rlhf_core.counting import counted
+from tasks.report.markdown import SHOWN_LENGTH, code
 
 SHOWN_RANDOM, SHOWN_CHANGES, SHOWN_IN_REPORT = 3, 4, 3
 GAINED, LOST, BOTH_RIGHT, BOTH_WRONG = "wrong → right", "right → wrong", "both right", "both wrong"
@@ -73,8 +74,8 @@ def samples_document(chosen: Sequence[Mapping[str, Any]], changed: Mapping[str, 
     parts = [f"# Answers of {policy}"]
     if changed is not None:
         parts += ["## Held-out problems, greedy answers, before and after PPO", change_counts(changed)]
-        parts.append(_change_table(changed["shown"]))
-    parts += ["## PPO's last episode, sampled", _sample_table(chosen) if chosen else "No samples were kept."]
+        parts.append(_change_list(changed["shown"]))
+    parts += ["## PPO's last episode, sampled", _sample_list(chosen) if chosen else "No samples were kept."]
     parts.append(f"Of texts longer than {SHOWN_LENGTH} characters, beginning and end are shown; ⏎ is a new line.")
     parts.append(f"All of them: samples.jsonl of `{policy}`, and outcomes.jsonl of each evaluation.")
     return "\n\n".join(parts) + "\n"
@@ -86,14 +87,8 @@ def change_counts(changed: Mapping[str, Any]) -> str:
 
 
 def change_list(changed: Mapping[str, Any]) -> str:
-    """Return the first rows of `changes` as lists, for the terminal: its tables would cut long answers off."""
-    parts = []
-    for row in changed["shown"][:SHOWN_IN_REPORT]:
-        wanted = f", to be answered {code(row['answer'])}" if row["answer"] else ""
-        lines = [f"{row['kind']}: {code(row['prompt'])}{wanted}", ""]
-        lines += [f"* before: {code(row['before'])}", f"* after: {code(row['after'])}"]
-        parts.append("\n".join(lines))
-    return "\n\n".join(parts)
+    """Return the first rows of `changes`."""
+    return _change_list(changed["shown"][:SHOWN_IN_REPORT])
 
 
 def _kind(before: Mapping[str, Any], after: Mapping[str, Any], *, by_model: bool) -> str:
@@ -117,26 +112,32 @@ def _as_shown(row: Mapping[str, Any], *, by_model: bool) -> dict[str, str]:
     }
 
 
-def _change_table(shown: Sequence[Mapping[str, str]]) -> str:
-    rows = [
-        [row["kind"], code(row["prompt"]), code(row["answer"]) if row["answer"] else "", code(row["before"]),
-         code(row["after"])]
+def _change_list(shown: Sequence[Mapping[str, str]]) -> str:
+    """Return rows of `changes` as lists: a table would cut long answers off, on a page and in the terminal."""
+    return "\n\n".join(
+        _told(
+            f"{row['kind']}: {code(row['prompt'])}"
+            + (f", to be answered {code(row['answer'])}" if row["answer"] else ""),
+            {"before": code(row["before"]), "after": code(row["after"])},
+        )
         for row in shown
-    ]  # fmt: skip
-    return table(["", "problem", "right answer", "before", "after PPO"], rows)
+    )
 
 
-def _sample_table(chosen: Sequence[Mapping[str, Any]]) -> str:
-    rows = [
-        [
-            sample["why"],
-            f"{sample['score']:.3f}",
-            f"{sample['kl']:.3f}",
-            str(sample["length"]),
-            code(sample["prompt"].strip()),
-            code(sample["answer"]) if sample.get("answer") else "",
-            code(sample["response"]),
-        ]
+def _sample_list(chosen: Sequence[Mapping[str, Any]]) -> str:
+    return "\n\n".join(
+        _told(
+            f"{sample['why']}: score {sample['score']:.3f}, KL {sample['kl']:.3f} nats, "
+            f"{counted(sample['length'], 'token')}",
+            {
+                "problem": code(sample["prompt"].strip()),
+                "right answer": code(sample["answer"]) if sample.get("answer") else "",
+                "response": code(sample["response"]),
+            },
+        )
         for sample in chosen
-    ]
-    return table(["", "score", "KL, nats", "tokens", "problem", "right answer", "response"], rows)
+    )
+
+
+def _told(what: str, texts: Mapping[str, str]) -> str:
+    return "\n".join([what, "", *(f"* {name}: {text}" for name, text in texts.items() if text)])

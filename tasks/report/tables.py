@@ -1,4 +1,7 @@
-"""The report's tables. A figure that an artifact does not have leaves its cell empty."""
+"""The report's tables, none wider than a run's page in Prefect, 700 pixels, which breaks no line in a cell.
+
+A figure that an artifact does not have leaves its cell empty.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from math import isfinite
 from statistics import fmean
 from typing import Any
 
+from rlhf_core.counting import counted, ordinal
 from rlhf_core.functional.curves import Fall
 from tasks.progress import duration
 from tasks.report.facts import Facts, judged_by_model
@@ -15,23 +19,26 @@ from tasks.results import SHOWN_CONFIDENCE, StageResult
 
 Metrics = Mapping[str, Any]
 INTERVAL = f"[{SHOWN_CONFIDENCE:.0%} interval]"
-EPISODE_COLUMNS = {
-    "reward": "reward",
-    "verifier": "verifier's score",
-    "accuracy_given_form": "right, given the form",
-    "well_formed": "well formed",
-    "kl": "KL, nats",
-    "length": "tokens",
-    "entropy": "entropy, nats per token",
-    "clip_fraction": "clipped",
-    "explained_variance": "explained variance",
-    "reward_share_reward_model": "reward model's share of variance",
-    "staleness": "versions old",
-    "queue_depth": "samples ready",
-    "idle_trainer": "trainer idle",
-    "idle_makers": "makers idle",
-}
-"""Headings by name in an episode's row."""
+EPISODE_TABLES = (
+    {
+        "reward": "reward",
+        "verifier": "verifier's score",
+        "accuracy_given_form": "right, given the form",
+        "well_formed": "well formed",
+    },
+    {"kl": "KL, nats", "length": "tokens", "entropy": "entropy, nats per token", "clip_fraction": "clipped"},
+    {
+        "explained_variance": "explained variance",
+        "reward_share_reward_model": "reward model's share of variance",
+    },
+    {
+        "staleness": "versions old",
+        "queue_depth": "samples ready",
+        "idle_trainer": "trainer idle",
+        "idle_makers": "makers idle",
+    },
+)
+"""Headings by name in an episode's row, a table each."""
 JUDGED = {"verifier", "accuracy_given_form", "well_formed"}
 """Of these, what a verifier says."""
 OVERLAP = {"staleness", "queue_depth", "idle_trainer", "idle_makers"}
@@ -64,13 +71,17 @@ def stage_figures(stage: StageResult, facts: Facts | None = None) -> str:
     if stage.stage == "ppo":
         return _joined(_ppo_figures(metrics, facts.episodes if facts else ()))
     if stage.stage == "preferences" and "accuracy" in metrics:
-        return f"{metrics['pairs']} pairs of {metrics['samples']} samples, {metrics['accuracy']:.2f} of them right"
+        pairs, samples = counted(metrics["pairs"], "pair"), counted(metrics["samples"], "sample")
+        return f"{pairs} of {samples}, {metrics['accuracy']:.2f} of them right"
     counts = {name.removeprefix("problems_"): value for name, value in metrics.items() if type(value) is int}
     return ", ".join(f"{value} {name.replace('_', ' ')}" for name, value in counts.items())
 
 
 def evaluation_table(evaluations: dict[str, StageResult]) -> str:
-    """Return the held-out figures of each policy; where a reward model judges, its mean score."""
+    """Return the held-out figures of each policy, by role, and below them which policy has the role.
+
+    Where a reward model judges, its mean score stands in place of the share of right answers.
+    """
     by_model = judged_by_model(evaluations)
     rows = []
     for role, result in evaluations.items():
@@ -78,18 +89,21 @@ def evaluation_table(evaluations: dict[str, StageResult]) -> str:
         rows.append(
             [
                 role,
-                str(metrics.get("policy", "")),
                 _with_interval(metrics, "score" if by_model else "accuracy"),
                 "" if by_model else number(metrics, "accuracy_given_form"),
-                "" if by_model else number(metrics, "constant_accuracy"),
                 number(metrics, "well_formed"),
                 number(metrics, "truncated"),
             ]
         )
+    constant = next((number(each.metrics, "constant_accuracy") for each in evaluations.values()), "")
+    if constant and not by_model:
+        rows.append(["best constant answer", constant, "", "", ""])
     shown = "mean score" if by_model else "right"
-    form = "ended" if by_model else "well formed"
-    header = [f"{shown} {INTERVAL}", "right, given the form", "best constant answer", form, "cut off"]
-    return table(["", "policy", *header], rows)
+    header = [f"{shown} {INTERVAL}", "right, given the form", "ended" if by_model else "well formed", "cut off"]
+    policies = ", ".join(
+        f"{role} is {result.metrics['policy']}" for role, result in evaluations.items() if "policy" in result.metrics
+    )
+    return table(["", *header], rows) + (f"\n\nOf these, {policies}." if policies else "")
 
 
 def constant_sentence(evaluations: dict[str, StageResult]) -> str:
@@ -101,16 +115,24 @@ def constant_sentence(evaluations: dict[str, StageResult]) -> str:
     return ""
 
 
-def episode_table(episodes: Sequence[Metrics]) -> str:
+def episode_tables(episodes: Sequence[Metrics]) -> str:
     """Return the figures of each episode; of many, of the first, the last and evenly spaced ones between."""
     unknown = set() if any("raw/verifier" in row for row in episodes) else JUDGED  # 0 where nobody judged
     if not any(row.get("staleness") for row in episodes):
         unknown = unknown | OVERLAP
-    columns = {name: heading for name, heading in EPISODE_COLUMNS.items() if name not in unknown}
-    rows = [[str(row["episode"] + 1), *(number(row, name) for name in columns)] for row in _evenly(episodes)]
-    figures = table(["episode", *columns.values()], rows)
-    left_out = len(episodes) - len(rows)
-    return figures + (f"\n\n{left_out} more episodes are in metrics.jsonl." if left_out else "")
+    shown, parts = _evenly(episodes), []
+    for columns in EPISODE_TABLES:
+        known = {
+            name: each
+            for name, each in columns.items()
+            if name not in unknown and any(number(row, name) for row in shown)
+        }
+        rows = [[str(ordinal(row["episode"])), *(number(row, name) for name in known)] for row in shown]
+        if known:
+            parts.append(table(["episode", *known.values()], rows))
+    if left_out := len(episodes) - len(shown):
+        parts.append(f"Left out here: {counted(left_out, 'episode')}; metrics.jsonl has all of them.")
+    return "\n\n".join(parts)
 
 
 def time_table(facts: Facts) -> str:
@@ -152,7 +174,7 @@ def _evenly(episodes: Sequence[Metrics]) -> Sequence[Metrics]:
 def _sft_figures(metrics: Metrics, evaluation: Metrics) -> list[str]:
     falls = number(metrics, "first_loss", "loss {:.3f}") + number(metrics, "last_loss", " to {:.3f}")
     return [
-        falls + number(metrics, "steps", " in {} steps"),
+        falls + (f" in {counted(metrics['steps'], 'step')}" if "steps" in metrics else ""),
         number(metrics, "heldout_loss", "{:.3f} held out"),
         _flatness(metrics),
         number(evaluation, "well_formed", "{:.3f} of held-out answers well formed") if "accuracy" in evaluation else "",
@@ -168,7 +190,8 @@ def _flatness(metrics: Metrics) -> str:
 
 
 def _reward_model_figures(metrics: Metrics) -> list[str]:
-    figures = [f"{_with_interval(metrics, 'accuracy')} right of {metrics.get('heldout_pairs')} held-out pairs"]
+    asked = f" of {counted(metrics['heldout_pairs'], 'held-out pair')}" if "heldout_pairs" in metrics else ""
+    figures = [f"{_with_interval(metrics, 'accuracy')} right{asked}"]
     if "well_formed_accuracy" in metrics:
         share = _with_interval(metrics, "well_formed_accuracy", prefix="well_formed_")
         figures.append(f"{share} of the {metrics.get('well_formed_pairs')} both well formed")
@@ -181,7 +204,7 @@ def _ppo_figures(metrics: Metrics, episodes: Sequence[Metrics]) -> list[str]:
     return [
         number(metrics, f"first_{what}", what + " {:.3f}") + number(metrics, f"last_{what}", " to {:.3f}"),
         number(metrics, "last_kl", "KL {:.3f} nats"),
-        number(metrics, "episodes", "{} episodes"),
+        counted(metrics["episodes"], "episode") if "episodes" in metrics else "",
         f"{fmean(shares):.1%} of the reward's variance from the reward model" if shares else "",
         _trainers(metrics),
     ]
@@ -191,7 +214,7 @@ def _trainers(metrics: Metrics) -> str:
     """Return how many processes trained, and by which strategy; nothing for one on its own."""
     if "trainers" not in metrics:
         return ""
-    return f"{metrics['trainers']} trainer{'s' if metrics['trainers'] > 1 else ''} under {metrics['strategy']}"
+    return f"{counted(metrics['trainers'], 'trainer')} under {metrics['strategy']}"
 
 
 def _with_interval(metrics: Metrics, name: str, prefix: str = "") -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from tasks.report.facts import Facts
 from tasks.report.markdown import block, picture
 from tasks.report.samples import change_counts, change_list
-from tasks.report.tables import constant_sentence, episode_table, evaluation_table, stage_list, time_table
+from tasks.report.tables import constant_sentence, episode_tables, evaluation_table, stage_list, time_table
 from tasks.results import Decision
 
 EVALUATION, EPISODES = "evaluation.png", "ppo.png"
@@ -37,7 +37,7 @@ def report_text(facts: Facts, pictures: Mapping[str, bytes]) -> str:
     if facts.changes is not None:
         parts += ["## Answers before and after PPO", change_counts(facts.changes), change_list(facts.changes)]
         parts.append("More of them, and samples of the last episode: samples.md.")
-    parts += ["## PPO by episode", *shown(EPISODES), episode_table(facts.episodes)]
+    parts += ["## PPO by episode", *shown(EPISODES), episode_tables(facts.episodes)]
     parts += ["## Stages", stage_list(facts), *shown(*TRAINING.values())]
     parts += ["## What the policy came from", block(facts.lineage)]
     parts += ["## Where the time went", time_table(facts)]

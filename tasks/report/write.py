@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 from infra.artifacts import ArtifactRef
 from rlhf_core.config import PipelineConfig
 from tasks.context import Context, open_context
 from tasks.report.draw import episodes_picture, evaluations_picture, report_pictures, training_picture
-from tasks.report.facts import METRICS, SAMPLES, Facts, changes_between, gather, rows_of
-from tasks.report.page import inline, show_markdown, show_table, with_pictures
+from tasks.report.facts import METRICS, SAMPLES, Facts, Row, changes_between, gather, rows_of
+from tasks.report.page import inline, show_markdown, with_pictures
 from tasks.report.samples import change_counts, change_list, chosen_samples, samples_document
-from tasks.report.tables import constant_sentence, episode_table, evaluation_table, stage_figures
+from tasks.report.tables import constant_sentence, episode_tables, evaluation_table, stage_figures
 from tasks.report.text import CAPTIONS, EPISODES, EVALUATION, TRAINING, report_text
 from tasks.results import Decision, StageResult
 from tasks.sentences import stage_task
@@ -31,11 +31,9 @@ def show_episodes(policy: StageResult, seed: int) -> None:
     """
     context = open_context()
     rows, samples = rows_of(context, policy, METRICS), rows_of(context, policy, SAMPLES)
-    curves = inline(CAPTIONS[EPISODES], episodes_picture(rows, compared={}))
-    table = [{**{name: _rounded(value) for name, value in row.items()}, "episode": row["episode"] + 1} for row in rows]
-    show_table("ppo-episodes", table, seen_at_once=f"Episodes of {policy.uri} {curves}")
+    _show_curves("ppo-episodes", policy, rows, episodes_picture(rows, compared={}))
     page = samples_document(chosen_samples(samples, seed), None, policy=policy.uri)
-    show_markdown("samples", page, seen_at_once="Best, worst, longest, random")
+    show_markdown("ppo-samples", policy.uri, page, seen_at_once="Best, worst, longest, random")
 
 
 @stage_task(name="show-training")
@@ -49,7 +47,7 @@ def show_training(result: StageResult) -> None:
     if drawn is not None:
         curves = inline(CAPTIONS[TRAINING[result.stage]], drawn)
         text = f"`{result.uri}`: {stage_figures(result)}."
-        show_markdown(f"{result.stage}-training", text, seen_at_once=f"Training of {result.uri} {curves}")
+        show_markdown(f"{result.stage}-training", result.uri, text, seen_at_once=f"Training of {result.uri} {curves}")
 
 
 @stage_task(name="show-evaluations")
@@ -67,7 +65,7 @@ def show_evaluations(evaluations: dict[str, StageResult], seed: int) -> None:
         parts += ["## Answers before and after PPO", change_counts(changed), change_list(changed)]
     text = "\n\n".join(part for part in parts if part) + "\n"
     policy = evaluations["ppo"].metrics["policy"]
-    show_markdown("evaluation", text, seen_at_once=f"Held-out answers of {policy} {scores}")
+    show_markdown("evaluation", evaluations["ppo"].uri, text, seen_at_once=f"Held-out answers of {policy} {scores}")
 
 
 @stage_task(name="report")
@@ -133,12 +131,14 @@ def _show(reference: str, facts: Facts, pictures: dict[str, bytes], *, text: str
     """Put the report on the run's page; a picture that is seen at once is not repeated in the body."""
     body = {name: png for name, png in pictures.items() if name not in {EVALUATION, EPISODES}}
     scores = inline(CAPTIONS[EVALUATION], pictures[EVALUATION])
-    show_markdown("report", with_pictures(text, body), seen_at_once=f"Report, stored as {reference} {scores}")
-    curves = inline(CAPTIONS[EPISODES], pictures[EPISODES])
-    table = f"# PPO by episode\n\n{episode_table(facts.episodes)}\n"
-    show_markdown("ppo-curves", table, seen_at_once=f"Episodes of {facts.policy.uri} {curves}")
-    show_markdown("samples", samples, seen_at_once="Before and after; best, worst, longest")
+    show_markdown(
+        "report", reference, with_pictures(text, body), seen_at_once=f"Report, stored as {reference} {scores}"
+    )
+    _show_curves("ppo-curves", facts.policy, facts.episodes, pictures[EPISODES])
+    show_markdown("samples", reference, samples, seen_at_once="Before and after; best, worst, longest")
 
 
-def _rounded(value: Any) -> Any:
-    return round(value, 4) if isinstance(value, float) else value
+def _show_curves(what: str, policy: StageResult, episodes: Sequence[Row], curves: bytes) -> None:
+    text = f"# PPO by episode\n\n{episode_tables(episodes)}\n\nAll figures: {METRICS} of `{policy.uri}`.\n"
+    picture = inline(CAPTIONS[EPISODES], curves)
+    show_markdown(what, policy.uri, text, seen_at_once=f"Episodes of {policy.uri} {picture}")

@@ -195,6 +195,22 @@ class LocalStack:
         found: list[dict[str, Any]] = prefect_api.call(self.api_url, "POST", "/flow_runs/filter", where)
         return found
 
+    def log(self, run_id: str) -> list[str]:
+        """Return the lines of a run's page, those of its subflows not among them."""
+        where = {"logs": {"flow_run_id": {"any_": [run_id]}}, "sort": "TIMESTAMP_ASC", "limit": 200}
+        return [line["message"] for line in prefect_api.call(self.api_url, "POST", "/logs/filter", where)]
+
+    def task_names(self, run_id: str) -> list[str]:
+        """Return the names of a run's tasks, in the order in which they began."""
+        where = {"flow_runs": {"id": {"any_": [run_id]}}, "sort": "EXPECTED_START_TIME_DESC"}
+        found: list[dict[str, Any]] = prefect_api.call(self.api_url, "POST", "/task_runs/filter", where)
+        return [str(each["name"]) for each in reversed(found)]
+
+    def artifact_keys(self) -> set[str]:
+        """Return the keys of all pages."""
+        found: list[dict[str, Any]] = prefect_api.call(self.api_url, "POST", "/artifacts/filter", {"limit": 200})
+        return {str(each["key"]) for each in found if each["key"]}
+
     def run_state(self, run_id: str) -> str:
         return str(prefect_api.call(self.api_url, "GET", f"/flow_runs/{run_id}")["state"]["type"])
 

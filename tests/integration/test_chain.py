@@ -104,6 +104,22 @@ def test_one_command_takes_a_model_through_the_whole_chain_and_shows_its_report(
     assert cluster_processes(stack) == []
 
 
+def test_the_pipelines_page_has_every_stages_lines_and_its_own_keys(
+    stack: LocalStack, first: subprocess.CompletedProcess[str]
+) -> None:
+    assert first.returncode == 0
+    run_id = re.findall(r"runs/flow-run/([0-9a-f-]+)", first.stdout)[0]
+    lines = [line for line in stack.log(run_id) if line.startswith("▸")]
+    followed = [line[len("00:00:00 ") :] for line in first.stdout.splitlines() if "▸ ppo" in line]
+    assert followed == [line for line in lines if line.startswith("▸ ppo")]
+    assert sum(f"episode 1/{EPISODES}  " in line for line in lines) == 1
+    [policy] = [child for child in stack.children(run_id) if "episode" in str(stack.log(child["id"]))]
+    names = stack.task_names(policy["id"])
+    assert [name for name in names if name.startswith("episode")] == [f"episode {n}/{EPISODES}" for n in (1, 2, 3)]
+    assert {key for key in stack.artifact_keys() if not key.startswith("quickstart-")} == set()
+    assert {"quickstart-report", "quickstart-ppo-curves", "quickstart-ppo-episodes"} <= stack.artifact_keys()
+
+
 def test_a_second_run_reuses_every_stage_and_meets_the_champion_of_the_first(
     stack: LocalStack, model: Path, first: subprocess.CompletedProcess[str], store: ArtifactStore
 ) -> None:

@@ -86,7 +86,7 @@ def test_four_groups_learn_what_one_process_does_and_leave_nothing(
     picture = tmp_path / "timeline.png"
     outcome = main(flags(inputs, need_optim_ckpt="yes", timeline=picture))
     said = capsys.readouterr().out
-    assert "the cluster has 1 GPUs for 4 processes (actor 1, critic 1, initial 1, reward 1): all of them work" in said
+    assert "the cluster has 1 GPU for 4 processes (actor 1, critic 1, initial 1, reward 1): all of them work" in said
     assert "round 3/3: 4 samples" in said
 
     reference = Reference(inputs)

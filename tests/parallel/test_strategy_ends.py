@@ -20,7 +20,7 @@ REFUSED = {
     "made:zero3:bf16": "strategy 'zero3' is unknown; take one of plain, ddp,",
     "made:plain:fp16": "precision fp16 needs a GPU",
     "made:zero2:fp16": "precision fp16 needs a GPU",
-    "fewer_ranks": "strategy zero2 shards over all 2 processes of the group, but is asked for 1 ranks",
+    "fewer_ranks": "strategy zero2 shards over the whole group (2 processes), but is asked for 1 rank",
     "twice": "this booster has a model already; make one booster for each model",
     "strangers": "expected the optimizer to have the 11 trainable weights",
     "other_model:file": "does not fit the model",

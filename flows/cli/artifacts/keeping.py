@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from flows.cli.artifacts.output import Json, console, counted, print_rows, size, when, write_json, write_lines
+from flows.cli.artifacts.output import Json, console, print_rows, size, when, write_json, write_lines
+from rlhf_core.counting import counted
 
 if TYPE_CHECKING:
     from infra.artifacts import ArtifactRef, ArtifactStore, Collection, Verification

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows.cli.artifacts.output import Json, console, counted, print_rows, size, when, write_json, write_lines
+from flows.cli.artifacts.output import Json, console, print_rows, size, when, write_json, write_lines
+from rlhf_core.counting import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -61,8 +61,3 @@ def size(count: float) -> str:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
         count /= thousand
     return f"{count:.1f} TB"
-
-
-def counted(count: int, one: str, more: str | None = None) -> str:
-    """Return a number with its noun: `1 blob`, `2 blobs`."""
-    return f"{count} {one if count == 1 else more or one + 's'}"

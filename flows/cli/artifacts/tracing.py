@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from flows.cli.artifacts.output import Json, console, counted, print_rows, size, write_json, write_lines
+from flows.cli.artifacts.output import Json, console, print_rows, size, write_json, write_lines
+from rlhf_core.counting import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
 
     from rich.console import Console
 
@@ -48,6 +49,8 @@ def lineage(
 def diff(before: str, after: str, /, *, as_json: Json = False) -> None:
     """Show what is different between two artifacts: configuration, figures, parents, files, code, packages.
 
+    Of two kinds, such as an SFT model and a policy, what both have is compared; what one of them has is counted.
+
     Args:
         before: `kind/name` (the latest), `kind/name@version` or `kind/name@alias`.
         after: the other, of any kind and name.
@@ -60,15 +63,17 @@ def diff(before: str, after: str, /, *, as_json: Json = False) -> None:
         return write_json(found.as_dict())
     screen = console()
     screen.print(f"{found.before} → {found.after}", style="bold", markup=False)
+    if found.is_of_two_kinds:
+        screen.print("two kinds: what both have is compared, and what only one has is counted (--json names it)")
     for title, changes in (
         ("config", found.config),
         ("metrics", found.metrics),
         ("parents", found.parents),
         ("packages", found.packages),
     ):
-        _print_changes(screen, title, changes)
+        _print_changes(screen, title, changes, found)
     if found.source is not None:
-        _print_changes(screen, "source", [found.source])
+        _print_changes(screen, "source", [found.source], found)
     _print_files(screen, found)
     return None
 
@@ -89,11 +94,22 @@ def _plain(root: Lineage | Descent, onward: str) -> list[dict[str, Any]]:
     ]
 
 
-def _print_changes(screen: Console, title: str, changes: Iterable[Change]) -> None:
-    rows = [(change.name, _value(change.before), "→", _value(change.after)) for change in changes]
-    if rows:
-        screen.print(f"\n{title}", style="bold")
-        print_rows(screen, rows)
+def _print_changes(screen: Console, title: str, changes: Sequence[Change], found: Difference) -> None:
+    if not changes:
+        return
+    screen.print(f"\n{title}", style="bold")
+    print_rows(
+        screen,
+        [
+            (change.name, _value(change.before), "→", _value(change.after))
+            for change in changes
+            if found.tells_of(change)
+        ],
+    )
+    for what, only in (("removed", found.before), ("added", found.after)):
+        left_out = [change for change in changes if change.what == what and not found.tells_of(change)]
+        if left_out:
+            screen.print(f"only in {only}: {len(left_out)}", markup=False)
 
 
 def _value(value: Any) -> str:
@@ -108,7 +124,7 @@ def _print_files(screen: Console, found: Difference) -> None:
         counts[each.what] = counts.get(each.what, 0) + 1
     told = ", ".join(counted(count, f"file {what}", f"files {what}") for what, count in sorted(counts.items()))
     screen.print(f"\nfiles ({told})", style="bold", markup=False)
-    print_rows(screen, [_file_row(each) for each in found.files if each.what != "same"])
+    print_rows(screen, [_file_row(each) for each in found.files if each.what != "same" and found.tells_of(each)])
     share = f" ({found.shared_bytes / found.after_bytes:.1%})" if found.after_bytes else ""
     sizes = f"{size(found.shared_bytes)} of {size(found.after_bytes)}{share}"
     screen.print(f"{sizes} of {found.after} are blobs of {found.before} too", markup=False)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf_core.config.sizes import as_they_are, settle, told_changes
+from rlhf_core.counting import counted
 from rlhf_core.data.preparing.demands import refuse_unfit
 from rlhf_core.data.preparing.limits import PAIRS, too_long
 from rlhf_core.data.preparing.metering import TokenMeter
@@ -136,7 +137,7 @@ def shared_prompts(one: Checked, other: Checked) -> list[str]:
 def _rejected(bad: Sequence[RejectedRow], read: ReadSet[Any]) -> str:
     total = sum(source.rows for source in read.sources)
     return (
-        f"{len(bad)} of {total} rows cannot be used, the first because {bad[0].detail}; correct them, or "
+        f"{len(bad)} of {counted(total, 'row')} cannot be used, the first because {bad[0].detail}; correct them, or "
         "leave them out with data.bad_rows=drop"
     )
 

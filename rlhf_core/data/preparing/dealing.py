@@ -6,6 +6,7 @@ import hashlib
 from itertools import combinations
 from typing import TYPE_CHECKING
 
+from rlhf_core.counting import counted
 from rlhf_core.data.preparing.pools import SPLITS, Pool
 from rlhf_core.errors import DataError
 
@@ -48,8 +49,8 @@ def deal(
             splits[split] = [problem for problem in left if split != "sft" or demonstrates(problem)][:size]
             if len(splits[split]) < size and not (splits[split] and split in fewer):
                 raise DataError(
-                    f"{pool} has only {len(splits[split])} prompts left with a response or an answer to learn, but "
-                    f"data.splits.sft is {size}; lower it or give more"
+                    f"{pool} has only {counted(len(splits[split]), 'prompt')} left with a response or an answer to "
+                    f"learn, but data.splits.sft is {size}; lower it or give more"
                 )
             taken = {problem.key for problem in splits[split]}
             left = [problem for problem in left if problem.key not in taken]
@@ -91,9 +92,9 @@ def refuse_overlap(pools: Sequence[Pool], uses: Mapping[str, Sequence[str]]) -> 
         shared = [key for key in prompts[one.name] if key in prompts[other.name]]
         if shared:
             raise DataError(
-                f"{one} for {_listed(uses[one.name])} and {other} for {_listed(uses[other.name])} share {len(shared)} "
-                f"prompts, such as {prompts[one.name][shared[0]][:SHOWN_PROMPT]!r}; what is trained on must not be "
-                "evaluated on, nor one prompt serve two stages: leave them out of one of the two"
+                f"{one} for {_listed(uses[one.name])} and {other} for {_listed(uses[other.name])} share "
+                f"{counted(len(shared), 'prompt')}, such as {prompts[one.name][shared[0]][:SHOWN_PROMPT]!r}; what is "
+                "trained on must not be evaluated on, nor one prompt serve two stages: leave them out of one of the two"
             )
 
 

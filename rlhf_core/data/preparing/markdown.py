@@ -1,9 +1,10 @@
-"""The report of a dataset as a page that a person reads."""
+"""The report of a dataset as a page that a person reads; what is long stands in lists, as a table breaks no line."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rlhf_core.counting import counted
 from rlhf_core.data.preparing.token_counts import TokenCounts, bin_names, spark
 
 if TYPE_CHECKING:
@@ -47,25 +48,18 @@ def _summary(report: DataReport) -> str:
     if majority is not None:
         lines.append(
             f"Whoever always says {code(majority.answer)} is right on {majority.share:.1%} of the "
-            f"{majority.problems} held-out problems."
+            f"{counted(majority.problems, 'held-out problem')}."
         )
     return " ".join(lines)
 
 
 def _sources(sets: Iterable[SetReport]) -> str:
-    rows = [
-        [
-            each.role,
-            code(source.path),
-            source.form,
-            f"{source.rows:,}",
-            f"{source.kept:,}",
-            "" if source.weight is None else f"{source.weight:g}",
-        ]
+    return "\n".join(
+        f"* {each.role}: {code(source.path)}, {source.form}, {source.kept:,} of {source.rows:,} rows kept"
+        + ("" if source.weight is None else f", weight {source.weight:g}")
         for each in sets
         for source in each.sources
-    ]
-    return table(["role", "source", "form", "rows", "kept", "weight"], rows)
+    )
 
 
 def _rejections(sets: Iterable[SetReport]) -> list[str]:
@@ -75,39 +69,40 @@ def _rejections(sets: Iterable[SetReport]) -> list[str]:
             parts.append(f"Repetitions of an earlier row of `{each.role}` that were left out: {each.duplicates:,}.")
         if each.rejected:
             parts.append(f"Rows of `{each.role}` that cannot be used, and were left out: {each.rejected:,}.")
-            rows = [[reason, f"{count:,}", _cell(each.examples[reason])] for reason, count in each.reasons.items()]
-            parts.append(table(["reason", "rows", "the first"], rows))
+            firsts = {reason: code(each.examples[reason]) for reason in each.reasons}
+            parts.append(
+                "\n".join(f"* {why}: {count:,}; the first: {firsts[why]}" for why, count in each.reasons.items())
+            )
         if each.not_shown:
             parts.append(f"Keys of messages in `{each.role}` that are left out, for the model is not shown them:")
-            rows = [[code(key), f"{messages:,}", _cell(why)] for key, messages, why in each.not_shown]
-            parts.append(table(["key", "messages", "why"], rows))
+            parts.append("\n".join(f"* {code(key)}: {messages:,}; {why}" for key, messages, why in each.not_shown))
     return parts
 
 
 def _splits(splits: dict[str, RowsReport]) -> str:
+    filled = {name: each for name, each in splits.items() if each.rows}
     rows = [
-        [NAMES[name], f"{each.rows:,}", f"{each.with_answer:,}" if name != "pairs" else "", _cell(each.drawn_from)]
-        for name, each in splits.items()
-        if each.rows
+        [NAMES[name], f"{each.rows:,}", f"{each.with_answer:,}" if name != "pairs" else ""]
+        for name, each in filled.items()
     ]
-    return table(["for", "rows", "with an answer", "from"], rows)
+    drawn: dict[str, list[str]] = {}
+    for name, each in filled.items():
+        drawn.setdefault(each.drawn_from, []).append(NAMES[name])
+    sources = [f"* {', '.join(names)}: from {code(source)}" for source, names in drawn.items()]
+    return table(["for", "rows", "with an answer"], rows) + "\n\n" + "\n".join(sources)
 
 
 def _too_long(report: DataReport) -> list[str]:
     if not report.too_long:
         return []
-    rows = [
-        [
-            each.what,
-            f"{each.longer:,} of {each.of:,}",
-            f"{each.longest:,}",
-            _cell(code(each.example)),
-            f"`{each.key}` = {each.limit:,}",
-            "left out" if each.dropped else "**still there: a run that reads them is refused**",
-        ]
+    told = (
+        f"* {each.what}: {each.longer:,} of {each.of:,} are longer than `{each.key}` = {each.limit:,}, the longest "
+        f"{each.longest:,} tokens, "
+        + ("left out" if each.dropped else "**still there: a run that reads them is refused**")
+        + f"; its prompt: {code(each.example)}"
         for each in report.too_long
-    ]
-    return ["## Too long", table(["what", "too long", "longest, tokens", "its prompt", "limit", ""], rows)]
+    )
+    return ["## Too long", "\n".join(told)]
 
 
 def _lengths(splits: dict[str, RowsReport]) -> list[str]:
@@ -124,13 +119,15 @@ def _lengths(splits: dict[str, RowsReport]) -> list[str]:
     return [
         "## Lengths in tokens",
         table(
-            ["", "texts", "shortest", "median", "90 % up to", "99 % up to", "longest"],
+            ["", "texts", "shortest", "median", "90 %", "99 %", "longest"],
             [[name, *(f"{each:,}" for each in percentiles(found))] for name, found in counts],
         ),
-        "How many texts have how many tokens:",
-        table(
-            ["", "", *names],
-            [[name, f"`{spark(found.bins[used])}`", *(f"{n:,}" for n in found.bins[used])] for name, found in counts],
+        "How many texts have so many tokens:",
+        "\n".join(
+            f"* {name} `{spark(found.bins[used])}`: "
+            + ", ".join(f"{count:,} of {span}" for span, count in zip(names, found.bins[used], strict=True) if count)
+            + " tokens"
+            for name, found in counts
         ),
     ]
 
@@ -170,7 +167,3 @@ def code(text: str) -> str:
     if len(flat) > SHOWN:
         flat = f"{flat[: SHOWN // 2]} … {flat[-SHOWN // 2 :]}"
     return f"`{flat}`" if flat else "(empty)"
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")

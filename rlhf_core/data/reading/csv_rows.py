@@ -6,6 +6,7 @@ import csv
 import re
 from typing import TYPE_CHECKING
 
+from rlhf_core.counting import counted
 from rlhf_core.data.reading.results import RejectedRow
 from rlhf_core.data.reading.rows import Row, Scan
 from rlhf_core.data.reading.text import byte_lines, encoding_fault
@@ -66,7 +67,7 @@ def _row(fields: list[str], columns: list[str], where: str) -> Row | RejectedRow
         return Row(where, dict(zip(columns, fields, strict=True)))
     hint = "; put double quotes around a field that holds a comma" if len(fields) > len(columns) else ""
     detail = (
-        f"{where} has {len(fields)} fields, but the first line names {len(columns)} columns "
+        f"{where} has {counted(len(fields), 'field')}, but the first line names {counted(len(columns), 'column')} "
         f"({', '.join(map(repr, columns))}){hint}"
     )
     return RejectedRow(where, WRONG_COUNT, detail)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from rlhf_core.counting import counted
 from rlhf_core.errors import DataError
 from rlhf_core.strategy.ranks import ALONE
 from rlhf_core.trainer.loaders import Batches, CycledLoader
@@ -116,8 +117,8 @@ class LoaderLine:
         self._forget_before(first - _KEPT_BATCHES)
         if len(numbered.prompts) != unit.rows:
             raise DataError(
-                f"batch {unit.position} of the makers' dataloader gives {len(numbered.prompts)} samples, but the first "
-                f"gives {unit.rows}; leave out a last batch that is smaller (drop_last=True)"
+                f"batch {unit.position} of the makers' dataloader gives {counted(len(numbered.prompts), 'sample')}, "
+                f"but the first gives {unit.rows}; leave out a last batch that is smaller (drop_last=True)"
             )
         return numbered
 

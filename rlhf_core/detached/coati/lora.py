@@ -99,8 +99,8 @@ class LoRAConstructor:
         )
         if wrong:
             raise ModelError(
-                f"the increase of {wrong[0]} does not fit the model, nor do {len(wrong) - 1} others; build sender and "
-                "receiver from one configuration"
+                f"the increase of {wrong[0]} does not fit the model, nor do others ({len(wrong) - 1}); build sender "
+                "and receiver from one configuration"
             )
         for name, increase in state_dict_increase.items():
             weight = own[name]

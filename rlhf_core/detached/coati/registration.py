@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from rlhf_core.counting import counted
 from rlhf_core.errors import ConfigError, RlhfError
 
 LoopState = Literal["waiting", "working", "over"]
@@ -167,8 +168,9 @@ def check_same_work(one: MakerFacts, other: MakerFacts) -> None:
     both = f"{one.name} and {other.name}"
     if (one.batches, one.rows) != (other.batches, other.rows):
         raise ConfigError(
-            f"the dataloaders of {both} have {one.batches} batches of {one.rows} samples and {other.batches} of "
-            f"{other.rows}, but any maker must be able to make any batch; give all makers the same dataloader_fn"
+            f"the dataloaders of {both} differ in the number of batches ({one.batches} and {other.batches}) or in "
+            f"samples of each ({one.rows} and {other.rows}), but any maker must be able to make any batch; give all "
+            "makers the same dataloader_fn"
         )
     if one.digest != other.digest:
         raise ConfigError(
@@ -231,15 +233,18 @@ def units_per_episode(makers: Sequence[MakerFacts], wanted: Production) -> int:
     needed = wanted.episodes * wanted.samples_per_episode
     if wanted.samples_per_episode % rows:
         raise ConfigError(
-            f"an episode learns from {wanted.samples_per_episode} samples (update_steps {wanted.update_steps} x "
-            f"train_batch_size {wanted.train_batch_size} x {wanted.trainers} trainers), which are not whole batches of "
-            f"the makers' dataloader, of {rows} samples each; choose sizes that divide"
+            f"an episode learns from {counted(wanted.samples_per_episode, 'sample')} (update_steps "
+            f"{wanted.update_steps} x train_batch_size {wanted.train_batch_size} x "
+            f"{counted(wanted.trainers, 'trainer')}), which are not whole batches of the makers' dataloader, of "
+            f"{counted(rows, 'sample')} each; choose sizes that divide"
         )
     if made * rows != needed:
         raise ConfigError(
-            f"fit learns from {needed} samples ({wanted.episodes} episodes of update_steps {wanted.update_steps} x "
-            f"train_batch_size {wanted.train_batch_size} x {wanted.trainers} trainers), but the makers' loops make "
-            f"{made * rows} ({made} batches of {rows}); let them make {needed // rows} batches, or fit "
+            f"fit learns from {counted(needed, 'sample')} ({counted(wanted.episodes, 'episode')} of update_steps "
+            f"{wanted.update_steps} x train_batch_size {wanted.train_batch_size} x "
+            f"{counted(wanted.trainers, 'trainer')}), but the makers' loops make {made * rows} "
+            f"({counted(made, 'batch', 'batches')} of {rows}); let them make "
+            f"{counted(needed // rows, 'batch', 'batches')}, or fit "
             f"{made * rows // (wanted.train_batch_size * wanted.trainers)} total_steps"
         )
     return wanted.samples_per_episode // rows

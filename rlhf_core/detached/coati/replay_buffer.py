@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from rlhf_core.buffer.sizes import check_sizes
+from rlhf_core.counting import counted
 from rlhf_core.errors import RlhfError
 from rlhf_core.types import Experience
 
@@ -85,8 +86,8 @@ class DetachedReplayBuffer:
         with self._changed:
             if not self._wait(lambda: bool(self._batches), time.monotonic() + timeout_s):
                 raise BufferTimeoutError(
-                    f"waited {timeout_s:g} s for a batch of {self.sample_batch_size} rows in the replay buffer, which "
-                    f"has {len(self._rows)}; is anybody left who sends experience?"
+                    f"waited {timeout_s:g} s for a batch of {counted(self.sample_batch_size, 'row')} in the replay "
+                    f"buffer, which has {len(self._rows)}; is anybody left who sends experience?"
                 )
             batch = self._batches.popleft()
             self._changed.notify_all()
@@ -132,8 +133,9 @@ class DetachedReplayBuffer:
 
     def _is_full(self, rows: int) -> BufferTimeoutError:
         return BufferTimeoutError(
-            f"waited {self._timeout_s:g} s for room for {rows} more rows in the replay buffer, which holds its limit "
-            f"of {self.limit} batches of {self.sample_batch_size}; does the trainer still learn?"
+            f"waited {self._timeout_s:g} s for room for {counted(rows, 'more row')} in the replay buffer, which holds "
+            f"its limit of {counted(self.limit, 'batch', 'batches')} of {self.sample_batch_size}; does the trainer "
+            "still learn?"
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 
+from rlhf_core.counting import ordinal
 from rlhf_core.detached.coati.loader_line import LoaderChunk
 from rlhf_core.detached.coati.replay_buffer import DetachedReplayBuffer
 from rlhf_core.detached.dealing.dealer import Dealer
@@ -175,6 +176,6 @@ class FirstRanksExperience(Source):
 
     def _late(self, episode: int) -> TimeoutError:
         return TimeoutError(
-            f"waited {self._timeout_s:.0f} s for the experience of episode {episode + 1} from {self._who}, and none "
-            "came; does its fit run, and do its makers work?"
+            f"waited {self._timeout_s:.0f} s for the experience of episode {ordinal(episode)} from {self._who}, and "
+            "none came; does its fit run, and do its makers work?"
         )

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from rlhf_core.buffer.order import minibatch_order
+from rlhf_core.counting import counted, ordinal
 from rlhf_core.detached.coati.fit_dealing import DealingOptions, DealtFit, deal
 from rlhf_core.detached.coati.holders import Holders, own_actor_name
 from rlhf_core.detached.coati.loader_line import LoaderChunk
@@ -119,7 +120,7 @@ class DetachedTrainer(Telling, ABC):
         began = self._episode if self._fit_began is None else self._fit_began
         self._fit_began = began
         if self._episode >= began + production.episodes:
-            logger.warning("all %d episodes of this fit are done already", production.episodes)
+            logger.warning("this fit has nothing left to do: %s done already", counted(production.episodes, "episode"))
         if self._is_unsent:
             self._send_what_was_learnt()
         try:
@@ -233,8 +234,8 @@ class DetachedTrainer(Telling, ABC):
             raise self._trouble
         if self._is_in_midst:
             raise RlhfError(
-                f"{self._name} took some steps of episode {self._episode + 1} and failed in it, so that it would learn "
-                "them twice; create the trainer anew, with its last state if it keeps one"
+                f"{self._name} took some steps of episode {ordinal(self._episode)} and failed in it, so that it would "
+                "learn them twice; create the trainer anew, with its last state if it keeps one"
             )
 
     def _finish_episode(self, episode: int) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, ActorUnschedulableError, RayError, RayTaskError
 
+from rlhf_core.counting import ordinal
 from rlhf_core.detached.dealing.books import Lease, Unit
 from rlhf_core.detached.maker import StaleWeightsError
 from rlhf_core.detached.publication import WeightsError
@@ -174,7 +175,7 @@ class MakerDriver(Generic[C, M]):
         self._enter("making")
         controls = self._dealer.controls(lease.unit.episode)
         call = self._maker.make_chunk.remote(lease.unit, self.held, controls)
-        made = self._done(call, self._dealer.waits.chunk_s, f"make a chunk of episode {lease.unit.episode + 1}")
+        made = self._done(call, self._dealer.waits.chunk_s, f"make a chunk of episode {ordinal(lease.unit.episode)}")
         reached("buffer")
         self._dealer.ledger.made(lease, made.owned(), version=self.held)
         self._troubles = 0

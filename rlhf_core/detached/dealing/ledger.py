@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
+from rlhf_core.counting import counted, ordinal
 from rlhf_core.detached.dealing.books import Books, Lease, Made, Place, Stale, Unit
 from rlhf_core.errors import RlhfError
 
@@ -254,6 +255,6 @@ class Ledger(Generic[C, M]):
         have = f"{', '.join(holders)} had the rest on lease" if holders else "no maker had the rest on lease"
         done = sum(place[0] == episode for place in self._made)
         return (
-            f"waited {timeout_s:.0f} s for the {self._sizes[episode]} chunks of episode {episode + 1}, and {done} "
-            f"came; {have}; raise {self._timeout_setting}, or look into the cluster's log"
+            f"waited {timeout_s:.0f} s for the {counted(self._sizes[episode], 'chunk')} of episode {ordinal(episode)}, "
+            f"and {done} came; {have}; raise {self._timeout_setting}, or look into the cluster's log"
         )

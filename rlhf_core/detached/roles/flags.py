@@ -6,6 +6,7 @@ import argparse
 from os.path import expanduser
 from pathlib import Path
 
+from rlhf_core.counting import counted
 from rlhf_core.errors import ConfigError
 from rlhf_core.script.numbers import above_zero, count, non_negative, positive, seed, share
 from rlhf_core.script.parser import Parser
@@ -161,7 +162,7 @@ def check_arguments(args: argparse.Namespace) -> None:
     rows, ranks = args.train_batch_size * args.num_actor_nodes, args.num_critic_nodes
     if rows % ranks:
         raise ConfigError(
-            f"an optimizer step learns from {rows * args.num_gpus_per_node} responses (--train_batch_size "
+            f"an optimizer step learns from {counted(rows * args.num_gpus_per_node, 'response')} (--train_batch_size "
             f"{args.train_batch_size} on each actor process), which do not divide by the critic's "
             f"{ranks * args.num_gpus_per_node} processes; choose another --train_batch_size or --num_critic_nodes"
         )

@@ -9,6 +9,7 @@ from itertools import cycle
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rlhf_core.counting import counted, ordinal
 from rlhf_core.detached.roles.calls import results
 from rlhf_core.detached.roles.composition import ExperienceCompositionRefs, MadeArrays
 from rlhf_core.detached.roles.groups import (
@@ -199,8 +200,8 @@ def save(args: Namespace, groups: Groups) -> list[str]:
 
 def _line(done: Round, samples: Sequence[Sample], rounds: int, seconds: float) -> str:
     return (
-        f"round {done.number + 1}/{rounds}: {len(samples)} samples, score {fmean(s.score for s in samples):.4f}, "
-        f"KL {fmean(s.kl for s in samples):.4f}, {fmean(s.length for s in samples):.1f} tokens, "
-        f"actor loss {fmean(s.actor_loss for s in done.actor):.4f}, "
+        f"round {ordinal(done.number)}/{rounds}: {counted(len(samples), 'sample')}, score "
+        f"{fmean(s.score for s in samples):.4f}, KL {fmean(s.kl for s in samples):.4f}, "
+        f"{fmean(s.length for s in samples):.1f} tokens, actor loss {fmean(s.actor_loss for s in done.actor):.4f}, "
         f"critic loss {fmean(s.critic_loss for s in done.critic):.4f}, {seconds:.1f} s"
     )

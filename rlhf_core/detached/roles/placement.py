@@ -10,6 +10,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from rlhf_core.counting import counted
 from rlhf_core.errors import ConfigError
 
 _WHOLE = 10_000
@@ -62,8 +63,9 @@ def decide(processes: Mapping[str, int], *, gpus: float, told: float | None, thr
         needed = gpus_for(told, total)
         if needed > gpus:
             raise ConfigError(
-                f"--gpus_per_actor {told:g} for each of {total} processes ({roles}), none on parts of two GPUs, is "
-                f"{needed:g} GPUs, but the cluster has {gpus:g}; lower it, or set it to 0 to place all of them on CPUs"
+                f"--gpus_per_actor {told:g} for each of {counted(total, 'process', 'processes')} ({roles}), none on "
+                f"parts of two GPUs, is {counted(needed, 'GPU')}, but the cluster has {gpus:g}; lower it, or set it to "
+                "0 to place all of them on CPUs"
             )
         line = f"each of {total} processes ({roles}) gets {told:g} of a GPU" if told else f"{_all(total)} work on CPUs"
         return Decision(Share(threads, told), line)
@@ -72,8 +74,8 @@ def decide(processes: Mapping[str, int], *, gpus: float, told: float | None, thr
     if not gpus:
         return Decision(Share(threads, 0.0), f"the cluster has no GPU: {_all(total)} work on CPUs")
     line = (
-        f"the cluster has {gpus:g} GPUs for {total} processes ({roles}): all of them work on CPUs; "
-        f"--gpus_per_actor {math.floor(100 / math.ceil(total / gpus)) / 100:g} would share the GPUs"
+        f"the cluster has {counted(gpus, 'GPU')} for {counted(total, 'process', 'processes')} ({roles}): all of them "
+        f"work on CPUs; --gpus_per_actor {math.floor(100 / math.ceil(total / gpus)) / 100:g} would share the GPUs"
     )
     return Decision(Share(threads, 0.0), line)
 
@@ -152,7 +154,7 @@ def wanted(name: str, num_nodes: int, bundle: Mapping[str, float]) -> str:
 
 def present(found: list[Mapping[str, float]]) -> str:
     """Return what the nodes of a cluster have, in words."""
-    each = "; ".join(f"{node.get('CPU', 0):g} CPUs and {node.get('GPU', 0):g} GPUs" for node in found)
+    each = "; ".join(f"{counted(node.get('CPU', 0), 'CPU')} and {counted(node.get('GPU', 0), 'GPU')}" for node in found)
     return f"{len(found)} node{'s' if len(found) != 1 else ''} with {each or 'nothing'}, others' share included"
 
 

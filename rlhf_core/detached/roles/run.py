@@ -61,7 +61,7 @@ def run(
 def _train(args: Namespace, groups: Groups, prompts: list[str], tell: Tell) -> Outcome:
     cut = groups.load(RoleSettings.from_args(args), prompts)
     if cut:
-        tell(f"{cut} of {len(prompts)} prompts are longer than {args.max_prompt_tokens} tokens; their ends are cut off")
+        tell(f"prompts longer than {args.max_prompt_tokens} tokens, whose ends are cut off: {cut} of {len(prompts)}")
     outcome = Outcome()
     outcome.rounds.extend(run_rounds(args, groups, tell))
     outcome.written = save(args, groups)

@@ -15,6 +15,7 @@ import torch
 
 from rlhf_core.buffer.naive import NaiveExperienceBuffer
 from rlhf_core.config import PPOConfig
+from rlhf_core.counting import counted, ordinal
 from rlhf_core.data import Problem
 from rlhf_core.detached.group.member import GROUPS, GroupMember
 from rlhf_core.detached.group.peers import Peers, SharedState, share_state
@@ -150,16 +151,18 @@ class RunTrainer(GroupMember):
             RlhfError: makers or a rank were lost, a number was not finite, or the commit before this one failed.
         """
         if episode != len(self._history):
-            raise ValueError(f"episode {len(self._history)} is due, but episode {episode} was asked for")
+            raise ValueError(
+                f"episode {ordinal(len(self._history))} is due, but episode {ordinal(episode)} was asked for"
+            )
         made, seconds = self._collect(episode)
         samples = [sample for chunk in made for sample in chunk.samples]
         started = time.perf_counter()
-        self._progress = f"episode {episode + 1}: learning from {len(samples)} samples"
+        self._progress = f"episode {ordinal(episode)}: learning from {counted(len(samples), 'sample')}"
         metrics = self._learn(made, samples, episode)
         seconds["learn"] = time.perf_counter() - started
         version = episode + 1
         started = time.perf_counter()
-        self._progress = f"episode {episode + 1}: publishing weights, version {version}"
+        self._progress = f"episode {ordinal(episode)}: publishing weights, version {version}"
         waited_s = self._publish(version, completed=version)
         seconds["synchronise"] = time.perf_counter() - started
         started = time.perf_counter()
@@ -174,7 +177,7 @@ class RunTrainer(GroupMember):
         facts = learner | {CONTROLS: self._controls.state()}
         state = TrainingState(snapshot, facts, self._history, self._dealing.state())
         self._commit = self._committer.submit(self._keeper.commit_state, state, samples)
-        self._progress = f"episode {episode + 1}: done"
+        self._progress = f"episode {ordinal(episode)}: done"
         return record
 
     @ray.method(concurrency_group="commit")  # type: ignore[untyped-decorator]
@@ -232,7 +235,7 @@ class RunTrainer(GroupMember):
 
     def _collect(self, episode: int) -> tuple[list[MadeChunk], dict[str, float]]:
         def report(done: int, total: int) -> None:
-            self._progress = f"episode {episode + 1}: {done} of {total} chunks made"
+            self._progress = f"episode {ordinal(episode)}: {done} of {counted(total, 'chunk')} made"
 
         return self._dealing.collect(episode, report)
 

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rlhf_core.counting import counted, ordinal
 from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.strategy.agreement import together
 from rlhf_core.strategy.ranks import Ranks
@@ -176,14 +177,14 @@ class PPOCheckpoints:
         twice and others never.
         """
         say = logger.warning if self._ranks.is_first else logger.debug
-        moved = f"the checkpoint {checkpoint.name} is of {stored} ranks, and {self._ranks.world_size} go on"
+        moved = f"the checkpoint {checkpoint.name} is of {counted(stored, 'rank')}, and {self._ranks.world_size} go on"
         if not position.windows:
             say("%s: loaders behind as many samples as all ranks had dealt", moved)
             return position
         self._held.meter.reset()  # of the steps of the episode that ends here
         say(
             "%s: what is left of episode %d, behind step %d, is not learnt, and episode %d is collected next",
-            moved, position.episode, position.step, position.episode + 1,
+            moved, ordinal(position.episode), position.step, ordinal(position.episode + 1),
         )  # fmt: skip
         return Position(position.episode + 1, 0, position.step)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from rlhf_core.counting import counted
 from rlhf_core.strategy.ranks import Ranks
 from rlhf_core.trainer.ppo.judgement import judgement_metrics, judgement_sums
 from rlhf_core.trainer.ppo.learner import PPOStats
@@ -124,7 +125,7 @@ def sample_text(samples: Sequence[Sample]) -> str:
     worst = min(samples, key=lambda sample: sample.score)
     shown = {"first": samples[0], "best": best, "worst": worst}
     return "\n\n".join(
-        f"--- {which}: score {sample.score:.4g}, KL {sample.kl:.4g}, {sample.length} tokens ---\n"
+        f"--- {which}: score {sample.score:.4g}, KL {sample.kl:.4g}, {counted(sample.length, 'token')} ---\n"
         f"{sample.prompt}\n>>> {sample.response}"
         for which, sample in shown.items()
     )

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlhf_core.counting import counted, ordinal
 from rlhf_core.errors import ConfigError
 from rlhf_core.trainer.callbacks import Callback, Telling
 from rlhf_core.trainer.loaders import Batches
@@ -70,7 +71,7 @@ class OLTrainer(Telling, ABC):
         self._check_counts(num_episodes, num_collect_steps, num_update_steps)
         self._before_fit(prompt_dataloader, pretrain_dataloader, log_dir, use_wandb)
         if self.position.episode >= num_episodes:
-            logger.warning("all %d episodes are done already; give fit more to go on", num_episodes)
+            logger.warning("%s done already; give fit more to go on", counted(num_episodes, "episode"))
         with self._fit_ctx():
             for episode in range(self.position.episode, num_episodes):
                 with self._episode_ctx(episode):
@@ -89,8 +90,8 @@ class OLTrainer(Telling, ABC):
                 raise ConfigError(f"{name} must be at least 1, got {count}")
         if self.position.passes not in {0, num_update_steps}:
             raise ConfigError(
-                f"episode {self.position.episode} was begun with num_update_steps {self.position.passes}, but this fit "
-                f"has {num_update_steps}; end it with the same, or go on from the end of an episode"
+                f"episode {ordinal(self.position.episode)} was begun with num_update_steps {self.position.passes}, but "
+                f"this fit has {num_update_steps}; end it with the same, or go on from the end of an episode"
             )
 
     @abstractmethod

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from rlhf_core.counting import counted
 from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.strategy.ranks import Ranks
 from rlhf_core.trainer.checkpoint import Checkpoint, check_training_form, write_json
@@ -114,9 +115,9 @@ def check_state(state: TrainerState, checkpoint: Checkpoint, own: TrainerState) 
         if wrong:
             name = wrong[0]
             raise ModelError(
-                f"the checkpoint {checkpoint.path(role)} does not fit the {role}: {len(wrong)} weights are missing, "
-                f"unknown or of another shape, such as {name} ({stored.get(name)} there, {shapes.get(name)} here); "
-                "build the models as the run did that wrote it"
+                f"the checkpoint {checkpoint.path(role)} does not fit the {role}: they disagree on "
+                f"{counted(len(wrong), 'weight')} (missing, unknown or of another shape), such as {name} "
+                f"({stored.get(name)} there, {shapes.get(name)} here); build the models as the run did that wrote it"
             )
     for role, form in own.forms.items():
         check_training_form(state.forms.get(role, {}), form, where=checkpoint.path(role))

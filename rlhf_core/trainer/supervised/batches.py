@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as nn_functional
 
+from rlhf_core.counting import counted
 from rlhf_core.data.encoding import EncodedPair
 from rlhf_core.data.labels import IGNORED
 from rlhf_core.errors import DataError
@@ -156,7 +157,7 @@ def pair_batch_of(batch: Mapping[str, Any]) -> PairBatch:
     named = {key.replace("reject_", "rejected_", 1) if key.startswith("reject_") else key: batch[key] for key in batch}
     sides = [_side(named, side) for side in _SIDES]
     if len(sides[0][0]) != len(sides[1][0]):
-        raise DataError(f"a batch has {len(sides[0][0])} chosen sequences and {len(sides[1][0])} rejected ones")
+        raise DataError(f"a batch has {counted(len(sides[0][0]), 'chosen sequence')} and {len(sides[1][0])} rejected")
     width = max(ids.shape[1] for ids, _ in sides)
     ids, attended = (
         torch.cat([nn_functional.pad(side[part], (0, width - side[part].shape[1])) for side in sides])

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhf_core.counting import counted
 from rlhf_core.data.encoding import EncodedPair
 from rlhf_core.errors import DataError
 from rlhf_core.trainer.base import pad_right
@@ -48,7 +49,8 @@ class DataCollatorForPreferenceDataset:
                 if len(tokens) != len(mask) or not any(mask):
                     raise DataError(
                         f"of pair {number} of {len(rows)}, {side} has a loss mask of another length than its tokens, "
-                        f"or no response within max_length, {self.max_length} tokens; leave it out, or raise that"
+                        f"or no response within max_length, {counted(self.max_length, 'token')}; leave it out, or "
+                        "raise that"
                     )
             batch[f"{name}_input_ids"], batch[f"{name}_attention_mask"] = pad_right(ids, _HOST)
             batch[f"{name}_loss_mask"] = pad_right(masks, _HOST)[0].bool()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from rlhf_core.buffer.order import minibatch_order
 from rlhf_core.config import RewardModelConfig
+from rlhf_core.counting import counted
 from rlhf_core.data.encoding import EncodedPair
 from rlhf_core.errors import ConfigError, DataError, ModelError
 from rlhf_core.models.device import device_of
@@ -114,8 +115,8 @@ def _checked(pairs: Sequence[EncodedPair], max_length: int, model: RewardModel) 
     kept = [pair for pair in pairs if pair.longest <= max_length]
     if not kept:
         raise DataError(
-            f"expected at least one preference pair within {max_length} tokens, got {len(pairs)} pairs, all "
-            "longer; raise reward_model.max_length or give more pairs"
+            f"expected at least one preference pair within {max_length} tokens, got {counted(len(pairs), 'pair')}, "
+            "none short enough; raise reward_model.max_length or give more pairs"
         )
     size = vocabulary_size(model)
     for number, pair in enumerate(kept, start=1):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flows.cli import main
-from flows.cli.artifacts.output import counted, size
+from flows.cli.artifacts.output import size
 from infra.artifacts import ArtifactStore, open_default_store
 from infra.artifacts.layout import blob_key
 from tests.unit.artifacts.store_contract import sha256
@@ -58,6 +58,36 @@ def test_diff_shows_what_differs(rlhf: Any) -> None:
     assert "4 B of 11 B (36.4%) of policy/p@2 are blobs of policy/p@1 too" in out
     facts = json.loads(rlhf("diff", "policy/p@1", "policy/p@2", "--json")[1])
     assert facts["config"] == [{"name": "ppo.lr", "what": "changed", "before": 0.1, "after": 0.2}]
+
+
+def test_diff_of_two_kinds_compares_what_both_have_and_counts_the_rest(rlhf: Any, store: ArtifactStore) -> None:
+    both = {"config": {"seed": 1, "sft": {"lr": 0.1}}, "source_digest": "old", "parents": ["dataset/d@1", "model/base"]}
+    own = {f"loss_{step}": 0.5 for step in range(30)}
+    store.commit("sft", "two", {"w": b"1", "only": b"2"}, metrics={"seconds": 1.0, "steps": 30, **own}, **both)
+    store.commit("dataset", "d", {"rows": b"more rows"})
+    policy = {
+        "config": {"seed": 2, "sft": {"lr": 0.1}},
+        "source_digest": "new",
+        "parents": ["dataset/d@2", "sft/two@1"],
+    }
+    store.commit(
+        "policy", "two", {"w": b"3"}, metrics={"seconds": 2.0, "steps": 30, "kl": 0.5, "reward": 1.0}, **policy
+    )
+    status, out, _ = rlhf("diff", "sft/two", "policy/two")
+    assert status == 0
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert lines == [
+        "sft/two@1 → policy/two@1",
+        "two kinds: what both have is compared, and what only one has is counted (--json names it)",
+        "", "config", "seed 1 → 2",
+        "", "metrics", "seconds 1.0 → 2.0", "only in sft/two@1: 30", "only in policy/two@1: 2",
+        "", "parents", "dataset/d 1 → 2", "only in sft/two@1: 1", "only in policy/two@1: 1",
+        "", "source", "old → new",
+        "", "files (1 file changed, 1 file removed)", "changed w 1 B → 1 B",
+        "0 B of 1 B (0.0%) of policy/two@1 are blobs of sft/two@1 too",
+    ]  # fmt: skip
+    facts = json.loads(rlhf("diff", "sft/two", "policy/two", "--json")[1])
+    assert len(facts["metrics"]) == 1 + 30 + 2
 
 
 def test_lineage_down_shows_what_was_made_from_it(rlhf: Any) -> None:
@@ -167,6 +197,5 @@ def test_a_rule_in_the_settings_that_cannot_be_read_is_one_sentence(rlhf: Any, m
     assert "the retention 'policy=few' keeps 'few' of policy" in rlhf("collect")[2]
 
 
-def test_sizes_and_counts_read_as_people_write_them() -> None:
+def test_sizes_read_as_people_write_them() -> None:
     assert [size(count) for count in (0, 999, 1000, 2_500_000, 3e12)] == ["0 B", "999 B", "1.0 kB", "2.5 MB", "3.0 TB"]
-    assert [counted(count, "blob") for count in (0, 1, 2)] == ["0 blobs", "1 blob", "2 blobs"]

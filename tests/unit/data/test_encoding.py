@@ -29,7 +29,7 @@ def test_prompts_that_differ_in_case_alone_are_on_one_side() -> None:
     split = split_pairs(some, RewardModelConfig(), seed=0)
     sides = [{pair.prompt.casefold().strip() for pair in side} for side in split]
     assert sides[0].isdisjoint(sides[1])
-    with pytest.raises(DataError, match="1 prompts are in the training pairs and in the held-out ones, first 'Q0 '"):
+    with pytest.raises(DataError, match="the training pairs and the held-out ones share 1 prompt, first 'Q0 '"):
         refuse_shared_prompts(some[:1], some[1:2])
 
 

@@ -126,12 +126,12 @@ def test_no_prompt_is_on_both_sides_of_the_split_and_the_order_of_pairs_does_not
 
 def test_measuring_on_a_prompt_that_was_learnt_is_refused() -> None:
     ours = some_pairs(4)
-    with pytest.raises(DataError, match=r"1 prompts are in the training pairs and in the held-out ones, first 'p1'"):
+    with pytest.raises(DataError, match=r"the training pairs and the held-out ones share 1 prompt, first 'p1'"):
         refuse_shared_prompts(ours[:3], ours[3:])
 
 
 def test_too_few_prompts_for_a_split_are_refused() -> None:
-    with pytest.raises(DataError, match="2 preference pairs of 1 prompts leave"):
+    with pytest.raises(DataError, match="2 preference pairs of 1 prompt cannot be split"):
         split_pairs(some_pairs(1), RewardModelConfig(), seed=0)
 
 

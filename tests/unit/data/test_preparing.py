@@ -155,7 +155,7 @@ def test_an_evaluation_set_of_its_own_is_what_is_held_out() -> None:
                 "problems": read([*problems(40), Problem("Ask 3", "4")], "p.jsonl"),
                 "preferences": read(pairs(9), "h.jsonl"),
             },
-            r"data\.preferences \(h\.jsonl\) for the reward model share 1 prompts, such as 'Ask 3'",
+            r"data\.preferences \(h\.jsonl\) for the reward model share 1 prompt, such as 'Ask 3'",
         ),
     ],
 )

@@ -85,7 +85,7 @@ def test_the_page_names_what_was_left_out() -> None:
     sets = {"problems": read(problems(40), "p.jsonl", REJECTED, copies=2)}
     text = report_to_markdown(prepare(config({"problems": "p.jsonl"}), sets, meter=meter()).report)
     for part in (
-        "| blank question | 2 | row 4 of p.jsonl: field 'question' is blank |",
+        "* blank question: 2; the first: `row 4 of p.jsonl: field 'question' is blank`",
         "Repetitions of an earlier row of `problems` that were left out: 2.",
         "Verifier: exact accepts 6 of 6 demonstrations (100%)",
         "| SFT, prompts |",

@@ -112,7 +112,7 @@ def test_without_an_initial_model_the_adapters_are_switched_off() -> None:
 
 def test_an_empty_or_all_padded_batch_is_refused() -> None:
     ours, (ids, mask) = maker(), batch()
-    with pytest.raises(DataError, match="row 1 of 2 prompts is all padding"):
+    with pytest.raises(DataError, match="row 1 of the batch is all padding"):
         ours.make_experience(ids, mask * torch.tensor([[1], [0]]))
     with pytest.raises(DataError, match="batch of prompts is empty"):
         ours.make_experience(ids[:0], mask[:0])

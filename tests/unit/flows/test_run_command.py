@@ -219,6 +219,22 @@ def test_no_line_is_lost_among_many(server: Server, rlhf_run: Callable[..., tupl
     assert sorted(printed) == sorted(wanted)
 
 
+def test_only_the_runs_own_log_is_read_which_has_its_stages_lines(
+    server: Server, rlhf_run: Callable[..., tuple[int, str, str]]
+) -> None:
+    asked_of: list[list[str]] = []
+    page = server.page
+
+    def noting(asked: dict[str, Any]) -> list[Log]:
+        asked_of.append(asked["logs"]["flow_run_id"]["any_"])
+        return page(asked)
+
+    server.page = noting  # type: ignore[method-assign]
+    assert rlhf_run()[0] == 0
+    assert asked_of
+    assert all(runs == [str(RUN_ID)] for runs in asked_of)
+
+
 def test_a_server_that_is_started_again_is_ridden_out(
     server: Server, rlhf_run: Callable[..., tuple[int, str, str]]
 ) -> None:

@@ -32,6 +32,21 @@ def test_its_limits() -> None:
     assert relative_fall([7 * value for value in falling]) == pytest.approx(relative_fall(falling), rel=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("relative", "error", "word"),
+    [
+        (0.524, 0.1, "falling"), (-0.524, 0.1, "rising"),  # five standard errors
+        (0.524, 0.3, "without a clear trend"), (-0.524, 0.3, "without a clear trend"),  # less than two
+        (0.04, 0.001, "flat"), (-0.04, 0.04, "flat"), (0.0, 0.0, "flat"),
+        (0.05, 0.02, "falling"), (0.04, 0.06, "without a clear trend"),  # 5 % is where a change begins
+    ],
+)  # fmt: skip
+def test_no_large_change_is_called_flat_and_none_that_chance_may_be_is_called_a_trend(
+    relative: float, error: float, word: str
+) -> None:
+    assert Fall(relative, error).word == word
+
+
 @pytest.mark.parametrize("values", [[1.0, 1.0], [], [1.0, -0.1, 1.0]])
 def test_too_few_values_and_negative_ones_are_refused(values: list[float]) -> None:
     with pytest.raises(ValueError, match="at least 3 values, none below 0"):

@@ -176,5 +176,5 @@ def test_another_vocabulary_is_refused_in_one_sentence() -> None:
         check_same_tokenizer(with_vocabulary(200), tokenizer, what="the actor and its tokenizer")
     other = tiny_tokenizer()
     other.add_tokens(["<more>"])
-    with pytest.raises(ModelError, match=r"1 tokens differ, such as '<more>' \(absent and 259\)"):
+    with pytest.raises(ModelError, match=r"they differ in 1 token, such as '<more>' \(absent and 259\)"):
         check_same_tokenizer(tokenizer, other, what="the actor's and the reward model's")

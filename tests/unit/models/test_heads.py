@@ -148,7 +148,7 @@ def test_damaged_and_exchanged_files_are_refused_in_one_sentence(tmp_path: Path)
     whole, tensors = weights.read_bytes(), load_file(weights)
     tensors.pop("norm.weight")
     save_file(tensors, weights, metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=r"lacks 1 weights of its model, such as norm\.weight"):
+    with pytest.raises(ModelError, match=r"lacks 1 weight of its model, such as norm\.weight"):
         RewardModel.from_pretrained(tmp_path / "model", torch.float32)
     weights.write_bytes(whole[:-100])
     with pytest.raises(ModelError, match="no transformer can be loaded from"):

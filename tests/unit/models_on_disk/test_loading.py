@@ -99,7 +99,7 @@ def test_missing_weights_are_not_replaced_by_random_ones(directory: Path) -> Non
     weights = load_file(file)
     del weights["model.norm.weight"]
     save_file(weights, file, metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=r"lacks 1 weights of its model, such as model\.norm\.weight"):
+    with pytest.raises(ModelError, match=r"lacks 1 weight of its model, such as model\.norm\.weight"):
         load_causal_lm(directory, "float32")
 
 

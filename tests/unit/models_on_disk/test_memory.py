@@ -142,9 +142,9 @@ def test_what_is_offloaded_goes_into_host_memory_where_there_are_gpus() -> None:
 
 def test_several_trainers_have_their_gpus_each_and_their_need_in_the_message() -> None:
     config = PPOConfig(cluster=ClusterConfig(trainer_gpus=1, maker_gpus=1, num_makers=1), num_trainers=2)
-    with pytest.raises(ModelError, match="2 trainers and 1 makers are to have 3 GPUs, but this machine has 2"):
+    with pytest.raises(ModelError, match="2 trainers and 1 maker are to have 3 GPUs, but this machine has 2"):
         check_memory(config, 1000, model="m", machine=MachineMemory(GB, (GB, GB)))
-    with pytest.raises(ModelError, match=r"for the first trainer, .* for each other trainer, .* each of 1 makers"):
+    with pytest.raises(ModelError, match=r"for the first trainer, .* for each other trainer, .* each of 1 maker"):
         check_memory(config, GB, model="m", machine=MachineMemory(GB, (GB, GB, GB)))
 
 

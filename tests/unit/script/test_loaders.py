@@ -69,7 +69,7 @@ def test_prompts_leave_out_the_last_answer_and_what_is_too_long() -> None:
     assert [fitted.dataset[row]["input_ids"] for row in range(2)] == [[3, 2, 1], [3, 2, 1]]
     assert fitted.dataset[0]["gt_answer"] == "7"
     assert fitted.dataset[0]["key"] == fitted.dataset[1]["key"]
-    with pytest.raises(DataError, match="all 3 prompts are longer than the 1 tokens that fit, the shortest has 3"):
+    with pytest.raises(DataError, match="all 3 prompts are longer than fits, 1 token; the shortest has 3"):
         prompt_dataset(rows, _encode, limits=Limits(1))
 
 

@@ -214,7 +214,7 @@ def test_prompts_without_answers_are_counted_and_none_with_one_is_refused(
     assert "gsm8k_reward_fn compares responses with answers, but no row of --prompt_dataset has one" in told
     data.write_text("".join(json.dumps(row | {"gt_answer": "1"}) + "\n" for row in rows[:3]) + json.dumps(rows[3]))
     assert main(_flags(inputs, tmp_path / "out", prompt_dataset=str(data))) == 0
-    assert f"1 of 4 prompts have no answer, such as row 4 of {data}" in capsys.readouterr().out
+    assert f"for which gsm8k_reward_fn gives 0: 1 of 4, such as row 4 of {data}" in capsys.readouterr().out
 
 
 def test_a_resumed_run_stores_what_an_unbroken_one_does_and_says_what_it_does_otherwise(
@@ -239,7 +239,7 @@ def test_a_resumed_run_stores_what_an_unbroken_one_does_and_says_what_it_does_ot
     assert main(_neural(inputs, tmp_path / "other", **whole | resumed | other)) == 0
     told = capsys.readouterr().out
     assert "--num_episodes 1 (2), --seed 7 (42), --prompt_dataset (another content)" in told.replace("\n", " ")
-    assert "all 1 episodes are done already; raise --num_episodes" in told
+    assert "1 episode done already; raise --num_episodes" in told
 
 
 def test_demonstrations_are_learnt_beside(inputs: Path, tmp_path: Path) -> None:
@@ -291,5 +291,5 @@ def test_too_few_prompts_and_too_long_ones_are_one_sentence(
         _flags(inputs, out, experience_batch_size="16"), capsys
     )
     told = _says(_flags(inputs, out, max_length="20"), capsys)
-    assert "all 8 prompts are longer than the 4 tokens that fit" in told
+    assert "all 8 prompts are longer than fits, 4 tokens" in told
     assert "raise --max_length" in told

@@ -210,13 +210,13 @@ def test_a_checkpoint_of_another_shape_is_refused_and_changes_nothing(tmp_path: 
     booster.save_lr_scheduler(LambdaLR(optimizer, lambda _: 1.0), str(tmp_path / "s"))
     other = nn.Linear(3, 2)
     before = other.weight.clone()
-    with pytest.raises(ModelError, match=r"does not fit the model: 1 tensors .* first 'weight'"):
+    with pytest.raises(ModelError, match=r"does not fit the model: they disagree on 1 tensor .* first 'weight'"):
         booster.load_model(other, str(tmp_path / "m"))
     assert torch.equal(other.weight, before)
     with pytest.raises(ModelError, match="belongs to other weights"):
         booster.load_optimizer(torch.optim.AdamW(other.parameters()), str(tmp_path / "o"))
     both = torch.optim.AdamW([{"params": [each]} for each in other.parameters()])
-    with pytest.raises(ModelError, match="for 1 groups of weights, but the optimizer has 2"):
+    with pytest.raises(ModelError, match="for 1 group of weights, but the optimizer has 2"):
         booster.load_lr_scheduler(LambdaLR(both, lambda _: 1.0), str(tmp_path / "s"))
     with pytest.raises(ModelError, match="there is no such file or directory"):
         booster.load_model(other, str(tmp_path / "nowhere"))

@@ -89,7 +89,9 @@ def test_a_reward_model_of_another_tokenizer_is_refused(context: Context, policy
     other.save_pretrained(tmp_path / "one")
     made = context.store.commit("reward-model", "test", tmp_path / "one")
     data, judged = dataset(context, OPEN), config("reward_model", 6, prompts="x.jsonl")
-    with pytest.raises(ModelError, match="the policy and reward-model/test@2 have different tokenizers: 1 tokens"):
+    with pytest.raises(
+        ModelError, match="the policy and reward-model/test@2 have different tokenizers: they differ in 1 token,"
+    ):
         evaluate_policy.fn(judged, policy, data, Parent(uri=made.uri, digest=made.digest))
     assert evaluate_policy.fn(judged, policy, data, one).metrics["judge"] == "reward_model"
 

@@ -39,10 +39,13 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Any, str]]:
         "create_markdown_artifact",
         lambda key, markdown, description: found.update({key: (markdown, description)}),
     )
-    monkeypatch.setattr(
-        page, "create_table_artifact", lambda key, table, description: found.update({key: (table, description)})
-    )
     return found
+
+
+def test_a_pages_key_is_its_presets_own_and_the_same_every_night() -> None:
+    assert page.page_key("report", "run/quickstart@1") == page.page_key("report", "run/quickstart@12")
+    assert page.page_key("report", "run/gsm8k@1") == "gsm8k-report"
+    assert page.page_key("data", "dataset/my_own.v2@3") == "my-own-v2-data"  # Prefect takes letters, digits and dashes
 
 
 SAMPLE = {"prompt": "p", "answer": "1", "response": "<b>", "score": 0.5, "kl": 0.5, "length": 3}
@@ -76,9 +79,9 @@ def test_a_run_keeps_its_report_samples_and_pictures_and_shows_them(
     assert "reward-model.png" not in text
     assert f"└── {sft.uri}  " in text  # the policy's lineage
     assert store.read_json(manifest, "report.json")["lineage"][0].startswith(policy.uri)
-    assert set(shown) == {"report", "ppo-curves", "samples"}
-    assert all(HELD in shown[key][1] for key in ("report", "ppo-curves"))  # seen without a click
-    assert shown["report"][0].count(HELD) == 1  # sft.png; the two others are seen already
+    assert set(shown) == {"test-report", "test-ppo-curves", "test-samples"}
+    assert all(HELD in shown[key][1] for key in ("test-report", "test-ppo-curves"))  # seen without a click
+    assert shown["test-report"][0].count(HELD) == 1  # sft.png; the two others are seen already
 
 
 def test_a_run_that_only_a_reward_model_judged_is_compared_promoted_and_reported(
@@ -105,7 +108,7 @@ def test_a_run_that_only_a_reward_model_judged_is_compared_promoted_and_reported
     assert "+1.000 [+1.000, +1.000] standard deviations of the reward model's score" in text
     assert "**2** score rose" in text
     assert "right" not in text
-    assert set(shown) == {"report", "ppo-curves", "samples"}
+    assert set(shown) == {"test-report", "test-ppo-curves", "test-samples"}
 
 
 def test_a_ppo_run_of_its_own_shows_its_curves_over_its_table(
@@ -113,10 +116,12 @@ def test_a_ppo_run_of_its_own_shows_its_curves_over_its_table(
 ) -> None:
     older = made("ppo", "policy", {"metrics.jsonl": [episode(0), episode(1, reward=0.123456)]})  # no samples kept
     show_episodes.fn(older, 0)  # type: ignore[attr-defined]
-    table, description = shown["ppo-episodes"]
-    assert [(row["episode"], row["reward"]) for row in table] == [(1, 0.5), (2, 0.1235)]
+    body, description = shown["test-ppo-episodes"]
+    assert "| 1 | 0.500 |" in body
+    assert "| 2 | 0.123 |" in body
+    assert "| 0 |" not in body
     assert HELD in description
-    assert "No samples were kept." in shown["samples"][0]
+    assert "No samples were kept." in shown["test-ppo-samples"][0]
 
 
 def test_a_supervised_stage_shows_its_curve_and_an_older_one_nothing(
@@ -126,8 +131,8 @@ def test_a_supervised_stage_shows_its_curve_and_an_older_one_nothing(
     assert shown == {}
     sft = made("sft", "sft", {"metrics.jsonl": [{"step": 1, "loss": 1.0}]}, first_loss=1.0, last_loss=0.5, steps=1)
     show_training.fn(sft)  # type: ignore[attr-defined]
-    body, description = shown["sft-training"]
-    assert "loss 1.000 to 0.500 in 1 steps" in body
+    body, description = shown["test-sft-training"]
+    assert "loss 1.000 to 0.500 in 1 step" in body
     assert HELD in description
 
 
@@ -142,10 +147,11 @@ def test_an_evaluation_of_its_own_shows_scores_and_what_became_of_answers(
 
     alone = {"ppo": evaluated("new", correct=True)}
     show_evaluations.fn(alone, 0)  # type: ignore[attr-defined]
-    body, description = shown["evaluation"]
-    assert "| ppo | policy/new@1 | 0.500 [0.250, 0.750] |" in body
+    body, description = shown["test-evaluation"]
+    assert "| ppo | 0.500 [0.250, 0.750] |" in body
+    assert "ppo is policy/new@1." in body
     assert "before and after" not in body
     assert description.startswith("Held-out answers of policy/new@1 ![")
     assert HELD in description
     show_evaluations.fn({"start": evaluated("old", correct=False), **alone}, 0)  # type: ignore[attr-defined]
-    assert "**1** wrong → right" in shown["evaluation"][0]
+    assert "**1** wrong → right" in shown["test-evaluation"][0]

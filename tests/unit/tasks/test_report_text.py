@@ -10,7 +10,14 @@ from tasks.report.facts import Facts
 from tasks.report.markdown import SHOWN_LENGTH, code, table
 from tasks.report.page import with_pictures
 from tasks.report.samples import changes, chosen_samples, samples_document
-from tasks.report.tables import MOST_EPISODES, episode_table, evaluation_table, stage_figures, time_table
+from tasks.report.tables import (
+    EPISODE_TABLES,
+    MOST_EPISODES,
+    episode_tables,
+    evaluation_table,
+    stage_figures,
+    time_table,
+)
 from tasks.report.text import EPISODES, EVALUATION, report_text
 from tasks.results import Decision, StageResult
 
@@ -83,17 +90,20 @@ def test_accuracy_stands_beside_the_best_constant_answer_and_the_accuracy_given_
         "champion": evaluation("policy/old@3"),  # an older artifact knows neither
     }
     lines = evaluation_table(rows).splitlines()
-    assert "right, given the form | best constant answer" in lines[0]
-    assert lines[2] == "| sft | sft/test@1 | 0.500 [0.400, 0.600] | 0.625 | 0.125 | 1.000 | 0.250 |"
-    assert lines[3] == "| champion | policy/old@3 | 0.500 [0.400, 0.600] |  |  | 1.000 | 0.250 |"
+    assert lines[0] == "|  | right [95% interval] | right, given the form | well formed | cut off |"
+    assert lines[2] == "| sft | 0.500 [0.400, 0.600] | 0.625 | 1.000 | 0.250 |"
+    assert lines[3] == "| champion | 0.500 [0.400, 0.600] |  | 1.000 | 0.250 |"
+    assert lines[4] == "| best constant answer | 0.125 |  |  |  |"
+    assert lines[-1] == "Of these, sft is sft/test@1, champion is policy/old@3."
     assert "Always answering `a|b` would be right 0.125 of the time." in report_text(facts(evaluations=rows), {})
 
 
 def test_where_a_reward_model_judges_its_mean_score_is_shown() -> None:
     judged = evaluation("policy/test@1", judge="reward_model", score=-0.5, low=-0.75, high=-0.25)
     lines = evaluation_table({"ppo": judged}).splitlines()
-    assert lines[0] == "|  | policy | mean score [95% interval] | ended | cut off |"
-    assert lines[2] == "| ppo | policy/test@1 | -0.500 [-0.750, -0.250] | 1.000 | 0.250 |"
+    assert lines[0] == "|  | mean score [95% interval] | ended | cut off |"
+    assert lines[2] == "| ppo | -0.500 [-0.750, -0.250] | 1.000 | 0.250 |"
+    assert lines[-1] == "Of these, ppo is policy/test@1."
 
 
 def test_the_reward_model_is_told_of_overall_and_on_well_formed_pairs() -> None:
@@ -112,6 +122,14 @@ def test_sft_tells_how_flat_its_loss_is_and_how_much_is_well_formed() -> None:
     assert told == (
         "loss 2.000 to 0.500 in 24 steps, flat (-2.0% over the last quarter of the steps, standard error 1.0%), "
         "0.960 of held-out answers well formed"
+    )
+
+
+def test_a_large_change_within_its_scatter_is_not_called_flat() -> None:
+    sft = stage("sft", steps=1, first_loss=2.0, last_loss=0.5, flatness=0.524, flatness_error=0.3)
+    assert stage_figures(sft) == (
+        "loss 2.000 to 0.500 in 1 step, without a clear trend (-52.4% over the last quarter of the steps, "
+        "standard error 30.0%)"
     )
 
 
@@ -136,15 +154,46 @@ def test_several_trainers_are_told_and_one_alone_is_not() -> None:
 
 def test_where_nobody_verified_no_share_of_right_answers_is_told() -> None:
     row = {"episode": 0, "reward": 0.5, "verifier": 0.0, "well_formed": 0.0, "accuracy_given_form": 0.0}
-    assert episode_table([row]) == "| episode | reward |\n| --- | --- |\n| 1 | 0.500 |"
-    assert "| episode | reward | verifier's score |" in episode_table([{**row, "raw/verifier": 0.0}])
+    assert episode_tables([row]) == "| episode | reward |\n| --- | --- |\n| 1 | 0.500 |"
+    assert "| episode | reward | verifier's score |" in episode_tables([{**row, "raw/verifier": 0.0}])
 
 
 def test_many_episodes_are_thinned_out_and_say_so() -> None:
-    lines = episode_table([{"episode": at, "reward": float(at)} for at in range(100)]).splitlines()
+    lines = episode_tables([{"episode": at, "reward": float(at)} for at in range(100)]).splitlines()
     assert lines[2] == "| 1 | 0.000 |"
     assert lines[1 + MOST_EPISODES] == "| 100 | 99.000 |"
-    assert lines[-1] == "70 more episodes are in metrics.jsonl."
+    assert lines[-1] == "Left out here: 70 episodes; metrics.jsonl has all of them."
+
+
+LONG = "x" * SHOWN_LENGTH
+PAGE_WIDTH = 700
+"""Pixels that a run's page in Prefect leaves to a table where the window is 1280 wide; measured in a browser."""
+CHARACTER, CELL = 7.1, 24
+"""Pixels of a letter of the page's font and of a cell's sides, measured there, too."""
+
+
+def test_no_table_of_a_page_is_wider_than_the_page() -> None:
+    roles = ("base", "sft", "start", "ppo", "champion")
+    policy = f"policy/{'a' * 63}@12345"
+    figures = {"accuracy_given_form": 0.5, "constant_accuracy": 0.5, "constant_answer": LONG}
+    episodes = [{"raw/verifier": 0.5, "staleness": 1.0, "episode": 9999, **dict.fromkeys(names, -123.456)}
+                for names in EPISODE_TABLES]  # fmt: skip
+    shown = {
+        "evaluations": {role: evaluation(policy, **figures) for role in roles},
+        "episodes": [{name: value for row in episodes for name, value in row.items()}],
+        "changes": changes([outcome(LONG)], [outcome(LONG, correct=True)], by_model=False, seed=0),
+    }
+    samples = samples_document([{"why": "best", **sample(1.0, 3), "prompt": LONG}], shown["changes"], policy=policy)
+    lines = (report_text(facts(**shown), {}) + samples).splitlines()
+    tables = [[cells.strip() for cells in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    assert len(tables) > 4 * 3  # of the evaluation, of the episodes, of the time
+    start = 0
+    for end in range(1, len(tables) + 1):
+        if end == len(tables) or len(tables[end]) != len(tables[start]) or tables[end][0] in {"", "episode"}:
+            columns = zip(*tables[start:end], strict=True)
+            width = sum(max(map(len, column)) * CHARACTER + CELL for column in columns)
+            assert width <= PAGE_WIDTH, tables[start]
+            start = end
 
 
 def test_time_that_no_stage_of_this_run_took_is_told_apart() -> None:
@@ -198,7 +247,8 @@ def test_the_page_of_samples_survives_what_models_write() -> None:
     changed = changes([outcome("a")], [outcome("a", correct=True)], by_model=False, seed=0)
     html = HTML(samples_document([{"why": "best", **sample(1.0, 3)}], changed, policy="policy/test@1"))
     assert "<img" not in html
-    assert html.count("<td>") == 5 + 6  # the right answer of the sample is not known: no column
+    assert html.count("<li>") == 2 + 2  # the right answer of the sample is not known: no line
+    assert "best: score 1.000, KL 0.500 nats, 3 tokens" in html
     assert "<strong>1</strong> wrong → right" in html
 
 

@@ -59,7 +59,7 @@ def test_where_nobody_looked_at_the_form_only_the_whole_is_told_and_what_is_left
     made = train(context, model, pairs(known=False), pairs=40, epochs=1)
     assert made.metrics["pairs"] + made.metrics["heldout_pairs"] == 40
     assert not any(name.startswith("well_formed") for name in made.metrics)
-    assert "20 of 60 pairs are left out by reward_model.pairs" in caplog.text
+    assert "left out by reward_model.pairs (null takes all): 20 of 60 pairs" in caplog.text
     # the mean over the last four steps' pairs, by hand from what each step said of its own eight (or fewer)
     steps = [json.loads(line) for line in (context.store.cached(made.uri) / "metrics.jsonl").read_text().splitlines()]
     sizes = [min(8, made.metrics["pairs"] - 8 * number) for number in range(len(steps))]

@@ -200,5 +200,5 @@ def test_a_fit_that_has_nothing_left_to_do_says_so(caplog: pytest.LogCaptureFixt
     ours.fit(1, 1, 1, prompts())
     with caplog.at_level(logging.WARNING):
         ours.fit(1, 1, 1, prompts())
-    assert "all 1 episodes are done" in caplog.text
+    assert "1 episode done already" in caplog.text
     assert ours.position.step == 1

@@ -131,7 +131,7 @@ def test_an_episode_is_ended_with_the_number_of_passes_that_it_was_begun_with(tm
     other = trainer()
     other.load_checkpoint(tmp_path)
     for each in (ours, other):
-        with pytest.raises(ConfigError, match="episode 0 was begun with num_update_steps 2, but this fit has 3"):
+        with pytest.raises(ConfigError, match="episode 1 was begun with num_update_steps 2, but this fit has 3"):
             each.fit(1, 1, 3, prompts())
 
 

@@ -224,7 +224,7 @@ def test_the_collator_takes_coatis_rows_and_refuses_what_has_no_response_left() 
     assert batch["reject_attention_mask"].tolist() == [[True, True]] * 2
     assert batch["margin"].tolist() == [0.5, 0.0]
     assert pair_batch_of(batch).prompts == ((5,), (5,))
-    with pytest.raises(DataError, match="no response within max_length, 1 tokens"):
+    with pytest.raises(DataError, match="no response within max_length, 1 token"):
         DataCollatorForPreferenceDataset(max_length=1)([row])
     with pytest.raises(DataError, match="lacks 'chosen_loss_mask'"):
         DataCollatorForPreferenceDataset()([{"chosen_input_ids": [1], "rejected_input_ids": [1]}])

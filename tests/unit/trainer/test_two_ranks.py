@@ -46,8 +46,8 @@ def test_ppo_goes_on_with_one_rank_where_two_stood_and_says_what_it_leaves_out(
     with caplog.at_level(logging.WARNING):
         found = trainer_cases.gone_on(ALONE, "plain", str(tmp_path / "run"), "epoch-1_step-3")
     assert [record.message for record in caplog.records if "go on" in record.message] == [
-        "the checkpoint epoch-1_step-3 is of 2 ranks, and 1 go on: what is left of episode 1, behind step 3, is not "
-        "learnt, and episode 2 is collected next"
+        "the checkpoint epoch-1_step-3 is of 2 ranks, and 1 go on: what is left of episode 2, behind step 3, is not "
+        "learnt, and episode 3 is collected next"
     ]
     assert (found.numbers["episode"], found.numbers["step"]) == (2, 3)
     assert bool(torch.isfinite(torch.tensor(found.numbers["0.critic_loss"])))

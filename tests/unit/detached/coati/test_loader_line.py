@@ -92,7 +92,7 @@ def test_the_length_is_the_loaders_if_it_has_one() -> None:
 
 
 def test_a_smaller_last_batch_is_refused() -> None:
-    with pytest.raises(DataError, match=r"batch 1 of the makers' dataloader gives 1 samples, but the first gives 2"):
+    with pytest.raises(DataError, match=r"batch 1 of the makers' dataloader gives 1 sample, but the first gives 2"):
         read(line(lambda: batches(["a", "b"], ["c"])), chunk(0, 1, 1))
 
 

@@ -75,7 +75,7 @@ def test_a_full_buffer_makes_who_adds_wait_until_there_is_room() -> None:
 
 def test_nobody_waits_for_room_for_ever() -> None:
     buffer = DetachedReplayBuffer(2, limit=1, timeout_s=0.05)
-    with pytest.raises(BufferTimeoutError, match=r"room for 2 more rows .* its limit of 1 batches of 2"):
+    with pytest.raises(BufferTimeoutError, match=r"room for 2 more rows .* its limit of 1 batch of 2"):
         buffer.append(rows(1, 2, 3, 4))
     assert numbers(buffer.sample()) == [1, 2]
 

@@ -203,7 +203,7 @@ def test_makers_make_up_the_episodes_exactly_or_the_fit_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         units_per_episode([facts(), facts("maker_1", steps=9)], wanted)
     assert str(caught.value) == (
-        "fit learns from 160 samples (5 episodes of update_steps 4 x train_batch_size 8 x 1 trainers), but the makers' "
+        "fit learns from 160 samples (5 episodes of update_steps 4 x train_batch_size 8 x 1 trainer), but the makers' "
         "loops make 152 (19 batches of 8); let them make 20 batches, or fit 19 total_steps"
     )
     with pytest.raises(ConfigError, match=r"learns from 32 samples .* not whole batches .* of 6 samples each"):
@@ -213,8 +213,8 @@ def test_makers_make_up_the_episodes_exactly_or_the_fit_is_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"batches": 5}, "have 4 batches of 8 samples and 5 of 8"),
-        ({"rows": 6}, "have 4 batches of 8 samples and 4 of 6"),
+        ({"batches": 5}, r"number of batches \(4 and 5\) or in samples of each \(8 and 8\)"),
+        ({"rows": 6}, r"number of batches \(4 and 4\) or in samples of each \(8 and 6\)"),
         ({"digest": "xyz"}, "begin with different batches"),
         ({"kl_coef": 0.2}, r"differ in kl_coef \(0.1 and 0.2\)"),
         ({"options": {"lam": 1.0}}, r"differ in options.lam \(0.95 and 1.0\)"),

@@ -138,5 +138,5 @@ def test_what_is_lacking_is_said_in_words() -> None:
     )
     assert wanted("critic", 1, Share(1, 0.0).bundle(1)) == "the critic group wants 1 node with 1 CPU free on each"
     assert present([{"CPU": 4.0, "GPU": 1.0}, {"CPU": 2.0}]) == (
-        "2 nodes with 4 CPUs and 1 GPUs; 2 CPUs and 0 GPUs, others' share included"
+        "2 nodes with 4 CPUs and 1 GPU; 2 CPUs and 0 GPUs, others' share included"
     )

@@ -1,0 +1,29 @@
+"""Counts in sentences: one maker is no `makers`, and the first episode, 0 in code and in stored files, is number 1."""
+
+from __future__ import annotations
+
+
+def counted(count: float, one: str, more: str | None = None) -> str:
+    """Return a count with its noun.
+
+    Args:
+        count: how many.
+        one: the noun of a single thing.
+        more: the noun of any other count; default: `one` with an s.
+
+    Example:
+        >>> counted(1, "maker"), counted(2, "maker"), counted(0, "entry", "entries")
+        ('1 maker', '2 makers', '0 entries')
+    """
+    number = f"{count:g}" if isinstance(count, float) else str(count)
+    return f"{number} {one if count == 1 else more or one + 's'}"
+
+
+def ordinal(index: int) -> int:
+    """Return the number that a person reads for what code counts from 0: episodes above all.
+
+    Example:
+        >>> ordinal(0)
+        1
+    """
+    return index + 1

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from dotenv import dotenv_values
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from infra.artifacts import ArtifactStore, Manifest, S3Options, open_store
+from infra.artifacts import ArtifactStore, Manifest
 from infra.clusters import ClusterManifest, leftover_processes
 from infra.services.automations import RESTARTING
 from tests.integration.local_stack import LocalStack, read_json, wait_for
@@ -34,9 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def store(stack: LocalStack, tmp_path_factory: pytest.TempPathFactory) -> ArtifactStore:
-    known = dotenv_values(stack.home / "stack.env")
-    options = S3Options(known["RLHF_S3_ENDPOINT_URL"], known["RLHF_S3_ACCESS_KEY"], known["RLHF_S3_SECRET_KEY"])
-    return open_store(str(known["RLHF_STORE_URL"]), cache_dir=tmp_path_factory.mktemp("cache"), s3=options)
+    return stack.store(tmp_path_factory.mktemp("cache"))
 
 
 def command(

@@ -75,6 +75,7 @@ def holder(port: int) -> psutil.Process | None:
     """Return the process that listens on a port of this machine; None where the system does not tell."""
     try:
         listening = [each for each in psutil.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
-        return next(psutil.Process(each.pid) for each in listening if each.laddr.port == port and each.pid)
-    except (psutil.Error, StopIteration):  # another user's, or in a container of its own
+        pids = [each.pid for each in listening if each.laddr and each.laddr.port == port and each.pid]
+        return psutil.Process(pids[0]) if pids else None
+    except psutil.Error:  # another user's, or in a container of its own
         return None

@@ -114,7 +114,7 @@ def _listens(api_url: str) -> bool:
 def _is_another_program(api_url: str) -> bool:
     """Whether something else than a Prefect server answers; one that is busy may take its time."""
     try:
-        with urlopen(f"{api_url}/health", timeout=_TIMEOUT_S) as answer:
+        with urlopen(f"{api_url.rstrip('/')}/health", timeout=_TIMEOUT_S) as answer:
             return json.loads(answer.read()) is not True
     except HTTPError as error:
         return error.code < _SERVER_ERRORS

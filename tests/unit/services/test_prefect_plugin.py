@@ -138,4 +138,4 @@ def test_another_program_on_the_servers_port_is_told(answering: tuple[str, dict[
     answers["/api/health"] = b"<html>"
     assert fault_of(url) == told
     answers["/api/health"] = b"true"
-    assert fault_of(url) is None
+    assert fault_of(url) is fault_of(f"{url}/") is None

@@ -7,6 +7,7 @@ from typing import Any
 from prefect import flow
 
 from flows.begin import begin
+from flows.end import finished, made
 from tasks.evaluate import contestants, evaluate_policy, find_judge
 from tasks.report import show_evaluations
 from tasks.results import StageResult
@@ -50,4 +51,4 @@ def evaluate(
     policies = contestants(config, actor)
     found = {role: evaluate_policy(config, policy, dataset.parent, judge) for role, policy in policies.items()}
     show_evaluations(found, config.seed)
-    return found
+    return finished(found, made(*found.values()), see=found["ppo"].uri)

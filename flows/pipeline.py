@@ -8,6 +8,7 @@ from typing import Any
 from prefect import flow
 
 from flows.begin import begin
+from flows.end import finished
 from flows.evaluate import evaluate
 from flows.ppo import ppo
 from flows.reward_model import reward_model as train_reward_model
@@ -78,5 +79,5 @@ def pipeline(
     evaluations = evaluate(actor=policy.uri, reward_model=reward_model, **common)
     decision = gate(config, evaluations)
     champion = promote(decision)
-    write_report(config, [*stages, policy], evaluations, decision, champion, wall_s=time.monotonic() - started)
-    return decision
+    report = write_report(config, [*stages, policy], evaluations, decision, champion, wall_s=time.monotonic() - started)
+    return finished(decision, f"{'promoted' if decision.promote else 'not promoted'}: {decision.reason}", see=report)

@@ -7,6 +7,7 @@ from typing import Any
 from prefect import flow
 
 from flows.begin import begin
+from flows.end import finished, made
 from tasks.ppo import (
     end_cluster,
     finished_policy,
@@ -66,4 +67,4 @@ def ppo(
         finally:
             end_cluster(run)
     show_episodes(policy, config.seed)
-    return policy
+    return finished(policy, made(policy), see=policy.uri)

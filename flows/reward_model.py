@@ -7,6 +7,7 @@ from typing import Any
 from prefect import flow
 
 from flows.begin import begin
+from flows.end import finished, made
 from tasks.parents import find_policy
 from tasks.preferences import collect_preferences
 from tasks.report import show_training
@@ -42,4 +43,4 @@ def reward_model(
     pairs = collect_preferences(config, dataset.parent, policy)
     scorer = train_reward_model(config, pairs.parent, policy)
     show_training(scorer)
-    return [pairs, scorer]
+    return finished([pairs, scorer], made(pairs, scorer), see=scorer.uri)

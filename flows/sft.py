@@ -7,6 +7,7 @@ from typing import Any
 from prefect import flow
 
 from flows.begin import begin
+from flows.end import finished, made
 from tasks.report import show_training
 from tasks.results import StageResult
 from tasks.sentences import in_one_sentence
@@ -38,4 +39,4 @@ def sft(
     )
     trained = train_sft(config, dataset.parent, actor)
     show_training(trained)
-    return trained
+    return finished(trained, made(trained), see=trained.uri)

@@ -6,13 +6,13 @@ import contextlib
 import ctypes
 import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 from prefect import State, task
 from prefect.cache_policies import NO_CACHE
-from prefect.exceptions import FailedRun, MissingContextError
+from prefect.exceptions import FailedRun, MissingContextError, TerminationSignal
 from prefect.logging import get_logger, get_run_logger
 from prefect.states import Failed
 
@@ -34,13 +34,15 @@ def run_logger() -> Any:
 def in_one_sentence(function: Callable[P, R]) -> Callable[P, R]:
     """Let expected errors of a flow or task end it as Failed with their sentence, never retried but for a lost process.
 
-    A flow that a failed task or subflow ends passes its sentence on.
+    A flow that a failed task or subflow ends passes its sentence on. One that a signal ends has not failed, whatever
+    came of the signal: Prefect records it as Cancelled or Crashed.
     """
 
     @wraps(function)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            return function(*args, **kwargs)
+            with _signals_as_themselves():
+                return function(*args, **kwargs)
         except FailedRun as error:
             return Failed(message=str(error))  # type: ignore[return-value]
         except LostRankError:
@@ -50,6 +52,25 @@ def in_one_sentence(function: Callable[P, R]) -> Callable[P, R]:
             return Failed(message=str(error))  # type: ignore[return-value]
 
     return guarded
+
+
+@contextlib.contextmanager
+def _signals_as_themselves() -> Iterator[None]:
+    """Raise the signal that ended what runs here, in place of an error that it brought about.
+
+    Ray, told to end while it waits in C, raises a SystemError because of it; and what clears up after it may fail.
+    """
+    try:
+        yield
+    except Exception as error:
+        behind: BaseException | None = error
+        while behind is not None and not isinstance(behind, TerminationSignal):
+            behind = behind.__cause__ or behind.__context__
+        if behind is None:
+            raise
+    else:
+        return
+    raise behind  # out here, where it does not get the error for its own context
 
 
 def _given_up(error: Exception) -> str | None:

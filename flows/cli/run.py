@@ -30,6 +30,7 @@ def run(preset: str = "quickstart", /, *, param: Given = ()) -> int:
     """
     import asyncio
 
+    import prefect  # noqa: F401  # before the event loop, in which it cannot start its plugins
     from httpx import HTTPError, HTTPStatusError, InvalidURL
     from rich.console import Console
 
@@ -99,6 +100,8 @@ async def _run(deployment: str, parameters: dict[str, Any], api_url: str, consol
         console.print(Text.assemble((state.name, "bold red"), f": {state.message or 'without a word'}"))
         return 1
     _show_report(flow_run.id, console)
+    told = f"finished: {state.message}" if state.message else "finished"
+    console.print(told, markup=False, soft_wrap=True)  # references in it are copied
     return 0
 
 
@@ -174,7 +177,6 @@ def _show_report(flow_run_id: UUID, console: Console) -> None:
     store = open_default_store()
     manifest = store.find("run", str(flow_run_id))
     if manifest is None:  # a single stage has no report of its own
-        console.print("finished")
         return
     report = store.read_bytes(manifest, "report.md").decode()
     console.print(Markdown(PICTURE_LINE.sub(r"*\1:* `\2`", report)))  # a terminal shows no pictures: it names them

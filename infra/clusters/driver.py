@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray._private import auto_init_hook
@@ -209,17 +210,29 @@ def _probe(manifest: ClusterManifest, timeout_s: float) -> None:
 
 @contextmanager
 def _signal_handlers() -> Iterator[None]:
-    """Put back this process's signal handlers; Python allows that, and Ray its change, in the main thread only."""
+    """Put back this process's signal handlers, and let them answer a signal that came while Ray's stood there.
+
+    Python allows that, and Ray its change, in the main thread only.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     try:
         yield
+    except SystemExit as end:
+        _put_back(before)
+        if end.code in _SIGNALS:  # Ray's handler of SIGTERM leaves with its number, and a cancelled flow would crash
+            signal.raise_signal(end.code)
+        raise
     finally:
-        for number, handler in before.items():
-            if handler is not None:  # None: set by something other than Python, out of reach
-                signal.signal(number, handler)
+        _put_back(before)
+
+
+def _put_back(handlers: Mapping[signal.Signals, Any]) -> None:
+    for number, handler in handlers.items():
+        if handler is not None:  # None: set by something other than Python, out of reach
+            signal.signal(number, handler)
 
 
 def _described(manifest: ClusterManifest) -> str:

@@ -13,15 +13,13 @@ from infra.services import automations, processes, runs, seaweed
 from infra.services.deployments import all_present, deploy, source_digest
 from infra.services.env_file import assignment, write_block
 from infra.services.ports import choose_port
-from infra.services.prefect_server import prefect_environment, prefect_server
+from infra.services.prefect_server import PREFECT_PORT, prefect_environment, prefect_server
 from infra.services.prefect_yaml import DeploymentEntry, read_prefect_yaml
 from infra.services.service import Report, Service, stack_environment
 from infra.services.state import StackState, locked, make_home, write_private
 from infra.services.take_down import remove_sockets
 from infra.services.worker import make_work_pool, worker
 from infra.settings import CHECKOUT, STACK_ENV, Settings, env_file, inherited_environment
-
-_PREFECT_PORT = 4200
 
 
 def up(settings: Settings, report: Report, *, checkout: Path = CHECKOUT) -> StackState:
@@ -58,6 +56,8 @@ class _BringingUp:
         self.report = report
         self.checkout = checkout
         self.state = StackState.load(self.home)
+        self.is_down = not processes.marked(self.state.id)
+        """Nothing of the stack lives that knows an address, so that it may have the usual ones back."""
         self.started: list[psutil.Process] = []
 
     def go(self) -> None:
@@ -111,18 +111,19 @@ class _BringingUp:
         ports = self.state.ports
         if not self._runs("store", ports.get("s3"), self.settings.s3_port):
             taken = [port for name, port in ports.items() if name == "prefect"]
-            ports.update(seaweed.choose_ports(ports, demanded=self.settings.s3_port, taken=taken))
+            demanded = self.settings.s3_port
+            ports.update(seaweed.choose_ports(ports, demanded=demanded, usual_first=self.is_down, taken=taken))
         return seaweed.seaweed(self.home, ports, self.state.socket_dir or self.home)
 
     def _server(self) -> Service:
         ports = self.state.ports
         if not self._runs("server", ports.get("prefect"), self.settings.prefect_port):
+            preferred = [ports.get("prefect"), PREFECT_PORT]
             ports["prefect"] = choose_port(
                 "the Prefect server",
                 demanded=self.settings.prefect_port,
                 variable="RLHF_PREFECT_PORT",
-                remembered=ports.get("prefect"),
-                default=_PREFECT_PORT,
+                preferred=preferred[::-1] if self.is_down else preferred,
                 taken=[port for name, port in ports.items() if name != "prefect"],
             )
         return prefect_server(self.home, ports["prefect"], self.settings.database_url)

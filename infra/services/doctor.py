@@ -14,9 +14,12 @@ import psutil
 
 from infra.errors import InfraError
 from infra.services import automations, prefect_api
-from infra.services.ports import is_free
+from infra.services.ports import holder, is_free
+from infra.services.prefect_server import PREFECT_PORT
 from infra.services.prefect_yaml import read_prefect_yaml
-from infra.services.state import StackState
+from infra.services.processes import tree
+from infra.services.seaweed import S3_PORT
+from infra.services.state import ServiceRecord, StackState
 from infra.services.status import running_api_url, status
 from infra.settings import CHECKOUT, Settings, inherited_environment
 
@@ -24,7 +27,7 @@ _GIB = 2**30
 _QUICKSTART_MEMORY = 12 * _GIB
 _DISK = 10 * _GIB
 _SHARED_MEMORY = 2 * _GIB
-_USUAL_PORTS = {4200: "the Prefect server", 8333: "the object store"}
+_LONGEST_COMMAND = 60
 
 
 class Finding(NamedTuple):
@@ -125,14 +128,42 @@ def _pinned(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _ports(settings: Settings) -> Iterator[Finding]:
-    ours = set(StackState.load(settings.home).ports.values()) if settings.home.is_dir() else set()
-    for port, what in _USUAL_PORTS.items():
-        if port in ours:
-            yield Finding(f"port {port}", "well", f"{what} has it")
-        elif is_free(port):
-            yield Finding(f"port {port}", "well", "free")
-        else:
-            yield Finding(f"port {port}", "warning", "another program has it", f"{what} takes a free one instead")
+    state = StackState.load(settings.home) if settings.home.is_dir() else StackState()
+    server = ("the Prefect server", state.services.get("server"))
+    yield _port(*server, usual=PREFECT_PORT, demanded=settings.prefect_port, variable="RLHF_PREFECT_PORT")
+    if settings.wants_local_store:
+        store = ("the object store", state.services.get("store"))
+        yield _port(*store, usual=S3_PORT, demanded=settings.s3_port, variable="RLHF_S3_PORT")
+
+
+def _port(what: str, record: ServiceRecord | None, *, usual: int, demanded: int | None, variable: str) -> Finding:
+    """Return who has the port that a service should have, and what `rlhf up` will do about it."""
+    port = demanded or usual
+    name = f"port {port}"
+    ours = record.process() if record else None
+    who = holder(port)
+    if record and ours and record.address.endswith(f":{port}") and (who is None or who in tree(ours)):
+        return Finding(name, "well", f"{what} has it")
+    elsewhere = f"{what} stays at {record.address} while it runs" if record and ours else ""
+    if is_free(port):
+        advice = f"{elsewhere}; it comes here after `rlhf down` and `rlhf up`" if elsewhere else ""
+        return Finding(name, "well", "free", advice)
+    seen = f"{_command(who)} has it, not {what}"
+    if demanded:
+        return Finding(name, "wrong", seen, f"end that program, or unset {variable}: `rlhf up` refuses to start")
+    if elsewhere:
+        return Finding(name, "warning", seen, f"nothing: {elsewhere}")
+    return Finding(name, "warning", seen, f"nothing, or end that program: `rlhf up` gives {what} another port")
+
+
+def _command(process: psutil.Process | None) -> str:
+    """Return the id and the command of a process, as far as the system tells them."""
+    if process is None:
+        return "another program"
+    try:
+        return f"process {process.pid} ({' '.join(process.cmdline())[:_LONGEST_COMMAND]})"
+    except psutil.Error:
+        return f"process {process.pid}"
 
 
 def _environment(settings: Settings) -> Iterator[Finding]:

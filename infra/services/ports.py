@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 import socket
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+
+import psutil
 
 from infra.errors import ServiceError
 
@@ -41,18 +43,16 @@ def choose_port(
     *,
     demanded: int | None,
     variable: str,
-    remembered: int | None,
-    default: int | None,
+    preferred: Sequence[int | None],
     taken: Collection[int] = (),
 ) -> int:
-    """Return the port for a service: the demanded one or none; else last time's, the usual one, or a free one.
+    """Return the port for a service: the demanded one or none; else the first preferred one that is free, or any.
 
     Args:
         what: the service, for the message.
         demanded: the port that the user set, if any.
         variable: where the user sets it.
-        remembered: the port of the last time.
-        default: the port that people expect, if any.
+        preferred: the usual port and that of the last time, as far as there are any.
         taken: ports already given to others.
 
     Raises:
@@ -65,7 +65,17 @@ def choose_port(
             f"port {demanded} ({variable}) for {what} is occupied by another program; choose another port, or "
             f"unset {variable} to have a free one chosen"
         )
-    for port in (remembered, default):
+    for port in preferred:
         if port is not None and port not in taken and is_free(port):
             return port
     return free_port(taken)
+
+
+def holder(port: int) -> psutil.Process | None:
+    """Return the process that listens on a port of this machine; None where the system does not tell."""
+    try:
+        listening = [each for each in psutil.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+        pids = [each.pid for each in listening if each.laddr and each.laddr.port == port and each.pid]
+        return psutil.Process(pids[0]) if pids else None
+    except psutil.Error:  # another user's, or in a container of its own
+        return None

@@ -8,6 +8,9 @@ from pathlib import Path
 from infra.services import prefect_api
 from infra.services.service import Service
 
+PREFECT_PORT = 4200
+"""Where people expect it."""
+
 
 def prefect_environment(home: Path, api_url: str) -> dict[str, str]:
     """Return what Prefect's programs of this stack are told: server, worker, deployments, flow runs."""

@@ -20,10 +20,11 @@ BUCKET = "rlhf"
 ACCESS_KEY = "rlhf"
 REGION = "us-east-1"
 PORT_NAMES = ("master", "master_grpc", "filer", "filer_grpc", "volume", "volume_grpc", "s3", "s3_grpc", "admin")
+S3_PORT = 8333
+"""Where people expect it."""
 ADMIN_GRPC_OFFSET = 10_000
 """SeaweedFS's own worker looks for the admin's second port here, whatever the flag says."""
 
-_S3_PORT = 8333
 _MEMORY_LIMIT = "400MiB"
 _SOCKETS = Path("/tmp")
 """SeaweedFS puts its internal sockets here; there is no flag for it."""
@@ -39,12 +40,15 @@ def load_secret(home: Path) -> str:
     return path.read_text(encoding="utf-8").strip()
 
 
-def choose_ports(remembered: Mapping[str, int], *, demanded: int | None, taken: Collection[int]) -> dict[str, int]:
+def choose_ports(
+    remembered: Mapping[str, int], *, demanded: int | None, usual_first: bool, taken: Collection[int]
+) -> dict[str, int]:
     """Return a port for each of `PORT_NAMES`: last time's where they are free.
 
     Args:
         remembered: the ports of the last time.
         demanded: the S3 port that the user set, if any.
+        usual_first: whether S3's usual port comes before last time's.
         taken: ports given to other services.
 
     Raises:
@@ -52,12 +56,12 @@ def choose_ports(remembered: Mapping[str, int], *, demanded: int | None, taken: 
     """
     ports: dict[str, int] = {}
     for name in PORT_NAMES:
+        preferred = [remembered.get(name), S3_PORT if name == "s3" else None]
         ports[name] = choose_port(
             "the object store",
             demanded=demanded if name == "s3" else None,
             variable="RLHF_S3_PORT",
-            remembered=remembered.get(name),
-            default=_S3_PORT if name == "s3" else None,
+            preferred=preferred[::-1] if usual_first else preferred,
             taken=(*taken, *ports.values()),
         )
     while not is_free(ports["admin"] + ADMIN_GRPC_OFFSET):

@@ -50,7 +50,7 @@ class StackState(BaseModel):
     socket_dir: Path | None = None
     """Short, private, in the system's temp folder: a Unix socket's name has at most 107 bytes."""
     ports: dict[str, int] = Field(default_factory=dict)
-    """Kept while the stack is down, so that addresses stay."""
+    """Kept while the stack is down: where the usual ports are occupied, the addresses stay as they were."""
     services: dict[str, ServiceRecord] = Field(default_factory=dict)
     deployed: str | None = None
     """Digest of what the deployments were made from."""

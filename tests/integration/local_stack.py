@@ -15,11 +15,12 @@ from typing import Any, TypeVar
 
 import psutil
 
+from infra.artifacts import ArtifactStore, S3Options, open_store
 from infra.clusters import ClusterManifest
 from infra.process_record import marked_processes
 from infra.services import prefect_api, processes
 from infra.services.state import StackState
-from infra.settings import CHECKOUT, inherited_environment
+from infra.settings import CHECKOUT, inherited_environment, read_env_file
 
 T = TypeVar("T")
 PROGRAMS = Path(sys.executable).parent
@@ -28,19 +29,20 @@ HOLDING = '''
 import time
 
 import ray
-from prefect import flow, task
+from prefect import flow
 
 from infra.clusters import connect, lease_cluster, release_cluster
 from infra.settings import settings
+from tasks.sentences import in_one_sentence, stage_task
 
 
 @ray.remote
 class Actor:
-    def ping(self):
-        return 1
+    def work(self, seconds):
+        time.sleep(seconds)
 
 
-@task
+@stage_task(name="work")
 def work():
     known = settings()
     manifest = lease_cluster(
@@ -52,20 +54,26 @@ def work():
     )
     connect(manifest)
     actor = Actor.options(name="held", lifetime="detached", num_cpus=1).remote()
-    ray.get(actor.ping.remote(), timeout=60)
+    ray.get(actor.work.remote(0), timeout=60)
     (known.home / "actor-lives").touch()
     while True:
-        ray.get(actor.ping.remote(), timeout=60)
-        time.sleep(0.1)
+        ray.get(actor.work.remote(2), timeout=60)
 
 
 @flow
-def holding():
-    """Work on a cluster of its own until somebody ends it, as the ppo flow does."""
+@in_one_sentence
+def inside():
     try:
         work()
     finally:
         release_cluster("held")
+
+
+@flow
+@in_one_sentence
+def holding():
+    """Work on a cluster of its own until somebody ends it, as the pipeline does while its ppo runs."""
+    inside()
 '''
 HOLDING_DEPLOYMENT = """
 deployments:
@@ -99,6 +107,16 @@ class LocalStack:
     @property
     def api_url(self) -> str:
         return f"{self.state.services['server'].address}/api"
+
+    def store(self, cache: Path) -> ArtifactStore:
+        """Open the stack's artifact store where it is now.
+
+        Args:
+            cache: directory for what is fetched.
+        """
+        known = read_env_file(self.home / "stack.env")
+        options = S3Options(known["RLHF_S3_ENDPOINT_URL"], known["RLHF_S3_ACCESS_KEY"], known["RLHF_S3_SECRET_KEY"])
+        return open_store(known["RLHF_STORE_URL"], cache_dir=cache, s3=options)
 
     def type(
         self, *command: str, cwd: Path = CHECKOUT, timeout_s: float = 300.0, **variables: str
@@ -229,13 +247,13 @@ def wait_for(look: Callable[[], T | None], what: str, *, timeout_s: float = 60.0
 
 
 @contextmanager
-def _turn() -> Iterator[None]:
+def turn() -> Iterator[None]:
     """Let one test process at a time take the usual ports: two would both find them free."""
-    with socket.socket(socket.AF_UNIX) as turn:
+    with socket.socket(socket.AF_UNIX) as held:
 
         def taken() -> bool:
             with suppress(OSError):  # another process has it
-                turn.bind("\0rlhf-flows-tests-up")
+                held.bind("\0rlhf-flows-tests-up")
                 return True
             return False
 
@@ -248,7 +266,7 @@ def run_local_stack(directory: Path) -> Iterator[LocalStack]:
     """Bring a stack up with `rlhf up`; take it down with `rlhf down`, and see that nothing is left."""
     stack = LocalStack(directory / "home", directory / ".env")
     try:
-        with _turn():
+        with turn():
             stack.up()
         yield stack
     finally:
@@ -264,7 +282,7 @@ def usual_ports_occupied() -> Iterator[tuple[int, ...]]:
     """Occupy the ports that people expect, unless somebody else does."""
     ports = (4200, 8333)
     with ExitStack() as held:
-        with _turn():
+        with turn():
             for port in ports:
                 listener = held.enter_context(socket.socket())
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from dotenv import dotenv_values
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from infra.artifacts import ArtifactStore, Manifest, S3Options, open_store
+from infra.artifacts import ArtifactStore, Manifest
 from infra.clusters import ClusterManifest, leftover_processes
 from infra.services.automations import RESTARTING
 from tests.integration.local_stack import LocalStack, read_json, wait_for
@@ -34,9 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def store(stack: LocalStack, tmp_path_factory: pytest.TempPathFactory) -> ArtifactStore:
-    known = dotenv_values(stack.home / "stack.env")
-    options = S3Options(known["RLHF_S3_ENDPOINT_URL"], known["RLHF_S3_ACCESS_KEY"], known["RLHF_S3_SECRET_KEY"])
-    return open_store(str(known["RLHF_STORE_URL"]), cache_dir=tmp_path_factory.mktemp("cache"), s3=options)
+    return stack.store(tmp_path_factory.mktemp("cache"))
 
 
 def command(
@@ -91,6 +88,15 @@ def test_one_command_takes_a_model_through_the_whole_chain_and_shows_its_report(
         assert f"▸ {stage}" in first.stdout, first.stdout
     assert f"episode {EPISODES}/{EPISODES}" in first.stdout
     assert "left in this stage" in first.stdout
+    last = first.stdout.splitlines()[-1]
+    assert last.startswith("finished: promoted: policy/quickstart@1 against "), last
+    assert last.endswith("(rlhf artifacts show run/quickstart@1)")
+    for made in (
+        "sft/quickstart@1",
+        "dataset/quickstart-preferences@1, reward-model/quickstart@1",
+        "policy/quickstart@1",
+    ):
+        assert f"▸ done         made {made}\n" in first.stdout, first.stdout
     for part in ("Where the time went", "before and after", "policy/quickstart@1", "runs/flow-run/", "Champion now"):
         assert part in first.stdout, first.stdout
     assert count(store) == {
@@ -132,6 +138,7 @@ def test_a_second_run_reuses_every_stage_and_meets_the_champion_of_the_first(
     assert count(store) == before
     assert "made now" in first.stdout
     assert "made now" not in second.stdout
+    assert "▸ done         sft/quickstart@1 was in the store already\n" in second.stdout
     assert "is the champion already" in second.stdout
     assert len(store.list("run")) == 2  # each run has a report of its own
 
@@ -205,6 +212,9 @@ def test_a_run_killed_in_mid_ppo_is_started_again_by_itself_and_goes_on_from_its
     assert [record["episode"] for record in history] == list(range(episodes))
     assert history[: len(before)] == before
     assert len({record["incarnation"] for record in history}) == 2
+    assert re.fullmatch(
+        r"finished: made (policy/quickstart@\d+) \(rlhf artifacts show \1\)", out.read_text().splitlines()[-1]
+    )
     [found] = set(re.findall(r"runs/flow-run/([0-9a-f-]{36})", out.read_text()))
     started = ["Pending", "Submitting", "Running"]
     restarted = ["Crashed", RESTARTING, "Scheduled"]

@@ -96,6 +96,8 @@ def test_a_cancelled_run_ends_cancelled_and_nothing_of_its_cluster_is_left(stack
     stack.cancel(run)
     assert stack.run_state(run) == "CANCELLED"
     assert "Crashed" not in stack.history(run), "else it would be started again"
+    [child] = stack.children(run)
+    assert stack.history(child["id"]) == ["Pending", "Running", "Cancelling", "Cancelled"], child["state"]["message"]
     wait_until_nothing_is_left(manifest)
     wait_for(lambda: not stack.processes_of(run), "the end of the run's processes", timeout_s=30)
     assert stack.pids().keys() == {"store", "server", "worker"}

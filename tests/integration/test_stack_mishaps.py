@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import psutil
@@ -12,15 +12,25 @@ import pytest
 
 from infra.clusters import leftover_processes
 from infra.services import prefect_api
-from tests.integration.local_stack import LocalStack, read_json, run_local_stack, wait_for
+from infra.services.ports import is_free
+from tests.integration.local_stack import (
+    LocalStack,
+    read_json,
+    run_local_stack,
+    turn,
+    usual_ports_occupied,
+    wait_for,
+)
 
 pytestmark = pytest.mark.integration
 
 
 @pytest.fixture(scope="module")
 def own_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
-    """A stack whose services may be killed."""
-    with run_local_stack(tmp_path_factory.mktemp("own")) as running:
+    """A stack whose services may be killed; the usual ports were occupied when it came up, and no longer are."""
+    with ExitStack() as until_the_end:
+        with usual_ports_occupied():
+            running = until_the_end.enter_context(run_local_stack(tmp_path_factory.mktemp("own")))
         running.deploy_tiny_flows()
         yield running
 
@@ -75,6 +85,7 @@ def test_a_schedule_that_a_person_switched_on_stays_on_when_deployments_change(o
 
 
 def test_down_ends_a_run_its_live_cluster_and_all_else_and_data_are_kept(own_stack: LocalStack, tmp_path: Path) -> None:
+    own_stack.store(tmp_path / "cache").commit("dataset", "kept", {"rows": b"1"})
     run, manifest = own_stack.start_cluster_run(tmp_path)
     pids = [process.pid for process in own_stack.processes()]
     sockets = own_stack.state.socket_dir
@@ -87,10 +98,15 @@ def test_down_ends_a_run_its_live_cluster_and_all_else_and_data_are_kept(own_sta
     assert not list((own_stack.home / "clusters").glob("*.json"))
     assert sockets is not None
     assert not sockets.exists()
-    addresses = own_stack.state.ports
-    own_stack.up()
-    assert own_stack.state.ports == addresses
+    before = own_stack.state.ports
+    with turn():
+        usual = {name: port for name, port in (("prefect", 4200), ("s3", 8333)) if is_free(port)}
+        own_stack.up()
+    assert own_stack.state.ports == before | usual, "the usual ports are taken back, all others stay"
+    assert f"127.0.0.1:{own_stack.state.ports['prefect']}/" in own_stack.env_file.read_text()
     assert own_stack.run_state(run) == "CRASHED"
+    store = own_stack.store(tmp_path / "cache")
+    assert store.read_bytes(store.resolve("dataset/kept@1"), "rows") == b"1"
 
 
 @pytest.mark.clusters

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -51,3 +52,30 @@ def test_a_jobs_secrets_travel_apart_from_what_ray_logs_and_puts_on_command_line
         check=True,
     )
     assert told.stdout.split() == [SECRET.encode(), b"False"]
+
+
+def test_a_signal_that_comes_while_rays_handler_stands_is_answered_by_the_flows_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class CancelledError(BaseException):
+        """As Prefect's handler raises it."""
+
+    def cancel(*_: object) -> None:
+        raise CancelledError
+
+    def init(**_: object) -> None:
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))  # as Ray does
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(driver, "_probe", lambda *_: None)
+    monkeypatch.setattr(ray, "init", init)
+    manifest = ClusterManifest(
+        kind="existing", name="night", mark="m", owner=ProcessRecord.of(os.getpid()), address="10.0.0.5:6379"
+    )
+    before = signal.signal(signal.SIGTERM, cancel)
+    try:
+        with pytest.raises(CancelledError):
+            driver.connect(manifest)
+        assert signal.getsignal(signal.SIGTERM) is cancel
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -190,6 +190,13 @@ def test_brackets_are_shown_as_they_are(server: Server, rlhf_run: Callable[..., 
     assert "Failed: row [3] of [/data/x.jsonl] is wrong\n" in out
 
 
+def test_a_run_ends_with_what_its_flow_made(server: Server, rlhf_run: Callable[..., tuple[int, str, str]]) -> None:
+    told = f"made sft/[b]@3; {', '.join(f'dataset/{name}@1' for name in range(20))} were in the store already"
+    server.states = [Running(), Completed(message=told)]
+    status, out, _ = rlhf_run()
+    assert (status, out.splitlines()[-1]) == (0, f"finished: {told}")
+
+
 def test_what_the_stack_tells_may_hold_brackets_too(capsys: pytest.CaptureFixture[str]) -> None:
     from rich.console import Console
 

@@ -1,0 +1,41 @@
+"""How every flow ends: what it made stands in its log's last line and in its state, which `rlhf run` shows."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from prefect.states import Completed
+
+from tasks.progress import say
+from tasks.results import StageResult
+
+R = TypeVar("R")
+
+
+def finished(result: R, told: str, *, see: str) -> R:
+    """Return a flow's result as a state with a sentence; whoever called the flow gets the result.
+
+    Args:
+        result: what the flow returns.
+        told: what it made, in words.
+        see: reference of what a person looks at first.
+    """
+    say("done", told)
+    return Completed(message=f"{told} (rlhf artifacts show {see})", data=result)  # type: ignore[return-value]
+
+
+def made(*results: StageResult) -> str:
+    """Return what stages made and what they found in the store, in words.
+
+    >>> sft = StageResult(stage="sft", uri="sft/a@2", digest="", reused=False, seconds=1, metrics={})
+    >>> made(sft)
+    'made sft/a@2'
+    >>> made(sft, sft.model_copy(update={"uri": "dataset/a@1", "reused": True}))
+    'made sft/a@2; dataset/a@1 was in the store already'
+    """
+    new = list(dict.fromkeys(each.uri for each in results if not each.reused))
+    found = list(dict.fromkeys(each.uri for each in results if each.reused and each.uri not in new))
+    parts = [f"made {', '.join(new)}"] if new else []
+    if found:
+        parts.append(f"{', '.join(found)} {'were' if len(found) > 1 else 'was'} in the store already")
+    return "; ".join(parts)

@@ -1,0 +1,124 @@
+"""What the `prefect` command says in the checkout where no server answers: one sentence, as `rlhf run` does.
+
+Prefect's own answer is a traceback of eighty lines or, where no server is known, a temporary one without deployments.
+This is a plugin for Prefect: pyproject.toml names it, and lets it be loaded by what is started in the checkout.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from collections.abc import Sequence
+from http.client import HTTPException
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.error import HTTPError
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass, urlopen
+
+from prefect.plugins import register_hook
+
+if TYPE_CHECKING:
+    from prefect.plugins import HookContext
+
+ASKING = frozenset(
+    [
+        "artifact",
+        "automation",
+        "block",
+        "concurrency-limit",
+        "deploy",
+        "deployment",
+        "event",
+        "flow",
+        "flow-run",
+        "gcl",
+        "global-concurrency-limit",
+        "task-run",
+        "variable",
+        "work-pool",
+        "work-queue",
+    ]
+)
+"""The commands that talk to the server at once, in the singular: Prefect takes the plural too."""
+_PORTS = {"http": 80, "https": 443}
+_TIMEOUT_S = 10.0
+_SERVER_ERRORS = 500
+
+
+@register_hook
+def setup_environment(*, ctx: HookContext) -> None:
+    """End a `prefect` command that would not find its server; everything else goes on as it is.
+
+    Args:
+        ctx: what Prefect tells its plugins when it starts.
+
+    Raises:
+        SystemExit: with the sentence.
+    """
+    if asks_the_server(sys.argv) and (fault := fault_of(ctx.api_url)):
+        raise SystemExit(f"prefect: {fault}")
+
+
+def asks_the_server(words: Sequence[str]) -> bool:
+    """Whether this is a command line of Prefect's that needs a server.
+
+    Args:
+        words: as in `sys.argv`.
+    """
+    program, *rest = words
+    if Path(program).name != "prefect" or "--help" in rest:
+        return False
+    while rest and rest[0].startswith("-"):
+        del rest[: 2 if rest[0] in {"-p", "--profile"} else 1]
+    command = rest[0].removesuffix("s") if rest else ""
+    return command in ASKING and (len(rest) > 1 or command == "deploy")  # a group alone shows its help
+
+
+def fault_of(api_url: str | None) -> str | None:
+    """Return what keeps a command from its server; None where nothing is known to.
+
+    Args:
+        api_url: the server's, as Prefect's settings have it.
+    """
+    if not api_url:
+        return "no Prefect server is known here; start one with `rlhf up`, or set PREFECT_API_URL"
+    if not _listens(api_url):
+        fault = f"the Prefect server at {api_url} does not answer"
+    elif urlsplit(api_url).hostname in {"127.0.0.1", "localhost"} and _is_another_program(api_url):
+        fault = f"what answers at {api_url} is no Prefect server"
+    else:
+        return None
+    from infra.services import running_api_url  # noqa: PLC0415 - this module is loaded with Prefect, wherever that is
+    from infra.settings import settings  # noqa: PLC0415
+
+    ours = running_api_url(settings())
+    if ours:
+        return f"{fault}; the local stack's is {ours}: set PREFECT_API_URL to it, or unset it and run `rlhf up`"
+    return f"{fault}; run `rlhf up`, or correct PREFECT_API_URL"
+
+
+def _listens(api_url: str) -> bool:
+    address = urlsplit(api_url)
+    host, scheme = address.hostname or "", address.scheme
+    if scheme in getproxies() and not proxy_bypass(host):
+        return True  # the proxy knows
+    try:
+        with socket.create_connection((host, address.port or _PORTS.get(scheme, 80)), timeout=_TIMEOUT_S):
+            return True
+    except (OSError, ValueError):  # ValueError: no address at all
+        return False
+
+
+def _is_another_program(api_url: str) -> bool:
+    """Whether something else than a Prefect server answers; one that is busy may take its time."""
+    try:
+        with urlopen(f"{api_url.rstrip('/')}/health", timeout=_TIMEOUT_S) as answer:
+            return json.loads(answer.read()) is not True
+    except HTTPError as error:
+        return error.code < _SERVER_ERRORS
+    except (HTTPException, ValueError):
+        return True
+    except OSError:
+        return False

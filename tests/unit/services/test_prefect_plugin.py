@@ -1,0 +1,141 @@
+"""The `prefect` command in the checkout: what its server's absence is told by."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import tomllib
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from infra.prefect_plugin import asks_the_server, fault_of
+from infra.process_record import ProcessRecord
+from infra.services.state import ServiceRecord, StackState
+from infra.settings import CHECKOUT, inherited_environment
+
+PREFECT = str(Path(sys.executable).with_name("prefect"))
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("RLHF_HOME", str(tmp_path))
+    monkeypatch.setenv("RLHF_ENV_FILE", str(tmp_path / ".env"))
+    return tmp_path
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """An address where nobody listens."""
+    with socket.socket() as unheard:
+        unheard.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{unheard.getsockname()[1]}/api"
+
+
+@pytest.fixture
+def answering() -> Iterator[tuple[str, dict[str, bytes]]]:
+    """The address of a server, and its answers by path; it has no others."""
+    answers: dict[str, bytes] = {}
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *_: object) -> None: ...
+
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path in answers else 404)
+            self.end_headers()
+            self.wfile.write(answers.get(self.path, b""))
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/api", answers
+        server.shutdown()
+
+
+def test_the_command_in_the_checkout_says_one_sentence(silent: str, tmp_path: Path) -> None:
+    """As pyproject.toml has it: an environment that was set up before the plugin was written does not know it."""
+    points = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]["entry-points"]["prefect.plugins"]
+    installed = tmp_path / "installed" / "rlhf_flows-0.dist-info"
+    installed.mkdir(parents=True)
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: rlhf-flows\nVersion: 0\n")
+    lines = [f"{name} = {module}\n" for name, module in points.items()]
+    (installed / "entry_points.txt").write_text("".join(["[prefect.plugins]\n", *lines]))
+    shutil.copy(CHECKOUT / "pyproject.toml", tmp_path)
+    result = subprocess.run(
+        [PREFECT, "deployment", "run", "ppo/llama7b"],
+        cwd=tmp_path,
+        env={
+            **inherited_environment(without_prefixes=("PREFECT_", "RLHF_")),
+            "PYTHONPATH": os.pathsep.join([str(installed.parent), str(CHECKOUT)]),
+            "RLHF_HOME": str(tmp_path),
+            "RLHF_ENV_FILE": str(tmp_path / ".env"),
+            "PREFECT_HOME": str(tmp_path / "prefect"),
+            "PREFECT_API_URL": silent,
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr == (
+        f"prefect: the Prefect server at {silent} does not answer; run `rlhf up`, or correct PREFECT_API_URL\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "asks"),
+    [
+        ("prefect deployment run ppo/llama7b", True),
+        ("/a/.venv/bin/prefect --no-prompt -p local flow-runs ls", True),
+        ("prefect deploy", True),
+        ("prefect deployment", False),  # its help
+        ("prefect deployment run --help", False),
+        ("prefect version", False),
+        ("prefect server start", False),
+        ("prefect config view", False),
+        ("prefect worker start --pool rlhf", False),  # it has words of its own
+        ("prefect", False),
+        ("pytest deployment run", False),
+        ("-m deployment run", False),  # `python -m prefect`, as the stack's own programs are started
+    ],
+)
+def test_only_commands_that_ask_the_server_are_looked_at(words: str, asks: bool) -> None:
+    assert asks_the_server(words.split()) is asks
+
+
+def test_no_address_is_told() -> None:
+    told = "no Prefect server is known here; start one with `rlhf up`, or set PREFECT_API_URL"
+    assert fault_of(None) == fault_of("") == told
+
+
+@pytest.mark.parametrize("url", ["nonsense", "http://127.0.0.1:99999/api", "http://name.invalid/api"])
+def test_an_address_that_leads_nowhere_is_told(url: str, home: Path) -> None:
+    assert home.is_dir()
+    assert fault_of(url) == f"the Prefect server at {url} does not answer; run `rlhf up`, or correct PREFECT_API_URL"
+
+
+def test_a_stack_that_runs_elsewhere_is_pointed_at(silent: str, home: Path) -> None:
+    address = "http://127.0.0.1:15001"
+    record = ServiceRecord(identity=ProcessRecord.of(os.getpid()), fingerprint="", address=address, log=home)
+    StackState(services={"server": record}).save(home)
+    assert fault_of(silent) == (
+        f"the Prefect server at {silent} does not answer; the local stack's is {address}/api: set PREFECT_API_URL to "
+        "it, or unset it and run `rlhf up`"
+    )
+
+
+def test_another_program_on_the_servers_port_is_told(answering: tuple[str, dict[str, bytes]], home: Path) -> None:
+    assert home.is_dir()
+    url, answers = answering
+    told = f"what answers at {url} is no Prefect server; run `rlhf up`, or correct PREFECT_API_URL"
+    assert fault_of(url) == told
+    answers["/api/health"] = b"<html>"
+    assert fault_of(url) == told
+    answers["/api/health"] = b"true"
+    assert fault_of(url) is fault_of(f"{url}/") is None

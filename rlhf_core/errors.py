@@ -39,8 +39,13 @@ class Fault(NamedTuple):
     """By dotted key, what puts it right; empty if no override does."""
 
 
-def refuse_together(faults: Sequence[Fault], error: type[RlhfError] = ConfigError) -> None:
+def refuse_together(faults: Sequence[Fault], error: type[RlhfError] = ConfigError, *, opening: str = "") -> None:
     """Raise one error for all faults, with the overrides that put them right; do nothing if there is no fault.
+
+    Args:
+        faults: what is wrong.
+        error: to raise.
+        opening: what all of it is about, such as "preset 'x' cannot run".
 
     Raises:
         RlhfError: of the given type.
@@ -48,10 +53,12 @@ def refuse_together(faults: Sequence[Fault], error: type[RlhfError] = ConfigErro
     if not faults:
         return
     sentences = list(dict.fromkeys(fault.sentence for fault in faults))
-    told = sentences[0]
-    if len(sentences) > 1:
+    if len(sentences) == 1:
+        told = f"{opening}: {sentences[0]}" if opening else sentences[0]
+    else:
         listed = "; ".join(f"({number}) {sentence}" for number, sentence in enumerate(sentences, start=1))
-        told = f"{len(sentences)} things stand in the way: {listed}"
+        count = f"{len(sentences)} reasons" if opening else f"{len(sentences)} things stand in the way"
+        told = f"{opening}, for {count}: {listed}" if opening else f"{count}: {listed}"
     together: dict[str, Any] = {}
     for fault in faults:
         together |= fault.overrides

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config import DataConfig, PipelineConfig
-from rlhf_core.config.sizes import BATCHES, Sizes, as_they_are, settle, told_changes, with_sizes
+from rlhf_core.config.sizes import BATCHES, Sizes, as_they_are, settle, shortage, told_changes, with_sizes
 from rlhf_core.config.sizes import SPLITS as SIZES_OF_SPLITS
 from rlhf_core.counting import counted
-from rlhf_core.errors import DataError, Fault, refuse_together
+from rlhf_core.errors import ConfigError, DataError, Fault, refuse_together
 from tasks.context import Context, materialise, open_context
 from tasks.data_access import access_to
 from tasks.parents import base_model
@@ -97,9 +97,8 @@ def prepare_data(
     def make() -> StageResult:
         started = time.perf_counter()
         made = _made(context, config, sizes, sets, template, reads=reads)
-        emptied = any(size == 0 for size in made.sizes.model_dump().values())
         # what gave way to the splits that this run reads is missing in another's: they share no dataset
-        own = key(reads=reads) if emptied else key()
+        own = key() if made.for_all else key(reads=reads)
 
         def store() -> StageResult:
             seconds = time.perf_counter() - started
@@ -128,8 +127,10 @@ def settled(
         ConfigError: sizes that the user set exclude each other or the dataset, and the run learns by PPO.
     """
     made_with = DataConfig.model_validate(open_context().store.resolve(dataset.uri).config["data"])
-    found = settle(sizes.with_splits(made_with.splits.model_dump()), reads=tuple(reads))
-    assert found is not None  # without rows to count there are always sizes
+    as_made = sizes.with_splits(made_with.splits.model_dump())
+    found = settle(as_made, reads=tuple(reads))
+    if found is None:
+        raise ConfigError(f"{dataset.uri} does not suit this run: {shortage(as_made, (), tuple(reads))}")
     told: list[str] = [] if is_dataset(reference) else [*SIZES_OF_SPLITS]
     if "ppo" in reads:
         refuse_together([Fault(each, found.instead) for each in found.complaints])

@@ -202,6 +202,8 @@ def _data_path(path: str, *, here: bool) -> str:
 
 
 def _model_path(path: str, *, here: bool) -> str:
+    if not path:
+        raise ModelError("the parameter model is empty; name a packaged model, a directory, or a model of the hub")
     directory = Path(path).expanduser().absolute()
     if directory.exists():
         from rlhf_core.models.locating import PACKAGED  # seconds, for a directory alone

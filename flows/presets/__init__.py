@@ -12,13 +12,13 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from flows.presets.keys import keys, no_such_key
 from infra.strict_yaml import load_yaml
-from rlhf_core.config import PipelineConfig
-from rlhf_core.config.sizes import BATCHES, KEYS, Sizes, settle
+from rlhf_core.config import PipelineConfig, SplitsConfig
+from rlhf_core.config.sizes import BATCHES, KEYS, LEAST, Sizes, settle, shortage
 from rlhf_core.config.sizes import SPLITS as SPLIT_SIZES
 from rlhf_core.errors import ConfigError, Fault, refuse_together
 
@@ -27,6 +27,7 @@ SOURCES = ("problems", "prompts", "demonstrations", "preferences", "evaluation")
 """Keys of `data` that name sets."""
 _OF_BATCHES = ("ppo.samples_per_prompt", "ppo.num_trainers", "ppo.buffer_limit")
 _PAIRS = "reward_model.pairs"
+_DATA = {f"data.{name}" for name in (*SOURCES, "task", "task_parameters")}
 _NUMBER = TypeAdapter(int)
 
 
@@ -99,7 +100,6 @@ def draft_of(
         ConfigError: as `resolve`, but for sizes that exclude each other.
     """
     values = _load(preset)
-    preset_keys = frozenset(_leaves(values)) & set(KEYS)
     changes: dict[str, Any] = {}
     if model is not None:
         changes |= {"model.path": model, "model.num_parameters": None}
@@ -108,37 +108,46 @@ def draft_of(
     if seed is not None:
         changes["seed"] = seed
     changes |= overrides or {}
-    unknown = []
-    for key, value in changes.items():  # in order: overrides last
-        try:
-            _set(values, key, value)
-        except ConfigError as error:
-            unknown.append(Fault(str(error), {}))
-    refuse_together(unknown)
-    set_here = {leaf for key, value in changes.items() for leaf in _leaves({key: value})}
-    sizes = _sizes(values, _fixed(set_here, preset_keys, data))
+    faults = _changed(values, changes)
+    sizes = _sizes(values, _fixed(values, changes, data))
     settled = settle(sizes) if sizes is not None else None
     if settled is not None:
-        for key in KEYS:
-            if _value(values, key) != settled.values[key]:
-                _set(values, key, settled.values[key])
+        faults += _changed(values, {key: size for key, size in settled.values.items() if _value(values, key) != size})
     try:
         config = PipelineConfig.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(_sentence(error, preset)) from error
+        faults += [Fault(each, {}) for each in _complaints(error)]
+    if sizes is not None and settled is None:
+        faults.append(Fault(shortage(sizes, (), tuple(LEAST)), {}))
+    if faults and settled is not None:  # with something else to correct, sizes are told with it
+        faults += [Fault(each, settled.instead) for each in settled.complaints]
+    refuse_together(faults, opening=f"preset {preset!r} with these parameters cannot run")
     assert sizes is not None  # what is no size has been refused
-    assert settled is not None  # with nothing kept, there are always sizes
+    assert settled is not None
     return Draft(config, sizes, settled.complaints, settled.instead)
 
 
-def _fixed(set_here: set[str], preset_keys: frozenset[str], data: str | None) -> tuple[frozenset[str], ...]:
+def _changed(values: dict[str, Any], changes: Mapping[str, Any]) -> list[Fault]:
+    """Set values by dotted key, in order, and return what is wrong with the keys."""
+    faults = []
+    for key, value in changes.items():
+        try:
+            _set(values, key, value)
+        except ConfigError as error:
+            faults.append(Fault(str(error), {}))
+    return faults
+
+
+def _fixed(values: Mapping[str, Any], changes: Mapping[str, Any], data: str | None) -> tuple[frozenset[str], ...]:
     """Return which sizes are kept, and which where that cannot be, if the run has data or sizes of its own."""
+    set_here = set(_leaves(changes))
     mine = frozenset(set_here & set(KEYS))
-    other_data = data is not None and not data.startswith("dataset/")
-    other_data |= any(key.startswith("data.") and key not in SPLIT_SIZES for key in set_here)
-    most = mine | (preset_keys & set(BATCHES) if other_data else preset_keys)
+    other_data = (data is not None and not data.startswith("dataset/")) or any(
+        f"{key}.".startswith(f"{name}.") for key in set_here for name in _DATA
+    )
+    in_preset = set(_leaves(values)) & set(BATCHES if other_data else KEYS)
     as_in_the_preset = data is None and not other_data and not set_here & {*KEYS, *_OF_BATCHES}
-    return (most,) if as_in_the_preset else (most, mine)
+    return (mine | in_preset,) if as_in_the_preset else (mine | in_preset, mine)
 
 
 def _sizes(values: Mapping[str, Any], fixed: tuple[frozenset[str], ...]) -> Sizes | None:
@@ -153,8 +162,8 @@ def _sizes(values: Mapping[str, Any], fixed: tuple[frozenset[str], ...]) -> Size
         return None
     if any(value < lowest[key] for key, value in found.items()) or (most_pairs is not None and most_pairs < 1):
         return None
-    relations = {key.removeprefix("ppo."): found[key] for key in _OF_BATCHES}
-    return Sizes({key: found[key] for key in KEYS}, fixed, **relations, pairs=most_pairs)
+    samples, trainers, limit = (found[key] for key in _OF_BATCHES)
+    return Sizes({key: found[key] for key in KEYS}, fixed, samples, trainers, limit, most_pairs)
 
 
 def _value(values: Mapping[str, Any], key: str) -> Any:
@@ -163,7 +172,13 @@ def _value(values: Mapping[str, Any], key: str) -> Any:
     inner: Any = values
     for part in key.split("."):
         field = model.model_fields[part]
-        inner = inner.get(part, field.default) if isinstance(inner, Mapping) else getattr(inner, part, field.default)
+        if isinstance(inner, Mapping):
+            inner = inner.get(part, field.default)
+        elif isinstance(inner, BaseModel):
+            inner = getattr(inner, part)
+        else:
+            return inner  # no section: the configuration says so
+        inner = SplitsConfig() if inner is None and field.annotation is SplitsConfig else inner  # null clears it
         model = field.annotation
     return inner
 
@@ -254,7 +269,7 @@ def _set(values: dict[str, Any], key: str, value: Any) -> None:
     values[last] = value
 
 
-def _sentence(error: ValidationError, preset: str) -> str:
+def _complaints(error: ValidationError) -> list[str]:
     """Return all complaints in words, one for a key."""
     # unknown keys come first: what else is missing may stand under a wrong name
     errors = sorted(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
@@ -263,11 +278,7 @@ def _sentence(error: ValidationError, preset: str) -> str:
         # pydantic names in brackets which member of a union it tried
         place = ".".join(str(part) for part in each["loc"] if "[" not in str(part))
         told.setdefault(place, _complaint(each, place))
-    listed = list(told.values())
-    if len(listed) == 1:
-        return f"preset {preset!r} with these parameters cannot run: {listed[0]}"
-    numbered = "; ".join(f"({number}) {text}" for number, text in enumerate(listed, start=1))
-    return f"preset {preset!r} with these parameters cannot run, for {len(listed)} reasons: {numbered}"
+    return list(told.values())
 
 
 def _complaint(error: ErrorDetails, place: str) -> str:

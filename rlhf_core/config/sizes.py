@@ -8,9 +8,9 @@ the fewest of them that have to change, and values with which everything holds.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import combinations, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -22,6 +22,8 @@ BATCHES = (PROMPTS, CHUNK, BATCH, MICRO)
 LEAST = {"sft": 1, "preferences": 1, "ppo": 1, "evaluation": 2}
 """The fewest problems with which a stage can do anything, by split."""
 _LEAST_PAIRS = 2
+_MOST_TRIED = 4096
+"""Numbers of prompts that are looked at, from the wanted one downwards: enough for any usual size, and soon over."""
 
 
 def split_key(split: str) -> str:
@@ -59,12 +61,14 @@ class Sizes:
     buffer_limit: int = 0
     pairs: int | None = None
     """Most pairs that the reward model takes; None takes all."""
+    given: frozenset[str] = frozenset()
+    """Of the fixed keys those that nobody can change: sizes of splits that are there already."""
 
     def with_splits(self, splits: Mapping[str, int]) -> Sizes:
-        """Return the same with splits that are there already, by name, and keep their sizes."""
+        """Return the same with splits that are there already, by name."""
         given = {split_key(name): size for name, size in splits.items()}
         fixed = tuple(dict.fromkeys(each | frozenset(given) for each in self.fixed))
-        return replace(self, wanted={**self.wanted, **given}, fixed=fixed)
+        return replace(self, wanted={**self.wanted, **given}, fixed=fixed, given=frozenset(given))
 
     def decide_splits(self) -> dict[str, Any]:
         """Return what decides the splits' sizes besides the rows, as plain values: part of what names a dataset."""
@@ -78,15 +82,23 @@ class Sizes:
         ]
         return {"wanted": {key: self.wanted[key] for key in SPLITS}, "levels": levels, "pairs": self.pairs}
 
+    def relations(self) -> dict[str, int]:
+        """Return what the batches have to agree with, by the names that `batch_complaints` takes."""
+        return {name: getattr(self, name) for name in ("samples_per_prompt", "num_trainers", "buffer_limit")}
+
 
 class Settled(NamedTuple):
     """Sizes with which all relations hold."""
 
     values: dict[str, int]
     """By key, each of KEYS; a split that nothing is left for has 0."""
-    given_up: frozenset[str]
+    fixed: frozenset[str]
+    """The keys that kept their value."""
+    for_all: bool
+    """Whether every stage has something: flows that read other splits come to the same sizes then."""
+    given_up: frozenset[str] = frozenset()
     """Fixed sizes that are not kept, since they exclude each other or the data; empty if all is well."""
-    complaints: tuple[str, ...]
+    complaints: tuple[str, ...] = ()
     """What does not hold with the fixed sizes, a sentence each."""
 
     @property
@@ -126,62 +138,104 @@ def settle(sizes: Sizes, supplies: Sequence[Supply] = (), *, reads: Sequence[str
         reads: splits that have to hold something; the others do where there is room.
 
     Returns:
-        None if the rows do not suffice for any sizes.
+        None if no sizes serve these splits: `shortage` says why.
     """
-    whole = tuple(LEAST)
-    levels = sizes.fixed if "ppo" in reads else (*sizes.fixed, sizes.fixed[-1] - set(BATCHES))  # nobody asks for those
-    for needed in dict.fromkeys((whole, tuple(each for each in whole if each in reads))):
-        for fixed in levels:
-            values = _attempt(sizes, fixed, supplies, needed)
-            if values is not None:
-                return Settled(values, frozenset(), ())
+    for fixed in sizes.fixed:
+        values = _attempt(sizes, fixed, supplies, tuple(LEAST))
+        if values is not None:
+            return Settled(values, fixed, for_all=True)
+    levels = sizes.fixed
+    if "ppo" not in reads:  # nobody asks for its batches
+        levels = tuple(dict.fromkeys(fixed - set(BATCHES) for fixed in levels))
+    for fixed in levels:
+        values = _attempt(sizes, fixed, supplies, reads)
+        if values is not None:
+            return Settled(values, fixed, for_all=False)
     return _reconciled(sizes, levels[-1], supplies, reads)
+
+
+def shortage(sizes: Sizes, supplies: Sequence[Supply], reads: Sequence[str]) -> str:
+    """Return the sentence of rows that suffice for no sizes."""
+    least = _least(sizes, sizes.given, reads)
+    for supply in supplies:
+        needed = _needed(supply, sizes, sizes.given, least)
+        if sum(needed.values()) > supply.rows:
+            return f"{lacking(supply, needed)}; give more"
+    return (
+        f"data.splits.ppo has {sizes.wanted[split_key('ppo')]} problems, but {_told_relations(sizes)} need an episode "
+        f"of at least {least['ppo']} prompts; lower one of them, or give more"
+    )
 
 
 def _reconciled(
     sizes: Sizes, fixed: frozenset[str], supplies: Sequence[Supply], reads: Sequence[str]
 ) -> Settled | None:
     """Give up the fewest fixed sizes; of equally few, those that change least."""
-    for count in range(1, len(fixed) + 1):
+    free = [key for key in KEYS if key in fixed - sizes.given]
+    for count in range(1, len(free) + 1):
         found = [
-            (sum(_distance(values[key], sizes.wanted[key]) for key in KEYS), sorted(freed), values)
-            for freed in combinations([key for key in KEYS if key in fixed], count)
+            (sum(_distance(values[key], sizes.wanted[key]) for key in KEYS), freed, values)
+            for freed in combinations(free, count)
             if (values := _attempt(sizes, fixed - set(freed), supplies, reads)) is not None
         ]
         if found:
             _, freed, values = min(found, key=lambda each: each[:2])
-            return Settled(values, frozenset(freed), _complaints(sizes, values, freed, fixed, supplies))
+            told = _complaints(sizes, fixed, supplies, reads)
+            return Settled(values, fixed - set(freed), for_all=False, given_up=frozenset(freed), complaints=told)
     return None
 
 
 def _complaints(
-    sizes: Sizes, values: Mapping[str, int], freed: Sequence[str], fixed: frozenset[str], supplies: Sequence[Supply]
+    sizes: Sizes, fixed: frozenset[str], supplies: Sequence[Supply], reads: Sequence[str]
 ) -> tuple[str, ...]:
-    """Return what does not hold between the fixed sizes, where those that were given up have their wanted value."""
-    asked = {**values, **{key: sizes.wanted[key] for key in freed}}
-    told = [
-        lacking(supply, {split: asked[split_key(split)] for split in supply.splits})
-        for supply in supplies
-        if any(split_key(split) in freed for split in supply.splits)
-    ]
-    if set(freed) & set(BATCHES):
-        told += batch_complaints(
-            {key: sizes.wanted[key] for key in BATCHES if key in fixed},
-            samples_per_prompt=sizes.samples_per_prompt,
-            num_trainers=sizes.num_trainers,
-            buffer_limit=sizes.buffer_limit,
-        )
-    prompts, problems = _least_prompts(sizes, fixed), asked[split_key("ppo")]
-    if 0 < problems < prompts:
-        told.append(
-            f"{PROMPTS} is {prompts}, but data.splits.ppo has only {problems} problems; lower the first or raise the "
-            "second"
-            if PROMPTS in fixed
-            else f"an episode of these batches has at least {prompts} prompts, but data.splits.ppo has only {problems} "
-            "problems; lower ppo's sizes or raise that one"
-        )
+    """Return what does not hold between the fixed sizes, and with the rows."""
+    least = _least(sizes, fixed, reads)
+    told = []
+    for supply in supplies:
+        needed = _needed(supply, sizes, fixed, least)
+        if sum(needed.values()) > supply.rows:
+            told.append(lacking(supply, needed))
+        told += [
+            f"{split_key(split)} is {sizes.wanted[split_key(split)]}, but this run reads that split and needs at least "
+            f"{LEAST[split]}"
+            for split in supply.splits
+            if split in reads and split_key(split) in fixed and sizes.wanted[split_key(split)] < LEAST[split]
+        ]
+    if "ppo" in reads:
+        batches = {key: sizes.wanted[key] for key in BATCHES if key in fixed}
+        told += batch_complaints(batches, **sizes.relations())
+        prompts, problems = least["ppo"], sizes.wanted[split_key("ppo")]
+        if split_key("ppo") in fixed and 0 < problems < prompts:
+            told.append(
+                f"{PROMPTS} is {prompts}, but data.splits.ppo has only {problems} problems; lower the first or raise "
+                "the second"
+                if PROMPTS in fixed
+                else f"an episode of these batches has at least {prompts} prompts, but data.splits.ppo has only "
+                f"{problems} problems; lower ppo's sizes or raise that one"
+            )
     kept = ", ".join(f"{key} {sizes.wanted[key]}" for key in KEYS if key in fixed)
-    return tuple(told) or (f"these sizes exclude each other: {kept}",)
+    return tuple(told) or (f"{kept} and {_told_relations(sizes)} exclude each other",)
+
+
+def _told_relations(sizes: Sizes) -> str:
+    return ", ".join(f"ppo.{name} {value}" for name, value in sizes.relations().items())
+
+
+def _needed(supply: Supply, sizes: Sizes, fixed: frozenset[str], least: Mapping[str, int]) -> dict[str, int]:
+    """Return the fewest rows that each of a supply's splits, and the pairs, can do with, less what needs none."""
+    splits = {
+        split: sizes.wanted[split_key(split)] if split_key(split) in fixed else least[split] for split in supply.splits
+    }
+    pairs = {"pairs": least["pairs"]} if supply.feeds_pairs else {}
+    return {name: size for name, size in {**splits, **pairs}.items() if size}
+
+
+def _least(sizes: Sizes, fixed: frozenset[str], reads: Sequence[str]) -> dict[str, int]:
+    """Return the fewest rows for each split, and for the pairs, with which the stages that read them can work."""
+    least = {split: (low if split in reads else 0) for split, low in LEAST.items()}
+    if "ppo" in reads:
+        least["ppo"] = _least_prompts(sizes, fixed)
+    return {**least, "pairs": min(_LEAST_PAIRS, sizes.pairs or _LEAST_PAIRS) if "preferences" in reads else 0}
 
 
 def lacking(supply: Supply, wanted: Mapping[str, int]) -> str:
@@ -234,15 +288,14 @@ def batch_complaints(
 
 
 def _attempt(
-    sizes: Sizes, fixed: frozenset[str], supplies: Sequence[Supply], reads: Sequence[str]
+    sizes: Sizes, fixed: frozenset[str], supplies: Sequence[Supply], needed: Sequence[str]
 ) -> dict[str, int] | None:
-    """Return values with which everything holds and what is fixed is kept; None if there are none."""
-    wanted = dict(sizes.wanted)
-    step = _prompts_step(sizes, fixed)
-    least = {split: (least if split in reads else 0) for split, least in LEAST.items()}
-    if "ppo" in reads:
-        least["ppo"] = _least_prompts(sizes, fixed)
-    ppo = split_key("ppo")
+    """Return values with which everything holds and what is fixed is kept; None if there are none.
+
+    A split that is not needed may come to nothing, even if it is fixed: where it is too small for its stage.
+    """
+    wanted, ppo = dict(sizes.wanted), split_key("ppo")
+    least = _least(sizes, fixed, needed)
     if ppo not in fixed:
         wanted[ppo] = max(wanted[ppo], least["ppo"])
     values = dict(wanted)
@@ -253,9 +306,12 @@ def _attempt(
         # a split that is too small for its stage is none
         values |= {key: size if size >= LEAST[key.rpartition(".")[2]] else 0 for key, size in shares.items()}
     drawn = {split for supply in supplies for split in supply.splits}
-    if any(values[split_key(split)] < least[split] for split in drawn & set(reads)):
+    if any(values[split_key(split)] < least[split] for split in drawn & set(needed)):
         return None
-    batches = _batches(sizes, fixed, step=step, most=values[ppo] or None)
+    batches = _batches(sizes, fixed, most=values[ppo] or None)
+    if batches is None and "ppo" not in needed:
+        values[ppo] = 0
+        batches = _batches(sizes, fixed, most=None)
     return None if batches is None else values | batches
 
 
@@ -263,13 +319,13 @@ def _shares(
     supply: Supply, wanted: Mapping[str, int], least: Mapping[str, int], fixed: frozenset[str], *, pairs: int | None
 ) -> dict[str, int] | None:
     """Return the sizes of a supply's splits: what they want, or where that is too much, in proportion to it."""
-    keys = {split_key(split): least[split] for split in supply.splits}
-    kept = {key: wanted[key] for key in keys if key in fixed}
-    asked = {key: max(wanted[key], low) for key, low in keys.items() if key not in fixed}
-    lowest = {key: keys[key] for key in asked}
+    low = {split_key(split): least[split] for split in supply.splits}
+    kept = {key: wanted[key] for key in low if key in fixed}
+    asked = {key: max(wanted[key], low[key]) for key in low if key not in fixed}
     if supply.feeds_pairs:
-        asked["pairs"] = pairs or sum(wanted[key] for key in keys)
-        lowest["pairs"] = min(_LEAST_PAIRS, asked["pairs"])
+        asked["pairs"] = pairs or sum(wanted[key] for key in low)
+        low["pairs"] = least["pairs"]
+    lowest = {key: low[key] for key in asked}
     room = supply.rows - sum(kept.values())
     if room < sum(lowest.values()):
         return None
@@ -298,36 +354,41 @@ def _prompts_step(sizes: Sizes, fixed: frozenset[str]) -> int:
     return samples // sizes.samples_per_prompt
 
 
-def _batches(sizes: Sizes, fixed: frozenset[str], *, step: int, most: int | None) -> dict[str, int] | None:
+def _batches(sizes: Sizes, fixed: frozenset[str], *, most: int | None) -> dict[str, int] | None:
     """Return the batches that are nearest to what is wanted, of an episode of at most so many prompts."""
-    wanted = sizes.wanted[PROMPTS]
+    wanted, step = sizes.wanted[PROMPTS], _prompts_step(sizes, fixed)
     if PROMPTS in fixed:
-        candidates: Sequence[int] = [wanted] if most is None or wanted <= most else []
+        candidates: Iterable[int] = [wanted] if most is None or wanted <= most else []
     else:
         highest = max(wanted, step) if most is None else min(max(wanted, step), most)
-        candidates = range(step, highest + 1, step)
-    found = [values for prompts in candidates if (values := _of_prompts(sizes, fixed, prompts)) is not None]
-    distances = {id(each): sum(_distance(each[key], sizes.wanted[key]) for key in BATCHES) for each in found}
-    return min(found, key=lambda each: (distances[id(each)], -each[PROMPTS]), default=None)
+        candidates = islice(range(highest // step * step, 0, -step), _MOST_TRIED)
+    best, least = None, math.inf
+    for prompts in candidates:
+        if prompts <= wanted and _distance(prompts, wanted) >= least:
+            break  # those that follow are further away still
+        values = _batches_of(prompts, sizes, fixed)
+        distance = math.inf if values is None else sum(_distance(values[key], sizes.wanted[key]) for key in BATCHES)
+        if distance < least:
+            best, least = values, distance
+    return best
 
 
-def _of_prompts(sizes: Sizes, fixed: frozenset[str], prompts: int) -> dict[str, int] | None:
-    each, trainers = sizes.samples_per_prompt, sizes.num_trainers
+def _batches_of(prompts: int, sizes: Sizes, fixed: frozenset[str]) -> dict[str, int] | None:
+    """Return the batches that are nearest to what is wanted, of an episode of so many prompts."""
+    each, trainers, limit = sizes.samples_per_prompt, sizes.num_trainers, sizes.buffer_limit
     samples, micro = prompts * each, sizes.wanted[MICRO]
-    batch = sizes.wanted[BATCH]
+    chunk, batch = sizes.wanted[CHUNK], sizes.wanted[BATCH]
     if BATCH not in fixed:
-        batch = _divisor(samples // trainers, batch, of=micro if MICRO in fixed else 1)
-    chunk = sizes.wanted[CHUNK]
+        smallest_chunk = chunk if CHUNK in fixed else each
+        room_for_one = math.ceil(smallest_chunk / (limit * trainers)) if limit else 1
+        batch = _divisor(samples // trainers, max(batch, room_for_one), of=micro if MICRO in fixed else 1)
     if CHUNK not in fixed:
-        room = sizes.buffer_limit * batch * trainers
+        room = limit * batch * trainers
         chunk = _divisor(samples, min(chunk, room) if room else chunk, of=each)
     if MICRO not in fixed:
         micro = _divisor(batch, micro, of=1)
     values = {PROMPTS: prompts, CHUNK: chunk, BATCH: batch, MICRO: micro}
-    complaints = batch_complaints(
-        values, samples_per_prompt=each, num_trainers=trainers, buffer_limit=sizes.buffer_limit
-    )
-    return None if complaints else values
+    return None if batch_complaints(values, **sizes.relations()) else values
 
 
 def _divisor(number: int, most: int, *, of: int) -> int:

@@ -133,7 +133,7 @@ def varies(*, variance: Float[Tensor, "*shape"], square: Float[Tensor, "*shape"]
         square: their mean square, which is the variance and the square of the mean.
 
     Returns:
-        Of their shape; False for equal numbers.
+        Of their shape; False for equal numbers, True for what is no number, so that dividing hides nothing.
 
     Example:
         >>> varies(variance=torch.tensor(1e-8), square=torch.tensor(1.0)).item()
@@ -141,7 +141,7 @@ def varies(*, variance: Float[Tensor, "*shape"], square: Float[Tensor, "*shape"]
         >>> varies(variance=torch.tensor(1e-8), square=torch.tensor(1e6)).item()
         False
     """
-    return variance > _ROUNDING * square
+    return ~(variance <= _ROUNDING * square)
 
 
 class RunningMoments(NamedTuple):
@@ -191,6 +191,6 @@ class RunningMoments(NamedTuple):
             >>> RunningMoments(count=2, mean=0.1, m2=1e-33).std
             1.0
         """
-        variance = torch.tensor(self.m2 / max(self.count, 1), dtype=torch.float64)
-        has_spread = varies(variance=variance, square=variance + self.mean**2)
-        return sqrt(variance.item()) if has_spread else 1.0
+        variance = self.m2 / max(self.count, 1)
+        square = variance + self.mean * self.mean
+        return sqrt(variance) if variance > _ROUNDING * square else 1.0  # as `varies`, for plain numbers

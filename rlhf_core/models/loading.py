@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -37,7 +38,17 @@ __all__ = [
 ]
 
 # what transformers, tokenizers and safetensors raise on files that are damaged or of another kind
-_READ_ERRORS = (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, SafetensorError)
+_READ_ERRORS = (
+    OSError,
+    ValueError,
+    RuntimeError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    AssertionError,  # of PyTorch's layers, for sizes that do not fit
+    StrictDataclassError,  # of transformers, for a value of another type
+    SafetensorError,
+)
 
 
 def default_device() -> torch.device:
@@ -157,7 +168,7 @@ def count_built(directory: Path) -> int | None:
             config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
             # which attention is taken changes no weight, and may need a library that is not here
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, attn_implementation="eager")
-    except (*_READ_ERRORS, ImportError, ArithmeticError):
+    except Exception:  # a configuration may hold anything, and each model's code fails in its own way
         return None
     return int(model.num_parameters())
 

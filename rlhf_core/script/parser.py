@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from contextlib import suppress
 from typing import NoReturn
 
 from rlhf_core.errors import ConfigError
@@ -37,7 +38,8 @@ def end_with(sentence: str, *, program: str, status: int) -> int:
     """
     rank = launched_rank()
     if rank:
-        time.sleep(_RANK_0_SPEAKS_FIRST_S)
+        with suppress(KeyboardInterrupt):  # a second Ctrl-C ends the wait, not the sentence
+            time.sleep(_RANK_0_SPEAKS_FIRST_S)
         sentence = f"rank {rank}: {sentence}"
     told = f"{program}: {sentence}"
     sys.stderr.write(f"{told}\n")

@@ -23,7 +23,7 @@ from rlhf_core.data.preparing.report import (
 )
 from rlhf_core.data.preparing.sets import read_sets, role_of, with_source
 from rlhf_core.data.reading import at_fault, detect_role
-from rlhf_core.errors import ConfigError, DataError
+from rlhf_core.errors import ConfigError, DataError, refuse_together
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -173,10 +173,12 @@ def _dry_run(
     except (ConfigError, DataError) as error:
         return None, [str(error)], None
     refusals = [each.sentence for each in made.report.too_long if not each.dropped]
-    if meter is not None:
-        try:
+    try:
+        if meter is None:
+            refuse_together(made.faults, DataError)
+        else:
             refuse_unfit(made.splits, made.pairs, config, meter, reads=SPLITS, besides=made.faults)
-        except (ConfigError, DataError) as error:
-            refusals = [str(error)]
+    except (ConfigError, DataError) as error:
+        refusals = [str(error)]
     found = settle(sizes.with_splits(made.sizes.model_dump()))
     return made.report, refusals, told_changes(sizes.wanted, found.values) if found is not None else None

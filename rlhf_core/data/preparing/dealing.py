@@ -11,7 +11,7 @@ from rlhf_core.data.preparing.pools import SPLITS, Pool
 from rlhf_core.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from rlhf_core.config import SplitsConfig
     from rlhf_core.data.problems import Problem
@@ -27,31 +27,16 @@ def needed(pool: str, served: Mapping[str, str], sizes: SplitsConfig) -> dict[st
     return {split: wanted[split] for split in FILLING_ORDER if served.get(split) == pool}
 
 
-def deal(
-    pools: Mapping[str, Pool], served: Mapping[str, str], sizes: SplitsConfig, *, fewer: Collection[str] = ()
-) -> dict[str, list[Problem]]:
+def deal(pools: Mapping[str, Pool], served: Mapping[str, str], sizes: SplitsConfig) -> dict[str, list[Problem]]:
     """Return every split's problems, taken from the pools in their order; a split that nothing serves is empty.
 
-    Args:
-        pools: by name.
-        served: which pool each split is drawn from.
-        sizes: of the splits; no pool has fewer rows than its splits take.
-        fewer: splits that may get less, where too few rows have something to learn.
-
-    Raises:
-        DataError: if too few rows of a pool have something to learn.
+    Supervised fine-tuning gets fewer than its size where too few rows have something to learn.
     """
     splits: dict[str, list[Problem]] = {name: [] for name in SPLITS}
     for name, pool in pools.items():
-        wanted = needed(name, served, sizes)
         left = list(pool.rows)
-        for split, size in wanted.items():
+        for split, size in needed(name, served, sizes).items():
             splits[split] = [problem for problem in left if split != "sft" or demonstrates(problem)][:size]
-            if len(splits[split]) < size and not (splits[split] and split in fewer):
-                raise DataError(
-                    f"{pool} has only {counted(len(splits[split]), 'prompt')} left with a response or an answer to "
-                    f"learn, but data.splits.sft is {size}; lower it or give more"
-                )
             taken = {problem.key for problem in splits[split]}
             left = [problem for problem in left if problem.key not in taken]
     return splits

@@ -69,6 +69,8 @@ def refuse_unfit(
         )
     if "preferences" in reads:
         faults += _nothing_to_rank(splits["preferences"]) if pairs is None else _unfit_pairs(pairs, config, meter)
+    elif pairs is None and any("reward_model" in str(fault.overrides) for fault in faults) and not _wants_one(config):
+        faults += _nothing_to_rank(splits.get("preferences", ()))  # nor could one be trained, if it were asked for
     for split in ("sft", "ppo", "evaluation"):
         if split in reads:
             faults += _longer(too_long(split, meter.problems(splits[split]), config, dropped=False), meter)
@@ -113,6 +115,11 @@ def _of_another_form(problems: Sequence[Problem], template: PromptTemplate) -> l
         "template.answer_tag=answer or template.tags to the former, or give whole responses in a field 'response'"
     )
     return [Fault(sentence, {})]
+
+
+def _wants_one(config: PipelineConfig) -> bool:
+    """Return whether the run has a reward model: who wants one and reads nothing for it has named it."""
+    return config.ppo.reward.reward_model > 0 or config.evaluation.judge == "reward_model"
 
 
 def _can_be_judged(problem: Problem) -> bool:

@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config.data import SplitsConfig
-from rlhf_core.config.sizes import LEAST, Supply, as_they_are, lacking, settle, split_key
+from rlhf_core.config.sizes import Supply, as_they_are, settle, shortage, split_key
+from rlhf_core.counting import counted
 from rlhf_core.data.preparing.agreement import Agreement, ask_verifier
 from rlhf_core.data.preparing.dealing import deal, demonstrates, hashed, needed, refuse_overlap
 from rlhf_core.data.preparing.fitting import Fitting
@@ -48,6 +49,8 @@ class Prepared:
     """What the splits came to; one that nothing serves keeps what was asked for."""
     faults: tuple[Fault, ...]
     """Sizes that the user set and that cannot be had together; the splits are as the overrides in here make them."""
+    for_all: bool
+    """Whether every stage has something: flows that read other splits prepare the same."""
 
 
 def prepare(
@@ -86,13 +89,20 @@ def prepare(
         wanted[served.pop("sft")].pop("sft")
     refuse_overlap(list(pools.values()), {name: _uses(name, list(wanted[name])) for name in pools})
     usable = {name: _usable(pool, wanted[name], fitting, config.seed) for name, pool in pools.items() if wanted[name]}
-    settled, faults = _settled(usable, wanted, sizes or as_they_are(config), reads, pairs="preferences" in sets)
+    supplies = [_supply(pool, tuple(wanted[name]), feeds_pairs="preferences" in sets) for name, pool in usable.items()]
+    asked = sizes or as_they_are(config)
+    settled = settle(asked, supplies, reads=reads)
+    if settled is None:
+        left_out = "; ".join(f"{each.longer} are left out by {each.key} = {each.limit}" for each in fitting.left_out)
+        raise DataError(shortage(asked, supplies, reads) + (f" ({left_out})" if left_out else ""))
+    wished = SplitsConfig(**{split: settled.values[split_key(split)] for split in SPLITS})
+    splits = deal(usable, served, wished)
+    faults = [Fault(each, settled.instead) for each in settled.complaints]
+    if split_key("sft") in settled.fixed and "sft" in served:
+        faults += _too_few_demonstrations(pools[served["sft"]], len(splits["sft"]), wished.sft)
     if sizes is None:
         refuse_together(faults, DataError)
-    splits_config = SplitsConfig(**{split: settled[split_key(split)] for split in SPLITS})
-    fewer = () if sizes is None or split_key("sft") in sizes.fixed[0] else ("sft",)
-    splits = deal(usable, served, splits_config, fewer=fewer)
-    splits_config = splits_config.model_copy(update={split: len(splits[split]) for split in served})
+    dealt = wished.model_copy(update={split: len(splits[split]) for split in served})
     pairs = None
     if "preferences" in sets:
         drawn = {problem.key for problems in splits.values() for problem in problems}
@@ -105,38 +115,22 @@ def prepare(
     described, exceeding = _describe(config, splits, pairs, origins, meter)
     too_long = (*fitting.left_out, *exceeding)
     report = _report(config, sets, described, too_long, agreement)
-    return Prepared(splits, pairs, report, splits_config, faults)
+    return Prepared(splits, pairs, report, dealt, tuple(faults), settled.for_all)
 
 
-def _settled(
-    usable: Mapping[str, Pool],
-    wanted: Mapping[str, Mapping[str, int]],
-    sizes: Sizes,
-    reads: Sequence[str],
-    *,
-    pairs: bool,
-) -> tuple[dict[str, int], tuple[Fault, ...]]:
-    """Return sizes that the pools can fill, and what of the fixed ones excludes each other.
+def _supply(pool: Pool, splits: tuple[str, ...], *, feeds_pairs: bool) -> Supply:
+    noun = "problems" if pool.name == TASK else "prompts"
+    return Supply(str(pool), len(pool.rows), splits, feeds_pairs=feeds_pairs and pool.name == "preferences", noun=noun)
 
-    Raises:
-        DataError: if there is too little for any sizes.
-    """
-    supplies = [
-        Supply(
-            str(pool),
-            len(pool.rows),
-            tuple(wanted[name]),
-            feeds_pairs=pairs and name == "preferences",
-            noun="problems" if name == TASK else "prompts",
-        )
-        for name, pool in usable.items()
-    ]
-    settled = settle(sizes, supplies, reads=reads)
-    if settled is not None:
-        return settled.values, tuple(Fault(each, settled.instead) for each in settled.complaints)
-    short = [each for each in supplies if sum(LEAST[split] for split in each.splits if split in reads) > each.rows]
-    least = {split: LEAST[split] for split in short[0].splits if split in reads}
-    raise DataError(f"{lacking(short[0], least)}; give more")
+
+def _too_few_demonstrations(pool: Pool, found: int, wanted: int) -> list[Fault]:
+    if found == wanted:
+        return []
+    sentence = (
+        f"{pool} has only {counted(found, 'prompt')} left with a response or an answer to learn, but data.splits.sft "
+        f"is {wanted}; lower it or give more"
+    )
+    return [Fault(sentence, {split_key("sft"): found} if found else {})]
 
 
 def _uses(pool: str, splits: list[str]) -> list[str]:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -7,7 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.sizes import BATCHES, KEYS, LEAST, Settled, Sizes, Supply, settle, split_key, told_changes
+from rlhf_core.config.sizes import (
+    BATCHES,
+    KEYS,
+    LEAST,
+    Settled,
+    Sizes,
+    Supply,
+    settle,
+    shortage,
+    split_key,
+    told_changes,
+)
 
 USUAL = {
     **{
@@ -146,24 +158,40 @@ size = st.integers(1, 40)
     trainers=st.integers(1, 3),
     room=st.sampled_from([0, 0, 1, 3]),
     reads=st.sets(st.sampled_from(sorted(LEAST)), min_size=1),
+    then=st.sets(st.sampled_from(KEYS)),
+    pairs=st.sampled_from([None, 0, 30]),
 )
 def test_whatever_is_asked_what_comes_of_it_holds_and_what_is_offered_works(
-    wanted: dict[str, int], fixed: set[str], rows: int, each: int, trainers: int, room: int, reads: set[str]
+    wanted: dict[str, int],
+    fixed: set[str],
+    rows: int,
+    each: int,
+    trainers: int,
+    room: int,
+    reads: set[str],
+    then: set[str],
+    pairs: int | None,
 ) -> None:
     wanted[split_key("evaluation")] += 1  # one alone is refused as a value
-    asked = Sizes(wanted, (frozenset(fixed),), each, trainers, room)
-    supply = Supply("rows", rows, ALL)
+    levels = (frozenset(fixed | then), frozenset(fixed))
+    asked = Sizes(wanted, levels, each, trainers, room, pairs or None)
+    supply = Supply("rows", rows, ALL, feeds_pairs=pairs is not None)
     found = settle(asked, [supply], reads=sorted(reads))
     if found is None:
+        assert shortage(asked, [supply], sorted(reads))
         return
-    kept = fixed if "ppo" in reads else fixed - set(BATCHES)
-    assert all(found.values[key] == wanted[key] for key in kept - found.given_up)
+    unread = {split_key(split) for split in LEAST} - {split_key(split) for split in reads}
+    assert all(found.values[key] == wanted[key] for key in found.fixed - unread)
+    assert found.fixed >= frozenset(fixed) - found.given_up - (frozenset() if "ppo" in reads else set(BATCHES))
     assert bool(found.complaints) == bool(found.given_up)
+    for told in found.complaints:  # what is said to be too little is
+        if numbers := re.match(r"rows has (\d+) .* need (\d+) ", told):
+            assert int(numbers[1]) < int(numbers[2])
     parts = splits(found)
     assert sum(parts.values()) <= rows
     assert all(parts[split] >= LEAST[split] for split in reads)
     holds(found, each, trainers, room)
-    again = Sizes({**wanted, **found.instead}, asked.fixed, each, trainers, room)
+    again = Sizes({**wanted, **found.instead}, asked.fixed, each, trainers, room, pairs or None)
     better = settle(again, [supply], reads=sorted(reads))
     assert better is not None
     assert not better.complaints

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from flows import presets
-from flows.presets import preset_names, resolve
+from flows.presets import draft_of, preset_names, resolve
 from flows.presets.keys import DIFFERENT, ELSEWHERE, keys, meant
 from infra.services.prefect_yaml import read_prefect_yaml
 from infra.settings import CHECKOUT
@@ -201,6 +201,29 @@ def test_batches_that_nobody_set_follow_those_that_are(overrides: dict[str, Any]
     assert (ppo.prompts_per_episode, ppo.chunk_size, ppo.train_batch_size, ppo.micro_batch_size) == sizes
 
 
+@pytest.mark.parametrize("key", ["data.too_long", "data.bad_rows"])
+def test_a_preset_on_its_own_data_keeps_its_sizes(key: str) -> None:
+    [fixed] = draft_of("quickstart", overrides={key: "drop"}).sizes.fixed
+    assert "data.splits.sft" in fixed
+    for other in (
+        {"data.problems": "x.jsonl", "data.task": None, "data.task_parameters": None},
+        {"data": {"task": "gcd"}},
+    ):
+        most, least = draft_of("quickstart", overrides=other).sizes.fixed
+        assert not [name for name in most | least if name.startswith("data.splits")]
+
+
+def test_a_section_that_is_replaced_is_no_more_the_presets() -> None:
+    [fixed] = draft_of("gsm8k", overrides={"ppo": {}}).sizes.fixed
+    assert not [name for name in fixed if name.startswith("ppo.")]
+
+
+def test_a_slip_of_some_zeros_is_told_soon() -> None:
+    asked = {"ppo.prompts_per_episode": 10**9, "ppo.train_batch_size": 48, "data.splits.ppo": 10**10}
+    with pytest.raises(ConfigError, match="choose a divisor of 1000000000"):
+        resolve("quickstart", overrides=asked)
+
+
 def test_a_presets_own_batches_give_way_to_what_is_set_alone() -> None:
     ppo = resolve("hh-rlhf", overrides={"ppo.train_batch_size": 12}).ppo  # of 32 prompts, chunks of 16
     assert ppo.train_batch_size == 12
@@ -253,6 +276,23 @@ def test_a_presets_own_batches_give_way_to_what_is_set_alone() -> None:
             "quickstart",
             {"ppo.buffer_limit": 1, "ppo.train_batch_size": 4, "ppo.chunk_size": 32},
             "less than a chunk",
+        ),
+        ("quickstart", {"ppo": "abc", "data.splits.ppo": 10}, r"ppo must be a mapping .*'abc'"),
+        ("quickstart", {"ppo": None, "data.splits.ppo": 10}, r"ppo must be a mapping .*null"),
+        (
+            "quickstart",
+            {"data.splits": "abc", "ppo.prompts_per_episode": 700},
+            r"data\.splits must be a mapping .*'abc'",
+        ),
+        (
+            "quickstart",
+            {"ppo.chunk_size": 48, "ppo.prompts_per_episode": 64, "ppo.lr": -1, "foo.bar": 1},
+            r"for 3 reasons: .*'foo\.bar'.*ppo\.lr: .*ppo\.chunk_size is 48.*works .*: \{\"ppo\.",
+        ),
+        (
+            "quickstart",
+            {"ppo.train_batch_size": 4, "ppo.samples_per_prompt": 8, "ppo.buffer_limit": 1},
+            r"train_batch_size 4 and ppo\.samples_per_prompt 8, .* exclude each other.*\{\"ppo\.train_batch_size\": 8",
         ),
         ("quickstart", {"ppo.update_lora_weights": True, "ppo.lora": None}, r"it needs ppo\.lora"),
         ("quickstart", {"ppo.update_lora_weights": True, "ppo.lora.init": "pissa"}, r"and not ppo\.lora\.init pissa"),

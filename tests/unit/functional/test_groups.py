@@ -86,6 +86,13 @@ def test_scores_of_a_group_that_differ_by_rounding_alone_teach_grpo_nothing() ->
     assert grpo(scores=scores, group_size=3).tolist() == pytest.approx([0.0, 0.0, 0.0, -1.0, 0.0, 1.0], abs=1e-5)
 
 
+def test_a_score_that_is_no_number_stays_one_in_its_group() -> None:
+    scores, none = torch.tensor([torch.nan, 1.0, torch.inf, 1.0, 2.0, 3.0]), torch.zeros(6)
+    found = grpo_advantages(scores=scores, penalties=none, group_size=2)
+    assert found[:4].isnan().all()
+    assert found[4:].isfinite().all()
+
+
 def test_grpo_subtracts_what_a_response_pays_beyond_its_groups_mean() -> None:
     # scores 1, 2, 6 as above; penalties 0.1, 0.4, 0.1: mean 0.2
     found = grpo_advantages(scores=torch.tensor([1.0, 2.0, 6.0]), penalties=torch.tensor([0.1, 0.4, 0.1]), group_size=3)

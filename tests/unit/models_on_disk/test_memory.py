@@ -248,6 +248,9 @@ def test_files_that_hold_more_than_the_configuration_builds_count(
     [
         {"model_type": "nobody"},
         {"num_attention_heads": 0},
+        {"pad_token_id": 10**6},
+        {"hidden_size": None},
+        {"num_hidden_layers": "x"},
         {"auto_map": {"AutoConfig": "mine.C"}, "model_type": "mine"},
     ],
 )

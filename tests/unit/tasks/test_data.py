@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flows.presets import draft_of, resolve
-from infra.artifacts import open_default_store
+from infra.artifacts import Manifest, open_default_store
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data import problems_from_jsonl
 from rlhf_core.data.preparing import SOURCES
@@ -147,7 +147,7 @@ def test_keys_of_messages_that_the_model_is_not_shown_are_named_in_the_log_and_o
     assert lines[-1].endswith(f"left out of the messages of preferences: {told}")
     store = open_default_store()
     page = store.read_bytes(store.resolve(made.uri), "report.md").decode()
-    assert "| `thinking` | 80 | template.prompt shows the contents of messages alone |" in page
+    assert "* `thinking`: 80; template.prompt shows the contents of messages alone" in page
 
 
 def test_a_set_that_is_not_there_is_one_sentence(model: Path, tmp_path: Path) -> None:
@@ -248,6 +248,106 @@ def test_sizes_that_the_user_set_are_kept_or_all_told_at_once_with_what_works(mo
     config = begun("quickstart", model, path, **asked | lengths | offered)
     assert (config.ppo.prompts_per_episode * config.ppo.samples_per_prompt) % config.ppo.train_batch_size == 0
     assert begun("quickstart", model, path, **asked | lengths | offered) == config
+
+
+BARE = {"template": {"prompt": CHATML}, "evaluation.max_new_tokens": 40}
+JUDGED_BY_MODEL = {"ppo.reward.verifier": 0, "ppo.reward.reward_model": 1, "evaluation.judge": "reward_model"}
+
+
+@pytest.mark.parametrize(
+    ("preset", "rows", "reads", "overrides", "told"),
+    [
+        (
+            "hh-rlhf",
+            OWN_PAIRS[:3],
+            SPLITS,
+            JUDGED_BY_MODEL,
+            r"has 3 different prompts .* need 6 \(evaluation 2, sft 1, .*give more",
+        ),
+        (
+            "quickstart",
+            OWN[:5],
+            SPLITS,
+            {"ppo.num_trainers": 4},
+            r"has 5 .* need 8 \(evaluation 2, preferences 1, sft 1, ppo 4\)",
+        ),
+        (
+            "quickstart",
+            OWN[:5],
+            ("ppo",),
+            {"sft.max_length": 30, "data.too_long": "drop"},
+            r"0 different.*5 are left out by sft\.max",
+        ),
+        (
+            "quickstart",
+            OWN,
+            SPLITS,
+            {"data.splits.evaluation": 0},
+            r"evaluation is 0, but this run reads that split and needs at least 2; with",
+        ),
+    ],
+)
+def test_too_few_rows_are_told_with_what_is_needed(
+    model: Path,
+    tmp_path: Path,
+    preset: str,
+    rows: list[dict[str, Any]],
+    reads: tuple[str, ...],
+    overrides: dict[str, Any],
+    told: str,
+) -> None:
+    path = write(tmp_path / "mine.jsonl", rows)
+    with pytest.raises(DataError, match=told):
+        begun(preset, model, path, reads, **BARE | overrides)
+    assert not open_default_store().list("dataset")
+
+
+def test_sft_alone_runs_whatever_ppo_would_need(model: Path, tmp_path: Path) -> None:
+    path = write(tmp_path / "mine.jsonl", OWN)
+    asked = {"data.splits.ppo": 2, "ppo.num_trainers": 4}
+    assert begun("quickstart", model, path, ("sft",), **BARE | asked).data.splits.sft > 100
+    few = write(tmp_path / "few.jsonl", OWN[:5])
+    assert begun("quickstart", model, few, ("sft",), **BARE | {"ppo.num_trainers": 4}).data.splits.sft >= 1
+    pairs = write(tmp_path / "pairs.jsonl", OWN_PAIRS)
+    alone = begun("hh-rlhf", model, pairs, ("sft",), **BARE | {"data.splits.sft": 300})
+    assert alone.data.splits.sft == 300
+
+
+def test_what_one_flow_stored_does_not_change_what_another_gets(model: Path, tmp_path: Path) -> None:
+    path = write(tmp_path / "mine.jsonl", OWN[:131])
+    asked = {"ppo.prompts_per_episode": 128, "ppo.reward.reward_model": 0}
+    sft = begun("quickstart", model, path, ("sft",), **BARE | asked)
+    ppo = begun("quickstart", model, path, ("ppo",), **BARE | asked)
+    assert (ppo.ppo.prompts_per_episode, ppo.data.splits.ppo >= 128) == (128, True)
+    assert sft.data.splits != ppo.data.splits
+    assert begun("quickstart", model, path, ("sft",), **BARE | asked).data.splits == sft.data.splits
+
+
+def test_a_stored_datasets_splits_are_not_offered_for_change(model: Path, tmp_path: Path) -> None:
+    path = write(tmp_path / "mine.jsonl", OWN)
+    small = {"data.splits.ppo": 30, "ppo.prompts_per_episode": 30}
+    begun("quickstart", model, path, **BARE | small)
+    [stored] = open_default_store().list("dataset")
+    with pytest.raises(ConfigError, match=r"works: \{\"ppo\.prompts_per_episode\": 30\}$"):
+        named(stored, model, **BARE | {"ppo.prompts_per_episode": 64})
+    assert named(stored, model, **BARE | {"ppo.prompts_per_episode": 30}).ppo.prompts_per_episode == 30
+    with pytest.raises(
+        ConfigError, match=r"dataset/quickstart@1 does not suit this run: data\.splits\.ppo has 30 .* at least 64"
+    ):
+        named(stored, model, **BARE | {"ppo.num_trainers": 64})
+
+
+def named(stored: Manifest, model: Path, **overrides: Any) -> PipelineConfig:
+    draft = draft_of("quickstart", model=str(model), data=stored.ref.uri, overrides=overrides)
+    result = stage_result("data", stored, reused=True)
+    return settled(with_data(draft.config, stored.ref.uri), draft.sizes, result, stored.ref.uri, reads=SPLITS)
+
+
+def test_an_offer_says_where_it_does_not_suffice(model: Path, tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl", [{"prompt": f"Tell me of {n}."} for n in range(300)])
+    bare = BARE | {"ppo.reward": {"verifier": 1.0, "reward_model": 0.0}}
+    with pytest.raises(DataError, match=r"a reward model needs pairs.*with these overrides it works \(where"):
+        begun("quickstart", model, path, ("ppo", "evaluation"), **bare)
 
 
 def test_a_stage_alone_takes_every_row_and_minds_no_key_of_ppo(model: Path, tmp_path: Path) -> None:

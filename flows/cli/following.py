@@ -110,17 +110,18 @@ class Follower:
             self._started = True
             if state.is_running():
                 self._console.print("running", style="dim")
-        elif waited > UNSTARTED_LIMIT_S:
+            return
+        if waited > UNTAKEN_NOTICE_S and not self._notice_given:
+            self._notice_given = True
+            taken = state is not None and state.is_pending()
+            what = "a worker has taken the run, but not started it" if taken else "no worker has taken the run"
+            self._console.print(f"{what} after {UNTAKEN_NOTICE_S:.0f} s (see `rlhf status`); waiting", style="yellow")
+        if waited > UNSTARTED_LIMIT_S:
             raise ServiceError(
                 f"{self._name} has not started within {UNSTARTED_LIMIT_S / 60:.0f} min: look with `rlhf status` "
                 "whether a worker runs, and start one with `rlhf up`; the run waits for it, unless you end it with "
                 f"prefect flow-run cancel {self._run_id}"
             )
-        elif waited > UNTAKEN_NOTICE_S and not self._notice_given:
-            self._notice_given = True
-            taken = state is not None and state.is_pending()
-            what = "a worker has taken the run, but not started it" if taken else "no worker has taken the run"
-            self._console.print(f"{what} after {UNTAKEN_NOTICE_S:.0f} s (see `rlhf status`); waiting", style="yellow")
 
     async def _print_lines(self, *, since: datetime | None) -> None:
         """Print the marked lines that were not printed yet, page by page, oldest first."""

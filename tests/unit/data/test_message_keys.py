@@ -308,9 +308,7 @@ def test_the_report_names_what_is_not_shown_and_is_as_it_was_without(tmp_path: P
     assert told["sets"][0].pop("not_shown") == [{"key": "thinking", "messages": 40, "why": UNSHOWN_IN_RESPONSE}]
     assert told == plain
     line = "Keys of messages in `demonstrations` that are left out, for the model is not shown them:"
-    assert (
-        f"{line}\n\n| key | messages | why |\n| --- | --- | --- |\n| `thinking` | 40 | {UNSHOWN_IN_RESPONSE} |" in page
-    )
+    assert f"{line}\n\n* `thinking`: 40; {UNSHOWN_IN_RESPONSE}\n" in page
     assert line not in plain_page
 
 

@@ -68,7 +68,7 @@ def json_lines(file: Path, name: str) -> Scan:
 
 
 def _refuse_other_lines(file: Path, name: str) -> None:
-    text = b""
+    text = bytearray()  # grows in place, however many lines there are
     for _, line in byte_lines(file, name):
         text += line
         if len(text) > _BEGINNING:

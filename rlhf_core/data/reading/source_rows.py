@@ -103,7 +103,7 @@ def _built(row: Row | RejectedRow, form: Form | None) -> Any:
     if isinstance(row, RejectedRow) or form is None:
         return row
     try:
-        return form.build(with_messages(row, form.fields))
+        return form.build(with_messages(row, form))
     except RowError as error:
         return RejectedRow(row.where, error.reason, error.detail)
 

@@ -156,11 +156,37 @@ def test_messages_stand_in_any_field_as_json(tmp_path: Path, fields: dict[str, s
         '[{"role": "user"}, 1]',
         USER + " is how a chat begins.",
         "[" * 5000,
+        '{"role": "Hamlet", "actor": "Olivier"}',
+        '{"from": "Berlin", "to": "Rome"}',
+        "{not json}",
     ],
 )
 def test_a_text_that_begins_with_a_bracket_stays_a_text(tmp_path: Path, text: str) -> None:
     path = write(tmp_path / "p.jsonl", {"prompt": text, "chosen": text + "!", "rejected": text})
     assert rows(path, "preferences") == [PreferencePair(text, text + "!", text)]
+
+
+def test_a_column_of_another_meaning_leaves_messages_what_they_are(tmp_path: Path) -> None:
+    assert rows(write(tmp_path / "p.jsonl", {"prompt": USER, "entry": "7"}), "prompts") == [Problem("Hi")]
+
+
+@pytest.mark.parametrize("text", [both(USER, GOOD), USER[:-3]])
+@pytest.mark.parametrize(
+    ("fields", "field", "role"),
+    [
+        ({"instruction": "Sum up.", "output": "A greeting."}, "input", "demonstrations"),
+        ({"instruction": "Sum up."}, "input", "prompts"),
+        ({"instruction": "Write a chat."}, "output", "demonstrations"),
+        ({"question": "Write a chat."}, "response", "demonstrations"),
+        ({"question": "Write a chat."}, "answer", "demonstrations"),
+        ({"question": "Write a chat."}, "answer", "problems"),
+        ({"messages": json.loads(USER)}, "gt_answer", "problems"),
+        ({"problem": "Write a chat."}, "solution", "problems"),
+    ],
+)
+def test_what_can_only_be_a_text_stays_a_text(tmp_path: Path, fields: Any, field: str, role: Any, text: str) -> None:
+    text += r" \boxed{1}" if field == "solution" else ""
+    assert read(write(tmp_path / "p.jsonl", fields | {field: text}), role).rejected == ()
 
 
 @pytest.mark.parametrize(
@@ -171,6 +197,10 @@ def test_a_text_that_begins_with_a_bracket_stays_a_text(tmp_path: Path, text: st
         (GOOD.replace('"role"', '"role": "user", "role"'), "gives the key 'role' twice in one object"),
         (GOOD.replace("Hello", r"\ud800"), r"holds \ud800, half of a character"),
         (GOOD.replace('"content"', '"text"'), "a message must have 'role'"),
+        (GOOD.replace("assistant", "Assistant"), "message 1 of 'chosen' has the role 'Assistant'"),
+        (GOOD.replace("assistant", "developer"), "message 1 of 'chosen' has the role 'developer'"),
+        (GOOD.replace("assistant", "tool"), "must begin and end with the assistant's"),
+        (GOOD.strip("[]"), "'chosen' is a single message; put it into a list: ["),
     ],
 )
 def test_a_field_that_begins_as_messages_and_is_none_is_named(tmp_path: Path, cell: str, sentence: str) -> None:

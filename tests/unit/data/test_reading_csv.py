@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from rlhf_core.data import PreferencePair, Problem
+from rlhf_core.data.reading import csv_rows
 from tests.unit.data.reading_files import read, refusal, rows, write, written
 
 
@@ -96,6 +97,23 @@ def test_a_long_field_is_read_and_nobody_elses_limit_is_lowered(tmp_path: Path) 
     long = "x," * 200_000
     assert prompts(tmp_path, f'prompt\n"{long}"\n'.encode()) == [long]
     assert csv.field_size_limit() >= len(long)
+
+
+def test_a_field_without_an_end_is_told_before_it_fills_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = csv.field_size_limit(100)
+    monkeypatch.setattr(csv_rows, "_LONGEST_FIELD", 1000)
+    try:
+        message = refusal(written(tmp_path, b'prompt,id\na,1\n"b,2\n' + b"c,3\n" * 300, "data.csv"), "prompts")
+    finally:
+        csv.field_size_limit(before)
+    assert "line 3 of" in message
+    assert "goes on for more than 1,000 characters: a double quote that opens there is probably not closed" in message
+
+
+def test_the_name_of_a_single_column_may_be_a_text_of_it(tmp_path: Path) -> None:
+    assert prompts(tmp_path, b"prompt\nprompt\nb\n") == ["prompt", "b"]
 
 
 def test_names_of_columns_in_the_middle_are_no_row(tmp_path: Path) -> None:

@@ -61,7 +61,8 @@ def csv_rows(file: Path, name: str, *, delimiter: str = ",") -> Scan:
 
 
 def _row(fields: list[str], columns: list[str], where: str) -> Row | RejectedRow:
-    if len(columns) > 1 and [field.strip() for field in fields] == columns:
+    names = [fields[0].removeprefix("\ufeff").strip().strip('"'), *(field.strip() for field in fields[1:])]
+    if len(columns) > 1 and names == columns:
         detail = f"{where} names the columns again, as files that were joined do; take the line out"
         return RejectedRow(where, HEADER_AGAIN, detail)
     if len(fields) == len(columns):

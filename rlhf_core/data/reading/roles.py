@@ -7,6 +7,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
 from rlhf_core.data.reading.columns import check_columns, renamed
+from rlhf_core.data.reading.json_rows import wrapped_hint
 from rlhf_core.data.reading.places import find_parts
 from rlhf_core.data.reading.rows import Row
 from rlhf_core.data.reading.source_rows import FORMS
@@ -76,5 +77,5 @@ def _formless(row: Row) -> str:
     return (
         f"{row.where} has neither 'question' and 'answer' (problems) nor 'chosen' and 'rejected' (preferences), "
         "nor 'messages', 'instruction' and 'output', or 'prompt' (demonstrations and prompts); it has "
-        f"{', '.join(map(repr, row.fields)) or 'no fields'}; name its columns in a column map"
+        f"{', '.join(map(repr, row.fields)) or 'no fields'}; name its columns in a column map{wrapped_hint(row.fields)}"
     )

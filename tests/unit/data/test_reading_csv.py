@@ -117,11 +117,15 @@ def test_the_name_of_a_single_column_may_be_a_text_of_it(tmp_path: Path) -> None
 
 
 def test_names_of_columns_in_the_middle_are_no_row(tmp_path: Path) -> None:
-    joined = b"\xef\xbb\xbfprompt,id\na,1\n" * 2
-    path = written(tmp_path, joined, "data.csv")
-    assert "line 3 of" in refusal(path, "prompts")
-    found = read(path, "prompts", bad_rows="drop")
-    assert [row.reason for row in found.rejected] == ["names of columns again"]
+    for names in (b"prompt,id", b'"prompt","id"'):
+        path = written(tmp_path, (b"\xef\xbb\xbf" + names + b"\na,1\n") * 2, "data.csv")
+        assert "line 3 of" in refusal(path, "prompts")
+        found = read(path, "prompts", bad_rows="drop")
+        assert [row.reason for row in found.rejected] == ["names of columns again"]
+
+
+def test_a_byte_order_mark_within_a_field_is_of_its_text(tmp_path: Path) -> None:
+    assert prompts(tmp_path, b'\xef\xbb\xbfprompt,id\n"a\n\xef\xbb\xbfb",1\n') == ["a\n\ufeffb"]
 
 
 USER, GOOD, BAD = (

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 WRONG_COUNT, HEADER_AGAIN = "wrong number of fields", "names of columns again"
-_LONGEST_FIELD = 2**31 - 1
+_LONGEST_FIELD = 2**26
+"""Characters; a longer one is a mistake, and would take the whole file into memory."""
 _FIRST_LINE_ENDS_IN_CR = re.compile(r'(?:"[^"]*"|[^"\r\n])*\r(?!\n)')
 _AFTER_CR = re.compile(r"(?<=\r)(?!\n)")
 
@@ -60,7 +61,8 @@ def csv_rows(file: Path, name: str, *, delimiter: str = ",") -> Scan:
 
 
 def _row(fields: list[str], columns: list[str], where: str) -> Row | RejectedRow:
-    if [field.strip() for field in fields] == columns:
+    names = [fields[0].removeprefix("\ufeff").strip().strip('"'), *(field.strip() for field in fields[1:])]
+    if len(columns) > 1 and names == columns:
         detail = f"{where} names the columns again, as files that were joined do; take the line out"
         return RejectedRow(where, HEADER_AGAIN, detail)
     if len(fields) == len(columns):
@@ -101,6 +103,11 @@ def _reason(said: str, delimiter: str) -> str:
         return "a field holds a carriage return; put double quotes around the field, or take it out"
     if said.startswith("unexpected end"):
         return "a double quote that opens there is not closed, or stands in a field and is not doubled"
+    if said.startswith("field larger"):
+        return (
+            f"a field goes on for more than {csv.field_size_limit():,} characters: a double quote that opens there is "
+            "probably not closed"
+        )
     if "expected after" in said:
         found = "a tab" if delimiter == "\t" else repr(delimiter)
         return f"neither {found} nor the line's end follows a closing double quote; write a quote in a field twice"

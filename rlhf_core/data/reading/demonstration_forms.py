@@ -44,13 +44,27 @@ def demonstration_forms() -> list[Form]:
     marks = AnswerMarks()
     extras = ("entry", "response")
     return [
-        Form("messages", ("messages",), ("gt_answer",), _messages, ends_with_assistant),
-        Form("instructions with outputs", ("instruction", "output"), ("input",), _instruction),
-        Form("prompts with responses", ("prompt", "response"), ("answer",), partial(_prompt, "response")),
-        Form("prompts with completions", ("prompt", "completion"), ("answer",), partial(_prompt, "completion")),
-        Form("questions with responses", ("question", "response"), ("answer", "entry"), _own),
-        Form("questions with answers", ("question", "answer"), extras, partial(_solved, marks)),
-        Form("problems with boxed solutions", ("problem", "solution"), (), _boxed),
+        Form("messages", ("messages",), ("gt_answer",), _messages, ends_with_assistant, ("messages",)),
+        Form(
+            "instructions with outputs", ("instruction", "output"), ("input",), _instruction, messages=("instruction",)
+        ),
+        Form(
+            "prompts with responses",
+            ("prompt", "response"),
+            ("answer",),
+            partial(_prompt, "response"),
+            messages=("prompt", "response"),
+        ),
+        Form(
+            "prompts with completions",
+            ("prompt", "completion"),
+            ("answer",),
+            partial(_prompt, "completion"),
+            messages=("prompt", "completion"),
+        ),
+        Form("questions with responses", ("question", "response"), ("answer", "entry"), _own, messages=("question",)),
+        Form("questions with answers", ("question", "answer"), extras, partial(_solved, marks), messages=("question",)),
+        Form("problems with boxed solutions", ("problem", "solution"), (), _boxed, messages=("problem",)),
     ]
 
 

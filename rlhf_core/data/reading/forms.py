@@ -24,6 +24,8 @@ class Form(NamedTuple):
     """Makes a row of ours, or raises a RowError."""
     suits: Callable[[Mapping[str, Any]], bool] = lambda _: True
     """Whether a row that has the fields is meant for this: where the same field may hold two kinds of rows."""
+    messages: tuple[str, ...] = ()
+    """Which of the fields may hold messages: as a list, or as that list in JSON in a text."""
 
     @property
     def fields(self) -> tuple[str, ...]:

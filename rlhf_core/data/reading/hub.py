@@ -106,16 +106,22 @@ def _refusal(source: SourceConfig, error: Exception, *, local: bool) -> str:
 
 
 def _rows(found: Any, name: str) -> Scan:
+    import numpy as np  # noqa: PLC0415  # as `datasets`
     from datasets import Value  # noqa: PLC0415  # slow to import, and seldom needed
 
     if not len(found):
         raise DataError(f"dataset {name} is empty")
     plain = found.with_format(None)  # not as arrays, and with all columns
-    single = [column for column, feature in plain.features.items() if feature == Value("float32")]
+    types = {"float16": np.float16, "float32": np.float32}
+    short = {
+        column: types[feature.dtype]
+        for column, feature in plain.features.items()
+        if isinstance(feature, Value) and feature.dtype in types
+    }
     number = 0
     try:
         for number, row in enumerate(plain, start=1):
-            yield Row(f"row {number} of {name}", as_written(row, single))
+            yield Row(f"row {number} of {name}", as_written(row, short))
     except Exception as error:  # whatever Arrow and the decoding of its values raise on damaged files
         raise DataError(f"dataset {name} cannot be read after row {number}: {_reason(error)}") from error
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_core.data.reading.local import existing_file
 from rlhf_core.data.reading.results import RejectedRow
 from rlhf_core.data.reading.rows import Row, RowError, Scan, kind
-from rlhf_core.data.reading.text import byte_lines, encoding_fault
+from rlhf_core.data.reading.text import BYTE_ORDER_MARK, byte_lines, encoding_fault
 from rlhf_core.errors import DataError
 
 if TYPE_CHECKING:
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 NOT_UTF8, NOT_JSON, NO_OBJECT, TWICE = "not UTF-8", "not valid JSON", "not a JSON object", "key given twice"
+_SPACE = " \t\r\n"
+"""All that JSON knows as space."""
 _BEGINNING = 2**20
 """Bytes in which a value that goes over several lines is looked for."""
 
@@ -56,6 +58,7 @@ def json_lines(file: Path, name: str) -> Scan:
     """
     empty = True
     for number, line in byte_lines(file, name):
+        line = line.removeprefix(BYTE_ORDER_MARK)  # noqa: PLW2901  # joined files have several
         if not line.strip():
             continue
         row = _of_line(line, f"row {number} of {name}")
@@ -68,14 +71,15 @@ def json_lines(file: Path, name: str) -> Scan:
 
 
 def _refuse_other_lines(file: Path, name: str) -> None:
-    text = b""
+    text = bytearray()  # grows in place, however many lines there are
     for _, line in byte_lines(file, name):
         text += line
         if len(text) > _BEGINNING:
             break
     beginning = text.decode("utf-8", "replace").strip()
+    value: Any = None
     try:
-        end = json.JSONDecoder().raw_decode(beginning)[1]
+        value, end = json.JSONDecoder().raw_decode(beginning)
     except json.JSONDecodeError as error:
         end = error.pos  # a longer value is right up to where it was cut
         if len(text) <= _BEGINNING or end < len(beginning):
@@ -86,11 +90,31 @@ def _refuse_other_lines(file: Path, name: str) -> None:
         raise DataError(f"the lines of {name} end in carriage returns alone; end them in line feeds")
     if "\n" not in beginning[:end]:
         return
-    what, each = ("array", "'.[]'") if beginning.startswith("[") else ("object", ".")
+    what, each = ("array", "'.[]'") if beginning.startswith("[") else ("object", _wrapped_rows(value) or ".")
     raise DataError(
         f"{name} seems to hold a JSON {what} over several lines, but JSON lines need one object a line; write it "
         f"again, as `jq -c {each}` does"
     )
+
+
+def wrapped_hint(row: dict[str, Any]) -> str:
+    """Return what to do about a row that holds rows, to stand behind an error; nothing if it holds none."""
+    rows = _wrapped_rows(row)
+    return f"; if its rows are in it, write a line each, as `jq -c {rows}` does" if rows else ""
+
+
+def _wrapped_rows(value: Any) -> str | None:
+    """Return what `jq -c` needs to write the rows a line each of which an object holds a list, as `'.data[]'`."""
+    lists = value.items() if isinstance(value, dict) else ()
+    found = next((key for key, rows in lists if isinstance(rows, list) and rows and all(map(_may_be_row, rows))), None)
+    if found is None:
+        return None
+    return f"'.{found}[]'" if found.isascii() and found.isidentifier() else f"'.[{json.dumps(found)}][]'"
+
+
+def _may_be_row(value: Any) -> bool:
+    """Return whether a value may be a row: a message of a row, or a call of a tool, is an object too."""
+    return isinstance(value, dict) and {"role", "from", "type", "function"}.isdisjoint(value)
 
 
 def json_array(file: Path, name: str) -> Scan:
@@ -185,7 +209,7 @@ def _of_line(line: bytes, where: str) -> Row | RejectedRow:
     if fault:
         return RejectedRow(where, NOT_UTF8, fault)
     try:
-        return _row(json_value(line.decode().rstrip(), where), where)
+        return _row(json_value(line.decode().rstrip(_SPACE), where), where)
     except RowError as error:
         return RejectedRow(where, error.reason, error.detail)
 

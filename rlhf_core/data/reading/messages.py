@@ -15,8 +15,9 @@ from rlhf_core.data.transcripts import Message, continuation, conversation, furt
 from rlhf_core.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
+    from rlhf_core.data.reading.forms import Form
     from rlhf_core.data.reading.rows import Row
     from rlhf_core.data.template import PromptTemplate
 
@@ -65,7 +66,7 @@ def read_messages(value: Any, where: str, name: str = "messages") -> tuple[Messa
 def _message(message: Any, number: int, where: str, name: str) -> Message:
     given = message if isinstance(message, dict) else {}
     wrong: list[str] = [] if given is message else [f"is {kind(message)}"]
-    role: Any = given.get("role") or given.get("from")
+    role = _role(given)
     if given is message and not (isinstance(role, str) and role in _ROLES):
         wrong.append("has no role" if role is None else f"has the role {role!r:.40}")
     content = _content(given, wrong) if given is message else ""
@@ -239,33 +240,51 @@ def _told(messages: Sequence[Message], row: Row) -> str:
     return conversation(_view(row).shown(messages))
 
 
-def with_messages(row: Row, names: Iterable[str]) -> Row:
+def with_messages(row: Row, form: Form) -> Row:
     """Return a row with lists of messages where texts are such lists in JSON, as CSV has them.
 
-    A text is one if its elements are objects with a role, the first of them with a role that we know: `[1, 2]` and
-    `["a"]` are texts, and so is whatever goes on behind the list. The texts of a task's record are taken to the letter.
+    A text is one if its elements are objects with a role, and the first role is one that we know or every element has
+    a content too: `[1, 2]` and `["a"]` are texts, and so is whatever goes on behind the list. The texts of a task's
+    record are taken to the letter.
 
     Args:
         row: as the file has it.
-        names: fields that may hold messages.
+        form: of the row.
 
     Raises:
-        RowError: if a text begins as messages do, and is not JSON.
+        RowError: if a text begins as messages do, and is not JSON, or is a message without its list.
     """
-    if "entry" in names and row.fields.get("entry") is not None:
+    if "entry" in form.fields and row.fields.get("entry") is not None:
         return row
-    lists = {name: _listed(row.fields.get(name), f"{row.where}: {name!r}") for name in names}
+    lists = {name: _listed(row.fields.get(name), f"{row.where}: {name!r}") for name in form.messages}
     return row._replace(fields=row.fields | {name: found for name, found in lists.items() if found is not None})
 
 
 def _listed(text: Any, where: str) -> list[Any] | None:
-    if not isinstance(text, str) or not text.lstrip().startswith("["):
+    if not isinstance(text, str) or not text.lstrip().startswith(("[", "{")):
         return None
     try:
-        found: list[Any] = json_value(text, f"{where}, which begins as messages do,")
+        found = json_value(text, f"{where}, which begins as messages do,")
     except RowError as error:
         if _BEGINS_AS_MESSAGES.match(text) and getattr(error.__cause__, "msg", "") != "Extra data":
             raise
         return None
-    roles = [isinstance(message, dict) and (message.get("role") or message.get("from")) for message in found]
-    return found if roles and all(roles) and isinstance(roles[0], str) and roles[0] in _ROLES else None
+    if isinstance(found, dict):
+        if _has_role(found) and _has_content(found):
+            raise RowError(f"{where} is a single message; put it into a list: [{text.strip():.40}...]", UNUSABLE)
+        return None
+    if not found or not all(map(_has_role, found)):
+        return None
+    return found if _role(found[0]) in _ROLES or all(map(_has_content, found)) else None
+
+
+def _role(message: Mapping[str, Any]) -> Any:
+    return message.get("role") or message.get("from")
+
+
+def _has_role(message: Any) -> bool:
+    return isinstance(message, dict) and isinstance(_role(message), str)
+
+
+def _has_content(message: Mapping[str, Any]) -> bool:
+    return not {"content", "value", "tool_calls"}.isdisjoint(message)

@@ -35,8 +35,8 @@ def pair_forms() -> list[Form]:
     our own files have.
     """
     return [
-        Form("preferences with a prompt", ("prompt", *_SIDES), _EXTRAS, _pair),
-        Form("whole conversations in pairs", _SIDES, _EXTRAS, _pair),
+        Form("preferences with a prompt", ("prompt", *_SIDES), _EXTRAS, _pair, messages=("prompt", *_SIDES)),
+        Form("whole conversations in pairs", _SIDES, _EXTRAS, _pair, messages=_SIDES),
     ]
 
 

@@ -33,14 +33,36 @@ def problem_forms() -> list[Form]:
     marks = AnswerMarks()
     extras = ("entry", "response")
     return [
-        Form("questions with answers", ("question", "answer"), extras, partial(problem_of, "question", marks)),
         Form(
-            "problems of a task", ("question", "entry"), ("answer", "response"), partial(problem_of, "question", marks)
+            "questions with answers",
+            ("question", "answer"),
+            extras,
+            partial(problem_of, "question", marks),
+            messages=("question",),
         ),
-        Form("problems with answers", ("problem", "answer"), extras, partial(problem_of, "problem", marks)),
-        Form("problems with boxed solutions", ("problem", "solution"), (), _boxed),
-        Form("prompts with answers", ("prompt", "answer"), extras, partial(problem_of, "prompt", marks)),
-        Form("messages with answers", ("messages", "gt_answer"), (), _with_messages),
+        Form(
+            "problems of a task",
+            ("question", "entry"),
+            ("answer", "response"),
+            partial(problem_of, "question", marks),
+            messages=("question",),
+        ),
+        Form(
+            "problems with answers",
+            ("problem", "answer"),
+            extras,
+            partial(problem_of, "problem", marks),
+            messages=("problem",),
+        ),
+        Form("problems with boxed solutions", ("problem", "solution"), (), _boxed, messages=("problem",)),
+        Form(
+            "prompts with answers",
+            ("prompt", "answer"),
+            extras,
+            partial(problem_of, "prompt", marks),
+            messages=("prompt",),
+        ),
+        Form("messages with answers", ("messages", "gt_answer"), (), _with_messages, messages=("messages",)),
     ]
 
 
@@ -53,11 +75,17 @@ def prompt_forms() -> list[Form]:
     * {"question"} or {"problem"}.
     """
     return [
-        Form("prompts", ("prompt",), (), lambda row: Problem(prompt_text(row, "prompt"))),
-        Form("messages", ("messages",), (), lambda row: Problem(prompt_before_answer(row))),
-        Form("instructions", ("instruction",), ("input",), lambda row: Problem(instruction_text(row))),
-        Form("questions", ("question",), (), lambda row: Problem(prompt_text(row, "question"))),
-        Form("problems", ("problem",), (), lambda row: Problem(prompt_text(row, "problem"))),
+        Form("prompts", ("prompt",), (), lambda row: Problem(prompt_text(row, "prompt")), messages=("prompt",)),
+        Form("messages", ("messages",), (), lambda row: Problem(prompt_before_answer(row)), messages=("messages",)),
+        Form(
+            "instructions",
+            ("instruction",),
+            ("input",),
+            lambda row: Problem(instruction_text(row)),
+            messages=("instruction",),
+        ),
+        Form("questions", ("question",), (), lambda row: Problem(prompt_text(row, "question")), messages=("question",)),
+        Form("problems", ("problem",), (), lambda row: Problem(prompt_text(row, "problem")), messages=("problem",)),
     ]
 
 

@@ -7,6 +7,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
 from rlhf_core.data.reading.columns import check_columns, renamed
+from rlhf_core.data.reading.json_rows import wrapped_hint
 from rlhf_core.data.reading.places import find_parts
 from rlhf_core.data.reading.rows import Row
 from rlhf_core.data.reading.source_rows import FORMS
@@ -28,7 +29,8 @@ def possible_roles(source: SourceConfig, access: Access) -> list[Role]:
 
     They have a role's form if the first row of any form names the form's fields, and one of the first hundred has
     them all. What the fields hold is not looked at: a set that is wrong throughout is still of its role, and reading
-    it says what is wrong. Nor are preferences of which one side is null throughout prompts.
+    it says what is wrong. Nor are rows prompts of which a chosen or rejected response, a response or an answer is null
+    throughout.
 
     Raises:
         DataError: if it cannot be read, or its rows are of no form of any role.
@@ -48,9 +50,14 @@ def possible_roles(source: SourceConfig, access: Access) -> list[Role]:
         raise DataError(_formless(found[0]))
     named = {role: [form for form in forms[role] if form.is_named_by(first.fields)] for role in _BY_WHAT_THEY_SAY}
     whole = [role for role, those in named.items() if any(form.is_had_by(row.fields) for form in those for row in rows)]
-    if whole == ["prompts"] and named["preferences"]:
-        return ["preferences"]
-    return whole or [role for role, those in named.items() if those]
+    if whole != ["prompts"]:
+        return whole or [role for role, those in named.items() if those]
+    return [role for role in named if any(_is_null_throughout(form, rows) for form in named[role])] or whole
+
+
+def _is_null_throughout(form: Form, rows: Sequence[Row]) -> bool:
+    """Return whether no row has all fields that a form needs: more than not being meant for the form."""
+    return not any(all(row.fields.get(name) is not None for name in form.needs) for row in rows)
 
 
 def detect_role(source: SourceConfig, access: Access) -> Role:
@@ -70,5 +77,5 @@ def _formless(row: Row) -> str:
     return (
         f"{row.where} has neither 'question' and 'answer' (problems) nor 'chosen' and 'rejected' (preferences), "
         "nor 'messages', 'instruction' and 'output', or 'prompt' (demonstrations and prompts); it has "
-        f"{', '.join(map(repr, row.fields)) or 'no fields'}; name its columns in a column map"
+        f"{', '.join(map(repr, row.fields)) or 'no fields'}; name its columns in a column map{wrapped_hint(row.fields)}"
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Iterator
 from datetime import date, time, timedelta
 from decimal import Decimal
@@ -13,7 +12,7 @@ from rlhf_core.data.reading.results import RejectedRow
 from rlhf_core.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Callable, Mapping
 
     from rlhf_core.data.reading.messages import MessageView
 
@@ -55,20 +54,17 @@ class RowError(DataError):
         return self.detail
 
 
-def as_written(fields: dict[str, Any], single: Collection[str]) -> dict[str, Any]:
-    """Return a row with the numbers of float32 columns as they were written: 0.1, not 0.10000000149011612.
+def as_written(fields: dict[str, Any], short: Mapping[str, Callable[[float], Any]]) -> dict[str, Any]:
+    """Return a row with the numbers of short columns as they were written: 0.1, not 0.10000000149011612.
 
     Args:
         fields: the row, with numbers as float64.
-        single: names of columns that are float32.
+        short: numpy's type of the columns that are float16 or float32, by name.
     """
-    return fields | {name: _shortest(fields[name]) for name in single if fields[name] is not None}
-
-
-def _shortest(number: float) -> float:
-    """Return the number of fewest digits that is the same as float32; nine are enough for any."""
-    fewer = (float(f"{number:.{digits}g}") for digits in range(6, 10))
-    return next(each for each in fewer if struct.pack("f", each) == struct.pack("f", number))
+    if not short:
+        return fields
+    numbers = {name: type_ for name, type_ in short.items() if fields[name] is not None}
+    return fields | {name: float(str(type_(fields[name]))) for name, type_ in numbers.items()}
 
 
 def text_fields(row: Mapping[str, Any], where: str, names: tuple[str, ...]) -> list[str]:
@@ -116,7 +112,7 @@ def number_field(row: Mapping[str, Any], where: str, name: str, *, default: floa
         raise wrong_kind(where, name, "a number", value)
     if not 0 <= number < math.inf:
         shown = str(value)
-        shown = shown if len(shown) <= _LONGEST_SHOWN else f"{shown[:_LONGEST_SHOWN]}... ({len(shown)} digits)"
+        shown = shown if len(shown) <= _LONGEST_SHOWN else f"{shown[:_LONGEST_SHOWN]}... ({len(shown)} characters)"
         raise RowError(
             f"{where}: field {name!r} must be finite in float64 and at least 0, but is {shown}",
             f"field {name!r} out of range",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_core.data.reading.columns import check_columns, check_fields, renamed
 from rlhf_core.data.reading.demonstration_forms import demonstration_forms
 from rlhf_core.data.reading.forms import Form, form_of, told
+from rlhf_core.data.reading.json_rows import wrapped_hint
 from rlhf_core.data.reading.messages import with_messages
 from rlhf_core.data.reading.pair_forms import ALIKE, APART, BLANK, EQUAL, pair_forms
 from rlhf_core.data.reading.places import find_parts
@@ -96,6 +97,7 @@ def _formless(row: Row, forms: Sequence[Form], source: SourceConfig, role: Role)
     return (
         f"{row.where} is none of {role}, which have {told(forms)}; it has "
         f"{', '.join(map(repr, row.fields)) or 'no fields'}{mapped}; name its columns in data.{role}'s column map"
+        f"{wrapped_hint(row.fields)}"
     )
 
 
@@ -103,7 +105,7 @@ def _built(row: Row | RejectedRow, form: Form | None) -> Any:
     if isinstance(row, RejectedRow) or form is None:
         return row
     try:
-        return form.build(with_messages(row, form.fields))
+        return form.build(with_messages(row, form))
     except RowError as error:
         return RejectedRow(row.where, error.reason, error.detail)
 

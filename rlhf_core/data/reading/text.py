@@ -19,7 +19,7 @@ _MARK_BYTES = 4
 
 
 def byte_lines(file: Path, name: str) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines of a file with their numbers from 1, without byte order marks: joined files have several.
+    """Yield the lines of a file with their numbers from 1, without a byte order mark at the beginning.
 
     Args:
         file: plain or gzip, recognised by content; a name in .gz must hold it.
@@ -34,7 +34,7 @@ def byte_lines(file: Path, name: str) -> Iterator[tuple[int, bytes]]:
             _refuse_wide(stream.read(_MARK_BYTES), name)
             stream.seek(0)
             for number, line in enumerate(stream, start=1):
-                yield number, line.removeprefix(BYTE_ORDER_MARK)
+                yield number, line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(
             f"{name} is damaged after row {number}: its gzip stream is cut off or invalid ({error}); fetch it again"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from contextlib import suppress
 from pathlib import Path
 
@@ -340,6 +341,27 @@ def test_json_over_several_lines_is_told_as_such(tmp_path: Path, content: str, w
     assert f"{path} seems to hold {what}, but JSON lines need one object a line" in message
     with pytest.raises(DataError, match=what):
         detect_role(SourceConfig(path=str(path)), Access(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("key", "asked"), [("data", "'.data[]'"), ("the rows", """'.["the rows"][]'"""), ("messages", None)]
+)
+def test_rows_in_an_object_are_told_with_what_takes_them_out(tmp_path: Path, key: str, asked: str | None) -> None:
+    row = {"role": "user", "content": "a"} if asked is None else {"prompt": "a"}
+    content = {"version": 1, "tags": [1], key: [row, row]}
+    pretty = written(tmp_path, json.dumps(content, indent=1).encode(), "pretty.json")
+    assert f"`jq -c {asked or '.'}`" in refusal(pretty, "prompts")
+    if asked:
+        line = written(tmp_path, json.dumps(content).encode(), "line.json")
+        assert f"`jq -c {asked}`" in refusal(line, "prompts")
+        with pytest.raises(DataError, match=re.escape(f"`jq -c {asked}`")):
+            detect_role(SourceConfig(path=str(line)), Access(tmp_path))
+
+
+def test_only_what_json_calls_space_may_stand_behind_a_row(tmp_path: Path) -> None:
+    path = written(tmp_path, '{"prompt": "a"} \t\r\n{"prompt": "b"}\u2028\n'.encode())
+    assert "row 2 of" in refusal(path, "prompts")
+    assert "Extra data at column 16" in refusal(path, "prompts")
 
 
 @pytest.mark.parametrize("first", ['{"prompt": ', '{"prompt": "a', "{", '{"prompt": "a"} x', "[", "nonsense"])

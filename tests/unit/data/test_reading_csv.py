@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from rlhf_core.data import PreferencePair, Problem
+from rlhf_core.data.reading import csv_rows
 from tests.unit.data.reading_files import read, refusal, rows, write, written
 
 
@@ -98,12 +99,33 @@ def test_a_long_field_is_read_and_nobody_elses_limit_is_lowered(tmp_path: Path) 
     assert csv.field_size_limit() >= len(long)
 
 
+def test_a_field_without_an_end_is_told_before_it_fills_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = csv.field_size_limit(100)
+    monkeypatch.setattr(csv_rows, "_LONGEST_FIELD", 1000)
+    try:
+        message = refusal(written(tmp_path, b'prompt,id\na,1\n"b,2\n' + b"c,3\n" * 300, "data.csv"), "prompts")
+    finally:
+        csv.field_size_limit(before)
+    assert "line 3 of" in message
+    assert "goes on for more than 1,000 characters: a double quote that opens there is probably not closed" in message
+
+
+def test_the_name_of_a_single_column_may_be_a_text_of_it(tmp_path: Path) -> None:
+    assert prompts(tmp_path, b"prompt\nprompt\nb\n") == ["prompt", "b"]
+
+
 def test_names_of_columns_in_the_middle_are_no_row(tmp_path: Path) -> None:
-    joined = b"\xef\xbb\xbfprompt,id\na,1\n" * 2
-    path = written(tmp_path, joined, "data.csv")
-    assert "line 3 of" in refusal(path, "prompts")
-    found = read(path, "prompts", bad_rows="drop")
-    assert [row.reason for row in found.rejected] == ["names of columns again"]
+    for names in (b"prompt,id", b'"prompt","id"'):
+        path = written(tmp_path, (b"\xef\xbb\xbf" + names + b"\na,1\n") * 2, "data.csv")
+        assert "line 3 of" in refusal(path, "prompts")
+        found = read(path, "prompts", bad_rows="drop")
+        assert [row.reason for row in found.rejected] == ["names of columns again"]
+
+
+def test_a_byte_order_mark_within_a_field_is_of_its_text(tmp_path: Path) -> None:
+    assert prompts(tmp_path, b'\xef\xbb\xbfprompt,id\n"a\n\xef\xbb\xbfb",1\n') == ["a\n\ufeffb"]
 
 
 USER, GOOD, BAD = (
@@ -156,11 +178,37 @@ def test_messages_stand_in_any_field_as_json(tmp_path: Path, fields: dict[str, s
         '[{"role": "user"}, 1]',
         USER + " is how a chat begins.",
         "[" * 5000,
+        '{"role": "Hamlet", "actor": "Olivier"}',
+        '{"from": "Berlin", "to": "Rome"}',
+        "{not json}",
     ],
 )
 def test_a_text_that_begins_with_a_bracket_stays_a_text(tmp_path: Path, text: str) -> None:
     path = write(tmp_path / "p.jsonl", {"prompt": text, "chosen": text + "!", "rejected": text})
     assert rows(path, "preferences") == [PreferencePair(text, text + "!", text)]
+
+
+def test_a_column_of_another_meaning_leaves_messages_what_they_are(tmp_path: Path) -> None:
+    assert rows(write(tmp_path / "p.jsonl", {"prompt": USER, "entry": "7"}), "prompts") == [Problem("Hi")]
+
+
+@pytest.mark.parametrize("text", [both(USER, GOOD), USER[:-3]])
+@pytest.mark.parametrize(
+    ("fields", "field", "role"),
+    [
+        ({"instruction": "Sum up.", "output": "A greeting."}, "input", "demonstrations"),
+        ({"instruction": "Sum up."}, "input", "prompts"),
+        ({"instruction": "Write a chat."}, "output", "demonstrations"),
+        ({"question": "Write a chat."}, "response", "demonstrations"),
+        ({"question": "Write a chat."}, "answer", "demonstrations"),
+        ({"question": "Write a chat."}, "answer", "problems"),
+        ({"messages": json.loads(USER)}, "gt_answer", "problems"),
+        ({"problem": "Write a chat."}, "solution", "problems"),
+    ],
+)
+def test_what_can_only_be_a_text_stays_a_text(tmp_path: Path, fields: Any, field: str, role: Any, text: str) -> None:
+    text += r" \boxed{1}" if field == "solution" else ""
+    assert read(write(tmp_path / "p.jsonl", fields | {field: text}), role).rejected == ()
 
 
 @pytest.mark.parametrize(
@@ -171,6 +219,10 @@ def test_a_text_that_begins_with_a_bracket_stays_a_text(tmp_path: Path, text: st
         (GOOD.replace('"role"', '"role": "user", "role"'), "gives the key 'role' twice in one object"),
         (GOOD.replace("Hello", r"\ud800"), r"holds \ud800, half of a character"),
         (GOOD.replace('"content"', '"text"'), "a message must have 'role'"),
+        (GOOD.replace("assistant", "Assistant"), "message 1 of 'chosen' has the role 'Assistant'"),
+        (GOOD.replace("assistant", "developer"), "message 1 of 'chosen' has the role 'developer'"),
+        (GOOD.replace("assistant", "tool"), "must begin and end with the assistant's"),
+        (GOOD.strip("[]"), "'chosen' is a single message; put it into a list: ["),
     ],
 )
 def test_a_field_that_begins_as_messages_and_is_none_is_named(tmp_path: Path, cell: str, sentence: str) -> None:

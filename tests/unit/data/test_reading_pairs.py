@@ -102,7 +102,7 @@ def test_texts_and_chat_messages_become_pairs(tmp_path: Path, row: dict[str, Any
         ({"prompt": [{"role": "user", "content": " "}], "chosen": "A", "rejected": "B"}, "'prompt' is blank"),
         (
             {"prompt": "a", "chosen": "b", "rejected": "c", "margin": 10**400},
-            "but is 10000000000000000000... (401 digits)",
+            "but is 10000000000000000000... (401 characters)",
         ),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": 1e999}, "must be finite in float64 and at least 0"),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": "x"}, "must be a number, but is a string"),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from datetime import datetime
 from decimal import Decimal
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
@@ -199,6 +201,14 @@ def test_numbers_of_single_precision_are_read_as_they_were_written(tmp_path: Pat
     datasets.Dataset(pa.table(columns)).save_to_disk(tmp_path / "d")
     for path in (tmp_path / "p.parquet", tmp_path / "d"):
         assert [row.answer for row in rows(path)] == numbers
+    halves = {"question": list("abcd"), "answer": pa.array(np.float16([0.1, 2.5, 2048, 1e-4]))}
+    parquet.write_table(pa.table(halves), tmp_path / "p.parquet")
+    datasets.Dataset(pa.table(halves)).save_to_disk(tmp_path / "halves")
+    for path in (tmp_path / "p.parquet", tmp_path / "halves"):
+        assert [row.answer for row in rows(path)] == ["0.1", "2.5", "2048.0", "0.0001"]
+    none = {"question": list("ab"), "answer": ["1", "2"], "x": pa.array([None, math.nan], pa.float32())}
+    parquet.write_table(pa.table(none), tmp_path / "p.parquet")
+    assert [row.answer for row in rows(tmp_path / "p.parquet")] == ["1", "2"]
     square = datasets.Features({"prompt": datasets.Value("string"), "x": datasets.Array2D((1, 1), "float32")})
     datasets.Dataset.from_list([{"prompt": "a", "x": [[0.1]]}], features=square).save_to_disk(tmp_path / "square")
     assert prompts(tmp_path / "square") == ["a"]
@@ -218,3 +228,5 @@ def test_parquet_of_types_that_json_has_not_is_read_or_named(tmp_path: Path) -> 
     assert "must be a string, but is a time" in refused(question=asked, answer=pa.array([datetime(2020, 1, 1)]))
     beyond = pa.array([2**45], pa.timestamp("s"))
     assert "holds a value after row 0 that Python cannot hold" in refused(question=asked, answer=answer, at=beyond)
+    far = pa.array([0], pa.timestamp("s", tz="Mars/Phobos"))
+    assert "that Python cannot hold ('Mars/Phobos')" in refused(question=asked, answer=answer, at=far)

@@ -205,7 +205,12 @@ WHOLE, OPEN = {"prompt": "a", "answer": "1"}, {"prompt": "a", "answer": None}
         ([LISTED, LISTED], "problems"),
         ([{"question": " ", "answer": ""}], "problems"),
         ([OPEN, WHOLE], "problems"),  # the column is there, and not always empty
-        ([OPEN, OPEN], "prompts"),
+        ([OPEN, OPEN], "problems"),  # none of which has an answer, which is told
+        ([{"question": "?", "answer": None}] * 2, "problems"),
+        ([{"prompt": "a", "response": None}] * 2, "demonstrations"),
+        ([{"instruction": "a", "output": None}] * 2, "demonstrations"),
+        ([{"messages": CHAT[:1], "gt_answer": None}] * 2, "problems"),
+        ([{"messages": CHAT[:1]}] * 2, "prompts"),
         ([{"prompt": "a"}, WHOLE], "prompts"),
         ([{"id": 1}, WHOLE], "problems"),
         ([{"messages": "[{"}], "demonstrations"),

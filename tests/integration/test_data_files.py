@@ -116,7 +116,7 @@ def test_ppo_runs_on_a_problem_file_with_its_verifier(run: Callable[..., Any], p
 def test_the_report_of_the_data_is_on_the_runs_page(run: Callable[..., Any], stack: LocalStack, problems: Path) -> None:
     run(sft, problems)
     with temporary_settings({PREFECT_API_URL: stack.api_url}):
-        found = Artifact.get("data")
+        found = Artifact.get("quickstart-data")
     assert found is not None
     assert problems.name in str(found.data)
     assert "## Lengths in tokens" in str(found.data)

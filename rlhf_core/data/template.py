@@ -154,7 +154,7 @@ class PromptTemplate:
             raise DataError("the chat template does not write what a tool says; take one that does")
         for key in sorted({key for message in kept for key in further_keys(message)}):
             places = [place for place, message in enumerate(kept) if key in message]
-            for some in (places, *([place] for place in places)):
+            for some in (*([places] if len(places) > 1 else []), *([place] for place in places)):
                 fewer = [_without(key, turn) if place in some else turn for place, turn in enumerate(kept)]
                 if fewer != kept and is_written_by(fewer):
                     kept = fewer
@@ -186,9 +186,10 @@ class PromptTemplate:
         end = plain.rpartition(PLACE)[2]
         if end and text.endswith(end):
             return Said(text.removesuffix(end), keys)
-        # some templates end a call of a tool with another token than an answer
-        cut = max(text.rfind(token) for token in self.tokenizer.convert_ids_to_tokens(list(self.stop_ids)))
-        return Said(text if cut < 0 else text[:cut], keys)
+        # some templates end a call of a tool with another token than an answer; what only mentions one is not cut
+        ends = [token for token in self.tokenizer.convert_ids_to_tokens(list(self.stop_ids)) if token]
+        stop = next((token for token in ends if text.rstrip().endswith(token)), "")
+        return Said(text.rstrip().removesuffix(stop) if stop else text, keys)
 
     def count_tokens(self, texts: Sequence[str]) -> list[int]:
         """Return the number of tokens of each text, special tokens in it included and none added."""
@@ -227,6 +228,8 @@ class PromptTemplate:
             text: str = self.tokenizer.apply_chat_template(
                 list(opened), tokenize=False, add_generation_prompt=for_answer, chat_template=self._chat_template
             )
+        except RecursionError as error:
+            raise DataError("a message has a key that is nested too deeply for a chat template") from error
         except (TemplateError, TypeError, KeyError, ValueError, AttributeError) as error:
             roles = ", ".join(message["role"] for message in opened)
             raise DataError(f"the chat template refuses the turns {roles}: {error}") from error

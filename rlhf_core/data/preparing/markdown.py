@@ -74,7 +74,7 @@ def _rejections(sets: Iterable[SetReport]) -> list[str]:
                 "\n".join(f"* {why}: {count:,}; the first: {firsts[why]}" for why, count in each.reasons.items())
             )
         if each.not_shown:
-            parts.append(f"Keys of messages in `{each.role}` that are left out, for the model is not shown them:")
+            parts.append(f"Keys of messages in `{each.role}` that are left out, because the model is not shown them:")
             parts.append("\n".join(f"* {code(key)}: {messages:,}; {why}" for key, messages, why in each.not_shown))
     return parts
 

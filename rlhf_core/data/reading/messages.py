@@ -30,7 +30,6 @@ _ROLES = {
     "system": "system",
     "tool": "tool",
 }
-_NAMES = {"role", "from", "content", "value"}
 _EMPTY: tuple[Any, ...] = ("", [], {})
 """Values of which nothing is lost."""
 UNUSABLE = "unusable messages"
@@ -76,9 +75,23 @@ def _message(message: Any, number: int, where: str, name: str) -> Message:
             f"{number} of {name!r} {' and '.join(wrong)}: {message!r:.80}",
             UNUSABLE,
         )
-    keys = {key: value for key, value in given.items() if key not in _NAMES and value is not None}
-    # what JSON cannot hold, such as a date of Parquet's, becomes a text
-    return {"role": _ROLES[role], "content": content, **json.loads(json.dumps(keys, default=str))}
+    used = {"role" if given.get("role") else "from", "value" if given.get("content") is None else "content"}
+    keys = {key: value for key, value in given.items() if key not in used and value is not None}
+    said = {"role": _ROLES[role], "content": content}
+    if not keys:
+        return said
+    try:
+        # what JSON cannot hold, such as a date of Parquet's, becomes a text
+        return {**said, **_without_nulls(json.loads(json.dumps(keys, default=str)))}
+    except RecursionError as error:
+        raise RowError(f"{where}: message {number} of {name!r} has a key nested too deeply", UNUSABLE) from error
+
+
+def _without_nulls(value: Any) -> Any:
+    """Leave out what is null in objects at any depth: Arrow gives every call the arguments of all others, as nulls."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def _content(message: Mapping[str, Any], wrong: list[str]) -> str:
@@ -166,6 +179,8 @@ class MessageView:
         return tuple(NotShown(key, messages, why) for (key, why), messages in self._counts.most_common())
 
     def _count(self, message: Message, kept: Collection[str], why: str) -> None:
+        if len(message) == len(("role", "content")):
+            return
         if self._template is None:
             why = _UNKNOWN
         elif not self._template.writes_turns:

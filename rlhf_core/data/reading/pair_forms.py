@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.data.preferences import PreferencePair, first_turn, split_transcripts
 from rlhf_core.data.reading.forms import Form
 from rlhf_core.data.reading.messages import UNUSABLE, common_turns, prompt_of, read_messages, response_of
 from rlhf_core.data.reading.rows import RowError, number_field, text_fields, wrong_kind
-from rlhf_core.data.transcripts import conversation
+from rlhf_core.data.transcripts import conversation, further_keys
 from rlhf_core.errors import DataError
 
 if TYPE_CHECKING:
@@ -55,9 +56,16 @@ def _pair(row: Row) -> PreferencePair:
 
 def _nothing_to_prefer(row: Row) -> RowError:
     """Return the error of a pair whose responses are equal, as they were written or as the model is shown them."""
-    chosen, rejected = (_side(row.fields, row.where, name) for name in _SIDES)
-    last = [side[-1] if isinstance(side, tuple) else {} for side in (chosen, rejected)]
-    keys = [key for key in sorted({*last[0], *last[1]} - {"role", "content"}) if last[0].get(key) != last[1].get(key)]
+    sides = [_side(row.fields, row.where, name) for name in _SIDES]
+    had = [[further_keys(turn) for turn in side] if isinstance(side, tuple) else [] for side in sides]
+    keys = sorted(
+        {
+            key
+            for one, other in zip_longest(*had, fillvalue={})
+            for key in {*one, *other}
+            if (one.get(key) or None) != (other.get(key) or None)
+        }
+    )
     if not keys:
         return RowError(
             f"{row.where}: the chosen response equals the rejected one, so there is nothing to prefer", EQUAL
@@ -135,6 +143,7 @@ def _of_messages(row: Row, chosen: tuple[Message, ...], rejected: tuple[Message,
     if common is None:
         raise _apart(row.where)
     prompt = prompt_of(chosen[:common], row)
+    prompt_of(rejected[:common], row)  # the same: what is not shown of it is counted
     better, worse = (response_of(side[common:], row, prompt) for side in (chosen, rejected))
     return PreferencePair(prompt, better, worse)
 

@@ -120,7 +120,7 @@ def test_thoughts_of_earlier_turns_that_the_template_drops_do_not_part_a_pair(tm
     [pair] = found.rows
     assert turns(pair.prompt) == [user(), assistant(), user("Bye")]
     assert pair.chosen == "<think>\nR\n</think>\n\nchosen"
-    assert found.not_shown == (NotShown("reasoning_content", 1, UNSHOWN_IN_PROMPT),)
+    assert found.not_shown == (NotShown("reasoning_content", 2, UNSHOWN_IN_PROMPT),)  # one of each side
     shown = read(write(tmp_path / "p.jsonl", {
         name: [user(), assistant(thinking=name), user("Bye"), assistant(name)] for name in ("chosen", "rejected")
     }), "preferences", template=template(EVERY_THOUGHT))  # fmt: skip
@@ -307,7 +307,7 @@ def test_the_report_names_what_is_not_shown_and_is_as_it_was_without(tmp_path: P
     plain, plain_page = facts()
     assert told["sets"][0].pop("not_shown") == [{"key": "thinking", "messages": 40, "why": UNSHOWN_IN_RESPONSE}]
     assert told == plain
-    line = "Keys of messages in `demonstrations` that are left out, for the model is not shown them:"
+    line = "Keys of messages in `demonstrations` that are left out, because the model is not shown them:"
     assert f"{line}\n\n* `thinking`: 40; {UNSHOWN_IN_RESPONSE}\n" in page
     assert line not in plain_page
 
@@ -339,3 +339,60 @@ def test_dialogues_keep_the_keys_of_their_messages(tmp_path: Path) -> None:
         assistant("", tool_calls=[CALL]),
         tool(tool_call_id="call_1"),
     )
+
+
+def test_a_call_from_parquet_has_the_arguments_that_it_had(tmp_path: Path) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    def row(**arguments: Any) -> dict[str, Any]:
+        calls = [{"type": "function", "function": {"name": "f", "arguments": arguments}}]
+        return {"messages": [user(str(arguments)), assistant("", tool_calls=calls)]}
+
+    rows, made = [row(x=1, y=2), row(city="Rome")], template(QWEN3)
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "p.parquet")
+    found = read(str(tmp_path / "p.parquet"), "demonstrations", template=made).rows
+    assert found == read(write(tmp_path / "p.jsonl", *rows), "demonstrations", template=made).rows
+    assert '"arguments": {"city": "Rome"}' in found[1].demonstration
+
+
+def test_whatever_is_not_shown_is_named_wherever_it_stands(tmp_path: Path) -> None:
+    rows = [
+        {"chosen": [user(secret="s"), assistant("A")], "rejected": [user(), assistant("B")]},
+        {"chosen": [user(), assistant("C")], "rejected": [user(secret="s"), assistant("D")]},
+        {"chosen": [user(), assistant("E", value="twice")], "rejected": [user(), assistant("F")]},
+    ]
+    found = read(write(tmp_path / "p.jsonl", *rows), "preferences", template=template(SMOLLM2))
+    assert {each.key: each.messages for each in found.not_shown} == {"secret": 2, "value": 1}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "reason"),
+    [
+        ([assistant(thinking="1"), user(), assistant()], [assistant(thinking="2"), user(), assistant()], "differs"),
+        ([assistant("A", tool_calls=[])], [assistant("A")], "equals"),
+    ],
+)  # fmt: skip
+def test_pairs_that_are_alike_are_told_from_those_that_are_shown_alike(
+    tmp_path: Path, chosen: list[dict[str, Any]], rejected: list[dict[str, Any]], reason: str
+) -> None:
+    rows = [
+        {"prompt": "Hi", "chosen": chosen, "rejected": rejected},
+        {"prompt": "Hi", "chosen": "yes", "rejected": "no"},
+    ]
+    found = read(write(tmp_path / "p.jsonl", *rows), "preferences", template=template(SMOLLM2))
+    assert [each.reason.split()[1] for each in found.rejected] == [reason]
+
+
+def test_a_key_nested_too_deeply_for_a_template_is_a_bad_row(tmp_path: Path) -> None:
+    deep: Any = "x"
+    for _ in range(600):
+        deep = {"a": deep}
+    rows = [{"messages": [user(), assistant(tool_calls=[deep])]}, {"messages": [user(), assistant()]}]
+    found = read(write(tmp_path / "d.jsonl", *rows), "demonstrations", template=template(QWEN3), bad_rows="drop")
+    assert len(found.rows) == 1
+
+
+def test_a_stop_token_that_a_response_mentions_does_not_end_it() -> None:
+    said = template(QWEN3).said([user()], assistant("say <|im_end|> and more", reasoning_content="T"))
+    assert said.text.endswith("say <|im_end|> and more")

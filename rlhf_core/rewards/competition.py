@@ -73,6 +73,12 @@ def _same(wanted: str, found: str) -> bool:
     return is_formula(wanted) and is_formula(found) and same_formula(wanted, found)
 
 
+def _same_part(wanted: str, found: str) -> bool:
+    """Return whether two parts of answers are equal; a letter is no choice there and keeps its capital."""
+    letters = all(len(text) == 1 and text.isalpha() for text in (wanted, found))
+    return wanted == found if letters else _same(wanted, found)
+
+
 def _fraction(text: str) -> str:
     """Return a number as a fraction; any other text, and a share in per cent, as it is."""
     value = None if "%" in text else number(text)
@@ -105,12 +111,13 @@ def _same_lists(wanted: str, found: str) -> bool | None:
         lists = [list(union or ()) for union in unions]
     words = any(_is_words(member) for member in lists[0])
     joined = [(bool(_ALTERNATIVE.search(text)), bool(_AND.search(text))) for text in (wanted, found)]
-    if (words or _claims_sets(lists)) and sorted(joined) == [(False, True), (True, False)]:
+    names = [{claim.name for claim in map(_claim, members) if claim} for members in lists]
+    several = any(len(each) > 1 for each in names)
+    if (words or several or _claims_sets(lists)) and sorted(joined) == [(False, True), (True, False)]:
         return False
     if words:
         return _in_order(*lists)
-    names = [{claim.name for claim in map(_claim, members) if claim} for members in lists]
-    if names[0] != names[1] and any(len(each) > 1 for each in names):
+    if names[0] != names[1] and several:
         return False  # "x=1, y=2" says more than "1, 2"
     return _in_any_order(lists[0], lists[1])
 
@@ -133,7 +140,7 @@ def _signed(member: str) -> list[str]:
 
 
 def _in_order(wanted: Sequence[str], found: Sequence[str]) -> bool:
-    return len(wanted) == len(found) and all(map(_same, wanted, found))
+    return len(wanted) == len(found) and all(map(_same_part, wanted, found))
 
 
 def _in_any_order(wanted: Sequence[str], found: Sequence[str]) -> bool:
@@ -141,7 +148,7 @@ def _in_any_order(wanted: Sequence[str], found: Sequence[str]) -> bool:
         return False
     left = list(found)
     for member in wanted:
-        same = next((other for other in left if _same(member, other)), None)
+        same = next((other for other in left if _same_part(member, other)), None)
         if same is None:
             return False
         left.remove(same)
@@ -225,6 +232,9 @@ def _same_quantities(wanted: str, found: str) -> bool | None:
         return None
     if len(units) > 1 or ("%" in units and not all(side.unit for side in sides)):  # "x%" is not "x"
         return False
+    alone = not all(side.unit for side in sides)
+    if alone and "degree" in units and any(number(side.value) is None for side in sides):
+        return False  # "\\sin 20" is of radians
     return _same(*(plain(side.value) for side in sides))
 
 
@@ -292,7 +302,8 @@ def _same_relations(wanted: str, found: str) -> bool | None:
     claim = _claim(wanted if related[0] else found) if any(related) else None
     if claim:
         other = found if related[0] else wanted
-        return claim.relation != "\\ne" and _same(plain(claim.value), other)
+        no_set = claim.relation == "\\in" and _is_value(claim.value)
+        return not no_set and claim.relation != "\\ne" and _same_part(plain(claim.value), other)
     match _related(found) if related[1] else []:
         case [computed, "=", value] if not _VARIABLE.search(computed):
             return _same(wanted, value) and _same(computed, value)  # "2+3=5"
@@ -303,7 +314,7 @@ def _same_claims(wanted: str, found: str) -> bool:
     claims = [_claim(text) for text in (wanted, found)]
     first, second = claims
     if first and second and first[:2] == second[:2]:
-        return _same(plain(first.value), plain(second.value))
+        return _same_part(plain(first.value), plain(second.value))
     if any(claim and not _VARIABLE.search(claim.value) for claim in claims):
         return False  # "x=18" is an answer, "2x=36" a problem
     formulas = all(is_formula(side) for text in (wanted, found) for side in _related(text)[::2])
@@ -377,14 +388,17 @@ def _is_words(text: str) -> bool:
 _CHOICE = re.compile(r"\(?([A-Za-z])[).]")
 _GAP = re.compile(r"(?<=[0-9])\s+(?=[0-9])")
 _SPACE = re.compile(r"(?<![0-9])\s+|\s+(?![0-9])")
+_SYMBOLIC = re.compile(r"[0-9\\_^()\[\]{}|+/*=<>-]")
+_DIGITS_OF_BASE = re.compile(r"[0-9A-Fa-f]+_\{[0-9]+\}")
 _NOON = 12
 _TIME = re.compile(r"(\d{1,2})(?::(\d\d))?( [ap]m)?")
 
 
 def _bare(text: str) -> str:
-    """Return the text without capitals and white space, of which one space stays between digits."""
+    """Return the text without white space, of which one space stays between digits; words go without capitals too."""
     choice = _CHOICE.fullmatch(text)
-    return choice[1].casefold() if choice else _SPACE.sub("", _GAP.sub(" ", text)).casefold()
+    bare = choice[1] if choice else _SPACE.sub("", _GAP.sub(" ", text))
+    return bare if _SYMBOLIC.search(bare) and not _DIGITS_OF_BASE.fullmatch(bare) else bare.casefold()
 
 
 def _time(text: str) -> str:

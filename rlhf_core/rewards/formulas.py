@@ -15,6 +15,7 @@ from typing import Any
 
 import math_verify
 import sympy
+from sympy.core.evalf import PrecisionExhausted
 
 _USUAL = math_verify.LatexExtractionConfig()
 _VERBATIM = replace(
@@ -51,6 +52,11 @@ _UNSURE = re.compile(
     | /\ ?(?:\d+|[A-Za-z]|\\[a-z]+)\ ?(?:[A-Za-z(]|\\(?!cdot))  # "1/2x"
     | \\(?:{_FUNCTIONS})(?![A-Za-z])[^()+-]*\\cdot  # "\cos 0 \cdot 2"
     | \^\{{[^}}]*\^ | \}}\ ?\^\{{[^{{}}]*\}}\ ?\^  # a tower of powers
+    | \.\d{{13}} | [{{/]\d{{14}} | \d\^\{{-(?:1[3-9]|[2-9]\d|\d{{3}})  # beyond what is compared of a decimal
+    | (?:/\ ?|\}}\ ?\{{)10\^\{{(?:1[3-9]|[2-9]\d|\d{{3}})
+    | .\\infty | \\infty\ ?[^\ ]                   # a sum with it is worth it too
+    | ^(?:\(\d\d+\)\ ?){{2,}}$                     # a permutation, perhaps
+    | \\binom(?!\ ?\{{[^{{}}^!]*\}}\ ?\{{[^{{}}^!]*\}}) | (?:![^!]*){{5}}
     | !! | \|\|\| | [)}}|]\ ?! | \d{{4}}! | \\binom.*\d{{4}} | \d{{4}}.*\\binom
     """,
     re.VERBOSE,
@@ -61,8 +67,10 @@ _SIDE_BY_SIDE = re.compile(
 )
 _POWER = re.compile(r"\^\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}")
 _SMALL_POWER = re.compile(r"[+-]?(\d{1,4})(?:\.\d{1,4}|/\d{1,4})?|[+-]?\\frac\{(\d{1,4})\}\{\d{1,4}\}")
-_HIGHEST_POWER = 10**4
+_HIGHEST_POWER, _HIGHEST_OF_SUM = 10**4, 999
+_LARGE = re.compile(r"\d{5}")
 _LETTER = re.compile(r"(?<![\\A-Za-z])[A-Za-z]")
+_CAPITAL = re.compile(r"(\\Delta(?![A-Za-z])|(?<!\\)[A-HJ-Z])|\\[A-Za-z]+")
 _IMAGINARY = re.compile(r"(?<![\\A-Za-z])I(?![A-Za-z])")
 
 
@@ -75,27 +83,49 @@ def is_formula(text: str) -> bool:
     """
     if not _FORMULA.fullmatch(text) or _UNSURE.search(text):
         return False
-    highest = 1
-    for match in _POWER.finditer(text):
+    highest, powers = 1, list(_POWER.finditer(text))
+    if len(powers) != text.count("^"):
+        return False
+    for match in powers:
         small = _SMALL_POWER.fullmatch(match[1])
-        if small is None and not _LETTER.search(match[1]):  # with a letter it stays a power
+        if small is None and (_LARGE.search(match[1]) or not _LETTER.search(match[1])):  # the letter may cancel out
             return False
         if small is not None and text[: match.start()].rstrip().endswith((")", "}")):  # a power of a power, perhaps
-            highest *= max(1, int(small[1] or small[2]))
+            power = int(small[1] or small[2])
+            highest *= max(1, power)
+            if power > _HIGHEST_OF_SUM and _LETTER.search(text[: match.start()]):
+                return False
     return highest <= _HIGHEST_POWER
 
 
 def same_formula(wanted: str, found: str) -> bool:
-    """Return whether math-verify finds two formulas, or relations of formulas, equal; it takes the time it takes."""
-    first, second = (_parsed(text) for text in (wanted, found))
+    """Return whether math-verify finds two formulas, or relations of formulas, equal; it takes the time it takes.
+
+    The alarm that ends it is for the main thread, and does not interrupt a power of whole numbers.
+    """
+    first, second = (_parsed(text) for text in _without_capitals(wanted, found))
     if first is None or second is None:
         return False
     if math_verify.verify(first, second, timeout_seconds=None):
         return True
     letter = any(isinstance(each, sympy.Symbol) for each in (first, second))  # it compares a letter by its name alone
-    return (
-        letter and all(isinstance(each, sympy.Expr) for each in (first, second)) and sympy.simplify(first - second) == 0
-    )
+    if not letter or not all(isinstance(each, sympy.Expr) for each in (first, second)):
+        return False
+    try:
+        return bool(sympy.simplify(first - second) == 0)
+    except (ValueError, ArithmeticError, TypeError, NotImplementedError, PrecisionExhausted):
+        return False
+
+
+def _without_capitals(*texts: str) -> list[str]:
+    """Return the texts with small letters that none has for their capitals: math-verify takes R for r."""
+    used = set("".join(texts).lower())
+    free = [letter for letter in "zyxwvutsrqponmlkhgcba" if letter not in used]
+    capitals = dict.fromkeys(match[1] for text in texts for match in _CAPITAL.finditer(text) if match[1])
+    if len(capitals) > len(free):
+        return ["", ""]  # nothing to read
+    small = dict(zip(capitals, free, strict=False))
+    return [_CAPITAL.sub(lambda match: small.get(match[1], match[0]), text) for text in texts]
 
 
 def _parsed(text: str) -> Any:

@@ -29,8 +29,8 @@ def gsm8k_score(prompt: str, response: str, answer: str | None, *, tags: Tags | 
 
     The reference may be GSM8K's whole solution, ending in `#### 42`. Numbers are compared by value: "1,000",
     "1000.0" and "$1000" are one. Dollars are not looked at. Where one of the two alone has a per cent sign, the other
-    may be a share, and from 1 on (its sign aside) in per cent as well: "50%" is right for 0.5 and for 50, "150%" for
-    1.5, "100%" and "1%" for 1, but "0.5%" is not for 0.5.
+    is a share: "50%" is right for 0.5, "150%" for 1.5, "100%" for 1. Beside a reference in per cent an answer from 1
+    on (its sign aside) may be in per cent without the sign: "50" is right for 50%, but "50%" is not for 50.
 
     Args:
         prompt: not looked at.
@@ -107,5 +107,6 @@ def same_number(reference: str, given: str) -> bool:
         return wanted == found
     if "$" in plain(reference) + plain(given):  # dollars are no share of anything
         return False
-    in_per_cent, bare = (wanted, found) if "%" in reference else (found, wanted)
-    return in_per_cent == 100 * bare or (in_per_cent == bare and abs(bare) >= 1)
+    if "%" in given:
+        return found == 100 * wanted
+    return wanted == 100 * found or (wanted == found and abs(found) >= 1)

@@ -22,9 +22,9 @@ _TOKEN = re.compile(r"\\\\|\\[A-Za-z]+|\\.|.", re.DOTALL)
 _SIGNS = str.maketrans(
     dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff\u00ad")  # shows as nothing; signs of direction are left, they do
     | dict.fromkeys("\u2212\u2010\u2011\u2013\ufe63", "-")
-    | dict.fromkeys("\u00d7\u00b7\u22c5\u2219\u2217", "\\cdot ")
+    | dict.fromkeys("\u00d7\u00b7\u22c5\u2219\u2217\u2022", "\\cdot ")
     | dict.fromkeys("\u2018\u2019", "'")
-    | {"\u00f7": "/", "\u2044": "/", "\u00b1": "\\pm ", "\u221e": "\\infty ", "\u00b0": "^{\\circ}"}
+    | {"\u00f7": "/", "\u2044": "/", "\u2215": "/", "\u00b1": "\\pm ", "\u221e": "\\infty ", "\u00b0": "^{\\circ}"}
     | {
         "\u2264": "\\le ",
         "\u2265": "\\ge ",
@@ -71,7 +71,10 @@ def _changes(*pairs: tuple[str, str | Callable[[re.Match[str]], str]]) -> list[_
 _WORDS = _changes(
     (r"\\!", ""),
     (r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits)(?![A-Za-z])", ""),
-    (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![A-Za-z])", " "),
+    (r"(?<!\\)\\[,;: ]|(?<=[\w})\].])~(?=\s*\S)|\\q?quad(?![A-Za-z])", " "),  # "~42" is a doubt
+    (r"\\textcolor\s*\{[A-Za-z]+\}\s*(?=\{)", ""),
+    (r"\\langle(?![A-Za-z])\s*", "("),
+    (r"\s*\\rangle(?![A-Za-z])", ")"),
     (r"\{,\}", ","),
     (r"\\[lr]?vert(?![A-Za-z])", "|"),
     (r"\\lbrace(?![A-Za-z])", r"\\{"),
@@ -88,7 +91,7 @@ _WORDS = _changes(
     (r"\\varnothing(?![A-Za-z])|\\\{\s*\\\}", r"\\emptyset "),
     (r"\\mathbb\s*\{?R\}?|\\R(?![A-Za-z])", r"(-\\infty ,\\infty )"),
     (r"\\infty(?![A-Za-z])|(?<![\\A-Za-z])infinity(?![A-Za-z])", r"\\infty "),
-    (r"\+\s*(?=\\infty)", ""),
+    (r"(^|[(\[,;{=<>]|\\(?:le|ge|ne|in)(?![A-Za-z]))\s*\+\s*(?=\\infty)", r"\1 "),
     (r"\\%|\s*(?<![A-Za-z])per ?cent(?![A-Za-z])", "%"),
     (r"(?<![\\A-Za-z])(pi|theta|alpha|beta|sin|cos|tan|log|ln)(?![A-Za-z])", r"\\\1 "),
     (r"(?<![\\A-Za-z])sqrt(?![A-Za-z])", r"\\sqrt"),
@@ -208,8 +211,9 @@ def _letter(letter: str) -> str:
         return f"\\frac{{{over}}}{{{under}}}" if under else letter
     if kind.startswith(_SAME_LETTER):
         return _letter(unicodedata.normalize("NFKC", letter))
-    if greek := re.fullmatch("GREEK SMALL LETTER ([A-Z]+)", name):
-        return f"\\{greek[1].lower()} "
+    if greek := re.fullmatch("GREEK (SMALL|CAPITAL) LETTER ([A-Z]+)", name):
+        spelt = greek[2].lower()
+        return f"\\{spelt if greek[1] == 'SMALL' else spelt.capitalize()} "
     return str(unicodedata.decimal(letter, letter))
 
 

@@ -28,6 +28,8 @@ UNPICKLERS = {
     "yaml.unsafe_load",
 }
 RUNNERS = {"eval", "exec", "compile", "__import__"}
+EVALUATORS = {"sympify", "parse_expr"}
+"""Functions of sympy that evaluate a text as Python, by any path."""
 AUTO = ("AutoModel", "AutoTokenizer", "AutoConfig", "AutoProcessor")
 PACKAGED = "rlhf_core/models/smollm2.py"
 """Reads a GGUF file out of an installed package: a format without code."""
@@ -61,6 +63,8 @@ def offences(source: str) -> list[str]:
     found = [f"imports {module}" for module in imports(tree) if module in PICKLES]
     for function, call in calls(tree):
         if function in UNPICKLERS or function in RUNNERS:
+            found.append(f"calls {function}")
+        if function.rpartition(".")[2] in EVALUATORS:
             found.append(f"calls {function}")
         trusted = [keyword.value for keyword in call.keywords if keyword.arg == "trust_remote_code"]
         if any(not (isinstance(value, ast.Constant) and value.value is False) for value in trusted):
@@ -108,6 +112,8 @@ def test_every_model_is_loaded_from_safetensors_alone() -> None:
         "import torch\ntorch.load('x')",
         "import numpy as np\nnp.load('x')",
         "eval('1')",
+        "import sympy\nsympy.sympify('1')",
+        "from sympy import parse_expr\nparse_expr('1')",
         "AutoModel.from_pretrained('x')",
         "AutoTokenizer.from_pretrained('x', trust_remote_code=True)",
         "load(trust_remote_code=flag)",

@@ -40,7 +40,9 @@ def test_a_formula_is_worth_what_fractions_say(seed: int) -> None:
 @pytest.mark.parametrize("text", [
     "2{3}", "2[3]", "1/2x", "1/2(3)", "2\\frac{4}{3}", "\\cos 0 \\cdot 2", "x2", "2 3", "no", "no-go", "2 no", "42?",
     "42+", "2516_{8}", "9^{9^{9}}", "2^{99999}", "((2^{999})^{999})^{999}", "2^{9 \\cdot 9}", "5!!", "(5!)!", "99999!",
-    "\\frac{1}{}", "\\sum n", "9" * 900 + "$", "|" * 900,
+    "\\frac{1}{}", "\\sum n",
+    "9^{999999999x/x}", "9^{\\frac{\\frac{99999999}{1}}{1}}", "\\binom{99!}{98!}", "(x+1)^{9999}", "999!+" * 240 + "1",
+    "(12)(13)", "2\\infty", "0.3333333333333x", "\\sqrt{2+10^{-16}}", "9" * 900 + "$", "|" * 900,
 ])  # fmt: skip
 def test_what_is_read_in_two_ways_or_takes_for_ever_is_not_shown(text: str) -> None:
     assert not is_formula(text)

@@ -390,6 +390,8 @@ _GAP = re.compile(r"(?<=[0-9])\s+(?=[0-9])")
 _SPACE = re.compile(r"(?<![0-9])\s+|\s+(?![0-9])")
 _SYMBOLIC = re.compile(r"[0-9\\_^()\[\]{}|+/*=<>-]")
 _DIGITS_OF_BASE = re.compile(r"[0-9A-Fa-f]+_\{[0-9]+\}")
+_SHORT_WORDS = {"no", "am", "pm"}
+"""Other texts of two letters are products, in which a capital is another letter."""
 _NOON = 12
 _TIME = re.compile(r"(\d{1,2})(?::(\d\d))?( [ap]m)?")
 
@@ -398,7 +400,11 @@ def _bare(text: str) -> str:
     """Return the text without white space, of which one space stays between digits; words go without capitals too."""
     choice = _CHOICE.fullmatch(text)
     bare = choice[1] if choice else _SPACE.sub("", _GAP.sub(" ", text))
-    return bare if _SYMBOLIC.search(bare) and not _DIGITS_OF_BASE.fullmatch(bare) else bare.casefold()
+    folded = bare.casefold()
+    if _DIGITS_OF_BASE.fullmatch(bare):
+        return folded
+    product = len(folded) == len("Rr") and folded not in _SHORT_WORDS
+    return bare if product or _SYMBOLIC.search(bare) else folded
 
 
 def _time(text: str) -> str:

@@ -177,7 +177,7 @@ def _value(values: Mapping[str, Any], key: str) -> Any:
         elif isinstance(inner, BaseModel):
             inner = getattr(inner, part)
         else:
-            return inner  # no section: the configuration says so
+            return None  # what is no section is refused by the configuration
         inner = SplitsConfig() if inner is None and field.annotation is SplitsConfig else inner  # null clears it
         model = field.annotation
     return inner

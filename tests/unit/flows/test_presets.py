@@ -278,6 +278,7 @@ def test_a_presets_own_batches_give_way_to_what_is_set_alone() -> None:
             "less than a chunk",
         ),
         ("quickstart", {"ppo": "abc", "data.splits.ppo": 10}, r"ppo must be a mapping .*'abc'"),
+        ("quickstart", {"ppo": 64}, r"ppo must be a mapping .* but it is 64"),
         ("quickstart", {"ppo": None, "data.splits.ppo": 10}, r"ppo must be a mapping .*null"),
         (
             "quickstart",

@@ -10,7 +10,7 @@ from rlhf_core.data.preferences import PreferencePair, first_turn, split_transcr
 from rlhf_core.data.reading.forms import Form
 from rlhf_core.data.reading.messages import UNUSABLE, common_turns, prompt_of, read_messages, response_of
 from rlhf_core.data.reading.rows import RowError, number_field, text_fields, wrong_kind
-from rlhf_core.data.transcripts import conversation, further_keys
+from rlhf_core.data.transcripts import conversation, further_keys, is_plain
 from rlhf_core.errors import DataError
 
 if TYPE_CHECKING:
@@ -143,7 +143,8 @@ def _of_messages(row: Row, chosen: tuple[Message, ...], rejected: tuple[Message,
     if common is None:
         raise _apart(row.where)
     prompt = prompt_of(chosen[:common], row)
-    prompt_of(rejected[:common], row)  # the same: what is not shown of it is counted
+    if not is_plain(rejected[:common]):
+        prompt_of(rejected[:common], row)  # the same: what is not shown of it is counted
     better, worse = (response_of(side[common:], row, prompt) for side in (chosen, rejected))
     return PreferencePair(prompt, better, worse)
 

@@ -1,7 +1,9 @@
-"""What the `prefect` command says in the checkout where no server answers: one sentence, as `rlhf run` does.
+"""What is done first in every process of Prefect's: a worker and its flows learn to wait for a server that is away.
 
-Prefect's own answer is a traceback of eighty lines or, where no server is known, a temporary one without deployments.
-This is a plugin for Prefect: pyproject.toml names it, and lets it be loaded by what is started in the checkout.
+A `prefect` command that a person types in the checkout does not wait: where no server answers it says one sentence, as
+`rlhf run` does. Prefect's own answer is a traceback of eighty lines or, where no server is known, a temporary one
+without deployments. This is a plugin for Prefect: pyproject.toml names it, and lets it be loaded by what is started in
+the checkout; workers are told to load it by their environment (`infra/services/worker.py`).
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ _SERVER_ERRORS = 500
 
 @register_hook
 def setup_environment(*, ctx: HookContext) -> None:
-    """End a `prefect` command that would not find its server; everything else goes on as it is.
+    """Let a worker or flow wait for its server; end a `prefect` command that would not find its own.
 
     Args:
         ctx: what Prefect tells its plugins when it starts.
@@ -57,8 +59,19 @@ def setup_environment(*, ctx: HookContext) -> None:
     Raises:
         SystemExit: with the sentence.
     """
-    if asks_the_server(sys.argv) and (fault := fault_of(ctx.api_url)):
+    if limit_s := patience_s():
+        from infra.patience import install  # noqa: PLC0415 - half of Prefect: no typed command need load it
+
+        install(limit_s)
+    elif asks_the_server(sys.argv) and (fault := fault_of(ctx.api_url)):
         raise SystemExit(f"prefect: {fault}")
+
+
+def patience_s() -> float:
+    """Return how long this process is to wait for a server that is away; 0 for one that no worker has started."""
+    from infra.settings import inherited_environment  # noqa: PLC0415 - this module is loaded with Prefect everywhere
+
+    return float(inherited_environment().get("RLHF_SERVER_PATIENCE_S") or 0)
 
 
 def asks_the_server(words: Sequence[str]) -> bool:

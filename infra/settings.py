@@ -76,6 +76,8 @@ class Settings(BaseSettings):
     """A database for the Prefect server (`postgresql+asyncpg://...`); None is sqlite in the home directory."""
     ray_address: str | None = None
     """A Ray cluster of your own (host:port) for runs that name none in `ppo.cluster.address`; None starts one each."""
+    server_patience_s: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """How long a run waits for a Prefect server that is away; None: sixteen minutes. Commands that one types do not."""
     data_dir: Path | None = None
     """Where tests find real data."""
     reward_modules: Annotated[tuple[str, ...], NoDecode] = ()
@@ -135,6 +137,7 @@ class Settings(BaseSettings):
             "RLHF_CACHE_LIMIT_GB": str(self.cache_limit_gb),
             "RLHF_RETENTION": self.retention,
             "RLHF_REWARD_MODULES": ",".join(self.reward_modules) or None,
+            "RLHF_SERVER_PATIENCE_S": f"{self.server_patience_s:g}" if self.server_patience_s else None,
             "PREFECT_API_URL": self.prefect_api_url,
         }
         return {name: value for name, value in known.items() if value is not None}

@@ -37,6 +37,7 @@ def prefect_server(home: Path, port: int, database_url: str | None) -> Service:
         **prefect_environment(home, f"{address}/api"),
         "PREFECT_SERVER_DATABASE_CONNECTION_URL": database_url or f"sqlite+aiosqlite:///{home}/prefect/prefect.db",
         "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
+        "PREFECT_SERVER_EVENTS_CAUSAL_ORDERING": "infra.event_ordering",  # automations that survive the server
     }
     return Service(
         name="server",

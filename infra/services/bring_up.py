@@ -81,6 +81,9 @@ class _BringingUp:
             for name in runs.settle_lost_runs(api_url):
                 self.report(f"run {name} had lost its process: it now counts as crashed")
         self.report(automations.install(api_url))
+        if its_server := self.state.services["server"].process():
+            for name in automations.catch_up(api_url, server_began=its_server.create_time()):
+                self.report(f"run {name} crashed while the server was killed: this is seen to now")
         new_worker = self._spawn_unless_well(its_worker)
         self._deploy(api_url, entries)
         if new_worker:

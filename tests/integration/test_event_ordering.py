@@ -187,7 +187,7 @@ def run(scenario: Coroutine[Any, Any, None]) -> None:
 
 
 def ago(seconds: float) -> DateTime:
-    return create_datetime_instance(now("UTC") - timedelta(seconds=seconds))
+    return cast(DateTime, create_datetime_instance(now("UTC") - timedelta(seconds=seconds)))
 
 
 def test_a_crash_after_what_a_former_server_saw_counts_at_once(

@@ -87,7 +87,9 @@ class Attempts:
     """
 
     in_vain = False
-    """Whether the last call of this process that was answered lies before one that waited as long as it could."""
+    """Whether no call of this process was answered since one waited as long as it could."""
+    said = False
+    """Whether no call of this process was answered since it was said that the server is away."""
 
     def __init__(self, request: httpx.Request, limit_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
         told = _limit_s.get()
@@ -98,7 +100,6 @@ class Attempts:
         self._last = clock()
         self._next_s = _FIRST_WAIT_S
         self._request = request
-        self._said = False
 
     def wait_s(self, fault: httpx.Response | Exception) -> float | None:
         """Return how long to wait before the call is tried again; None: no more.
@@ -118,8 +119,8 @@ class Attempts:
         self._next_s = min(2 * self._next_s, LONGEST_WAIT_S)
         self.spent_s += wait_s
         self._last = now + wait_s
-        if self.spent_s > _NOTICE_S and not self._said:
-            self._said = True
+        if self.spent_s > _NOTICE_S and not Attempts.said:
+            Attempts.said = True
             self._say(fault, limit_s)
         return wait_s
 
@@ -132,7 +133,7 @@ class Attempts:
         """
         if answer.status_code in AWAY or answer.status_code in retry_codes or answer.is_server_error:
             return True
-        Attempts.in_vain = False
+        Attempts.in_vain = Attempts.said = False
         return False
 
     def _say(self, fault: httpx.Response | Exception, limit_s: float) -> None:

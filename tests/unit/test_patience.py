@@ -31,6 +31,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     monkeypatch.setattr(time, "sleep", made.append)
     monkeypatch.setattr(anyio, "sleep", wait)
     monkeypatch.setattr(Attempts, "in_vain", False)
+    monkeypatch.setattr(Attempts, "said", False)
     for name in ("PrefectHttpxSyncClient", "PrefectHttpxAsyncClient"):
         monkeypatch.setattr(orchestration, name, getattr(base, name))  # whatever was installed is undone at the end
     install(900.0)
@@ -176,7 +177,10 @@ def test_a_long_absence_is_said_once_without_what_was_asked(
     with caplog.at_level("WARNING", logger="prefect.client"):
         call_sync(away(2))
         assert caplog.messages == []
+        with patience(60.0), pytest.raises(httpx.ConnectError):
+            call_sync(away(10_000))
         call_sync(away(20))
-    assert caplog.messages == [
-        "The Prefect server at http://server/ is away (ConnectError): asking it again for 15 min"
-    ]
+        said = "The Prefect server at http://server/ is away (ConnectError): asking it again for %d min"
+        assert caplog.messages == [said % 1]
+        call_sync(away(20))
+    assert caplog.messages == [said % 1, said % 15]

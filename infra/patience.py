@@ -4,17 +4,22 @@ Prefect's own waits 2, 4, 8 ... seconds without bound, and at a refused connecti
 each task, subflow and page has a client of its own, which then fails at once and the run with it. These ask again every
 few seconds, so that a run goes on as soon as the server is back, for a quarter of an hour; then they raise as
 Prefect's do. Workers and flows are told so by their environment (`prefect_plugin.py`); a command that a person types
-is not. A state that is proposed twice, as its answer was lost, counts once: Prefect gives each proposal an id.
+is not.
+
+What a server has done before its answer was lost is not done twice: Prefect gives each proposal of a state an id, and
+here each run that is made has a key. A line of a log, or a page, may be there twice.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from http import HTTPStatus
 from typing import Any
+from uuid import uuid4
 
 import anyio
 import httpx
@@ -40,6 +45,7 @@ _FIRST_WAIT_S = 0.5
 _LONGEST_ATTEMPT_S = 60.0
 """An attempt that lasted longer was stopped with its process, as when a laptop sleeps: it did not wait so long."""
 _NOTICE_S = 10.0
+_MAKING_RUNS = ("/flow_runs/", "/create_flow_run")
 _AFTERWARDS_S = 30.0
 """What is left of it once a call has waited in vain: the run ends, and each of its last words would wait anew."""
 _limit_s: ContextVar[float | None] = ContextVar("limit_s", default=None)
@@ -77,6 +83,22 @@ def install(limit_s: float) -> None:
     vars(orchestration).update(PrefectHttpxSyncClient=PatientSyncClient, PrefectHttpxAsyncClient=PatientAsyncClient)
 
 
+def with_key(request: httpx.Request) -> httpx.Request:
+    """Return a request that may be repeated: one that makes a run has a key, by which the server makes it once.
+
+    Args:
+        request: any; all others are returned as they are.
+    """
+    if request.method != "POST" or not request.url.path.endswith(_MAKING_RUNS):
+        return request
+    body = json.loads(request.content)
+    if body.get("idempotency_key"):
+        return request
+    content = json.dumps({**body, "idempotency_key": str(uuid4())}).encode()
+    headers = [(name, value) for name, value in request.headers.raw if name.lower() != b"content-length"]
+    return httpx.Request("POST", request.url, headers=headers, content=content, extensions=request.extensions)
+
+
 class Attempts:
     """The attempts of one call: how long to wait before the next one, if there is one.
 
@@ -94,7 +116,7 @@ class Attempts:
     def __init__(self, request: httpx.Request, limit_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
         told = _limit_s.get()
         self._longest_s = limit_s
-        self.limit_s = min(limit_s, told or limit_s, _AFTERWARDS_S if Attempts.in_vain else limit_s)
+        self.limit_s = min(limit_s if told is None else told, _AFTERWARDS_S if Attempts.in_vain else limit_s, limit_s)
         self.spent_s = 0.0
         self._clock = clock
         self._last = clock()
@@ -158,6 +180,7 @@ class _PatientSyncClient(PrefectHttpxSyncClient):
         retry_codes: Collection[int] = (),
         retry_exceptions: tuple[type[Exception], ...] = (),
     ) -> httpx.Response:
+        request = with_key(request)
         attempts = Attempts(request, self.longest_s)
         while True:
             try:  # one attempt, with the token that a server may ask for
@@ -186,6 +209,7 @@ class _PatientAsyncClient(PrefectHttpxAsyncClient):
         retry_codes: Collection[int] = (),
         retry_exceptions: tuple[type[Exception], ...] = (),
     ) -> httpx.Response:
+        request = with_key(request)
         attempts = Attempts(request, self.longest_s)
         while True:
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from prefect.client import base, orchestration
 from prefect.exceptions import PrefectHTTPStatusError
 
-from infra.patience import FAULTY_S, LONGEST_WAIT_S, Attempts, install, patience
+from infra.patience import FAULTY_S, LONGEST_WAIT_S, Attempts, install, patience, with_key
 
 REQUEST = httpx.Request("POST", "http://server/api/flow_runs/")
 Answers = Callable[[int], httpx.Response]
@@ -94,6 +95,45 @@ def test_a_new_client_asks_until_the_server_is_back(
 ) -> None:
     assert call(away(6, **fault)) == 201
     assert waits == [0.5, 1.0, 2.0, 4.0, 5.0, 5.0]
+
+
+@both
+def test_a_run_that_a_lost_answer_told_of_is_not_made_twice(
+    call: Callable[[Answers], int], monkeypatch: pytest.MonkeyPatch, waits: list[float]
+) -> None:
+    del waits
+    made: list[dict[str, Any]] = []
+
+    def transport(answers: Answers) -> httpx.MockTransport:
+        def handle(request: httpx.Request) -> httpx.Response:
+            made.append(json.loads(request.content))
+            assert int(request.headers["content-length"]) == len(request.content)
+            return answers(len(made))
+
+        return httpx.MockTransport(handle)
+
+    monkeypatch.setitem(globals(), "_transport", transport)
+    assert call(away(2, httpx.ReadError)) == 201
+    assert made[0]["idempotency_key"]
+    assert made[0] == made[1] == made[2]
+    first = made[0]["idempotency_key"]
+    made.clear()
+    assert call(away(0)) == 201
+    assert made[0]["idempotency_key"] != first, "another run has another key"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("POST", "/api/flow_runs/filter", {}),
+        ("POST", "/api/logs/", []),
+        ("GET", "/api/flow_runs/", None),
+        ("POST", "/api/flow_runs/", {"idempotency_key": "theirs"}),
+    ],
+)
+def test_all_other_calls_are_made_as_they_are(method: str, path: str, body: Any) -> None:
+    request = httpx.Request(method, f"http://server{path}", json=body)
+    assert with_key(request) is request
 
 
 @both

@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from uuid import UUID
 
 import sqlalchemy as sa
@@ -54,10 +53,12 @@ class CausalOrdering(memory.CausalOrdering):
             return
         super().__init__(scope)
         self._tried: dict[UUID, int] = {}
+        self._recalled = False
 
     async def event_has_been_seen(self, event: UUID | Event) -> bool:
         """Whether this very server has evaluated an event; it is asked before each, and so begins to listen here."""
         await LISTENING.note()
+        await self._recall()
         return await super().event_has_been_seen(event)
 
     async def wait_for_leader(self, event: ReceivedEvent) -> None:
@@ -86,41 +87,49 @@ class CausalOrdering(memory.CausalOrdering):
         }
         async with db.session_context(begin_transaction=True) as session:
             await session.execute(db.queries.insert(db.AutomationEventFollower).values(row).on_conflict_do_nothing())
+        await super().record_follower(event)
 
     async def forget_follower(self, follower: ReceivedEvent) -> None:
-        """Forget an event that was parked, and has been evaluated."""
-        self._tried.pop(follower.id, None)
+        """Forget an event that has been evaluated, if it was parked."""
+        if follower.id not in self._waitlist:  # as nearly all: to write for each would keep others from the database
+            return
         db = provide_database_interface()
         parked = db.AutomationEventFollower
         this = sa.delete(parked).where(parked.scope == self.scope, parked.follower_event_id == follower.id)
         async with db.session_context(begin_transaction=True) as session:
             await session.execute(this)
-
-    async def get_followers(self, leader: ReceivedEvent) -> list[ReceivedEvent]:
-        """Return the events that wait for this one, in the order in which they occurred."""
-        return await self._parked(lambda parked: parked.leader_event_id == leader.id)
+        self._tried.pop(follower.id, None)
+        await super().forget_follower(follower)
 
     async def get_lost_followers(self) -> list[ReceivedEvent]:
         """Return the events that have waited long enough, in the order in which they occurred.
 
         They stay parked until they are evaluated, so that a server which is killed meanwhile finds them again.
         """
+        await self._recall()
         until = now("UTC") - timedelta(seconds=LEADER_S)
-        lost = await self._parked(lambda parked: parked.received <= until)
+        lost = [self._events[event_id] for event_id, received in self._waitlist.items() if received <= until]
         for event in [each for each in lost if self._tried.get(each.id, 0) >= _TRIES]:
             get_logger(__name__).error("Event %r (%s) is given up: it cannot be evaluated", event.event, event.id)
             await self.forget_follower(event)
             lost.remove(event)
         for event in lost:
             self._tried[event.id] = self._tried.get(event.id, 0) + 1
-        return lost
+        return sorted(lost, key=lambda event: event.occurred)
 
-    async def _parked(self, which: Callable[[Any], sa.ColumnElement[bool]]) -> list[ReceivedEvent]:
+    async def _recall(self) -> None:
+        """Remember, once, what a former server had parked."""
+        if self._recalled:
+            return
         db = provide_database_interface()
         parked = db.AutomationEventFollower
-        query = sa.select(parked.follower).where(parked.scope == self.scope, which(parked))
         async with db.session_context() as session:
-            return sorted((await session.execute(query)).scalars().all(), key=lambda event: event.occurred)
+            found = (
+                (await session.execute(sa.select(parked.follower).where(parked.scope == self.scope))).scalars().all()
+            )
+        for event in found:
+            await super().record_follower(event)
+        self._recalled = True
 
 
 class Listening:

@@ -29,6 +29,8 @@ from prefect.server.events.ordering import memory
 from prefect.server.events.schemas.automations import EventTrigger, Posture
 from prefect.types._datetime import now
 
+from infra.garbage import collect_in_a_thread
+
 if TYPE_CHECKING:
     from prefect.server.events.schemas.events import Event, ReceivedEvent
 
@@ -122,6 +124,8 @@ class CausalOrdering(memory.CausalOrdering):
         if self._recalled:
             return
         db = provide_database_interface()
+        if db.dialect.name == "sqlite":
+            collect_in_a_thread()
         parked = db.AutomationEventFollower
         async with db.session_context() as session:
             found = (

@@ -103,6 +103,7 @@ def fired(database: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]
         names.append(firing.trigger.automation.name)
 
     monkeypatch.setattr(triggers, "act", act)
+    monkeypatch.setattr(event_ordering, "collect_in_a_thread", lambda: None)  # this is no server
     monkeypatch.setattr(triggers, "get_triggers_causal_ordering", _ours)
     monkeypatch.setattr(event_ordering, "_BEGAN", now("UTC"))
     _kill()

@@ -13,7 +13,7 @@ from prefect.runtime import flow_run
 
 @flow
 def riding(directory: str, steps: int = 0) -> None:
-    """Take a step a second, each in a subflow, until it may end or so many are taken; go on after a crash.
+    """Take a step every two seconds, each in a subflow, until it may end or so many are taken; go on after a crash.
 
     Args:
         directory: where it tells of its starts and steps, and is told that it may end.
@@ -27,7 +27,7 @@ def riding(directory: str, steps: int = 0) -> None:
         if steps and done >= steps:
             return
         stage(directory, done)
-        time.sleep(1)
+        time.sleep(2)
 
 
 @flow

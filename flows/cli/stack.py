@@ -19,17 +19,20 @@ _MIB = 2**20
 _STYLES = {"running": "green", "well": "green", "warning": "yellow", "none": "dim", "stopped": "dim"}
 
 
-def up() -> int:
+def up(*, new_password: Annotated[bool, Parameter(negative="")] = False) -> int:
     """Start the local stack, or what is missing of it.
 
     Object store, Prefect server, work pool, worker and all deployments of prefect.yaml; what runs already is
     left alone, what has died is started again. All state lies under RLHF_HOME (.rlhf in the checkout).
+
+    Args:
+        new_password: have the Prefect server ask for another password from now on; not while flow runs live.
     """
     from infra import services
     from infra.settings import settings
 
     console = _console()
-    state = services.up(settings(), _teller(console))
+    state = services.up(settings(), _teller(console), new_password=new_password)
     server = state.services["server"]
     console.print(
         f"Prefect UI: {server.address}   (rlhf status, rlhf doctor, rlhf down)", highlight=False, markup=False

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from prefect.client.orchestration import PrefectClient
     from rich.console import Console
 
-    from infra.services.prefect_access import Access
+    from infra.prefect_access import Access
 
 _LONGEST_DETAIL = 600
 Given = Annotated[tuple[str, ...], Parameter(name=("--param", "-p"), negative="")]
@@ -39,7 +39,7 @@ def run(preset: str = "quickstart", /, *, param: Given = ()) -> int:
 
     from flows.cli.parameters import read_parameters
     from infra.errors import ServiceError
-    from infra.services.prefect_access import access_to, refusal
+    from infra.prefect_access import access_to, refusal
 
     # Width is given where there is no terminal, so that a log file is not broken at 80 columns.
     console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)

@@ -8,12 +8,12 @@ from pathlib import Path
 import psutil
 
 from infra.errors import ServiceError
+from infra.prefect_access import PASSWORD_FILE, know_stack_of
 from infra.process_record import describe
 from infra.services import automations, password, processes, runs, seaweed
 from infra.services.deployments import all_present, deploy, source_digest
 from infra.services.env_file import assignment, write_block
 from infra.services.ports import choose_port
-from infra.services.prefect_access import PASSWORD_FILE, know_stack_of
 from infra.services.prefect_server import PREFECT_PORT, prefect_environment, prefect_server
 from infra.services.prefect_yaml import DeploymentEntry, read_prefect_yaml
 from infra.services.service import Report, Service, stack_environment

@@ -8,7 +8,7 @@ import secrets
 from pathlib import Path
 
 from infra.errors import ServiceError
-from infra.services.prefect_access import PASSWORD_FILE
+from infra.prefect_access import PASSWORD_FILE
 from infra.services.state import write_private
 
 USER = "rlhf"

@@ -11,7 +11,7 @@ from urllib.parse import quote, urlsplit
 from urllib.request import Request, urlopen
 
 from infra.errors import InfraError, ServiceError
-from infra.services.prefect_access import access_to, refusal
+from infra.prefect_access import access_to, refusal
 
 
 def call(api_url: str, method: str, path: str, body: Any = None, *, timeout_s: float = 20.0) -> Any:

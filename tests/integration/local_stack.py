@@ -16,10 +16,11 @@ from typing import Any, TypeVar
 import psutil
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
+from infra import prefect_access
 from infra.artifacts import ArtifactStore, S3Options, open_store
 from infra.clusters import ClusterManifest
 from infra.process_record import marked_processes
-from infra.services import prefect_access, prefect_api, processes
+from infra.services import prefect_api, processes
 from infra.services.state import StackState
 from infra.settings import CHECKOUT, inherited_environment, read_env_file
 

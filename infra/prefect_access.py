@@ -77,12 +77,10 @@ def access_to(api_url: str) -> Access:
     Raises:
         SettingsError: if a variable holds what it must not.
     """
+    if (home := _home_of(api_url)) is not None:
+        password = read_env_file(home / STACK_ENV).get("PREFECT_API_AUTH_STRING")
+        return Access(password, None, {}, None, False, str(home / PASSWORD_FILE) if password else None)
     known = settings()
-    for home in (known.home, *_FURTHER_HOMES):
-        written = read_env_file(home / STACK_ENV)
-        if same_server(api_url, written.get("PREFECT_API_URL")):
-            password = written.get("PREFECT_API_AUTH_STRING")
-            return Access(password, None, {}, None, False, str(home / PASSWORD_FILE) if password else None)
     auth_string, key = known.prefect_api_auth_string, known.prefect_api_key
     return Access(
         auth_string.get_secret_value() if auth_string else None,
@@ -90,23 +88,39 @@ def access_to(api_url: str) -> Access:
         {name: value.get_secret_value() for name, value in known.prefect_client_custom_headers.items()},
         known.prefect_api_ssl_cert_file,
         known.prefect_api_tls_insecure_skip_verify,
-        _origin("PREFECT_API_AUTH_STRING") if auth_string else _origin("PREFECT_API_KEY") if key else None,
+        origin("PREFECT_API_AUTH_STRING") if auth_string else origin("PREFECT_API_KEY") if key else None,
     )
 
 
-def _origin(variable: str) -> str:
+def _home_of(api_url: str) -> Path | None:
+    """Return the home of the local stack whose server has this address."""
+    for home in (settings().home, *_FURTHER_HOMES):
+        if same_server(api_url, read_env_file(home / STACK_ENV).get("PREFECT_API_URL")):
+            return home
+    return None
+
+
+def origin(variable: str) -> str:
+    """Return where a variable that is set has its value from, for people."""
     return f"{variable} as it is exported" if inherited_environment().get(variable) else f"{variable} in {env_file()}"
+
+
+def is_of_another_server(api_url: str, auth_string: str) -> bool:
+    """Whether a password is a local stack's, but the server is not: `.env` told the one, somebody else the other."""
+    written = read_env_file(settings().home / STACK_ENV)
+    ours = written.get("PREFECT_API_AUTH_STRING") == auth_string
+    return ours and not same_server(api_url, written.get("PREFECT_API_URL"))
 
 
 def refusal(api_url: str, access: Access) -> str:
     """Return what a person is told whom a server answers with 401, and what to do."""
+    home = _home_of(api_url)
+    line = f"the line in {home / PASSWORD_FILE}" if home else "its user:password"
     if access.source is None:
-        return (
-            f"the Prefect server at {api_url} asks for a password; set PREFECT_API_AUTH_STRING to its user:password, "
-            "or PREFECT_API_KEY"
-        )
+        key = "" if home else ", or PREFECT_API_KEY"
+        return f"the Prefect server at {api_url} asks for a password; set PREFECT_API_AUTH_STRING to {line}{key}"
     if access.source.startswith("PREFECT_"):
-        return f"the Prefect server at {api_url} does not take {access.source}; correct it"
+        return f"the Prefect server at {api_url} does not take {access.source}; unset it, or set it to {line}"
     return (
         f"the Prefect server at {api_url} does not take the password in {access.source}: it is another stack's, or was "
         "started with another password; run `rlhf up`, which brings both together"

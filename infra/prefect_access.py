@@ -82,6 +82,8 @@ def access_to(api_url: str) -> Access:
         return Access(password, None, {}, None, False, str(home / PASSWORD_FILE) if password else None)
     known = settings()
     auth_string, key = known.prefect_api_auth_string, known.prefect_api_key
+    if auth_string and is_of_another_server(api_url, auth_string.get_secret_value()):
+        auth_string = None
     return Access(
         auth_string.get_secret_value() if auth_string else None,
         key.get_secret_value() if key else None,
@@ -101,8 +103,12 @@ def _home_of(api_url: str) -> Path | None:
 
 
 def origin(variable: str) -> str:
-    """Return where a variable that is set has its value from, for people."""
-    return f"{variable} as it is exported" if inherited_environment().get(variable) else f"{variable} in {env_file()}"
+    """Return a variable that is set and where it has its value from, for people."""
+    if inherited_environment().get(variable):
+        return f"{variable} as it is exported"
+    if variable in read_env_file(env_file()):
+        return f"{variable} in {env_file()}"
+    return f"{variable} of Prefect's profile"
 
 
 def is_of_another_server(api_url: str, auth_string: str) -> bool:
@@ -119,6 +125,8 @@ def refusal(api_url: str, access: Access) -> str:
     if access.source is None:
         key = "" if home else ", or PREFECT_API_KEY"
         return f"the Prefect server at {api_url} asks for a password; set PREFECT_API_AUTH_STRING to {line}{key}"
+    if access.source.startswith("PREFECT_API_KEY"):
+        return f"the Prefect server at {api_url} does not take {access.source}; correct it"
     if access.source.startswith("PREFECT_"):
         return f"the Prefect server at {api_url} does not take {access.source}; unset it, or set it to {line}"
     return (

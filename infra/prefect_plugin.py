@@ -22,10 +22,12 @@ from urllib.request import Request, getproxies, proxy_bypass, urlopen
 from prefect.plugins import SetupResult, register_hook
 from prefect.settings import get_current_settings
 
+from infra.errors import ServiceError, SettingsError
+from infra.prefect_access import Access, is_of_another_server, origin, refusal
+from infra.settings import settings
+
 if TYPE_CHECKING:
     from prefect.plugins import HookContext
-
-    from infra.prefect_access import Access
 
 ASKING = frozenset(
     [
@@ -66,10 +68,14 @@ def setup_environment(*, ctx: HookContext) -> SetupResult | None:
         SystemExit: with the sentence.
     """
     access = _prefects_access()
-    foreign = bool(ctx.api_url and access.auth_string) and _is_foreign(str(ctx.api_url), str(access.auth_string))
-    if foreign:
-        access = access._replace(auth_string=None, source="PREFECT_API_KEY" if access.api_key else None)
-    if asks_the_server(sys.argv) and (fault := fault_of(ctx.api_url, access)):
+    try:
+        foreign = bool(ctx.api_url and access.auth_string and is_of_another_server(ctx.api_url, access.auth_string))
+        if foreign:
+            access = access._replace(auth_string=None, source=origin("PREFECT_API_KEY") if access.api_key else None)
+        fault = fault_of(ctx.api_url, access) if asks_the_server(sys.argv) else None
+    except SettingsError as error:  # no business of a program that only imports Prefect
+        foreign, fault = False, str(error) if asks_the_server(sys.argv) else None
+    if fault:
         raise SystemExit(f"prefect: {fault}")
     return SetupResult(env={"PREFECT_API_AUTH_STRING": ""}) if foreign else None
 
@@ -104,8 +110,7 @@ def fault_of(api_url: str | None, access: Access | None = None) -> str | None:
         fault = f"what answers at {api_url} is no Prefect server"
     else:
         return _refusal(api_url, access) if access else None
-    from infra.services import running_api_url  # noqa: PLC0415 - this module is loaded with Prefect, wherever that is
-    from infra.settings import settings  # noqa: PLC0415
+    from infra.services import running_api_url  # noqa: PLC0415 - it takes a second, and this is loaded with Prefect
 
     ours = running_api_url(settings())
     if ours:
@@ -115,8 +120,6 @@ def fault_of(api_url: str | None, access: Access | None = None) -> str | None:
 
 def _prefects_access() -> Access:
     """Return who Prefect's own client is told that we are, whatever the server."""
-    from infra.prefect_access import Access, origin  # noqa: PLC0415
-
     api = get_current_settings().api
     auth_string = api.auth_string.get_secret_value() if api.auth_string else None
     key = api.key.get_secret_value() if api.key else None
@@ -130,17 +133,8 @@ def _prefects_access() -> Access:
     )
 
 
-def _is_foreign(api_url: str, auth_string: str) -> bool:
-    from infra.prefect_access import is_of_another_server  # noqa: PLC0415
-
-    return is_of_another_server(api_url, auth_string)
-
-
 def _refusal(api_url: str, access: Access) -> str | None:
     """Return what is told of a server that does not take who we are; None where it does, or nothing is known."""
-    from infra.errors import ServiceError  # noqa: PLC0415
-    from infra.prefect_access import refusal  # noqa: PLC0415
-
     request = Request(f"{api_url.rstrip('/')}/admin/version")
     for name, value in access.all_headers.items():
         request.add_unredirected_header(name, value)

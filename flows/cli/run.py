@@ -126,7 +126,7 @@ def _client(api_url: str, access: Access) -> PrefectClient:
             api_url,
             auth_string=access.auth_string,
             api_key=access.api_key,
-            httpx_settings={"verify": access.tls()},
+            httpx_settings={"verify": access.tls()} if access.cert_file or access.skip_verify else None,
         )
 
 

@@ -49,6 +49,8 @@ def up(settings: Settings, report: Report, *, checkout: Path = CHECKOUT, new_pas
         except BaseException:  # Ctrl-C as well
             bringing.undo()
             raise
+        if bringing.refusal:
+            raise bringing.refusal
         return bringing.state
 
 
@@ -65,6 +67,8 @@ class _BringingUp:
         """Nothing of the stack lives that knows an address, so that it may have the usual ones back."""
         self.started: list[psutil.Process] = []
         self.password = ""
+        self.refusal: ServiceError | None = None
+        """What was not done, to be told once all else is."""
         know_stack_of(self.home)
 
     def go(self, *, new_password: bool) -> None:
@@ -113,21 +117,38 @@ class _BringingUp:
         """
         theirs = self.settings.prefect_server_api_auth_string
         if theirs and new:
-            raise ServiceError(
-                f"{_SERVER_AUTH} is set, so that the password is yours to change; unset it, or change it"
-            )
+            raise ServiceError(f"{_SERVER_AUTH} is set: the password is yours to change there, or unset it")
         kept = None
         if theirs:
-            wanted = password.checked(theirs.get_secret_value(), _SERVER_AUTH)
+            wanted = password.checked(theirs.get_secret_value(), f"{_SERVER_AUTH}, as it is set,")
         elif new:
             wanted = password.draw()
         else:
             kept = password.read_password(self.home)
             wanted = kept or self._recovered() or password.draw()
         self._check_runs_know(wanted)
+        if former := self._without_worker_of_another(wanted):
+            return former
         if wanted != kept:
             password.keep_password(self.home, wanted)
         return wanted
+
+    def _without_worker_of_another(self, wanted: str) -> str | None:
+        """End a worker that holds another password; return that one if a flow run began in the meantime."""
+        record = self.state.services.get("worker")
+        process = record.process() if record else None
+        former = _held(process) if process else None
+        if process is None or former in (None, wanted):
+            return None
+        processes.end([process], grace_s=0.0)  # from here on no run begins that would not know the new one
+        try:
+            self._check_runs_know(wanted)
+        except ServiceError as error:
+            if not former:  # of a stack without a password, which there is no way back to
+                raise
+            self.refusal = error
+            return former
+        return None
 
     def _recovered(self) -> str | None:
         """Return the password whose file is lost, from our other file or from a process that holds it."""

@@ -22,10 +22,20 @@ from infra.settings import inherited_environment
 Report = Callable[[str], None]
 
 _NOT_INHERITED = (
-    *("PREFECT_API_", "PREFECT_PROFILE", "PREFECT_HOME", "PREFECT_SERVER_", "PREFECT__"),
+    *(
+        "PREFECT_API_",
+        "PREFECT_CLIENT_CUSTOM_HEADERS",
+        "PREFECT_PROFILE",
+        "PREFECT_HOME",
+        "PREFECT_SERVER_",
+        "PREFECT__",
+    ),
     *("RLHF_S3_", "RLHF_STORE_URL"),
 )
-"""A user's other server, another run's identity, other credentials: what a service needs of these is set anew."""
+"""A user's other server, another run's identity, other credentials: what a service needs of these is set anew.
+
+What he says of this server (PREFECT_SERVER_...) the server alone is told: see `prefect_server`.
+"""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from tasks.parents import ppo_wants_reward_model, resolve_policy, resolve_reward
 from tasks.progress import duration, say
 from tasks.results import EpisodeResult, Parent, PPORun, StageResult
 from tasks.sentences import run_logger, stage_task
+from tasks.showing import only_shows
 from tasks.stages import find_made, source_digest, stage_key, stage_result
 
 if TYPE_CHECKING:
@@ -195,6 +196,7 @@ class _EndingTheGroupOnFailure:
             run_logger().warning("the trainer group of %s could not be ended: %s", self._run.name, trouble)
 
 
+@only_shows("a line of progress")
 def _say_episode(record: EpisodeRecord, episodes: int) -> None:
     took = sum(record.seconds.values())
     left = (episodes - record.episode - 1) * took

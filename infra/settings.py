@@ -64,7 +64,7 @@ class Settings(BaseSettings):
     """Your promise that one process at a time writes to the store: for servers without conditional writes."""
     cache_limit_gb: float = Field(50.0, ge=0, allow_inf_nan=False)
     """How much the local cache of fetched artifacts keeps, in GB of 1e9 bytes; what is in use stays besides."""
-    patience_s: float = Field(900.0, gt=0, allow_inf_nan=False)
+    store_patience_s: float = Field(900.0, gt=0, allow_inf_nan=False)
     """How long a run waits for an artifact store that is away, in seconds, before it is left to be started again."""
     retention: str | None = None
     """What is kept, by kind: `ppo-state=3,policy=50`; None: two training states of a name, and all of the others."""
@@ -135,7 +135,7 @@ class Settings(BaseSettings):
             "RLHF_S3_REGION": self.s3_region,
             "RLHF_STORE_SINGLE_WRITER": "true" if self.store_single_writer else None,
             "RLHF_CACHE_LIMIT_GB": str(self.cache_limit_gb),
-            "RLHF_PATIENCE_S": str(self.patience_s),
+            "RLHF_STORE_PATIENCE_S": str(self.store_patience_s),
             "RLHF_RETENTION": self.retention,
             "RLHF_REWARD_MODULES": ",".join(self.reward_modules) or None,
             "PREFECT_API_URL": self.prefect_api_url,

@@ -58,7 +58,7 @@ def open_default_store(*, patient: bool = False, in_run: bool = False) -> Artifa
 
     Args:
         patient: as for `open_store`: for what runs unattended.
-        in_run: wait for an absent server as long as a run waits (RLHF_PATIENCE_S).
+        in_run: wait for an absent server as long as a run waits (RLHF_STORE_PATIENCE_S).
 
     Raises:
         StoreError: as `open_store`.
@@ -79,7 +79,7 @@ def open_default_store(*, patient: bool = False, in_run: bool = False) -> Artifa
         cache_limit_gb=known.cache_limit_gb,
         s3=s3,
         patient=patient,
-        deadline_s=known.patience_s if in_run else None,
+        deadline_s=known.store_patience_s if in_run else None,
     )
 
 

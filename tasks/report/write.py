@@ -16,7 +16,7 @@ from tasks.report.text import CAPTIONS, EPISODES, EVALUATION, TRAINING, report_t
 from tasks.results import Decision, StageResult
 from tasks.sentences import stage_task
 from tasks.showing import DEADLINE_S, only_shows
-from tasks.stages import source_digest
+from tasks.source import source_digest
 
 REPORT, FACTS, SAMPLES_PAGE = "report.md", "report.json", "samples.md"
 PAGE = "a page in Prefect"

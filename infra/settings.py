@@ -70,6 +70,8 @@ class Settings(BaseSettings):
     """Your promise that one process at a time writes to the store: for servers without conditional writes."""
     cache_limit_gb: float = Field(50.0, ge=0, allow_inf_nan=False)
     """How much the local cache of fetched artifacts keeps, in GB of 1e9 bytes; what is in use stays besides."""
+    store_patience_s: float = Field(900.0, gt=0, allow_inf_nan=False)
+    """How long a run waits for an artifact store that is away, in seconds, before it is left to be started again."""
     retention: str | None = None
     """What is kept, by kind: `ppo-state=3,policy=50`; None: two training states of a name, and all of the others."""
     s3_port: int | None = Field(None, ge=1024, le=65535)
@@ -175,6 +177,7 @@ class Settings(BaseSettings):
             "RLHF_S3_REGION": self.s3_region,
             "RLHF_STORE_SINGLE_WRITER": "true" if self.store_single_writer else None,
             "RLHF_CACHE_LIMIT_GB": str(self.cache_limit_gb),
+            "RLHF_STORE_PATIENCE_S": str(self.store_patience_s),
             "RLHF_RETENTION": self.retention,
             "RLHF_REWARD_MODULES": ",".join(self.reward_modules) or None,
             "RLHF_SERVER_PATIENCE_S": f"{self.server_patience_s:g}" if self.server_patience_s else None,

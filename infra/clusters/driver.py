@@ -18,7 +18,7 @@ from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-d
 from infra.clusters.control_server import ControlServer
 from infra.clusters.lease import call_before_end
 from infra.clusters.manifest import ClusterManifest
-from infra.errors import ClusterError
+from infra.errors import ClusterError, ClusterNotReadyError
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _ENVIRONMENT = {
@@ -63,7 +63,8 @@ def connect(manifest: ClusterManifest, timeout_s: float = 30.0, environment: Map
                 logging_level=logging.WARNING,
             )
         except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-            raise ClusterError(
+            away = isinstance(error, ConnectionError | ray.exceptions.RayError)  # the others: versions that differ
+            raise (ClusterNotReadyError if away else ClusterError)(
                 f"{_described(manifest)} does not take this process as a driver: {_in_one_line(error)}; "
                 f"see {manifest.logs}"
             ) from error
@@ -83,7 +84,7 @@ def disconnect(timeout_s: float = 60.0) -> None:
     thread.start()
     thread.join(timeout_s)
     if thread.is_alive():
-        raise ClusterError(
+        raise ClusterNotReadyError(
             f"Ray did not let this process leave its cluster within {timeout_s:g} s (the cluster has probably died); "
             "the process cannot connect to another and must be started again"
         )
@@ -174,7 +175,7 @@ def _check_manifest(manifest: ClusterManifest) -> None:
     elif not manifest.token.is_file():
         fault = f"cannot be reached: its token file {manifest.token} is not there"
     if fault:
-        raise ClusterError(f"{_described(manifest)} {fault}; see {manifest.logs}, or lease it again")
+        raise ClusterNotReadyError(f"{_described(manifest)} {fault}; see {manifest.logs}, or lease it again")
 
 
 def _check_connection(manifest: ClusterManifest) -> None:
@@ -205,7 +206,7 @@ def _probe(manifest: ClusterManifest, timeout_s: float) -> None:
         with closing(ControlServer(manifest.address, called=_described(manifest), timeout_s=timeout_s)) as server:
             server.nodes()
     except ClusterError as error:
-        raise ClusterError(f"{error}; see {manifest.logs}") from error
+        raise type(error)(f"{error}; see {manifest.logs}") from error
 
 
 @contextmanager

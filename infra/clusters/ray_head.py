@@ -16,7 +16,7 @@ import psutil
 
 from infra.clusters.manifest import MARK_VARIABLE, ClusterManifest
 from infra.clusters.reaper import TEMP_PREFIX, leftover_processes
-from infra.errors import ClusterError
+from infra.errors import ClusterError, ClusterNotReadyError
 from infra.process_record import ProcessRecord
 
 MIN_OBJECT_STORE_MB = 80
@@ -125,14 +125,14 @@ def _run(manifest: ClusterManifest, command: list[str], timeout_s: float, enviro
         starter.kill()
         starter.wait()  # at once: it was killed, and left alone it would stay a zombie
         if isinstance(error, subprocess.TimeoutExpired):
-            raise ClusterError(
+            raise ClusterNotReadyError(
                 f"Ray cluster {manifest.name!r} did not start within {timeout_s:g} s; raise start_timeout_s, "
                 f"or see {log}"
             ) from error
         raise
     if code != 0:
         lines = log.read_text(errors="replace").strip().splitlines() or ["nothing"]
-        raise ClusterError(
+        raise ClusterNotReadyError(
             f"Ray cluster {manifest.name!r} did not start: `ray start` ended with {code} and said "
             f"{lines[-1].strip()!r}; all of its output is in {log}"
         )
@@ -166,7 +166,7 @@ def _own_processes(manifest: ClusterManifest) -> tuple[ProcessRecord, ...]:
     try:
         return tuple(ProcessRecord.of(by_name[name]) for name in ("gcs_server", "raylet"))
     except (KeyError, psutil.Error) as error:
-        raise ClusterError(
+        raise ClusterNotReadyError(
             f"Ray cluster {manifest.name!r} lost a process while it started: of gcs_server and raylet, only "
             f"{sorted({'gcs_server', 'raylet'} & set(by_name))} run; see {manifest.log_dir}"
         ) from error

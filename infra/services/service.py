@@ -23,7 +23,7 @@ Report = Callable[[str], None]
 
 _NOT_INHERITED = (
     *("PREFECT_API_", "PREFECT_PROFILE", "PREFECT_HOME", "PREFECT_SERVER_", "PREFECT__"),
-    *("RLHF_S3_", "RLHF_STORE_URL"),
+    *("RLHF_S3_", "RLHF_STORE_URL", "WEED_"),
 )
 """A user's other server, another run's identity, other credentials: what a service needs of these is set anew."""
 

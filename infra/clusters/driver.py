@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private import auto_init_hook
+from ray._private import auto_init_hook, ray_constants
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
 from infra.clusters.control_server import ControlServer
@@ -51,7 +51,7 @@ def connect(manifest: ClusterManifest, timeout_s: float = 30.0, environment: Map
     # Or a thread that calls Ray a moment after this process has left would start a cluster of its own.
     auto_init_hook.enable_auto_connect = False
     token = manifest.token if manifest.kind == "local" else None
-    with credentials(token), _for_ray(), _signal_handlers():
+    with credentials(token), _for_ray(), _at_its_address(manifest), _signal_handlers():
         _probe(manifest, timeout_s)
         try:
             ray.init(
@@ -134,6 +134,21 @@ def _read_environment() -> None:
 
 def _for_ray() -> AbstractContextManager[None]:
     return _variables(_ENVIRONMENT, _ENVIRONMENT)
+
+
+@contextmanager
+def _at_its_address(manifest: ClusterManifest) -> Iterator[None]:
+    """Have Ray take the loopback address of a cluster of ours for what it is, and listen there itself.
+
+    It would go to the host's address instead; the variable that says otherwise (`ray_head.ON_LOOPBACK`) was read when
+    Ray was imported.
+    """
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = before and manifest.kind != "local"
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 def _setter(environment: Mapping[str, str]) -> Callable[[], None]:

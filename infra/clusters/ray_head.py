@@ -25,6 +25,9 @@ _LONGEST_TEMP_DIR = 40
 """A Unix socket's path has at most 107 bytes (103 on macOS), and 63 or fewer are appended to the temp dir."""
 _NOT_INHERITED = ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_JOB_ID", "RAY_RAYLET_PID", "RAY_CLIENT_MODE")
 """They would tie the new cluster to another one that the starting process belongs to."""
+ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+"""Have a cluster of one machine use the loopback address, and listen on no other: so Ray does by itself on the systems
+that the name says. Left alone it takes the host's address and listens on all, whatever `--node-ip-address` says."""
 SILENT_NODE = {
     "RAY_health_check_initial_delay_ms": "5000",
     "RAY_health_check_period_ms": "2000",
@@ -147,6 +150,7 @@ def _environment(manifest: ClusterManifest, extra: Mapping[str, str]) -> dict[st
         "RAY_prestart_worker_first_driver": "0",
         **SILENT_NODE,
         **extra,
+        **ON_LOOPBACK,
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(manifest.token),
         "RAY_USAGE_STATS_ENABLED": "0",

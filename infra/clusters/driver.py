@@ -8,7 +8,6 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -50,8 +49,8 @@ def connect(manifest: ClusterManifest, timeout_s: float = 30.0, environment: Map
         return
     # Or a thread that calls Ray a moment after this process has left would start a cluster of its own.
     auto_init_hook.enable_auto_connect = False
-    token = manifest.token if manifest.kind == "local" else None
-    with credentials(token), _for_ray(), _at_its_address(manifest), _signal_handlers():
+    ours = manifest if manifest.kind == "local" else None
+    with credentials(ours), _for_ray(), _at_its_address(manifest), _signal_handlers():
         _probe(manifest, timeout_s)
         try:
             ray.init(
@@ -90,14 +89,15 @@ def disconnect(timeout_s: float = 60.0) -> None:
 
 
 @contextmanager
-def credentials(token: Path | None) -> Iterator[None]:
-    """Have Ray use a token while this runs, and remember it: it takes token and mode from the environment alone.
+def credentials(ours: ClusterManifest | None) -> Iterator[None]:
+    """Have Ray use the secrets of a cluster while this runs, and remember them.
 
-    A process that is connected keeps what it connected with.
+    It takes them from the environment alone. A process that is connected keeps what it connected with.
 
     Args:
-        token: file with it; None takes what the user has set, as it stands: RAY_AUTH_MODE, RAY_AUTH_TOKEN,
-            RAY_AUTH_TOKEN_PATH, `~/.ray/auth_token`. Only where no mode was set, a token is reason to send it.
+        ours: a cluster that was started here; None takes what the user has set, as it stands: RAY_USE_TLS and what
+            belongs to it, RAY_AUTH_MODE, RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, `~/.ray/auth_token`. Only where no mode
+            was set, a token is reason to send it.
 
     Raises:
         ClusterError: if the user's token cannot be read.
@@ -106,9 +106,9 @@ def credentials(token: Path | None) -> Iterator[None]:
         yield
         return
     wanted, hidden = {"RAY_AUTH_MODE": "token"}, ["RAY_AUTH_MODE"]
-    if token is not None:
-        wanted["RAY_AUTH_TOKEN_PATH"] = str(token)
-        hidden += ["RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN"]  # Ray would prefer the token to its path
+    if ours is not None:
+        wanted = ours.secrets
+        hidden = [*wanted, "RAY_AUTH_TOKEN"]  # Ray would prefer the token to its path
     elif "RAY_AUTH_MODE" in os.environ or not _has_token():
         wanted, hidden = {}, []
     with _variables(wanted, hidden):
@@ -188,6 +188,8 @@ def _check_manifest(manifest: ClusterManifest) -> None:
         fault = "is gone: its processes have ended"
     elif not manifest.token.is_file():
         fault = f"cannot be reached: its token file {manifest.token} is not there"
+    elif not manifest.certificate.is_file():
+        fault = f"cannot be reached: its certificate {manifest.certificate} is not there"
     if fault:
         raise ClusterError(f"{_described(manifest)} {fault}; see {manifest.logs}, or lease it again")
 

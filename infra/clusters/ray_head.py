@@ -1,4 +1,9 @@
-"""Starts the head of a Ray cluster in its own session, with its own ports, token and temp dir."""
+"""Starts the head of a Ray cluster in its own session, with its own ports, token, certificate and temp dir.
+
+The token alone is not enough: some of what Ray's ports answer they answer to anyone, and a call to
+`RaySyncer.StartSync` without the metadata that Ray itself sends ends the control server before a token is asked for.
+With TLS on both sides nothing is answered at all to who has not the cluster's certificate.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +19,7 @@ from typing import NamedTuple
 
 import psutil
 
+from infra.certificate import own_certificate
 from infra.clusters.manifest import MARK_VARIABLE, ClusterManifest
 from infra.clusters.reaper import TEMP_PREFIX, leftover_processes
 from infra.errors import ClusterError
@@ -92,8 +98,12 @@ def start_head(
             f"least {MIN_OBJECT_STORE_MB}; raise object_store_mb"
         )
     manifest.temp_dir.mkdir(mode=0o700)
-    manifest.token.touch(mode=0o600)
-    manifest.token.write_text(secrets.token_hex(32))
+    for path, secret in {
+        manifest.token: secrets.token_hex(32),
+        manifest.certificate: own_certificate(f"rlhf cluster {manifest.mark[:8]}"),
+    }.items():
+        path.touch(mode=0o600)
+        path.write_text(secret)
     command = _command(manifest, num_cpus, math.ceil(num_gpus), object_store_mb)
     _run(manifest, command, timeout_s, environment)
     address = (manifest.ray_dir / "ray_current_cluster").read_text().strip()
@@ -151,8 +161,7 @@ def _environment(manifest: ClusterManifest, extra: Mapping[str, str]) -> dict[st
         **SILENT_NODE,
         **extra,
         **ON_LOOPBACK,
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN_PATH": str(manifest.token),
+        **manifest.secrets,
         "RAY_USAGE_STATS_ENABLED": "0",
         MARK_VARIABLE: manifest.mark,
         "SPT_NOENV": "1",  # or setproctitle, in Ray's agents, writes the title over the mark

@@ -16,24 +16,18 @@ import hmac
 import os
 import stat
 from collections.abc import Iterator
-from datetime import datetime
 from pathlib import Path
 
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+from cryptography.hazmat.primitives import serialization
 
+from infra.certificate import NEVER, own_certificate
 from infra.errors import ServiceError
 from infra.services.service import Report
 from infra.services.state import write_private
 
 KEYS_FILE = "store.pem"
-_NEVER = datetime(9999, 12, 31, 23, 59, 59)
-"""What RFC 5280 has a certificate say that does not end; SeaweedFS knows of no renewal while it runs."""
-_LONG_AGO = datetime(2000, 1, 1)
-"""A clock that was set back must not make the store refuse itself."""
 _GRPC_PARTS = ("MASTER", "VOLUME", "FILER", "S3", "ADMIN", "WORKER", "CLIENT", "MQ", "MSG_BROKER", "MSG_AGENT")
 _HTTPS_PARTS = ("MASTER", "FILER", "ADMIN")
 _SIGNED = ("JWT_SIGNING_KEY", "JWT_SIGNING_READ_KEY", "JWT_FILER_SIGNING_KEY", "JWT_FILER_SIGNING_READ_KEY")
@@ -54,7 +48,7 @@ def make_keys(home: Path, report: Report) -> None:
     if fault is None:
         return
     try:
-        write_private(path, _drawn())
+        write_private(path, own_certificate("rlhf store"))
     except OSError as error:
         raise ServiceError(
             f"the keys of the object store cannot be written to {path} ({error.strerror}); move away what is there, "
@@ -96,27 +90,5 @@ def _faults(pem: bytes) -> Iterator[str]:
     key = serialization.load_pem_private_key(pem, password=None)
     if certificate.public_key() != key.public_key():
         yield "is damaged (its key is another certificate's)"
-    if certificate.not_valid_after_utc.replace(tzinfo=None) < _NEVER:
+    if certificate.not_valid_after_utc < NEVER:
         yield "has a certificate that ends"
-
-
-def _drawn() -> str:
-    """Return a new private key and the certificate for it."""
-    key, name = ec.generate_private_key(ec.SECP256R1()), x509.NameAttribute(NameOID.COMMON_NAME, "rlhf store")
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(x509.Name([name]))
-        .issuer_name(x509.Name([name]))
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(_LONG_AGO)
-        .not_valid_after(_NEVER)
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
-        .add_extension(  # every part is a server to some and a client to others
-            x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]), critical=False
-        )
-        .sign(key, hashes.SHA256())
-    )
-    pem = serialization.Encoding.PEM
-    private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    return (certificate.public_bytes(pem) + private).decode()

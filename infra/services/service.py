@@ -23,7 +23,7 @@ Report = Callable[[str], None]
 
 _NOT_INHERITED = (
     *("PREFECT_API_", "PREFECT_PROFILE", "PREFECT_HOME", "PREFECT_SERVER_", "PREFECT__"),
-    *("RLHF_S3_", "RLHF_STORE_URL", "WEED_"),
+    *("RLHF_S3_", "RLHF_STORE_URL"),
 )
 """A user's other server, another run's identity, other credentials: what a service needs of these is set anew."""
 
@@ -94,7 +94,7 @@ class Service:
 
 def stack_environment(stack_id: str, variables: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a process of the stack: this one's, our programs first on the path, the variables."""
-    inherited = inherited_environment(without_prefixes=_NOT_INHERITED)
+    inherited = inherited_environment(without_prefixes=(*_NOT_INHERITED, "WEED_"))  # SeaweedFS's: ours are all it gets
     return {
         **inherited,
         "PATH": os.pathsep.join((str(Path(sys.executable).parent), inherited.get("PATH", os.defpath))),

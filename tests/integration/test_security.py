@@ -450,7 +450,7 @@ def table(tries: list[Try]) -> list[str]:
 
 
 def test_another_user_gets_nothing_from_any_port_socket_file_or_process(
-    exposed: Exposed, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+    exposed: Exposed, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ports = ports_of(exposed)
     assert {port.row for port in ports} == set(ROWS) - {SOCKETS, FILES}, "something of the stack does not listen"

@@ -81,7 +81,7 @@ class _BringingUp:
         new_server = self._spawn_unless_well(server)
         if store and new_store:
             self._await(store, new_store)
-            seaweed.configure(self.state.ports)
+            seaweed.configure(self.home, self.state.ports)
         if new_server:
             self._await(server, new_server)
         api_url = f"{server.address}/api"
@@ -183,6 +183,7 @@ class _BringingUp:
         if not self.settings.wants_local_store:
             self.report(f"the object store is yours: {self.settings.store_url}")
             return None
+        seaweed.prepare(self.home, self.report, is_down=self.is_down)
         ports = self.state.ports
         if not self._runs("store", ports.get("s3"), self.settings.s3_port):
             taken = [port for name, port in ports.items() if name == "prefect"]

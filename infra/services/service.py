@@ -104,7 +104,7 @@ class Service:
 
 def stack_environment(stack_id: str, variables: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a process of the stack: this one's, our programs first on the path, the variables."""
-    inherited = inherited_environment(without_prefixes=_NOT_INHERITED)
+    inherited = inherited_environment(without_prefixes=(*_NOT_INHERITED, "WEED_"))  # SeaweedFS's: ours are all it gets
     return {
         **inherited,
         "PATH": os.pathsep.join((str(Path(sys.executable).parent), inherited.get("PATH", os.defpath))),

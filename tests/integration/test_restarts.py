@@ -23,9 +23,11 @@ STARTED_AGAIN = ["Crashed", RESTARTING, "Scheduled"]
 class WaitingRun:
     """A run that waits until it is let go, and the starts that it told of."""
 
+    deployment = "waiting/waiting"
+
     def __init__(self, stack: LocalStack, directory: Path) -> None:
         self.stack, self.directory = stack, directory
-        self.id = stack.start_run("waiting/waiting", directory=str(directory))
+        self.id = stack.start_run(self.deployment, directory=str(directory))
 
     def starts(self) -> list[tuple[int, int]]:
         """Return process and number of each start, once the run has come to where it waits."""

@@ -72,13 +72,12 @@ def test_the_committed_file_holds_no_place_of_one_machine() -> None:
 
 
 def test_every_key_that_we_allow_is_one_that_prefect_reads() -> None:
-    from prefect.cli.deploy._models import ConcurrencyLimitSpec, DeploymentConfig, RawScheduleConfig, WorkPoolConfig
+    from prefect.cli.deploy._models import DeploymentConfig, RawScheduleConfig, WorkPoolConfig
 
     for ours, theirs in (
         (DeploymentEntry, DeploymentConfig),
         (prefect_yaml.WorkPoolEntry, WorkPoolConfig),
         (prefect_yaml.ScheduleEntry, RawScheduleConfig),
-        (prefect_yaml.ConcurrencyEntry, ConcurrencyLimitSpec),
     ):
         assert set(ours.model_fields) <= set(theirs.model_fields)
 
@@ -90,6 +89,10 @@ def test_a_good_file_is_read_under_its_flows_own_names(checkout: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
+        (
+            {"concurrency_limit": {"limit": 1}},
+            r"concurrency_limit: Prefect keeps this limit in the server's memory, .* give the deployment the tag one-at-a",
+        ),
         ({"shedules": []}, r"deployments\.0\.shedules: Extra inputs are not permitted"),
         ({"work_pool": {"name": "rlhf", "queue": "a"}}, r"work_pool\.queue: Extra inputs"),
         ({"enforce_parameter_schema": False}, r"enforce_parameter_schema: Input should be True"),

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING, Any
 
 from infra.errors import InfraError
 from rlhf_core.config import PipelineConfig
 from rlhf_core.counting import ordinal
 from rlhf_core.errors import RlhfError
-from tasks.context import open_context
+from tasks.context import Context, open_context
 from tasks.parents import ppo_wants_reward_model, resolve_policy, resolve_reward_model
+from tasks.plan import settled_once
 from tasks.progress import duration, say
 from tasks.results import EpisodeResult, Parent, PPORun, StageResult
 from tasks.sentences import run_logger, stage_task
@@ -26,7 +28,10 @@ MODULES = ("ppo", "ppo_group", "ppo_keeper", "ppo_models", "ray_calls", "shares"
 
 @stage_task(name="plan-ppo")
 def plan_ppo(config: PipelineConfig, actor: str | None, reward_model: str | None, dataset: Parent) -> PPORun:
-    """Return the run that this configuration and these inputs name: the same ones always name the same run."""
+    """Return the run that this configuration and these inputs name: the same ones always name the same run.
+
+    A run that is started again is the one that it was, and goes on from its last commit, with other code too.
+    """
     from rlhf_core.rewards.resolve import code_digest
     from rlhf_core.rewards.verifying import asks_for_answers, judge_facts
 
@@ -41,7 +46,7 @@ def plan_ppo(config: PipelineConfig, actor: str | None, reward_model: str | None
     facts["ppo"]["cluster"] = {name: facts["ppo"]["cluster"][name] for name in ("trainer_threads", "maker_threads")}
     inputs = [policy.digest, scorer.digest if scorer else "", dataset.digest]
     key = stage_key("ppo", config=facts, inputs=inputs, seed=config.seed, source=source)
-    return PPORun(
+    now = PPORun(
         name=f"{config.name}-{key[:12]}",
         key=key,
         preset=config.name,
@@ -52,6 +57,20 @@ def plan_ppo(config: PipelineConfig, actor: str | None, reward_model: str | None
         source_digest=source,
         flow_run=context.flow_run,
     )
+    return _with_other_code(context, settled_once(context, "run", PPORun, lambda: now), source)
+
+
+def _with_other_code(context: Context, run: PPORun, source: str) -> PPORun:
+    """Return a run as it goes on with the code of now: what that makes is not found as if the code of then had."""
+    if run.source_digest == source or find_made(context, "policy", run.preset, run.key) is not None:
+        return run
+    say(
+        "ppo",
+        f"the code has changed since this run began (source {run.source_digest[:12]}, now {source[:12]}): it goes on "
+        "from its last commit with the code of now",
+    )
+    key = hashlib.sha256(f"{run.key} {source}".encode()).hexdigest()
+    return run.model_copy(update={"key": key, "source_digest": source})
 
 
 def finished_policy(run: PPORun, *, reused: bool) -> StageResult | None:

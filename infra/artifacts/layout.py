@@ -21,10 +21,13 @@ KEYS = "keys/"
 ALIASES = "aliases/"
 HINTS = "hints/"
 """Where to begin to look for the newest version."""
+PLANS = "plans/"
+"""What each run resolved when it began."""
 LOCKS = "locks/"
 """Who works on what: a run, a deployment."""
 MANIFEST = re.compile(r"([0-9]{8})\.json")
 """What a manifest is called in the folder of its artifact."""
+_QUESTION = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,99}")
 _LOCK = re.compile(r"[a-z0-9][a-z0-9.-]{0,99}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -89,3 +92,15 @@ def lock_key(name: str) -> str:
     if not _LOCK.fullmatch(name):
         raise StoreError(f"{name!r:.120} is no name of a lock; take lower-case letters, digits, dots and dashes")
     return f"{LOCKS}{name}.json"
+
+
+def plan_key(run: str, question: str) -> str:
+    """Return where it stands what a run was told when it first asked.
+
+    Raises:
+        StoreError: if run or question could not have that name.
+    """
+    for name in (run, question):
+        if not _QUESTION.fullmatch(name):
+            raise StoreError(f"{name!r:.120} is no name of a run or question; take letters, digits and dashes")
+    return f"{PLANS}{run}/{question}.json"

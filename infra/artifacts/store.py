@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from infra.artifacts import plans
 from infra.artifacts.backend import Backend
 from infra.artifacts.cache import GB, LIMIT_GB, Cache
 from infra.artifacts.catalog import Catalog
@@ -100,6 +101,10 @@ class ArtifactStore(Keeping):
             raise ReferenceNotFoundError(f"{reference.uri} came from outside the store; it cannot be read from it")
         return self._catalog.pinned(reference) or self._catalog.resolve(reference.uri)
 
+    def holds(self, reference: ArtifactRef) -> bool:
+        """Whether a version is there, with the digest that the reference has."""
+        return self._catalog.held(reference) is not None
+
     def latest(self, kind: str, name: str) -> Manifest | None:
         """Return the highest version, or None if there is none."""
         return self._catalog.latest(kind, name)
@@ -155,6 +160,14 @@ class ArtifactStore(Keeping):
             who: on whose behalf it is taken.
         """
         return ExclusiveLock(self._backend, name, who)
+
+    def recall(self, run: str, question: str) -> Any | None:
+        """Return what a run was told when it first asked, or None if it has not asked yet."""
+        return plans.recall(self._backend, run, question)
+
+    def record(self, run: str, question: str, answer: Any) -> Any:
+        """Write down what a run is told, unless it was told already, and return what stands."""
+        return plans.record(self._backend, run, question, answer)
 
     def prune(self, kind: str, name: str, keep: int) -> builtins.list[int]:
         """Delete all but the newest versions of an artifact, and the blobs that only they reached.

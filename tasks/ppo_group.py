@@ -9,15 +9,16 @@ from functools import cache, partial
 from typing import Any
 
 from infra.clusters import ClusterManifest, connect
-from infra.errors import ClusterError
+from infra.errors import ClusterNotReadyError
 from rlhf_core.config import ClusterConfig, PipelineConfig, PPOConfig
 from rlhf_core.counting import counted
 from rlhf_core.data import problems_from_jsonl
 from rlhf_core.errors import LostRankError
 from tasks.clusters import address_of, lease_for
 from tasks.context import Context, materialise, open_context
+from tasks.failures import first_line
 from tasks.progress import say
-from tasks.ray_calls import ask, first_line, unwrapped, wait_for_all
+from tasks.ray_calls import ask, unwrapped, wait_for_all
 from tasks.results import Parent, PPORun
 from tasks.shares import available_gpus, gpu_shares, resources
 
@@ -227,7 +228,7 @@ def _await_gone(names: tuple[str, ...], timeout_s: float) -> None:
         if not left:
             return
         if time.monotonic() > deadline:
-            raise ClusterError(
+            raise ClusterNotReadyError(
                 f"waited {timeout_s:.0f} s for the actors {', '.join(sorted(left))} to end, and they did not"
             )
         time.sleep(0.05)

@@ -21,6 +21,8 @@ RESUMES = "resumes"
 """Tag of the deployments whose crashed runs are started again: their flows go on from what the store holds."""
 RESTARTING = "Restarting"
 """Name of the state of a crashed run that is about to be started again; its type is CRASHED."""
+SKIPPED = "Skipped"
+"""Name of the state of a run in whose place another one of its deployment goes on; its type is CANCELLED."""
 RESTARTS = 3
 QUIET_S = 30.0
 """From a crash to the restart. The worker's second word comes after three seconds, on a busy machine after half a
@@ -36,7 +38,7 @@ _FORMER = "rlhf"
 """Their tag in earlier versions, which a user's own may have too: of those, only what has one of our names is ours."""
 _YEAR_S = 365 * 24 * 3600.0
 _STATE = "prefect.flow-run."
-_ENDS = ("Completed", "Failed", "Cancelled")
+_ENDS = ("Completed", "Failed", "Cancelled", SKIPPED)
 _TIMES = ("before it began", "once", "twice", "three times", "four times")
 _RESTART = "A crashed run is started again"
 _END = "A run that crashes again and again is given up"

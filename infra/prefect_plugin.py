@@ -26,7 +26,7 @@ from prefect.settings import get_current_settings
 
 from infra.errors import ServiceError, SettingsError
 from infra.prefect_access import Access, is_of_another_server, origin, refusal
-from infra.settings import settings
+from infra.settings import inherited_environment, settings
 
 if TYPE_CHECKING:
     from prefect.plugins import HookContext
@@ -70,8 +70,6 @@ def setup_environment(*, ctx: HookContext) -> SetupResult | None:
     Raises:
         SystemExit: with the sentence.
     """
-    from infra.settings import inherited_environment  # noqa: PLC0415 - this module is loaded with Prefect, wherever
-
     if limit_s := patience_s(inherited_environment()):
         from infra.patience import install  # noqa: PLC0415 - half of Prefect: no typed command need load it
 

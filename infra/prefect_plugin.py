@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from http.client import HTTPException
 from pathlib import Path
@@ -26,7 +26,7 @@ from prefect.settings import get_current_settings
 
 from infra.errors import ServiceError, SettingsError
 from infra.prefect_access import Access, is_of_another_server, origin, refusal
-from infra.settings import settings
+from infra.settings import inherited_environment, settings
 
 if TYPE_CHECKING:
     from prefect.plugins import HookContext
@@ -54,6 +54,7 @@ ASKING = frozenset(
 _PORTS = {"http": 80, "https": 443}
 _TIMEOUT_S = 10.0
 _SERVER_ERRORS = 500
+_WORKERS_S = 24 * 3600.0
 
 
 @register_hook
@@ -69,7 +70,7 @@ def setup_environment(*, ctx: HookContext) -> SetupResult | None:
     Raises:
         SystemExit: with the sentence.
     """
-    if limit_s := patience_s():
+    if limit_s := patience_s(inherited_environment()):
         from infra.patience import install  # noqa: PLC0415 - half of Prefect: no typed command need load it
 
         install(limit_s)
@@ -87,11 +88,16 @@ def setup_environment(*, ctx: HookContext) -> SetupResult | None:
     return SetupResult(env={"PREFECT_API_AUTH_STRING": ""}) if foreign else None
 
 
-def patience_s() -> float:
-    """Return how long this process is to wait for a server that is away; 0 for one that no worker has started."""
-    from infra.settings import inherited_environment  # noqa: PLC0415 - this module is loaded with Prefect everywhere
+def patience_s(variables: Mapping[str, str]) -> float:
+    """Return how long a process is to wait for a server that is away; 0 for one that no worker has started, nor is one.
 
-    return float(inherited_environment().get("RLHF_SERVER_PATIENCE_S") or 0)
+    A run ends when the server stays away. Its worker waits on: it has to tell what became of the run.
+
+    Args:
+        variables: the process's environment.
+    """
+    limit_s = float(variables.get("RLHF_SERVER_PATIENCE_S") or 0)
+    return max(limit_s, _WORKERS_S) if limit_s and "PREFECT__FLOW_RUN_ID" not in variables else limit_s
 
 
 def asks_the_server(words: Sequence[str]) -> bool:

@@ -18,7 +18,8 @@ from infra.services.service import Service
 WORK_POOL = "rlhf"
 WORKER_NAME = "local"
 PATIENCE_S = 960.0
-"""How long a run waits for a server that is away: one that is away for a quarter of an hour costs no run."""
+"""How long a run waits for a server that is away: one that is away for a quarter of an hour costs no run. The worker
+waits for a day, and tells then what became of its runs."""
 EVERY_WORKER = {
     # Its clients wait for a server that is away (infra/patience.py) where the plugin is loaded.
     "PREFECT_PLUGINS_ENABLED": "true",

@@ -17,6 +17,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 from websockets.typing import Subprotocol
 
+from infra.clusters import leftover_processes
 from infra.errors import ServiceError
 from infra.services import prefect_api
 from tests.integration.browser import browser
@@ -193,6 +194,20 @@ def test_a_run_is_started_followed_and_heard_of_by_everything_that_has_the_passw
     installed = own_stack.type("rlhf", "automations")
     assert installed.returncode == 0, installed.stderr
     assert "are as they should be" in installed.stdout
+
+
+def test_a_runs_ray_cluster_is_not_told_the_password(own_stack: LocalStack, tmp_path: Path) -> None:
+    run, manifest = own_stack.start_cluster_run(tmp_path)
+    try:
+        known = {
+            process.pid: process.environ().get("PREFECT_API_AUTH_STRING") for process in own_stack.processes_of(run)
+        }
+        assert known[manifest.owner.pid] == own_stack.password, "the flow's process has it"
+        ray = [process.environ() for process in leftover_processes(manifest.mark)]
+        assert len([each for each in ray if each.get("RAY_AUTH_MODE") == "token"]) > 2, "there was something to look at"
+        assert not [each for each in ray if own_stack.password in each.values() and "RAY_AUTH_TOKEN_PATH" in each]
+    finally:
+        own_stack.cancel(run)
 
 
 def test_the_ui_asks_for_the_password_and_says_that_a_wrong_one_is_wrong(own_stack: LocalStack, tmp_path: Path) -> None:

@@ -163,8 +163,15 @@ class Exposed(NamedTuple):
 @contextmanager
 def network_of_its_own() -> Iterator[None]:
     """Put this thread, and all that it starts, into a network where nothing else is."""
-    commands = ["ip link set lo up", "ip link add outside type dummy", f"ip address add {OUTSIDE}/24 dev outside"]
-    holder = hold("--net", commands=[*commands, "ip link set outside up", "ip route add default dev outside"])
+    commands = [
+        "ip link set lo up",
+        "ip link add outside type veth peer name far",
+        f"ip address add {OUTSIDE}/24 dev outside",
+    ]
+    holder = hold(
+        "--net",
+        commands=[*commands, "ip link set far up", "ip link set outside up", "ip route add default dev outside"],
+    )
     libc = ctypes.CDLL(None, use_errno=True)
     here = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
     there = os.open(f"/proc/{inner(holder)}/ns/net", os.O_RDONLY)

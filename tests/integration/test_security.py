@@ -70,7 +70,7 @@ def exposed():
         connect(manifest)
         ranks = {f"rank-{n}": RankActor.options(name=f"rank-{n}", num_cpus=1).remote(None) for n in range(2)}
         form_group(ranks, start_timeout_s=120, collective_timeout_s=120)
-        (known.home / "group-stands").touch()
+        (known.home / "group-stands").touch(mode=0o600)
         while True:
             ray.get([rank.ping.remote() for rank in ranks.values()], timeout=60)
             time.sleep(0.5)

@@ -91,7 +91,7 @@ def test_a_good_file_is_read_under_its_flows_own_names(checkout: Path) -> None:
     [
         (
             {"concurrency_limit": {"limit": 1}},
-            r"concurrency_limit: Prefect keeps this limit in the server's memory, .* give the deployment the tag one-at-a",
+            r"concurrency_limit: Prefect keeps this limit in the server's memory, .* the tag one-at-a-time",
         ),
         ({"shedules": []}, r"deployments\.0\.shedules: Extra inputs are not permitted"),
         ({"work_pool": {"name": "rlhf", "queue": "a"}}, r"work_pool\.queue: Extra inputs"),

@@ -8,11 +8,10 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager
-from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private import auto_init_hook
+from ray._private import auto_init_hook, ray_constants
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
 from infra.clusters.control_server import ControlServer
@@ -50,8 +49,8 @@ def connect(manifest: ClusterManifest, timeout_s: float = 30.0, environment: Map
         return
     # Or a thread that calls Ray a moment after this process has left would start a cluster of its own.
     auto_init_hook.enable_auto_connect = False
-    token = manifest.token if manifest.kind == "local" else None
-    with credentials(token), _for_ray(), _signal_handlers():
+    ours = manifest if manifest.kind == "local" else None
+    with credentials(ours), _for_ray(), _at_its_address(manifest), _signal_handlers():
         _probe(manifest, timeout_s)
         try:
             ray.init(
@@ -91,14 +90,15 @@ def disconnect(timeout_s: float = 60.0) -> None:
 
 
 @contextmanager
-def credentials(token: Path | None) -> Iterator[None]:
-    """Have Ray use a token while this runs, and remember it: it takes token and mode from the environment alone.
+def credentials(ours: ClusterManifest | None) -> Iterator[None]:
+    """Have Ray use the secrets of a cluster while this runs, and remember them.
 
-    A process that is connected keeps what it connected with.
+    It takes them from the environment alone. A process that is connected keeps what it connected with.
 
     Args:
-        token: file with it; None takes what the user has set, as it stands: RAY_AUTH_MODE, RAY_AUTH_TOKEN,
-            RAY_AUTH_TOKEN_PATH, `~/.ray/auth_token`. Only where no mode was set, a token is reason to send it.
+        ours: a cluster that was started here; None takes what the user has set, as it stands: RAY_USE_TLS and what
+            belongs to it, RAY_AUTH_MODE, RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, `~/.ray/auth_token`. Only where no mode
+            was set, a token is reason to send it.
 
     Raises:
         ClusterError: if the user's token cannot be read.
@@ -107,9 +107,9 @@ def credentials(token: Path | None) -> Iterator[None]:
         yield
         return
     wanted, hidden = {"RAY_AUTH_MODE": "token"}, ["RAY_AUTH_MODE"]
-    if token is not None:
-        wanted["RAY_AUTH_TOKEN_PATH"] = str(token)
-        hidden += ["RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN"]  # Ray would prefer the token to its path
+    if ours is not None:
+        wanted = ours.secrets
+        hidden = [*wanted, "RAY_AUTH_TOKEN"]  # Ray would prefer the token to its path
     elif "RAY_AUTH_MODE" in os.environ or not _has_token():
         wanted, hidden = {}, []
     with _variables(wanted, hidden):
@@ -135,6 +135,21 @@ def _read_environment() -> None:
 
 def _for_ray() -> AbstractContextManager[None]:
     return _variables(_ENVIRONMENT, _ENVIRONMENT)
+
+
+@contextmanager
+def _at_its_address(manifest: ClusterManifest) -> Iterator[None]:
+    """Have Ray take the loopback address of a cluster of ours for what it is, and listen there itself.
+
+    It would go to the host's address instead; the variable that says otherwise (`ray_head.ON_LOOPBACK`) was read when
+    Ray was imported.
+    """
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = before and manifest.kind != "local"
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 def _setter(environment: Mapping[str, str]) -> Callable[[], None]:
@@ -174,6 +189,8 @@ def _check_manifest(manifest: ClusterManifest) -> None:
         fault = "is gone: its processes have ended"
     elif not manifest.token.is_file():
         fault = f"cannot be reached: its token file {manifest.token} is not there"
+    elif not manifest.certificate.is_file():
+        fault = f"cannot be reached: its certificate {manifest.certificate} is not there"
     if fault:
         raise ClusterNotReadyError(f"{_described(manifest)} {fault}; see {manifest.logs}, or lease it again")
 

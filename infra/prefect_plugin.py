@@ -9,14 +9,16 @@ checkout; workers are told to load it by their environment (`infra/services/work
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from http.client import HTTPException
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request, getproxies, proxy_bypass, urlopen
@@ -74,6 +76,7 @@ def setup_environment(*, ctx: HookContext) -> SetupResult | None:
         from infra.patience import install  # noqa: PLC0415 - half of Prefect: no typed command need load it
 
         install(limit_s)
+        outlive_readers()
     asks = not limit_s and asks_the_server(sys.argv)
     access = _prefects_access()
     try:
@@ -86,6 +89,42 @@ def setup_environment(*, ctx: HookContext) -> SetupResult | None:
     if fault:
         raise SystemExit(f"prefect: {fault}")
     return SetupResult(env={"PREFECT_API_AUTH_STRING": ""}) if foreign else None
+
+
+class _Output(io.RawIOBase):
+    """Where a process writes to, and nowhere once nobody reads it any more."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def fileno(self) -> int:
+        """Return the descriptor."""
+        return self._descriptor
+
+    def writable(self) -> bool:
+        """Whether it can be written to: always."""
+        return True
+
+    def write(self, data: Any) -> int:
+        """Write what can be written at once, and return how much that was."""
+        try:
+            return os.write(self._descriptor, data)
+        except BrokenPipeError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._descriptor)
+            os.close(nowhere)
+            return len(data)
+
+
+def outlive_readers() -> None:
+    """Let this process write on when nobody reads what it writes: a flow's lines go through a pipe to its worker.
+
+    A worker that is killed leaves its flows to finish, and the next line that one of them logs would end it.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        out = io.BufferedWriter(_Output(stream.fileno()))
+        setattr(sys, name, io.TextIOWrapper(out, stream.encoding, "backslashreplace", write_through=True))
 
 
 def patience_s(variables: Mapping[str, str]) -> float:

@@ -233,3 +233,34 @@ def test_a_process_learns_it_before_it_has_a_client(told: bool, silent: str, tmp
     words = [sys.executable, "-c", f"import prefect; {clients}"]
     said = subprocess.run(words, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=60, check=True)
     assert said.stdout.strip() == ("PatientSyncClient" if told else "PrefectHttpxSyncClient")
+
+
+def test_a_flow_whose_worker_was_killed_writes_on(tmp_path: Path) -> None:
+    """Its lines go through a pipe that nobody reads any more."""
+    told = tmp_path / "told"
+    script = f"""
+import sys
+import prefect
+from prefect.logging import get_logger
+
+sys.stdin.readline()  # until the other end is closed
+for _ in range(3):
+    get_logger("a").warning("a line")
+    print("a line", flush=True)
+    print("a line", file=sys.stderr, flush=True)
+open({str(told)!r}, "w").write("to its end")
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", script],
+        env={**os.environ, **EVERY_WORKER, "PREFECT__FLOW_RUN_ID": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdout.close()
+    process.stdin.write(b"\n")
+    process.stdin.close()
+    assert process.wait(timeout=60) == 0
+    assert told.read_text() == "to its end"

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from infra.services import prefect_api
 from infra.services.automations import RESTARTING
-from infra.settings import read_env_file
+from tests.integration.behind_proxies import behind, proxy_of_store, start_with
 from tests.integration.flaky_proxy import FlakyProxy, flaky_proxy
 from tests.integration.local_stack import TINY_FLOWS, LocalStack, wait_for
 
@@ -29,7 +28,7 @@ def deployed(stack: LocalStack) -> LocalStack:
 
 @pytest.fixture
 def store_proxy(deployed: LocalStack) -> Iterator[FlakyProxy]:
-    with flaky_proxy(read_env_file(deployed.home / "stack.env")["RLHF_S3_ENDPOINT_URL"]) as proxy:
+    with proxy_of_store(deployed) as proxy:
         yield proxy
 
 
@@ -43,16 +42,8 @@ def start(
     stack: LocalStack, directory: Path, meets: str, *, store: FlakyProxy, server: FlakyProxy | None = None
 ) -> str:
     """Start a run that reaches the store, and perhaps the server, through a proxy; return its id."""
-    known = read_env_file(stack.home / "stack.env")
-    keys = {name: value for name, value in known.items() if name.startswith("RLHF_S")}
-    env: dict[str, Any] = {**keys, "RLHF_S3_ENDPOINT_URL": store.url, "RLHF_STORE_PATIENCE_S": str(PATIENCE_S)}
-    if server is not None:
-        env["PREFECT_API_URL"] = f"{server.url}/api"
-    found = prefect_api.deployment(stack.api_url, "failing/failing")
-    assert found is not None
-    body = {"parameters": {"directory": str(directory), "meets": meets}, "job_variables": {"env": env}}
-    path = f"/deployments/{found['id']}/create_flow_run"
-    return str(prefect_api.call(stack.api_url, "POST", path, body)["id"])
+    env = {**behind(stack, store=store, server=server), "RLHF_STORE_PATIENCE_S": str(PATIENCE_S)}
+    return start_with(stack, "failing/failing", env, directory=str(directory), meets=meets)
 
 
 def await_end(stack: LocalStack, run: str) -> None:

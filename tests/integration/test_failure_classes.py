@@ -17,6 +17,8 @@ pytestmark = pytest.mark.integration
 
 ONE_START = ["Pending", "Submitting", "Running"]
 PATIENCE_S = 3
+WAITED_S = 40.0
+"""Longer than a worker takes to begin a run, and than what is not worth a line."""
 ENDS = {"COMPLETED", "FAILED", "CANCELLED"}
 
 
@@ -77,6 +79,20 @@ def test_a_store_that_is_away_too_long_crashes_a_run_which_goes_on_when_it_is_ba
     assert deployed.history(run) == ["Scheduled", *again]
     assert len(starts(tmp_path)) == 2, "the store was waited for once: its task was not tried again within a run"
     assert any("did not answer within" in line for line in deployed.log(run))
+
+
+def test_a_store_that_is_away_for_a_while_is_waited_for_and_the_runs_log_says_so(
+    deployed: LocalStack, store_proxy: FlakyProxy, tmp_path: Path
+) -> None:
+    store_proxy.leave(WAITED_S)
+    env = behind(deployed, store=store_proxy)
+    run = start_with(deployed, "failing/failing", env, directory=str(tmp_path), meets="store")
+    await_end(deployed, run)
+    assert deployed.history(run) == ["Scheduled", *ONE_START, "Completed"]
+    assert starts(tmp_path) == [1]
+    [stage] = deployed.children(run)
+    told = wait_for(lambda: [line for line in deployed.log(stage["id"]) if "looking around" in line], "the log")
+    assert len(told) == 2, "once that it is away, once that it answers again"
 
 
 def test_what_is_final_stops_a_run_at_once_with_its_sentence(

@@ -17,8 +17,6 @@ pytestmark = pytest.mark.integration
 
 ONE_START = ["Pending", "Submitting", "Running"]
 PATIENCE_S = 3
-WAITED_S = 40.0
-"""Longer than a worker takes to begin a run, and than what is not worth a line."""
 ENDS = {"COMPLETED", "FAILED", "CANCELLED"}
 
 
@@ -84,15 +82,20 @@ def test_a_store_that_is_away_too_long_crashes_a_run_which_goes_on_when_it_is_ba
 def test_a_store_that_is_away_for_a_while_is_waited_for_and_the_runs_log_says_so(
     deployed: LocalStack, store_proxy: FlakyProxy, tmp_path: Path
 ) -> None:
-    store_proxy.leave(WAITED_S)
+    store_proxy.leave()
     env = behind(deployed, store=store_proxy)
     run = start_with(deployed, "failing/failing", env, directory=str(tmp_path), meets="store")
+
+    def told() -> list[str]:
+        logs = [deployed.log(child["id"]) for child in deployed.children(run)]
+        return [line for log in logs for line in log if "looking around" in line]
+
+    wait_for(told, "the line that the store is away", timeout_s=120)
+    store_proxy.come_back()
     await_end(deployed, run)
     assert deployed.history(run) == ["Scheduled", *ONE_START, "Completed"]
     assert starts(tmp_path) == [1]
-    [stage] = deployed.children(run)
-    told = wait_for(lambda: [line for line in deployed.log(stage["id"]) if "looking around" in line], "the log")
-    assert len(told) == 2, "once that it is away, once that it answers again"
+    wait_for(lambda: len(told()) == 2, "the line that it answers again")
 
 
 def test_what_is_final_stops_a_run_at_once_with_its_sentence(

@@ -29,6 +29,9 @@ EVERY_WORKER = {
     "PREFECT_CLIENT_MAX_RETRIES": "7",
     "PREFECT_WORKER_ENABLE_CANCELLATION": "true",
     "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
+    # A run's log says what it waits for; what other threads say stays in the process's own.
+    "PREFECT_LOGGING_EXTRA_LOGGERS": "infra",
+    "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
 }
 """What a worker and its flows are told wherever they run; the files of infra/deploy say the same."""
 _HEARTBEAT_S = 5

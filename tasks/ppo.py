@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Any
 
-from infra.errors import InfraError
+from infra.errors import ClusterError, InfraError
 from rlhf_core.config import PipelineConfig
 from rlhf_core.counting import ordinal
 from rlhf_core.errors import RlhfError
@@ -181,10 +181,16 @@ def publish_policy(run: PPORun) -> StageResult:
 
 
 def end_cluster(run: PPORun) -> None:
-    """End the run's cluster and everything on it, and wait until it is gone; nothing if it never started."""
+    """End the run's cluster and everything on it, and wait until it is gone; nothing if it never started.
+
+    What is left of it does not end the run in another way than its work did: the watchdog goes on trying.
+    """
     from infra.clusters import release_cluster
 
-    release_cluster(run.name)  # which leaves the cluster too, and ends it even where Ray does not let go
+    try:
+        release_cluster(run.name)  # which leaves the cluster too, and ends it even where Ray does not let go
+    except ClusterError as error:
+        run_logger().warning("the cluster of %s has not ended yet: %s", run.name, error)
 
 
 class _EndingTheGroupOnFailure:

@@ -10,6 +10,8 @@ from infra.errors import StoreError
 
 VERSIONS = "versions/"
 LEASES = "leases/"
+LOCKS = "locks/"
+"""Which process a run is worked on by, and which run a deployment is taken by."""
 TRASH = "trash/"
 """Lists of what a collection found unreachable, and will delete after its grace time."""
 DELETING = "trash/deleting/"
@@ -24,6 +26,7 @@ HINTS = "hints/"
 MANIFEST = re.compile(r"([0-9]{8})\.json")
 """What a manifest is called in the folder of its artifact."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_LOCK = re.compile(r"[a-z0-9][a-z0-9-]{0,99}")
 
 
 def blob_key(sha256: str) -> str:
@@ -35,6 +38,17 @@ def blob_key(sha256: str) -> str:
     if not _SHA256.fullmatch(sha256):
         raise StoreError(f"{sha256!r:.80} is no SHA-256, so there is no blob of it")
     return f"{BLOBS}{sha256[:2]}/{sha256[2:]}"
+
+
+def lock_key(name: str) -> str:
+    """Return where the lock of that name is.
+
+    Raises:
+        StoreError: if no lock can have the name.
+    """
+    if not _LOCK.fullmatch(name):
+        raise StoreError(f"{name!r:.120} cannot name a lock: use lower case letters, digits and dashes, 100 at most")
+    return f"{LOCKS}{name}.json"
 
 
 def versions_prefix(kind: str, name: str) -> str:

@@ -13,6 +13,7 @@ from infra.artifacts.cache import GB, LIMIT_GB, Cache
 from infra.artifacts.catalog import Catalog
 from infra.artifacts.commit import commit, describe_all, gather_sources
 from infra.artifacts.deletion import delete_unreached
+from infra.artifacts.exclusive import Lock
 from infra.artifacts.fetch import checked_pieces, fetch_directly, fetch_through
 from infra.artifacts.index import KeyIndex, keys_of
 from infra.artifacts.keeping import Keeping
@@ -173,6 +174,14 @@ class ArtifactStore(Keeping):
         old = Retention({kind: keep}).retired(own, wanted)
         gone = delete_unreached(self._backend, self._catalog, old).versions if old else []
         return [manifest.version for manifest in gone]
+
+    def lock(self, name: str) -> Lock:
+        """Return the lock of a name: what one process, or one run, at a time does.
+
+        Raises:
+            StoreError: if no lock can have the name.
+        """
+        return Lock(self._backend, name)
 
     def _draft(
         self,

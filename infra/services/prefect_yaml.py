@@ -7,12 +7,15 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic_core import PydanticCustomError
 
 from infra.errors import ServiceError
 from infra.strict_yaml import load_yaml
 
 FILE_NAME = "prefect.yaml"
+ONE_AT_A_TIME = "one-at-a-time"
+"""Tag of the deployments of which a run is skipped while another is not done (`tasks.one_process`)."""
 _Name = r"^[a-z0-9][a-z0-9-]*$"
 
 
@@ -38,14 +41,6 @@ class ScheduleEntry(_Strict):
     parameters: dict[str, Any] = Field(default_factory=dict)
 
 
-class ConcurrencyEntry(_Strict):
-    """How many runs of a deployment may go on at once."""
-
-    limit: int = Field(ge=1)
-    collision_strategy: Literal["ENQUEUE", "CANCEL_NEW"] = "ENQUEUE"
-    grace_period_seconds: int | None = Field(None, ge=60)
-
-
 class DeploymentEntry(_Strict):
     """One deployment."""
 
@@ -57,7 +52,19 @@ class DeploymentEntry(_Strict):
     enforce_parameter_schema: Literal[True]
     work_pool: WorkPoolEntry
     schedules: tuple[ScheduleEntry, ...] = ()
-    concurrency_limit: ConcurrencyEntry | None = None
+    concurrency_limit: None = None
+    """Only to say what stands in its place."""
+
+    @field_validator("concurrency_limit", mode="before")
+    @classmethod
+    def _no_limit_of_the_server(cls, given: Any) -> None:
+        if given is not None:
+            raise PydanticCustomError(
+                "no_limit",
+                "Prefect keeps this limit in its server's memory, and a run that cannot renew it while the server is "
+                "away is crashed; give the deployment the tag `{tag}` instead, whose lock is in the artifact store",
+                {"tag": ONE_AT_A_TIME},
+            )
 
 
 class _File(_Strict):

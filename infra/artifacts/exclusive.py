@@ -50,6 +50,9 @@ GAP_S = 30.0
 RELEASE_S = 10.0
 """How long a process that ends waits for a store that is away to let go of its lock; those who come later find out."""
 
+_TRIES = 8
+"""Of one who releases: a beat of its own may be under way, once."""
+
 How = Literal["completed", "failed", "stopped"]
 
 
@@ -269,36 +272,34 @@ class Held:
             if after is not None:
                 self._recognise(after.record)
 
-    def release(self, how: How, said: str | None = None, *, timeout_s: float = RELEASE_S) -> bool:
-        """Let go, and say how it ended; return whether that stands in the store.
+    def release(self, how: How, said: str | None = None, *, timeout_s: float | None = RELEASE_S) -> None:
+        """Let go, and say how it ended.
 
-        A store that is away is not waited for longer than `timeout_s`: who comes later finds that this process is gone.
+        Args:
+            how: as of `Ending`.
+            said: its last sentence.
+            timeout_s: how long a store that is away is waited for: who comes later finds that this process is gone.
+                None: as long as any request takes.
         """
         self._ended.set()
-        told = threading.Event()
-
-        def tell() -> None:
-            try:
-                if self._tell(how, said):
-                    told.set()
-            except StoreError as error:
-                logger.warning("the lock %s could not be released: %s", self._lock.name, error)
-
-        # In a thread, since a request to a store that is away cannot be called off.
-        teller = threading.Thread(target=tell, name=f"release-{self._lock.name}", daemon=True)
-        teller.start()
-        teller.join(timeout_s)
+        if timeout_s is None:
+            self._tell(how, said)
+        else:  # in a thread, since a request to a store that is away cannot be called off
+            teller = threading.Thread(target=self._tell, args=(how, said), name="release", daemon=True)
+            teller.start()
+            teller.join(timeout_s)
         _HELD_HERE.discard(self.record.incarnation)
-        return told.is_set()
 
-    def _tell(self, how: How, said: str | None) -> bool:
-        for _ in range(8):  # a beat may be under way, once
-            seen = self._lock.look()
-            if seen is None or not self._recognise(seen.record):
-                return False
-            if self._lock.swap(seen, seen.record.as_ended(how, said)):
-                return True
-        return False
+    def _tell(self, how: How, said: str | None) -> None:
+        try:
+            for _ in range(_TRIES):
+                seen = self._lock.look()
+                if seen is None or not self._recognise(seen.record):
+                    return
+                if self._lock.swap(seen, seen.record.as_ended(how, said)):
+                    return
+        except StoreError as error:
+            logger.warning("the lock %s could not be released: %s", self._lock.name, error)
 
     def _recognise(self, record: Record) -> bool:
         """Return whether a record is ours; remember another's."""

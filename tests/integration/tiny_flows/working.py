@@ -1,0 +1,34 @@
+"""A flow that one process at a time works on, for tests of what a second start of a run does."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from prefect import flow
+from prefect.runtime import flow_run
+
+from tasks.one_process import one_process
+from tasks.sentences import in_one_sentence
+
+
+@flow
+@in_one_sentence
+@one_process
+def working(directory: str) -> None:
+    """Write down this process and the number of the start, then work until it may end."""
+    with (Path(directory) / "starts").open("a") as starts:
+        starts.write(f"{os.getpid()} {flow_run.get_run_count()}\n")
+    inside(directory)
+
+
+@flow
+@in_one_sentence
+@one_process
+def inside(directory: str) -> None:
+    """Write down, again and again, who works."""
+    while not (Path(directory) / "may-end").exists():
+        with (Path(directory) / "work").open("a") as work:
+            work.write(f"{os.getpid()}\n")
+        time.sleep(0.1)

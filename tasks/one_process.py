@@ -28,7 +28,19 @@ from prefect.exceptions import Abort, ObjectNotFound
 from prefect.states import Cancelled, Completed
 
 from infra.artifacts import clock
-from infra.artifacts.exclusive import GAP_S, Held, How, Life, Lock, Observer, Record, Seen, new_record
+from infra.artifacts.exclusive import (
+    DEPLOYMENT_LOCK,
+    GAP_S,
+    RUN_LOCK,
+    Held,
+    How,
+    Life,
+    Lock,
+    Observer,
+    Record,
+    Seen,
+    new_record,
+)
 from infra.errors import LockLostError, ServiceError, StoreError
 from infra.services.automations import RESTARTING
 from infra.services.prefect_yaml import ONE_AT_A_TIME
@@ -71,7 +83,7 @@ def one_process(function: Callable[P, R]) -> Callable[P, R]:
         if run is None:
             return function(*args, **kwargs)
         store = open_context().store
-        begun = _Start(store.lock(f"run-{run.id}"), run).begin()
+        begun = _Start(store.lock(f"{RUN_LOCK}{run.id}"), run).begin()
         if isinstance(begun, State):
             return begun  # type: ignore[return-value]
         return _work(begun, store, run, lambda: function(*args, **kwargs))
@@ -231,7 +243,7 @@ def _deployment_lock(store: ArtifactStore, run: FlowRun) -> Lock | None:
     """Return the lock of the run's deployment, if it has one."""
     if run.deployment_id is None or ONE_AT_A_TIME not in run.tags:
         return None
-    return store.lock(f"deployment-{run.deployment_id}")
+    return store.lock(f"{DEPLOYMENT_LOCK}{run.deployment_id}")
 
 
 def _give_back(lock: Lock, run_id: str, how: How, said: str | None) -> None:
@@ -302,7 +314,7 @@ class _Holder:
 
     def __init__(self, store: ArtifactStore, run_id: str) -> None:
         self.run_id = run_id
-        self._lock = store.lock(f"run-{run_id}")
+        self._lock = store.lock(f"{RUN_LOCK}{run_id}")
         self._observer = Observer()
         self._state: object = None
         self._looked = self._answered = clock.boottime()

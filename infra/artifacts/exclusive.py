@@ -25,7 +25,8 @@ import os
 import platform
 import threading
 from collections.abc import Callable
-from datetime import datetime
+from contextlib import suppress
+from datetime import datetime, timedelta
 from enum import Enum
 from typing import Literal, NamedTuple
 from uuid import uuid4
@@ -50,6 +51,10 @@ GAP_S = 30.0
 RELEASE_S = 10.0
 """How long a process that ends waits for a store that is away to let go of its lock; those who come later find out."""
 
+OLD = timedelta(days=30)
+"""Age at which the lock of a run that has ended may go."""
+RUN_LOCK, DEPLOYMENT_LOCK = "run-", "deployment-"
+"""What the names of the two sorts of locks begin with; the id follows."""
 _TRIES = 8
 """Of one who releases: a beat of its own may be under way, once."""
 
@@ -364,6 +369,22 @@ def process_lives(record: Record) -> bool | None:
     if process.pid == os.getpid() and process.record().process() is not None:
         return record.incarnation in _HELD_HERE
     return process.record().process() is not None
+
+
+def old_run_locks(backend: Backend) -> list[str]:
+    """Return the keys of the locks of runs that ended at least OLD ago.
+
+    Those of deployments stay. A run that somebody starts again after all, just when its lock is deleted, takes the lock
+    anew at its next beat.
+    """
+    names = [file.removesuffix(".json") for file in backend.children(LOCKS) if file.startswith(RUN_LOCK)]
+    old = []
+    for name in names:
+        with suppress(StoreError):  # one that is damaged is for `verify` to name
+            seen = Lock(backend, name).look()
+            if seen is not None and seen.record.ended is not None and clock.now() - seen.record.ended.when > OLD:
+                old.append(lock_key(name))
+    return old
 
 
 def damaged_locks(backend: Backend) -> list[str]:

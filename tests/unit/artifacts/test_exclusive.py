@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from infra.artifacts import ArtifactStore, exclusive, open_store
+from infra.artifacts import ArtifactStore, clock, exclusive, open_store
 from infra.artifacts.backend import Backend
 from infra.artifacts.exclusive import GAP_S, SILENT_S, Held, Life, Lock, Observer, Process, Record, new_record
 from infra.artifacts.layout import lock_key
@@ -105,14 +105,14 @@ class Worker:
         while (held := self._take(lock, observer)) is None:
             if self.is_done:
                 return
-            exclusive.clock.pause(2.0)
+            clock.pause(2.0)
         self.held = held
         self.lines.append(self._line("counts", self._count))
         try:
             for _ in range(COMMITS):
                 held.check()
                 self.history.commit(self)
-                exclusive.clock.pause(2.0)
+                clock.pause(2.0)
             held.release("completed", timeout_s=None)
         except LockLostError:
             pass
@@ -133,7 +133,7 @@ class Worker:
         assert self.held is not None
         self.held._lock = Lock(backend, "run")
         while not self.is_done and not self.held.is_lost:
-            exclusive.clock.pause(BEAT_S)
+            clock.pause(BEAT_S)
             self.held.beat()
 
     def _lives_here(self, record: Record) -> bool | None:

@@ -13,10 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from infra.artifacts.exclusive import RUN_LOCK
 from infra.services import automations
 from infra.services.automations import RESTARTING
 from tasks.one_process import SKIPPED
 from tests.integration.local_stack import TINY_FLOWS, LocalStack, run_local_stack, wait_for
+from tests.unit.artifacts.lock_contract import elsewhere
 
 pytestmark = pytest.mark.integration
 
@@ -126,6 +128,27 @@ def test_a_run_that_slept_with_its_worker_and_server_is_worked_on_by_one_process
     assert run.said("has come to its end (completed)") == 1
 
 
+@pytest.mark.clusters
+def test_a_process_whose_run_another_machine_has_taken_over_leaves_and_commits_nothing(
+    own: LocalStack, tmp_path: Path
+) -> None:
+    run = WorkingRun(own, tmp_path / "run")
+    first, lock = run.at_work(), own.store(tmp_path / "cache").lock(f"{RUN_LOCK}{run.id}")
+    while not lock.swap(lock.look(), elsewhere(run.id)):  # it may count just now
+        time.sleep(0.1)
+    run.await_end()
+    assert run.said("was silent for so long that process") == 1
+    worked = len((run.directory / "work").read_text())
+    assert run.history()[-1] == "Running", "nobody told the server anything"
+    wait_for(lambda: len(run.starts()) == 2, "a start that takes over from the silent one", timeout_s=400)
+    second = run.at_work()
+    assert len((run.directory / "work").read_text()) > worked
+    run.let_go()
+    run.await_state("Completed")
+    assert run.workers() == [first, second]
+
+
+@pytest.mark.clusters
 def test_the_second_start_goes_on_if_the_first_dies_after_all(own: LocalStack, tmp_path: Path) -> None:
     run = WorkingRun(own, tmp_path / "run")
     first = sleep_through(own, run)
@@ -140,6 +163,7 @@ def test_the_second_start_goes_on_if_the_first_dies_after_all(own: LocalStack, t
     assert run.history()[-1] == "Completed"
 
 
+@pytest.mark.clusters
 def test_a_run_that_ends_before_it_is_started_again_is_not_started_again(own: LocalStack, tmp_path: Path) -> None:
     run = WorkingRun(own, tmp_path / "run")
     process = run.at_work()
@@ -191,7 +215,14 @@ def test_of_a_deployment_that_takes_one_run_at_a_time_another_is_skipped_while_o
     later.await_state("Completed")
 
 
-@pytest.mark.parametrize("fate", ["cancelled", "deleted", "failed"])
+@pytest.mark.parametrize(
+    "fate",
+    [
+        "cancelled",
+        pytest.param("deleted", marks=pytest.mark.clusters),
+        pytest.param("failed", marks=pytest.mark.clusters),
+    ],
+)
 def test_a_deployment_is_free_once_its_run_is_over_for_good(own: LocalStack, tmp_path: Path, fate: str) -> None:
     first = WorkingRun(own, tmp_path / "first", "alone")
     process = first.at_work()

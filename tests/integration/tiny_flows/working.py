@@ -9,8 +9,8 @@ from pathlib import Path
 from prefect import flow
 from prefect.runtime import flow_run
 
-from tasks.one_process import one_process
-from tasks.sentences import in_one_sentence
+from tasks.one_process import leave_if_taken_over, one_process
+from tasks.sentences import in_one_sentence, stage_task
 
 
 @flow
@@ -27,8 +27,15 @@ def working(directory: str) -> None:
 @in_one_sentence
 @one_process
 def inside(directory: str) -> None:
-    """Write down, again and again, who works."""
+    """Work."""
+    work(directory)
+
+
+@stage_task(name="work")
+def work(directory: str) -> None:
+    """Write down, again and again, who works, if it still may."""
     while not (Path(directory) / "may-end").exists():
+        leave_if_taken_over()
         with (Path(directory) / "work").open("a") as work:
             work.write(f"{os.getpid()}\n")
-        time.sleep(0.1)
+        time.sleep(0.2)

@@ -317,7 +317,7 @@ class Held:
         while not self._ended.wait(beat_s) and not self.is_lost:
             try:
                 self.beat()
-            except StoreError as error:
+            except Exception as error:  # whatever it is: a thread that ended would look like a dead process
                 logger.warning("the lock %s could not be renewed, and is tried again: %s", self._lock.name, error)
         if self.is_lost:
             logger.warning("the lock %s was taken by another: this process was silent for too long", self._lock.name)

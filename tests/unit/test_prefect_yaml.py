@@ -89,10 +89,6 @@ def test_a_good_file_is_read_under_its_flows_own_names(checkout: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        (
-            {"concurrency_limit": {"limit": 1}},
-            r"concurrency_limit: Prefect keeps this limit in the server's memory, .* the tag one-at-a-time",
-        ),
         ({"shedules": []}, r"deployments\.0\.shedules: Extra inputs are not permitted"),
         ({"work_pool": {"name": "rlhf", "queue": "a"}}, r"work_pool\.queue: Extra inputs"),
         ({"enforce_parameter_schema": False}, r"enforce_parameter_schema: Input should be True"),

@@ -19,7 +19,8 @@ from tasks.progress import say
 from tasks.report.page import show_markdown
 from tasks.results import Parent, StageResult
 from tasks.sentences import stage_task
-from tasks.stages import commit_stage, reuse_or_make, source_digest, stage_key, stage_result
+from tasks.source import source_digest
+from tasks.stages import commit_stage, reuse_or_make, stage_key, stage_result
 
 if TYPE_CHECKING:
     from collections.abc import Collection

@@ -14,7 +14,8 @@ from tasks.progress import duration, say
 from tasks.ray_calls import may_pass_in
 from tasks.results import EpisodeResult, Parent, PPORun, StageResult
 from tasks.sentences import run_logger, stage_task
-from tasks.stages import find_made, source_digest, stage_key, stage_result
+from tasks.source import source_digest
+from tasks.stages import find_made, stage_key, stage_result
 
 if TYPE_CHECKING:
     from infra.artifacts import ArtifactStore, Manifest

@@ -14,7 +14,8 @@ from tasks.context import Context, materialise, open_context
 from tasks.progress import Progress, say
 from tasks.results import Parent, StageResult
 from tasks.sentences import stage_task
-from tasks.stages import commit_stage, reuse_or_make, source_digest, stage_key, stage_result
+from tasks.source import source_digest
+from tasks.stages import commit_stage, reuse_or_make, stage_key, stage_result
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

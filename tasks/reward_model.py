@@ -18,7 +18,8 @@ from tasks.ray_calls import may_pass_in
 from tasks.results import SHOWN_CONFIDENCE, Parent, StageResult
 from tasks.scratch import scratch_directory
 from tasks.sentences import stage_task
-from tasks.stages import commit_stage, reuse_or_make, source_digest, stage_key
+from tasks.source import source_digest
+from tasks.stages import commit_stage, reuse_or_make, stage_key
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +13,6 @@ from rlhf_core.config import PipelineConfig
 from tasks.context import Context
 from tasks.progress import say
 from tasks.results import Parent, StageResult
-
-CHECKOUT = Path(__file__).resolve().parent.parent
-
-
-@cache
-def source_digest(*task_files: str) -> str:
-    """Return the SHA-256 of the code that a stage's numbers depend on, committed or not.
-
-    Args:
-        task_files: names of the stage's modules in `tasks/`.
-    """
-    files = [*sorted((CHECKOUT / "rlhf_core").rglob("*.py")), CHECKOUT / "requirements.txt"]
-    files += [CHECKOUT / "tasks" / f"{name}.py" for name in task_files]
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(str(file.relative_to(CHECKOUT)).encode() + b"\0" + file.read_bytes() + b"\0")
-    return digest.hexdigest()
 
 
 def stage_key(stage: str, *, config: Any, inputs: Iterable[str], seed: int, source: str) -> str:

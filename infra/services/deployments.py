@@ -6,6 +6,7 @@ import hashlib
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from infra.services.prefect_yaml import FILE_NAME, DeploymentEntry
 from infra.services.service import last_words
 
 _TIMEOUT_S = 180
+_WAITING = "AwaitingConcurrencySlot"
 _SOURCES = ("flows/*.py", "flows/presets/*.yaml", "rlhf_core/config/*.py")
 
 
@@ -44,7 +46,8 @@ def deploy(
 ) -> dict[str, bool]:
     """Register all deployments of a checkout, and return what the file says of each schedule's being active.
 
-    A schedule that a person has switched on or off since stays so, unless the file has changed its mind.
+    A schedule that a person has switched on or off since stays so, unless the file has changed its mind. Runs that wait
+    to begin stay too, those of nights that were due while no worker ran among them.
 
     Args:
         checkout: where `prefect.yaml` lies.
@@ -61,6 +64,8 @@ def deploy(
     before = {
         name: _schedules(prefect_api.deployment(api_url, name)) for name, entry in entries.items() if entry.schedules
     }
+    for name in entries:
+        _keep_waiting_runs(api_url, name)
     _run_prefect_deploy(checkout, environment, log)
     for name, schedules in before.items():
         deployment = prefect_api.deployment(api_url, name)
@@ -72,6 +77,30 @@ def deploy(
                 path = f"/deployments/{deployment['id']}/schedules/{schedule['id']}"
                 prefect_api.call(api_url, "PATCH", path, {"active": old["active"]})
     return says
+
+
+def _keep_waiting_runs(api_url: str, name: str) -> None:
+    """Keep a new registration from deleting the deployment's runs that have not begun, less those of nights to come.
+
+    Prefect deletes every one that is Scheduled, unless it waits for a slot: the state that they are given here. A
+    worker takes them from it as from any other. Nights to come are scheduled anew, with what the file says now.
+    """
+    where = {
+        "deployments": {"name": {"any_": [name.partition("/")[2]]}},
+        "flows": {"name": {"any_": [name.partition("/")[0]]}},
+        "flow_runs": {"state": {"type": {"any_": ["SCHEDULED"]}}},
+    }
+    now = datetime.now(UTC)
+    for run in prefect_api.call(api_url, "POST", "/flow_runs/filter", where):
+        due = datetime.fromisoformat(run["next_scheduled_start_time"] or run["expected_start_time"])
+        if run["run_count"] == 0 and not (run["auto_scheduled"] and due > now):
+            state = {
+                "type": "SCHEDULED",
+                "name": _WAITING,
+                "message": "Due, and waiting for a worker, while its deployment was registered anew.",
+                "state_details": {"scheduled_time": due.isoformat()},
+            }
+            prefect_api.call(api_url, "POST", f"/flow_runs/{run['id']}/set_state", {"state": state})
 
 
 def _run_prefect_deploy(checkout: Path, environment: Mapping[str, str], log: Path) -> None:

@@ -37,6 +37,8 @@ def prefect_server(home: Path, port: int, database_url: str | None) -> Service:
         **prefect_environment(home, f"{address}/api"),
         "PREFECT_SERVER_DATABASE_CONNECTION_URL": database_url or f"sqlite+aiosqlite:///{home}/prefect/prefect.db",
         "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
+        # Runs of schedules are made ahead, and none for a time that has passed: so many nights may a stack be down.
+        "PREFECT_SERVER_SERVICES_SCHEDULER_MIN_RUNS": "31",
     }
     return Service(
         name="server",

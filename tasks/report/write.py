@@ -15,7 +15,7 @@ from tasks.report.tables import constant_sentence, episode_tables, evaluation_ta
 from tasks.report.text import CAPTIONS, EPISODES, EVALUATION, TRAINING, report_text
 from tasks.results import Decision, StageResult
 from tasks.sentences import stage_task
-from tasks.stages import source_digest
+from tasks.source import source_digest
 
 REPORT, FACTS, SAMPLES_PAGE = "report.md", "report.json", "samples.md"
 MODULES = ("facts", "markdown", "samples", "tables", "text", "draw", "page", "write")

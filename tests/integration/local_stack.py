@@ -166,12 +166,14 @@ class LocalStack:
         told.unlink()
         return run, ClusterManifest.load(self.home / "clusters" / "held.json")
 
-    def start_run(self, deployment: str, **parameters: Any) -> str:
-        """Start a run of a deployment and return its id."""
+    def start_run(self, deployment: str, *, at: str | None = None, **parameters: Any) -> str:
+        """Start a run of a deployment, now or at a time, and return its id."""
         found = prefect_api.deployment(self.api_url, deployment)
         assert found is not None, deployment
-        path = f"/deployments/{found['id']}/create_flow_run"
-        return str(prefect_api.call(self.api_url, "POST", path, {"parameters": parameters})["id"])
+        body: dict[str, Any] = {"parameters": parameters}
+        if at:
+            body["state"] = {"type": "SCHEDULED", "state_details": {"scheduled_time": at}}
+        return str(prefect_api.call(self.api_url, "POST", f"/deployments/{found['id']}/create_flow_run", body)["id"])
 
     def cancel(self, run_id: str) -> None:
         """Cancel a run as the UI does, and wait until it has ended."""

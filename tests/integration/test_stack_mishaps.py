@@ -69,12 +69,15 @@ def test_a_run_whose_processes_are_killed_does_not_count_as_running_for_ever(own
     assert own_stack.run_state(run) == "CRASHED"
 
 
-def test_a_schedule_that_a_person_switched_on_stays_on_when_deployments_change(own_stack: LocalStack) -> None:
+def test_schedules_that_a_person_switched_on_and_runs_that_wait_stay_when_deployments_change(
+    own_stack: LocalStack,
+) -> None:
     before = prefect_api.deployment(own_stack.api_url, "pipeline/nightly")
     assert before is not None
     assert [schedule["active"] for schedule in before["schedules"]] == [False]
     path = f"/deployments/{before['id']}/schedules/{before['schedules'][0]['id']}"
     prefect_api.call(own_stack.api_url, "PATCH", path, {"active": True})
+    waiting = own_stack.start_run("pipeline/nightly", at="2099-01-01T00:00:00Z")
     state = own_stack.state
     state.deployed = "of another source"
     state.save(own_stack.home)
@@ -82,6 +85,8 @@ def test_a_schedule_that_a_person_switched_on_stays_on_when_deployments_change(o
     after = prefect_api.deployment(own_stack.api_url, "pipeline/nightly")
     assert after is not None
     assert [schedule["active"] for schedule in after["schedules"]] == [True]
+    assert own_stack.run_state(waiting) == "SCHEDULED"
+    own_stack.delete_run(waiting)
 
 
 def test_down_ends_a_run_its_live_cluster_and_all_else_and_data_are_kept(own_stack: LocalStack, tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def deployments(sites: Sequence[Site], *, commands: dict[str, str], **further: A
                     "interval": site.period_s,
                     "anchor_date": datetime.fromtimestamp(site.phase_s, UTC).isoformat(),
                     "timezone": "UTC",
-                    "active": False,
+                    "active": True,
                 }
             ],
         }
@@ -105,18 +105,15 @@ def deployments(sites: Sequence[Site], *, commands: dict[str, str], **further: A
     return yaml.safe_dump({"deployments": json.loads(json.dumps(found))})
 
 
-def switch(api_url: str, site: Site, *, on: bool) -> None:
-    """Switch a site's schedule on or off, at a moment that is far from its nights."""
+def switch_off(api_url: str, site: Site) -> None:
+    """End a site's schedule, at a moment that is far from its nights."""
     while min(site.until_due(now := time.time()), site.period_s - site.until_due(now)) < site.period_s / 12:
         time.sleep(0.2)
     found = prefect_api.deployment(api_url, f"{FLOW}/{site.name}")
     assert found is not None, site.name
     [schedule] = found["schedules"]
-    prefect_api.call(api_url, "PATCH", f"/deployments/{found['id']}/schedules/{schedule['id']}", {"active": on})
-    if on:
-        site.first_s = time.time()
-    else:
-        site.last_s = time.time()
+    prefect_api.call(api_url, "PATCH", f"/deployments/{found['id']}/schedules/{schedule['id']}", {"active": False})
+    site.last_s = time.time()
 
 
 def runs_of(api_url: str, site: Site) -> Iterator[dict[str, Any]]:

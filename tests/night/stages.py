@@ -65,7 +65,7 @@ class Work:
 
     def note(self, what: str, **says: Any) -> None:
         """Write down that this very process is here."""
-        self.desk.note(run=str(self.context.flow_run), stage=self.stage, what=what, says={**says,"cpu":time.process_time()})
+        self.desk.note(run=str(self.context.flow_run), stage=self.stage, what=what, says=says)
 
     def stored(self, kind: str, parents: list[Parent], body: dict[str, Any], **figures: Any) -> StageResult:
         """Store a few bytes as what the stage made, or find what it stored before."""
@@ -79,14 +79,22 @@ class Work:
         return reuse_or_make(self.context, stage=self.stage, kind=kind, name=self.config.name, key=key, make=make)
 
     def committed(
-        self, kind: str, key: str, parents: list[Parent], body: dict[str, Any], **figures: Any
+        self,
+        kind: str,
+        key: str,
+        parents: list[Parent],
+        body: dict[str, Any],
+        *,
+        name: str | None = None,
+        **figures: Any,
     ) -> StageResult:
         """Store a few bytes under a key."""
+        body = {"kind": kind, **body}  # or two kinds with the same score would hold the same weights
         made = commit_stage(
             self.context,
             stage=self.stage,
             kind=kind,
-            name=self.config.name,
+            name=name or self.config.name,
             files={PROMPTS if self.stage == "data" else BODY: json.dumps(body).encode()},
             key=key,
             parents=parents,
@@ -116,7 +124,7 @@ def store_data(config: PipelineConfig) -> StageResult:
     data = work.desk.data()
     if data.get("fault"):
         raise DataError(data["fault"])
-    return work.stored("dataset", [], data)
+    return work.stored("dataset", [], {**data, "run": str(work.context.flow_run)})
 
 
 @stage_task(name="train-sft")
@@ -129,8 +137,7 @@ def train_sft(config: PipelineConfig, dataset: Parent, actor: str | None = None)
         crowned = work.context.store.resolve(champion)
         parents = [dataset, Parent(uri=crowned.ref.uri, digest=crowned.digest)]
         score = int(str(crowned.metrics[SCORE]))
-    gain = int(work.context.store.read_json(work.manifest(dataset), PROMPTS)["gain"])
-    return work.stored("sft", parents, {"score": score + gain}, **{SCORE: score + gain})
+    return work.stored("sft", parents, {"score": score}, **{SCORE: score})
 
 
 def sample_pairs(
@@ -138,7 +145,8 @@ def sample_pairs(
 ) -> StageResult:
     """Store pairs without samples."""
     del context, source
-    return Work(config, "reward-model").committed("dataset", key, [dataset, policy], {})
+    name = f"{config.name}-preferences"
+    return Work(config, "reward-model").committed("dataset", key, [dataset, policy], {}, name=name)
 
 
 @stage_task(name="train-reward-model")
@@ -166,10 +174,11 @@ def ppo_episode(run: PPORun, episode: int) -> EpisodeResult:
 
 @stage_task(name="publish-policy")
 def publish_policy(run: PPORun) -> StageResult:
-    """Store a policy with the score of its SFT model."""
+    """Store a policy that is better than its SFT model, or worse, as the data say."""
     config = PipelineConfig.model_validate(run.config)
     work = Work(config, "ppo")
-    score = work.manifest(run.actor).metrics[SCORE]
+    gain = work.context.store.read_json(work.manifest(run.dataset), PROMPTS)["gain"]
+    score = int(str(work.manifest(run.actor).metrics[SCORE])) + int(gain)
     parents = [run.actor, run.dataset, *([run.reward_model] if run.reward_model else [])]
     return work.committed("policy", run.key, parents, {"score": score}, **{SCORE: score})
 

@@ -99,13 +99,13 @@ def balance(
         books.faults += _line(site, store, aliases[site.name])
         books.faults += _skips(own, runs[site.name])
         books.promotions += len(found.history) if (found := aliases[site.name]) else 0
-    books.faults += [f"{each.site}, {_clock(each.due)}: lost: {each.says}" for each in books.nights if each.outcome == "lost"]
+    books.faults += [
+        f"{each.site}, {_clock(each.due)}: lost: {each.says}" for each in books.nights if each.outcome == "lost"
+    ]
     return books
 
 
-def _night(
-    site: Site, due: float, runs: Sequence[Mapping[str, Any]], may_fail: tuple[str, ...], books: Books
-) -> Night:
+def _night(site: Site, due: float, runs: Sequence[Mapping[str, Any]], may_fail: tuple[str, ...], books: Books) -> Night:
     found = [run for run in runs if abs(_seconds(run["expected_start_time"]) - due) < _TOLERANCE_S]
     if not found:
         return Night(site.name, due, "lost", "no run was ever made for it")

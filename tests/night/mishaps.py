@@ -15,7 +15,7 @@ from tests.night.notes import Note
 from tests.night.sites import Site
 from tests.night.stages import STAGES
 from tests.night.typed import LOST_AFTER_S
-from tests.night.year import SERVICES, Victim, Year, end_process
+from tests.night.year import HELD_TIMEOUT_S, SERVICES, Victim, Year, end_process
 
 KILLS = 10
 """Of each victim, at least; and in each stage once."""
@@ -38,6 +38,7 @@ class Mishap:
     kind: str
     stage: str
     strike: Callable[[Year, Site, str], None]
+    spares_flows: bool = False
 
 
 def kill(*victims: Victim, away_s: float) -> Callable[[Year, Site, str], None]:
@@ -136,7 +137,7 @@ def linger(year: Year, site: Site, stage: str) -> None:
 
 def spoil(year: Year, site: Site, stage: str) -> None:
     """Give a night data that it refuses."""
-    del stage
+    del year, stage
     known = sum(1 for _ in site.desk.notes())
     site.write_data(time.time(), fault=FAULT)
 
@@ -148,17 +149,36 @@ def spoil(year: Year, site: Site, stage: str) -> None:
     site.write_data(time.time())
 
 
+def meet_an_error(year: Year, site: Site, stage: str) -> None:
+    """Have a night meet an error that passes, as when a server hangs up."""
+    del year
+    known = sum(1 for _ in site.desk.notes())
+    site.desk.fail_at(stage)
+
+    def has_failed() -> bool:
+        return any(note.what == "failed" for note in list(site.desk.notes())[known:])
+
+    wait_for(has_failed, f"a night of {site.name} to meet an error at {stage}", timeout_s=HELD_TIMEOUT_S)
+
+
 def service_mishaps(chance: random.Random, *, kills: int = KILLS, stages: Sequence[str] = STAGES) -> list[Mishap]:
     """Return what befalls services, in a drawn order; long stops and outages among it."""
     found = []
     for victim in SERVICES:
         for number in range(kills):
             stage = stages[number] if number < len(stages) else chance.choice(stages)
-            found.append(Mishap(f"{victim} killed", stage, kill(victim, away_s=chance.choice(AWAY_S))))
+            found.append(
+                Mishap(f"{victim} killed", stage, kill(victim, away_s=chance.choice(AWAY_S)), spares_flows=True)
+            )
     found += [
         Mishap("power cut", "ppo", kill_all),
-        Mishap("server away for longer than a run may be silent", "ppo", kill("server", away_s=LONG_AWAY_S)),
-        Mishap("store away for most of a minute", "sft", kill("store", away_s=STORE_AWAY_S)),
+        Mishap(
+            "server away for longer than a run may be silent",
+            "ppo",
+            kill("server", away_s=LONG_AWAY_S),
+            spares_flows=True,
+        ),
+        Mishap("store away for most of a minute", "sft", kill("store", away_s=STORE_AWAY_S), spares_flows=True),
         Mishap("server stopped", chance.choice(STOPPED_AT), stop("server")),
         Mishap("worker stopped", chance.choice(STOPPED_AT), stop("worker")),
         Mishap("server, worker and flow stopped", chance.choice(STOPPED_AT), stop("server", "worker", "flow")),
@@ -176,7 +196,10 @@ def flow_mishaps(chance: random.Random, *, kills: int = KILLS, stages: Sequence[
         stage = stages[number] if number < len(stages) else chance.choice(stages)
         found.append(Mishap("flow killed", stage, kill_flow))
     found += [Mishap("flow stopped", stage, stop("flow")) for stage in STOPPED_AT]
-    found += [Mishap("night that lasts into the next", chance.choice(stages), linger) for _ in range(2)]
+    found += [
+        Mishap("night that lasts into the next", chance.choice(stages), linger, spares_flows=True) for _ in range(2)
+    ]
+    found += [Mishap("an error that passes", stage, meet_an_error, spares_flows=True) for stage in STOPPED_AT]
     found += [Mishap("spoilt data", "data", spoil) for _ in range(3)]
     chance.shuffle(found)
     return [*found, Mishap("flow killed at every start", "ppo", kill_again_and_again)]

@@ -26,7 +26,7 @@ class Note:
     run: str
     stage: str
     what: str
-    """`begins`, `committed`, `held` or `let go`."""
+    """`begins`, `committed`, `held`, `let go` or `failed`."""
     says: dict[str, Any] = field(default_factory=dict)
 
 
@@ -76,14 +76,16 @@ class Desk:
         return (self.directory / "hold").exists()
 
     def is_held_at(self, stage: str) -> bool:
-        """Whether this process is the one that is to wait here: one alone can rename a file."""
-        try:
-            if (self.directory / "hold").read_text() != stage:
-                return False
-            (self.directory / "hold").rename(self.directory / f"taken-{os.getpid()}")
-        except FileNotFoundError:
-            return False
-        return True
+        """Whether this process is the one that is to wait here."""
+        return self._taken("hold", stage)
+
+    def fail_at(self, stage: str) -> None:
+        """Have the next process that comes to a stage meet an error that passes, once."""
+        self._put("fail", stage)
+
+    def is_to_fail_at(self, stage: str) -> bool:
+        """Whether this process is the one that is to meet it."""
+        return self._taken("fail", stage)
 
     def let_go(self) -> None:
         """End the waiting, and that which was never begun."""
@@ -102,6 +104,16 @@ class Desk:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"nobody let {self.directory.name} go within {HOLD_TIMEOUT_S:.0f} s")
             time.sleep(0.1)
+
+    def _taken(self, what: str, stage: str) -> bool:
+        """Whether something is planned for this stage, and is ours: one alone can rename a file."""
+        try:
+            if (self.directory / what).read_text() != stage:
+                return False
+            (self.directory / what).rename(self.directory / f"{what}-taken-{os.getpid()}")
+        except FileNotFoundError:
+            return False
+        return True
 
     def _put(self, name: str, text: str) -> None:
         draft = self.directory / f"{name}-{os.getpid()}.draft"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -61,35 +61,49 @@ class Site:
         self.desk.write_data(site=self.name, day=day, gain=-1 if day % BAD_DAYS == 0 else 1, **further)
 
 
-def make_sites(number: int, period_s: float, home: Path) -> list[Site]:
+@dataclass(frozen=True)
+class Start:
+    """How a site's flow is started where it is not as the product's is."""
+
+    command: str | None = None
+    """What runs it."""
+    entrypoint: str = "tests/night/stub.py:pipeline"
+    environment: dict[str, str] = field(default_factory=dict)
+    less_tags: tuple[str, ...] = ()
+    """Of the nightly deployment's, those that it has not."""
+
+    @property
+    def job_variables(self) -> dict[str, Any]:
+        """Return what the worker is told."""
+        command = {} if self.command is None else {"command": self.command}
+        return command | ({"env": self.environment} if self.environment else {})
+
+
+def make_sites(names: Sequence[str], period_s: float, home: Path) -> list[Site]:
     """Return installations whose nights are spread evenly over the period."""
     return [
-        Site(f"site-{each + 1:02d}", Desk(home / "night" / f"site-{each + 1:02d}").open(), period_s, each * period_s / number)
-        for each in range(number)
+        Site(name, Desk(home / "night" / name).open(), period_s, each * period_s / len(names))
+        for each, name in enumerate(names)
     ]
 
 
-def deployments(sites: Sequence[Site], *, commands: dict[str, str], **further: Any) -> str:
+def deployments(sites: Sequence[Site], starts: Mapping[str, Start]) -> str:
     """Return a file of deployments like the product's nightly one in all but flow, times and parameters.
 
     Args:
         sites: one deployment each.
-        commands: what runs the flow of a site, where it is not what runs the product's.
-        further: other settings of every deployment.
+        starts: by site, how its flow is started.
     """
     nightly = read_prefect_yaml(CHECKOUT)[NIGHTLY].model_dump(mode="json", exclude_none=True)
-    kept = {name: nightly[name] for name in nightly if name not in {"name", "description", "parameters", "schedules"}}
+    kept = {name: nightly[name] for name in nightly if name not in {"description", "parameters", "schedules"}}
     found = [
         {
             **kept,
-            **further,
             "name": site.name,
-            "entrypoint": "tests/night/stub.py:pipeline",
+            "entrypoint": starts[site.name].entrypoint,
+            "tags": [tag for tag in kept["tags"] if tag not in starts[site.name].less_tags],
             "parameters": {"preset": "quickstart", "episodes": EPISODES, "overrides": {"name": site.name}},
-            "work_pool": {
-                **kept["work_pool"],
-                "job_variables": {"command": commands[site.name]} if site.name in commands else {},
-            },
+            "work_pool": {**kept["work_pool"], "job_variables": starts[site.name].job_variables},
             "schedules": [
                 {
                     "slug": "nightly",
@@ -102,7 +116,7 @@ def deployments(sites: Sequence[Site], *, commands: dict[str, str], **further: A
         }
         for site in sites
     ]
-    return yaml.safe_dump({"deployments": json.loads(json.dumps(found))})
+    return yaml.safe_dump({"deployments": json.loads(json.dumps(found))})  # no anchors: it is read as plain text too
 
 
 def switch_off(api_url: str, site: Site) -> None:

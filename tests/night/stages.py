@@ -61,6 +61,9 @@ class Work:
             self.note("held")
             self.desk.await_leave()
             self.note("let go")
+        if self.desk.is_to_fail_at(stage):
+            self.note("failed")
+            raise ConnectionResetError("the night's own: a server hung up")
         time.sleep(STEP_S)
 
     def note(self, what: str, **says: Any) -> None:
@@ -130,6 +133,7 @@ def store_data(config: PipelineConfig) -> StageResult:
 @stage_task(name="train-sft")
 def train_sft(config: PipelineConfig, dataset: Parent, actor: str | None = None) -> StageResult:
     """Go on from the champion, if there is one."""
+    del actor
     work = Work(config, "sft")
     champion = work.context.store.alias("policy", config.name, "champion")
     parents, score = [dataset, BASE], 0

@@ -21,7 +21,8 @@ def table(deeds: Sequence[Deed], books: Books) -> list[str]:
         by_kind[deed.kind].append(deed)
     rows = [HEADER]
     for kind, own in sorted(by_kind.items()):
-        nights = {(night.site, night.due): night for each in own for night in books.struck(each.site, each.began, each.ended)}
+        struck = [night for each in own for night in books.struck(each.site, each.began, each.ended)]
+        nights = {(night.site, night.due): night for night in struck}
         counts = Counter(night.outcome for night in nights.values())
         stages = Counter(deed.stage for deed in own)
         told = ", ".join(f"{stage} {number}" if number > 1 else stage for stage, number in stages.items())
@@ -34,7 +35,8 @@ def table(deeds: Sequence[Deed], books: Books) -> list[str]:
 def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return rows as a Markdown table; the first one is its head."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    padded = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows]
+    cells = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
+    padded = [f"| {' | '.join(row)} |" for row in cells]
     return [padded[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *padded[1:]]
 
 

@@ -16,11 +16,11 @@ from typing import Any, Literal, TypeVar
 import psutil
 
 from infra.errors import ServiceError
-from infra.services import prefect_api, processes
+from infra.services import processes
 from tests.integration.local_stack import PROGRAMS, LocalStack, turn, wait_for
 from tests.night.books import Books, balance, read_champion
 from tests.night.notes import Note
-from tests.night.sites import Site, deployments, make_sites, runs_of, switch_off
+from tests.night.sites import Site, Start, deployments, make_sites, runs_of, switch_off
 from tests.night.typed import LOST_AFTER_S
 from tests.night.warm import command, warm_flows
 
@@ -40,9 +40,10 @@ UNDER_WAY = {"SCHEDULED", "PENDING", "RUNNING", "PAUSED", "CANCELLING"}
 class NightStack(LocalStack):
     """A stack with the year's short times."""
 
-    def rlhf(self, *words: str) -> str:
+    def rlhf(self, *words: str, **variables: str) -> str:
         """Run our command, and return what it said."""
-        result = self.type(str(PROGRAMS / "python"), "-m", "tests.night.typed", *words, timeout_s=400)
+        python = str(PROGRAMS / "python")
+        result = self.type(python, "-m", "tests.night.typed", *words, timeout_s=400, **variables)
         assert result.returncode == 0, f"rlhf {words}: {result.stdout}{result.stderr}"
         return result.stdout
 
@@ -65,6 +66,8 @@ class Deed:
     site: str | None
     began: float
     ended: float
+    spares_flows: bool = False
+    """Whether no process of a flow is ended or stopped by it, so that no night need begin anew."""
 
 
 @dataclass
@@ -79,13 +82,17 @@ class Year:
     """Held by whoever ends or starts services."""
     _stack_of_warmth: ExitStack = field(default_factory=ExitStack)
 
-    def deploy(self, *, cold: Sequence[str]) -> None:
-        """Register the sites' deployments; their nights begin a few seconds later."""
+    def deploy(self, starts: Mapping[str, Start]) -> None:
+        """Register the sites' deployments; their nights begin a few seconds later.
+
+        Args:
+            starts: how flows are started, by site; the others' are forked.
+        """
         for site in self.sites:
             site.write_data(time.time())
-        warm = {site.name: command(self.warm) for site in self.sites if site.name not in cold}
+        warm = Start(command(self.warm))
         file = self.stack.home / "night.yaml"
-        file.write_text(deployments(self.sites, commands=warm))
+        file.write_text(deployments(self.sites, {site.name: starts.get(site.name, warm) for site in self.sites}))
         words = ("prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(file))
         result = self.stack.type(*words, PREFECT_API_URL=self.stack.api_url)
         assert result.returncode == 0, result.stdout + result.stderr
@@ -144,11 +151,13 @@ class Year:
         return balance(self.sites, runs, store, champions, may_fail=may_fail)
 
     @contextmanager
-    def deed(self, kind: str, stage: str = "-", site: Site | None = None) -> Iterator[None]:
+    def deed(
+        self, kind: str, stage: str = "-", site: Site | None = None, *, spares_flows: bool = False
+    ) -> Iterator[None]:
         """Write down what is done in a block."""
         began = time.time()
         yield
-        self.deeds.append(Deed(kind, stage, site.name if site else None, began, time.time()))
+        self.deeds.append(Deed(kind, stage, site.name if site else None, began, time.time(), spares_flows))
 
     def held(self, site: Site, stage: str) -> Note:
         """Hold a site's next night at a stage, and return the note of its process once it is there."""
@@ -191,23 +200,24 @@ def end_process(pid: int, number: int = signal.SIGKILL) -> None:
 
 
 @contextmanager
-def year(directory: Path, *, sites: int, period_s: float, cold: int = 2) -> Iterator[Year]:
+def year(directory: Path, names: Sequence[str], *, period_s: float, starts: Mapping[str, Start]) -> Iterator[Year]:
     """Bring a stack up with sites on it; end all of it, and see that nothing is left.
 
     Args:
         directory: for all that it writes.
-        sites: how many.
+        names: of the sites.
         period_s: from night to night.
-        cold: how many sites' flows start as in production, and not forked.
+        starts: how flows are started, by site; the others' are forked, and not imported for each.
     """
     stack = NightStack(directory / "home", directory / ".env")
     made: Year | None = None
     try:
         with turn():
             stack.up()
-        made = Year(stack, make_sites(sites, period_s, stack.home), directory / "warm")
-        made.warm_up()
-        made.deploy(cold=[site.name for site in made.sites[:cold]])
+        made = Year(stack, make_sites(names, period_s, stack.home), directory / "warm")
+        if set(names) - set(starts):
+            made.warm_up()
+        made.deploy(starts)
         yield made
     finally:
         if made is not None:
@@ -219,6 +229,17 @@ def year(directory: Path, *, sites: int, period_s: float, cold: int = 2) -> Iter
         processes.end(left, grace_s=0)
         assert result.returncode == 0, result.stdout + result.stderr
         assert left == [], "`rlhf down` left processes behind"
+
+
+def restarted_for_nothing(deeds: Sequence[Deed], books: Books) -> list[str]:
+    """Return nights that were begun several times though nobody had ended or stopped their process."""
+    hard = [deed for deed in deeds if not deed.spares_flows]
+    excused = {(night.site, night.due) for deed in hard for night in books.struck(deed.site, deed.began, deed.ended)}
+    return [
+        f"{night.site}, night of {night.due:.0f}: began {night.starts} times, though its process was left alone"
+        for night in books.nights
+        if night.starts > 1 and (night.site, night.due) not in excused
+    ]
 
 
 def drawn(seed: int) -> random.Random:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -52,7 +52,7 @@ WHOLE = [f"whole-{name}" for name in (*CONTROLS, NO_WAITS, NO_ORDER)]
 
 
 @pytest.fixture(scope="module")
-def books(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Books]:
+def books(tmp_path_factory: pytest.TempPathFactory) -> Books:
     """What became of the nights of all controls and their twins."""
     starts = {name: control.start for name, control in CONTROLS.items()} | {NO_WAITS: IMPATIENT}
     names = [*starts, NO_ORDER, *WHOLE]
@@ -75,7 +75,7 @@ def books(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Books]:
     rows = [("left out", "what it cost")]
     rows += [(name, next((fault for fault in found.faults if fault.startswith(f"{name},")), "-")) for name in names]
     LINES.extend(markdown(rows))
-    yield found
+    return found
 
 
 def in_parallel(strikes: list[Callable[[], None]]) -> None:

@@ -1,4 +1,4 @@
-"""The `rlhf` command with shorter times: what a year in small does not wait for. A control may leave a safeguard out."""
+"""The `rlhf` command with shorter times: what a year in small does not wait for; a control leaves one out."""
 
 from __future__ import annotations
 

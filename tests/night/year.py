@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 import psutil
 
 from infra.errors import ServiceError
-from infra.services import processes
+from infra.services import prefect_api, processes
 from tests.integration.local_stack import PROGRAMS, LocalStack, turn, wait_for
 from tests.night.books import Books, balance, read_champion
 from tests.night.notes import Note
@@ -50,6 +50,11 @@ class NightStack(LocalStack):
     def up(self) -> str:
         """Bring the stack up, or what is missing of it."""
         return self.rlhf("up")
+
+    def run(self, run_id: str) -> dict[str, Any]:
+        """Return what the server says of a run."""
+        found: dict[str, Any] = prefect_api.call(self.api_url, "GET", f"/flow_runs/{run_id}")
+        return found
 
     def service(self, name: str) -> psutil.Process | None:
         """Return a service's process, if it lives."""
@@ -210,20 +215,27 @@ def year(directory: Path, names: Sequence[str], *, period_s: float, starts: Mapp
         starts: how flows are started, by site; the others' are forked, and not imported for each.
     """
     stack = NightStack(directory / "home", directory / ".env")
-    made: Year | None = None
-    try:
+    with ended_well(stack):
         with turn():
             stack.up()
         made = Year(stack, make_sites(names, period_s, stack.home), directory / "warm")
-        if set(names) - set(starts):
-            made.warm_up()
-        made.deploy(starts)
-        yield made
-    finally:
-        if made is not None:
+        try:
+            if set(names) - set(starts):
+                made.warm_up()
+            made.deploy(starts)
+            yield made
+        finally:
             for site in made.sites:
                 site.desk.let_go()
             made.cool_down()
+
+
+@contextmanager
+def ended_well(stack: NightStack) -> Iterator[None]:
+    """Take a stack down after a block, and see that nothing of it is left."""
+    try:
+        yield
+    finally:
         result = stack.type("rlhf", "down", timeout_s=400)
         left = stack.processes()
         processes.end(left, grace_s=0)

@@ -5,24 +5,22 @@ from __future__ import annotations
 import random
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import psutil
 
 from tests.integration.local_stack import wait_for
-from tests.night.notes import Note
 from tests.night.sites import Site
 from tests.night.stages import STAGES
 from tests.night.typed import LOST_AFTER_S
 from tests.night.year import HELD_TIMEOUT_S, SERVICES, Victim, Year, end_process
 
-KILLS = 10
-"""Of each victim, at least; and in each stage once."""
+POWER_CUTS = 2
+"""With these, and a kill in each of the eight stages, each victim is killed ten times at least."""
 AWAY_S = (0.0, 3.0, 10.0)
 STOPPED_S = LOST_AFTER_S + 15
-LONG_AWAY_S = LOST_AFTER_S + 15
-STORE_AWAY_S = 45.0
+LONG_AWAY_S: dict[Victim, float] = {"server": LOST_AFTER_S + 15, "worker": 45.0, "store": 45.0}
 STOPPED_AT = ("sft", "ppo", "evaluate")
 STARTS = 4
 """So often is a run that crashes begun, before it is given up."""
@@ -161,27 +159,20 @@ def meet_an_error(year: Year, site: Site, stage: str) -> None:
     wait_for(has_failed, f"a night of {site.name} to meet an error at {stage}", timeout_s=HELD_TIMEOUT_S)
 
 
-def service_mishaps(chance: random.Random, *, kills: int = KILLS, stages: Sequence[str] = STAGES) -> list[Mishap]:
-    """Return what befalls services, in a drawn order; long stops and outages among it."""
+def service_mishaps(chance: random.Random) -> list[Mishap]:
+    """Return what befalls services, in a drawn order: each is killed in each stage, and cut off with all others."""
     found = []
     for victim in SERVICES:
-        for number in range(kills):
-            stage = stages[number] if number < len(stages) else chance.choice(stages)
-            found.append(
-                Mishap(f"{victim} killed", stage, kill(victim, away_s=chance.choice(AWAY_S)), spares_flows=True)
-            )
+        long_at = chance.choice(STOPPED_AT)
+        for stage in STAGES:
+            away_s = LONG_AWAY_S[victim] if stage == long_at else chance.choice(AWAY_S)
+            kind = f"{victim} killed" if stage != long_at else f"{victim} killed, and long away"
+            found.append(Mishap(kind, stage, kill(victim, away_s=away_s), spares_flows=True))
+    stages = chance.sample(STAGES, POWER_CUTS)
+    found += [Mishap("power cut", stage, kill_all) for stage in stages]
     found += [
-        Mishap("power cut", "ppo", kill_all),
-        Mishap(
-            "server away for longer than a run may be silent",
-            "ppo",
-            kill("server", away_s=LONG_AWAY_S),
-            spares_flows=True,
-        ),
-        Mishap("store away for most of a minute", "sft", kill("store", away_s=STORE_AWAY_S), spares_flows=True),
         Mishap("server stopped", chance.choice(STOPPED_AT), stop("server")),
         Mishap("worker stopped", chance.choice(STOPPED_AT), stop("worker")),
-        Mishap("server, worker and flow stopped", chance.choice(STOPPED_AT), stop("server", "worker", "flow")),
         Mishap("machine asleep", chance.choice(STOPPED_AT), sleep_through),
         Mishap("stack down over a night", "-", down_and_up),
     ]
@@ -189,20 +180,12 @@ def service_mishaps(chance: random.Random, *, kills: int = KILLS, stages: Sequen
     return found
 
 
-def flow_mishaps(chance: random.Random, *, kills: int = KILLS, stages: Sequence[str] = STAGES) -> list[Mishap]:
+def flow_mishaps(chance: random.Random) -> list[Mishap]:
     """Return what befalls flows alone, in a drawn order."""
-    found = []
-    for number in range(kills):
-        stage = stages[number] if number < len(stages) else chance.choice(stages)
-        found.append(Mishap("flow killed", stage, kill_flow))
+    found = [Mishap("flow killed", stage, kill_flow) for stage in STAGES]
     found += [Mishap("flow stopped", stage, stop("flow")) for stage in STOPPED_AT]
-    found += [
-        Mishap("night that lasts into the next", chance.choice(stages), linger, spares_flows=True) for _ in range(2)
-    ]
+    found += [Mishap("night lasts into the next", stage, linger, spares_flows=True) for stage in STOPPED_AT[1:]]
     found += [Mishap("an error that passes", stage, meet_an_error, spares_flows=True) for stage in STOPPED_AT]
     found += [Mishap("spoilt data", "data", spoil) for _ in range(3)]
     chance.shuffle(found)
-    return [*found, Mishap("flow killed at every start", "ppo", kill_again_and_again)]
-
-
-__all__ = ["MAY_FAIL", "Mishap", "Note", "flow_mishaps", "service_mishaps"]
+    return [Mishap("flow killed at every start", "ppo", kill_again_and_again), *found]

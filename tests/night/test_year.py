@@ -1,4 +1,4 @@
-"""Three hundred nights of twenty sites, struck sixty times: each is completed, skipped or failed, with a sentence."""
+"""Three hundred nights, struck fifty times: each is completed, or skipped or failed with a sentence, and none twice."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ T = TypeVar("T")
 Victim = Literal["flow", "server", "worker", "store"]
 SERVICES: tuple[Victim, ...] = ("server", "worker", "store")
 HELD_TIMEOUT_S = 300.0
-SETTLE_TIMEOUT_S = 400.0
+SETTLE_TIMEOUT_S = 600.0
 SCHEDULING_S = 15.0
 """The server makes a new deployment's runs within five seconds."""
 GIVEN_UP_S = LOST_AFTER_S + 30

@@ -9,6 +9,7 @@ from prefect import flow
 from flows.begin import begin
 from flows.end import finished, made
 from tasks.evaluate import contestants, evaluate_policy, find_judge
+from tasks.one_process import one_process
 from tasks.report import show_evaluations
 from tasks.results import StageResult
 from tasks.sentences import in_one_sentence
@@ -16,6 +17,7 @@ from tasks.sentences import in_one_sentence
 
 @flow(name="evaluate", persist_result=False)
 @in_one_sentence
+@one_process
 def evaluate(
     preset: str = "quickstart",
     model: str | None = None,

@@ -14,6 +14,7 @@ from flows.ppo import ppo
 from flows.reward_model import reward_model as train_reward_model
 from flows.sft import sft
 from tasks.data import SPLITS
+from tasks.one_process import one_process
 from tasks.parents import wants_reward_model
 from tasks.progress import with_lines_of_stages
 from tasks.promote import gate, promote
@@ -24,6 +25,7 @@ from tasks.sentences import in_one_sentence
 
 @flow(name="pipeline", persist_result=False)
 @in_one_sentence
+@one_process
 @with_lines_of_stages
 def pipeline(
     preset: str = "quickstart",

@@ -8,6 +8,7 @@ from prefect import flow
 
 from flows.begin import begin
 from flows.end import finished, made
+from tasks.one_process import one_process
 from tasks.ppo import (
     end_cluster,
     finished_policy,
@@ -23,6 +24,7 @@ from tasks.sentences import in_one_sentence
 
 @flow(name="ppo", persist_result=False)
 @in_one_sentence
+@one_process
 def ppo(
     preset: str = "quickstart",
     model: str | None = None,

@@ -8,6 +8,7 @@ from prefect import flow
 
 from flows.begin import begin
 from flows.end import finished, made
+from tasks.one_process import one_process
 from tasks.parents import find_policy
 from tasks.preferences import collect_preferences
 from tasks.report import show_training
@@ -18,6 +19,7 @@ from tasks.sentences import in_one_sentence
 
 @flow(name="reward-model", persist_result=False)
 @in_one_sentence
+@one_process
 def reward_model(
     preset: str = "quickstart",
     model: str | None = None,

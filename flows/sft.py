@@ -8,6 +8,7 @@ from prefect import flow
 
 from flows.begin import begin
 from flows.end import finished, made
+from tasks.one_process import one_process
 from tasks.report import show_training
 from tasks.results import StageResult
 from tasks.sentences import in_one_sentence
@@ -16,6 +17,7 @@ from tasks.sft import train_sft
 
 @flow(name="sft", persist_result=False)
 @in_one_sentence
+@one_process
 def sft(
     preset: str = "quickstart",
     model: str | None = None,

@@ -1,8 +1,34 @@
 """Exceptions of the ground we run on: each message is one sentence for the person who can mend it."""
 
+from __future__ import annotations
+
+import errno
+from typing import ClassVar
+
+AWAY_ERRNOS = frozenset(
+    {
+        errno.ECONNABORTED,
+        errno.ECONNREFUSED,
+        errno.ECONNRESET,
+        errno.EHOSTDOWN,
+        errno.EHOSTUNREACH,
+        errno.ENETDOWN,
+        errno.ENETRESET,
+        errno.ENETUNREACH,
+        errno.ENOTCONN,
+        errno.ESTALE,  # a file system over the network whose server has started anew
+        errno.ETIMEDOUT,
+    }
+)
+"""What an operating system says of a network that is away. A disk that is full (ENOSPC) or broken (EIO) is not among
+them: it stays so until a person has seen to it."""
+
 
 class InfraError(Exception):
     """A service, store or cluster is not as it should be, told in one sentence; shown without a traceback."""
+
+    passes: ClassVar[bool] = False
+    """Whether the same attempt may go well later, with nobody having mended anything."""
 
 
 class SettingsError(InfraError):
@@ -11,6 +37,18 @@ class SettingsError(InfraError):
 
 class StoreError(InfraError):
     """The artifact store cannot be reached, refuses, or does not hold what was asked for."""
+
+
+class StoreAwayError(StoreError):
+    """The server of the artifact store was asked again and again until a deadline, and did not answer."""
+
+    passes = True
+
+
+class StoreNotReadyError(StoreError):
+    """What is wanted of the artifact store is held by somebody else, or its file system is away; it was asked once."""
+
+    passes = True
 
 
 class ReferenceNotFoundError(StoreError):
@@ -27,3 +65,9 @@ class ServiceError(InfraError):
 
 class ClusterError(InfraError):
     """A Ray cluster did not start, or does not answer."""
+
+
+class ClusterNotReadyError(ClusterError):
+    """A Ray cluster is slow, silent, without room or lost a process; it may be there later, or another one may."""
+
+    passes = True

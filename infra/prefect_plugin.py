@@ -1,7 +1,10 @@
-"""What the `prefect` command says in the checkout where no server answers: one sentence, as `rlhf run` does.
+"""What is done first in every process of Prefect's: a worker and its flows learn to wait for a server that is away.
 
-Prefect's own answer is a traceback of eighty lines or, where no server is known, a temporary one without deployments.
-This is a plugin for Prefect: pyproject.toml names it, and lets it be loaded by what is started in the checkout.
+A `prefect` command that a person types in the checkout does not wait: where no server answers it, or one refuses, it
+says one sentence. Prefect's own answer is a traceback of eighty lines or, where no server is known, a temporary one
+without deployments. The local server's password, which `.env` has, is kept from another server whose address was
+exported. This is a plugin for Prefect: pyproject.toml names it, and lets it be loaded by what is started in the
+checkout; workers are told to load it by their environment (`infra/services/worker.py`).
 """
 
 from __future__ import annotations
@@ -10,14 +13,20 @@ import json
 import socket
 import sys
 from collections.abc import Sequence
+from http import HTTPStatus
 from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass, urlopen
+from urllib.request import Request, getproxies, proxy_bypass, urlopen
 
-from prefect.plugins import register_hook
+from prefect.plugins import SetupResult, register_hook
+from prefect.settings import get_current_settings
+
+from infra.errors import ServiceError, SettingsError
+from infra.prefect_access import Access, is_of_another_server, origin, refusal
+from infra.settings import settings
 
 if TYPE_CHECKING:
     from prefect.plugins import HookContext
@@ -48,17 +57,41 @@ _SERVER_ERRORS = 500
 
 
 @register_hook
-def setup_environment(*, ctx: HookContext) -> None:
-    """End a `prefect` command that would not find its server; everything else goes on as it is.
+def setup_environment(*, ctx: HookContext) -> SetupResult | None:
+    """Let a worker or flow wait for its server; end a command that would not find its own, or be refused there.
 
     Args:
         ctx: what Prefect tells its plugins when it starts.
 
+    Returns:
+        That no password is told, where the one that is set is not of this server.
+
     Raises:
         SystemExit: with the sentence.
     """
-    if asks_the_server(sys.argv) and (fault := fault_of(ctx.api_url)):
+    if limit_s := patience_s():
+        from infra.patience import install  # noqa: PLC0415 - half of Prefect: no typed command need load it
+
+        install(limit_s)
+    asks = not limit_s and asks_the_server(sys.argv)
+    access = _prefects_access()
+    try:
+        foreign = bool(ctx.api_url and access.auth_string and is_of_another_server(ctx.api_url, access.auth_string))
+        if foreign:
+            access = access._replace(auth_string=None, source=origin("PREFECT_API_KEY") if access.api_key else None)
+        fault = fault_of(ctx.api_url, access) if asks else None
+    except SettingsError as error:  # no business of a program that only imports Prefect
+        foreign, fault = False, str(error) if asks else None
+    if fault:
         raise SystemExit(f"prefect: {fault}")
+    return SetupResult(env={"PREFECT_API_AUTH_STRING": ""}) if foreign else None
+
+
+def patience_s() -> float:
+    """Return how long this process is to wait for a server that is away; 0 for one that no worker has started."""
+    from infra.settings import inherited_environment  # noqa: PLC0415 - this module is loaded with Prefect everywhere
+
+    return float(inherited_environment().get("RLHF_SERVER_PATIENCE_S") or 0)
 
 
 def asks_the_server(words: Sequence[str]) -> bool:
@@ -76,11 +109,12 @@ def asks_the_server(words: Sequence[str]) -> bool:
     return command in ASKING and (len(rest) > 1 or command == "deploy")  # a group alone shows its help
 
 
-def fault_of(api_url: str | None) -> str | None:
+def fault_of(api_url: str | None, access: Access | None = None) -> str | None:
     """Return what keeps a command from its server; None where nothing is known to.
 
     Args:
         api_url: the server's, as Prefect's settings have it.
+        access: who the command will say that it is; None: whether the server takes that is not asked.
     """
     if not api_url:
         return "no Prefect server is known here; start one with `rlhf up`, or set PREFECT_API_URL"
@@ -89,14 +123,45 @@ def fault_of(api_url: str | None) -> str | None:
     elif urlsplit(api_url).hostname in {"127.0.0.1", "localhost"} and _is_another_program(api_url):
         fault = f"what answers at {api_url} is no Prefect server"
     else:
-        return None
-    from infra.services import running_api_url  # noqa: PLC0415 - this module is loaded with Prefect, wherever that is
-    from infra.settings import settings  # noqa: PLC0415
+        return _refusal(api_url, access) if access else None
+    from infra.services import running_api_url  # noqa: PLC0415 - it takes a second, and this is loaded with Prefect
 
     ours = running_api_url(settings())
     if ours:
         return f"{fault}; the local stack's is {ours}: set PREFECT_API_URL to it, or unset it and run `rlhf up`"
     return f"{fault}; run `rlhf up`, or correct PREFECT_API_URL"
+
+
+def _prefects_access() -> Access:
+    """Return who Prefect's own client is told that we are, whatever the server."""
+    api = get_current_settings().api
+    auth_string = api.auth_string.get_secret_value() if api.auth_string else None
+    key = api.key.get_secret_value() if api.key else None
+    return Access(
+        auth_string or None,
+        key,
+        dict(get_current_settings().client.custom_headers),
+        Path(api.ssl_cert_file) if api.ssl_cert_file else None,
+        api.tls_insecure_skip_verify,
+        origin("PREFECT_API_AUTH_STRING") if auth_string else origin("PREFECT_API_KEY") if key else None,
+    )
+
+
+def _refusal(api_url: str, access: Access) -> str | None:
+    """Return what is told of a server that does not take who we are; None where it does, or nothing is known."""
+    request = Request(f"{api_url.rstrip('/')}/admin/version")
+    for name, value in access.all_headers.items():
+        request.add_unredirected_header(name, value)
+    try:
+        tls = access.tls() if urlsplit(api_url).scheme == "https" else None
+        with urlopen(request, timeout=_TIMEOUT_S, context=tls):
+            return None
+    except ServiceError as error:
+        return str(error)
+    except HTTPError as error:
+        return refusal(api_url, access) if error.code == HTTPStatus.UNAUTHORIZED else None
+    except (HTTPException, ValueError, OSError):
+        return None  # Prefect's own client will say what it is
 
 
 def _listens(api_url: str) -> bool:

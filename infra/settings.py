@@ -1,17 +1,20 @@
 """The settings of this installation: the one module that reads environment variables.
 
 Later sources yield to earlier ones: the environment, `.env` in the checkout (the user's lines), `stack.env` in
-the home directory (written by `rlhf up`, mode 0600, holds the local store's secret), the `AWS_*` variables.
+the home directory (written by `rlhf up`, mode 0600, holds what the local store and the local Prefect server ask for),
+the `AWS_*` variables.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
+from urllib.parse import urlsplit
 
 from dotenv import dotenv_values
-from pydantic import Field, SecretStr, ValidationError, field_validator
+from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from infra.errors import SettingsError
@@ -24,6 +27,9 @@ _KEY_FIELDS = ("s3_access_key", "s3_secret_key", "s3_session_token")
 _S3_FIELDS = ("s3_endpoint_url", *_KEY_FIELDS, "s3_region")
 _OTHER_KEYS = ("s3_profile", "s3_credentials_block")
 _CHOICES = ("store_url", "s3_endpoint_url")
+_ALIASED = ("prefect_api_url", "prefect_api_auth_string")
+_SECRET = ("PREFECT_CLIENT_CUSTOM_HEADERS", "PREFECT_API_AUTH_STRING", "PREFECT_API_KEY", "RLHF_S3_SECRET_KEY")
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _AWS_NAMES = {
     "s3_endpoint_url": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
     "s3_access_key": ("AWS_ACCESS_KEY_ID",),
@@ -64,6 +70,8 @@ class Settings(BaseSettings):
     """Your promise that one process at a time writes to the store: for servers without conditional writes."""
     cache_limit_gb: float = Field(50.0, ge=0, allow_inf_nan=False)
     """How much the local cache of fetched artifacts keeps, in GB of 1e9 bytes; what is in use stays besides."""
+    store_patience_s: float = Field(900.0, gt=0, allow_inf_nan=False)
+    """How long a run waits for an artifact store that is away, in seconds, before it is left to be started again."""
     retention: str | None = None
     """What is kept, by kind: `ppo-state=3,policy=50`; None: two training states of a name, and all of the others."""
     s3_port: int | None = Field(None, ge=1024, le=65535)
@@ -72,10 +80,26 @@ class Settings(BaseSettings):
     """Port of the local Prefect server; None takes 4200 or, where that is occupied, a free one."""
     prefect_api_url: str | None = Field(None, validation_alias="PREFECT_API_URL")
     """The Prefect server's address; `rlhf up` writes it to `.env`."""
+    prefect_api_auth_string: SecretStr | None = Field(None, validation_alias="PREFECT_API_AUTH_STRING")
+    """What that server asks for, as user:password; `rlhf up` draws one for its own, and writes it to `.env`."""
+    prefect_api_key: SecretStr | None = Field(None, validation_alias="PREFECT_API_KEY")
+    """What it asks for instead, on Prefect Cloud."""
+    prefect_api_ssl_cert_file: Path | None = Field(None, validation_alias="PREFECT_API_SSL_CERT_FILE")
+    """Certificates by which an https server of your own is known; None: the system's."""
+    prefect_api_tls_insecure_skip_verify: bool = Field(False, validation_alias="PREFECT_API_TLS_INSECURE_SKIP_VERIFY")
+    """Whether an https server is taken for what it says it is."""
+    prefect_client_custom_headers: Annotated[dict[str, SecretStr], NoDecode] = Field(
+        default_factory=dict, validation_alias="PREFECT_CLIENT_CUSTOM_HEADERS"
+    )
+    """Further headers for a server of your own, such as its gateway asks for: a JSON object."""
+    prefect_server_api_auth_string: SecretStr | None = Field(None, validation_alias="PREFECT_SERVER_API_AUTH_STRING")
+    """A password of your own for the local Prefect server, as user:password; None: `rlhf up` draws one."""
     database_url: str | None = Field(None, repr=False)
     """A database for the Prefect server (`postgresql+asyncpg://...`); None is sqlite in the home directory."""
     ray_address: str | None = None
     """A Ray cluster of your own (host:port) for runs that name none in `ppo.cluster.address`; None starts one each."""
+    server_patience_s: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """How long a run waits for a Prefect server that is away; None: sixteen minutes. Commands that one types do not."""
     data_dir: Path | None = None
     """Where tests find real data."""
     reward_modules: Annotated[tuple[str, ...], NoDecode] = ()
@@ -85,6 +109,26 @@ class Settings(BaseSettings):
     @classmethod
     def _listed(cls, value: Any) -> Any:
         return tuple(name.strip() for name in value.split(",") if name.strip()) if isinstance(value, str) else value
+
+    @field_validator("prefect_client_custom_headers", mode="before")
+    @classmethod
+    def _parsed(cls, value: Any) -> Any:
+        try:
+            return json.loads(value) if isinstance(value, str) else value
+        except ValueError:
+            raise ValueError('expected a JSON object, such as {"X-Name": "value"}') from None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _password_of_that_server(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Keep the local server's password, which `.env` holds, from another server whose address was exported."""
+        written = read_env_file(Path(values.get("home") or cls.model_fields["home"].default).expanduser() / STACK_ENV)
+        password = written.get("PREFECT_API_AUTH_STRING")
+        if not password or values.get("PREFECT_API_AUTH_STRING") != password:
+            return values
+        if same_server(values.get("PREFECT_API_URL"), written.get("PREFECT_API_URL")):
+            return values
+        return {name: value for name, value in values.items() if name != "PREFECT_API_AUTH_STRING"}
 
     @field_validator("home", "data_dir")
     @classmethod
@@ -133,11 +177,28 @@ class Settings(BaseSettings):
             "RLHF_S3_REGION": self.s3_region,
             "RLHF_STORE_SINGLE_WRITER": "true" if self.store_single_writer else None,
             "RLHF_CACHE_LIMIT_GB": str(self.cache_limit_gb),
+            "RLHF_STORE_PATIENCE_S": str(self.store_patience_s),
             "RLHF_RETENTION": self.retention,
             "RLHF_REWARD_MODULES": ",".join(self.reward_modules) or None,
+            "RLHF_SERVER_PATIENCE_S": f"{self.server_patience_s:g}" if self.server_patience_s else None,
             "PREFECT_API_URL": self.prefect_api_url,
+            **(self._prefect_variables() if self.s3_credentials_block else {}),
         }
         return {name: value for name, value in known.items() if value is not None}
+
+    def _prefect_variables(self) -> dict[str, str | None]:
+        """Return what a child needs that reads the store's keys from the Prefect server, and no other child."""
+        headers = {name: value.get_secret_value() for name, value in self.prefect_client_custom_headers.items()}
+        secrets = {
+            "PREFECT_API_AUTH_STRING": self.prefect_api_auth_string,
+            "PREFECT_API_KEY": self.prefect_api_key,
+        }
+        return {
+            **{name: value.get_secret_value() if value else None for name, value in secrets.items()},
+            "PREFECT_API_SSL_CERT_FILE": str(self.prefect_api_ssl_cert_file or "") or None,
+            "PREFECT_API_TLS_INSECURE_SKIP_VERIFY": "true" if self.prefect_api_tls_insecure_skip_verify else None,
+            "PREFECT_CLIENT_CUSTOM_HEADERS": json.dumps(headers) if headers else None,
+        }
 
     @classmethod
     def settings_customise_sources(
@@ -175,8 +236,7 @@ class _StackFile(_AllAtOnce):
         home = Path(self.current_state.get("home") or Settings.model_fields["home"].default)
         values = read_env_file(home.expanduser() / STACK_ENV)
         fields = {name.removeprefix("RLHF_").lower(): value for name, value in values.items()}
-        if "prefect_api_url" in fields:
-            fields["PREFECT_API_URL"] = fields.pop("prefect_api_url")  # its alias
+        fields |= {name.upper(): fields.pop(name) for name in _ALIASED if name in fields}
         if any(self.current_state.get(name) not in (None, fields.get(name)) for name in _CHOICES):
             for name in ("store_url", *_S3_FIELDS):
                 fields.pop(name, None)  # another store than the local one: its keys are no use there
@@ -216,8 +276,9 @@ def settings() -> Settings:
         first = error.errors()[0]
         name = str(first["loc"][0])
         variable = name if name.isupper() else f"RLHF_{name.upper()}"
+        came = "not what it must be" if variable in _SECRET else repr(first["input"])
         raise SettingsError(
-            f"{variable} is {first['input']!r}: {first['msg'].lower()}; correct it in the environment or in .env"
+            f"{variable} is {came}: {first['msg'].lower()}; correct it in the environment or in .env"
         ) from None
 
 
@@ -231,6 +292,20 @@ def read_env_file(path: Path) -> dict[str, str]:
     return {name: value for name, value in dotenv_values(path, interpolate=False).items() if value is not None}
 
 
+def same_server(url: str | None, other: str | None) -> bool:
+    """Whether two addresses, whatever their paths, are of one server as far as their words tell."""
+    return bool(url and other) and _server(str(url)) == _server(str(other))
+
+
+def _server(url: str) -> tuple[str, str | None, int | None]:
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError:  # no address at all
+        return (url, None, None)
+    return parts.scheme, "loopback" if host in _LOOPBACK else host, port or {"http": 80, "https": 443}.get(parts.scheme)
+
+
 def inherited_environment(*, without_prefixes: tuple[str, ...] = ()) -> dict[str, str]:
-    """Return a copy of this process's environment for a child, less the variables so prefixed."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(without_prefixes)}
+    """Return a copy of this process's environment for a child, less the variables so prefixed, in capitals or not."""
+    return {name: value for name, value in os.environ.items() if not name.upper().startswith(without_prefixes)}

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 
 class RlhfError(Exception):
     """A mistake of the user's or a limit of the machine, told in one sentence; shown without a traceback."""
+
+    passes: ClassVar[bool] = False
+    """Whether the same attempt may go well later, with nobody having mended anything."""
 
 
 class ConfigError(RlhfError):
@@ -17,6 +20,12 @@ class ConfigError(RlhfError):
 
 class DataError(RlhfError):
     """A data file is missing, malformed, empty or of an unknown form."""
+
+
+class DataAwayError(DataError):
+    """The server that has a data file does not answer."""
+
+    passes = True
 
 
 class ModelError(RlhfError):
@@ -29,6 +38,8 @@ class TrainingError(RlhfError):
 
 class LostRankError(TrainingError):
     """A process of a group that trains one model together is gone; a new group can go on from what was stored."""
+
+    passes = True
 
 
 class Fault(NamedTuple):

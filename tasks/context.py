@@ -7,6 +7,7 @@ from pathlib import Path
 
 from infra.artifacts import ArtifactRef, ArtifactStore, open_default_store
 from infra.settings import Settings, settings
+from tasks.failures import is_unattended
 from tasks.results import Parent
 
 
@@ -20,8 +21,11 @@ class Context:
 
 
 def open_context() -> Context:
-    """Open the store of the settings; one per task, since its client belongs to one process."""
-    return Context(open_default_store(), settings(), root_flow_run())
+    """Open the store of the settings; one per task, since its client belongs to one process.
+
+    In a run of a deployment it is waited for from the start; where a person called, that it is away is said at once.
+    """
+    return Context(open_default_store(patient=is_unattended(), in_run=True), settings(), root_flow_run())
 
 
 def actors_context(flow_run_id: str | None) -> Context:
@@ -30,7 +34,7 @@ def actors_context(flow_run_id: str | None) -> Context:
     Args:
         flow_run_id: of the flow run that the actor works for.
     """
-    return Context(open_default_store(patient=True), settings(), flow_run_id)
+    return Context(open_default_store(patient=True, in_run=True), settings(), flow_run_id)
 
 
 def root_flow_run() -> str | None:

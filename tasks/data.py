@@ -19,6 +19,7 @@ from tasks.progress import say
 from tasks.report.page import show_markdown
 from tasks.results import Parent, StageResult
 from tasks.sentences import stage_task
+from tasks.showing import DEADLINE_S, only_shows
 from tasks.source import source_digest
 from tasks.stages import commit_stage, reuse_or_make, stage_key, stage_result
 
@@ -282,6 +283,7 @@ def _line(made: Prepared) -> str:
     return "; ".join(part for part in parts if part)
 
 
+@only_shows("the page of the data in Prefect", deadline_s=DEADLINE_S)
 def _show(context: Context, dataset: StageResult) -> None:
     """Put the report of the data on the run's page."""
     text = context.store.read_bytes(context.store.resolve(dataset.uri), REPORT).decode("utf-8", "replace")

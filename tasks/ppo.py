@@ -11,9 +11,9 @@ from rlhf_core.errors import RlhfError
 from tasks.context import open_context
 from tasks.parents import ppo_wants_reward_model, resolve_policy, resolve_reward_model
 from tasks.progress import duration, say
-from tasks.ray_calls import may_pass_in
 from tasks.results import EpisodeResult, Parent, PPORun, StageResult
 from tasks.sentences import run_logger, stage_task
+from tasks.showing import only_shows
 from tasks.source import source_digest
 from tasks.stages import find_made, stage_key, stage_result
 
@@ -109,7 +109,7 @@ def _task_name(parameters: dict[str, Any]) -> str:
     return _episode_name(parameters["episode"], parameters["run"].config["ppo"]["episodes"])
 
 
-@stage_task(name="episode", task_run_name=_task_name, retries=2, retry_delay_seconds=2, retry_condition_fn=may_pass_in)
+@stage_task(name="episode", task_run_name=_task_name)
 def ppo_episode(run: PPORun, episode: int) -> EpisodeResult:
     """Run one episode, and any before it that a death cost, and return its figures.
 
@@ -140,7 +140,7 @@ def ppo_episode(run: PPORun, episode: int) -> EpisodeResult:
     )
 
 
-@stage_task(name="publish-policy", retries=2, retry_delay_seconds=2, retry_condition_fn=may_pass_in)
+@stage_task(name="publish-policy")
 def publish_policy(run: PPORun) -> StageResult:
     """Store the finished policy, from the trainer that holds it, and return its reference."""
     from tasks.ppo_group import peers_of, trainer_for
@@ -182,12 +182,12 @@ class _EndingTheGroupOnFailure:
         import ray
 
         from infra.clusters import is_lost
+        from tasks.failures import first_line, passes
         from tasks.ppo_group import end_group
-        from tasks.ray_calls import first_line, may_pass
 
         if not isinstance(error, Exception):
             return
-        if may_pass(error):
+        if passes(error):
             run_logger().warning("the actors of %s are ended: %s", self._run.name, first_line(error))
         if is_lost(self._run.name):  # with all its actors; the next attempt starts another
             return
@@ -197,6 +197,7 @@ class _EndingTheGroupOnFailure:
             run_logger().warning("the trainer group of %s could not be ended: %s", self._run.name, trouble)
 
 
+@only_shows("a line of progress")
 def _say_episode(record: EpisodeRecord, episodes: int) -> None:
     took = sum(record.seconds.values())
     left = (episodes - record.episode - 1) * took

@@ -5,20 +5,21 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from infra.clusters import ClusterManifest, connect
-from infra.errors import ClusterError
+from infra.errors import ClusterNotReadyError
 from rlhf_core.config import ClusterConfig, PipelineConfig, PPOConfig
 from rlhf_core.counting import counted
 from rlhf_core.data import problems_from_jsonl
 from rlhf_core.errors import LostRankError
 from tasks.clusters import address_of, lease_for
-from tasks.context import Context, materialise
+from tasks.context import Context, materialise, open_context
+from tasks.failures import first_line
 from tasks.progress import say
-from tasks.ray_calls import ask, first_line, unwrapped, wait_for_all
-from tasks.results import PPORun
+from tasks.ray_calls import ask, unwrapped, wait_for_all
+from tasks.results import Parent, PPORun
 from tasks.shares import available_gpus, gpu_shares, resources
 
 TRAINER = "trainer"
@@ -39,7 +40,7 @@ def lease(run: PPORun, context: Context) -> ClusterManifest:
         config,
         context,
         num_cpus=trainers * config.trainer_threads + config.num_makers * config.maker_threads,
-        object_store_mb=config.object_store_mb or _object_store_mb(run, context),
+        object_store_mb=config.object_store_mb or _object_store_mb(run),
     )
 
 
@@ -172,14 +173,21 @@ def _placed(run: PPORun) -> dict[str, dict[str, Any]]:
     return place(asked, group=ROOM, timeout_s=cluster.start_timeout_s)
 
 
-def _object_store_mb(run: PPORun, context: Context) -> int:
-    from rlhf_core.models.loading import count_parameters
+def _object_store_mb(run: PPORun) -> int:
     from rlhf_core.models.memory import BYTES
 
     ppo = _ppo(run)
     models = PUBLISHED * (1.5 if ppo.cluster.sparse_weights else 1.0)  # a difference, of half at most, beside the whole
-    published = models * BYTES[ppo.rollout_dtype] * count_parameters(materialise(context, run.actor))
+    published = models * BYTES[ppo.rollout_dtype] * _parameters(run.actor)
     return 128 + math.ceil(1.1 * published / 1e6)
+
+
+@cache
+def _parameters(actor: Parent) -> int:
+    """Return how many parameters a policy has. Once for a run: each look hashes all of its files."""
+    from rlhf_core.models.loading import count_parameters
+
+    return count_parameters(materialise(open_context(), actor))
 
 
 def _peer_names(run: PPORun) -> tuple[str, ...]:
@@ -220,7 +228,7 @@ def _await_gone(names: tuple[str, ...], timeout_s: float) -> None:
         if not left:
             return
         if time.monotonic() > deadline:
-            raise ClusterError(
+            raise ClusterNotReadyError(
                 f"waited {timeout_s:.0f} s for the actors {', '.join(sorted(left))} to end, and they did not"
             )
         time.sleep(0.05)

@@ -45,7 +45,7 @@ class StoreKeeper:
 
     @cached_property
     def _store(self) -> ArtifactStore:
-        return open_default_store(patient=True)  # an actor, in mid-run
+        return open_default_store(patient=True, in_run=True)  # an actor, in mid-run
 
     def __getstate__(self) -> dict[str, Any]:
         """Travel without the open store: a client belongs to one process."""

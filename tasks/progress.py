@@ -15,6 +15,7 @@ from prefect.context import FlowRunContext
 from prefect.logging.handlers import APILogHandler
 
 from tasks.sentences import run_logger
+from tasks.showing import only_shows
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -28,6 +29,7 @@ _CALLER: ContextVar[UUID | None] = ContextVar("caller", default=None)
 """The flow run whose log has the lines of its stages, too."""
 
 
+@only_shows("a line of progress")
 def say(stage: str, text: str) -> None:
     """Write one line for a person into the run's log, and into that of the flow run that called it."""
     line, tell = f"{PREFIX} {stage:<12} {text}", _TELL.get()
@@ -90,6 +92,7 @@ class Progress:
         self._first, self._started = done, time.monotonic()
         self._said = self._started
 
+    @only_shows("a line of progress")
     def step(self, done: int, **figures: Any) -> None:
         """Say that `done` steps are finished, with figures by name."""
         now = time.monotonic()

@@ -8,8 +8,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tasks.clusters import address_of, lease_for
+from tasks.failures import first_line
 from tasks.progress import say
-from tasks.ray_calls import POLL_S, ask, first_line, its_own_word, trouble_among, unwrapped, wait_for_all
+from tasks.ray_calls import POLL_S, ask, its_own_word, trouble_among, unwrapped, wait_for_all
 from tasks.sentences import run_logger
 from tasks.shares import available_gpus, resources, trainer_share
 

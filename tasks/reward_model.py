@@ -14,7 +14,6 @@ from tasks.context import Context, actors_context, materialise, open_context
 from tasks.preferences import PAIRS
 from tasks.progress import Progress, say, telling
 from tasks.rank_group import run_on_ranks
-from tasks.ray_calls import may_pass_in
 from tasks.results import SHOWN_CONFIDENCE, Parent, StageResult
 from tasks.scratch import scratch_directory
 from tasks.sentences import stage_task
@@ -34,7 +33,7 @@ METRICS = "metrics.jsonl"
 MODULES = ("reward_model", "rank_group", "ray_calls", "shares")
 
 
-@stage_task(name="train-reward-model", retries=2, retry_delay_seconds=2, retry_condition_fn=may_pass_in)
+@stage_task(name="train-reward-model")
 def train_reward_model(config: PipelineConfig, pairs: Parent, policy: Parent) -> StageResult:
     """Return a reward model on the policy's trunk, trained on most pairs and measured on the others."""
     context = open_context()

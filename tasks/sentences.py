@@ -1,4 +1,8 @@
-"""Where a user's mistake becomes one sentence in the run's state and log, instead of a traceback."""
+"""Where an error becomes one sentence in the run's state and log, instead of a traceback, and how the run then ends.
+
+What is final ends it as Failed. What passes (`tasks.failures`) ends it as Crashed where it is a run that is started
+again: the Prefect server's automations look for that state.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +12,22 @@ import gc
 import sys
 from collections.abc import Callable, Iterator
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from prefect import State, task
 from prefect.cache_policies import NO_CACHE
-from prefect.exceptions import FailedRun, MissingContextError, TerminationSignal
+from prefect.context import FlowRunContext
+from prefect.exceptions import CrashedRun, FailedRun, MissingContextError, TerminationSignal
 from prefect.logging import get_logger, get_run_logger
-from prefect.states import Failed
+from prefect.states import Crashed, Failed
 
 from infra.errors import InfraError
-from rlhf_core.errors import LostRankError, RlhfError
+from rlhf_core.counting import counted
+from rlhf_core.errors import RlhfError
+from tasks import failures
+
+if TYPE_CHECKING:
+    from prefect.client.schemas.objects import FlowRun
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -32,26 +42,61 @@ def run_logger() -> Any:
 
 
 def in_one_sentence(function: Callable[P, R]) -> Callable[P, R]:
-    """Let expected errors of a flow or task end it as Failed with their sentence, never retried but for a lost process.
+    """Let expected errors of a flow end it with their sentence: as Failed if they are final, as Crashed if they pass.
 
-    A flow that a failed task or subflow ends passes its sentence on. One that a signal ends has not failed, whatever
-    came of the signal: Prefect records it as Cancelled or Crashed.
+    A flow that a task or subflow ends passes on its sentence, and how it ended. The outermost one is Crashed only if
+    it is started again; where nobody would, it has Failed. One that a signal ends has done neither, whatever came of
+    the signal: Prefect records it as Cancelled or Crashed.
     """
 
     @wraps(function)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
+        run = _flow_run()
+        is_inner = run is not None and run.parent_task_run_id is not None
         try:
-            with _signals_as_themselves():
+            with contextlib.nullcontext() if is_inner else failures.attended_or_not(run), _signals_as_themselves():
                 return function(*args, **kwargs)
         except FailedRun as error:
             return Failed(message=str(error))  # type: ignore[return-value]
-        except LostRankError:
-            raise  # a new group can mend it: what is tried again is tried again
-        except (RlhfError, InfraError) as error:
-            run_logger().error("%s", error)
-            return Failed(message=str(error))  # type: ignore[return-value]
+        except CrashedRun as error:
+            told = str(error)
+        except Exception as error:
+            if not (passes := failures.passes(error)) and not isinstance(error, RlhfError | InfraError):
+                raise
+            told = failures.sentence(error)
+            run_logger().error("%s", told)
+            if not passes:
+                return Failed(message=told)  # type: ignore[return-value]
+        return Crashed(message=told) if is_inner else _ending(told, run)  # type: ignore[return-value]
 
     return guarded
+
+
+def _flow_run() -> FlowRun | None:
+    context = FlowRunContext.get()
+    return None if context is None else context.flow_run
+
+
+def _ending(told: str, run: FlowRun | None) -> State[Any]:
+    """Return how the outermost run ends that met what passes and has not passed.
+
+    Args:
+        told: what it was.
+        run: itself; None where Prefect runs nothing.
+    """
+    from infra.services.automations import RESTARTS, RESUMES
+
+    if run is None or run.deployment_id is None or RESUMES not in run.tags:
+        return Failed(message=f"{told}; run it again when that has passed: it goes on from its last commit")
+    if run.run_count > RESTARTS:
+        starts = counted(run.run_count, "start")
+        return Failed(
+            message=f"{told}; that was the end of each of {starts}, and the run is not started again by itself: start "
+            "one with the same parameters, and it goes on from the last commit"
+        )
+    return Crashed(
+        message=f"{told}; this was start {run.run_count} of {RESTARTS + 1}, and the next goes on from the last commit"
+    )
 
 
 @contextlib.contextmanager
@@ -73,15 +118,6 @@ def _signals_as_themselves() -> Iterator[None]:
     raise behind  # out here, where it does not get the error for its own context
 
 
-def _given_up(error: Exception) -> str | None:
-    """Return one line for what retries could not mend (a dead process, a late answer); None for a bug."""
-    if "ray" not in sys.modules:
-        return str(error) if isinstance(error, TimeoutError) else None
-    from tasks.ray_calls import may_pass, sentence
-
-    return sentence(error) if may_pass(error) else None
-
-
 def give_memory_back() -> None:
     """Return freed memory to the system: a flow's process lives on beside the next stage's Ray cluster.
 
@@ -101,7 +137,8 @@ def give_memory_back() -> None:
 def stage_task(*, name: str, **options: Any) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Return a decorator for a Prefect task that remembers nothing: the artifact store alone says what is done.
 
-    A task that an expected error ends is Failed with its sentence, and ends the flow that called it the same way.
+    A task that meets what passes is tried again; it finds in the store what was made before. One that an expected
+    error ends is Failed with its sentence, and ends the flow that called it as the error wants it.
 
     Args:
         name: of the task.
@@ -109,19 +146,26 @@ def stage_task(*, name: str, **options: Any) -> Callable[[Callable[P, R]], Calla
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        prefect_task = task(name=name, cache_policy=NO_CACHE, persist_result=False, **options)(
-            in_one_sentence(function)
-        )
+        prefect_task = task(
+            name=name,
+            cache_policy=NO_CACHE,
+            persist_result=False,
+            retries=len(failures.DELAYS_S),
+            retry_delay_seconds=list(failures.DELAYS_S),
+            retry_condition_fn=failures.passes_in,
+            **options,
+        )(_final_ones_in_a_sentence(function))
 
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             try:
                 result = prefect_task(*args, **kwargs)
             except Exception as error:
-                told = _given_up(error)
-                if told is None:
+                if (tried := failures.further_attempts(error)) is None:
                     raise
-                raise FailedRun(told) from error
+                told = failures.sentence(error) + (f" ({tried + 1} attempts)" if tried else "")
+                run_logger().error("%s", told)
+                raise CrashedRun(told) from error
             finally:
                 give_memory_back()
             if isinstance(result, State):  # Prefect hands the caller of a task the Failed state that it returned
@@ -132,3 +176,20 @@ def stage_task(*, name: str, **options: Any) -> Callable[[Callable[P, R]], Calla
         return call
 
     return decorate
+
+
+def _final_ones_in_a_sentence(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a task return a Failed state where it met an expected error that does not pass; others it raises."""
+
+    @wraps(function)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            with _signals_as_themselves():
+                return function(*args, **kwargs)
+        except (RlhfError, InfraError) as error:
+            if failures.passes(error):
+                raise
+            run_logger().error("%s", error)
+            return Failed(message=str(error))  # type: ignore[return-value]
+
+    return guarded

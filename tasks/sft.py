@@ -13,7 +13,6 @@ from tasks.context import Context, actors_context, materialise, open_context
 from tasks.parents import BASE_MODEL, resolve_policy
 from tasks.progress import Progress, say, telling
 from tasks.rank_group import run_on_ranks
-from tasks.ray_calls import may_pass_in
 from tasks.results import Parent, StageResult
 from tasks.scratch import scratch_directory
 from tasks.sentences import stage_task
@@ -34,7 +33,7 @@ HELDOUT = 64
 """Most held-out demonstrations whose loss is measured: over-fitting shows, and it takes seconds on a processor."""
 
 
-@stage_task(name="train-sft", retries=2, retry_delay_seconds=2, retry_condition_fn=may_pass_in)
+@stage_task(name="train-sft")
 def train_sft(config: PipelineConfig, dataset: Parent, actor: str | None = None) -> StageResult:
     """Return the SFT model of a start and of the dataset's demonstrations.
 

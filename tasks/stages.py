@@ -11,6 +11,7 @@ from typing import Any
 from infra.artifacts import ArtifactRef, Manifest
 from rlhf_core.config import PipelineConfig
 from tasks.context import Context
+from tasks.one_process import check_still_ours
 from tasks.progress import say
 from tasks.results import Parent, StageResult
 
@@ -84,6 +85,7 @@ def commit_stage(
     source: str,
 ) -> StageResult:
     """Store what a stage made, with everything that it is traced by."""
+    check_still_ours()
     reference = context.store.commit(
         kind,
         name,

@@ -10,7 +10,10 @@ from cyclopts import Parameter
 if TYPE_CHECKING:
     from uuid import UUID
 
+    from prefect.client.orchestration import PrefectClient
     from rich.console import Console
+
+    from infra.prefect_access import Access
 
 _LONGEST_DETAIL = 600
 Given = Annotated[tuple[str, ...], Parameter(name=("--param", "-p"), negative="")]
@@ -31,20 +34,24 @@ def run(preset: str = "quickstart", /, *, param: Given = ()) -> int:
     import asyncio
 
     import prefect  # noqa: F401  # before the event loop, in which it cannot start its plugins
-    from httpx import HTTPError, HTTPStatusError, InvalidURL
+    from httpx import HTTPError, HTTPStatusError, InvalidURL, codes
     from rich.console import Console
 
     from flows.cli.parameters import read_parameters
     from infra.errors import ServiceError
+    from infra.prefect_access import access_to, refusal
 
     # Width is given where there is no terminal, so that a log file is not broken at 80 columns.
     console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
     deployment = preset if "/" in preset else f"pipeline/{preset}"
     parameters = read_parameters(param)
     api_url, here = _api_url(console)
+    access = access_to(api_url)
     try:
-        return asyncio.run(_run(deployment, parameters, api_url, console, here=here))
+        return asyncio.run(_run(deployment, parameters, api_url, access, console, here=here))
     except HTTPStatusError as error:
+        if error.response.status_code == codes.UNAUTHORIZED:
+            raise ServiceError(refusal(api_url, access)) from error
         raise ServiceError(f"the Prefect server at {api_url} refuses: {_detail(error)}") from error
     except (HTTPError, InvalidURL) as error:
         why = str(error) or type(error).__name__
@@ -77,14 +84,15 @@ def _api_url(console: Console) -> tuple[str, bool]:
     return ours or str(told), ours is not None
 
 
-async def _run(deployment: str, parameters: dict[str, Any], api_url: str, console: Console, *, here: bool) -> int:
-    from prefect.client.orchestration import PrefectClient
+async def _run(
+    deployment: str, parameters: dict[str, Any], api_url: str, access: Access, console: Console, *, here: bool
+) -> int:
     from rich.text import Text
 
     from flows.cli.following import Follower
     from tasks.progress import PREFIX
 
-    async with PrefectClient(api_url) as client:
+    async with _client(api_url, access) as client:
         found = await _deployment(client, deployment)
         flow_run = await _start(client, found, deployment, parameters, here=here)
         page = api_url.removesuffix("/").removesuffix("/api")
@@ -103,6 +111,23 @@ async def _run(deployment: str, parameters: dict[str, Any], api_url: str, consol
     told = f"finished: {state.message}" if state.message else "finished"
     console.print(told, markup=False, soft_wrap=True)  # references in it are copied
     return 0
+
+
+def _client(api_url: str, access: Access) -> PrefectClient:
+    """Return Prefect's client, which knows who we are to this server, whatever the settings of Prefect's say."""
+    from contextlib import nullcontext
+
+    from prefect.client.orchestration import PrefectClient
+    from prefect.settings import PREFECT_CLIENT_CUSTOM_HEADERS, temporary_settings
+
+    agree = PREFECT_CLIENT_CUSTOM_HEADERS.value() == access.headers
+    with nullcontext() if agree else temporary_settings({PREFECT_CLIENT_CUSTOM_HEADERS: access.headers}):
+        return PrefectClient(
+            api_url,
+            auth_string=access.auth_string,
+            api_key=access.api_key,
+            httpx_settings={"verify": access.tls()} if access.cert_file or access.skip_verify else None,
+        )
 
 
 def asyncio_cancelled() -> type[BaseException]:

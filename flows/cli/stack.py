@@ -19,21 +19,24 @@ _MIB = 2**20
 _STYLES = {"running": "green", "well": "green", "warning": "yellow", "none": "dim", "stopped": "dim"}
 
 
-def up() -> int:
+def up(*, new_password: Annotated[bool, Parameter(negative="")] = False) -> int:
     """Start the local stack, or what is missing of it.
 
     Object store, Prefect server, work pool, worker and all deployments of prefect.yaml; what runs already is
     left alone, what has died is started again. All state lies under RLHF_HOME (.rlhf in the checkout).
+
+    Args:
+        new_password: have the Prefect server ask for another password from now on; not while flow runs live.
     """
     from infra import services
     from infra.settings import settings
 
     console = _console()
-    state = services.up(settings(), _teller(console))
-    server = state.services["server"]
-    console.print(
-        f"Prefect UI: {server.address}   (rlhf status, rlhf doctor, rlhf down)", highlight=False, markup=False
-    )
+    known = settings()
+    state = services.up(known, _teller(console), new_password=new_password)
+    console.print("the stack is up: rlhf status, rlhf doctor, rlhf down", highlight=False)
+    how = services.how_to_open_the_ui(known, state.services["server"].address)
+    console.print(how, highlight=False, markup=False, soft_wrap=True)
     return 0
 
 
@@ -63,7 +66,8 @@ def status(*, as_json: Json = False) -> int:
     from infra import services
     from infra.settings import settings
 
-    lines = services.status(settings())
+    known = settings()
+    lines = services.status(known)
     console = _console()
     if as_json:
         console.print_json(data=[{**line._asdict(), "log": line.log and str(line.log)} for line in lines])
@@ -75,6 +79,9 @@ def status(*, as_json: Json = False) -> int:
         total = sum(line.memory_bytes for line in lines)
         _print_table(console, ("service", "state", "address", "process", "memory"), rows)
         console.print(f"together {total / _MIB:,.0f} MiB", highlight=False)
+        for server in (line for line in lines if line.name == "server" and line.pid is not None):
+            how = services.how_to_open_the_ui(known, server.address)
+            console.print(how, highlight=False, markup=False, soft_wrap=True)
     return 0 if all(line.state in {"running", "none"} for line in lines) else 1
 
 

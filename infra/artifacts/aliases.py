@@ -18,7 +18,7 @@ from infra.artifacts.leases import Claim, Lease, lease
 from infra.artifacts.lineage import trace, walk
 from infra.artifacts.manifest import SCHEMA_VERSION, Manifest, SchemaVersion, first_complaint
 from infra.artifacts.ref import ArtifactRef, check_alias, parse_reference
-from infra.errors import ReferenceNotFoundError, StoreError
+from infra.errors import ReferenceNotFoundError, StoreError, StoreNotReadyError
 
 MOVE_TIMEOUT_S = 60.0
 FIRST_PAUSE_S = 0.02
@@ -172,7 +172,7 @@ def _swap(backend: Backend, key: str, move: AliasMove, expected: str | Unset | N
         clock.pause(pause_s * random.uniform(0.5, 1.0))  # or many movers would meet again and again
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         if clock.boottime() > deadline:
-            raise StoreError(
+            raise StoreNotReadyError(
                 f"the alias {what} could not be moved within {MOVE_TIMEOUT_S:.0f} s: others kept moving it, or the "
                 "server does not honour If-Match; try again"
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from infra.errors import SettingsError, StoreError
+from infra.errors import SettingsError, StoreError, StoreNotReadyError
 
 if TYPE_CHECKING:
     from infra.settings import Settings
@@ -92,7 +92,7 @@ def options_of(known: Settings) -> S3Options:
 
 def _keys_of_block(name: str) -> dict[str, str | None]:
     """Return the keys that a Secret block of Prefect holds; errors say nothing of its content."""
-    from httpx import HTTPError  # noqa: PLC0415 - Prefect takes a second to import, and few keep their keys there
+    from httpx import HTTPError, TransportError  # noqa: PLC0415 - Prefect takes a second to import, and few keep their keys there
     from prefect.blocks.system import Secret  # noqa: PLC0415
     from prefect.exceptions import PrefectException  # noqa: PLC0415
 
@@ -101,6 +101,8 @@ def _keys_of_block(name: str) -> dict[str, str | None]:
         content = Secret.load(name, _sync=True).get()  # type: ignore[call-arg,union-attr]
     except ValueError:
         raise StoreError(f"there is no {what.removeprefix('the ')}; save it, or name another") from None
+    except TransportError as error:
+        raise StoreNotReadyError(f"{what} cannot be read: {type(error).__name__}; check PREFECT_API_URL") from None
     except (HTTPError, PrefectException, RuntimeError, OSError) as error:
         raise StoreError(f"{what} cannot be read: {type(error).__name__}; check PREFECT_API_URL") from None
     fields = ("access_key", "secret_key", "session_token")

@@ -25,8 +25,9 @@ from infra.errors import StoreError
 
 T = TypeVar("T")
 R = TypeVar("R")
-STALL_S = 300.0
-"""Another process that downloads a file is waited for this long after it last wrote: a store may be away a while."""
+STALL_S = 1200.0
+"""Another process that downloads a file is waited for this long after it last wrote: longer than it waits for the store
+itself (RLHF_STORE_PATIENCE_S)."""
 READ_BYTES = 1 << 20
 ATTEMPTS = 2
 """A body may be damaged on its way; one that comes so twice is damaged in the store."""

@@ -21,8 +21,11 @@ KEYS = "keys/"
 ALIASES = "aliases/"
 HINTS = "hints/"
 """Where to begin to look for the newest version."""
+LOCKS = "locks/"
+"""Who works on what: a run, a deployment."""
 MANIFEST = re.compile(r"([0-9]{8})\.json")
 """What a manifest is called in the folder of its artifact."""
+_LOCK = re.compile(r"[a-z0-9][a-z0-9.-]{0,99}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -75,3 +78,14 @@ def aliases_prefix(kind: str, name: str) -> str:
 def alias_key(kind: str, name: str, alias: str) -> str:
     """Return where an alias is."""
     return f"{aliases_prefix(kind, name)}{alias}.json"
+
+
+def lock_key(name: str) -> str:
+    """Return where a lock is.
+
+    Raises:
+        StoreError: if it could not have that name.
+    """
+    if not _LOCK.fullmatch(name):
+        raise StoreError(f"{name!r:.120} is no name of a lock; take lower-case letters, digits, dots and dashes")
+    return f"{LOCKS}{name}.json"

@@ -16,7 +16,7 @@ from uuid import uuid4
 from infra.artifacts.backend import CHUNK_BYTES, Stored
 from infra.artifacts.layout import VERSIONS
 from infra.artifacts.probe import BOTH, check_clock, enforced_conditions
-from infra.errors import StoreError
+from infra.errors import AWAY_ERRNOS, StoreError, StoreNotReadyError
 
 LOCK_TIMEOUT_S = 30.0
 STALE_S = 24 * 3600.0
@@ -193,7 +193,7 @@ class LocalBackend:
                     break
                 except BlockingIOError:
                     if time.monotonic() > deadline:
-                        raise StoreError(
+                        raise StoreNotReadyError(
                             f"the lock of the artifact store {self._root} was not free within "
                             f"{LOCK_TIMEOUT_S:.0f} s; another process holds {file.name}"
                         ) from None
@@ -205,7 +205,8 @@ class LocalBackend:
         try:
             yield
         except OSError as error:
-            raise StoreError(
+            fault = StoreNotReadyError if error.errno in AWAY_ERRNOS else StoreError
+            raise fault(
                 f"cannot {verb} the artifact store in the directory {self._root}: {error.strerror or error}; "
                 "choose a directory that can be written (RLHF_STORE_URL), or mend this one"
             ) from error

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from infra.errors import StoreError
+from infra.errors import StoreNotReadyError
 
 POLL_S = 0.02
 
@@ -49,7 +49,7 @@ def own(path: Path, patience_s: float, go_on: Callable[[], None] = lambda: None)
         if (state := _state(path)) != seen:
             seen, deadline = state, time.monotonic() + patience_s
         elif time.monotonic() > deadline:
-            raise StoreError(
+            raise StoreNotReadyError(
                 f"another process has held {path} for {patience_s:.0f} s without writing to it; end it, and try again"
             )
         time.sleep(POLL_S)

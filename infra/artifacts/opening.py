@@ -20,6 +20,7 @@ def open_store(
     cache_limit_gb: float = LIMIT_GB,
     s3: S3Options | None = None,
     patient: bool = False,
+    deadline_s: float | None = None,
 ) -> ArtifactStore:
     """Open a store and see that it answers, and keeps what its protocol rests on (probe.py).
 
@@ -32,6 +33,7 @@ def open_store(
         s3: server and credentials; None takes those of the environment.
         patient: wait for an absent server as long as any request does; else that it is away is said within
             seconds, unless it has answered this process before.
+        deadline_s: how long an absent server is waited for; None: as long as a person would wait.
 
     Raises:
         StoreError: if the address is none, the server is away, the secret is wrong, the bucket is missing, the
@@ -40,7 +42,7 @@ def open_store(
     parts = _parts(url)
     scheme = "" if parts.query or parts.fragment else parts.scheme  # or what follows a # would be left out in silence
     if scheme == "s3" and parts.netloc:
-        backend = _open_bucket(url, s3 or S3Options(), patient=patient)
+        backend = _open_bucket(url, s3 or S3Options(), patient=patient, deadline_s=deadline_s)
     elif scheme == "file" and parts.netloc in {"", "localhost"} and parts.path.startswith("/"):
         backend = LocalBackend(url, Path(unquote(parts.path)))
     else:
@@ -51,11 +53,12 @@ def open_store(
     return ArtifactStore(backend, cache_dir, cache_limit_gb)
 
 
-def open_default_store(*, patient: bool = False) -> ArtifactStore:
+def open_default_store(*, patient: bool = False, in_run: bool = False) -> ArtifactStore:
     """Open the store that the settings name.
 
     Args:
         patient: as for `open_store`: for what runs unattended.
+        in_run: wait for an absent server as long as a run waits (RLHF_STORE_PATIENCE_S).
 
     Raises:
         StoreError: as `open_store`.
@@ -76,6 +79,7 @@ def open_default_store(*, patient: bool = False) -> ArtifactStore:
         cache_limit_gb=known.cache_limit_gb,
         s3=s3,
         patient=patient,
+        deadline_s=known.store_patience_s if in_run else None,
     )
 
 
@@ -93,10 +97,9 @@ def _parts(url: str) -> SplitResult:
     return parts
 
 
-def _open_bucket(url: str, options: S3Options, *, patient: bool) -> Backend:
+def _open_bucket(url: str, options: S3Options, *, patient: bool, deadline_s: float | None) -> Backend:
     from infra.artifacts.retrier import Patience  # noqa: PLC0415 - s3fs takes a second to import
     from infra.artifacts.s3 import S3Backend  # noqa: PLC0415
 
     parts = urlsplit(url)
-    patience = Patience.of_the_unattended() if patient else Patience()
-    return S3Backend(url, parts.netloc, parts.path.strip("/"), options, patience)
+    return S3Backend(url, parts.netloc, parts.path.strip("/"), options, Patience.of(deadline_s, patient=patient))

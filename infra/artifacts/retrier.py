@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Self, TypeVar
 
 from infra.artifacts.s3_errors import REQUEST_ERRORS, reason_to_retry, server_name
-from infra.errors import StoreError
+from infra.errors import StoreAwayError
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -38,10 +38,20 @@ class Patience:
     open_s: float = 8.0
     """The deadline when a store is opened for the first time: that an address is wrong is said soon."""
 
+    delete_s: float = 120.0
+    """The longest deadline of a deletion, however patient everything else is: `leases.DELETION_LIFE` counts on it."""
+
     @classmethod
-    def of_the_unattended(cls) -> Self:
-        """Return that of what runs where nobody waits for a word."""
-        return cls(open_s=cls().deadline_s)
+    def of(cls, deadline_s: float | None, *, patient: bool) -> Self:
+        """Return one with another deadline; None is the usual one.
+
+        Args:
+            deadline_s: for an answer, over all attempts.
+            patient: whether it holds for the first opening, too: where nobody waits for a word.
+        """
+        usual = cls()
+        deadline_s = usual.deadline_s if deadline_s is None else deadline_s
+        return cls(deadline_s=deadline_s, open_s=deadline_s if patient else usual.open_s)
 
 
 class Retrier:
@@ -68,7 +78,7 @@ class Retrier:
 
         Raises:
             RefusedError: if the server said no, in a way that does not pass.
-            StoreError: if there was no answer until the deadline.
+            StoreAwayError: if there was no answer until the deadline.
         """
         body_s = size / self._patience.slowest
         limit_s = body_s + (self._patience.deadline_s if limit_s is None else limit_s)
@@ -86,7 +96,7 @@ class Retrier:
                 return result
             waited_s = time.monotonic() - started
             if limit_s - waited_s <= pause_s:
-                raise StoreError(self._unanswered(what, limit_s, reason))
+                raise StoreAwayError(self._unanswered(what, limit_s, reason))
             if waited_s > QUIET_S and not told:
                 told = True
                 silent = f"the S3 server {self._server} does not answer ({reason})"

@@ -102,7 +102,8 @@ class S3Backend:
 
     def delete(self, key: str) -> None:
         """Remove an object; it may be gone already."""
-        self._call(f"deleting {key}", "delete_object", Key=self._prefix + key)
+        limit_s = min(self._patience.delete_s, self._patience.deadline_s)
+        self._call(f"deleting {key}", "delete_object", limit_s=limit_s, Key=self._prefix + key)
 
     def children(self, prefix: str, after: str = "", most: int | None = None) -> list[str]:
         """Return the sorted names directly under a prefix, page by page."""
@@ -147,7 +148,7 @@ class S3Backend:
         """Yield an object of known size piece by piece, from one answer unless that breaks off."""
         return read_through(partial(self._ask, key), partial(self._retrier.run, f"reading {key}"), size)
 
-    def _put(self, key: str, data: bytes, **condition: str) -> None:
+    def _put(self, key: str, data: bytes, **condition: Any) -> None:
         md5 = _base64(hashlib.md5(data, usedforsecurity=False).digest())
         self._call(f"writing {key}", "put_object", Key=self._prefix + key, Body=data, ContentMD5=md5, **condition)
 
@@ -160,11 +161,11 @@ class S3Backend:
             raise
         return True
 
-    def _call(self, what: str, method: str, **arguments: Any) -> Any:
+    def _call(self, what: str, method: str, *, limit_s: float | None = None, **arguments: Any) -> Any:
         def attempt(timeout: float) -> Any:
             return self._files().call_s3(method, Bucket=self._bucket, timeout=timeout, **arguments)
 
-        return self._retrier.run(what, attempt)
+        return self._retrier.run(what, attempt, limit_s=limit_s)
 
     def _get(self, key: str, timeout: float) -> tuple[bytes, str]:
         files = self._files()

@@ -13,6 +13,7 @@ from infra.artifacts.cache import GB, LIMIT_GB, Cache
 from infra.artifacts.catalog import Catalog
 from infra.artifacts.commit import commit, describe_all, gather_sources
 from infra.artifacts.deletion import delete_unreached
+from infra.artifacts.exclusive import ExclusiveLock
 from infra.artifacts.fetch import checked_pieces, fetch_directly, fetch_through
 from infra.artifacts.index import KeyIndex, keys_of
 from infra.artifacts.keeping import Keeping
@@ -145,6 +146,15 @@ class ArtifactStore(Keeping):
             return json.loads(self.read_bytes(manifest, path))
         except ValueError:
             raise StoreError(f"{path!r} of {manifest.uri} is not JSON") from None
+
+    def lock(self, name: str, who: str) -> ExclusiveLock:
+        """Return a lock of the store, which is yet to be taken.
+
+        Args:
+            name: of the lock.
+            who: on whose behalf it is taken.
+        """
+        return ExclusiveLock(self._backend, name, who)
 
     def prune(self, kind: str, name: str, keep: int) -> builtins.list[int]:
         """Delete all but the newest versions of an artifact, and the blobs that only they reached.

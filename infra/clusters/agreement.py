@@ -17,7 +17,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from infra.errors import ClusterError
+from infra.errors import ClusterError, ClusterNotReadyError
 
 
 def code_digests(packages: Iterable[str]) -> dict[str, str]:
@@ -46,13 +46,13 @@ def check_agreement(packages: Iterable[str], *, timeout_s: float) -> None:
         try:
             theirs = ray.get(call, timeout=max(0.0, deadline - time.monotonic()))
         except ray.exceptions.GetTimeoutError as error:
-            raise ClusterError(
+            raise ClusterNotReadyError(
                 f"waited {timeout_s:g} s for node {node} of the Ray cluster to say what code it has, and it did not; "
                 "raise ppo.cluster.start_timeout_s, or see the logs of that cluster"
             ) from error
         except ray.exceptions.RayError as error:
             first = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise ClusterError(
+            raise ClusterNotReadyError(
                 f"node {node} of the Ray cluster cannot run anything for this process: {first}"
             ) from error
         for package in packages:

@@ -16,10 +16,19 @@ import ray
 from ray._private.grpc_utils import init_grpc_channel
 from ray.core.generated import gcs_pb2, gcs_service_pb2, gcs_service_pb2_grpc
 
-from infra.errors import ClusterError
+from infra.errors import ClusterError, ClusterNotReadyError
 
 ANSWER_S = 10.0
 _PAUSE_S = 0.1
+_PASSING = frozenset(
+    {
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.StatusCode.ABORTED,
+    }
+)
+"""Answers, and silences, after which the same question may be answered later."""
 
 
 class Job(NamedTuple):
@@ -125,7 +134,7 @@ class ControlServer:
             clean_looks = 0 if left or workers else clean_looks + 1
             if time.monotonic() > deadline:
                 what = str(left) or f"processes of actors that have ended ({len(workers)})"
-                raise ClusterError(f"after {timeout_s:g} s {self._called} still has {what}")
+                raise ClusterNotReadyError(f"after {timeout_s:g} s {self._called} still has {what}")
             self.kill(left.actors)
             for group in left.groups:
                 request = gcs_service_pb2.RemovePlacementGroupRequest(placement_group_id=group.placement_group_id)
@@ -156,7 +165,8 @@ class ControlServer:
         except grpc.RpcError as error:
             if error.code() == forgives:
                 return None
-            raise ClusterError(f"{self._called} {self._told(error)}") from error
+            fault = ClusterNotReadyError if error.code() in _PASSING else ClusterError
+            raise fault(f"{self._called} {self._told(error)}") from error
         except ray.exceptions.AuthenticationError as error:  # of this process: it has no token
             raise ClusterError(f"{self._called} was not asked: {str(error).partition('. ')[0]}") from error
 

@@ -8,17 +8,16 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager
-from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private import auto_init_hook
+from ray._private import auto_init_hook, ray_constants
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
 from infra.clusters.control_server import ControlServer
 from infra.clusters.lease import call_before_end
 from infra.clusters.manifest import ClusterManifest
-from infra.errors import ClusterError
+from infra.errors import ClusterError, ClusterNotReadyError
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _ENVIRONMENT = {
@@ -50,8 +49,8 @@ def connect(manifest: ClusterManifest, timeout_s: float = 30.0, environment: Map
         return
     # Or a thread that calls Ray a moment after this process has left would start a cluster of its own.
     auto_init_hook.enable_auto_connect = False
-    token = manifest.token if manifest.kind == "local" else None
-    with credentials(token), _for_ray(), _signal_handlers():
+    ours = manifest if manifest.kind == "local" else None
+    with credentials(ours), _for_ray(), _at_its_address(manifest), _signal_handlers():
         _probe(manifest, timeout_s)
         try:
             ray.init(
@@ -63,7 +62,8 @@ def connect(manifest: ClusterManifest, timeout_s: float = 30.0, environment: Map
                 logging_level=logging.WARNING,
             )
         except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-            raise ClusterError(
+            away = isinstance(error, ConnectionError | ray.exceptions.RayError)  # the others: versions that differ
+            raise (ClusterNotReadyError if away else ClusterError)(
                 f"{_described(manifest)} does not take this process as a driver: {_in_one_line(error)}; "
                 f"see {manifest.logs}"
             ) from error
@@ -83,21 +83,22 @@ def disconnect(timeout_s: float = 60.0) -> None:
     thread.start()
     thread.join(timeout_s)
     if thread.is_alive():
-        raise ClusterError(
+        raise ClusterNotReadyError(
             f"Ray did not let this process leave its cluster within {timeout_s:g} s (the cluster has probably died); "
             "the process cannot connect to another and must be started again"
         )
 
 
 @contextmanager
-def credentials(token: Path | None) -> Iterator[None]:
-    """Have Ray use a token while this runs, and remember it: it takes token and mode from the environment alone.
+def credentials(ours: ClusterManifest | None) -> Iterator[None]:
+    """Have Ray use the secrets of a cluster while this runs, and remember them.
 
-    A process that is connected keeps what it connected with.
+    It takes them from the environment alone. A process that is connected keeps what it connected with.
 
     Args:
-        token: file with it; None takes what the user has set, as it stands: RAY_AUTH_MODE, RAY_AUTH_TOKEN,
-            RAY_AUTH_TOKEN_PATH, `~/.ray/auth_token`. Only where no mode was set, a token is reason to send it.
+        ours: a cluster that was started here; None takes what the user has set, as it stands: RAY_USE_TLS and what
+            belongs to it, RAY_AUTH_MODE, RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, `~/.ray/auth_token`. Only where no mode
+            was set, a token is reason to send it.
 
     Raises:
         ClusterError: if the user's token cannot be read.
@@ -106,9 +107,9 @@ def credentials(token: Path | None) -> Iterator[None]:
         yield
         return
     wanted, hidden = {"RAY_AUTH_MODE": "token"}, ["RAY_AUTH_MODE"]
-    if token is not None:
-        wanted["RAY_AUTH_TOKEN_PATH"] = str(token)
-        hidden += ["RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN"]  # Ray would prefer the token to its path
+    if ours is not None:
+        wanted = ours.secrets
+        hidden = [*wanted, "RAY_AUTH_TOKEN"]  # Ray would prefer the token to its path
     elif "RAY_AUTH_MODE" in os.environ or not _has_token():
         wanted, hidden = {}, []
     with _variables(wanted, hidden):
@@ -134,6 +135,21 @@ def _read_environment() -> None:
 
 def _for_ray() -> AbstractContextManager[None]:
     return _variables(_ENVIRONMENT, _ENVIRONMENT)
+
+
+@contextmanager
+def _at_its_address(manifest: ClusterManifest) -> Iterator[None]:
+    """Have Ray take the loopback address of a cluster of ours for what it is, and listen there itself.
+
+    It would go to the host's address instead; the variable that says otherwise (`ray_head.ON_LOOPBACK`) was read when
+    Ray was imported.
+    """
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = before and manifest.kind != "local"
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 def _setter(environment: Mapping[str, str]) -> Callable[[], None]:
@@ -173,8 +189,10 @@ def _check_manifest(manifest: ClusterManifest) -> None:
         fault = "is gone: its processes have ended"
     elif not manifest.token.is_file():
         fault = f"cannot be reached: its token file {manifest.token} is not there"
+    elif not manifest.certificate.is_file():
+        fault = f"cannot be reached: its certificate {manifest.certificate} is not there"
     if fault:
-        raise ClusterError(f"{_described(manifest)} {fault}; see {manifest.logs}, or lease it again")
+        raise ClusterNotReadyError(f"{_described(manifest)} {fault}; see {manifest.logs}, or lease it again")
 
 
 def _check_connection(manifest: ClusterManifest) -> None:
@@ -205,7 +223,7 @@ def _probe(manifest: ClusterManifest, timeout_s: float) -> None:
         with closing(ControlServer(manifest.address, called=_described(manifest), timeout_s=timeout_s)) as server:
             server.nodes()
     except ClusterError as error:
-        raise ClusterError(f"{error}; see {manifest.logs}") from error
+        raise type(error)(f"{error}; see {manifest.logs}") from error
 
 
 @contextmanager

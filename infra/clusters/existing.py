@@ -24,7 +24,7 @@ from infra.clusters.driver import connect, credentials, disconnect
 from infra.clusters.lease import held_lease, hold, release_cluster
 from infra.clusters.manifest import ClusterManifest, checked_name
 from infra.clusters.watcher import HEAD, WATCHERS, Charge, Watcher
-from infra.errors import ClusterError
+from infra.errors import ClusterError, ClusterNotReadyError
 from infra.process_record import ProcessRecord
 
 logger = logging.getLogger(__name__)
@@ -137,12 +137,12 @@ class _ExistingLease:
             if holder.is_over:
                 self._server.kill([watcher])
             elif waited_s > _GRACE_S:
-                raise ClusterError(
+                raise ClusterNotReadyError(
                     f"run {name!r} is held on the Ray cluster at {self.manifest.address} by {holder.description}; wait "
                     "until that run ends, or take another name"
                 )
         if waited_s > self._start_timeout_s:
-            raise ClusterError(
+            raise ClusterNotReadyError(
                 f"waited {self._start_timeout_s:g} s for the watcher of an earlier run {name!r} to end, and it did not"
             )
 

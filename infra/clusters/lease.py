@@ -19,7 +19,7 @@ from infra.clusters.manifest import ClusterManifest, manifest_path
 from infra.clusters.ray_head import new_temp_dir, start_head
 from infra.clusters.reaper import end_cluster
 from infra.clusters.watchdog import CLEAN, Watch, start_watchdog, wait_for_words
-from infra.errors import ClusterError
+from infra.errors import ClusterError, ClusterNotReadyError
 from infra.process_record import ProcessRecord
 
 logger = logging.getLogger(__name__)
@@ -282,7 +282,7 @@ def _make_way(path: Path) -> None:
     with suppress(FileNotFoundError):
         manifest = ClusterManifest.load(path)
         if manifest.owner.process() is not None:
-            raise ClusterError(
+            raise ClusterNotReadyError(
                 f"cluster {manifest.name!r} is held by process {manifest.owner.pid} since "
                 f"{manifest.created:%Y-%m-%d %H:%M} UTC; wait until that run ends, or take another name"
             )

@@ -41,7 +41,7 @@ class ClusterManifest(BaseModel):
     namespace: str = "rlhf"
     """Ray namespace of the run's named actors."""
     temp_dir: Path = _NOWHERE
-    """Ray's sockets, logs and spilled objects, and the token; mode 0700. An existing cluster has its own."""
+    """Ray's sockets, logs and spilled objects, token and certificate; mode 0700. An existing cluster has its own."""
     log_dir: Path = _NOWHERE
     """What is kept when the cluster is gone: the output of `ray start`, the watchdog's and Ray's logs."""
     created: datetime = Field(default_factory=lambda: datetime.now(UTC))
@@ -55,6 +55,22 @@ class ClusterManifest(BaseModel):
     def token(self) -> Path:
         """File with the cluster's authentication token, mode 0600."""
         return self.temp_dir / "token"
+
+    @property
+    def certificate(self) -> Path:
+        """File with the cluster's certificate and its private key, mode 0600."""
+        return self.temp_dir / "tls.pem"
+
+    @property
+    def secrets(self) -> dict[str, str]:
+        """The variables by which a process of the cluster, or its driver, shows and checks token and certificate."""
+        parts = ("RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT")
+        return {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(self.token),
+            "RAY_USE_TLS": "1",
+            **dict.fromkeys(parts, str(self.certificate)),
+        }
 
     @property
     def logs(self) -> str:

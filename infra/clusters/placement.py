@@ -16,7 +16,7 @@ import ray
 from ray.util import get_placement_group, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from infra.errors import ClusterError
+from infra.errors import ClusterNotReadyError
 
 _RESOURCES = {"num_cpus": "CPU", "num_gpus": "GPU"}
 
@@ -48,7 +48,7 @@ def place(
         if not is_granted:  # also when the wait is interrupted: the next attempt wants the name
             remove_placement_group(reserved)
     if not is_granted:
-        raise ClusterError(
+        raise ClusterNotReadyError(
             f"waited {timeout_s:g} s for room for {_described(bundles)} on the Ray cluster, which has {_free()} free; "
             "end what holds the rest, add nodes, ask for less (ppo.cluster, num_trainers), or raise "
             "ppo.cluster.start_timeout_s"
@@ -82,7 +82,9 @@ def vacate(group: str, timeout_s: float = 30.0) -> None:
     deadline = time.monotonic() + timeout_s
     while placement_group_table(reserved).get("state", "REMOVED") != "REMOVED":
         if time.monotonic() > deadline:
-            raise ClusterError(f"waited {timeout_s:g} s for the placement group {group!r} to end, and it did not")
+            raise ClusterNotReadyError(
+                f"waited {timeout_s:g} s for the placement group {group!r} to end, and it did not"
+            )
         time.sleep(0.05)
 
 

@@ -1,4 +1,9 @@
-"""Starts the head of a Ray cluster in its own session, with its own ports, token and temp dir."""
+"""Starts the head of a Ray cluster in its own session, with its own ports, token, certificate and temp dir.
+
+The token alone is not enough: some of what Ray's ports answer they answer to anyone, and a call to
+`RaySyncer.StartSync` without the metadata that Ray itself sends ends the control server before a token is asked for.
+With TLS on both sides nothing is answered at all to who has not the cluster's certificate.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +19,10 @@ from typing import NamedTuple
 
 import psutil
 
+from infra.certificate import own_certificate
 from infra.clusters.manifest import MARK_VARIABLE, ClusterManifest
 from infra.clusters.reaper import TEMP_PREFIX, leftover_processes
-from infra.errors import ClusterError
+from infra.errors import ClusterError, ClusterNotReadyError
 from infra.process_record import ProcessRecord
 
 MIN_OBJECT_STORE_MB = 80
@@ -25,6 +31,9 @@ _LONGEST_TEMP_DIR = 40
 """A Unix socket's path has at most 107 bytes (103 on macOS), and 63 or fewer are appended to the temp dir."""
 _NOT_INHERITED = ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_JOB_ID", "RAY_RAYLET_PID", "RAY_CLIENT_MODE")
 """They would tie the new cluster to another one that the starting process belongs to."""
+ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+"""Have a cluster of one machine use the loopback address, and listen on no other: so Ray does by itself on the systems
+that the name says. Left alone it takes the host's address and listens on all, whatever `--node-ip-address` says."""
 SILENT_NODE = {
     "RAY_health_check_initial_delay_ms": "5000",
     "RAY_health_check_period_ms": "2000",
@@ -89,8 +98,12 @@ def start_head(
             f"least {MIN_OBJECT_STORE_MB}; raise object_store_mb"
         )
     manifest.temp_dir.mkdir(mode=0o700)
-    manifest.token.touch(mode=0o600)
-    manifest.token.write_text(secrets.token_hex(32))
+    for path, secret in {
+        manifest.token: secrets.token_hex(32),
+        manifest.certificate: own_certificate(f"rlhf cluster {manifest.mark[:8]}"),
+    }.items():
+        path.touch(mode=0o600)
+        path.write_text(secret)
     command = _command(manifest, num_cpus, math.ceil(num_gpus), object_store_mb)
     _run(manifest, command, timeout_s, environment)
     address = (manifest.ray_dir / "ray_current_cluster").read_text().strip()
@@ -125,14 +138,14 @@ def _run(manifest: ClusterManifest, command: list[str], timeout_s: float, enviro
         starter.kill()
         starter.wait()  # at once: it was killed, and left alone it would stay a zombie
         if isinstance(error, subprocess.TimeoutExpired):
-            raise ClusterError(
+            raise ClusterNotReadyError(
                 f"Ray cluster {manifest.name!r} did not start within {timeout_s:g} s; raise start_timeout_s, "
                 f"or see {log}"
             ) from error
         raise
     if code != 0:
         lines = log.read_text(errors="replace").strip().splitlines() or ["nothing"]
-        raise ClusterError(
+        raise ClusterNotReadyError(
             f"Ray cluster {manifest.name!r} did not start: `ray start` ended with {code} and said "
             f"{lines[-1].strip()!r}; all of its output is in {log}"
         )
@@ -147,8 +160,8 @@ def _environment(manifest: ClusterManifest, extra: Mapping[str, str]) -> dict[st
         "RAY_prestart_worker_first_driver": "0",
         **SILENT_NODE,
         **extra,
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN_PATH": str(manifest.token),
+        **ON_LOOPBACK,
+        **manifest.secrets,
         "RAY_USAGE_STATS_ENABLED": "0",
         MARK_VARIABLE: manifest.mark,
         "SPT_NOENV": "1",  # or setproctitle, in Ray's agents, writes the title over the mark
@@ -166,7 +179,7 @@ def _own_processes(manifest: ClusterManifest) -> tuple[ProcessRecord, ...]:
     try:
         return tuple(ProcessRecord.of(by_name[name]) for name in ("gcs_server", "raylet"))
     except (KeyError, psutil.Error) as error:
-        raise ClusterError(
+        raise ClusterNotReadyError(
             f"Ray cluster {manifest.name!r} lost a process while it started: of gcs_server and raylet, only "
             f"{sorted({'gcs_server', 'raylet'} & set(by_name))} run; see {manifest.log_dir}"
         ) from error

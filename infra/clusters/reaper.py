@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from infra.clusters.manifest import MARK_VARIABLE, ClusterManifest
-from infra.errors import ClusterError
+from infra.errors import ClusterError, ClusterNotReadyError
 from infra.process_record import ProcessRecord, describe, is_live, marked_processes
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ def end_cluster(path: Path, manifest: ClusterManifest, *, timeout_s: float = 25.
     left = _end_processes(manifest, timeout_s)
     if left:
         names = ", ".join(describe(process) for process in left)
-        raise ClusterError(
+        raise ClusterNotReadyError(
             f"cluster {manifest.name!r} still has processes after {timeout_s:g} s and SIGKILL: {names}; "
             "they are probably waiting for a device or a file system"
         )

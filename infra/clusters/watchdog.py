@@ -22,7 +22,7 @@ import psutil
 
 from infra.clusters.manifest import ClusterManifest
 from infra.clusters.reaper import end_cluster
-from infra.errors import ClusterError
+from infra.errors import ClusterError, ClusterNotReadyError
 from infra.process_record import ProcessRecord
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ def start_watchdog(path: Path, manifest: ClusterManifest, *, stalled_after_s: fl
         os.close(reports)
         if not isinstance(error, (subprocess.SubprocessError, OSError, ValueError, psutil.Error)):
             raise
-        raise ClusterError(
+        raise ClusterNotReadyError(
             f"the watchdog of cluster {manifest.name!r} did not start within {_START_TIMEOUT_S:g} s; see {log}"
         ) from error
     finally:

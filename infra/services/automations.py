@@ -5,12 +5,14 @@ They live in the Prefect server, so that no process of ours need survive whateve
 word would otherwise crash the run that has just begun anew. How often a run was started is Prefect's own count, which
 each crash tells. There is one automation for each count, which acts on a run once: on sqlite an event may be looked at
 twice. It may also be lost, where a trigger reads its count before it writes it and others write meanwhile; so those
-that wait for silence are not told of crashes, and those that are told of them write first. A run that ended as Failed
-(a mistake, which a restart repeats) or Cancelled (a person's will) is never touched.
+that wait for silence are not told of crashes, and those that are told of them write first. A server that is killed may
+take a crash along that it was about to act on: `catch_up` acts on it when the next one has started. A run that ended as
+Failed (a mistake, which a restart repeats) or Cancelled (a person's will) is never touched.
 """
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 from infra.services import prefect_api
@@ -19,21 +21,27 @@ RESUMES = "resumes"
 """Tag of the deployments whose crashed runs are started again: their flows go on from what the store holds."""
 RESTARTING = "Restarting"
 """Name of the state of a crashed run that is about to be started again; its type is CRASHED."""
+SKIPPED = "Skipped"
+"""Name of the state of a run in whose place another one of its deployment goes on; its type is CANCELLED."""
 RESTARTS = 3
 QUIET_S = 30.0
 """From a crash to the restart. The worker's second word comes after three seconds, on a busy machine after half a
 minute; where the run waits for its new process by then, it does no harm. The watchdog of its Ray cluster is done."""
-LOST_AFTER_S = 300.0
+LOST_AFTER_S = 1200.0
 """Silence after which a run counts as crashed. Flows tell the server every 30 s that they live, and ride out a server
-that is away for four minutes: a shorter time would take such runs for dead when the server comes back."""
+that is away for sixteen minutes: a shorter time would take such runs for dead when the server comes back, if it is one
+that does not know that it was away (`infra/event_ordering.py`). Who runs `rlhf up` after a loss need not wait so long.
+"""
 _OURS = "rlhf-flows:restarts"
 """Tag of our automations: whatever has it is ours to change and to delete."""
 _FORMER = "rlhf"
 """Their tag in earlier versions, which a user's own may have too: of those, only what has one of our names is ours."""
 _YEAR_S = 365 * 24 * 3600.0
 _STATE = "prefect.flow-run."
-_ENDS = ("Completed", "Failed", "Cancelled")
+_ENDS = ("Completed", "Failed", "Cancelled", SKIPPED)
 _TIMES = ("before it began", "once", "twice", "three times", "four times")
+_RESTART = "A crashed run is started again"
+_END = "A run that crashes again and again is given up"
 
 
 def wanted(*, lost_after_s: float = LOST_AFTER_S, quiet_s: float = QUIET_S) -> list[dict[str, Any]]:
@@ -46,7 +54,7 @@ def wanted(*, lost_after_s: float = LOST_AFTER_S, quiet_s: float = QUIET_S) -> l
     ours = f"A run of a deployment with the tag {RESUMES!r}"
     crashes = [
         _automation(
-            f"A run that crashed {_TIMES[starts]} is to be started again",
+            _crash_name(starts),
             f"{ours} that crashed {_TIMES[starts]} is started again soon, as the same run.",
             _at_crash(starts),
             {
@@ -59,13 +67,13 @@ def wanted(*, lost_after_s: float = LOST_AFTER_S, quiet_s: float = QUIET_S) -> l
         for starts in range(RESTARTS + 1)
     ]
     restart = _automation(
-        "A crashed run is started again",
+        _RESTART,
         f"{ours} that has been {RESTARTING} for {quiet_s:g} s is started again, as the same run.",
         _at_silence(quiet_s, after=(RESTARTING,), signs=("Scheduled", "Pending", "Running", *_ENDS)),
         {"state": "SCHEDULED", "message": "Started again after a crash; it goes on from its last commit."},
     )
     end = _automation(
-        "A run that crashes again and again is given up",
+        _END,
         f"{ours} that crashed {_TIMES[RESTARTS + 1]} is not started again.",
         _at_crash(RESTARTS + 1),
         {
@@ -118,6 +126,66 @@ def install(api_url: str, automations: list[dict[str, Any]] | None = None) -> st
     return "the automations that start crashed runs again are as they should be"
 
 
+def catch_up(api_url: str, *, server_began: float) -> list[str]:
+    """Do what a server that was killed had still to do about crashes, and return the names of their runs.
+
+    It may have died between a crash and what its automations make of it, before they knew or while they acted; nothing
+    tells the next server. What has been acted on is left alone, and so is what crashed before the automations were
+    there: `remove` ended its waiting.
+
+    Args:
+        api_url: the Prefect server's.
+        server_began: when it started, as seconds since the epoch; what crashed later is its own affair.
+
+    Raises:
+        ServiceError: if the server does not answer.
+    """
+    found = {each["name"]: each for each in _found(api_url) if each["enabled"]}
+    if not found:
+        return []
+    oldest = min(each["created"] for each in found.values())
+    began = datetime.fromtimestamp(server_began, UTC).isoformat()
+    filters = {
+        "flow_runs": {
+            "state": {"name": {"any_": ["Crashed", RESTARTING]}},
+            "end_time": {"after_": oldest, "before_": began},
+        },
+        "deployments": {"tags": {"all_": [RESUMES]}},
+    }
+    done = []
+    for run in prefect_api.call(api_url, "POST", "/flow_runs/filter", filters) or []:
+        if state := _due(api_url, run, found):
+            prefect_api.call(api_url, "POST", f"/flow_runs/{run['id']}/set_state", {"state": state, "force": True})
+            done.append(str(run["name"]))
+    return done
+
+
+def _due(api_url: str, run: dict[str, Any], found: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the state into which a crashed run should have come, or None where it is to stay as it is."""
+    crash = run["state"]
+    if crash["name"] == RESTARTING:  # told again: whoever waits for its silence may not have heard of it
+        again = {key: crash[key] for key in ("type", "name", "message")}
+        return again if _is_older(found.get(_RESTART), crash) else None
+    its = found.get(_crash_name(run["run_count"]) if run["run_count"] <= RESTARTS else _END)
+    if its is None or not _is_older(its, crash):
+        return None
+    states = prefect_api.call(api_url, "GET", f"/flow_run_states/?flow_run_id={run['id']}")
+    for state in sorted(states, key=lambda state: str(state["timestamp"]), reverse=True):
+        if state["name"] == RESTARTING:
+            return None  # it crashed again before it could begin again
+        if state["type"] == "RUNNING":
+            break
+    action = its["actions"][0]
+    return {"type": action["state"], **{key: action[key] for key in ("name", "message") if action[key]}}
+
+
+def _is_older(automation: Any, crash: dict[str, Any]) -> bool:
+    """Whether an automation was there when a run crashed."""
+    if automation is None:
+        return False
+    return datetime.fromisoformat(automation["created"]) < datetime.fromisoformat(crash["timestamp"])
+
+
 def remove(api_url: str) -> None:
     """Remove our automations, and let no run wait for them; one that a person switched off stays.
 
@@ -153,6 +221,10 @@ def faults(api_url: str) -> list[str]:
         elif not found[name]["enabled"]:
             told.append(f"{name!r} is switched off")
     return told
+
+
+def _crash_name(starts: int) -> str:
+    return f"A run that crashed {_TIMES[starts]} is to be started again"
 
 
 def _automation(name: str, description: str, trigger: dict[str, Any], action: dict[str, Any]) -> dict[str, Any]:

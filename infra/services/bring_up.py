@@ -8,8 +8,9 @@ from pathlib import Path
 import psutil
 
 from infra.errors import ServiceError
+from infra.prefect_access import PASSWORD_FILE, know_stack_of
 from infra.process_record import describe
-from infra.services import automations, processes, runs, seaweed
+from infra.services import automations, password, processes, runs, seaweed
 from infra.services.deployments import all_present, deploy, source_digest
 from infra.services.env_file import assignment, write_block
 from infra.services.ports import choose_port
@@ -19,16 +20,20 @@ from infra.services.service import Report, Service, stack_environment
 from infra.services.state import StackState, locked, make_home, write_private
 from infra.services.take_down import remove_sockets
 from infra.services.worker import make_work_pool, worker
-from infra.settings import CHECKOUT, STACK_ENV, Settings, env_file, inherited_environment
+from infra.settings import CHECKOUT, STACK_ENV, Settings, env_file, inherited_environment, read_env_file
+
+_AUTH = "PREFECT_API_AUTH_STRING"
+_SERVER_AUTH = "PREFECT_SERVER_API_AUTH_STRING"
 
 
-def up(settings: Settings, report: Report, *, checkout: Path = CHECKOUT) -> StackState:
+def up(settings: Settings, report: Report, *, checkout: Path = CHECKOUT, new_password: bool = False) -> StackState:
     """Bring the whole stack up, or what is missing of it; on failure end what this call has started.
 
     Args:
         settings: as `infra.settings.settings` returns them.
         report: takes a line for each thing that is done.
         checkout: where `prefect.yaml` lies.
+        new_password: whether another password is drawn for the Prefect server.
 
     Returns:
         What runs where.
@@ -40,10 +45,12 @@ def up(settings: Settings, report: Report, *, checkout: Path = CHECKOUT) -> Stac
     with locked(settings.home, report):
         bringing = _BringingUp(settings, report, checkout)
         try:
-            bringing.go()
+            bringing.go(new_password=new_password)
         except BaseException:  # Ctrl-C as well
             bringing.undo()
             raise
+        if bringing.refusal:
+            raise bringing.refusal
         return bringing.state
 
 
@@ -59,9 +66,14 @@ class _BringingUp:
         self.is_down = not processes.marked(self.state.id)
         """Nothing of the stack lives that knows an address, so that it may have the usual ones back."""
         self.started: list[psutil.Process] = []
+        self.password = ""
+        self.refusal: ServiceError | None = None
+        """What was not done, to be told once all else is."""
+        know_stack_of(self.home)
 
-    def go(self) -> None:
+    def go(self, *, new_password: bool) -> None:
         entries = read_prefect_yaml(self.checkout)
+        self.password = self._password(new=new_password)
         self._make_directories()
         store, server = self._store(), self._server()
         # Both are started before either is waited for.
@@ -69,7 +81,7 @@ class _BringingUp:
         new_server = self._spawn_unless_well(server)
         if store and new_store:
             self._await(store, new_store)
-            seaweed.configure(self.state.ports)
+            seaweed.configure(self.home, self.state.ports)
         if new_server:
             self._await(server, new_server)
         api_url = f"{server.address}/api"
@@ -81,6 +93,9 @@ class _BringingUp:
             for name in runs.settle_lost_runs(api_url):
                 self.report(f"run {name} had lost its process: it now counts as crashed")
         self.report(automations.install(api_url))
+        if its_server := self.state.services["server"].process():
+            for name in automations.catch_up(api_url, server_began=its_server.create_time()):
+                self.report(f"run {name} crashed while the server was killed: this is seen to now")
         new_worker = self._spawn_unless_well(its_worker)
         self._deploy(api_url, entries)
         if new_worker:
@@ -97,6 +112,66 @@ class _BringingUp:
             remove_sockets(self.state)
         self.state.save(self.home)
 
+    def _password(self, *, new: bool) -> str:
+        """Return the password that the server is to ask for: the user's, another one, the one that is kept, or a first.
+
+        Raises:
+            ServiceError: if it is none, others may know it, or flow runs live that would not know it.
+        """
+        theirs = self.settings.prefect_server_api_auth_string
+        if theirs and new:
+            raise ServiceError(f"{_SERVER_AUTH} is set: the password is yours to change there, or unset it")
+        kept = None
+        if theirs:
+            wanted = password.checked(theirs.get_secret_value(), f"{_SERVER_AUTH}, as it is set,")
+        elif new:
+            wanted = password.draw()
+        else:
+            kept = password.read_password(self.home)
+            wanted = kept or self._recovered() or password.draw()
+        self._check_runs_know(wanted)
+        if former := self._without_worker_of_another(wanted):
+            return former
+        if wanted != kept:
+            password.keep_password(self.home, wanted)
+        return wanted
+
+    def _without_worker_of_another(self, wanted: str) -> str | None:
+        """End a worker that holds another password; return that one if a flow run began in the meantime."""
+        record = self.state.services.get("worker")
+        process = record.process() if record else None
+        former = _held(process) if process else None
+        if process is None or former in (None, wanted):
+            return None
+        processes.end([process], grace_s=0.0)  # from here on no run begins that would not know the new one
+        try:
+            self._check_runs_know(wanted)
+        except ServiceError as error:
+            if not former:  # of a stack without a password, which there is no way back to
+                raise
+            self.refusal = error
+            return former
+        return None
+
+    def _recovered(self) -> str | None:
+        """Return the password whose file is lost, from our other file or from a process that holds it."""
+        found = read_env_file(self.home / STACK_ENV).get(_AUTH)
+        found = found or next(filter(None, map(_held, processes.marked(self.state.id))), None)
+        if found is None:
+            return None
+        self.report(f"{self.home / PASSWORD_FILE} was lost, and is written again: the password was still known here")
+        return password.checked(found, f"what was found in place of {self.home / PASSWORD_FILE}")
+
+    def _check_runs_know(self, wanted: str) -> None:
+        """Refuse a password that a live flow run does not hold: the server would know that run no more."""
+        others = [run for run in runs.engines(self.state.id) if _held(run) not in (wanted, None)]
+        if others:
+            held, ended = ("runs hold", "they have") if len(others) > 1 else ("run holds", "it has")
+            raise ServiceError(
+                f"{len(others)} flow {held} the Prefect server's former password, and would lose the server with "
+                f"another; change it when {ended} ended (see `rlhf status`), or end everything with `rlhf down` before"
+            )
+
     def _make_directories(self) -> None:
         for name in ("logs", "prefect", "store", "cache", "models", "clusters"):
             (self.home / name).mkdir(mode=0o700, exist_ok=True)
@@ -108,6 +183,7 @@ class _BringingUp:
         if not self.settings.wants_local_store:
             self.report(f"the object store is yours: {self.settings.store_url}")
             return None
+        seaweed.prepare(self.home, self.report, is_down=self.is_down)
         ports = self.state.ports
         if not self._runs("store", ports.get("s3"), self.settings.s3_port):
             taken = [port for name, port in ports.items() if name == "prefect"]
@@ -126,7 +202,7 @@ class _BringingUp:
                 preferred=preferred[::-1] if self.is_down else preferred,
                 taken=[port for name, port in ports.items() if name != "prefect"],
             )
-        return prefect_server(self.home, ports["prefect"], self.settings.database_url)
+        return prefect_server(self.home, ports["prefect"], self.settings.database_url, self.password)
 
     def _runs(self, name: str, port: int | None, demanded: int | None) -> bool:
         record = self.state.services.get(name)
@@ -175,7 +251,9 @@ class _BringingUp:
 
     def _variables(self, store: Service | None, api_url: str) -> dict[str, str]:
         """Return how everything of this stack finds the server and the artifact store."""
-        variables = {**self.settings.child_environment(), "PREFECT_API_URL": api_url}
+        inherited = self.settings.child_environment()
+        variables = {name: value for name, value in inherited.items() if not name.startswith("PREFECT_")}
+        variables |= {"PREFECT_API_URL": api_url, _AUTH: self.password}
         if store:
             for name in ("RLHF_S3_SESSION_TOKEN", "RLHF_S3_PROFILE", "RLHF_S3_CREDENTIALS_BLOCK"):
                 variables.pop(name, None)  # whoever they name is a stranger here
@@ -189,22 +267,33 @@ class _BringingUp:
         return variables
 
     def _write_files(self, variables: dict[str, str]) -> None:
-        """Tell the commands that are typed later: secrets in our own file, the server's address in `.env`."""
-        ours = variables if self.settings.wants_local_store else {"PREFECT_API_URL": variables["PREFECT_API_URL"]}
+        """Tell the commands that are typed later: all of it in our own file, how to reach the server in `.env`."""
+        server = {name: variables[name] for name in ("PREFECT_API_URL", _AUTH)}
+        ours = variables if self.settings.wants_local_store else server
         kept = {name: value for name, value in ours.items() if name != "RLHF_HOME"}
         write_private(self.home / STACK_ENV, "".join(f"{assignment(name, value)}\n" for name, value in kept.items()))
-        told = {
-            "PREFECT_API_URL": variables["PREFECT_API_URL"],
-            "PREFECT_HOME": str(self.home / "prefect"),
-        }
+        told = {**server, "PREFECT_HOME": str(self.home / "prefect")}
         if self.home != Settings.model_fields["home"].default:
             told["RLHF_HOME"] = str(self.home)  # so that `rlhf down` ends this very stack
-        write_block(env_file(), told)
+        known_before = read_env_file(env_file()).get(_AUTH) == self.password
+        if (mode := write_block(env_file(), told)) is not None:
+            self.report(
+                f"{env_file()} could be read by others (its mode was {mode:04o}) and is yours alone now, for it holds "
+                f"the password{', which they may know: `rlhf up --new-password` draws another' if known_before else ''}"
+            )
+        self._warn_of_exports(told)
+
+    def _warn_of_exports(self, told: dict[str, str]) -> None:
         exported = inherited_environment().get("PREFECT_API_URL")
-        if exported not in (None, told["PREFECT_API_URL"]):
+        if exported not in (None, "", told["PREFECT_API_URL"]):
             self.report(
                 f"PREFECT_API_URL is exported as {exported}: `rlhf run` comes here all the same, but unset it, or the "
                 "prefect command goes there"
+            )
+        elif inherited_environment().get(_AUTH) not in (None, "", self.password):
+            self.report(
+                f"{_AUTH} is exported, and is not this server's: `rlhf` does not mind, but unset it, or the server "
+                "refuses the prefect command"
             )
 
     def _deploy(self, api_url: str, entries: dict[str, DeploymentEntry]) -> None:
@@ -213,8 +302,18 @@ class _BringingUp:
             self.report(f"{len(entries)} deployments are as they should be")
             return
         self.report(f"registering {len(entries)} deployments")
-        environment = stack_environment(self.state.id, prefect_environment(self.home, api_url))
+        told = {**prefect_environment(self.home, api_url), _AUTH: self.password}
+        environment = stack_environment(self.state.id, told)
         log = self.home / "logs" / "deploy.log"
         said = deploy(self.checkout, api_url, environment, log, entries, self.state.schedules)
         self.state.schedules, self.state.deployed = said, digest
         self.state.save(self.home)
+
+
+def _held(process: psutil.Process) -> str | None:
+    """Return the password that a process was started with, perhaps an empty one; None once it is gone."""
+    try:
+        environment = process.environ()
+        return environment.get(_AUTH) or environment.get(_SERVER_AUTH, "")
+    except (psutil.Error, OSError):
+        return None

@@ -13,7 +13,9 @@ from typing import Literal, NamedTuple
 import psutil
 
 from infra.errors import InfraError
+from infra.prefect_access import PASSWORD_FILE, access_to
 from infra.services import automations, prefect_api
+from infra.services.password import read_password
 from infra.services.ports import holder, is_free
 from infra.services.prefect_server import PREFECT_PORT
 from infra.services.prefect_yaml import read_prefect_yaml
@@ -21,7 +23,7 @@ from infra.services.processes import tree
 from infra.services.seaweed import S3_PORT
 from infra.services.state import ServiceRecord, StackState
 from infra.services.status import running_api_url, status
-from infra.settings import CHECKOUT, Settings, inherited_environment
+from infra.settings import CHECKOUT, Settings, env_file, inherited_environment, read_env_file
 
 _GIB = 2**30
 _QUICKSTART_MEMORY = 12 * _GIB
@@ -51,6 +53,7 @@ def diagnose(settings: Settings, *, checkout: Path = CHECKOUT) -> list[Finding]:
         lambda: _pins(checkout),
         lambda: _ports(settings),
         lambda: _environment(settings),
+        lambda: _password(settings),
         lambda: _deployments(checkout),
         lambda: _services(settings),
         lambda: _restarts(settings),
@@ -167,7 +170,8 @@ def _command(process: psutil.Process | None) -> str:
 
 
 def _environment(settings: Settings) -> Iterator[Finding]:
-    exported = inherited_environment().get("PREFECT_API_URL")
+    told = inherited_environment()
+    exported = told.get("PREFECT_API_URL")
     server = StackState.load(settings.home).services.get("server") if settings.home.is_dir() else None
     if exported and server and not exported.startswith(server.address):
         yield Finding(
@@ -176,6 +180,33 @@ def _environment(settings: Settings) -> Iterator[Finding]:
             f"PREFECT_API_URL is exported as {exported}, the stack's server is {server.address}",
             "unset PREFECT_API_URL, or the prefect command will talk to the other server",
         )
+    elif server and told.get("PREFECT_API_AUTH_STRING") not in (None, "", access_to(server.address).auth_string):
+        yield Finding(
+            "environment",
+            "warning",
+            "PREFECT_API_AUTH_STRING is exported, and is not the password of the stack's server",
+            "unset PREFECT_API_AUTH_STRING, or the server refuses the prefect command",
+        )
+
+
+def _password(settings: Settings) -> Iterator[Finding]:
+    """Whether others may know the password of the stack's server, from our files or from `.env`."""
+    try:
+        kept = read_password(settings.home)
+    except InfraError as error:
+        yield Finding("password", "wrong", str(error), "draw another with `rlhf up --new-password`")
+        return
+    if kept is None:
+        if StackState.load(settings.home).services:
+            seen = f"{settings.home / PASSWORD_FILE} is not there"
+            yield Finding("password", "warning", seen, "run `rlhf up`, which writes it again")
+        return
+    path = env_file()
+    if read_env_file(path).get("PREFECT_API_AUTH_STRING") == kept and (mode := path.stat().st_mode & 0o777) & 0o077:
+        seen = f"{path} holds it and can be read by others (its mode is {mode:04o})"
+        yield Finding("password", "wrong", seen, f"chmod 600 {path}, then `rlhf up --new-password`")
+    else:
+        yield Finding("password", "well", f"in {settings.home / PASSWORD_FILE}, for your eyes alone")
 
 
 def _deployments(checkout: Path) -> Iterator[Finding]:
@@ -197,8 +228,15 @@ def _services(settings: Settings) -> Iterator[Finding]:
             advice = f"run `rlhf up`; the log is {line.log}" if line.log else "run `rlhf up`"
             yield Finding(line.name, "wrong", line.state, advice)
     api_url = settings.prefect_api_url
-    if api_url and not prefect_api.is_healthy(api_url):
+    if api_url is None:
+        return
+    if not prefect_api.is_healthy(api_url):
         yield Finding("Prefect server", "wrong", f"{api_url} does not answer", "run `rlhf up`")
+        return
+    try:
+        prefect_api.call(api_url, "GET", "/admin/version")
+    except InfraError as error:
+        yield Finding("Prefect server", "wrong", str(error), "correct it, or run `rlhf up`")
 
 
 def _restarts(settings: Settings) -> Iterator[Finding]:

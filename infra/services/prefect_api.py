@@ -4,37 +4,44 @@ from __future__ import annotations
 
 import json
 import time
-from base64 import b64encode
 from http import HTTPStatus
 from typing import Any
 from urllib.error import HTTPError
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 from urllib.request import Request, urlopen
 
-from infra.errors import ServiceError
-from infra.settings import inherited_environment
+from infra.errors import InfraError, ServiceError
+from infra.prefect_access import access_to, refusal
 
 
 def call(api_url: str, method: str, path: str, body: Any = None, *, timeout_s: float = 20.0) -> Any:
     """Return the server's answer, or None where there is no such thing.
 
-    A server whose database is busy answers 503, and is asked again, as Prefect's own client does.
+    A server whose database is busy answers 503, and is asked again, as Prefect's own client does. Each server is told
+    who we are as its own address says: see `prefect_access`.
 
     Raises:
         ServiceError: if the server does not answer, or refuses.
+        SettingsError: if a variable holds what it must not.
     """
+    access = access_to(api_url)
     data = None if body is None else json.dumps(body).encode()
-    headers = {"Content-Type": "application/json", **_authorization()}
+    headers = {"Content-Type": "application/json"}
     request = Request(f"{api_url}{quote(path, safe='/?=')}", data=data, method=method, headers=headers)
+    for name, value in access.all_headers.items():
+        request.add_unredirected_header(name, value)  # whom the server points at may be anybody
+    tls = access.tls() if urlsplit(api_url).scheme == "https" else None
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            with urlopen(request, timeout=timeout_s) as answer:
+            with urlopen(request, timeout=timeout_s, context=tls) as answer:
                 text = answer.read()
                 return json.loads(text) if text else {}
         except HTTPError as error:
             if error.code == HTTPStatus.NOT_FOUND:
                 return None
+            if error.code == HTTPStatus.UNAUTHORIZED:
+                raise ServiceError(refusal(api_url, access)) from None
             if error.code != HTTPStatus.SERVICE_UNAVAILABLE or time.monotonic() > deadline:
                 said = error.read(300).decode("utf-8", "replace")
                 raise ServiceError(f"the Prefect server answered {error.code} to {method} {path}: {said}") from None
@@ -43,21 +50,11 @@ def call(api_url: str, method: str, path: str, body: Any = None, *, timeout_s: f
         time.sleep(0.2)
 
 
-def _authorization() -> dict[str, str]:
-    """Return what a server that asks who we are is told, as Prefect's own client tells it."""
-    told = inherited_environment()
-    if name_and_password := told.get("PREFECT_API_AUTH_STRING"):
-        return {"Authorization": f"Basic {b64encode(name_and_password.encode()).decode()}"}
-    if key := told.get("PREFECT_API_KEY"):
-        return {"Authorization": f"Bearer {key}"}
-    return {}
-
-
 def is_healthy(api_url: str) -> bool:
-    """Whether the server answers its health check."""
+    """Whether the server answers its health check, for which it asks no password."""
     try:
         return call(api_url, "GET", "/health", timeout_s=3.0) is True
-    except (ServiceError, ValueError):
+    except (InfraError, ValueError):
         return False
 
 

@@ -7,9 +7,24 @@ from pathlib import Path
 
 from infra.services import prefect_api
 from infra.services.service import Service
+from infra.settings import env_file, inherited_environment, read_env_file
 
 PREFECT_PORT = 4200
 """Where people expect it."""
+DECIDED = (
+    # Where it is: RLHF_PREFECT_PORT, on the loopback address.
+    *("PREFECT_SERVER_API_HOST", "PREFECT_SERVER_API_PORT", "PREFECT_SERVER_API_BASE_PATH"),
+    # Who may call it: the password is passed on, once it has been looked at.
+    *("PREFECT_SERVER_API_AUTH_STRING", "PREFECT_SERVER_API_CORS_", "PREFECT_SERVER_CORS_"),
+    *("PREFECT_SERVER_API_CSRF_", "PREFECT_SERVER_CSRF_"),
+    # Where its data are: RLHF_DATABASE_URL.
+    *("PREFECT_SERVER_DATABASE_CONNECTION_URL", "PREFECT_SERVER_DATABASE_DRIVER", "PREFECT_SERVER_DATABASE_HOST"),
+    *("PREFECT_SERVER_DATABASE_NAME", "PREFECT_SERVER_DATABASE_PASSWORD", "PREFECT_SERVER_DATABASE_PORT"),
+    *("PREFECT_SERVER_DATABASE_USER",),
+    # What it tells others, and that there is only one.
+    *("PREFECT_SERVER_ANALYTICS_ENABLED", "PREFECT_SERVER_EPHEMERAL_"),
+)
+"""Settings of the server that `rlhf up` makes by itself; the user's others (PREFECT_SERVER_...) are passed on."""
 
 
 def prefect_environment(home: Path, api_url: str) -> dict[str, str]:
@@ -24,21 +39,39 @@ def prefect_environment(home: Path, api_url: str) -> dict[str, str]:
     }
 
 
-def prefect_server(home: Path, port: int, database_url: str | None) -> Service:
+def _users_own() -> dict[str, str]:
+    """Return what the user says of his Prefect server, in the environment or in `.env`, less what the stack decides."""
+    said = {**read_env_file(env_file()), **inherited_environment()}
+    return {
+        name.upper(): value
+        for name, value in said.items()
+        if name.upper().startswith("PREFECT_SERVER_") and not name.upper().startswith(DECIDED)
+    }
+
+
+def prefect_server(home: Path, port: int, database_url: str | None, password: str) -> Service:
     """Return the Prefect server as a service.
 
     Args:
         home: its database and log lie under it.
         port: where it listens, on the loopback address.
         database_url: None for sqlite in the home directory.
+        password: user:password, which it asks everybody for.
     """
     address = f"http://127.0.0.1:{port}"
     environment = {
+        **_users_own(),
         **prefect_environment(home, f"{address}/api"),
         "PREFECT_SERVER_DATABASE_CONNECTION_URL": database_url or f"sqlite+aiosqlite:///{home}/prefect/prefect.db",
         "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
+        "PREFECT_SERVER_EVENTS_CAUSAL_ORDERING": "infra.event_ordering",  # automations that survive the server
         # Runs of schedules are made ahead, and none for a time that has passed: so many nights may a stack be down.
         "PREFECT_SERVER_SERVICES_SCHEDULER_MIN_RUNS": "31",
+        "PREFECT_SERVER_API_AUTH_STRING": password,
+        # The UI calls 127.0.0.1 even where it was opened as localhost; pages from elsewhere have no business here.
+        "PREFECT_SERVER_API_CORS_ALLOWED_ORIGINS": f"{address},http://localhost:{port}",
+        # Nobody's browser sends the password by itself, as it would a cookie; and our own calls know no CSRF token.
+        "PREFECT_SERVER_API_CSRF_PROTECTION_ENABLED": "false",
     }
     return Service(
         name="server",

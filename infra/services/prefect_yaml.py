@@ -7,7 +7,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic_core import PydanticCustomError
 
 from infra.errors import ServiceError
 from infra.strict_yaml import load_yaml
@@ -38,14 +39,6 @@ class ScheduleEntry(_Strict):
     parameters: dict[str, Any] = Field(default_factory=dict)
 
 
-class ConcurrencyEntry(_Strict):
-    """How many runs of a deployment may go on at once."""
-
-    limit: int = Field(ge=1)
-    collision_strategy: Literal["ENQUEUE", "CANCEL_NEW"] = "ENQUEUE"
-    grace_period_seconds: int | None = Field(None, ge=60)
-
-
 class DeploymentEntry(_Strict):
     """One deployment."""
 
@@ -57,7 +50,17 @@ class DeploymentEntry(_Strict):
     enforce_parameter_schema: Literal[True]
     work_pool: WorkPoolEntry
     schedules: tuple[ScheduleEntry, ...] = ()
-    concurrency_limit: ConcurrencyEntry | None = None
+    concurrency_limit: None = None
+
+    @field_validator("concurrency_limit", mode="before")
+    @classmethod
+    def _has_a_better_one(cls, value: Any) -> None:
+        if value is not None:
+            raise PydanticCustomError(
+                "concurrency_limit",
+                "Prefect keeps this limit in the server's memory, and a run that has it crashes when the server is "
+                "restarted; give the deployment the tag one-at-a-time in its place",
+            )
 
 
 class _File(_Strict):

@@ -1,8 +1,13 @@
-"""The local object store: SeaweedFS, S3 on the loopback address."""
+"""The local object store: SeaweedFS, S3 on the loopback address.
+
+Who has none of its keys (`store_keys`) and not S3's secret is answered by none of its ports and sockets, but for what
+says that the store lives; docs/security.md has the list.
+"""
 
 from __future__ import annotations
 
 import secrets
+import stat
 import subprocess
 import sys
 import time
@@ -13,8 +18,10 @@ from urllib.request import urlopen
 
 from infra.errors import ServiceError
 from infra.services.ports import choose_port, free_port, is_free
-from infra.services.service import Service
+from infra.services.service import Report, Service
 from infra.services.state import write_private
+from infra.services.store_keys import keys_environment, make_keys
+from infra.settings import inherited_environment
 
 BUCKET = "rlhf"
 ACCESS_KEY = "rlhf"
@@ -25,19 +32,57 @@ S3_PORT = 8333
 ADMIN_GRPC_OFFSET = 10_000
 """SeaweedFS's own worker looks for the admin's second port here, whatever the flag says."""
 
+CLOSED: Mapping[str, object] = {
+    "disableHttp": "true",
+    "s3.iam": "false",
+    "s3.port.iceberg": 0,
+    "s3.port.lance": 0,
+    "admin.ui": "false",
+    "webdav": "false",
+}
+"""The flags that leave S3 alone of all that SeaweedFS offers; the keys close what its parts say to each other."""
+
 _MEMORY_LIMIT = "400MiB"
 _SOCKETS = Path("/tmp")
-"""SeaweedFS puts its internal sockets here; there is no flag for it."""
+"""SeaweedFS puts its internal sockets here; there is no flag for it. Who connects needs a certificate there too."""
+_SECRET_FILE = "store.secret"
+
+
+def prepare(home: Path, report: Report, *, is_down: bool) -> None:
+    """Make the store's directory and keys, as far as they are not there or no longer good.
+
+    Args:
+        home: all of the store lies under it.
+        report: takes a line for what is made anew.
+        is_down: whether nothing of the stack runs that knows S3's secret.
+
+    Raises:
+        ServiceError: if they cannot be made.
+    """
+    data = home / "store"
+    data.mkdir(mode=0o700, exist_ok=True)
+    # SeaweedFS reads the first that it finds of its directory's, the user's and the system's: theirs are for others.
+    write_private(data / "security.toml", "# The environment says it all.\n")
+    make_keys(home, report)
+    secret = home / _SECRET_FILE
+    with suppress(FileNotFoundError):
+        if not stat.S_IMODE(secret.stat().st_mode) & 0o077:
+            return
+        if is_down:
+            secret.unlink()
+            report(f"{secret} could be read by others: another secret was drawn, and nothing stored depends on it")
+        else:  # runs that hold it would lose the store
+            report(f"{secret} can be read by others: run `rlhf down` and `rlhf up`, which draws another")
 
 
 def load_secret(home: Path) -> str:
-    """Return the secret key of the local store; the first call draws it and keeps it in a file of mode 0600."""
-    path = home / "store.secret"
-    with suppress(FileNotFoundError):
-        if secret := path.read_text(encoding="utf-8").strip():
+    """Return S3's secret key; the first call draws it and keeps it in a file of mode 0600."""
+    path = home / _SECRET_FILE
+    with suppress(FileNotFoundError, UnicodeDecodeError):
+        if secret := path.read_text(encoding="ascii").strip():
             return secret
     write_private(path, secrets.token_hex(24))
-    return path.read_text(encoding="utf-8").strip()
+    return path.read_text(encoding="ascii").strip()
 
 
 def choose_ports(
@@ -70,7 +115,7 @@ def choose_ports(
 
 
 def seaweed(home: Path, ports: Mapping[str, int], socket_dir: Path) -> Service:
-    """Return the object store as a service.
+    """Return the object store as a service; `prepare` made what it needs.
 
     Args:
         home: all its data lie under it.
@@ -88,6 +133,7 @@ def seaweed(home: Path, ports: Mapping[str, int], socket_dir: Path) -> Service:
             "AWS_ACCESS_KEY_ID": ACCESS_KEY,  # SeaweedFS makes these its administrator's
             "AWS_SECRET_ACCESS_KEY": load_secret(home),
             "GOMEMLIMIT": _MEMORY_LIMIT,
+            **keys_environment(home),
         },
         cwd=data,
         log=home / "logs" / "store.log",
@@ -100,16 +146,16 @@ def seaweed(home: Path, ports: Mapping[str, int], socket_dir: Path) -> Service:
 
 def _flags(data: Path, ports: Mapping[str, int], socket_dir: Path) -> dict[str, object]:
     return {
+        **CLOSED,
         "dir": data,
         "ip": "127.0.0.1",
         "ip.bind": "127.0.0.1",
         "bucket": BUCKET,
         "s3.port": ports["s3"],
         "s3.port.grpc": ports["s3_grpc"],
-        "s3.port.iceberg": 0,
-        "s3.port.lance": 0,
         "s3.localSocket": socket_dir / "s3",
         "s3.autoCreateBucket": "false",  # a wrong bucket name is a mistake, not a wish
+        "s3.allowedOrigins": f"http://127.0.0.1:{ports['s3']}",  # no page of another's
         "master.port": ports["master"],
         "master.port.grpc": ports["master_grpc"],
         "master.telemetry": "false",
@@ -120,8 +166,6 @@ def _flags(data: Path, ports: Mapping[str, int], socket_dir: Path) -> dict[str, 
         "volume.port.grpc": ports["volume_grpc"],
         "admin.port": ports["admin"],
         "admin.port.grpc": ports["admin"] + ADMIN_GRPC_OFFSET,
-        "admin.ui": "false",
-        "webdav": "false",
     }
 
 
@@ -134,8 +178,13 @@ def is_healthy(address: str) -> bool:
         return False
 
 
-def configure(ports: Mapping[str, int], *, timeout_s: float = 60.0) -> None:
+def configure(home: Path, ports: Mapping[str, int], *, timeout_s: float = 60.0) -> None:
     """Have every write reach the disk before it is acknowledged, and wait until the bucket is there.
+
+    Args:
+        home: the keys lie in it.
+        ports: one for each of `PORT_NAMES`.
+        timeout_s: longest wait.
 
     Raises:
         ServiceError: if the store did not take it in time.
@@ -144,7 +193,7 @@ def configure(ports: Mapping[str, int], *, timeout_s: float = 60.0) -> None:
     script = "fs.configure -locationPrefix=/buckets/ -fsync=true -apply\ns3.bucket.list\n"
     said = ""
     while time.monotonic() < deadline:
-        said = _shell(script, ports)
+        said = _shell(script, home, ports)
         buckets = [line.split()[0] for line in said.splitlines() if line.strip()]
         if '"fsync":  true' in said and BUCKET in buckets:
             return
@@ -163,13 +212,22 @@ def remove_sockets(ports: Mapping[str, int]) -> None:
             (_SOCKETS / f"seaweedfs-{name}-grpc-{port}.sock").unlink(missing_ok=True)
 
 
-def _shell(script: str, ports: Mapping[str, int]) -> str:
+def _shell(script: str, home: Path, ports: Mapping[str, int]) -> str:
     # Without the second port after a dot, weed shell looks 10000 higher, and waits there for ever.
     master = f"127.0.0.1:{ports['master']}.{ports['master_grpc']}"
     filer = f"127.0.0.1:{ports['filer']}.{ports['filer_grpc']}"
     command = [_weed(), "shell", f"-master={master}", f"-filer={filer}"]
     try:
-        return subprocess.run(command, input=script, capture_output=True, text=True, timeout=20, check=False).stdout
+        return subprocess.run(
+            command,
+            input=script,
+            env={**inherited_environment(without_prefixes=("WEED_",)), **keys_environment(home)},
+            cwd=home / "store",
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=False,
+        ).stdout
     except subprocess.TimeoutExpired:
         return ""
 

@@ -22,10 +22,20 @@ from infra.settings import inherited_environment
 Report = Callable[[str], None]
 
 _NOT_INHERITED = (
-    *("PREFECT_API_", "PREFECT_PROFILE", "PREFECT_HOME", "PREFECT_SERVER_", "PREFECT__"),
+    *(
+        "PREFECT_API_",
+        "PREFECT_CLIENT_CUSTOM_HEADERS",
+        "PREFECT_PROFILE",
+        "PREFECT_HOME",
+        "PREFECT_SERVER_",
+        "PREFECT__",
+    ),
     *("RLHF_S3_", "RLHF_STORE_URL"),
 )
-"""A user's other server, another run's identity, other credentials: what a service needs of these is set anew."""
+"""A user's other server, another run's identity, other credentials: what a service needs of these is set anew.
+
+What he says of this server (PREFECT_SERVER_...) the server alone is told: see `prefect_server`.
+"""
 
 
 @dataclass(frozen=True)
@@ -94,7 +104,7 @@ class Service:
 
 def stack_environment(stack_id: str, variables: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a process of the stack: this one's, our programs first on the path, the variables."""
-    inherited = inherited_environment(without_prefixes=_NOT_INHERITED)
+    inherited = inherited_environment(without_prefixes=(*_NOT_INHERITED, "WEED_"))  # SeaweedFS's: ours are all it gets
     return {
         **inherited,
         "PATH": os.pathsep.join((str(Path(sys.executable).parent), inherited.get("PATH", os.defpath))),

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import psutil
 
+from infra.prefect_access import PASSWORD_FILE
 from infra.services import prefect_api, processes
 from infra.services.seaweed import is_healthy as store_is_healthy
 from infra.services.state import StackState
@@ -58,6 +59,16 @@ def running_api_url(settings: Settings) -> str | None:
     state = StackState.load(settings.home) if settings.home.is_dir() else StackState()
     server = state.services.get("server")
     return f"{server.address}/api" if server and server.process() else None
+
+
+def how_to_open_the_ui(settings: Settings, address: str) -> str:
+    """Return where the Prefect UI is, and where the password stands that it asks for.
+
+    Args:
+        settings: of the stack.
+        address: the server's.
+    """
+    return f"Prefect UI: {address} (it asks for a password: the line in {settings.home / PASSWORD_FILE})"
 
 
 def _service(name: str, state: StackState) -> tuple[ServiceStatus, list[psutil.Process]]:

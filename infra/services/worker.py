@@ -17,9 +17,14 @@ from infra.services.service import Service
 
 WORK_POOL = "rlhf"
 WORKER_NAME = "local"
+PATIENCE_S = 960.0
+"""How long a run waits for a server that is away: one that is away for a quarter of an hour costs no run."""
 EVERY_WORKER = {
-    # Waits of 2, 4, ... 128 s: a server that is away for four minutes does not end a night's run, and one that
-    # is gone does. The waits double without bound, so that twice as many retries would be a day.
+    # Its clients wait for a server that is away (infra/patience.py) where the plugin is loaded.
+    "PREFECT_PLUGINS_ENABLED": "true",
+    "PREFECT_PLUGINS_ALLOW": "rlhf-flows",
+    "RLHF_SERVER_PATIENCE_S": f"{PATIENCE_S:.0f}",
+    # Elsewhere they wait 2, 4, ... 128 s, without bound: twice as many retries would be a day.
     "PREFECT_CLIENT_MAX_RETRIES": "7",
     "PREFECT_WORKER_ENABLE_CANCELLATION": "true",
     "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",

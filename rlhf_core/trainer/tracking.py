@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from importlib import import_module
 from pathlib import Path
@@ -15,6 +16,8 @@ from torch.utils.tensorboard import SummaryWriter
 
 from rlhf_core.errors import ConfigError
 from rlhf_core.trainer.run_directory import check_writable
+
+logger = logging.getLogger(__name__)
 
 HOSTED = ("wandb", "trackio")  # trackio has the first one's functions, and keeps everything on this machine
 
@@ -33,7 +36,7 @@ class Sink(Protocol):
 
 
 class Tracker:
-    """Several sinks as one; with none, everything is dropped.
+    """Several sinks as one; with none, everything is dropped. One that fails is dropped, with a warning.
 
     Args:
         sinks: are told everything, in their order.
@@ -46,19 +49,25 @@ class Tracker:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Take in the numbers of one step."""
-        for sink in self._sinks:
-            sink.log(metrics, step)
+        self._tell(lambda sink: sink.log(metrics, step))
 
     def text(self, name: str, text: str, step: int) -> None:
         """Take in a text, such as a sampled response."""
-        for sink in self._sinks:
-            sink.text(name, text, step)
+        self._tell(lambda sink: sink.text(name, text, step))
 
     def close(self) -> None:
         """Write what is still held back; nothing may be logged afterwards."""
-        for sink in self._sinks:
-            sink.close()
+        self._tell(lambda sink: sink.close())
         self._sinks = ()
+
+    def _tell(self, tell: Callable[[Sink], None]) -> None:
+        for sink in self._sinks:
+            try:
+                tell(sink)
+            except Exception as error:  # of a disk, a network, a hosted service: training is worth more than its curves
+                name = type(sink).__name__
+                logger.warning("%s failed, and training goes on without it: %s: %s", name, type(error).__name__, error)
+                self._sinks = tuple(each for each in self._sinks if each is not sink)
 
 
 class JsonLines:

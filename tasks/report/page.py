@@ -49,9 +49,9 @@ def page_key(what: str, reference: str) -> str:
     return f"{name}-{what}"
 
 
-def inline(alt: str, png: bytes) -> str:
-    """Return a picture that needs no file."""
-    return picture(alt, f"data:image/png;base64,{b64encode(png).decode()}")
+def inline(alt: str, png: bytes | None) -> str:
+    """Return a picture that needs no file; nothing where there is none."""
+    return "" if png is None else picture(alt, f"data:image/png;base64,{b64encode(png).decode()}")
 
 
 def with_pictures(text: str, pictures: Mapping[str, bytes]) -> str:

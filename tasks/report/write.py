@@ -15,13 +15,17 @@ from tasks.report.tables import constant_sentence, episode_tables, evaluation_ta
 from tasks.report.text import CAPTIONS, EPISODES, EVALUATION, TRAINING, report_text
 from tasks.results import Decision, StageResult
 from tasks.sentences import stage_task
+from tasks.showing import DEADLINE_S, only_shows
 from tasks.source import source_digest
 
 REPORT, FACTS, SAMPLES_PAGE = "report.md", "report.json", "samples.md"
+PAGE = "a page in Prefect"
+"""What is shown there, as warnings call it."""
 MODULES = ("facts", "markdown", "samples", "tables", "text", "draw", "page", "write")
 
 
 @stage_task(name="show-episodes")
+@only_shows(PAGE, deadline_s=DEADLINE_S)
 def show_episodes(policy: StageResult, seed: int) -> None:
     """Put a PPO run on its page: curves and a table of its episodes, and samples of the last one.
 
@@ -37,6 +41,7 @@ def show_episodes(policy: StageResult, seed: int) -> None:
 
 
 @stage_task(name="show-training")
+@only_shows(PAGE, deadline_s=DEADLINE_S)
 def show_training(result: StageResult) -> None:
     """Put the curves of a supervised stage on the page of its run; nothing where an older artifact kept none.
 
@@ -51,6 +56,7 @@ def show_training(result: StageResult) -> None:
 
 
 @stage_task(name="show-evaluations")
+@only_shows(PAGE, deadline_s=DEADLINE_S)
 def show_evaluations(evaluations: dict[str, StageResult], seed: int) -> None:
     """Put an evaluation on its page: the policies' scores, and what became of answers from PPO's start to its end.
 
@@ -80,6 +86,8 @@ def write_report(
 ) -> str:
     """Store the run's report and put it on its page; return the reference of the `run` artifact.
 
+    What it is made of is stored in any case, as report.json; text, pictures and page may be missing, with a warning.
+
     Args:
         config: the resolved preset.
         stages: in order; the last one is PPO.
@@ -100,11 +108,21 @@ def write_report(
         wall_s=wall_s,
     )
     pictures = report_pictures(facts)
-    text = report_text(facts, pictures)
-    samples = samples_document(facts.samples, facts.changes, policy=facts.policy.uri)
+    text = _text(facts, pictures) or f"The text of this report could not be made; its figures are in {FACTS}.\n"
+    samples = _samples(facts) or f"The samples could not be written down; they are in {FACTS}.\n"
     reference = _commit(context, config, facts, {REPORT: text.encode(), SAMPLES_PAGE: samples.encode(), **pictures})
     _show(reference, facts, pictures, text=text, samples=samples)
     return reference
+
+
+@only_shows("the report's text")
+def _text(facts: Facts, pictures: dict[str, bytes]) -> str:
+    return report_text(facts, pictures)
+
+
+@only_shows("the report's samples")
+def _samples(facts: Facts) -> str:
+    return samples_document(facts.samples, facts.changes, policy=facts.policy.uri)
 
 
 def _commit(context: Context, config: PipelineConfig, facts: Facts, files: dict[str, bytes]) -> str:
@@ -127,18 +145,19 @@ def _commit(context: Context, config: PipelineConfig, facts: Facts, files: dict[
     return reference.uri
 
 
+@only_shows(PAGE, deadline_s=DEADLINE_S)
 def _show(reference: str, facts: Facts, pictures: dict[str, bytes], *, text: str, samples: str) -> None:
     """Put the report on the run's page; a picture that is seen at once is not repeated in the body."""
     body = {name: png for name, png in pictures.items() if name not in {EVALUATION, EPISODES}}
-    scores = inline(CAPTIONS[EVALUATION], pictures[EVALUATION])
+    scores = inline(CAPTIONS[EVALUATION], pictures.get(EVALUATION))
     show_markdown(
         "report", reference, with_pictures(text, body), seen_at_once=f"Report, stored as {reference} {scores}"
     )
-    _show_curves("ppo-curves", facts.policy, facts.episodes, pictures[EPISODES])
+    _show_curves("ppo-curves", facts.policy, facts.episodes, pictures.get(EPISODES))
     show_markdown("samples", reference, samples, seen_at_once="Before and after; best, worst, longest")
 
 
-def _show_curves(what: str, policy: StageResult, episodes: Sequence[Row], curves: bytes) -> None:
+def _show_curves(what: str, policy: StageResult, episodes: Sequence[Row], curves: bytes | None) -> None:
     text = f"# PPO by episode\n\n{episode_tables(episodes)}\n\nAll figures: {METRICS} of `{policy.uri}`.\n"
     picture = inline(CAPTIONS[EPISODES], curves)
     show_markdown(what, policy.uri, text, seen_at_once=f"Episodes of {policy.uri} {picture}")

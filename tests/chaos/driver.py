@@ -185,7 +185,7 @@ def _store_policy(_: Stage, run: PPORun) -> Played:
 
 def _attempt(work: Callable[[], Any], folder: PlanFolder) -> Played:
     """Do something as often as Prefect would."""
-    from tasks.ray_calls import first_line, may_pass
+    from tasks.failures import first_line, passes
 
     failures: list[str] = []
     while len(failures) < ATTEMPTS:
@@ -194,7 +194,7 @@ def _attempt(work: Callable[[], Any], folder: PlanFolder) -> Played:
         except Exception as error:
             failures.append(first_line(error))
             folder.note(role="driver", failure=failures[-1])
-            if not may_pass(error):
+            if not passes(error):
                 break
             time.sleep(RETRY_DELAY_S)
         else:

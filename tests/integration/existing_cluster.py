@@ -2,12 +2,14 @@
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
+import pytest
 import ray
 
-from infra.clusters import ClusterManifest
+from infra.clusters import ClusterManifest, driver, ray_head
 from infra.clusters.control_server import ControlServer
 from infra.clusters.watcher import WATCHERS
 from infra.process_record import ProcessRecord
@@ -96,6 +98,18 @@ class User(NamedTuple):
 
     def is_alone(self) -> bool:
         return self.there() == {"rlhf": ["trainer"]} and self.groups() == ["ppo"] and self.has_all_his_own()
+
+
+@contextmanager
+def as_users_start_them() -> Iterator[None]:
+    """Have clusters that are leased in this block be as one that a user starts: on the host's address, with a token."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ray_head, "ON_LOOPBACK", {})
+        patch.setattr(driver, "_at_its_address", lambda _: nullcontext())
+        both = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")
+        secrets = property(lambda manifest: dict(zip(both, ("token", str(manifest.token)), strict=True)))
+        patch.setattr(ClusterManifest, "secrets", secrets)
+        yield
 
 
 class Driver:

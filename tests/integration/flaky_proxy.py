@@ -1,4 +1,4 @@
-"""A network that misbehaves on command, between a client and an S3 server on this machine."""
+"""A network that misbehaves on command, between a client and a server on this machine: of S3, or Prefect's."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ class Spoiling:
     pattern: re.Pattern[bytes]
     fate: str
     status: int = 503
+    away_s: float = 0.0
     released: threading.Event = field(default_factory=threading.Event)
 
 
@@ -46,6 +48,9 @@ class FlakyProxy:
         self.clock_ahead = timedelta()
         """How far the server's clock is ahead of ours, for all that its clients can tell."""
         self._kept: list[bytes] = []
+        self._back_at = 0.0
+        self.left = threading.Event()
+        """Set once the server has been away."""
         threading.Thread(target=self._accept, daemon=True).start()
 
     def lose_answers(self, pattern: bytes, times: int = 1) -> None:
@@ -80,6 +85,21 @@ class FlakyProxy:
         """Pass on the next requests whose first line matches as usual, and keep copies for `deliver_copies`."""
         self._spoil(pattern, "copy", times)
 
+    def leave(self, away_s: float = float("inf")) -> None:
+        """Hang up everywhere, and on everybody who calls, for so long or until `come_back`."""
+        self._back_at = time.monotonic() + away_s
+        self.left.set()
+        self._hang_up()
+
+    def come_back(self) -> None:
+        """Be there again."""
+        self._back_at = 0.0
+
+    def leave_after(self, pattern: bytes, away_s: float) -> None:
+        """Pass on the next request whose first line matches and its answer, then be away for so long."""
+        with self._lock:
+            self._spoilt.append(Spoiling(re.compile(pattern), "leave", away_s=away_s))
+
     def hold_answers(self, pattern: bytes) -> threading.Event:
         """Pass on the next request whose first line matches, and hold its answer until the event is set."""
         return self._spoil(pattern, "hold", 1).released
@@ -98,6 +118,9 @@ class FlakyProxy:
         with suppress(OSError):  # closed before
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listener.close()
+        self._hang_up()
+
+    def _hang_up(self) -> None:
         with self._lock:
             for each in self._open:
                 with suppress(OSError):
@@ -116,6 +139,10 @@ class FlakyProxy:
                 threading.Thread(target=self._serve, args=(client,), daemon=True).start()
 
     def _serve(self, client: socket.socket) -> None:
+        if time.monotonic() < self._back_at:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            client.close()
+            return
         with client, suppress(OSError), socket.create_connection(self._upstream) as server:
             with self._lock:
                 self._open |= {client, server}
@@ -149,12 +176,20 @@ class FlakyProxy:
             answer = _read_message(server, no_body=request.startswith(b"HEAD"))
         if spoiling and fate == "hold":
             spoiling.released.wait(HOLD_TIMEOUT_S)
+        self._answer(answer, client, fate)
+        if spoiling and fate == "leave":
+            self.leave(spoiling.away_s)
+        if answer.startswith(b"HTTP/1.1 101"):
+            _relay_both_ways(client, server)  # a web socket from here on
+            return False
+        return fate not in {"lose", "truncate", "leave"}
+
+    def _answer(self, answer: bytes, client: socket.socket, fate: str) -> None:
         if self.clock_ahead:
             date = format_datetime(datetime.now(UTC) + self.clock_ahead, usegmt=True).encode()
             answer = re.sub(rb"(?i)(?<=\r\ndate: )[^\r]*", date, answer, count=1)
         if fate != "lose":
             client.sendall(answer[: len(answer) // 2] if fate == "truncate" else answer)
-        return fate not in {"lose", "truncate"}
 
     def _fate(self, request: bytes) -> Spoiling | None:
         line = request.partition(b"\r\n")[0]
@@ -175,6 +210,23 @@ def flaky_proxy(upstream_url: str) -> Iterator[FlakyProxy]:
         yield proxy
     finally:
         proxy.close()
+
+
+def _relay_both_ways(client: socket.socket, server: socket.socket) -> None:
+    relay = threading.Thread(target=_relay, args=(server, client), daemon=True)
+    relay.start()
+    _relay(client, server)
+    relay.join()
+
+
+def _relay(source: socket.socket, target: socket.socket) -> None:
+    """Pass on whatever comes until one side hangs up, and hang up on both."""
+    with suppress(OSError):
+        while piece := source.recv(PIECE_BYTES):
+            target.sendall(piece)
+    for each in (source, target):
+        with suppress(OSError):
+            each.shutdown(socket.SHUT_RDWR)
 
 
 def _read_message(source: socket.socket, *, no_body: bool = False) -> bytes:

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
+from infra import prefect_access
 from infra.artifacts import ArtifactStore, S3Options, open_store
 from infra.clusters import ClusterManifest
 from infra.process_record import marked_processes
@@ -93,6 +95,25 @@ class LocalStack:
     env_file: Path
     """Plays the part of `.env` in the checkout; `prefect`, typed in its directory, reads it."""
 
+    def __post_init__(self) -> None:
+        prefect_access.know_stack_of(self.home)  # the test process's own calls to its server carry its password
+
+    @property
+    def password(self) -> str:
+        """What the Prefect server asks for, as user:password."""
+        return (self.home / prefect_access.PASSWORD_FILE).read_text().strip()
+
+    @property
+    def prefect_variables(self) -> dict[str, str]:
+        """What Prefect's own programs and client need in order to reach the server."""
+        return {"PREFECT_API_URL": self.api_url, "PREFECT_API_AUTH_STRING": self.password}
+
+    @contextmanager
+    def prefect_settings(self) -> Iterator[None]:
+        """Have Prefect's client in this process talk to the server."""
+        with temporary_settings({PREFECT_API_URL: self.api_url, PREFECT_API_AUTH_STRING: self.password}):
+            yield
+
     @property
     def environment(self) -> dict[str, str]:
         """A shell's environment, in which nothing but the home and the env file are told."""
@@ -148,7 +169,7 @@ class LocalStack:
 
     def deploy_tiny_flows(self, directory: Path = TINY_FLOWS, file: str = "prefect.yaml") -> None:
         words = ("prefect", "--no-prompt", "deploy", "--all", "--prefect-file", file)
-        result = self.type(*words, cwd=directory, PREFECT_API_URL=self.api_url)
+        result = self.type(*words, cwd=directory, **self.prefect_variables)
         assert result.returncode == 0, result.stdout + result.stderr
 
     def start_cluster_run(self, directory: Path) -> tuple[str, ClusterManifest]:

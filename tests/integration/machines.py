@@ -57,8 +57,8 @@ class Machine:
         self.mark = f"machine-{secrets.token_hex(8)}"
         folder.mkdir(parents=True)
         own = ["mount -t tmpfs -o size=512m tmpfs /dev/shm", f"hostname {name}", "ip link set lo up"]
-        self._holder = _hold("--net", "--mount", "--uts", "--ipc", "--pid", "--mount-proc", commands=own)
-        self.pid = _inner(self._holder)
+        self._holder = hold("--net", "--mount", "--uts", "--ipc", "--pid", "--mount-proc", commands=own)
+        self.pid = inner(self._holder)
 
     def run(self, *command: str, environment: Mapping[str, str]) -> subprocess.Popen[str]:
         """Start a command on this machine; what it prints can be read, and it can be written to."""
@@ -107,7 +107,7 @@ class Machines:
         self.token.touch(mode=0o600)
         self.token.write_text(secrets.token_hex(32))
         self.all: dict[str, Machine] = {}
-        self._switch = _hold("--net", commands=["ip link add bridge type bridge", "ip link set bridge up"])
+        self._switch = hold("--net", commands=["ip link add bridge type bridge", "ip link set bridge up"])
 
     @property
     def head(self) -> Machine:
@@ -187,7 +187,7 @@ class Machines:
             )
 
     def _at_switch(self, *commands: str) -> None:
-        _ip(_inner(self._switch), *commands)
+        _ip(inner(self._switch), *commands)
 
     def _start_ray(self, machine: Machine, node: Node) -> None:
         command = [sys.executable, "-P", "-m", "infra.clusters.ray_start", "start", "--log-style=record"]
@@ -206,7 +206,7 @@ class Machines:
 @contextmanager
 def machines(nodes: Mapping[str, Node]) -> Iterator[Machines]:
     """Several machines and the cluster on them; skips the test where this user may not make any."""
-    reason = _why_not()
+    reason = why_not()
     if reason:
         pytest.skip(reason)
     folder = Path(tempfile.mkdtemp(prefix="rm-", dir="/tmp"))  # not in shared memory, of which each has its own
@@ -219,7 +219,7 @@ def machines(nodes: Mapping[str, Node]) -> Iterator[Machines]:
         shutil.rmtree(folder)
 
 
-def _why_not() -> str:
+def why_not() -> str:
     """Return why machines cannot be made here; nothing if they can."""
     missing = [tool for tool in ("ip", "unshare", "nsenter", "mount", "hostname") if shutil.which(tool) is None]
     if missing:
@@ -236,7 +236,7 @@ def _why_not() -> str:
     )
 
 
-def _hold(*namespaces: str, commands: list[str]) -> subprocess.Popen[str]:
+def hold(*namespaces: str, commands: list[str]) -> subprocess.Popen[str]:
     """Start a process that holds new namespaces until this process ends, however it ends."""
     fork = ["--fork", "--kill-child"]
     holder = subprocess.Popen(
@@ -251,7 +251,7 @@ def _hold(*namespaces: str, commands: list[str]) -> subprocess.Popen[str]:
     return holder
 
 
-def _inner(holder: subprocess.Popen[str]) -> int:
+def inner(holder: subprocess.Popen[str]) -> int:
     (inner,) = psutil.Process(holder.pid).children()
     return inner.pid
 

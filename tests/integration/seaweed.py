@@ -20,6 +20,8 @@ import pytest
 
 from infra.artifacts import S3Options, open_store
 from infra.errors import StoreError
+from infra.services.seaweed import CLOSED
+from infra.services.store_keys import keys_environment, make_keys
 from tests.guard import stand_guard
 
 START_TIMEOUT_S = 60.0
@@ -64,7 +66,13 @@ class Seaweed:
         with (self.directory / "log").open("ab") as log:
             self.process = subprocess.Popen(
                 [WEED, "mini", f"-bucket={self.bucket}", *_flags(self.directory, self.ports), *self.flags],
-                env={**os.environ, "GOMEMLIMIT": "400MiB", "TMPDIR": str(self.directory / "tmp")},
+                env={
+                    **os.environ,
+                    **keys_environment(self.directory),
+                    "GOMEMLIMIT": "400MiB",
+                    "TMPDIR": str(self.directory / "tmp"),
+                },
+                cwd=self.directory / "data",
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -110,7 +118,13 @@ class Seaweed:
         # Without the second port after a dot, weed shell looks 10000 higher, and waits there for ever.
         addresses = [f"-{name}=127.0.0.1:{self.ports[name][0]}.{self.ports[name][1]}" for name in ("master", "filer")]
         done = subprocess.run(
-            [WEED, "shell", *addresses], input=script, capture_output=True, text=True, timeout=60, check=False
+            [WEED, "shell", *addresses],
+            env={**os.environ, **keys_environment(self.directory)},
+            input=script,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
         )
         return done.stdout + done.stderr
 
@@ -168,6 +182,7 @@ def _server(directory: Path, flags: tuple[str, ...]) -> Seaweed:
         {"name": key, "credentials": [{"accessKey": key, "secretKey": SECRET_KEY}], "actions": actions}
         for key, actions in users.items()
     ]
+    make_keys(directory, lambda _: None)
     (directory / "users.json").write_text(json.dumps({"identities": identities}))
     endpoint = f"http://127.0.0.1:{ports['s3'][0]}"
     return Seaweed(endpoint, ACCESS_KEY, SECRET_KEY, "rlhf", directory, ports, flags)
@@ -177,6 +192,6 @@ def _flags(directory: Path, ports: dict[str, tuple[int, int]]) -> list[str]:
     flags = [f"-dir={directory / 'data'}", f"-s3.config={directory / 'users.json'}"]
     flags += [f"-{name}.port={http}" for name, (http, _) in ports.items()]
     flags += [f"-{name}.port.grpc={grpc}" for name, (_, grpc) in ports.items()]
-    flags += ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-master.telemetry=false", "-webdav=false"]
-    flags += ["-admin.ui=false", "-s3.port.iceberg=0", "-s3.port.lance=0", "-s3.autoCreateBucket=false"]
+    flags += [f"-{name}={value}" for name, value in CLOSED.items()]
+    flags += ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-master.telemetry=false", "-s3.autoCreateBucket=false"]
     return [*flags, f"-filer.localSocket={directory / 'tmp' / 'f'}", f"-s3.localSocket={directory / 'tmp' / 's'}"]

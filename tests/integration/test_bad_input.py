@@ -14,7 +14,6 @@ import pytest
 from dotenv import dotenv_values
 from prefect.blocks.system import Secret
 from prefect.client.orchestration import get_client
-from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.evaluate import evaluate
 from flows.pipeline import pipeline
@@ -49,7 +48,7 @@ def told(stack: LocalStack, monkeypatch: pytest.MonkeyPatch) -> Callable[..., st
         before = [manifest.ref for manifest in store.list()]
         for name, value in parameters.pop("environment", {}).items():
             monkeypatch.setenv(name, value)
-        with temporary_settings({PREFECT_API_URL: stack.api_url}):
+        with stack.prefect_settings():
             state = flow(**parameters, return_state=True)
         assert state.is_failed()
         message = str(state.message)
@@ -239,7 +238,7 @@ def secret(stack: LocalStack) -> str:
         "half-of-them": {"secret_key": "hunter2"},
         "wrong-keys": keys | {"secret_key": "hunter2"},
     }
-    with temporary_settings({PREFECT_API_URL: stack.api_url}):
+    with stack.prefect_settings():
         for name, content in contents.items():
             Secret(value=content).save(name)
     return keys["secret_key"]
@@ -267,7 +266,7 @@ def test_keys_in_a_prefect_block_open_the_store_or_it_is_said_why_and_they_show_
     monkeypatch.setenv("RLHF_S3_CREDENTIALS_BLOCK", block)
     caplog.set_level(logging.DEBUG)
     told = ""
-    with temporary_settings({PREFECT_API_URL: stack.api_url}):
+    with stack.prefect_settings():
         if complaint is None:
             store = open_default_store()
             told += f"{options_of(settings())!r} {settings()!r} {vars(store)!r} {vars(store._backend)!r}"
@@ -286,7 +285,7 @@ def test_a_flow_says_that_its_block_is_none_and_its_server_gets_no_secret(
     told: Callable[..., str], secret: str, stack: LocalStack, model: str
 ) -> None:
     assert "secret/half-of-them" in told(sft, model=model, environment={"RLHF_S3_CREDENTIALS_BLOCK": "half-of-them"})
-    with temporary_settings({PREFECT_API_URL: stack.api_url}), get_client(sync_client=True) as client:
+    with stack.prefect_settings(), get_client(sync_client=True) as client:
         written = [*client.read_logs(limit=200), *client.read_flow_runs(limit=50)]
     assert written
     assert not [each for each in written if secret in each.model_dump_json() or "hunter2" in each.model_dump_json()]

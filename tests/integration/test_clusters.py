@@ -1,6 +1,7 @@
 """Clusters as their users meet them: warm, apart from each other, and clear about what is wrong."""
 
 import os
+import shutil
 import signal
 import threading
 import time
@@ -11,6 +12,7 @@ import psutil
 import pytest
 import ray
 
+from infra.certificate import own_certificate
 from infra.clusters import (
     ClusterManifest,
     connect,
@@ -212,6 +214,7 @@ def test_two_clusters_at_once_do_not_meet(owners: Owners, connected: ClusterMani
 
 def test_a_wrong_token_is_told_in_one_sentence(shared: ClusterManifest, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("wrong")
+    shutil.copy(shared.certificate, tmp_path)
     with pytest.raises(ClusterError, match=r"'shared' at .* does not answer: .*[Aa]uth.*; see") as caught:
         connect(shared.model_copy(update={"temp_dir": tmp_path}))
     assert "\n" not in str(caught.value)
@@ -219,8 +222,21 @@ def test_a_wrong_token_is_told_in_one_sentence(shared: ClusterManifest, tmp_path
     disconnect()
 
 
-def test_an_absent_token_or_address_is_told_at_once(shared: ClusterManifest, tmp_path: Path) -> None:
+def test_another_certificate_is_told_in_one_sentence(shared: ClusterManifest, tmp_path: Path) -> None:
+    shutil.copy(shared.token, tmp_path)
+    (tmp_path / "tls.pem").write_text(own_certificate("another cluster's"))
+    with pytest.raises(ClusterError, match=r"'shared' at .* does not answer: .*; see") as caught:
+        connect(shared.model_copy(update={"temp_dir": tmp_path}), timeout_s=5)
+    assert "\n" not in str(caught.value)
+    connect(shared)
+    disconnect()
+
+
+def test_an_absent_token_certificate_or_address_is_told_at_once(shared: ClusterManifest, tmp_path: Path) -> None:
     with pytest.raises(ClusterError, match=f"token file {tmp_path}/token is not there"):
+        connect(shared.model_copy(update={"temp_dir": tmp_path}))
+    shutil.copy(shared.token, tmp_path)
+    with pytest.raises(ClusterError, match=f"certificate {tmp_path}/tls.pem is not there"):
         connect(shared.model_copy(update={"temp_dir": tmp_path}))
     with pytest.raises(ClusterError, match="'shared' has not finished starting"):
         connect(shared.model_copy(update={"address": ""}))

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from prefect.artifacts import Artifact
-from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.ppo import ppo
 from flows.reward_model import reward_model
@@ -56,7 +55,7 @@ def run(stack: LocalStack, model: str, monkeypatch: pytest.MonkeyPatch) -> Calla
     monkeypatch.setenv("RLHF_ENV_FILE", str(stack.env_file))
 
     def call(flow: Any, data: Path, **parameters: Any) -> Any:
-        with temporary_settings({PREFECT_API_URL: stack.api_url}):
+        with stack.prefect_settings():
             return flow(model=model, data=str(data), overrides=SMALL, **parameters)
 
     return call
@@ -115,7 +114,7 @@ def test_ppo_runs_on_a_problem_file_with_its_verifier(run: Callable[..., Any], p
 
 def test_the_report_of_the_data_is_on_the_runs_page(run: Callable[..., Any], stack: LocalStack, problems: Path) -> None:
     run(sft, problems)
-    with temporary_settings({PREFECT_API_URL: stack.api_url}):
+    with stack.prefect_settings():
         found = Artifact.get("quickstart-data")
     assert found is not None
     assert problems.name in str(found.data)

@@ -22,7 +22,14 @@ from infra.clusters.control_server import ControlServer
 from infra.clusters.placement import place
 from infra.clusters.watcher import WATCHERS
 from infra.errors import ClusterError
-from tests.integration.existing_cluster import Bystander, Driver, User, are_gone, wait_until
+from tests.integration.existing_cluster import (
+    Bystander,
+    Driver,
+    User,
+    are_gone,
+    as_users_start_them,
+    wait_until,
+)
 
 pytestmark = pytest.mark.integration
 
@@ -53,7 +60,7 @@ for package in ("made_up", "pip", "infra"):
 
 @pytest.fixture(scope="module")
 def user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[User]:
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, as_users_start_them():
         cluster = lease_cluster(
             "theirs", directory=tmp_path_factory.mktemp("c"), num_cpus=4, num_gpus=2, object_store_mb=80
         )

@@ -15,6 +15,7 @@ from infra.clusters.driver import credentials
 from rlhf_core.config import PipelineConfig
 from tasks.context import open_context
 from tasks.ppo_group import TRAINER, lease
+from tests.integration.existing_cluster import as_users_start_them
 from tests.integration.ppo_runs import on_a_cluster
 from tests.tiny_llama import write_tiny_llama
 
@@ -50,11 +51,12 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> PipelineConfig:
 @pytest.fixture
 def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterManifest]:
     """A cluster that knows nothing of the run's store; with two logical GPUs, on which nobody asked to train."""
-    cluster = lease_cluster("theirs", directory=tmp_path / "c", num_cpus=4, num_gpus=2, object_store_mb=200)
-    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(cluster.token))
-    yield cluster
-    assert cluster.is_running
-    release_cluster("theirs")
+    with as_users_start_them():
+        cluster = lease_cluster("theirs", directory=tmp_path / "c", num_cpus=4, num_gpus=2, object_store_mb=200)
+        monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(cluster.token))
+        yield cluster
+        assert cluster.is_running
+        release_cluster("theirs")
 
 
 def test_a_run_on_the_users_own_cluster_has_the_same_key_and_ends_with_the_same_bits(

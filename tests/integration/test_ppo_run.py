@@ -15,9 +15,9 @@ from flows.presets import resolve
 from infra.errors import StoreError
 from rlhf_core.config import PipelineConfig
 from tasks.context import open_context
+from tasks.failures import passes
 from tasks.ppo import next_episode, ppo_episode
 from tasks.ppo_group import trainer_for
-from tasks.ray_calls import may_pass
 from tasks.results import EpisodeResult, Parent
 from tests.integration.ppo_runs import TINY_RUN, Run, kill_when, on_a_cluster
 from tests.tiny_llama import write_tiny_llama
@@ -61,7 +61,7 @@ def test_what_is_wrong_inside_an_actor_is_told_in_its_own_sentence(run: Run) -> 
     with pytest.raises(StoreError, match="sft/gone") as caught:
         ppo_episode.fn(broken, 0)
     assert "\n" not in str(caught.value)
-    assert not may_pass(caught.value)
+    assert not passes(caught.value)
 
 
 def test_an_undisturbed_run_commits_every_episode_and_its_policy(run: Run, undisturbed: dict[str, Any]) -> None:

@@ -13,45 +13,9 @@ import pytest
 from infra.services import automations, prefect_api
 from infra.services.automations import RESTARTING, RESTARTS
 from tests.integration.local_stack import TINY_FLOWS, LocalStack, run_local_stack, wait_for
+from tests.integration.waiting_run import ONE_START, STARTED_AGAIN, WaitingRun
 
 pytestmark = pytest.mark.integration
-
-ONE_START = ["Pending", "Submitting", "Running"]
-STARTED_AGAIN = ["Crashed", RESTARTING, "Scheduled"]
-
-
-class WaitingRun:
-    """A run that waits until it is let go, and the starts that it told of."""
-
-    def __init__(self, stack: LocalStack, directory: Path) -> None:
-        self.stack, self.directory = stack, directory
-        self.id = stack.start_run("waiting/waiting", directory=str(directory))
-
-    def starts(self) -> list[tuple[int, int]]:
-        """Return process and number of each start, once the run has come to where it waits."""
-        path = self.directory / "starts"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [(int(process), int(number)) for process, number in map(str.split, lines)]
-
-    def await_start(self, start: int) -> None:
-        """Wait until a start of the run waits."""
-
-        def waits() -> bool:
-            return len(self.starts()) >= start and (self.directory / "inside").exists()
-
-        wait_for(waits, f"start {start} of the run", timeout_s=90)
-
-    def kill(self, start: int) -> None:
-        """Kill the process of a start while it waits."""
-        self.await_start(start)
-        (self.directory / "inside").unlink()
-        os.kill(self.starts()[start - 1][0], signal.SIGKILL)
-
-    def let_go(self) -> None:
-        (self.directory / "may-end").touch()
-
-    def await_state(self, *names: str, timeout_s: float = 90.0) -> None:
-        wait_for(lambda: self.stack.run_state(self.id) in names, f"a run that is {names}", timeout_s=timeout_s)
 
 
 @pytest.fixture(scope="module")

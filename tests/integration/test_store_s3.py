@@ -17,6 +17,7 @@ from infra.errors import StoreError
 from tests.integration.s3_stores import given_backend, given_prefix, given_store  # noqa: F401 - fixtures
 from tests.integration.seaweed import seaweed_server  # noqa: F401 - a fixture
 from tests.unit.artifacts.alias_contract import AliasContract
+from tests.unit.artifacts.lock_contract import LockContract
 from tests.unit.artifacts.newest_contract import NewestContract
 from tests.unit.artifacts.pruning_contract import PruningContract
 from tests.unit.artifacts.store_contract import StoreContract
@@ -35,6 +36,10 @@ class TestStoreInABucket(StoreContract):
 
 
 class TestAliasesInABucket(AliasContract):
+    pass
+
+
+class TestLocksInABucket(LockContract):
     pass
 
 

@@ -26,6 +26,7 @@ from rlhf_core.detached.train_prompts_on_ray import main
 from rlhf_core.errors import LostRankError
 from rlhf_core.trainer.ppo.stats import PPOStats
 from tests.integration import equality
+from tests.integration.existing_cluster import as_users_start_them
 from tests.integration.role_groups import add_node, await_free, processes_of
 from tests.unit.detached.roles.reference import (
     LR,
@@ -52,13 +53,14 @@ CLOSE = {"rel": 1e-4, "abs": 1e-5}
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterManifest]:
     """Two nodes and one logical GPU, which four models cannot have one each of."""
     directory = tmp_path_factory.mktemp("clusters")
-    manifest = lease_cluster("roles", directory=directory, num_cpus=6, num_gpus=1, object_store_mb=100)
-    try:
-        add_node(manifest, num_cpus=2)
-        connect(manifest)
-        yield manifest
-    finally:
-        release_cluster("roles")
+    with as_users_start_them():
+        manifest = lease_cluster("roles", directory=directory, num_cpus=6, num_gpus=1, object_store_mb=100)
+        try:
+            add_node(manifest, num_cpus=2)
+            connect(manifest)
+            yield manifest
+        finally:
+            release_cluster("roles")
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,9 @@ import torch
 from flows.presets import resolve
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import LostRankError, TrainingError
+from tasks.failures import passes
 from tasks.ppo import ppo_episode
 from tasks.ppo_group import TRAINER
-from tasks.ray_calls import may_pass
 from tests.integration.ppo_runs import Run, kill_when, on_a_cluster
 from tests.tiny_llama import write_tiny_llama
 
@@ -88,7 +88,7 @@ def test_two_ranks_of_which_one_is_killed_learn_what_one_does_with_batches_of_tw
         kill_when(attempt, "episode 2: learning", PEER)
         with pytest.raises(LostRankError, match=r"rank 1 of 2 has ended|trainer-1 has ended") as caught:
             attempt.result(timeout=120)
-    assert may_pass(caught.value)
+    assert passes(caught.value)
     assert any("are ended: rank 1 of 2 has ended (process " in line for line in caplog.messages), caplog.messages
     run.finish()
     numbers, both = run.numbers(), run.tensors()
@@ -109,7 +109,7 @@ def test_a_loss_that_is_no_number_is_told_as_by_one_process_and_is_not_tried_aga
         TrainingError, match=r"the actor's loss is nan.*; the batch is kept in .*failed-batches"
     ) as caught:
         ppo_episode.fn(run.plan, 0)
-    assert not may_pass(caught.value)
+    assert not passes(caught.value)
 
 
 @pytest.mark.clusters
@@ -142,7 +142,7 @@ def test_whichever_rank_is_lost_and_whenever_the_run_ends_with_the_same_bits(
         kill_when(attempt, f"episode 2: {doing}", victim, number)
         with pytest.raises(Exception, match=sentence) as caught:
             attempt.result(timeout=180)
-    assert may_pass(caught.value)
+    assert passes(caught.value)
     run.finish()
     assert run.numbers() == undisturbed["numbers"]
     assert run.weights() == undisturbed["weights"]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlhf_core.data.reading.local import is_data_name, is_pattern, listed
-from rlhf_core.errors import DataError
+from rlhf_core.errors import DataAwayError, DataError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -100,7 +100,8 @@ def _short(text: str) -> str:
 
 def _asked(address: str, request: Callable[[], T]) -> T:
     from aiohttp import ClientError as ConnectionFault  # noqa: PLC0415  # as slow to import as fsspec's S3
-    from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError  # noqa: PLC0415
+    from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, NoCredentialsError  # noqa: PLC0415
+    from botocore.exceptions import ConnectionError as BotoConnectionError  # noqa: PLC0415
 
     try:
         return request()
@@ -110,7 +111,10 @@ def _asked(address: str, request: Callable[[], T]) -> T:
         reason = f"the server refuses ({_first_line(error)}); check the keys and what they permit"
     except NoCredentialsError:
         reason = "there are no keys for the server; set RLHF_S3_ACCESS_KEY and RLHF_S3_SECRET_KEY"
-    except (BotoCoreError, ClientError, ConnectionFault, OSError, ValueError) as error:
+    except (BotoConnectionError, HTTPClientError, ConnectionFault, ConnectionError, TimeoutError) as error:
+        reason = f"{_first_line(error)}; check that the server runs and that its address is right"
+        raise DataAwayError(f"{address} cannot be fetched: {reason}") from None
+    except (BotoCoreError, ClientError, OSError, ValueError) as error:
         reason = f"{_first_line(error)}; check that the server runs and that its address is right"
     raise DataError(f"{address} cannot be fetched: {reason}")
 

@@ -25,6 +25,8 @@ M = TypeVar("M")
 class MakersLostError(RlhfError):
     """No maker is left, or none answered within the deadline; a new group of actors may mend it."""
 
+    passes = True
+
 
 class Ledger(Generic[C, M]):
     """Leases units to makers as far as staleness and room allow, and hands out episodes that are complete.

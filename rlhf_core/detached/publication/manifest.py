@@ -21,6 +21,8 @@ HEAD = "critic.head."
 class WeightsError(RlhfError):
     """Published weights arrived damaged or too late, or do not fit the models that they are for."""
 
+    passes = True
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSlot:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from datetime import datetime
 from typing import Any
 from uuid import uuid4
 
@@ -185,3 +186,107 @@ def test_the_doctor_says_nothing_of_automations_where_no_server_answers(monkeypa
 
 def test_every_deployment_of_this_checkout_is_started_again() -> None:
     assert [name for name, each in read_prefect_yaml(CHECKOUT).items() if automations.RESUMES not in each.tags] == []
+
+
+class CrashedRuns:
+    """A server with automations, one of which a person may have switched off, and one crashed run."""
+
+    def __init__(self, *states: str, starts: int, switched_off: str = "", installed_at: int = 0) -> None:
+        self.states = [
+            {
+                "name": name,
+                "type": "CRASHED" if name == automations.RESTARTING else name.upper(),
+                "timestamp": stamp(at),
+            }
+            for at, name in enumerate(states, start=1)
+        ]
+        self.starts = starts
+        self.automations = [
+            {**each, "id": str(at), "created": stamp(installed_at), "enabled": each["name"] != switched_off}
+            for at, each in enumerate(automations.wanted())
+        ]
+        for each in self.automations:
+            each["actions"] = [{"name": None, **each["actions"][0]}]
+        self.set: list[tuple[str, str | None]] = []
+
+    def call(self, _: str, method: str, path: str, body: Any = None) -> Any:
+        if path == "/automations/filter":
+            return self.automations[::-1]
+        if path == "/flow_runs/filter":
+            assert body["deployments"] == {"tags": {"all_": ["resumes"]}}
+            state = {**self.states[-1], "message": "as it was"}
+            wanted = body["flow_runs"]["end_time"]
+            ended = wanted["after_"] <= state["timestamp"] <= wanted["before_"]
+            named = state["name"] in body["flow_runs"]["state"]["name"]["any_"]
+            run = {"id": "run-1", "name": "owl", "run_count": self.starts, "state": state}
+            return [run] if ended and named else []
+        if path.startswith("/flow_run_states/"):
+            return self.states[::-1]
+        assert (method, path, body["force"]) == ("POST", "/flow_runs/run-1/set_state", True)
+        self.set.append((body["state"]["type"], body["state"].get("name")))
+        self.message = str(body["state"]["message"])
+        return {}
+
+
+def stamp(second: int) -> str:
+    return f"2026-11-23T01:00:{second:02d}+00:00"
+
+
+BEGAN = datetime.fromisoformat(stamp(30)).timestamp()
+TO_RESTART = [("CRASHED", automations.RESTARTING)]
+
+
+@pytest.mark.parametrize(
+    ("states", "starts", "becomes", "says"),
+    [
+        (["Scheduled", "Running", "Crashed"], 1, TO_RESTART, "The run crashed once."),
+        (["Scheduled", "Pending", "Crashed"], 0, TO_RESTART, "The run crashed before it began."),
+        (
+            ["Running", "Crashed", "Restarting", "Scheduled", "Running", "Crashed"],
+            2,
+            TO_RESTART,
+            "The run crashed twice.",
+        ),
+        (["Running", "Crashed", "Restarting"], 1, TO_RESTART, "as it was"),
+        (["Running", "Crashed"], 4, [("FAILED", None)], "The run crashed four times and is not started again"),
+    ],
+)
+def test_what_a_killed_server_had_to_do_about_a_crash_is_done(
+    monkeypatch: pytest.MonkeyPatch, states: list[str], starts: int, becomes: list[tuple[str, str | None]], says: str
+) -> None:
+    server = CrashedRuns(*states, starts=starts)
+    monkeypatch.setattr(prefect_api, "call", server.call)
+    assert automations.catch_up(URL, server_began=BEGAN) == ["owl"]
+    assert server.set == becomes
+    assert server.message.startswith(says)
+
+
+@pytest.mark.parametrize(
+    ("states", "further"),
+    [
+        pytest.param(["Running", "Crashed", "Restarting", "Scheduled", "Crashed"], {}, id="before it began again"),
+        pytest.param(["Running", "Completed"], {}, id="it has ended"),
+        pytest.param(["Running", "Crashed"], {"installed_at": 20}, id="before the automations, as by `rlhf down`"),
+        pytest.param(
+            ["Running", "Crashed"],
+            {"switched_off": "A run that crashed once is to be started again"},
+            id="a person does not want it",
+        ),
+        pytest.param(
+            ["Running", "Crashed", "Restarting"], {"switched_off": "A crashed run is started again"}, id="nor this"
+        ),
+        pytest.param(["Scheduled"] * 40 + ["Running", "Crashed"], {}, id="this server knows of it"),
+    ],
+)
+def test_no_other_run_is_touched(monkeypatch: pytest.MonkeyPatch, states: list[str], further: dict[str, Any]) -> None:
+    server = CrashedRuns(*states, starts=1, **further)
+    monkeypatch.setattr(prefect_api, "call", server.call)
+    assert automations.catch_up(URL, server_began=BEGAN) == []
+    assert server.set == []
+
+
+def test_a_server_without_automations_is_let_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = CrashedRuns("Running", "Crashed", starts=1)
+    server.automations.clear()
+    monkeypatch.setattr(prefect_api, "call", server.call)
+    assert automations.catch_up(URL, server_began=BEGAN) == []

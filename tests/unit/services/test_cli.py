@@ -158,8 +158,8 @@ def test_a_server_is_told_who_we_are_as_prefects_client_tells_it(
         monkeypatch.setenv(variable, value)
     asked: list[str | None] = []
 
-    def answer(request: Request, timeout: float) -> BytesIO:
-        del timeout
+    def answer(request: Request, timeout: float, context: object) -> BytesIO:
+        del timeout, context
         asked.append(request.get_header("Authorization"))
         return BytesIO(b"true")
 

@@ -14,6 +14,7 @@ import pytest
 from infra.process_record import ProcessRecord
 from infra.services import doctor
 from infra.services.doctor import Finding
+from infra.services.password import keep_password
 from infra.services.ports import free_port
 from infra.services.state import ServiceRecord, StackState
 from infra.settings import Settings
@@ -89,3 +90,41 @@ def test_a_server_that_runs_elsewhere_is_said_to_stay_there(
     assert port_of_server(home, stranger[0], monkeypatch).advice == f"nothing: {stays}"
     found = port_of_server(home, free_port(), monkeypatch)
     assert (found.seen, found.advice) == ("free", f"{stays}; it comes here after `rlhf down` and `rlhf up`")
+
+
+def test_a_password_that_others_may_know_is_wrong_wherever_it_stands(home: Path) -> None:
+    assert list(doctor._password(Settings(home=home))) == [], "there is no stack"
+    kept, env = home / "prefect.password", home / ".env"
+    keep_password(home, "rlhf:secret")
+    env.write_text("PREFECT_API_AUTH_STRING='rlhf:secret'\n")
+    env.chmod(0o600)
+    [finding] = doctor._password(Settings(home=home))
+    assert finding == Finding("password", "well", f"in {kept}, for your eyes alone")
+    env.chmod(0o604)
+    [finding] = doctor._password(Settings(home=home))
+    assert (finding.verdict, finding.seen) == (
+        "wrong",
+        f"{env} holds it and can be read by others (its mode is 0604)",
+    )
+    kept.chmod(0o640)
+    [finding] = doctor._password(Settings(home=home))
+    assert finding.verdict == "wrong"
+    assert finding.seen.startswith(f"{kept} can be read by others (its mode is 0640, not 0600)")
+
+
+def test_a_password_file_that_is_lost_beside_a_stack_is_told(home: Path) -> None:
+    runs_here(home, 15001)
+    [finding] = doctor._password(Settings(home=home))
+    assert (finding.verdict, finding.advice) == ("warning", "run `rlhf up`, which writes it again")
+
+
+def test_an_exported_password_that_is_not_the_stacks_is_told(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLHF_HOME", str(home))
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    runs_here(home, 15001)
+    (home / "stack.env").write_text("PREFECT_API_URL='http://127.0.0.1:15001/api'\nPREFECT_API_AUTH_STRING='a:b'\n")
+    monkeypatch.setenv("PREFECT_API_AUTH_STRING", "a:b")
+    assert list(doctor._environment(Settings(home=home))) == []
+    monkeypatch.setenv("PREFECT_API_AUTH_STRING", "hunter:2")
+    [finding] = doctor._environment(Settings(home=home))
+    assert finding.seen == "PREFECT_API_AUTH_STRING is exported, and is not the password of the stack's server"

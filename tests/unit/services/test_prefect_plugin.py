@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -40,16 +40,25 @@ def silent() -> Iterator[str]:
 
 @pytest.fixture
 def answering() -> Iterator[tuple[str, dict[str, bytes]]]:
-    """The address of a server, and its answers by path; it has no others."""
+    """The address of a server, and its answers by path; it has no others.
+
+    Where it has one by the name of `who`, it refuses all who say another, but for its health.
+    """
     answers: dict[str, bytes] = {}
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *_: object) -> None: ...
 
         def do_GET(self) -> None:
-            self.send_response(200 if self.path in answers else 404)
+            if self.path != "/api/health" and self.headers.get("Authorization", "").encode() != answers.get("who", b""):
+                self.send_response(401)
+            else:
+                self.send_response(200 if self.path in answers else 404)
             self.end_headers()
             self.wfile.write(answers.get(self.path, b""))
+
+        def do_POST(self) -> None:
+            self.do_GET()
 
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
@@ -57,8 +66,12 @@ def answering() -> Iterator[tuple[str, dict[str, bytes]]]:
         server.shutdown()
 
 
-def test_the_command_in_the_checkout_says_one_sentence(silent: str, tmp_path: Path) -> None:
-    """As pyproject.toml has it: an environment that was set up before the plugin was written does not know it."""
+@pytest.fixture
+def type_prefect(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Return a function that types `prefect WORDS` where pyproject.toml lies, in an environment that is as told.
+
+    An environment that was set up before the plugin was written does not know it: it is registered anew.
+    """
     points = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]["entry-points"]["prefect.plugins"]
     installed = tmp_path / "installed" / "rlhf_flows-0.dist-info"
     installed.mkdir(parents=True)
@@ -66,25 +79,76 @@ def test_the_command_in_the_checkout_says_one_sentence(silent: str, tmp_path: Pa
     lines = [f"{name} = {module}\n" for name, module in points.items()]
     (installed / "entry_points.txt").write_text("".join(["[prefect.plugins]\n", *lines]))
     shutil.copy(CHECKOUT / "pyproject.toml", tmp_path)
-    result = subprocess.run(
-        [PREFECT, "deployment", "run", "ppo/llama7b"],
-        cwd=tmp_path,
-        env={
-            **inherited_environment(without_prefixes=("PREFECT_", "RLHF_")),
-            "PYTHONPATH": os.pathsep.join([str(installed.parent), str(CHECKOUT)]),
-            "RLHF_HOME": str(tmp_path),
-            "RLHF_ENV_FILE": str(tmp_path / ".env"),
-            "PREFECT_HOME": str(tmp_path / "prefect"),
-            "PREFECT_API_URL": silent,
-        },
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+
+    def type_it(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [PREFECT, *words],
+            cwd=tmp_path,
+            env={
+                **inherited_environment(without_prefixes=("PREFECT_", "RLHF_")),
+                "PYTHONPATH": os.pathsep.join([str(installed.parent), str(CHECKOUT)]),
+                "RLHF_HOME": str(tmp_path),
+                "RLHF_ENV_FILE": str(tmp_path / ".env"),
+                "PREFECT_HOME": str(tmp_path / "prefect"),
+                **variables,
+            },
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    return type_it
+
+
+def test_the_command_in_the_checkout_says_one_sentence(
+    silent: str, type_prefect: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    result = type_prefect("deployment", "run", "ppo/llama7b", PREFECT_API_URL=silent)
     assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr == (
         f"prefect: the Prefect server at {silent} does not answer; run `rlhf up`, or correct PREFECT_API_URL\n"
+    )
+
+
+def test_the_command_says_which_password_is_refused(
+    answering: tuple[str, dict[str, bytes]],
+    tmp_path: Path,
+    type_prefect: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    url, answers = answering
+    answers |= {"/api/health": b"true", "who": b"Basic cmxoZjpyaWdodA=="}  # rlhf:right
+    (tmp_path / "stack.env").write_text(f"PREFECT_API_URL='{url}'\nPREFECT_API_AUTH_STRING='rlhf:right'\n")
+    line = f"the line in {tmp_path / 'prefect.password'}\n"
+    result = type_prefect("deployment", "ls", PREFECT_API_URL=url)
+    assert (result.returncode, result.stderr) == (
+        1,
+        f"prefect: the Prefect server at {url} asks for a password; set PREFECT_API_AUTH_STRING to {line}",
+    )
+    result = type_prefect("deployment", "ls", PREFECT_API_URL=url, PREFECT_API_AUTH_STRING="rlhf:wrong")
+    assert (result.returncode, result.stderr) == (
+        1,
+        f"prefect: the Prefect server at {url} does not take PREFECT_API_AUTH_STRING as it is exported; unset it, or "
+        f"set it to {line}",
+    )
+
+
+def test_the_command_tells_a_server_of_ones_own_nothing_of_the_local_stacks(
+    answering: tuple[str, dict[str, bytes]],
+    tmp_path: Path,
+    type_prefect: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    url, answers = answering
+    answers |= {"/api/health": b"true", "/api/admin/version": b'"3.8.8"', "who": b"Bearer key"}
+    answers |= {"/api/deployments/filter": b"[]", "/api/flows/filter": b"[]"}
+    told = "PREFECT_API_URL='http://127.0.0.1:4200/api'\nPREFECT_API_AUTH_STRING='rlhf:local'\n"
+    for name in ("stack.env", ".env"):  # as `rlhf up` writes them
+        (tmp_path / name).write_text(told)
+    result = type_prefect("deployment", "ls", PREFECT_API_URL=url, PREFECT_API_KEY="key")
+    assert result.returncode == 0, result.stdout + result.stderr
+    result = type_prefect("deployment", "ls", PREFECT_API_URL=url, PREFECT_API_KEY="wrong")
+    assert result.stderr == (
+        f"prefect: the Prefect server at {url} does not take PREFECT_API_KEY as it is exported; correct it\n"
     )
 
 

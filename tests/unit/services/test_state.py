@@ -101,6 +101,22 @@ def test_what_the_user_writes_below_our_lines_stays_too(tmp_path: Path) -> None:
     assert "A='1'" not in env.read_text()
 
 
+@pytest.mark.parametrize(("before", "told"), [(0o644, 0o644), (0o660, 0o660), (0o600, None), (None, None)])
+def test_an_env_file_is_for_its_owner_alone_and_what_it_was_before_is_told(
+    tmp_path: Path, before: int | None, told: int | None
+) -> None:
+    env = tmp_path / ".env"
+    if before is not None:
+        env.write_text("# mine\n")
+        env.chmod(before)
+    assert write_block(env, {"A": "1"}) == told
+    assert env.stat().st_mode & 0o777 == 0o600
+    assert write_block(env, {"A": "1"}) is None
+    env.chmod(0o644)
+    assert write_block(env, {"A": "1"}) == 0o644, "also where nothing else changes"
+    assert env.stat().st_mode & 0o777 == 0o600
+
+
 def test_an_env_file_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     with pytest.raises(ServiceError, match="cannot be written"):
         write_block(tmp_path / "no" / "such" / "directory" / ".env", {"A": "1"})

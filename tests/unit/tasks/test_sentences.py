@@ -1,15 +1,21 @@
-"""What ends a task at once, and what is tried again."""
+"""How a flow ends that met an error."""
 
 from __future__ import annotations
 
 import signal
+from typing import Any, NamedTuple
 
+import httpx
 import pytest
-from prefect.exceptions import TerminationSignal
+from prefect import State
+from prefect.exceptions import CrashedRun, FailedRun, TerminationSignal
 from prefect.states import StateType
 
-from infra.errors import ClusterError
-from rlhf_core.errors import DataError, LostRankError
+from infra.errors import ClusterError, StoreAwayError
+from infra.services.automations import RESUMES
+from rlhf_core.errors import DataError
+from tasks import sentences
+from tasks.failures import is_unattended
 from tasks.sentences import in_one_sentence
 
 
@@ -22,13 +28,84 @@ def test_a_users_mistake_is_a_failed_state_with_its_sentence() -> None:
     assert (state.type, state.message) == (StateType.FAILED, "no row")  # type: ignore[attr-defined]
 
 
-def test_a_lost_rank_is_raised_for_whoever_tries_again() -> None:
-    @in_one_sentence
-    def task() -> None:
-        raise LostRankError("rank 1 of 2 has ended")
+class Run(NamedTuple):
+    """As much of Prefect's flow run as the end of a flow looks at."""
 
-    with pytest.raises(LostRankError):
-        task()
+    deployment_id: object = "d"
+    tags: tuple[str, ...] = (RESUMES,)
+    run_count: int = 1
+    parent_task_run_id: object = None
+
+
+def ended_by(error: Exception, run: Run | None, monkeypatch: pytest.MonkeyPatch) -> State[Any]:
+    """Return the state of a flow that met an error."""
+
+    @in_one_sentence
+    def flow() -> None:
+        raise error
+
+    monkeypatch.setattr(sentences, "_flow_run", lambda: run)
+    return flow()  # type: ignore[func-returns-value,return-value]
+
+
+AWAY = StoreAwayError("the store did not answer")
+
+
+@pytest.mark.parametrize(
+    ("run", "ends", "says"),
+    [
+        (Run(), "Crashed", "; this was start 1 of 4, and the next goes on from the last commit"),
+        (Run(run_count=3), "Crashed", "; this was start 3 of 4, and the next goes on from the last commit"),
+        (Run(run_count=4), "Failed", "; that was the end of each of 4 starts, and the run is not started again by"),
+        (Run(tags=()), "Failed", "; run it again when that has passed: it goes on from its last commit"),
+        (Run(deployment_id=None), "Failed", "; run it again when that has passed: it goes on from its last commit"),
+        (None, "Failed", "; run it again when that has passed: it goes on from its last commit"),
+        (Run(deployment_id=None, tags=(), parent_task_run_id="t"), "Crashed", ""),
+    ],
+)
+def test_what_passes_leaves_a_run_to_be_started_again_where_somebody_does_that(
+    run: Run | None, ends: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for error in (AWAY, CrashedRun(str(AWAY))):  # its own, or that of a task or subflow
+        state = ended_by(error, run, monkeypatch)
+        assert state.name == ends
+        assert str(state.message).startswith(f"{AWAY}{says}")
+
+
+@pytest.mark.parametrize("error", [DataError("no row"), FailedRun("no row")])
+def test_what_is_final_ends_a_run_as_failed_whoever_started_it(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for run in (Run(), Run(run_count=4), None, Run(parent_task_run_id="t")):
+        state = ended_by(error, run, monkeypatch)
+        assert (state.type, state.message) == (StateType.FAILED, "no row")
+
+
+def test_the_prefect_server_that_is_away_is_named_with_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = httpx.Request("POST", "http://127.0.0.1:4200/api/flow_runs/")
+    state = ended_by(httpx.ConnectError("Connection refused", request=request), Run(), monkeypatch)
+    assert state.type is StateType.CRASHED
+    assert str(state.message).startswith("the Prefect server at http://127.0.0.1:4200 did not answer, however often")
+
+
+def test_nobody_waits_for_a_run_of_a_deployment_nor_for_its_subflows(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    look = in_one_sentence(lambda: seen.append(is_unattended()))
+    runs = [Run(), Run(deployment_id=None), None, Run(parent_task_run_id="t")]
+    for run in runs:
+        monkeypatch.setattr(sentences, "_flow_run", lambda run=run: run)
+        look()
+    assert seen == [True, False, False, False]
+
+    @in_one_sentence
+    def around() -> None:
+        monkeypatch.setattr(sentences, "_flow_run", lambda: Run(deployment_id=None, parent_task_run_id="t"))
+        look()
+
+    monkeypatch.setattr(sentences, "_flow_run", Run)
+    around()
+    assert seen[4:] == [True]
+    assert not is_unattended()
 
 
 def test_a_signal_that_ray_turned_into_an_error_is_raised_as_itself() -> None:

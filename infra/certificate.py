@@ -1,0 +1,46 @@
+"""Certificates by which programs of one user know each other, and refuse everybody else.
+
+Whoever is to speak with such a program shows the same certificate, and trusts no other one: there is no authority whose
+key could sign more of them.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from ipaddress import ip_address
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+NEVER = datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)
+"""What RFC 5280 has a certificate say that does not end: what uses it cannot all take another one while it runs."""
+_LONG_AGO = datetime(2000, 1, 1, tzinfo=UTC)
+"""A clock that was set back must not have them refuse each other."""
+
+
+def own_certificate(name: str) -> str:
+    """Draw a private key, and return it and a certificate for it that it signed itself, both as PEM in one text.
+
+    Args:
+        name: says what it is for; the address that it is good for is this machine's loopback.
+    """
+    key, subject = ec.generate_private_key(ec.SECP256R1()), x509.NameAttribute(NameOID.COMMON_NAME, name)
+    here = [x509.DNSName("localhost"), x509.IPAddress(ip_address("127.0.0.1"))]
+    both_sides = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(x509.Name([subject]))
+        .issuer_name(x509.Name([subject]))
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(_LONG_AGO)
+        .not_valid_after(NEVER)
+        .add_extension(x509.SubjectAlternativeName(here), critical=False)
+        .add_extension(x509.ExtendedKeyUsage(both_sides), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    pem = serialization.Encoding.PEM
+    private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    return (certificate.public_bytes(pem) + private).decode()

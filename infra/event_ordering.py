@@ -1,0 +1,195 @@
+"""How the Prefect server keeps its events in order: across its own death, and without counting its absence as silence.
+
+The server evaluates its automations on events that follow one another: a crash follows the run's start. What Prefect
+brings along remembers in memory which events it has seen. A server that was killed, and started anew, therefore parks
+the first event of each run for a quarter of an hour, as it waits for one that came before; and a second kill forgets
+what was parked. Here an event that came in before this server began is past, parked events lie in the database, and no
+event waits longer than half a minute for another one.
+
+An automation that waits for signs of life (each of which begins the waiting anew) would take every run for dead when
+the server comes back, as no sign came while nobody listened. So their times begin anew when the server does, and when
+it was stopped for a while, as when a laptop sleeps.
+
+The server loads this module when PREFECT_SERVER_EVENTS_CAUSAL_ORDERING names it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING
+from uuid import UUID
+
+import sqlalchemy as sa
+from prefect.logging import get_logger
+from prefect.server.database import PrefectDBInterface, provide_database_interface
+from prefect.server.events import triggers
+from prefect.server.events.ordering import memory
+from prefect.server.events.schemas.automations import EventTrigger, Posture
+from prefect.types._datetime import now
+
+from infra.garbage import collect_in_a_thread
+
+if TYPE_CHECKING:
+    from prefect.server.events.schemas.events import Event, ReceivedEvent
+
+LEADER_S = 30.0
+"""How long an event waits for the one that it follows. Within one server that is a matter of seconds."""
+STOPPED_S = 60.0
+"""The server looks at its automations every few seconds: one that has not for so long was not there."""
+GRACE_S = 120.0
+"""What is left for a sign of life once the server is back: flows give one every 30 s, and find the server in 10."""
+_TRIES = 5
+_BEGAN = now("UTC")
+
+
+class CausalOrdering(memory.CausalOrdering):
+    """The order of events within one server, as Prefect keeps it, with a memory that outlives the server."""
+
+    _instances: dict[str, memory.CausalOrdering] = {}  # noqa: RUF012 - Prefect's own, which the base keeps for itself
+    _locks: dict[str, asyncio.Lock] = {}  # noqa: RUF012
+
+    def __init__(self, scope: str) -> None:
+        if getattr(self, "_initialized", False):  # there is one for each scope
+            return
+        super().__init__(scope)
+        self._tried: dict[UUID, int] = {}
+        self._recalled = False
+
+    async def event_has_been_seen(self, event: UUID | Event) -> bool:
+        """Whether this very server has evaluated an event; it is asked before each, and so begins to listen here."""
+        await LISTENING.note()
+        await self._recall()
+        return await super().event_has_been_seen(event)
+
+    async def wait_for_leader(self, event: ReceivedEvent) -> None:
+        """Return once an event may be evaluated.
+
+        Raises:
+            EventArrivedEarly: if the one that it follows is still to come; the event is parked until then.
+        """
+        leader = event.follows
+        if leader is None or leader == event.id or now("UTC") - event.received >= timedelta(seconds=LEADER_S):
+            return
+        known = await self.event_has_been_seen(leader) or await self.event_has_started_processing(leader)
+        if not known and await _is_past(leader):
+            return
+        await super().wait_for_leader(event)
+
+    async def record_follower(self, event: ReceivedEvent) -> None:
+        """Park an event; one that comes again is parked once."""
+        db = provide_database_interface()
+        row = {
+            "scope": self.scope,
+            "leader_event_id": event.follows,
+            "follower_event_id": event.id,
+            "received": event.received,
+            "follower": event,
+        }
+        async with db.session_context(begin_transaction=True) as session:
+            await session.execute(db.queries.insert(db.AutomationEventFollower).values(row).on_conflict_do_nothing())
+        await super().record_follower(event)
+
+    async def forget_follower(self, follower: ReceivedEvent) -> None:
+        """Forget an event that has been evaluated, if it was parked."""
+        if follower.id not in self._waitlist:  # as nearly all: to write for each would keep others from the database
+            return
+        db = provide_database_interface()
+        parked = db.AutomationEventFollower
+        this = sa.delete(parked).where(parked.scope == self.scope, parked.follower_event_id == follower.id)
+        async with db.session_context(begin_transaction=True) as session:
+            await session.execute(this)
+        self._tried.pop(follower.id, None)
+        await super().forget_follower(follower)
+
+    async def get_lost_followers(self) -> list[ReceivedEvent]:
+        """Return the events that have waited long enough, in the order in which they occurred.
+
+        They stay parked until they are evaluated, so that a server which is killed meanwhile finds them again.
+        """
+        await self._recall()
+        until = now("UTC") - timedelta(seconds=LEADER_S)
+        lost = [self._events[event_id] for event_id, received in self._waitlist.items() if received <= until]
+        for event in [each for each in lost if self._tried.get(each.id, 0) >= _TRIES]:
+            get_logger(__name__).error("Event %r (%s) is given up: it cannot be evaluated", event.event, event.id)
+            await self.forget_follower(event)
+            lost.remove(event)
+        for event in lost:
+            self._tried[event.id] = self._tried.get(event.id, 0) + 1
+        return sorted(lost, key=lambda event: event.occurred)
+
+    async def _recall(self) -> None:
+        """Remember, once, what a former server had parked."""
+        if self._recalled:
+            return
+        db = provide_database_interface()
+        if db.dialect.name == "sqlite":
+            collect_in_a_thread()
+        parked = db.AutomationEventFollower
+        async with db.session_context() as session:
+            found = (
+                (await session.execute(sa.select(parked.follower).where(parked.scope == self.scope))).scalars().all()
+            )
+        for event in found:
+            await super().record_follower(event)
+        self._recalled = True
+
+
+class Listening:
+    """Whether the server was there all the while; where it was not, signs of life have time to come."""
+
+    def __init__(self) -> None:
+        self._latest = 0.0
+        self._lock: asyncio.Lock | None = None
+
+    async def note(self) -> None:
+        """Tell that the server listens: before it looks at an event, and before it looks for silence."""
+        if time.time() - self._latest > STOPPED_S:
+            self._lock = self._lock or asyncio.Lock()
+            async with self._lock:
+                if time.time() - self._latest > STOPPED_S:  # nobody else has seen to it meanwhile
+                    await _begin_anew()
+                    self._latest = time.time()
+        self._latest = time.time()
+
+
+LISTENING = Listening()
+
+
+async def _begin_anew() -> None:
+    """Let no automation that waits for signs of life have waited for all of its time."""
+    watching = [trigger.id for trigger in triggers.triggers.values() if _waits_for_signs(trigger)]
+    if not watching:
+        return
+    db = provide_database_interface()
+    bucket, until = db.AutomationBucket, now("UTC") + timedelta(seconds=GRACE_S)
+    late = sa.update(bucket).where(bucket.trigger_id.in_(watching), bucket.end < until).values(end=until)
+    async with db.session_context(begin_transaction=True) as session:
+        await session.execute(late)
+
+
+def _waits_for_signs(trigger: EventTrigger) -> bool:
+    return trigger.posture == Posture.Proactive and bool(trigger.after & trigger.expect)
+
+
+async def _is_past(leader: UUID) -> bool:
+    """Whether an event belongs to the time before this server: the one that evaluated it, or died with it, is gone."""
+    db: PrefectDBInterface = provide_database_interface()
+    received = sa.select(db.Event.id).where(db.Event.id == leader, db.Event.received < _BEGAN)
+    # A run's change of state is told by an event of the same id, which a killed server may not have written down.
+    changed = sa.select(db.FlowRunState.id).where(db.FlowRunState.id == leader, db.FlowRunState.timestamp < _BEGAN)
+    async with db.session_context() as session:
+        return any([await session.scalar(query) is not None for query in (received, changed)])
+
+
+_evaluate = triggers.evaluate_proactive_triggers
+
+
+async def evaluate_proactive_triggers() -> None:
+    """Look for silence, as Prefect does, once it is known whether anybody listened."""
+    await LISTENING.note()
+    await _evaluate()
+
+
+triggers.evaluate_proactive_triggers = evaluate_proactive_triggers

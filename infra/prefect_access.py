@@ -1,0 +1,135 @@
+"""Who we are to a Prefect server: what it asks for, by its address, so that no server is told another's password."""
+
+from __future__ import annotations
+
+import ssl
+from base64 import b64encode
+from pathlib import Path
+from typing import NamedTuple
+
+from infra.errors import ServiceError
+from infra.settings import STACK_ENV, env_file, inherited_environment, read_env_file, same_server, settings
+
+PASSWORD_FILE = "prefect.password"
+_FURTHER_HOMES: set[Path] = set()
+
+
+class Access(NamedTuple):
+    """What a server is told, and how it is known."""
+
+    auth_string: str | None
+    """user:password."""
+    api_key: str | None
+    """In place of it; not used where there is one."""
+    headers: dict[str, str]
+    """Further ones, as the user has set them for his own server."""
+    cert_file: Path | None
+    """Certificates that an https server is known by; None: the system's."""
+    skip_verify: bool
+    """Whether whoever answers is believed."""
+    source: str | None
+    """Where the password or key stands, for people; None without one."""
+
+    @property
+    def all_headers(self) -> dict[str, str]:
+        """Return the headers that say who we are, as Prefect's own client sends them: the user's own win."""
+        if self.auth_string:
+            said = {"Authorization": f"Basic {b64encode(self.auth_string.encode()).decode()}"}
+        else:
+            said = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        return {**said, **{name.capitalize(): value for name, value in self.headers.items()}}
+
+    def tls(self) -> ssl.SSLContext:
+        """Return how an https server is known.
+
+        Raises:
+            ServiceError: if there are no certificates where they should be.
+        """
+        if self.skip_verify:
+            context = ssl.create_default_context()
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_NONE
+            return context
+        try:
+            return ssl.create_default_context(cafile=self.cert_file)
+        except OSError as error:  # ssl's own errors are such
+            raise ServiceError(
+                f"PREFECT_API_SSL_CERT_FILE is {self.cert_file}, which holds no certificates "
+                f"({error.strerror or error}); correct it"
+            ) from None
+
+
+def know_stack_of(home: Path) -> None:
+    """Have calls to the server of this home's stack carry its password, in a process whose settings name another.
+
+    Args:
+        home: of a stack that is there or will be; what `rlhf up` writes in it is read at each call.
+    """
+    _FURTHER_HOMES.add(home)
+
+
+def access_to(api_url: str) -> Access:
+    """Return who we are to a server: to a local stack's its own password, to any other what the user has set.
+
+    Args:
+        api_url: the server's.
+
+    Raises:
+        SettingsError: if a variable holds what it must not.
+    """
+    if (home := _home_of(api_url)) is not None:
+        password = read_env_file(home / STACK_ENV).get("PREFECT_API_AUTH_STRING")
+        return Access(password, None, {}, None, False, str(home / PASSWORD_FILE) if password else None)
+    known = settings()
+    auth_string, key = known.prefect_api_auth_string, known.prefect_api_key
+    if auth_string and is_of_another_server(api_url, auth_string.get_secret_value()):
+        auth_string = None
+    return Access(
+        auth_string.get_secret_value() if auth_string else None,
+        key.get_secret_value() if key else None,
+        {name: value.get_secret_value() for name, value in known.prefect_client_custom_headers.items()},
+        known.prefect_api_ssl_cert_file,
+        known.prefect_api_tls_insecure_skip_verify,
+        origin("PREFECT_API_AUTH_STRING") if auth_string else origin("PREFECT_API_KEY") if key else None,
+    )
+
+
+def _home_of(api_url: str) -> Path | None:
+    """Return the home of the local stack whose server has this address."""
+    for home in (settings().home, *_FURTHER_HOMES):
+        if same_server(api_url, read_env_file(home / STACK_ENV).get("PREFECT_API_URL")):
+            return home
+    return None
+
+
+def origin(variable: str) -> str:
+    """Return a variable that is set and where it has its value from, for people."""
+    if inherited_environment().get(variable):
+        return f"{variable} as it is exported"
+    if variable in read_env_file(env_file()):
+        return f"{variable} in {env_file()}"
+    return f"{variable} of Prefect's profile"
+
+
+def is_of_another_server(api_url: str, auth_string: str) -> bool:
+    """Whether a password is a local stack's, but the server is not: `.env` told the one, somebody else the other."""
+    written = read_env_file(settings().home / STACK_ENV)
+    ours = written.get("PREFECT_API_AUTH_STRING") == auth_string
+    return ours and not same_server(api_url, written.get("PREFECT_API_URL"))
+
+
+def refusal(api_url: str, access: Access) -> str:
+    """Return what a person is told whom a server answers with 401, and what to do."""
+    home = _home_of(api_url)
+    line = f"the line in {home / PASSWORD_FILE}" if home else "its user:password"
+    if access.source is None:
+        key = "" if home else ", or PREFECT_API_KEY"
+        return f"the Prefect server at {api_url} asks for a password; set PREFECT_API_AUTH_STRING to {line}{key}"
+    if access.source.startswith("PREFECT_API_KEY"):
+        return f"the Prefect server at {api_url} does not take {access.source}; correct it"
+    if access.source.startswith("PREFECT_"):
+        return f"the Prefect server at {api_url} does not take {access.source}; unset it, or set it to {line}"
+    return (
+        f"the Prefect server at {api_url} does not take the password in {access.source}: it is another stack's, or was "
+        "started with another password; run `rlhf up`, which brings both together"
+    )

@@ -1,0 +1,121 @@
+"""What passes is tried again and then leaves the run to be started again; what is final does not; what shows warns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.services import prefect_api
+from infra.services.automations import RESTARTING
+from infra.settings import read_env_file
+from tests.integration.flaky_proxy import FlakyProxy, flaky_proxy
+from tests.integration.local_stack import TINY_FLOWS, LocalStack, wait_for
+
+pytestmark = pytest.mark.integration
+
+ONE_START = ["Pending", "Submitting", "Running"]
+PATIENCE_S = 3
+ENDS = {"COMPLETED", "FAILED", "CANCELLED"}
+
+
+@pytest.fixture(scope="module")
+def deployed(stack: LocalStack) -> LocalStack:
+    stack.deploy_tiny_flows(TINY_FLOWS, "failing.yaml")
+    return stack
+
+
+@pytest.fixture
+def store_proxy(deployed: LocalStack) -> Iterator[FlakyProxy]:
+    with flaky_proxy(read_env_file(deployed.home / "stack.env")["RLHF_S3_ENDPOINT_URL"]) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def server_proxy(deployed: LocalStack) -> Iterator[FlakyProxy]:
+    with flaky_proxy(deployed.api_url) as proxy:
+        yield proxy
+
+
+def start(
+    stack: LocalStack, directory: Path, meets: str, *, store: FlakyProxy, server: FlakyProxy | None = None
+) -> str:
+    """Start a run that reaches the store, and perhaps the server, through a proxy; return its id."""
+    known = read_env_file(stack.home / "stack.env")
+    keys = {name: value for name, value in known.items() if name.startswith("RLHF_S")}
+    env: dict[str, Any] = {**keys, "RLHF_S3_ENDPOINT_URL": store.url, "RLHF_STORE_PATIENCE_S": str(PATIENCE_S)}
+    if server is not None:
+        env["PREFECT_API_URL"] = f"{server.url}/api"
+    found = prefect_api.deployment(stack.api_url, "failing/failing")
+    assert found is not None
+    body = {"parameters": {"directory": str(directory), "meets": meets}, "job_variables": {"env": env}}
+    path = f"/deployments/{found['id']}/create_flow_run"
+    return str(prefect_api.call(stack.api_url, "POST", path, body)["id"])
+
+
+def await_end(stack: LocalStack, run: str) -> None:
+    wait_for(lambda: stack.run_state(run) in ENDS, "the run's end", timeout_s=180)
+
+
+def messages(stack: LocalStack, run: str) -> dict[str, str]:
+    """Return what the last state of each name says."""
+    states = prefect_api.call(stack.api_url, "GET", f"/flow_run_states/?flow_run_id={run}")
+    return {str(state["name"]): str(state["message"]) for state in states}
+
+
+def starts(directory: Path) -> list[int]:
+    """Return the number of the run's start, for each attempt of its task."""
+    return [int(line) for line in (directory / "attempts").read_text().splitlines()]
+
+
+def test_a_store_that_is_away_too_long_crashes_a_run_which_goes_on_when_it_is_back(
+    deployed: LocalStack, store_proxy: FlakyProxy, tmp_path: Path
+) -> None:
+    store_proxy.leave()
+    run = start(deployed, tmp_path, "store", store=store_proxy)
+    wait_for(lambda: RESTARTING in deployed.history(run), "the run to be waiting for its restart", timeout_s=120)
+    said = messages(deployed, run)["Crashed"]
+    assert said.startswith(f"the S3 server {store_proxy.url} did not answer within {PATIENCE_S} s while looking around")
+    assert said.endswith("; this was start 1 of 4, and the next goes on from the last commit")
+    assert [child["state_type"] for child in deployed.children(run)] == ["CRASHED"]
+    store_proxy.come_back()
+    await_end(deployed, run)
+    again = [*ONE_START, "Crashed", RESTARTING, "Scheduled", *ONE_START, "Completed"]
+    assert deployed.history(run) == ["Scheduled", *again]
+    assert len(starts(tmp_path)) == 2, "the store was waited for once: its task was not tried again within a run"
+    assert any("did not answer within" in line for line in deployed.log(run))
+
+
+def test_what_is_final_stops_a_run_at_once_with_its_sentence(
+    deployed: LocalStack, store_proxy: FlakyProxy, tmp_path: Path
+) -> None:
+    run = start(deployed, tmp_path, "bad data", store=store_proxy)
+    await_end(deployed, run)
+    assert deployed.history(run) == ["Scheduled", *ONE_START, "Failed"]
+    assert deployed.message(run) == "row 3 of rows.jsonl has no answer"
+    assert starts(tmp_path) == [1]
+
+
+def test_a_cluster_without_room_is_asked_again_within_the_run(
+    deployed: LocalStack, store_proxy: FlakyProxy, tmp_path: Path
+) -> None:
+    run = start(deployed, tmp_path, "no room", store=store_proxy)
+    await_end(deployed, run)
+    assert deployed.history(run) == ["Scheduled", *ONE_START, "Completed"]
+    assert starts(tmp_path) == [1, 1, 1]
+
+
+def test_a_run_whose_pages_the_server_does_not_take_warns_once_and_goes_on(
+    deployed: LocalStack, store_proxy: FlakyProxy, server_proxy: FlakyProxy, tmp_path: Path
+) -> None:
+    server_proxy.answer_unavailable(rb"POST /api/artifacts/", times=1000)
+    run = start(deployed, tmp_path, "nothing", store=store_proxy, server=server_proxy)
+    await_end(deployed, run)
+    assert deployed.history(run) == ["Scheduled", *ONE_START, "Completed"]
+    assert server_proxy.count > 0
+    [warning] = wait_for(
+        lambda: [line for line in deployed.log(run) if line.startswith("a page in Prefect: ")], "the warning"
+    )
+    assert warning.startswith("a page in Prefect: not shown, and the run goes on without (")

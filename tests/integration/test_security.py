@@ -1,0 +1,476 @@
+"""What another user of this machine can do with a stack and a run of it: nothing but see that they live.
+
+Every port and every socket is listed from the kernel: one that this test does not know fails it. The stack has a
+network of its own, so that nothing else listens there, with an address that is not the loopback's, and with a home that
+anybody may enter. What was tried, and what came of it, is the table in docs/security.md.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from base64 import b64encode
+from collections.abc import Collection, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import pytest
+from ray._private.grpc_utils import init_grpc_channel
+from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
+
+from infra.certificate import own_certificate
+from infra.clusters import ClusterManifest, leftover_processes
+from infra.clusters.control_server import ControlServer
+from infra.clusters.driver import credentials
+from infra.services import seaweed
+from infra.services.store_keys import KEYS_FILE, keys_environment
+from infra.settings import CHECKOUT
+from tests.integration import stranger
+from tests.integration.local_stack import LocalStack, run_local_stack, wait_for
+from tests.integration.machines import hold, inner, why_not
+from tests.integration.stranger import NO_ANSWER, UID
+
+pytestmark = pytest.mark.integration
+
+OUTSIDE = "10.88.0.1"
+"""An address of this machine that others could reach."""
+DOCUMENT = CHECKOUT / "docs" / "security.md"
+RUN = '''
+import time
+
+import ray
+from prefect import flow
+
+from infra.clusters import connect, lease_cluster, release_cluster
+from infra.settings import settings
+from rlhf_core.detached.group.member import form_group
+from rlhf_core.detached.group.rank_actor import RankActor
+
+
+@flow
+def exposed():
+    """Hold a cluster with a group of two trainers."""
+    known = settings()
+    try:
+        manifest = lease_cluster(
+            "exposed",
+            directory=known.clusters_dir,
+            num_cpus=2,
+            object_store_mb=80,
+            environment=known.child_environment(),
+        )
+        connect(manifest)
+        ranks = {f"rank-{n}": RankActor.options(name=f"rank-{n}", num_cpus=1).remote(None) for n in range(2)}
+        form_group(ranks, start_timeout_s=120, collective_timeout_s=120)
+        (known.home / "group-stands").touch()
+        while True:
+            ray.get([rank.ping.remote() for rank in ranks.values()], timeout=60)
+            time.sleep(0.5)
+    finally:
+        release_cluster("exposed")
+'''
+DEPLOYMENT = """
+deployments:
+  - name: exposed
+    entrypoint: exposed.py:exposed
+    work_pool: {name: rlhf}
+"""
+SERVER, S3, VOLUME = "Prefect's server", "Store: S3", "Store: volume server"
+STORE_PARTS, STORE_CALLS = "Store: master, filer and admin", "Store: calls between its parts (gRPC)"
+RAY, RAY_AGENT, TRAINERS = "Ray: all calls (gRPC)", "Ray: agent", "Trainers of a run, to each other"
+SOCKETS, FILES = "Unix sockets", "Files and processes"
+ROWS = (SERVER, S3, VOLUME, STORE_PARTS, STORE_CALLS, RAY, RAY_AGENT, TRAINERS, SOCKETS, FILES)
+PREFECT_SOCKETS = (
+    "events/in",
+    "events/out",
+    "logs/out",
+    "task_runs/subscriptions/scheduled",
+    "work_pools/rlhf/workers/connect",
+)
+STORE_METHODS = {
+    "master_grpc": (
+        "/master_pb.Seaweed/Assign",
+        "/master_pb.Seaweed/VolumeList",
+        "/master_pb.Seaweed/CollectionDelete",
+    ),
+    "filer_grpc": ("/filer_pb.SeaweedFiler/ListEntries", "/filer_pb.SeaweedFiler/DeleteEntry"),
+    "volume_grpc": ("/volume_server_pb.VolumeServer/ReadAllNeedles", "/volume_server_pb.VolumeServer/DeleteCollection"),
+    "s3_grpc": (
+        "/s3_lifecycle_pb.SeaweedS3LifecycleInternal/LifecycleDelete",
+        "/iam_pb.SeaweedIdentityAccessManagement/ListUsers",
+    ),
+    "admin_grpc": ("/worker_pb.WorkerService/WorkerStream", "/plugin_pb.PluginControlService/WorkerStream"),
+}
+RAY_METHODS = {
+    "the nodes": "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo",
+    "a job": "/ray.rpc.JobInfoGcsService/AddJob",
+    "an actor's end": "/ray.rpc.ActorInfoGcsService/KillActorViaGcs",
+    "the control server's store": "/ray.rpc.InternalKVGcsService/InternalKVKeys",
+    "a worker": "/ray.rpc.NodeManagerService/RequestWorkerLease",
+    "a task": "/ray.rpc.CoreWorkerService/PushTask",
+    "an object": "/ray.rpc.ObjectManagerService/Pull",
+    "Ray's own health check": "/grpc.health.v1.Health/Check",
+    "`StartSync`, which without a certificate ended the control server": "/ray.rpc.syncer.RaySyncer/StartSync",
+}
+
+
+class Port(NamedTuple):
+    """What listens."""
+
+    row: str
+    name: str
+    """Of a part of the store; else of the process."""
+    address: str
+    port: int
+
+
+class Try(NamedTuple):
+    """What the other user tries, and what should come of it."""
+
+    row: str
+    title: str
+    """In the table; several tries may share one."""
+    expected: Collection[str]
+    how: str
+    """A function of `stranger`."""
+    arguments: tuple[Any, ...]
+    is_open: bool = False
+    """Whether it is answered by intent."""
+
+
+class Exposed(NamedTuple):
+    """A stack with a live run."""
+
+    stack: LocalStack
+    manifest: ClusterManifest
+    old_password: str
+    run: str
+
+    def processes(self) -> list[psutil.Process]:
+        marked = {process.pid: process for process in self.stack.processes()}
+        marked.update((each.pid, each) for each in leftover_processes(self.manifest.mark, self.manifest.head))
+        return list(marked.values())
+
+
+@contextmanager
+def network_of_its_own() -> Iterator[None]:
+    """Put this thread, and all that it starts, into a network where nothing else is."""
+    commands = ["ip link set lo up", "ip link add outside type dummy", f"ip address add {OUTSIDE}/24 dev outside"]
+    holder = hold("--net", commands=[*commands, "ip link set outside up", "ip route add default dev outside"])
+    libc = ctypes.CDLL(None, use_errno=True)
+    here = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+    there = os.open(f"/proc/{inner(holder)}/ns/net", os.O_RDONLY)
+    try:
+        assert libc.setns(there, 0) == 0, os.strerror(ctypes.get_errno())
+        yield
+    finally:
+        assert libc.setns(here, 0) == 0, os.strerror(ctypes.get_errno())
+        for descriptor in (here, there):
+            os.close(descriptor)
+        holder.kill()
+        holder.communicate()
+
+
+@pytest.fixture(scope="module")
+def exposed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Exposed]:
+    """A stack whose password was changed once, and a run on a cluster of its own; everybody may enter its home."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    if reason := why_not():
+        pytest.skip(reason)
+    place = Path(tempfile.mkdtemp(prefix="open-", dir="/tmp"))
+    source = tmp_path_factory.mktemp("source")
+    (source / "exposed.py").write_text(RUN)
+    (source / "prefect.yaml").write_text(DEPLOYMENT)
+    for folder in (place, place / "home"):
+        folder.mkdir(exist_ok=True)
+        folder.chmod(0o755)
+    try:
+        with network_of_its_own(), run_local_stack(place) as stack:
+            old = stack.password
+            changed = stack.type("rlhf", "up", "--new-password")
+            assert changed.returncode == 0, changed.stdout + changed.stderr
+            stack.deploy_tiny_flows(source)
+            run = stack.start_run("exposed/exposed")
+            wait_for((stack.home / "group-stands").exists, "the run's group of trainers", timeout_s=180)
+            yield Exposed(stack, ClusterManifest.load(stack.home / "clusters" / "exposed.json"), old, run)
+    finally:
+        shutil.rmtree(place)
+
+
+def ports_of(exposed: Exposed) -> list[Port]:
+    """Return everything that listens on a port, as the kernel tells it.
+
+    Raises:
+        AssertionError: if there is something that nobody knows.
+    """
+    known = known_ports(exposed)
+    found, strange = [], []
+    for socket in psutil.net_connections("inet"):
+        if socket.status != psutil.CONN_LISTEN and not (socket.type == 2 and not socket.raddr):
+            continue
+        address, port = socket.laddr.ip.removeprefix("::ffff:"), socket.laddr.port
+        row, name = known.get((socket.pid, port)) or known.get((socket.pid, 0)) or known.get((None, port)) or ("", "")
+        found.append(Port(row, name, address, port))
+        if not row:
+            strange.append(f"{address}:{port} of {psutil.Process(socket.pid).cmdline()}")
+    assert not strange, f"nobody knows these ports: {strange}; say in this test what they are, and what they answer"
+    return found
+
+
+def known_ports(exposed: Exposed) -> dict[tuple[int | None, int], tuple[str, str]]:
+    """Return the rows of ports by process and number: 0 is each of a process's, None whichever process has it."""
+    ports = exposed.stack.state.ports
+    store = {"s3": S3, "volume": VOLUME}
+    known: dict[tuple[int | None, int], tuple[str, str]] = {
+        (exposed.stack.pids()["store"], ports[name]): (
+            STORE_CALLS if name.endswith("_grpc") else store.get(name, STORE_PARTS),
+            name,
+        )
+        for name in seaweed.PORT_NAMES
+    }
+    admin = ports["admin"] + seaweed.ADMIN_GRPC_OFFSET
+    known[exposed.stack.pids()["store"], admin] = STORE_CALLS, "admin_grpc"
+    known[None, ports["prefect"]] = SERVER, "server"  # a child of the service's process may have it
+    for process in leftover_processes(exposed.manifest.mark, exposed.manifest.head):
+        name = process.name()
+        if name in ("gcs_server", "raylet"):
+            known[process.pid, 0] = RAY, name
+        elif name.startswith("ray::RuntimeEnv"):
+            known[process.pid, 0] = RAY_AGENT, name
+        elif name.startswith("ray::RankActor"):
+            known[process.pid, 0] = TRAINERS, name
+    with credentials(exposed.manifest), closing(ControlServer(exposed.manifest.address)) as server:
+        for actor in server.actors(lambda _: True):
+            known[actor.pid, actor.address.port] = RAY, actor.name
+    with credentials(exposed.manifest), closing(init_grpc_channel(exposed.manifest.address)) as channel:
+        asked = gcs_service_pb2_grpc.JobInfoGcsServiceStub(channel).GetAllJobInfo
+        for job in asked(gcs_service_pb2.GetAllJobInfoRequest(), timeout=30).job_info_list:
+            known[job.driver_pid, job.driver_address.port] = RAY, "driver"
+    return known
+
+
+def unix_sockets() -> list[str]:
+    """Return the Unix sockets that have a name in this network, as the kernel tells it."""
+    lines = Path("/proc/net/unix").read_text().splitlines()[1:]
+    return sorted({words[7] for line in lines if len(words := line.split()) > 7})
+
+
+def store_object(exposed: Exposed) -> str:
+    """Store something, and return the id under which the volume server has its bytes."""
+    url = f"http://127.0.0.1:{exposed.stack.state.ports['s3']}/rlhf/precious"
+    mine = (seaweed.ACCESS_KEY, seaweed.load_secret(exposed.stack.home))
+    assert stranger.s3(url, "PUT", *mine, body="precious" * 100) == "200"
+    assert stranger.s3(url, "GET", *mine) == "200"
+    ports = exposed.stack.state.ports
+    said = subprocess.run(
+        [str(Path(sys.executable).with_name("weed")), "shell", *shell_arguments(ports)],
+        input="fs.meta.cat /buckets/rlhf/precious\n",
+        env={**os.environ, **keys_environment(exposed.stack.home)},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    ).stdout
+    found = re.search(r'"fileId":\s*"(\d+,[0-9a-f]+)"', said)
+    assert found, said
+    return found.group(1)
+
+
+def shell_arguments(ports: dict[str, int]) -> list[str]:
+    return [f"-{part}=127.0.0.1:{ports[part]}.{ports[f'{part}_grpc']}" for part in ("master", "filer")]
+
+
+def prefect_tries(exposed: Exposed) -> Iterator[Try]:
+    port = exposed.stack.state.ports["prefect"]
+    for path in ("/api/health", "/api/ready"):
+        yield Try(SERVER, f"`{path}`", {"200"}, "http", (f"http://127.0.0.1:{port}{path}",), is_open=True)
+    for path in ("/", "/ui-settings"):
+        title = "the UI's files and settings"
+        yield Try(SERVER, title, {"200", "307"}, "http", (f"http://127.0.0.1:{port}{path}",), is_open=True)
+    passwords = {"no password": "", "a wrong one": "rlhf:" + "x" * 20, "the former one": exposed.old_password}
+    for title, password in passwords.items():
+        basic = f"Basic {b64encode(password.encode()).decode()}"
+        headers = {"Content-Type": "application/json"} | ({"Authorization": basic} if password else {})
+        for method, path, body in (
+            ("POST", "deployments/filter", "{}"),
+            ("POST", "flow_runs/filter", "{}"),
+            ("GET", "admin/settings", ""),
+            ("POST", "events", "[]"),
+            ("POST", "work_pools/", '{"name": "mine", "type": "process"}'),
+        ):
+            arguments = (f"http://127.0.0.1:{port}/api/{path}", method, headers, body)
+            yield Try(SERVER, f"API with {title}", {"401"}, "http", arguments)
+        for path in PREFECT_SOCKETS:
+            arguments = (f"ws://127.0.0.1:{port}/api/{path}", password)
+            yield Try(SERVER, f"web sockets with {title}", {"closed 1008"}, "listen", arguments)
+    for path in PREFECT_SOCKETS:
+        arguments = (f"ws://127.0.0.1:{port}/api/{path}", "", "other")
+        yield Try(SERVER, "web sockets of another protocol", {NO_ANSWER, "closed 1002"}, "listen", arguments)
+    asks = {"Origin": "http://elsewhere.example", "Access-Control-Request-Method": "POST"}
+    arguments = (f"http://127.0.0.1:{port}/api/deployments/filter", "OPTIONS", asks)
+    yield Try(SERVER, "a foreign origin's preflight", {"400"}, "http", arguments)
+
+
+def store_tries(exposed: Exposed, folder: Path) -> Iterator[Try]:
+    ports, file_id = exposed.stack.state.ports, store_object(exposed)
+    at = {name: f"http://127.0.0.1:{ports[name]}" for name in ("s3", "volume", "master", "filer", "admin")}
+    for path in ("/healthz", "/readyz", "/status"):
+        yield Try(S3, "that it lives", {"200"}, "http", (at["s3"] + path,), is_open=True)
+        title = "that it lives; the sizes of its volumes and of the disk, and where they lie (`/status`)"
+        yield Try(VOLUME, title, {"200"}, "http", (at["volume"] + path,), is_open=True)
+    keys = {"no key": None, "a wrong key": ("me", "mine"), "a wrong secret": (seaweed.ACCESS_KEY, "mine")}
+    for title, key in keys.items():
+        for method, path in (("GET", "/"), ("GET", "/rlhf?list-type=2"), ("GET", "/rlhf/precious"), ("PUT", "/rlhf/x")):
+            how, arguments = ("s3", (at["s3"] + path, method, *key)) if key else ("http", (at["s3"] + path, method))
+            yield Try(S3, f"reads, lists and writes with {title}", {"403"}, how, arguments)
+    for action in ("ListUsers", "AssumeRoleWithWebIdentity&RoleArn=r&RoleSessionName=me&WebIdentityToken=t"):
+        arguments = (f"{at['s3']}/?Action={action}&Version=2011-06-15", "POST")
+        yield Try(S3, "users and roles", {"403", "405"}, "http", arguments)
+    asks = {"Origin": "http://elsewhere.example", "Access-Control-Request-Method": "GET"}
+    yield Try(S3, "a foreign origin's preflight", {"403"}, "http", (f"{at['s3']}/rlhf/precious", "OPTIONS", asks))
+    for method in ("GET", "POST", "DELETE"):
+        title = "a read, a write and a deletion by file id"
+        yield Try(VOLUME, title, {"401"}, "http", (f"{at['volume']}/{file_id}", method))
+    for path in ("/", "/ui/index.html", "/metrics", "/stats/counter", "/admin/assign_volume"):
+        yield Try(VOLUME, "anything else", {"401"}, "http", (at["volume"] + path,))
+    asked = {
+        "master": (
+            "/dir/assign",
+            "/vol/grow?count=1",
+            "/col/delete?collection=x",
+            f"/{file_id}",
+            "/cluster/status",
+            "/",
+        ),
+        "filer": ("/buckets/rlhf/", "/buckets/rlhf/precious", "/healthz", "/.tus/", "/favicon.ico"),
+        "admin": ("/metrics", "/health", "/"),
+    }
+    for part, paths in asked.items():
+        for path in paths:
+            title = "; ".join(f"{part}: `{path.partition('?')[0]}`" for path in paths[:1]) + ", and all else"
+            yield Try(STORE_PARTS, title, {"400"}, "http", (at[part] + path,))
+            yield Try(STORE_PARTS, title, {NO_ANSWER}, "http", (at[part].replace("http", "https") + path,))
+    trusted = public_part(exposed.stack.home / KEYS_FILE)
+    for part, methods in STORE_METHODS.items():
+        address = f"127.0.0.1:{ports['admin'] + seaweed.ADMIN_GRPC_OFFSET if part == 'admin_grpc' else ports[part]}"
+        for method in methods:
+            yield from without_certificate(STORE_CALLS, "every part", address, method, trusted)
+    weed = shutil.copy(Path(sys.executable).with_name("weed"), folder)
+    yield Try(
+        STORE_CALLS,
+        "`weed shell`",
+        {NO_ANSWER},
+        "shell",
+        (weed, "fs.ls /buckets/rlhf\n", "shell", *shell_arguments(ports)),
+    )
+
+
+def ray_tries(exposed: Exposed, ports: list[Port]) -> Iterator[Try]:
+    trusted = public_part(exposed.manifest.certificate)
+    for port in ports:
+        if port.row == RAY:
+            for title, method in RAY_METHODS.items():
+                yield from without_certificate(RAY, title, f"127.0.0.1:{port.port}", method, trusted)
+        elif port.row == RAY_AGENT:
+            for path in ("get_or_create_runtime_env", "delete_runtime_env_if_possible", "get_runtime_envs_info", ""):
+                for title, headers in (("no token", {}), ("a wrong one", {"Authorization": f"Bearer {'0' * 64}"})):
+                    arguments = (f"http://127.0.0.1:{port.port}/{path}", "POST", headers)
+                    yield Try(RAY_AGENT, f"anything with {title}", {"401", "403"}, "http", arguments)
+        elif port.row == TRAINERS:
+            title = "connections, see below"
+            yield Try(TRAINERS, title, {"open"}, "reach", ("127.0.0.1", port.port), is_open=True)
+
+
+def without_certificate(row: str, title: str, address: str, method: str, trusted: str) -> Iterator[Try]:
+    """A call in plain, over TLS without a certificate and with one's own, with no token and with a wrong one."""
+    for token in ("", "0" * 64):
+        for own in (("", ""), (trusted, ""), (trusted, own_certificate("mine"))):
+            yield Try(row, title, {NO_ANSWER}, "call", (address, method, token, *own))
+
+
+def public_part(pem: Path) -> str:
+    """Return the certificate of a file, which a server shows to everybody, without its key."""
+    return pem.read_text().partition("-----BEGIN PRIVATE KEY-----")[0]
+
+
+def other_tries(exposed: Exposed, ports: list[Port]) -> Iterator[Try]:
+    for port in ports:
+        yield Try(port.row, "everything from another machine", {NO_ANSWER}, "reach", (OUTSIDE, port.port))
+    for path in unix_sockets():
+        title = "SeaweedFS's in `/tmp`" if path.startswith("/tmp/seaweedfs-") else "all others"
+        yield Try(SOCKETS, title, {NO_ANSWER}, "unix", (path.replace("@", "\0", 1),))
+    processes = exposed.processes()
+    seen = {Path(process.cwd()) for process in processes} - {Path("/"), CHECKOUT}
+    for process in processes:
+        seen |= {Path(file.path) for file in process.open_files()}
+        seen |= {Path(each.path) for each in process.memory_maps() if each.path.startswith("/")}
+    common = [path for path in seen if path.is_relative_to("/tmp") or path.is_relative_to("/dev/shm")]
+    roots = [exposed.stack.home, exposed.stack.env_file, exposed.stack.state.socket_dir, exposed.manifest.temp_dir]
+    title = "all files of `RLHF_HOME`, of the run, and those that their processes have open in `/tmp`"
+    for root in {*roots, *common}:
+        yield Try(FILES, title, {"nothing"}, "files", ([str(root)],))
+    title = "environment, memory and open files of every process"
+    yield Try(FILES, title, {"nothing"}, "processes", ([process.pid for process in processes],))
+
+
+def came_of(tries: list[Try]) -> list[str]:
+    """Have another user try everything, and return what came of each."""
+    done = subprocess.run(
+        [sys.executable, "-m", stranger.__name__],
+        input=json.dumps([(each.how, each.arguments) for each in tries]),
+        cwd=CHECKOUT,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    found: list[str] = json.loads(done.stdout)
+    return found
+
+
+def table(tries: list[Try]) -> list[str]:
+    """Return the lines of the table."""
+    lines = ["| what listens | answers anyone | tried by another user, and refused |", "|---|---|---|"]
+    for row in ROWS:
+        cells = [
+            "; ".join(dict.fromkeys(each.title for each in tries if each.row == row and each.is_open is is_open))
+            for is_open in (True, False)
+        ]
+        lines.append(f"| {row} | {cells[0] or 'nothing'} | {cells[1]} |")
+    return lines
+
+
+def test_another_user_gets_nothing_from_any_port_socket_file_or_process(
+    exposed: Exposed, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ports = ports_of(exposed)
+    assert {port.row for port in ports} == set(ROWS) - {SOCKETS, FILES}, "something of the stack does not listen"
+    folder = Path(tempfile.mkdtemp(prefix="his-", dir="/tmp"))
+    folder.chmod(0o755)
+    try:
+        tries = [
+            *prefect_tries(exposed),
+            *store_tries(exposed, folder),
+            *ray_tries(exposed, ports),
+            *other_tries(exposed, ports),
+        ]
+        found = came_of(tries)
+    finally:
+        shutil.rmtree(folder)
+    wrong = [f"{each}: {came}" for each, came in zip(tries, found, strict=True) if came not in each.expected]
+    lines = table(tries)
+    with capsys.disabled():
+        print(f"\nuser {UID}, {len(tries)} tries on {len(ports)} ports", *lines, sep="\n")  # noqa: T201
+    assert not wrong, "\n".join(wrong)
+    assert exposed.stack.run_state(exposed.run) == "RUNNING"
+    assert exposed.manifest.is_running
+    assert "\n".join(lines) in DOCUMENT.read_text(), f"copy the table into {DOCUMENT}"

@@ -1,0 +1,84 @@
+"""What the local Prefect server is told, by us and by the user."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from infra.services.prefect_server import prefect_server
+from infra.services.service import stack_environment
+
+
+@pytest.fixture(autouse=True)
+def env_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in [each for each in os.environ if each.upper().startswith("PREFECT_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("RLHF_ENV_FILE", str(tmp_path / ".env"))
+    return tmp_path / ".env"
+
+
+def told(home: Path) -> dict[str, str]:
+    """Return the environment that the server would be started with."""
+    return stack_environment("id", prefect_server(home, 4200, None, "rlhf:word").environment)
+
+
+def test_the_server_asks_for_the_password_and_pages_from_elsewhere_have_no_business_there(tmp_path: Path) -> None:
+    service = prefect_server(tmp_path, 4201, None, "rlhf:word")
+    assert service.environment["PREFECT_SERVER_API_AUTH_STRING"] == "rlhf:word"
+    origins = service.environment["PREFECT_SERVER_API_CORS_ALLOWED_ORIGINS"].split(",")
+    assert origins == ["http://127.0.0.1:4201", "http://localhost:4201"]
+    assert "rlhf:word" not in " ".join(service.command)
+    another = prefect_server(tmp_path, 4201, None, "rlhf:other")
+    assert another.fingerprint != service.fingerprint, "a server that runs is started anew"
+    assert "rlhf:word" not in service.fingerprint
+
+
+def test_what_the_user_says_of_his_server_is_passed_on(
+    tmp_path: Path, env_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env_file.write_text("PREFECT_SERVER_LOGGING_LEVEL=ERROR\nPREFECT_SERVER_METRICS_ENABLED=false\n")
+    monkeypatch.setenv("PREFECT_SERVER_METRICS_ENABLED", "true")
+    monkeypatch.setenv("prefect_server_keepalive_timeout", "9")
+    found = told(tmp_path)
+    assert found["PREFECT_SERVER_LOGGING_LEVEL"] == "ERROR"
+    assert found["PREFECT_SERVER_METRICS_ENABLED"] == "true"
+    assert found["PREFECT_SERVER_KEEPALIVE_TIMEOUT"] == "9"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "PREFECT_SERVER_API_AUTH_STRING",
+        "prefect_server_api_auth_string",
+        "PREFECT_SERVER_API_CORS_ALLOWED_ORIGINS",
+        "PREFECT_SERVER_CORS_ALLOWED_ORIGINS",
+        "PREFECT_SERVER_CSRF_PROTECTION_ENABLED",
+        "PREFECT_SERVER_API_CSRF_PROTECTION_ENABLED",
+        "PREFECT_SERVER_API_HOST",
+        "PREFECT_SERVER_API_BASE_PATH",
+        "PREFECT_SERVER_DATABASE_CONNECTION_URL",
+        "PREFECT_API_DATABASE_CONNECTION_URL",
+        "PREFECT_SERVER_DATABASE_PASSWORD",
+        "PREFECT_SERVER_ANALYTICS_ENABLED",
+        "PREFECT_SERVER_EPHEMERAL_ENABLED",
+        "PREFECT_API_URL",
+        "PREFECT_API_AUTH_STRING",
+        "PREFECT_API_KEY",
+        "PREFECT_CLIENT_CUSTOM_HEADERS",
+        "PREFECT_PROFILES_PATH",
+    ],
+)
+def test_what_the_stack_decides_and_what_is_for_another_server_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    before = told(tmp_path)
+    monkeypatch.setenv(name, "theirs")
+    assert told(tmp_path) == before
+
+
+def test_what_the_server_is_told_nobody_else_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREFECT_SERVER_LOGGING_LEVEL", "ERROR")
+    monkeypatch.setenv("PREFECT_SERVER_API_AUTH_STRING", "me:own")
+    assert not [name for name in stack_environment("id", {}) if name.startswith("PREFECT_SERVER_")]

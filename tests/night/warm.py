@@ -15,8 +15,9 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any, NoReturn
 
 _LENGTH_BYTES = 8
 _FILES = 3
@@ -69,10 +70,12 @@ def call(address: str) -> int:
         flow = int.from_bytes(server.recv(_LENGTH_BYTES), "big")
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda told, _: os.kill(flow, told))
-        status = server.recv(1)
-    if not status:  # it was killed; Python retries what a signal interrupts, so that nothing else ends the wait
-        os.kill(os.getpid(), signal.SIGKILL)
-    return status[0]
+        status = int.from_bytes(server.recv(_LENGTH_BYTES), "big", signed=True)  # a signal does not end the wait
+    if status < 0:
+        if -status != signal.SIGKILL:
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    return status
 
 
 def serve(address: str) -> None:
@@ -83,7 +86,7 @@ def serve(address: str) -> None:
     import tests.night.stages
 
     del prefect, tests
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody is waited for
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody is waited for here
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"{address}.new")
         listener.listen(64)
@@ -92,21 +95,35 @@ def serve(address: str) -> None:
             caller, _ = listener.accept()
             if os.fork() == 0:
                 listener.close()
-                os.setsid()
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                _flow(caller)
+                _watch(caller)
             caller.close()
 
 
-def _flow(caller: socket.socket) -> None:
-    import random
-    import runpy
-
+def _watch(caller: socket.socket) -> NoReturn:
+    """Fork the flow, and tell the caller how it ended, whoever ended it."""
     length, files, *_ = socket.recv_fds(caller, _LENGTH_BYTES, _FILES)
     words = bytearray()
     while len(words) < int.from_bytes(length, "big"):
         words += caller.recv(1 << 16)
-    wanted = json.loads(words)
+    flow = os.fork()
+    if flow == 0:
+        caller.close()
+        _flow(json.loads(words), files)
+    for file in files:
+        os.close(file)
+    caller.sendall(flow.to_bytes(_LENGTH_BYTES, "big"))
+    _, status = os.waitpid(flow, 0)
+    with suppress(OSError):  # the caller was killed
+        caller.sendall(os.waitstatus_to_exitcode(status).to_bytes(_LENGTH_BYTES, "big", signed=True))
+    os._exit(0)
+
+
+def _flow(wanted: dict[str, Any], files: list[int]) -> NoReturn:
+    import random
+    import runpy
+
+    os.setsid()
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
@@ -116,11 +133,9 @@ def _flow(caller: socket.socket) -> None:
     os.chdir(wanted["cwd"])
     random.seed()  # two flows with the same jitter would meet again and again
     sys.argv = [ENGINE]
-    caller.sendall(os.getpid().to_bytes(_LENGTH_BYTES, "big"))
+    sys.modules.pop(ENGINE)
     code = 1
     try:
-        for name in (ENGINE,):
-            sys.modules.pop(name)
         runpy.run_module(ENGINE, run_name="__main__")
         code = 0
     except SystemExit as end:
@@ -130,9 +145,9 @@ def _flow(caller: socket.socket) -> None:
 
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        caller.sendall(bytes([code & 0xFF]))
+        with suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(code)
 
 

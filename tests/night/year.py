@@ -17,6 +17,7 @@ import psutil
 
 from infra.errors import ServiceError
 from infra.services import prefect_api, processes
+from infra.settings import CHECKOUT
 from tests.integration.local_stack import PROGRAMS, LocalStack, turn, wait_for
 from tests.night.books import Books, balance, read_champion
 from tests.night.notes import Note
@@ -98,9 +99,7 @@ class Year:
         warm = Start(command(self.warm))
         file = self.stack.home / "night.yaml"
         file.write_text(deployments(self.sites, {site.name: starts.get(site.name, warm) for site in self.sites}))
-        words = ("prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(file))
-        result = self.stack.type(*words, PREFECT_API_URL=self.stack.api_url)
-        assert result.returncode == 0, result.stdout + result.stderr
+        self.stack.deploy_tiny_flows(CHECKOUT, str(file))
         for site in self.sites:
             site.first_s = time.time() + SCHEDULING_S
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple
 
-from flows.presets import draft_of
+from flows.presets import draft_of, preset_values
 from rlhf_core.config import PipelineConfig
+from tasks.context import open_context
 from tasks.data import SPLITS, check_data, prepare_data, settled, with_data
 from tasks.parents import wants_reward_model
+from tasks.plan import recalled, recorded
 from tasks.preflight import Trained, preflight
+from tasks.progress import say
 from tasks.results import StageResult
 
 
@@ -31,6 +34,8 @@ def begin(
 ) -> Begun:
     """Resolve a flow's parameters and refuse, before anything expensive, what could not end well.
 
+    A run that is started again goes on with what it resolved when it first began (`tasks.plan`).
+
     Args:
         preset: name of a preset.
         data: a set by path, glob, `s3://` address or hub name, a `dataset/...` reference, or None: the preset's data.
@@ -44,15 +49,26 @@ def begin(
         RlhfError: a parameter, file, model or machine is not as it should be.
         InfraError: the store cannot be used, or a reference names nothing.
     """
-    draft = draft_of(preset, data=data, **parameters)
-    config = with_data(draft.config, data)
+    context = open_context()
+    begun: Begun | None = recalled(context, "began with", Begun)
+    if begun is not None:
+        say("data", f"this run began before: it goes on with {begun.dataset.uri} and all else that it began with")
+        config = begun.config
+    else:
+        values = recalled(context, f"preset {preset}", dict[str, Any], by_all=True) or preset_values(preset)
+        draft = draft_of(preset, data=data, values=values, **parameters)
+        recorded(context, f"preset {preset}", dict[str, Any], values, by_all=True)
+        config = with_data(draft.config, data)
     stages = _training(config, trains, reads, actor=actor, reward_model=reward_model)
     preflight(config, trains=trains, stages=stages, actor=actor, reward_model=reward_model)
+    if begun is not None:
+        return begun
     needed = _needed(config, trains, reads, actor=actor, reward_model=reward_model)
     dataset = prepare_data(config, data, reads=needed, sizes=draft.sizes)
     if dataset.reused:  # what was just made was checked before it was stored
         check_data(config, dataset.parent, reads=needed)
-    return Begun(settled(config, draft.sizes, dataset, data, reads=needed), dataset)
+    begun = Begun(settled(config, draft.sizes, dataset, data, reads=needed), dataset)
+    return recorded(context, "began with", Begun, begun)
 
 
 def _training(

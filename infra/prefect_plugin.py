@@ -9,14 +9,16 @@ checkout; workers are told to load it by their environment (`infra/services/work
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from http.client import HTTPException
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request, getproxies, proxy_bypass, urlopen
@@ -26,7 +28,7 @@ from prefect.settings import get_current_settings
 
 from infra.errors import ServiceError, SettingsError
 from infra.prefect_access import Access, is_of_another_server, origin, refusal
-from infra.settings import settings
+from infra.settings import inherited_environment, settings
 
 if TYPE_CHECKING:
     from prefect.plugins import HookContext
@@ -54,6 +56,7 @@ ASKING = frozenset(
 _PORTS = {"http": 80, "https": 443}
 _TIMEOUT_S = 10.0
 _SERVER_ERRORS = 500
+_WORKERS_S = 24 * 3600.0
 
 
 @register_hook
@@ -69,10 +72,11 @@ def setup_environment(*, ctx: HookContext) -> SetupResult | None:
     Raises:
         SystemExit: with the sentence.
     """
-    if limit_s := patience_s():
+    if limit_s := patience_s(inherited_environment()):
         from infra.patience import install  # noqa: PLC0415 - half of Prefect: no typed command need load it
 
         install(limit_s)
+        outlive_readers()
     asks = not limit_s and asks_the_server(sys.argv)
     access = _prefects_access()
     try:
@@ -87,11 +91,52 @@ def setup_environment(*, ctx: HookContext) -> SetupResult | None:
     return SetupResult(env={"PREFECT_API_AUTH_STRING": ""}) if foreign else None
 
 
-def patience_s() -> float:
-    """Return how long this process is to wait for a server that is away; 0 for one that no worker has started."""
-    from infra.settings import inherited_environment  # noqa: PLC0415 - this module is loaded with Prefect everywhere
+class _Output(io.RawIOBase):
+    """Where a process writes to, and nowhere once nobody reads it any more."""
 
-    return float(inherited_environment().get("RLHF_SERVER_PATIENCE_S") or 0)
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def fileno(self) -> int:
+        """Return the descriptor."""
+        return self._descriptor
+
+    def writable(self) -> bool:
+        """Whether it can be written to: always."""
+        return True
+
+    def write(self, data: Any) -> int:
+        """Write what can be written at once, and return how much that was."""
+        try:
+            return os.write(self._descriptor, data)
+        except BrokenPipeError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._descriptor)
+            os.close(nowhere)
+            return len(data)
+
+
+def outlive_readers() -> None:
+    """Let this process write on when nobody reads what it writes: a flow's lines go through a pipe to its worker.
+
+    A worker that is killed leaves its flows to finish, and the next line that one of them logs would end it.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        out = io.BufferedWriter(_Output(stream.fileno()))
+        setattr(sys, name, io.TextIOWrapper(out, stream.encoding, "backslashreplace", write_through=True))
+
+
+def patience_s(variables: Mapping[str, str]) -> float:
+    """Return how long a process is to wait for a server that is away; 0 for one that no worker has started, nor is one.
+
+    A run ends when the server stays away. Its worker waits on: it has to tell what became of the run.
+
+    Args:
+        variables: the process's environment.
+    """
+    limit_s = float(variables.get("RLHF_SERVER_PATIENCE_S") or 0)
+    return max(limit_s, _WORKERS_S) if limit_s and "PREFECT__FLOW_RUN_ID" not in variables else limit_s
 
 
 def asks_the_server(words: Sequence[str]) -> bool:

@@ -15,6 +15,7 @@ from rlhf_core.errors import ConfigError, DataError, Fault, refuse_together
 from tasks.context import Context, materialise, open_context
 from tasks.data_access import access_to
 from tasks.parents import base_model
+from tasks.plan import settled_once
 from tasks.progress import say
 from tasks.report.page import show_markdown
 from tasks.results import Parent, StageResult
@@ -24,7 +25,7 @@ from tasks.source import source_digest
 from tasks.stages import commit_stage, reuse_or_make, stage_key, stage_result
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
 
     from rlhf_core.data import PromptTemplate
     from rlhf_core.data.preparing import Prepared
@@ -91,7 +92,9 @@ def prepare_data(
         "timeout_s": config.ppo.reward.timeout_s,
         "template": template.digest(),
     }
-    inputs = [f"{role} {digest}" for role, digest in set_digests(sets).items()]
+    digests = set_digests(sets)
+    _refuse_other_data(digests, settled_once(context, "data", dict[str, str], lambda: digests))
+    inputs = [f"{role} {digest}" for role, digest in digests.items()]
 
     def key(**further: Any) -> str:
         return stage_key("data", config=facts | further, inputs=inputs, seed=config.seed, source=source)
@@ -141,6 +144,20 @@ def settled(
     if changes is not None:
         say("data", changes)
     return with_sizes(config.model_copy(update={"data": made_with}), found.values)
+
+
+def _refuse_other_data(now: Mapping[str, str], then: Mapping[str, str]) -> None:
+    """Refuse sets that are not what the run began with.
+
+    Raises:
+        DataError: if a set was changed since; what it held then was not stored yet, and is gone.
+    """
+    changed = sorted(role for role in {*now, *then} if now.get(role) != then.get(role))
+    if changed:
+        raise DataError(
+            f"the data for {', '.join(changed)} have changed since this run began, and were not stored yet; put back "
+            "what was there, or start a new run, which takes the data as they are now"
+        )
 
 
 def is_dataset(reference: str | None) -> bool:

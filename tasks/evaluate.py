@@ -11,6 +11,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import ConfigError
 from tasks.context import Context, materialise, open_context
 from tasks.parents import ancestors, base_model, resolve_reward_model
+from tasks.plan import settled_once
 from tasks.progress import Progress, say
 from tasks.results import SHOWN_CONFIDENCE, Parent, StageResult
 from tasks.sentences import stage_task
@@ -53,7 +54,9 @@ def evaluate_policy(
     def make() -> StageResult:
         return _make(context, config, policy, dataset, scorer, (key, source))
 
-    found = reuse_or_make(context, stage="evaluate", kind="evaluation", name=config.name, key=key, make=make)
+    found = reuse_or_make(
+        context, stage="evaluate", kind="evaluation", name=config.name, key=key, make=make, of=policy.digest[:12]
+    )
     # the same weights may have been evaluated under another name: what is promoted is who was asked about
     return found.model_copy(update={"metrics": {**found.metrics, "policy": policy.uri}})
 
@@ -83,6 +86,13 @@ def contestants(config: PipelineConfig, policy: str | None) -> dict[str, Parent]
         policy: reference of the new policy; None takes `policy/<name>@latest`.
     """
     context = open_context()
+    found: dict[str, Parent] = settled_once(
+        context, "contestants", dict[str, Parent], lambda: _contestants(context, config, policy)
+    )
+    return found
+
+
+def _contestants(context: Context, config: PipelineConfig, policy: str | None) -> dict[str, Parent]:
     manifest = context.store.resolve(policy or f"policy/{config.name}@latest")
     base = base_model(context, config)
     roles = {"base": base} if base.digest in ancestors(context, manifest.ref.uri) else {}

@@ -10,6 +10,7 @@ from infra.errors import ReferenceNotFoundError
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import ConfigError
 from tasks.context import Context, open_context
+from tasks.plan import settled_once
 from tasks.progress import say
 from tasks.results import Parent
 from tasks.sentences import stage_task
@@ -32,7 +33,14 @@ def base_model(context: Context, config: PipelineConfig) -> Parent:
         say("model", f"getting {config.model.path}; once, then it is kept")
     directory = locate_model(config.model.path, models_dir=context.settings.models_dir)
     digest = model_digest(directory, models_dir=context.settings.models_dir)
-    return Parent(uri=f"model/{Path(config.model.path).name}", digest=digest, path=str(directory))
+    base = Parent(uri=f"model/{Path(config.model.path).name}", digest=digest, path=str(directory))
+    then: Parent = settled_once(context, f"base {config.model.path}", Parent, lambda: base, by_all=True)
+    if then.digest != digest:
+        raise ConfigError(
+            f"{config.model.path} has other content than when this run began ({digest[:12]}, then {then.digest[:12]}); "
+            "put back what was there, or start a new run, which takes the model as it is now"
+        )
+    return base
 
 
 def resolve_policy(context: Context, config: PipelineConfig, reference: str | None) -> Parent:
@@ -44,17 +52,26 @@ def resolve_policy(context: Context, config: PipelineConfig, reference: str | No
         reference: `sft/...`, `policy/...`, BASE_MODEL for the preset's base model, or None: the latest SFT model
             that was made from the preset's base model.
     """
-    if reference is not None and reference != BASE_MODEL:
+    if reference == BASE_MODEL:
+        return base_model(context, config)
+    found: Parent = settled_once(
+        context, f"actor {reference or 'latest'}", Parent, lambda: _find_policy(context, config, reference)
+    )
+    return found if found.path is None else base_model(context, config)  # which sees that it is the same
+
+
+def _find_policy(context: Context, config: PipelineConfig, reference: str | None) -> Parent:
+    if reference is not None:
         manifest = context.store.resolve(reference)
         _check_kind(manifest, ("sft", "policy"), reference)
         return _as_parent(manifest)
     base = base_model(context, config)
-    if reference == BASE_MODEL:
-        return base
     latest = _latest_from(context, "sft", config.name, base)
     if latest is not None:
+        say("actor", f"takes {latest.ref.uri}, the latest SFT model that was made from {config.model.path}")
         return _as_parent(latest)
     if config.bootstrap:
+        say("actor", f"takes the base model {config.model.path}: no SFT model sft/{config.name} was made from it yet")
         return base
     raise ConfigError(
         f"no SFT model sft/{config.name} made from {config.model.path} exists yet: run "
@@ -65,12 +82,22 @@ def resolve_policy(context: Context, config: PipelineConfig, reference: str | No
 
 def resolve_reward_model(context: Context, config: PipelineConfig, reference: str | None) -> Parent | None:
     """Return the reward model of a run; None where the configuration has no use for one."""
+    if reference is None and not wants_reward_model(config):
+        return None
+    found: Parent = settled_once(
+        context,
+        f"reward model {reference or 'latest'}",
+        Parent,
+        lambda: _find_reward_model(context, config, reference),
+    )
+    return found
+
+
+def _find_reward_model(context: Context, config: PipelineConfig, reference: str | None) -> Parent:
     if reference is not None:
         manifest = context.store.resolve(reference)
         _check_kind(manifest, ("reward-model",), reference)
         return _as_parent(manifest)
-    if not wants_reward_model(config):
-        return None
     latest = _latest_from(context, "reward-model", config.name, base_model(context, config))
     if latest is None:
         raise ConfigError(
@@ -78,6 +105,7 @@ def resolve_reward_model(context: Context, config: PipelineConfig, reference: st
             f"`rlhf run reward-model/quickstart -p preset={config.name}` first, or set the override "
             "ppo.reward.reward_model to 0 (and ppo.critic_init to policy, evaluation.judge to verifier)"
         )
+    say("reward-model", f"takes {latest.ref.uri}, the latest that was made from {config.model.path}")
     return _as_parent(latest)
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING, Any
 
-from infra.errors import InfraError
+from infra.errors import ClusterError, InfraError
 from rlhf_core.config import PipelineConfig
 from rlhf_core.counting import ordinal
 from rlhf_core.errors import RlhfError
-from tasks.context import open_context
+from tasks.context import Context, open_context
+from tasks.one_process import leave_if_taken_over
 from tasks.parents import ppo_wants_reward_model, resolve_policy, resolve_reward_model
+from tasks.plan import settled_once
 from tasks.progress import duration, say
 from tasks.results import EpisodeResult, Parent, PPORun, StageResult
 from tasks.sentences import run_logger, stage_task
@@ -26,7 +29,10 @@ MODULES = ("ppo", "ppo_group", "ppo_keeper", "ppo_models", "ray_calls", "shares"
 
 @stage_task(name="plan-ppo")
 def plan_ppo(config: PipelineConfig, actor: str | None, reward_model: str | None, dataset: Parent) -> PPORun:
-    """Return the run that this configuration and these inputs name: the same ones always name the same run."""
+    """Return the run that this configuration and these inputs name: the same ones always name the same run.
+
+    A run that is started again is the one that it was, and goes on from its last commit, with other code too.
+    """
     from rlhf_core.rewards.resolve import code_digest
     from rlhf_core.rewards.verifying import asks_for_answers, judge_facts
 
@@ -41,7 +47,7 @@ def plan_ppo(config: PipelineConfig, actor: str | None, reward_model: str | None
     facts["ppo"]["cluster"] = {name: facts["ppo"]["cluster"][name] for name in ("trainer_threads", "maker_threads")}
     inputs = [policy.digest, scorer.digest if scorer else "", dataset.digest]
     key = stage_key("ppo", config=facts, inputs=inputs, seed=config.seed, source=source)
-    return PPORun(
+    now = PPORun(
         name=f"{config.name}-{key[:12]}",
         key=key,
         preset=config.name,
@@ -52,6 +58,20 @@ def plan_ppo(config: PipelineConfig, actor: str | None, reward_model: str | None
         source_digest=source,
         flow_run=context.flow_run,
     )
+    return _with_other_code(context, settled_once(context, "run", PPORun, lambda: now), source)
+
+
+def _with_other_code(context: Context, run: PPORun, source: str) -> PPORun:
+    """Return a run as it goes on with the code of now: what that makes is not found as if the code of then had."""
+    if run.source_digest == source or find_made(context, "policy", run.preset, run.key) is not None:
+        return run
+    say(
+        "ppo",
+        f"the code has changed since this run began (source {run.source_digest[:12]}, now {source[:12]}): it goes on "
+        "from its last commit with the code of now",
+    )
+    key = hashlib.sha256(f"{run.key} {source}".encode()).hexdigest()
+    return run.model_copy(update={"key": key, "source_digest": source})
 
 
 def finished_policy(run: PPORun, *, reused: bool) -> StageResult | None:
@@ -119,6 +139,7 @@ def ppo_episode(run: PPORun, episode: int) -> EpisodeResult:
     from tasks.ray_calls import ask, follow
 
     context = open_context()
+    leave_if_taken_over()
     config = PipelineConfig.model_validate(run.config).ppo
     with _EndingTheGroupOnFailure(run):
         trainer = trainer_for(run, episode, context)
@@ -147,6 +168,7 @@ def publish_policy(run: PPORun) -> StageResult:
     from tasks.ray_calls import follow
 
     context = open_context()
+    leave_if_taken_over()
     config = PipelineConfig.model_validate(run.config).ppo
     with _EndingTheGroupOnFailure(run):
         trainer = trainer_for(run, config.episodes, context)
@@ -162,10 +184,16 @@ def publish_policy(run: PPORun) -> StageResult:
 
 
 def end_cluster(run: PPORun) -> None:
-    """End the run's cluster and everything on it, and wait until it is gone; nothing if it never started."""
+    """End the run's cluster and everything on it, and wait until it is gone; nothing if it never started.
+
+    What is left of it does not end the run in another way than its work did: the watchdog goes on trying.
+    """
     from infra.clusters import release_cluster
 
-    release_cluster(run.name)  # which leaves the cluster too, and ends it even where Ray does not let go
+    try:
+        release_cluster(run.name)  # which leaves the cluster too, and ends it even where Ray does not let go
+    except ClusterError as error:
+        run_logger().warning("the cluster of %s has not ended yet: %s", run.name, error)
 
 
 class _EndingTheGroupOnFailure:

@@ -10,7 +10,7 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.functional.intervals import Interval, paired_difference_interval
 from tasks.context import open_context
 from tasks.evaluate import OUTCOMES, REWARD_MODEL
-from tasks.one_process import check_still_ours
+from tasks.one_process import leave_if_taken_over
 from tasks.progress import say
 from tasks.results import Decision, StageResult
 from tasks.sentences import stage_task
@@ -74,10 +74,10 @@ def promote(decision: Decision) -> str | None:
     Raises:
         StoreError: the champion is no longer the one that the gate compared with; run again to compare anew.
     """
-    check_still_ours()
     context = open_context()
     name = context.store.resolve(decision.policy).name
     if decision.promote:
+        leave_if_taken_over()
         who = f"run {context.flow_run}" if context.flow_run else "a run without Prefect"
         context.store.set_alias(decision.policy, "champion", why=decision.reason, who=who, expected=decision.champion)
     champion: str | None = context.store.alias("policy", name, "champion")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from contextvars import copy_context
@@ -86,11 +87,17 @@ def _within(deadline_s: float, function: Callable[[], R]) -> R:
     limit_s = min(deadline_s, AGAIN_S) if _is_late.is_set() else deadline_s
     returned: list[R] = []
     raised: list[BaseException] = []
-    context, is_over = copy_context(), Event()
+    context, is_over, started = copy_context(), Event(), time.monotonic()
+
+    def asked() -> R:
+        from infra.patience import patience
+
+        with patience(limit_s / 2):  # so that it is the server's answer that is told, and no deadline of ours
+            return function()
 
     def work() -> None:
         try:
-            returned.append(context.run(function))
+            returned.append(context.run(asked))
         except BaseException as error:
             raised.append(error)
         finally:
@@ -100,9 +107,11 @@ def _within(deadline_s: float, function: Callable[[], R]) -> R:
     if not is_over.wait(limit_s):  # the caller's thread, which signals interrupt
         _is_late.set()
         raise _LateError(f"it took more than {limit_s:g} s")
-    _is_late.clear()
-    if raised:
-        if isinstance(raised[0], Exception):
-            raise raised[0]
-        raise RuntimeError(f"{type(raised[0]).__name__}: {raised[0]}") from raised[0]
-    return returned[0]
+    if not raised:
+        _is_late.clear()
+        return returned[0]
+    if time.monotonic() - started > AGAIN_S:
+        _is_late.set()
+    if isinstance(raised[0], Exception):
+        raise raised[0]
+    raise RuntimeError(f"{type(raised[0]).__name__}: {raised[0]}") from raised[0]

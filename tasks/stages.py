@@ -11,7 +11,8 @@ from typing import Any
 from infra.artifacts import ArtifactRef, Manifest
 from rlhf_core.config import PipelineConfig
 from tasks.context import Context
-from tasks.one_process import check_still_ours
+from tasks.one_process import leave_if_taken_over
+from tasks.plan import recalled, recorded
 from tasks.progress import say
 from tasks.results import Parent, StageResult
 
@@ -23,14 +24,31 @@ def stage_key(stage: str, *, config: Any, inputs: Iterable[str], seed: int, sour
 
 
 def reuse_or_make(
-    context: Context, *, stage: str, kind: str, name: str, key: str, make: Callable[[], StageResult]
+    context: Context, *, stage: str, kind: str, name: str, key: str, make: Callable[[], StageResult], of: str = ""
 ) -> StageResult:
-    """Return the stage's result from the store, or make it."""
+    """Return the stage's result from the store, or make it.
+
+    What a run has made or found is recorded: when it is started again it takes that, whatever has changed since.
+
+    Args:
+        context: the open context.
+        stage: for people.
+        kind: of the artifact.
+        name: of the artifact.
+        key: what it is found by.
+        make: makes and stores it.
+        of: tells apart several results of the stage in one run.
+    """
+    question = f"result {stage} {of}"
+    before: StageResult | None = recalled(context, question, StageResult)
+    if before is not None and context.store.holds(ArtifactRef(before.uri, before.digest)):
+        say(stage, f"{before.uri} is in the store already: this run has come so far before")
+        return before
     found = find_made(context, kind, name, key)
     if found is None:
-        return make()
+        return recorded(context, question, StageResult, make())
     say(stage, f"{found.ref.uri} is in the store already")
-    return stage_result(stage, found, reused=True)
+    return recorded(context, question, StageResult, stage_result(stage, found, reused=True))
 
 
 def find_made(context: Context, kind: str, name: str, key: str) -> Manifest | None:
@@ -45,6 +63,7 @@ def find_made(context: Context, kind: str, name: str, key: str) -> Manifest | No
     own = [manifest for manifest in context.store.list(kind, name) if manifest.key == key]
     if own:
         return own[-1]
+    leave_if_taken_over()
     reference = context.store.commit(
         kind,
         name,
@@ -84,8 +103,8 @@ def commit_stage(
     metrics: Mapping[str, Any],
     source: str,
 ) -> StageResult:
-    """Store what a stage made, with everything that it is traced by."""
-    check_still_ours()
+    """Store what a stage made, with everything that it is traced by; unless another process has the run by now."""
+    leave_if_taken_over()
     reference = context.store.commit(
         kind,
         name,

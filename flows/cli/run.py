@@ -10,6 +10,7 @@ from cyclopts import Parameter
 if TYPE_CHECKING:
     from uuid import UUID
 
+    from httpx import Request
     from prefect.client.orchestration import PrefectClient
     from rich.console import Console
 
@@ -114,20 +115,21 @@ async def _run(
 
 
 def _client(api_url: str, access: Access) -> PrefectClient:
-    """Return Prefect's client, which knows who we are to this server, whatever the settings of Prefect's say."""
-    from contextlib import nullcontext
-
+    """Return Prefect's client, telling this server who we are, whatever Prefect's settings say of another."""
     from prefect.client.orchestration import PrefectClient
-    from prefect.settings import PREFECT_CLIENT_CUSTOM_HEADERS, temporary_settings
+    from prefect.settings import PREFECT_CLIENT_CUSTOM_HEADERS
 
-    agree = PREFECT_CLIENT_CUSTOM_HEADERS.value() == access.headers
-    with nullcontext() if agree else temporary_settings({PREFECT_CLIENT_CUSTOM_HEADERS: access.headers}):
-        return PrefectClient(
-            api_url,
-            auth_string=access.auth_string,
-            api_key=access.api_key,
-            httpx_settings={"verify": access.tls()} if access.cert_file or access.skip_verify else None,
-        )
+    others = set(PREFECT_CLIENT_CUSTOM_HEADERS.value()) - set(access.headers)
+
+    async def introduce(request: Request) -> None:
+        for name in others:
+            request.headers.pop(name, None)
+        request.headers.update(access.all_headers)
+
+    settings: dict[str, Any] = {"event_hooks": {"request": [introduce]}}
+    if access.cert_file or access.skip_verify:
+        settings["verify"] = access.tls()
+    return PrefectClient(api_url, auth_string=access.auth_string, api_key=access.api_key, httpx_settings=settings)
 
 
 def asyncio_cancelled() -> type[BaseException]:

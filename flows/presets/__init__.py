@@ -8,6 +8,7 @@ A path of its data that begins with `./` is relative to the preset's own directo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -82,6 +83,7 @@ def draft_of(
     episodes: int | None = None,
     seed: int | None = None,
     overrides: Mapping[str, Any] | None = None,
+    values: Mapping[str, Any] | None = None,
 ) -> Draft:
     """Return a preset with a run's parameters in it, and which of its sizes may follow the data.
 
@@ -95,11 +97,12 @@ def draft_of(
         episodes: of `resolve`.
         seed: of `resolve`.
         overrides: of `resolve`.
+        values: what the preset's file says, where that was read before; None reads it.
 
     Raises:
         ConfigError: as `resolve`, but for sizes that exclude each other.
     """
-    values = _load(preset)
+    values = preset_values(preset) if values is None else deepcopy(dict(values))
     changes: dict[str, Any] = {}
     if model is not None:
         changes |= {"model.path": model, "model.num_parameters": None}
@@ -192,7 +195,7 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{key}"
 
 
-def _load(preset: str) -> dict[str, Any]:
+def preset_values(preset: str) -> dict[str, Any]:
     """Return a preset's values over those of the preset that it extends, if it names one."""
     values = _read(preset)
     base = values.pop("extends", None)

@@ -10,6 +10,8 @@ from infra.errors import StoreError
 
 VERSIONS = "versions/"
 LEASES = "leases/"
+LOCKS = "locks/"
+"""Which process a run is worked on by, and which run a deployment is taken by."""
 TRASH = "trash/"
 """Lists of what a collection found unreachable, and will delete after its grace time."""
 DELETING = "trash/deleting/"
@@ -21,12 +23,13 @@ KEYS = "keys/"
 ALIASES = "aliases/"
 HINTS = "hints/"
 """Where to begin to look for the newest version."""
-LOCKS = "locks/"
-"""Who works on what: a run, a deployment."""
+PLANS = "plans/"
+"""What each run resolved when it began."""
 MANIFEST = re.compile(r"([0-9]{8})\.json")
 """What a manifest is called in the folder of its artifact."""
-_LOCK = re.compile(r"[a-z0-9][a-z0-9.-]{0,99}")
+_QUESTION = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,99}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_LOCK = re.compile(r"[a-z0-9][a-z0-9-]{0,99}")
 
 
 def blob_key(sha256: str) -> str:
@@ -38,6 +41,17 @@ def blob_key(sha256: str) -> str:
     if not _SHA256.fullmatch(sha256):
         raise StoreError(f"{sha256!r:.80} is no SHA-256, so there is no blob of it")
     return f"{BLOBS}{sha256[:2]}/{sha256[2:]}"
+
+
+def lock_key(name: str) -> str:
+    """Return where the lock of that name is.
+
+    Raises:
+        StoreError: if no lock can have the name.
+    """
+    if not _LOCK.fullmatch(name):
+        raise StoreError(f"{name!r:.120} cannot name a lock: use lower case letters, digits and dashes, 100 at most")
+    return f"{LOCKS}{name}.json"
 
 
 def versions_prefix(kind: str, name: str) -> str:
@@ -80,12 +94,13 @@ def alias_key(kind: str, name: str, alias: str) -> str:
     return f"{aliases_prefix(kind, name)}{alias}.json"
 
 
-def lock_key(name: str) -> str:
-    """Return where a lock is.
+def plan_key(run: str, question: str) -> str:
+    """Return where it stands what a run was told when it first asked.
 
     Raises:
-        StoreError: if it could not have that name.
+        StoreError: if run or question could not have that name.
     """
-    if not _LOCK.fullmatch(name):
-        raise StoreError(f"{name!r:.120} is no name of a lock; take lower-case letters, digits, dots and dashes")
-    return f"{LOCKS}{name}.json"
+    for name in (run, question):
+        if not _QUESTION.fullmatch(name):
+            raise StoreError(f"{name!r:.120} is no name of a run or question; take letters, digits and dashes")
+    return f"{PLANS}{run}/{question}.json"

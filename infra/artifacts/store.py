@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from infra.artifacts import plans
 from infra.artifacts.backend import Backend
 from infra.artifacts.cache import GB, LIMIT_GB, Cache
 from infra.artifacts.catalog import Catalog
 from infra.artifacts.commit import commit, describe_all, gather_sources
 from infra.artifacts.deletion import delete_unreached
-from infra.artifacts.exclusive import ExclusiveLock
+from infra.artifacts.exclusive import Lock
 from infra.artifacts.fetch import checked_pieces, fetch_directly, fetch_through
 from infra.artifacts.index import KeyIndex, keys_of
 from infra.artifacts.keeping import Keeping
@@ -100,6 +101,10 @@ class ArtifactStore(Keeping):
             raise ReferenceNotFoundError(f"{reference.uri} came from outside the store; it cannot be read from it")
         return self._catalog.pinned(reference) or self._catalog.resolve(reference.uri)
 
+    def holds(self, reference: ArtifactRef) -> bool:
+        """Whether a version is there, with the digest that the reference has."""
+        return self._catalog.held(reference) is not None
+
     def latest(self, kind: str, name: str) -> Manifest | None:
         """Return the highest version, or None if there is none."""
         return self._catalog.latest(kind, name)
@@ -147,14 +152,13 @@ class ArtifactStore(Keeping):
         except ValueError:
             raise StoreError(f"{path!r} of {manifest.uri} is not JSON") from None
 
-    def lock(self, name: str, who: str) -> ExclusiveLock:
-        """Return a lock of the store, which is yet to be taken.
+    def recall(self, run: str, question: str) -> Any | None:
+        """Return what a run was told when it first asked, or None if it has not asked yet."""
+        return plans.recall(self._backend, run, question)
 
-        Args:
-            name: of the lock.
-            who: on whose behalf it is taken.
-        """
-        return ExclusiveLock(self._backend, name, who)
+    def record(self, run: str, question: str, answer: Any) -> Any:
+        """Write down what a run is told, unless it was told already, and return what stands."""
+        return plans.record(self._backend, run, question, answer)
 
     def prune(self, kind: str, name: str, keep: int) -> builtins.list[int]:
         """Delete all but the newest versions of an artifact, and the blobs that only they reached.
@@ -183,6 +187,14 @@ class ArtifactStore(Keeping):
         old = Retention({kind: keep}).retired(own, wanted)
         gone = delete_unreached(self._backend, self._catalog, old).versions if old else []
         return [manifest.version for manifest in gone]
+
+    def lock(self, name: str) -> Lock:
+        """Return the lock of a name: what one process, or one run, at a time does.
+
+        Raises:
+            StoreError: if no lock can have the name.
+        """
+        return Lock(self._backend, name)
 
     def _draft(
         self,

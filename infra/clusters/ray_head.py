@@ -31,9 +31,8 @@ _LONGEST_TEMP_DIR = 40
 """A Unix socket's path has at most 107 bytes (103 on macOS), and 63 or fewer are appended to the temp dir."""
 _NOT_INHERITED = ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_JOB_ID", "RAY_RAYLET_PID", "RAY_CLIENT_MODE")
 """They would tie the new cluster to another one that the starting process belongs to."""
-ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-"""Have a cluster of one machine use the loopback address, and listen on no other: so Ray does by itself on the systems
-that the name says. Left alone it takes the host's address and listens on all, whatever `--node-ip-address` says."""
+_FOR_PREFECT = ("PREFECT_API_AUTH_STRING", "PREFECT_API_KEY", "PREFECT_CLIENT_CUSTOM_HEADERS")
+"""Actors have no business with the Prefect server; where they read the store's keys there, they are told these anew."""
 SILENT_NODE = {
     "RAY_health_check_initial_delay_ms": "5000",
     "RAY_health_check_period_ms": "2000",
@@ -43,6 +42,9 @@ SILENT_NODE = {
 """Have the control server give up a machine that is silent for 24 s, which Ray does after 65: before those who wait
 30 s for an answer of an actor on it do, so that their next attempt finds its actors gone and their names free. Shorter,
 and a machine whose cores are all taken for a while would be given up too. Only the head reads them."""
+ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+"""Have a cluster of one machine use the loopback address, and listen on no other: so Ray does by itself on the systems
+that the name says. Left alone it takes the host's address and listens on all, whatever `--node-ip-address` says."""
 
 
 class Head(NamedTuple):
@@ -153,7 +155,7 @@ def _run(manifest: ClusterManifest, command: list[str], timeout_s: float, enviro
 
 def _environment(manifest: ClusterManifest, extra: Mapping[str, str]) -> dict[str, str]:
     """Return this process's environment, made fit for the cluster; nothing of it is read as a setting."""
-    inherited = {key: value for key, value in os.environ.items() if key not in _NOT_INHERITED}
+    inherited = {key: value for key, value in os.environ.items() if key not in (*_NOT_INHERITED, *_FOR_PREFECT)}
     return {
         **inherited,
         # Actors start within a second without workers in waiting, of which Ray keeps one of 80 MB per CPU.

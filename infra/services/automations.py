@@ -12,6 +12,8 @@ Failed (a mistake, which a restart repeats) or Cancelled (a person's will) is ne
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
@@ -22,7 +24,7 @@ RESUMES = "resumes"
 RESTARTING = "Restarting"
 """Name of the state of a crashed run that is about to be started again; its type is CRASHED."""
 SKIPPED = "Skipped"
-"""Name of the state of a run in whose place another one of its deployment goes on; its type is CANCELLED."""
+"""Name of the state, of type CANCELLED, of a run that was due while another of its deployment was not done."""
 RESTARTS = 3
 QUIET_S = 30.0
 """From a crash to the restart. The worker's second word comes after three seconds, on a busy machine after half a
@@ -36,6 +38,8 @@ _OURS = "rlhf-flows:restarts"
 """Tag of our automations: whatever has it is ours to change and to delete."""
 _FORMER = "rlhf"
 """Their tag in earlier versions, which a user's own may have too: of those, only what has one of our names is ours."""
+_SETTLED_S = 15.0
+"""The server looks for silence every five seconds, and sets a state in less."""
 _YEAR_S = 365 * 24 * 3600.0
 _STATE = "prefect.flow-run."
 _ENDS = ("Completed", "Failed", "Cancelled", SKIPPED)
@@ -69,7 +73,7 @@ def wanted(*, lost_after_s: float = LOST_AFTER_S, quiet_s: float = QUIET_S) -> l
     restart = _automation(
         _RESTART,
         f"{ours} that has been {RESTARTING} for {quiet_s:g} s is started again, as the same run.",
-        _at_silence(quiet_s, after=(RESTARTING,), signs=("Scheduled", "Pending", "Running", *_ENDS)),
+        _at_silence(quiet_s, after=(RESTARTING,), signs=("Scheduled", "Pending", "Submitting", "Running", *_ENDS)),
         {"state": "SCHEDULED", "message": "Started again after a crash; it goes on from its last commit."},
     )
     end = _automation(
@@ -152,22 +156,43 @@ def catch_up(api_url: str, *, server_began: float) -> list[str]:
         },
         "deployments": {"tags": {"all_": [RESUMES]}},
     }
+    runs = prefect_api.call(api_url, "POST", "/flow_runs/filter", filters) or []
+    waiting = [
+        run for run in runs if run["state"]["name"] == RESTARTING and _is_older(found.get(_RESTART), run["state"])
+    ]
     done = []
-    for run in prefect_api.call(api_url, "POST", "/flow_runs/filter", filters) or []:
-        if state := _due(api_url, run, found):
-            prefect_api.call(api_url, "POST", f"/flow_runs/{run['id']}/set_state", {"state": state, "force": True})
+    for run in runs:
+        if run["state"]["name"] != RESTARTING and (state := _due(api_url, run, found)):
+            _set_state(api_url, run, state)
             done.append(str(run["name"]))
+    for run in _still_waiting(api_url, waiting):  # told again: whoever waits for their silence has not heard of them
+        _set_state(api_url, run, {key: run["state"][key] for key in ("type", "name", "message")})
+        done.append(str(run["name"]))
     return done
 
 
+def _still_waiting(api_url: str, runs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the runs that are `Restarting` although the server has had the time to start them again.
+
+    Most of them it knows: their quiet is over when it comes back, and it starts them again within seconds. One that is
+    told to wait anew meanwhile would start twice.
+    """
+    deadline = time.monotonic() + (_SETTLED_S if runs else 0.0)
+    while runs and time.monotonic() < deadline:
+        time.sleep(0.5)
+        runs = [run for run in runs if _is_as_it_was(api_url, run)]
+    yield from (run for run in runs if _is_as_it_was(api_url, run))
+
+
+def _is_as_it_was(api_url: str, run: dict[str, Any]) -> bool:
+    now = prefect_api.call(api_url, "GET", f"/flow_runs/{run['id']}")
+    return now is not None and bool(now["state"]["id"] == run["state"]["id"])
+
+
 def _due(api_url: str, run: dict[str, Any], found: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the state into which a crashed run should have come, or None where it is to stay as it is."""
-    crash = run["state"]
-    if crash["name"] == RESTARTING:  # told again: whoever waits for its silence may not have heard of it
-        again = {key: crash[key] for key in ("type", "name", "message")}
-        return again if _is_older(found.get(_RESTART), crash) else None
+    """Return the state that follows a crash, or None where the run is to stay as it is."""
     its = found.get(_crash_name(run["run_count"]) if run["run_count"] <= RESTARTS else _END)
-    if its is None or not _is_older(its, crash):
+    if its is None or not _is_older(its, run["state"]):
         return None
     states = prefect_api.call(api_url, "GET", f"/flow_run_states/?flow_run_id={run['id']}")
     for state in sorted(states, key=lambda state: str(state["timestamp"]), reverse=True):
@@ -177,6 +202,10 @@ def _due(api_url: str, run: dict[str, Any], found: dict[str, Any]) -> dict[str, 
             break
     action = its["actions"][0]
     return {"type": action["state"], **{key: action[key] for key in ("name", "message") if action[key]}}
+
+
+def _set_state(api_url: str, run: dict[str, Any], state: dict[str, Any]) -> None:
+    prefect_api.call(api_url, "POST", f"/flow_runs/{run['id']}/set_state", {"state": state, "force": True})
 
 
 def _is_older(automation: Any, crash: dict[str, Any]) -> bool:
@@ -201,7 +230,7 @@ def remove(api_url: str) -> None:
         "message": "The run crashed, and the local stack was ended before it was started again.",
     }
     for run in prefect_api.call(api_url, "POST", "/flow_runs/filter", waiting) or []:
-        prefect_api.call(api_url, "POST", f"/flow_runs/{run['id']}/set_state", {"state": state, "force": True})
+        _set_state(api_url, run, state)
 
 
 def faults(api_url: str) -> list[str]:

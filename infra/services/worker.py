@@ -18,7 +18,8 @@ from infra.services.service import Service
 WORK_POOL = "rlhf"
 WORKER_NAME = "local"
 PATIENCE_S = 960.0
-"""How long a run waits for a server that is away: one that is away for a quarter of an hour costs no run."""
+"""How long a run waits for a server that is away: one that is away for a quarter of an hour costs no run. The worker
+waits for a day, and tells then what became of its runs."""
 EVERY_WORKER = {
     # Its clients wait for a server that is away (infra/patience.py) where the plugin is loaded.
     "PREFECT_PLUGINS_ENABLED": "true",
@@ -28,6 +29,9 @@ EVERY_WORKER = {
     "PREFECT_CLIENT_MAX_RETRIES": "7",
     "PREFECT_WORKER_ENABLE_CANCELLATION": "true",
     "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
+    # A run's log says what it waits for; what other threads say stays in the process's own.
+    "PREFECT_LOGGING_EXTRA_LOGGERS": "infra",
+    "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
 }
 """What a worker and its flows are told wherever they run; the files of infra/deploy say the same."""
 _HEARTBEAT_S = 5

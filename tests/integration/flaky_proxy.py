@@ -26,6 +26,7 @@ class Spoiling:
     fate: str
     status: int = 503
     away_s: float = 0.0
+    leaver: FlakyProxy | None = None
     released: threading.Event = field(default_factory=threading.Event)
 
 
@@ -49,8 +50,8 @@ class FlakyProxy:
         """How far the server's clock is ahead of ours, for all that its clients can tell."""
         self._kept: list[bytes] = []
         self._back_at = 0.0
-        self.left = threading.Event()
-        """Set once the server has been away."""
+        self.absences = 0
+        """How often the server was away."""
         threading.Thread(target=self._accept, daemon=True).start()
 
     def lose_answers(self, pattern: bytes, times: int = 1) -> None:
@@ -88,17 +89,23 @@ class FlakyProxy:
     def leave(self, away_s: float = float("inf")) -> None:
         """Hang up everywhere, and on everybody who calls, for so long or until `come_back`."""
         self._back_at = time.monotonic() + away_s
-        self.left.set()
+        self.absences += 1
         self._hang_up()
 
     def come_back(self) -> None:
         """Be there again."""
         self._back_at = 0.0
 
-    def leave_after(self, pattern: bytes, away_s: float) -> None:
-        """Pass on the next request whose first line matches and its answer, then be away for so long."""
+    def leave_after(self, pattern: bytes, away_s: float, *, leaver: FlakyProxy | None = None) -> None:
+        """Pass on the next request whose first line matches and its answer, then be away for so long.
+
+        Args:
+            pattern: of the first line.
+            away_s: for how long.
+            leaver: another proxy, which is away in place of this one.
+        """
         with self._lock:
-            self._spoilt.append(Spoiling(re.compile(pattern), "leave", away_s=away_s))
+            self._spoilt.append(Spoiling(re.compile(pattern), "leave", away_s=away_s, leaver=leaver or self))
 
     def hold_answers(self, pattern: bytes) -> threading.Event:
         """Pass on the next request whose first line matches, and hold its answer until the event is set."""
@@ -177,8 +184,8 @@ class FlakyProxy:
         if spoiling and fate == "hold":
             spoiling.released.wait(HOLD_TIMEOUT_S)
         self._answer(answer, client, fate)
-        if spoiling and fate == "leave":
-            self.leave(spoiling.away_s)
+        if spoiling and spoiling.leaver:
+            spoiling.leaver.leave(spoiling.away_s)
         if answer.startswith(b"HTTP/1.1 101"):
             _relay_both_ways(client, server)  # a web socket from here on
             return False

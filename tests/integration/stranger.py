@@ -20,7 +20,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import grpc
-from botocore.auth import SigV4Auth
+from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
 from websockets.asyncio.client import connect
@@ -57,7 +57,7 @@ def http(url: str, method: str = "GET", headers: dict[str, str] | None = None, b
 def s3(url: str, method: str = "GET", key: str = "", secret: str = "", body: str = "") -> str:
     """Return the status of a request that is signed with a key and a secret."""
     request = AWSRequest(method, url, data=body)
-    SigV4Auth(Credentials(key, secret), "s3", "us-east-1").add_auth(request)
+    S3SigV4Auth(Credentials(key, secret), "s3", "us-east-1").add_auth(request)
     return http(url, method, dict(request.headers.items()), body)
 
 

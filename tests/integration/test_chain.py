@@ -40,7 +40,14 @@ def command(
     model: Path, *, seed: int = 0, episodes: int = EPISODES, deployment: str = "quickstart", **further: object
 ) -> list[str]:
     """`rlhf run`, small: a model that has just learnt the form of an answer, and few problems."""
-    overrides = {
+    known = {"model": str(model), "episodes": episodes, "seed": seed, "overrides": json.dumps(small(**further))}
+    given = [part for name, value in known.items() for part in ("-p", f"{name}={value}")]
+    return ["rlhf", "run", deployment, *given]
+
+
+def small(**further: object) -> dict[str, Any]:
+    """Return the overrides with which the chain takes a minute or two."""
+    return {
         "data.demonstrations": [],  # right answers: careless ones give a tiny model too few pairs to rank
         "data.task_parameters": {"min_numbers": 2, "max_numbers": 2, "max_decimals": 0, "min_value": 1, "max_value": 9},
         "data.splits": {"sft": 64, "preferences": 16, "ppo": 16, "evaluation": 12},
@@ -59,9 +66,6 @@ def command(
         "gate.min_gain": -1.0,  # so little training need not help
         **further,
     }
-    parameters = {"model": str(model), "episodes": episodes, "seed": seed, "overrides": json.dumps(overrides)}
-    given = [part for name, value in parameters.items() for part in ("-p", f"{name}={value}")]
-    return ["rlhf", "run", deployment, *given]
 
 
 @pytest.fixture(scope="module")

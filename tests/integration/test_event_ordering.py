@@ -6,11 +6,13 @@ import asyncio
 import os
 import shutil
 import socket
+import sqlite3
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +23,7 @@ import sqlalchemy as sa
 from prefect.server.database import provide_database_interface
 from prefect.server.database.dependencies import MODELS_DEPENDENCIES
 from prefect.server.events import triggers
+from prefect.server.events.models.automations import automations_session as prefects_session
 from prefect.server.events.models.automations import create_automation
 from prefect.server.events.ordering import CausalOrdering, EventArrivedEarly, memory
 from prefect.server.events.schemas.automations import Automation, Firing
@@ -159,6 +162,7 @@ def load(*names: str) -> None:
 
 
 CRASHED = "A run that crashed once is to be started again"
+RESTART = "A crashed run is started again"
 LOST = "A run that was lost with its worker has crashed"
 
 
@@ -326,6 +330,41 @@ def test_silence_while_no_server_listened_is_no_silence(fired: list[str], monkey
     assert fired == [LOST], "the one that is dead is noticed all the same"
     run(looks(LOST_AFTER_S + 1))
     assert fired == [LOST, LOST], "and the other one once it is silent"
+
+
+def test_on_sqlite_an_event_is_not_lost_where_others_write(fired: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    address = str(PREFECT_API_DATABASE_CONNECTION_URL.value())
+    if "sqlite" not in address:
+        pytest.skip("Postgres waits for its rows")
+    path = address.split("///")[1]
+    held = threading.Event()
+
+    def write_meanwhile() -> None:
+        with closing(sqlite3.connect(path)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            other.execute("UPDATE automation SET updated = updated")
+            held.set()
+            time.sleep(1)  # the other side has read by then, and waits
+            other.commit()
+
+    async def begins_again(run_id: UUID) -> None:
+        await triggers.reactive_evaluation(event("Restarting", run_id, at=ago(5)))
+        writer = threading.Thread(target=write_meanwhile)
+        held.clear()
+        writer.start()
+        held.wait(timeout=10)
+        try:
+            await triggers.reactive_evaluation(event("Pending", run_id))
+        finally:
+            writer.join()
+
+    load(RESTART)
+    with monkeypatch.context() as patched:
+        patched.setattr(triggers, "automations_session", prefects_session)
+        with pytest.raises(sa.exc.OperationalError, match="locked"):
+            run(begins_again(uuid4()))
+    run(begins_again(uuid4()))
+    assert fired == []
 
 
 def test_a_server_that_was_stopped_has_heard_nothing(fired: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from infra.services import prefect_api
 from infra.services.automations import RESTARTING
-from infra.settings import read_env_file
+from tests.integration.behind_proxies import behind, proxy_of_store, start_with
 from tests.integration.flaky_proxy import FlakyProxy, flaky_proxy
 from tests.integration.local_stack import TINY_FLOWS, LocalStack, wait_for
 
@@ -29,7 +28,7 @@ def deployed(stack: LocalStack) -> LocalStack:
 
 @pytest.fixture
 def store_proxy(deployed: LocalStack) -> Iterator[FlakyProxy]:
-    with flaky_proxy(read_env_file(deployed.home / "stack.env")["RLHF_S3_ENDPOINT_URL"]) as proxy:
+    with proxy_of_store(deployed) as proxy:
         yield proxy
 
 
@@ -43,16 +42,8 @@ def start(
     stack: LocalStack, directory: Path, meets: str, *, store: FlakyProxy, server: FlakyProxy | None = None
 ) -> str:
     """Start a run that reaches the store, and perhaps the server, through a proxy; return its id."""
-    known = read_env_file(stack.home / "stack.env")
-    keys = {name: value for name, value in known.items() if name.startswith("RLHF_S")}
-    env: dict[str, Any] = {**keys, "RLHF_S3_ENDPOINT_URL": store.url, "RLHF_STORE_PATIENCE_S": str(PATIENCE_S)}
-    if server is not None:
-        env["PREFECT_API_URL"] = f"{server.url}/api"
-    found = prefect_api.deployment(stack.api_url, "failing/failing")
-    assert found is not None
-    body = {"parameters": {"directory": str(directory), "meets": meets}, "job_variables": {"env": env}}
-    path = f"/deployments/{found['id']}/create_flow_run"
-    return str(prefect_api.call(stack.api_url, "POST", path, body)["id"])
+    env = {**behind(stack, store=store, server=server), "RLHF_STORE_PATIENCE_S": str(PATIENCE_S)}
+    return start_with(stack, "failing/failing", env, directory=str(directory), meets=meets)
 
 
 def await_end(stack: LocalStack, run: str) -> None:
@@ -86,6 +77,25 @@ def test_a_store_that_is_away_too_long_crashes_a_run_which_goes_on_when_it_is_ba
     assert deployed.history(run) == ["Scheduled", *again]
     assert len(starts(tmp_path)) == 2, "the store was waited for once: its task was not tried again within a run"
     assert any("did not answer within" in line for line in deployed.log(run))
+
+
+def test_a_store_that_is_away_for_a_while_is_waited_for_and_the_runs_log_says_so(
+    deployed: LocalStack, store_proxy: FlakyProxy, tmp_path: Path
+) -> None:
+    store_proxy.leave()
+    env = behind(deployed, store=store_proxy)
+    run = start_with(deployed, "failing/failing", env, directory=str(tmp_path), meets="store")
+
+    def told() -> list[str]:
+        logs = [deployed.log(child["id"]) for child in deployed.children(run)]
+        return [line for log in logs for line in log if "looking around" in line]
+
+    wait_for(told, "the line that the store is away", timeout_s=120)
+    store_proxy.come_back()
+    await_end(deployed, run)
+    assert deployed.history(run) == ["Scheduled", *ONE_START, "Completed"]
+    assert starts(tmp_path) == [1]
+    wait_for(lambda: len(told()) == 2, "the line that it answers again")
 
 
 def test_what_is_final_stops_a_run_at_once_with_its_sentence(

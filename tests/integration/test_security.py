@@ -70,7 +70,7 @@ def exposed():
         connect(manifest)
         ranks = {f"rank-{n}": RankActor.options(name=f"rank-{n}", num_cpus=1).remote(None) for n in range(2)}
         form_group(ranks, start_timeout_s=120, collective_timeout_s=120)
-        (known.home / "group-stands").touch()
+        (known.home / "group-stands").touch(mode=0o600)
         while True:
             ray.get([rank.ping.remote() for rank in ranks.values()], timeout=60)
             time.sleep(0.5)
@@ -163,8 +163,15 @@ class Exposed(NamedTuple):
 @contextmanager
 def network_of_its_own() -> Iterator[None]:
     """Put this thread, and all that it starts, into a network where nothing else is."""
-    commands = ["ip link set lo up", "ip link add outside type dummy", f"ip address add {OUTSIDE}/24 dev outside"]
-    holder = hold("--net", commands=[*commands, "ip link set outside up", "ip route add default dev outside"])
+    commands = [
+        "ip link set lo up",
+        "ip link add outside type veth peer name far",
+        f"ip address add {OUTSIDE}/24 dev outside",
+    ]
+    holder = hold(
+        "--net",
+        commands=[*commands, "ip link set far up", "ip link set outside up", "ip route add default dev outside"],
+    )
     libc = ctypes.CDLL(None, use_errno=True)
     here = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
     there = os.open(f"/proc/{inner(holder)}/ns/net", os.O_RDONLY)
@@ -320,58 +327,58 @@ def prefect_tries(exposed: Exposed) -> Iterator[Try]:
     yield Try(SERVER, "a foreign origin's preflight", {"400"}, "http", arguments)
 
 
-def store_tries(exposed: Exposed, folder: Path) -> Iterator[Try]:
-    ports, file_id = exposed.stack.state.ports, store_object(exposed)
-    at = {name: f"http://127.0.0.1:{ports[name]}" for name in ("s3", "volume", "master", "filer", "admin")}
+def s3_tries(exposed: Exposed) -> Iterator[Try]:
+    at = f"http://127.0.0.1:{exposed.stack.state.ports['s3']}"
     for path in ("/healthz", "/readyz", "/status"):
-        yield Try(S3, "that it lives", {"200"}, "http", (at["s3"] + path,), is_open=True)
-        title = "that it lives; the sizes of its volumes and of the disk, and where they lie (`/status`)"
-        yield Try(VOLUME, title, {"200"}, "http", (at["volume"] + path,), is_open=True)
+        yield Try(S3, "that it lives", {"200"}, "http", (at + path,), is_open=True)
     keys = {"no key": None, "a wrong key": ("me", "mine"), "a wrong secret": (seaweed.ACCESS_KEY, "mine")}
     for title, key in keys.items():
         for method, path in (("GET", "/"), ("GET", "/rlhf?list-type=2"), ("GET", "/rlhf/precious"), ("PUT", "/rlhf/x")):
-            how, arguments = ("s3", (at["s3"] + path, method, *key)) if key else ("http", (at["s3"] + path, method))
+            how, arguments = ("s3", (at + path, method, *key)) if key else ("http", (at + path, method))
             yield Try(S3, f"reads, lists and writes with {title}", {"403"}, how, arguments)
     for action in ("ListUsers", "AssumeRoleWithWebIdentity&RoleArn=r&RoleSessionName=me&WebIdentityToken=t"):
-        arguments = (f"{at['s3']}/?Action={action}&Version=2011-06-15", "POST")
-        yield Try(S3, "users and roles", {"403", "405"}, "http", arguments)
+        url = f"{at}/?Action={action}&Version=2011-06-15"
+        yield Try(S3, "users and roles", {"403", "405"}, "http", (url, "POST"))
     asks = {"Origin": "http://elsewhere.example", "Access-Control-Request-Method": "GET"}
-    yield Try(S3, "a foreign origin's preflight", {"403"}, "http", (f"{at['s3']}/rlhf/precious", "OPTIONS", asks))
+    yield Try(S3, "a foreign origin's preflight", {"403"}, "http", (f"{at}/rlhf/precious", "OPTIONS", asks))
+
+
+def volume_tries(exposed: Exposed, file_id: str) -> Iterator[Try]:
+    at = f"http://127.0.0.1:{exposed.stack.state.ports['volume']}"
+    for path in ("/healthz", "/readyz", "/status", "/favicon.ico"):
+        title = "that it lives; the sizes of its volumes and of the disk, and where they lie (`/status`)"
+        yield Try(VOLUME, title, {"200"}, "http", (at + path,), is_open=True)
     for method in ("GET", "POST", "DELETE"):
         title = "a read, a write and a deletion by file id"
-        yield Try(VOLUME, title, {"401"}, "http", (f"{at['volume']}/{file_id}", method))
+        yield Try(VOLUME, title, {"401"}, "http", (f"{at}/{file_id}", method))
     for path in ("/", "/ui/index.html", "/metrics", "/stats/counter", "/admin/assign_volume"):
-        yield Try(VOLUME, "anything else", {"401"}, "http", (at["volume"] + path,))
+        yield Try(VOLUME, "anything else", {"401"}, "http", (at + path,))
+
+
+def store_part_tries(exposed: Exposed, file_id: str) -> Iterator[Try]:
+    ports = exposed.stack.state.ports
     asked = {
-        "master": (
-            "/dir/assign",
-            "/vol/grow?count=1",
-            "/col/delete?collection=x",
-            f"/{file_id}",
-            "/cluster/status",
-            "/",
-        ),
+        "master": ("/dir/assign", "/vol/grow?count=1", "/col/delete?collection=x", f"/{file_id}", "/cluster/status"),
         "filer": ("/buckets/rlhf/", "/buckets/rlhf/precious", "/healthz", "/.tus/", "/favicon.ico"),
         "admin": ("/metrics", "/health", "/"),
     }
     for part, paths in asked.items():
         for path in paths:
-            title = "; ".join(f"{part}: `{path.partition('?')[0]}`" for path in paths[:1]) + ", and all else"
-            yield Try(STORE_PARTS, title, {"400"}, "http", (at[part] + path,))
-            yield Try(STORE_PARTS, title, {NO_ANSWER}, "http", (at[part].replace("http", "https") + path,))
+            title = f"{part}: `{paths[0]}` and all else"
+            yield Try(STORE_PARTS, title, {"400"}, "http", (f"http://127.0.0.1:{ports[part]}{path}",))
+            yield Try(STORE_PARTS, title, {NO_ANSWER}, "http", (f"https://127.0.0.1:{ports[part]}{path}",))
+
+
+def store_call_tries(exposed: Exposed, folder: Path) -> Iterator[Try]:
+    ports = exposed.stack.state.ports
     trusted = public_part(exposed.stack.home / KEYS_FILE)
     for part, methods in STORE_METHODS.items():
         address = f"127.0.0.1:{ports['admin'] + seaweed.ADMIN_GRPC_OFFSET if part == 'admin_grpc' else ports[part]}"
         for method in methods:
             yield from without_certificate(STORE_CALLS, "every part", address, method, trusted)
     weed = shutil.copy(Path(sys.executable).with_name("weed"), folder)
-    yield Try(
-        STORE_CALLS,
-        "`weed shell`",
-        {NO_ANSWER},
-        "shell",
-        (weed, "fs.ls /buckets/rlhf\n", "shell", *shell_arguments(ports)),
-    )
+    arguments = (weed, "fs.ls /buckets/rlhf\n", "shell", *shell_arguments(ports))
+    yield Try(STORE_CALLS, "`weed shell`", {NO_ANSWER}, "shell", arguments)
 
 
 def ray_tries(exposed: Exposed, ports: list[Port]) -> Iterator[Try]:
@@ -452,6 +459,7 @@ def table(tries: list[Try]) -> list[str]:
 def test_another_user_gets_nothing_from_any_port_socket_file_or_process(
     exposed: Exposed, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    file_id = store_object(exposed)
     ports = ports_of(exposed)
     assert {port.row for port in ports} == set(ROWS) - {SOCKETS, FILES}, "something of the stack does not listen"
     folder = Path(tempfile.mkdtemp(prefix="his-", dir="/tmp"))
@@ -459,7 +467,10 @@ def test_another_user_gets_nothing_from_any_port_socket_file_or_process(
     try:
         tries = [
             *prefect_tries(exposed),
-            *store_tries(exposed, folder),
+            *s3_tries(exposed),
+            *volume_tries(exposed, file_id),
+            *store_part_tries(exposed, file_id),
+            *store_call_tries(exposed, folder),
             *ray_tries(exposed, ports),
             *other_tries(exposed, ports),
         ]

@@ -72,13 +72,12 @@ def test_the_committed_file_holds_no_place_of_one_machine() -> None:
 
 
 def test_every_key_that_we_allow_is_one_that_prefect_reads() -> None:
-    from prefect.cli.deploy._models import ConcurrencyLimitSpec, DeploymentConfig, RawScheduleConfig, WorkPoolConfig
+    from prefect.cli.deploy._models import DeploymentConfig, RawScheduleConfig, WorkPoolConfig
 
     for ours, theirs in (
         (DeploymentEntry, DeploymentConfig),
         (prefect_yaml.WorkPoolEntry, WorkPoolConfig),
         (prefect_yaml.ScheduleEntry, RawScheduleConfig),
-        (prefect_yaml.ConcurrencyEntry, ConcurrencyLimitSpec),
     ):
         assert set(ours.model_fields) <= set(theirs.model_fields)
 
@@ -90,6 +89,10 @@ def test_a_good_file_is_read_under_its_flows_own_names(checkout: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
+        (
+            {"concurrency_limit": {"limit": 1}},
+            r"concurrency_limit: Prefect keeps this limit in the server's memory, .* the tag one-at-a-time",
+        ),
         ({"shedules": []}, r"deployments\.0\.shedules: Extra inputs are not permitted"),
         ({"work_pool": {"name": "rlhf", "queue": "a"}}, r"work_pool\.queue: Extra inputs"),
         ({"enforce_parameter_schema": False}, r"enforce_parameter_schema: Input should be True"),
@@ -98,6 +101,12 @@ def test_a_good_file_is_read_under_its_flows_own_names(checkout: Path) -> None:
         ({"entrypoint": "flows/shift.py:helper"}, r"helper is no flow"),
         ({"parameters": {"preset": "smal"}}, r"there is no preset 'smal'; did you mean small\?"),
         ({"parameters": {"epsiodes": 2}}, r"parameter 'epsiodes' is none of preset, episodes"),
+        (
+            {"concurrency_limit": {"limit": 1, "collision_strategy": "CANCEL_NEW"}},
+            r"deployments\.0\.concurrency_limit: Prefect keeps this limit in its server's memory, and a run that "
+            r"cannot renew it while the server is away is crashed; give the deployment the tag `one-at-a-time` instead",
+        ),
+        ({"concurrency_limit": 2}, r"concurrency_limit: Prefect keeps this limit"),
         ({"name": "Night Shift"}, r"deployments\.0\.name: String should match"),
     ],
 )
@@ -154,7 +163,7 @@ def test_a_key_that_stands_twice_is_refused_with_its_line(checkout: Path) -> Non
 
 
 def test_the_nights_runs_are_tagged_as_the_nights() -> None:
-    assert read_prefect_yaml(CHECKOUT)["pipeline/nightly"].tags == ("resumes", "nightly")
+    assert read_prefect_yaml(CHECKOUT)["pipeline/nightly"].tags == ("resumes", "one-at-a-time", "nightly")
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from uuid import uuid4
 import pytest
 from prefect.client.schemas.objects import FlowRun, Log
 from prefect.client.schemas.responses import DeploymentResponse
+from prefect.settings import PREFECT_CLIENT_CUSTOM_HEADERS, temporary_settings
 from prefect.states import Completed, Crashed, Failed, Pending, Running, Scheduled, State
 
 from flows import cli
@@ -50,6 +51,10 @@ class Server:
         self.failures: list[int] = []
         """Statuses that the next looks at the run get instead of an answer; 0 hangs up."""
         self.looks = 0
+        self.told: set[str | None] = set()
+        """Who the callers said that they are."""
+        self.takes: str | None = None
+        """Whom alone it answers; None: everybody."""
         server = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -63,7 +68,10 @@ class Server:
 
             def answer(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                server.told.add(who := self.headers.get("Authorization"))
                 status, content = server.answer(self.path, json.loads(body or b"{}"))
+                if server.takes not in (None, who):
+                    status, content = 401, {"exception_message": "Unauthorized"}
                 if status == 0:
                     self.close_connection = True
                     return
@@ -116,6 +124,7 @@ def server(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     assert not home.exists()
     server = Server()
     monkeypatch.setenv("PREFECT_API_URL", server.url)
+    monkeypatch.delenv("PREFECT_API_AUTH_STRING", raising=False)
     yield server
     server.close()
 
@@ -152,6 +161,35 @@ def test_a_server_that_is_away_is_one_sentence(
         status, _, error = rlhf_run()
     assert status == 1
     assert re.fullmatch(rf"rlhf: the Prefect server at {url} does not answer \(.+\); run `rlhf up`, .*\n", error)
+
+
+def test_a_server_of_ones_own_is_told_who_we_are_and_its_refusal_is_one_sentence(
+    rlhf_run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch, server: Server
+) -> None:
+    monkeypatch.setenv("PREFECT_API_AUTH_STRING", "me:word")
+    server.takes = "Basic bWU6d29yZA=="  # base64 of me:word
+    assert rlhf_run()[0] == 0
+    assert server.told == {server.takes}
+    monkeypatch.setenv("PREFECT_API_AUTH_STRING", "me:wrong")
+    status, _, error = rlhf_run()
+    assert (status, error) == (
+        1,
+        f"rlhf: the Prefect server at {server.url} does not take PREFECT_API_AUTH_STRING as it is exported; unset it, "
+        "or set it to its user:password\n",
+    )
+
+
+def test_the_local_server_is_told_its_own_password_and_no_header_for_another(
+    rlhf_run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch, server: Server, home: Path
+) -> None:
+    home.mkdir()
+    (home / "stack.env").write_text(f"PREFECT_API_URL='{server.url}'\nPREFECT_API_AUTH_STRING='me:word'\n")
+    monkeypatch.setenv("PREFECT_API_AUTH_STRING", "me:elsewhere")
+    monkeypatch.setenv("PREFECT_CLIENT_CUSTOM_HEADERS", '{"Authorization": "Bearer of a gateway"}')
+    server.takes = "Basic bWU6d29yZA=="
+    with temporary_settings({PREFECT_CLIENT_CUSTOM_HEADERS: {"Authorization": "Bearer of a gateway"}}):
+        assert rlhf_run()[0::2] == (0, "")
+    assert server.told == {server.takes}
 
 
 @pytest.mark.parametrize("url", ["nonsense", "http://[half"])

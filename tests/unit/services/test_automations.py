@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
 from datetime import datetime
 from typing import Any
@@ -191,7 +192,11 @@ def test_every_deployment_of_this_checkout_is_started_again() -> None:
 class CrashedRuns:
     """A server with automations, one of which a person may have switched off, and one crashed run."""
 
+    settles_at = 1_000_000
+    """At which look the server has started a waiting run again by itself."""
+
     def __init__(self, *states: str, starts: int, switched_off: str = "", installed_at: int = 0) -> None:
+        self.looks = 0
         self.states = [
             {
                 "name": name,
@@ -214,7 +219,7 @@ class CrashedRuns:
             return self.automations[::-1]
         if path == "/flow_runs/filter":
             assert body["deployments"] == {"tags": {"all_": ["resumes"]}}
-            state = {**self.states[-1], "message": "as it was"}
+            state = {**self.states[-1], "message": "as it was", "id": "former"}
             wanted = body["flow_runs"]["end_time"]
             ended = wanted["after_"] <= state["timestamp"] <= wanted["before_"]
             named = state["name"] in body["flow_runs"]["state"]["name"]["any_"]
@@ -222,6 +227,9 @@ class CrashedRuns:
             return [run] if ended and named else []
         if path.startswith("/flow_run_states/"):
             return self.states[::-1]
+        if path == "/flow_runs/run-1":
+            self.looks += 1
+            return {"state": {"id": "former" if self.looks < self.settles_at else "later"}}
         assert (method, path, body["force"]) == ("POST", "/flow_runs/run-1/set_state", True)
         self.set.append((body["state"]["type"], body["state"].get("name")))
         self.message = str(body["state"]["message"])
@@ -256,9 +264,22 @@ def test_what_a_killed_server_had_to_do_about_a_crash_is_done(
 ) -> None:
     server = CrashedRuns(*states, starts=starts)
     monkeypatch.setattr(prefect_api, "call", server.call)
+    monkeypatch.setattr(automations, "_SETTLED_S", 0.1)
     assert automations.catch_up(URL, server_began=BEGAN) == ["owl"]
     assert server.set == becomes
     assert server.message.startswith(says)
+
+
+@pytest.mark.parametrize("looks", [1, 2, 5])
+def test_a_run_that_the_server_starts_again_by_itself_is_not_told_to_wait_anew(
+    monkeypatch: pytest.MonkeyPatch, looks: int
+) -> None:
+    server = CrashedRuns("Running", "Crashed", "Restarting", starts=1)
+    server.settles_at = looks
+    monkeypatch.setattr(prefect_api, "call", server.call)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    assert automations.catch_up(URL, server_began=BEGAN) == []
+    assert server.set == []
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from infra.prefect_plugin import asks_the_server, fault_of
+from infra.prefect_plugin import asks_the_server, fault_of, patience_s
 from infra.process_record import ProcessRecord
 from infra.services.state import ServiceRecord, StackState
+from infra.services.worker import EVERY_WORKER
 from infra.settings import CHECKOUT, inherited_environment
 
 PREFECT = str(Path(sys.executable).with_name("prefect"))
@@ -203,3 +204,63 @@ def test_another_program_on_the_servers_port_is_told(answering: tuple[str, dict[
     assert fault_of(url) == told
     answers["/api/health"] = b"true"
     assert fault_of(url) is fault_of(f"{url}/") is None
+
+
+@pytest.mark.parametrize(
+    ("variables", "limit_s"),
+    [
+        ({}, 0.0),
+        ({"RLHF_SERVER_PATIENCE_S": "960", "PREFECT__FLOW_RUN_ID": "one"}, 960.0),
+        ({"RLHF_SERVER_PATIENCE_S": "960"}, 24 * 3600.0),
+        ({"PREFECT__FLOW_RUN_ID": "one"}, 0.0),
+    ],
+    ids=["typed by a person", "a run", "its worker", "a worker that is told nothing"],
+)
+def test_who_waits_for_a_server_that_is_away(variables: dict[str, str], limit_s: float) -> None:
+    assert patience_s(variables) == limit_s
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["as a worker tells it", "as a person types it"])
+def test_a_process_learns_it_before_it_has_a_client(told: bool, silent: str, tmp_path: Path) -> None:
+    clients = "import prefect.client.orchestration as made; print(made.PrefectHttpxSyncClient.__name__)"
+    variables = {
+        **inherited_environment(without_prefixes=("PREFECT_", "RLHF_")),
+        "PREFECT_API_URL": silent,
+        "PREFECT_HOME": str(tmp_path),
+        "PYTHONPATH": str(CHECKOUT),
+        **(dict(EVERY_WORKER) if told else {}),
+    }
+    words = [sys.executable, "-c", f"import prefect; {clients}"]
+    said = subprocess.run(words, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=60, check=True)
+    assert said.stdout.strip() == ("PatientSyncClient" if told else "PrefectHttpxSyncClient")
+
+
+def test_a_flow_whose_worker_was_killed_writes_on(tmp_path: Path) -> None:
+    """Its lines go through a pipe that nobody reads any more."""
+    told = tmp_path / "told"
+    script = f"""
+import sys
+import prefect
+from prefect.logging import get_logger
+
+sys.stdin.readline()  # until the other end is closed
+for _ in range(3):
+    get_logger("a").warning("a line")
+    print("a line", flush=True)
+    print("a line", file=sys.stderr, flush=True)
+open({str(told)!r}, "w").write("to its end")
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", script],
+        env={**os.environ, **EVERY_WORKER, "PREFECT__FLOW_RUN_ID": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdout.close()
+    process.stdin.write(b"\n")
+    process.stdin.close()
+    assert process.wait(timeout=60) == 0
+    assert told.read_text() == "to its end"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from infra.clusters import ClusterManifest, is_lost, lease
+from infra.errors import ClusterError
 from infra.process_record import ProcessRecord
 from rlhf_core.errors import LostRankError
 from tasks import ppo, ppo_group
@@ -56,3 +58,15 @@ def test_a_failed_attempt_asks_nothing_of_a_lost_cluster(
     with pytest.raises(LostRankError), ppo._EndingTheGroupOnFailure(RUN):
         raise LostRankError("rank 1 has ended")
     assert asked == ended
+
+
+def test_a_cluster_that_does_not_end_leaves_the_runs_own_end_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def stuck(_: str) -> None:
+        raise ClusterError("processes of cluster 'night' are left: 7 (raylet)")
+
+    monkeypatch.setattr("infra.clusters.release_cluster", stuck)
+    monkeypatch.setattr(ppo, "run_logger", lambda: logging.getLogger("run"))
+    ppo.end_cluster(RUN)
+    assert "the cluster of night has not ended yet: processes of cluster 'night' are left: 7 (raylet)" in caplog.text

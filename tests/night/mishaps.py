@@ -25,8 +25,13 @@ STOPPED_AT = ("sft", "ppo", "evaluate")
 STARTS = 4
 """So often is a run that crashes begun, before it is given up."""
 FAULT = "today's data are spoilt: every row has two answers; give rows with one"
-BESIDE = "night: moved by hand beside a run"
-MAY_FAIL = (FAULT, "The run crashed four times", "The process of this run ended with the local stack")
+SPOILT, GIVEN_UP, DOWN = "spoilt data", "flow killed at every start", "stack down over a night"
+MAY_FAIL = {
+    FAULT: SPOILT,
+    "The run crashed four times": GIVEN_UP,
+    "The process of this run ended with the local stack": DOWN,
+}
+"""How the sentence begins with which a night may fail, and what must have befallen it."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +179,7 @@ def service_mishaps(chance: random.Random) -> list[Mishap]:
         Mishap("server stopped", chance.choice(STOPPED_AT), stop("server")),
         Mishap("worker stopped", chance.choice(STOPPED_AT), stop("worker")),
         Mishap("machine asleep", chance.choice(STOPPED_AT), sleep_through),
-        Mishap("stack down over a night", "-", down_and_up),
+        Mishap(DOWN, "-", down_and_up),
     ]
     chance.shuffle(found)
     return found
@@ -186,6 +191,6 @@ def flow_mishaps(chance: random.Random) -> list[Mishap]:
     found += [Mishap("flow stopped", stage, stop("flow")) for stage in STOPPED_AT]
     found += [Mishap("night lasts into the next", stage, linger, spares_flows=True) for stage in STOPPED_AT[1:]]
     found += [Mishap("an error that passes", stage, meet_an_error, spares_flows=True) for stage in STOPPED_AT]
-    found += [Mishap("spoilt data", "data", spoil) for _ in range(3)]
+    found += [Mishap(SPOILT, "data", spoil) for _ in range(3)]
     chance.shuffle(found)
-    return [Mishap("flow killed at every start", "ppo", kill_again_and_again), *found]
+    return [Mishap(GIVEN_UP, "ppo", kill_again_and_again), *found]

@@ -13,7 +13,7 @@ from tests.night.books import Books, as_json
 from tests.night.mishaps import MAY_FAIL, Mishap, flow_mishaps, service_mishaps
 from tests.night.sites import Site, Start
 from tests.night.table import LINES, sentences, table
-from tests.night.year import Year, drawn, restarted_for_nothing, year
+from tests.night.year import Year, drawn, failed_for_nothing, restarted_for_nothing, year
 
 pytestmark = [pytest.mark.night, pytest.mark.timeout(2400)]
 
@@ -70,7 +70,7 @@ def play(made: Year, services: list[Mishap], flows: list[Mishap], *, nights: int
     made.end()
     made.settle()
     books = made.books(may_fail=MAY_FAIL)
-    books.faults += restarted_for_nothing(made.deeds, books)
+    books.faults += restarted_for_nothing(made.deeds, books) + failed_for_nothing(made.deeds, books, MAY_FAIL)
     return books
 
 

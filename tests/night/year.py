@@ -6,7 +6,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -147,7 +147,7 @@ class Year:
         found = [run for site in self.sites for run in runs_of(self.stack.api_url, site) if _is_open(run)]
         return [f"{run['name']} {run['state']['name']}" for run in found]
 
-    def books(self, *, may_fail: Sequence[str] = ()) -> Books:
+    def books(self, *, may_fail: Iterable[str] = ()) -> Books:
         """Return what became of the nights."""
         runs = {site.name: list(runs_of(self.stack.api_url, site)) for site in self.sites}
         store = self.stack.store(self.stack.home / "books")
@@ -250,6 +250,29 @@ def restarted_for_nothing(deeds: Sequence[Deed], books: Books) -> list[str]:
         f"{night.site}, night of {night.due:.0f}: began {night.starts} times, though its process was left alone"
         for night in books.nights
         if night.starts > 1 and (night.site, night.due) not in excused
+    ]
+
+
+def failed_for_nothing(deeds: Sequence[Deed], books: Books, causes: Mapping[str, str]) -> list[str]:
+    """Return nights that failed without the mishap after which one may.
+
+    Args:
+        deeds: what befell the year.
+        books: its nights.
+        causes: the mishap, by how the sentence begins.
+    """
+    excused = {
+        (night.site, night.due, deed.kind)
+        for deed in deeds
+        if deed.kind in causes.values()
+        for night in books.struck(deed.site, deed.began, deed.ended)
+    }
+    return [
+        f"{night.site}, night of {night.due:.0f}: failed with nothing having befallen it: {night.says}"
+        for night in books.nights
+        if night.outcome == "failed"
+        and (night.site, night.due, next(kind for told, kind in causes.items() if night.says.startswith(told)))
+        not in excused
     ]
 
 

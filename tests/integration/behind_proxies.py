@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from base64 import b64encode
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -21,8 +23,10 @@ def behind(stack: LocalStack, *, store: FlakyProxy, server: FlakyProxy | None = 
     variables = {**_known(stack), "RLHF_S3_ENDPOINT_URL": store.url}
     if server is None:
         return variables
-    # its password is for its own address alone
-    return {**variables, "PREFECT_API_URL": f"{server.url}/api", "PREFECT_API_AUTH_STRING": stack.password}
+    # The plugin tells the stack's password to the stack's own address alone: here a header says who we are.
+    said = {"Authorization": f"Basic {b64encode(stack.password.encode()).decode()}"}
+    url = f"{server.url}/api"
+    return {**variables, "PREFECT_API_URL": url, "PREFECT_CLIENT_CUSTOM_HEADERS": json.dumps(said)}
 
 
 def start_with(stack: LocalStack, deployment: str, env: dict[str, str], **parameters: Any) -> str:

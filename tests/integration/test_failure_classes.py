@@ -117,6 +117,7 @@ def test_a_cluster_without_room_is_asked_again_within_the_run(
     assert starts(tmp_path) == [1, 1, 1]
 
 
+@pytest.mark.night  # behind a proxy of the server, as test_outages.py
 def test_a_run_whose_pages_the_server_does_not_take_warns_once_and_goes_on(
     deployed: LocalStack, store_proxy: FlakyProxy, server_proxy: FlakyProxy, tmp_path: Path
 ) -> None:

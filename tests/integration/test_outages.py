@@ -18,9 +18,9 @@ from tests.tiny_llama import write_tiny_llama
 pytestmark = [pytest.mark.integration, pytest.mark.night, pytest.mark.timeout(0)]
 
 STORE_AWAY_S = float(os.environ.get("STORE_AWAY_S", "20"))
-"""At each border; shown with 300, which takes three quarters of an hour."""
+"""At each border; with 300 it takes three quarters of an hour."""
 SERVER_AWAY_S = float(os.environ.get("SERVER_AWAY_S", "14"))
-"""In each stage; shown with 14, 60 and 480."""
+"""In each stage; 60 and 480 are worth a try, too."""
 RUN_S = 1200.0
 """Longest a night may take beside its outages, on two busy cores."""
 BORDERS = (

@@ -281,7 +281,7 @@ def store_object(exposed: Exposed) -> str:
     assert stranger.s3(url, "GET", *mine) == "200"
     ports = exposed.stack.state.ports
     said = subprocess.run(
-        [str(Path(sys.executable).with_name("weed")), "shell", *shell_arguments(ports)],
+        [str(Path(sys.executable).with_name("weed")), "-logtostderr=true", "shell", *shell_arguments(ports)],
         input="fs.meta.cat /buckets/rlhf/precious\n",
         env={**os.environ, **keys_environment(exposed.stack.home)},
         capture_output=True,
@@ -379,7 +379,7 @@ def store_call_tries(exposed: Exposed, folder: Path) -> Iterator[Try]:
         for method in methods:
             yield from without_certificate(STORE_CALLS, "every part", address, method, trusted)
     weed = shutil.copy(Path(sys.executable).with_name("weed"), folder)
-    arguments = (weed, "fs.ls /buckets/rlhf\n", "shell", *shell_arguments(ports))
+    arguments = (weed, "fs.ls /buckets/rlhf\n", "-logtostderr=true", "shell", *shell_arguments(ports))
     yield Try(STORE_CALLS, "`weed shell`", {NO_ANSWER}, "shell", arguments)
 
 

@@ -128,7 +128,8 @@ def seaweed(home: Path, ports: Mapping[str, int], socket_dir: Path) -> Service:
     return Service(
         name="store",
         title="the object store (SeaweedFS)",
-        command=(_weed(), "mini", *(f"-{name}={value}" for name, value in flags.items())),
+        # What it says is in our log, and else in a file in /tmp as well, which others can read.
+        command=(_weed(), "-logtostderr=true", "mini", *(f"-{name}={value}" for name, value in flags.items())),
         environment={
             "AWS_ACCESS_KEY_ID": ACCESS_KEY,  # SeaweedFS makes these its administrator's
             "AWS_SECRET_ACCESS_KEY": load_secret(home),
@@ -216,7 +217,7 @@ def _shell(script: str, home: Path, ports: Mapping[str, int]) -> str:
     # Without the second port after a dot, weed shell looks 10000 higher, and waits there for ever.
     master = f"127.0.0.1:{ports['master']}.{ports['master_grpc']}"
     filer = f"127.0.0.1:{ports['filer']}.{ports['filer_grpc']}"
-    command = [_weed(), "shell", f"-master={master}", f"-filer={filer}"]
+    command = [_weed(), "-logtostderr=true", "shell", f"-master={master}", f"-filer={filer}"]
     try:
         return subprocess.run(
             command,

@@ -65,7 +65,14 @@ class Seaweed:
         assert self.process is None
         with (self.directory / "log").open("ab") as log:
             self.process = subprocess.Popen(
-                [WEED, "mini", f"-bucket={self.bucket}", *_flags(self.directory, self.ports), *self.flags],
+                [
+                    WEED,
+                    "-logtostderr=true",
+                    "mini",
+                    f"-bucket={self.bucket}",
+                    *_flags(self.directory, self.ports),
+                    *self.flags,
+                ],
                 env={
                     **os.environ,
                     **keys_environment(self.directory),
@@ -118,7 +125,7 @@ class Seaweed:
         # Without the second port after a dot, weed shell looks 10000 higher, and waits there for ever.
         addresses = [f"-{name}=127.0.0.1:{self.ports[name][0]}.{self.ports[name][1]}" for name in ("master", "filer")]
         done = subprocess.run(
-            [WEED, "shell", *addresses],
+            [WEED, "-logtostderr=true", "shell", *addresses],
             env={**os.environ, **keys_environment(self.directory)},
             input=script,
             capture_output=True,

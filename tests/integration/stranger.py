@@ -26,6 +26,8 @@ from botocore.credentials import Credentials
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
 
+from infra.certificate import own_certificate
+
 UID = 54321
 """Nobody's: no file of the system is his, and he is in no group."""
 ANSWER_S = 10.0
@@ -193,15 +195,35 @@ TRIES: dict[str, Callable[..., str]] = {
 }
 
 
+NOWHERE = "127.0.0.1:9"
+REHEARSAL: list[tuple[str, list[Any]]] = [
+    ("http", [f"http://{NOWHERE}/"]),
+    ("http", [f"https://{NOWHERE}/"]),
+    ("s3", [f"http://{NOWHERE}/", "GET", "key", "secret"]),
+    ("call", [NOWHERE, "/service/Method", "token", own_certificate("rehearsal"), own_certificate("rehearsal")]),
+    ("listen", [f"ws://{NOWHERE}/", "token"]),
+    ("shell", ["/bin/true", ""]),
+]
+
+
+def tried(one: tuple[str, list[Any]]) -> str:
+    """Return what came of a try; also what it failed with, so that all are told."""
+    try:
+        return TRIES[one[0]](*one[1])
+    except Exception as error:
+        return f"raised {error!r}"
+
+
 def main() -> None:
     """Try everything, several at once."""
     wanted: list[tuple[str, list[Any]]] = json.load(sys.stdin)
+    for one in REHEARSAL:  # what Python loads at the first use can be read only now
+        assert tried(one) == NO_ANSWER, one
     os.setgroups([])
     os.setgid(UID)
     os.setuid(UID)
     with ThreadPoolExecutor(16) as pool:
-        found = list(pool.map(lambda one: TRIES[one[0]](*one[1]), wanted))
-    json.dump(found, sys.stdout)
+        json.dump(list(pool.map(tried, wanted)), sys.stdout)
 
 
 if __name__ == "__main__":

@@ -281,7 +281,7 @@ def store_object(exposed: Exposed) -> str:
     assert stranger.s3(url, "GET", *mine) == "200"
     ports = exposed.stack.state.ports
     said = subprocess.run(
-        [str(Path(sys.executable).with_name("weed")), "shell", *shell_arguments(ports)],
+        [str(Path(sys.executable).with_name("weed")), "-logtostderr=true", "shell", *shell_arguments(ports)],
         input="fs.meta.cat /buckets/rlhf/precious\n",
         env={**os.environ, **keys_environment(exposed.stack.home)},
         capture_output=True,
@@ -305,7 +305,7 @@ def prefect_tries(exposed: Exposed) -> Iterator[Try]:
     for path in ("/", "/ui-settings"):
         title = "the UI's files and settings"
         yield Try(SERVER, title, {"200", "307"}, "http", (f"http://127.0.0.1:{port}{path}",), is_open=True)
-    passwords = {"no password": "", "a wrong one": "rlhf:" + "x" * 20, "the former one": exposed.old_password}
+    passwords = {"no password": "", "a wrong password": "rlhf:" + "x" * 20, "the former password": exposed.old_password}
     for title, password in passwords.items():
         basic = f"Basic {b64encode(password.encode()).decode()}"
         headers = {"Content-Type": "application/json"} | ({"Authorization": basic} if password else {})
@@ -317,10 +317,10 @@ def prefect_tries(exposed: Exposed) -> Iterator[Try]:
             ("POST", "work_pools/", '{"name": "mine", "type": "process"}'),
         ):
             arguments = (f"http://127.0.0.1:{port}/api/{path}", method, headers, body)
-            yield Try(SERVER, f"API with {title}", {"401"}, "http", arguments)
+            yield Try(SERVER, f"API and web sockets with {title}", {"401"}, "http", arguments)
         for path in PREFECT_SOCKETS:
             arguments = (f"ws://127.0.0.1:{port}/api/{path}", password)
-            yield Try(SERVER, f"web sockets with {title}", {"closed 1008"}, "listen", arguments)
+            yield Try(SERVER, f"API and web sockets with {title}", {"closed 1008"}, "listen", arguments)
     for path in PREFECT_SOCKETS:
         arguments = (f"ws://127.0.0.1:{port}/api/{path}", "", "other")
         yield Try(SERVER, "web sockets of another protocol", {NO_ANSWER, "closed 1002"}, "listen", arguments)
@@ -379,7 +379,7 @@ def store_call_tries(exposed: Exposed, folder: Path) -> Iterator[Try]:
         for method in methods:
             yield from without_certificate(STORE_CALLS, "every part", address, method, trusted)
     weed = shutil.copy(Path(sys.executable).with_name("weed"), folder)
-    arguments = (weed, "fs.ls /buckets/rlhf\n", "shell", *shell_arguments(ports))
+    arguments = (weed, "fs.ls /buckets/rlhf\n", "-logtostderr=true", "shell", *shell_arguments(ports))
     yield Try(STORE_CALLS, "`weed shell`", {NO_ANSWER}, "shell", arguments)
 
 
@@ -421,7 +421,7 @@ def public_part(pem: Path) -> str:
 def other_tries(exposed: Exposed, ports: list[Port]) -> Iterator[Try]:
     for port in ports:
         yield Try(port.row, "everything from another machine", {NO_ANSWER}, "reach", (OUTSIDE, port.port))
-    for path in unix_sockets():
+    for path in sorted(unix_sockets(), key=lambda path: not path.startswith("/tmp/seaweedfs-")):
         title = "SeaweedFS's in `/tmp`" if path.startswith("/tmp/seaweedfs-") else "all others"
         yield Try(SOCKETS, title, {NO_ANSWER}, "unix", (path.replace("@", "\0", 1),))
     processes = exposed.processes()
@@ -444,6 +444,7 @@ def came_of(tries: list[Try]) -> list[str]:
         [sys.executable, "-m", stranger.__name__],
         input=json.dumps([(each.how, each.arguments) for each in tries]),
         cwd=CHECKOUT,
+        env={**os.environ, "GRPC_VERBOSITY": "NONE"},  # or every refusal is told
         stdout=subprocess.PIPE,
         text=True,
         timeout=120,

@@ -66,9 +66,11 @@ def _read(context: Context, question: str, kind: Any, found: Any) -> Any:
 
 
 def _named(question: str, by_all: bool) -> str:
-    """Return what a question is called in the store: without the flow that asks, where all of a run ask the same."""
+    """Return what a question is called in the store: of the flow that asks, and of what it was called with."""
     from prefect.runtime import flow_run
 
-    flow = "" if by_all else flow_run.get_flow_name() or ""
-    readable = re.sub(r"[^a-z0-9]+", "-", f"{flow} {question}".lower()).strip("-")[:_READABLE]
-    return f"{readable}-{hashlib.sha256(question.encode()).hexdigest()[:8]}"  # paths may differ in what is not readable
+    asker = "" if by_all else flow_run.get_flow_name() or ""
+    readable = re.sub(r"[^a-z0-9]+", "-", f"{asker} {question}".lower()).strip("-")[:_READABLE]
+    # Paths may differ in what is not readable; and a flow of one's own may call `ppo` for each of several seeds.
+    told = question if by_all or not asker else f"{question} {sorted(flow_run.get_parameters().items())}"
+    return f"{readable}-{hashlib.sha256(told.encode()).hexdigest()[:8]}"

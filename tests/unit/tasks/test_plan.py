@@ -28,7 +28,8 @@ from tasks.context import open_context
 from tasks.evaluate import contestants
 from tasks.parents import base_model, resolve_policy, resolve_reward_model
 from tasks.plan import settled_once
-from tasks.results import Parent, PPORun
+from tasks.promote import promote
+from tasks.results import Decision, Parent, PPORun
 from tests.tiny_llama import write_tiny_llama
 
 
@@ -252,3 +253,26 @@ def test_what_new_code_makes_is_not_found_as_if_the_old_had_made_it(
     assert found["b"].source_digest == "b" * 64
     as_run("two")
     assert ppo.plan_ppo.fn(config, None, None, dataset).key not in {found["a"].key, found["b"].key}  # type: ignore[attr-defined]
+
+
+def test_a_run_that_was_killed_after_it_had_promoted_leaves_the_champion_when_it_is_started_again(
+    as_run: Any, store: ArtifactStore
+) -> None:
+    old, new, later = (store.commit("policy", "quickstart", {"f": bytes([n])}) for n in range(3))
+    store.promote(old.uri, why="first", who="another run")
+    decision = Decision(
+        promote=True,
+        reason="better",
+        policy=new.uri,
+        incumbent=old.uri,
+        champion=old.uri,
+        difference=0.2,
+        low=0.1,
+        high=0.3,
+    )
+    as_run("one")
+    assert promote.fn(decision) == new.uri  # type: ignore[attr-defined]
+    assert promote.fn(decision) == new.uri  # type: ignore[attr-defined]
+    store.promote(later.uri, why="better still", who="another run")
+    assert promote.fn(decision) == later.uri  # type: ignore[attr-defined]
+    assert len(store.aliases("policy", "quickstart")["champion"].history) == 3

@@ -145,7 +145,7 @@ def test_a_process_whose_run_another_machine_has_taken_over_leaves_and_commits_n
     while not lock.swap(lock.look(), elsewhere(run.id)):  # it may count just now
         time.sleep(0.1)
     run.await_end()
-    assert run.said("was silent for so long that process", inside=True) == 1
+    assert run.said("this process leaves the run: this process was silent", inside=True) == 1
     worked = len((run.directory / "work").read_text())
     assert run.history()[-1] == "Running", "nobody told the server anything"
     wait_for(lambda: len(run.starts()) == 2, "a start that takes over from the silent one", timeout_s=400)

@@ -46,7 +46,6 @@ from infra.services.automations import RESTARTING, SKIPPED
 from infra.services.prefect_yaml import ONE_AT_A_TIME
 from tasks.context import open_context
 from tasks.progress import duration, say
-from tasks.sentences import run_logger
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun
@@ -159,7 +158,7 @@ def _leave_if_lost(held: Held) -> None:
 
 def _leave(why: str) -> NoReturn:
     """End this process's part of the run: its engine reports nothing, and its worker sees it end well."""
-    run_logger().info("this process leaves the run: %s", why)
+    say("run", f"this process leaves the run: {why}")
     raise Abort(why)
 
 

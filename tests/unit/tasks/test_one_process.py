@@ -152,7 +152,7 @@ def test_a_second_start_waits_for_a_first_that_lives_and_leaves_when_that_one_ha
         made()
     assert play.pauses == 5
     assert play.ending() == how
-    assert len(play.said) == 1
+    assert len(play.said) == 2
     assert "works on this run and lives; this second start waits for its end" in play.said[0]
 
 

@@ -23,11 +23,22 @@ def no_classes_of_failures() -> None:
     """Take every error for final."""
     import tasks.failures
 
-    tasks.failures.further_attempts = lambda _: None
+    def final(_: BaseException) -> None:
+        """Say that no further attempt is made."""
+
+    tasks.failures.further_attempts = final
+
+
+def no_plan() -> None:
+    """Let each start of a run find out anew what it is to do."""
+    import tasks.plan
+
+    tasks.plan.asker_of = lambda _: None
 
 
 LEFT_OUT: dict[str, Callable[[], None]] = {
     "lock of the run": no_lock_of_the_run,
+    "plan": no_plan,
     "classes of failures": no_classes_of_failures,
 }
 if left_out := os.environ.get(VARIABLE):

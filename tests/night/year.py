@@ -21,7 +21,7 @@ from infra.settings import CHECKOUT
 from tests.integration.local_stack import PROGRAMS, LocalStack, turn, wait_for
 from tests.night.books import Books, balance, read_champion
 from tests.night.notes import Note
-from tests.night.sites import Site, Start, deployments, make_sites, runs_of, switch_off
+from tests.night.sites import Site, Start, deployments, make_sites, runs_of, switch_off, switch_on
 from tests.night.typed import LOST_AFTER_S
 from tests.night.warm import command, warm_flows
 
@@ -30,8 +30,6 @@ Victim = Literal["flow", "server", "worker", "store"]
 SERVICES: tuple[Victim, ...] = ("server", "worker", "store")
 HELD_TIMEOUT_S = 300.0
 SETTLE_TIMEOUT_S = 600.0
-SCHEDULING_S = 15.0
-"""The server makes a new deployment's runs within five seconds."""
 GIVEN_UP_S = LOST_AFTER_S + 30
 """So long after its crash nobody starts a run again."""
 UNDER_WAY = {"SCHEDULED", "PENDING", "RUNNING", "PAUSED", "CANCELLING"}
@@ -101,7 +99,7 @@ class Year:
         file.write_text(deployments(self.sites, {site.name: starts.get(site.name, warm) for site in self.sites}))
         self.stack.deploy_tiny_flows(CHECKOUT, str(file))
         for site in self.sites:
-            site.first_s = time.time() + SCHEDULING_S
+            switch_on(self.stack.api_url, site)
 
     def warm_up(self) -> None:
         """Start the server that forks flows, with the settings of the worker's."""

@@ -46,7 +46,7 @@ CONTROLS = {
     "no-classes": Control("errors that pass are tried again", leaving_out("classes of failures"), "ppo", meet_an_error),
 }
 NO_WAITS, NO_ORDER = "no-waits", "no-order"
-IMPATIENT = Start(environment={"RLHF_SERVER_PATIENCE_S": "0", "PREFECT_CLIENT_MAX_RETRIES": "0"})
+IMPATIENT = Start(environment={"RLHF_SERVER_PATIENCE_S": "0"})
 WHOLE = [f"whole-{name}" for name in (*CONTROLS, NO_WAITS, NO_ORDER)]
 """Each control's twin: nothing is left out, and the same befalls it."""
 

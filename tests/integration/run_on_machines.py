@@ -18,9 +18,9 @@ import ray
 from ray._private.state import actors
 
 from rlhf_core.config import PipelineConfig
+from tasks.failures import passes, sentence
 from tasks.ppo import end_cluster, next_episode, ppo_episode, publish_policy
 from tasks.ppo_group import TRAINER
-from tasks.ray_calls import may_pass, sentence
 from tests.integration.ppo_runs import Run
 
 ATTEMPTS = 3
@@ -67,7 +67,7 @@ def again_and_again(step: Callable[..., Any], *arguments: Any) -> None:
         try:
             step(*arguments)
         except Exception as error:
-            mendable = may_pass(error)
+            mendable = passes(error)
             tell(
                 failed=sentence(error), kind=type(error).__name__, mendable=mendable, after_s=time.monotonic() - started
             )

@@ -22,7 +22,7 @@ from infra.artifacts import ArtifactStore, open_default_store
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data import PreferencePair, Problem, pairs_to_jsonl, problems_to_jsonl
 from rlhf_core.errors import DataError, LostRankError
-from tasks.ray_calls import may_pass
+from tasks.failures import passes
 from tasks.results import Parent, StageResult
 from tasks.reward_model import train_reward_model
 from tasks.sft import train_sft
@@ -190,5 +190,5 @@ def test_a_stage_whose_rank_dies_ends_naming_it_and_leaves_nothing(
         with pytest.raises((LostRankError, ray.exceptions.RayActorError), match=sentence) as caught:
             sft(store, model, strategy="ddp", num_trainers=2, batch_size=4, epochs=5000)
         killing.result()
-    assert may_pass(caught.value)
+    assert passes(caught.value)
     assert store.list("sft") == []

@@ -6,6 +6,9 @@ import pytest
 
 from tests.night.table import LINES
 
+collect_ignore = ["stages.py", "stub.py", "without.py"]
+"""What a run of the stub imports: it replaces the stages of the process that imports it, and so of all other tests."""
+
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if LINES:

@@ -8,7 +8,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.counting import counted
 from rlhf_core.errors import ConfigError
 from rlhf_core.functional.intervals import Interval, paired_difference_interval
-from tasks.context import open_context
+from tasks.context import Context, open_context
 from tasks.evaluate import OUTCOMES, REWARD_MODEL
 from tasks.one_process import check_still_ours
 from tasks.progress import say
@@ -71,17 +71,25 @@ def gate(config: PipelineConfig, evaluations: dict[str, StageResult]) -> Decisio
 def promote(decision: Decision) -> str | None:
     """Move the alias `champion` if the gate says so; return the champion's reference, or None if there is none.
 
+    A run moves it once: one that is started again after its move leaves what others have done since.
+
     Raises:
         StoreError: the champion is no longer the one that the gate compared with; run again to compare anew.
     """
     check_still_ours()
     context = open_context()
     name = context.store.resolve(decision.policy).name
-    if decision.promote:
-        who = f"run {context.flow_run}" if context.flow_run else "a run without Prefect"
+    who = f"run {context.flow_run}" if context.flow_run else "a run without Prefect"
+    if decision.promote and not (context.flow_run and _has_moved(context, name, who, decision.policy)):
         context.store.set_alias(decision.policy, "champion", why=decision.reason, who=who, expected=decision.champion)
     champion: str | None = context.store.alias("policy", name, "champion")
     return champion
+
+
+def _has_moved(context: Context, name: str, who: str, policy: str) -> bool:
+    """Whether a run has made a policy the champion before: a person may have taken it back since."""
+    alias = context.store.aliases("policy", name).get("champion")
+    return alias is not None and any((move.who, move.uri) == (who, policy) for move in alias.history)
 
 
 class _Gain(NamedTuple):

@@ -18,7 +18,7 @@ from infra.errors import StoreError
 class Answer(BaseModel):
     """What a run was told when it first asked; what a later minor version adds is passed over."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="constants", use_attribute_docstrings=True)
 
     schema_version: SchemaVersion = SCHEMA_VERSION
     """As of manifests."""

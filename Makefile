@@ -3,7 +3,7 @@ BIN := .venv/bin
 PYTEST_ARGS ?=
 export PYTHON
 
-.PHONY: setup run test test-parallel test-s3 test-clusters chaos test-gpu check fmt lint types bench
+.PHONY: setup run test test-parallel test-s3 test-clusters test-night chaos test-gpu check fmt lint types bench
 
 setup:  ## make .venv hold what the lock files name
 	@sh infra/setup.sh
@@ -24,6 +24,9 @@ test-s3: setup  ## the artifact store in full: every fault of every request, an 
 
 test-clusters: setup  ## owners of clusters ended in every way, lost ranks, clusters of the user's own, several machines, restarts
 	@$(BIN)/python -m pytest -m clusters $(PYTEST_ARGS)
+
+test-night: setup  ## a year in small: 300 nights, every service and every stage struck, with a table; and what each safeguard is for
+	@$(BIN)/python -m pytest -m night $(PYTEST_ARGS)
 
 chaos: setup  ## every process of a run killed at every phase, with a table of it
 	@$(BIN)/python -m pytest -m chaos $(PYTEST_ARGS)

@@ -59,6 +59,10 @@ class VersionExistsError(StoreError):
     """A manifest of this version is already there: somebody else committed it."""
 
 
+class LockLostError(StoreError):
+    """Another process has taken over a lock that this one held: it was silent for too long."""
+
+
 class ServiceError(InfraError):
     """A service of the local stack did not start, or is not there."""
 

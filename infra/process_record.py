@@ -6,6 +6,9 @@ by its id, the boot of the machine, and the time from that boot to its start.
 
 from __future__ import annotations
 
+import os
+import platform
+import uuid
 from pathlib import Path
 from typing import Self
 
@@ -21,6 +24,18 @@ def _boot() -> str:
         return _BOOT_ID.read_text().strip()
     except OSError:
         return ""
+
+
+def here() -> str:
+    """Return what two processes have in common when the id of one means the same process to the other.
+
+    That is the boot of the machine and the namespace of its process ids: a container has its own, in which the ids of
+    another say nothing. A namespace's number is given again only when all processes in it are gone.
+    """
+    try:
+        return f"{_boot()}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return f"{platform.node()}/{uuid.getnode():012x}"
 
 
 class ProcessRecord(BaseModel):

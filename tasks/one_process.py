@@ -1,34 +1,51 @@
-"""One process for a run, and one run at a time of the deployments that ask for it (docs/adr/0027-one-process.md).
+"""One process for a run, and one run at a time of a deployment that asks for it: two locks in the artifact store.
 
-A run may be started a second time while its process lives: it was stopped, or asleep with the machine, or the server
-was away, and the run counted as crashed. The second process then waits for the first, and works only if that ends
-before its work does.
+Prefect starts a run a second time when it has taken it for dead: its machine slept, its server was away, a clock was
+set. It cannot know whether the first process lives. So each start takes the run's lock first. One that meets a living
+process waits; if that one comes to its end, the run is done, and the second start leaves without a word to the server,
+so that what the first reported stands. If the first dies, the second goes on from the last commit. A run that had done
+its work and could not report it is not done again.
+
+A deployment with the tag `one-at-a-time` has a lock of its own, which a run holds from its start until it has ended for
+good, whichever process works on it, and none while it waits for its restart. What became of its holder is asked of the
+server and of the holder's process, never remembered by either. A run that is due meanwhile is skipped, with a sentence.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from datetime import timedelta
+from collections.abc import Callable
+from contextlib import suppress
+from contextvars import ContextVar
+from enum import Enum
 from functools import wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
+import httpx
 from prefect import State
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.objects import StateType
 from prefect.context import FlowRunContext
-from prefect.exceptions import ObjectNotFound, TerminationSignal
-from prefect.logging.handlers import APILogWorker
+from prefect.exceptions import Abort, ObjectNotFound
 from prefect.states import Cancelled, Completed
-from prefect.types._datetime import now
 
-from infra.artifacts.exclusive import POLL_S, ExclusiveLock, Lock, LockLostError
-from infra.errors import StoreError
-from infra.services.automations import RESTARTING, RESUMES, SKIPPED
+from infra.artifacts import clock
+from infra.artifacts.exclusive import (
+    DEPLOYMENT_LOCK,
+    GAP_S,
+    RUN_LOCK,
+    Held,
+    How,
+    Life,
+    Lock,
+    Observer,
+    Record,
+    Seen,
+    new_record,
+)
+from infra.errors import LockLostError, ServiceError, StoreError
+from infra.services.automations import RESTARTING, SKIPPED
+from infra.services.prefect_yaml import ONE_AT_A_TIME
 from tasks.context import open_context
+from tasks.progress import duration, say
 from tasks.sentences import run_logger
 
 if TYPE_CHECKING:
@@ -39,19 +56,23 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-ONE_AT_A_TIME = "one-at-a-time"
-"""Tag of the deployments of which one run goes on at a time; another one that is due meanwhile is skipped."""
-_CRASH_PASSES = timedelta(minutes=15)
-"""A crashed run that may be started again, and was not after so long, is not any more."""
-_LOST_EXIT = 0
-"""A process that lost its run leaves as if it had done its work: the run goes on in another."""
-_held: ExclusiveLock | None = None
+POLL_S = 2.0
+WAIT_S = 24 * 3600.0
+"""How long a second start waits for a first that lives. Then it leaves: the first is worth more than the wait."""
+STORE_AWAY_S = 600.0
+SERVER_AWAY_S = 600.0
+CRASH_S = 120.0
+"""A run that has been Crashed for so long, and not Restarting, is not started again: nothing on the server does it."""
+SILENCE_S = 420.0
+"""A run that counts as running, and whose process is gone, is noticed within this time, or by nobody."""
+_HELD: ContextVar[Held | None] = ContextVar("held", default=None)
+"""The lock of the run that goes on here."""
 
 
 def one_process(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a flow's function work in one process for each run, and skip a run whose deployment has another one.
+    """Let one process at a time work on a flow's run; to stand right under `in_one_sentence`.
 
-    For the outermost flow alone; one that is called by another belongs to its process. Outside Prefect it does nothing.
+    Flows that are called inside a run are part of it, and take nothing. Neither does a call outside of any run.
     """
 
     @wraps(function)
@@ -60,142 +81,284 @@ def one_process(function: Callable[P, R]) -> Callable[P, R]:
         if run is None:
             return function(*args, **kwargs)
         store = open_context().store
-        with _lock_of_run(store, run) as lock:
-            if (told := _await_turn(lock)) is not None:
-                return told  # type: ignore[return-value]
-            if (skipped := _skipped(store, run)) is not None:
-                return skipped  # type: ignore[return-value]
-            result = function(*args, **kwargs)
-            _note(lock, result)
-            return result
+        begun = _Start(store.lock(f"{RUN_LOCK}{run.id}"), run).begin()
+        if isinstance(begun, State):
+            return begun  # type: ignore[return-value]
+        return _work(begun, store, run, lambda: function(*args, **kwargs))
 
     return alone
 
 
-def check_still_ours() -> None:
-    """End this process if another has taken over its run: to be called before a result is stored or promoted."""
-    if _held is not None:
-        try:
-            _held.check()
-        except LockLostError as error:
-            _leave(error)
+def leave_if_taken_over() -> None:
+    """Leave the run if another process has taken it over: to be called before what only one process may do.
+
+    Costs one small request; nothing outside a run that `one_process` guards.
+
+    Raises:
+        Abort: another has gone on with the run. Nothing in a flow catches it, and nothing is reported to the server.
+        StoreError: if the store does not answer.
+    """
+    held = _HELD.get()
+    if held is None:
+        return
+    try:
+        held.check()
+    except LockLostError as error:
+        _leave(str(error))
 
 
 def _outermost_run() -> FlowRun | None:
+    """Return the run that goes on here, unless it is part of another."""
     context = FlowRunContext.get()
-    run = None if context is None else context.flow_run
-    return None if run is None or run.parent_task_run_id is not None else run
+    if context is None or context.flow_run is None or context.flow_run.parent_task_run_id is not None:
+        return None
+    return None if _HELD.get() is not None else context.flow_run
 
 
-@contextmanager
-def _lock_of_run(store: ArtifactStore, run: FlowRun) -> Iterator[ExclusiveLock]:
-    """Give the run's lock. Its holder has it until its process ends: only then has it told the server everything."""
-    global _held  # noqa: PLW0603 - one run for each process
-    _held = store.lock(f"run-{run.id}", str(run.id))
+def _work(held: Held, store: ArtifactStore, run: FlowRun, function: Callable[[], R]) -> R:
+    """Call a flow's function with the lock, and release it however that ends."""
+    token = _HELD.set(held)
+    how: How = "stopped"
+    said: str | None = None
     try:
-        yield _held
+        deployment = _deployment_lock(store, run)
+        if deployment is not None and (reason := _Turn(store, deployment, run).refused()):
+            how, said = "failed", reason
+            return Cancelled(name=SKIPPED, message=reason)  # type: ignore[return-value]
+        result = function()
+    except Exception:
+        how = "failed"
+        _leave_if_lost(held)  # then it may have failed for that, and another goes on
+        raise
+    else:
+        how, said = _ending(result)
+        if deployment is not None:
+            _give_back(deployment, str(run.id), how, said)
+        return result
     finally:
-        _held.end()
-        _held = None
+        _HELD.reset(token)
+        held.release(how, said)
+        if held.is_lost and how == "completed":
+            _leave("another process has gone on with the run, and reports its end")
 
 
-def _await_turn(lock: ExclusiveLock) -> State[Any] | None:
-    """Return None once this process is the run's, or what the one before it has made of the run."""
-    former, waiting = lock.take(), False
-    while not lock.is_held:
-        if former is not None and not waiting:
-            waiting = True
-            run_logger().warning(
-                "This run is at work in process %d already, which began it at %s: this one waits for its end.",
-                former.holder.process.pid,
-                f"{former.holder.since:%Y-%m-%d %H:%M} UTC",
-            )
-        try:
-            time.sleep(POLL_S)
-            former = lock.take()
-        except TerminationSignal:
-            _pass_on(former)
-            raise
-    lock.keep(_leave)
-    if not waiting:
-        return None
-    if former is not None and former.outcome is not None:
-        run_logger().info("The other process has done the run's work.")
-        return State.model_validate(json.loads(former.outcome))
-    run_logger().warning("The other process has ended before its work did: this one goes on.")
-    return None
+def _ending(result: object) -> tuple[How, str | None]:
+    if isinstance(result, State):
+        return "completed" if result.is_completed() else "failed", result.message
+    return "completed", None
 
 
-def _pass_on(former: Lock | None) -> None:
-    """Tell the process that does the run's work to end, as this one was told, which only waits for it."""
-    if former is not None and (process := former.holder.process.process()) and former.holder.is_here:
-        process.terminate()
-
-
-def _note(lock: ExclusiveLock, result: Any) -> None:
-    """Write down the state in which a run ends, to be told again by a second process of it."""
-    state = result if isinstance(result, State) else Completed()
+def _leave_if_lost(held: Held) -> None:
     try:
-        lock.leave(json.dumps({"type": state.type.value, "name": state.name, "message": state.message}))
+        held.check()
     except LockLostError as error:
-        _leave(error)
-    except StoreError as error:  # the work is done
-        run_logger().warning("a second process of this run, if there is one, is not told how it ended: %s", error)
+        _leave(str(error))
+    except StoreError:  # what is raised already says more
+        return
 
 
-def _leave(error: LockLostError) -> None:
-    """End this process at once, and leave the run alone: it goes on in another one."""
-    run_logger().warning("%s; this process ends, and the run goes on there.", error)
-    _flush_logs()
-    os._exit(_LOST_EXIT)
+def _leave(why: str) -> NoReturn:
+    """End this process's part of the run: its engine reports nothing, and its worker sees it end well."""
+    run_logger().info("this process leaves the run: %s", why)
+    raise Abort(why)
 
 
-def _flush_logs() -> None:
-    with suppress(Exception):  # the server may be away
-        APILogWorker.drain_all(timeout=5)
+class _Start:
+    """A start of a run that wants its lock."""
+
+    def __init__(self, lock: Lock, run: FlowRun) -> None:
+        self._lock, self._run = lock, run
+        self._observer = Observer()
+        self._begun = self._answered = clock.boottime()
+        self._waited_for: str | None = None
+        """Incarnation of the process that this start has found at work."""
+
+    def begin(self) -> Held | State[Any]:
+        """Return the lock once it is ours, or the state of a run that is done already.
+
+        Raises:
+            Abort: another process works on the run, and has come to its end, or has not for a day.
+            StoreError: if the store cannot be used.
+        """
+        while True:
+            seen, life = self._look()
+            if seen is not None and life is Life.ENDED and (done := self._done(seen.record)) is not None:
+                return done
+            if life in {Life.ENDED, Life.DEAD}:
+                held = self._lock.take(seen, self._record(seen))
+                if held is not None:
+                    self._say_how_it_begins(seen)
+                    return held
+            elif seen is not None:
+                self._say_that_it_waits(seen.record, life)
+            if clock.boottime() - self._begun > WAIT_S:
+                _leave(f"the process that works on it has not ended within {duration(WAIT_S)}")
+            clock.pause(POLL_S)
+
+    def _look(self) -> tuple[Seen | None, Life]:
+        """Return the lock and what is known of its holder; a store that is away while we wait is waited for."""
+        try:
+            seen = self._lock.look()
+        except StoreError:
+            if self._waited_for is None or clock.boottime() - self._answered > STORE_AWAY_S:
+                raise
+            clock.pause(POLL_S)
+            return None, Life.UNKNOWN
+        self._answered = clock.boottime()
+        return seen, self._observer.judge(seen)
+
+    def _record(self, seen: Seen | None) -> Record:
+        since = None if seen is None else seen.record.since
+        return new_record(str(self._run.id), self._run.name, since=since)
+
+    def _done(self, record: Record) -> State[Any] | None:
+        """Return the state of a run that has done its work; None if there is some to be done."""
+        ended = record.ended
+        if ended is None:
+            return None
+        if ended.how != "stopped" and record.incarnation == self._waited_for:
+            _leave(f"{record.holder}, which worked on it, has come to its end ({ended.how})")
+        if ended.how != "completed":
+            return None
+        say("run", "has done its work already, and is not done again; start a new run to do it again")
+        return Completed(message=ended.said)
+
+    def _say_that_it_waits(self, record: Record, life: Life) -> None:
+        if self._waited_for == record.incarnation:
+            return
+        self._waited_for = record.incarnation
+        if life is Life.LIVES:
+            say("run", f"{record.holder} works on this run and lives; this second start waits for its end")
+        else:
+            say("run", f"{record.holder} worked on this run; whether it still does is seen within two minutes")
+
+    def _say_how_it_begins(self, seen: Seen | None) -> None:
+        if seen is not None and seen.record.ended is None:
+            say("run", f"goes on from its last commit: {seen.record.holder} has ended without a word")
 
 
-def _skipped(store: ArtifactStore, run: FlowRun) -> State[Any] | None:
-    """Return the state of a run that is skipped, as another one of its deployment goes on; None if it may work."""
-    if ONE_AT_A_TIME not in run.tags or run.deployment_id is None:
+def _deployment_lock(store: ArtifactStore, run: FlowRun) -> Lock | None:
+    """Return the lock of the run's deployment, if it has one."""
+    if run.deployment_id is None or ONE_AT_A_TIME not in run.tags:
         return None
-    lock = store.lock(f"deployment-{run.deployment_id}", str(run.id))
-    found = lock.take(lambda other: other.holder.who == str(run.id) or _has_ended(store, other))
-    if lock.is_held or found is None:
-        return None
-    name = _name_of(found.holder.who)
-    message = (
-        f"skipped: the run {name} of the same deployment goes on since {found.holder.since:%Y-%m-%d %H:%M} UTC; "
-        f"if it is stuck, end it with `prefect flow-run cancel {found.holder.who}`"
+    return store.lock(f"{DEPLOYMENT_LOCK}{run.deployment_id}")
+
+
+def _give_back(lock: Lock, run_id: str, how: How, said: str | None) -> None:
+    """Free a deployment whose run has ended; where that fails, the next run finds out what became of this one."""
+    with suppress(StoreError):
+        seen = lock.look()
+        if seen is not None and seen.record.run == run_id and seen.record.ended is None:
+            lock.swap(seen, seen.record.as_ended(how, said))
+
+
+class Fate(Enum):
+    """What became of the run that holds a deployment."""
+
+    GOES_ON = "goes on"
+    OVER = "over"
+    UNCLEAR = "unclear"
+
+
+class _Turn:
+    """A run that wants its deployment for itself."""
+
+    def __init__(self, store: ArtifactStore, lock: Lock, run: FlowRun) -> None:
+        self._store, self._lock, self._run = store, lock, run
+        self._holder: _Holder | None = None
+
+    def refused(self) -> str | None:
+        """Return why the run is skipped; None once the deployment is its own.
+
+        Raises:
+            ServiceError: if the server is away, and must be asked what became of the holder.
+            StoreError: if the store does not answer.
+        """
+        while True:
+            seen = self._lock.look()
+            if seen is not None and seen.record.ended is None:
+                if seen.record.run == str(self._run.id):
+                    return None
+                fate = self._fate(seen.record)
+                if fate is Fate.GOES_ON:
+                    return _sentence(seen.record)
+                if fate is Fate.UNCLEAR:
+                    clock.pause(POLL_S)
+                    continue
+            if self._lock.swap(seen, new_record(str(self._run.id), self._run.name, by_process=False)):
+                return None
+
+    def _fate(self, record: Record) -> Fate:
+        if self._holder is None or self._holder.run_id != record.run:
+            self._holder = _Holder(self._store, record.run)
+            first = True
+        else:
+            first = False
+        fate = self._holder.fate()
+        if first and fate is Fate.UNCLEAR:
+            say("run", f"{record.holder} has this deployment; waits to see whether it is started again or is over")
+        return fate
+
+
+def _sentence(record: Record) -> str:
+    return (
+        f"skipped: the run {record.run_name!r} of this deployment, begun at {record.since:%Y-%m-%d %H:%M} UTC, is not "
+        f"done yet, and the deployment has one run at a time (tag {ONE_AT_A_TIME!r}); run this when that one is done"
     )
-    run_logger().warning("%s", message)
-    return Cancelled(name=SKIPPED, message=message)
 
 
-def _has_ended(store: ArtifactStore, lock: Lock) -> bool:
-    """Whether a deployment's run has ended for good: nothing starts it again, and no process of it lives."""
-    its_process = store.lock(f"run-{lock.holder.who}", "").look()
-    if its_process is not None and its_process.outcome is None and its_process.holder.is_running_here:
-        return False
-    run = _read(lock.holder.who)
-    if run is None or run.state is None:
-        return True
-    if run.state.type != StateType.CRASHED:
-        return run.state.is_final()
-    if run.state.name == RESTARTING:
-        return False
-    return RESUMES not in run.tags or now("UTC") - run.state.timestamp > _CRASH_PASSES
+class _Holder:
+    """The run that holds a deployment, as another run sees it from look to look."""
+
+    def __init__(self, store: ArtifactStore, run_id: str) -> None:
+        self.run_id = run_id
+        self._lock = store.lock(f"{RUN_LOCK}{run_id}")
+        self._observer = Observer()
+        self._state: object = None
+        self._looked = self._answered = clock.boottime()
+        self._unchanged_s = 0.0
+        """For how long its state was seen to stay the same; a time in which this process slept counts little."""
+
+    def fate(self) -> Fate:
+        """Return what became of the run, as far as it is known by now."""
+        life = self._observer.judge(self._lock.look())
+        if life is Life.LIVES:
+            return Fate.GOES_ON  # whatever the server says of it
+        try:
+            run = _read_run(self.run_id)
+        except httpx.HTTPError as error:
+            if clock.boottime() - self._answered > SERVER_AWAY_S:
+                raise ServiceError(
+                    f"the Prefect server has not answered for {duration(SERVER_AWAY_S)}, and must say what became of "
+                    f"the run {self.run_id}, which has this deployment ({error}); run `rlhf up`, then start this again"
+                ) from error
+            return Fate.UNCLEAR
+        state = None if run is None else run.state
+        self._count(None if state is None else state.id)
+        return self._of_state(state, gone=life is not Life.UNKNOWN)
+
+    def _of_state(self, state: State[Any] | None, *, gone: bool) -> Fate:
+        """Return what a state means, of a run whose process is gone, or elsewhere and not yet known."""
+        if state is None or (state.is_final() and not state.is_crashed()):
+            return Fate.OVER if gone else Fate.UNCLEAR
+        if state.is_crashed() and state.name != RESTARTING:
+            return Fate.OVER if gone and self._unchanged_s > CRASH_S else Fate.UNCLEAR
+        waits = state.is_scheduled() or state.is_paused() or state.name == RESTARTING
+        if waits or not gone:
+            return Fate.GOES_ON
+        return Fate.OVER if self._unchanged_s > SILENCE_S else Fate.UNCLEAR
+
+    def _count(self, state: object) -> None:
+        now = clock.boottime()
+        step, self._looked, self._answered = min(now - self._looked, GAP_S), now, now
+        self._unchanged_s = self._unchanged_s + step if state == self._state else 0.0
+        self._state = state
 
 
-def _name_of(run_id: str) -> str:
-    run = _read(run_id)
-    return run_id if run is None else run.name
-
-
-def _read(run_id: str) -> FlowRun | None:
-    """Return a run as the server knows it; None if somebody has deleted it."""
-    try:
-        with get_client(sync_client=True) as client:
+def _read_run(run_id: str) -> FlowRun | None:
+    """Return a run as the server has it; None if it was deleted."""
+    with get_client(sync_client=True) as client:
+        try:
             return client.read_flow_run(run_id)  # type: ignore[arg-type]
-    except ObjectNotFound:
-        return None
+        except ObjectNotFound:
+            return None

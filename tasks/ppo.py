@@ -10,6 +10,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.counting import ordinal
 from rlhf_core.errors import RlhfError
 from tasks.context import Context, open_context
+from tasks.one_process import leave_if_taken_over
 from tasks.parents import base_model, ppo_wants_reward_model, resolve_policy, resolve_reward_model
 from tasks.plan import asker_of, recalled, recorded, settled_once
 from tasks.progress import duration, say
@@ -173,6 +174,7 @@ def ppo_episode(run: PPORun, episode: int) -> EpisodeResult:
     from tasks.ray_calls import ask, follow
 
     context = open_context()
+    leave_if_taken_over()
     config = PipelineConfig.model_validate(run.config).ppo
     with _EndingTheGroupOnFailure(run):
         trainer = trainer_for(run, episode, context)
@@ -201,6 +203,7 @@ def publish_policy(run: PPORun) -> StageResult:
     from tasks.ray_calls import follow
 
     context = open_context()
+    leave_if_taken_over()
     config = PipelineConfig.model_validate(run.config).ppo
     with _EndingTheGroupOnFailure(run):
         trainer = trainer_for(run, config.episodes, context)

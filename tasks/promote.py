@@ -10,7 +10,7 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.functional.intervals import Interval, paired_difference_interval
 from tasks.context import Context, open_context
 from tasks.evaluate import OUTCOMES, REWARD_MODEL
-from tasks.one_process import check_still_ours
+from tasks.one_process import leave_if_taken_over
 from tasks.progress import say
 from tasks.results import Decision, StageResult
 from tasks.sentences import stage_task
@@ -76,11 +76,11 @@ def promote(decision: Decision) -> str | None:
     Raises:
         StoreError: the champion is no longer the one that the gate compared with; run again to compare anew.
     """
-    check_still_ours()
     context = open_context()
     name = context.store.resolve(decision.policy).name
     who = f"run {context.flow_run}" if context.flow_run else "a run without Prefect"
     if decision.promote and not (context.flow_run and _has_moved(context, name, who, decision.policy)):
+        leave_if_taken_over()
         context.store.set_alias(decision.policy, "champion", why=decision.reason, who=who, expected=decision.champion)
     champion: str | None = context.store.alias("policy", name, "champion")
     return champion

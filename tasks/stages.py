@@ -11,7 +11,7 @@ from typing import Any
 from infra.artifacts import ArtifactRef, Manifest
 from rlhf_core.config import PipelineConfig
 from tasks.context import Context
-from tasks.one_process import check_still_ours
+from tasks.one_process import leave_if_taken_over
 from tasks.plan import recalled, recorded
 from tasks.progress import say
 from tasks.results import Parent, StageResult
@@ -65,6 +65,7 @@ def find_made(context: Context, kind: str, name: str, key: str) -> Manifest | No
     own = [manifest for manifest in context.store.list(kind, name) if manifest.key == key]
     if own:
         return own[-1]
+    leave_if_taken_over()
     reference = context.store.commit(
         kind,
         name,
@@ -104,8 +105,8 @@ def commit_stage(
     metrics: Mapping[str, Any],
     source: str,
 ) -> StageResult:
-    """Store what a stage made, with everything that it is traced by."""
-    check_still_ours()
+    """Store what a stage made, with everything that it is traced by; unless another process has the run by now."""
+    leave_if_taken_over()
     reference = context.store.commit(
         kind,
         name,

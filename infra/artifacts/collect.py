@@ -66,6 +66,7 @@ class Collection:
             "total_bytes": sum(sizes.values()),
             "leftovers": found.leftovers,
             "stale_keys": found.stale_keys,
+            "old_locks": found.old_locks,
             "stale_leases": found.stale_leases,
             "unfinished_deletions": found.unfinished,
             "lists": [
@@ -134,6 +135,8 @@ def collect(
     if not seen.fresh.is_empty:
         known.append(write_list(backend, seen.fresh))
     live_leases(backend)  # removes those of the dead
+    for key in found.old_locks:
+        backend.delete(key)
     versions, blobs = _delete_ripe(backend, catalog, found, [each for each in known if each.age >= grace])
     sizes = {blob.sha256: blob.size for each in found.retired for blob in each.blobs} | found.blob_bytes
     blobs &= sizes.keys()  # of a deletion that was broken off, some were gone before

@@ -10,6 +10,8 @@ from infra.errors import StoreError
 
 VERSIONS = "versions/"
 LEASES = "leases/"
+LOCKS = "locks/"
+"""Which process a run is worked on by, and which run a deployment is taken by."""
 TRASH = "trash/"
 """Lists of what a collection found unreachable, and will delete after its grace time."""
 DELETING = "trash/deleting/"
@@ -23,13 +25,11 @@ HINTS = "hints/"
 """Where to begin to look for the newest version."""
 PLANS = "plans/"
 """What each run resolved when it began."""
-LOCKS = "locks/"
-"""Who works on what: a run, a deployment."""
 MANIFEST = re.compile(r"([0-9]{8})\.json")
 """What a manifest is called in the folder of its artifact."""
 _PLANNED = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,119}")
-_LOCK = re.compile(r"[a-z0-9][a-z0-9.-]{0,99}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_LOCK = re.compile(r"[a-z0-9][a-z0-9-]{0,99}")
 
 
 def blob_key(sha256: str) -> str:
@@ -41,6 +41,17 @@ def blob_key(sha256: str) -> str:
     if not _SHA256.fullmatch(sha256):
         raise StoreError(f"{sha256!r:.80} is no SHA-256, so there is no blob of it")
     return f"{BLOBS}{sha256[:2]}/{sha256[2:]}"
+
+
+def lock_key(name: str) -> str:
+    """Return where the lock of that name is.
+
+    Raises:
+        StoreError: if no lock can have the name.
+    """
+    if not _LOCK.fullmatch(name):
+        raise StoreError(f"{name!r:.120} cannot name a lock: use lower case letters, digits and dashes, 100 at most")
+    return f"{LOCKS}{name}.json"
 
 
 def versions_prefix(kind: str, name: str) -> str:
@@ -81,17 +92,6 @@ def aliases_prefix(kind: str, name: str) -> str:
 def alias_key(kind: str, name: str, alias: str) -> str:
     """Return where an alias is."""
     return f"{aliases_prefix(kind, name)}{alias}.json"
-
-
-def lock_key(name: str) -> str:
-    """Return where a lock is.
-
-    Raises:
-        StoreError: if it could not have that name.
-    """
-    if not _LOCK.fullmatch(name):
-        raise StoreError(f"{name!r:.120} is no name of a lock; take lower-case letters, digits, dots and dashes")
-    return f"{LOCKS}{name}.json"
 
 
 def plan_prefix(run: str) -> str:

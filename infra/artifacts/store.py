@@ -16,7 +16,7 @@ from infra.artifacts.cache import GB, LIMIT_GB, Cache
 from infra.artifacts.catalog import Catalog
 from infra.artifacts.commit import commit, describe_all, gather_sources
 from infra.artifacts.deletion import delete_unreached
-from infra.artifacts.exclusive import ExclusiveLock
+from infra.artifacts.exclusive import Lock
 from infra.artifacts.fetch import checked_pieces, fetch_directly, fetch_through
 from infra.artifacts.index import KeyIndex, keys_of
 from infra.artifacts.keeping import Keeping
@@ -155,15 +155,6 @@ class ArtifactStore(Keeping):
         except ValueError:
             raise StoreError(f"{path!r} of {manifest.uri} is not JSON") from None
 
-    def lock(self, name: str, who: str) -> ExclusiveLock:
-        """Return a lock of the store, which is yet to be taken.
-
-        Args:
-            name: of the lock.
-            who: on whose behalf it is taken.
-        """
-        return ExclusiveLock(self._backend, name, who)
-
     def recall(self, run: str, name: str) -> Answer | None:
         """Return what a run was told when it first asked this question, or None if it has not asked yet."""
         return plans.recall(self._backend, run, name)
@@ -203,6 +194,14 @@ class ArtifactStore(Keeping):
         old = Retention({kind: keep}).retired(own, wanted)
         gone = delete_unreached(self._backend, self._catalog, old).versions if old else []
         return [manifest.version for manifest in gone]
+
+    def lock(self, name: str) -> Lock:
+        """Return the lock of a name: what one process, or one run, at a time does.
+
+        Raises:
+            StoreError: if no lock can have the name.
+        """
+        return Lock(self._backend, name)
 
     def _draft(
         self,

@@ -10,6 +10,7 @@ from functools import reduce
 from infra.artifacts.aliases import list_aliases
 from infra.artifacts.backend import Backend
 from infra.artifacts.catalog import Catalog
+from infra.artifacts.exclusive import old_run_locks
 from infra.artifacts.index import KeyIndex, keys_of
 from infra.artifacts.layout import ALIASES, BLOBS, DELETING, KEYS, LEASES, PROBES, VERSIONS, blob_key
 from infra.artifacts.leases import INTENT_LIFE, LEASE_LIFE, Claim, claims
@@ -38,6 +39,8 @@ class Survey:
     """Keys of what openings of the store left when they were killed."""
     stale_keys: list[str]
     """Entries of the key index that lead to nothing; they need no grace time, for nothing is lost with them."""
+    old_locks: list[str]
+    """Keys of the locks of runs that ended long ago: nobody starts them again."""
     stale_leases: int
     unfinished: int
     """Deletions whose process was killed."""
@@ -71,6 +74,7 @@ def survey(backend: Backend, catalog: Catalog, retention: Retention) -> Survey:
         orphans=_sized(backend, sorted(stored - named)),
         leftovers=[key for name in backend.children(PROBES) if re.match(LEFTOVER, key := PROBES + name)],
         stale_keys=_stale_keys(backend, catalog, manifests),
+        old_locks=old_run_locks(backend),
         stale_leases=sum(age > LEASE_LIFE for _, _, age in leases),
         unfinished=sum(age > INTENT_LIFE for _, _, age in claims(backend, DELETING)),
     )

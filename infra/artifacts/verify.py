@@ -11,6 +11,7 @@ from typing import Any
 from infra.artifacts.aliases import Alias, list_aliases
 from infra.artifacts.backend import Backend, Stored
 from infra.artifacts.catalog import Catalog
+from infra.artifacts.exclusive import damaged_locks
 from infra.artifacts.index import is_of_content
 from infra.artifacts.layout import DELETING, HINTS, KEYS, LEASES, MANIFEST, VERSIONS, version_numbers, versions_prefix
 from infra.artifacts.leases import claims
@@ -270,7 +271,7 @@ def _check_hints(backend: Backend) -> list[str]:
 
 
 def _check_notes(backend: Backend) -> Iterator[str]:
-    """Yield which leases, intents and lists cannot be read."""
+    """Yield which leases, intents, lists and locks cannot be read."""
     for prefix in (LEASES, DELETING):
         try:
             list(claims(backend, prefix))
@@ -280,3 +281,4 @@ def _check_notes(backend: Backend) -> Iterator[str]:
         open_lists(backend)
     except StoreError as error:
         yield problem_of(backend, error)
+    yield from damaged_locks(backend)

@@ -24,7 +24,7 @@ RESUMES = "resumes"
 RESTARTING = "Restarting"
 """Name of the state of a crashed run that is about to be started again; its type is CRASHED."""
 SKIPPED = "Skipped"
-"""Name of the state of a run in whose place another one of its deployment goes on; its type is CANCELLED."""
+"""Name of the state, of type CANCELLED, of a run that was due while another of its deployment was not done."""
 RESTARTS = 3
 QUIET_S = 30.0
 """From a crash to the restart. The worker's second word comes after three seconds, on a busy machine after half a

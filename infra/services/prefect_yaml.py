@@ -14,6 +14,8 @@ from infra.errors import ServiceError
 from infra.strict_yaml import load_yaml
 
 FILE_NAME = "prefect.yaml"
+ONE_AT_A_TIME = "one-at-a-time"
+"""Tag of the deployments of which a run is skipped while another is not done (`tasks.one_process`)."""
 _Name = r"^[a-z0-9][a-z0-9-]*$"
 
 
@@ -51,15 +53,17 @@ class DeploymentEntry(_Strict):
     work_pool: WorkPoolEntry
     schedules: tuple[ScheduleEntry, ...] = ()
     concurrency_limit: None = None
+    """Only to say what stands in its place."""
 
     @field_validator("concurrency_limit", mode="before")
     @classmethod
-    def _has_a_better_one(cls, value: Any) -> None:
-        if value is not None:
+    def _no_limit_of_the_server(cls, given: Any) -> None:
+        if given is not None:
             raise PydanticCustomError(
-                "concurrency_limit",
-                "Prefect keeps this limit in the server's memory, and a run that has it crashes when the server is "
-                "restarted; give the deployment the tag one-at-a-time in its place",
+                "no_limit",
+                "Prefect keeps this limit in its server's memory, and a run that cannot renew it while the server is "
+                "away is crashed; give the deployment the tag `{tag}` instead, whose lock is in the artifact store",
+                {"tag": ONE_AT_A_TIME},
             )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from infra.artifacts import ArtifactRef
 from rlhf_core.config import PipelineConfig
 from tasks.context import Context, open_context
+from tasks.one_process import leave_if_taken_over
 from tasks.report.draw import episodes_picture, evaluations_picture, report_pictures, training_picture
 from tasks.report.facts import METRICS, SAMPLES, Facts, Row, changes_between, gather, rows_of
 from tasks.report.page import inline, show_markdown, with_pictures
@@ -126,6 +127,7 @@ def _samples(facts: Facts) -> str:
 
 
 def _commit(context: Context, config: PipelineConfig, facts: Facts, files: dict[str, bytes]) -> str:
+    leave_if_taken_over()
     reference = context.store.commit(
         "run",
         config.name,

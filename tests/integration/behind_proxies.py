@@ -19,7 +19,10 @@ def proxy_of_store(stack: LocalStack) -> AbstractContextManager[FlakyProxy]:
 def behind(stack: LocalStack, *, store: FlakyProxy, server: FlakyProxy | None = None) -> dict[str, str]:
     """Return the variables of a run that reaches the store, and perhaps the server, through a proxy."""
     variables = {**_known(stack), "RLHF_S3_ENDPOINT_URL": store.url}
-    return variables if server is None else {**variables, "PREFECT_API_URL": f"{server.url}/api"}
+    if server is None:
+        return variables
+    # its password is for its own address alone
+    return {**variables, "PREFECT_API_URL": f"{server.url}/api", "PREFECT_API_AUTH_STRING": stack.password}
 
 
 def start_with(stack: LocalStack, deployment: str, env: dict[str, str], **parameters: Any) -> str:

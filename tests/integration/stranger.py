@@ -113,6 +113,19 @@ def reach(host: str, port: int) -> str:
     return "open"
 
 
+def say(port: int, text: str) -> str:
+    """Return whether a port of the loopback closes the connection after a line."""
+    try:
+        with socket.create_connection(("127.0.0.1", port), ANSWER_S) as line:
+            line.sendall(text.encode() + b"\n")
+            line.settimeout(ANSWER_S)
+            return "answer" if line.recv(1) else "closed"
+    except TimeoutError:
+        return "open"
+    except OSError:
+        return NO_ANSWER
+
+
 def unix(path: str) -> str:
     """Return whether a Unix socket takes a connection."""
     with socket.socket(socket.AF_UNIX) as line:
@@ -176,7 +189,7 @@ def shell(program: str, script: str, *arguments: str) -> str:
 
 
 TRIES: dict[str, Callable[..., str]] = {
-    each.__name__: each for each in (http, s3, call, listen, reach, unix, files, processes, shell)
+    each.__name__: each for each in (http, s3, call, listen, reach, say, unix, files, processes, shell)
 }
 
 

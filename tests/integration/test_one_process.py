@@ -1,112 +1,240 @@
-"""One process for a run, whatever the server believes of it, and one run at a time where a deployment asks for it."""
+"""One process works on a run, whoever was stopped or killed, and one run at a time on a deployment that asks for it."""
 
 from __future__ import annotations
 
 import os
 import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import groupby
 from pathlib import Path
 
+import psutil
 import pytest
 
-from infra.process_record import ProcessRecord
+from infra.artifacts.exclusive import RUN_LOCK
+from infra.services import automations
 from infra.services.automations import RESTARTING
-from tests.integration.local_stack import TINY_FLOWS, LocalStack, wait_for
-from tests.integration.waiting_run import WaitingRun
+from tasks.one_process import SKIPPED
+from tests.integration.local_stack import TINY_FLOWS, LocalStack, run_local_stack, wait_for
+from tests.unit.artifacts.lock_contract import elsewhere
 
 pytestmark = pytest.mark.integration
 
+LOST_AFTER_S, QUIET_S = 45.0, 10.0
+"""Stand for 300 s and 30 s of every day: flows say every 30 s that they live."""
 
-class AloneRun(WaitingRun):
-    """A run whose every process takes the run's lock before it works."""
 
-    def __init__(self, stack: LocalStack, directory: Path) -> None:
-        super().__init__(stack, directory, flow="alone")
+class WorkingRun:
+    """A run that works until it is let go, and what its processes wrote down."""
 
-    def start_again(self) -> None:
-        """Have it started a second time, as the server does that takes its process for dead."""
-        self.stack.set_state(self.id, "CRASHED")
-        self.stack.set_state(self.id, "SCHEDULED")
+    def __init__(self, stack: LocalStack, directory: Path, deployment: str = "working") -> None:
+        directory.mkdir()
+        self.stack, self.directory = stack, directory
+        self.id = stack.start_run(f"working/{deployment}", directory=str(directory))
 
-    def await_second(self) -> int:
-        """Wait until a second process waits for the first, and return its id."""
-        first = self.starts()[0][0]
+    def starts(self) -> list[tuple[int, int]]:
+        """Return process and number of each start that came to do something."""
+        path = self.directory / "starts"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [(int(process), int(number)) for process, number in map(str.split, lines)]
 
-        def waits() -> bool:
-            return any("this one waits for its end" in line for line in self.stack.log(self.id))
+    def workers(self) -> list[int]:
+        """Return the processes that worked, in turn: one that is there twice worked beside another."""
+        return [int(process) for process, _ in groupby((self.directory / "work").read_text().split())]
 
-        wait_for(waits, "the second process to say that it waits", timeout_s=90)
-        engines = [each.pid for each in self.stack.processes_of(self.id) if "prefect.engine" in each.cmdline()]
-        [second] = [pid for pid in engines if pid != first]
-        return second
+    def at_work(self) -> int:
+        """Return the process of the newest start, once it works."""
+        wait_for(self.starts, f"run {self.id} to start", timeout_s=120)
+        process = self.starts()[-1][0]
+        wait_for((self.directory / "work").exists, "the work to begin", timeout_s=60)
+        wait_for(lambda: self.workers()[-1] == process, "the work to go on", timeout_s=60)
+        return process
+
+    def kill(self) -> None:
+        os.kill(self.at_work(), signal.SIGKILL)
+
+    def let_go(self) -> None:
+        (self.directory / "may-end").touch()
+
+    def await_state(self, *names: str, timeout_s: float = 120.0) -> None:
+        """Wait until the run's state has one of the names."""
+        wait_for(lambda: self.history()[-1] in names, f"run {self.id} to be {names}", timeout_s=timeout_s)
+
+    def history(self) -> list[str]:
+        return self.stack.history(self.id)
+
+    def await_second_start(self, number: int = 2) -> None:
+        """Wait until a further start has found the first at work, and says so."""
+        wait_for(lambda: self.said("works on this run and lives") >= number - 1, "the next start", timeout_s=180)
+
+    def said(self, words: str) -> int:
+        """Return how many lines of the run's log have the words."""
+        return sum(words in line for line in self.stack.log(self.id))
+
+    def engines(self) -> list[int]:
+        """Return the processes of the run that are there, those that only wait among them."""
+        return [each.pid for each in self.stack.processes_of(self.id) if "prefect.engine" in each.cmdline()]
+
+    def await_end(self) -> None:
+        """Wait until no process of the run is left, and the worker has had its say on the last."""
+        wait_for(lambda: not self.engines(), "the processes of the run to end", timeout_s=60)
 
 
 @pytest.fixture(scope="module")
-def alone(stack: LocalStack) -> LocalStack:
-    stack.deploy_tiny_flows(TINY_FLOWS, "alone.yaml")
-    return stack
+def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
+    """A stack whose server and worker may be stopped, and that takes a run for lost after less than a minute."""
+    with run_local_stack(tmp_path_factory.mktemp("own")) as running:
+        running.deploy_tiny_flows(TINY_FLOWS, "working.yaml")
+        automations.install(running.api_url, automations.wanted(lost_after_s=LOST_AFTER_S, quiet_s=QUIET_S))
+        yield running
 
 
-def test_a_second_process_of_a_run_waits_for_the_first_which_was_stopped_and_leaves_its_end_as_it_is(
-    alone: LocalStack, tmp_path: Path
+@contextmanager
+def stopped(*pids: int) -> Iterator[None]:
+    """Stop processes, as a machine that sleeps stops them; they go on after the block."""
+    with ExitStack() as later:
+        for pid in pids:
+            process = psutil.Process(pid)
+            process.suspend()
+            later.callback(process.resume)
+        yield
+
+
+def sleep_through(stack: LocalStack, run: WorkingRun) -> int:
+    """Stop worker, server and flow for longer than a run may be silent; return the flow's process."""
+    process = run.at_work()
+    services = stack.pids()
+    with stopped(process, services["worker"], services["server"]):
+        time.sleep(LOST_AFTER_S + 15)  # the time itself is what is tried
+    return process
+
+
+def test_a_run_that_slept_with_its_worker_and_server_is_worked_on_by_one_process(
+    own: LocalStack, tmp_path: Path
 ) -> None:
-    run = AloneRun(alone, tmp_path)
-    run.await_start(1)
-    first = run.starts()[0][0]
-    os.kill(first, signal.SIGSTOP)
-    run.start_again()
-    second = ProcessRecord.of(run.await_second())
-    os.kill(first, signal.SIGCONT)
+    run = WorkingRun(own, tmp_path / "run")
+    process = sleep_through(own, run)
+    run.await_second_start()
+    assert RESTARTING in run.history()
+    assert len(run.engines()) == 2, "the second start waits beside the first"
     run.let_go()
-    wait_for(lambda: second.process() is None, "the second process to end", timeout_s=60)
-    assert alone.run_state(run.id) == "COMPLETED"
-    assert alone.message(run.id) == "made a policy"
-    assert run.starts() == [(first, 1)]
+    run.await_state("Completed")
+    run.await_end()
+    assert run.history()[-2:] == ["Running", "Completed"]
+    assert run.starts() == [(process, 1)]
+    assert run.workers() == [process]
+    assert run.said("has come to its end (completed)") == 1
 
 
-def test_a_second_process_goes_on_where_the_first_is_killed(alone: LocalStack, tmp_path: Path) -> None:
-    run = AloneRun(alone, tmp_path)
-    run.await_start(1)
-    first = run.starts()[0][0]
-    run.start_again()
-    second = run.await_second()
-    run.kill(1)
-    run.await_start(2)
-    assert run.starts() == [(first, 1), (second, 2)]
-    run.let_go()
-    run.await_state("COMPLETED")
-
-
-def test_a_process_that_only_waits_passes_on_the_word_to_end(alone: LocalStack, tmp_path: Path) -> None:
-    run = AloneRun(alone, tmp_path)
-    run.await_start(1)
-    first = ProcessRecord.of(run.starts()[0][0])
-    run.start_again()
-    os.kill(run.await_second(), signal.SIGTERM)  # as the worker does for a run that is cancelled
-    wait_for(lambda: first.process() is None, "the process that worked to end, too", timeout_s=60)
-    alone.set_state(run.id, "CANCELLED")
-
-
-def test_a_run_that_is_due_while_another_works_or_waits_to_be_started_again_is_skipped_with_a_sentence(
-    alone: LocalStack, tmp_path: Path
+@pytest.mark.clusters
+def test_a_process_whose_run_another_machine_has_taken_over_leaves_and_commits_nothing(
+    own: LocalStack, tmp_path: Path
 ) -> None:
-    run = AloneRun(alone, tmp_path)
-    run.await_start(1)
-    skipped = alone.start_run("alone/alone", directory=str(tmp_path))
-    wait_for(lambda: alone.run_state(skipped) == "CANCELLED", "the run beside it to be skipped", timeout_s=60)
-    assert alone.history(skipped)[-1] == "Skipped"
-    said = alone.message(skipped)
-    assert said.startswith("skipped: the run ")
-    assert "of the same deployment goes on since" in said
-    assert said.endswith(f"if it is stuck, end it with `prefect flow-run cancel {run.id}`")
-    run.kill(1)
-    wait_for(lambda: alone.history(run.id)[-1] == RESTARTING, "the crash to be noticed", timeout_s=60)
-    late = alone.start_run("alone/alone", directory=str(tmp_path))  # due in the quiet half minute
-    wait_for(
-        lambda: alone.run_state(late) == "CANCELLED", "the run in the quiet half minute to be skipped", timeout_s=60
-    )
-    run.await_start(2)
+    run = WorkingRun(own, tmp_path / "run")
+    first, lock = run.at_work(), own.store(tmp_path / "cache").lock(f"{RUN_LOCK}{run.id}")
+    while not lock.swap(lock.look(), elsewhere(run.id)):  # it may count just now
+        time.sleep(0.1)
+    run.await_end()
+    assert run.said("was silent for so long that process") == 1
+    worked = len((run.directory / "work").read_text())
+    assert run.history()[-1] == "Running", "nobody told the server anything"
+    wait_for(lambda: len(run.starts()) == 2, "a start that takes over from the silent one", timeout_s=400)
+    second = run.at_work()
+    assert len((run.directory / "work").read_text()) > worked
     run.let_go()
-    run.await_state("COMPLETED")
-    assert [number for _, number in run.starts()] == [1, 2]
-    after = alone.start_run("alone/alone", directory=str(tmp_path))
-    wait_for(lambda: alone.run_state(after) == "COMPLETED", "the next run to work", timeout_s=60)
+    run.await_state("Completed")
+    assert run.workers() == [first, second]
+
+
+@pytest.mark.clusters
+def test_the_second_start_goes_on_if_the_first_dies_after_all(own: LocalStack, tmp_path: Path) -> None:
+    run = WorkingRun(own, tmp_path / "run")
+    first = sleep_through(own, run)
+    run.await_second_start()
+    os.kill(first, signal.SIGKILL)
+    wait_for(lambda: len(run.starts()) == 2, "the second start to go on", timeout_s=60)
+    second = run.at_work()
+    run.let_go()
+    run.await_state("Completed")
+    run.await_end()
+    assert run.workers() == [first, second]
+    assert run.history()[-1] == "Completed"
+
+
+@pytest.mark.clusters
+def test_a_run_that_ends_before_it_is_started_again_is_not_started_again(own: LocalStack, tmp_path: Path) -> None:
+    run = WorkingRun(own, tmp_path / "run")
+    process = run.at_work()
+    own.set_state(run.id, "CRASHED")
+    run.await_state(RESTARTING)
+    run.let_go()
+    run.await_state("Completed")
+    run.await_end()
+    other = WorkingRun(own, tmp_path / "other")  # later than the restart would be
+    other.kill()
+    wait_for(lambda: len(other.starts()) == 2, "another run's restart", timeout_s=120)
+    other.let_go()
+    other.await_state("Completed")
+    assert run.history()[-2:] == [RESTARTING, "Completed"]
+    assert run.starts() == [(process, 1)]
+
+
+def test_a_run_that_has_done_its_work_is_not_done_again_and_says_so(own: LocalStack, tmp_path: Path) -> None:
+    run = WorkingRun(own, tmp_path / "run")
+    run.let_go()
+    run.await_state("Completed")
+    own.set_state(run.id, "SCHEDULED")  # as when its end could not be reported
+    wait_for(lambda: run.said("has done its work already"), "the second start", timeout_s=120)
+    run.await_state("Completed")
+    assert len(run.starts()) == 1
+
+
+def test_of_a_deployment_that_takes_one_run_at_a_time_another_is_skipped_while_one_waits_for_its_restart(
+    own: LocalStack, tmp_path: Path
+) -> None:
+    first = WorkingRun(own, tmp_path / "first", "alone")
+    first.at_work()
+    beside = WorkingRun(own, tmp_path / "beside", "alone")
+    beside.await_state(SKIPPED)
+    first.kill()
+    first.await_state(RESTARTING)
+    meanwhile = WorkingRun(own, tmp_path / "meanwhile", "alone")
+    meanwhile.await_state(SKIPPED)
+    wait_for(lambda: len(first.starts()) == 2, "the restart of the first", timeout_s=120)
+    first.let_go()
+    first.await_state("Completed")
+    for skipped in (beside, meanwhile):
+        assert own.run_state(skipped.id) == "CANCELLED"
+        assert skipped.starts() == []
+        assert own.message(skipped.id).startswith("skipped: the run '")
+        assert "is not done yet, and the deployment has one run at a time" in own.message(skipped.id)
+    later = WorkingRun(own, tmp_path / "later", "alone")
+    later.let_go()
+    later.await_state("Completed")
+
+
+@pytest.mark.parametrize(
+    "fate",
+    [
+        "cancelled",
+        pytest.param("deleted", marks=pytest.mark.clusters),
+        pytest.param("failed", marks=pytest.mark.clusters),
+    ],
+)
+def test_a_deployment_is_free_once_its_run_is_over_for_good(own: LocalStack, tmp_path: Path, fate: str) -> None:
+    first = WorkingRun(own, tmp_path / "first", "alone")
+    process = first.at_work()
+    if fate == "cancelled":
+        own.cancel(first.id)
+    elif fate == "failed":
+        own.set_state(first.id, "FAILED")
+        os.kill(process, signal.SIGKILL)
+    else:
+        own.delete_run(first.id)
+        os.kill(process, signal.SIGKILL)
+    wait_for(lambda: not psutil.pid_exists(process), "the first run's process to end", timeout_s=60)
+    later = WorkingRun(own, tmp_path / "later", "alone")
+    later.let_go()
+    later.await_state("Completed")

@@ -83,11 +83,12 @@ deployments:
     entrypoint: exposed.py:exposed
     work_pool: {name: rlhf}
 """
-SERVER, S3, VOLUME = "Prefect's server", "Store: S3", "Store: volume server"
+SERVER, WORKER = "Prefect's server", "Prefect's worker, to its runs"
+S3, VOLUME = "Store: S3", "Store: volume server"
 STORE_PARTS, STORE_CALLS = "Store: master, filer and admin", "Store: calls between its parts (gRPC)"
 RAY, RAY_AGENT, TRAINERS = "Ray: all calls (gRPC)", "Ray: agent", "Trainers of a run, to each other"
 SOCKETS, FILES = "Unix sockets", "Files and processes"
-ROWS = (SERVER, S3, VOLUME, STORE_PARTS, STORE_CALLS, RAY, RAY_AGENT, TRAINERS, SOCKETS, FILES)
+ROWS = (SERVER, WORKER, S3, VOLUME, STORE_PARTS, STORE_CALLS, RAY, RAY_AGENT, TRAINERS, SOCKETS, FILES)
 PREFECT_SOCKETS = (
     "events/in",
     "events/out",
@@ -247,6 +248,7 @@ def known_ports(exposed: Exposed) -> dict[tuple[int | None, int], tuple[str, str
     admin = ports["admin"] + seaweed.ADMIN_GRPC_OFFSET
     known[exposed.stack.pids()["store"], admin] = STORE_CALLS, "admin_grpc"
     known[None, ports["prefect"]] = SERVER, "server"  # a child of the service's process may have it
+    known[exposed.stack.pids()["worker"], 0] = WORKER, "worker"
     for process in leftover_processes(exposed.manifest.mark, exposed.manifest.head):
         name = process.name()
         if name in ("gcs_server", "raylet"):
@@ -397,6 +399,13 @@ def ray_tries(exposed: Exposed, ports: list[Port]) -> Iterator[Try]:
             yield Try(TRAINERS, title, {"open"}, "reach", ("127.0.0.1", port.port), is_open=True)
 
 
+def worker_tries(ports: list[Port]) -> Iterator[Try]:
+    for port in ports:
+        if port.row == WORKER:
+            for token in ("", "0" * 32):
+                yield Try(WORKER, "a line without a run's token", {"closed"}, "say", (port.port, token))
+
+
 def without_certificate(row: str, title: str, address: str, method: str, trusted: str) -> Iterator[Try]:
     """A call in plain, over TLS without a certificate and with one's own, with no token and with a wrong one."""
     for token in ("", "0" * 64):
@@ -471,6 +480,7 @@ def test_another_user_gets_nothing_from_any_port_socket_file_or_process(
             *volume_tries(exposed, file_id),
             *store_part_tries(exposed, file_id),
             *store_call_tries(exposed, folder),
+            *worker_tries(ports),
             *ray_tries(exposed, ports),
             *other_tries(exposed, ports),
         ]

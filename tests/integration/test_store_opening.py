@@ -25,6 +25,7 @@ from tests.integration.s3_stores import (  # noqa: F401 - fixtures
 )
 from tests.integration.seaweed import Seaweed, free_ports, run_seaweed, seaweed_server  # noqa: F401 - a fixture
 from tests.unit.artifacts.alias_contract import AliasContract
+from tests.unit.artifacts.lock_contract import LockContract
 from tests.unit.artifacts.pruning_contract import PruningContract
 from tests.unit.artifacts.store_contract import StoreContract, at_once
 
@@ -219,6 +220,12 @@ class TestOneWriterOfACarelessServer(StoreContract):
 @pytest.mark.s3
 @pytest.mark.usefixtures("backend")
 class TestAliasesByOneWriter(AliasContract):
+    pass
+
+
+@pytest.mark.s3
+@pytest.mark.usefixtures("backend")
+class TestLocksByOneWriter(LockContract):
     pass
 
 

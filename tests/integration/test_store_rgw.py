@@ -21,6 +21,7 @@ from infra.artifacts.s3 import S3Backend
 from infra.errors import StoreError
 from tests.integration.radosgw import Radosgw, radosgw_server  # noqa: F401 - a fixture
 from tests.unit.artifacts.alias_contract import AliasContract
+from tests.unit.artifacts.lock_contract import LockContract
 from tests.unit.artifacts.newest_contract import NewestContract
 from tests.unit.artifacts.pruning_contract import PruningContract
 from tests.unit.artifacts.store_contract import StoreContract
@@ -58,6 +59,10 @@ class TestStoreInCeph(StoreContract):
 
 
 class TestAliasesInCeph(AliasContract):
+    pass
+
+
+class TestLocksInCeph(LockContract):
     pass
 
 

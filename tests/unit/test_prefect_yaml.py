@@ -89,10 +89,6 @@ def test_a_good_file_is_read_under_its_flows_own_names(checkout: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        (
-            {"concurrency_limit": {"limit": 1}},
-            r"concurrency_limit: Prefect keeps this limit in the server's memory, .* the tag one-at-a-time",
-        ),
         ({"shedules": []}, r"deployments\.0\.shedules: Extra inputs are not permitted"),
         ({"work_pool": {"name": "rlhf", "queue": "a"}}, r"work_pool\.queue: Extra inputs"),
         ({"enforce_parameter_schema": False}, r"enforce_parameter_schema: Input should be True"),
@@ -101,6 +97,12 @@ def test_a_good_file_is_read_under_its_flows_own_names(checkout: Path) -> None:
         ({"entrypoint": "flows/shift.py:helper"}, r"helper is no flow"),
         ({"parameters": {"preset": "smal"}}, r"there is no preset 'smal'; did you mean small\?"),
         ({"parameters": {"epsiodes": 2}}, r"parameter 'epsiodes' is none of preset, episodes"),
+        (
+            {"concurrency_limit": {"limit": 1, "collision_strategy": "CANCEL_NEW"}},
+            r"deployments\.0\.concurrency_limit: Prefect keeps this limit in its server's memory, and a run that "
+            r"cannot renew it while the server is away is crashed; give the deployment the tag `one-at-a-time` instead",
+        ),
+        ({"concurrency_limit": 2}, r"concurrency_limit: Prefect keeps this limit"),
         ({"name": "Night Shift"}, r"deployments\.0\.name: String should match"),
     ],
 )
@@ -157,7 +159,7 @@ def test_a_key_that_stands_twice_is_refused_with_its_line(checkout: Path) -> Non
 
 
 def test_the_nights_runs_are_tagged_as_the_nights() -> None:
-    assert read_prefect_yaml(CHECKOUT)["pipeline/nightly"].tags == ("resumes", "nightly")
+    assert read_prefect_yaml(CHECKOUT)["pipeline/nightly"].tags == ("resumes", "one-at-a-time", "nightly")
 
 
 @pytest.mark.parametrize(

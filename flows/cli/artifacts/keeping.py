@@ -126,6 +126,7 @@ def _show(found: Collection) -> None:
         rows.append(("blobs", f"{orphans}, {size(sum(blob.size for blob in survey.orphans))}"))
     for name, count in (
         ("leases", survey.stale_leases),
+        ("locks of runs that ended long ago", len(survey.old_locks)),
         ("deletions that were broken off", survey.unfinished),
         ("leftovers of opening the store", len(survey.leftovers)),
         ("keys that lead to nothing", len(survey.stale_keys)),

@@ -11,6 +11,7 @@ import pytest
 
 from infra.artifacts import ArtifactStore, Retention
 from infra.artifacts.backend import Backend
+from infra.artifacts.exclusive import OLD, new_record
 from infra.artifacts.layout import blob_key
 from infra.artifacts.leases import LEASE_LIFE, Claim, lease
 from infra.errors import StoreError
@@ -142,6 +143,22 @@ def test_what_a_lease_names_stays_with_what_it_came_from_until_the_lease_ends(
     gone = at_once(store, rules)
     assert (sorted(gone.versions), gone.blobs) == (["dataset/d@1", "sft/s@1"], 3)
     assert backend.children("leases/") == []
+
+
+def test_the_lock_of_a_run_goes_long_after_its_end_and_that_of_a_deployment_stays(
+    store: ArtifactStore, backend: Backend, let_pass: Callable[[timedelta], None]
+) -> None:
+    for name in ("run-a", "run-b", "deployment-c"):
+        held = store.lock(name).take(None, new_record(name, name), beat_s=None)
+        assert held is not None
+        if name != "run-b":
+            held.release("completed")
+    let_pass(OLD - timedelta(minutes=1))
+    assert store.collect(delete=True).survey.old_locks == []
+    let_pass(timedelta(minutes=2))
+    assert store.collect().as_dict()["old_locks"] == ["locks/run-a.json"]
+    store.collect(delete=True)
+    assert backend.children("locks/") == ["deployment-c.json", "run-b.json"]
 
 
 def test_by_default_two_training_states_of_each_name_are_kept_and_everything_else(store: ArtifactStore) -> None:

@@ -1,247 +1,382 @@
-"""Who holds a lock, when processes end, stop, and machines fall silent."""
+"""Locks in a directory and in memory, and any history of processes that want the same one."""
 
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from infra.artifacts import ArtifactStore, clock, open_store
-from infra.artifacts.exclusive import POLL_S, RENEW_S, SILENCE_S, ExclusiveLock, Holder, LockLostError, this_machine
-from infra.errors import StoreError
-from infra.process_record import ProcessRecord
-from tests.unit.artifacts.lock_contract import LockContract, elsewhere
+from infra.artifacts import ArtifactStore, clock, exclusive, open_store
+from infra.artifacts.backend import Backend
+from infra.artifacts.exclusive import GAP_S, SILENT_S, Held, Life, Lock, Observer, Process, Record, new_record
+from infra.artifacts.layout import lock_key
+from infra.artifacts.local import LocalBackend
+from infra.errors import LockLostError
+from infra.process_record import ProcessRecord, here
+from tests.unit.artifacts.histories.stage import Actor, MemoryBackend, StageClock, stage
+from tests.unit.artifacts.lock_contract import LockContract
 
-
-@pytest.fixture
-def store(tmp_path: Path) -> ArtifactStore:
-    return open_store((tmp_path / "store").as_uri(), cache_dir=tmp_path / "cache")
+HISTORIES = 60
+COMMITS = 3
+BEAT_S = 15.0
 
 
 class TestLocksInADirectory(LockContract):
-    pass
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> ArtifactStore:
+        return open_store((tmp_path / "store").as_uri(), cache_dir=tmp_path / "cache")
 
 
-class Time:
-    """A clock that moves when it is told to."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 1000.0
-        monkeypatch.setattr(clock, "boottime", lambda: self.now)
-
-    def look_for(self, seconds: float, lock: ExclusiveLock) -> None:
-        """Let a process try to take a lock every few seconds."""
-        for _ in range(int(seconds / POLL_S)):
-            self.now += POLL_S
-            lock.take()
+class TestLocksInMemory(LockContract):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> ArtifactStore:
+        return ArtifactStore(MemoryBackend(), tmp_path / "cache")
 
 
-def of_process(store: ArtifactStore, pid: int) -> ExclusiveLock:
-    """Return a lock as another process of this machine sees it."""
-    lock = store.lock("night", "first")
-    lock._me = lock._me.model_copy(update={"process": ProcessRecord.of(pid)})
-    return lock
+def test_a_process_that_is_stopped_lives_and_one_that_is_killed_does_not() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        there = ProcessRecord.of(process.pid)
+        record = new_record("a", "name").model_copy(
+            update={
+                "process": Process(pid=there.pid, started=there.started, boot=there.boot, place=here(), host="this one")
+            }
+        )
+        assert exclusive.process_lives(record) is True
+        process.send_signal(19)
+        assert exclusive.process_lives(record) is True
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # a zombie, as its parent has not asked after it
+        assert exclusive.process_lives(record) is False
 
 
-def test_on_one_machine_a_process_that_is_stopped_holds_its_lock_until_it_has_ended(
-    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    try:
-        of_process(store, child.pid).take()
-        os.kill(child.pid, signal.SIGSTOP)
-        second, time = store.lock("night", "second"), Time(monkeypatch)
-        time.look_for(10 * SILENCE_S, second)
-        assert not second.is_held
-    finally:
-        child.kill()
-        child.wait(timeout=20)
-    second.take()
-    assert second.is_held
+@pytest.mark.skipif(not Path("/proc/self/ns/pid").exists(), reason="there are no namespaces of process ids")
+def test_an_id_of_another_container_says_nothing_here() -> None:
+    record = new_record("a", "name")
+    assert record.process is not None
+    there = record.process.model_copy(update={"place": record.process.place.replace("pid:[", "pid:[9")})
+    assert exclusive.process_lives(record.model_copy(update={"process": there})) is None
 
 
-def test_from_elsewhere_a_silent_holder_is_given_up_and_one_that_is_heard_of_is_not(
-    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second, time = elsewhere(store, "first"), elsewhere(store, "second"), Time(monkeypatch)
-    first.take()
-    for _ in range(5):
-        time.look_for(SILENCE_S - RENEW_S, second)
-        first.renew()
-    assert not second.is_held
-    time.look_for(SILENCE_S + 2 * POLL_S, second)
-    assert second.is_held
-    with pytest.raises(LockLostError):
-        first.check()
+class Worker:
+    """A process on a machine: one line that takes the lock and commits under it, one that counts."""
+
+    def __init__(self, pid: int, host: str, history: History) -> None:
+        self.pid, self.host, self.history = pid, host, history
+        self.held: Held | None = None
+        self.is_stopped = self.is_done = False
+        self.lost_answers = 0
+        self.lines = [self._line("works", self._work)]
+
+    @property
+    def lives(self) -> bool:
+        return not self.is_done and not self.lines[0].is_killed
+
+    def step(self, line: int) -> None:
+        if line < len(self.lines) and not self.is_stopped and not self.lines[line].is_over:
+            self.lines[line].step()
+            if self.lines[line].error is not None:
+                self.history.fail(repr(self.lines[line].error))
+
+    def step_until(self, reached: Callable[[], bool]) -> None:
+        """Go on, both lines in turn, until something is so."""
+        for step in range(3000):
+            if reached() or self.history.wrong:
+                return
+            self.step(step % 2)
+        self.history.fail(f"{self.pid} does not come to its end")
+
+    def kill(self) -> None:
+        for line in self.lines:
+            line.kill()
+
+    def _line(self, name: str, body: object) -> Actor:
+        return Actor(f"{self.pid} {name}", body, Unreliable(self, self.history.place), self.history.note, [])  # type: ignore[arg-type]
+
+    def _work(self, backend: Backend) -> None:
+        lock, observer = Lock(backend, "run"), Observer(lives_here=self._lives_here)
+        while (held := self._take(lock, observer)) is None:
+            if self.is_done:
+                return
+            clock.pause(2.0)
+        self.held = held
+        self.lines.append(self._line("counts", self._count))
+        try:
+            for _ in range(COMMITS):
+                held.check()
+                self.history.commit(self)
+                clock.pause(2.0)
+            held.release("completed", timeout_s=None)
+        except LockLostError:
+            pass
+        self.is_done = True
+
+    def _take(self, lock: Lock, observer: Observer) -> Held | None:
+        seen = lock.look()
+        life = observer.judge(seen)
+        if seen is not None and seen.record.ended is not None:
+            self.is_done = True
+            return None
+        if life not in {Life.ENDED, Life.DEAD}:
+            return None
+        process = Process(pid=self.pid, started=0, boot="", place=self.host, host=self.host)
+        return lock.take(seen, new_record("run", "name").model_copy(update={"process": process}), beat_s=None)
+
+    def _count(self, backend: Backend) -> None:
+        assert self.held is not None
+        self.held._lock = Lock(backend, "run")
+        while not self.is_done and not self.held.is_lost:
+            clock.pause(BEAT_S)
+            self.held.beat()
+
+    def _lives_here(self, record: Record) -> bool | None:
+        assert record.process is not None
+        if record.process.place != self.host:
+            return None
+        return self.history.workers[record.process.pid].lives
 
 
-def test_the_time_in_which_nobody_could_look_is_no_silence(
-    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The listener slept, or the store was away for both."""
-    first, second, time = elsewhere(store, "first"), elsewhere(store, "second"), Time(monkeypatch)
-    first.take()
-    for _ in range(10):
-        time.look_for(4 * POLL_S, second)
-        time.now += 3600
-    assert not second.is_held
+class Unreliable:
+    """A backend that does not always say that it has written: its answer was lost on the way."""
+
+    def __init__(self, worker: Worker, place: Backend) -> None:
+        self._worker, self._place = worker, place
+        self.url = place.url
+        self.read = place.read
+
+    def create(self, key: str, data: bytes) -> bool:
+        return self._answered(self._place.create(key, data))
+
+    def replace(self, key: str, data: bytes, tag: str) -> bool:
+        return self._answered(self._place.replace(key, data, tag))
+
+    def _answered(self, written: bool) -> bool:
+        if self._worker.lost_answers:
+            self._worker.lost_answers -= 1
+            return False
+        return written
 
 
-def test_what_an_earlier_hold_of_this_process_left_is_free(store: ArtifactStore) -> None:
-    store.lock("night", "first").take()
-    second = store.lock("night", "first")
-    second.take()
-    assert second.is_held
+class History:
+    """Processes on two machines that want one lock, and what must hold of it all the time."""
+
+    def __init__(self, clock: StageClock, place: Backend) -> None:
+        self.clock, self.place = clock, place
+        self.workers: dict[int, Worker] = {}
+        self.commits: list[int] = []
+        self.wrong: str | None = None
+        self._record: Record | None = None
+        self._changed_s = 0.0
+
+    def enter(self, host: str) -> Worker:
+        pid = len(self.workers)
+        self.workers[pid] = Worker(pid, host, self)
+        return self.workers[pid]
+
+    def fail(self, what: str) -> None:
+        self.wrong = self.wrong or what
+
+    def note(self, actor: Actor, method: str, key: str, data: bytes, result: object) -> None:
+        """Look at the lock after each request."""
+        del actor, method, key, data, result
+        stored = self.place.read(lock_key("run"))
+        now = None if stored is None else Record.model_validate_json(stored.data)
+        former = self._record
+        if now == former:
+            return
+        if now is not None and former is not None and now.incarnation != former.incarnation:
+            self._judge_takeover(former, now)
+        self._record, self._changed_s = now, self.clock.seconds
+
+    def _judge_takeover(self, former: Record, now: Record) -> None:
+        assert former.process is not None
+        assert now.process is not None
+        loser = self.workers[former.process.pid]
+        if former.ended is not None:
+            self.fail("a run that had ended was begun again")
+        elif loser.lives and now.process.place == former.process.place:
+            self.fail(f"{now.process.pid} took the lock of {former.process.pid}, which lives on its own machine")
+        elif now.process.place != former.process.place and self.clock.seconds - self._changed_s < SILENT_S:
+            self.fail(f"{now.process.pid} took a lock that had counted {self.clock.seconds - self._changed_s} s before")
+
+    def commit(self, worker: Worker) -> None:
+        """Called in the very step of the check that allows it."""
+        assert worker.held is not None
+        if self._record is None or self._record.incarnation != worker.held.record.incarnation:
+            self.fail(f"{worker.pid} committed, but does not have the lock")
+        self.commits.append(worker.pid)
 
 
-def test_a_process_of_the_same_id_in_another_place_says_nothing(store: ArtifactStore) -> None:
-    """A container counts its processes anew."""
-    stranger = Holder.this_process("first").model_copy(update={"machine": f"{this_machine()}5"})
-    lock = store.lock("night", "first")
-    lock._me = stranger
-    lock.take()
-    second = store.lock("night", "second")
-    second.take()
-    assert not second.is_held
-
-
-@pytest.mark.parametrize("method", ["create", "replace"])
-def test_a_write_whose_answer_was_lost_is_known_for_ones_own(
-    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
-    backend, real = store._backend, getattr(store._backend, method)
-    lock = store.lock("night", "me")
-    if method == "replace":
-        lock.take()
-
-    def forgetful(*what: object) -> bool:
-        real(*what)
-        return False
-
-    monkeypatch.setattr(backend, method, forgetful)
-    lock.take() if method == "create" else lock.renew()
-    assert lock.is_held
-    found = lock.look()
-    assert found is not None
-    assert found.beats == (0 if method == "create" else 1)
-
-
-def test_a_store_that_is_away_loses_no_lock(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    lock = store.lock("night", "me")
-    lock.take()
-
-    def away(*_: object) -> bool:
-        raise StoreError("away")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(store._backend, "replace", away)
-        with pytest.raises(StoreError, match="away"):
-            lock.renew()
-    lock.renew()
-    assert lock.is_held
-
-
-def test_what_is_no_lock_is_refused_in_a_sentence(store: ArtifactStore) -> None:
-    store._backend.create("locks/night.json", b"{}")
-    with pytest.raises(StoreError, match=r"the lock locks/night.json cannot be read: .*; remove it if nothing is runn"):
-        store.lock("night", "me").take()
-
-
-class Holders(RuleBasedStateMachine):
-    """Three machines want one lock; each may sleep, wake, die or be told that it has lost."""
-
-    NAMES = ("a", "b", "c")
+class LockMachine(RuleBasedStateMachine):
+    """Anybody enters, goes on, is stopped, sleeps with its machine, is killed, or loses an answer."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.patch = pytest.MonkeyPatch()
-        self.time = Time(self.patch)
+        self._curtain = ExitStack()
+        self.history = History(self._curtain.enter_context(stage()), MemoryBackend())
 
-    @initialize()
-    def begin(self) -> None:
-        import tempfile
+    workers = st.integers(0, 3)
 
-        self.directory = tempfile.TemporaryDirectory()
-        root = Path(self.directory.name)
-        self.store = open_store((root / "store").as_uri(), cache_dir=root / "cache")
-        self.locks = {name: elsewhere(self.store, name) for name in self.NAMES}
-        self.asleep: set[str] = set()
-        self.heard: dict[str, float] = {}
+    @initialize(hosts=st.lists(st.sampled_from("ab"), min_size=4, max_size=4))
+    def begin(self, hosts: list[str]) -> None:
+        for host in hosts:
+            self.history.enter(host)
+
+    @rule(worker=workers, line=st.integers(0, 1), steps=st.integers(1, 12))
+    def go_on(self, worker: int, line: int, steps: int) -> None:
+        for _ in range(steps):
+            self.history.workers[worker].step(line)
+
+    @rule(steps=st.integers(1, 60))
+    def all_go_on(self, steps: int) -> None:
+        for _ in range(steps):
+            for worker in self.history.workers.values():
+                worker.step(0)
+                worker.step(1)
+
+    @rule(worker=workers)
+    def stop_or_continue(self, worker: int) -> None:
+        self.history.workers[worker].is_stopped ^= True
+
+    @rule(worker=workers)
+    @precondition(lambda self: sum(each.lives for each in self.history.workers.values()) > 1)
+    def kill(self, worker: int) -> None:
+        self.history.workers[worker].kill()
+
+    @rule(worker=workers)
+    def lose_an_answer(self, worker: int) -> None:
+        self.history.workers[worker].lost_answers = 1
+
+    @rule(seconds=st.sampled_from([1.0, GAP_S + 1, SILENT_S + 1, 3600.0]))
+    def let_time_pass(self, seconds: float) -> None:
+        self.history.clock.seconds += seconds
 
     def teardown(self) -> None:
-        self.patch.undo()
-        if hasattr(self, "directory"):
-            self.directory.cleanup()
+        try:
+            self._end()
+            assert self.history.wrong is None, self.history.wrong
+        finally:
+            self._curtain.close()
 
-    def _each_awake(self) -> None:
-        for name, lock in self.locks.items():
-            if name in self.asleep:
-                continue
-            if lock.is_held:
-                try:
-                    lock.renew()
-                    self.heard[name] = self.time.now
-                except LockLostError:
-                    self.locks[name] = elsewhere(self.store, name)  # it ended, and comes back as another process
-            else:
-                lock.take()
-                if self.locks[name].is_held:
-                    self.heard[name] = self.time.now
-
-    @rule()
-    def moments_pass(self) -> None:
-        for _ in range(5):
-            self.time.now += POLL_S
-            self._each_awake()
-
-    @rule()
-    def minutes_pass(self) -> None:
-        for _ in range(100):
-            self.time.now += POLL_S
-            self._each_awake()
-
-    @precondition(lambda self: len(self.asleep) < 2)
-    @rule()
-    def the_holder_falls_asleep(self) -> None:
-        self.asleep |= {name for name, lock in self.locks.items() if lock.is_held}
-
-    @rule()
-    def all_wake_up(self) -> None:
-        self.asleep.clear()
-
-    @rule()
-    def a_process_dies(self) -> None:
-        self.locks["a"] = elsewhere(self.store, "a")
-        self.asleep.discard("a")
-
-    @invariant()
-    def one_at_most_is_awake_and_holds_it(self) -> None:
-        if hasattr(self, "locks"):
-            awake = []
-            for name, lock in self.locks.items():
-                if name not in self.asleep and lock.is_held:
-                    try:
-                        lock.check()
-                        awake.append(name)
-                    except LockLostError:
-                        self.locks[name] = elsewhere(self.store, name)
-            assert len(awake) <= 1
-
-    @invariant()
-    def nobody_who_was_heard_of_is_given_up(self) -> None:
-        found = self.locks["a"].look() if hasattr(self, "locks") else None
-        if found is None:
-            return
-        for name, lock in self.locks.items():
-            if lock.is_held and found.holder.id != lock._me.id:
-                assert self.time.now - self.heard[name] >= SILENCE_S - 6 * POLL_S
+    def _end(self) -> None:
+        """Let everybody go on; the work is done by then, if one is left who lives."""
+        workers = self.history.workers.values()
+        for worker in workers:
+            worker.is_stopped = False
+        left = [worker for worker in workers if worker.lives]
+        for _ in range(3000):
+            for worker in workers:
+                worker.step(0)
+                worker.step(1)
+            if not any(worker.lives for worker in workers):
+                break
+        else:
+            assert not left, "somebody who lives waits for ever"
+        if left and self.history._record is not None:
+            assert self.history._record.ended is not None
+        assert not left or len(self.history.commits) >= COMMITS
 
 
-Holders.TestCase.settings = settings(max_examples=20, stateful_step_count=20, deadline=None)
-TestHolders = Holders.TestCase
+def play(count: int = HISTORIES) -> None:
+    run_state_machine_as_test(
+        LockMachine,
+        settings=settings(
+            max_examples=count, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+        ),
+    )
+
+
+def test_any_history_has_one_worker_at_a_time_and_comes_to_its_end() -> None:
+    play()
+
+
+def one_falls_silent_elsewhere(history: History) -> None:
+    """Its machine is stopped in mid-work; another takes over after a while, and the first wakes up."""
+    first, second = history.enter("a"), history.enter("b")
+    first.step_until(lambda: bool(history.commits))
+    first.is_stopped = True
+    second.step_until(lambda: len(history.commits) > 1)
+    first.is_stopped = False
+    first.step_until(lambda: first.is_done)
+    second.step_until(lambda: second.is_done)
+
+
+def one_sleeps_and_both_look_at_the_same_time(history: History) -> None:
+    """A holder is killed; two on its machine see that in the same moment, and both write."""
+    first, second, third = history.enter("a"), history.enter("a"), history.enter("a")
+    first.step_until(lambda: bool(history.commits))
+    first.kill()
+    for _ in range(2):  # the look, and then the write
+        second.step(0)
+        third.step(0)
+    second.step_until(lambda: second.is_done)
+    third.step_until(lambda: third.is_done)
+
+
+def a_machine_sleeps(history: History) -> None:
+    """Holder and observer elsewhere are away for an hour together, as when the store is; neither is dead."""
+    first, second = history.enter("a"), history.enter("b")
+    first.step_until(lambda: bool(history.commits))
+    for _ in range(5):
+        second.step(0)
+    history.clock.seconds += 3600.0
+    for _ in range(5):
+        second.step(0)
+    first.step_until(lambda: first.is_done)
+    second.step_until(lambda: second.is_done)
+    if set(history.commits) != {first.pid}:
+        history.fail("a holder that slept with its observer was taken for dead")
+
+
+def overwrite(place: MemoryBackend, key: str, data: bytes, tag: str) -> bool:
+    """Stand for `replace` where nothing is compared."""
+    del tag
+    place.upload(key, data)
+    return True
+
+
+HISTORIES_BY_HAND = [one_falls_silent_elsewhere, one_sleeps_and_both_look_at_the_same_time, a_machine_sleeps]
+
+
+def tell(play_one: Callable[[History], None]) -> str | None:
+    """Return what went wrong in a history."""
+    with stage() as clock:
+        history = History(clock, MemoryBackend())
+        play_one(history)
+        return history.wrong
+
+
+@pytest.mark.parametrize("play_one", HISTORIES_BY_HAND)
+def test_a_dangerous_history_ends_well(play_one: Callable[[History], None]) -> None:
+    assert tell(play_one) is None
+
+
+@pytest.mark.parametrize(
+    ("play_one", "without", "name", "instead"),
+    [
+        (one_falls_silent_elsewhere, Held, "check", lambda _: None),
+        (one_falls_silent_elsewhere, Observer, "_judge_count", lambda *_: Life.DEAD),
+        (one_sleeps_and_both_look_at_the_same_time, MemoryBackend, "replace", overwrite),
+        (a_machine_sleeps, exclusive, "GAP_S", 1e9),
+    ],
+    ids=["nobody checks", "whoever is elsewhere is dead", "a swap does not compare", "a gap counts"],
+)
+def test_a_history_shows_what_is_lost_without_a_safeguard(
+    monkeypatch: pytest.MonkeyPatch, play_one: Callable[[History], None], without: object, name: str, instead: object
+) -> None:
+    monkeypatch.setattr(without, name, instead)
+    assert tell(play_one) is not None
+
+
+def test_a_directory_of_one_place_is_one_lock(tmp_path: Path) -> None:
+    backend = LocalBackend(tmp_path.as_uri(), tmp_path)
+    (tmp_path / "tmp").mkdir()
+    assert Lock(backend, "run-a").swap(None, new_record("a", "name"))
+    assert (tmp_path / "locks" / "run-a.json").exists()

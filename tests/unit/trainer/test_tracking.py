@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from rlhf_core.errors import ConfigError
 from rlhf_core.trainer import tracking
-from rlhf_core.trainer.tracking import MeanMeter, open_tracker
+from rlhf_core.trainer.tracking import JsonLines, MeanMeter, Tracker, open_tracker
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -87,3 +87,25 @@ def test_a_meter_weighs_means_by_what_they_are_means_of_and_leaves_out_what_is_n
     assert meter.means() == {"loss": 2.0, "ratio": 2.0}  # (3 x 1 + 5) / 4
     meter.reset()
     assert meter.means() == {}
+
+
+class Broken:
+    """A sink that is away."""
+
+    def log(self, *_: object, **__: object) -> None:
+        raise ConnectionError("the tracker's server is away")
+
+    text = close = log
+
+
+def test_a_sink_that_fails_is_dropped_with_one_warning_and_the_others_hear_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tracker = Tracker((Broken(), JsonLines(tmp_path)))
+    for step in (1, 2):
+        tracker.log({"loss": 0.5}, step)
+    tracker.close()
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert [each.getMessage() for each in caplog.records] == [
+        "Broken failed, and training goes on without it: ConnectionError: the tracker's server is away"
+    ]

@@ -1,0 +1,14 @@
+"""The table of a year, at the end of a session that had one."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.night.table import LINES
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if LINES:
+        terminalreporter.section("a year in small")
+        for line in LINES:
+            terminalreporter.write_line(line)

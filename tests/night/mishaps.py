@@ -1,0 +1,196 @@
+"""What befalls a year: a list drawn with a fixed seed, and how each entry is carried out."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import psutil
+
+from tests.integration.local_stack import wait_for
+from tests.night.sites import Site
+from tests.night.stages import STAGES
+from tests.night.typed import LOST_AFTER_S
+from tests.night.year import HELD_TIMEOUT_S, SERVICES, Victim, Year, end_process
+
+POWER_CUTS = 2
+"""With these, and a kill in each of the eight stages, each victim is killed ten times at least."""
+AWAY_S = (0.0, 3.0, 10.0)
+STOPPED_S = LOST_AFTER_S + 15
+LONG_AWAY_S: dict[Victim, float] = {"server": LOST_AFTER_S + 15, "worker": 45.0, "store": 45.0}
+STOPPED_AT = ("sft", "ppo", "evaluate")
+STARTS = 4
+"""So often is a run that crashes begun, before it is given up."""
+FAULT = "today's data are spoilt: every row has two answers; give rows with one"
+SPOILT, GIVEN_UP, DOWN = "spoilt data", "flow killed at every start", "stack down over a night"
+MAY_FAIL = {
+    FAULT: SPOILT,
+    "The run crashed four times": GIVEN_UP,
+    "The process of this run ended with the local stack": DOWN,
+}
+"""How the sentence begins with which a night may fail, and what must have befallen it."""
+
+
+@dataclass(frozen=True)
+class Mishap:
+    """One entry of the list."""
+
+    kind: str
+    stage: str
+    strike: Callable[[Year, Site, str], None]
+    spares_flows: bool = False
+
+
+def kill(*victims: Victim, away_s: float) -> Callable[[Year, Site, str], None]:
+    """Return a strike that kills services while a night is at its stage, and starts them again after a time."""
+
+    def strike(year: Year, site: Site, stage: str) -> None:
+        year.held(site, stage)
+        year.kill(*victims)
+        site.desk.let_go()
+        time.sleep(away_s)
+        year.up()
+
+    return strike
+
+
+def kill_all(year: Year, site: Site, stage: str) -> None:
+    """Strike as a power cut does: services and flows are gone at once."""
+    year.held(site, stage)
+    year.kill(*SERVICES)
+    for process in year.stack.processes():
+        end_process(process.pid)
+    site.desk.let_go()
+    time.sleep(3)
+    year.up()
+
+
+def kill_flow(year: Year, site: Site, stage: str) -> None:
+    """Strike a flow's process alone; what it was to learn from changes before it begins again."""
+    note = year.held(site, stage)
+    site.write_data(time.time(), edited=True)
+    end_process(note.pid)
+    site.desk.let_go()
+
+
+def kill_again_and_again(year: Year, site: Site, stage: str) -> None:
+    """Strike every start of a run."""
+    for _ in range(STARTS):
+        note = year.held(site, stage)
+        end_process(note.pid)
+    site.desk.let_go()
+
+
+def stop(*victims: Victim) -> Callable[[Year, Site, str], None]:
+    """Return a strike that stops processes for longer than a run may be silent, as a laptop's sleep does."""
+
+    def strike(year: Year, site: Site, stage: str) -> None:
+        note = year.held(site, stage)
+        stopped = [process for name in victims if name != "flow" and (process := year.stack.service(name))]
+        if "flow" in victims:
+            stopped.append(psutil.Process(note.pid))
+        for process in stopped:
+            process.suspend()
+        try:
+            time.sleep(STOPPED_S)
+        finally:
+            for process in reversed(stopped):
+                process.resume()
+        site.desk.let_go()
+
+    return strike
+
+
+def sleep_through(year: Year, site: Site, stage: str) -> None:
+    """Stop everything: services and all flows, as when the lid is closed."""
+    year.held(site, stage)
+    site.desk.let_go()
+    stopped = year.stack.processes()
+    for process in stopped:
+        suspend(process)
+    try:
+        time.sleep(STOPPED_S)
+    finally:
+        for process in reversed(stopped):
+            end_process(process.pid, signal.SIGCONT)
+
+
+def suspend(process: psutil.Process) -> None:
+    """Stop a process, if it still lives."""
+    end_process(process.pid, signal.SIGSTOP)
+
+
+def down_and_up(year: Year, site: Site, stage: str) -> None:
+    """End the stack as a person does, and start it again after every site has missed a night."""
+    del stage
+    year.stack.rlhf("down")
+    time.sleep(site.period_s)
+    year.up()
+
+
+def linger(year: Year, site: Site, stage: str) -> None:
+    """Have a night last until after the next one is due."""
+    year.held(site, stage)
+    time.sleep(site.until_due(time.time()) + 8)
+    site.desk.let_go()
+
+
+def spoil(year: Year, site: Site, stage: str) -> None:
+    """Give a night data that it refuses."""
+    del year, stage
+    known = sum(1 for _ in site.desk.notes())
+    site.write_data(time.time(), fault=FAULT)
+
+    def has_read() -> bool:
+        return any(note.stage == "data" for note in list(site.desk.notes())[known:])
+
+    wait_for(has_read, f"a night of {site.name} to read spoilt data", timeout_s=3 * site.period_s)
+    time.sleep(0.5)
+    site.write_data(time.time())
+
+
+def meet_an_error(year: Year, site: Site, stage: str) -> None:
+    """Have a night meet an error that passes, as when a server hangs up."""
+    del year
+    known = sum(1 for _ in site.desk.notes())
+    site.desk.fail_at(stage)
+
+    def has_failed() -> bool:
+        return any(note.what == "failed" for note in list(site.desk.notes())[known:])
+
+    wait_for(has_failed, f"a night of {site.name} to meet an error at {stage}", timeout_s=HELD_TIMEOUT_S)
+
+
+def service_mishaps(chance: random.Random) -> list[Mishap]:
+    """Return what befalls services, in a drawn order: each is killed in each stage, and cut off with all others."""
+    found = []
+    for victim in SERVICES:
+        long_at = chance.choice(STOPPED_AT)
+        for stage in STAGES:
+            away_s = LONG_AWAY_S[victim] if stage == long_at else chance.choice(AWAY_S)
+            kind = f"{victim} killed" if stage != long_at else f"{victim} killed, and long away"
+            found.append(Mishap(kind, stage, kill(victim, away_s=away_s), spares_flows=True))
+    stages = chance.sample(STAGES, POWER_CUTS)
+    found += [Mishap("power cut", stage, kill_all) for stage in stages]
+    found += [
+        Mishap("server stopped", chance.choice(STOPPED_AT), stop("server")),
+        Mishap("worker stopped", chance.choice(STOPPED_AT), stop("worker")),
+        Mishap("machine asleep", chance.choice(STOPPED_AT), sleep_through),
+        Mishap(DOWN, "-", down_and_up),
+    ]
+    chance.shuffle(found)
+    return found
+
+
+def flow_mishaps(chance: random.Random) -> list[Mishap]:
+    """Return what befalls flows alone, in a drawn order."""
+    found = [Mishap("flow killed", stage, kill_flow) for stage in STAGES]
+    found += [Mishap("flow stopped", stage, stop("flow")) for stage in STOPPED_AT]
+    found += [Mishap("night lasts into the next", stage, linger, spares_flows=True) for stage in STOPPED_AT[1:]]
+    found += [Mishap("an error that passes", stage, meet_an_error, spares_flows=True) for stage in STOPPED_AT]
+    found += [Mishap(SPOILT, "data", spoil) for _ in range(3)]
+    chance.shuffle(found)
+    return [Mishap(GIVEN_UP, "ppo", kill_again_and_again), *found]

@@ -1,0 +1,146 @@
+"""Twenty installations on one stack: each with a schedule, a desk and a champion's line of its own."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from infra.services import prefect_api
+from infra.services.prefect_yaml import read_prefect_yaml
+from infra.settings import CHECKOUT
+from tests.night.notes import Desk
+
+FLOW = "pipeline"
+NIGHTLY = "pipeline/nightly"
+EPISODES = 2
+BAD_DAYS = 5
+"""Every so many days' data make the model worse, so that it is not promoted."""
+
+
+@dataclass
+class Site:
+    """One installation."""
+
+    name: str
+    desk: Desk
+    period_s: float
+    phase_s: float
+    """Its nights are due at this second of each period."""
+    first_s: float = math.inf
+    last_s: float = math.inf
+    """From when to when its schedule was active."""
+
+    def due(self) -> list[float]:
+        """Return the times at which its nights were due: arithmetic, not Prefect's."""
+        times: list[float] = []
+        moment = math.ceil((self.first_s - self.phase_s) / self.period_s) * self.period_s + self.phase_s
+        while moment <= self.last_s:
+            times.append(moment)
+            moment += self.period_s
+        return times
+
+    def until_due(self, now: float) -> float:
+        """Return the seconds until a night is due."""
+        return (self.phase_s - now) % self.period_s
+
+    def day(self, now: float) -> int:
+        """Return the number of the day."""
+        return int((now - self.phase_s) // self.period_s)
+
+    def write_data(self, now: float, **further: Any) -> None:
+        """Put the data of a day there."""
+        day = self.day(now)
+        self.desk.write_data(site=self.name, day=day, gain=-1 if day % BAD_DAYS == 0 else 1, **further)
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a site's flow is started where it is not as the product's is."""
+
+    command: str | None = None
+    """What runs it."""
+    entrypoint: str = "tests/night/stub.py:pipeline"
+    environment: dict[str, str] = field(default_factory=dict)
+    less_tags: tuple[str, ...] = ()
+    """Of the nightly deployment's, those that it has not."""
+
+    @property
+    def job_variables(self) -> dict[str, Any]:
+        """Return what the worker is told."""
+        command = {} if self.command is None else {"command": self.command}
+        return command | ({"env": self.environment} if self.environment else {})
+
+
+def make_sites(names: Sequence[str], period_s: float, home: Path) -> list[Site]:
+    """Return installations whose nights are spread evenly over the period."""
+    return [
+        Site(name, Desk(home / "night" / name).open(), period_s, each * period_s / len(names))
+        for each, name in enumerate(names)
+    ]
+
+
+def deployments(sites: Sequence[Site], starts: Mapping[str, Start]) -> str:
+    """Return a file of deployments like the product's nightly one in all but flow, times and parameters.
+
+    Args:
+        sites: one deployment each.
+        starts: by site, how its flow is started.
+    """
+    nightly = read_prefect_yaml(CHECKOUT)[NIGHTLY].model_dump(mode="json", exclude_none=True)
+    kept = {name: nightly[name] for name in nightly if name not in {"description", "parameters", "schedules"}}
+    found = [
+        {
+            **kept,
+            "name": site.name,
+            "entrypoint": starts[site.name].entrypoint,
+            "tags": [tag for tag in kept["tags"] if tag not in starts[site.name].less_tags],
+            "parameters": {"preset": "quickstart", "episodes": EPISODES, "overrides": {"name": site.name}},
+            "work_pool": {**kept["work_pool"], "job_variables": starts[site.name].job_variables},
+            "schedules": [
+                {
+                    "slug": "nightly",
+                    "interval": site.period_s,
+                    "anchor_date": datetime.fromtimestamp(site.phase_s, UTC).isoformat(),
+                    "timezone": "UTC",
+                    "active": True,
+                }
+            ],
+        }
+        for site in sites
+    ]
+    return yaml.safe_dump({"deployments": json.loads(json.dumps(found))})  # no anchors: it is read as plain text too
+
+
+def switch_off(api_url: str, site: Site) -> None:
+    """End a site's schedule, at a moment that is far from its nights."""
+    while min(site.until_due(now := time.time()), site.period_s - site.until_due(now)) < site.period_s / 12:
+        time.sleep(0.2)
+    found = prefect_api.deployment(api_url, f"{FLOW}/{site.name}")
+    assert found is not None, site.name
+    [schedule] = found["schedules"]
+    prefect_api.call(api_url, "PATCH", f"/deployments/{found['id']}/schedules/{schedule['id']}", {"active": False})
+    site.last_s = time.time()
+
+
+def runs_of(api_url: str, site: Site) -> Iterator[dict[str, Any]]:
+    """Yield all runs of a site that the server knows."""
+    page = 200
+    for offset in range(0, 100 * page, page):
+        body = {
+            "deployments": {"name": {"any_": [site.name]}},
+            "sort": "EXPECTED_START_TIME_ASC",
+            "limit": page,
+            "offset": offset,
+        }
+        found = prefect_api.call(api_url, "POST", "/flow_runs/filter", body)
+        yield from found
+        if len(found) < page:
+            return

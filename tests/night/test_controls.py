@@ -1,0 +1,127 @@
+"""What each safeguard is for: with one left out, the same mishap costs a night; with all of them, it costs none."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from tests.night.books import Books
+from tests.night.mishaps import MAY_FAIL, kill_flow, linger, meet_an_error, stop
+from tests.night.sites import Site, Start
+from tests.night.table import LINES, markdown
+from tests.night.typed import WITHOUT_ORDER
+from tests.night.without import VARIABLE
+from tests.night.year import Year, end_process, restarted_for_nothing, year
+
+pytestmark = [pytest.mark.night, pytest.mark.timeout(1500)]
+
+PERIOD_S = 90.0
+WITHOUT = "tests/night/without.py:pipeline"
+
+
+def leaving_out(name: str) -> Start:
+    """Return a start of the stub without a safeguard."""
+    return Start(entrypoint=WITHOUT, environment={VARIABLE: name})
+
+
+@dataclass(frozen=True)
+class Control:
+    """A safeguard, how it is left out, and the mishap that it is there for."""
+
+    safeguard: str
+    start: Start
+    stage: str
+    strike: Callable[[Year, Site, str], None]
+
+
+CONTROLS = {
+    "no-run-lock": Control("one process works on a run", leaving_out("lock of the run"), "ppo", stop("flow")),
+    "no-turns": Control("one run at a time", Start(less_tags=("one-at-a-time",)), "ppo", linger),
+    "no-restarts": Control("a crashed run is started again", Start(less_tags=("resumes",)), "ppo", kill_flow),
+    "no-plan": Control("a run is what it was when it began", leaving_out("plan"), "sft", kill_flow),
+    "no-classes": Control("errors that pass are tried again", leaving_out("classes of failures"), "ppo", meet_an_error),
+}
+NO_WAITS, NO_ORDER = "no-waits", "no-order"
+IMPATIENT = Start(environment={"RLHF_SERVER_PATIENCE_S": "0", "PREFECT_CLIENT_MAX_RETRIES": "0"})
+WHOLE = [f"whole-{name}" for name in (*CONTROLS, NO_WAITS, NO_ORDER)]
+"""Each control's twin: nothing is left out, and the same befalls it."""
+
+
+@pytest.fixture(scope="module")
+def books(tmp_path_factory: pytest.TempPathFactory) -> Books:
+    """What became of the nights of all controls and their twins."""
+    starts = {name: control.start for name, control in CONTROLS.items()} | {NO_WAITS: IMPATIENT}
+    names = [*starts, NO_ORDER, *WHOLE]
+    with year(tmp_path_factory.mktemp("controls"), names, period_s=PERIOD_S, starts=starts) as made:
+        sites = {site.name: site for site in made.sites}
+        in_parallel(
+            [
+                lambda site=sites[f"{twin}{name}"], control=control: control.strike(made, site, control.stage)
+                for name, control in CONTROLS.items()
+                for twin in ("", "whole-")
+            ]
+        )
+        outage(made, [sites[NO_WAITS], sites[f"whole-{NO_WAITS}"]])
+        crash_after_the_server(made, sites[f"whole-{NO_ORDER}"], {})
+        crash_after_the_server(made, sites[NO_ORDER], {WITHOUT_ORDER: "1"})
+        made.end()
+        made.settle()
+        found = made.books(may_fail=MAY_FAIL)
+        found.faults += restarted_for_nothing(made.deeds, found)
+    rows = [("left out", "what it cost")]
+    rows += [(name, next((fault for fault in found.faults if fault.startswith(f"{name},")), "-")) for name in names]
+    LINES.extend(markdown(rows))
+    return found
+
+
+def in_parallel(strikes: list[Callable[[], None]]) -> None:
+    """Carry out strikes side by side; raise what one of them raised."""
+    troubles: list[BaseException] = []
+
+    def carried_out(strike: Callable[[], None]) -> None:
+        try:
+            strike()
+        except BaseException as error:
+            troubles.append(error)
+
+    threads = [threading.Thread(target=carried_out, args=(each,), daemon=True) for each in strikes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if troubles:
+        raise troubles[0]
+
+
+def outage(made: Year, sites: list[Site]) -> None:
+    """Kill the server while nights of several sites are at work, and start it again a little later."""
+    with made.deed("server killed", "sft", spares_flows=True):
+        in_parallel([lambda site=site: made.held(site, "sft") and None for site in sites])
+        made.kill("server")
+        for site in sites:
+            site.desk.let_go()
+        time.sleep(5)
+        made.up()
+
+
+def crash_after_the_server(made: Year, site: Site, variables: dict[str, str]) -> None:
+    """Kill the server beside a night, start it again, and then kill the night's process."""
+    note = made.held(site, "ppo")
+    made.kill("server")
+    made.stack.rlhf("up", **variables)
+    end_process(note.pid)
+    site.desk.let_go()
+
+
+@pytest.mark.parametrize("name", [*CONTROLS, NO_WAITS, NO_ORDER])
+def test_a_safeguard_left_out_costs_a_night(books: Books, name: str) -> None:
+    assert [fault for fault in books.faults if fault.startswith((f"{name},", f"{name}:"))], f"{name} cost nothing"
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_with_all_safeguards_the_same_costs_none(books: Books, name: str) -> None:
+    assert [fault for fault in books.faults if fault.startswith((f"{name},", f"{name}:"))] == []

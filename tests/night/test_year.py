@@ -1,0 +1,84 @@
+"""Three hundred nights, struck fifty times: each is completed, or skipped or failed with a sentence, and none twice."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.night.books import Books, as_json
+from tests.night.mishaps import MAY_FAIL, Mishap, flow_mishaps, service_mishaps
+from tests.night.sites import Site, Start
+from tests.night.table import LINES, sentences, table
+from tests.night.year import Year, drawn, failed_for_nothing, restarted_for_nothing, year
+
+pytestmark = [pytest.mark.night, pytest.mark.timeout(2400)]
+
+SITES, PERIOD_S, NIGHTS = 18, 60.0, 300
+COLD = 2
+"""So many sites' flows start as in production: each imports Prefect twice, four seconds of a core."""
+SEED = 16
+LEAST_AHEAD_S = 2.0
+
+
+def test_no_night_of_a_year_is_lost_or_doubled(tmp_path: Path) -> None:
+    chance = drawn(SEED)
+    services, flows = service_mishaps(chance), flow_mishaps(chance)
+    names = [f"site-{number:02d}" for number in range(1, SITES + 1)]
+    cold = {name: Start() for name in names[:COLD]}
+    with year(tmp_path, names, period_s=PERIOD_S, starts=cold) as made:
+        books = play(made, services, flows, nights=NIGHTS)
+        keep(made, books)
+    assert len(books.nights) >= NIGHTS
+    assert books.faults == []
+
+
+def play(made: Year, services: list[Mishap], flows: list[Mishap], *, nights: int) -> Books:
+    """Let nights pass while mishaps come, until there were enough of both; return the books."""
+    for_flows, for_services = made.sites[::2], made.sites[1::2]
+    troubles: list[BaseException] = []
+    over = threading.Event()
+
+    def strike(mishaps: list[Mishap], sites: list[Site], *, alone: bool) -> None:
+        try:
+            for mishap in mishaps:
+                site = made.next_site(sites, least_s=LEAST_AHEAD_S)
+                with made.deed(mishap.kind, mishap.stage, site if alone else None, spares_flows=mishap.spares_flows):
+                    mishap.strike(made, site, mishap.stage)
+        except BaseException as error:
+            troubles.append(error)
+            over.set()
+
+    began = time.time()
+    threads = [
+        threading.Thread(target=strike, args=(services, for_services), kwargs={"alone": False}, daemon=True),
+        threading.Thread(target=strike, args=(flows, for_flows), kwargs={"alone": True}, daemon=True),
+    ]
+    for thread in threads:
+        thread.start()
+
+    def is_over() -> bool:
+        passed = (time.time() - began) // made.sites[0].period_s * len(made.sites)
+        return over.is_set() or (passed >= nights and not any(thread.is_alive() for thread in threads))
+
+    made.keep_the_days(is_over)
+    if troubles:
+        raise troubles[0]
+    made.end()
+    made.settle()
+    books = made.books(may_fail=MAY_FAIL)
+    books.faults += restarted_for_nothing(made.deeds, books) + failed_for_nothing(made.deeds, books, MAY_FAIL)
+    return books
+
+
+def keep(made: Year, books: Books) -> None:
+    """Put the table where it is printed, and all nights where a person can look for what went wrong."""
+    LINES.extend(table(made.deeds, books))
+    LINES.extend(sentences(books))
+    LINES.append(f"champions moved {books.promotions} times")
+    LINES.extend(books.faults)
+    if told := os.environ.get("NIGHT_BOOKS"):
+        Path(told).write_text(as_json(books))

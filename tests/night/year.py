@@ -1,0 +1,281 @@
+"""A year in small: a stack, its sites, and whoever strikes them."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import psutil
+
+from infra.errors import ServiceError
+from infra.services import prefect_api, processes
+from infra.settings import CHECKOUT
+from tests.integration.local_stack import PROGRAMS, LocalStack, turn, wait_for
+from tests.night.books import Books, balance, read_champion
+from tests.night.notes import Note
+from tests.night.sites import Site, Start, deployments, make_sites, runs_of, switch_off
+from tests.night.typed import LOST_AFTER_S
+from tests.night.warm import command, warm_flows
+
+T = TypeVar("T")
+Victim = Literal["flow", "server", "worker", "store"]
+SERVICES: tuple[Victim, ...] = ("server", "worker", "store")
+HELD_TIMEOUT_S = 300.0
+SETTLE_TIMEOUT_S = 600.0
+SCHEDULING_S = 15.0
+"""The server makes a new deployment's runs within five seconds."""
+GIVEN_UP_S = LOST_AFTER_S + 30
+"""So long after its crash nobody starts a run again."""
+UNDER_WAY = {"SCHEDULED", "PENDING", "RUNNING", "PAUSED", "CANCELLING"}
+
+
+@dataclass(frozen=True)
+class NightStack(LocalStack):
+    """A stack with the year's short times."""
+
+    def rlhf(self, *words: str, **variables: str) -> str:
+        """Run our command, and return what it said."""
+        python = str(PROGRAMS / "python")
+        result = self.type(python, "-m", "tests.night.typed", *words, timeout_s=400, **variables)
+        assert result.returncode == 0, f"rlhf {words}: {result.stdout}{result.stderr}"
+        return result.stdout
+
+    def up(self) -> str:
+        """Bring the stack up, or what is missing of it."""
+        return self.rlhf("up")
+
+    def run(self, run_id: str) -> dict[str, Any]:
+        """Return what the server says of a run."""
+        found: dict[str, Any] = prefect_api.call(self.api_url, "GET", f"/flow_runs/{run_id}")
+        return found
+
+    def service(self, name: str) -> psutil.Process | None:
+        """Return a service's process, if it lives."""
+        record = self.state.services.get(name)
+        return record.process() if record else None
+
+
+@dataclass(frozen=True)
+class Deed:
+    """What was done to a year, when, and to whom."""
+
+    kind: str
+    stage: str
+    site: str | None
+    began: float
+    ended: float
+    spares_flows: bool = False
+    """Whether no process of a flow is ended or stopped by it, so that no night need begin anew."""
+
+
+@dataclass
+class Year:
+    """A stack with sites; its methods are mishaps."""
+
+    stack: NightStack
+    sites: list[Site]
+    warm: Path
+    deeds: list[Deed] = field(default_factory=list)
+    services: threading.RLock = field(default_factory=threading.RLock)
+    """Held by whoever ends or starts services."""
+    _stack_of_warmth: ExitStack = field(default_factory=ExitStack)
+
+    def deploy(self, starts: Mapping[str, Start]) -> None:
+        """Register the sites' deployments; their nights begin a few seconds later.
+
+        Args:
+            starts: how flows are started, by site; the others' are forked.
+        """
+        for site in self.sites:
+            site.write_data(time.time())
+        warm = Start(command(self.warm))
+        file = self.stack.home / "night.yaml"
+        file.write_text(deployments(self.sites, {site.name: starts.get(site.name, warm) for site in self.sites}))
+        self.stack.deploy_tiny_flows(CHECKOUT, str(file))
+        for site in self.sites:
+            site.first_s = time.time() + SCHEDULING_S
+
+    def warm_up(self) -> None:
+        """Start the server that forks flows, with the settings of the worker's."""
+        self.cool_down()
+        worker = self.stack.service("worker")
+        assert worker is not None
+        told = {name: value for name, value in worker.environ().items() if name != processes.STACK_VARIABLE}
+        self._stack_of_warmth.enter_context(warm_flows(self.warm, told))
+
+    def cool_down(self) -> None:
+        """End it."""
+        self._stack_of_warmth.close()
+        self.warm.unlink(missing_ok=True)
+
+    def end(self) -> None:
+        """Switch the schedules off."""
+        for site in self.sites:
+            switch_off(self.stack.api_url, site)
+
+    def keep_the_days(self, until: Callable[[], bool]) -> None:
+        """Write every site's data of the day shortly before its night is due."""
+        written: dict[str, int] = {}
+        while not until():
+            for site in self.sites:
+                now = time.time() + 1
+                if written.get(site.name) != site.day(now):
+                    site.write_data(now)
+                    written[site.name] = site.day(now)
+            time.sleep(0.2)
+
+    def settle(self) -> None:
+        """Wait until no run is under way any longer, and none will be."""
+
+        def is_over() -> bool:
+            with suppress(ServiceError):
+                return not self.under_way()
+            return False
+
+        wait_for(is_over, "the last nights to be over", timeout_s=SETTLE_TIMEOUT_S)
+
+    def under_way(self) -> list[str]:
+        """Return runs that are not over; one that has crashed is not, for a while."""
+        found = [run for site in self.sites for run in runs_of(self.stack.api_url, site) if _is_open(run)]
+        return [f"{run['name']} {run['state']['name']}" for run in found]
+
+    def books(self, *, may_fail: Iterable[str] = ()) -> Books:
+        """Return what became of the nights."""
+        runs = {site.name: list(runs_of(self.stack.api_url, site)) for site in self.sites}
+        store = self.stack.store(self.stack.home / "books")
+        champions = {site.name: read_champion(store, site.name) for site in self.sites}
+        return balance(self.sites, runs, store, champions, may_fail=may_fail)
+
+    @contextmanager
+    def deed(
+        self, kind: str, stage: str = "-", site: Site | None = None, *, spares_flows: bool = False
+    ) -> Iterator[None]:
+        """Write down what is done in a block."""
+        began = time.time()
+        yield
+        self.deeds.append(Deed(kind, stage, site.name if site else None, began, time.time(), spares_flows))
+
+    def held(self, site: Site, stage: str) -> Note:
+        """Hold a site's next night at a stage, and return the note of its process once it is there."""
+        known = sum(1 for _ in site.desk.notes())
+        site.desk.hold_at(stage)
+
+        def look() -> Note | None:
+            return next((each for each in list(site.desk.notes())[known:] if each.what == "held"), None)
+
+        return wait_for(look, f"a night of {site.name} to come to {stage}", timeout_s=HELD_TIMEOUT_S)
+
+    def kill(self, *names: Victim) -> None:
+        """Kill services."""
+        for name in names:
+            process = self.stack.service(name)
+            assert process is not None, f"the {name} does not run"
+            for each in [process] if name == "worker" else processes.tree(process):
+                with suppress(psutil.NoSuchProcess):
+                    each.kill()
+
+    def up(self) -> None:
+        """Have whatever is missing started again."""
+        self.stack.up()
+
+    def next_site(self, sites: Sequence[Site], *, least_s: float = 1.0) -> Site:
+        """Return the site whose night is due next, but not at once."""
+        return min(sites, key=lambda site: (site.until_due(time.time()) - least_s) % site.period_s)
+
+
+def _is_open(run: Mapping[str, Any]) -> bool:
+    kind = run["state"]["type"]
+    since = datetime.fromisoformat(run["state"]["timestamp"]).timestamp()
+    return kind in UNDER_WAY or (kind == "CRASHED" and time.time() - since < GIVEN_UP_S)
+
+
+def end_process(pid: int, number: int = signal.SIGKILL) -> None:
+    """Send a signal to a process of a flow, if it still lives."""
+    with suppress(psutil.NoSuchProcess):
+        psutil.Process(pid).send_signal(number)
+
+
+@contextmanager
+def year(directory: Path, names: Sequence[str], *, period_s: float, starts: Mapping[str, Start]) -> Iterator[Year]:
+    """Bring a stack up with sites on it; end all of it, and see that nothing is left.
+
+    Args:
+        directory: for all that it writes.
+        names: of the sites.
+        period_s: from night to night.
+        starts: how flows are started, by site; the others' are forked, and not imported for each.
+    """
+    stack = NightStack(directory / "home", directory / ".env")
+    with ended_well(stack):
+        with turn():
+            stack.up()
+        made = Year(stack, make_sites(names, period_s, stack.home), directory / "warm")
+        try:
+            if set(names) - set(starts):
+                made.warm_up()
+            made.deploy(starts)
+            yield made
+        finally:
+            for site in made.sites:
+                site.desk.let_go()
+            made.cool_down()
+
+
+@contextmanager
+def ended_well(stack: NightStack) -> Iterator[None]:
+    """Take a stack down after a block, and see that nothing of it is left."""
+    try:
+        yield
+    finally:
+        result = stack.type("rlhf", "down", timeout_s=400)
+        left = stack.processes()
+        processes.end(left, grace_s=0)
+        assert result.returncode == 0, result.stdout + result.stderr
+        assert left == [], "`rlhf down` left processes behind"
+
+
+def restarted_for_nothing(deeds: Sequence[Deed], books: Books) -> list[str]:
+    """Return nights that were begun several times though nobody had ended or stopped their process."""
+    hard = [deed for deed in deeds if not deed.spares_flows]
+    excused = {(night.site, night.due) for deed in hard for night in books.struck(deed.site, deed.began, deed.ended)}
+    return [
+        f"{night.site}, night of {night.due:.0f}: began {night.starts} times, though its process was left alone"
+        for night in books.nights
+        if night.starts > 1 and (night.site, night.due) not in excused
+    ]
+
+
+def failed_for_nothing(deeds: Sequence[Deed], books: Books, causes: Mapping[str, str]) -> list[str]:
+    """Return nights that failed without the mishap after which one may.
+
+    Args:
+        deeds: what befell the year.
+        books: its nights.
+        causes: the mishap, by how the sentence begins.
+    """
+    excused = {
+        (night.site, night.due, deed.kind)
+        for deed in deeds
+        if deed.kind in causes.values()
+        for night in books.struck(deed.site, deed.began, deed.ended)
+    }
+    return [
+        f"{night.site}, night of {night.due:.0f}: failed with nothing having befallen it: {night.says}"
+        for night in books.nights
+        if night.outcome == "failed"
+        and (night.site, night.due, next(kind for told, kind in causes.items() if night.says.startswith(told)))
+        not in excused
+    ]
+
+
+def drawn(seed: int) -> random.Random:
+    """Return the chance of a year: the same one each time."""
+    return random.Random(seed)

@@ -1,0 +1,320 @@
+"""Which start of a run works on it, and which run has its deployment: by what the locks, and the server, say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from uuid import UUID, uuid4
+
+import httpx
+import pytest
+from prefect.client.schemas.objects import State, StateType
+from prefect.exceptions import Abort
+from prefect.states import Cancelled, Completed, Crashed, Failed, Paused, Pending, Running, Scheduled
+
+from infra.artifacts import ArtifactStore, clock, open_store
+from infra.artifacts.exclusive import SILENT_S, Held, new_record
+from infra.errors import ServiceError, StoreError
+from infra.services.automations import RESTARTING
+from infra.services.prefect_yaml import ONE_AT_A_TIME
+from tasks import one_process as module
+from tasks.one_process import CRASH_S, SERVER_AWAY_S, SILENCE_S, SKIPPED, leave_if_taken_over, one_process
+
+RUN, OTHER, DEPLOYMENT = (UUID(int=number) for number in (1, 2, 3))
+
+
+class Stage:
+    """One process in which runs go on, with a server that is told what to answer and a clock that pauses move."""
+
+    def __init__(self, store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.store = store
+        self.said: list[str] = []
+        self.states: list[State[Any] | Exception | None] = []
+        """What the server says of the other run, from look to look; the last for ever."""
+        self.while_it_waits: dict[int, Callable[[], object]] = {}
+        """What happens at which pause."""
+        self.pauses = 0
+        self.seconds = 0.0
+        self._run: Any = None
+        monkeypatch.setattr(module, "open_context", lambda: SimpleNamespace(store=store))
+        monkeypatch.setattr(module, "_outermost_run", lambda: None if module._HELD.get() else self._run)
+        monkeypatch.setattr(module, "_read_run", self._read_run)
+        monkeypatch.setattr(module, "say", lambda _, text: self.said.append(text))
+        monkeypatch.setattr(clock, "boottime", lambda: self.seconds)
+        monkeypatch.setattr(clock, "pause", self._pause)
+
+    def begin(self, run: UUID, *tags: str) -> None:
+        """Be the process of a run."""
+        deployment = DEPLOYMENT if tags else None
+        self._run = SimpleNamespace(id=run, name=f"run-{run.int}", tags=list(tags), deployment_id=deployment)
+
+    def other_holds(self, run: UUID = RUN, *, elsewhere: bool = False) -> Held:
+        """Let another process hold a run's lock: this one, under another name, or one of another machine."""
+        record = new_record(str(run), f"run-{run.int}")
+        if elsewhere:
+            assert record.process is not None
+            record = record.model_copy(update={"process": record.process.model_copy(update={"place": "another"})})
+        lock = self.store.lock(f"run-{run}")
+        held = lock.take(lock.look(), record, beat_s=None)
+        assert held is not None
+        return held
+
+    def other_has_the_deployment(self) -> None:
+        lock = self.store.lock(f"deployment-{DEPLOYMENT}")
+        assert lock.swap(lock.look(), new_record(str(OTHER), "run-2", by_process=False))
+
+    def of_deployment(self) -> str | None:
+        """Return the run that has the deployment."""
+        seen = self.store.lock(f"deployment-{DEPLOYMENT}").look()
+        return None if seen is None or seen.record.ended is not None else seen.record.run
+
+    def ending(self, run: UUID = RUN) -> str | None:
+        seen = self.store.lock(f"run-{run}").look()
+        return None if seen is None or seen.record.ended is None else seen.record.ended.how
+
+    def _read_run(self, run_id: str) -> Any:
+        assert run_id == str(OTHER)
+        state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
+        if isinstance(state, Exception):
+            raise state
+        return None if state is None else SimpleNamespace(state=state)
+
+    def _pause(self, seconds: float) -> None:
+        self.pauses += 1
+        self.seconds += seconds
+        self.while_it_waits.pop(self.pauses, lambda: None)()
+        assert self.pauses < 5000, "it waits for ever"
+
+
+@pytest.fixture
+def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
+    return Stage(open_store((tmp_path / "store").as_uri(), cache_dir=tmp_path / "cache"), monkeypatch)
+
+
+@one_process
+def made(what: str = "made it") -> Any:
+    """Stand for a flow."""
+    leave_if_taken_over()
+    return Completed(message=what)
+
+
+def known(state: State[Any]) -> State[Any]:
+    """Return a state as the server has it: with an id that stays from look to look."""
+    return state.model_copy(update={"id": uuid4()})
+
+
+def test_outside_of_a_run_and_inside_of_one_that_is_guarded_nothing_is_taken(play: Stage) -> None:
+    assert made().message == "made it"
+    assert play.store._backend.children("locks/") == []
+    play.begin(RUN)
+
+    @one_process
+    def outer() -> Any:
+        return made("from inside")
+
+    assert outer().message == "from inside"
+    assert play.store._backend.children("locks/") == [f"run-{RUN}.json"]
+    leave_if_taken_over()  # of a run that is over, nothing is asked
+
+
+def test_a_run_that_is_done_is_not_done_again_and_one_that_failed_is(play: Stage) -> None:
+    play.begin(RUN)
+    assert made("the first time").is_completed()
+    assert play.ending() == "completed"
+    again = made("another time")
+    assert (again.type, again.message) == (StateType.COMPLETED, "the first time")
+    assert "has done its work already" in play.said[0]
+    play.begin(OTHER)
+    for _ in range(2):
+        assert one_process(lambda: Failed(message="no"))().is_failed()
+        assert play.ending(OTHER) == "failed"
+    with pytest.raises(ValueError, match="broken"):
+        one_process(lambda: int("broken"))()
+    assert play.ending(OTHER) == "failed"
+    with pytest.raises(KeyboardInterrupt):
+        one_process(interrupted)()
+    assert play.ending(OTHER) == "stopped"
+    assert made().is_completed()
+
+
+def interrupted() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("how", ["completed", "failed"])
+def test_a_second_start_waits_for_a_first_that_lives_and_leaves_when_that_one_has_ended(play: Stage, how: Any) -> None:
+    first = play.other_holds()
+    play.begin(RUN)
+    play.while_it_waits = {5: lambda: first.release(how)}
+    with pytest.raises(Abort, match=rf"has come to its end \({how}\)"):
+        made()
+    assert play.pauses == 5
+    assert play.ending() == how
+    assert len(play.said) == 1
+    assert "works on this run and lives; this second start waits for its end" in play.said[0]
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_second_start_goes_on_when_the_first_ends_before_its_time(play: Stage, elsewhere: bool) -> None:
+    first = play.other_holds(elsewhere=elsewhere)
+    play.begin(RUN)
+    play.while_it_waits = {5: lambda: first.release("stopped")}
+    assert made().is_completed()
+    assert play.pauses == 5
+
+
+def test_a_first_that_is_elsewhere_and_silent_is_taken_for_dead_and_finds_out(play: Stage) -> None:
+    first = play.other_holds(elsewhere=True)
+    play.begin(RUN)
+    assert made().is_completed()
+    assert SILENT_S <= play.seconds < SILENT_S + 10
+    assert "whether it still does is seen within two minutes" in play.said[0]
+    assert "has ended without a word" in play.said[1]
+    first.beat()
+    assert first.is_lost
+
+
+def test_a_first_that_is_elsewhere_and_counts_is_waited_for(play: Stage) -> None:
+    first = play.other_holds(elsewhere=True)
+    play.begin(RUN)
+    play.while_it_waits = dict.fromkeys(range(10, 1000, 10), first.beat) | {1000: lambda: first.release("completed")}
+    with pytest.raises(Abort):
+        made()
+    assert play.seconds > 10 * SILENT_S
+
+
+def test_a_store_that_is_away_while_a_start_waits_is_waited_for(play: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, read, asked = play.other_holds(), play.store._backend.read, []
+
+    def away(key: str) -> Any:
+        asked.append(key)
+        if 3 < len(asked) < 100:
+            raise StoreError("away")
+        return read(key)
+
+    monkeypatch.setattr(play.store._backend, "read", away)
+    play.begin(RUN)
+    play.while_it_waits = {300: lambda: first.release("completed")}
+    with pytest.raises(Abort):
+        made()
+
+
+@pytest.mark.parametrize("end", [made, lambda: int("broken")], ids=["at a border", "by an error"])
+def test_a_process_whose_run_was_taken_over_leaves_without_a_word(play: Stage, end: Callable[[], object]) -> None:
+    play.begin(RUN)
+
+    def work() -> object:
+        play.other_holds()
+        return end() if end is not made else leave_if_taken_over()
+
+    with pytest.raises(Abort, match="was silent for so long"):
+        one_process(work)()
+    assert play.ending() is None, "the lock is another's"
+
+
+def test_a_process_that_comes_to_its_end_when_another_has_the_run_reports_nothing(play: Stage) -> None:
+    play.begin(RUN)
+    with pytest.raises(Abort, match="reports its end"):
+        one_process(lambda: play.other_holds() and Completed())()
+
+
+def test_a_run_takes_its_deployment_and_gives_it_back(play: Stage) -> None:
+    play.begin(RUN, ONE_AT_A_TIME)
+
+    def look() -> Any:
+        assert play.of_deployment() == str(RUN)
+        return Completed()
+
+    one_process(look)()
+    assert play.of_deployment() is None
+    play.begin(OTHER, "another tag")
+    one_process(lambda: None)()
+    assert play.of_deployment() is None
+
+
+def test_a_run_that_is_started_again_still_has_its_deployment(play: Stage) -> None:
+    play.begin(RUN, ONE_AT_A_TIME)
+    with pytest.raises(KeyboardInterrupt):
+        one_process(interrupted)()
+    assert play.of_deployment() == str(RUN)
+    assert made().is_completed()
+    assert play.of_deployment() is None
+
+
+@pytest.mark.parametrize(
+    ("states", "process", "outcome", "least_s"),
+    [
+        ([Running()], "lives", "skipped", 0),
+        ([Failed()], "lives", "skipped", 0),  # given up by the server, and still at work
+        ([None], "lives", "skipped", 0),
+        ([Running()], "elsewhere", "skipped", 0),
+        ([Failed()], "gone", "free", 0),
+        ([Cancelled()], "gone", "free", 0),
+        ([Completed()], "gone", "free", 0),
+        ([None], "gone", "free", 0),
+        ([None], "never was", "free", 0),
+        ([Cancelled()], "elsewhere", "free", SILENT_S),
+        ([Crashed(name=RESTARTING)], "gone", "skipped", 0),
+        ([Scheduled()], "gone", "skipped", 0),
+        ([Paused()], "gone", "skipped", 0),
+        ([Crashed()], "gone", "free", CRASH_S),
+        ([Crashed(), Crashed(), Crashed(name=RESTARTING)], "gone", "skipped", 0),
+        ([Pending(), Pending(), Crashed(), Failed()], "gone", "free", 0),
+        ([Running()], "gone", "free", SILENCE_S),
+        ([Pending(), Running(), Running(), Completed()], "gone", "free", 0),
+        ([httpx.ConnectError("away")] * 20 + [Failed()], "gone", "free", 0),
+        ([httpx.ConnectError("away")] * 20 + [Scheduled()], "gone", "skipped", 0),
+    ],
+)
+def test_what_became_of_the_run_that_has_the_deployment_decides(
+    play: Stage, states: list[Any], process: str, outcome: str, least_s: float
+) -> None:
+    play.states = [known(state) if isinstance(state, State) else state for state in states]
+    play.other_has_the_deployment()
+    if process != "never was":
+        held = play.other_holds(OTHER, elsewhere=process == "elsewhere")
+        if process == "gone":
+            held.release("stopped")
+    play.begin(RUN, ONE_AT_A_TIME)
+    state = made()
+    assert least_s <= play.seconds < least_s + 60
+    if outcome == "free":
+        assert state.is_completed()
+        assert play.of_deployment() is None
+    else:
+        assert (state.type, state.name) == (StateType.CANCELLED, SKIPPED)
+        assert state.message.startswith("skipped: the run 'run-2' of this deployment, begun at 20")
+        assert play.of_deployment() == str(OTHER)
+
+
+def test_a_server_that_stays_away_is_said_after_ten_minutes(play: Stage) -> None:
+    play.states = [httpx.ConnectError("refused")]
+    play.other_has_the_deployment()
+    play.begin(RUN, ONE_AT_A_TIME)
+    with pytest.raises(ServiceError, match=r"has not answered for 10:00 min, .* \(refused\); run `rlhf up`"):
+        made()
+    assert SERVER_AWAY_S < play.seconds < SERVER_AWAY_S + 10
+    assert play.of_deployment() == str(OTHER)
+
+
+def test_of_two_that_want_a_deployment_that_has_become_free_one_gets_it(
+    play: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    play.states = [known(Failed())]
+    play.other_has_the_deployment()
+    lock, third = play.store.lock(f"deployment-{DEPLOYMENT}"), new_record(str(UUID(int=4)), "run-4", by_process=False)
+    held = play.other_holds(UUID(int=4))
+    replace = play.store._backend.replace
+
+    def too_late(key: str, data: bytes, tag: str) -> bool:
+        if key.startswith("locks/deployment"):
+            monkeypatch.setattr(play.store._backend, "replace", replace)
+            assert lock.swap(lock.look(), third)
+        return replace(key, data, tag)
+
+    monkeypatch.setattr(play.store._backend, "replace", too_late)
+    play.begin(RUN, ONE_AT_A_TIME)
+    assert made().name == SKIPPED
+    held.release("completed")

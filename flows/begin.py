@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-from flows.presets import draft_of, preset_values
+from flows.presets import Draft, draft_of, preset_values
 from rlhf_core.config import PipelineConfig
-from tasks.context import open_context
-from tasks.data import SPLITS, check_data, prepare_data, settled, with_data
+from rlhf_core.errors import ConfigError
+from tasks.context import Context, open_context
+from tasks.data import SPLITS, check_data, is_dataset, prepare_data, settle_dataset, settled, with_data
 from tasks.parents import wants_reward_model
-from tasks.plan import recalled, recorded
+from tasks.plan import recalled, recorded, settled_once, told_at
 from tasks.preflight import Trained, preflight
 from tasks.progress import say
 from tasks.results import StageResult
+
+BEGAN_WITH = "began with"
 
 
 class Begun(NamedTuple):
@@ -20,6 +24,10 @@ class Begun(NamedTuple):
 
     config: PipelineConfig
     dataset: StageResult
+    actor: str | None
+    """By version; None: it is trained here, or is the preset's base model."""
+    reward_model: str | None
+    """By version; None: it is trained here, or none is asked."""
 
 
 def begin(
@@ -50,25 +58,53 @@ def begin(
         InfraError: the store cannot be used, or a reference names nothing.
     """
     context = open_context()
-    begun: Begun | None = recalled(context, "began with", Begun)
+    given: dict[str, Any] = {"actor": actor, "reward_model": reward_model}
+    begun: Begun | None = recalled(context, BEGAN_WITH, Begun)
     if begun is not None:
-        say("data", f"this run began before: it goes on with {begun.dataset.uri} and all else that it began with")
-        config = begun.config
-    else:
-        values = recalled(context, f"preset {preset}", dict[str, Any], by_all=True) or preset_values(preset)
-        draft = draft_of(preset, data=data, values=values, **parameters)
-        recorded(context, f"preset {preset}", dict[str, Any], values, by_all=True)
-        config = with_data(draft.config, data)
-    stages = _training(config, trains, reads, actor=actor, reward_model=reward_model)
-    preflight(config, trains=trains, stages=stages, actor=actor, reward_model=reward_model)
-    if begun is not None:
+        _say_as_it_began(context, preset, begun)
+        stages = _training(begun.config, trains, reads, **given)
+        preflight(begun.config, trains=trains, stages=stages, actor=begun.actor, reward_model=begun.reward_model)
         return begun
-    needed = _needed(config, trains, reads, actor=actor, reward_model=reward_model)
+    data = settle_dataset(context, data)
+    draft = _draft(context, preset, data, parameters)
+    config = draft.config
+    models = preflight(config, trains=trains, stages=_training(config, trains, reads, **given), **given)
+    needed = _needed(config, trains, reads, **given)
     dataset = prepare_data(config, data, reads=needed, sizes=draft.sizes)
     if dataset.reused:  # what was just made was checked before it was stored
         check_data(config, dataset.parent, reads=needed)
-    begun = Begun(settled(config, draft.sizes, dataset, data, reads=needed), dataset)
-    return recorded(context, "began with", Begun, begun)
+    begun = Begun(settled(config, draft.sizes, dataset, data, reads=needed), dataset, *models)
+    return recorded(context, BEGAN_WITH, Begun, begun)
+
+
+def _draft(context: Context, preset: str, data: str | None, parameters: Mapping[str, Any]) -> Draft:
+    """Return the configuration before the data are read, as it was when the run began.
+
+    The preset's files are read once for all flows of a run: who edits one beside it means the next run.
+    """
+
+    def resolve() -> Draft:
+        values = recalled(context, f"preset {preset}", dict[str, Any], by_all=True) or preset_values(preset)
+        draft = draft_of(preset, data=data, values=values, **parameters)
+        recorded(context, f"preset {preset}", dict[str, Any], values, by_all=True)
+        return draft._replace(config=with_data(draft.config, data))
+
+    # of a stored dataset nothing can change; of files, what their rows are for is seen by looking into them
+    return resolve() if is_dataset(data) else settled_once(context, "draft", Draft, resolve)
+
+
+def _say_as_it_began(context: Context, preset: str, begun: Begun) -> None:
+    models = [
+        f"{name} {found}" for name, found in (("actor", begun.actor), ("reward model", begun.reward_model)) if found
+    ]
+    when = told_at(context, BEGAN_WITH)
+    say("data", f"goes on as it began ({when:%Y-%m-%d %H:%M} UTC): {', '.join([begun.dataset.uri, *models])}")
+    try:
+        is_edited = preset_values(preset) != recalled(context, f"preset {preset}", dict[str, Any], by_all=True)
+    except ConfigError:
+        is_edited = True
+    if is_edited:
+        say("data", f"the preset {preset} was edited since: that counts for new runs, not for this one")
 
 
 def _training(

@@ -38,7 +38,7 @@ def evaluate(
         seed: seed of the problems.
         overrides: configuration by dotted key.
     """
-    config, dataset = begin(
+    config, dataset, actor, reward_model = begin(
         preset,
         data,
         trains=None,

@@ -50,7 +50,7 @@ def pipeline(
         overrides: configuration by dotted key.
     """
     started = time.monotonic()
-    config, dataset = begin(
+    config, dataset, actor, reward_model = begin(
         preset,
         data,
         trains="ppo",

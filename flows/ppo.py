@@ -47,7 +47,7 @@ def ppo(
         seed: seed of everything random.
         overrides: configuration by dotted key.
     """
-    config, dataset = begin(
+    config, dataset, actor, reward_model = begin(
         preset,
         data,
         trains="ppo",

@@ -38,7 +38,7 @@ def reward_model(
         seed: seed of everything random.
         overrides: configuration by dotted key.
     """
-    config, dataset = begin(
+    config, dataset, actor, _ = begin(
         preset, data, trains="reward-model", reads=(), actor=actor, model=model, seed=seed, overrides=overrides
     )
     policy = find_policy(config, actor)

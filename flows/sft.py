@@ -36,7 +36,7 @@ def sft(
         seed: seed of everything random.
         overrides: configuration by dotted key.
     """
-    config, dataset = begin(
+    config, dataset, actor, _ = begin(
         preset, data, trains="sft", reads=("sft",), actor=actor, model=model, seed=seed, overrides=overrides
     )
     trained = train_sft(config, dataset.parent, actor)

@@ -37,11 +37,20 @@ def actors_context(flow_run_id: str | None) -> Context:
     return Context(open_default_store(patient=True, in_run=True), settings(), flow_run_id)
 
 
+_ROOTS: dict[str, str] = {}
+"""The outermost run of each, by its id."""
+
+
 def root_flow_run() -> str | None:
     """Return the id of the outermost flow run, which artifacts are traced to; None outside a run."""
     from prefect.runtime import flow_run  # a second, which actors need not spend
 
-    return flow_run.get_root_flow_run_id() or flow_run.get_id() or None
+    own = flow_run.get_id()
+    if own is None:
+        return None
+    if own not in _ROOTS:  # the server is asked for the runs around this one: once, for it may be away later
+        _ROOTS[own] = flow_run.get_root_flow_run_id() or own
+    return _ROOTS[own]
 
 
 def materialise(context: Context, parent: Parent) -> Path:

@@ -7,6 +7,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import BaseModel
+
+from infra.artifacts.ref import enumerate_names, parse_reference
 from rlhf_core.config import DataConfig, PipelineConfig
 from rlhf_core.config.sizes import BATCHES, Sizes, as_they_are, settle, shortage, told_changes, with_sizes
 from rlhf_core.config.sizes import SPLITS as SIZES_OF_SPLITS
@@ -15,23 +18,24 @@ from rlhf_core.errors import ConfigError, DataError, Fault, refuse_together
 from tasks.context import Context, materialise, open_context
 from tasks.data_access import access_to
 from tasks.parents import base_model
-from tasks.plan import settled_once
+from tasks.plan import recalled, recorded, settled_once
 from tasks.progress import say
 from tasks.report.page import show_markdown
 from tasks.results import Parent, StageResult
 from tasks.sentences import stage_task
 from tasks.showing import DEADLINE_S, only_shows
 from tasks.source import source_digest
-from tasks.stages import commit_stage, reuse_or_make, stage_key, stage_result
+from tasks.stages import commit_stage, made_before, once_in_a_run, reuse_or_make, stage_key, stage_result
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection
 
     from rlhf_core.data import PromptTemplate
     from rlhf_core.data.preparing import Prepared
     from rlhf_core.data.reading import ReadSet
 
 SPLITS = ("sft", "preferences", "ppo", "evaluation")
+_DATA = "data"
 PAIRS, REPORT, FACTS, REJECTED = "pairs.jsonl", "report.md", "report.json", "rejected.jsonl"
 
 
@@ -79,10 +83,14 @@ def prepare_data(
     context = open_context()
     if is_dataset(reference):
         return stage_result("data", context.store.resolve(str(reference)), reused=True)
-    from rlhf_core.data.preparing import SOURCES, read_sets, set_digests
+    from rlhf_core.data.preparing import SOURCES, set_digests
 
+    before = made_before(context, "data")  # what its files hold by now is nothing to this run
+    if before is not None:
+        _show(context, before)
+        return before
     template = _template(context, config)
-    sets = read_sets(config.data, access_to(context.settings), template)
+    sets = _read_as_it_began(context, config, template)
     source = source_digest("data")
     sizes = sizes or as_they_are(config)
     facts = {
@@ -92,9 +100,7 @@ def prepare_data(
         "timeout_s": config.ppo.reward.timeout_s,
         "template": template.digest(),
     }
-    digests = set_digests(sets)
-    _refuse_other_data(digests, settled_once(context, "data", dict[str, str], lambda: digests))
-    inputs = [f"{role} {digest}" for role, digest in digests.items()]
+    inputs = [f"{role} {digest}" for role, digest in set_digests(sets).items()]
 
     def key(**further: Any) -> str:
         return stage_key("data", config=facts | further, inputs=inputs, seed=config.seed, source=source)
@@ -111,7 +117,11 @@ def prepare_data(
 
         return reuse_or_make(context, stage="data", kind="dataset", name=config.name, key=own, make=store)
 
-    found = reuse_or_make(context, stage="data", kind="dataset", name=config.name, key=key(), make=make)
+    found = once_in_a_run(
+        context,
+        "data",
+        lambda: reuse_or_make(context, stage="data", kind="dataset", name=config.name, key=key(), make=make),
+    )
     _show(context, found)
     return found
 
@@ -146,18 +156,67 @@ def settled(
     return with_sizes(config.model_copy(update={"data": made_with}), found.values)
 
 
-def _refuse_other_data(now: Mapping[str, str], then: Mapping[str, str]) -> None:
-    """Refuse sets that are not what the run began with.
+class _SetThen(BaseModel):
+    """A set as the run found it when it began."""
+
+    digest: str
+    """Of all its rows."""
+    files: tuple[str, ...]
+    """What was read of it: files, objects, or the hub dataset's split."""
+    rows: int
+
+    def __str__(self) -> str:
+        return f"{counted(self.rows, 'row')} of {enumerate_names(self.files)}"
+
+
+def _read_as_it_began(context: Context, config: PipelineConfig, template: PromptTemplate) -> dict[str, ReadSet[Any]]:
+    """Return the sets that a configuration names, by key.
 
     Raises:
-        DataError: if a set was changed since; what it held then was not stored yet, and is gone.
+        DataError: if one cannot be read, or holds something else than when the run began; what it held then was not
+            stored yet, and is gone.
     """
-    changed = sorted(role for role in {*now, *then} if now.get(role) != then.get(role))
-    if changed:
-        raise DataError(
-            f"the data for {', '.join(changed)} have changed since this run began, and were not stored yet; put back "
-            "what was there, or start a new run, which takes the data as they are now"
-        )
+    from rlhf_core.data.preparing import read_sets
+
+    told = "and was not stored yet; put back what was there, or start a new run, which takes the data as they are now"
+    then: dict[str, _SetThen] | None = recalled(context, _DATA, dict[str, _SetThen])
+    try:
+        sets = read_sets(config.data, access_to(context.settings), template)
+    except DataError as error:
+        if then is None or error.passes:
+            raise
+        held = "; ".join(f"data.{role} was {each}" for role, each in then.items())
+        raise DataError(f"{error} ({held} when this run began, {told})") from error
+    now = {role: _as_read(each) for role, each in sets.items()}
+    then = then or recorded(context, _DATA, dict[str, _SetThen], now)
+    for role in {**then, **now}:
+        before, found = then.get(role), now.get(role)
+        if before is None or found is None or before.digest != found.digest:
+            was, is_now = before or "not given", found or "not given"
+            raise DataError(f"data.{role} was {was} when this run began, is {is_now} now, {told}")
+    return sets
+
+
+def _as_read(read: ReadSet[Any]) -> _SetThen:
+    files = tuple(file for source in read.sources for file in source.files)
+    return _SetThen(digest=read.digest, files=files, rows=sum(source.rows for source in read.sources))
+
+
+def settle_dataset(context: Context, reference: str | None) -> str | None:
+    """Return the parameter `data` with the version of a stored dataset in it, as it was when the run began."""
+    if not is_dataset(reference) or parse_reference(str(reference)).version is not None:
+        return reference
+
+    def find() -> Parent:
+        found = context.store.resolve(str(reference))
+        versions = counted(len(context.store.list("dataset", found.name)), "version")
+        say("data", f"takes {found.ref.uri}, which {reference} is now, of {versions} (`data` names another)")
+        return Parent(uri=found.ref.uri, digest=found.digest)
+
+    found: Parent = settled_once(context, "dataset", Parent, find)
+    if not is_dataset(found.uri):
+        raise DataError(f"{found.uri}, which this run is said to have begun with, is no dataset; start a new run")
+    return found.uri
 
 
 def is_dataset(reference: str | None) -> bool:

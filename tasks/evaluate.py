@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from infra.artifacts.ref import EXTERNAL_PREFIX
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import ConfigError
 from tasks.context import Context, materialise, open_context
@@ -54,9 +55,8 @@ def evaluate_policy(
     def make() -> StageResult:
         return _make(context, config, policy, dataset, scorer, (key, source))
 
-    found = reuse_or_make(
-        context, stage="evaluate", kind="evaluation", name=config.name, key=key, make=make, of=policy.digest[:12]
-    )
+    # not recorded for a restart: by the same code it is found by its key, and other code asks all of them anew
+    found = reuse_or_make(context, stage="evaluate", kind="evaluation", name=config.name, key=key, make=make)
     # the same weights may have been evaluated under another name: what is promoted is who was asked about
     return found.model_copy(update={"metrics": {**found.metrics, "policy": policy.uri}})
 
@@ -86,10 +86,16 @@ def contestants(config: PipelineConfig, policy: str | None) -> dict[str, Parent]
         policy: reference of the new policy; None takes `policy/<name>@latest`.
     """
     context = open_context()
-    found: dict[str, Parent] = settled_once(
-        context, "contestants", dict[str, Parent], lambda: _contestants(context, config, policy)
-    )
-    return found
+
+    def find() -> dict[str, Parent]:
+        roles = _contestants(context, config, policy)
+        told = ", ".join(f"{role} {parent.uri}" for role, parent in roles.items())
+        say("evaluate", told if "champion" in roles else f"{told}; there is no champion yet")
+        return {role: parent.model_copy(update={"path": None}) for role, parent in roles.items()}
+
+    found: dict[str, Parent] = settled_once(context, "contestants", dict[str, Parent], find)
+    is_base = {role: parent.uri.startswith(EXTERNAL_PREFIX) for role, parent in found.items()}
+    return {role: base_model(context, config) if is_base[role] else parent for role, parent in found.items()}
 
 
 def _contestants(context: Context, config: PipelineConfig, policy: str | None) -> dict[str, Parent]:

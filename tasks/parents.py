@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from infra.artifacts import Manifest
+from infra.artifacts import ArtifactRef, Manifest
 from infra.artifacts.lineage import walk
+from infra.artifacts.ref import EXTERNAL_PREFIX, parse_reference
 from infra.errors import ReferenceNotFoundError
 from rlhf_core.config import PipelineConfig
+from rlhf_core.counting import counted
 from rlhf_core.errors import ConfigError
 from tasks.context import Context, open_context
 from tasks.plan import settled_once
@@ -26,21 +28,106 @@ def find_policy(config: PipelineConfig, reference: str | None) -> Parent:
 
 
 def base_model(context: Context, config: PipelineConfig) -> Parent:
-    """Return the preset's base model, on this machine and identified by its content."""
+    """Return the preset's base model, on this machine and identified by its content.
+
+    Raises:
+        ConfigError: it holds something else than when the run began.
+    """
     from rlhf_core.models.loading import find_local, locate_model, model_digest
 
     if find_local(config.model.path, models_dir=context.settings.models_dir) is None:
         say("model", f"getting {config.model.path}; once, then it is kept")
     directory = locate_model(config.model.path, models_dir=context.settings.models_dir)
     digest = model_digest(directory, models_dir=context.settings.models_dir)
-    base = Parent(uri=f"model/{Path(config.model.path).name}", digest=digest, path=str(directory))
-    then: Parent = settled_once(context, f"base {config.model.path}", Parent, lambda: base, by_all=True)
+    base = Parent(uri=f"{EXTERNAL_PREFIX}{Path(config.model.path).name}", digest=digest)  # its place is in no record
+    then: Parent = settled_once(context, f"model {config.model.path}", Parent, lambda: base, by_all=True)
     if then.digest != digest:
         raise ConfigError(
             f"{config.model.path} has other content than when this run began ({digest[:12]}, then {then.digest[:12]}); "
             "put back what was there, or start a new run, which takes the model as it is now"
         )
-    return base
+    return base.model_copy(update={"path": str(directory)})
+
+
+def settle_policy(context: Context, config: PipelineConfig, reference: str | None, *, trained: bool) -> str:
+    """Return exactly which policy a call of a flow takes, as it was when the run began; the first time, say it.
+
+    Args:
+        context: the open context.
+        config: the preset.
+        reference: of `resolve_policy`; None: the preset's latest.
+        trained: whether the latest that PPO has made is meant, not what it starts from.
+
+    Returns:
+        `kind/name@version`, or BASE_MODEL.
+    """
+    if reference == BASE_MODEL or _is_exact(reference):
+        resolve_policy(context, config, reference)
+        return str(reference)
+    wanted = f"policy/{config.name}@latest" if trained and reference is None else reference
+
+    def find() -> Parent:
+        found = resolve_policy(context, config, wanted)
+        if wanted is None:
+            say("actor", f"takes {_told_start(context, config, found)} (the parameter `actor` names another)")
+        else:
+            also = f", of {counted(len(context.store.list(*_artifact(found.uri))), 'version')}"
+            named = "is the latest" if reference is None else f"{reference} is now"
+            say("actor", f"takes {found.uri}, which {named}{also} (the parameter `actor` names another)")
+        return found.model_copy(update={"path": None})
+
+    return _as_named(context, settled_once(context, "actor", Parent, find), ("sft", "policy"))
+
+
+def settle_reward_model(context: Context, config: PipelineConfig, reference: str | None) -> str:
+    """Return exactly which reward model a call of a flow takes, as it was when the run began; arguments as above."""
+    if _is_exact(reference):
+        resolve_reward_model(context, config, reference)
+        return str(reference)
+
+    def find() -> Parent:
+        found = resolve_reward_model(context, config, reference)
+        assert found is not None  # it was named, or is wanted
+        count = counted(len(context.store.list(*_artifact(found.uri))), "version")
+        why = f"{reference} is now" if reference else f"is the latest that was made from {config.model.path}"
+        say("reward-model", f"takes {found.uri}, which {why}, of {count} (the parameter `reward_model` names another)")
+        return found
+
+    return _as_named(context, settled_once(context, "reward model", Parent, find), ("reward-model",))
+
+
+def _is_exact(reference: str | None) -> bool:
+    return reference is not None and parse_reference(reference).version is not None
+
+
+def _artifact(uri: str) -> tuple[str, str]:
+    reference = parse_reference(uri)
+    return reference.kind, reference.name
+
+
+def _told_start(context: Context, config: PipelineConfig, found: Parent) -> str:
+    """Return what PPO starts from where nobody named anything, and what else there was."""
+    count = len(context.store.list("sft", config.name))
+    others = f"of {counted(count, 'version')} of sft/{config.name}"
+    if not found.uri.startswith(EXTERNAL_PREFIX):
+        return f"{found.uri}, the latest SFT model that was made from {config.model.path}, {others}"
+    why = f"none {others} was made from it" if count else f"there is no sft/{config.name} yet"
+    return f"the base model {config.model.path}: {why}"
+
+
+def _as_named(context: Context, found: Parent, kinds: tuple[str, ...]) -> str:
+    """Return what a flow is told of a policy or model that was recorded, and see that it is there.
+
+    Raises:
+        StoreError: it is gone, or another is under its number; or the record names something else.
+    """
+    if found.uri.startswith(EXTERNAL_PREFIX):
+        return BASE_MODEL
+    try:
+        _check_kind(context.store.resolve(ArtifactRef(found.uri, found.digest)), kinds, found.uri)
+    except ReferenceNotFoundError as error:
+        raise ReferenceNotFoundError(f"this run began with {found.uri}, but {error}; start a new run") from None
+    return found.uri
 
 
 def resolve_policy(context: Context, config: PipelineConfig, reference: str | None) -> Parent:
@@ -52,26 +139,17 @@ def resolve_policy(context: Context, config: PipelineConfig, reference: str | No
         reference: `sft/...`, `policy/...`, BASE_MODEL for the preset's base model, or None: the latest SFT model
             that was made from the preset's base model.
     """
-    if reference == BASE_MODEL:
-        return base_model(context, config)
-    found: Parent = settled_once(
-        context, f"actor {reference or 'latest'}", Parent, lambda: _find_policy(context, config, reference)
-    )
-    return found if found.path is None else base_model(context, config)  # which sees that it is the same
-
-
-def _find_policy(context: Context, config: PipelineConfig, reference: str | None) -> Parent:
-    if reference is not None:
+    if reference is not None and reference != BASE_MODEL:
         manifest = context.store.resolve(reference)
         _check_kind(manifest, ("sft", "policy"), reference)
         return _as_parent(manifest)
     base = base_model(context, config)
+    if reference == BASE_MODEL:
+        return base
     latest = _latest_from(context, "sft", config.name, base)
     if latest is not None:
-        say("actor", f"takes {latest.ref.uri}, the latest SFT model that was made from {config.model.path}")
         return _as_parent(latest)
     if config.bootstrap:
-        say("actor", f"takes the base model {config.model.path}: no SFT model sft/{config.name} was made from it yet")
         return base
     raise ConfigError(
         f"no SFT model sft/{config.name} made from {config.model.path} exists yet: run "
@@ -82,22 +160,12 @@ def _find_policy(context: Context, config: PipelineConfig, reference: str | None
 
 def resolve_reward_model(context: Context, config: PipelineConfig, reference: str | None) -> Parent | None:
     """Return the reward model of a run; None where the configuration has no use for one."""
-    if reference is None and not wants_reward_model(config):
-        return None
-    found: Parent = settled_once(
-        context,
-        f"reward model {reference or 'latest'}",
-        Parent,
-        lambda: _find_reward_model(context, config, reference),
-    )
-    return found
-
-
-def _find_reward_model(context: Context, config: PipelineConfig, reference: str | None) -> Parent:
     if reference is not None:
         manifest = context.store.resolve(reference)
         _check_kind(manifest, ("reward-model",), reference)
         return _as_parent(manifest)
+    if not wants_reward_model(config):
+        return None
     latest = _latest_from(context, "reward-model", config.name, base_model(context, config))
     if latest is None:
         raise ConfigError(
@@ -105,7 +173,6 @@ def _find_reward_model(context: Context, config: PipelineConfig, reference: str 
             f"`rlhf run reward-model/quickstart -p preset={config.name}` first, or set the override "
             "ppo.reward.reward_model to 0 (and ppo.critic_init to policy, evaluation.judge to verifier)"
         )
-    say("reward-model", f"takes {latest.ref.uri}, the latest that was made from {config.model.path}")
     return _as_parent(latest)
 
 

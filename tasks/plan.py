@@ -7,18 +7,35 @@ models (docs/adr/0028-a-run-is-what-it-was.md). A new run resolves anew. Outside
 from __future__ import annotations
 
 import hashlib
+import inspect
+import json
 import re
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
 from infra.errors import StoreError
 from tasks.context import Context
 
+if TYPE_CHECKING:
+    from prefect.client.schemas.objects import FlowRun
+    from prefect.context import FlowRunContext
+
 T = TypeVar("T")
 
 _READABLE = 60
+_STRANGE = re.compile(r"[^a-z0-9]+")
+
+
+class Asker(NamedTuple):
+    """Who asks: a call of a flow, in the run that is started again as a whole."""
+
+    run: str
+    """Id of the flow run that a restart starts again: the outermost one, or that of a deployment that a flow called."""
+    call: str
+    """Tells apart the calls of flows in it: the flow's name, of one that another flow called with its arguments."""
 
 
 def settled_once(context: Context, question: str, kind: Any, answer: Callable[[], T], *, by_all: bool = False) -> T:
@@ -29,7 +46,7 @@ def settled_once(context: Context, question: str, kind: Any, answer: Callable[[]
         question: what is asked.
         kind: the answer's type, as pydantic reads and writes it.
         answer: finds it out.
-        by_all: one answer for all flows of a run; else each asks for itself.
+        by_all: one answer for all flows of a run; else each call of a flow asks for itself.
 
     Raises:
         StoreError: the store is away, or the record is of no use.
@@ -40,37 +57,105 @@ def settled_once(context: Context, question: str, kind: Any, answer: Callable[[]
 
 def recalled(context: Context, question: str, kind: Any, *, by_all: bool = False) -> Any | None:
     """Return what the run was told when it first asked; None if it has not asked yet. Arguments of `settled_once`."""
-    if context.flow_run is None:
+    asker = asker_of(context)
+    if asker is None:
         return None
-    found = context.store.recall(context.flow_run, _named(question, by_all))
-    return None if found is None else _read(context, question, kind, found)
+    found = context.store.recall(asker.run, _name(asker, question, by_all=by_all))
+    return None if found is None else _read(asker, question, kind, found.answer)
 
 
 def recorded(context: Context, question: str, kind: Any, answer: T, *, by_all: bool = False) -> T:
     """Record an answer, and return it, or the one that stands already. Arguments of `settled_once`."""
-    if context.flow_run is None:
+    asker = asker_of(context)
+    if asker is None:
         return answer
-    told = {"is": TypeAdapter(kind).dump_python(answer, mode="json")}
-    stands: T = _read(context, question, kind, context.store.record(context.flow_run, _named(question, by_all), told))
+    told = TypeAdapter(kind).dump_python(answer, mode="json")
+    found = context.store.record(asker.run, _name(asker, question, by_all=by_all), question, told)
+    stands: T = _read(asker, question, kind, found.answer)
     return stands
 
 
-def _read(context: Context, question: str, kind: Any, found: Any) -> Any:
+def told_at(context: Context, question: str, *, by_all: bool = False) -> datetime | None:
+    """Return when the run was told; None if it has not asked yet. Arguments of `settled_once`."""
+    asker = asker_of(context)
+    found = None if asker is None else context.store.recall(asker.run, _name(asker, question, by_all=by_all))
+    return None if found is None else found.when
+
+
+def asker_of(context: Context) -> Asker | None:
+    """Return who asks; None outside Prefect."""
+    from prefect.context import FlowRunContext
+
+    if context.flow_run is None:
+        return None
+    here = FlowRunContext.get()
+    if here is None or here.flow_run is None:  # no flow of ours: a script in the environment of a run
+        return Asker(context.flow_run, "")
+    key = str(here.flow_run.id)
+    if key not in _ASKERS:
+        _ASKERS[key] = _find_asker(here, here.flow_run)
+    return _ASKERS[key]
+
+
+_ASKERS: dict[str, Asker] = {}
+"""By flow run: to find one, the server is asked for those around it."""
+_CALLS: dict[Asker, list[str]] = {}
+"""By the first of them, the calls with equal arguments in this process, in order."""
+
+
+def _find_asker(here: FlowRunContext, run: FlowRun) -> Asker:
+    name = _readable("" if here.flow is None else here.flow.name)
+    unit = _started_again_with(run)
+    if str(run.id) == unit:
+        return Asker(unit, name)
+    # A restart calls the same flows with the same arguments, in the same order. Arguments that are the flow's defaults
+    # are left out: a release may add some.
+    given = json.dumps(_given(here), sort_keys=True, default=str)
+    first = Asker(unit, f"{name}-{hashlib.sha256(given.encode()).hexdigest()[:8]}")
+    calls = _CALLS.setdefault(first, [])
+    call = str(run.parent_task_run_id)  # the same for a flow that is called again by one that is tried again
+    if call not in calls:
+        calls.append(call)
+    number = calls.index(call) + 1
+    return first if number == 1 else Asker(unit, f"{first.call}-{number}")
+
+
+def _started_again_with(run: FlowRun) -> str:
+    """Return the id of the run with which a flow run is started again: the one around it that a worker began."""
+    from prefect.client.orchestration import get_client
+
+    with get_client(sync_client=True) as client:
+        while run.deployment_id is None and run.parent_task_run_id is not None:
+            around = client.read_task_run(run.parent_task_run_id).flow_run_id
+            if around is None:
+                break
+            run = client.read_flow_run(around)
+    return str(run.id)
+
+
+def _given(here: FlowRunContext) -> Mapping[str, Any]:
+    """Return the arguments of a flow that are other than its defaults."""
+    defaults = {} if here.flow is None else inspect.signature(here.flow.fn).parameters
+    given = here.parameters or {}
+    return {name: value for name, value in given.items() if name not in defaults or defaults[name].default != value}
+
+
+def _read(asker: Asker, question: str, kind: Any, answer: Any) -> Any:
     try:
-        return TypeAdapter(kind).validate_python(found["is"])
-    except (ValidationError, KeyError, TypeError):
+        return TypeAdapter(kind).validate_python(answer)
+    except ValidationError:
         raise StoreError(
-            f"the artifact store says of run {context.flow_run} what it began with ({question}), but in a form that "
-            "this release does not read; start a new run with the same parameters"
+            f"the artifact store says of run {asker.run} what it began with ({question}), but in a form that this "
+            "release does not read; start a new run with the same parameters"
         ) from None
 
 
-def _named(question: str, by_all: bool) -> str:
-    """Return what a question is called in the store: of the flow that asks, and of what it was called with."""
-    from prefect.runtime import flow_run
+def _name(asker: Asker, question: str, *, by_all: bool) -> str:
+    """Return what a question is called in the store: without the call that asks, where all of a run ask the same."""
+    digest = hashlib.sha256(question.encode()).hexdigest()[:8]  # paths may differ in what is not readable
+    asked = f"{_readable(question)}-{digest}"
+    return asked if by_all or not asker.call else f"{asker.call}.{asked}"
 
-    asker = "" if by_all else flow_run.get_flow_name() or ""
-    readable = re.sub(r"[^a-z0-9]+", "-", f"{asker} {question}".lower()).strip("-")[:_READABLE]
-    # Paths may differ in what is not readable; and a flow of one's own may call `ppo` for each of several seeds.
-    told = question if by_all or not asker else f"{question} {sorted(flow_run.get_parameters().items())}"
-    return f"{readable}-{hashlib.sha256(told.encode()).hexdigest()[:8]}"
+
+def _readable(text: str) -> str:
+    return _STRANGE.sub("-", text.lower()).strip("-")[:_READABLE] or "flow"

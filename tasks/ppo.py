@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import TYPE_CHECKING, Any
 
+from infra.artifacts.ref import EXTERNAL_PREFIX
 from infra.errors import ClusterError, InfraError
 from rlhf_core.config import PipelineConfig
 from rlhf_core.counting import ordinal
 from rlhf_core.errors import RlhfError
 from tasks.context import Context, open_context
 from tasks.one_process import leave_if_taken_over
-from tasks.parents import ppo_wants_reward_model, resolve_policy, resolve_reward_model
-from tasks.plan import settled_once
+from tasks.parents import base_model, ppo_wants_reward_model, resolve_policy, resolve_reward_model
+from tasks.plan import asker_of, recalled, recorded, settled_once
 from tasks.progress import duration, say
 from tasks.results import EpisodeResult, Parent, PPORun, StageResult
 from tasks.sentences import run_logger, stage_task
@@ -31,14 +31,32 @@ MODULES = ("ppo", "ppo_group", "ppo_keeper", "ppo_models", "ray_calls", "shares"
 def plan_ppo(config: PipelineConfig, actor: str | None, reward_model: str | None, dataset: Parent) -> PPORun:
     """Return the run that this configuration and these inputs name: the same ones always name the same run.
 
-    A run that is started again is the one that it was, and goes on from its last commit, with other code too.
+    A flow run that is started again goes on with what it was, with other code too.
     """
+    context = open_context()
+
+    def find() -> PPORun:
+        policy = resolve_policy(context, config, actor)
+        scorer = resolve_reward_model(context, config, reward_model) if ppo_wants_reward_model(config) else None
+        return _run_of(context, config, _elsewhere(policy), scorer, dataset)
+
+    before: PPORun = settled_once(context, "run", PPORun, find)
+    config = PipelineConfig.model_validate(before.config)
+    policy = base_model(context, config) if before.actor.uri.startswith(EXTERNAL_PREFIX) else _elsewhere(before.actor)
+    now = _run_of(context, config, policy, before.reward_model, before.dataset)
+    return _with_code_of_now(context, before, now)
+
+
+def _elsewhere(parent: Parent) -> Parent:
+    """Return an input without its place on this machine: a record leads nowhere."""
+    return parent.model_copy(update={"path": None})
+
+
+def _run_of(context: Context, config: PipelineConfig, policy: Parent, scorer: Parent | None, dataset: Parent) -> PPORun:
+    """Return the run of these inputs with the code of now."""
     from rlhf_core.rewards.resolve import code_digest
     from rlhf_core.rewards.verifying import asks_for_answers, judge_facts
 
-    context = open_context()
-    policy = resolve_policy(context, config, actor)
-    scorer = resolve_reward_model(context, config, reward_model) if ppo_wants_reward_model(config) else None
     source = source_digest(*MODULES)
     facts = config.model_dump(mode="json", include={"template", "ppo"})
     facts["verifier"] = judge_facts(config) if asks_for_answers(config.data) else None
@@ -47,7 +65,7 @@ def plan_ppo(config: PipelineConfig, actor: str | None, reward_model: str | None
     facts["ppo"]["cluster"] = {name: facts["ppo"]["cluster"][name] for name in ("trainer_threads", "maker_threads")}
     inputs = [policy.digest, scorer.digest if scorer else "", dataset.digest]
     key = stage_key("ppo", config=facts, inputs=inputs, seed=config.seed, source=source)
-    now = PPORun(
+    return PPORun(
         name=f"{config.name}-{key[:12]}",
         key=key,
         preset=config.name,
@@ -58,20 +76,31 @@ def plan_ppo(config: PipelineConfig, actor: str | None, reward_model: str | None
         source_digest=source,
         flow_run=context.flow_run,
     )
-    return _with_other_code(context, settled_once(context, "run", PPORun, lambda: now), source)
 
 
-def _with_other_code(context: Context, run: PPORun, source: str) -> PPORun:
-    """Return a run as it goes on with the code of now: what that makes is not found as if the code of then had."""
-    if run.source_digest == source or find_made(context, "policy", run.preset, run.key) is not None:
-        return run
+def _with_code_of_now(context: Context, before: PPORun, now: PPORun) -> PPORun:
+    """Return a run that is started again, as it goes on with the code of now.
+
+    What other code makes of it, in whole or in part, has a name and a key that hold the flow run's id: no other run
+    finds that in place of what one code alone would have made.
+    """
+    question = "run with other code"
+    other: PPORun | None = recalled(context, question, PPORun)
+    if other is None and (now.key == before.key or find_made(context, "policy", before.preset, before.key)):
+        return before.model_copy(update={"actor": now.actor})
+    if other is None:
+        mixed = {"goes on from": before.key, "in": str(asker_of(context))}
+        key = stage_key("ppo", config=mixed, inputs=[], seed=0, source="")
+        name = f"{before.preset}-{key[:12]}"
+        own = before.model_copy(update={"name": name, "key": key, "continues": before.name})
+        other = recorded(context, question, PPORun, own)
     say(
         "ppo",
-        f"the code has changed since this run began (source {run.source_digest[:12]}, now {source[:12]}): it goes on "
-        "from its last commit with the code of now",
+        f"the code has changed since this run began (source {before.source_digest[:12]}, now "
+        f"{now.source_digest[:12]}): it goes on from its last commit with the code of now, as ppo-state/{other.name}, "
+        "which no other run takes up",
     )
-    key = hashlib.sha256(f"{run.key} {source}".encode()).hexdigest()
-    return run.model_copy(update={"key": key, "source_digest": source})
+    return other.model_copy(update={"actor": now.actor, "source_digest": now.source_digest})
 
 
 def finished_policy(run: PPORun, *, reused: bool) -> StageResult | None:
@@ -86,9 +115,15 @@ def finished_policy(run: PPORun, *, reused: bool) -> StageResult | None:
 
 def next_episode(run: PPORun) -> int:
     """Return the first episode that is not committed; where older code left a run half done, say that it stays so."""
+    from tasks.ppo_keeper import last_state
+
     store = open_context().store
-    manifest = store.latest("ppo-state", run.name)
+    manifest = last_state(store, run)
     if manifest is not None:
+        say(
+            "ppo",
+            f"goes on from {manifest.uri}: {manifest.version} of {run.config['ppo']['episodes']} episodes are done",
+        )
         return manifest.version
     if left := left_by_other_code(store, run):
         say(

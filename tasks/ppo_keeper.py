@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-from infra.artifacts import ArtifactRef, ArtifactStore, Retention, open_default_store
+from infra.artifacts import ArtifactRef, ArtifactStore, Manifest, Retention, open_default_store
 from infra.errors import StoreError
 from infra.settings import settings
 from rlhf_core.config import PipelineConfig
@@ -34,11 +34,22 @@ _HEADER_BYTES = 128
 """What safetensors notes of a tensor besides its name, at most."""
 
 
+def last_state(store: ArtifactStore, run: PPORun) -> Manifest | None:
+    """Return the last committed state of a run, or of the one that it continues; None before the first."""
+    manifest = store.latest("ppo-state", run.name)
+    if manifest is None and run.continues is not None:
+        manifest = store.latest("ppo-state", run.continues)
+    return manifest
+
+
 class StoreKeeper:
     """Commits `ppo-state/<run>@<episode + 1>`: the version is the episode, so an episode is committed once.
 
     A trainer that was thought dead finds its version taken and cannot commit over its successor.
     """
+
+    _continued: ArtifactRef | None = None
+    """State of the run that this one continues, from which it goes on."""
 
     def __init__(self, run: PPORun) -> None:
         self._run = run
@@ -84,9 +95,11 @@ class StoreKeeper:
         """
         from safetensors.torch import load_file
 
-        manifest = self._store.latest("ppo-state", self._run.name)
+        manifest = last_state(self._store, self._run)
         if manifest is None:
             return None
+        states = [parent for parent in manifest.parents if parent.uri.startswith("ppo-state/")]
+        self._continued = manifest.ref if manifest.name == self._run.continues else next(iter(states), None)
         with scratch_directory(settings().home) as directory:  # not the cache: a state is read once
             self._store.fetch(manifest.ref, directory, keep=False)
             tensors = {
@@ -99,7 +112,7 @@ class StoreKeeper:
 
     def commit_policy(self, save: Callable[[Path], None], *, history: tuple[EpisodeRecord, ...]) -> None:
         """Store the finished policy under the run's key, with the metrics of every episode and its last samples."""
-        last = self._store.latest("ppo-state", self._run.name)
+        last = last_state(self._store, self._run)
         with scratch_directory(settings().home) as directory:
             save(directory)
             files: dict[str, Path | bytes] = {
@@ -132,7 +145,8 @@ class StoreKeeper:
         parents = [self._run.actor, self._run.dataset]
         if self._run.reward_model is not None:
             parents.insert(1, self._run.reward_model)
-        return [ArtifactRef(parent.uri, parent.digest) for parent in parents]
+        refs = [ArtifactRef(parent.uri, parent.digest) for parent in parents]
+        return refs if self._continued is None else [*refs, self._continued]
 
 
 def run_metrics(history: tuple[EpisodeRecord, ...]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from tasks.progress import Progress, say
 from tasks.results import Parent, StageResult
 from tasks.sentences import stage_task
 from tasks.source import source_digest
-from tasks.stages import commit_stage, reuse_or_make, stage_key, stage_result
+from tasks.stages import commit_stage, once_in_a_run, reuse_or_make, stage_key, stage_result
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -62,8 +62,9 @@ def collect_preferences(config: PipelineConfig, dataset: Parent, policy: Parent)
     def make() -> StageResult:
         return _sample_pairs(context, config, dataset, policy, key, source)
 
-    return reuse_or_make(
-        context, stage="preferences", kind="dataset", name=f"{config.name}-preferences", key=key, make=make
+    found = {"kind": "dataset", "name": f"{config.name}-preferences", "key": key}
+    return once_in_a_run(
+        context, "preferences", lambda: reuse_or_make(context, stage="preferences", **found, make=make)
     )
 
 

@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import ConfigError, Fault, refuse_together
 from tasks.clusters import address_of
 from tasks.context import open_context
 from tasks.evaluate import judged_by_reward_model, nobody_judges
-from tasks.parents import BASE_MODEL, resolve_policy, resolve_reward_model
+from tasks.parents import ppo_wants_reward_model, settle_policy, settle_reward_model
 from tasks.sentences import stage_task
 from tasks.shares import available_gpus
 
 Trained = Literal["sft", "reward_model", "ppo"]
 """A stage that trains, by the name of its configuration."""
 _HALF = 0.5
+
+
+class Models(NamedTuple):
+    """What a flow starts from, by version."""
+
+    actor: str | None
+    """None: it trains its own, or starts from the preset's base model."""
+    reward_model: str | None
+    """None: it trains its own, or asks none."""
+
+
 _PRECISIONS: dict[str, Literal["fp32", "bf16", "fp16"]] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -28,8 +39,8 @@ def preflight(
     stages: Sequence[Trained] = (),
     actor: str | None = None,
     reward_model: str | None = None,
-) -> None:
-    """Check a run's parameters against the machine and the store: memory first, references after.
+) -> Models:
+    """Check a run's parameters against the machine and the store, memory first; settle which models it takes.
 
     Args:
         config: the resolved preset.
@@ -37,6 +48,9 @@ def preflight(
         stages: all stages that train in the run; their strategies must be possible here.
         actor: policy that was named.
         reward_model: reward model that was named.
+
+    Returns:
+        What the flow takes, each by its version: the latest where nobody named one and the flow trains none.
 
     Raises:
         ClusterError: nobody answers at the address of the user's own cluster.
@@ -60,11 +74,27 @@ def preflight(
         check_trainers(config, [stage], gpus=available_gpus(address if leaves_process(config, stage) else None))
     elsewhere = address is not None and any(leaves_process(config, stage) for stage in stages)
     check_memory_for(config, settings().models_dir, trains=None if elsewhere else trains)
+    return _models(config, trains, stages, actor=actor, reward_model=reward_model)
+
+
+def _models(
+    config: PipelineConfig,
+    trains: Literal["ppo", "sft", "reward-model"] | None,
+    stages: Sequence[Trained],
+    *,
+    actor: str | None,
+    reward_model: str | None,
+) -> Models:
     context = open_context()
-    if actor is not None and actor != BASE_MODEL:
-        resolve_policy(context, config, actor)
-    if reward_model is not None:
-        resolve_reward_model(context, config, reward_model)
+    starts_from_one = trains == "reward-model" or (trains == "ppo" and "sft" not in stages)
+    if actor is not None or trains is None or starts_from_one:
+        actor = settle_policy(context, config, actor, trained=trains is None)
+    asks_one = (trains == "ppo" and "reward_model" not in stages and ppo_wants_reward_model(config)) or (
+        trains is None and judged_by_reward_model(config)
+    )
+    if reward_model is not None or asks_one:
+        reward_model = settle_reward_model(context, config, reward_model)
+    return Models(actor, reward_model)
 
 
 def leaves_process(config: PipelineConfig, stage: Trained) -> bool:

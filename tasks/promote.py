@@ -71,7 +71,7 @@ def gate(config: PipelineConfig, evaluations: dict[str, StageResult]) -> Decisio
 def promote(decision: Decision) -> str | None:
     """Move the alias `champion` if the gate says so; return the champion's reference, or None if there is none.
 
-    A run moves it once: one that is started again after that, and compares with the champion of then, leaves it.
+    A run moves it once: one that is started again after its move leaves what others have done since.
 
     Raises:
         StoreError: the champion is no longer the one that the gate compared with; run again to compare anew.
@@ -87,6 +87,7 @@ def promote(decision: Decision) -> str | None:
 
 
 def _has_moved(context: Context, name: str, who: str, policy: str) -> bool:
+    """Whether a run has made a policy the champion before: a person may have taken it back since."""
     alias = context.store.aliases("policy", name).get("champion")
     return alias is not None and any((move.who, move.uri) == (who, policy) for move in alias.history)
 

@@ -58,6 +58,8 @@ class PPORun(Plain):
     dataset: Parent
     source_digest: str
     flow_run: str | None
+    continues: str | None = None
+    """Name of the run whose last state it goes on from while it has none of its own: code was changed in mid-run."""
 
 
 class EpisodeResult(Plain):

@@ -18,7 +18,7 @@ from tasks.results import SHOWN_CONFIDENCE, Parent, StageResult
 from tasks.scratch import scratch_directory
 from tasks.sentences import stage_task
 from tasks.source import source_digest
-from tasks.stages import commit_stage, reuse_or_make, stage_key
+from tasks.stages import commit_stage, once_in_a_run, reuse_or_make, stage_key
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -56,7 +56,10 @@ def train_reward_model(config: PipelineConfig, pairs: Parent, policy: Parent) ->
         )
         return made
 
-    return reuse_or_make(context, stage="reward-model", kind="reward-model", name=config.name, key=key, make=make)
+    found = {"kind": "reward-model", "name": config.name, "key": key}
+    return once_in_a_run(
+        context, "reward-model", lambda: reuse_or_make(context, stage="reward-model", **found, make=make)
+    )
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from tasks.results import Parent, StageResult
 from tasks.scratch import scratch_directory
 from tasks.sentences import stage_task
 from tasks.source import source_digest
-from tasks.stages import commit_stage, reuse_or_make, stage_key
+from tasks.stages import commit_stage, once_in_a_run, reuse_or_make, stage_key
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -68,7 +68,11 @@ def train_sft(config: PipelineConfig, dataset: Parent, actor: str | None = None)
         )
         return made
 
-    return reuse_or_make(context, stage="sft", kind="sft", name=config.name, key=key, make=make)
+    return once_in_a_run(
+        context,
+        "sft",
+        lambda: reuse_or_make(context, stage="sft", kind="sft", name=config.name, key=key, make=make),
+    )
 
 
 @dataclass(frozen=True)

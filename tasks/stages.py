@@ -24,31 +24,33 @@ def stage_key(stage: str, *, config: Any, inputs: Iterable[str], seed: int, sour
 
 
 def reuse_or_make(
-    context: Context, *, stage: str, kind: str, name: str, key: str, make: Callable[[], StageResult], of: str = ""
+    context: Context, *, stage: str, kind: str, name: str, key: str, make: Callable[[], StageResult]
 ) -> StageResult:
-    """Return the stage's result from the store, or make it.
-
-    What a run has made or found is recorded: when it is started again it takes that, whatever has changed since.
-
-    Args:
-        context: the open context.
-        stage: for people.
-        kind: of the artifact.
-        name: of the artifact.
-        key: what it is found by.
-        make: makes and stores it.
-        of: tells apart several results of the stage in one run.
-    """
-    question = f"result {stage} {of}"
-    before: StageResult | None = recalled(context, question, StageResult)
-    if before is not None and context.store.holds(ArtifactRef(before.uri, before.digest)):
-        say(stage, f"{before.uri} is in the store already: this run has come so far before")
-        return before
+    """Return the stage's result from the store, or make it."""
     found = find_made(context, kind, name, key)
     if found is None:
-        return recorded(context, question, StageResult, make())
+        return make()
     say(stage, f"{found.ref.uri} is in the store already")
-    return recorded(context, question, StageResult, stage_result(stage, found, reused=True))
+    return stage_result(stage, found, reused=True)
+
+
+def once_in_a_run(context: Context, stage: str, make: Callable[[], StageResult]) -> StageResult:
+    """Return what the stage has made or found in this run before; else what `make` returns, which is recorded.
+
+    So a run that is started again goes on behind it, whatever the key of its inputs would be now: other code has other
+    keys, and what an earlier start has trained is what the later stages of the run learnt from.
+    """
+    before = made_before(context, stage)
+    return recorded(context, f"result of {stage}", StageResult, make()) if before is None else before
+
+
+def made_before(context: Context, stage: str) -> StageResult | None:
+    """Return what the stage has made or found in this run before, if the store still holds it."""
+    before: StageResult | None = recalled(context, f"result of {stage}", StageResult)
+    if before is None or not context.store.holds(ArtifactRef(before.uri, before.digest)):
+        return None
+    say(stage, f"{before.uri} is in the store already: this run has come so far before")
+    return before
 
 
 def find_made(context: Context, kind: str, name: str, key: str) -> Manifest | None:

@@ -27,7 +27,7 @@ PLANS = "plans/"
 """What each run resolved when it began."""
 MANIFEST = re.compile(r"([0-9]{8})\.json")
 """What a manifest is called in the folder of its artifact."""
-_QUESTION = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,99}")
+_PLANNED = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,119}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _LOCK = re.compile(r"[a-z0-9][a-z0-9-]{0,99}")
 
@@ -94,13 +94,25 @@ def alias_key(kind: str, name: str, alias: str) -> str:
     return f"{aliases_prefix(kind, name)}{alias}.json"
 
 
+def plan_prefix(run: str) -> str:
+    """Return where it stands what a run was told.
+
+    Raises:
+        StoreError: if no run could have that id.
+    """
+    return f"{PLANS}{_check_planned(run)}/"
+
+
 def plan_key(run: str, question: str) -> str:
     """Return where it stands what a run was told when it first asked.
 
     Raises:
         StoreError: if run or question could not have that name.
     """
-    for name in (run, question):
-        if not _QUESTION.fullmatch(name):
-            raise StoreError(f"{name!r:.120} is no name of a run or question; take letters, digits and dashes")
-    return f"{PLANS}{run}/{question}.json"
+    return f"{plan_prefix(run)}{_check_planned(question)}.json"
+
+
+def _check_planned(name: str) -> str:
+    if not _PLANNED.fullmatch(name):
+        raise StoreError(f"{name!r:.120} is no name of a run or question; take letters, digits, dots and dashes")
+    return name

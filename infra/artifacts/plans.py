@@ -2,60 +2,114 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
+from collections.abc import Callable
+from datetime import datetime
+
+from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
 from infra.artifacts import clock
 from infra.artifacts.backend import Backend
-from infra.artifacts.layout import plan_key
+from infra.artifacts.layout import PLANS, plan_key, plan_prefix
+from infra.artifacts.manifest import SCHEMA_VERSION, SchemaVersion, first_complaint
+from infra.artifacts.parallel import in_parallel
 from infra.errors import StoreError
 
-_SCHEMA_VERSION = 1
+
+class Answer(BaseModel):
+    """What a run was told when it first asked; what a later minor version adds is passed over."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="constants", use_attribute_docstrings=True)
+
+    schema_version: SchemaVersion = SCHEMA_VERSION
+    """As of manifests."""
+    flow_run: str
+    """Of the run that asked: an answer that was copied from another run's is none."""
+    question: str
+    """In words."""
+    when: datetime
+    answer: JsonValue
 
 
-def recall(backend: Backend, run: str, question: str) -> Any | None:
-    """Return the answer that a run was given, or None if it has not asked yet.
+def recall(backend: Backend, run: str, name: str) -> Answer | None:
+    """Return what a run was told, or None if it has not asked yet.
 
     Args:
         backend: where.
         run: id of the flow run.
-        question: what was asked, such as `ppo-actor`.
+        name: of the question, such as `ppo.actor`.
 
     Raises:
-        StoreError: if it cannot be read.
+        StoreError: if the record cannot be read, is of a later form, or is another run's.
     """
-    key = plan_key(run, question)
+    key = plan_key(run, name)
     stored = backend.read(key)
     if stored is None:
         return None
     try:
-        note = json.loads(stored.data)
-        if note["schema_version"] != _SCHEMA_VERSION:
-            raise StoreError(
-                f"{key} in the artifact store has schema version {note['schema_version']!r:.20}, but this release "
-                f"reads {_SCHEMA_VERSION}: a later one wrote it; end the run with that, or start a new one"
-            )
-        return note["answer"]
-    except (ValueError, KeyError, TypeError):
+        found = Answer.model_validate_json(stored.data)
+    except ValidationError as error:
         raise StoreError(
-            f"{key} in the artifact store, which says what a run began with, cannot be read; start a new run"
+            f"{key} in the artifact store, which says what a run began with, cannot be read "
+            f"({first_complaint(error)}); start a new run with the same parameters"
         ) from None
+    if found.flow_run != run:
+        raise StoreError(
+            f"{key} in the artifact store says what the run {found.flow_run:.40} began with: it has been altered by "
+            "hand; start a new run with the same parameters"
+        )
+    return found
 
 
-def record(backend: Backend, run: str, question: str, answer: Any) -> Any:
+def record(backend: Backend, run: str, name: str, question: str, answer: JsonValue) -> Answer:
     """Write an answer down unless there is one, and return the one that stands.
 
     Args:
         backend: where.
         run: id of the flow run.
-        question: what was asked.
-        answer: plain data, not None.
+        name: of the question, as of `recall`.
+        question: in words, for people.
+        answer: plain data.
 
     Raises:
         StoreError: if it cannot be written.
     """
-    note = {"schema_version": _SCHEMA_VERSION, "when": clock.now().isoformat(), "answer": answer}
-    backend.create(plan_key(run, question), json.dumps(note, indent=1).encode())
-    found = recall(backend, run, question)
-    assert found is not None  # nobody removes it
+    note = Answer(flow_run=run, question=question, when=clock.now(), answer=answer)
+    if backend.create(plan_key(run, name), note.model_dump_json(indent=1).encode()):
+        return note
+    # another process of the run was quicker, or our own first attempt was, whose answer was lost on the way
+    found = recall(backend, run, name)
+    if found is None:
+        raise StoreError(f"{plan_key(run, name)} was removed from the artifact store while it was written; try again")
     return found
+
+
+def recall_all(backend: Backend, run: str) -> list[Answer]:
+    """Return all that a run was told, in the order in which it asked.
+
+    Raises:
+        StoreError: as `recall`.
+    """
+    names = [each.removesuffix(".json") for each in backend.children(plan_prefix(run))]
+    found = in_parallel(lambda name: recall(backend, run, name), names)
+    return sorted((each for each in found if each is not None), key=lambda each: each.when)
+
+
+def check_plans(backend: Backend, told: Callable[[StoreError], str]) -> list[str]:
+    """Return which records cannot be read, a sentence each.
+
+    Args:
+        backend: where.
+        told: the sentence of an error.
+    """
+
+    def check(asked: tuple[str, str]) -> str | None:
+        try:
+            recall(backend, *asked)
+        except StoreError as error:
+            return told(error)
+        return None
+
+    runs = backend.children(PLANS)
+    listed = in_parallel(lambda run: backend.children(f"{PLANS}{run}/"), runs)
+    asked = [(run, name.removesuffix(".json")) for run, names in zip(runs, listed, strict=True) for name in names]
+    return [problem for problem in in_parallel(check, asked) if problem]

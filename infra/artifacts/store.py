@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import JsonValue
+
 from infra.artifacts import plans
 from infra.artifacts.backend import Backend
 from infra.artifacts.cache import GB, LIMIT_GB, Cache
@@ -24,6 +26,7 @@ from infra.artifacts.manifest import Manifest
 from infra.artifacts.newest import highest_version
 from infra.artifacts.numbering import numbered, write_next, write_numbered
 from infra.artifacts.pieces import Source
+from infra.artifacts.plans import Answer
 from infra.artifacts.ref import ArtifactRef, check_key, check_kind, check_name, parse_reference, version_uri
 from infra.artifacts.retention import Retention
 from infra.artifacts.survey import every_manifest, staying
@@ -152,13 +155,17 @@ class ArtifactStore(Keeping):
         except ValueError:
             raise StoreError(f"{path!r} of {manifest.uri} is not JSON") from None
 
-    def recall(self, run: str, question: str) -> Any | None:
-        """Return what a run was told when it first asked, or None if it has not asked yet."""
-        return plans.recall(self._backend, run, question)
+    def recall(self, run: str, name: str) -> Answer | None:
+        """Return what a run was told when it first asked this question, or None if it has not asked yet."""
+        return plans.recall(self._backend, run, name)
 
-    def record(self, run: str, question: str, answer: Any) -> Any:
+    def record(self, run: str, name: str, question: str, answer: JsonValue) -> Answer:
         """Write down what a run is told, unless it was told already, and return what stands."""
-        return plans.record(self._backend, run, question, answer)
+        return plans.record(self._backend, run, name, question, answer)
+
+    def plan(self, run: str) -> builtins.list[Answer]:
+        """Return all that a run was told, in the order in which it asked."""
+        return plans.recall_all(self._backend, run)
 
     def prune(self, kind: str, name: str, keep: int) -> builtins.list[int]:
         """Delete all but the newest versions of an artifact, and the blobs that only they reached.

@@ -18,6 +18,7 @@ from infra.artifacts.leases import claims
 from infra.artifacts.manifest import Manifest
 from infra.artifacts.newest import hinted_number
 from infra.artifacts.parallel import in_parallel
+from infra.artifacts.plans import check_plans
 from infra.artifacts.ref import KINDS, ArtifactRef, parse_reference, version_uri
 from infra.artifacts.survey import with_aliases
 from infra.artifacts.trash import open_lists
@@ -67,7 +68,7 @@ def verify_version(
 
 
 def verify_store(backend: Backend, catalog: Catalog, *, quick: bool, progress: Progress) -> Verification:
-    """Check everything: manifests, parents, aliases, keys, notes of writers and deleters, and every blob.
+    """Check everything: manifests, parents, aliases, keys, plans, notes of writers and deleters, and every blob.
 
     Args:
         backend: where.
@@ -83,6 +84,7 @@ def verify_store(backend: Backend, catalog: Catalog, *, quick: bool, progress: P
     stale, found = _check_keys(backend, catalog, by_uri)
     problems += found
     problems += _check_hints(backend)
+    problems += check_plans(backend, partial(problem_of, backend))
     problems += _check_notes(backend)
     problems += check_blobs(backend, manifests, quick=quick, progress=progress)
     return _verification(manifests, removed, stale, problems)

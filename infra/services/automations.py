@@ -74,7 +74,7 @@ def wanted(*, lost_after_s: float = LOST_AFTER_S, quiet_s: float = QUIET_S) -> l
         _RESTART,
         f"{ours} that has been {RESTARTING} for {quiet_s:g} s is started again, as the same run.",
         _at_silence(quiet_s, after=(RESTARTING,), signs=("Scheduled", "Pending", "Submitting", "Running", *_ENDS)),
-        {"state": "SCHEDULED", "message": "Started again after a crash; it goes on from its last commit."},
+        {"state": "SCHEDULED", "message": "Started again after a crash: as it began, and from its last commit."},
     )
     end = _automation(
         _END,

@@ -19,6 +19,7 @@ from tests.integration.seaweed import seaweed_server  # noqa: F401 - a fixture
 from tests.unit.artifacts.alias_contract import AliasContract
 from tests.unit.artifacts.lock_contract import LockContract
 from tests.unit.artifacts.newest_contract import NewestContract
+from tests.unit.artifacts.plan_contract import PlanContract
 from tests.unit.artifacts.pruning_contract import PruningContract
 from tests.unit.artifacts.store_contract import StoreContract
 
@@ -40,6 +41,10 @@ class TestAliasesInABucket(AliasContract):
 
 
 class TestLocksInABucket(LockContract):
+    pass
+
+
+class TestPlansInABucket(PlanContract):
     pass
 
 

@@ -4,39 +4,54 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from hypothesis import settings as hypothesis_settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from flows import begin as beginning
 from flows import presets
-from flows.presets import resolve
+from flows.begin import Begun
+from flows.presets import Draft, draft_of, resolve
 from infra.artifacts import ArtifactRef, ArtifactStore
-from infra.errors import StoreError
+from infra.errors import ReferenceNotFoundError, StoreError
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import ConfigError, DataError
 from tasks import context as contexts
-from tasks import ppo
+from tasks import plan, ppo
 from tasks.context import open_context
 from tasks.evaluate import contestants
-from tasks.parents import base_model, resolve_policy, resolve_reward_model
-from tasks.plan import settled_once
+from tasks.parents import base_model, settle_policy, settle_reward_model
+from tasks.plan import Asker, recalled, recorded, settled_once
+from tasks.ppo import next_episode
+from tasks.ppo_keeper import StoreKeeper, last_state
 from tasks.promote import promote
-from tasks.results import Decision, Parent, PPORun
+from tasks.results import Decision, Parent, PPORun, StageResult
+from tasks.stages import once_in_a_run
 from tests.tiny_llama import write_tiny_llama
+from tests.unit.tasks.data_files import SMALL, write
+from tests.unit.tasks.planned import Planned
 
 
 @pytest.fixture
 def as_run(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a function that makes this process the one of a run."""
     return lambda run: monkeypatch.setattr(contexts, "root_flow_run", lambda: run)
+
+
+@pytest.fixture
+def base(model: Path) -> Parent:
+    return base_model(open_context(), preset(model))
+
+
+def preset(model: Path, **changes: Any) -> PipelineConfig:
+    return resolve("quickstart", model=str(model), overrides=changes)
+
+
+def put(store: ArtifactStore, kind: str, body: bytes, base: Parent) -> ArtifactRef:
+    return store.commit(kind, "quickstart", {"f": body}, parents=[ArtifactRef(base.uri, base.digest)])
 
 
 def test_outside_prefect_nothing_is_recorded(store: ArtifactStore) -> None:
@@ -51,28 +66,41 @@ def test_the_first_answer_stands_and_each_run_has_its_own(as_run: Any) -> None:
     assert settled_once(open_context(), "n", int, lambda: 3) == 3
 
 
-@pytest.mark.parametrize(
-    ("note", "said"),
-    [
-        (b"{", "which says what a run began with, cannot be read; start a new run"),
-        (b'{"schema_version": 2, "answer": {"is": 1}}', "but this release reads 1: a later one wrote it"),
-        (b'{"schema_version": 1, "answer": {"is": "x"}}', "in a form that this release does not read"),
-    ],
-)
-def test_a_record_of_no_use_is_told_in_a_sentence(as_run: Any, store: ArtifactStore, note: bytes, said: str) -> None:
+def test_each_call_of_a_flow_in_a_run_asks_for_itself(as_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     as_run("one")
-    settled_once(open_context(), "n", int, lambda: 1)
-    [name] = store._backend.children("plans/one/")
-    store._backend.delete(f"plans/one/{name}")
-    store._backend.create(f"plans/one/{name}", note)
-    with pytest.raises(StoreError, match=said):
-        settled_once(open_context(), "n", int, lambda: 1)
+
+    def told(call: str, answer: int, *, by_all: bool = False) -> int:
+        monkeypatch.setattr(plan, "asker_of", lambda _: Asker("one", call))
+        return settled_once(open_context(), "n", int, lambda: answer, by_all=by_all)
+
+    assert [told("sweep", 1), told("ppo-00", 2), told("ppo-00-2", 3), told("ppo-11", 4)] == [1, 2, 3, 4]
+    assert [told("sweep", 5), told("ppo-00", 6), told("ppo-00-2", 7), told("ppo-11", 8)] == [1, 2, 3, 4]
+    assert [told(call, n, by_all=True) for n, call in enumerate(("sweep", "ppo-00", "ppo-11"))] == [0, 0, 0]
+
+
+def test_whatever_a_flow_is_told_is_read_as_it_was_written(as_run: Any, model: Path) -> None:
+    as_run("one")
+    context = open_context()
+    draft = draft_of("quickstart", data="x.jsonl", overrides={"data.splits.ppo": 32, "ppo.prompts_per_episode": 16})
+    assert recorded(context, "draft", Draft, draft) == draft
+    assert recalled(context, "draft", Draft) == draft
+    dataset = StageResult(stage="data", uri="dataset/a@1", digest="d", reused=False, seconds=0.5, metrics={"n": 3})
+    begun = Begun(preset(model), dataset, "sft/a@1", None)
+    assert recorded(context, "began", Begun, begun) == begun
+    assert recalled(context, "began", Begun) == begun
+
+
+def test_a_record_in_a_form_of_another_release_is_refused_in_a_sentence(as_run: Any) -> None:
+    as_run("one")
+    recorded(open_context(), "n", str, "x")
+    with pytest.raises(StoreError, match="in a form that this release does not read; start a new run"):
+        recalled(open_context(), "n", int)
 
 
 def test_a_base_model_that_was_changed_beside_the_run_is_refused(as_run: Any, model: Path, tmp_path: Path) -> None:
     as_run("one")
     own = shutil.copytree(model, tmp_path / "own")
-    config = resolve("quickstart", model=str(own))
+    config = preset(own)
     base_model(open_context(), config)
     write_tiny_llama(own, initializer_range=0.1)
     with pytest.raises(ConfigError, match="has other content than when this run began"):
@@ -81,17 +109,81 @@ def test_a_base_model_that_was_changed_beside_the_run_is_refused(as_run: Any, mo
     base_model(open_context(), config)
 
 
+class TestModels:
+    """The latest and the champion, as they were when the run began."""
+
+    def test_the_first_sft_model_of_another_run_does_not_take_the_place_of_the_base(
+        self, as_run: Any, model: Path, store: ArtifactStore, base: Parent, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        as_run("one")
+        assert settle_policy(open_context(), preset(model), None, trained=False) == "model/base"
+        assert "takes the base model " in caplog.messages[-1]
+        assert "there is no sft/quickstart yet (the parameter `actor` names another)" in caplog.messages[-1]
+        put(store, "sft", b"1", base)
+        assert settle_policy(open_context(), preset(model), None, trained=False) == "model/base"
+        as_run("two")
+        assert settle_policy(open_context(), preset(model), None, trained=False) == "sft/quickstart@1"
+        assert "takes sft/quickstart@1, the latest SFT model that was made from " in caplog.messages[-1]
+        assert "of 1 version of sft/quickstart (the parameter" in caplog.messages[-1]
+
+    def test_an_alias_is_what_it_was(
+        self, as_run: Any, model: Path, store: ArtifactStore, base: Parent, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        first, second = (put(store, "policy", body, base) for body in (b"1", b"2"))
+        store.promote(first.uri, why="", who="")
+        as_run("one")
+        champion = "policy/quickstart@champion"
+        assert settle_policy(open_context(), preset(model), champion, trained=False) == first.uri
+        assert f"takes {first.uri}, which {champion} is now, of 2 versions" in caplog.messages[-1]
+        store.promote(second.uri, why="", who="")
+        assert settle_policy(open_context(), preset(model), champion, trained=False) == first.uri
+        as_run("two")
+        assert settle_policy(open_context(), preset(model), champion, trained=False) == second.uri
+
+    def test_a_version_is_taken_as_it_is_and_is_in_no_record(
+        self, as_run: Any, model: Path, store: ArtifactStore, base: Parent
+    ) -> None:
+        as_run("one")
+        made = put(store, "reward-model", b"1", base)
+        before = store.plan("one")
+        assert settle_reward_model(open_context(), preset(model), made.uri) == made.uri
+        assert store.plan("one") == before
+        with pytest.raises(ReferenceNotFoundError, match="the store has no reward-model/quickstart@2"):
+            settle_reward_model(open_context(), preset(model), "reward-model/quickstart@2")
+
+    def test_what_a_run_began_with_and_is_gone_is_told_in_a_sentence(
+        self, as_run: Any, model: Path, store: ArtifactStore, base: Parent
+    ) -> None:
+        as_run("one")
+        put(store, "sft", b"1", base)
+        settle_policy(open_context(), preset(model), None, trained=False)
+        put(store, "sft", b"2", base)
+        store.prune("sft", "quickstart", keep=1)
+        with pytest.raises(
+            ReferenceNotFoundError, match=r"this run began with sft/quickstart@1, but .*start a new run"
+        ):
+            settle_policy(open_context(), preset(model), None, trained=False)
+
+    def test_a_record_that_names_something_else_is_refused(
+        self, as_run: Any, model: Path, store: ArtifactStore, base: Parent
+    ) -> None:
+        as_run("one")
+        made = put(store, "dataset", b"1", base)
+        recorded(open_context(), "actor", Parent, Parent(uri=made.uri, digest=made.digest))
+        with pytest.raises(StoreError, match="dataset/quickstart@1 is a dataset, but a reference to sft or policy"):
+            settle_policy(open_context(), preset(model), None, trained=False)
+
+
+ROWS = [{"question": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(80)]
+
+
 @pytest.fixture
 def rows(tmp_path: Path) -> Path:
-    file = tmp_path / "rows.jsonl"
-    file.write_text(
-        "".join(json.dumps({"question": f"What is {n} + 1?", "answer": str(n + 1)}) + "\n" for n in range(200))
-    )
-    return file
+    return Path(write(tmp_path / "rows.jsonl", ROWS))
 
 
 @pytest.fixture
-def plainly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+def own_presets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """Call a flow's beginning without a server, on presets of our own; return where they lie."""
     own = shutil.copytree(presets.DIRECTORY, tmp_path / "presets", ignore=shutil.ignore_patterns("*.py", "__pycache__"))
     monkeypatch.setattr(presets, "DIRECTORY", own)
@@ -101,178 +193,272 @@ def plainly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     return own
 
 
-def begun(rows: Path, model: Path) -> tuple[dict[str, Any], str]:
-    found = beginning.begin("quickstart", str(rows), trains="sft", reads=("sft",), model=str(model))
-    return found.config.model_dump(mode="json"), found.dataset.uri
-
-
-def test_a_run_keeps_its_configuration_and_its_data_when_both_are_edited(
-    as_run: Any, rows: Path, model: Path, plainly: Path
-) -> None:
-    as_run("one")
-    before = begun(rows, model)
-    preset = plainly / "quickstart.yaml"
-    values = yaml.safe_load(preset.read_text())
-    values["seed"] = 77
-    preset.write_text(yaml.safe_dump(values))
-    rows.unlink()
-    assert begun(rows, model) == before
-    as_run("two")
-    with pytest.raises(DataError):
-        begun(rows, model)
-
-
-@pytest.mark.usefixtures("plainly")
-def test_data_that_were_changed_before_they_were_stored_are_refused(
-    as_run: Any, rows: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    as_run("one")
-
-    def killed(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("tasks.data.reuse_or_make", killed)
-        with pytest.raises(KeyboardInterrupt):
-            begun(rows, model)
-    text = rows.read_text()
-    rows.write_text(text + json.dumps({"question": "What is 500 + 1?", "answer": "501"}) + "\n")
-    with pytest.raises(DataError, match=r"the data for .* have changed since this run began, and were not stored yet"):
-        begun(rows, model)
-    rows.write_text(text)
-    begun(rows, model)
-
-
-class Beside(RuleBasedStateMachine):
-    """What may happen beside a run: models are stored, champions come and go, code is edited, other runs begin."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.patch = pytest.MonkeyPatch()
-        self.directory = Path(tempfile.mkdtemp())
-        self.code, self.run = "a" * 64, "first"
-        for name, value in (
-            ("RLHF_HOME", str(self.directory / "home")),
-            ("RLHF_ENV_FILE", str(self.directory / ".env")),
-            ("RLHF_STORE_URL", f"file://{self.directory}/store"),
-        ):
-            self.patch.setenv(name, value)
-        (self.directory / "store").mkdir()
-        self.patch.setattr(contexts, "root_flow_run", lambda: self.run)
-        self.patch.setattr(ppo, "source_digest", lambda *_: self.code)
-
-    @initialize()
-    def begin(self) -> None:
-        model = write_tiny_llama(self.directory / "tiny")
-        self.config = resolve("quickstart", model=str(model), overrides={"bootstrap": True})
-        self.store = open_context().store
-        self.base = base_model(open_context(), self.config)
-        self.dataset = self.commit("dataset", [])
-        self.commit("reward-model", [self.base])
-        self.commit("policy", [self.base])
-        self.number = 0
-        self.plans: dict[str, tuple[Any, ...]] = {}
-        self.other_run("first")
-
-    def teardown(self) -> None:
-        self.patch.undo()
-        shutil.rmtree(self.directory)
-
-    def commit(self, kind: str, parents: list[Parent]) -> Parent:
-        """Store a model of a few bytes."""
-        self.number = getattr(self, "number", 0) + 1
-        made = self.store.commit(
-            kind,
-            "quickstart",
-            {"f": bytes([self.number])},
-            parents=[ArtifactRef(each.uri, each.digest) for each in parents],
-        )
-        return Parent(uri=made.uri, digest=made.digest)
-
-    def plan(self, run: str) -> tuple[Any, ...]:
-        """Return what a run is, as each of its starts finds it out."""
-        self.run = run
-        context = open_context()
-        its: PPORun = ppo.plan_ppo.fn(self.config, None, None, self.dataset)  # type: ignore[attr-defined]
-        return (
-            its.model_copy(update={"key": "", "source_digest": ""}),
-            resolve_policy(context, self.config, None),
-            resolve_reward_model(context, self.config, None),
-            contestants(self.config, None),
-        )
-
-    @rule(run=st.sampled_from(["second", "third"]))
-    def other_run(self, run: str) -> None:
-        self.plans.setdefault(run, self.plan(run))
-
-    @rule(kind=st.sampled_from(["sft", "reward-model", "policy"]))
-    def something_is_stored(self, kind: str) -> None:
-        self.commit(kind, [self.base])
-
-    @rule()
-    def the_latest_is_promoted(self) -> None:
-        self.store.promote(self.store.resolve("policy/quickstart").uri, why="better", who="another run")
-
-    @rule()
-    def the_champion_is_rolled_back(self) -> None:
-        alias = self.store.aliases("policy", "quickstart").get("champion")
-        if alias and len({move.uri for move in alias.history}) > 1:
-            try:
-                self.store.rollback("policy", "quickstart", why="worse", who="a person")
-            except StoreError:
-                return  # nothing to go back to
-
-    @rule(letter=st.sampled_from("abc"))
-    def the_code_is_edited(self, letter: str) -> None:
-        self.code = letter * 64
-
-    @invariant()
-    def a_restart_finds_what_the_first_start_found(self) -> None:
-        for run, plan in getattr(self, "plans", {}).items():
-            assert self.plan(run) == plan
-
-
-Beside.TestCase.settings = hypothesis_settings(max_examples=10, stateful_step_count=12, deadline=None)
-TestBeside = Beside.TestCase
-
-
-def test_what_new_code_makes_is_not_found_as_if_the_old_had_made_it(
-    as_run: Any, model: Path, store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config: PipelineConfig = resolve("quickstart", model=str(model), overrides={"bootstrap": True})
-    base = base_model(open_context(), config)
-    made = store.commit("reward-model", "quickstart", {"f": b"1"}, parents=[ArtifactRef(base.uri, base.digest)])
-    dataset = Parent(uri=made.uri, digest=made.digest)
-    as_run("one")
-    found = {}
-    for code in "aab":
-        monkeypatch.setattr(ppo, "source_digest", lambda *_, code=code: code * 64)
-        found[code] = ppo.plan_ppo.fn(config, None, None, dataset)  # type: ignore[attr-defined]
-    assert found["a"].name == found["b"].name, "it goes on from its last commit"
-    assert found["a"].key != found["b"].key
-    assert found["b"].source_digest == "b" * 64
-    as_run("two")
-    assert ppo.plan_ppo.fn(config, None, None, dataset).key not in {found["a"].key, found["b"].key}  # type: ignore[attr-defined]
-
-
-def test_a_run_that_was_killed_after_it_had_promoted_leaves_the_champion_when_it_is_started_again(
-    as_run: Any, store: ArtifactStore
-) -> None:
-    old, new, later = (store.commit("policy", "quickstart", {"f": bytes([n])}) for n in range(3))
-    store.promote(old.uri, why="first", who="another run")
-    decision = Decision(
-        promote=True,
-        reason="better",
-        policy=new.uri,
-        incumbent=old.uri,
-        champion=old.uri,
-        difference=0.2,
-        low=0.1,
-        high=0.3,
+def begin(data: Path | str, model: Path, **parameters: Any) -> Begun:
+    found: Begun = beginning.begin(
+        "quickstart", str(data), trains="sft", reads=("sft",), model=str(model), overrides=SMALL, **parameters
     )
+    return found
+
+
+def edit(directory: Path, **changes: Any) -> None:
+    file = directory / "quickstart.yaml"
+    file.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | changes))
+
+
+class TestData:
+    """Configuration and data, as they were when the run began."""
+
+    def test_a_run_keeps_both_when_both_are_edited(
+        self, as_run: Any, rows: Path, model: Path, own_presets: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        as_run("one")
+        before = begin(rows, model)
+        edit(own_presets, seed=77)
+        rows.unlink()
+        caplog.clear()
+        assert begin(rows, model) == before
+        assert "goes on as it began (" in caplog.messages[0]
+        assert f" UTC): {before.dataset.uri}" in caplog.messages[0]
+        assert "the preset quickstart was edited since: that counts for new runs, not for this one" in caplog.text
+        as_run("two")
+        with pytest.raises(DataError, match=r"rows\.jsonl"):
+            begin(rows, model)
+
+    def test_a_preset_that_is_edited_in_mid_run_means_the_next_run(
+        self, as_run: Any, rows: Path, model: Path, own_presets: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        as_run("one")
+
+        def called_by(call: str, data: str) -> Begun:
+            monkeypatch.setattr(plan, "asker_of", lambda _: Asker("one", call))
+            return begin(data, model)
+
+        first = called_by("pipeline", str(rows))
+        edit(own_presets, seed=77)
+        assert called_by("ppo-00", first.dataset.uri).config.seed == first.config.seed != 77
+
+    def test_a_mistake_is_not_recorded(self, as_run: Any, rows: Path, model: Path, own_presets: Path) -> None:
+        as_run("one")
+        edit(own_presets, sede=1)
+        with pytest.raises(ConfigError, match="sede"):
+            begin(rows, model)
+        shutil.copy(Path(presets.__file__).parent / "quickstart.yaml", own_presets)
+        begin(rows, model)
+
+    @pytest.mark.usefixtures("own_presets")
+    @pytest.mark.parametrize(
+        ("change", "said"),
+        [
+            (lambda file: write(file, [*ROWS, ROWS[0] | {"question": "And 9?"}]), "is 81 rows of .* now, and was not"),
+            (lambda file: write(file, ROWS[1:]), r"was 80 rows of \S+rows.jsonl when this run began, is 79 rows of"),
+            (lambda file: file.unlink(), r"rows.jsonl.* \(data.problems was 80 rows of \S+ when this run began, and"),
+        ],
+        ids=["appended to", "cut", "deleted"],
+    )
+    def test_data_that_were_changed_before_they_were_stored_are_refused(
+        self, as_run: Any, rows: Path, model: Path, monkeypatch: pytest.MonkeyPatch, change: Any, said: str
+    ) -> None:
+        as_run("one")
+
+        def killed(*_: object, **__: object) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr("tasks.data._made", killed)
+            with pytest.raises(KeyboardInterrupt):
+                begin(rows, model)
+        change(rows)
+        with pytest.raises(DataError, match=said) as refused:
+            begin(rows, model)
+        assert "put back what was there, or start a new run" in str(refused.value)
+        write(rows, ROWS)
+        begin(rows, model)
+
+    @pytest.mark.usefixtures("own_presets")
+    def test_data_that_were_stored_are_needed_no_longer(
+        self, as_run: Any, rows: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        as_run("one")
+
+        def killed(*_: object, **__: object) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(beginning, "settled", killed)
+            with pytest.raises(KeyboardInterrupt):
+                begin(rows, model)
+        rows.unlink()
+        assert begin(rows, model).dataset.uri == "dataset/quickstart@1"
+
+    @pytest.mark.usefixtures("own_presets")
+    def test_a_new_file_of_a_pattern_is_for_the_next_run(self, as_run: Any, model: Path, tmp_path: Path) -> None:
+        (tmp_path / "rows").mkdir()
+        write(tmp_path / "rows" / "1.jsonl", ROWS)
+        as_run("one")
+        before = begin(tmp_path / "rows" / "*.jsonl", model)
+        write(tmp_path / "rows" / "2.jsonl", [{"question": "And 9?", "answer": "9"}])
+        assert begin(tmp_path / "rows" / "*.jsonl", model) == before
+        as_run("two")
+        assert begin(tmp_path / "rows" / "*.jsonl", model).dataset.digest != before.dataset.digest
+
+    @pytest.mark.usefixtures("own_presets")
+    def test_the_latest_dataset_is_what_it_was(
+        self, as_run: Any, rows: Path, model: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        as_run("first")
+        begin(rows, model)
+        as_run("one")
+        before = begin("dataset/quickstart", model)
+        assert "takes dataset/quickstart@1, which dataset/quickstart is now, of 1 version" in caplog.text
+        write(rows, ROWS[1:])
+        as_run("second")
+        assert begin(rows, model).dataset.uri == "dataset/quickstart@2"
+        as_run("one")
+        assert begin("dataset/quickstart", model) == before
+        as_run("two")
+        assert begin("dataset/quickstart", model).dataset.uri == "dataset/quickstart@2"
+
+
+class TestOtherCode:
+    """A run that is started again with other code goes on, and what that makes is found by this run alone."""
+
+    @pytest.fixture
+    def planned(
+        self, as_run: Any, model: Path, store: ArtifactStore, base: Parent, monkeypatch: pytest.MonkeyPatch
+    ) -> Any:
+        """Return a function that says what PPO's run is, by flow run and by code."""
+        put(store, "reward-model", b"1", base)
+        made = put(store, "dataset", b"1", base)
+        dataset = Parent(uri=made.uri, digest=made.digest)
+
+        def find(run: str, code: str) -> PPORun:
+            as_run(run)
+            monkeypatch.setattr(ppo, "source_digest", lambda *_: code * 64)
+            return ppo.plan_ppo.fn(preset(model), "model/base", None, dataset)  # type: ignore[attr-defined,no-any-return]
+
+        return find
+
+    def test_its_name_and_key_are_its_own_whatever_the_code_is_by_then(self, planned: Any) -> None:
+        first, other = planned("one", "a"), planned("one", "b")
+        assert (other.continues, other.source_digest) == (first.name, "b" * 64)
+        assert {other.name, other.key}.isdisjoint({first.name, first.key})
+        assert (other.actor, other.dataset, other.config) == (first.actor, first.dataset, first.config)
+        for code in "cab":  # it stays under that name, with the first code again too: its last commit is there
+            again = planned("one", code)
+            assert (again.name, again.key, again.source_digest) == (other.name, other.key, code * 64)
+        assert planned("two", "a") == first.model_copy(update={"flow_run": "two"})
+        new = planned("three", "b")
+        assert {new.name, new.key}.isdisjoint({first.name, first.key, other.name, other.key})
+
+    def test_it_goes_on_from_its_last_commit(
+        self, planned: Any, store: ArtifactStore, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        first = planned("one", "a")
+        left = store.commit("ppo-state", first.name, {"state.json": b""}, version=3)
+        other = planned("one", "b")
+        assert "it goes on from its last commit with the code of now" in caplog.messages[-1]
+        assert next_episode(other) == 3
+        assert f"goes on from {left.uri}: 3 of 10 episodes are done" in caplog.messages[-1]
+        own = store.commit("ppo-state", other.name, {"state.json": b"1"}, version=4)
+        assert (next_episode(other), next_episode(first)) == (4, 3)
+        found = last_state(store, planned("one", "c"))
+        assert found is not None
+        assert found.ref == own
+
+    def test_its_states_and_policy_come_from_the_state_that_it_continues(
+        self, planned: Any, store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        first = planned("one", "a")
+        left = store.commit("ppo-state", first.name, {"state.json": b"{}"}, version=3)
+        other = planned("one", "b")
+        monkeypatch.setattr("tasks.ppo_keeper.state_from_json", lambda *_, **__: None)
+
+        def parents_of_a_start() -> list[str]:
+            keeper = StoreKeeper(other)
+            keeper.last_state()
+            return [parent.uri for parent in keeper._parents()]
+
+        inputs = [other.actor.uri, "reward-model/quickstart@1", "dataset/quickstart@1"]
+        assert parents_of_a_start() == [*inputs, left.uri]
+        refs = [left if uri == left.uri else uri for uri in parents_of_a_start()]
+        store.commit("ppo-state", other.name, {"state.json": b"{}"}, version=4, parents=refs)
+        assert parents_of_a_start() == [*inputs, left.uri]
+
+    def test_a_policy_that_the_first_code_has_finished_is_taken(self, planned: Any, store: ArtifactStore) -> None:
+        first = planned("one", "a")
+        store.commit("policy", "quickstart", {"f": b"p"}, key=first.key)
+        assert planned("one", "b") == first
+
+    def test_a_reward_function_is_code_too(self, planned: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        first = planned("one", "a")
+        monkeypatch.setattr("rlhf_core.rewards.verifying.judge_facts", lambda *_: {"code": "edited"})
+        assert planned("one", "a").continues == first.name
+
+    def test_the_record_leads_to_no_directory(self, planned: Any, store: ArtifactStore, model: Path) -> None:
+        assert planned("one", "a").actor.path == str(model)
+        [recorded_run] = [each.answer for each in store.plan("one") if each.question == "run"]
+        assert isinstance(recorded_run, dict)
+        assert str(model.parent) not in json.dumps(recorded_run["actor"])
+
+
+def test_a_stage_that_was_done_is_not_done_again_with_other_code(as_run: Any, store: ArtifactStore) -> None:
     as_run("one")
-    assert promote.fn(decision) == new.uri  # type: ignore[attr-defined]
-    assert promote.fn(decision) == new.uri  # type: ignore[attr-defined]
-    store.promote(later.uri, why="better still", who="another run")
-    assert promote.fn(decision) == later.uri  # type: ignore[attr-defined]
-    assert len(store.aliases("policy", "quickstart")["champion"].history) == 3
+
+    def make(body: bytes) -> StageResult:
+        ref = store.commit("sft", "s", {"f": body})
+        return StageResult(stage="sft", uri=ref.uri, digest=ref.digest, reused=False, seconds=1.0, metrics={})
+
+    first = once_in_a_run(open_context(), "sft", lambda: make(b"1"))
+    assert once_in_a_run(open_context(), "sft", lambda: make(b"2")) == first
+    as_run("two")
+    assert once_in_a_run(open_context(), "sft", lambda: make(b"2")).uri == "sft/s@2"
+    store.prune("sft", "s", keep=1)
+    as_run("one")
+    assert once_in_a_run(open_context(), "sft", lambda: make(b"3")).uri == "sft/s@3"
+
+
+class TestPromotion:
+    """The gate compares with the champion of that moment, and the run moves the alias once."""
+
+    def test_whoever_is_evaluated_is_who_was_evaluated(
+        self, as_run: Any, model: Path, store: ArtifactStore, base: Parent, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        old, new, another = (put(store, "policy", body, base) for body in (b"1", b"2", b"3"))
+        store.promote(old.uri, why="", who="")
+        as_run("one")
+        before = contestants(preset(model), new.uri)
+        assert {role: each.uri for role, each in before.items()} == {
+            "base": base.uri, "ppo": new.uri, "champion": old.uri,
+        }  # fmt: skip
+        assert f"base {base.uri}, ppo {new.uri}, champion {old.uri}" in caplog.messages[-1]
+        store.promote(another.uri, why="", who="")
+        assert contestants(preset(model), new.uri) == before
+        decision = decided(new, champion=old.uri)
+        with pytest.raises(StoreError, match=r"points at policy/quickstart@3"):
+            promote.fn(decision)  # type: ignore[attr-defined]
+        assert store.alias("policy", "quickstart", "champion") == another.uri
+
+    @pytest.mark.parametrize("since", ["nothing", "rolled back", "replaced"])
+    def test_a_run_that_is_started_again_after_its_promotion_leaves_what_was_done_since(
+        self, as_run: Any, store: ArtifactStore, base: Parent, since: str
+    ) -> None:
+        old, new, another = (put(store, "policy", body, base) for body in (b"1", b"2", b"3"))
+        store.promote(old.uri, why="", who="")
+        as_run("one")
+        decision = decided(new, champion=old.uri)
+        assert promote.fn(decision) == new.uri  # type: ignore[attr-defined]
+        if since == "rolled back":
+            store.rollback("policy", "quickstart", why="worse", who="a person")
+        if since == "replaced":
+            store.promote(another.uri, why="better", who="another")
+        now = store.alias("policy", "quickstart", "champion")
+        assert promote.fn(decision) == now  # type: ignore[attr-defined]
+        assert store.alias("policy", "quickstart", "champion") == now
+
+
+def decided(policy: ArtifactRef, *, champion: str) -> Decision:
+    figures = {"difference": 0.1, "low": 0.05, "high": 0.2}
+    return Decision(promote=True, reason="better", policy=policy.uri, incumbent=champion, champion=champion, **figures)
+
+
+TestWhateverHappensBeside = Planned.TestCase

@@ -40,17 +40,24 @@ def once_in_a_run(context: Context, stage: str, make: Callable[[], StageResult])
     So a run that is started again goes on behind it, whatever the key of its inputs would be now: other code has other
     keys, and what an earlier start has trained is what the later stages of the run learnt from.
     """
-    before = made_before(context, stage)
-    return recorded(context, f"result of {stage}", StageResult, make()) if before is None else before
+    if before := made_before(context, stage):
+        return before
+    made = make()
+    stands = recorded(context, f"result of {stage}", StageResult, made)
+    return stands if _is_held(context, stands) else made  # a record stays when what it names was deleted
 
 
 def made_before(context: Context, stage: str) -> StageResult | None:
     """Return what the stage has made or found in this run before, if the store still holds it."""
     before: StageResult | None = recalled(context, f"result of {stage}", StageResult)
-    if before is None or not context.store.holds(ArtifactRef(before.uri, before.digest)):
+    if before is None or not _is_held(context, before):
         return None
     say(stage, f"{before.uri} is in the store already: this run has come so far before")
     return before
+
+
+def _is_held(context: Context, result: StageResult) -> bool:
+    return context.store.holds(ArtifactRef(result.uri, result.digest))
 
 
 def find_made(context: Context, kind: str, name: str, key: str) -> Manifest | None:

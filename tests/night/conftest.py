@@ -6,7 +6,7 @@ import pytest
 
 from tests.night.table import LINES
 
-collect_ignore = ["stages.py", "stub.py", "without.py"]
+collect_ignore = ["stub.py", "without.py"]
 """What a run of the stub imports: it replaces the stages of the process that imports it, and so of all other tests."""
 
 

@@ -23,6 +23,8 @@ NIGHTLY = "pipeline/nightly"
 EPISODES = 2
 SCHEDULING_S = 15.0
 """The server makes a new deployment's runs within five seconds."""
+LEFT_OUT_BY = "NIGHT_WITHOUT"
+"""Names to a run of a control which safeguard it does without."""
 BAD_DAYS = 5
 """Every so many days' data make the model worse, so that it is not promoted."""
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
+from contextvars import ContextVar
 from functools import cache
 from inspect import unwrap
 from typing import Any
@@ -23,6 +25,7 @@ import flows.sft
 import tasks.context
 import tasks.evaluate
 import tasks.parents
+import tasks.plan
 import tasks.ppo
 import tasks.preferences
 import tasks.promote
@@ -32,9 +35,11 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import DataError
 from tasks.context import Context, open_context
 from tasks.evaluate import OUTCOMES
+from tasks.plan import Asker
+from tasks.preflight import Models
 from tasks.results import Decision, EpisodeResult, Parent, PPORun, StageResult
 from tasks.sentences import stage_task
-from tasks.stages import commit_stage, reuse_or_make, stage_key, stage_result
+from tasks.stages import commit_stage, once_in_a_run, reuse_or_make, stage_key, stage_result
 from tests.night.notes import Desk
 
 STAGES = ("data", "sft", "reward-model", "ppo", "evaluate", "gate", "promote", "report")
@@ -46,6 +51,8 @@ PROMPTS = "preferences.jsonl"
 SCORE = "score"
 PROBLEMS = 8
 STEP_S = 0.1
+_FLOW: ContextVar[str] = ContextVar("flow", default="pipeline")
+"""Which flow asks what its run began with: all of a night's are one flow run here."""
 
 
 class Work:
@@ -112,6 +119,11 @@ class Work:
         return self.context.store.resolve(ArtifactRef(parent.uri, parent.digest))
 
 
+def preflight(_: PipelineConfig, *, actor: str | None = None, reward_model: str | None = None, **__: Any) -> Models:
+    """Take what is named."""
+    return Models(actor, reward_model)
+
+
 def prepare_data(config: PipelineConfig, reference: str | None, **_: Any) -> StageResult:
     """Return the dataset that is named, or store what lies at the desk today."""
     if reference is not None:
@@ -126,7 +138,8 @@ def store_data(config: PipelineConfig) -> StageResult:
     data = work.desk.data()
     if data.get("fault"):
         raise DataError(data["fault"])
-    return work.stored("dataset", [], {**data, "run": str(work.context.flow_run)})
+    body = {**data, "run": str(work.context.flow_run)}
+    return once_in_a_run(work.context, "data", lambda: work.stored("dataset", [], body))
 
 
 @stage_task(name="train-sft")
@@ -234,7 +247,21 @@ def _within(stage: Flow[..., Any]) -> Any:
     body = unwrap(stage.fn)
 
     def call(**parameters: Any) -> Any:
-        return body(**parameters).data
+        token = _FLOW.set(stage.name)
+        try:
+            return body(**parameters).data
+        finally:
+            _FLOW.reset(token)
+
+    return call
+
+
+def _asked_by_flow(asker_of: Callable[[Context], Asker | None]) -> Callable[[Context], Asker | None]:
+    """Return who asks, as if each stage's flow had a run of its own."""
+
+    def call(context: Context) -> Asker | None:
+        found = asker_of(context)
+        return found and found._replace(call=_FLOW.get())
 
     return call
 
@@ -250,7 +277,9 @@ REPLACED: tuple[tuple[Any, str, Any], ...] = (
     (flows.pipeline, "train_reward_model", _within(flows.pipeline.train_reward_model)),
     (flows.pipeline, "ppo", _within(flows.pipeline.ppo)),
     (flows.pipeline, "evaluate", _within(flows.pipeline.evaluate)),
-    (flows.begin, "preflight", nothing),
+    (tasks.plan, "asker_of", asker_of := _asked_by_flow(tasks.plan.asker_of)),
+    (tasks.ppo, "asker_of", asker_of),
+    (flows.begin, "preflight", preflight),
     (flows.begin, "prepare_data", prepare_data),
     (flows.begin, "check_data", nothing),
     (flows.sft, "train_sft", train_sft),
@@ -272,8 +301,18 @@ REPLACED: tuple[tuple[Any, str, Any], ...] = (
     (flows.pipeline, "promote", _at_work("promote", flows.pipeline.promote)),
     (flows.pipeline, "write_report", write_report),
 )
-for module, name, stub in REPLACED:
-    if not hasattr(module, name):
-        raise ImportError(f"{module.__name__} has no {name!r} any longer: the stub replaces nothing; look for its heir")
-    setattr(module, name, stub)
-pipeline = flows.pipeline.pipeline
+
+
+def stand_in() -> Flow[..., Any]:
+    """Replace the stages of this process, and return the flow that calls them.
+
+    Raises:
+        ImportError: the product has no such stage any longer.
+    """
+    for module, name, stub in REPLACED:
+        if not hasattr(module, name):
+            raise ImportError(
+                f"{module.__name__} has no {name!r} any longer: the stub replaces nothing; look for its heir"
+            )
+        setattr(module, name, stub)
+    return flows.pipeline.pipeline

@@ -1,5 +1,7 @@
-"""Where the stub's deployments begin: Prefect runs this file anew for each run, and the stages are replaced once."""
+"""Where the stub's deployments begin: Prefect runs this file anew for each run."""
 
-from tests.night.stages import pipeline
+from tests.night.stages import stand_in
 
 __all__ = ["pipeline"]
+
+pipeline = stand_in()

@@ -11,10 +11,9 @@ import pytest
 
 from tests.night.books import Books
 from tests.night.mishaps import MAY_FAIL, kill_flow, linger, meet_an_error, stop
-from tests.night.sites import Site, Start
+from tests.night.sites import LEFT_OUT_BY, Site, Start
 from tests.night.table import LINES, markdown
 from tests.night.typed import WITHOUT_ORDER
-from tests.night.without import VARIABLE
 from tests.night.year import Year, end_process, restarted_for_nothing, year
 
 pytestmark = [pytest.mark.night, pytest.mark.timeout(1500)]
@@ -25,7 +24,7 @@ WITHOUT = "tests/night/without.py:pipeline"
 
 def leaving_out(name: str) -> Start:
     """Return a start of the stub without a safeguard."""
-    return Start(entrypoint=WITHOUT, environment={VARIABLE: name})
+    return Start(entrypoint=WITHOUT, environment={LEFT_OUT_BY: name})
 
 
 @dataclass(frozen=True)

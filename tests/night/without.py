@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-VARIABLE = "NIGHT_WITHOUT"
+from tests.night.sites import LEFT_OUT_BY
 
 
 def no_lock_of_the_run() -> None:
@@ -41,9 +41,11 @@ LEFT_OUT: dict[str, Callable[[], None]] = {
     "plan": no_plan,
     "classes of failures": no_classes_of_failures,
 }
-if left_out := os.environ.get(VARIABLE):
+if left_out := os.environ.get(LEFT_OUT_BY):
     LEFT_OUT[left_out]()
 
-from tests.night.stages import pipeline  # noqa: E402 - what is left out must be so before anything is decorated
+from tests.night.stages import stand_in  # noqa: E402 - what is left out must be so before anything is decorated
 
 __all__ = ["pipeline"]
+
+pipeline = stand_in()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from infra.artifacts import ArtifactStore, Manifest
+from infra.artifacts import ArtifactRef, ArtifactStore, Manifest
 from infra.clusters import ClusterManifest, leftover_processes
 from infra.services.automations import RESTARTING
 from tests.integration.local_stack import LocalStack, read_json, wait_for
@@ -186,19 +186,21 @@ def test_lineage_leads_from_the_policy_to_the_base_model(
     assert read_json(stack.type("rlhf", "artifacts", "list", "policy", "--json"))
 
 
-def test_a_run_killed_in_mid_ppo_is_started_again_by_itself_and_goes_on_from_its_last_commit(
+def test_a_run_killed_in_mid_ppo_is_started_again_by_itself_and_goes_on_as_it_began(
     stack: LocalStack, model: Path, first: subprocess.CompletedProcess[str], store: ArtifactStore, tmp_path: Path
 ) -> None:
     assert first.returncode == 0
     episodes = 4  # long enough to be killed in the middle
-    inputs = {"actor": "sft/quickstart@1", "reward_model": "reward-model/quickstart@1", "data": "dataset/quickstart@1"}
-    given = [part for name, value in inputs.items() for part in ("-p", f"{name}={value}")]
+    given = ["-p", "data=dataset/quickstart@1"]  # the actor and the reward model are the latest
     to_be_killed = [*command(model, seed=1, episodes=episodes, deployment="ppo/quickstart"), *given]
     out = tmp_path / "out"
     with out.open("w") as said:
         run = subprocess.Popen(to_be_killed, env=stack.environment, stdout=said, stderr=said, text=True)
         try:
             wait_for(lambda: committed_by_seed_1(store), "the first committed episode", timeout_s=300)
+            began_with = {kind: store.resolve(f"{kind}/quickstart@latest").ref for kind in ("sft", "reward-model")}
+            for ref in began_with.values():
+                store_another(store, ref)
             killed = the_cluster(stack)
             os.kill(killed.owner.pid, signal.SIGKILL)
             wait_for(lambda: "The run crashed once. It is started again" in out.read_text(), "the restart's notice")
@@ -216,6 +218,8 @@ def test_a_run_killed_in_mid_ppo_is_started_again_by_itself_and_goes_on_from_its
     assert [record["episode"] for record in history] == list(range(episodes))
     assert history[: len(before)] == before
     assert len({record["incarnation"] for record in history}) == 2
+    policy = store.resolve("policy/quickstart@latest")
+    assert set(began_with.values()) <= set(policy.parents)
     assert re.fullmatch(
         r"finished: made (policy/quickstart@\d+) \(rlhf artifacts show \1\)", out.read_text().splitlines()[-1]
     )
@@ -224,6 +228,14 @@ def test_a_run_killed_in_mid_ppo_is_started_again_by_itself_and_goes_on_from_its
     restarted = ["Crashed", RESTARTING, "Scheduled"]
     assert stack.history(found) == ["Scheduled", *started, *restarted, *started, "Completed"]
     assert leftover_processes(killed.mark, killed.head) == cluster_processes(stack) == []
+
+
+def store_another(store: ArtifactStore, reference: ArtifactRef) -> None:
+    """Store a later version of an artifact that is made from the same base model, as another run would."""
+    found = store.resolve(reference)
+    files: dict[str, Path | bytes] = {each.path: store.cached(reference) / each.path for each in found.files}
+    later = store.commit(found.kind, found.name, files | {"other": b"other"}, parents=found.parents)
+    assert store.resolve(f"{found.kind}/{found.name}@latest").ref == later != reference
 
 
 def committed_by_seed_1(store: ArtifactStore) -> Manifest | None:

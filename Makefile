@@ -3,7 +3,7 @@ BIN := .venv/bin
 PYTEST_ARGS ?=
 export PYTHON
 
-.PHONY: setup run test test-parallel test-s3 test-clusters test-night chaos test-gpu check fmt lint types bench
+.PHONY: setup run test test-parallel test-s3 test-clusters test-night test-outages chaos test-gpu check fmt lint types bench
 
 setup:  ## make .venv hold what the lock files name
 	@sh infra/setup.sh
@@ -13,7 +13,7 @@ run: setup  ## the local stack, then the quickstart pipeline, followed live
 	@$(BIN)/rlhf run quickstart
 
 test: setup  ## all tests that need no GPU; fails too when none ran
-	@$(BIN)/python -m pytest -m "not gpu and not parallel and not s3 and not chaos and not clusters and not night" \
+	@$(BIN)/python -m pytest -m "not gpu and not parallel and not s3 and not chaos and not clusters and not night and not outages" \
 		-n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-parallel: setup  ## two ranks and more under every strategy, and the topologies of trainers, makers and groups
@@ -27,6 +27,9 @@ test-clusters: setup  ## owners of clusters ended in every way, lost ranks, clus
 
 test-night: setup  ## a year in small: 300 nights, every service and every stage struck, with a table; and what each safeguard is for
 	@$(BIN)/python -m pytest -m night $(PYTEST_ARGS)
+
+test-outages: setup  ## runs whose server or store is away for minutes, in every stage
+	@$(BIN)/python -m pytest -m outages $(PYTEST_ARGS)
 
 chaos: setup  ## every process of a run killed at every phase, with a table of it
 	@$(BIN)/python -m pytest -m chaos $(PYTEST_ARGS)

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.integration.behind_proxies import proxy_of_store
 from tests.integration.equality import ROWS, lines
+from tests.integration.flaky_proxy import FlakyProxy, flaky_proxy
 from tests.integration.local_stack import LocalStack, run_local_stack, usual_ports_occupied
 
 
@@ -15,6 +17,20 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
     """A whole local stack for the session, brought up while the usual ports are occupied; do not take it down."""
     with usual_ports_occupied(), run_local_stack(tmp_path_factory.mktemp("stack")) as running:
         yield running
+
+
+@pytest.fixture
+def store_proxy(stack: LocalStack) -> Iterator[FlakyProxy]:
+    """What stands before the stack's S3 server."""
+    with proxy_of_store(stack) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def server_proxy(stack: LocalStack) -> Iterator[FlakyProxy]:
+    """What stands before the stack's Prefect server."""
+    with flaky_proxy(stack.api_url) as proxy:
+        yield proxy
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

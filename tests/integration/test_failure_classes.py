@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from infra.services import prefect_api
 from infra.services.automations import RESTARTING
-from tests.integration.behind_proxies import behind, proxy_of_store, start_with
-from tests.integration.flaky_proxy import FlakyProxy, flaky_proxy
+from tests.integration.behind_proxies import behind, start_with
+from tests.integration.flaky_proxy import FlakyProxy
 from tests.integration.local_stack import TINY_FLOWS, LocalStack, wait_for
 
 pytestmark = pytest.mark.integration
@@ -24,18 +23,6 @@ ENDS = {"COMPLETED", "FAILED", "CANCELLED"}
 def deployed(stack: LocalStack) -> LocalStack:
     stack.deploy_tiny_flows(TINY_FLOWS, "failing.yaml")
     return stack
-
-
-@pytest.fixture
-def store_proxy(deployed: LocalStack) -> Iterator[FlakyProxy]:
-    with proxy_of_store(deployed) as proxy:
-        yield proxy
-
-
-@pytest.fixture
-def server_proxy(deployed: LocalStack) -> Iterator[FlakyProxy]:
-    with flaky_proxy(deployed.api_url) as proxy:
-        yield proxy
 
 
 def start(
@@ -117,7 +104,7 @@ def test_a_cluster_without_room_is_asked_again_within_the_run(
     assert starts(tmp_path) == [1, 1, 1]
 
 
-@pytest.mark.night  # behind a proxy of the server, as test_outages.py
+@pytest.mark.outages  # behind a proxy of the server, as test_outages.py
 def test_a_run_whose_pages_the_server_does_not_take_warns_once_and_goes_on(
     deployed: LocalStack, store_proxy: FlakyProxy, server_proxy: FlakyProxy, tmp_path: Path
 ) -> None:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from infra.services import prefect_api
-from tests.integration.behind_proxies import behind, proxy_of_store, start_with
-from tests.integration.flaky_proxy import FlakyProxy, flaky_proxy
+from tests.integration.behind_proxies import behind, start_with
+from tests.integration.flaky_proxy import FlakyProxy
 from tests.integration.local_stack import LocalStack, wait_for
 from tests.integration.test_chain import small
 from tests.tiny_llama import write_tiny_llama
 
-pytestmark = [pytest.mark.integration, pytest.mark.night, pytest.mark.timeout(0)]
+pytestmark = [pytest.mark.integration, pytest.mark.outages, pytest.mark.timeout(0)]
 
 STORE_AWAY_S = float(os.environ.get("STORE_AWAY_S", "20"))
 """At each border; with 300 it takes three quarters of an hour."""
@@ -36,18 +35,6 @@ BORDERS = (
 )
 """What each stage writes last; what comes next is the following stage."""
 ONE_START = ["Scheduled", "Pending", "Submitting", "Running", "Completed"]
-
-
-@pytest.fixture
-def store_proxy(stack: LocalStack) -> Iterator[FlakyProxy]:
-    with proxy_of_store(stack) as proxy:
-        yield proxy
-
-
-@pytest.fixture
-def server_proxy(stack: LocalStack) -> Iterator[FlakyProxy]:
-    with flaky_proxy(stack.api_url) as proxy:
-        yield proxy
 
 
 def night(

@@ -161,7 +161,7 @@ def test_a_run_is_cancelled_as_ever_after_the_server_was_away(
     assert own_stack.run_state(run.id) == "CANCELLED"
 
 
-@pytest.mark.night
+@pytest.mark.outages
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("down_s", [60.0, 240.0, 480.0])
 def test_whenever_the_server_is_killed_and_however_long_it_is_away(

@@ -16,6 +16,7 @@ from infra.process_record import is_live
 from infra.services.prefect_yaml import read_prefect_yaml
 from infra.settings import CHECKOUT
 from tests.integration.local_stack import turn, wait_for
+from tests.integration.test_chain import small
 from tests.night.books import read_champion
 from tests.night.sites import NIGHTLY
 from tests.night.table import LINES, markdown
@@ -26,25 +27,6 @@ pytestmark = [pytest.mark.night, pytest.mark.timeout(1500)]
 
 NAME = "small"
 EPISODES = 2
-SMALL = {
-    "name": NAME,
-    "data.demonstrations": [],
-    "data.task_parameters": {"min_numbers": 2, "max_numbers": 2, "max_decimals": 0, "min_value": 1, "max_value": 9},
-    "data.splits": {"sft": 64, "preferences": 16, "ppo": 16, "evaluation": 12},
-    "sft.epochs": 15,
-    "sft.lr": 1e-2,
-    "sft.dtype": "float32",
-    "reward_model.max_new_tokens": 28,
-    "reward_model.heldout_fraction": 0.5,
-    "ppo.prompts_per_episode": 16,
-    "ppo.chunk_size": 4,
-    "ppo.train_batch_size": 8,
-    "ppo.micro_batch_size": 8,
-    "ppo.max_new_tokens": 28,
-    "evaluation.max_new_tokens": 28,
-    "ppo.cluster": {"num_makers": 1, "object_store_mb": 128},
-    "gate.min_gain": -1.0,  # so little training need not help
-}
 STAGES = ("sft", "reward-model", "ppo", "evaluate")
 """The flows that a night calls, in order."""
 STAGE_TIMEOUT_S, NIGHT_TIMEOUT_S = 300.0, 600.0
@@ -64,11 +46,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NightStack]:
 def deploy(stack: NightStack, model: Path) -> None:
     """Register the product's nightly deployment anew, small."""
     nightly = read_prefect_yaml(CHECKOUT)[NIGHTLY].model_dump(mode="json", exclude_none=True)
-    nightly |= {
-        "name": NAME,
-        "parameters": {"preset": "quickstart", "model": str(model), "episodes": EPISODES, "overrides": SMALL},
-        "schedules": [],
-    }
+    given = {"preset": "quickstart", "model": str(model), "episodes": EPISODES, "overrides": small(name=NAME)}
+    nightly |= {"name": NAME, "parameters": given, "schedules": []}
     file = stack.home / "small.yaml"
     file.write_text(yaml.safe_dump({"deployments": [nightly]}))
     stack.deploy_tiny_flows(CHECKOUT, str(file))

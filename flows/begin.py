@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from flows.presets import Draft, draft_of, preset_values
+from infra.errors import ReferenceNotFoundError
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import ConfigError
 from tasks.context import Context, open_context
 from tasks.data import SPLITS, check_data, is_dataset, prepare_data, settle_dataset, settled, with_data
 from tasks.parents import wants_reward_model
 from tasks.plan import recalled, recorded, settled_once, told_at
-from tasks.preflight import Trained, preflight
+from tasks.preflight import Trained, preflight, settle_models
 from tasks.progress import say
 from tasks.results import StageResult
 
@@ -68,11 +69,19 @@ def begin(
     data = settle_dataset(context, data)
     draft = _draft(context, preset, data, parameters)
     config = draft.config
-    models = preflight(config, trains=trains, stages=_training(config, trains, reads, **given), **given)
+    stages = _training(config, trains, reads, **given)
+    preflight(config, trains=trains, stages=stages, **given)
+    missing: ConfigError | ReferenceNotFoundError | None = None
+    try:
+        models = settle_models(config, trains=trains, stages=stages, **given)
+    except (ConfigError, ReferenceNotFoundError) as error:  # an earlier stage's: first, what is wrong with the data
+        missing = error
     needed = _needed(config, trains, reads, **given)
     dataset = prepare_data(config, data, reads=needed, sizes=draft.sizes)
     if dataset.reused:  # what was just made was checked before it was stored
         check_data(config, dataset.parent, reads=needed)
+    if missing is not None:
+        raise missing
     begun = Begun(settled(config, draft.sizes, dataset, data, reads=needed), dataset, *models)
     return recorded(context, BEGAN_WITH, Begun, begun)
 

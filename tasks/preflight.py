@@ -10,7 +10,14 @@ from rlhf_core.errors import ConfigError, Fault, refuse_together
 from tasks.clusters import address_of
 from tasks.context import open_context
 from tasks.evaluate import judged_by_reward_model, nobody_judges
-from tasks.parents import ppo_wants_reward_model, settle_policy, settle_reward_model
+from tasks.parents import (
+    BASE_MODEL,
+    ppo_wants_reward_model,
+    resolve_policy,
+    resolve_reward_model,
+    settle_policy,
+    settle_reward_model,
+)
 from tasks.sentences import stage_task
 from tasks.shares import available_gpus
 
@@ -39,8 +46,8 @@ def preflight(
     stages: Sequence[Trained] = (),
     actor: str | None = None,
     reward_model: str | None = None,
-) -> Models:
-    """Check a run's parameters against the machine and the store, memory first; settle which models it takes.
+) -> None:
+    """Check a run's parameters against the machine and the store: memory first, references after.
 
     Args:
         config: the resolved preset.
@@ -48,9 +55,6 @@ def preflight(
         stages: all stages that train in the run; their strategies must be possible here.
         actor: policy that was named.
         reward_model: reward model that was named.
-
-    Returns:
-        What the flow takes, each by its version: the latest where nobody named one and the flow trains none.
 
     Raises:
         ClusterError: nobody answers at the address of the user's own cluster.
@@ -74,17 +78,29 @@ def preflight(
         check_trainers(config, [stage], gpus=available_gpus(address if leaves_process(config, stage) else None))
     elsewhere = address is not None and any(leaves_process(config, stage) for stage in stages)
     check_memory_for(config, settings().models_dir, trains=None if elsewhere else trains)
-    return _models(config, trains, stages, actor=actor, reward_model=reward_model)
+    context = open_context()
+    if actor is not None and actor != BASE_MODEL:
+        resolve_policy(context, config, actor)
+    if reward_model is not None:
+        resolve_reward_model(context, config, reward_model)
 
 
-def _models(
+def settle_models(
     config: PipelineConfig,
+    *,
     trains: Literal["ppo", "sft", "reward-model"] | None,
     stages: Sequence[Trained],
-    *,
     actor: str | None,
     reward_model: str | None,
 ) -> Models:
+    """Return what a flow starts from, each by its version: the latest where nobody named one and the flow trains none.
+
+    A run that is started again takes what it took at first. Arguments of `preflight`.
+
+    Raises:
+        ConfigError: none was trained yet.
+        StoreError: the store cannot be used, or a reference names nothing.
+    """
     context = open_context()
     starts_from_one = trains == "reward-model" or (trains == "ppo" and "sft" not in stages)
     if actor is not None or trains is None or starts_from_one:

@@ -21,7 +21,7 @@ from infra.services.ports import choose_port, free_port, is_free
 from infra.services.service import Report, Service
 from infra.services.state import write_private
 from infra.services.store_keys import keys_environment, make_keys
-from infra.settings import inherited_environment
+from infra.settings import STACK_ENV, inherited_environment, read_env_file
 
 BUCKET = "rlhf"
 ACCESS_KEY = "rlhf"
@@ -65,6 +65,10 @@ def prepare(home: Path, report: Report, *, is_down: bool) -> None:
     write_private(data / "security.toml", "# The environment says it all.\n")
     make_keys(home, report)
     secret = home / _SECRET_FILE
+    known = None if is_down else read_env_file(home / STACK_ENV).get("RLHF_S3_SECRET_KEY")
+    if known and not secret.exists():
+        write_private(secret, known)
+        report(f"{secret} was lost, and is written again: the secret was still known here")
     with suppress(FileNotFoundError):
         if not stat.S_IMODE(secret.stat().st_mode) & 0o077:
             return

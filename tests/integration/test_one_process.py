@@ -111,17 +111,20 @@ def stopped(*pids: int) -> Iterator[None]:
 
 
 def sleep_through(stack: LocalStack, run: WorkingRun) -> int:
-    """Stop worker, server and flow for longer than a run may be silent; return the flow's process."""
+    """Stop worker and flow for longer than a run may be silent, as a server elsewhere sees a machine that sleeps.
+
+    A server that slept with them knows it, and takes nobody for lost (`test_event_ordering.py`).
+
+    Returns:
+        The flow's process.
+    """
     process = run.at_work()
-    services = stack.pids()
-    with stopped(process, services["worker"], services["server"]):
+    with stopped(process, stack.pids()["worker"]):
         time.sleep(LOST_AFTER_S + 15)  # the time itself is what is tried
     return process
 
 
-def test_a_run_that_slept_with_its_worker_and_server_is_worked_on_by_one_process(
-    own: LocalStack, tmp_path: Path
-) -> None:
+def test_a_run_that_slept_with_its_worker_is_worked_on_by_one_process(own: LocalStack, tmp_path: Path) -> None:
     run = WorkingRun(own, tmp_path / "run")
     process = sleep_through(own, run)
     run.await_second_start()

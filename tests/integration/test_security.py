@@ -429,7 +429,8 @@ def other_tries(exposed: Exposed, ports: list[Port]) -> Iterator[Try]:
     for process in processes:
         seen |= {Path(file.path) for file in process.open_files()}
         seen |= {Path(each.path) for each in process.memory_maps() if each.path.startswith("/")}
-    common = [path for path in seen if path.is_relative_to("/tmp") or path.is_relative_to("/dev/shm")]
+    public = [Path("/tmp"), Path("/dev/shm")]
+    common = [path for path in seen if any(map(path.is_relative_to, public)) and not path.is_relative_to(CHECKOUT)]
     roots = [exposed.stack.home, exposed.stack.env_file, exposed.stack.state.socket_dir, exposed.manifest.temp_dir]
     title = "all files of `RLHF_HOME`, of the run, and those that their processes have open in `/tmp`"
     for root in {*roots, *common}:

@@ -119,7 +119,7 @@ class Work:
         return self.context.store.resolve(ArtifactRef(parent.uri, parent.digest))
 
 
-def preflight(_: PipelineConfig, *, actor: str | None = None, reward_model: str | None = None, **__: Any) -> Models:
+def settle_models(_: PipelineConfig, *, actor: str | None, reward_model: str | None, **__: Any) -> Models:
     """Take what is named."""
     return Models(actor, reward_model)
 
@@ -279,7 +279,8 @@ REPLACED: tuple[tuple[Any, str, Any], ...] = (
     (flows.pipeline, "evaluate", _within(flows.pipeline.evaluate)),
     (tasks.plan, "asker_of", asker_of := _asked_by_flow(tasks.plan.asker_of)),
     (tasks.ppo, "asker_of", asker_of),
-    (flows.begin, "preflight", preflight),
+    (flows.begin, "preflight", nothing),
+    (flows.begin, "settle_models", settle_models),
     (flows.begin, "prepare_data", prepare_data),
     (flows.begin, "check_data", nothing),
     (flows.sft, "train_sft", train_sft),

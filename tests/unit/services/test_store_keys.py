@@ -144,6 +144,18 @@ def test_a_secret_that_others_could_read_is_drawn_anew_once_nothing_holds_it(tmp
     assert said == []
 
 
+def test_a_secret_that_is_lost_beside_runs_that_hold_it_is_written_again(tmp_path: Path) -> None:
+    said: list[str] = []
+    (tmp_path / "stack.env").write_text("RLHF_S3_SECRET_KEY='held'\n")
+    seaweed.prepare(tmp_path, said.append, is_down=False)
+    assert seaweed.load_secret(tmp_path) == "held"
+    assert "was lost, and is written again" in said.pop()
+    (tmp_path / "store.secret").unlink()
+    seaweed.prepare(tmp_path, said.append, is_down=True)
+    assert seaweed.load_secret(tmp_path) != "held"
+    assert said == []
+
+
 @pytest.mark.parametrize("content", [b"", b"\n", b"\xff\xfe"])
 def test_a_damaged_secret_is_drawn_anew(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "store.secret").write_bytes(content)

@@ -42,7 +42,7 @@ from infra.artifacts.exclusive import (
     new_record,
 )
 from infra.errors import LockLostError, ServiceError, StoreError
-from infra.services.automations import RESTARTING, SKIPPED
+from infra.services.automations import LOST_AFTER_S, RESTARTING, SKIPPED
 from infra.services.prefect_yaml import ONE_AT_A_TIME
 from tasks.context import open_context
 from tasks.progress import duration, say
@@ -62,8 +62,8 @@ STORE_AWAY_S = 600.0
 SERVER_AWAY_S = 600.0
 CRASH_S = 120.0
 """A run that has been Crashed for so long, and not Restarting, is not started again: nothing on the server does it."""
-SILENCE_S = 420.0
-"""A run that counts as running, and whose process is gone, is noticed within this time, or by nobody."""
+SILENCE_S = LOST_AFTER_S + 300.0
+"""A run that counts as running, and whose process is gone, has crashed within this time, or nobody will say so."""
 _HELD: ContextVar[Held | None] = ContextVar("held", default=None)
 """The lock of the run that goes on here."""
 

@@ -305,6 +305,8 @@ def prefect_tries(exposed: Exposed) -> Iterator[Try]:
     for path in ("/", "/ui-settings"):
         title = "the UI's files and settings"
         yield Try(SERVER, title, {"200", "307"}, "http", (f"http://127.0.0.1:{port}{path}",), is_open=True)
+    for path in ("/docs", "/redoc", "/openapi.json"):
+        yield Try(SERVER, "the API's description", {"200"}, "http", (f"http://127.0.0.1:{port}{path}",), is_open=True)
     passwords = {"no password": "", "a wrong password": "rlhf:" + "x" * 20, "the former password": exposed.old_password}
     for title, password in passwords.items():
         basic = f"Basic {b64encode(password.encode()).decode()}"

@@ -12,7 +12,7 @@ from rlhf_core.errors import ConfigError
 from tasks.context import Context, open_context
 from tasks.data import SPLITS, check_data, is_dataset, prepare_data, settle_dataset, settled, with_data
 from tasks.parents import wants_reward_model
-from tasks.plan import recalled, recorded, settled_once, told_at
+from tasks.plan import recalled, recorded, told_at
 from tasks.preflight import Trained, preflight, settle_models
 from tasks.progress import say
 from tasks.results import StageResult
@@ -64,13 +64,19 @@ def begin(
     if begun is not None:
         _say_as_it_began(context, preset, begun)
         stages = _training(begun.config, trains, reads, **given)
+        settle_models(begun.config, trains=trains, stages=stages, **given)  # they must be there as they were
         preflight(begun.config, trains=trains, stages=stages, actor=begun.actor, reward_model=begun.reward_model)
         return begun
     data = settle_dataset(context, data)
-    draft = _draft(context, preset, data, parameters)
+    values = recalled(context, _question(preset), dict[str, Any], by_all=True) or preset_values(preset)
+    draft = _draft(context, preset, data, values, parameters)
     config = draft.config
     stages = _training(config, trains, reads, **given)
     preflight(config, trains=trains, stages=stages, **given)
+    # From here on; a mistake in the preset that was refused above can be mended, and the run tried again.
+    recorded(context, _question(preset), dict[str, Any], values, by_all=True)
+    if not is_dataset(data):  # of a stored one nothing can change; of files, what their rows are for is seen in them
+        config = recorded(context, "draft", Draft, draft).config
     missing: ConfigError | ReferenceNotFoundError | None = None
     try:
         models = settle_models(config, trains=trains, stages=stages, **given)
@@ -86,20 +92,20 @@ def begin(
     return recorded(context, BEGAN_WITH, Begun, begun)
 
 
-def _draft(context: Context, preset: str, data: str | None, parameters: Mapping[str, Any]) -> Draft:
-    """Return the configuration before the data are read, as it was when the run began.
+def _question(preset: str) -> str:
+    """Return what a run asks for once, for all its flows: who edits a preset beside it means the next run."""
+    return f"preset {preset}"
 
-    The preset's files are read once for all flows of a run: who edits one beside it means the next run.
-    """
 
-    def resolve() -> Draft:
-        values = recalled(context, f"preset {preset}", dict[str, Any], by_all=True) or preset_values(preset)
-        draft = draft_of(preset, data=data, values=values, **parameters)
-        recorded(context, f"preset {preset}", dict[str, Any], values, by_all=True)
-        return draft._replace(config=with_data(draft.config, data))
-
-    # of a stored dataset nothing can change; of files, what their rows are for is seen by looking into them
-    return resolve() if is_dataset(data) else settled_once(context, "draft", Draft, resolve)
+def _draft(
+    context: Context, preset: str, data: str | None, values: dict[str, Any], parameters: Mapping[str, Any]
+) -> Draft:
+    """Return the configuration before the data are read, as it was when the run began."""
+    before: Draft | None = None if is_dataset(data) else recalled(context, "draft", Draft)
+    if before is not None:
+        return before
+    draft = draft_of(preset, data=data, values=values, **parameters)
+    return draft._replace(config=with_data(draft.config, data))
 
 
 def _say_as_it_began(context: Context, preset: str, begun: Begun) -> None:
@@ -109,7 +115,7 @@ def _say_as_it_began(context: Context, preset: str, begun: Begun) -> None:
     when = told_at(context, BEGAN_WITH)
     say("data", f"goes on as it began ({when:%Y-%m-%d %H:%M} UTC): {', '.join([begun.dataset.uri, *models])}")
     try:
-        is_edited = preset_values(preset) != recalled(context, f"preset {preset}", dict[str, Any], by_all=True)
+        is_edited = preset_values(preset) != recalled(context, _question(preset), dict[str, Any], by_all=True)
     except ConfigError:
         is_edited = True
     if is_edited:

@@ -192,7 +192,8 @@ def _read_as_it_began(context: Context, config: PipelineConfig, template: Prompt
     for role in {**then, **now}:
         before, found = then.get(role), now.get(role)
         if before is None or found is None or before.digest != found.digest:
-            was, is_now = before or "not given", found or "not given"
+            was, is_now = str(before or "not given"), str(found or "not given")
+            is_now += " of other content" if is_now == was else ""
             raise DataError(f"data.{role} was {was} when this run began, is {is_now} now, {told}")
     return sets
 

@@ -154,7 +154,32 @@ def _name(asker: Asker, question: str, *, by_all: bool) -> str:
     """Return what a question is called in the store: without the call that asks, where all of a run ask the same."""
     digest = hashlib.sha256(question.encode()).hexdigest()[:8]  # paths may differ in what is not readable
     asked = f"{_readable(question)}-{digest}"
-    return asked if by_all or not asker.call else f"{asker.call}.{asked}"
+    if by_all or not asker.call:
+        return asked
+    number = _number(asker, question)
+    return f"{asker.call}.{asked}" if number == 1 else f"{asker.call}.{asked}-{number}"
+
+
+_ASKED: dict[tuple[Asker, str], list[str]] = {}
+"""By who asks what, the task runs in this process that asked it, in order: a flow may call a task in a loop."""
+
+
+def _number(asker: Asker, question: str) -> int:
+    """Return the how many-th call of a task asks this, one that is tried again counted once; outside a task, 1."""
+    task_run = _task_run()
+    if task_run is None:
+        return 1
+    known = _ASKED.setdefault((asker, question), [])
+    if task_run not in known:
+        known.append(task_run)
+    return known.index(task_run) + 1
+
+
+def _task_run() -> str | None:
+    from prefect.context import TaskRunContext
+
+    here = TaskRunContext.get()
+    return None if here is None else str(here.task_run.id)
 
 
 def _readable(text: str) -> str:

@@ -30,7 +30,7 @@ class Models(NamedTuple):
     """What a flow starts from, by version."""
 
     actor: str | None
-    """None: it trains its own, or starts from the preset's base model."""
+    """None: it trains its own."""
     reward_model: str | None
     """None: it trains its own, or asks none."""
 

@@ -74,7 +74,7 @@ def promote(decision: Decision) -> str | None:
     A run moves it once: one that is started again after its move leaves what others have done since.
 
     Raises:
-        StoreError: the champion is no longer the one that the gate compared with; run again to compare anew.
+        StoreError: the champion is no longer the one that the gate compared with; start a new run to compare anew.
     """
     context = open_context()
     name = context.store.resolve(decision.policy).name

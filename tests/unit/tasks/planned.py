@@ -28,7 +28,8 @@ from tasks.results import Parent, PPORun
 from tests.tiny_llama import write_tiny_llama
 from tests.unit.tasks.data_files import SMALL, write
 
-MOST_ANSWERS = 12
+MOST_ANSWERS = 20
+"""More than a run is given from its beginning to its end."""
 KINDS = ("sft", "reward-model", "policy", "dataset")
 
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
+from prefect.client import orchestration
+from prefect.context import FlowRunContext
 
 from flows import begin as beginning
 from flows import presets
@@ -76,6 +80,77 @@ def test_each_call_of_a_flow_in_a_run_asks_for_itself(as_run: Any, monkeypatch: 
     assert [told("sweep", 1), told("ppo-00", 2), told("ppo-00-2", 3), told("ppo-11", 4)] == [1, 2, 3, 4]
     assert [told("sweep", 5), told("ppo-00", 6), told("ppo-00-2", 7), told("ppo-11", 8)] == [1, 2, 3, 4]
     assert [told(call, n, by_all=True) for n, call in enumerate(("sweep", "ppo-00", "ppo-11"))] == [0, 0, 0]
+
+
+def test_each_call_of_a_task_in_a_flow_asks_for_itself_and_each_attempt_at_it_the_same(
+    as_run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_run("one")
+
+    def told(process: str, task_run: str, answer: int) -> int:
+        monkeypatch.setattr(plan, "asker_of", lambda _: Asker("one", "sweep"))
+        monkeypatch.setattr(plan, "_ASKED", asked.setdefault(process, {}))
+        monkeypatch.setattr(plan, "_task_run", lambda: task_run)
+        return settled_once(open_context(), "n", int, lambda: answer)
+
+    asked: dict[str, dict[Any, list[str]]] = {}
+    assert [told("first", "a", 1), told("first", "a", 2), told("first", "b", 3)] == [1, 1, 3]
+    assert [told("second", "c", 4), told("second", "d", 5)] == [1, 3]
+
+
+class TestAskers:
+    """Whose answer it is: that of the run which a worker starts again, and of the call in it."""
+
+    @pytest.fixture(autouse=True)
+    def server(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Stand for the flow runs `own` of a deployment, in it the task runs a, b and c, and `alone` without one."""
+        runs = {
+            "own": SimpleNamespace(id="own", deployment_id="d", parent_task_run_id=None),
+            "alone": SimpleNamespace(id="alone", deployment_id=None, parent_task_run_id=None),
+        }
+        client = SimpleNamespace(
+            read_task_run=lambda key: SimpleNamespace(flow_run_id="alone" if key == "z" else "own"),
+            read_flow_run=lambda key: runs[key],
+        )
+        monkeypatch.setattr(orchestration, "get_client", lambda **_: nullcontext(client))
+        monkeypatch.setattr(plan, "_ASKERS", {})
+        monkeypatch.setattr(plan, "_CALLS", {})
+
+    def asker(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        run: str,
+        *,
+        task: str | None,
+        deployment: str | None = None,
+        **given: Any,
+    ) -> Asker:
+        def ppo(seed: int = 0) -> None:
+            """Stand for a flow."""
+
+        found = SimpleNamespace(id=run, deployment_id=deployment, parent_task_run_id=task)
+        here = SimpleNamespace(flow_run=found, flow=SimpleNamespace(name="ppo", fn=ppo), parameters=given)
+        patch.setattr(FlowRunContext, "get", lambda: here)
+        told = plan.asker_of(SimpleNamespace(flow_run="outermost"))  # type: ignore[arg-type]
+        assert told is not None
+        return told
+
+    def test_the_run_of_a_deployment_asks_as_itself_whoever_called_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert self.asker(monkeypatch, "own", task=None, deployment="d") == Asker("own", "ppo")
+        assert self.asker(monkeypatch, "child", task="a", deployment="other") == Asker("child", "ppo")
+
+    def test_calls_in_it_are_told_apart_by_arguments_that_are_not_defaults_and_by_number(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        plain = self.asker(monkeypatch, "1", task="a")
+        assert plain.run == "own"
+        assert self.asker(monkeypatch, "2", task="b", seed=7).call != plain.call
+        again = self.asker(monkeypatch, "3", task="c", seed=0)
+        assert (again.run, again.call) == ("own", f"{plain.call}-2")
+        assert self.asker(monkeypatch, "4", task="a") == plain, "its caller was tried again"
+
+    def test_without_a_deployment_the_outermost_run_asks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert self.asker(monkeypatch, "1", task="z").run == "alone"
 
 
 def test_whatever_a_flow_is_told_is_read_as_it_was_written(as_run: Any, model: Path) -> None:
@@ -245,15 +320,33 @@ class TestData:
         shutil.copy(Path(presets.__file__).parent / "quickstart.yaml", own_presets)
         begin(rows, model)
 
+    def test_a_mistake_that_preflight_finds_is_not_recorded_either(
+        self, as_run: Any, rows: Path, model: Path, own_presets: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(*_: object, **__: object) -> None:
+            raise ConfigError("two choices exclude each other")
+
+        as_run("one")
+        with monkeypatch.context() as patch:
+            patch.setattr(beginning, "preflight", refuse)
+            with pytest.raises(ConfigError, match="exclude each other"):
+                begin(rows, model)
+        edit(own_presets, seed=77)
+        assert begin(rows, model).config.seed == 77
+
     @pytest.mark.usefixtures("own_presets")
     @pytest.mark.parametrize(
         ("change", "said"),
         [
             (lambda file: write(file, [*ROWS, ROWS[0] | {"question": "And 9?"}]), "is 81 rows of .* now, and was not"),
             (lambda file: write(file, ROWS[1:]), r"was 80 rows of \S+rows.jsonl when this run began, is 79 rows of"),
+            (
+                lambda file: write(file, [*ROWS[1:], ROWS[0] | {"question": "And 9?"}]),
+                "is 80 rows of .* of other content",
+            ),
             (lambda file: file.unlink(), r"rows.jsonl.* \(data.problems was 80 rows of \S+ when this run began, and"),
         ],
-        ids=["appended to", "cut", "deleted"],
+        ids=["appended to", "cut", "altered", "deleted"],
     )
     def test_data_that_were_changed_before_they_were_stored_are_refused(
         self, as_run: Any, rows: Path, model: Path, monkeypatch: pytest.MonkeyPatch, change: Any, said: str

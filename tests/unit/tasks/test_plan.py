@@ -117,13 +117,7 @@ class TestAskers:
         monkeypatch.setattr(plan, "_CALLS", {})
 
     def asker(
-        self,
-        monkeypatch: pytest.MonkeyPatch,
-        run: str,
-        *,
-        task: str | None,
-        deployment: str | None = None,
-        **given: Any,
+        self, patch: pytest.MonkeyPatch, run: str, *, task: str | None, deployment: str | None = None, **given: Any
     ) -> Asker:
         def ppo(seed: int = 0) -> None:
             """Stand for a flow."""

@@ -1,4 +1,4 @@
-"""Twenty installations on one stack: each with a schedule, a desk and a champion's line of its own."""
+"""Several installations on one stack: each with a schedule, a desk and a champion's line of its own."""
 
 from __future__ import annotations
 

@@ -15,9 +15,9 @@ from tests.night.sites import Site, Start
 from tests.night.table import LINES, sentences, table
 from tests.night.year import Year, drawn, failed_for_nothing, restarted_for_nothing, year
 
-pytestmark = [pytest.mark.night, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.night, pytest.mark.timeout(3600)]
 
-SITES, PERIOD_S, NIGHTS = 18, 60.0, 300
+SITES, PERIOD_S, NIGHTS = 8, 60.0, 300
 COLD = 2
 """So many sites' flows start as in production: each imports Prefect twice, four seconds of a core."""
 SEED = 16

@@ -9,8 +9,8 @@ from dataclasses import replace
 from infra.services import automations, bring_up
 from infra.services.service import Service
 
-LOST_AFTER_S = 50.0
-"""A flow's heart beats every 30 s, here as ever."""
+LOST_AFTER_S = 75.0
+"""A flow's heart beats every 30 s, here as ever; a busy machine delays one."""
 QUIET_S = 10.0
 """Prefect takes no less."""
 WITHOUT_ORDER = "NIGHT_WITHOUT_ORDER"

@@ -6,7 +6,6 @@ work from the processes' own notes: four witnesses, of whom none knows the other
 
 from __future__ import annotations
 
-import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -233,8 +232,3 @@ def _seconds(time: str) -> float:
 
 def _clock(time: float) -> str:
     return datetime.fromtimestamp(time).strftime("%H:%M:%S")
-
-
-def as_json(books: Books) -> str:
-    """Return all nights, for whoever looks for what went wrong."""
-    return "\n".join(json.dumps(vars(night)) for night in books.nights)

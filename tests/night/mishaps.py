@@ -41,6 +41,8 @@ class Mishap:
     kind: str
     stage: str
     strike: Callable[[Year, Site, str], None]
+    killed: tuple[Victim, ...] = ()
+    """Whom it kills, as often as each is named."""
     spares_flows: bool = False
 
 
@@ -165,16 +167,19 @@ def meet_an_error(year: Year, site: Site, stage: str) -> None:
 
 
 def service_mishaps(chance: random.Random) -> list[Mishap]:
-    """Return what befalls services, in a drawn order: each is killed in each stage, and cut off with all others."""
+    """Return what befalls services, in a drawn order: in each stage each is killed, one alone and two together."""
     found = []
-    for victim in SERVICES:
-        long_at = chance.choice(STOPPED_AT)
-        for stage in STAGES:
-            away_s = LONG_AWAY_S[victim] if stage == long_at else chance.choice(AWAY_S)
-            kind = f"{victim} killed" if stage != long_at else f"{victim} killed, and long away"
-            found.append(Mishap(kind, stage, kill(victim, away_s=away_s), spares_flows=True))
+    long_away = dict(zip(chance.sample(STOPPED_AT, len(SERVICES)), SERVICES, strict=True))
+    for stage in STAGES:
+        alone = long_away.get(stage) or chance.choice(SERVICES)
+        others = tuple(victim for victim in SERVICES if victim != alone)
+        away_s = LONG_AWAY_S[alone] if stage in long_away else chance.choice(AWAY_S)
+        told = f"{alone} killed, and long away" if stage in long_away else f"{alone} killed"
+        found.append(Mishap(told, stage, kill(alone, away_s=away_s), killed=(alone,), spares_flows=True))
+        strike = kill(*others, away_s=chance.choice(AWAY_S))
+        found.append(Mishap(f"{' and '.join(others)} killed", stage, strike, killed=others, spares_flows=True))
     stages = chance.sample(STAGES, POWER_CUTS)
-    found += [Mishap("power cut", stage, kill_all) for stage in stages]
+    found += [Mishap("power cut", stage, kill_all, killed=(*SERVICES, "flow")) for stage in stages]
     found += [
         Mishap("server stopped", chance.choice(STOPPED_AT), stop("server")),
         Mishap("worker stopped", chance.choice(STOPPED_AT), stop("worker")),
@@ -187,10 +192,10 @@ def service_mishaps(chance: random.Random) -> list[Mishap]:
 
 def flow_mishaps(chance: random.Random) -> list[Mishap]:
     """Return what befalls flows alone, in a drawn order."""
-    found = [Mishap("flow killed", stage, kill_flow) for stage in STAGES]
+    found = [Mishap("flow killed", stage, kill_flow, killed=("flow",)) for stage in STAGES]
     found += [Mishap("flow stopped", stage, stop("flow")) for stage in STOPPED_AT]
     found += [Mishap("night lasts into the next", stage, linger, spares_flows=True) for stage in STOPPED_AT[1:]]
     found += [Mishap("an error that passes", stage, meet_an_error, spares_flows=True) for stage in STOPPED_AT]
     found += [Mishap(SPOILT, "data", spoil) for _ in range(3)]
     chance.shuffle(found)
-    return [Mishap(GIVEN_UP, "ppo", kill_again_and_again), *found]
+    return [Mishap(GIVEN_UP, "ppo", kill_again_and_again, killed=("flow",) * STARTS), *found]

@@ -67,19 +67,22 @@ class Site:
 
 @dataclass(frozen=True)
 class Start:
-    """How a site's flow is started where it is not as the product's is."""
+    """How a site's flow is started."""
 
-    command: str | None = None
-    """What runs it."""
+    cold: bool = False
+    """Whether by a process of its own that imports all it needs, as the product's is; else it is forked."""
     entrypoint: str = "tests/night/stub.py:pipeline"
     environment: dict[str, str] = field(default_factory=dict)
     less_tags: tuple[str, ...] = ()
     """Of the nightly deployment's, those that it has not."""
 
-    @property
-    def job_variables(self) -> dict[str, Any]:
-        """Return what the worker is told."""
-        command = {} if self.command is None else {"command": self.command}
+    def job_variables(self, fork: str) -> dict[str, Any]:
+        """Return what the worker is told.
+
+        Args:
+            fork: the command that has a flow forked.
+        """
+        command = {} if self.cold else {"command": fork}
         return command | ({"env": self.environment} if self.environment else {})
 
 
@@ -91,12 +94,13 @@ def make_sites(names: Sequence[str], period_s: float, home: Path) -> list[Site]:
     ]
 
 
-def deployments(sites: Sequence[Site], starts: Mapping[str, Start]) -> str:
+def deployments(sites: Sequence[Site], starts: Mapping[str, Start], fork: str) -> str:
     """Return a file of deployments like the product's nightly one in all but flow, times and parameters.
 
     Args:
         sites: one deployment each.
         starts: by site, how its flow is started.
+        fork: the command that has a flow forked.
     """
     nightly = read_prefect_yaml(CHECKOUT)[NIGHTLY].model_dump(mode="json", exclude_none=True)
     kept = {name: nightly[name] for name in nightly if name not in {"description", "parameters", "schedules"}}
@@ -108,7 +112,7 @@ def deployments(sites: Sequence[Site], starts: Mapping[str, Start]) -> str:
             "entrypoint": starts[site.name].entrypoint,
             "tags": [tag for tag in kept["tags"] if tag not in starts[site.name].less_tags],
             "parameters": {"preset": "quickstart", "episodes": EPISODES, "overrides": {"name": site.name}},
-            "work_pool": {**kept["work_pool"], "job_variables": starts[site.name].job_variables},
+            "work_pool": {**kept["work_pool"], "job_variables": starts[site.name].job_variables(fork)},
             "schedules": [
                 {
                     "slug": "nightly",

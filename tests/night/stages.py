@@ -30,7 +30,6 @@ import tasks.ppo
 import tasks.preferences
 import tasks.promote
 from infra.artifacts import ArtifactRef, Manifest
-from infra.settings import settings
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import DataError
 from tasks.context import Context, open_context
@@ -61,7 +60,7 @@ class Work:
     def __init__(self, config: PipelineConfig, stage: str) -> None:
         self.config, self.stage = config, stage
         self.context: Context = open_context()
-        self.desk = Desk(settings().home / "night" / config.name).open()
+        self.desk = Desk(self.context.settings.home / "night" / config.name).open()
         self.note("begins")
         if self.desk.is_held_at(stage):
             self.note("held")
@@ -272,6 +271,7 @@ def nothing(*_: Any, **__: Any) -> None:
 
 REPLACED: tuple[tuple[Any, str, Any], ...] = (
     (tasks.context, "open_default_store", cache(tasks.context.open_default_store)),
+    (tasks.context, "settings", cache(tasks.context.settings)),
     (tasks.context, "root_flow_run", cache(tasks.context.root_flow_run)),
     (flows.pipeline, "sft", _within(flows.pipeline.sft)),
     (flows.pipeline, "train_reward_model", _within(flows.pipeline.train_reward_model)),

@@ -6,7 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from tests.night.books import Books
-from tests.night.year import Deed
+from tests.night.stages import STAGES
+from tests.night.year import Deed, kills
 
 LINES: list[str] = []
 """Of this session."""
@@ -29,6 +30,16 @@ def table(deeds: Sequence[Deed], books: Books) -> list[str]:
         rows.append((kind, str(len(own)), told, str(len(nights)), *(str(counts[each]) for each in OUTCOMES)))
     counts = books.count()
     rows.append(("the year", "", "", str(len(books.nights)), *(str(counts[each]) for each in OUTCOMES)))
+    return markdown(rows)
+
+
+def kills_table(deeds: Sequence[Deed]) -> list[str]:
+    """Return how often each victim was killed, in all and at each stage, as Markdown."""
+    rows = [("killed", "times", *STAGES)]
+    rows += [
+        (victim, str(counts.total()), *(str(counts[stage]) for stage in STAGES))
+        for victim, counts in sorted(kills(deeds).items())
+    ]
     return markdown(rows)
 
 

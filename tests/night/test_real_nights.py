@@ -103,16 +103,18 @@ def test_three_nights_with_a_kill_each_are_completed_and_the_champions_line_is_w
     stack: NightStack, tmp_path: Path
 ) -> None:
     rows = [("real night", "killed", "in", "starts", "state", "says")]
-    for number, (victim, stage, strike, starts) in enumerate(NIGHTS, 1):
-        run = stack.start_run(f"pipeline/{NAME}", seed=number)
-        at_stage(stack, run, stage)
-        strike(stack, run)
-        wait_for(partial(is_over, stack, run), f"the night {run} to end", timeout_s=NIGHT_TIMEOUT_S)
-        found = stack.run(run)
-        row = (str(number), victim, stage, str(found["run_count"]), found["state"]["name"], stack.message(run))
-        rows.append(row)
-        LINES[:] = [line for line in LINES if not line.startswith("| real")] + markdown(rows)[-1:]
-        assert (found["state"]["type"], found["run_count"]) == ("COMPLETED", starts), row
+    try:
+        for number, (victim, stage, strike, starts) in enumerate(NIGHTS, 1):
+            run = stack.start_run(f"pipeline/{NAME}", seed=number)
+            at_stage(stack, run, stage)
+            strike(stack, run)
+            wait_for(partial(is_over, stack, run), f"the night {run} to end", timeout_s=NIGHT_TIMEOUT_S)
+            found = stack.run(run)
+            row = (str(number), victim, stage, str(found["run_count"]), found["state"]["name"], stack.message(run))
+            rows.append(row)
+            assert (found["state"]["type"], found["run_count"]) == ("COMPLETED", starts), row
+    finally:
+        LINES.extend(markdown(rows))
     store = stack.store(tmp_path / "cache")
     champion = read_champion(store, NAME)
     assert champion is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
@@ -9,17 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.night.books import Books, as_json
+from tests.night.books import Books
 from tests.night.mishaps import MAY_FAIL, Mishap, flow_mishaps, service_mishaps
 from tests.night.sites import Site, Start
-from tests.night.table import LINES, sentences, table
-from tests.night.year import Year, drawn, failed_for_nothing, restarted_for_nothing, year
+from tests.night.stages import STAGES
+from tests.night.table import LINES, kills_table, sentences, table
+from tests.night.year import Year, drawn, failed_for_nothing, kills, restarted_for_nothing, year
 
 pytestmark = [pytest.mark.night, pytest.mark.timeout(3600)]
 
-SITES, PERIOD_S, NIGHTS = 8, 60.0, 300
-COLD = 2
-"""So many sites' flows start as in production: each imports Prefect twice, four seconds of a core."""
+SITES, PERIOD_S, NIGHTS = 15, 54.0, 300
+COLD = 1
+"""So many sites' flows start as in production: each imports all it needs, nine seconds of a core."""
+KILLS = 10
 SEED = 16
 LEAST_AHEAD_S = 2.0
 
@@ -28,12 +31,15 @@ def test_no_night_of_a_year_is_lost_or_doubled(tmp_path: Path) -> None:
     chance = drawn(SEED)
     services, flows = service_mishaps(chance), flow_mishaps(chance)
     names = [f"site-{number:02d}" for number in range(1, SITES + 1)]
-    cold = {name: Start() for name in names[:COLD]}
+    cold = {name: Start(cold=True) for name in names[:COLD]}
     with year(tmp_path, names, period_s=PERIOD_S, starts=cold) as made:
         books = play(made, services, flows, nights=NIGHTS)
         keep(made, books)
     assert len(books.nights) >= NIGHTS
     assert books.faults == []
+    for victim, counts in kills(made.deeds).items():
+        assert counts.total() >= KILLS, f"{victim} was killed {counts.total()} times"
+        assert set(counts) >= set(STAGES), f"{victim} was killed in {', '.join(counts)} alone"
 
 
 def play(made: Year, services: list[Mishap], flows: list[Mishap], *, nights: int) -> Books:
@@ -46,7 +52,13 @@ def play(made: Year, services: list[Mishap], flows: list[Mishap], *, nights: int
         try:
             for mishap in mishaps:
                 site = made.next_site(sites, least_s=LEAST_AHEAD_S)
-                with made.deed(mishap.kind, mishap.stage, site if alone else None, spares_flows=mishap.spares_flows):
+                with made.deed(
+                    mishap.kind,
+                    mishap.stage,
+                    site if alone else None,
+                    killed=mishap.killed,
+                    spares_flows=mishap.spares_flows,
+                ):
                     mishap.strike(made, site, mishap.stage)
         except BaseException as error:
             troubles.append(error)
@@ -75,10 +87,11 @@ def play(made: Year, services: list[Mishap], flows: list[Mishap], *, nights: int
 
 
 def keep(made: Year, books: Books) -> None:
-    """Put the table where it is printed, and all nights where a person can look for what went wrong."""
+    """Put the table where it is printed, and all nights and deeds where a person can look for what went wrong."""
     LINES.extend(table(made.deeds, books))
+    LINES.extend(kills_table(made.deeds))
     LINES.extend(sentences(books))
     LINES.append(f"champions moved {books.promotions} times")
     LINES.extend(books.faults)
     if told := os.environ.get("NIGHT_BOOKS"):
-        Path(told).write_text(as_json(books))
+        Path(told).write_text("\n".join(json.dumps(vars(each)) for each in (*books.nights, *made.deeds)))

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from infra.services import automations, bring_up
 from infra.services.service import Service
+from infra.settings import CHECKOUT
 
 LOST_AFTER_S = 75.0
 """A flow's heart beats every 30 s, here as ever; a busy machine delays one."""
@@ -29,9 +30,9 @@ def leave_order_out() -> None:
 
     def with_prefects_own(*args: object) -> Service:
         service: Service = known(*args)  # type: ignore[arg-type]
-        told = {name: value for name, value in service.environment.items() if name != _ORDER}
-        assert told != dict(service.environment), f"the server is not told {_ORDER} any longer: nothing is left out"
-        return replace(service, environment=told)
+        assert _ORDER in service.environment, f"the server is not told {_ORDER} any longer: nothing is left out"
+        others = {_ORDER: "tests.night.prefects_order", "PYTHONPATH": str(CHECKOUT)}
+        return replace(service, environment={**service.environment, **others})
 
     bring_up.prefect_server = with_prefects_own
     automations.catch_up = lambda *_, **__: []

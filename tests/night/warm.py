@@ -1,4 +1,4 @@
-"""Flow processes forked from one that has imported Prefect and the stub: half a second of a core in place of four.
+"""Flow processes forked from one that has imported what a night imports: half a second of a core in place of nine.
 
 The worker is the real one, and runs for most sites the command that a deployment names in its job variables: a caller,
 which hands environment and files to a server of ours, passes signals on, and ends as the flow's process ends. That one
@@ -8,6 +8,7 @@ looks, from outside, like any other: its environment and its command line are wr
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -83,9 +84,14 @@ def serve(address: str) -> None:
     import prefect.engine
     import prefect.flow_engine
 
+    import infra.artifacts.retrier
+    import tasks.ppo_keeper
     import tests.night.stages
+    from tasks.source import source_digest
 
-    del prefect, tests
+    source_digest()  # what it finds of the core is remembered
+    del prefect, infra, tasks, tests
+    gc.freeze()  # what all share is not looked through, and so not copied, each time a flow collects its garbage
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody is waited for here
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"{address}.new")

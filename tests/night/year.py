@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -22,7 +24,6 @@ from tests.integration.local_stack import PROGRAMS, LocalStack, turn, wait_for
 from tests.night.books import Books, balance, read_champion
 from tests.night.notes import Note
 from tests.night.sites import Site, Start, deployments, make_sites, runs_of, switch_off, switch_on
-from tests.night.typed import LOST_AFTER_S
 from tests.night.warm import command, warm_flows
 
 T = TypeVar("T")
@@ -30,8 +31,8 @@ Victim = Literal["flow", "server", "worker", "store"]
 SERVICES: tuple[Victim, ...] = ("server", "worker", "store")
 HELD_TIMEOUT_S = 300.0
 SETTLE_TIMEOUT_S = 600.0
-GIVEN_UP_S = LOST_AFTER_S + 30
-"""So long after its crash nobody starts a run again."""
+GIVEN_UP_S = 60.0
+"""So long after its crash nobody starts a run again: that takes a quarter of a minute, or half on a busy machine."""
 UNDER_WAY = {"SCHEDULED", "PENDING", "RUNNING", "PAUSED", "CANCELLING"}
 
 
@@ -70,6 +71,8 @@ class Deed:
     site: str | None
     began: float
     ended: float
+    killed: tuple[Victim, ...] = ()
+    """Who was killed by it, as often as each is named."""
     spares_flows: bool = False
     """Whether no process of a flow is ended or stopped by it, so that no night need begin anew."""
 
@@ -94,9 +97,9 @@ class Year:
         """
         for site in self.sites:
             site.write_data(time.time())
-        warm = Start(command(self.warm))
         file = self.stack.home / "night.yaml"
-        file.write_text(deployments(self.sites, {site.name: starts.get(site.name, warm) for site in self.sites}))
+        every = {site.name: starts.get(site.name, Start()) for site in self.sites}
+        file.write_text(deployments(self.sites, every, command(self.warm)))
         self.stack.deploy_tiny_flows(CHECKOUT, str(file))
         for site in self.sites:
             switch_on(self.stack.api_url, site)
@@ -115,9 +118,10 @@ class Year:
         self.warm.unlink(missing_ok=True)
 
     def end(self) -> None:
-        """Switch the schedules off."""
+        """Switch the schedules off that are still on."""
         for site in self.sites:
-            switch_off(self.stack.api_url, site)
+            if site.last_s == math.inf:
+                switch_off(self.stack.api_url, site)
 
     def keep_the_days(self, until: Callable[[], bool]) -> None:
         """Write every site's data of the day shortly before its night is due."""
@@ -154,12 +158,18 @@ class Year:
 
     @contextmanager
     def deed(
-        self, kind: str, stage: str = "-", site: Site | None = None, *, spares_flows: bool = False
+        self,
+        kind: str,
+        stage: str = "-",
+        site: Site | None = None,
+        *,
+        killed: tuple[Victim, ...] = (),
+        spares_flows: bool = False,
     ) -> Iterator[None]:
         """Write down what is done in a block."""
         began = time.time()
         yield
-        self.deeds.append(Deed(kind, stage, site.name if site else None, began, time.time(), spares_flows))
+        self.deeds.append(Deed(kind, stage, site.name if site else None, began, time.time(), killed, spares_flows))
 
     def held(self, site: Site, stage: str) -> Note:
         """Hold a site's next night at a stage, and return the note of its process once it is there."""
@@ -217,8 +227,7 @@ def year(directory: Path, names: Sequence[str], *, period_s: float, starts: Mapp
             stack.up()
         made = Year(stack, make_sites(names, period_s, stack.home), directory / "warm")
         try:
-            if set(names) - set(starts):
-                made.warm_up()
+            made.warm_up()
             made.deploy(starts)
             yield made
         finally:
@@ -238,6 +247,15 @@ def ended_well(stack: NightStack) -> Iterator[None]:
         processes.end(left, grace_s=0)
         assert result.returncode == 0, result.stdout + result.stderr
         assert left == [], "`rlhf down` left processes behind"
+
+
+def kills(deeds: Sequence[Deed]) -> dict[Victim, Counter[str]]:
+    """Return how often each victim was killed at each stage."""
+    found: dict[Victim, Counter[str]] = {}
+    for deed in deeds:
+        for victim in deed.killed:
+            found.setdefault(victim, Counter())[deed.stage] += 1
+    return found
 
 
 def restarted_for_nothing(deeds: Sequence[Deed], books: Books) -> list[str]:

@@ -90,8 +90,8 @@ class _BringingUp:
         make_work_pool(api_url)
         its_worker = worker(self.home, api_url, variables)
         if not self._runs("worker", None, None):
-            for name in runs.settle_lost_runs(api_url):
-                self.report(f"run {name} had lost its process: it now counts as crashed")
+            for settled in runs.settle_lost_runs(api_url, for_good=False):
+                self.report(settled)
         self.report(automations.install(api_url))
         if its_server := self.state.services["server"].process():
             for name in automations.catch_up(api_url, server_began=its_server.create_time()):

@@ -19,30 +19,43 @@ def engines(stack_id: str) -> list[psutil.Process]:
     return [process for process in processes.marked(stack_id) if _runs_a_flow(process)]
 
 
-def settle_lost_runs(api_url: str) -> list[str]:
-    """Put into a final state all runs of our pool that count as running and have no process; return their names.
+def settle_lost_runs(api_url: str, *, for_good: bool) -> list[str]:
+    """Settle all runs of our pool that were taken by a worker and have no process; return a sentence for each.
 
     A worker that is told to end takes its runs' processes along without a word to the server, which would show
-    them as running for ever. To be called while no worker runs: one may just have taken a run, without a process yet.
+    them as running for ever. One that is killed leaves runs behind that it had taken and not begun: nothing of them
+    is lost, and they are due again. To be called while no worker runs: one may just have taken a run, without a process
+    yet.
+
+    Args:
+        api_url: the Prefect server's.
+        for_good: whether a person ends them: what was begun before is not begun again.
 
     Raises:
         ServiceError: if the server does not answer.
     """
     alive = _runs_with_a_process()
-    settled = []
-    for run in _unfinished(api_url, {"work_pools": {"name": {"any_": [WORK_POOL]}}}):
-        if run["id"] not in alive:
-            _settle(api_url, run)
-            settled.append(str(run["name"]))
-    return settled
+    lost = _unfinished(api_url, {"work_pools": {"name": {"any_": [WORK_POOL]}}})
+    return [
+        _settle(api_url, run, due_again=run["state_type"] == "PENDING" and not (for_good and run["run_count"]))
+        for run in lost
+        if run["id"] not in alive
+    ]
 
 
-def _settle(api_url: str, run: dict[str, Any]) -> None:
+def _settle(api_url: str, run: dict[str, Any], *, due_again: bool) -> str:
     for child in _unfinished(api_url, {"flow_runs": {"parent_flow_run_id": {"any_": [run["id"]]}}}):
-        _settle(api_url, child)
-    name = "CANCELLED" if run["state_type"] == "CANCELLING" else "CRASHED"
-    state = {"type": name, "message": "The process of this run ended with the local stack or its worker."}
+        _settle(api_url, child, due_again=False)
+    if due_again:
+        kind, message = "SCHEDULED", "The worker that had taken this run ended before the run began: it is due again."
+        told = f"run {run['name']} had not begun: it is due again"
+    else:
+        kind = "CANCELLED" if run["state_type"] == "CANCELLING" else "CRASHED"
+        message = "The process of this run ended with the local stack or its worker."
+        told = f"run {run['name']} had lost its process: it now counts as {kind.lower()}"
+    state = {"type": kind, "message": message}
     prefect_api.call(api_url, "POST", f"/flow_runs/{run['id']}/set_state", {"state": state, "force": True})
+    return told
 
 
 def _unfinished(api_url: str, where: dict[str, Any]) -> list[dict[str, Any]]:

@@ -74,8 +74,8 @@ def _end_runs(state: StackState, live: dict[str, psutil.Process], report: Report
     _await_clusters(state, list(live.values()), report)
     if "server" in live:
         with suppress(ServiceError):  # a server that is ill must not keep us from ending it
-            for name in runs.settle_lost_runs(f"{state.services['server'].address}/api"):
-                report(f"run {name} counts as crashed")
+            for settled in runs.settle_lost_runs(f"{state.services['server'].address}/api", for_good=True):
+                report(settled)
 
 
 def _await_clusters(state: StackState, services: Sequence[psutil.Process], report: Report) -> None:

@@ -69,6 +69,16 @@ def test_a_run_whose_processes_are_killed_does_not_count_as_running_for_ever(own
     assert own_stack.run_state(run) == "CRASHED"
 
 
+def test_a_run_that_a_killed_worker_had_taken_and_not_begun_is_due_again(own_stack: LocalStack) -> None:
+    kill(psutil.Process(own_stack.pids()["worker"]))
+    run = own_stack.start_run("tiny/tiny", sleep_s=0)
+    own_stack.set_state(run, "PENDING")
+    assert "had not begun: it is due again" in own_stack.up()
+    wait_for(lambda: own_stack.run_state(run) == "COMPLETED", "the run to end", timeout_s=90)
+    taken = ["Pending", "Scheduled", "Pending", "Submitting", "Running", "Completed"]
+    assert own_stack.history(run) == ["Scheduled", *taken]
+
+
 def test_schedules_that_a_person_switched_on_and_runs_that_wait_stay_when_deployments_change(
     own_stack: LocalStack,
 ) -> None:

@@ -20,7 +20,7 @@ POWER_CUTS = 2
 """With these, and a kill in each of the eight stages, each victim is killed ten times at least."""
 AWAY_S = (0.0, 3.0, 10.0)
 STOPPED_S = LOST_AFTER_S + 15
-LONG_AWAY_S: dict[Victim, float] = {"server": LOST_AFTER_S + 15, "worker": 45.0, "store": 45.0}
+LONG_AWAY_S: dict[Victim, float] = {"server": LOST_AFTER_S + 15, "worker": 30.0, "store": 30.0}
 STOPPED_AT = ("sft", "ppo", "evaluate")
 STARTS = 4
 """So often is a run that crashes begun, before it is given up."""
@@ -30,6 +30,7 @@ MAY_FAIL = {
     FAULT: SPOILT,
     "The run crashed four times": GIVEN_UP,
     "The process of this run ended with the local stack": DOWN,
+    "The run crashed, and the local stack was ended before": DOWN,
 }
 """How the sentence begins with which a night may fail, and what must have befallen it."""
 

@@ -29,6 +29,7 @@ import tasks.plan
 import tasks.ppo
 import tasks.preferences
 import tasks.promote
+import tasks.sentences
 from infra.artifacts import ArtifactRef, Manifest
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import DataError
@@ -279,6 +280,7 @@ REPLACED: tuple[tuple[Any, str, Any], ...] = (
     (flows.pipeline, "evaluate", _within(flows.pipeline.evaluate)),
     (tasks.plan, "asker_of", asker_of := _asked_by_flow(tasks.plan.asker_of)),
     (tasks.ppo, "asker_of", asker_of),
+    (tasks.sentences, "give_memory_back", nothing),
     (flows.begin, "preflight", nothing),
     (flows.begin, "settle_models", settle_models),
     (flows.begin, "prepare_data", prepare_data),

@@ -38,7 +38,7 @@ def kills_table(deeds: Sequence[Deed]) -> list[str]:
     rows = [("killed", "times", *STAGES)]
     rows += [
         (victim, str(counts.total()), *(str(counts[stage]) for stage in STAGES))
-        for victim, counts in sorted(kills(deeds).items())
+        for victim, counts in kills(deeds).items()
     ]
     return markdown(rows)
 

@@ -100,7 +100,7 @@ def befall(made: Year, site: Site, control: Control) -> None:
     switch_off(made.stack.api_url, site)
 
 
-def in_parallel(strikes: list[Callable[[], None]]) -> None:
+def in_parallel(strikes: list[Callable[[], object]]) -> None:
     """Carry out strikes side by side; raise what one of them raised."""
     with ThreadPoolExecutor(len(strikes)) as threads:
         for struck in [threads.submit(strike) for strike in strikes]:
@@ -110,7 +110,7 @@ def in_parallel(strikes: list[Callable[[], None]]) -> None:
 def outage(made: Year, sites: list[Site]) -> None:
     """Kill the server before nights of several sites end, and start it again after that."""
     with made.deed("server killed", "report", killed=("server",), spares_flows=True):
-        in_parallel([lambda site=site: made.held(site, "report") and None for site in sites])
+        in_parallel([lambda site=site: made.held(site, "report") for site in sites])
         made.kill("server")
         for site in sites:
             site.desk.let_go()

@@ -23,7 +23,7 @@ SITES, PERIOD_S = 10, 60.0
 NIGHTS = int(os.environ.get("NIGHTS", "300"))
 """At least so many are due; fewer for a short look, which still meets every mishap."""
 COLD = 1
-"""So many sites' flows start as in production: each imports all it needs, nine seconds of a core."""
+"""So many sites' flows start as in production: each imports all it needs."""
 KILLS = 10
 SEED = 16
 LEAST_AHEAD_S = 2.0

@@ -1,4 +1,4 @@
-"""Flow processes forked from one that has imported what a night imports: half a second of a core in place of nine.
+"""Flow processes forked from one that has imported what a night imports: two seconds of a core in place of nine.
 
 The worker is the real one, and runs for most sites the command that a deployment names in its job variables: a caller,
 which hands environment and files to a server of ours, passes signals on, and ends as the flow's process ends. That one

@@ -250,11 +250,11 @@ def ended_well(stack: NightStack) -> Iterator[None]:
 
 
 def kills(deeds: Sequence[Deed]) -> dict[Victim, Counter[str]]:
-    """Return how often each victim was killed at each stage."""
-    found: dict[Victim, Counter[str]] = {}
+    """Return how often each victim was killed at each stage; those that were spared are there too."""
+    found: dict[Victim, Counter[str]] = {victim: Counter() for victim in ("flow", *SERVICES)}
     for deed in deeds:
         for victim in deed.killed:
-            found.setdefault(victim, Counter())[deed.stage] += 1
+            found[victim][deed.stage] += 1
     return found
 
 

@@ -79,6 +79,21 @@ def test_a_run_that_a_killed_worker_had_taken_and_not_begun_is_due_again(own_sta
     assert own_stack.history(run) == ["Scheduled", *taken]
 
 
+def test_down_ends_for_good_what_had_begun_and_a_run_that_had_not_is_due_after_the_next_up(
+    own_stack: LocalStack,
+) -> None:
+    kill(psutil.Process(own_stack.pids()["worker"]))
+    begun, taken = own_stack.start_run("tiny/tiny", sleep_s=0), own_stack.start_run("tiny/tiny", sleep_s=0)
+    own_stack.set_state(begun, "RUNNING")
+    for each in (begun, taken):
+        own_stack.set_state(each, "PENDING")
+    result = own_stack.type("rlhf", "down")
+    assert result.returncode == 0, result.stderr
+    own_stack.up()
+    wait_for(lambda: own_stack.run_state(taken) == "COMPLETED", "the run to end", timeout_s=90)
+    assert own_stack.run_state(begun) == "CRASHED"
+
+
 def test_schedules_that_a_person_switched_on_and_runs_that_wait_stay_when_deployments_change(
     own_stack: LocalStack,
 ) -> None:

@@ -14,7 +14,7 @@ run: setup  ## the local stack, then the quickstart pipeline, followed live
 
 test: setup  ## all tests that need no GPU; fails too when none ran
 	@$(BIN)/python -m pytest -m "not gpu and not parallel and not s3 and not chaos and not clusters and not night and not outages" \
-		-n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+		-n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(PYTEST_ARGS)
 
 test-parallel: setup  ## two ranks and more under every strategy, and the topologies of trainers, makers and groups
 	@$(BIN)/python -m pytest -m parallel $(PYTEST_ARGS)

@@ -6,13 +6,12 @@ Imports sympy by way of math-verify, at once: a response's time limit is not for
 from __future__ import annotations
 
 import re
+import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import NamedTuple
-
-from math_verify.errors import TimeoutException
-from math_verify.utils import timeout
 
 from rlhf_core.rewards.formulas import is_formula, same_formula
 from rlhf_core.rewards.math_answers import graded, number, same_number
@@ -48,12 +47,39 @@ def same_answer(reference: str, given: str) -> bool:
     wanted, found = plain(reference), plain(given)
     if not wanted or not found:
         return False
-    # the limit is an alarm signal, which the main thread alone gets; elsewhere the caller limits the time
-    limit = LIMIT_S if threading.current_thread() is threading.main_thread() else None
     try:
-        return bool(timeout(limit)(_same)(wanted, found))
-    except (TimeoutException, RecursionError):
+        with _at_most(LIMIT_S):
+            return _same(wanted, found)
+    except (_TooLongError, RecursionError):
         return False
+
+
+class _TooLongError(BaseException):
+    """The time is over; no `except Exception` on the way takes it for its own."""
+
+
+@contextmanager
+def _at_most(limit_s: float) -> Iterator[None]:
+    """End what takes longer by an alarm signal, which the main thread alone gets; elsewhere the caller limits the time.
+
+    The alarm comes again and again: what is raised while garbage is collected is printed, and lost. (math-verify's own
+    `timeout` rings once, and takes the alarm of whoever had set one before.)
+    """
+
+    def ring(*_: object) -> None:
+        raise _TooLongError
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.signal(signal.SIGALRM, ring)
+    others = signal.setitimer(signal.ITIMER_REAL, limit_s, limit_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, *others)
 
 
 def _same(wanted: str, found: str) -> bool:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import signal
 import threading
+import time
 from fractions import Fraction
 
 import pytest
 
+from rlhf_core.rewards import competition
 from rlhf_core.rewards.competition import same_answer
 from rlhf_core.rewards.formulas import is_formula
 from rlhf_core.rewards.notation import plain
@@ -54,3 +58,25 @@ def test_answers_are_compared_in_any_thread() -> None:
     thread.start()
     thread.join(60)
     assert found == [True, False]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_alarm_that_is_lost_comes_again_and_leaves_the_callers_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(competition, "LIMIT_S", 0.2)
+    slept: list[float] = []
+
+    def collecting(*_: object) -> None:  # an exception that is raised here is printed, and lost
+        if not slept:
+            slept.append(0.5)
+            time.sleep(0.5)
+
+    gc.callbacks.append(collecting)
+    handler, (left_s, _) = signal.getsignal(signal.SIGALRM), signal.setitimer(signal.ITIMER_REAL, 60)
+    try:
+        assert not same_answer("x+1", "((x+y+z)^{50}+1)^{50}")
+        assert slept == [0.5]
+        assert signal.getsignal(signal.SIGALRM) is handler
+        assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 60
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, left_s)
+        gc.callbacks.remove(collecting)

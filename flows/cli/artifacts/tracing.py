@@ -1,4 +1,4 @@
-"""How artifacts came to be, and how two of them differ: lineage, diff."""
+"""How artifacts came to be, and how two of them differ: lineage, plan, diff."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from flows.cli.artifacts.output import Json, console, print_rows, size, write_json, write_lines
+from flows.cli.artifacts.output import Json, console, print_rows, size, when, write_json, write_lines
 from rlhf_core.counting import counted
 
 if TYPE_CHECKING:
@@ -43,6 +43,29 @@ def lineage(
         return write_json(_plain(root, "children" if down else "parents"))
     screen = console()
     write_lines(draw(root, width=screen.width if screen.is_terminal else None))
+    return None
+
+
+def plan(run: str, /, *, as_json: Json = False) -> None:
+    """Show what a run resolved when it first began, which it takes again whenever it is started again.
+
+    Args:
+        run: id of a flow run of Prefect's; `rlhf artifacts show` says which one made an artifact.
+        as_json: print JSON.
+    """
+    from infra.artifacts import open_default_store
+    from infra.errors import ReferenceNotFoundError
+
+    store = open_default_store()
+    found = store.plan(run)
+    if not found:
+        raise ReferenceNotFoundError(
+            f"{store.url} holds nothing that a run {run} resolved; give the id of a flow run of this project, as the "
+            "Prefect UI or `rlhf artifacts show` tells it"
+        )
+    if as_json:
+        return write_json([answer.model_dump(mode="json") for answer in found])
+    print_rows(console(), [(when(answer.when), answer.question, _value(answer.answer)) for answer in found])
     return None
 
 

@@ -1,4 +1,4 @@
-"""`rlhf artifacts` in everyday keeping: diff, lineage down, promote, rollback, verify, collect."""
+"""`rlhf artifacts` in everyday keeping: plan, diff, lineage down, promote, rollback, verify, collect."""
 
 from __future__ import annotations
 
@@ -46,6 +46,29 @@ def rlhf(store: ArtifactStore, capsys: pytest.CaptureFixture[str]) -> Any:
         return status, told.out, told.err
 
     return run
+
+
+def test_plan_shows_what_a_run_resolved_in_the_order_in_which_it_asked(rlhf: Any, store: ArtifactStore) -> None:
+    store.record("0b7c", "run", "what the preset says", {"lr": 0.1})
+    store.record("0b7c", "ppo.actor", "actor", "sft/s@1")
+    status, out, _ = rlhf("plan", "0b7c")
+    assert status == 0
+    assert [line.split(" UTC ")[1].split(maxsplit=1) for line in out.splitlines()] == [
+        ["what", 'the preset says  {"lr": 0.1}'],
+        ["actor", "sft/s@1"],
+    ]
+    facts = json.loads(rlhf("plan", "0b7c", "--json")[1])
+    assert [(fact["flow_run"], fact["answer"]) for fact in facts] == [("0b7c", {"lr": 0.1}), ("0b7c", "sft/s@1")]
+
+
+@pytest.mark.parametrize(
+    ("run", "sentence"),
+    [("another", "holds nothing that a run another resolved"), ("policy/p", "'policy/p' is no name of a run")],
+)
+def test_plan_of_what_is_no_run_is_refused(rlhf: Any, run: str, sentence: str) -> None:
+    status, out, error = rlhf("plan", run)
+    assert (status, out) == (1, "")
+    assert sentence in error
 
 
 def test_diff_shows_what_differs(rlhf: Any) -> None:

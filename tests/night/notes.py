@@ -67,8 +67,6 @@ class Desk:
 
     def hold_at(self, stage: str) -> None:
         """Have the next process that comes to a stage wait there until it is let go, or ended."""
-        with suppress(FileNotFoundError):
-            (self.directory / "let-go").unlink()
         self._put("hold", stage)
 
     def is_to_be_held(self) -> bool:
@@ -88,10 +86,10 @@ class Desk:
         return self._taken("fail", stage)
 
     def let_go(self) -> None:
-        """End the waiting, and that which was never begun."""
-        with suppress(FileNotFoundError):
-            (self.directory / "hold").unlink()
-        (self.directory / "let-go").touch()
+        """End the waiting of all who wait by now, and that which was never begun."""
+        (self.directory / "hold").unlink(missing_ok=True)
+        for waits in self.directory.glob("hold-taken-*"):
+            waits.unlink()
 
     def await_leave(self) -> None:
         """Wait until the driver says so.
@@ -100,7 +98,7 @@ class Desk:
             TimeoutError: if it does not.
         """
         deadline = time.monotonic() + HOLD_TIMEOUT_S
-        while not (self.directory / "let-go").exists():
+        while (self.directory / f"hold-taken-{os.getpid()}").exists():
             if time.monotonic() > deadline:
                 raise TimeoutError(f"nobody let {self.directory.name} go within {HOLD_TIMEOUT_S:.0f} s")
             time.sleep(0.1)

@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import psutil
-
 from tests.integration.local_stack import wait_for
 from tests.night.sites import Site
 from tests.night.stages import STAGES
@@ -30,6 +28,8 @@ MAY_FAIL = {
     FAULT: SPOILT,
     "The run crashed four times": GIVEN_UP,
     "The process of this run ended with the local stack": DOWN,
+    "Process exited with status code: -15": DOWN,  # Prefect's own words, where worker or process told it first
+    "Execution was aborted by a termination signal": DOWN,
     "The run crashed, and the local stack was ended before": DOWN,
 }
 """How the sentence begins with which a night may fail, and what must have befallen it."""
@@ -92,16 +92,15 @@ def stop(*victims: Victim) -> Callable[[Year, Site, str], None]:
 
     def strike(year: Year, site: Site, stage: str) -> None:
         note = year.held(site, stage)
-        stopped = [process for name in victims if name != "flow" and (process := year.stack.service(name))]
-        if "flow" in victims:
-            stopped.append(psutil.Process(note.pid))
-        for process in stopped:
-            process.suspend()
+        services = [process for name in victims if name != "flow" and (process := year.stack.service(name))]
+        pids = [process.pid for process in services] + [note.pid] * ("flow" in victims)
+        for pid in pids:
+            end_process(pid, signal.SIGSTOP)
         try:
             time.sleep(STOPPED_S)
         finally:
-            for process in reversed(stopped):
-                process.resume()
+            for pid in reversed(pids):
+                end_process(pid, signal.SIGCONT)
         site.desk.let_go()
 
     return strike
@@ -113,17 +112,12 @@ def sleep_through(year: Year, site: Site, stage: str) -> None:
     site.desk.let_go()
     stopped = year.stack.processes()
     for process in stopped:
-        suspend(process)
+        end_process(process.pid, signal.SIGSTOP)
     try:
         time.sleep(STOPPED_S)
     finally:
         for process in reversed(stopped):
             end_process(process.pid, signal.SIGCONT)
-
-
-def suspend(process: psutil.Process) -> None:
-    """Stop a process, if it still lives."""
-    end_process(process.pid, signal.SIGSTOP)
 
 
 def down_and_up(year: Year, site: Site, stage: str) -> None:
@@ -150,7 +144,7 @@ def spoil(year: Year, site: Site, stage: str) -> None:
     def has_read() -> bool:
         return any(note.stage == "data" for note in list(site.desk.notes())[known:])
 
-    wait_for(has_read, f"a night of {site.name} to read spoilt data", timeout_s=3 * site.period_s)
+    wait_for(has_read, f"a night of {site.name} to read spoilt data", timeout_s=HELD_TIMEOUT_S)
     time.sleep(0.5)
     site.write_data(time.time())
 

@@ -75,10 +75,10 @@ def recorded(context: Context, question: str, kind: Any, answer: T, *, by_all: b
     return stands
 
 
-def told_at(context: Context, question: str, *, by_all: bool = False) -> datetime | None:
+def told_at(context: Context, question: str) -> datetime | None:
     """Return when the run was told; None if it has not asked yet. Arguments of `settled_once`."""
     asker = asker_of(context)
-    found = None if asker is None else context.store.recall(asker.run, _name(asker, question, by_all=by_all))
+    found = None if asker is None else context.store.recall(asker.run, _name(asker, question, by_all=False))
     return None if found is None else found.when
 
 

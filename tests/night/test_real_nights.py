@@ -8,14 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import yaml
 
-from infra.process_record import is_live
 from infra.services.prefect_yaml import read_prefect_yaml
 from infra.settings import CHECKOUT
 from tests.integration.local_stack import turn, wait_for
+from tests.integration.stages import EPISODES, at_stage, flow_process
 from tests.integration.test_chain import small
 from tests.night.books import read_champion
 from tests.night.sites import NIGHTLY
@@ -26,10 +25,7 @@ from tests.tiny_llama import write_tiny_llama
 pytestmark = [pytest.mark.night, pytest.mark.timeout(1500)]
 
 NAME = "small"
-EPISODES = 2
-STAGES = ("sft", "reward-model", "ppo", "evaluate")
-"""The flows that a night calls, in order."""
-STAGE_TIMEOUT_S, NIGHT_TIMEOUT_S = 300.0, 600.0
+NIGHT_TIMEOUT_S = 600.0
 
 
 @pytest.fixture(scope="module")
@@ -39,39 +35,18 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NightStack]:
     with ended_well(running):
         with turn():
             running.up()
-        deploy(running, write_tiny_llama(directory / "model"))
+        deploy(running, write_tiny_llama(model_of(running)))
         yield running
 
 
-def deploy(stack: NightStack, model: Path) -> None:
-    """Register the product's nightly deployment anew, small."""
+def deploy(stack: NightStack, model: Path, *, episodes: int = EPISODES) -> None:
+    """Register the product's nightly deployment, small, or register it anew."""
     nightly = read_prefect_yaml(CHECKOUT)[NIGHTLY].model_dump(mode="json", exclude_none=True)
-    given = {"preset": "quickstart", "model": str(model), "episodes": EPISODES, "overrides": small(name=NAME)}
+    given = {"preset": "quickstart", "model": str(model), "episodes": episodes, "overrides": small(name=NAME)}
     nightly |= {"name": NAME, "parameters": given, "schedules": []}
     file = stack.home / "small.yaml"
     file.write_text(yaml.safe_dump({"deployments": [nightly]}))
     stack.deploy_tiny_flows(CHECKOUT, str(file))
-
-
-def at_stage(stack: NightStack, run: str, stage: str) -> None:
-    """Wait until a night is at a stage, and in PPO until an episode is behind it."""
-
-    def has_come() -> bool:
-        if len(stack.children(run)) <= STAGES.index(stage):
-            return False
-        return stage != "ppo" or any(f"episode 1/{EPISODES}" in line for line in stack.log(run))
-
-    wait_for(has_come, f"the night {run} to come to {stage}", timeout_s=STAGE_TIMEOUT_S)
-
-
-def flow_process(stack: NightStack, run: str) -> psutil.Process:
-    """Return the process in which Prefect runs a night."""
-
-    def look() -> psutil.Process | None:
-        found = [each for each in stack.processes_of(run) if is_live(each) and "prefect.engine" in each.cmdline()]
-        return found[0] if found else None
-
-    return wait_for(look, f"a process of {run}", timeout_s=60)
 
 
 def kill_service(stack: NightStack, name: str) -> None:
@@ -83,8 +58,13 @@ def kill_service(stack: NightStack, name: str) -> None:
 
 
 def kill_flow(stack: NightStack, run: str) -> None:
-    """Kill the night's process; whatever it holds of a Ray cluster goes with it."""
+    """Kill the night's process with its Ray cluster, and register the deployment anew, with more to do."""
     end_process(flow_process(stack, run).pid, signal.SIGKILL)
+    deploy(stack, model_of(stack), episodes=EPISODES + 1)
+
+
+def model_of(stack: NightStack) -> Path:
+    return stack.home.parent / "model"
 
 
 def is_over(stack: NightStack, run: str) -> bool:
@@ -116,6 +96,9 @@ def test_three_nights_with_a_kill_each_are_completed_and_the_champions_line_is_w
     finally:
         LINES.extend(markdown(rows))
     store = stack.store(tmp_path / "cache")
+    policies = [store.resolve(f"policy/{NAME}@{number}") for number in (1, 2, 3)]
+    episodes = [policy.config["ppo"]["episodes"] for policy in policies]
+    assert episodes == [EPISODES, EPISODES, EPISODES + 1], "a run that is started again is what it was when it began"
     champion = read_champion(store, NAME)
     assert champion is not None
     assert [move.uri for move in champion.history] == [f"policy/{NAME}@{number}" for number in (1, 2, 3)]

@@ -1,0 +1,73 @@
+"""A machine that sleeps for minutes, with real runs in SFT, PPO and evaluation: one process each, Completed."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.integration.local_stack import LocalStack, run_local_stack, wait_for
+from tests.integration.stages import EPISODES, at_stage, flow_process
+from tests.integration.test_chain import small
+from tests.integration.test_one_process import stopped
+from tests.tiny_llama import write_tiny_llama
+
+pytestmark = [pytest.mark.integration, pytest.mark.outages, pytest.mark.timeout(0)]
+
+ASLEEP_S = float(os.environ.get("ASLEEP_S", "360"))
+"""Longer than the 300 s of silence after which a run counts as lost; 960 is worth a try, too."""
+RUN_S = 900.0
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
+    """A stack that may sleep."""
+    with run_local_stack(tmp_path_factory.mktemp("asleep")) as running:
+        yield running
+
+
+def stop_at(stack: LocalStack, model: Path, stage: str, seed: int) -> tuple[str, psutil.Process]:
+    """Start a run, wait until it is at a stage (in PPO, behind an episode), and stop its process there.
+
+    Returns:
+        The run's id and its process.
+    """
+    given = {"model": str(model), "episodes": EPISODES, "seed": seed, "overrides": small(name=f"asleep-in-{stage}")}
+    run = stack.start_run("pipeline/quickstart", **given)
+    at_stage(stack, run, stage)
+    process = flow_process(stack, run)
+    process.suspend()
+    return run, process
+
+
+STAGES = ("evaluate", "sft", "ppo")
+"""Of the three runs; the first waits for the others, the last does not wait."""
+ONE_START = ["Scheduled", "Pending", "Submitting", "Running", "Completed"]
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["everything", "server, worker and flows"])
+def test_a_machine_that_sleeps_costs_no_run_in_any_stage(own: LocalStack, tmp_path: Path, whole: bool) -> None:
+    model = write_tiny_llama(tmp_path / "tiny", seed=int(whole))
+    runs: list[str] = []
+    with ExitStack() as asleep:
+        for seed, stage in enumerate(STAGES, 10 * whole):
+            run, process = stop_at(own, model, stage, seed)
+            asleep.callback(process.resume)
+            runs.append(run)
+        services = [own.pids()["server"], own.pids()["worker"]]
+        with stopped(*([each.pid for each in own.processes()] if whole else services)):
+            time.sleep(ASLEEP_S)  # the time itself is what is tried
+    for run in runs:
+        wait_for(partial(is_over, own, run), f"the run {run} to end", timeout_s=RUN_S)
+    told = {run: (own.history(run), own.message(run)) for run in runs}
+    assert [history for history, _ in told.values()] == [ONE_START] * len(STAGES), told
+
+
+def is_over(stack: LocalStack, run: str) -> bool:
+    return stack.run_state(run) in {"COMPLETED", "FAILED", "CANCELLED"}

@@ -28,7 +28,7 @@ test-clusters: setup  ## owners of clusters ended in every way, lost ranks, clus
 test-night: setup  ## a year in small: 300 nights, every service and every stage struck, with a table; and what each safeguard is for
 	@$(BIN)/python -m pytest -m night $(PYTEST_ARGS)
 
-test-outages: setup  ## runs whose server or store is away for minutes, in every stage
+test-outages: setup  ## runs whose server or store is away, or whose machine sleeps, for minutes, in every stage
 	@$(BIN)/python -m pytest -m outages $(PYTEST_ARGS)
 
 chaos: setup  ## every process of a run killed at every phase, with a table of it

@@ -156,7 +156,7 @@ def catch_up(api_url: str, *, server_began: float) -> list[str]:
         },
         "deployments": {"tags": {"all_": [RESUMES]}},
     }
-    runs = prefect_api.call(api_url, "POST", "/flow_runs/filter", filters) or []
+    runs = prefect_api.flow_runs(api_url, filters)
     waiting = [
         run for run in runs if run["state"]["name"] == RESTARTING and _is_older(found.get(_RESTART), run["state"])
     ]
@@ -229,7 +229,7 @@ def remove(api_url: str) -> None:
         "type": "CRASHED",
         "message": "The run crashed, and the local stack was ended before it was started again.",
     }
-    for run in prefect_api.call(api_url, "POST", "/flow_runs/filter", waiting) or []:
+    for run in prefect_api.flow_runs(api_url, waiting):
         _set_state(api_url, run, state)
 
 

@@ -89,14 +89,15 @@ class _BringingUp:
         self._write_files(variables)
         make_work_pool(api_url)
         its_worker = worker(self.home, api_url, variables)
-        if not self._runs("worker", None, None):
+        worker_stays = self._stays(its_worker)
+        if not worker_stays:
             for settled in runs.settle_lost_runs(api_url, for_good=False):
                 self.report(settled)
         self.report(automations.install(api_url))
         if its_server := self.state.services["server"].process():
             for name in automations.catch_up(api_url, server_began=its_server.create_time()):
                 self.report(f"run {name} crashed while the server was killed: this is seen to now")
-        new_worker = self._spawn_unless_well(its_worker)
+        new_worker = None if worker_stays else self._spawn(its_worker)
         self._deploy(api_url, entries)
         if new_worker:
             self._await(its_worker, new_worker)
@@ -210,20 +211,27 @@ class _BringingUp:
 
     def _spawn_unless_well(self, service: Service) -> psutil.Process | None:
         """Return the new process of a service, or None when the old one is well."""
+        return None if self._stays(service) else self._spawn(service)
+
+    def _stays(self, service: Service) -> bool:
+        """Return whether a service's process is well; one that is not is ended."""
         record = self.state.services.get(service.name)
         process = record.process() if record else None
         if record and process:
             if record.fingerprint != service.fingerprint:
                 if service.name == "worker" and runs.engines(self.state.id):
                     self.report("the worker keeps its old settings while it has flow runs; run `rlhf up` after them")
-                    return None
+                    return True
                 self.report(f"{service.title} has new settings: starting it anew")
             elif self._is_well(service, process):
                 self.report(f"{service.title} runs: {record.address}")
-                return None
+                return True
             else:
                 self.report(f"{service.title} does not answer: starting it anew")
             self._end(service, process)
+        return False
+
+    def _spawn(self, service: Service) -> psutil.Process:
         self.report(f"starting {service.title}: {service.address}")
         new = service.spawn(self.state.id)
         self.started.append(new)

@@ -91,7 +91,7 @@ def _keep_waiting_runs(api_url: str, name: str) -> None:
         "flow_runs": {"state": {"type": {"any_": ["SCHEDULED"]}}},
     }
     now = datetime.now(UTC)
-    for run in prefect_api.call(api_url, "POST", "/flow_runs/filter", where):
+    for run in prefect_api.flow_runs(api_url, where):
         due = datetime.fromisoformat(run["next_scheduled_start_time"] or run["expected_start_time"])
         if run["run_count"] == 0 and not (run["auto_scheduled"] and due > now):
             state = {

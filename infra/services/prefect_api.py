@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 from urllib.error import HTTPError
@@ -12,6 +13,9 @@ from urllib.request import Request, urlopen
 
 from infra.errors import InfraError, ServiceError
 from infra.prefect_access import access_to, refusal
+
+_PAGE = 200
+"""Flow runs that the server hands out at once, at most."""
 
 
 def call(api_url: str, method: str, path: str, body: Any = None, *, timeout_s: float = 20.0) -> Any:
@@ -56,6 +60,26 @@ def is_healthy(api_url: str) -> bool:
         return call(api_url, "GET", "/health", timeout_s=3.0) is True
     except (InfraError, ValueError):
         return False
+
+
+def flow_runs(api_url: str, where: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return all flow runs that a filter lets through; which the server hands out by pages.
+
+    Args:
+        api_url: the Prefect server's.
+        where: the body of its `/flow_runs/filter`.
+
+    Raises:
+        ServiceError: if the server does not answer.
+    """
+    found: list[dict[str, Any]] = []
+    while len(found) % _PAGE == 0:
+        asked = {**where, "sort": "ID_DESC", "limit": _PAGE, "offset": len(found)}
+        page = call(api_url, "POST", "/flow_runs/filter", asked)
+        if not page:
+            break
+        found += page
+    return found
 
 
 def deployment(api_url: str, name: str) -> dict[str, Any] | None:

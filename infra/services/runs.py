@@ -47,8 +47,9 @@ def _settle(api_url: str, run: dict[str, Any], *, due_again: bool) -> str:
     for child in _unfinished(api_url, {"flow_runs": {"parent_flow_run_id": {"any_": [run["id"]]}}}):
         _settle(api_url, child, due_again=False)
     if due_again:
-        kind, message = "SCHEDULED", "The worker that had taken this run ended before the run began: it is due again."
-        told = f"run {run['name']} had not begun: it is due again"
+        kind = "SCHEDULED"
+        message = "The worker that had taken this run ended before the run had a process: it is due again."
+        told = f"run {run['name']} had been taken by a worker, and had no process yet: it is due again"
     else:
         kind = "CANCELLED" if run["state_type"] == "CANCELLING" else "CRASHED"
         message = "The process of this run ended with the local stack or its worker."
@@ -60,9 +61,7 @@ def _settle(api_url: str, run: dict[str, Any], *, due_again: bool) -> str:
 
 def _unfinished(api_url: str, where: dict[str, Any]) -> list[dict[str, Any]]:
     states = {"type": {"any_": ["RUNNING", "PENDING", "CANCELLING"]}}
-    filters = {**where, "flow_runs": {**where.get("flow_runs", {}), "state": states}}
-    found: list[dict[str, Any]] = prefect_api.call(api_url, "POST", "/flow_runs/filter", filters)
-    return found
+    return prefect_api.flow_runs(api_url, {**where, "flow_runs": {**where.get("flow_runs", {}), "state": states}})
 
 
 def _runs_with_a_process() -> set[str]:

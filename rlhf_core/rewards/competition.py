@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import signal
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
@@ -72,14 +73,19 @@ def _at_most(limit_s: float) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    began, (left_s, every_s) = time.monotonic(), signal.setitimer(signal.ITIMER_REAL, 0)
     handler = signal.signal(signal.SIGALRM, ring)
-    others = signal.setitimer(signal.ITIMER_REAL, limit_s, limit_s)
     try:
-        yield
+        signal.setitimer(signal.ITIMER_REAL, limit_s, limit_s)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)  # once more: the alarm may have come before the first
         signal.signal(signal.SIGALRM, handler)
-        signal.setitimer(signal.ITIMER_REAL, *others)
+        if left_s:  # another's alarm, which comes as if nothing had been
+            signal.setitimer(signal.ITIMER_REAL, max(left_s - (time.monotonic() - began), 1e-3), every_s)
 
 
 def _same(wanted: str, found: str) -> bool:

@@ -53,8 +53,8 @@ def math_competition_reward_fn(
 ) -> Tensor:
     """Return 10 for the right answer in the right form, 1 for the form alone, else 0.
 
-    Called by itself it runs here, with math-verify's own time limits; `RLVRRewardModel` runs it in a process
-    that can be killed.
+    Called by itself it runs here, with a limit of two seconds a comparison, in the main thread alone;
+    `RLVRRewardModel` runs it in a process that can be killed.
 
     Args:
         input_ids: [S], prompt and response.

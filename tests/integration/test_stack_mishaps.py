@@ -69,14 +69,29 @@ def test_a_run_whose_processes_are_killed_does_not_count_as_running_for_ever(own
     assert own_stack.run_state(run) == "CRASHED"
 
 
-def test_a_run_that_a_killed_worker_had_taken_and_not_begun_is_due_again(own_stack: LocalStack) -> None:
+def test_a_run_that_a_killed_worker_had_taken_is_due_again_unless_it_has_a_process(own_stack: LocalStack) -> None:
+    living = own_stack.start_run("tiny/tiny", sleep_s=30)
+    wait_for(lambda: own_stack.run_state(living) == "RUNNING", "the run to start")
     kill(psutil.Process(own_stack.pids()["worker"]))
-    run = own_stack.start_run("tiny/tiny", sleep_s=0)
-    own_stack.set_state(run, "PENDING")
-    assert "had not begun: it is due again" in own_stack.up()
+    taken = own_stack.start_run("tiny/tiny", sleep_s=0)
+    for each in (living, taken):
+        own_stack.set_state(each, "PENDING")  # so it still is while a process imports what it needs
+    assert own_stack.up().count("had no process yet: it is due again") == 1
+    for each in (living, taken):
+        wait_for(lambda each=each: own_stack.run_state(each) == "COMPLETED", "the run to end", timeout_s=90)
+    again = ["Pending", "Scheduled", "Pending", "Submitting", "Running", "Completed"]
+    assert own_stack.history(taken) == ["Scheduled", *again]
+    assert own_stack.history(living) == ["Scheduled", "Pending", "Submitting", "Running", "Pending", "Completed"]
+
+
+def test_a_run_that_had_been_taken_is_due_again_after_up_itself_has_ended_the_worker(own_stack: LocalStack) -> None:
+    run = own_stack.start_run("tiny/tiny", sleep_s=0, at="2100-01-01T00:00:00Z")
+    for state in ("RUNNING", "PENDING"):  # it was started again after a crash
+        own_stack.set_state(run, state)
+    said = own_stack.type("rlhf", "up", RLHF_STORE_PATIENCE_S="899").stdout
+    assert "the worker has new settings: starting it anew" in said
+    assert "had no process yet: it is due again" in said
     wait_for(lambda: own_stack.run_state(run) == "COMPLETED", "the run to end", timeout_s=90)
-    taken = ["Pending", "Scheduled", "Pending", "Submitting", "Running", "Completed"]
-    assert own_stack.history(run) == ["Scheduled", *taken]
 
 
 def test_down_ends_for_good_what_had_begun_and_a_run_that_had_not_is_due_after_the_next_up(

@@ -8,11 +8,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import psutil
+
 from tests.integration.local_stack import wait_for
 from tests.night.sites import Site
 from tests.night.stages import STAGES
 from tests.night.typed import LOST_AFTER_S
-from tests.night.year import HELD_TIMEOUT_S, SERVICES, Victim, Year, end_process
+from tests.night.year import HELD_TIMEOUT_S, SERVICES, Victim, Year, send_signal
 
 POWER_CUTS = 2
 """With these, and a kill in each of the eight stages, each victim is killed ten times at least."""
@@ -65,7 +67,7 @@ def kill_all(year: Year, site: Site, stage: str) -> None:
     year.held(site, stage)
     year.kill(*SERVICES)
     for process in year.stack.processes():
-        end_process(process.pid)
+        send_signal(process.pid)
     site.desk.let_go()
     time.sleep(3)
     year.up()
@@ -75,7 +77,7 @@ def kill_flow(year: Year, site: Site, stage: str) -> None:
     """Strike a flow's process alone; what it was to learn from changes before it begins again."""
     note = year.held(site, stage)
     site.write_data(time.time(), edited=True)
-    end_process(note.pid)
+    send_signal(note.pid)
     site.desk.let_go()
 
 
@@ -83,7 +85,7 @@ def kill_again_and_again(year: Year, site: Site, stage: str) -> None:
     """Strike every start of a run."""
     for _ in range(STARTS):
         note = year.held(site, stage)
-        end_process(note.pid)
+        send_signal(note.pid)
     site.desk.let_go()
 
 
@@ -95,12 +97,12 @@ def stop(*victims: Victim) -> Callable[[Year, Site, str], None]:
         services = [process for name in victims if name != "flow" and (process := year.stack.service(name))]
         pids = [process.pid for process in services] + [note.pid] * ("flow" in victims)
         for pid in pids:
-            end_process(pid, signal.SIGSTOP)
+            send_signal(pid, signal.SIGSTOP)
         try:
             time.sleep(STOPPED_S)
         finally:
             for pid in reversed(pids):
-                end_process(pid, signal.SIGCONT)
+                send_signal(pid, signal.SIGCONT)
         site.desk.let_go()
 
     return strike
@@ -112,12 +114,12 @@ def sleep_through(year: Year, site: Site, stage: str) -> None:
     site.desk.let_go()
     stopped = year.stack.processes()
     for process in stopped:
-        end_process(process.pid, signal.SIGSTOP)
+        send_signal(process.pid, signal.SIGSTOP)
     try:
         time.sleep(STOPPED_S)
     finally:
         for process in reversed(stopped):
-            end_process(process.pid, signal.SIGCONT)
+            send_signal(process.pid, signal.SIGCONT)
 
 
 def down_and_up(year: Year, site: Site, stage: str) -> None:
@@ -136,16 +138,11 @@ def linger(year: Year, site: Site, stage: str) -> None:
 
 
 def spoil(year: Year, site: Site, stage: str) -> None:
-    """Give a night data that it refuses."""
-    del year, stage
-    known = sum(1 for _ in site.desk.notes())
+    """Give a night data that it refuses; it is held meanwhile, and the next night has its own again."""
+    note = year.held(site, stage)
     site.write_data(time.time(), fault=FAULT)
-
-    def has_read() -> bool:
-        return any(note.stage == "data" for note in list(site.desk.notes())[known:])
-
-    wait_for(has_read, f"a night of {site.name} to read spoilt data", timeout_s=HELD_TIMEOUT_S)
-    time.sleep(0.5)
+    site.desk.let_go()
+    wait_for(lambda: not psutil.pid_exists(note.pid), f"a night of {site.name} with spoilt data to end", timeout_s=60)
     site.write_data(time.time())
 
 

@@ -86,7 +86,7 @@ class Desk:
         return self._taken("fail", stage)
 
     def let_go(self) -> None:
-        """End the waiting of all who wait by now, and that which was never begun."""
+        """End the waiting of all who wait by now, and withdraw an order that nobody has met yet."""
         (self.directory / "hold").unlink(missing_ok=True)
         for waits in self.directory.glob("hold-taken-*"):
             waits.unlink()

@@ -14,7 +14,7 @@ from tests.night.mishaps import MAY_FAIL, kill_flow, linger, meet_an_error, stop
 from tests.night.sites import LEFT_OUT_BY, Site, Start, switch_off
 from tests.night.table import LINES, markdown
 from tests.night.typed import WITHOUT_ORDER
-from tests.night.year import Year, end_process, restarted_for_nothing, year
+from tests.night.year import Year, restarted_for_nothing, send_signal, year
 
 pytestmark = [pytest.mark.night, pytest.mark.timeout(1500)]
 
@@ -77,6 +77,8 @@ def books(tmp_path_factory: pytest.TempPathFactory) -> Books:
         )
         outage(made, [sites[NO_WAITS], sites[f"whole-{NO_WAITS}"]])
         crash_after_the_server(made, sites[f"whole-{NO_ORDER}"], {})
+        for name in (NO_WAITS, f"whole-{NO_WAITS}", f"whole-{NO_ORDER}"):
+            switch_off(made.stack.api_url, sites[name])  # what follows would cost them a night, too
         crash_after_the_server(made, sites[NO_ORDER], {WITHOUT_ORDER: "1"})
         made.end()
         made.settle()
@@ -124,7 +126,7 @@ def crash_after_the_server(made: Year, site: Site, variables: dict[str, str]) ->
         note = made.held(site, "ppo")
         made.kill("server")
         made.stack.rlhf("up", **variables)
-        end_process(note.pid)
+        send_signal(note.pid)
         site.desk.let_go()
 
 

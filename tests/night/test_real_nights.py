@@ -19,7 +19,7 @@ from tests.integration.test_chain import small
 from tests.night.books import read_champion
 from tests.night.sites import NIGHTLY
 from tests.night.table import LINES, markdown
-from tests.night.year import NightStack, end_process, ended_well
+from tests.night.year import NightStack, ended_well, send_signal
 from tests.tiny_llama import write_tiny_llama
 
 pytestmark = [pytest.mark.night, pytest.mark.timeout(1500)]
@@ -59,7 +59,7 @@ def kill_service(stack: NightStack, name: str) -> None:
 
 def kill_flow(stack: NightStack, run: str) -> None:
     """Kill the night's process with its Ray cluster, and register the deployment anew, with more to do."""
-    end_process(flow_process(stack, run).pid, signal.SIGKILL)
+    send_signal(flow_process(stack, run).pid, signal.SIGKILL)
     deploy(stack, model_of(stack), episodes=EPISODES + 1)
 
 

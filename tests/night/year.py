@@ -202,7 +202,7 @@ def _is_open(run: Mapping[str, Any]) -> bool:
     return kind in UNDER_WAY or (kind == "CRASHED" and time.time() - since < GIVEN_UP_S)
 
 
-def end_process(pid: int, number: int = signal.SIGKILL) -> None:
+def send_signal(pid: int, number: int = signal.SIGKILL) -> None:
     """Send a signal to a process, if it still lives: another mishap may have been quicker."""
     with suppress(psutil.NoSuchProcess):
         psutil.Process(pid).send_signal(number)
@@ -247,7 +247,7 @@ def ended_well(stack: NightStack) -> Iterator[None]:
 
 
 def kills(deeds: Sequence[Deed]) -> dict[Victim, Counter[str]]:
-    """Return how often each victim was killed at each stage; those that were spared are there too."""
+    """Return how often each victim was killed at each stage; one that never was has an empty count."""
     found: dict[Victim, Counter[str]] = {victim: Counter() for victim in ("flow", *SERVICES)}
     for deed in deeds:
         for victim in deed.killed:

@@ -63,7 +63,7 @@ def is_healthy(api_url: str) -> bool:
 
 
 def flow_runs(api_url: str, where: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return all flow runs that a filter lets through; which the server hands out by pages.
+    """Return all flow runs that a filter lets through, however many pages of the server they are.
 
     Args:
         api_url: the Prefect server's.

@@ -67,7 +67,7 @@ def kill_all(year: Year, site: Site, stage: str) -> None:
     year.held(site, stage)
     year.kill(*SERVICES)
     for process in year.stack.processes():
-        send_signal(process.pid)
+        send_signal(process.pid, signal.SIGKILL)
     site.desk.let_go()
     time.sleep(3)
     year.up()
@@ -77,7 +77,7 @@ def kill_flow(year: Year, site: Site, stage: str) -> None:
     """Strike a flow's process alone; what it was to learn from changes before it begins again."""
     note = year.held(site, stage)
     site.write_data(time.time(), edited=True)
-    send_signal(note.pid)
+    send_signal(note.pid, signal.SIGKILL)
     site.desk.let_go()
 
 
@@ -85,7 +85,7 @@ def kill_again_and_again(year: Year, site: Site, stage: str) -> None:
     """Strike every start of a run."""
     for _ in range(STARTS):
         note = year.held(site, stage)
-        send_signal(note.pid)
+        send_signal(note.pid, signal.SIGKILL)
     site.desk.let_go()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -126,7 +127,7 @@ def crash_after_the_server(made: Year, site: Site, variables: dict[str, str]) ->
         note = made.held(site, "ppo")
         made.kill("server")
         made.stack.rlhf("up", **variables)
-        send_signal(note.pid)
+        send_signal(note.pid, signal.SIGKILL)
         site.desk.let_go()
 
 

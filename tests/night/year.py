@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -202,7 +201,7 @@ def _is_open(run: Mapping[str, Any]) -> bool:
     return kind in UNDER_WAY or (kind == "CRASHED" and time.time() - since < GIVEN_UP_S)
 
 
-def send_signal(pid: int, number: int = signal.SIGKILL) -> None:
+def send_signal(pid: int, number: int) -> None:
     """Send a signal to a process, if it still lives: another mishap may have been quicker."""
     with suppress(psutil.NoSuchProcess):
         psutil.Process(pid).send_signal(number)

@@ -17,6 +17,7 @@ lead to something.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -27,6 +28,8 @@ from infra.artifacts import clock
 from infra.artifacts.backend import Backend
 from infra.artifacts.layout import DELETING, LEASES
 from infra.errors import StoreError, VersionExistsError
+
+log = logging.getLogger(__name__)
 
 DELETION_LIFE = timedelta(minutes=4)
 """Whoever deletes has ended this long after its intent: its limit, one request's deadline, and some."""
@@ -141,7 +144,13 @@ def lease(backend: Backend, holder: str, claim: Claim) -> Iterator[Lease]:
     except (VersionExistsError, LeaseOutlivedError):
         held.end()
         raise
-    held.end()  # not after other errors: a store that is away would keep us waiting once more
+    try:
+        held.end()  # not after other errors: a store that is away would keep us waiting once more
+    except StoreError as error:  # what the lease was for is done
+        if not error.passes:
+            raise
+        hours = LEASE_LIFE / timedelta(hours=1)
+        log.warning("a lease stays in the artifact store for %.0f h, and keeps what it names: %s", hours, error)
 
 
 def await_deletions(backend: Backend, claim: Claim) -> None:

@@ -103,7 +103,7 @@ class S3Backend:
     def delete(self, key: str) -> None:
         """Remove an object; it may be gone already."""
         limit_s = min(self._patience.delete_s, self._patience.deadline_s)
-        self._call(f"deleting {key}", "delete_object", limit_s=limit_s, Key=self._prefix + key)
+        self._call(f"deleting {key}", "delete_object", limit_s=limit_s, stops_count=True, Key=self._prefix + key)
 
     def children(self, prefix: str, after: str = "", most: int | None = None) -> list[str]:
         """Return the sorted names directly under a prefix, page by page."""
@@ -111,7 +111,7 @@ class S3Backend:
         names: list[str] = []
         more: dict[str, Any] = {"StartAfter": full + after} if after else {}
         while True:
-            limit = {} if most is None else {"MaxKeys": most - len(names)}
+            limit: dict[str, Any] = {} if most is None else {"MaxKeys": most - len(names)}
             page = self._call(f"listing {prefix}", "list_objects_v2", Prefix=full, Delimiter="/", **more, **limit)
             found = [item["Key"] for item in page.get("Contents", ())]
             found += [item["Prefix"] for item in page.get("CommonPrefixes", ())]
@@ -161,11 +161,13 @@ class S3Backend:
             raise
         return True
 
-    def _call(self, what: str, method: str, *, limit_s: float | None = None, **arguments: Any) -> Any:
+    def _call(
+        self, what: str, method: str, *, limit_s: float | None = None, stops_count: bool = False, **arguments: Any
+    ) -> Any:
         def attempt(timeout: float) -> Any:
             return self._files().call_s3(method, Bucket=self._bucket, timeout=timeout, **arguments)
 
-        return self._retrier.run(what, attempt, limit_s=limit_s)
+        return self._retrier.run(what, attempt, limit_s=limit_s, stops_count=stops_count)
 
     def _get(self, key: str, timeout: float) -> tuple[bytes, str]:
         files = self._files()

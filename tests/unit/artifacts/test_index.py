@@ -10,7 +10,8 @@ import pytest
 from infra.artifacts import ArtifactStore, collect
 from infra.artifacts.backend import Backend
 from infra.artifacts.index import keys_of
-from infra.artifacts.leases import Claim, lease
+from infra.artifacts.leases import Claim, LeaseOutlivedError, lease
+from infra.errors import StoreAwayError
 from tests.unit.artifacts.collecting import at_once, backend_fixture, store_fixture, uris  # noqa: F401 - fixtures
 
 KEY = "keys/policy/k.json"
@@ -105,3 +106,28 @@ def test_a_commit_of_what_is_there_writes_no_version_and_leaves_no_lease(
         commit(store, body)
     assert uris(store) == ["policy/p@1", "policy/p@2"]
     assert backend.children("leases/") == []
+
+
+def test_a_commit_is_done_though_the_store_goes_away_before_its_lease_is_let_go_of(
+    store: ArtifactStore, backend: Backend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def away(key: str) -> None:
+        raise StoreAwayError(f"no answer while deleting {key}")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store._backend, "delete", away)
+        commit(store, b"new")
+    assert uris(store) == ["policy/p@1"]
+    assert len(backend.children("leases/")) == 1
+    assert "a lease stays in the artifact store for 12 h, and keeps what it names: no answer" in caplog.text
+
+
+def test_a_lease_that_was_outlived_must_be_let_go_of_before_another_attempt(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(key: str) -> None:
+        raise StoreAwayError(f"no answer while deleting {key}")
+
+    monkeypatch.setattr(backend, "delete", away)
+    with pytest.raises(StoreAwayError), lease(backend, "writer", Claim()):
+        raise LeaseOutlivedError("stopped for hours")

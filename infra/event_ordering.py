@@ -31,7 +31,7 @@ from prefect.server.events.ordering import memory
 from prefect.server.events.schemas.automations import EventTrigger, Posture
 from prefect.types._datetime import now
 
-from infra.garbage import collect_in_a_thread
+from infra.sqlite_server import collect_in_a_thread, count_requests_alone
 
 if TYPE_CHECKING:
     from prefect.server.events.schemas.events import Event, ReceivedEvent
@@ -213,3 +213,4 @@ async def evaluate_proactive_triggers() -> None:
 
 triggers.evaluate_proactive_triggers = evaluate_proactive_triggers
 vars(triggers)["automations_session"] = automations_session
+count_requests_alone()  # before runs come back to a server that was killed, each with its sockets

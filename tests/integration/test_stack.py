@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+from websockets.sync.client import connect
+from websockets.typing import Subprotocol
 
 from infra.services import prefect_api
 from tests.integration.cluster_processes import wait_until_nothing_is_left
 from tests.integration.local_stack import LocalStack, read_json, wait_for
 
 pytestmark = pytest.mark.integration
+
+SOCKETS = 110
+"""On sqlite the server takes a hundred requests at a time, and took each open socket for one."""
 
 MANY_WRITERS = """
 import asyncio
@@ -144,3 +151,14 @@ def test_the_server_loses_no_state_change_on_sqlite_with_many_writers(stack: Loc
     for run in runs:
         history = prefect_api.call(stack.api_url, "GET", f"/flow_run_states/?flow_run_id={run}")
         assert [state["type"] for state in history] == ["SCHEDULED", "PENDING", "RUNNING", "COMPLETED"]
+
+
+def test_the_server_answers_beside_more_web_sockets_than_it_serves_requests_at_a_time(stack: LocalStack) -> None:
+    url = f"{stack.api_url.replace('http', 'ws', 1)}/events/in"
+    with ExitStack() as sockets:
+        for _ in range(SOCKETS):
+            line = sockets.enter_context(connect(url, subprotocols=[Subprotocol("prefect")], open_timeout=20))
+            line.send(json.dumps({"type": "auth", "token": stack.password}))
+            assert json.loads(line.recv(timeout=20))["type"] == "auth_success"
+        found = prefect_api.call(stack.api_url, "POST", "/flow_runs/count", {}, timeout_s=20)
+    assert isinstance(found, int)

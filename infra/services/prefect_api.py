@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Mapping
 from http import HTTPStatus
+from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError
 from urllib.parse import quote, urlsplit
@@ -14,11 +15,13 @@ from urllib.request import Request, urlopen
 from infra.errors import InfraError, ServiceError
 from infra.prefect_access import access_to, refusal
 
+ANSWER_S = 60.0
+"""A server that was away for minutes is busy with all who waited for it, and answers late."""
 _PAGE = 200
 """Flow runs that the server hands out at once, at most."""
 
 
-def call(api_url: str, method: str, path: str, body: Any = None, *, timeout_s: float = 20.0) -> Any:
+def call(api_url: str, method: str, path: str, body: Any = None, *, timeout_s: float = ANSWER_S) -> Any:
     """Return the server's answer, or None where there is no such thing.
 
     A server whose database is busy answers 503, and is asked again, as Prefect's own client does. Each server is told
@@ -49,7 +52,7 @@ def call(api_url: str, method: str, path: str, body: Any = None, *, timeout_s: f
             if error.code != HTTPStatus.SERVICE_UNAVAILABLE or time.monotonic() > deadline:
                 said = error.read(300).decode("utf-8", "replace")
                 raise ServiceError(f"the Prefect server answered {error.code} to {method} {path}: {said}") from None
-        except OSError as error:
+        except (OSError, HTTPException) as error:  # the second, where it dies within its answer
             raise ServiceError(f"the Prefect server at {api_url} does not answer ({error}); run `rlhf up`") from None
         time.sleep(0.2)
 

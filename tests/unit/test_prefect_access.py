@@ -53,7 +53,7 @@ class Server(HTTPServer):
 
     def __init__(self) -> None:
         self.asked: list[dict[str, str]] = []
-        self.status, self.location = 200, ""
+        self.status, self.location, self.is_cut_off = 200, "", False
         server = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -64,6 +64,8 @@ class Server(HTTPServer):
                 self.send_response(server.status)
                 if server.location:
                     self.send_header("Location", server.location)
+                if server.is_cut_off:
+                    self.send_header("Content-Length", "100")
                 self.end_headers()
                 self.wfile.write(b"true")
 
@@ -169,6 +171,13 @@ def test_a_server_that_refuses_is_told_by_what_it_refused(
     with pytest.raises(ServiceError) as caught:
         prefect_api.call(server.url(), "GET", "/admin/version")
     assert str(caught.value) == f"the Prefect server at {server.url()} {told}"
+
+
+def test_a_server_that_dies_within_its_answer_does_not_answer(home: Path, servers: tuple[Server, Server]) -> None:
+    assert home.is_dir()
+    servers[0].is_cut_off = True
+    with pytest.raises(ServiceError, match=r"does not answer \(IncompleteRead\(4 bytes read, 96 more expected\)\)"):
+        prefect_api.call(servers[0].url(), "GET", "/admin/version")
 
 
 def test_a_local_server_that_refuses_our_password_is_told_by_its_file(

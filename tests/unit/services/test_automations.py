@@ -28,8 +28,10 @@ class Server:
         self.changes: list[str] = []
         self.states: dict[str, str] = {"run-1": automations.RESTARTING, "run-2": "Crashed"}
 
-    def call(self, api_url: str, method: str, path: str, body: Any = None, *, timeout_s: float = 20.0) -> Any:
-        assert (api_url, timeout_s) == (URL, 20.0)
+    def call(
+        self, api_url: str, method: str, path: str, body: Any = None, *, timeout_s: float = prefect_api.ANSWER_S
+    ) -> Any:
+        assert (api_url, timeout_s) == (URL, prefect_api.ANSWER_S)
         if path == "/automations/filter":
             assert body["sort"] == "CREATED_DESC"
             return copy.deepcopy(self.automations[::-1])

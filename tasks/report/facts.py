@@ -12,6 +12,7 @@ from tasks.context import Context
 from tasks.evaluate import OUTCOMES
 from tasks.report.samples import changes, chosen_samples
 from tasks.results import Decision, StageResult
+from tasks.showing import only_shows
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 LINEAGE_WIDTH = 84
@@ -36,9 +37,10 @@ class Facts:
     episodes: list[Row]
     training: dict[str, list[Row]]
     """Rows of the steps of each supervised stage that kept them."""
-    samples: list[Row]
+    samples: list[Row] | None
+    """Of PPO's last episode; None, with a warning, if they could not be chosen."""
     changes: Row | None
-    """On held-out problems, from PPO's start to its end; None if its start was not evaluated."""
+    """On held-out problems, from PPO's start to its end; None if its start was not evaluated, or with a warning."""
     flow_run: str | None
     page: str | None
     lineage: list[str]
@@ -79,8 +81,9 @@ def gather(
     champion: str | None,
     wall_s: float,
 ) -> Facts:
-    """Return what the store and the run's stages say."""
+    """Return what the store and the run's stages say; what is only for reading may be missing, with a warning."""
     policy = stages[-1]
+    came_from = context.store.lineage(ArtifactRef(policy.uri, policy.digest))
     samples = rows_of(context, policy, SAMPLES)
     steps = {stage.stage: rows_of(context, stage, METRICS) for stage in stages if stage.stage in _TRAINED}
     return Facts(
@@ -92,11 +95,11 @@ def gather(
         wall_s=wall_s,
         episodes=rows_of(context, policy, METRICS),
         training={stage: rows for stage, rows in steps.items() if rows},
-        samples=chosen_samples(samples, seed),
+        samples=only_shows("samples of the last episode")(chosen_samples)(samples, seed),
         changes=changes_between(context, evaluations, seed),
         flow_run=context.flow_run,
         page=page_of(context),
-        lineage=draw(context.store.lineage(ArtifactRef(policy.uri, policy.digest)), width=LINEAGE_WIDTH),
+        lineage=only_shows("what the policy came from")(draw)(came_from, width=LINEAGE_WIDTH) or [],
     )
 
 
@@ -120,9 +123,13 @@ def page_of(context: Context) -> str | None:
 
 
 def changes_between(context: Context, evaluations: dict[str, StageResult], seed: int) -> Row | None:
-    """Return how held-out answers changed from PPO's start to its end; None if its start was not evaluated."""
+    """Return how held-out answers changed from PPO's start to its end; None if its start was not evaluated.
+
+    None, too, with a warning, if they cannot be compared: that is only for reading.
+    """
     start = next((role for role in ("start", "sft", "base") if role in evaluations), None)
     if start is None or "ppo" not in evaluations:
         return None
     before, after = (rows_of(context, evaluations[role], OUTCOMES) for role in (start, "ppo"))
-    return changes(before, after, by_model=judged_by_model(evaluations), seed=seed)
+    compare = only_shows("answers before and after PPO")(changes)
+    return compare(before, after, by_model=judged_by_model(evaluations), seed=seed)

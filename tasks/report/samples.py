@@ -63,11 +63,13 @@ def changes(
     return {"counts": {kind: counts[kind] for kind in _KINDS[by_model]}, "shown": rows_shown}
 
 
-def samples_document(chosen: Sequence[Mapping[str, Any]], changed: Mapping[str, Any] | None, *, policy: str) -> str:
+def samples_document(
+    chosen: Sequence[Mapping[str, Any]] | None, changed: Mapping[str, Any] | None, *, policy: str
+) -> str:
     """Return the page of samples.
 
     Args:
-        chosen: what `chosen_samples` returned.
+        chosen: what `chosen_samples` returned; None if that failed.
         changed: what `changes` returned; None before evaluation.
         policy: reference of the policy that they are of.
     """
@@ -75,7 +77,8 @@ def samples_document(chosen: Sequence[Mapping[str, Any]], changed: Mapping[str, 
     if changed is not None:
         parts += ["## Held-out problems, greedy answers, before and after PPO", change_counts(changed)]
         parts.append(_change_list(changed["shown"]))
-    parts += ["## PPO's last episode, sampled", _sample_list(chosen) if chosen else "No samples were kept."]
+    why_none = "No samples were kept." if chosen is not None else "They could not be chosen."
+    parts += ["## PPO's last episode, sampled", _sample_list(chosen) if chosen else why_none]
     parts.append(f"Of texts longer than {SHOWN_LENGTH} characters, beginning and end are shown; ⏎ is a new line.")
     parts.append(f"All of them: samples.jsonl of `{policy}`, and outcomes.jsonl of each evaluation.")
     return "\n\n".join(parts) + "\n"

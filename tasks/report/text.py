@@ -39,7 +39,8 @@ def report_text(facts: Facts, pictures: Mapping[str, bytes]) -> str:
         parts.append("More of them, and samples of the last episode: samples.md.")
     parts += ["## PPO by episode", *shown(EPISODES), episode_tables(facts.episodes)]
     parts += ["## Stages", stage_list(facts), *shown(*TRAINING.values())]
-    parts += ["## What the policy came from", block(facts.lineage)]
+    if facts.lineage:
+        parts += ["## What the policy came from", block(facts.lineage)]
     parts += ["## Where the time went", time_table(facts)]
     if facts.page:
         parts.append(f"The run in Prefect: {facts.page}")

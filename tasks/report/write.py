@@ -87,7 +87,7 @@ def write_report(
 ) -> str:
     """Store the run's report and put it on its page; return the reference of the `run` artifact.
 
-    What it is made of is stored in any case, as report.json; text, pictures and page may be missing, with a warning.
+    Its figures are stored in any case, as report.json; what is only for reading may be missing, with a warning.
 
     Args:
         config: the resolved preset.
@@ -110,7 +110,7 @@ def write_report(
     )
     pictures = report_pictures(facts)
     text = _text(facts, pictures) or f"The text of this report could not be made; its figures are in {FACTS}.\n"
-    samples = _samples(facts) or f"The samples could not be written down; they are in {FACTS}.\n"
+    samples = _samples(facts) or f"The samples could not be written down; what there is of them is in {FACTS}.\n"
     reference = _commit(context, config, facts, {REPORT: text.encode(), SAMPLES_PAGE: samples.encode(), **pictures})
     _show(reference, facts, pictures, text=text, samples=samples)
     return reference

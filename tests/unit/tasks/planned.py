@@ -21,8 +21,9 @@ from rlhf_core.errors import RlhfError
 from tasks import context as contexts
 from tasks import plan, ppo
 from tasks.context import open_context
+from tasks.data import SPLITS
 from tasks.evaluate import contestants
-from tasks.parents import base_model
+from tasks.parents import BASE_MODEL, base_model
 from tasks.plan import Asker
 from tasks.results import Parent, PPORun
 from tests.tiny_llama import write_tiny_llama
@@ -37,6 +38,32 @@ class KilledError(Exception):
     """The run's process has ended here."""
 
 
+class Parameters(NamedTuple):
+    """What a run is given: its flow, and what was typed or stood in its deployment."""
+
+    flow: str
+    actor: str | None
+    reward_model: str | None
+    seed: int | None
+
+
+FLOWS: dict[str, dict[str, Any]] = {
+    "pipeline": {"trains": "ppo", "reads": SPLITS},
+    "sft": {"trains": "sft", "reads": ("sft",)},
+    "reward-model": {"trains": "reward-model", "reads": ()},
+    "evaluate": {"trains": None, "reads": ("evaluation",)},
+    "ppo": {"trains": "ppo", "reads": ("ppo", "evaluation")},
+}
+PARAMETERS = st.builds(
+    Parameters,
+    flow=st.just("ppo") | st.sampled_from(sorted(FLOWS)),
+    actor=st.sampled_from([None, BASE_MODEL, *(f"{name}/quickstart@latest" for name in ("sft", "policy"))])
+    | st.just("policy/quickstart@champion"),
+    reward_model=st.sampled_from([None, "reward-model/quickstart@latest"]),
+    seed=st.sampled_from([None, 7]),
+)
+
+
 class Found(NamedTuple):
     """What a run is, as one start of it finds out."""
 
@@ -44,10 +71,10 @@ class Found(NamedTuple):
     dataset: str
     actor: str | None
     reward_model: str | None
-    run: dict[str, Any]
-    """Without what depends on the code."""
-    contestants: dict[str, Parent]
-    evaluated_with: dict[str, Any]
+    run: dict[str, Any] | None = None
+    """PPO's, without what depends on the code."""
+    contestants: dict[str, Parent] | None = None
+    evaluated_with: dict[str, Any] | None = None
 
 
 class Planned(RuleBasedStateMachine):
@@ -61,6 +88,7 @@ class Planned(RuleBasedStateMachine):
         self.directory = Path(tempfile.mkdtemp())
         self.code, self.asker, self.left = "a", Asker("", ""), MOST_ANSWERS
         self.bodies = self.number = 0
+        self.parameters: dict[str, Parameters] = {}
         self.found: dict[str, Found] = {}
         self.first_name: dict[str, str] = {}
         self.told: dict[str, dict[str, Any]] = {}
@@ -93,6 +121,7 @@ class Planned(RuleBasedStateMachine):
         self.base = base_model(open_context(), presets.resolve("quickstart", model=str(self.model)))
         for kind in ("reward-model", "policy"):
             self.something_is_stored(kind)
+        self.the_latest_is_promoted()
 
     def teardown(self) -> None:
         self.patch.undo()
@@ -111,15 +140,22 @@ class Planned(RuleBasedStateMachine):
         """Return what a run finds out when it is started, and is killed where it would record one answer more."""
         self.left = answers
         model = {"model": str(self.model), "overrides": SMALL}
-        self.asker = Asker(run, "ppo")
-        begun = beginning.begin("quickstart", str(self.rows), trains="ppo", reads=("ppo", "evaluation"), **model)
+        flow, actor, reward_model, seed = self.parameters[run]
+        self.asker = Asker(run, flow)
+        reward_model = None if flow in {"sft", "reward-model"} else reward_model  # they take none
+        begun = beginning.begin(
+            "quickstart", str(self.rows), **FLOWS[flow], actor=actor, reward_model=reward_model, seed=seed, **model
+        )
+        config = begun.config.model_dump(mode="json")
+        if flow != "ppo":
+            return Found(config, begun.dataset.uri, begun.actor, begun.reward_model)
         dataset = begun.dataset.parent
         its: PPORun = ppo.plan_ppo.fn(begun.config, begun.actor, begun.reward_model, dataset)  # type: ignore[attr-defined]
         assert self.first_name.setdefault(run, its.name) in {its.name, its.continues}
         self.asker = Asker(run, "evaluate-00")
         evaluated = beginning.begin("quickstart", dataset.uri, trains=None, reads=("evaluation",), **model)
         return Found(
-            begun.config.model_dump(mode="json"),
+            config,
             begun.dataset.uri,
             begun.actor,
             begun.reward_model,
@@ -128,11 +164,11 @@ class Planned(RuleBasedStateMachine):
             evaluated.config.model_dump(mode="json"),
         )
 
-    @rule(target=runs, answers=st.integers(0, MOST_ANSWERS))
-    def a_run_begins(self, answers: int) -> Any:
+    @rule(target=runs, parameters=PARAMETERS, answers=st.integers(0, MOST_ANSWERS))
+    def a_run_begins(self, parameters: Parameters, answers: int) -> Any:
         self.number += 1
         run = f"run-{self.number}"
-        self.told[run] = {}
+        self.told[run], self.parameters[run] = {}, parameters
         self.it_is_started_again(run, answers)
         return run
 
@@ -201,4 +237,4 @@ class Planned(RuleBasedStateMachine):
             assert self.start(run) == found
 
 
-Planned.TestCase.settings = hypothesis_settings(max_examples=15, stateful_step_count=12, deadline=None)
+Planned.TestCase.settings = hypothesis_settings(max_examples=30, stateful_step_count=12, deadline=None)

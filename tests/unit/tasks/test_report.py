@@ -10,8 +10,10 @@ import pytest
 
 from infra.artifacts import ArtifactStore
 from rlhf_core.config import DataConfig, PipelineConfig
+from tasks import showing
+from tasks.pictures import style
 from tasks.promote import gate, promote
-from tasks.report import page, show_episodes, show_evaluations, show_training, write_report
+from tasks.report import facts, page, show_episodes, show_evaluations, show_training, write, write_report
 from tasks.results import Decision, StageResult
 from tasks.stages import stage_result
 from tests.unit.tasks.episodes import WIDTH, episode, size
@@ -53,9 +55,8 @@ OUTCOME = {"key": "k", "prompt": "p", "answer": "1", "response": "<b>", "correct
 HELD = "data:image/png;base64,"
 
 
-def test_a_run_keeps_its_report_samples_and_pictures_and_shows_them(
-    store: ArtifactStore, made: Callable[..., StageResult], shown: dict[str, tuple[Any, str]]
-) -> None:
+def reported(made: Callable[..., StageResult]) -> str:
+    """Write the report of a small night, and return its reference."""
     sft = made("sft", "sft", {"metrics.jsonl": [{"step": 1, "loss": 1.0, "lr": 0.1}]}, first_loss=1.0)
     files = {"metrics.jsonl": [episode(0)], "samples.jsonl": [SAMPLE]}
     policy = made("ppo", "policy", files, parents=[sft.uri], episodes=1)
@@ -68,8 +69,13 @@ def test_a_run_keeps_its_report_samples_and_pictures_and_shows_them(
         difference=0.0, low=0.0, high=0.0,
     )  # fmt: skip
     config = PipelineConfig(name="test", data=DataConfig(task="chain_sum"))
-    reference = write_report.fn(config, [sft, scorer, policy], evaluations, decision, None, wall_s=9.0)  # type: ignore[attr-defined]
-    manifest = store.resolve(reference)
+    return str(write_report.fn(config, [sft, scorer, policy], evaluations, decision, None, wall_s=9.0))  # type: ignore[attr-defined]
+
+
+def test_a_run_keeps_its_report_samples_and_pictures_and_shows_them(
+    store: ArtifactStore, made: Callable[..., StageResult], shown: dict[str, tuple[Any, str]]
+) -> None:
+    manifest = store.resolve(reported(made))
     kept = "config.json evaluation.png metrics.jsonl ppo.png report.json report.md samples.md sft.png"
     assert " ".join(sorted(entry.path for entry in manifest.files)) == kept
     assert size(store.read_bytes(manifest, "ppo.png"))[0] == WIDTH
@@ -77,11 +83,57 @@ def test_a_run_keeps_its_report_samples_and_pictures_and_shows_them(
     text = store.read_bytes(manifest, "report.md").decode()
     assert "![PPO by episode](ppo.png)" in text
     assert "reward-model.png" not in text
-    assert f"└── {sft.uri}  " in text  # the policy's lineage
-    assert store.read_json(manifest, "report.json")["lineage"][0].startswith(policy.uri)
+    assert "└── sft/test@1  " in text  # the policy's lineage
+    assert store.read_json(manifest, "report.json")["lineage"][0].startswith("policy/test@1")
     assert set(shown) == {"test-report", "test-ppo-curves", "test-samples"}
     assert all(HELD in shown[key][1] for key in ("test-report", "test-ppo-curves"))  # seen without a click
     assert shown["test-report"][0].count(HELD) == 1  # sft.png; the two others are seen already
+
+
+def broken(*_: object, **__: object) -> None:
+    raise ValueError("a fault of ours")
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "told"),
+    [
+        (facts, "chosen_samples", "samples of the last episode"),
+        (facts, "changes", "answers before and after PPO"),
+        (facts, "draw", "what the policy came from"),
+        (write, "report_text", "the report's text"),
+        (write, "samples_document", "the report's samples"),
+        (style, "png", "a picture"),
+        (page, "create_markdown_artifact", "a page in Prefect"),
+    ],
+)
+def test_what_is_only_read_of_a_report_may_be_missing_with_a_warning_and_its_figures_are_kept(
+    store: ArtifactStore,
+    made: Callable[..., StageResult],
+    shown: dict[str, tuple[Any, str]],
+    module: Any,
+    name: str,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    del shown  # stands for Prefect
+    monkeypatch.setattr(showing, "_told", set())
+    monkeypatch.setattr(module, name, broken)
+    manifest = store.resolve(reported(made))
+    kept = store.read_json(manifest, "report.json")
+    assert (kept["decision"]["reason"], kept["evaluations"]["ppo"]["metrics"]["accuracy"]) == ("equal", 1.0)
+    pictures = {entry.path for entry in manifest.files if entry.path.endswith(".png")}
+    assert (kept["samples"] is None, kept["changes"] is None, kept["lineage"] == [], pictures == set()) == tuple(
+        name == each for each in ("chosen_samples", "changes", "draw", "png")
+    )
+    whole = {"report.md": "# ", "samples.md": "# "}
+    assert (b"could not be chosen" in store.read_bytes(manifest, "samples.md")) == (name == "chosen_samples")
+    whole |= {"report_text": {"report.md": "The text"}, "samples_document": {"samples.md": "The samples"}}.get(name, {})
+    for file, begins in whole.items():
+        assert store.read_bytes(manifest, file).decode().startswith(begins)
+    assert [f"{told}: not shown, and the run goes on without (ValueError: a fault of ours)"] == [
+        record.getMessage() for record in caplog.records if record.levelname == "WARNING"
+    ]
 
 
 def test_a_run_that_only_a_reward_model_judged_is_compared_promoted_and_reported(

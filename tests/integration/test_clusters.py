@@ -22,7 +22,7 @@ from infra.clusters import (
     release_cluster,
 )
 from infra.clusters.ray_head import SILENT_NODE
-from infra.errors import ClusterError
+from infra.errors import ClusterError, ClusterNotReadyError
 from tasks.ppo_group import ANSWER_S
 from tests.integration.cluster_processes import GONE_WITHIN_S, Owners, run, says, wait_until_nothing_is_left
 
@@ -277,7 +277,7 @@ def test_a_cluster_that_lost_its_head_is_told_and_ended_and_another_process_star
 
 
 def test_a_start_that_takes_too_long_is_told_and_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ClusterError, match=r"'slow' did not start within 0\.2 s; raise start_timeout_s"):
+    with pytest.raises(ClusterNotReadyError, match=r"'slow' did not start within 0\.2 s; raise start_timeout_s"):
         lease_cluster("slow", directory=tmp_path, num_cpus=1, object_store_mb=80, start_timeout_s=0.2)
     assert not list(tmp_path.glob("*.json"))
     assert not [entry for entry in tmp_path.rglob("*") if entry.name.startswith("rf-")]

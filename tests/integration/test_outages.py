@@ -34,6 +34,8 @@ BORDERS = (
     rb"PUT \S*/versions/run/",
 )
 """What each stage writes last; what comes next is the following stage."""
+BEGUN = rb"PUT \S*/plans/"
+"""What a run writes first, before its data are read."""
 ONE_START = ["Scheduled", "Pending", "Submitting", "Running", "Completed"]
 
 
@@ -75,9 +77,9 @@ def test_a_store_that_is_away_at_every_border_and_pages_that_nobody_takes_delay_
 def test_a_server_that_is_away_in_every_stage_delays_a_night(
     stack: LocalStack, store_proxy: FlakyProxy, server_proxy: FlakyProxy, tmp_path: Path
 ) -> None:
-    for border in BORDERS:
+    for border in (BEGUN, *BORDERS):
         store_proxy.leave_after(border, SERVER_AWAY_S, leaver=server_proxy)
-    outages_s = len(BORDERS) * SERVER_AWAY_S
+    outages_s = (len(BORDERS) + 1) * SERVER_AWAY_S
     run = night(stack, tmp_path, seed=12, store=store_proxy, server=server_proxy, outages_s=outages_s)
     assert promoted_at_the_first_start(stack, run)
-    assert server_proxy.absences == len(BORDERS)
+    assert server_proxy.absences == len(BORDERS) + 1

@@ -169,7 +169,8 @@ def test_the_password_is_in_two_files_of_the_home_and_in_the_env_file_and_only_t
     run = own_stack.start_run("tiny/tiny", sleep_s=20)
     wait_for(lambda: own_stack.run_state(run) == "RUNNING", "the run to start")
     password = own_stack.password
-    said = own_stack.up() + own_stack.type("rlhf", "status").stdout + own_stack.type("rlhf", "doctor", "--json").stdout
+    up, status = own_stack.up(), own_stack.type("rlhf", "status").stdout
+    said = up + status + own_stack.type("rlhf", "doctor", "--json").stdout
     for secret in (password, password.partition(":")[2], b64encode(password.encode()).decode()):
         assert own_stack.holders_of(secret) <= {"prefect.password", "stack.env"}
         assert not [process for process in own_stack.processes() if secret in " ".join(process.cmdline())]
@@ -177,7 +178,9 @@ def test_the_password_is_in_two_files_of_the_home_and_in_the_env_file_and_only_t
     assert own_stack.holders_of(password) == {"prefect.password", "stack.env"}
     for path in (own_stack.home / "prefect.password", own_stack.home / "stack.env", own_stack.env_file):
         assert path.stat().st_mode & 0o777 == 0o600
-    assert f"the line in {own_stack.home / 'prefect.password'}" in said
+    file = own_stack.home / "prefect.password"
+    for text in (up, status):
+        assert f"Prefect UI: {address(own_stack)} (it asks for a password: the line in {file})" in text
     wait_for(lambda: own_stack.run_state(run) == "COMPLETED", "the run to end")
 
 
@@ -210,26 +213,51 @@ def test_a_runs_ray_cluster_is_not_told_the_password(own_stack: LocalStack, tmp_
         own_stack.cancel(run)
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])  # the page asks 127.0.0.1 in either case
+COUNT_REFUSALS = """
+    window.refused = 0;
+    const ask = window.fetch, send = XMLHttpRequest.prototype.send;
+    const count = status => { window.refused += status === 401; };
+    window.fetch = (...all) => ask(...all).then(answer => { count(answer.status); return answer; });
+    XMLHttpRequest.prototype.send = function (...all) {
+        this.addEventListener("load", () => count(this.status));
+        return send.apply(this, all);
+    };
+"""
+"""v1 says that a password is wrong before one is typed, too: what the server answers is counted."""
+REFUSED = {"v2": "Invalid credentials", "v1": "Authentication failed"}
+"""What the two versions of the UI say of a wrong password."""
+
+
+@pytest.mark.parametrize(
+    ("version", "host"),
+    [("v2", "127.0.0.1"), ("v2", "localhost"), ("v1", "127.0.0.1")],  # the page asks 127.0.0.1 in either case
+)
 def test_the_ui_asks_for_the_password_and_says_that_a_wrong_one_is_wrong(
-    own_stack: LocalStack, tmp_path: Path, host: str
+    own_stack: LocalStack, tmp_path: Path, version: str, host: str
 ) -> None:
     run = own_stack.start_run("tiny/tiny")
     wait_for(lambda: own_stack.run_state(run) == "COMPLETED", "the run to end")
     name = str(prefect_api.call(own_stack.api_url, "GET", f"/flow_runs/{run}")["name"])
     home, field = address(own_stack).replace("127.0.0.1", host), "input[type=password]"
+    runs = f"{home}/v2/runs" if version == "v2" else f"{home}/runs"
     with browser() as window:
         window.open(home)
-        wait_for(lambda: window.type(field, "rlhf:wrong\n"), "the UI to ask for the password")
-        wait_for(lambda: "Invalid credentials" in window.text, "the UI to say that it is wrong")
+        window.run(f"document.cookie = 'prefect_ui_version={version}; path=/'")
+        window.open(home)
+        wait_for(lambda: window.type(field, "rlhf:wrong"), "the UI to ask for the password")
+        window.run(COUNT_REFUSALS)
+        window.type(field, "\n")
+        wait_for(lambda: window.run("return window.refused"), "the server to refuse it")
+        wait_for(lambda: REFUSED[version] in window.text, "the UI to say that it is wrong")
+        assert "Deployments" not in window.text
         window.picture(tmp_path / "wrong.png")
         window.open(home)
         wait_for(lambda: window.type(field, f"{own_stack.password}\n"), "the UI to ask again")
         wait_for(lambda: "Deployments" in window.text, "the UI to open")
-        window.open(f"{home}/v2/runs")
+        window.open(runs)
         wait_for(lambda: name in window.text, f"run {name} in the UI")
         window.picture(tmp_path / "runs.png")
-        window.open(f"{home}/v2/runs/flow-run/{run}")
+        window.open(f"{runs}/flow-run/{run}")
         wait_for(lambda: name in window.text and "Completed" in window.text, f"the page of run {name}")
         window.picture(tmp_path / "run.png")
 

@@ -1,4 +1,4 @@
-"""What another user of this machine can do with a stack and a run of it: nothing but see that they live.
+"""What another user of this machine can do with a stack and runs of it: nothing but see that they live.
 
 Every port and every socket is listed from the kernel: one that this test does not know fails it. The stack has a
 network of its own, so that nothing else listens there, with an address that is not the loopback's, and with a home that
@@ -37,6 +37,8 @@ from tests.integration import stranger
 from tests.integration.local_stack import LocalStack, run_local_stack, wait_for
 from tests.integration.machines import hold, inner, why_not
 from tests.integration.stranger import NO_ANSWER, UID
+from tests.integration.test_chain import small
+from tests.tiny_llama import write_tiny_llama
 
 pytestmark = pytest.mark.integration
 
@@ -83,12 +85,17 @@ deployments:
     entrypoint: exposed.py:exposed
     work_pool: {name: rlhf}
 """
+EPISODES = 1000
+"""More than are made."""
+PPO = small(**{"ppo.reward": {"verifier": 1.0, "reward_model": 0.0}, "ppo.cluster.num_makers": 2})
 SERVER, WORKER = "Prefect's server", "Prefect's worker, to its runs"
 S3, VOLUME = "Store: S3", "Store: volume server"
 STORE_PARTS, STORE_CALLS = "Store: master, filer and admin", "Store: calls between its parts (gRPC)"
 RAY, RAY_AGENT, TRAINERS = "Ray: all calls (gRPC)", "Ray: agent", "Trainers of a run, to each other"
 SOCKETS, FILES = "Unix sockets", "Files and processes"
 ROWS = (SERVER, WORKER, S3, VOLUME, STORE_PARTS, STORE_CALLS, RAY, RAY_AGENT, TRAINERS, SOCKETS, FILES)
+TRAINERS_PORTS = 3
+"""Two trainers meet at one, and each has one for the other."""
 PREFECT_SOCKETS = (
     "events/in",
     "events/out",
@@ -128,7 +135,7 @@ class Port(NamedTuple):
 
     row: str
     name: str
-    """Of a part of the store; else of the process."""
+    """Of a part of the store, a service, or the run's cluster."""
     address: str
     port: int
 
@@ -148,16 +155,19 @@ class Try(NamedTuple):
 
 
 class Exposed(NamedTuple):
-    """A stack with a live run."""
+    """A stack with two live runs."""
 
     stack: LocalStack
-    manifest: ClusterManifest
     old_password: str
-    run: str
+    runs: tuple[str, ...]
+    """One with a group of two trainers and nothing else; PPO with one trainer, two makers and a reward function."""
+    clusters: tuple[ClusterManifest, ...]
+    """Theirs."""
 
     def processes(self) -> list[psutil.Process]:
         marked = {process.pid: process for process in self.stack.processes()}
-        marked.update((each.pid, each) for each in leftover_processes(self.manifest.mark, self.manifest.head))
+        for cluster in self.clusters:
+            marked.update((each.pid, each) for each in leftover_processes(cluster.mark, cluster.head))
         return list(marked.values())
 
 
@@ -189,7 +199,7 @@ def network_of_its_own() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def exposed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Exposed]:
-    """A stack whose password was changed once, and a run on a cluster of its own; everybody may enter its home."""
+    """A stack whose password was changed once, and runs on clusters of their own; everybody may enter its home."""
     if os.geteuid() != 0:
         pytest.skip("only root can become another user")
     if reason := why_not():
@@ -207,9 +217,13 @@ def exposed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Exposed]:
             changed = stack.type("rlhf", "up", "--new-password")
             assert changed.returncode == 0, changed.stdout + changed.stderr
             stack.deploy_tiny_flows(source)
-            run = stack.start_run("exposed/exposed")
+            group = stack.start_run("exposed/exposed")
             wait_for((stack.home / "group-stands").exists, "the run's group of trainers", timeout_s=180)
-            yield Exposed(stack, ClusterManifest.load(stack.home / "clusters" / "exposed.json"), old, run)
+            model = write_tiny_llama(source / "tiny")
+            ppo = stack.start_run("ppo/quickstart", model=str(model), episodes=EPISODES, overrides=PPO)
+            wait_for(lambda: any("episode 1/" in line for line in stack.log(ppo)), "PPO's first episode", timeout_s=180)
+            manifests = sorted((stack.home / "clusters").glob("*.json"))
+            yield Exposed(stack, old, (group, ppo), tuple(map(ClusterManifest.load, manifests)))
     finally:
         shutil.rmtree(place)
 
@@ -249,21 +263,28 @@ def known_ports(exposed: Exposed) -> dict[tuple[int | None, int], tuple[str, str
     known[exposed.stack.pids()["store"], admin] = STORE_CALLS, "admin_grpc"
     known[None, ports["prefect"]] = SERVER, "server"  # a child of the service's process may have it
     known[exposed.stack.pids()["worker"], 0] = WORKER, "worker"
-    for process in leftover_processes(exposed.manifest.mark, exposed.manifest.head):
-        name = process.name()
-        if name in ("gcs_server", "raylet"):
-            known[process.pid, 0] = RAY, name
-        elif name.startswith("ray::RuntimeEnv"):
-            known[process.pid, 0] = RAY_AGENT, name
-        elif name.startswith("ray::RankActor"):
-            known[process.pid, 0] = TRAINERS, name
-    with credentials(exposed.manifest), closing(ControlServer(exposed.manifest.address)) as server:
+    for cluster in exposed.clusters:
+        known |= rays_ports(cluster)
+    return known
+
+
+def rays_ports(cluster: ClusterManifest) -> dict[tuple[int | None, int], tuple[str, str]]:
+    """Return the rows of a cluster's ports, as `known_ports` does: those that Ray's own record has, and trainers'."""
+    row = RAY, cluster.name
+    known: dict[tuple[int | None, int], tuple[str, str]] = {(None, int(cluster.address.rpartition(":")[2])): row}
+    for process in leftover_processes(cluster.mark, cluster.head):
+        if process.name().startswith("ray::RankActor"):
+            known[process.pid, 0] = TRAINERS, cluster.name
+    with credentials(cluster), closing(ControlServer(cluster.address)) as server:
+        for node in server.nodes():
+            known |= {(None, port): row for port in (node.node_manager_port, node.object_manager_port)}
+            known[None, node.runtime_env_agent_port] = RAY_AGENT, cluster.name
         for actor in server.actors(lambda _: True):
-            known[actor.pid, actor.address.port] = RAY, actor.name
-    with credentials(exposed.manifest), closing(init_grpc_channel(exposed.manifest.address)) as channel:
+            known[actor.pid, actor.address.port] = row
+    with credentials(cluster), closing(init_grpc_channel(cluster.address)) as channel:
         asked = gcs_service_pb2_grpc.JobInfoGcsServiceStub(channel).GetAllJobInfo
         for job in asked(gcs_service_pb2.GetAllJobInfoRequest(), timeout=30).job_info_list:
-            known[job.driver_pid, job.driver_address.port] = RAY, "driver"
+            known[job.driver_pid, job.driver_address.port] = row
     return known
 
 
@@ -386,11 +407,15 @@ def store_call_tries(exposed: Exposed, folder: Path) -> Iterator[Try]:
 
 
 def ray_tries(exposed: Exposed, ports: list[Port]) -> Iterator[Try]:
-    trusted = public_part(exposed.manifest.certificate)
+    trusted = {cluster.name: public_part(cluster.certificate) for cluster in exposed.clusters}
     for port in ports:
         if port.row == RAY:
             for title, method in RAY_METHODS.items():
-                yield from without_certificate(RAY, title, f"127.0.0.1:{port.port}", method, trusted)
+                yield from without_certificate(RAY, title, f"127.0.0.1:{port.port}", method, trusted[port.name])
+            for scheme in ("http", "https"):
+                yield Try(
+                    RAY, "HTTP, which it does not speak", {NO_ANSWER}, "http", (f"{scheme}://127.0.0.1:{port.port}/",)
+                )
         elif port.row == RAY_AGENT:
             for path in ("get_or_create_runtime_env", "delete_runtime_env_if_possible", "get_runtime_envs_info", ""):
                 for title, headers in (("no token", {}), ("a wrong one", {"Authorization": f"Bearer {'0' * 64}"})):
@@ -433,7 +458,8 @@ def other_tries(exposed: Exposed, ports: list[Port]) -> Iterator[Try]:
         seen |= {Path(each.path) for each in process.memory_maps() if each.path.startswith("/")}
     public = [Path("/tmp"), Path("/dev/shm")]
     common = [path for path in seen if any(map(path.is_relative_to, public)) and not path.is_relative_to(CHECKOUT)]
-    roots = [exposed.stack.home, exposed.stack.env_file, exposed.stack.state.socket_dir, exposed.manifest.temp_dir]
+    roots = [exposed.stack.home, exposed.stack.env_file, exposed.stack.state.socket_dir]
+    roots += [cluster.temp_dir for cluster in exposed.clusters]
     title = "all files of `RLHF_HOME`, of the run, and those that their processes have open in `/tmp`"
     for root in {*roots, *common}:
         yield Try(FILES, title, {"nothing"}, "files", ([str(root)],))
@@ -475,6 +501,7 @@ def test_another_user_gets_nothing_from_any_port_socket_file_or_process(
     file_id = store_object(exposed)
     ports = ports_of(exposed)
     assert {port.row for port in ports} == set(ROWS) - {SOCKETS, FILES}, "something of the stack does not listen"
+    assert sum(port.row == TRAINERS for port in ports) == TRAINERS_PORTS
     folder = Path(tempfile.mkdtemp(prefix="his-", dir="/tmp"))
     folder.chmod(0o755)
     try:
@@ -496,6 +523,6 @@ def test_another_user_gets_nothing_from_any_port_socket_file_or_process(
     with capsys.disabled():
         print(f"\nuser {UID}, {len(tries)} tries on {len(ports)} ports", *lines, sep="\n")  # noqa: T201
     assert not wrong, "\n".join(wrong)
-    assert exposed.stack.run_state(exposed.run) == "RUNNING"
-    assert exposed.manifest.is_running
+    assert [exposed.stack.run_state(run) for run in exposed.runs] == ["RUNNING", "RUNNING"]
+    assert all(cluster.is_running for cluster in exposed.clusters)
     assert "\n".join(lines) in DOCUMENT.read_text(), f"copy the table into {DOCUMENT}"

@@ -20,7 +20,14 @@ class WaitingRun:
     """A run that waits until it is let go, and the starts that it told of."""
 
     def __init__(
-        self, stack: LocalStack, directory: Path, *, flow: str = "waiting", due_in_s: float = 0.0, **parameters: Any
+        self,
+        stack: LocalStack,
+        directory: Path,
+        *,
+        flow: str = "waiting",
+        deployment: str | None = None,
+        due_in_s: float = 0.0,
+        **parameters: Any,
     ) -> None:
         self.stack, self.directory = stack, directory
         directory.mkdir(exist_ok=True)
@@ -29,7 +36,7 @@ class WaitingRun:
             "parameters": {"directory": str(directory), **parameters},
             "state": {"type": "SCHEDULED", "state_details": {"scheduled_time": due}},
         }
-        found = prefect_api.deployment(stack.api_url, f"{flow}/{flow}")
+        found = prefect_api.deployment(stack.api_url, f"{flow}/{deployment or flow}")
         assert found is not None
         path = f"/deployments/{found['id']}/create_flow_run"
         self.id = str(prefect_api.call(stack.api_url, "POST", path, body)["id"])

@@ -89,7 +89,7 @@ def kill_again_and_again(year: Year, site: Site, stage: str) -> None:
     site.desk.let_go()
 
 
-def stop(*victims: Victim) -> Callable[[Year, Site, str], None]:
+def stop(*victims: Victim, for_s: float = STOPPED_S) -> Callable[[Year, Site, str], None]:
     """Return a strike that stops processes for longer than a run may be silent, as a laptop's sleep does."""
 
     def strike(year: Year, site: Site, stage: str) -> None:
@@ -99,7 +99,7 @@ def stop(*victims: Victim) -> Callable[[Year, Site, str], None]:
         for pid in pids:
             send_signal(pid, signal.SIGSTOP)
         try:
-            time.sleep(STOPPED_S)
+            time.sleep(for_s)
         finally:
             for pid in reversed(pids):
                 send_signal(pid, signal.SIGCONT)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from prefect.server.events.ordering.memory import CausalOrdering
 
-from infra.garbage import collect_in_a_thread
+from infra.sqlite_server import collect_in_a_thread, count_requests_alone
 
 __all__ = ["CausalOrdering"]
 
 collect_in_a_thread()
+count_requests_alone()

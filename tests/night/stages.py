@@ -1,7 +1,9 @@
 """The real flow `pipeline`, whose stages store a few bytes in place of models: a night of seconds.
 
 Flows, parameters, keys, references, commits, the gate's decision and the champion's alias are the product's; what needs
-torch, Ray or a tokenizer is replaced here. Whatever a process does at work, it notes at its site's desk.
+torch, Ray or a tokenizer is replaced here. Data, SFT, episodes, evaluations, gate, promotion and report are tasks; what
+lies between them is called as functions, for a task's run takes longer than all that is done in it. Whatever a process
+does at work, it notes at its site's desk.
 """
 
 from __future__ import annotations
@@ -165,7 +167,6 @@ def sample_pairs(
     return Work(config, "reward-model").committed("dataset", key, [dataset, policy], {}, name=name)
 
 
-@stage_task(name="train-reward-model")
 def train_reward_model(config: PipelineConfig, pairs: Parent, policy: Parent) -> StageResult:
     """Store a reward model that knows nothing."""
     return Work(config, "reward-model").stored("reward-model", [pairs, policy], {})
@@ -188,7 +189,6 @@ def ppo_episode(run: PPORun, episode: int) -> EpisodeResult:
     return EpisodeResult(run=run.name, episode=episode, policy_version=episode + 1, incarnation="stub", row={})
 
 
-@stage_task(name="publish-policy")
 def publish_policy(run: PPORun) -> StageResult:
     """Store a policy that is better than its SFT model, or worse, as the data say."""
     config = PipelineConfig.model_validate(run.config)
@@ -288,13 +288,17 @@ REPLACED: tuple[tuple[Any, str, Any], ...] = (
     (flows.sft, "train_sft", train_sft),
     (flows.sft, "show_training", nothing),
     (tasks.preferences, "_sample_pairs", sample_pairs),
+    (flows.reward_model, "find_policy", flows.reward_model.find_policy.fn),
+    (flows.reward_model, "collect_preferences", flows.reward_model.collect_preferences.fn),
     (flows.reward_model, "train_reward_model", train_reward_model),
     (flows.reward_model, "show_training", nothing),
     (tasks.ppo, "left_by_other_code", nothing),
+    (flows.ppo, "plan_ppo", flows.ppo.plan_ppo.fn),
     (flows.ppo, "ppo_episode", ppo_episode),
     (flows.ppo, "publish_policy", publish_policy),
     (flows.ppo, "end_cluster", nothing),
     (flows.ppo, "show_episodes", nothing),
+    (flows.evaluate, "find_judge", flows.evaluate.find_judge.fn),
     (flows.evaluate, "show_evaluations", nothing),
     (tasks.parents, "base_model", lambda *_: BASE),
     (tasks.evaluate, "base_model", lambda *_: BASE),

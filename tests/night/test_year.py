@@ -51,11 +51,11 @@ def play(made: Year, services: list[Mishap], flows: list[Mishap], *, nights: int
     for_flows, for_services = made.sites[::2], made.sites[1::2]
     troubles: list[BaseException] = []
     over = threading.Event()
-    began = max(site.first_s for site in made.sites)  # a night before that is in no books
+    began = max(site.first_s for site in made.sites)
 
     def strike(mishaps: list[Mishap], sites: list[Site], *, alone: bool) -> None:
         try:
-            time.sleep(max(0.0, began - time.time()))
+            made.await_the_first_nights()
             for mishap in mishaps:
                 site = made.next_site(sites, least_s=LEAST_AHEAD_S)
                 with made.deed(

@@ -113,6 +113,21 @@ class Year:
         self._stack_of_warmth.close()
         self.warm.unlink(missing_ok=True)
 
+    def await_the_first_nights(self) -> None:
+        """Wait until nights count at every site, and none that was due before is under way: it is in no books."""
+        time.sleep(max(0.0, max(site.first_s for site in self.sites) - time.time()))
+
+        def are_over() -> bool:
+            with suppress(ServiceError):  # the first mishap has begun
+                return not any(
+                    _is_open(run) and datetime.fromisoformat(run["expected_start_time"]).timestamp() < site.first_s
+                    for site in self.sites
+                    for run in runs_of(self.stack.api_url, site)
+                )
+            return False
+
+        wait_for(are_over, "the nights before the first that count to be over", timeout_s=SETTLE_TIMEOUT_S)
+
     def end(self) -> None:
         """Switch the schedules off that are still on."""
         for site in self.sites:

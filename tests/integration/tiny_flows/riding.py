@@ -10,8 +10,13 @@ from prefect import flow, get_run_logger, task
 from prefect.artifacts import create_markdown_artifact
 from prefect.runtime import flow_run
 
+from tasks.one_process import one_process
+from tasks.sentences import in_one_sentence
+
 
 @flow
+@in_one_sentence
+@one_process
 def riding(directory: str, steps: int = 0) -> None:
     """Take a step every two seconds, each in a subflow, until it may end or so many are taken; go on after a crash.
 

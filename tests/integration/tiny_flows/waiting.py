@@ -9,8 +9,13 @@ from pathlib import Path
 from prefect import flow
 from prefect.runtime import flow_run
 
+from tasks.one_process import one_process
+from tasks.sentences import in_one_sentence
+
 
 @flow
+@in_one_sentence
+@one_process
 def waiting(directory: str) -> None:
     """Write down this process and the number of the start."""
     with (Path(directory) / "starts").open("a") as starts:

@@ -201,7 +201,8 @@ class LocalStack:
         path = f"/flow_runs/{run_id}/set_state"
         prefect_api.call(self.api_url, "POST", path, {"state": {"type": "CANCELLING"}})
         ended = {"CANCELLED", "CRASHED", "FAILED", "COMPLETED"}
-        wait_for(lambda: self.run_state(run_id) in ended, "the cancelled run to end", timeout_s=30)
+        # a run that does not end by itself is killed after 30 s, and its cluster may take 25 s to end
+        wait_for(lambda: self.run_state(run_id) in ended, "the cancelled run to end", timeout_s=120)
 
     def processes_of(self, run_id: str) -> list[psutil.Process]:
         """Return the processes of a run, those of its cluster included: the worker tells each whose it is."""

@@ -19,7 +19,7 @@ from tests.night.year import Year, drawn, failed_for_nothing, kills, restarted_f
 
 pytestmark = [pytest.mark.night, pytest.mark.timeout(3600)]
 
-SITES, PERIOD_S = 10, 60.0
+SITES, PERIOD_S = 12, 60.0
 NIGHTS = int(os.environ.get("NIGHTS", "300"))
 """At least so many are due; fewer for a short look, which still meets every mishap."""
 COLD = 1

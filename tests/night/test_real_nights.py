@@ -13,13 +13,13 @@ import yaml
 
 from infra.services.prefect_yaml import read_prefect_yaml
 from infra.settings import CHECKOUT
-from tests.integration.local_stack import turn, wait_for
+from tests.integration.local_stack import wait_for
 from tests.integration.stages import EPISODES, at_stage, flow_process
 from tests.integration.test_chain import small
 from tests.night.books import read_champion
 from tests.night.sites import NIGHTLY
 from tests.night.table import LINES, markdown
-from tests.night.year import NightStack, ended_well, send_signal
+from tests.night.year import NightStack, night_stack, send_signal
 from tests.tiny_llama import write_tiny_llama
 
 pytestmark = [pytest.mark.night, pytest.mark.timeout(1500)]
@@ -30,11 +30,7 @@ NIGHT_TIMEOUT_S = 600.0
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NightStack]:
-    directory = tmp_path_factory.mktemp("real")
-    running = NightStack(directory / "home", directory / ".env")
-    with ended_well(running):
-        with turn():
-            running.up()
+    with night_stack(tmp_path_factory.mktemp("real")) as running:
         deploy(running, write_tiny_llama(model_of(running)))
         yield running
 

@@ -202,8 +202,9 @@ class Year:
                     each.kill()
 
     def up(self) -> None:
-        """Have whatever is missing started again."""
-        self.stack.up()
+        """Have whatever is missing started again, on the ports that it had: forked flows know no others."""
+        with usual_ports_occupied():
+            self.stack.up()
 
     def next_site(self, sites: Sequence[Site], *, least_s: float = 1.0) -> Site:
         """Return the site whose night is due next, but not at once."""

@@ -146,7 +146,7 @@ def store_data(config: PipelineConfig) -> StageResult:
 
 @stage_task(name="train-sft")
 def train_sft(config: PipelineConfig, dataset: Parent, actor: str | None = None) -> StageResult:
-    """Go on from the champion, if there is one."""
+    """Go on from the champion that there was when the night came here first, if there was one."""
     del actor
     work = Work(config, "sft")
     champion = work.context.store.alias("policy", config.name, "champion")
@@ -155,7 +155,7 @@ def train_sft(config: PipelineConfig, dataset: Parent, actor: str | None = None)
         crowned = work.context.store.resolve(champion)
         parents = [dataset, Parent(uri=crowned.ref.uri, digest=crowned.digest)]
         score = int(str(crowned.metrics[SCORE]))
-    return work.stored("sft", parents, {"score": score}, **{SCORE: score})
+    return once_in_a_run(work.context, "sft", lambda: work.stored("sft", parents, {"score": score}, **{SCORE: score}))
 
 
 def sample_pairs(

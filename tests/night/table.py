@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from tests.night.books import Books
 from tests.night.stages import STAGES
 from tests.night.year import Deed, kills
 
-LINES: list[str] = []
-"""Of this session."""
 HEADER = ("what happened", "times", "stages", "nights under way or due", "completed", "skipped", "failed", "lost")
 OUTCOMES = ("completed", "skipped", "failed", "lost")
 
@@ -64,3 +62,8 @@ def _without_names(says: str) -> str:
     import re
 
     return re.sub(r"[0-9a-f]{8}-[0-9a-f-]{27}|\d{2}:\d{2}(:\d{2})?|site-\d+", "...", says)[:240]
+
+
+def show(lines: Iterable[str]) -> None:
+    """Print lines, which `pytest -rP` shows at its end, of tests that passed too."""
+    print("\n".join(lines))  # noqa: T201

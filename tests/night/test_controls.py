@@ -13,7 +13,7 @@ import pytest
 from tests.night.books import Books
 from tests.night.mishaps import MAY_FAIL, kill_flow, linger, meet_an_error, stop
 from tests.night.sites import LEFT_OUT_BY, Site, Start, switch_off
-from tests.night.table import LINES, markdown
+from tests.night.table import markdown, show
 from tests.night.typed import LOST_AFTER_S, WITHOUT_ORDER
 from tests.night.year import Year, restarted_for_nothing, send_signal, year
 
@@ -104,7 +104,7 @@ def books(tmp_path_factory: pytest.TempPathFactory) -> Books:
         found.faults += restarted_for_nothing(made.deeds, found)
     rows = [("left out", "what it cost")]
     rows += [(name, next(iter(cost(found, name)), "-")[:_WIDTH]) for name in names]
-    LINES.extend(markdown(rows))
+    show(markdown(rows))
     return found
 
 

@@ -18,7 +18,7 @@ from tests.integration.stages import EPISODES, at_stage, flow_process
 from tests.integration.test_chain import small
 from tests.night.books import read_champion
 from tests.night.sites import NIGHTLY
-from tests.night.table import LINES, markdown
+from tests.night.table import markdown, show
 from tests.night.year import NightStack, night_stack, send_signal
 from tests.tiny_llama import write_tiny_llama
 
@@ -90,7 +90,7 @@ def test_three_nights_with_a_kill_each_are_completed_and_the_champions_line_is_w
             rows.append(row)
             assert (found["state"]["type"], found["run_count"]) == ("COMPLETED", starts), row
     finally:
-        LINES.extend(markdown(rows))
+        show(markdown(rows))
     store = stack.store(tmp_path / "cache")
     policies = [store.resolve(f"policy/{NAME}@{number}") for number in (1, 2, 3)]
     episodes = [policy.config["ppo"]["episodes"] for policy in policies]

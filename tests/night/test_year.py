@@ -14,7 +14,7 @@ from tests.night.books import Books
 from tests.night.mishaps import MAY_FAIL, Mishap, flow_mishaps, service_mishaps
 from tests.night.sites import Site, Start
 from tests.night.stages import STAGES
-from tests.night.table import LINES, kills_table, sentences, table
+from tests.night.table import kills_table, sentences, show, table
 from tests.night.year import Year, drawn, failed_for_nothing, kills, restarted_for_nothing, year
 
 pytestmark = [pytest.mark.night, pytest.mark.timeout(3600)]
@@ -92,11 +92,9 @@ def play(made: Year, services: list[Mishap], flows: list[Mishap], *, nights: int
 
 
 def keep(made: Year, books: Books) -> None:
-    """Put the table where it is printed, and all nights and deeds where a person can look for what went wrong."""
-    LINES.extend(table(made.deeds, books))
-    LINES.extend(kills_table(made.deeds))
-    LINES.extend(sentences(books))
-    LINES.append(f"champions moved {books.promotions} times")
-    LINES.extend(books.faults)
+    """Print the tables, and put all nights and deeds where a person can look for what went wrong."""
+    show(table(made.deeds, books))
+    show(kills_table(made.deeds))
+    show([*sentences(books), f"champions moved {books.promotions} times", *books.faults])
     if told := os.environ.get("NIGHT_BOOKS"):
         Path(told).write_text("\n".join(json.dumps(vars(each)) for each in (*books.nights, *made.deeds)))

@@ -25,6 +25,7 @@ from infra.services.state import StackState
 from infra.settings import CHECKOUT, inherited_environment, read_env_file
 
 T = TypeVar("T")
+S = TypeVar("S", bound="LocalStack")
 PROGRAMS = Path(sys.executable).parent
 TINY_FLOWS = Path(__file__).parent / "tiny_flows"
 HOLDING = '''
@@ -287,8 +288,14 @@ def turn() -> Iterator[None]:
 
 @contextmanager
 def run_local_stack(directory: Path) -> Iterator[LocalStack]:
+    """Run a stack whose files are in a directory of its own."""
+    with running(LocalStack(directory / "home", directory / ".env")) as stack:
+        yield stack
+
+
+@contextmanager
+def running(stack: S) -> Iterator[S]:
     """Bring a stack up with `rlhf up`; take it down with `rlhf down`, and see that nothing is left."""
-    stack = LocalStack(directory / "home", directory / ".env")
     try:
         with turn():
             stack.up()

@@ -18,7 +18,7 @@ import psutil
 from infra.errors import ServiceError
 from infra.services import prefect_api, processes
 from infra.settings import CHECKOUT
-from tests.integration.local_stack import PROGRAMS, LocalStack, turn, usual_ports_occupied, wait_for
+from tests.integration.local_stack import PROGRAMS, LocalStack, running, usual_ports_occupied, wait_for
 from tests.night.books import Books, balance, read_champion
 from tests.night.notes import Note
 from tests.night.sites import Site, Start, deployments, make_sites, runs_of, switch_off, switch_on
@@ -247,22 +247,9 @@ def year(directory: Path, names: Sequence[str], *, period_s: float, starts: Mapp
 
 @contextmanager
 def night_stack(directory: Path) -> Iterator[NightStack]:
-    """Bring a stack up, take it down after a block, and see that nothing of it is left.
-
-    Nobody takes the port of a server that was killed, as it is none of the usual ones.
-    """
-    stack = NightStack(directory / "home", directory / ".env")
-    with usual_ports_occupied():
-        try:
-            with turn():
-                stack.up()
-            yield stack
-        finally:
-            result = stack.type("rlhf", "down", timeout_s=400)
-            left = stack.processes()
-            processes.end(left, grace_s=0)
-            assert result.returncode == 0, result.stdout + result.stderr
-            assert left == [], "`rlhf down` left processes behind"
+    """Run a stack whose services may be killed: nobody takes their ports meanwhile, as none is a usual one."""
+    with usual_ports_occupied(), running(NightStack(directory / "home", directory / ".env")) as stack:
+        yield stack
 
 
 def kills(deeds: Sequence[Deed]) -> dict[Victim, Counter[str]]:

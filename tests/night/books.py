@@ -39,6 +39,11 @@ class Night:
     ended: float | None = None
 
     @property
+    def start(self) -> float:
+        """When it was due or began: a worker lets a run begin up to a second before its time."""
+        return min(self.due, self.began or self.due)
+
+    @property
     def end(self) -> float:
         """When it was over; at once, if it never began."""
         return self.ended or self.began or self.due
@@ -67,7 +72,7 @@ class Books:
         return [
             night
             for night in self.nights
-            if (site is None or night.site == site) and night.due <= end and max(night.end, night.due) >= start
+            if (site is None or night.site == site) and night.start <= end and max(night.end, night.due) >= start
         ]
 
 

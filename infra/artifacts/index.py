@@ -66,10 +66,12 @@ class KeyIndex:
     def is_stale(self, key: str) -> bool:
         """Return whether an entry leads to nothing; not of one that cannot be read, which verification tells."""
         stored = self._backend.read(key)
-        return stored is not None and _parse(key, stored.data) is not None and self._follow(key, stored.data) is None
+        if stored is None or parse_entry(key, stored.data) is None:
+            return False
+        return self._follow(key, stored.data) is None
 
     def _follow(self, key: str, data: bytes) -> Manifest | None:
-        ref = _parse(key, data)
+        ref = parse_entry(key, data)
         if ref is None:
             raise StoreError(f"{key} in the artifact store cannot be read; remove it, and it is made anew")
         found = self._catalog.held(ref)
@@ -87,8 +89,8 @@ def is_of_content(key: str) -> bool:
     return _CONTENT.fullmatch(PurePosixPath(key).name) is not None
 
 
-def _parse(key: str, data: bytes) -> ArtifactRef | None:
-    """Return what an entry says that it leads to; None if it cannot be read or leads elsewhere."""
+def parse_entry(key: str, data: bytes) -> ArtifactRef | None:
+    """Return what an entry says that it leads to; None if it cannot be read or leads to another kind than its own."""
     try:
         entry = json.loads(data)
         ref = ArtifactRef(entry["uri"], entry["digest"])

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from infra.artifacts.aliases import Alias, list_aliases
-from infra.artifacts.backend import Backend, Stored
+from infra.artifacts.backend import Backend
 from infra.artifacts.catalog import Catalog
 from infra.artifacts.exclusive import damaged_locks
-from infra.artifacts.index import is_of_content
+from infra.artifacts.index import is_of_content, parse_entry
 from infra.artifacts.layout import DELETING, HINTS, KEYS, LEASES, MANIFEST, VERSIONS, version_numbers, versions_prefix
 from infra.artifacts.leases import claims
 from infra.artifacts.manifest import Manifest
@@ -215,22 +213,11 @@ def _check_key(backend: Backend, catalog: Catalog, by_uri: _ByUri, key: str) -> 
         return problem_of(backend, error)
     if stored is None:
         return None
-    ref = _entry(stored)
+    ref = parse_entry(key, stored.data)
     if ref is None:
         return f"{key} in the artifact store cannot be read; remove it, and it is made anew"
     found = by_uri.get(ref.uri) or _parent(backend, catalog, ref)
     return _leads_wrong(key, ref, found) if isinstance(found, Manifest | None) else None  # its manifest is told of
-
-
-def _entry(stored: Stored) -> ArtifactRef | None:
-    """Return what an entry of the key index leads to, or None if it cannot be read."""
-    try:
-        entry: dict[str, Any] = json.loads(stored.data)
-        ref = ArtifactRef(entry["uri"], entry["digest"])
-        is_whole = isinstance(ref.digest, str) and parse_reference(ref.uri).version is not None
-    except (ValueError, KeyError, TypeError, AttributeError, ReferenceNotFoundError):
-        return None
-    return ref if is_whole else None
 
 
 def _leads_wrong(key: str, ref: ArtifactRef, found: Manifest | None) -> str | None:

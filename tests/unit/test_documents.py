@@ -27,6 +27,8 @@ def test_every_file_and_test_that_is_named_exists(document: Path) -> None:
     assert "@@" not in text
     for link in re.findall(r"\]\(([^)#]+)\)", text):
         assert link.startswith("http") or (document.parent / link).exists(), link
+    for name in re.findall(r"(?<![\w/.-])([A-Z]+\.md)\b", text):
+        assert (ROOT / name).exists(), name
     for path, name in re.findall(r"`((?:tests|bench|flows|tasks|rlhf_core|infra)/[\w/.]+?\.\w+)(?:::(\w+))?`", text):
         assert (ROOT / path).exists(), path
         assert not name or f"def {name}(" in (ROOT / path).read_text(), name

@@ -98,6 +98,11 @@ def edit_text(path: Path, old: str, new: str) -> None:
         (lambda root: (root / "keys/dataset/k.json").write_text("[]"), "keys/dataset/k.json .* cannot be read"),
         (lambda root: edit(root / "keys/dataset/k.json", uri="../d"), "keys/dataset/k.json .* cannot be read"),
         (lambda root: edit(root / "keys/dataset/k.json", digest=7), "keys/dataset/k.json .* cannot be read"),
+        (lambda root: edit(root / "keys/dataset/k.json", digest=""), "keys/dataset/k.json .* cannot be read"),
+        (
+            lambda root: (root / "keys/policy/k.json").write_bytes((root / "keys/dataset/k.json").read_bytes()),
+            "keys/policy/k.json .* cannot be read",
+        ),
         (
             lambda root: edit(root / "keys/dataset/k.json", digest="f" * 64),
             "keys/dataset/k.json points at dataset/d@1 with digest ffffffffffff, which has",

@@ -72,7 +72,8 @@ class EpisodesControls:
         )
         kept = {known: held for known, held in self._after.items() if known >= episode - self._max_staleness}
         self._after = kept | {episode + 1: self._controls.current()}
-        self._of = {later: held for later, held in dict(self._of).items() if later > episode}
+        for done in [number for number in list(self._of) if number <= episode]:
+            del self._of[done]  # in place: a lease at this moment must not get lost, and other controls later
 
     def state(self) -> dict[str, Any]:
         """Return the facts that a continuation needs, as JSON holds them."""

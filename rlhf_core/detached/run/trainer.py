@@ -27,7 +27,7 @@ from rlhf_core.detached.run.learning import learn_or_keep
 from rlhf_core.detached.run.metrics import episode_metrics
 from rlhf_core.detached.run.state import DealingState, EpisodeRecord, StateKeeper, TrainerPosition, TrainingState
 from rlhf_core.phases import reached
-from rlhf_core.strategy.ranks import current_ranks
+from rlhf_core.strategy.ranks import ALONE, current_ranks
 from rlhf_core.trainer.ppo.controls import RewardControls
 from rlhf_core.trainer.ppo.learner import PPOLearner, PPOStats
 from rlhf_core.types import Experience, Sample
@@ -80,7 +80,7 @@ class RunTrainer(GroupMember):
         self._keeper, self._save_policy = keeper, save_policy
         self._incarnation = uuid.uuid4().hex
         self._history: tuple[EpisodeRecord, ...] = ()
-        self._controls = RewardControls(config)
+        self._controls = RewardControls(config, ALONE)  # the first rank has every sample of an episode
         self._dealing: Dealing
         self._publisher = Publisher(
             transport=config.cluster.weights_transport,

@@ -12,7 +12,7 @@ from rlhf_core.config import RolloutConfig
 from rlhf_core.errors import ModelError, TrainingError
 from rlhf_core.functional.kl_control import SMALLEST_KL_COEF, adaptive_kl_coef
 from rlhf_core.functional.moments import RunningMoments
-from rlhf_core.strategy.ranks import Ranks, current_ranks
+from rlhf_core.strategy.ranks import Ranks
 from rlhf_core.types import EpisodeControls
 
 
@@ -24,21 +24,19 @@ class RewardControls:
 
     Args:
         config: the coefficient to start from, the target, and whether scores are normalised.
-        ranks: who shares an episode; None takes torch.distributed's default group.
+        ranks: who shares an episode: each has samples of its own. `ALONE` where one process has all of them.
     """
 
-    def __init__(self, config: RolloutConfig, ranks: Ranks | None = None) -> None:
-        self._config = config
-        self._ranks = current_ranks() if ranks is None else ranks
-        self._kl_coef = config.kl_coef
-        self._scores = RunningMoments()
+    def __init__(self, config: RolloutConfig, ranks: Ranks) -> None:
+        self._config, self._ranks = config, ranks
+        self._known = (config.kl_coef, RunningMoments())
+        """The coefficient and the scores: replaced together, for threads that lease chunks read them meanwhile."""
 
     def current(self) -> EpisodeControls:
         """Return what the next episode's rewards are made with."""
-        std = self._scores.std if self._config.normalise_rewards else 1.0
-        return EpisodeControls(
-            self._kl_coef, score_mean=0.0, score_std=std
-        )  # not shifted: the mean is the critic's to learn
+        kl_coef, scores = self._known
+        std = scores.std if self._config.normalise_rewards else 1.0
+        return EpisodeControls(kl_coef, score_mean=0.0, score_std=std)  # not shifted: the mean is the critic's to learn
 
     def update(self, *, kl_per_sample: Tensor, scores: Tensor) -> None:
         """Take note of an episode, on all ranks.
@@ -56,19 +54,21 @@ class RewardControls:
                 "a score or divergence of the episode is not finite, so that no later reward could be set by it; look "
                 "at the reward functions and the policy"
             )
-        self._scores = self._scores.updated(every)
+        kl_coef, moments = self._known
         if self._config.kl_target is not None and len(divergences):
-            self._kl_coef = adaptive_kl_coef(
-                self._kl_coef,
+            kl_coef = adaptive_kl_coef(
+                kl_coef,
                 observed_kl=divergences.double().mean().item(),
                 target=self._config.kl_target,
                 samples=len(divergences),
                 horizon=self._config.kl_horizon,
             )
+        self._known = (kl_coef, moments.updated(every))
 
     def state(self) -> dict[str, Any]:
         """Return the facts that a continuation needs, as JSON holds them."""
-        return {"kl_coef": self._kl_coef, "scores": list(self._scores)}
+        kl_coef, scores = self._known
+        return {"kl_coef": kl_coef, "scores": list(scores)}
 
     def load_state(self, facts: Mapping[str, Any]) -> None:
         """Go on from a state that `state` returned.
@@ -88,4 +88,4 @@ class RewardControls:
             raise ModelError(damaged)
         if self._config.kl_target is not None:
             kl_coef = max(kl_coef, SMALLEST_KL_COEF)
-        self._kl_coef, self._scores = kl_coef, scores
+        self._known = (kl_coef, scores)

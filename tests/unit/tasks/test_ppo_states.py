@@ -22,6 +22,7 @@ from rlhf_core.detached.run import state as states
 from rlhf_core.detached.run.state import DealingState, EpisodeRecord, TrainingState
 from rlhf_core.detached.run.trainer import CONTROLS
 from rlhf_core.errors import ModelError
+from rlhf_core.strategy.ranks import ALONE
 from rlhf_core.trainer.ppo.controls import RewardControls
 from rlhf_core.types import EpisodeControls, Sample
 from tasks import ppo_keeper
@@ -132,7 +133,7 @@ def test_a_state_of_format_1_is_gone_on_with(store: ArtifactStore, text: str) ->
         assert name == "random.cpu" or (tensor == value(name)).all(), name
     assert ours.steps == 2
     assert facts["actor"]["schedule"]["_last_lr"] == [7.5e-05]
-    controls = RewardControls(PPOConfig.model_validate(CONFIG["ppo"]))
+    controls = RewardControls(PPOConfig.model_validate(CONFIG["ppo"]), ALONE)
     controls.load_state(state.learner[CONTROLS])
     assert controls.state() == {"kl_coef": 0.25, "scores": [8, 0.5, 1.5]}
 

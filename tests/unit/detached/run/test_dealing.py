@@ -11,6 +11,7 @@ from rlhf_core.data import Problem
 from rlhf_core.detached.maker import MadeChunk
 from rlhf_core.detached.run.dealing import Dealing
 from rlhf_core.detached.run.state import DealingState
+from rlhf_core.strategy.ranks import ALONE
 from rlhf_core.trainer.ppo.controls import RewardControls
 from rlhf_core.types import EpisodeControls
 
@@ -46,7 +47,7 @@ def learn(ours: Dealing, controls: RewardControls, episode: int) -> None:
 
 
 def test_an_episodes_controls_are_those_of_when_makers_may_first_begin_it() -> None:
-    controls = RewardControls(CONFIG)
+    controls = RewardControls(CONFIG, ALONE)
     ours = dealing(controls)
     make(ours, 0), make(ours, 0), make(ours, 0)
     learn(ours, controls, 0)
@@ -61,7 +62,7 @@ def test_an_episodes_controls_are_those_of_when_makers_may_first_begin_it() -> N
 
 
 def test_in_lockstep_an_episode_has_the_controls_of_all_before_it() -> None:
-    controls = RewardControls(CONFIG)
+    controls = RewardControls(CONFIG, ALONE)
     ours = dealing(controls, max_staleness=0)
     make(ours, 0), make(ours, 0)
     learn(ours, controls, 0)
@@ -69,7 +70,7 @@ def test_in_lockstep_an_episode_has_the_controls_of_all_before_it() -> None:
 
 
 def test_what_waits_is_learnt_after_a_restart_and_what_was_out_is_dealt_again_under_the_same_controls() -> None:
-    controls = RewardControls(CONFIG)
+    controls = RewardControls(CONFIG, ALONE)
     ours = dealing(controls)
     make(ours, 0), make(ours, 0)
     waiting = make(ours, 0)
@@ -79,7 +80,7 @@ def test_what_waits_is_learnt_after_a_restart_and_what_was_out_is_dealt_again_un
     assert state.waiting == (waiting,)
     assert state.books == {"issued": 4, "learnt": 2, "dropped": 0, "lost": 1, "out": 0, "waiting": 1}
 
-    fresh = RewardControls(CONFIG)
+    fresh = RewardControls(CONFIG, ALONE)
     fresh.load_state(controls.state())
     again = dealing(fresh, completed=1, kept=state)
     assert again.controls_of(1) == EpisodeControls(0.1)
@@ -91,7 +92,7 @@ def test_what_waits_is_learnt_after_a_restart_and_what_was_out_is_dealt_again_un
 
 
 def test_figures_are_of_the_time_since_the_last_look() -> None:
-    ours = dealing(RewardControls(CONFIG))
+    ours = dealing(RewardControls(CONFIG, ALONE))
     make(ours, 0), make(ours, 0)
     ours.collect(0, lambda *_: None)
     figures = ours.figures(busy_s=0.0)

@@ -222,8 +222,12 @@ class LocalStack:
 
     def history(self, run_id: str) -> list[str]:
         """Return the names of the states that a run has had."""
+        return [str(state["name"]) for state in self.states(run_id)]
+
+    def states(self, run_id: str) -> list[dict[str, Any]]:
+        """Return the states that a run has had, first to last."""
         states = prefect_api.call(self.api_url, "GET", f"/flow_run_states/?flow_run_id={run_id}")
-        return [str(state["name"]) for state in sorted(states, key=lambda state: str(state["timestamp"]))]
+        return sorted(states, key=lambda state: str(state["timestamp"]))
 
     def message(self, run_id: str) -> str:
         """Return what a run's state says."""

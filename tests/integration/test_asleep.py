@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from infra.services import automations
 from tests.integration.local_stack import LocalStack, run_local_stack, wait_for
 from tests.integration.stages import EPISODES, at_stage, flow_process
 from tests.integration.test_chain import small
@@ -21,7 +22,9 @@ from tests.tiny_llama import write_tiny_llama
 pytestmark = [pytest.mark.integration, pytest.mark.outages, pytest.mark.timeout(0)]
 
 ASLEEP_S = float(os.environ.get("ASLEEP_S", "360"))
-"""Longer than the 300 s of silence after which a run counts as lost; 960 is worth a try, too."""
+"""960 is worth a try, too."""
+LOST_AFTER_S = ASLEEP_S - 30
+"""Every run was silent for longer than one may be: without its lock it would begin a second time."""
 RUN_S = 900.0
 
 
@@ -29,6 +32,7 @@ RUN_S = 900.0
 def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
     """A stack that may sleep."""
     with run_local_stack(tmp_path_factory.mktemp("asleep")) as running:
+        automations.install(running.api_url, automations.wanted(lost_after_s=LOST_AFTER_S))
         yield running
 
 

@@ -24,7 +24,7 @@ from tests.unit.artifacts.lock_contract import elsewhere
 pytestmark = pytest.mark.integration
 
 LOST_AFTER_S, QUIET_S = 45.0, 10.0
-"""Stand for 300 s and 30 s of every day: flows say every 30 s that they live."""
+"""Stand for the 1200 s and 30 s of every day: flows say every 30 s that they live."""
 
 
 class WorkingRun:

@@ -78,6 +78,18 @@ class WaitingRun:
     def history(self) -> list[str]:
         return self.stack.history(self.id)
 
+    def began_at(self) -> float:
+        """Return when it was Running first, in seconds since the epoch."""
+        return self._times("Running")[0]
+
+    def scheduled_again_at(self) -> float:
+        """Return when it was scheduled last, in seconds since the epoch: after a crash, the restart."""
+        return self._times("Scheduled")[-1]
+
+    def _times(self, name: str) -> list[float]:
+        states = self.stack.states(self.id)
+        return [datetime.fromisoformat(state["timestamp"]).timestamp() for state in states if state["name"] == name]
+
     def run_count(self) -> int:
         """Return how often the server has seen it begin."""
         return int(prefect_api.call(self.stack.api_url, "GET", f"/flow_runs/{self.id}")["run_count"])

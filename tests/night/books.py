@@ -6,6 +6,7 @@ work from the processes' own notes: four witnesses, of whom none knows the other
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from typing import Any, Literal
 
 from infra.artifacts import ArtifactStore, Manifest
 from infra.artifacts.aliases import Alias
+from infra.services.automations import SKIPPED
 from tests.night.notes import Note
 from tests.night.sites import Site
 
@@ -23,6 +25,8 @@ ONCE = ("sft", "policy", "run")
 _TOLERANCE_S = 0.5
 _LEAST_WORDS = 5
 """Fewer are no sentence."""
+_PROMOTED = "promoted: "
+_BY_ANOTHER = re.compile(r"skipped: the run '(?P<other>[^']+)' of this deployment")
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,7 @@ def balance(
         books.faults += _strangers(site, runs[site.name])
         books.faults += _made(site, store, {night.run: night for night in own})
         books.faults += _hands(site, list(site.desk.notes()))
-        books.faults += _line(site, store, aliases[site.name])
+        books.faults += _line(site, store, aliases[site.name], own)
         books.faults += _skips(own, runs[site.name])
         books.promotions += len(found.history) if (found := aliases[site.name]) else 0
     books.faults += [
@@ -126,7 +130,7 @@ def _night(site: Site, due: float, runs: Sequence[Mapping[str, Any]], may_fail: 
     told = len(says.split()) >= _LEAST_WORDS
     if kind == "COMPLETED" and name == "Completed":
         return Night(site.name, due, "completed", says, **facts)
-    if told and (kind == "CANCELLED" or (kind == "COMPLETED" and name != "Completed")):
+    if name == SKIPPED and _BY_ANOTHER.match(says):
         return Night(site.name, due, "skipped", says, **facts)
     if told and kind in ("FAILED", "CRASHED") and says.startswith(may_fail):
         return Night(site.name, due, "failed", says, **facts)
@@ -186,10 +190,19 @@ def _hands(site: Site, notes: Sequence[Note]) -> list[str]:
     return faults
 
 
-def _line(site: Site, store: ArtifactStore, alias: Alias | None) -> list[str]:
-    """Return where the champion's line has a gap or a fork: each came from the one before it."""
-    faults, before = [], None
-    for move in () if alias is None else alias.history:
+def _line(site: Site, store: ArtifactStore, alias: Alias | None, nights: Sequence[Night]) -> list[str]:
+    """Return where the champion's line has a gap or a fork: each came from the one before it, and none is missing.
+
+    A night that failed may have promoted its policy before.
+    """
+    line = [] if alias is None else alias.history
+    told = [night.says.split()[1] for night in nights if night.says.startswith(_PROMOTED)]
+    missing = set(told) - {move.uri for move in line}
+    faults = [f"{site.name}: a night promoted {uri}, which was never champion" for uri in sorted(missing)]
+    if not told:
+        faults.append(f"{site.name}: no night has promoted anything")
+    before = None
+    for move in line:
         parent = _champion_behind(store, store.resolve(move.uri))
         if parent != before:
             faults.append(f"{site.name}: {move.uri} became champion after {before}, but came from {parent}")
@@ -205,19 +218,22 @@ def _champion_behind(store: ArtifactStore, policy: Manifest) -> str | None:
 
 
 def _skips(nights: Sequence[Night], runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return nights that were skipped although no other was at work."""
+    """Return nights that were skipped although the run that they name was not at work, or was skipped itself."""
     faults = []
     for night in nights:
         if night.outcome != "skipped":
             continue
         ended = night.ended or night.due
+        named = _BY_ANOTHER.match(night.says)
         others = [
             run
             for run in runs
-            if str(run["id"]) != night.run
+            if named is not None
+            and run["name"] == named["other"]
+            and run["state"]["name"] != SKIPPED
             and run["start_time"]
             and _seconds(run["start_time"]) <= ended + _TOLERANCE_S
-            and (not run["end_time"] or _seconds(run["end_time"]) >= night.due - _TOLERANCE_S)
+            and (not run["end_time"] or _seconds(run["end_time"]) >= night.start - _TOLERANCE_S)
         ]
         if not others:
             faults.append(f"{night.site}, {_clock(night.due)}: skipped, though no other was at work: {night.says}")

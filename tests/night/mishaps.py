@@ -123,9 +123,10 @@ def sleep_through(year: Year, site: Site, stage: str) -> None:
 
 
 def down_and_up(year: Year, site: Site, stage: str) -> None:
-    """End the stack as a person does, and start it again after every site has missed a night."""
-    del stage
+    """End the stack as a person does, a night being at work, and start it again after every site has missed one."""
+    year.held(site, stage)
     year.stack.rlhf("down")
+    site.desk.let_go()
     time.sleep(site.period_s)
     year.up()
 
@@ -173,10 +174,10 @@ def service_mishaps(chance: random.Random) -> list[Mishap]:
     stages = chance.sample(STAGES, POWER_CUTS)
     found += [Mishap("power cut", stage, kill_all, killed=(*SERVICES, "flow")) for stage in stages]
     found += [
-        Mishap("server stopped", chance.choice(STOPPED_AT), stop("server")),
-        Mishap("worker stopped", chance.choice(STOPPED_AT), stop("worker")),
+        Mishap("server stopped", chance.choice(STOPPED_AT), stop("server"), spares_flows=True),
+        Mishap("worker stopped", chance.choice(STOPPED_AT), stop("worker"), spares_flows=True),
         Mishap("machine asleep", chance.choice(STOPPED_AT), sleep_through),
-        Mishap(DOWN, "-", down_and_up),
+        Mishap(DOWN, chance.choice(STOPPED_AT), down_and_up),
     ]
     chance.shuffle(found)
     return found

@@ -15,7 +15,7 @@ from tests.night.mishaps import MAY_FAIL, Mishap, flow_mishaps, service_mishaps
 from tests.night.sites import Site, Start
 from tests.night.stages import STAGES
 from tests.night.table import kills_table, sentences, show, table
-from tests.night.year import Year, drawn, failed_for_nothing, kills, restarted_for_nothing, year
+from tests.night.year import HELD_TIMEOUT_S, Year, drawn, failed_for_nothing, kills, restarted_for_nothing, year
 
 pytestmark = [pytest.mark.night, pytest.mark.timeout(3600)]
 
@@ -57,6 +57,8 @@ def play(made: Year, services: list[Mishap], flows: list[Mishap], *, nights: int
         try:
             made.await_the_first_nights()
             for mishap in mishaps:
+                if over.is_set():
+                    return
                 site = made.next_site(sites, least_s=LEAST_AHEAD_S)
                 with made.deed(
                     mishap.kind,
@@ -82,6 +84,8 @@ def play(made: Year, services: list[Mishap], flows: list[Mishap], *, nights: int
         return over.is_set() or (passed >= nights and not any(thread.is_alive() for thread in threads))
 
     made.keep_the_days(is_over)
+    for thread in threads:
+        thread.join(HELD_TIMEOUT_S)  # a strike under way ends: it starts again what it has killed or stopped
     if troubles:
         raise troubles[0]
     made.end()

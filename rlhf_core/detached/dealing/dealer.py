@@ -44,6 +44,11 @@ class Waits(NamedTuple):
     start_setting: str = "ppo.cluster.start_timeout_s"
     """What a user raises for a longer `start_s`."""
 
+    @property
+    def weights_s(self) -> float:
+        """For weights, by a maker itself: it says what it waited for before `start_s` are over and it is ended."""
+        return max(self.start_s - self.answer_s, self.start_s / 2)
+
 
 C = TypeVar("C", bound=Unit)
 M = TypeVar("M", bound=Received)

@@ -187,7 +187,7 @@ class MakerDriver(Generic[C, M]):
         self._enter("loading")
         limit_s = self._dealer.waits.start_s
         self.taking = publication.version
-        call = self._maker.load_weights.remote(publication, limit_s)
+        call = self._maker.load_weights.remote(publication, self._dealer.waits.weights_s)
         try:
             self.held = self._done(call, limit_s, f"take weights of version {publication.version}")
         except WeightsError as error:

@@ -74,6 +74,7 @@ class Maker:
         self.name = name
         self.make: Callable[[], None] = lambda: None
         self.take: Callable[[int], None] = lambda _: None
+        self.misses_weights = False
         self.version: int | None = None
         self.chunks = 0
         self.builds = 0
@@ -120,7 +121,10 @@ class Maker:
     def _build(self) -> None:
         self.builds += 1
 
-    def _load_weights(self, publication: Weights, _timeout_s: float) -> int:
+    def _load_weights(self, publication: Weights, timeout_s: float) -> int:
+        if self.misses_weights:
+            time.sleep(timeout_s + 0.3)  # its answer takes a moment, too
+            raise TimeoutError("the weights did not come")
         self.take(publication.version)
         self.version = publication.version
         return publication.version
@@ -312,6 +316,19 @@ def test_a_maker_that_cannot_take_weights_waits_for_the_next_ones(stage: Any) ->
     ours.dealer.await_taken(1, WAIT_S)
     assert ours.dealer.held_versions == {"a": 1, "b": 1}
     assert ours.makers["a"].killed == []
+
+
+def test_a_maker_that_waits_for_weights_in_vain_says_so_and_is_not_ended(stage: Any) -> None:
+    ours = stage("waiting", start=False, waits=Waits(start_s=2.0, answer_s=1.0, chunk_s=WAIT_S))
+    waiting = ours.makers["waiting"]
+    waiting.misses_weights = True
+    ours.dealer.start()
+    ours.dealer.publish(Weights(0), completed=None)
+    until(lambda: ours.said)
+    waiting.misses_weights = False
+    assert ours.said[0] == "waiting is being revived: the weights did not come"
+    assert waiting.killed == []
+    ours.dealer.await_taken(0, WAIT_S)
 
 
 def test_weights_that_no_maker_can_take_end_the_run(stage: Any) -> None:

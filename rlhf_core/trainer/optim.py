@@ -42,6 +42,24 @@ class StepTaken(NamedTuple):
     """Whether the gradient overflowed in float16, so that the step was left out."""
 
 
+def fit_to_train(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return a model's trainable weights by name.
+
+    Raises:
+        ModelError: if nothing is trainable, or something trainable is not float32.
+    """
+    parameters = trainable_parameters(model)
+    if not parameters:
+        raise ModelError(f"{type(model).__name__} has no trainable weights; attach adapters or unfreeze it")
+    for name, parameter in parameters.items():
+        if parameter.dtype != torch.float32:
+            raise ModelError(
+                f"trainable weights must be float32, got {parameter.dtype} for {name}, in which small steps vanish; "
+                "load the model in float32, or train adapters over it"
+            )
+    return parameters
+
+
 def make_trained(
     model: nn.Module,
     *,
@@ -68,15 +86,7 @@ def make_trained(
     Raises:
         ModelError: if nothing is trainable, or something trainable is not float32.
     """
-    parameters = trainable_parameters(model)
-    if not parameters:
-        raise ModelError(f"{type(model).__name__} has no trainable weights; attach adapters or unfreeze it")
-    for name, parameter in parameters.items():
-        if parameter.dtype != torch.float32:
-            raise ModelError(
-                f"trainable weights must be float32, got {parameter.dtype} for {name}, in which small steps vanish; "
-                "load the model in float32, or train adapters over it"
-            )
+    parameters = fit_to_train(model)
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in parameters.items():
         rate = next((other for prefix, other in (other_lrs or {}).items() if name.startswith(prefix)), lr)

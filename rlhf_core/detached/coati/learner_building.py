@@ -10,11 +10,10 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from rlhf_core.config import LearningConfig, PPOOptions
-from rlhf_core.errors import ConfigError, ModelError
+from rlhf_core.errors import ConfigError
 from rlhf_core.generation import GenerationSettings
-from rlhf_core.models.lora import trainable_parameters
 from rlhf_core.strategy.strategy import Strategy
-from rlhf_core.trainer.optim import BETAS, Trained, follow
+from rlhf_core.trainer.optim import BETAS, Trained, fit_to_train, follow
 from rlhf_core.trainer.ppo.learner import PPOLearner
 from rlhf_core.trainer.ppo.setup import learning_config, with_precision
 
@@ -84,7 +83,7 @@ def build_learner(
 
     Raises:
         ConfigError: if a value is out of range.
-        ModelError: if nothing of a model is trained.
+        ModelError: if nothing of a model is trained, or something trained is not float32.
     """
     with strategy.model_init_context():
         actor_model, critic_model = model_fn()
@@ -113,9 +112,7 @@ def build_learner(
 def _trained(strategy: Strategy, model: nn.Module, lr: float, learning: LearningOptions) -> Trained:
     if lr <= 0:
         raise ConfigError(f"a learning rate must be above 0, got {lr}")
-    parameters = trainable_parameters(model)
-    if not parameters:
-        raise ModelError(f"{type(model).__name__} has no trainable weights; attach adapters or unfreeze it")
+    parameters = fit_to_train(model)
     groups: dict[float, list[nn.Parameter]] = {}
     for parameter in parameters.values():  # as `make_trained` groups them: the order decides last bits
         groups.setdefault(learning.weight_decay if parameter.ndim > 1 else 0.0, []).append(parameter)

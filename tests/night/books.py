@@ -6,7 +6,6 @@ work from the processes' own notes: four witnesses, of whom none knows the other
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +25,8 @@ _TOLERANCE_S = 0.5
 _LEAST_WORDS = 5
 """Fewer are no sentence."""
 _PROMOTED = "promoted: "
-_BY_ANOTHER = re.compile(r"skipped: the run '(?P<other>[^']+)' of this deployment")
+_BY_ANOTHER = "skipped: the run '"
+"""What follows is the other's name."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def _night(site: Site, due: float, runs: Sequence[Mapping[str, Any]], may_fail: 
     told = len(says.split()) >= _LEAST_WORDS
     if kind == "COMPLETED" and name == "Completed":
         return Night(site.name, due, "completed", says, **facts)
-    if name == SKIPPED and _BY_ANOTHER.match(says):
+    if name == SKIPPED and says.startswith(_BY_ANOTHER):
         return Night(site.name, due, "skipped", says, **facts)
     if told and kind in ("FAILED", "CRASHED") and says.startswith(may_fail):
         return Night(site.name, due, "failed", says, **facts)
@@ -224,12 +224,11 @@ def _skips(nights: Sequence[Night], runs: Sequence[Mapping[str, Any]]) -> list[s
         if night.outcome != "skipped":
             continue
         ended = night.ended or night.due
-        named = _BY_ANOTHER.match(night.says)
+        other = night.says.removeprefix(_BY_ANOTHER).partition("'")[0]
         others = [
             run
             for run in runs
-            if named is not None
-            and run["name"] == named["other"]
+            if run["name"] == other
             and run["state"]["name"] != SKIPPED
             and run["start_time"]
             and _seconds(run["start_time"]) <= ended + _TOLERANCE_S

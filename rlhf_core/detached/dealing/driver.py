@@ -193,6 +193,9 @@ class MakerDriver(Generic[C, M]):
         except WeightsError as error:
             self.held, self.refused = None, publication.version
             self._dealer.refused(self.name, error)
+        except TimeoutError as error:
+            longer = f"(raise {self._dealer.waits.start_setting} for a longer wait)"
+            raise TimeoutError(f"{_first_line(error)} {longer}") from error
         finally:
             self.taking = None
         self._dealer.moved()

@@ -326,7 +326,9 @@ def test_a_maker_that_waits_for_weights_in_vain_says_so_and_is_not_ended(stage: 
     ours.dealer.publish(Weights(0), completed=None)
     until(lambda: ours.said)
     waiting.misses_weights = False
-    assert ours.said[0] == "waiting is being revived: the weights did not come"
+    assert ours.said[0] == (
+        "waiting is being revived: the weights did not come (raise ppo.cluster.start_timeout_s for a longer wait)"
+    )
     assert waiting.killed == []
     ours.dealer.await_taken(0, WAIT_S)
 

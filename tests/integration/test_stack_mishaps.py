@@ -13,6 +13,7 @@ import pytest
 from infra.clusters import leftover_processes
 from infra.services import prefect_api
 from infra.services.ports import is_free
+from infra.services.runs import engines
 from tests.integration.local_stack import (
     LocalStack,
     read_json,
@@ -88,6 +89,8 @@ def test_a_run_that_had_been_taken_is_due_again_after_up_itself_has_ended_the_wo
     run = own_stack.start_run("tiny/tiny", sleep_s=0, at="2100-01-01T00:00:00Z")
     for state in ("RUNNING", "PENDING"):  # it was started again after a crash
         own_stack.set_state(run, state)
+    # The process of a run outlives its last state by a moment, and a worker that has one keeps its settings.
+    wait_for(lambda: not engines(own_stack.state.id), "the former runs' processes to end", timeout_s=60)
     said = own_stack.type("rlhf", "up", RLHF_STORE_PATIENCE_S="899").stdout
     assert "the worker has new settings: starting it anew" in said
     assert "had no process yet: it is due again" in said

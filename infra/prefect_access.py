@@ -11,7 +11,8 @@ from infra.errors import ServiceError
 from infra.settings import STACK_ENV, env_file, inherited_environment, read_env_file, same_server, settings
 
 PASSWORD_FILE = "prefect.password"
-_FURTHER_HOMES: set[Path] = set()
+_FURTHER_HOMES: dict[Path, None] = {}
+"""In the order in which they were named."""
 
 
 class Access(NamedTuple):
@@ -65,7 +66,8 @@ def know_stack_of(home: Path) -> None:
     Args:
         home: of a stack that is there or will be; what `rlhf up` writes in it is read at each call.
     """
-    _FURTHER_HOMES.add(home)
+    _FURTHER_HOMES.pop(home, None)
+    _FURTHER_HOMES[home] = None
 
 
 def access_to(api_url: str) -> Access:
@@ -95,8 +97,8 @@ def access_to(api_url: str) -> Access:
 
 
 def _home_of(api_url: str) -> Path | None:
-    """Return the home of the local stack whose server has this address."""
-    for home in (settings().home, *_FURTHER_HOMES):
+    """Return the home of the local stack whose server has this address: the one named last, if several had it."""
+    for home in (*reversed(_FURTHER_HOMES), settings().home):
         if same_server(api_url, read_env_file(home / STACK_ENV).get("PREFECT_API_URL")):
             return home
     return None

@@ -9,13 +9,13 @@ import pytest
 from tests.integration.behind_proxies import proxy_of_store
 from tests.integration.equality import ROWS, lines
 from tests.integration.flaky_proxy import FlakyProxy, flaky_proxy
-from tests.integration.local_stack import LocalStack, run_local_stack, usual_ports_occupied
+from tests.integration.local_stack import LocalStack, run_beside_usual_ports
 
 
 @pytest.fixture(scope="session")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
     """A whole local stack for the session, brought up while the usual ports are occupied; do not take it down."""
-    with usual_ports_occupied(), run_local_stack(tmp_path_factory.mktemp("stack")) as running:
+    with run_beside_usual_ports(tmp_path_factory.mktemp("stack")) as running:
         yield running
 
 

@@ -157,7 +157,15 @@ class LocalStack:
 
     def up(self) -> str:
         """Bring the stack up, or what is missing of it, and return what the command said."""
-        result = self.type("rlhf", "up")
+        return self._in_turn("up")
+
+    def down(self) -> str:
+        """Take the stack down, and return what the command said."""
+        return self._in_turn("down")
+
+    def _in_turn(self, verb: str) -> str:
+        with turn():
+            result = self.type("rlhf", verb)
         assert result.returncode == 0, result.stdout + result.stderr
         return result.stdout
 
@@ -275,9 +283,19 @@ def wait_for(look: Callable[[], T | None], what: str, *, timeout_s: float = 60.0
     return seen
 
 
+_ours: list[socket.socket] = []
+"""What says that this process has the turn."""
+
+
 @contextmanager
 def turn() -> Iterator[None]:
-    """Let one test process at a time take the usual ports: two would both find them free."""
+    """Let one test process at a time take and leave the usual ports: two would find one free, or one leave it too soon.
+
+    Within its turn a process may take it again.
+    """
+    if _ours:
+        yield
+        return
     with socket.socket(socket.AF_UNIX) as held:
 
         def taken() -> bool:
@@ -286,8 +304,12 @@ def turn() -> Iterator[None]:
                 return True
             return False
 
-        wait_for(taken, "another test process to have its stack up", timeout_s=300)
-        yield
+        wait_for(taken, "another test process to have its stack up or down", timeout_s=300)
+        _ours.append(held)
+        try:
+            yield
+        finally:
+            _ours.clear()
 
 
 @contextmanager
@@ -301,24 +323,32 @@ def run_local_stack(directory: Path) -> Iterator[LocalStack]:
 def running(stack: S) -> Iterator[S]:
     """Bring a stack up with `rlhf up`; take it down with `rlhf down`, and see that nothing is left."""
     try:
-        with turn():
-            stack.up()
+        stack.up()
         yield stack
     finally:
-        result = stack.type("rlhf", "down")
-        left = stack.processes()
-        processes.end(left, grace_s=0)  # a failure of `down` must not burden the tests that follow
-        assert result.returncode == 0, result.stdout + result.stderr
+        try:
+            stack.down()
+        finally:
+            left = stack.processes()
+            processes.end(left, grace_s=0)  # a failure of `down` must not burden the tests that follow
         assert left == [], "`rlhf down` left processes behind"
 
 
 @contextmanager
-def usual_ports_occupied() -> Iterator[tuple[int, ...]]:
+def run_beside_usual_ports(directory: Path) -> Iterator[LocalStack]:
+    """Run a stack that came up while the usual ports were occupied; they are free afterwards."""
+    with ExitStack() as until_the_end:
+        with turn(), usual_ports_occupied():  # one turn for both: who has them now may leave them in its own
+            stack = until_the_end.enter_context(run_local_stack(directory))
+        yield stack
+
+
+@contextmanager
+def usual_ports_occupied() -> Iterator[None]:
     """Occupy the ports that people expect, unless somebody else does."""
-    ports = (4200, 8333)
     with ExitStack() as held:
         with turn():
-            for port in ports:
+            for port in (4200, 8333):
                 listener = held.enter_context(socket.socket())
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 try:
@@ -326,7 +356,7 @@ def usual_ports_occupied() -> Iterator[tuple[int, ...]]:
                     listener.listen()
                 except OSError:
                     continue
-        yield ports
+        yield
 
 
 def read_json(result: subprocess.CompletedProcess[str]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -17,9 +17,8 @@ from infra.services.runs import engines
 from tests.integration.local_stack import (
     LocalStack,
     read_json,
-    run_local_stack,
+    run_beside_usual_ports,
     turn,
-    usual_ports_occupied,
     wait_for,
 )
 
@@ -29,9 +28,7 @@ pytestmark = pytest.mark.integration
 @pytest.fixture(scope="module")
 def own_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
     """A stack whose services may be killed; the usual ports were occupied when it came up, and no longer are."""
-    with ExitStack() as until_the_end:
-        with usual_ports_occupied():
-            running = until_the_end.enter_context(run_local_stack(tmp_path_factory.mktemp("own")))
+    with run_beside_usual_ports(tmp_path_factory.mktemp("own")) as running:
         running.deploy_tiny_flows()
         yield running
 
@@ -105,8 +102,7 @@ def test_down_ends_for_good_what_had_begun_and_a_run_that_had_not_is_due_after_t
     own_stack.set_state(begun, "RUNNING")
     for each in (begun, taken):
         own_stack.set_state(each, "PENDING")
-    result = own_stack.type("rlhf", "down")
-    assert result.returncode == 0, result.stderr
+    own_stack.down()
     own_stack.up()
     wait_for(lambda: own_stack.run_state(taken) == "COMPLETED", "the run to end", timeout_s=90)
     assert own_stack.run_state(begun) == "CRASHED"
@@ -138,8 +134,7 @@ def test_down_ends_a_run_its_live_cluster_and_all_else_and_data_are_kept(own_sta
     pids = [process.pid for process in own_stack.processes()]
     sockets = own_stack.state.socket_dir
     assert manifest.is_running
-    result = own_stack.type("rlhf", "down")
-    assert result.returncode == 0, result.stderr
+    own_stack.down()
     assert own_stack.processes() == leftover_processes(manifest.mark, manifest.head) == []
     assert [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"] == []
     assert not manifest.temp_dir.exists()
@@ -162,8 +157,7 @@ def test_down_ends_a_cluster_whose_run_and_watchdog_were_killed(own_stack: Local
     _, manifest = own_stack.start_cluster_run(tmp_path)
     kill(psutil.Process(manifest.watchdog_pid))
     kill(psutil.Process(manifest.owner.pid))
-    result = own_stack.type("rlhf", "down")
-    assert result.returncode == 0, result.stderr
+    own_stack.down()
     assert own_stack.processes() == leftover_processes(manifest.mark, manifest.head) == []
     assert not manifest.temp_dir.exists()
     assert not list((own_stack.home / "clusters").glob("*.json"))

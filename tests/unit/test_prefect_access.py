@@ -205,6 +205,16 @@ def test_a_stack_in_another_home_is_known_once_it_was_named(home: Path, tmp_path
     assert access_to(url).auth_string == "rlhf:other"
 
 
+def test_of_several_stacks_that_had_an_address_the_one_named_last_has_it(home: Path, tmp_path: Path) -> None:
+    url = "http://127.0.0.1:4998/api"
+    for name in ("first", "last", "first"):
+        other = tmp_path / name
+        other.mkdir(exist_ok=True)
+        (other / STACK_ENV).write_text(f"PREFECT_API_URL='{url}'\nPREFECT_API_AUTH_STRING='rlhf:{name}'\n")
+        know_stack_of(other)
+        assert access_to(url).auth_string == f"rlhf:{name}", home
+
+
 @pytest.fixture
 def secured(tmp_path: Path, servers: tuple[Server, Server]) -> tuple[Server, Path]:
     """A server behind a certificate that nobody else has signed, and the file with it."""

@@ -50,8 +50,8 @@ class FlakyProxy:
         """How far the server's clock is ahead of ours, for all that its clients can tell."""
         self._kept: list[bytes] = []
         self._back_at = 0.0
-        self.absences = 0
-        """How often the server was away."""
+        self.refused: list[int] = []
+        """Of each time that the server was away, how many connections came meanwhile."""
         threading.Thread(target=self._accept, daemon=True).start()
 
     def lose_answers(self, pattern: bytes, times: int = 1) -> None:
@@ -89,7 +89,7 @@ class FlakyProxy:
     def leave(self, away_s: float = float("inf")) -> None:
         """Hang up everywhere, and on everybody who calls, for so long or until `come_back`."""
         self._back_at = time.monotonic() + away_s
-        self.absences += 1
+        self.refused.append(0)
         self._hang_up()
 
     def come_back(self) -> None:
@@ -147,6 +147,7 @@ class FlakyProxy:
 
     def _serve(self, client: socket.socket) -> None:
         if time.monotonic() < self._back_at:
+            self.refused[-1] += 1
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             client.close()
             return

@@ -6,6 +6,7 @@ import json
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -266,6 +267,10 @@ class LocalStack:
         found: list[dict[str, Any]] = prefect_api.call(self.api_url, "POST", "/artifacts/filter", {"limit": 200})
         return {str(each["key"]) for each in found if each["key"]}
 
+    def is_over(self, run_id: str) -> bool:
+        """Whether a run has ended; one that crashed is started again."""
+        return self.run_state(run_id) in {"COMPLETED", "FAILED", "CANCELLED"}
+
     def run_state(self, run_id: str) -> str:
         return str(prefect_api.call(self.api_url, "GET", f"/flow_runs/{run_id}")["state"]["type"])
 
@@ -283,33 +288,33 @@ def wait_for(look: Callable[[], T | None], what: str, *, timeout_s: float = 60.0
     return seen
 
 
-_ours: list[socket.socket] = []
-"""What says that this process has the turn."""
+_turn = threading.local()
+"""Whether this thread has it."""
 
 
 @contextmanager
 def turn() -> Iterator[None]:
-    """Let one test process at a time take and leave the usual ports: two would find one free, or one leave it too soon.
+    """Let one thread of one test process take and leave the usual ports: two would find one free, or leave it too soon.
 
-    Within its turn a process may take it again.
+    Within its turn a thread may take it again.
     """
-    if _ours:
+    if getattr(_turn, "is_ours", False):
         yield
         return
     with socket.socket(socket.AF_UNIX) as held:
 
         def taken() -> bool:
-            with suppress(OSError):  # another process has it
+            with suppress(OSError):  # another has it
                 held.bind("\0rlhf-flows-tests-up")
                 return True
             return False
 
-        wait_for(taken, "another test process to have its stack up or down", timeout_s=300)
-        _ours.append(held)
+        wait_for(taken, "another test to have its stack up or down", timeout_s=300)
+        _turn.is_ours = True
         try:
             yield
         finally:
-            _ours.clear()
+            _turn.is_ours = False
 
 
 @contextmanager

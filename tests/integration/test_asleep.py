@@ -16,7 +16,7 @@ from infra.services import automations
 from tests.integration.local_stack import LocalStack, run_local_stack, wait_for
 from tests.integration.stages import EPISODES, at_stage, flow_process
 from tests.integration.test_chain import small
-from tests.integration.test_one_process import stopped
+from tests.integration.waiting_run import ONE_START, stopped
 from tests.tiny_llama import write_tiny_llama
 
 pytestmark = [pytest.mark.integration, pytest.mark.outages, pytest.mark.timeout(0)]
@@ -52,7 +52,6 @@ def stop_at(stack: LocalStack, model: Path, stage: str, seed: int) -> tuple[str,
 
 STAGES = ("evaluate", "sft", "ppo")
 """Of the three runs; the first waits for the others, the last does not wait."""
-ONE_START = ["Scheduled", "Pending", "Submitting", "Running", "Completed"]
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["everything", "server, worker and flows"])
@@ -68,10 +67,6 @@ def test_a_machine_that_sleeps_costs_no_run_in_any_stage(own: LocalStack, tmp_pa
         with stopped(*([each.pid for each in own.processes()] if whole else services)):
             time.sleep(ASLEEP_S)  # the time itself is what is tried
     for run in runs:
-        wait_for(partial(is_over, own, run), f"the run {run} to end", timeout_s=RUN_S)
+        wait_for(partial(own.is_over, run), f"the run {run} to end", timeout_s=RUN_S)
     told = {run: (own.history(run), own.message(run)) for run in runs}
-    assert [history for history, _ in told.values()] == [ONE_START] * len(STAGES), told
-
-
-def is_over(stack: LocalStack, run: str) -> bool:
-    return stack.run_state(run) in {"COMPLETED", "FAILED", "CANCELLED"}
+    assert [history for history, _ in told.values()] == [["Scheduled", *ONE_START, "Completed"]] * len(STAGES), told

@@ -11,12 +11,11 @@ from infra.services.automations import RESTARTING
 from tests.integration.behind_proxies import behind, start_with
 from tests.integration.flaky_proxy import FlakyProxy
 from tests.integration.local_stack import TINY_FLOWS, LocalStack, wait_for
+from tests.integration.waiting_run import ONE_START
 
 pytestmark = pytest.mark.integration
 
-ONE_START = ["Pending", "Submitting", "Running"]
 PATIENCE_S = 3
-ENDS = {"COMPLETED", "FAILED", "CANCELLED"}
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +33,7 @@ def start(
 
 
 def await_end(stack: LocalStack, run: str) -> None:
-    wait_for(lambda: stack.run_state(run) in ENDS, "the run's end", timeout_s=180)
+    wait_for(lambda: stack.is_over(run), "the run's end", timeout_s=180)
 
 
 def messages(stack: LocalStack, run: str) -> dict[str, str]:

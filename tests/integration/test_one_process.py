@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from infra.services import automations
 from infra.services.automations import RESTARTING
 from tasks.one_process import SKIPPED
 from tests.integration.local_stack import TINY_FLOWS, LocalStack, run_local_stack, wait_for
+from tests.integration.waiting_run import WaitingRun, stopped
 from tests.unit.artifacts.lock_contract import elsewhere
 
 pytestmark = pytest.mark.integration
@@ -27,19 +28,11 @@ LOST_AFTER_S, QUIET_S = 45.0, 10.0
 """Stand for the 1200 s and 30 s of every day: flows say every 30 s that they live."""
 
 
-class WorkingRun:
+class WorkingRun(WaitingRun):
     """A run that works until it is let go, and what its processes wrote down."""
 
     def __init__(self, stack: LocalStack, directory: Path, deployment: str = "working") -> None:
-        directory.mkdir()
-        self.stack, self.directory = stack, directory
-        self.id = stack.start_run(f"working/{deployment}", directory=str(directory))
-
-    def starts(self) -> list[tuple[int, int]]:
-        """Return process and number of each start that came to do something."""
-        path = self.directory / "starts"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [(int(process), int(number)) for process, number in map(str.split, lines)]
+        super().__init__(stack, directory, flow="working", deployment=deployment)
 
     def workers(self) -> list[int]:
         """Return the processes that worked, in turn: one that is there twice worked beside another."""
@@ -53,11 +46,8 @@ class WorkingRun:
         wait_for(lambda: self.workers()[-1] == process, "the work to go on", timeout_s=60)
         return process
 
-    def kill(self) -> None:
+    def kill_at_work(self) -> None:
         os.kill(self.at_work(), signal.SIGKILL)
-
-    def let_go(self) -> None:
-        (self.directory / "may-end").touch()
 
     def await_state(self, *names: str, timeout_s: float = 120.0) -> None:
         """Wait until the run's state has one of the names."""
@@ -68,9 +58,6 @@ class WorkingRun:
             return False
 
         wait_for(is_one, f"run {self.id} to be {names}", timeout_s=timeout_s)
-
-    def history(self) -> list[str]:
-        return self.stack.history(self.id)
 
     def await_second_start(self, number: int = 2) -> None:
         """Wait until a further start has found the first at work, and says so."""
@@ -97,17 +84,6 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
         running.deploy_tiny_flows(TINY_FLOWS, "working.yaml")
         automations.install(running.api_url, automations.wanted(lost_after_s=LOST_AFTER_S, quiet_s=QUIET_S))
         yield running
-
-
-@contextmanager
-def stopped(*pids: int) -> Iterator[None]:
-    """Stop processes, as a machine that sleeps stops them; they go on after the block."""
-    with ExitStack() as later:
-        for pid in pids:
-            process = psutil.Process(pid)
-            process.suspend()
-            later.callback(process.resume)
-        yield
 
 
 def sleep_through(stack: LocalStack, run: WorkingRun) -> int:
@@ -184,7 +160,7 @@ def test_a_run_that_ends_before_it_is_started_again_is_not_started_again(own: Lo
     run.await_state("Completed")
     run.await_end()
     other = WorkingRun(own, tmp_path / "other")  # later than the restart would be
-    other.kill()
+    other.kill_at_work()
     wait_for(lambda: len(other.starts()) == 2, "another run's restart", timeout_s=120)
     other.let_go()
     other.await_state("Completed")
@@ -209,11 +185,14 @@ def test_of_a_deployment_that_takes_one_run_at_a_time_another_is_skipped_while_o
     first.at_work()
     beside = WorkingRun(own, tmp_path / "beside", "alone")
     beside.await_state(SKIPPED)
-    first.kill()
+    automations.install(own.api_url, automations.wanted(lost_after_s=LOST_AFTER_S, quiet_s=3 * QUIET_S))
+    first.kill_at_work()
     first.await_state(RESTARTING)
     meanwhile = WorkingRun(own, tmp_path / "meanwhile", "alone")
     meanwhile.await_state(SKIPPED)
     wait_for(lambda: len(first.starts()) == 2, "the restart of the first", timeout_s=120)
+    assert max(meanwhile.times(SKIPPED)) < first.scheduled_again_at(), "the first still waited for its restart"
+    automations.install(own.api_url, automations.wanted(lost_after_s=LOST_AFTER_S, quiet_s=QUIET_S))
     first.let_go()
     first.await_state("Completed")
     for skipped in (beside, meanwhile):

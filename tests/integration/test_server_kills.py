@@ -17,7 +17,7 @@ from infra.services import automations, prefect_api
 from infra.services.automations import RESTARTING
 from infra.services.prefect_yaml import read_prefect_yaml
 from infra.settings import CHECKOUT
-from tests.integration.local_stack import TINY_FLOWS, LocalStack, run_local_stack, usual_ports_occupied
+from tests.integration.local_stack import TINY_FLOWS, LocalStack, run_beside_usual_ports
 from tests.integration.waiting_run import ONE_START, STARTED_AGAIN, WaitingRun
 
 pytestmark = pytest.mark.integration
@@ -71,7 +71,7 @@ class Runs:
 @pytest.fixture(scope="module")
 def own_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
     """A stack whose server may be killed; nobody takes its port meanwhile, as it is none of the usual ones."""
-    with usual_ports_occupied(), run_local_stack(tmp_path_factory.mktemp("killed")) as running:
+    with run_beside_usual_ports(tmp_path_factory.mktemp("killed")) as running:
         running.deploy_tiny_flows(TINY_FLOWS, "resuming.yaml")
         yield running
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from infra.services import prefect_api
 from infra.services.automations import RESTARTING
@@ -80,16 +84,28 @@ class WaitingRun:
 
     def began_at(self) -> float:
         """Return when it was Running first, in seconds since the epoch."""
-        return self._times("Running")[0]
+        return self.times("Running")[0]
 
     def scheduled_again_at(self) -> float:
         """Return when it was scheduled last, in seconds since the epoch: after a crash, the restart."""
-        return self._times("Scheduled")[-1]
+        return self.times("Scheduled")[-1]
 
-    def _times(self, name: str) -> list[float]:
+    def times(self, name: str) -> list[float]:
+        """Return when it has had states of a name, first to last, in seconds since the epoch."""
         states = self.stack.states(self.id)
         return [datetime.fromisoformat(state["timestamp"]).timestamp() for state in states if state["name"] == name]
 
     def run_count(self) -> int:
         """Return how often the server has seen it begin."""
         return int(prefect_api.call(self.stack.api_url, "GET", f"/flow_runs/{self.id}")["run_count"])
+
+
+@contextmanager
+def stopped(*pids: int) -> Iterator[None]:
+    """Stop processes, as a machine that sleeps stops them; they go on after the block."""
+    with ExitStack() as later:
+        for pid in pids:
+            process = psutil.Process(pid)
+            process.suspend()
+            later.callback(process.resume)
+        yield

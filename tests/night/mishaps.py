@@ -57,7 +57,7 @@ def kill(*victims: Victim, away_s: float) -> Callable[[Year, Site, str], None]:
         year.kill(*victims)
         site.desk.let_go()
         time.sleep(away_s)
-        year.up()
+        year.stack.up()
 
     return strike
 
@@ -70,7 +70,7 @@ def kill_all(year: Year, site: Site, stage: str) -> None:
         send_signal(process.pid, signal.SIGKILL)
     site.desk.let_go()
     time.sleep(3)
-    year.up()
+    year.stack.up()
 
 
 def kill_flow(year: Year, site: Site, stage: str) -> None:
@@ -128,7 +128,7 @@ def down_and_up(year: Year, site: Site, stage: str) -> None:
     year.stack.rlhf("down")
     site.desk.let_go()
     time.sleep(site.period_s)
-    year.up()
+    year.stack.up()
 
 
 def linger(year: Year, site: Site, stage: str) -> None:

@@ -135,7 +135,7 @@ def outage(made: Year, sites: list[Site]) -> None:
         for site in sites:
             site.desk.let_go()
         time.sleep(5)
-        made.up()
+        made.stack.up()
 
 
 def crash_after_the_server(made: Year, site: Site, variables: dict[str, str]) -> None:

@@ -63,11 +63,6 @@ def model_of(stack: NightStack) -> Path:
     return stack.home.parent / "model"
 
 
-def is_over(stack: NightStack, run: str) -> bool:
-    """Whether a night has ended; one that crashed is started again."""
-    return stack.run_state(run) in {"COMPLETED", "FAILED", "CANCELLED"}
-
-
 NIGHTS: tuple[tuple[str, str, Callable[[NightStack, str], Any], int], ...] = (
     ("server", "sft", lambda stack, _: kill_service(stack, "server"), 1),
     ("flow", "ppo", kill_flow, 2),
@@ -84,7 +79,7 @@ def test_three_nights_with_a_kill_each_are_completed_and_the_champions_line_is_w
             run = stack.start_run(f"pipeline/{NAME}", seed=number)
             at_stage(stack, run, stage)
             strike(stack, run)
-            wait_for(partial(is_over, stack, run), f"the night {run} to end", timeout_s=NIGHT_TIMEOUT_S)
+            wait_for(partial(stack.is_over, run), f"the night {run} to end", timeout_s=NIGHT_TIMEOUT_S)
             found = stack.run(run)
             row = (str(number), victim, stage, str(found["run_count"]), found["state"]["name"], stack.message(run))
             rows.append(row)

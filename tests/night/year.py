@@ -18,7 +18,7 @@ import psutil
 from infra.errors import ServiceError
 from infra.services import prefect_api, processes
 from infra.settings import CHECKOUT
-from tests.integration.local_stack import PROGRAMS, LocalStack, running, usual_ports_occupied, wait_for
+from tests.integration.local_stack import PROGRAMS, LocalStack, running, turn, usual_ports_occupied, wait_for
 from tests.night.books import Books, balance, read_champion
 from tests.night.notes import Note
 from tests.night.sites import Site, Start, deployments, make_sites, runs_of, switch_off, switch_on
@@ -46,8 +46,9 @@ class NightStack(LocalStack):
         return result.stdout
 
     def up(self) -> str:
-        """Bring the stack up, or what is missing of it."""
-        return self.rlhf("up")
+        """Bring the stack up, or what is missing of it, on the ports that it had: forked flows know no others."""
+        with turn(), usual_ports_occupied():  # one turn for both: who has them now may leave them in its own
+            return self.rlhf("up")
 
     def run(self, run_id: str) -> dict[str, Any]:
         """Return what the server says of a run."""
@@ -201,11 +202,6 @@ class Year:
                 with suppress(psutil.NoSuchProcess):
                     each.kill()
 
-    def up(self) -> None:
-        """Have whatever is missing started again, on the ports that it had: forked flows know no others."""
-        with usual_ports_occupied():
-            self.stack.up()
-
     def next_site(self, sites: Sequence[Site], *, least_s: float = 1.0) -> Site:
         """Return the site whose night is due next, but not at once."""
         return min(sites, key=lambda site: (site.until_due(time.time()) - least_s) % site.period_s)
@@ -248,7 +244,7 @@ def year(directory: Path, names: Sequence[str], *, period_s: float, starts: Mapp
 @contextmanager
 def night_stack(directory: Path) -> Iterator[NightStack]:
     """Run a stack whose services may be killed: nobody takes their ports meanwhile, as none is a usual one."""
-    with usual_ports_occupied(), running(NightStack(directory / "home", directory / ".env")) as stack:
+    with running(NightStack(directory / "home", directory / ".env")) as stack:
         yield stack
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import os
 import time
@@ -12,6 +11,8 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from uuid import uuid4
+
+from filelock import FileLock, Timeout
 
 from infra.artifacts.backend import CHUNK_BYTES, Stored
 from infra.artifacts.layout import VERSIONS
@@ -185,20 +186,16 @@ class LocalBackend:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        deadline = time.monotonic() + LOCK_TIMEOUT_S
-        with (self._root / ".lock").open("ab") as file:
-            while True:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > deadline:
-                        raise StoreNotReadyError(
-                            f"the lock of the artifact store {self._root} was not free within "
-                            f"{LOCK_TIMEOUT_S:.0f} s; another process holds {file.name}"
-                        ) from None
-                    time.sleep(0.01)
-            yield  # closing the file lets go
+        lock = FileLock(self._root / ".lock", timeout=LOCK_TIMEOUT_S, poll_interval=0.01, fallback_to_soft=False)
+        try:
+            held = lock.acquire()
+        except Timeout:
+            raise StoreNotReadyError(
+                f"the lock of the artifact store {self._root} was not free within "
+                f"{LOCK_TIMEOUT_S:.0f} s; another process holds {lock.lock_file}"
+            ) from None
+        with held:
+            yield
 
     @contextmanager
     def _explained(self, verb: str) -> Iterator[None]:

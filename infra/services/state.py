@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import secrets
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from infra.errors import ServiceError
@@ -113,30 +112,18 @@ def locked(home: Path, report: Callable[[str], None], *, timeout_s: float = 300.
     Raises:
         ServiceError: if another command held it all the time.
     """
-    descriptor = os.open(home / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "r+") as file:
-        deadline = time.monotonic() + timeout_s
-        waiting = False
-        while not _try_lock(file.fileno()):
-            if not waiting:
-                report(f"another rlhf command (process {file.read().strip() or '?'}) is changing the stack; waiting")
-                waiting = True
-            if time.monotonic() > deadline:
-                raise ServiceError(
-                    f"another rlhf command has been changing the stack in {home} for {timeout_s:g} s; "
-                    "wait for it or end it"
-                )
-            time.sleep(0.1)
-        file.seek(0)
-        file.truncate()
-        file.write(str(os.getpid()))
-        file.flush()
-        yield
-
-
-def _try_lock(descriptor: int) -> bool:
+    file = home / LOCK_FILE
+    lock = FileLock(file, timeout=timeout_s, mode=0o600, poll_interval=0.1, fallback_to_soft=False)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+        held = lock.acquire(blocking=False)
+    except Timeout:
+        report(f"another rlhf command (process {file.read_text().strip() or '?'}) is changing the stack; waiting")
+        try:
+            held = lock.acquire()
+        except Timeout:
+            raise ServiceError(
+                f"another rlhf command has been changing the stack in {home} for {timeout_s:g} s; wait for it or end it"
+            ) from None
+    with held:
+        file.write_text(str(os.getpid()))
+        yield

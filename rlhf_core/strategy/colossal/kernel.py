@@ -6,7 +6,6 @@ It is built once for each user, processor and release of torch, whichever of sev
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import importlib.util
 import logging
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 
 NAME = "host_adam"
 DEADLINE_S = 300.0
@@ -99,18 +99,13 @@ def _processor() -> str:
 @contextmanager
 def alone(lock: Path, deadline_s: float) -> Iterator[None]:
     """Run the block in one process at a time; the lock goes with its process, however that ends."""
-    end = time.monotonic() + deadline_s
-    with lock.open("w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > end:
-                    raise KernelError(
-                        f"another process has been building its kernel for {deadline_s:.0f} s (it holds {lock})"
-                    ) from None
-                time.sleep(0.1)
+    try:
+        held = FileLock(lock, timeout=deadline_s, poll_interval=0.1, fallback_to_soft=False).acquire()
+    except Timeout:
+        raise KernelError(
+            f"another process has been building its kernel for {deadline_s:.0f} s (it holds {lock})"
+        ) from None
+    with held:
         yield
 
 

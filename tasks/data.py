@@ -269,8 +269,8 @@ def _template(context: Context, config: PipelineConfig) -> PromptTemplate:
 
 
 def _limits(config: PipelineConfig) -> dict[str, int]:
-    from rlhf_core.data.preparing.limits import PAIRS as PAIRS_SPLIT
-    from rlhf_core.data.preparing.limits import limit_of
+    from rlhf_core.data.preparing.lengths import PAIRS as PAIRS_SPLIT
+    from rlhf_core.data.preparing.lengths import limit_of
 
     limits = (limit_of(split, config) for split in (*SPLITS, PAIRS_SPLIT))
     return {limit.key: limit.tokens for limit in limits if limit is not None}

@@ -11,11 +11,11 @@ from typing import Any
 
 from infra.artifacts import ArtifactRef, ArtifactStore
 from infra.artifacts.backend import Backend
-from infra.artifacts.layout import version_key
+from infra.artifacts.catalog import highest_version
+from infra.artifacts.download import in_parallel
 from infra.artifacts.local import LocalBackend
 from infra.artifacts.manifest import FileEntry, Manifest
-from infra.artifacts.newest import highest_version
-from infra.artifacts.parallel import in_parallel
+from infra.artifacts.ref import version_key
 from infra.artifacts.s3 import S3Backend
 from tests.integration.seaweed import Seaweed
 

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from rlhf_core.data.preparing import Checked, DataReport, SetReport
+    from rlhf_core.data.preparing.lengths import TokenCounts
     from rlhf_core.data.preparing.report import RowsReport, Sample
-    from rlhf_core.data.preparing.token_counts import TokenCounts
 
 BAR = 18
 SHOWN = 240
@@ -100,8 +100,8 @@ def _show_rejected(console: Console, facts: SetReport) -> None:
 
 
 def _show_lengths(console: Console, rows: RowsReport, counted: str) -> None:
-    from rlhf_core.data.preparing.markdown import percentiles
-    from rlhf_core.data.preparing.token_counts import bin_names
+    from rlhf_core.data.preparing.lengths import bin_names
+    from rlhf_core.data.preparing.report import percentiles
 
     found = [
         (name, each) for name, each in (("prompts", rows.prompt_tokens), ("responses", rows.response_tokens)) if each

@@ -182,8 +182,8 @@ def _is_reference(path: Any) -> bool:
 
 
 def _data_path(path: str, *, here: bool) -> str:
-    from rlhf_core.data.reading.hub import is_hub_name
     from rlhf_core.data.reading.local import files_of_pattern, is_pattern, missing
+    from rlhf_core.data.reading.places import is_hub_name
 
     if not path or "://" in path:
         return path

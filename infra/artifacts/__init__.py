@@ -2,12 +2,12 @@
 
 from infra.artifacts.collect import LEAST_GRACE, Collection
 from infra.artifacts.credentials import S3Options
+from infra.artifacts.deletion import Retention
 from infra.artifacts.diff import Difference
 from infra.artifacts.lineage import Descent, Lineage
 from infra.artifacts.manifest import FileEntry, Manifest
 from infra.artifacts.opening import open_default_store, open_store
 from infra.artifacts.ref import KINDS, ArtifactRef
-from infra.artifacts.retention import Retention
 from infra.artifacts.store import ArtifactStore
 from infra.artifacts.verify import Verification
 

@@ -13,11 +13,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from infra.artifacts import clock
 from infra.artifacts.backend import Backend
-from infra.artifacts.layout import alias_key, aliases_prefix, version_key
 from infra.artifacts.leases import Claim, Lease, lease
 from infra.artifacts.lineage import trace, walk
 from infra.artifacts.manifest import SCHEMA_VERSION, Manifest, SchemaVersion, first_complaint
-from infra.artifacts.ref import ArtifactRef, check_alias, parse_reference
+from infra.artifacts.ref import ArtifactRef, alias_key, aliases_prefix, check_alias, parse_reference, version_key
 from infra.errors import ReferenceNotFoundError, StoreError, StoreNotReadyError
 
 MOVE_TIMEOUT_S = 60.0

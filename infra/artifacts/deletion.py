@@ -1,20 +1,259 @@
-"""Deleting versions and blobs without taking what others reach (the protocol: leases.py)."""
+"""What is kept, what nothing reaches, and deleting that without taking what others reach (the protocol: leases.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import reduce
+from itertools import groupby
 from typing import NamedTuple
 from uuid import uuid4
 
 from infra.artifacts import clock
+from infra.artifacts.aliases import list_aliases
 from infra.artifacts.backend import Backend
 from infra.artifacts.catalog import Catalog
+from infra.artifacts.download import in_parallel
+from infra.artifacts.exclusive import old_run_locks
 from infra.artifacts.index import KeyIndex, keys_of
-from infra.artifacts.layout import DELETING, blob_key, version_key
-from infra.artifacts.leases import INTENT_LIFE, Claim, claims, live_leases
-from infra.artifacts.manifest import Manifest
-from infra.artifacts.parallel import in_parallel
-from infra.artifacts.survey import every_manifest, staying
+from infra.artifacts.leases import INTENT_LIFE, LEASE_LIFE, Claim, claims, live_leases
+from infra.artifacts.manifest import BlobEntry, Manifest
+from infra.artifacts.ref import (
+    ALIASES,
+    BLOBS,
+    DELETING,
+    KEYS,
+    KINDS,
+    LEASES,
+    PROBES,
+    VERSIONS,
+    blob_key,
+    did_you_mean,
+    enumerate_names,
+    version_key,
+)
+from infra.errors import StoreError
+
+NEVER = "run"
+"""Reports are small, and what a team looks back to: they are never retired."""
+ALL = "all"
+_DEFAULT = {"ppo-state": 2}
+_EXAMPLE = "ppo-state=3,policy=50"
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """How many of the newest versions of each name are kept, by kind; of a kind that is not named, all."""
+
+    newest: Mapping[str, int] = field(default_factory=lambda: dict(_DEFAULT))
+
+    @classmethod
+    def parse(cls, text: str | None) -> Retention:
+        """Read a rule as people write it.
+
+        Args:
+            text: `kind=count` with commas between them; `kind=all` keeps all of a kind. What is not named stays
+                as it is by default: two training states, and all of the others.
+
+        Raises:
+            StoreError: if it cannot be read, or would retire what is never retired.
+
+        Example:
+            >>> Retention.parse("policy=50").newest
+            {'ppo-state': 2, 'policy': 50}
+        """
+        newest = dict(_DEFAULT)
+        for part in (text or "").split(","):
+            kind, _, count = (word.strip() for word in part.partition("="))
+            if not part.strip():
+                continue
+            if kind not in KINDS:
+                raise StoreError(
+                    f"the retention {text!r} names the kind {kind!r}, which there is not{did_you_mean(kind, KINDS)}; "
+                    f"write kind=count, such as {_EXAMPLE}; the kinds are {', '.join(KINDS)}"
+                )
+            if count == ALL:
+                newest.pop(kind, None)
+                continue
+            if kind == NEVER:
+                raise StoreError(f"the retention {text!r} would retire reports; those of kind {NEVER!r} are all kept")
+            if not (count.isdecimal() and int(count) > 0):
+                raise StoreError(
+                    f"the retention {text!r} keeps {count!r} of {kind}; expected a number from 1 on, or {ALL!r}, "
+                    f"such as {_EXAMPLE}"
+                )
+            newest[kind] = int(count)
+        return cls(newest)
+
+    def retired(self, manifests: Iterable[Manifest], kept: Collection[str]) -> list[Manifest]:
+        """Return the versions that are no longer wanted.
+
+        Args:
+            manifests: of all versions.
+            kept: references of those that stay however old they are.
+        """
+        ordered = sorted(manifests, key=lambda each: (each.kind, each.name, each.version))
+        found: list[Manifest] = []
+        for (kind, _), versions in groupby(ordered, key=lambda each: (each.kind, each.name)):
+            if kind in self.newest:
+                found += [each for each in list(versions)[: -self.newest[kind]] if each.uri not in kept]
+        return found
+
+    def __str__(self) -> str:
+        return ", ".join(f"{kind}={count}" for kind, count in self.newest.items()) or "nothing is retired"
+
+
+def reached(roots: Iterable[str], manifests: Iterable[Manifest]) -> set[str]:
+    """Return the references of some versions and of all that they came from.
+
+    Args:
+        roots: references of versions, there or not.
+        manifests: of all versions.
+    """
+    parents = {manifest.uri: [parent.uri for parent in manifest.parents] for manifest in manifests}
+    found: set[str] = set()
+    pending = list(roots)
+    while pending:
+        uri = pending.pop()
+        if uri not in found:
+            found.add(uri)
+            pending += parents.get(uri, ())
+    return found
+
+
+LEFTOVER = rf"^{PROBES}[A-Za-z0-9][A-Za-z0-9._-]*$"
+"""What the key of a leftover looks like: anything else is not ours to delete."""
+_FOLDER, _REST = re.compile(r"[0-9a-f]{2}"), re.compile(r"[0-9a-f]{62}")
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What could go."""
+
+    retired: list[Manifest]
+    """Versions that the rules no longer keep."""
+    freed: dict[str, list[BlobEntry]]
+    """The blobs that only they reach, by the kind of the first that does."""
+    orphans: list[BlobEntry]
+    """The blobs that no version and no lease reaches: of writers that were killed, mostly."""
+    leftovers: list[str]
+    """Keys of what openings of the store left when they were killed."""
+    stale_keys: list[str]
+    """Entries of the key index that lead to nothing; they need no grace time, for nothing is lost with them."""
+    old_locks: list[str]
+    """Keys of the locks of runs that ended long ago: nobody starts them again."""
+    stale_leases: int
+    unfinished: int
+    """Deletions whose process was killed."""
+
+    @property
+    def blob_bytes(self) -> dict[str, int]:
+        """Size of every blob that could go, by its hash."""
+        return {blob.sha256: blob.size for blobs in (self.orphans, *self.freed.values()) for blob in blobs}
+
+
+def survey(backend: Backend, catalog: Catalog, retention: Retention) -> Survey:
+    """Return what the rules, aliases and leases no longer keep.
+
+    Blobs are listed first and manifests read last: whatever a writer sends meanwhile is leased or named by then.
+
+    Raises:
+        StoreError: if something in the store cannot be read, so that what it reaches is not known.
+    """
+    stored = _stored_blobs(backend)
+    leases = list(claims(backend, LEASES))
+    leased = reduce(Claim.join, (claim for _, claim, age in leases if age <= LEASE_LIFE), Claim())
+    manifests = every_manifest(backend, catalog)
+    retired = retention.retired(manifests, staying(backend, leased, manifests))
+    gone = {manifest.uri for manifest in retired}
+    needed = {blob.sha256 for each in manifests if each.uri not in gone for blob in each.blobs} | leased.blobs
+    freed = _freed(retired, needed)
+    named = needed.union(blob.sha256 for blobs in freed.values() for blob in blobs)
+    return Survey(
+        retired=retired,
+        freed=freed,
+        orphans=_sized(backend, sorted(stored - named)),
+        leftovers=[key for name in backend.children(PROBES) if re.match(LEFTOVER, key := PROBES + name)],
+        stale_keys=_stale_keys(backend, catalog, manifests),
+        old_locks=old_run_locks(backend),
+        stale_leases=sum(age > LEASE_LIFE for _, _, age in leases),
+        unfinished=sum(age > INTENT_LIFE for _, _, age in claims(backend, DELETING)),
+    )
+
+
+def every_manifest(backend: Backend, catalog: Catalog) -> list[Manifest]:
+    """Return all manifests: whoever deletes must know what each of them reaches.
+
+    Raises:
+        StoreError: if there may be some that this release cannot read.
+    """
+    refuse_unknown_kinds(backend)
+    return catalog.every()
+
+
+def refuse_unknown_kinds(backend: Backend) -> None:
+    """Raise StoreError if there are versions that this release does not see: what they reach must not be deleted."""
+    if unknown := sorted(set(backend.children(VERSIONS)) - set(KINDS)):
+        raise StoreError(
+            f"the store holds versions of a kind that this release does not know ({enumerate_names(unknown)}), and "
+            "what they reach must not be deleted; upgrade rlhf-flows to collect"
+        )
+
+
+def staying(backend: Backend, leased: Claim, manifests: Iterable[Manifest]) -> set[str]:
+    """Return the references of all versions that an alias or a lease reaches through parents.
+
+    Args:
+        backend: where the aliases are; they are read after the leases, for a mover's ends when its move is done.
+        leased: what somebody relies on by lease.
+        manifests: of all versions.
+    """
+    known = list(manifests)
+    pointed = in_parallel(lambda artifact: list_aliases(backend, *artifact), with_aliases(backend))
+    roots = {alias.uri for aliases in pointed for alias in aliases.values()}
+    return reached(roots.union(each.uri for each in known if leased.covers(each.uri)), known)
+
+
+def with_aliases(backend: Backend) -> list[tuple[str, str]]:
+    """Return kind and name of all artifacts that have, or had, an alias."""
+    return [(kind, name) for kind in KINDS for name in backend.children(f"{ALIASES}{kind}/")]
+
+
+def _stale_keys(backend: Backend, catalog: Catalog, manifests: Iterable[Manifest]) -> list[str]:
+    """Return the entries of the key index that lead to nothing; those that a version has by right are not read."""
+    there = [f"{KEYS}{kind}/{name}" for kind in KINDS for name in backend.children(f"{KEYS}{kind}/")]
+    others = sorted(set(there).difference(*map(keys_of, manifests)))
+    stale = in_parallel(KeyIndex(backend, catalog).is_stale, others)
+    return [key for key, is_stale in zip(others, stale, strict=True) if is_stale]
+
+
+def _freed(retired: Iterable[Manifest], needed: set[str]) -> dict[str, list[BlobEntry]]:
+    seen = set(needed)
+    freed: dict[str, list[BlobEntry]] = {}
+    for manifest in retired:
+        blobs = freed.setdefault(manifest.kind, [])
+        for blob in manifest.blobs:
+            if blob.sha256 not in seen:
+                seen.add(blob.sha256)
+                blobs.append(blob)
+    return freed
+
+
+def _stored_blobs(backend: Backend) -> set[str]:
+    """Return the hashes of all blobs; what has no such name was put there by somebody else, and stays."""
+    folders = [folder for folder in backend.children(BLOBS) if _FOLDER.fullmatch(folder)]
+    found = in_parallel(lambda folder: backend.children(f"{BLOBS}{folder}/"), folders)
+    names = zip(folders, found, strict=True)
+    return {folder + rest for folder, rests in names for rest in rests if _REST.fullmatch(rest)}
+
+
+def _sized(backend: Backend, hashes: Iterable[str]) -> list[BlobEntry]:
+    """Return the blobs with their sizes, less those that are gone by now."""
+    listed = list(hashes)
+    sizes = in_parallel(lambda digest: backend.size(blob_key(digest)), listed)
+    return [BlobEntry(size=n, sha256=digest) for digest, n in zip(listed, sizes, strict=True) if n is not None]
+
 
 DELETE_LIMIT_S = 60.0
 """Nothing is deleted later than this after the intent; what is left then is the next deletion's to finish."""

@@ -35,8 +35,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from infra.artifacts import clock
 from infra.artifacts.backend import Backend
-from infra.artifacts.layout import LOCKS, lock_key
 from infra.artifacts.manifest import SCHEMA_VERSION, SchemaVersion, first_complaint
+from infra.artifacts.ref import LOCKS, lock_key
 from infra.errors import LockLostError, StoreError
 from infra.process_record import ProcessRecord, here
 

@@ -14,9 +14,8 @@ from pathlib import PurePosixPath
 
 from infra.artifacts.backend import Backend
 from infra.artifacts.catalog import Catalog
-from infra.artifacts.layout import content_key, index_key
 from infra.artifacts.manifest import Manifest
-from infra.artifacts.ref import ArtifactRef, parse_reference
+from infra.artifacts.ref import ArtifactRef, content_key, index_key, parse_reference
 from infra.errors import ReferenceNotFoundError, StoreError
 
 ATTEMPTS = 5

@@ -26,7 +26,7 @@ from typing import Any
 
 from infra.artifacts import clock
 from infra.artifacts.backend import Backend
-from infra.artifacts.layout import DELETING, LEASES
+from infra.artifacts.ref import DELETING, LEASES
 from infra.errors import StoreError, VersionExistsError
 
 log = logging.getLogger(__name__)

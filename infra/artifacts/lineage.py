@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from infra.artifacts.download import in_parallel
 from infra.artifacts.manifest import Manifest
-from infra.artifacts.parallel import in_parallel
 from infra.artifacts.ref import ArtifactRef
 
 

@@ -14,9 +14,8 @@ from uuid import uuid4
 
 from filelock import FileLock, Timeout
 
-from infra.artifacts.backend import CHUNK_BYTES, Stored
-from infra.artifacts.layout import VERSIONS
-from infra.artifacts.probe import BOTH, check_clock, enforced_conditions
+from infra.artifacts.backend import BOTH, CHUNK_BYTES, Stored, check_clock, enforced_conditions
+from infra.artifacts.ref import VERSIONS
 from infra.errors import AWAY_ERRNOS, StoreError, StoreNotReadyError
 
 LOCK_TIMEOUT_S = 30.0

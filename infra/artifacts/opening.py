@@ -22,7 +22,7 @@ def open_store(
     patient: bool = False,
     deadline_s: float | None = None,
 ) -> ArtifactStore:
-    """Open a store and see that it answers, and keeps what its protocol rests on (probe.py).
+    """Open a store and see that it answers, and keeps what its protocol rests on (backend.py).
 
     Who may not write opens it all the same, and reads; the first write says what is missing.
 

@@ -13,23 +13,17 @@ from pydantic import JsonValue
 from infra.artifacts import plans
 from infra.artifacts.backend import Backend
 from infra.artifacts.cache import GB, LIMIT_GB, Cache
-from infra.artifacts.catalog import Catalog
-from infra.artifacts.commit import commit, describe_all, gather_sources
-from infra.artifacts.deletion import delete_unreached
+from infra.artifacts.catalog import Catalog, highest_version
+from infra.artifacts.commit import Source, commit, describe_all, gather_sources, numbered, write_next, write_numbered
+from infra.artifacts.deletion import Retention, delete_unreached, every_manifest, staying
 from infra.artifacts.exclusive import Lock
 from infra.artifacts.fetch import checked_pieces, fetch_directly, fetch_through
 from infra.artifacts.index import KeyIndex, keys_of
 from infra.artifacts.keeping import Keeping
-from infra.artifacts.layout import index_key
 from infra.artifacts.leases import Claim, Lease
 from infra.artifacts.manifest import Manifest
-from infra.artifacts.newest import highest_version
-from infra.artifacts.numbering import numbered, write_next, write_numbered
-from infra.artifacts.pieces import Source
 from infra.artifacts.plans import Answer
-from infra.artifacts.ref import ArtifactRef, check_key, check_kind, check_name, parse_reference, version_uri
-from infra.artifacts.retention import Retention
-from infra.artifacts.survey import every_manifest, staying
+from infra.artifacts.ref import ArtifactRef, check_key, check_kind, check_name, index_key, parse_reference, version_uri
 from infra.errors import ReferenceNotFoundError, StoreError
 
 

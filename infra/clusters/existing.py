@@ -1,7 +1,8 @@
 """Leases on a user's own cluster: the run's actors and placement groups are ours, and nothing else is ever touched.
 
 They are told from others by a Ray namespace that no other lease has had, and that a watcher on the head ends when this
-process is gone or stopped. The watcher's name is the run's: who holds it holds the run, whichever node he is on.
+process is gone or stopped, which may happen on any node at any moment; the head is there as long as the cluster is. The
+watcher's name is the run's: who holds it holds the run, whichever node he is on.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import closing, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 
@@ -23,9 +24,68 @@ from infra.clusters.control_server import ControlServer
 from infra.clusters.driver import connect, credentials, disconnect
 from infra.clusters.lease import held_lease, hold, release_cluster
 from infra.clusters.manifest import ClusterManifest, checked_name
-from infra.clusters.watcher import HEAD, WATCHERS, Charge, Watcher
 from infra.errors import ClusterError, ClusterNotReadyError
 from infra.process_record import ProcessRecord
+
+WATCHERS = "rlhf-watchers"
+"""The namespace of all watchers; each has the name of its run, so that a cluster has one run of a name."""
+HEAD = {"node:__internal_head__": 0.001}
+"""Ray gives its head a resource of this name, and no other node."""
+_CHECK_S = 1.0
+_END_S = 30.0
+
+
+class Charge(NamedTuple):
+    """What is watched."""
+
+    namespace: str
+    """Of the run's actors and placement groups."""
+    job: str
+    """The driver's."""
+    stalled_after_s: float
+    """Silence after which the driver counts as stopped."""
+
+
+class Watcher:
+    """Ends a run's actors and placement groups, then itself, when the run's driver is gone or silent."""
+
+    def __init__(self, charge: Charge) -> None:
+        self._charge = charge
+        self._silent_looks = 0
+        # Its worker process was given the cluster's token: nothing is to be loaded.
+        self._server = ControlServer(ray.get_runtime_context().gcs_address)
+        self._me = bytes.fromhex(ray.get_runtime_context().get_actor_id())
+        threading.Thread(target=self._watch, name="watch", daemon=True).start()
+
+    def beat(self) -> None:
+        """Hear that the driver runs."""
+        self._silent_looks = 0
+
+    def _watch(self) -> None:
+        reason = self._reason()
+        logger.warning("ending what the run in %s left: %s", self._charge.namespace, reason)
+        while True:
+            try:
+                self._server.end_runs(self._charge.namespace.__eq__, _END_S)
+                self._server.kill(self._server.actors(lambda actor: bool(actor.actor_id == self._me)))
+            except Exception as error:  # whatever it is: nobody else would end the run
+                logger.error("%r; trying again", error)  # noqa: TRY400 - one sentence says it
+            time.sleep(_CHECK_S)
+
+    def _reason(self) -> str:
+        """Return why the run must end, once it must."""
+        while True:
+            time.sleep(_CHECK_S)
+            # Looks are counted, not seconds: were this process stopped, it would find words it has not read yet.
+            self._silent_looks += 1
+            if self._silent_looks * _CHECK_S > self._charge.stalled_after_s:
+                return f"its driver has been silent for {self._charge.stalled_after_s:g} s"
+            try:
+                if self._server.job(self._charge.job).is_over:
+                    return "its driver is gone"
+            except Exception as error:  # as of a control server that is away for a while: the watch goes on
+                logger.warning("%r; looking again", error)
+
 
 logger = logging.getLogger(__name__)
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):\d{1,5}")

@@ -1,8 +1,9 @@
-"""`rlhf up`: start what does not run, register what has changed."""
+"""`rlhf up`: start what does not run, register what has changed, write our lines of the checkout's `.env`."""
 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -12,7 +13,6 @@ from infra.prefect_access import PASSWORD_FILE, know_stack_of
 from infra.process_record import describe
 from infra.services import automations, password, processes, runs, seaweed
 from infra.services.deployments import all_present, deploy, source_digest
-from infra.services.env_file import assignment, write_block
 from infra.services.ports import choose_port
 from infra.services.prefect_server import PREFECT_PORT, prefect_environment, prefect_server
 from infra.services.prefect_yaml import DeploymentEntry, read_prefect_yaml
@@ -21,6 +21,56 @@ from infra.services.state import StackState, locked, make_home, write_private
 from infra.services.take_down import remove_sockets
 from infra.services.worker import make_work_pool, worker
 from infra.settings import CHECKOUT, STACK_ENV, Settings, env_file, inherited_environment, read_env_file
+
+_BEGIN = "# >>> rlhf up: rewritten by it, put your own lines outside"
+_END = "# <<< rlhf up"
+_OTHERS = 0o077
+
+
+def assignment(name: str, value: str) -> str:
+    """Return a line of an env file, quoted as python-dotenv writes and reads it."""
+    quoted = value.replace("\\", "\\\\").replace("'", "\\'")
+    return f"{name}='{quoted}'"
+
+
+def write_block(path: Path, variables: Mapping[str, str]) -> int | None:
+    """Put the variables into our block of the file, at its end, so that they win; leave all else as it is.
+
+    One of them is a password: the file is for its owner's eyes from then on.
+
+    Returns:
+        The mode that the file had, if others could read or write it; else None.
+
+    Raises:
+        ServiceError: if the file cannot be written.
+    """
+    try:
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
+        kept = _without_block(text)
+        lines = [_BEGIN, *(assignment(name, value) for name, value in variables.items()), _END]
+        wanted = "\n".join([*kept, *lines]) + "\n"
+        if wanted != text or mode & _OTHERS:
+            write_private(path, wanted)
+    except OSError as error:
+        raise ServiceError(
+            f"{path} cannot be written ({error.strerror}), and without it the prefect command does not find the server"
+        ) from None
+    return mode if mode & _OTHERS else None
+
+
+def _without_block(text: str) -> list[str]:
+    kept: list[str] = []
+    inside = False
+    for line in text.splitlines():
+        if line == _BEGIN:
+            inside = True
+        if not inside:
+            kept.append(line)
+        if line == _END:
+            inside = False
+    return kept
+
 
 _AUTH = "PREFECT_API_AUTH_STRING"
 _SERVER_AUTH = "PREFECT_SERVER_API_AUTH_STRING"

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf_core.data.labels import IGNORED
 from rlhf_core.data.reading.answers import answer_text, stated_answer
-from rlhf_core.data.reading.hub import is_saved, saved_rows
-from rlhf_core.data.reading.json_rows import read_rows
+from rlhf_core.data.reading.formats import read_rows
 from rlhf_core.data.reading.local import existing_file
 from rlhf_core.data.reading.messages import read_messages
+from rlhf_core.data.reading.places import is_saved, saved_rows
 from rlhf_core.data.reading.results import RejectedRow
 from rlhf_core.data.reading.rows import text_fields
 from rlhf_core.data.transcripts import Message

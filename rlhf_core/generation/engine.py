@@ -1,15 +1,276 @@
-"""Which engine makes the responses."""
+"""The engines that make the responses: our own decoding loop, and transformers' `generate` as a check on it.
+
+Ours makes one forward pass over the prompts, then one per token, with keys and values whose greatest length is known
+from the start. `generate` draws by the same uniforms, and is slower.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from jaxtyping import Float32, Int
+from torch import Tensor
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from transformers.cache_utils import DynamicLayer
 
 from rlhf_core.errors import ConfigError
-from rlhf_core.generation.hf import HfEngine
-from rlhf_core.generation.native import NativeEngine
+from rlhf_core.generation.responses import Responses, pad_left
+from rlhf_core.generation.sampling import chooser
+from rlhf_core.generation.stopping import watch
+from rlhf_core.models.device import device_of
+from rlhf_core.models.saving import quiet
+from rlhf_core.models.trunk import evaluating, forward_takes, max_positions, unwrapped
 
 if TYPE_CHECKING:
-    from rlhf_core.generation.settings import GenerationEngine
+    from collections.abc import Iterator, Sequence
+
+    from rlhf_core.generation.sampling import Chooser
+    from rlhf_core.generation.settings import Generation, GenerationEngine, GenerationSettings
+
+
+class HfEngine:
+    """Generates with transformers' own loop and cache.
+
+    transformers is told to decode greedily, and sees scores in which the token that our uniforms choose is the
+    only one. The generation settings that come with a model (a temperature, say) are not looked at.
+
+    Args:
+        model: a causal language model of transformers, or a PEFT model around one.
+        tokenizer: reads the text for stop strings; needed for these only.
+    """
+
+    def __init__(self, model: Any, *, tokenizer: Any = None) -> None:
+        self.model = model
+        self._tokenizer = tokenizer
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        settings: GenerationSettings,
+        *,
+        uniforms: Float32[Tensor, "B T"] | None,
+    ) -> Generation:
+        """Return one response per prompt; see `GenerationEngine`."""
+        model, device = unwrapped(self.model), device_of(self.model)
+        limits = settings.response_limits(prompts, positions=max_positions(model))
+        strings = watch(settings.stop_strings, self._tokenizer, rows=len(prompts))
+        with evaluating(model), torch.no_grad(), quiet():
+            responses = Responses(limits, settings, strings, device)
+            choose = chooser(settings, uniforms, rows=len(prompts), steps=responses.width, device=device)
+            # rows of one limit at a time: transformers would count on for a row that is done, past the last position
+            for limit in sorted(set(limits)):
+                rows = [row for row, own in enumerate(limits) if own == limit]
+                _run(model, prompts, rows, limit, settings.pad_id, choose, responses)
+        return responses.with_prompts(*pad_left(prompts, settings.pad_id, device))
+
+
+def _run(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    rows: list[int],
+    limit: int,
+    pad_id: int,
+    choose: Chooser,
+    responses: Responses,
+) -> None:
+    tokens, mask = pad_left([prompts[row] for row in rows], pad_id, responses.done.device)
+    places = torch.tensor(rows, device=tokens.device)
+    config = GenerationConfig(
+        max_new_tokens=limit, do_sample=False, num_beams=1, pad_token_id=pad_id, eos_token_id=None, use_cache=True
+    )
+    drawing = _Draws(places, tokens.shape[1], limit, choose, responses)
+    with _own_settings_put_away(model):
+        model.generate(
+            tokens,
+            attention_mask=mask,
+            generation_config=config,
+            logits_processor=LogitsProcessorList([drawing]),
+            stopping_criteria=StoppingCriteriaList([_AllDone(places, responses)]),
+        )
+
+
+class _Draws(LogitsProcessor):  # type: ignore[misc]  # transformers is not typed
+    """Leaves the chosen token alone with a finite score, and notes it."""
+
+    def __init__(self, places: Tensor, width: int, limit: int, choose: Chooser, responses: Responses) -> None:
+        self._places, self._width, self._limit = places, width, limit
+        self._choose, self._responses = choose, responses
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        # on CUDA transformers looks late whether all rows are done, and may ask for a token too many
+        step = min(input_ids.shape[1] - self._width, self._limit - 1)
+        choice = self._choose(scores, self._places, step)
+        self._responses.write(self._places, step, choice)
+        return torch.full_like(scores, -torch.inf).scatter_(1, choice.tokens[:, None], 0.0)
+
+
+class _AllDone(StoppingCriteria):  # type: ignore[misc]  # transformers is not typed
+    def __init__(self, places: Tensor, responses: Responses) -> None:
+        self._places, self._responses = places, responses
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:  # noqa: ARG002 (transformers' signature)
+        return self._responses.done[self._places]
+
+
+@contextmanager
+def _own_settings_put_away(model: Any) -> Iterator[None]:
+    """Run the block with empty settings on the model: transformers would add its own to those it is given."""
+    own = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own
+
+
+class _ReservedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not typed
+    """One layer's keys and values in memory that is reserved at once, of which the written part is shown.
+
+    transformers' growing layer copies all it holds for each token; its static layer copies nothing, but has
+    attention run over the whole length at every step, what is not yet written included.
+    """
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self._length = length
+        self._memory: tuple[Tensor, Tensor] | None = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_options: Any) -> tuple[Tensor, Tensor]:
+        """Write the new tokens' keys and values behind the others, and return all of them."""
+        start = self.get_seq_length()
+        end = start + key_states.shape[-2]
+        if self._memory is None:
+            self.lazy_initialization(key_states, value_states)
+            keys, values = (
+                new.new_empty(*new.shape[:2], self._length, new.shape[-1]) for new in (key_states, value_states)
+            )
+            self._memory = keys, values
+        for memory, new in zip(self._memory, (key_states, value_states), strict=True):
+            memory[:, :, start:end] = new
+        self._show(end)
+        return self.keys, self.values
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Keep these rows, each as often as it is named."""
+        length = self.get_seq_length()
+        if self._memory is not None:
+            keys, values = (memory.index_select(0, beam_idx) for memory in self._memory)
+            self._memory = keys, values
+            self._show(length)
+
+    def _show(self, length: int) -> None:
+        assert self._memory is not None
+        self.keys, self.values = (memory[:, :, :length] for memory in self._memory)
+
+
+def reserve_cache(config: Any, length: int) -> DynamicCache:
+    """Return an empty cache for sequences of this length.
+
+    Layers of other kinds (sliding windows, states of linear attention) stay as transformers makes them.
+    """
+    cache = DynamicCache(config=config)
+    cache.layers = [_ReservedLayer(length) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache
+
+
+class _Rows(NamedTuple):
+    """The rows still in the batch, and what their next forward pass needs."""
+
+    place: Int[Tensor, " R"]
+    """Each row's place in the batch that was asked for."""
+    mask: Int[Tensor, "R S"]
+    """Ones from the prompt's first token to the end of the reserved memory."""
+    position: Int[Tensor, " R"]
+    """Of the row's newest token."""
+
+
+class NativeEngine:
+    """Generates with a loop of its own over a key-value cache whose memory is reserved at once.
+
+    The head sees the last position only; the samples of one prompt share one pass over it; keys and values are
+    written once and never copied, except when rows that have finished leave the batch, once they are half of it.
+    All of that depends on the batch alone, so the same batch gives the same bits (for one dtype, number of
+    threads and kind of device).
+
+    Args:
+        model: a causal language model of transformers, or a PEFT model around one.
+        tokenizer: reads the text for stop strings; needed for these only.
+    """
+
+    def __init__(self, model: Any, *, tokenizer: Any = None) -> None:
+        self.model = model
+        self._tokenizer = tokenizer
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        settings: GenerationSettings,
+        *,
+        uniforms: Float32[Tensor, "B T"] | None,
+    ) -> Generation:
+        """Return one response per prompt; see `GenerationEngine`."""
+        limits = settings.response_limits(prompts, positions=max_positions(self.model))
+        device = device_of(self.model)
+        strings = watch(settings.stop_strings, self._tokenizer, rows=len(prompts))
+        with evaluating(self.model), torch.inference_mode():
+            responses = Responses(limits, settings, strings, device)
+            choose = chooser(settings, uniforms, rows=len(prompts), steps=responses.width, device=device)
+            _decode(self.model, prompts, settings.pad_id, choose, responses)
+        return responses.with_prompts(*pad_left(prompts, settings.pad_id, device))
+
+
+def _decode(model: Any, prompts: Sequence[Sequence[int]], pad_id: int, choose: Chooser, responses: Responses) -> None:
+    distinct = list(dict.fromkeys(map(tuple, prompts)))
+    number = {prompt: index for index, prompt in enumerate(distinct)}
+    tokens, prompt_mask = pad_left(distinct, pad_id, responses.done.device)
+    width = tokens.shape[1]
+    cache = reserve_cache(unwrapped(model).config, width + responses.width)
+    mask = torch.cat([prompt_mask, prompt_mask.new_ones(len(distinct), responses.width)], -1)
+    positions = (prompt_mask.cumsum(-1) - 1).clamp(min=0)
+    logits = _last_logits(model, tokens, prompt_mask, positions, cache)
+    source = torch.tensor([number[tuple(prompt)] for prompt in prompts], device=tokens.device)
+    if len(distinct) < len(prompts):
+        cache.reorder_cache(source)
+    rows = _Rows(torch.arange(len(prompts), device=tokens.device), mask[source], positions[source, -1])
+    logits = logits[source]
+    for step in range(responses.width):
+        choice = choose(logits, rows.place, step)
+        responses.write(rows.place, step, choice)
+        done = responses.done[rows.place]
+        # a row that is done waits where it is: one step further may be past the model's last position
+        rows = rows._replace(position=rows.position + (~done).long())
+        inputs = choice.tokens
+        left = (~done).nonzero()[:, 0]
+        if not len(left):
+            break
+        if 2 * len(left) <= len(done):  # copying the cache is not free, so it is not done for every row that ends
+            cache.reorder_cache(left)
+            rows, inputs = _Rows(*(field[left] for field in rows)), inputs[left]
+        seen = rows.mask[:, : width + step + 1]
+        logits = _last_logits(model, inputs[:, None], seen, rows.position[:, None], cache)
+
+
+def _last_logits(model: Any, inputs: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> Tensor:
+    optional = {"position_ids": positions, "logits_to_keep": 1}
+    output = model(
+        input_ids=inputs,
+        attention_mask=mask,
+        past_key_values=cache,
+        use_cache=True,
+        **{name: value for name, value in optional.items() if forward_takes(model, name)},
+    )
+    logits: Tensor = output.logits[:, -1]
+    return logits
+
 
 _ENGINES: dict[str, type[NativeEngine | HfEngine]] = {"native": NativeEngine, "hf": HfEngine}
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core.data.reading.json_rows import json_fault
+from rlhf_core.data.reading.formats import json_fault
 from rlhf_core.errors import ConfigError
 from rlhf_core.rewards.resolve import resolve_reward_function
 from rlhf_core.script.places import check_places, checkpoint_step

@@ -15,8 +15,7 @@ from rlhf_core.models.loading import locate_model
 from rlhf_core.models.lora import save_merged
 from rlhf_core.models.saving import save_model
 from rlhf_core.script.models import MODELS_DIR, load_policy
-from rlhf_core.strategy.agreement import together
-from rlhf_core.strategy.ranks import Ranks
+from rlhf_core.strategy.ranks import Ranks, together
 from rlhf_core.trainer.optim import Trained
 
 if TYPE_CHECKING:

@@ -1,18 +1,28 @@
-"""`train_ppo` after its flags are known to be good: build everything, hand it to `PPOTrainer`, store what comes out."""
+"""`train_ppo` after its flags are known to be good: build everything, hand it to `PPOTrainer`, store what comes out.
+
+It decides on the plugin, counts the steps, says a line per episode, and keeps what it was started with.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
+import sys
+import time
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch
 from transformers import PreTrainedModel
 
+from rlhf_core.buffer.order import episode_windows
 from rlhf_core.config import PPOOptions, RewardConfig
-from rlhf_core.counting import counted
+from rlhf_core.counting import counted, ordinal
 from rlhf_core.data.conversation import setup_conversation_template
-from rlhf_core.errors import TrainingError
+from rlhf_core.errors import ConfigError, TrainingError
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.loading import default_device
 from rlhf_core.rewards.scoring import Scorer, build_scorer
@@ -20,19 +30,213 @@ from rlhf_core.script.data import Loaders, build_loaders
 from rlhf_core.script.models import Models, build_models
 from rlhf_core.script.outputs import Trainees, save_outputs
 from rlhf_core.script.places import checkpoint_step
-from rlhf_core.script.plugin import Plugin, choose_plugin
-from rlhf_core.script.progress import EpisodeLine, teller
-from rlhf_core.script.record import RecordWriter, record_of, tell_differences
-from rlhf_core.script.schedule import schedule_of
-from rlhf_core.strategy.making import make_booster
+from rlhf_core.strategy.making import check_strategy, make_booster
 from rlhf_core.strategy.ranks import Ranks, join, leave
 from rlhf_core.strategy.roll_call import naming_lost_rank
 from rlhf_core.trainer.callbacks import Callback
 from rlhf_core.trainer.optim import Trained, make_trained
 from rlhf_core.trainer.ppo.trainer import PPOTrainer
+from rlhf_core.trainer.schedules import warmup_then_cosine
+from rlhf_core.types import Experience
 
 if TYPE_CHECKING:
+    from argparse import Namespace
+    from collections.abc import Callable
+
+    from rlhf_core.config.strategy import StrategyName
     from rlhf_core.data.conversation import Conversation
+    from rlhf_core.script.data import Loaders
+    from rlhf_core.strategy.ranks import Ranks
+
+Precision = Literal["fp16", "bf16"]
+
+
+class Plugin(NamedTuple):
+    """How the ranks of a run share their models."""
+
+    strategy: StrategyName
+    precision: Precision
+
+
+def choose_plugin(args: Namespace, *, cuda: bool, num_ranks: int, tell: Callable[[str], None]) -> Plugin:
+    """Return what the flags name; without --plugin the original's default, gemini, where it can be had and is of use.
+
+    Args:
+        args: the flags, checked.
+        cuda: whether there are GPUs.
+        num_ranks: processes that train together.
+        tell: is told in one line what is not as the flags, or the original's defaults, say.
+
+    Raises:
+        ConfigError: if the plugin cannot be had here.
+    """
+    precision: Precision = "fp16" if args.mixed_precision == "fp16" else "bf16"
+    if precision == "fp16" and not cuda:
+        tell("--mixed_precision fp16 runs as bf16 on a CPU")
+        precision = "bf16"
+    strategy: StrategyName = args.plugin or "gemini"
+    if args.plugin is None and not cuda:
+        strategy = "plain"
+        tell("--plugin plain: gemini, the default, is for GPUs; here every rank holds whole models")
+    elif args.plugin is None and args.lora_config:
+        strategy = "zero2"
+        tell("--plugin zero2: gemini, the default, trains no adapters")
+    try:
+        check_strategy(
+            strategy,
+            precision=precision,
+            cuda=cuda,
+            num_trainers=num_ranks,
+            adapters=args.lora_config is not None,
+            accumulates=args.accumulation_steps > 1,
+        )
+    except ConfigError as error:
+        raise ConfigError(f"--plugin {strategy} cannot be had: {error}") from error
+    return Plugin(strategy, precision)
+
+
+Tell = Callable[[str], None]
+
+
+def teller(ranks: Ranks) -> Tell:
+    """Return what writes a line on standard output on rank 0, and nothing on the others."""
+
+    def tell(line: str) -> None:
+        if ranks.is_first:
+            sys.stdout.write(line + "\n")
+            sys.stdout.flush()
+
+    return tell
+
+
+class EpisodeLine(Callback):
+    """Tells at each episode's end what it collected, over all ranks, and how long it took.
+
+    Args:
+        num_episodes: of the run.
+        ranks: who collects together.
+        tell: takes a line.
+    """
+
+    def __init__(self, num_episodes: int, ranks: Ranks, tell: Tell) -> None:
+        self._num_episodes = num_episodes
+        self._ranks = ranks
+        self._tell = tell
+        self._started = 0.0
+        self._sums = torch.zeros(4)
+
+    def on_episode_start(self, episode: int) -> None:  # noqa: ARG002
+        """Begin to count."""
+        self._started = time.perf_counter()
+        self._sums = torch.zeros(4)
+
+    def on_make_experience_end(self, experience: Experience) -> None:
+        """Add one batch: rows, reward, KL and tokens."""
+        per_rank = [float(len(experience)), *(float(x.sum()) for x in (experience.reward, experience.kl))]
+        sums = torch.tensor([*per_rank, float(experience.action_mask.sum())])
+        self._sums += self._ranks.sum(sums)  # here, not at the episode's end, which an error on one rank reaches too
+
+    def on_episode_end(self, episode: int) -> None:
+        """Tell the episode's means."""
+        rows = self._sums[0].item()
+        if not rows:  # an error came before the first batch
+            return
+        reward, divergence, length = (self._sums[1:] / rows).tolist()
+        self._tell(
+            f"episode {ordinal(episode)}/{self._num_episodes}: {counted(int(rows), 'sample')}, reward {reward:.4f} (KL "
+            f"penalty included), KL {divergence:.4f}, {length:.1f} tokens, {time.perf_counter() - self._started:.1f} s"
+        )
+
+
+FILE = "train_ppo.json"
+_PLACES = {"save_path", "save_interval", "log_dir", "use_wandb", "checkpoint_path", "critic_checkpoint_path"}
+_BY_CONTENT = {"prompt_dataset", "ptx_dataset", "conversation_template_config", "lora_config"}
+"""Paths may differ: what they hold is compared."""
+
+
+def record_of(args: Namespace, loaders: Loaders) -> dict[str, Any]:
+    """Return every flag that has a part in the numbers, and a digest of each file's content."""
+    flags = {name: value for name, value in vars(args).items() if name not in _PLACES | _BY_CONTENT}
+    demonstrations = loaders.demonstrations
+    content = {
+        "prompt_dataset": loaders.prompts.dataset.digest(),  # type: ignore[attr-defined]  # a PromptDataset
+        "ptx_dataset": None if demonstrations is None else demonstrations.dataset.digest(),  # type: ignore[attr-defined]
+        "conversation_template_config": _digest(args.conversation_template_config),
+        "lora_config": None if args.lora_config is None else _digest(args.lora_config),
+    }
+    return {**flags, **content}
+
+
+def tell_differences(record: dict[str, Any], run: Path, tell: Callable[[str], None]) -> None:
+    """Tell in a line what differs from what the run in a directory was started with.
+
+    Args:
+        record: of this command line.
+        run: directory of the run that is gone on with.
+        tell: takes the line.
+    """
+    try:
+        earlier = json.loads((run / FILE).read_text(encoding="utf-8"))
+        differing = [name for name in record if record[name] != earlier.get(name)]
+    except (OSError, ValueError, AttributeError):
+        tell(f"{run} has no {FILE} that says what it was started with; flags and data are taken as they are")
+        return
+    if differing:
+        said = [
+            f"--{name} (another content)" if name in _BY_CONTENT else f"--{name} {record[name]} ({earlier.get(name)})"
+            for name in differing
+        ]
+        tell(f"going on with other settings than the run was started with, which are in brackets: {', '.join(said)}")
+
+
+class RecordWriter(Callback):
+    """Writes what a run was started with once its fit begins: until then, the directory may be another run's.
+
+    Args:
+        record: of this command line.
+        run: directory of the run.
+        ranks: who trains together; the first one writes.
+    """
+
+    def __init__(self, record: dict[str, Any], run: Path, ranks: Ranks) -> None:
+        self._record = record
+        self._run = run
+        self._ranks = ranks
+
+    def on_fit_start(self) -> None:
+        """Write the file."""
+        if self._ranks.is_first:
+            text = json.dumps(self._record, indent=2, sort_keys=True) + "\n"
+            (self._run / FILE).write_text(text, encoding="utf-8")
+
+
+def _digest(path: str) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
+
+
+WARMUP_SHARE = 0.025
+
+
+def optimizer_steps(args: Namespace) -> int:
+    """Return the optimizer steps of the whole run, which are the same on every rank."""
+    windows = episode_windows(
+        seed=0,
+        episode=0,
+        passes=args.num_update_steps,
+        samples=args.num_collect_steps * args.experience_batch_size,
+        batch_size=args.train_batch_size,
+        accumulation_steps=args.accumulation_steps,
+        sampled=False,
+    )
+    return int(args.num_episodes) * len(windows)
+
+
+def schedule_of(args: Namespace) -> Callable[[int], float]:
+    """Return the schedule of a run: warm-up of 2.5 % of its steps unless the flags say otherwise, then the cosine."""
+    total = optimizer_steps(args)
+    warmup = math.ceil(WARMUP_SHARE * total) if args.warmup_steps is None else args.warmup_steps
+    return warmup_then_cosine(warmup, total)
+
 
 TEMPERATURE = 0.7
 TOP_K = 50

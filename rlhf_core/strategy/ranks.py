@@ -1,11 +1,11 @@
-"""The processes that train one model together, and the few things that they agree on."""
+"""The processes that train one model together: what they agree on, and work that may fail on one of them."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlhf_core.errors import TrainingError
 from rlhf_core.strategy import roll_call
 from rlhf_core.strategy.meeting import Meeting, devices_of_all, enter, speak_towards
+from rlhf_core.strategy.roll_call import is_lost_touch
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -204,3 +206,25 @@ def _carrier() -> torch.device:
     if "nccl" in dist.get_backend() and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def together(ranks: Ranks, work: Callable[[], T], *, what: str) -> T:
+    """Do a part of the work on every rank, and fail on all if it failed on one.
+
+    Args:
+        ranks: who works together.
+        work: may raise. What communicates in it must fail on all ranks where it fails on one.
+        what: the part, for the message on ranks that did not fail themselves: "read its prompts".
+
+    Raises:
+        TrainingError: if another rank failed; where this one failed, its own error is raised.
+    """
+    try:
+        done = work()
+    except Exception as error:
+        if not is_lost_touch(error):  # another collective would end in the midst of that one
+            ranks.any(True)
+        raise
+    if ranks.any(False):
+        raise TrainingError(f"another rank could not {what}; its own message says why")
+    return done

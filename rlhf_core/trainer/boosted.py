@@ -11,12 +11,11 @@ from torch import Tensor, nn
 
 from rlhf_core.config.strategy import StrategyName
 from rlhf_core.models.trunk import unwrapped
-from rlhf_core.strategy import whole
-from rlhf_core.strategy.agreement import together
+from rlhf_core.strategy import plain
 from rlhf_core.strategy.booster import Booster, OwnBooster, TrainedState
 from rlhf_core.strategy.making import check_strategy, make_booster
 from rlhf_core.strategy.plain import Precision
-from rlhf_core.strategy.ranks import ALONE, Ranks
+from rlhf_core.strategy.ranks import ALONE, Ranks, together
 
 T = TypeVar("T")
 PRECISIONS: dict[torch.dtype, Precision] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -79,20 +78,20 @@ def exact(booster: Booster, model: nn.Module) -> AbstractContextManager[Any]:
 def weights(booster: Booster, model: nn.Module, names: Sequence[str]) -> dict[str, Tensor]:
     """Return copies of trainable weights by the plain model's names, in host memory, the same on every rank."""
     ours = own(booster)
-    return whole.weights(unwrapped(model), names, ALONE) if ours is None else ours.weights(model, names)
+    return plain.weights(unwrapped(model), names, ALONE) if ours is None else ours.weights(model, names)
 
 
 def trained_on_first(booster: Booster, model: nn.Module, ranks: Ranks) -> dict[str, Tensor]:
     """Return copies of all trainable weights by the plain model's names, in host memory, on the first rank alone."""
     ours = own(booster)
-    return whole.weights(unwrapped(model), None, ranks) if ours is None else ours.weights(model, None)
+    return plain.weights(unwrapped(model), None, ranks) if ours is None else ours.weights(model, None)
 
 
 def load_weights(booster: Booster, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Overwrite weights by the plain model's names, wherever the booster keeps them; the same on every rank."""
     ours = own(booster)
     if ours is None:
-        whole.load_weights(unwrapped(model), tensors)
+        plain.load_weights(unwrapped(model), tensors)
     else:
         ours.load_weights(model, tensors)
 
@@ -103,7 +102,7 @@ def held_state(booster: Booster, model: nn.Module, optimizer: Any, ranks: Ranks)
     if ours is not None:
         return ours.state(model, optimizer)
     inner = unwrapped(model)
-    return TrainedState(whole.weights(inner, None, ranks), whole.moments(inner, optimizer) if ranks.is_first else {})
+    return TrainedState(plain.weights(inner, None, ranks), plain.moments(inner, optimizer) if ranks.is_first else {})
 
 
 def load_held_state(booster: Booster, model: nn.Module, optimizer: Any, state: TrainedState) -> None:
@@ -113,8 +112,8 @@ def load_held_state(booster: Booster, model: nn.Module, optimizer: Any, state: T
         ours.load_state(model, optimizer, state)
         return
     inner = unwrapped(model)
-    whole.load_weights(inner, state.weights)
-    whole.load_moments(inner, optimizer, state.moments)
+    plain.load_weights(inner, state.weights)
+    plain.load_moments(inner, optimizer, state.moments)
 
 
 def equal_passes(booster: Booster) -> bool:

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlhf_core.errors import ModelError, TrainingError
-from rlhf_core.strategy.agreement import together
-from rlhf_core.strategy.ranks import Ranks
+from rlhf_core.strategy.ranks import Ranks, together
 from rlhf_core.trainer.run_directory import TRAINER, checkpoint_names, checkpoint_place
 
 logger = logging.getLogger(__name__)

@@ -14,8 +14,7 @@ from rlhf_core.errors import ModelError, TrainingError
 from rlhf_core.models.lora import trainable_parameters
 from rlhf_core.strategy.booster import Booster, OwnBooster
 from rlhf_core.strategy.optimizer import CheckedOptimizer, GradientError
-from rlhf_core.strategy.plain import PlainBooster
-from rlhf_core.strategy.plain_optimizer import PlainOptimizer
+from rlhf_core.strategy.plain import PlainBooster, PlainOptimizer
 from rlhf_core.strategy.ranks import Ranks, current_ranks
 
 # The second moment forgets within 20 steps: a run has tens or hundreds of them, and rewards drift.

@@ -6,8 +6,7 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
-from rlhf_core.strategy.agreement import together
-from rlhf_core.strategy.ranks import Ranks
+from rlhf_core.strategy.ranks import Ranks, together
 from rlhf_core.trainer.checkpoint import Checkpoint, Writer, list_checkpoints, write_checkpoint
 from rlhf_core.trainer.run_directory import TRAINER, check_no_other_run, check_writable
 from rlhf_core.trainer.tracking import Tracker, check_tracking, open_tracker

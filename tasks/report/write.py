@@ -1,23 +1,121 @@
-"""The tasks that store a run's report and put what was made on its page."""
+"""The tasks that store a run's report, as markdown with pictures, and put what was made on its page.
+
+Matplotlib is imported only when a picture is drawn.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from infra.artifacts import ArtifactRef
 from rlhf_core.config import PipelineConfig
 from tasks.context import Context, open_context
 from tasks.one_process import leave_if_taken_over
-from tasks.report.draw import episodes_picture, evaluations_picture, report_pictures, training_picture
-from tasks.report.facts import METRICS, SAMPLES, Facts, Row, changes_between, gather, rows_of
+from tasks.report.facts import METRICS, SAMPLES, Facts, Row, changes_between, gather, levels, rows_of
+from tasks.report.markdown import block, picture
 from tasks.report.page import inline, show_markdown, with_pictures
 from tasks.report.samples import change_counts, change_list, chosen_samples, samples_document
-from tasks.report.tables import constant_sentence, episode_tables, evaluation_table, stage_figures
-from tasks.report.text import CAPTIONS, EPISODES, EVALUATION, TRAINING, report_text
+from tasks.report.tables import (
+    constant_sentence,
+    episode_tables,
+    evaluation_table,
+    stage_figures,
+    stage_list,
+    time_table,
+)
 from tasks.results import Decision, StageResult
 from tasks.sentences import stage_task
 from tasks.showing import DEADLINE_S, only_shows
 from tasks.source import source_digest
+
+EVALUATION, EPISODES = "evaluation.png", "ppo.png"
+TRAINING = {"sft": "sft.png", "reward-model": "reward-model.png"}
+CAPTIONS = {
+    EVALUATION: "Held-out scores of the policies, with intervals",
+    EPISODES: "PPO by episode",
+    TRAINING["sft"]: "Supervised fine-tuning by step",
+    TRAINING["reward-model"]: "The reward model: training, calibration, scores",
+}
+
+
+def report_text(facts: Facts, pictures: Mapping[str, bytes]) -> str:
+    """Return the report.
+
+    Args:
+        facts: of the run.
+        pictures: by file name; those of CAPTIONS that are there get their place.
+    """
+
+    def shown(*names: str) -> list[str]:
+        return [picture(CAPTIONS[name], name) for name in names if name in pictures]
+
+    parts = [f"# {facts.name}: {_verdict(facts.decision)}", _gate(facts)]
+    parts += ["## Held-out problems, greedy answers", *shown(EVALUATION), evaluation_table(facts.evaluations)]
+    parts.append(constant_sentence(facts.evaluations))
+    if facts.changes is not None:
+        parts += ["## Answers before and after PPO", change_counts(facts.changes), change_list(facts.changes)]
+        parts.append("More of them, and samples of the last episode: samples.md.")
+    parts += ["## PPO by episode", *shown(EPISODES), episode_tables(facts.episodes)]
+    parts += ["## Stages", stage_list(facts), *shown(*TRAINING.values())]
+    if facts.lineage:
+        parts += ["## What the policy came from", block(facts.lineage)]
+    parts += ["## Where the time went", time_table(facts)]
+    if facts.page:
+        parts.append(f"The run in Prefect: {facts.page}")
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _verdict(decision: Decision) -> str:
+    return f"{decision.policy} promoted" if decision.promote else f"{decision.policy} not promoted"
+
+
+def _gate(facts: Facts) -> str:
+    word = "**Promoted.**" if facts.decision.promote else "**Not promoted.**"
+    return f"{word} {facts.decision.reason}. Champion now: {facts.champion or 'none'}."
+
+
+_WHAT = "a picture"
+
+
+def report_pictures(facts: Facts) -> dict[str, bytes]:
+    """Return the PNGs of a report by file name; one that cannot be drawn is left out."""
+    pictures = {EVALUATION: evaluations_picture(facts.evaluations)}
+    pictures[EPISODES] = episodes_picture(facts.episodes, compared=levels(facts.evaluations))
+    for stage in facts.stages:
+        if stage.stage in TRAINING:
+            pictures[TRAINING[stage.stage]] = training_picture(stage, facts.training.get(stage.stage, []))
+    return {name: png for name, png in pictures.items() if png is not None}
+
+
+@only_shows(_WHAT)
+def evaluations_picture(evaluations: Mapping[str, StageResult]) -> bytes:
+    """Return the held-out scores of the policies that were compared, by role."""
+    from tasks.pictures.evaluation import draw_evaluations
+    from tasks.pictures.style import png
+
+    return png(draw_evaluations({role: result.metrics for role, result in evaluations.items()}))
+
+
+@only_shows(_WHAT)
+def episodes_picture(rows: Sequence[Row], *, compared: dict[str, Row]) -> bytes:
+    """Return the curves of a PPO run."""
+    from tasks.pictures.episodes import draw_episodes
+    from tasks.pictures.style import png
+
+    return png(draw_episodes(rows, evaluations=compared))
+
+
+@only_shows(_WHAT)
+def training_picture(stage: StageResult, rows: Sequence[Row]) -> bytes | None:
+    """Return the curves of a supervised stage; None for any other, and where nothing was kept to draw."""
+    if stage.stage not in TRAINING:
+        return None
+    from tasks.pictures.style import png
+    from tasks.pictures.training import draw_reward_model, draw_sft
+
+    figure = draw_sft(rows) if stage.stage == "sft" else draw_reward_model(rows, stage.metrics)
+    return None if figure is None else png(figure)
+
 
 REPORT, FACTS, SAMPLES_PAGE = "report.md", "report.json", "samples.md"
 PAGE = "a page in Prefect"

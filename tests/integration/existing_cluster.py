@@ -11,7 +11,7 @@ import ray
 
 from infra.clusters import ClusterManifest, driver, ray_head
 from infra.clusters.control_server import ControlServer
-from infra.clusters.watcher import WATCHERS
+from infra.clusters.existing import WATCHERS
 from infra.process_record import ProcessRecord
 from tests.integration.cluster_processes import GONE_WITHIN_S, run, says
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from infra.artifacts import ArtifactStore, S3Options, deletion, leases, open_store
-from infra.artifacts.retention import Retention
+from infra.artifacts.deletion import Retention
 from infra.errors import StoreError
 
 END_TIMEOUT_S = 120.0

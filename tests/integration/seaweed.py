@@ -20,8 +20,7 @@ import pytest
 
 from infra.artifacts import S3Options, open_store
 from infra.errors import StoreError
-from infra.services.seaweed import CLOSED
-from infra.services.store_keys import keys_environment, make_keys
+from infra.services.seaweed import CLOSED, keys_environment, make_keys
 from tests.guard import stand_guard
 
 START_TIMEOUT_S = 60.0

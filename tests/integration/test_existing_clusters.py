@@ -19,8 +19,8 @@ import ray
 
 from infra.clusters import connect, lease_cluster, lease_existing, release_cluster
 from infra.clusters.control_server import ControlServer
+from infra.clusters.existing import WATCHERS
 from infra.clusters.placement import place
-from infra.clusters.watcher import WATCHERS
 from infra.errors import ClusterError
 from tests.integration.existing_cluster import (
     Bystander,

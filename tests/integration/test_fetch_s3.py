@@ -10,7 +10,7 @@ from uuid import uuid4
 import pytest
 
 from infra.artifacts import open_store
-from infra.artifacts.pieces import PIECE_BYTES
+from infra.artifacts.commit import PIECE_BYTES
 from tests.integration.seaweed import Seaweed, seaweed_server  # noqa: F401 - a fixture
 
 pytestmark = [pytest.mark.integration, pytest.mark.s3]

@@ -31,7 +31,7 @@ from infra.clusters import ClusterManifest, leftover_processes
 from infra.clusters.control_server import ControlServer
 from infra.clusters.driver import credentials
 from infra.services import seaweed
-from infra.services.store_keys import KEYS_FILE, keys_environment
+from infra.services.seaweed import KEYS_FILE, keys_environment
 from infra.settings import CHECKOUT
 from tests.integration import stranger
 from tests.integration.local_stack import LocalStack, run_local_stack, wait_for

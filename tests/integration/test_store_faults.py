@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from infra.artifacts import ArtifactStore
-from infra.artifacts.layout import blob_key
+from infra.artifacts.ref import blob_key
 from infra.artifacts.retrier import Patience
 from infra.artifacts.s3 import S3Backend
 from infra.errors import StoreError

@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from infra.services import processes, seaweed
+from infra.services.seaweed import KEYS_FILE
 from infra.services.service import Service
-from infra.services.store_keys import KEYS_FILE
 from tests.guard import stand_guard
 from tests.integration import stranger
 

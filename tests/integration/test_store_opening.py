@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from infra.artifacts import ArtifactStore, open_store
-from infra.artifacts.probe import Enforced
+from infra.artifacts.backend import Enforced
 from infra.artifacts.retrier import Patience
 from infra.artifacts.s3 import S3Backend
 from infra.errors import StoreError

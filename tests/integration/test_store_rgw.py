@@ -13,9 +13,8 @@ import aiobotocore.session
 import pytest
 
 from infra.artifacts import ArtifactStore, S3Options, open_store
-from infra.artifacts.backend import Backend
-from infra.artifacts.pieces import PIECE_BYTES
-from infra.artifacts.probe import Enforced
+from infra.artifacts.backend import Backend, Enforced
+from infra.artifacts.commit import PIECE_BYTES
 from infra.artifacts.retrier import Patience
 from infra.artifacts.s3 import S3Backend
 from infra.errors import StoreError

@@ -12,7 +12,7 @@ import pytest
 
 from infra.artifacts import ArtifactStore
 from infra.artifacts.backend import Backend
-from infra.artifacts.pieces import PIECE_BYTES
+from infra.artifacts.commit import PIECE_BYTES
 from infra.errors import StoreError
 from tests.integration.s3_stores import given_backend, given_prefix, given_store  # noqa: F401 - fixtures
 from tests.integration.seaweed import seaweed_server  # noqa: F401 - a fixture

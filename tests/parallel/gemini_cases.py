@@ -19,8 +19,7 @@ from rlhf_core.models.reward_model import RewardModel
 from rlhf_core.models.trunk import checkpoint_gradients
 from rlhf_core.strategy.booster import TrainedState
 from rlhf_core.strategy.optimizer import GradientError
-from rlhf_core.strategy.plain import PlainBooster
-from rlhf_core.strategy.plain_optimizer import PlainOptimizer
+from rlhf_core.strategy.plain import PlainBooster, PlainOptimizer
 from rlhf_core.strategy.ranks import ALONE, Ranks
 from tests.parallel.held import held_bytes
 from tests.parallel.ranks import Found

@@ -16,7 +16,7 @@ from torch import nn
 from rlhf_core.config import LoRAConfig, PPOConfig
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.lora import attach_lora, trainable_parameters
-from rlhf_core.strategy import plain_optimizer
+from rlhf_core.strategy import plain
 from rlhf_core.strategy.plain import PlainBooster
 from rlhf_core.strategy.ranks import Ranks
 from rlhf_core.trainer.boosted import plain_model
@@ -122,11 +122,11 @@ def mixed(ranks: Ranks, strategy: str = "plain") -> Found:
 
 def small_buckets(ranks: Ranks) -> Found:
     """Gradients travel in many buckets, and the embedding's in several."""
-    kept, plain_optimizer.BUCKET_ELEMENTS = plain_optimizer.BUCKET_ELEMENTS, 1000
+    kept, plain.BUCKET_ELEMENTS = plain.BUCKET_ELEMENTS, 1000
     try:
         return step(ranks)
     finally:
-        plain_optimizer.BUCKET_ELEMENTS = kept
+        plain.BUCKET_ELEMENTS = kept
 
 
 def sequence_mean(ranks: Ranks) -> Found:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf_core.strategy.colossal.packing import chunk_elements, padded_elements
+from rlhf_core.strategy.colossal.compat.gemini import chunk_elements, padded_elements
 from rlhf_core.strategy.ranks import ALONE
 from tests.parallel import gemini_cases as cases
 from tests.parallel.ranks import Found, run_on_ranks

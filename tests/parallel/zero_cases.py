@@ -15,7 +15,7 @@ from torch import Tensor
 from rlhf_core.config.strategy import StrategyName
 from rlhf_core.errors import ModelError
 from rlhf_core.models.lora import trainable_parameters
-from rlhf_core.strategy.colossal.compat.collectives import GlooCollectives
+from rlhf_core.strategy.colossal.compat.zero import GlooCollectives
 from rlhf_core.strategy.making import make_booster
 from rlhf_core.strategy.optimizer import GradientError
 from rlhf_core.strategy.ranks import Ranks

@@ -2,11 +2,18 @@
 
 from rlhf_core.data.preparing.checking import Checked, Standard, check_source, shared_prompts
 from rlhf_core.data.preparing.demands import refuse_unfit
-from rlhf_core.data.preparing.markdown import report_to_markdown
-from rlhf_core.data.preparing.metering import TokenMeter
-from rlhf_core.data.preparing.prepare import Prepared, prepare
-from rlhf_core.data.preparing.report import DataReport, SetReport, describe_set
-from rlhf_core.data.preparing.sets import ROLES, SOURCES, read_sets, role_of, set_digests, with_source
+from rlhf_core.data.preparing.lengths import TokenMeter
+from rlhf_core.data.preparing.prepare import (
+    ROLES,
+    SOURCES,
+    Prepared,
+    prepare,
+    read_sets,
+    role_of,
+    set_digests,
+    with_source,
+)
+from rlhf_core.data.preparing.report import DataReport, SetReport, describe_set, report_to_markdown
 
 __all__ = [
     "ROLES",

@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rlhf_core.config.sizes import as_they_are, settle, told_changes
 from rlhf_core.counting import counted
 from rlhf_core.data.preparing.demands import refuse_unfit
-from rlhf_core.data.preparing.limits import PAIRS, too_long
-from rlhf_core.data.preparing.metering import TokenMeter
-from rlhf_core.data.preparing.pools import SPLITS, file_pool
-from rlhf_core.data.preparing.prepare import prepare
+from rlhf_core.data.preparing.lengths import PAIRS, TokenMeter, too_long
+from rlhf_core.data.preparing.prepare import prepare, read_sets, role_of, with_source
 from rlhf_core.data.preparing.report import (
     DataReport,
     RowsReport,
@@ -21,7 +19,7 @@ from rlhf_core.data.preparing.report import (
     rows_as_dict,
     set_as_dict,
 )
-from rlhf_core.data.preparing.sets import read_sets, role_of, with_source
+from rlhf_core.data.preparing.splits import SPLITS, file_pool
 from rlhf_core.data.reading import at_fault, detect_role
 from rlhf_core.errors import ConfigError, DataError, refuse_together
 

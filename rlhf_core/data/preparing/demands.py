@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.data.encoding import split_pairs
-from rlhf_core.data.preparing.dealing import demonstrates
-from rlhf_core.data.preparing.limits import PAIRS, TooLong, too_long
+from rlhf_core.data.preparing.lengths import PAIRS, TooLong, too_long
+from rlhf_core.data.preparing.splits import demonstrates
 from rlhf_core.data.reading.answers import demonstrated, is_demonstrated
 from rlhf_core.errors import DataError, Fault, refuse_together
 from rlhf_core.rewards.structure import answer_tags, validate_response_structure
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from rlhf_core.config import PipelineConfig
     from rlhf_core.data.preferences import PreferencePair
-    from rlhf_core.data.preparing.metering import TokenMeter
+    from rlhf_core.data.preparing.lengths import TokenMeter
     from rlhf_core.data.problems import Problem
     from rlhf_core.data.template import PromptTemplate
 

@@ -1,18 +1,16 @@
-"""From read sets to splits, pairs and a report, or to one sentence on why not."""
+"""From the sets that a configuration names to splits, pairs and a report, or to one sentence on why not."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from rlhf_core.config import DataConfig
 from rlhf_core.config.data import SplitsConfig
 from rlhf_core.config.sizes import Supply, as_they_are, settle, shortage, split_key
 from rlhf_core.counting import counted
 from rlhf_core.data.preparing.agreement import Agreement, ask_verifier
-from rlhf_core.data.preparing.dealing import deal, demonstrates, hashed, needed, refuse_overlap
-from rlhf_core.data.preparing.fitting import Fitting
-from rlhf_core.data.preparing.limits import PAIRS, TooLong, too_long
-from rlhf_core.data.preparing.pools import SPLITS, TASK, Pool, file_pool, serving
+from rlhf_core.data.preparing.lengths import PAIRS, Fitting, TooLong, too_long
 from rlhf_core.data.preparing.report import (
     MOST_REJECTED,
     DataReport,
@@ -21,19 +19,124 @@ from rlhf_core.data.preparing.report import (
     describe_problems,
     describe_set,
 )
-from rlhf_core.data.preparing.task_problems import draw_task
+from rlhf_core.data.preparing.splits import (
+    SPLITS,
+    TASK,
+    Pool,
+    deal,
+    demonstrates,
+    file_pool,
+    hashed,
+    needed,
+    refuse_overlap,
+    serving,
+)
 from rlhf_core.data.problems import problem_key
+from rlhf_core.data.reading import detect_role, possible_roles, read_set
 from rlhf_core.errors import DataError, Fault, refuse_together
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
-    from rlhf_core.config import PipelineConfig
+    from rlhf_core.config import PipelineConfig, SourceConfig
     from rlhf_core.config.sizes import Sizes
     from rlhf_core.data.preferences import PreferencePair
-    from rlhf_core.data.preparing.metering import TokenMeter
+    from rlhf_core.data.preparing.lengths import Fitting, TokenMeter
     from rlhf_core.data.problems import Problem
-    from rlhf_core.data.reading import ReadSet
+    from rlhf_core.data.reading import Access, ReadSet, Role
+    from rlhf_core.data.template import PromptTemplate
+
+ROLES: tuple[Role, ...] = ("problems", "prompts", "demonstrations", "preferences")
+SOURCES = (*ROLES, "evaluation")
+"""The keys of the configuration that name sets."""
+_OF_A_TASK = "reasoning_gym:"
+
+
+def read_sets(config: DataConfig, access: Access, template: PromptTemplate | None) -> dict[str, ReadSet[Any]]:
+    """Return the sets by the configuration's key; those that it does not name are not among them.
+
+    Args:
+        config: names them.
+        access: how they are reached.
+        template: of the model that learns from them, as `read_set` takes it.
+
+    Raises:
+        DataError: as `read_set`.
+    """
+    sets: dict[str, ReadSet[Any]] = {}
+    for role in ROLES:
+        sources = getattr(config, role)
+        if sources:
+            sets[role] = read_set(sources, role, access=access, bad_rows=config.bad_rows, template=template)
+    if config.evaluation:
+        role = detect_role(config.evaluation[0], access)
+        sets["evaluation"] = read_set(
+            config.evaluation, role, access=access, bad_rows=config.bad_rows, template=template
+        )
+    return sets
+
+
+def set_digests(sets: Mapping[str, ReadSet[Any]]) -> dict[str, str]:
+    """Return what names the content of each set."""
+    return {role: read.digest for role, read in sets.items()}
+
+
+def role_of(source: SourceConfig, config: DataConfig, access: Access) -> Role:
+    """Return what a source is for that takes the place of a configuration's own.
+
+    Where the configuration has sets of one role alone and the rows have that role's form, it is that role:
+    GSM8K's rows are demonstrations to who learns from demonstrations. Else it is the role that says most.
+
+    Raises:
+        DataError: if it cannot be read, or its rows are of no form of any role.
+    """
+    roles = possible_roles(source, access)
+    used = [role for role in ROLES if getattr(config, role)]
+    alone = used[0] if len(used) == 1 and config.task is None else None
+    return alone if alone in roles else roles[0]
+
+
+def with_source(config: DataConfig, source: SourceConfig, role: Role) -> DataConfig:
+    """Return the configuration with one source in place of the task and of all sources."""
+    fields = config.model_dump() | dict.fromkeys(SOURCES, ()) | {"task": None, "task_parameters": {}, role: (source,)}
+    if (config.verifier or "").startswith(_OF_A_TASK):
+        fields["verifier"] = None  # it scores by the records of a task that is no longer there
+    return DataConfig.model_validate(fields)
+
+
+MOST_DRAWN = 8
+"""Times as many problems as are needed that are drawn, at most, to make up for those that cannot be taken."""
+
+
+def draw_task(config: PipelineConfig, fitting: Fitting, *, wanted: Mapping[str, int], given: Collection[str]) -> Pool:
+    """Return problems of the configuration's task, more than are wanted where some are too long.
+
+    A problem that a given set has is drawn around. The problems come in the order in which they are drawn, so that
+    the beginning stays the same where more are wanted.
+
+    Args:
+        config: the task, its parameters, and the seed.
+        fitting: says which problems are too long; what it notes is not looked at.
+        wanted: problems by split.
+        given: keys of the prompts that the sets have.
+
+    Raises:
+        DataError: if the task or a parameter is unknown or refused.
+    """
+    from rlhf_core.data.tasks import draw_problems  # noqa: PLC0415  # reasoning-gym takes two seconds to import
+
+    data, total = config.data, sum(wanted.values())
+    count = total
+    while True:
+        drawn = draw_problems(str(data.task), data.task_parameters, seed=config.seed, count=count)
+        rows = [problem for problem in drawn if problem.key not in given]
+        usable = fitting.problems(rows, wanted)
+        if len(usable) >= total or len(drawn) < count or count >= MOST_DRAWN * total:
+            parameters = f" with parameters {data.task_parameters}" if data.task_parameters else ""
+            around = len(drawn) - len(rows)
+            less = f", less {around} that a given set has" if around else ""
+            return Pool(TASK, rows, f"{data.task!r}{parameters}{less}")
+        count *= 2
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What is told of a dataset: where it came from, what was left out, how long it is, and a sample."""
+"""What is told of a dataset, and its page: where it came from, what was left out, how long it is, and a sample."""
 
 from __future__ import annotations
 
@@ -6,17 +6,174 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rlhf_core.counting import counted
 from rlhf_core.data.preferences import PreferencePair
-from rlhf_core.data.preparing.token_counts import EDGES, TokenCounts, token_counts
+from rlhf_core.data.preparing.lengths import EDGES, TokenCounts, bin_names, spark, token_counts
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from rlhf_core.data.preparing.agreement import Agreement
-    from rlhf_core.data.preparing.limits import TooLong
-    from rlhf_core.data.preparing.metering import Lengths, PairLengths, TokenMeter
+    from rlhf_core.data.preparing.lengths import Lengths, PairLengths, TokenMeter, TooLong
     from rlhf_core.data.problems import Problem
     from rlhf_core.data.reading import NotShown, ReadSet, SourceFacts
+
+NAMES = {
+    "sft": "SFT",
+    "preferences": "prompts to sample pairs for",
+    "ppo": "PPO",
+    "evaluation": "held out",
+    "pairs": "preference pairs",
+}
+SHOWN = 300
+
+
+def report_to_markdown(report: DataReport) -> str:
+    """Return the report: what was read, what became of it, how long it is, and what it looks like."""
+    parts = [f"# Data of {report.name}", _summary(report)]
+    if report.task is not None:
+        parts.append(f"Problems are drawn from the task `{report.task}` of reasoning-gym with seed {report.seed}.")
+    if report.sets:
+        parts += ["## What was read", _sources(report.sets)]
+    parts += _rejections(report.sets)
+    parts += ["## What it became", _splits(report.splits), "No prompt is in two splits."]
+    parts += _too_long(report)
+    parts += _lengths(report.splits)
+    parts += ["## Samples"]
+    for name, rows in report.splits.items():
+        if rows.sample:
+            parts += [f"### {NAMES[name]}", "\n\n".join(map(_sample, rows.sample))]
+    return "\n\n".join(parts) + "\n"
+
+
+def _summary(report: DataReport) -> str:
+    lines = [", ".join(f"**{rows.rows:,}** {NAMES[name]}" for name, rows in report.splits.items() if rows.rows) + "."]
+    if report.agreement is not None:
+        lines.append(f"Verifier: {report.agreement} ({report.agreement.accepted / report.agreement.asked:.0%}).")
+    majority = report.splits["evaluation"].majority
+    if majority is not None:
+        lines.append(
+            f"Whoever always says {code(majority.answer)} is right on {majority.share:.1%} of the "
+            f"{counted(majority.problems, 'held-out problem')}."
+        )
+    return " ".join(lines)
+
+
+def _sources(sets: Iterable[SetReport]) -> str:
+    return "\n".join(
+        f"* {each.role}: {code(source.path)}, {source.form}, {source.kept:,} of {source.rows:,} rows kept"
+        + ("" if source.weight is None else f", weight {source.weight:g}")
+        for each in sets
+        for source in each.sources
+    )
+
+
+def _rejections(sets: Iterable[SetReport]) -> list[str]:
+    parts = []
+    for each in sets:
+        if each.duplicates:
+            parts.append(f"Repetitions of an earlier row of `{each.role}` that were left out: {each.duplicates:,}.")
+        if each.rejected:
+            parts.append(f"Rows of `{each.role}` that cannot be used, and were left out: {each.rejected:,}.")
+            firsts = {reason: code(each.examples[reason]) for reason in each.reasons}
+            parts.append(
+                "\n".join(f"* {why}: {count:,}; the first: {firsts[why]}" for why, count in each.reasons.items())
+            )
+        if each.not_shown:
+            parts.append(f"Keys of messages in `{each.role}` that are left out, because the model is not shown them:")
+            parts.append("\n".join(f"* {code(key)}: {messages:,}; {why}" for key, messages, why in each.not_shown))
+    return parts
+
+
+def _splits(splits: dict[str, RowsReport]) -> str:
+    filled = {name: each for name, each in splits.items() if each.rows}
+    rows = [
+        [NAMES[name], f"{each.rows:,}", f"{each.with_answer:,}" if name != "pairs" else ""]
+        for name, each in filled.items()
+    ]
+    drawn: dict[str, list[str]] = {}
+    for name, each in filled.items():
+        drawn.setdefault(each.drawn_from, []).append(NAMES[name])
+    sources = [f"* {', '.join(names)}: from {code(source)}" for source, names in drawn.items()]
+    return table(["for", "rows", "with an answer"], rows) + "\n\n" + "\n".join(sources)
+
+
+def _too_long(report: DataReport) -> list[str]:
+    if not report.too_long:
+        return []
+    told = (
+        f"* {each.what}: {each.longer:,} of {each.of:,} are longer than `{each.key}` = {each.limit:,}, the longest "
+        f"{each.longest:,} tokens, "
+        + ("left out" if each.dropped else "**still there: a run that reads them is refused**")
+        + f"; its prompt: {code(each.example)}"
+        for each in report.too_long
+    )
+    return ["## Too long", "\n".join(told)]
+
+
+def _lengths(splits: dict[str, RowsReport]) -> list[str]:
+    counts = [
+        (f"{NAMES[name]}, {what}", found)
+        for name, each in splits.items()
+        for what, found in (("prompts", each.prompt_tokens), ("responses", each.response_tokens))
+        if found is not None
+    ]
+    if not counts:
+        return []
+    used = _used_bins([found for _, found in counts])
+    names = bin_names()[used]
+    return [
+        "## Lengths in tokens",
+        table(
+            ["", "texts", "shortest", "median", "90 %", "99 %", "longest"],
+            [[name, *(f"{each:,}" for each in percentiles(found))] for name, found in counts],
+        ),
+        "How many texts have so many tokens:",
+        "\n".join(
+            f"* {name} `{spark(found.bins[used])}`: "
+            + ", ".join(f"{count:,} of {span}" for span, count in zip(names, found.bins[used], strict=True) if count)
+            + " tokens"
+            for name, found in counts
+        ),
+    ]
+
+
+def percentiles(counts: TokenCounts) -> tuple[int, ...]:
+    """Return what a table of lengths shows of a histogram, the number of texts first."""
+    return (counts.texts, counts.shortest, counts.median, counts.ninety, counts.ninety_nine, counts.longest)
+
+
+def _used_bins(counts: Sequence[TokenCounts]) -> slice:
+    """Return the bins from the first that holds a text to the last."""
+    filled = [place for each in counts for place, count in enumerate(each.bins) if count]
+    return slice(min(filled), max(filled) + 1)
+
+
+def _sample(sample: Sample) -> str:
+    lines = [f"* prompt: {code(sample.prompt)}"]
+    if sample.rejected is not None:
+        lines += [f"    * chosen: {code(sample.response or '')}", f"    * rejected: {code(sample.rejected)}"]
+        return "\n".join(lines)
+    if sample.response is not None:
+        lines.append(f"    * response: {code(sample.response)}")
+    if sample.answer is not None:
+        lines.append(f"    * answer: {code(sample.answer)}")
+    return "\n".join(lines)
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def code(text: str) -> str:
+    """Return both ends of a text as it is, on one line: tags are not taken for HTML."""
+    flat = " ⏎ ".join(line for line in text.strip().replace("`", "'").splitlines() if line.strip())
+    if len(flat) > SHOWN:
+        flat = f"{flat[: SHOWN // 2]} … {flat[-SHOWN // 2 :]}"
+    return f"`{flat}`" if flat else "(empty)"
+
 
 SAMPLED = 3
 MOST_REJECTED = 1000

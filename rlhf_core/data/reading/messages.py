@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core.data.reading.json_rows import json_value
+from rlhf_core.data.reading.formats import json_value
 from rlhf_core.data.reading.results import NotShown
 from rlhf_core.data.reading.rows import RowError, kind
 from rlhf_core.data.template import Said

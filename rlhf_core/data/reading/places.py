@@ -1,19 +1,252 @@
-"""Where the rows of a source are: here, in a bucket, or on the hub."""
+"""Where the rows of a source are: here, in a bucket, or on the hub.
+
+Objects of `s3://` are fetched once, and kept for as long as they do not change.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import os
+import re
+import tempfile
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from textwrap import shorten
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlhf_core.data.reading.formats import Part, part_of_file
-from rlhf_core.data.reading.hub import dataset_part, is_dataset, is_hub_name, is_saved, saved_part
-from rlhf_core.data.reading.local import files_of_directory, files_of_pattern, is_pattern, missing
-from rlhf_core.data.reading.s3 import PREFIX, fetch_objects
-from rlhf_core.errors import DataError
+from rlhf_core.data.reading.local import files_of_directory, files_of_pattern, is_data_name, is_pattern, listed, missing
+from rlhf_core.data.reading.rows import Row, Scan, as_written
+from rlhf_core.errors import DataAwayError, DataError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from rlhf_core.config.data import SourceConfig
     from rlhf_core.data.reading.results import Access
+
+PREFIX = "s3://"
+T = TypeVar("T")
+
+
+def fetch_objects(address: str, access: Access) -> list[tuple[str, Path]]:
+    """Return what an address names, sorted: each object's address, and the file that holds it here.
+
+    An object that has not changed since it was fetched is not fetched again.
+
+    Args:
+        address: an object, a pattern, or a prefix that ends in `/` for the data files right under it.
+        access: where objects are kept, and how the server is reached.
+
+    Raises:
+        DataError: if nothing is there, or the server cannot be reached, refuses, or breaks off.
+    """
+    bucket = address.removeprefix(PREFIX).partition("/")[0]
+    if not bucket or is_pattern(bucket):
+        raise DataError(f"{address} names no bucket; write {PREFIX}bucket/path/to/file")
+    options = access.storage_options()
+    files, origin = _file_system(options, address), str(options.get("endpoint_url", ""))
+    return [(name, _fetched(name, files, access.cache_dir / "s3", origin)) for name in _addresses(address, files)]
+
+
+def _file_system(given: Mapping[str, Any], address: str) -> Any:
+    import fsspec  # noqa: PLC0415  # slow to import, and seldom needed
+
+    options = {"use_listings_cache": False, "skip_instance_cache": True, **given}
+    return _asked(address, lambda: fsspec.filesystem("s3", **options))
+
+
+def _addresses(address: str, files: Any) -> list[str]:
+    if is_pattern(address):
+        found = sorted(PREFIX + name for name in _asked(address, partial(files.glob, address)))
+        if not found:
+            raise DataError(f"no object matches {address}; check the bucket and the pattern")
+        return found
+    if not address.endswith("/"):
+        return [address]
+    listing = [entry["name"] for entry in _asked(address, partial(files.ls, address, detail=True))]
+    names = sorted(name for name in listing if is_data_name(name))
+    if not names:
+        raise DataError(f"there is no data file under {address}, but {listed(sorted(listing))}")
+    return [PREFIX + name for name in names]
+
+
+def _fetched(address: str, files: Any, cache_dir: Path, origin: str) -> Path:
+    info = _asked(address, partial(files.info, address))
+    if info.get("type") != "file":
+        raise DataError(f"{address} is no object but a prefix; end it in / to read the data files under it")
+    version = _version(info)
+    folder = cache_dir / _short(f"{origin}\0{address}\0{version}")
+    kept = folder / address.rpartition("/")[2]
+    if kept.is_file() and kept.stat().st_size == info["size"]:
+        return kept
+    folder.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=folder, prefix=".fetching-")
+    os.close(handle)
+    part = Path(name)
+    try:
+        _asked(address, partial(files.get_file, address, name))
+        whole = (
+            part.stat().st_size == info["size"] and _version(_asked(address, partial(files.info, address))) == version
+        )
+        if not whole:
+            raise DataError(f"{address} changed while it was fetched, or the connection broke off; run it again")
+        part.replace(kept)
+    finally:
+        part.unlink(missing_ok=True)
+    return kept
+
+
+def _version(info: dict[str, Any]) -> str:
+    """Return what changes when the object does: its tag, else when it was written, with its size."""
+    return f"{info.get('ETag') or info.get('LastModified')}\0{info['size']}"
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def _asked(address: str, request: Callable[[], T]) -> T:
+    from aiohttp import ClientError as ConnectionFault  # noqa: PLC0415  # as slow to import as fsspec's S3
+    from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, NoCredentialsError  # noqa: PLC0415
+    from botocore.exceptions import ConnectionError as BotoConnectionError  # noqa: PLC0415
+
+    try:
+        return request()
+    except FileNotFoundError:
+        reason = "there is no such object; check bucket and path"
+    except PermissionError as error:
+        reason = f"the server refuses ({_first_line(error)}); check the keys and what they permit"
+    except NoCredentialsError:
+        reason = "there are no keys for the server; set RLHF_S3_ACCESS_KEY and RLHF_S3_SECRET_KEY"
+    except (BotoConnectionError, HTTPClientError, ConnectionFault, ConnectionError, TimeoutError) as error:
+        reason = f"{_first_line(error)}; check that the server runs and that its address is right"
+        raise DataAwayError(f"{address} cannot be fetched: {reason}") from None
+    except (BotoCoreError, ClientError, OSError, ValueError) as error:
+        reason = f"{_first_line(error)}; check that the server runs and that its address is right"
+    raise DataError(f"{address} cannot be fetched: {reason}")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+_SAVED = ("state.json", "dataset_dict.json")
+_LONGEST_REASON = 300
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w][\w.-]*")
+
+
+def is_hub_name(path: str) -> bool:
+    """Return whether a path that is no file here may be a dataset's name: `owner/name`, without a file's suffix."""
+    return _HUB_NAME.fullmatch(path) is not None and not is_data_name(path)
+
+
+def is_saved(directory: Path) -> bool:
+    """Return whether `save_to_disk` wrote a directory."""
+    return any((directory / name).is_file() for name in _SAVED)
+
+
+def is_dataset(directory: Path) -> bool:
+    """Return whether a directory is laid out as a hub dataset: with a card, or data files only further down."""
+    card = directory / "README.md"
+    if card.is_file() and card.read_bytes().startswith(b"---"):
+        return True
+    if any(is_data_name(entry.name) for entry in directory.iterdir()):
+        return False
+    return any(is_data_name(entry.name) for entry in directory.glob("*/*"))
+
+
+def saved_part(directory: Path, split: str = "train") -> Part:
+    """Return the rows that `save_to_disk` wrote."""
+    return Part(str(directory), "dataset on disk", partial(saved_rows, directory, split))
+
+
+def saved_rows(directory: Path, split: str = "train") -> Scan:
+    """Yield the rows of a dataset that `save_to_disk` wrote.
+
+    Raises:
+        DataError: if it is damaged or empty, or has splits, but not this one.
+    """
+    from datasets import DatasetDict, load_from_disk  # noqa: PLC0415  # slow to import, and seldom needed
+
+    try:
+        found = load_from_disk(str(directory))
+    except Exception as error:  # whatever Arrow, JSON or the file system raise on damaged files
+        raise DataError(f"dataset {directory} cannot be loaded: {_reason(error)}") from error
+    if isinstance(found, DatasetDict):
+        if split not in found:
+            raise DataError(
+                f"dataset {directory} has the splits {', '.join(found)}; give the directory of one of them, "
+                f"for there is no {split!r}"
+            )
+        found = found[split]
+    yield from _rows(found, str(directory))
+
+
+def dataset_part(source: SourceConfig, *, cache_dir: Path | None = None) -> Part:
+    """Return the rows of a split of a dataset: by hub name, or of a directory laid out as one.
+
+    Args:
+        source: its path, subset, split and revision.
+        cache_dir: where `datasets` keeps what it makes of the files; None keeps it where it keeps everything.
+    """
+    name = source.path + (f" ({source.subset})" if source.subset else "") + f", split {source.split}"
+    return Part(name, "dataset", partial(_dataset_rows, source, cache_dir, name))
+
+
+def _dataset_rows(source: SourceConfig, cache_dir: Path | None, name: str) -> Scan:
+    from datasets import load_dataset  # noqa: PLC0415  # slow to import, and seldom needed
+
+    try:
+        found = load_dataset(
+            str(Path(source.path).expanduser()) if cache_dir else source.path,
+            name=source.subset,
+            split=source.split,
+            revision=source.revision,
+            cache_dir=None if cache_dir is None else str(cache_dir),
+        )
+    except Exception as error:  # the hub's, the network's, Arrow's, and the files' own
+        raise DataError(_refusal(source, error, local=cache_dir is not None)) from error
+    yield from _rows(found, name)
+
+
+def _refusal(source: SourceConfig, error: Exception, *, local: bool) -> str:
+    reason = _reason(error).rstrip(".")
+    if local:
+        return f"dataset {source.path} cannot be loaded: {reason}"
+    return (
+        f"{source.path!r} is no file or directory here, and as a dataset of the hub it cannot be loaded: {reason}; "
+        "correct the path, or check name, subset, split, revision and the network"
+    )
+
+
+def _rows(found: Any, name: str) -> Scan:
+    import numpy as np  # noqa: PLC0415  # as `datasets`
+    from datasets import Value  # noqa: PLC0415  # slow to import, and seldom needed
+
+    if not len(found):
+        raise DataError(f"dataset {name} is empty")
+    plain = found.with_format(None)  # not as arrays, and with all columns
+    types = {"float16": np.float16, "float32": np.float32}
+    short = {
+        column: types[feature.dtype]
+        for column, feature in plain.features.items()
+        if isinstance(feature, Value) and feature.dtype in types
+    }
+    number = 0
+    try:
+        for number, row in enumerate(plain, start=1):
+            yield Row(f"row {number} of {name}", as_written(row, short))
+    except Exception as error:  # whatever Arrow and the decoding of its values raise on damaged files
+        raise DataError(f"dataset {name} cannot be read after row {number}: {_reason(error)}") from error
+
+
+def _reason(error: BaseException) -> str:
+    """Return in one line what lies behind an error: `datasets` wraps whatever a file or the network says."""
+    while error.__cause__ is not None and "error occurred" in str(error):
+        error = error.__cause__
+    said = str(error).partition("Example of usage")[0]
+    return shorten(said, _LONGEST_REASON, placeholder="...") or type(error).__name__
 
 
 def find_parts(source: SourceConfig, access: Access) -> list[Part]:

@@ -1,15 +1,15 @@
-"""The rows of one role, out of all its sources."""
+"""The rows of one role, out of all its sources, which are mixed into one order."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections import Counter
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 from rlhf_core.data.preferences import PreferencePair
 from rlhf_core.data.reading.messages import MessageView
-from rlhf_core.data.reading.mixing import mixed_order
 from rlhf_core.data.reading.results import ReadSet, SourceFacts
 from rlhf_core.data.reading.source_rows import SourceRows, read_source, refuse_bad_rows, refuse_empty
 from rlhf_core.errors import DataError
@@ -21,6 +21,41 @@ if TYPE_CHECKING:
     from rlhf_core.data.problems import Problem
     from rlhf_core.data.reading.results import Access, Role
     from rlhf_core.data.template import PromptTemplate
+
+
+def mixed_order(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
+    """Return whose turn it is, turn after turn, until the source whose turn it is has no row left.
+
+    After every turn each source has had its share of the turns to within one row, and to within 1/2 with two
+    sources. Of those that lag behind, the one that would first lag by too much comes next.
+
+    Args:
+        sizes: rows of each source.
+        weights: shares, greater than 0, of any sum.
+
+    Source:
+        Tijdeman 1980, The chairman assignment problem, Discrete Mathematics 32.
+
+    Example:
+        >>> mixed_order([10, 2], [3.0, 1.0])
+        [0, 0, 1, 0, 0, 0, 1, 0, 0, 0]
+    """
+    if len(sizes) == 1:
+        return [0] * sizes[0]
+    exact = [Fraction(str(weight)) for weight in weights]
+    shares = [share / sum(exact) for share in exact]
+    slack = Fraction(1, 2 * len(sizes) - 2)
+    taken = [0] * len(sizes)
+    order: list[int] = []
+    while True:
+        lags = [share * (len(order) + 1) - count for share, count in zip(shares, taken, strict=True)]
+        due = [source for source, lag in enumerate(lags) if lag >= slack]
+        chosen = min(due, key=lambda source: (1 - slack - lags[source]) / shares[source])
+        if taken[chosen] == sizes[chosen]:
+            return order
+        taken[chosen] += 1
+        order.append(chosen)
+
 
 BadRows = Literal["refuse", "drop"]
 

@@ -6,11 +6,10 @@ from contextlib import closing
 from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
-from rlhf_core.data.reading.columns import check_columns, renamed
-from rlhf_core.data.reading.json_rows import wrapped_hint
+from rlhf_core.data.reading.formats import wrapped_hint
 from rlhf_core.data.reading.places import find_parts
 from rlhf_core.data.reading.rows import Row
-from rlhf_core.data.reading.source_rows import FORMS
+from rlhf_core.data.reading.source_rows import FORMS, check_columns, renamed
 from rlhf_core.errors import DataError
 
 if TYPE_CHECKING:

@@ -1,32 +1,93 @@
-"""The rows of one source: read, put under our names, and built in the form that each file has."""
+"""The rows of one source: read, their columns put under our names, and built in the form that each file has."""
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core.data.reading.columns import check_columns, check_fields, renamed
-from rlhf_core.data.reading.demonstration_forms import demonstration_forms
-from rlhf_core.data.reading.forms import Form, form_of, told
-from rlhf_core.data.reading.json_rows import wrapped_hint
+from rlhf_core.data.reading.formats import wrapped_hint
+from rlhf_core.data.reading.forms import (
+    ALIKE,
+    APART,
+    BLANK,
+    EQUAL,
+    Form,
+    demonstration_forms,
+    form_of,
+    known_fields,
+    pair_forms,
+    problem_forms,
+    prompt_forms,
+    told,
+)
 from rlhf_core.data.reading.messages import with_messages
-from rlhf_core.data.reading.pair_forms import ALIKE, APART, BLANK, EQUAL, pair_forms
 from rlhf_core.data.reading.places import find_parts
-from rlhf_core.data.reading.problem_forms import problem_forms, prompt_forms
 from rlhf_core.data.reading.results import RejectedRow
 from rlhf_core.data.reading.rows import Row, RowError
 from rlhf_core.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from rlhf_core.config.data import SourceConfig
     from rlhf_core.data.reading.formats import Part
+    from rlhf_core.data.reading.forms import Form
     from rlhf_core.data.reading.messages import MessageView
     from rlhf_core.data.reading.results import Access, Role
+
+
+def renamed(row: Row, columns: Mapping[str, str]) -> Row:
+    """Return a row with the mapped columns under our names; columns that are not mapped keep theirs."""
+    if not columns:
+        return row
+    taken = set(columns.values())
+    kept: dict[str, Any] = {name: value for name, value in row.fields.items() if name not in taken}
+    kept |= {ours: row.fields[theirs] for ours, theirs in columns.items() if theirs in row.fields}
+    return row._replace(fields=kept)
+
+
+def check_fields(columns: Mapping[str, str], forms: Sequence[Form], role: str) -> None:
+    """Refuse a column map whose left sides are no fields of the role, or of no form of it together.
+
+    Raises:
+        DataError: naming the fields that there are.
+    """
+    known = known_fields(forms)
+    for ours in columns:
+        if ours not in known:
+            near = _near(ours, known)
+            raise DataError(
+                f"data.{role} maps {ours!r}, which is no field of {role}{near}; its fields are {', '.join(known)}"
+            )
+    if columns and not any(set(columns) <= set(form.fields) for form in forms):
+        raise DataError(
+            f"data.{role} maps {', '.join(columns)}, which no form of {role} has together; a row is {told(forms)}"
+        )
+
+
+def check_columns(columns: Mapping[str, str], found: Iterable[str], name: str) -> None:
+    """Refuse a column map that names a column which no row has.
+
+    Raises:
+        DataError: naming the columns that there are.
+    """
+    known = list(dict.fromkeys(found))
+    for ours, theirs in columns.items():
+        if theirs not in known:
+            raise DataError(
+                f"the column map takes {ours!r} from {theirs!r}, but {name} has no such column{_near(theirs, known)}; "
+                f"its columns are {', '.join(map(repr, known)) or 'none'}"
+            )
+
+
+def _near(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name.lower(), {each.lower(): each for each in known}, n=1)
+    return f" (did you mean {next(each for each in known if each.lower() == near[0])!r}?)" if near else ""
+
 
 FORMS: dict[Role, Callable[[], list[Form]]] = {
     "preferences": pair_forms,

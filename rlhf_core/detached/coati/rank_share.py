@@ -10,8 +10,7 @@ import torch
 
 from rlhf_core.buffer.order import Rows, minibatch_order
 from rlhf_core.errors import ConfigError
-from rlhf_core.strategy.agreement import together
-from rlhf_core.strategy.ranks import Ranks
+from rlhf_core.strategy.ranks import Ranks, together
 from rlhf_core.trainer.base import PaddedBatch
 from rlhf_core.trainer.loaders import Batches, CycledLoader
 from rlhf_core.trainer.ppo.learner import PPOLearner

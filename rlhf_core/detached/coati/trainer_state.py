@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlhf_core.errors import ModelError
-from rlhf_core.strategy.agreement import together
-from rlhf_core.strategy.ranks import Ranks
+from rlhf_core.strategy.ranks import Ranks, together
 from rlhf_core.trainer.checkpoint import write_json
 from rlhf_core.trainer.loaders import LoaderState
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rlhf_core.counting import counted
 from rlhf_core.errors import ConfigError
-from rlhf_core.script.numbers import above_zero, count, non_negative, positive, seed, share
+from rlhf_core.script.flags import above_zero, count, non_negative, positive, seed, share
 from rlhf_core.script.parser import Parser
 from rlhf_core.strategy.launch import launched_ranks
 

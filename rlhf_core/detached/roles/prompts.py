@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from rlhf_core.data.problems import problem_key
-from rlhf_core.data.reading.csv_rows import csv_rows
+from rlhf_core.data.reading.formats import csv_rows
 from rlhf_core.data.reading.local import missing
 from rlhf_core.data.reading.results import RejectedRow
 from rlhf_core.errors import DataError

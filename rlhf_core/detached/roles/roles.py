@@ -22,7 +22,7 @@ from rlhf_core.errors import ConfigError, TrainingError
 from rlhf_core.experience_maker.parts import draw, judged, read, state_values, token_logprobs
 from rlhf_core.models.critic import Critic
 from rlhf_core.rewards.scoring import WeightedScorer
-from rlhf_core.strategy.agreement import together
+from rlhf_core.strategy.ranks import together
 from rlhf_core.trainer.boosted import plain_model
 from rlhf_core.trainer.ppo.prompt_batches import PromptNumbers
 from rlhf_core.trainer.ppo.setup import scorer_of

@@ -69,7 +69,7 @@ def _train(args: Namespace, groups: Groups, prompts: list[str], tell: Tell) -> O
     for group in groups.all:
         outcome.spans += [span for spans in groups.results(group, group.async_spans(), "to tell") for span in spans]
     if args.timeline:
-        from rlhf_core.detached.roles.timeline import write_timeline  # noqa: PLC0415 - matplotlib, for this alone
+        from rlhf_core.detached.roles.spans import write_timeline  # noqa: PLC0415 - matplotlib, for this alone
 
         write_timeline(outcome.spans, Path(args.timeline))
         tell(f"drew {args.timeline}")

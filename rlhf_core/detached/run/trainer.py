@@ -9,9 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 
 import ray
 import torch
+from torch import Tensor
 
 from rlhf_core.buffer.naive import NaiveExperienceBuffer
 from rlhf_core.config import PPOConfig
@@ -23,14 +25,104 @@ from rlhf_core.detached.maker import MadeChunk
 from rlhf_core.detached.publication import Publisher
 from rlhf_core.detached.publication.learners import weights_to_publish
 from rlhf_core.detached.run.dealing import Dealing
-from rlhf_core.detached.run.learning import learn_or_keep
-from rlhf_core.detached.run.metrics import episode_metrics
 from rlhf_core.detached.run.state import DealingState, EpisodeRecord, StateKeeper, TrainerPosition, TrainingState
+from rlhf_core.errors import TrainingError
 from rlhf_core.phases import reached
 from rlhf_core.strategy.ranks import ALONE, current_ranks
 from rlhf_core.trainer.ppo.controls import RewardControls
+from rlhf_core.trainer.ppo.failed_batch import check_finite, write_failed_batch
+from rlhf_core.trainer.ppo.judgement import judgement_metrics, judgement_sums
 from rlhf_core.trainer.ppo.learner import PPOLearner, PPOStats
-from rlhf_core.types import Experience, Sample
+from rlhf_core.types import EpisodeControls, Experience, Sample
+
+
+def learn_or_keep(
+    learner: PPOLearner,
+    experience: Experience,
+    samples: Sequence[Sample],
+    *,
+    seed: int,
+    episode: int,
+    keeper: StateKeeper,
+) -> list[PPOStats]:
+    """Learn an episode's experience; where that fails, keep the batch for whoever looks for the reason.
+
+    Args:
+        learner: takes the steps.
+        experience: all of the episode, in the order of the samples' keys.
+        samples: the same rows as text, in any order.
+        seed: of the run.
+        episode: from 0.
+        keeper: knows where a failed batch belongs.
+
+    Raises:
+        TrainingError: before the first step if a reward or log-probability is not finite, later if a loss or gradient
+            is not; it says where the batch is kept.
+    """
+    try:
+        check_finite(experience)
+        return learner.learn(experience, seed=seed, episode=episode)
+    except TrainingError as error:
+        reason = str(error)
+        ordered = sorted(samples, key=lambda sample: (sample.key, sample.index))
+
+        def save(directory: Path) -> None:
+            # The samples hold prompt and response as text; the trainer has no tokenizer.
+            write_failed_batch(directory, reason, experience, ordered, decode=lambda ids: " ".join(map(str, ids)))
+
+        try:
+            place = keeper.keep_failed_batch(save)
+        except Exception as failure:  # the reason for the failure counts more than where its batch is
+            raise TrainingError(f"{reason}; the batch could not be kept ({failure})") from error
+        raise TrainingError(f"{reason}; the batch is kept in {place}") from error
+
+
+def episode_metrics(
+    samples: Sequence[Sample],
+    stats: Sequence[PPOStats],
+    *,
+    versions: Tensor,
+    learnt_at: int,
+    controls: EpisodeControls,
+) -> dict[str, float]:
+    """Return the means over an episode's samples and over its optimizer steps, and `judgement_metrics`.
+
+    Args:
+        samples: every response with what was made of it.
+        stats: `PPOStats` of each optimizer step.
+        versions: policy version of each sample, [B].
+        learnt_at: policy version at the start of the episode that learnt; staleness is counted from it.
+        controls: that the episode's rewards were made with.
+    """
+    metrics = {
+        "reward": fmean(sample.score for sample in samples),
+        "verifier": fmean(sample.verifier for sample in samples),
+        "well_formed": fmean(sample.well_formed for sample in samples),
+        "kl": fmean(sample.kl for sample in samples),
+        "length": fmean(sample.length for sample in samples),
+        "ended": fmean(sample.ended for sample in samples),
+        "samples": float(len(samples)),
+        "staleness": float(learnt_at - versions.double().mean().item()),
+        "staleness_max": float(learnt_at - int(versions.min())),
+        "kl_coef": controls.kl_coef,
+        "score_std": controls.score_std,
+    }
+    for source in sorted({name for sample in samples for name in sample.raw_scores}):
+        metrics[f"raw/{source}"] = fmean(sample.raw_scores.get(source, 0.0) for sample in samples)
+    scores = [sample.rm_score for sample in samples if sample.rm_score is not None]
+    if scores:
+        metrics["rm_score"] = fmean(scores)
+    for name in PPOStats._fields:
+        metrics[name] = fmean(float(getattr(stat, name)) for stat in stats)
+    return metrics | judgement_metrics(judgement_sums(samples), len(samples)) | _norms(stats)
+
+
+def _norms(stats: Sequence[PPOStats]) -> dict[str, float]:
+    """Return the mean norms of the steps that were taken; 0 if none was."""
+    actor = [stat.actor_grad_norm for stat in stats if not stat.skipped and not stat.actor_overflowed]
+    critic = [stat.critic_grad_norm for stat in stats if not stat.critic_overflowed]
+    return {"actor_grad_norm": fmean(actor or [0.0]), "critic_grad_norm": fmean(critic or [0.0])}
+
 
 logger = logging.getLogger(__name__)
 

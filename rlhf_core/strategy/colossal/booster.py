@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from rlhf_core.errors import ConfigError
 from rlhf_core.models.lora import trainable_parameters
 from rlhf_core.strategy import files
-from rlhf_core.strategy.agreement import together
 from rlhf_core.strategy.booster import TrainedState
 from rlhf_core.strategy.colossal.compat import upstream
 from rlhf_core.strategy.colossal.compat.loading import quiet
 from rlhf_core.strategy.colossal.optimizer import ColossalOptimizer, Members
 from rlhf_core.strategy.plain import Precision
-from rlhf_core.strategy.ranks import Ranks, current_ranks
+from rlhf_core.strategy.ranks import Ranks, current_ranks, together
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlhf_core.strategy import whole
+from rlhf_core.strategy import plain
 from rlhf_core.strategy.colossal.booster import ColossalBooster
 from rlhf_core.strategy.colossal.compat import upstream
 from rlhf_core.strategy.colossal.optimizer import ColossalOptimizer, Members, Moments
-from rlhf_core.strategy.plain_optimizer import LossScale
+from rlhf_core.strategy.plain import LossScale
 from rlhf_core.strategy.ranks import Ranks
 
 
@@ -57,11 +57,11 @@ class DDPBooster(ColossalBooster):
 
     def weights(self, model: nn.Module, names: Sequence[str] | None = None) -> dict[str, Tensor]:
         """Return copies of trainable weights: all on the first rank, those that are named on every rank."""
-        return whole.weights(self.plain(model), names, self.ranks)
+        return plain.weights(self.plain(model), names, self.ranks)
 
     def load_weights(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
         """Overwrite the weights and buffers that are named."""
-        whole.load_weights(self.plain(model), weights)
+        plain.load_weights(self.plain(model), weights)
 
     def exact(self, model: nn.Module) -> AbstractContextManager[nn.Module | None]:
         """Return the context of the model inside on the first rank, of None on the others."""

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 from rlhf_core.counting import counted, ordinal
 from rlhf_core.errors import ConfigError, ModelError
-from rlhf_core.strategy.agreement import together
-from rlhf_core.strategy.ranks import Ranks
+from rlhf_core.strategy.ranks import Ranks, together
 from rlhf_core.trainer.boosted import plain_model
 from rlhf_core.trainer.checkpoint import Checkpoint, find_checkpoint, training_form, write_json
 from rlhf_core.trainer.loaders import CycledLoader, Dealt, dealt_by_all

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlhf_core.config import RolloutConfig
 from rlhf_core.errors import ModelError, TrainingError
-from rlhf_core.functional.kl_control import SMALLEST_KL_COEF, adaptive_kl_coef
+from rlhf_core.functional.kl import SMALLEST_KL_COEF, adaptive_kl_coef
 from rlhf_core.functional.moments import RunningMoments
 from rlhf_core.strategy.ranks import Ranks
 from rlhf_core.types import EpisodeControls

@@ -1,8 +1,9 @@
-"""The PPO learner: one optimizer step for actor and critic from one minibatch."""
+"""The PPO learner: one optimizer step for actor and critic from one minibatch, and what it refuses before it learns."""
 
 from __future__ import annotations
 
 import logging
+import zlib
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Self
@@ -13,7 +14,7 @@ from transformers import PreTrainedModel
 
 from rlhf_core.buffer.order import minibatch_order
 from rlhf_core.config import LearningConfig, PPOConfig, RolloutConfig
-from rlhf_core.errors import ModelError, TrainingError
+from rlhf_core.errors import ConfigError, ModelError, TrainingError
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.lora import merged_parameters
 from rlhf_core.strategy.ranks import ALONE, Ranks, current_ranks
@@ -23,15 +24,56 @@ from rlhf_core.trainer.learning_mode import checkpoint_activations
 from rlhf_core.trainer.optim import Trained, make_trained
 from rlhf_core.trainer.ppo.critic_start import ValueLine, start_critic
 from rlhf_core.trainer.ppo.minibatch import prepare
-from rlhf_core.trainer.ppo.old_logprobs import own_logprobs, shared_logprobs
-from rlhf_core.trainer.ppo.passes import StepContext
+from rlhf_core.trainer.ppo.passes import StepContext, own_logprobs, shared_logprobs
 from rlhf_core.trainer.ppo.ptx import PtxSource
-from rlhf_core.trainer.ppo.refusals import check_demonstrations, check_options, check_same
 from rlhf_core.trainer.ppo.stats import PPOStats, stats_from
 from rlhf_core.trainer.ppo.steps import step_all
 from rlhf_core.trainer.schedules import warmup_then_constant
 from rlhf_core.trainer.state import LearnerState, load_state_tensors, state_tensors
 from rlhf_core.types import Experience
+
+
+def check_same(experience: Experience, ranks: Ranks) -> None:
+    """See that every rank was handed the same rows, and that there are some.
+
+    Raises:
+        TrainingError: on all ranks, otherwise.
+    """
+    if ranks.any(not len(experience)):
+        raise TrainingError("expected experience with at least one response on every rank, got none; collect some")
+    digest = zlib.crc32(experience.sequences.cpu().contiguous().numpy().tobytes())
+    if len(set(ranks.gather(torch.tensor([digest])).tolist())) > 1:
+        raise TrainingError("expected all rows of the episode on every rank, got others on each; hand all the same")
+
+
+def check_demonstrations(config: LearningConfig, *, has_some: bool) -> None:
+    """See that there are demonstrations if any are to be learnt.
+
+    Raises:
+        ConfigError: otherwise.
+    """
+    if config.ptx_coef > 0 and not has_some:
+        raise ConfigError(
+            f"ppo.ptx_coef is {config.ptx_coef}, but there are no demonstrations; give some, or set it to 0"
+        )
+
+
+def check_options(config: LearningConfig, *, has_critic: bool) -> None:
+    """See that the choices go together.
+
+    Raises:
+        ConfigError: otherwise.
+    """
+    if config.advantage_estimator == "gae" and not has_critic:
+        raise ConfigError(
+            "ppo.advantage_estimator gae needs a critic, and there is none; give one, or compare samples with rloo, "
+            "grpo, dr_grpo or reinforce_pp"
+        )
+    if config.legacy and config.critic_init == "reward_model":
+        raise ConfigError(
+            "ppo.legacy judges by rules of its own, to whose returns no critic is fitted; set ppo.critic_init to policy"
+        )
+
 
 __all__ = ["PPOLearner", "PPOStats"]
 

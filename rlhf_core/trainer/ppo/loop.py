@@ -13,8 +13,7 @@ from rlhf_core.buffer.order import episode_windows
 from rlhf_core.errors import ConfigError, TrainingError
 from rlhf_core.experience_maker.maker import ExperienceMaker
 from rlhf_core.experience_maker.samples import MadeExperience
-from rlhf_core.strategy.agreement import together
-from rlhf_core.strategy.ranks import Ranks
+from rlhf_core.strategy.ranks import Ranks, together
 from rlhf_core.trainer.callbacks import Callback
 from rlhf_core.trainer.loaders import Batches
 from rlhf_core.trainer.ppo.checkpoint import PPOCheckpoints

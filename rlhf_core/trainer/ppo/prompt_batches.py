@@ -13,8 +13,7 @@ from torch import Tensor
 from rlhf_core.data.labels import IGNORED
 from rlhf_core.errors import DataError
 from rlhf_core.experience_maker.naive import prompts_from_batch
-from rlhf_core.strategy.agreement import together
-from rlhf_core.strategy.ranks import Ranks
+from rlhf_core.strategy.ranks import Ranks, together
 from rlhf_core.trainer.base import PaddedBatch
 from rlhf_core.trainer.loaders import Batches, CycledLoader, LoaderPlace
 from rlhf_core.trainer.random_state import random_states, set_random_states

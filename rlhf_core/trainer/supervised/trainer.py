@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from rlhf_core.errors import ConfigError, DataError, TrainingError
 from rlhf_core.models.device import device_of
-from rlhf_core.strategy.agreement import together
 from rlhf_core.strategy.booster import Booster
-from rlhf_core.strategy.ranks import Ranks, current_ranks
+from rlhf_core.strategy.ranks import Ranks, current_ranks, together
 from rlhf_core.trainer.base import Metrics
 from rlhf_core.trainer.boosted import rounds
 from rlhf_core.trainer.failure import with_place

@@ -19,8 +19,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from infra.artifacts import ArtifactStore, open_store, pieces
-from infra.artifacts.layout import blob_key
+from infra.artifacts import ArtifactStore, commit, open_store
+from infra.artifacts.ref import blob_key
 
 PIECE = 4096
 AT_ONCE = 6
@@ -162,7 +162,7 @@ def wait_for_one(running: set[int], ends: dict[str, int]) -> None:
 
 
 def main(root: Path, processes: int) -> None:
-    pieces.PIECE_BYTES = PIECE
+    commit.PIECE_BYTES = PIECE
     store = open_one(root, LIMIT_BYTES)
     for number in range(4):
         store.commit("policy", f"p{number}", bodies_of(number))

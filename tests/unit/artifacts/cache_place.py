@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from infra.artifacts import ArtifactStore, open_store, pieces
+from infra.artifacts import ArtifactStore, commit, open_store
 from tests.unit.artifacts.store_contract import sha256
 
 PIECE = 4096
@@ -53,7 +53,7 @@ def _noted(store: ArtifactStore, place: Place) -> ArtifactStore:
 
 @pytest.fixture(name="place")
 def place_fixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
-    monkeypatch.setattr(pieces, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(commit, "PIECE_BYTES", PIECE)
     store = open_store((tmp_path / "store").as_uri(), cache_dir=tmp_path / "cache")
     place = Place(tmp_path, store, [])
     _noted(store, place)

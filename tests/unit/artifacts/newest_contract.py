@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from infra.artifacts import ArtifactStore, newest
+from infra.artifacts import ArtifactStore, catalog
 from infra.artifacts.backend import Backend
-from infra.artifacts.layout import hint_key, version_key
-from infra.artifacts.newest import highest_version
+from infra.artifacts.catalog import highest_version
+from infra.artifacts.ref import hint_key, version_key
 from infra.errors import VersionExistsError
 
 HINT = hint_key("policy", "p")
@@ -21,7 +21,7 @@ class NewestContract:
 
     @pytest.fixture(autouse=True)
     def few(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(newest, "FEW", 3)
+        monkeypatch.setattr(catalog, "FEW", 3)
 
     def fill(self, backend: Backend, numbers: range) -> None:
         for number in numbers:

@@ -13,8 +13,8 @@ import pytest
 
 from infra.artifacts import KINDS, ArtifactStore
 from infra.artifacts.backend import Backend
-from infra.artifacts.layout import blob_key
 from infra.artifacts.leases import INTENT_LIFE, LEASE_LIFE, Claim, lease
+from infra.artifacts.ref import blob_key
 from infra.errors import StoreError, VersionExistsError
 from tests.unit.artifacts.store_contract import at_once, sha256
 

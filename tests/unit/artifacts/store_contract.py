@@ -18,7 +18,7 @@ import pytest
 
 from infra.artifacts import ArtifactRef, ArtifactStore
 from infra.artifacts.backend import Backend
-from infra.artifacts.layout import blob_key
+from infra.artifacts.ref import blob_key
 from infra.errors import ReferenceNotFoundError, StoreError, VersionExistsError
 
 T = TypeVar("T")

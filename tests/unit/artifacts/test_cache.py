@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.artifacts import cache, open_default_store, open_store, pieces
-from infra.artifacts.layout import blob_key
+from infra.artifacts import cache, commit, open_default_store, open_store
+from infra.artifacts.ref import blob_key
 from infra.errors import SettingsError, StoreError
 from tests.unit.artifacts.cache_place import LARGE, PIECE, Place, age, blobs_of, flip, leftovers, place_fixture, write  # noqa: F401 - a fixture
 from tests.unit.artifacts.store_contract import sha256
@@ -190,7 +190,7 @@ def test_one_file_that_may_not_be_removed_does_not_keep_the_others(place: Place)
 @pytest.mark.skipif(os.geteuid() != 0, reason="only the superuser can be another user for a while")
 def test_several_users_share_a_cache_that_all_may_write_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """One goes on with what another has begun, and evicts what another has fetched, but not what he uses."""
-    monkeypatch.setattr(pieces, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(commit, "PIECE_BYTES", PIECE)
     before, root = os.umask(0), Path(tempfile.mkdtemp())
     try:
         root.chmod(0o777)

@@ -11,7 +11,7 @@ import pytest
 from flows.cli import main
 from flows.cli.artifacts.output import size
 from infra.artifacts import ArtifactStore, open_default_store
-from infra.artifacts.layout import blob_key
+from infra.artifacts.ref import blob_key
 from tests.unit.artifacts.store_contract import sha256
 
 

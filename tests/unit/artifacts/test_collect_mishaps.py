@@ -11,8 +11,8 @@ import pytest
 
 from infra.artifacts import ArtifactStore, Retention, clock, collect, deletion
 from infra.artifacts.backend import Backend
-from infra.artifacts.layout import blob_key
 from infra.artifacts.leases import INTENT_LIFE
+from infra.artifacts.ref import blob_key
 from infra.errors import StoreError
 from tests.unit.artifacts.collecting import (  # noqa: F401 - fixtures
     KEEP_TWO,

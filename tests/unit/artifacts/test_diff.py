@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.artifacts import ArtifactStore, open_store, pieces
+from infra.artifacts import ArtifactStore, commit, open_store
 from infra.artifacts.diff import Change, FileChange, flatten
 
 
@@ -19,7 +19,7 @@ def store(tmp_path: Path) -> ArtifactStore:
 def test_everything_that_differs_is_named_and_the_rest_is_not(
     store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pieces, "PIECE_BYTES", 4)
+    monkeypatch.setattr(commit, "PIECE_BYTES", 4)
     data = [store.commit("dataset", "d", {"f": b"%d" % step}) for step in range(2)]
     store.commit(
         "policy",

@@ -17,8 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from infra.artifacts import ArtifactStore, clock, exclusive, open_store
 from infra.artifacts.backend import Backend
 from infra.artifacts.exclusive import GAP_S, SILENT_S, Held, Life, Lock, Observer, Process, Record, new_record
-from infra.artifacts.layout import lock_key
 from infra.artifacts.local import LocalBackend
+from infra.artifacts.ref import lock_key
 from infra.errors import LockLostError
 from infra.process_record import ProcessRecord, here
 from tests.unit.artifacts.histories.stage import Actor, MemoryBackend, StageClock, stage

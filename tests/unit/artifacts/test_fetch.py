@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from infra.artifacts import download, open_store, pieces
+from infra.artifacts import commit, download, open_store
 from infra.artifacts.download import Downloads
-from infra.artifacts.layout import blob_key, version_key
 from infra.artifacts.locks import try_lock
 from infra.artifacts.manifest import BlobEntry, FileEntry, Manifest
+from infra.artifacts.ref import blob_key, version_key
 from infra.errors import StoreError
 from tests.unit.artifacts.cache_place import LARGE, PIECE, Place, blobs_of, flip, leftovers, place_fixture  # noqa: F401 - a fixture
 from tests.unit.artifacts.store_contract import at_once, sha256
@@ -136,7 +136,7 @@ def test_an_error_does_not_wait_for_what_another_process_downloads(place: Place)
 
 def test_memory_does_not_grow_with_the_artifact(tmp_path: Path) -> None:
     """Blobs of the largest size that there is; their bodies are holes in files, so that the disk does not matter."""
-    size, whole, blobs = pieces.PIECE_BYTES, hashlib.sha256(), []
+    size, whole, blobs = commit.PIECE_BYTES, hashlib.sha256(), []
     store = open_store((tmp_path / "store").as_uri(), cache_dir=tmp_path / "cache")
     for number in range(3):
         body = bytearray(size)

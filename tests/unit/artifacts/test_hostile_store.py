@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from infra.artifacts import ArtifactStore, open_store
-from infra.artifacts.layout import alias_key, blob_key, index_key, version_key
 from infra.artifacts.manifest import FileEntry, digest_of
+from infra.artifacts.ref import alias_key, blob_key, index_key, version_key
 from infra.errors import InfraError, StoreError
 
 BODY = b"owned"

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from infra.artifacts import ArtifactRef, ArtifactStore, open_store
+from infra.artifacts.commit import describe
 from infra.artifacts.lineage import descend, trace, walk
 from infra.artifacts.manifest import Manifest
-from infra.artifacts.pieces import describe
 from infra.artifacts.tree import draw
 
 

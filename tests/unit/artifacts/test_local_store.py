@@ -16,8 +16,8 @@ import pytest
 
 from infra.artifacts import ArtifactStore, local, open_store
 from infra.artifacts.backend import Backend
-from infra.artifacts.layout import blob_key
 from infra.artifacts.local import LocalBackend
+from infra.artifacts.ref import blob_key
 from infra.errors import ReferenceNotFoundError, StoreError
 from tests.unit.artifacts.alias_contract import AliasContract
 from tests.unit.artifacts.pruning_contract import PruningContract

@@ -10,9 +10,9 @@ import pytest
 
 from infra.artifacts import ArtifactStore, open_store
 from infra.artifacts.backend import Backend
-from infra.artifacts.layout import hint_key, version_key
+from infra.artifacts.catalog import FEW, highest_version
 from infra.artifacts.local import LocalBackend
-from infra.artifacts.newest import FEW, highest_version
+from infra.artifacts.ref import hint_key, version_key
 from tests.unit.artifacts.histories.stage import MemoryBackend
 from tests.unit.artifacts.newest_contract import Counting, NewestContract
 

@@ -7,7 +7,7 @@ from io import BytesIO
 
 import pytest
 
-from infra.artifacts.s3_bodies import BLOCK_BYTES, Outgoing, read_through
+from infra.artifacts.s3 import BLOCK_BYTES, Outgoing, read_through
 
 OBJECT = bytes(range(256)) * (BLOCK_BYTES // 100)  # two and a half blocks
 

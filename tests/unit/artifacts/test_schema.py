@@ -10,8 +10,8 @@ import jsonschema
 import pytest
 
 from infra.artifacts import ArtifactRef, ArtifactStore, open_store
-from infra.artifacts.layout import version_key
 from infra.artifacts.manifest import FileEntry, Manifest, check_path
+from infra.artifacts.ref import version_key
 from infra.artifacts.schema import manifest_schema, schema_text
 from infra.errors import StoreError
 

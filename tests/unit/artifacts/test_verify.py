@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.artifacts import ArtifactRef, ArtifactStore, open_store, pieces, verify
-from infra.artifacts.layout import blob_key
+from infra.artifacts import ArtifactRef, ArtifactStore, commit, open_store, verify
+from infra.artifacts.ref import blob_key
 from infra.errors import StoreError
 from tests.unit.artifacts.store_contract import sha256
 
@@ -23,7 +23,7 @@ def store(tmp_path: Path) -> ArtifactStore:
     store = open_store((tmp_path / "store").as_uri(), cache_dir=tmp_path / "cache")
     data = store.commit("dataset", "d", {"rows": b"rows"}, key="k")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(pieces, "PIECE_BYTES", 4)
+        patched.setattr(commit, "PIECE_BYTES", 4)
         store.commit("sft", "s", {"w": b"abcdefghij", "rows": b"rows"}, parents=[data, "model/base"])
     state = store.commit("ppo-state", "r", {"f": b"1"}, version=1)
     store.commit("ppo-state", "r", {"f": b"2"}, version=2)

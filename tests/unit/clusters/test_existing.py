@@ -10,9 +10,8 @@ import pytest
 import ray
 
 from infra.clusters import existing
-from infra.clusters.existing import _ExistingLease
+from infra.clusters.existing import Charge, _ExistingLease
 from infra.clusters.manifest import ClusterManifest
-from infra.clusters.watcher import Charge
 from infra.errors import ClusterError
 from infra.process_record import ProcessRecord
 

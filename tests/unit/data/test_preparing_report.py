@@ -10,7 +10,7 @@ import pytest
 from rlhf_core.data import Problem
 from rlhf_core.data.preparing import TokenMeter, prepare, refuse_unfit, report_to_markdown
 from rlhf_core.data.preparing.agreement import agree
-from rlhf_core.data.preparing.token_counts import TokenCounts, bin_names, spark, token_counts
+from rlhf_core.data.preparing.lengths import TokenCounts, bin_names, spark, token_counts
 from rlhf_core.data.reading import RejectedRow
 from rlhf_core.data.verifiers import Verdict
 from rlhf_core.errors import ConfigError, DataError

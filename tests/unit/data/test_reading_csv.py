@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rlhf_core.data import PreferencePair, Problem
-from rlhf_core.data.reading import csv_rows
+from rlhf_core.data.reading import formats
 from tests.unit.data.reading_files import read, refusal, rows, write, written
 
 
@@ -103,7 +103,7 @@ def test_a_field_without_an_end_is_told_before_it_fills_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = csv.field_size_limit(100)
-    monkeypatch.setattr(csv_rows, "_LONGEST_FIELD", 1000)
+    monkeypatch.setattr(formats, "_LONGEST_FIELD", 1000)
     try:
         message = refusal(written(tmp_path, b'prompt,id\na,1\n"b,2\n' + b"c,3\n" * 300, "data.csv"), "prompts")
     finally:

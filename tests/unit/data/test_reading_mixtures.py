@@ -10,7 +10,7 @@ import pytest
 
 from rlhf_core.config.data import SourceConfig
 from rlhf_core.data.reading import Access, ReadSet, read_set
-from rlhf_core.data.reading.mixing import mixed_order
+from rlhf_core.data.reading.reader import mixed_order
 from rlhf_core.errors import DataError
 from tests.unit.data.reading_files import write
 

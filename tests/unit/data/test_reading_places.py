@@ -15,7 +15,7 @@ import pytest
 from pyarrow import parquet
 
 from rlhf_core.config.data import SourceConfig
-from rlhf_core.data.reading.hub import dataset_part, is_hub_name
+from rlhf_core.data.reading.places import dataset_part, is_hub_name
 from rlhf_core.errors import DataError
 from tests.unit.data.reading_files import read, refusal, rows, write, written
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf_core.functional.kl_control import adaptive_kl_coef
+from rlhf_core.functional.kl import adaptive_kl_coef
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,7 @@ from rlhf_core.functional.groups import (
     reinforce_pp_advantages,
     rloo_advantages,
 )
-from rlhf_core.functional.kl import KLEstimator, kl
-from rlhf_core.functional.kl_control import adaptive_kl_coef
+from rlhf_core.functional.kl import KLEstimator, adaptive_kl_coef, kl
 from rlhf_core.functional.logprobs import logprobs_and_entropy, logprobs_from_logits
 from rlhf_core.functional.losses import lm_loss, pairwise_loss, policy_loss, value_loss
 from rlhf_core.functional.weights import (

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import DynamicCache, GPT2LMHeadModel
 
-from rlhf_core.generation import Generation, GenerationSettings, make_engine, native, sample_uniforms
-from rlhf_core.generation.cache import reserve_cache
+from rlhf_core.generation import Generation, GenerationSettings, engine, make_engine, sample_uniforms
+from rlhf_core.generation.engine import reserve_cache
 from rlhf_core.models.trunk import forward_takes
 from tests.tiny_llama import tiny_llama
 from tests.unit.models.architectures import ARCHITECTURES, tiny_causal_lm
@@ -139,7 +139,7 @@ def test_a_cache_of_reserved_memory_gives_the_bits_of_a_growing_one(
     prompts = [prompt for prompt in PROMPTS for _ in range(2)]
     stops = frequent_tokens(model, 3, numbers())
     reserved = decode(model, prompts, uniforms=uniforms, stop_ids=stops)
-    monkeypatch.setattr(native, "reserve_cache", lambda config, _length: DynamicCache(config=config))
+    monkeypatch.setattr(engine, "reserve_cache", lambda config, _length: DynamicCache(config=config))
     growing = decode(model, prompts, uniforms=uniforms, stop_ids=stops)
     assert all(torch.equal(a, b) for a, b in zip(reserved, growing, strict=True))
 
@@ -147,7 +147,7 @@ def test_a_cache_of_reserved_memory_gives_the_bits_of_a_growing_one(
 def test_the_memory_of_the_cache_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     model, caches = tiny_causal_lm("llama"), []
     monkeypatch.setattr(
-        native, "reserve_cache", lambda config, length: caches.append(reserve_cache(config, length)) or caches[-1]
+        engine, "reserve_cache", lambda config, length: caches.append(reserve_cache(config, length)) or caches[-1]
     )
     places: list[int] = []
     model.register_forward_hook(lambda *_: places.append(caches[-1].layers[1].keys.data_ptr()))

@@ -11,8 +11,7 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.models.critic import Critic
 from rlhf_core.script.flags import build_parser
 from rlhf_core.script.models import Models
-from rlhf_core.script.plugin import Plugin, choose_plugin
-from rlhf_core.script.run import _trainees
+from rlhf_core.script.run import Plugin, _trainees, choose_plugin
 from rlhf_core.strategy.ranks import ALONE, leave
 from tests.tiny_llama import tiny_tokenizer
 from tests.unit.script.brief_llama import brief_llama

@@ -23,8 +23,7 @@ from rlhf_core.script import models as models_of_script
 from rlhf_core.script.flags import build_parser
 from rlhf_core.script.models import build_models
 from rlhf_core.script.outputs import save_outputs
-from rlhf_core.script.plugin import Plugin
-from rlhf_core.script.run import _trainees
+from rlhf_core.script.run import Plugin, _trainees
 from rlhf_core.strategy.ranks import ALONE
 from rlhf_core.train_ppo import main
 from tests.tiny_llama import tiny_llama, tiny_tokenizer

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlhf_core.script.flags import build_parser
-from rlhf_core.script.schedule import optimizer_steps, schedule_of
+from rlhf_core.script.run import optimizer_steps, schedule_of
 from rlhf_core.trainer.schedules import warmup_then_cosine
 
 

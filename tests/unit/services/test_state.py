@@ -11,7 +11,7 @@ import pytest
 from dotenv import set_key
 
 from infra.errors import ServiceError
-from infra.services.env_file import write_block
+from infra.services.bring_up import write_block
 from infra.services.state import STATE_FILE, StackState, locked, make_home, write_private
 from infra.settings import read_env_file
 

@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 
 from infra.errors import ServiceError
 from infra.services import seaweed
-from infra.services.store_keys import KEYS_FILE, keys_environment, make_keys
+from infra.services.seaweed import KEYS_FILE, keys_environment, make_keys
 
 
 def made(home: Path) -> bytes:

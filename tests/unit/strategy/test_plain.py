@@ -16,9 +16,8 @@ from rlhf_core.config import LoRAConfig
 from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.lora import attach_lora, merged_parameters
-from rlhf_core.strategy import plain_optimizer
-from rlhf_core.strategy.plain import PlainBooster
-from rlhf_core.strategy.plain_optimizer import GradientError, PlainOptimizer
+from rlhf_core.strategy import plain
+from rlhf_core.strategy.plain import GradientError, PlainBooster, PlainOptimizer
 from rlhf_core.strategy.ranks import ALONE
 from tests.tiny_llama import tiny_llama
 
@@ -223,9 +222,9 @@ def test_a_checkpoint_of_another_shape_is_refused_and_changes_nothing(tmp_path: 
 
 
 def test_gradients_are_cut_into_buckets_of_one_dtype_and_a_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain_optimizer, "BUCKET_ELEMENTS", 4)
+    monkeypatch.setattr(plain, "BUCKET_ELEMENTS", 4)
     single, half = torch.arange(9.0), torch.zeros(3, dtype=torch.bfloat16)
-    buckets = plain_optimizer._buckets([single[:3], half, single[3:9]])
+    buckets = plain._buckets([single[:3], half, single[3:9]])
     assert [[piece.tolist() for piece in bucket] for bucket in buckets] == [
         [[0, 1, 2], [3]], [[4, 5, 6, 7]], [[8]], [[0, 0, 0]],
     ]  # fmt: skip

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from infra.artifacts import ArtifactStore, pieces
+from infra.artifacts import ArtifactStore
 from infra.settings import settings
 from rlhf_core.config import LoRAConfig, PipelineConfig, PPOConfig
 from rlhf_core.detached.maker import MadeChunk
@@ -208,7 +208,7 @@ def test_a_run_keeps_as_many_states_as_the_settings_say(
 
 def test_a_shard_is_one_blob_with_its_header(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ppo_keeper, "SHARD_BYTES", 4096)
-    monkeypatch.setattr(pieces, "PIECE_BYTES", 4096)
+    monkeypatch.setattr("infra.artifacts.commit.PIECE_BYTES", 4096)
     names = [f"{n:0200d}" for n in range(8)]  # of 1024 bytes each: four would fill a shard, but for the header
     record = EpisodeRecord(0, 1, "a", {"reward": 0.5}, {"learn": 2.0})
     tensors = {name: torch.full((4, 8, 8), float(name)) for name in names} | {"large": torch.ones(2048)}

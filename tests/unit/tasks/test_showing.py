@@ -14,7 +14,7 @@ from prefect.exceptions import TerminationSignal
 
 from tasks import progress, sentences, showing
 from tasks.progress import Progress, say
-from tasks.report import draw, page, write
+from tasks.report import page, write
 from tasks.results import StageResult
 from tasks.showing import only_shows
 
@@ -147,7 +147,7 @@ def test_a_picture_that_cannot_be_drawn_is_left_out(monkeypatch: pytest.MonkeyPa
         raise MemoryError("no memory for a figure")
 
     monkeypatch.setattr(style, "png", broken)
-    assert draw.episodes_picture([], compared={}) is None
+    assert write.episodes_picture([], compared={}) is None
     assert page.inline("PPO by episode", None) == ""
 
 

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_core.models.lora import trainable_parameters
-from rlhf_core.strategy import files, whole
+from rlhf_core.strategy import files, plain
 from rlhf_core.strategy.booster import TrainedState
 from rlhf_core.strategy.optimizer import CheckedOptimizer
-from rlhf_core.strategy.plain import PlainBooster
-from rlhf_core.strategy.plain_optimizer import PlainOptimizer
+from rlhf_core.strategy.plain import PlainBooster, PlainOptimizer
 from rlhf_core.strategy.ranks import ALONE
 
 NAN = float("nan")
@@ -86,7 +85,7 @@ class StrictBooster(PlainBooster):
         assert model.module is self.inner
         self._meet("awake")
         self.is_awake = True
-        whole.load_weights(self.twin, {**self.masters, **dict(self.inner.named_buffers())})
+        plain.load_weights(self.twin, {**self.masters, **dict(self.inner.named_buffers())})
         yield
         self._hide(self.twin)
         self.is_awake = False
@@ -98,7 +97,7 @@ class StrictBooster(PlainBooster):
             yield None
             return
         held = copy.deepcopy(self.inner)
-        whole.load_weights(held, self.masters)
+        plain.load_weights(held, self.masters)
         yield held
 
     def weights(self, model: nn.Module, names: Sequence[str] | None = None) -> dict[str, Tensor]:
@@ -117,12 +116,12 @@ class StrictBooster(PlainBooster):
 
     def state(self, model: nn.Module, optimizer: Any) -> TrainedState:
         weights = self.weights(model)
-        return TrainedState(weights, whole.moments(self.inner, optimizer.optim) if self.ranks.is_first else {})
+        return TrainedState(weights, plain.moments(self.inner, optimizer.optim) if self.ranks.is_first else {})
 
     def load_state(self, model: nn.Module, optimizer: Any, state: TrainedState) -> None:
         assert state.weights, "every rank is given all of it"
         self.load_weights(model, state.weights)
-        whole.load_moments(self.inner, optimizer.optim, state.moments)
+        plain.load_moments(self.inner, optimizer.optim, state.moments)
 
     def save_model(self, model: nn.Module, checkpoint: str, *arguments: Any, **named: Any) -> None:
         with self.exact(model) as held:

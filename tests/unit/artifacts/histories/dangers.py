@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from infra.artifacts import aliases, catalog, commit, deletion, leases, numbering, store, survey
+from infra.artifacts import aliases, catalog, commit, deletion, leases, store
 from infra.artifacts.backend import Backend
 from infra.artifacts.leases import Claim, Lease
 from tests.unit.artifacts.histories.history import ALIAS, BODIES, COUNTED, NUMBERED, History
@@ -181,16 +181,16 @@ DANGERS = {
     ),
     "a writer does not begin anew": Danger(writer_sleeps_before_its_manifest, (Lease, "check", nothing)),
     "a writer does not claim what it finds": Danger(
-        writer_finds_what_is_pruned_meanwhile, (numbering, "_stays", lambda *_: True)
+        writer_finds_what_is_pruned_meanwhile, (commit, "_stays", lambda *_: True)
     ),
     "a writer does not look whether it is there still": Danger(
-        writer_finds_what_is_about_to_go, (numbering, "_stays", claim_without_a_look)
+        writer_finds_what_is_about_to_go, (commit, "_stays", claim_without_a_look)
     ),
     "a writer does not look for the same": Danger(
-        writer_is_killed_after_its_manifest, (numbering, "_same", lambda *_: None)
+        writer_is_killed_after_its_manifest, (commit, "_same", lambda *_: None)
     ),
     "an alias keeps nothing but its version": Danger(
-        champion_came_from_what_is_pruned, (survey, "reached", lambda roots, _: set(roots))
+        champion_came_from_what_is_pruned, (deletion, "reached", lambda roots, _: set(roots))
     ),
     "a deleter does not look for leases": Danger(deleter_finds_a_writer, (deletion, "live_leases", lambda _: Claim())),
     "a writer does not look for deleters": Danger(writer_finds_a_deleter, (leases, "await_deletions", nothing)),

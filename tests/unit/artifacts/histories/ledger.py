@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from infra.artifacts.layout import LEASES, VERSIONS, blob_key
+from infra.artifacts.deletion import reached
 from infra.artifacts.leases import TRUST_LIFE
 from infra.artifacts.manifest import Manifest
-from infra.artifacts.retention import reached
+from infra.artifacts.ref import LEASES, VERSIONS, blob_key
 from tests.unit.artifacts.histories.stage import Actor, StageClock
 
 

@@ -17,7 +17,7 @@ from uuid import UUID
 import pytest
 from greenlet import getcurrent, greenlet
 
-from infra.artifacts import aliases, clock, deletion, leases, local, manifest, parallel, trash
+from infra.artifacts import aliases, clock, deletion, download, leases, local, manifest
 from infra.artifacts.backend import Backend, Stored
 
 POLL_S = 20.0
@@ -273,7 +273,7 @@ def stage() -> Iterator[StageClock]:
             patch.setattr(clock, name, getattr(own, name))
         for module in (aliases, deletion, manifest, trash):
             patch.setattr(module, "uuid4", lambda: UUID(int=next(numbers)))
-        patch.setattr(parallel, "ThreadPoolExecutor", SerialExecutor)
+        patch.setattr(download, "ThreadPoolExecutor", SerialExecutor)
         patch.setattr(leases, "POLL_S", POLL_S)
         patch.setattr(local.os, "fsync", lambda _: None)
         yield own

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.detached.roles.spans import Span, Spans
-from rlhf_core.detached.roles.timeline import draw_timeline, write_timeline
+from rlhf_core.detached.roles.spans import Span, Spans, draw_timeline, write_timeline
 
 SPANS = [
     Span("actor", 0, "load", 0.0, 90.0),

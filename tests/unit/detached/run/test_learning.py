@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlhf_core.detached.run.learning import learn_or_keep
+from rlhf_core.detached.run.trainer import learn_or_keep
 from rlhf_core.errors import TrainingError
 from rlhf_core.models.lora import trainable_state
 from rlhf_core.types import Sample

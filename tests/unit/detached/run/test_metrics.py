@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlhf_core.detached.run.metrics import episode_metrics
+from rlhf_core.detached.run.trainer import episode_metrics
 from rlhf_core.trainer.ppo.judgement import judgement_metrics, judgement_sums
 from rlhf_core.trainer.ppo.stats import PPOStats, stats_from
 from rlhf_core.types import EpisodeControls, Sample

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rlhf_core.strategy.colossal.compat import upstream
-from rlhf_core.strategy.colossal.compat.accelerator import use_cpu
-from rlhf_core.strategy.colossal.compat.buffers import buffers_kept
-from rlhf_core.strategy.colossal.compat.collectives import GlooCollectives
-from rlhf_core.strategy.colossal.compat.zero import OrderedZero, OrderedZeroPlugin
+from rlhf_core.strategy.colossal.compat.loading import use_cpu
+from rlhf_core.strategy.colossal.compat.zero import GlooCollectives, OrderedZero, OrderedZeroPlugin
+from rlhf_core.strategy.colossal.zero import buffers_kept
 
 pytestmark = [
     pytest.mark.usefixtures("alone"),

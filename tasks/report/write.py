@@ -120,7 +120,7 @@ def training_picture(stage: StageResult, rows: Sequence[Row]) -> bytes | None:
 REPORT, FACTS, SAMPLES_PAGE = "report.md", "report.json", "samples.md"
 PAGE = "a page in Prefect"
 """What is shown there, as warnings call it."""
-MODULES = ("facts", "markdown", "samples", "tables", "text", "draw", "page", "write")
+MODULES = ("facts", "markdown", "samples", "tables", "page", "write")
 
 
 @stage_task(name="show-episodes")

@@ -17,7 +17,7 @@ from uuid import UUID
 import pytest
 from greenlet import getcurrent, greenlet
 
-from infra.artifacts import aliases, clock, deletion, download, leases, local, manifest
+from infra.artifacts import aliases, clock, collect, deletion, download, leases, local, manifest
 from infra.artifacts.backend import Backend, Stored
 
 POLL_S = 20.0
@@ -271,7 +271,7 @@ def stage() -> Iterator[StageClock]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("now", "boottime", "pause"):
             patch.setattr(clock, name, getattr(own, name))
-        for module in (aliases, deletion, manifest, trash):
+        for module in (aliases, collect, deletion, manifest):
             patch.setattr(module, "uuid4", lambda: UUID(int=next(numbers)))
         patch.setattr(download, "ThreadPoolExecutor", SerialExecutor)
         patch.setattr(leases, "POLL_S", POLL_S)

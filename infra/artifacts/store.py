@@ -5,29 +5,36 @@ from __future__ import annotations
 import builtins
 import json
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from pydantic import JsonValue
 
 from infra.artifacts import plans
+from infra.artifacts.aliases import UNSET, Alias, Unset, list_aliases, move_alias, read_alias, roll_back
 from infra.artifacts.backend import Backend
 from infra.artifacts.cache import GB, LIMIT_GB, Cache
 from infra.artifacts.catalog import Catalog, highest_version
+from infra.artifacts.collect import LEAST_GRACE, Collection, collect
 from infra.artifacts.commit import Source, commit, describe_all, gather_sources, numbered, write_next, write_numbered
 from infra.artifacts.deletion import Retention, delete_unreached, every_manifest, staying
+from infra.artifacts.diff import Difference, compare
 from infra.artifacts.exclusive import Lock
 from infra.artifacts.fetch import checked_pieces, fetch_directly, fetch_through
 from infra.artifacts.index import KeyIndex, keys_of
-from infra.artifacts.keeping import Keeping
 from infra.artifacts.leases import Claim, Lease
+from infra.artifacts.lineage import Descent, Lineage, descend, trace
 from infra.artifacts.manifest import Manifest
 from infra.artifacts.plans import Answer
 from infra.artifacts.ref import ArtifactRef, check_key, check_kind, check_name, index_key, parse_reference, version_uri
+from infra.artifacts.verify import Progress, Verification, verify_store, verify_version
 from infra.errors import ReferenceNotFoundError, StoreError
 
+CHAMPION = "champion"
 
-class ArtifactStore(Keeping):
+
+class ArtifactStore:
     """Versions of artifacts, by reference, key and content; for several threads and processes at once."""
 
     def __init__(self, backend: Backend, cache_dir: Path, cache_limit_gb: float = LIMIT_GB) -> None:
@@ -196,6 +203,129 @@ class ArtifactStore(Keeping):
             StoreError: if no lock can have the name.
         """
         return Lock(self._backend, name)
+
+    def lineage(self, reference: str | ArtifactRef) -> Lineage:
+        """Return what an artifact came from, and what that came from, to the beginning."""
+        return trace(self.resolve(reference), self._catalog.held)
+
+    def descendants(self, reference: str | ArtifactRef) -> Descent:
+        """Return what was made from an artifact, and what was made from that; all manifests are read for it."""
+        root = self.resolve(reference)
+        return descend(root, self._catalog.every())
+
+    def diff(self, before: str | ArtifactRef, after: str | ArtifactRef) -> Difference:
+        """Return what is different between two versions, of whatever kinds and names."""
+        return compare(self.resolve(before), self.resolve(after))
+
+    def verify(
+        self,
+        reference: str | ArtifactRef | None = None,
+        *,
+        quick: bool = False,
+        progress: Progress | None = None,
+    ) -> Verification:
+        """Look for anything that is not as it should be.
+
+        Args:
+            reference: the version to be checked; None checks the whole store.
+            quick: look at the sizes of blobs only, not at their content.
+            progress: is told how many bytes were read since it was told last, and how many there are; from any
+                thread.
+
+        Returns:
+            What was looked at; what is wrong stands in it, and is not raised.
+
+        Raises:
+            ReferenceNotFoundError: if the reference names nothing.
+            StoreError: if the store cannot be reached.
+        """
+        told = progress or (lambda *_: None)
+        if reference is None:
+            return verify_store(self._backend, self._catalog, quick=quick, progress=told)
+        return verify_version(self._backend, self._catalog, self.resolve(reference), quick=quick, progress=told)
+
+    def collect(
+        self,
+        retention: Retention | None = None,
+        *,
+        delete: bool = False,
+        grace: timedelta = LEAST_GRACE,
+        least_grace: timedelta = LEAST_GRACE,
+    ) -> Collection:
+        """Look for what is not needed, and delete it in two phases.
+
+        What nothing needs is listed in the store's trash; a later call deletes what was listed at least the grace
+        time ago and is still not needed. What an alias or a lease reaches through parents always stays.
+
+        Args:
+            retention: how many versions are kept; None takes two training states of each name, and all others.
+            delete: list and delete; otherwise nothing is written.
+            grace: time between the two phases.
+            least_grace: the shortest grace time that is accepted; only tests may do with less.
+
+        Raises:
+            StoreError: if the grace time is too short, or something in the store cannot be read, so that what it
+                reaches is not known.
+        """
+        rules = retention or Retention()
+        return collect(
+            self._backend, self._catalog, retention=rules, grace=grace, delete=delete, least_grace=least_grace
+        )
+
+    def set_alias(
+        self,
+        reference: str | ArtifactRef,
+        alias: str,
+        *,
+        why: str,
+        who: str,
+        expected: str | Unset | None = UNSET,
+    ) -> None:
+        """Point an alias at a version; where it pointed, why it moved and by whom stays in its history.
+
+        Args:
+            reference: what it is to point at.
+            alias: its name.
+            why: the reason.
+            who: the mover.
+            expected: what `alias` returned when the move was decided; when it points elsewhere by now, it stays.
+
+        Raises:
+            StoreError: if it does not point at what was expected; the message names where it points.
+        """
+        move_alias(self._backend, self.resolve(reference), alias, why=why, who=who, expected=expected)
+
+    def promote(self, reference: str | ArtifactRef, alias: str = CHAMPION, *, why: str, who: str) -> str | None:
+        """Point an alias at a version unless it points there, and return where it pointed; arguments as above.
+
+        Raises:
+            StoreError: if it was moved by another meanwhile; it stays where that one put it.
+        """
+        target = self.resolve(reference)
+        found = read_alias(self._backend, target.kind, target.name, alias)
+        before = None if found is None else found.uri
+        if found is None or found.ref != target.ref:
+            move_alias(self._backend, target, alias, why=why, who=who, expected=before)
+        return before
+
+    def rollback(self, kind: str, name: str, alias: str = CHAMPION, *, why: str, who: str) -> Manifest:
+        """Point an alias at the version before, as far as it is still there, and return it; the history stays.
+
+        Raises:
+            ReferenceNotFoundError: if there is no such alias.
+            StoreError: if there is nothing to go back to, or another moved it meanwhile.
+        """
+        artifact = check_kind(kind), check_name(name)
+        return roll_back(self._backend, self._catalog.held, artifact, alias, why=why, who=who)
+
+    def alias(self, kind: str, name: str, alias: str) -> str | None:
+        """Return the reference of the version that an alias points at, or None if there is no such alias."""
+        found = read_alias(self._backend, kind, name, alias)
+        return None if found is None else found.uri
+
+    def aliases(self, kind: str, name: str) -> dict[str, Alias]:
+        """Return every alias of an artifact, with its history."""
+        return list_aliases(self._backend, kind, name)
 
     def _draft(
         self,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from infra.artifacts import ArtifactStore, keeping, open_store
+from infra.artifacts import ArtifactStore, aliases, open_store
 from infra.artifacts.aliases import AliasMove
 from infra.artifacts.ref import alias_key
 from infra.errors import ReferenceNotFoundError, StoreError
@@ -95,7 +95,7 @@ def test_a_history_that_was_cut_by_hand_still_says_where_the_alias_stands() -> N
         facts = {"uri": uri, "digest": "d", "why": "", "who": "", "when": when, "id": str(number), "undoes": undoes}
         return AliasMove.model_validate(facts)
 
-    standing = keeping.stand([move("policy/p@3", 3), move("policy/p@1", 4, undoes="2")])
+    standing = aliases.stand([move("policy/p@3", 3), move("policy/p@1", 4, undoes="2")])
     assert [each.uri for each in standing] == ["policy/p@3", "policy/p@1"]
 
 

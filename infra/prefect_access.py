@@ -97,8 +97,8 @@ def access_to(api_url: str) -> Access:
 
 
 def _home_of(api_url: str) -> Path | None:
-    """Return the home of the local stack whose server has this address: the one named last, if several had it."""
-    for home in (*reversed(_FURTHER_HOMES), settings().home):
+    """Return the home of the local stack whose server has this address: our own, or of others the one named last."""
+    for home in (settings().home, *reversed(_FURTHER_HOMES)):
         if same_server(api_url, read_env_file(home / STACK_ENV).get("PREFECT_API_URL")):
             return home
     return None

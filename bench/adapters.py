@@ -18,7 +18,7 @@ from rlhf_core.config import LoRAConfig
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.loading import load_causal_lm, locate_model
 from rlhf_core.models.lora import attach_lora
-from rlhf_core.trainer.ppo.learner import PPOLearner
+from rlhf_core.ppo.learner import PPOLearner
 from rlhf_core.types import Experience
 
 ROWS, PROMPT, RESPONSE, STEPS = 32, 21, 15, 3

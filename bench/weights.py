@@ -36,10 +36,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from infra.clusters import connect, disconnect, lease_cluster, release_cluster
 from infra.settings import settings
 from rlhf_core.config import LoRAConfig
-from rlhf_core.detached.publication import Publication, Publisher, Subscriber
-from rlhf_core.detached.publication.sums import xxh3
 from rlhf_core.models.loading import locate_model
 from rlhf_core.models.lora import attach_lora, trainable_parameters
+from rlhf_core.weights import Publication, Publisher, Subscriber
+from rlhf_core.weights.checksums import xxh3
 
 WAIT_S = 300.0
 KINDS = ("copy", "shared_memory", "objects", "state_dict", "adapters")

@@ -106,7 +106,7 @@ def _warm(run: PPORun, episode: int) -> Any | None:
 
 
 def _build(run: PPORun, context: Context) -> Any:
-    from rlhf_core.detached.group.member import form_group
+    from rlhf_core.ray_tools.member import form_group
 
     started = time.monotonic()
     cluster = _cluster(run)

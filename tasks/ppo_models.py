@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from rlhf_core.experience_maker.maker import ExperienceMaker
     from rlhf_core.models.critic import Critic
     from rlhf_core.models.reward_model import RewardModel
-    from rlhf_core.trainer.ppo.learner import PPOLearner
-    from rlhf_core.trainer.ppo.ptx import Demonstrations
+    from rlhf_core.ppo.learner import PPOLearner
+    from rlhf_core.ppo.ptx import Demonstrations
+    from rlhf_core.rollout.experience import ExperienceMaker
 
 
 class LearnerFactory:
@@ -33,7 +33,7 @@ class LearnerFactory:
         import torch
 
         from rlhf_core.models.loading import default_device, load_causal_lm
-        from rlhf_core.trainer.ppo.learner import PPOLearner
+        from rlhf_core.ppo.learner import PPOLearner
 
         config = _config(self._run)
         device = default_device()
@@ -55,10 +55,10 @@ class MakerFactory:
         """Return the maker with the weights of version 0."""
         from infra.settings import settings
         from rlhf_core.data import PromptTemplate
-        from rlhf_core.experience_maker.maker import ExperienceMaker
         from rlhf_core.models.loading import default_device, load_causal_lm, load_tokenizer
         from rlhf_core.rewards.scoring import build_scorer
         from rlhf_core.rewards.verifying import asks_for_answers, judge_of
+        from rlhf_core.rollout.experience import ExperienceMaker
 
         config = _config(self._run)
         directory, dtype, device = _directory(self._run.actor), config.ppo.rollout_dtype, default_device()
@@ -147,7 +147,7 @@ def _demonstrations(run: PPORun) -> Demonstrations | None:
     from rlhf_core.data import PromptTemplate, problems_from_jsonl
     from rlhf_core.data.demonstrations import encode_demonstrations
     from rlhf_core.models.loading import default_device, load_tokenizer
-    from rlhf_core.trainer.ppo.ptx import Demonstrations
+    from rlhf_core.ppo.ptx import Demonstrations
 
     config = _config(run)
     if config.ppo.ptx_coef == 0:

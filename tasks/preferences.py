@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rlhf_core.data import Problem, PromptTemplate
-    from rlhf_core.experience_maker.preferences import SampledPairs
+    from rlhf_core.rollout.preferences import SampledPairs
 
 PAIRS = "pairs.jsonl"
 
@@ -99,9 +99,9 @@ def _sampled(
     context: Context, config: PipelineConfig, directory: Path, template: PromptTemplate, problems: Sequence[Problem]
 ) -> SampledPairs:
     """Return pairs of the policy's samples, ordered by the data's verifier."""
-    from rlhf_core.experience_maker.preferences import sample_pairs
     from rlhf_core.models.loading import default_device, load_causal_lm
     from rlhf_core.rewards.verifying import judge_of
+    from rlhf_core.rollout.preferences import sample_pairs
 
     judge = judge_of(config, template=template, allowed_modules=context.settings.reward_modules)
     assert judge is not None  # `collect_preferences` has seen to it

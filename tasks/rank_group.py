@@ -16,7 +16,7 @@ from tasks.shares import available_gpus, resources, trainer_share
 
 if TYPE_CHECKING:
     from rlhf_core.config import ClusterConfig, TrainersConfig
-    from rlhf_core.detached.group.rank_actor import Tell
+    from rlhf_core.ray_tools.rank_actor import Tell
     from tasks.context import Context
 
 ANSWER_S = 30.0
@@ -74,8 +74,8 @@ def _group(
 ) -> dict[str, Any]:
     """Return the actors by name, the first rank first, in one group if they are several."""
     from infra.clusters.placement import place
-    from rlhf_core.detached.group.member import form_group
-    from rlhf_core.detached.group.rank_actor import RankActor
+    from rlhf_core.ray_tools.member import form_group
+    from rlhf_core.ray_tools.rank_actor import RankActor
 
     actor_class: Any = RankActor  # decorated with ray.remote, it has .options and .remote, which its type does not show
     names = [f"{stage}-{rank}" for rank in range(number)]

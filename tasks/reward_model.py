@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
     from rlhf_core.data import PromptTemplate
     from rlhf_core.data.encoding import EncodedPair
-    from rlhf_core.detached.group.rank_actor import Tell
     from rlhf_core.models.reward_model import RewardModel
-    from rlhf_core.trainer.optim import Trained
+    from rlhf_core.ray_tools.rank_actor import Tell
+    from rlhf_core.training.optim import Trained
 
 METRICS = "metrics.jsonl"
 MODULES = ("reward_model", "rank_group", "ray_calls", "shares")
@@ -88,7 +88,7 @@ class _Training:
         from rlhf_core.data import PromptTemplate
         from rlhf_core.data.jsonl import to_jsonl
         from rlhf_core.models.loading import default_device, load_tokenizer
-        from rlhf_core.trainer.boosted import exact
+        from rlhf_core.training.boosted import exact
 
         config, started = self.config, time.perf_counter()
         directory = materialise(context, self.policy)
@@ -148,7 +148,7 @@ def _fit(
 
     from rlhf_core.models.loading import default_device, load_causal_lm
     from rlhf_core.models.reward_model import RewardModel
-    from rlhf_core.trainer.supervised.reward_model import train_reward_model
+    from rlhf_core.supervised.reward_model import train_reward_model
 
     settings, dtype = config.reward_model, getattr(torch, config.reward_model.dtype)
     if all(pair.longest > settings.max_length for pair in heldout):
@@ -192,7 +192,7 @@ def _measured(
     """Return the figures on held-out pairs, after the model's scores were standardised on them."""
     import torch
 
-    from rlhf_core.trainer.supervised.measures import measure_pairs, standardise_scores
+    from rlhf_core.supervised.measures import measure_pairs, standardise_scores
 
     settings, dtype = config.reward_model, getattr(torch, config.reward_model.dtype)
     measured = measure_pairs(model, heldout, settings, autocast_dtype=dtype)

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from rlhf_core.data import Problem, PromptTemplate
     from rlhf_core.data.conversation import EncodedConversation
-    from rlhf_core.detached.group.rank_actor import Tell
-    from rlhf_core.trainer.optim import Trained
+    from rlhf_core.ray_tools.rank_actor import Tell
+    from rlhf_core.training.optim import Trained
 
 METRICS = "metrics.jsonl"
 MODULES = ("sft", "rank_group", "ray_calls", "shares")
@@ -103,7 +103,7 @@ class _Training:
         from rlhf_core.data.jsonl import to_jsonl
         from rlhf_core.models.loading import load_tokenizer
         from rlhf_core.models.lora import save_merged
-        from rlhf_core.trainer.boosted import exact
+        from rlhf_core.training.boosted import exact
 
         config, started = self.config, time.perf_counter()
         directory, data = materialise(context, self.start), materialise(context, self.dataset)
@@ -162,8 +162,8 @@ def _train(
     import torch
 
     from rlhf_core.models.loading import default_device, load_causal_lm
-    from rlhf_core.trainer.supervised.sft import heldout_loss
-    from rlhf_core.trainer.supervised.sft import train_sft as train
+    from rlhf_core.supervised.sft import heldout_loss
+    from rlhf_core.supervised.sft import train_sft as train
 
     dtype = getattr(torch, config.sft.dtype)
     model = load_causal_lm(directory, "float32", device=default_device())

@@ -27,7 +27,7 @@ from rlhf_core.data.template import PromptTemplate
 from rlhf_core.evaluation import Outcome, evaluate_policy
 from rlhf_core.models.loading import default_device, load_causal_lm, load_tokenizer
 from rlhf_core.rewards.verifying import judge_of
-from rlhf_core.trainer.supervised.sft import train_sft
+from rlhf_core.supervised.sft import train_sft
 
 UNSTEADY, MEASURED = 2, 6  # steps that warm the machine up, and those whose time is taken
 SAID_EVERY = 20

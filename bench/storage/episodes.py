@@ -13,21 +13,21 @@ from torch import Tensor
 from bench.comparison.careless import careless_response
 from flows.presets import resolve
 from infra.settings import settings
-from rlhf_core.buffer.naive import NaiveExperienceBuffer
+from rlhf_core.coati.buffer import NaiveExperienceBuffer
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data import PromptTemplate
 from rlhf_core.data.demonstrations import encode_demonstrations
 from rlhf_core.data.problems import Problem
 from rlhf_core.data.tasks import draw_problems
 from rlhf_core.detached.run.dealing import episode_problems, make_chunks
-from rlhf_core.experience_maker.maker import ExperienceMaker, to_prompts
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.loading import load_causal_lm, load_tokenizer, locate_model
 from rlhf_core.models.lora import attach_lora, save_merged
+from rlhf_core.ppo.learner import PPOLearner
 from rlhf_core.rewards.scoring import build_scorer
 from rlhf_core.rewards.verifying import judge_of
-from rlhf_core.trainer.ppo.learner import PPOLearner
-from rlhf_core.trainer.supervised.sft import train_sft
+from rlhf_core.rollout.experience import ExperienceMaker, to_prompts
+from rlhf_core.supervised.sft import train_sft
 from rlhf_core.types import Experience, Sample
 
 SFT_SEED, PPO_SEED, PROBLEMS = 11, 12, 512

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from rlhf_core.models.device import autocast
 from rlhf_core.strategy.making import make_booster
 from rlhf_core.strategy.ranks import Ranks
-from rlhf_core.trainer.optim import Trained, make_trained
+from rlhf_core.training.optim import Trained, make_trained
 from tests.parallel.held import measured
 from tests.parallel.ranks import Found
 

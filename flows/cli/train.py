@@ -14,6 +14,6 @@ def train_ppo(*arguments: Annotated[str, Parameter(allow_leading_hyphen=True)]) 
         arguments: passed on as they are.
     """
     from infra.settings import settings
-    from rlhf_core.train_ppo import main
+    from rlhf_core.coati.train_ppo import main
 
     return main(arguments, allowed_reward_modules=settings().reward_modules)

@@ -20,7 +20,7 @@ def train_prompts_on_ray(*arguments: Annotated[str, Parameter(allow_leading_hyph
         arguments: passed on as they are.
     """
     from infra.settings import settings
-    from rlhf_core.detached.train_prompts_on_ray import cli
+    from rlhf_core.coati.train_prompts_on_ray import cli
 
     return cli(arguments, on_cluster=_leased, address=settings().ray_address)
 
@@ -30,8 +30,8 @@ def _leased(args: Namespace) -> Iterator[None]:
     """Run the block on a cluster that this process leases, unless the user names one that runs."""
     from infra.clusters import connect, lease_cluster, release_cluster
     from infra.settings import settings
-    from rlhf_core.detached.roles.cluster import OBJECT_STORE_BYTES, address_of, check_alone
-    from rlhf_core.detached.roles.loop import processes_of
+    from rlhf_core.coati.roles.cluster import OBJECT_STORE_BYTES, address_of, check_alone
+    from rlhf_core.coati.roles.loop import processes_of
     from tasks.shares import available_gpus
 
     if address_of(args):

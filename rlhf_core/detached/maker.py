@@ -12,11 +12,11 @@ import ray
 from numpy.typing import NDArray
 from torch import nn
 
-from rlhf_core.detached.publication import Publication, Subscriber
 from rlhf_core.errors import RlhfError
-from rlhf_core.experience_maker.maker import ExperienceMaker, to_prompts
 from rlhf_core.phases import reached
+from rlhf_core.rollout.experience import ExperienceMaker, to_prompts
 from rlhf_core.types import EpisodeControls, Experience, Prompt, Sample
+from rlhf_core.weights import Publication, Subscriber
 
 GROUPS = {"status": 1, "compute": 1}
 """Ray's threads for a maker's methods: it answers while it works, and never takes weights in mid-chunk."""

@@ -24,8 +24,8 @@ _NO_MARK = "0" * 32
 _MARK = "RLHF_CLUSTER"
 _PRELOADED = (
     "tasks.ppo_models",
-    "rlhf_core.trainer.ppo.learner",
-    "rlhf_core.experience_maker.maker",
+    "rlhf_core.ppo.learner",
+    "rlhf_core.rollout.experience",
     "rlhf_core.models.lora",
     "rlhf_core.models.loading",
     "transformers.models.auto.modeling_auto",

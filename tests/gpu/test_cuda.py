@@ -14,15 +14,15 @@ from rlhf_core.config import LoRAConfig, PPOConfig
 from rlhf_core.generation import GenerationSettings, make_engine, sample_uniforms
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.lora import attach_lora
+from rlhf_core.ppo.learner import PPOLearner
 from rlhf_core.strategy.ranks import ALONE
-from rlhf_core.trainer.ppo.learner import PPOLearner
 from rlhf_core.types import Experience
 from tests.parallel import learner_cases
 from tests.parallel.ranks import run_on_ranks
 from tests.reference import definitions
 from tests.tiny_llama import tiny_llama
-from tests.unit.trainer.experience import PROMPTS, RESPONSES, TOKENS, tiny_experience
-from tests.unit.trainer.test_ppo_learner import rows_of
+from tests.unit.ppo.experience import PROMPTS, RESPONSES, TOKENS, tiny_experience
+from tests.unit.ppo.test_learner import rows_of
 
 pytestmark = [
     pytest.mark.gpu,

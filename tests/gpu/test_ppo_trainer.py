@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from rlhf_core.coati.ppo_trainer import PPOTrainer
 from rlhf_core.models.critic import Critic
 from rlhf_core.strategy.plain import PlainBooster
-from rlhf_core.trainer.callbacks import Callback
-from rlhf_core.trainer.optim import make_trained
-from rlhf_core.trainer.ppo.trainer import PPOTrainer
-from rlhf_core.trainer.schedules import warmup_then_constant
-from tests.unit.trainer.ppo_trainers import prompts, restless_llama, trainer, weights
+from rlhf_core.training.callbacks import Callback
+from rlhf_core.training.optim import make_trained
+from rlhf_core.training.schedules import warmup_then_constant
+from tests.unit.coati.ppo_trainers import prompts, restless_llama, trainer, weights
 
 pytestmark = [
     pytest.mark.gpu,

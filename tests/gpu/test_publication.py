@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from rlhf_core.detached.publication import Publisher
-from rlhf_core.detached.publication.sums import word_sum
-from tests.unit.detached.publication.published import Maker, weights
+from rlhf_core.weights import Publisher
+from rlhf_core.weights.checksums import word_sum
+from tests.unit.weights.published import Maker, weights
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,21 +15,21 @@ import ray
 import torch
 
 from infra.clusters import connect, disconnect, lease_cluster, release_cluster
+from rlhf_core.coati.ppo_setup import scorer_of
 from rlhf_core.config import PPOConfig, TemplateConfig
 from rlhf_core.data import Problem, PromptTemplate
-from rlhf_core.detached.group.member import form_group
 from rlhf_core.detached.maker import RunMaker
 from rlhf_core.detached.run.rank import TrainerRank
 from rlhf_core.detached.run.state import EpisodeRecord, TrainingState
 from rlhf_core.detached.run.trainer import RunTrainer
-from rlhf_core.experience_maker.maker import ExperienceMaker
 from rlhf_core.models.critic import Critic
+from rlhf_core.ppo.learner import PPOLearner
+from rlhf_core.ray_tools.member import form_group
 from rlhf_core.rewards.scoring import Scorer
-from rlhf_core.trainer.ppo.learner import PPOLearner
-from rlhf_core.trainer.ppo.setup import scorer_of
+from rlhf_core.rollout.experience import ExperienceMaker
 from rlhf_core.types import Sample
 from tests.tiny_llama import tiny_llama, tiny_tokenizer
-from tests.unit.trainer.ppo_trainers import reward_model
+from tests.unit.coati.ppo_trainers import reward_model
 
 SEED, WAIT_S = 7, 300.0
 PROBLEMS = [Problem(f"{number} plus {number * 3}") for number in range(24)]

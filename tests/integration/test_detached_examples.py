@@ -12,8 +12,8 @@ import ray
 from rlhf_core.config import PPOOptions
 from rlhf_core.models.critic import Critic
 from tests.integration.detached_models import LIMIT_S, batches, cluster, maker, plain, wait_until_free
-from tests.unit.script.brief_llama import brief_llama
-from tests.unit.trainer.ppo_trainers import reward_model
+from tests.unit.coati.ppo_trainers import reward_model
+from tests.unit.coati.script.brief_llama import brief_llama
 
 pytestmark = [
     pytest.mark.integration,

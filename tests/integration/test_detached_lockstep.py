@@ -11,12 +11,12 @@ import ray
 import torch
 from ray.exceptions import RayActorError
 
+from rlhf_core.coati.detached.fit_dealing import DealingOptions
+from rlhf_core.coati.detached.learner_building import LearningOptions
+from rlhf_core.coati.detached.ppo_trainer import DetachedPPOTrainer
+from rlhf_core.coati.ppo_trainer import PPOTrainer
 from rlhf_core.config import LoRAConfig
-from rlhf_core.detached.coati.fit_dealing import DealingOptions
-from rlhf_core.detached.coati.learner_building import LearningOptions
-from rlhf_core.detached.coati.trainer_ppo import DetachedPPOTrainer
 from rlhf_core.errors import ConfigError, RlhfError
-from rlhf_core.trainer.ppo.trainer import PPOTrainer
 from tests.integration import equality
 from tests.integration.detached_models import (
     LIMIT_S,
@@ -36,7 +36,7 @@ from tests.integration.detached_models import (
     wait_until_free,
     weights_in,
 )
-from tests.unit.trainer.ppo_trainers import demonstrations, record_stats, trainer
+from tests.unit.coati.ppo_trainers import demonstrations, record_stats, trainer
 
 pytestmark = pytest.mark.integration
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import ray
 
-from rlhf_core.detached.coati.fit_dealing import DealingOptions
-from rlhf_core.detached.coati.learner_building import LearningOptions
-from rlhf_core.detached.coati.trainer_ppo import DetachedPPOTrainer
+from rlhf_core.coati.detached.fit_dealing import DealingOptions
+from rlhf_core.coati.detached.learner_building import LearningOptions
+from rlhf_core.coati.detached.ppo_trainer import DetachedPPOTrainer
 from rlhf_core.errors import ConfigError, LostRankError
 from tests.integration import equality
 from tests.integration.detached_models import (
@@ -31,7 +31,7 @@ from tests.integration.detached_models import (
     wait_until_free,
 )
 from tests.parallel.processes import free_port
-from tests.unit.trainer.ppo_trainers import record_stats, trainer
+from tests.unit.coati.ppo_trainers import record_stats, trainer
 
 pytestmark = [pytest.mark.integration, pytest.mark.parallel]
 

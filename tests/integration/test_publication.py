@@ -15,10 +15,10 @@ import torch
 from ray.exceptions import RayActorError, RayTaskError
 
 from infra.clusters import connect, disconnect, lease_cluster, release_cluster
-from rlhf_core.detached.publication import Publication, Publisher, Subscriber, WeightsError
 from rlhf_core.phases import watch
+from rlhf_core.weights import Publication, Publisher, Subscriber, WeightsError
 from tests.integration.cluster_processes import wait_until_nothing_is_left
-from tests.unit.detached.publication.published import held, models, weights
+from tests.unit.weights.published import held, models, weights
 
 pytestmark = pytest.mark.integration
 

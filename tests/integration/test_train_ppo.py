@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf_core.models.critic import Critic
 from tests.parallel.processes import free_port
-from tests.unit.script.brief_llama import write_models
-from tests.unit.script.command_lines import TEMPLATE
-from tests.unit.script.seed_examples import NEURAL, RULES, as_command
+from tests.unit.coati.script.brief_llama import write_models
+from tests.unit.coati.script.command_lines import TEMPLATE
+from tests.unit.coati.script.seed_examples import NEURAL, RULES, as_command
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -19,16 +19,16 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from infra.clusters import ClusterManifest, connect, lease_cluster, release_cluster
-from rlhf_core.detached.roles.loop import ROLES, Outcome
-from rlhf_core.detached.roles.run import run
-from rlhf_core.detached.roles.spans import Span
+from rlhf_core.coati.roles.loop import ROLES, Outcome
+from rlhf_core.coati.roles.run import run
+from rlhf_core.coati.roles.spans import Span
 from rlhf_core.detached.train_prompts_on_ray import main
 from rlhf_core.errors import LostRankError
-from rlhf_core.trainer.ppo.stats import PPOStats
+from rlhf_core.ppo.stats import PPOStats
 from tests.integration import equality
 from tests.integration.existing_cluster import as_users_start_them
 from tests.integration.role_groups import add_node, await_free, processes_of
-from tests.unit.detached.roles.reference import (
+from tests.unit.coati.roles.reference import (
     LR,
     Reference,
     actor_figures,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rlhf_core.trainer.optim import Trained
+from rlhf_core.training.optim import Trained
 
 
 class Held(NamedTuple):

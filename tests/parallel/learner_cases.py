@@ -16,23 +16,23 @@ from torch import nn
 from rlhf_core.config import LoRAConfig, PPOConfig
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.lora import attach_lora, trainable_parameters
+from rlhf_core.ppo.controls import RewardControls
+from rlhf_core.ppo.critic_start import fit_line
+from rlhf_core.ppo.learner import PPOLearner
+from rlhf_core.ppo.ptx import Demonstrations
 from rlhf_core.strategy import plain
 from rlhf_core.strategy.plain import PlainBooster
 from rlhf_core.strategy.ranks import Ranks
-from rlhf_core.trainer.boosted import plain_model
-from rlhf_core.trainer.boosted import weights as held_weights
-from rlhf_core.trainer.named_tensors import prefixed
-from rlhf_core.trainer.optim import Trained, take_step
-from rlhf_core.trainer.ppo.controls import RewardControls
-from rlhf_core.trainer.ppo.critic_start import fit_line
-from rlhf_core.trainer.ppo.learner import PPOLearner
-from rlhf_core.trainer.ppo.ptx import Demonstrations
+from rlhf_core.training.boosted import plain_model
+from rlhf_core.training.boosted import weights as held_weights
+from rlhf_core.training.named_tensors import prefixed
+from rlhf_core.training.optim import Trained, take_step
 from rlhf_core.types import Experience
 from tests.parallel.ranks import Found
 from tests.tiny_llama import tiny_llama
-from tests.unit.trainer.built import boosters
-from tests.unit.trainer.experience import PROMPTS, RESPONSES, tiny_experience
-from tests.unit.trainer.strict_booster import StrictBooster
+from tests.unit.ppo.experience import PROMPTS, RESPONSES, tiny_experience
+from tests.unit.training.built import boosters
+from tests.unit.training.strict_booster import StrictBooster
 
 CONFIG = PPOConfig(
     prompts_per_episode=8, chunk_size=8, train_batch_size=8, micro_batch_size=2, warmup_steps=0, lr=1e-4,

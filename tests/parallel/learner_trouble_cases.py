@@ -6,11 +6,11 @@ import torch
 from torch import nn
 
 from rlhf_core.errors import TrainingError
+from rlhf_core.ppo.learner import PPOLearner
 from rlhf_core.strategy.ranks import Ranks
-from rlhf_core.trainer.ppo.learner import PPOLearner
 from tests.parallel.learner_cases import found, learner, learnt, share, weights
 from tests.parallel.ranks import Found
-from tests.unit.trainer.experience import tiny_experience
+from tests.unit.ppo.experience import tiny_experience
 
 
 def moved(ours: PPOLearner, before: dict[str, torch.Tensor], role: str = "actor") -> float:

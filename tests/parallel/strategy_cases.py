@@ -15,7 +15,7 @@ from rlhf_core.models.lora import attach_lora, trainable_parameters
 from rlhf_core.strategy.making import make_booster
 from rlhf_core.strategy.ranks import Ranks
 from rlhf_core.strategy.roll_call import naming_lost_rank
-from rlhf_core.trainer.optim import Trained, make_trained
+from rlhf_core.training.optim import Trained, make_trained
 from tests.parallel import strategy_stages as stages
 from tests.parallel.held import measured
 from tests.parallel.ranks import Found

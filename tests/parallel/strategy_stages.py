@@ -15,11 +15,11 @@ from rlhf_core.data.encoding import EncodedPair
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.lora import attach_lora
 from rlhf_core.models.reward_model import RewardModel
+from rlhf_core.ppo.learner import PPOLearner
 from rlhf_core.strategy.ranks import Ranks
-from rlhf_core.trainer.optim import Trained
-from rlhf_core.trainer.ppo.learner import PPOLearner
-from rlhf_core.trainer.supervised import reward_model as reward_model_module
-from rlhf_core.trainer.supervised import sft as sft_module
+from rlhf_core.supervised import reward_model as reward_model_module
+from rlhf_core.supervised import sft as sft_module
+from rlhf_core.training.optim import Trained
 from rlhf_core.types import Experience
 from tests.parallel.ranks import Found
 from tests.tiny_llama import tiny_llama

@@ -22,19 +22,19 @@ from rlhf_core.models.reward_model import RewardModel
 from rlhf_core.strategy.making import make_booster
 from rlhf_core.strategy.plain import PlainBooster
 from rlhf_core.strategy.ranks import Ranks
-from rlhf_core.trainer.boosted import plain_model, weights
-from rlhf_core.trainer.optim import Trained
-from rlhf_core.trainer.supervised.reward_model import RewardModelTrainer, train_reward_model
-from rlhf_core.trainer.supervised.sft import SFTTrainer, train_sft
-from rlhf_core.trainer.supervised.trainer import SupervisedTrainer
+from rlhf_core.supervised.reward_model import RewardModelTrainer, train_reward_model
+from rlhf_core.supervised.sft import SFTTrainer, train_sft
+from rlhf_core.supervised.trainer import SupervisedTrainer
+from rlhf_core.training.boosted import plain_model, weights
+from rlhf_core.training.optim import Trained
 from tests.parallel.directories import directory_of_all
 from tests.parallel.ranks import Found
 from tests.tiny_llama import tiny_llama
-from tests.unit.trainer.built import boosters
-from tests.unit.trainer.strict_booster import StrictBooster
-from tests.unit.trainer.test_reward_model_trainer import collate as collate_pairs
-from tests.unit.trainer.test_reward_model_trainer import pairs
-from tests.unit.trainer.test_sft_trainer import EXAMPLES, collate
+from tests.unit.supervised.test_reward_model_trainer import collate as collate_pairs
+from tests.unit.supervised.test_reward_model_trainer import pairs
+from tests.unit.supervised.test_sft_trainer import EXAMPLES, collate
+from tests.unit.training.built import boosters
+from tests.unit.training.strict_booster import StrictBooster
 
 FP32 = torch.float32
 SFT = SFTConfig(batch_size=8, micro_batch_size=2, lr=1e-3, warmup_steps=0, max_length=16)

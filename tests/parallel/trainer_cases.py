@@ -10,19 +10,19 @@ from typing import Any
 
 import torch
 
+from rlhf_core.coati import ppo_checkpoint
+from rlhf_core.coati import ppo_checkpoint_files as ppo_state
+from rlhf_core.coati.ppo_trainer import PPOTrainer
 from rlhf_core.config import LoRAConfig
 from rlhf_core.errors import RlhfError
 from rlhf_core.strategy.making import make_booster
 from rlhf_core.strategy.ranks import Ranks
-from rlhf_core.trainer.evaluators import PerformanceEvaluator
-from rlhf_core.trainer.ppo import checkpoint as ppo_checkpoint
-from rlhf_core.trainer.ppo import state as ppo_state
-from rlhf_core.trainer.ppo.trainer import PPOTrainer
+from rlhf_core.training.evaluators import PerformanceEvaluator
 from tests.parallel.directories import directory_of_all
 from tests.parallel.ranks import Found
-from tests.unit.trainer.ppo_trainers import OPTIONS, encoded, padded, record_stats, trainer, weights
-from tests.unit.trainer.strict_booster import StrictBooster
-from tests.unit.trainer.test_ppo_trainer_refusals import Spoilt
+from tests.unit.coati.ppo_trainers import OPTIONS, encoded, padded, record_stats, trainer, weights
+from tests.unit.coati.test_ppo_trainer_refusals import Spoilt
+from tests.unit.training.strict_booster import StrictBooster
 
 # One prompt stands in both halves, whose samples must differ all the same.
 TEXTS = ["1 plus 1", "2 plus 2", "1 plus 1", "3 plus 3"]

@@ -15,12 +15,12 @@ import numpy as np
 
 from rlhf_core.config import PPOConfig
 from rlhf_core.data import Problem
-from rlhf_core.detached.dealing.books import Made
-from rlhf_core.detached.dealing.dealer import Dealer, Published, Waits
-from rlhf_core.detached.dealing.ledger import Ledger
 from rlhf_core.detached.maker import MadeChunk
 from rlhf_core.detached.run.state import DealingState
-from rlhf_core.trainer.ppo.controls import RewardControls
+from rlhf_core.ppo.controls import RewardControls
+from rlhf_core.rollout.books import Made
+from rlhf_core.rollout.lease_queue import Ledger
+from rlhf_core.rollout.scheduler import Dealer, Published, Waits
 from rlhf_core.types import EpisodeControls
 
 

@@ -15,25 +15,25 @@ import ray
 import torch
 from torch import Tensor
 
-from rlhf_core.buffer.naive import NaiveExperienceBuffer
 from rlhf_core.config import PPOConfig
 from rlhf_core.counting import counted, ordinal
 from rlhf_core.data import Problem
-from rlhf_core.detached.group.member import GROUPS, GroupMember
-from rlhf_core.detached.group.peers import Peers, SharedState, share_state
 from rlhf_core.detached.maker import MadeChunk
-from rlhf_core.detached.publication import Publisher
-from rlhf_core.detached.publication.learners import weights_to_publish
 from rlhf_core.detached.run.dealing import Dealing
 from rlhf_core.detached.run.state import DealingState, EpisodeRecord, StateKeeper, TrainerPosition, TrainingState
 from rlhf_core.errors import TrainingError
 from rlhf_core.phases import reached
+from rlhf_core.ppo.controls import RewardControls
+from rlhf_core.ppo.failed_batch import check_finite, write_failed_batch
+from rlhf_core.ppo.judgement import judgement_metrics, judgement_sums
+from rlhf_core.ppo.learner import PPOLearner, PPOStats
+from rlhf_core.ppo.order import in_key_order
+from rlhf_core.ray_tools.member import GROUPS, GroupMember
+from rlhf_core.ray_tools.peers import Peers, SharedState, share_state
 from rlhf_core.strategy.ranks import ALONE, current_ranks
-from rlhf_core.trainer.ppo.controls import RewardControls
-from rlhf_core.trainer.ppo.failed_batch import check_finite, write_failed_batch
-from rlhf_core.trainer.ppo.judgement import judgement_metrics, judgement_sums
-from rlhf_core.trainer.ppo.learner import PPOLearner, PPOStats
 from rlhf_core.types import EpisodeControls, Experience, Sample
+from rlhf_core.weights import Publisher
+from rlhf_core.weights.learners import weights_to_publish
 
 
 def learn_or_keep(
@@ -302,10 +302,7 @@ class RunTrainer(GroupMember):
 
     def _learn(self, made: list[MadeChunk], samples: list[Sample], episode: int) -> dict[str, float]:
         """Learn from an episode's chunks; return its figures."""
-        buffer = NaiveExperienceBuffer(self._config.train_batch_size)
-        for chunk in made:
-            buffer.append(Experience.from_numpy(chunk.experience), chunk.samples)
-        experience = buffer.collect()
+        experience = in_key_order((Experience.from_numpy(chunk.experience), chunk.samples) for chunk in made)
         with self._peers.taking_part("learn", self._peers.put(experience.to_numpy), episode):
             stats = learn_or_keep(
                 self._learner, experience, samples, seed=self._seed, episode=episode, keeper=self._keeper

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from rlhf_core.functional.moments import Moments, whiten_with
+from rlhf_core.ppo.minibatch import agreed_moments
 from rlhf_core.strategy.ranks import ALONE
-from rlhf_core.trainer.ppo.minibatch import agreed_moments
 
 assert_close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
 

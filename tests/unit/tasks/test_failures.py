@@ -28,9 +28,9 @@ from infra.errors import (
     StoreNotReadyError,
     VersionExistsError,
 )
-from rlhf_core.detached.dealing.ledger import MakersLostError
-from rlhf_core.detached.publication import WeightsError
 from rlhf_core.errors import ConfigError, DataAwayError, DataError, LostRankError, ModelError, TrainingError
+from rlhf_core.rollout.lease_queue import MakersLostError
+from rlhf_core.weights import WeightsError
 from tasks import failures
 from tasks.failures import FEW, PATIENT, attended_or_not, further_attempts, passes, passes_in, sentence
 

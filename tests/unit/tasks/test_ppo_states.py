@@ -22,14 +22,14 @@ from rlhf_core.detached.run import state as states
 from rlhf_core.detached.run.state import DealingState, EpisodeRecord, TrainingState
 from rlhf_core.detached.run.trainer import CONTROLS
 from rlhf_core.errors import ModelError
+from rlhf_core.ppo.controls import RewardControls
 from rlhf_core.strategy.ranks import ALONE
-from rlhf_core.trainer.ppo.controls import RewardControls
 from rlhf_core.types import EpisodeControls, Sample
 from tasks import ppo_keeper
 from tasks.ppo import next_episode
 from tasks.ppo_keeper import StoreKeeper
 from tasks.results import Parent, PPORun
-from tests.unit.trainer.test_ppo_learner import learner
+from tests.unit.ppo.test_learner import learner
 
 CONFIG = PipelineConfig.model_validate({"name": "p", "data": {"task": "number_sorting"}}).model_dump(mode="json")
 PARENT = Parent(uri="model/tiny", digest="0" * 64)

@@ -1,0 +1,144 @@
+"""The loop of every trainer that collects what it learns from."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhf_core.counting import counted, ordinal
+from rlhf_core.errors import ConfigError
+from rlhf_core.training.callbacks import Callback, Telling
+from rlhf_core.training.loaders import Batches
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Position:
+    """Where a run stands."""
+
+    episode: int = 0
+    """The one that is under way, or due next."""
+    windows: int = 0
+    """Optimizer steps taken in it; above 0 only while it is being learnt from."""
+    step: int = 0
+    """Optimizer steps taken altogether."""
+    passes: int = 0
+    """`num_update_steps` of the episode that is being learnt from, which decides its minibatches; 0 between two."""
+
+
+class OLTrainer(Telling, ABC):
+    """Collects, learns and throws away, episode by episode.
+
+    Args:
+        callbacks: are told of everything, in their order; the ends of the fit and of an episode also after an error.
+    """
+
+    def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
+        self.callbacks = tuple(callbacks)
+        self.position = Position()
+
+    def fit(
+        self,
+        num_episodes: int,
+        num_collect_steps: int,
+        num_update_steps: int,
+        prompt_dataloader: Batches,
+        pretrain_dataloader: Batches | None = None,
+        log_dir: str | Path | None = None,
+        use_wandb: bool = False,
+    ) -> None:
+        """Collect on-policy experience, learn from it, throw it away.
+
+        Goes on where an earlier fit or the loaded checkpoint stood: `num_episodes` counts from the run's beginning, and
+        a dataloader that the earlier fit had, the same object, deals what comes next; another one begins anew.
+
+        Args:
+            num_episodes: rounds of collecting and learning.
+            num_collect_steps: batches of prompts in each.
+            num_update_steps: passes over what was collected; with `sample_buffer`, batches drawn from it.
+            prompt_dataloader: batches of {"input_ids", "attention_mask"}, [B P], padded on the left, and optional
+                lists "gt_answer", "key" and "entry", None where a row has none; begins anew when it ends. Each rank has
+                prompts of its own.
+            pretrain_dataloader: batches of {"input_ids", "attention_mask", optional "labels"}, [B S]; with ptx_coef.
+            log_dir: where metrics go; None drops them.
+            use_wandb: send them to Weights & Biases, or to trackio, too.
+        """
+        self._check_counts(num_episodes, num_collect_steps, num_update_steps)
+        self._before_fit(prompt_dataloader, pretrain_dataloader, log_dir, use_wandb)
+        if self.position.episode >= num_episodes:
+            logger.warning("%s done already; give fit more to go on", counted(num_episodes, "episode"))
+        with self._fit_ctx():
+            for episode in range(self.position.episode, num_episodes):
+                with self._episode_ctx(episode):
+                    if not self._has_collected():
+                        for _ in range(num_collect_steps):
+                            self._collect(episode)
+                        self._finish_collecting(episode)
+                    self._learn(episode, num_update_steps)
+                    self._clear()
+            self._finish_fit()
+
+    def _check_counts(self, num_episodes: int, num_collect_steps: int, num_update_steps: int) -> None:
+        names = ("num_episodes", "num_collect_steps", "num_update_steps")
+        for name, count in zip(names, (num_episodes, num_collect_steps, num_update_steps), strict=True):
+            if count < 1:
+                raise ConfigError(f"{name} must be at least 1, got {count}")
+        if self.position.passes not in {0, num_update_steps}:
+            raise ConfigError(
+                f"episode {ordinal(self.position.episode)} was begun with num_update_steps {self.position.passes}, but "
+                f"this fit has {num_update_steps}; end it with the same, or go on from the end of an episode"
+            )
+
+    @abstractmethod
+    def _before_fit(
+        self, prompts: Batches, demonstrations: Batches | None, log_dir: str | Path | None, use_wandb: bool
+    ) -> None:
+        """See that everything is there, before anything is spent."""
+
+    @abstractmethod
+    def _has_collected(self) -> bool:
+        """Whether the episode is being learnt from already, by an earlier fit or before the checkpoint."""
+
+    @abstractmethod
+    def _collect(self, episode: int) -> None:
+        """Put the experience of one batch of prompts into the buffer."""
+
+    @abstractmethod
+    def _finish_collecting(self, episode: int) -> None:
+        """Take note of all that was collected."""
+
+    @abstractmethod
+    def _learn(self, episode: int, num_update_steps: int) -> None:
+        """Take the episode's optimizer steps that are still due."""
+
+    @abstractmethod
+    def _clear(self) -> None:
+        """Empty the buffer and go on to the next episode."""
+
+    @abstractmethod
+    def _finish_fit(self) -> None:
+        """Keep what was learnt."""
+
+    @abstractmethod
+    def _after_fit(self) -> None:
+        """Close what `_before_fit` opened, also after an error."""
+
+    @contextmanager
+    def _fit_ctx(self) -> Iterator[None]:
+        try:
+            with self._told_of_the_end("on_fit_end"):
+                self._tell("on_fit_start")
+                yield
+        finally:
+            self._after_fit()
+
+    @contextmanager
+    def _episode_ctx(self, episode: int) -> Iterator[None]:
+        self._tell("on_episode_start", episode)
+        with self._told_of_the_end("on_episode_end", episode):
+            yield

@@ -1,0 +1,194 @@
+"""coati's `PPOTrainer`: PPO in this process, or in as many as torchrun started."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_core.coati.buffer import NaiveExperienceBuffer
+from rlhf_core.coati.generate_kwargs import generation_settings_from_kwargs, is_greedy
+from rlhf_core.coati.offloading import Resting
+from rlhf_core.coati.ppo_checkpoint import Held, PPOCheckpoints
+from rlhf_core.coati.ppo_loop import PPOLoop
+from rlhf_core.coati.ppo_setup import (
+    check_models,
+    check_run,
+    learning_config,
+    rollout_config,
+    scorer_of,
+    with_precision,
+)
+from rlhf_core.coati.prompt_batches import PromptNumbers
+from rlhf_core.config import PPOOptions, TemplateConfig
+from rlhf_core.data import PromptTemplate
+from rlhf_core.models.critic import Critic
+from rlhf_core.models.device import device_of
+from rlhf_core.models.trunk import unwrapped
+from rlhf_core.ppo.controls import RewardControls
+from rlhf_core.ppo.learner import PPOLearner
+from rlhf_core.ppo.metrics import PPOLog
+from rlhf_core.rewards.scoring import Scorer
+from rlhf_core.rewards.sources import AnyRewardModel
+from rlhf_core.rollout.experience import ExperienceMaker
+from rlhf_core.strategy.booster import Booster
+from rlhf_core.strategy.ranks import current_ranks
+from rlhf_core.training.boosted import plain_model
+from rlhf_core.training.callbacks import Callback
+from rlhf_core.training.optim import Trained
+
+_SHAPES_MINIBATCHES = ("seed", "train_batch_size", "accumulation_steps", "sample_buffer")
+
+
+class PPOTrainer(PPOLoop):
+    """Collects with an `ExperienceMaker`, learns with a `PPOLearner`, and throws away.
+
+    One optimizer step learns from `accumulation_steps` training batches as from one batch of that size: all means are
+    over all of them, on all ranks. Batches of several passes over the buffer stand in one line, so a step may end one
+    pass and begin the next; the last step of an episode has what is left.
+
+    Args:
+        actor_booster: made the actor ready for training, and saves it.
+        critic_booster: as for the actor.
+        actor: the policy, as the booster returned it.
+        critic: predicts returns; None, or left as it is, with an advantage estimator that needs none.
+        reward_model: scores responses; an `RLVRRewardModel` does so by functions.
+        initial_model: the KL penalty is measured from it; None takes the actor with its adapters switched off.
+        actor_optim: as the booster returned it.
+        critic_optim: None without a critic, as its schedule and booster.
+        actor_lr_scheduler: stepped once per optimizer step.
+        critic_lr_scheduler: as the actor's.
+        tokenizer: of all models.
+        kl_coef: weight of the KL penalty, per nat; where an adaptive coefficient starts.
+        ptx_coef: weight of the demonstrations' loss, in [0, 1); the policy's gets what is left of 1.
+        train_batch_size: samples that go through a model at once.
+        buffer_limit: batches that the buffer keeps of an episode, the oldest being dropped; 0 keeps all.
+        buffer_cpu_offload: keep experience in host memory until a step needs it.
+        eps_clip: half-width of the trust region on the ratio.
+        vf_coef: weight of the critic's loss.
+        value_clip: half-width of the trust region on values, in the unit of returns.
+        sample_buffer: each pass is one batch, drawn at random, instead of all samples.
+        dataloader_pin_memory: without effect: batches are moved whole.
+        offload_inference_models: reward model and initial model wait in host memory while the others learn.
+        apply_loss_mask: learn those tokens of demonstrations that have labels; otherwise all of them. Responses are
+            always learnt up to their end: behind it there is only padding.
+        accumulation_steps: training batches of an optimizer step.
+        save_interval: optimizer steps between checkpoints; 0 keeps only the one at the end of the fit.
+        save_dir: of checkpoints and of batches that failed; None keeps none.
+        use_tp: without effect: a booster knows whether it splits tensors.
+        coordinator: without effect: torch.distributed knows the ranks.
+        callbacks: are told of everything, in their order.
+        options: choices of the algorithm that coati has no parameter for.
+        scorer: judges responses instead of the reward model.
+        seed: with episode, prompt and sample it decides every token drawn, and the order of minibatches.
+        **generate_kwargs: how responses are drawn: max_new_tokens (256), max_length (2048), temperature, top_k, top_p,
+            stop_token_ids and other names of coati's.
+
+    Raises:
+        ConfigError: if a value is out of range, or there is no such name.
+        ModelError: if the models do not read the same tokens.
+    """
+
+    def __init__(
+        self,
+        actor_booster: Booster,
+        critic_booster: Booster,
+        actor: PreTrainedModel,
+        critic: Critic | None,
+        reward_model: AnyRewardModel | None,
+        initial_model: PreTrainedModel | None,
+        actor_optim: Optimizer,
+        critic_optim: Optimizer | None,
+        actor_lr_scheduler: LRScheduler,
+        critic_lr_scheduler: LRScheduler | None,
+        tokenizer: PreTrainedTokenizerBase,
+        kl_coef: float = 0.1,
+        ptx_coef: float = 0.9,
+        train_batch_size: int = 8,
+        buffer_limit: int = 0,
+        buffer_cpu_offload: bool = True,
+        eps_clip: float = 0.2,
+        vf_coef: float = 1.0,
+        value_clip: float = 0.2,
+        sample_buffer: bool = False,
+        dataloader_pin_memory: bool = True,  # noqa: ARG002 - coati's
+        offload_inference_models: bool = True,
+        apply_loss_mask: bool = True,
+        accumulation_steps: int = 1,
+        save_interval: int = 0,
+        save_dir: str | Path | None = None,
+        use_tp: bool = False,  # noqa: ARG002 - coati's
+        coordinator: Any = None,  # noqa: ARG002 - coati's
+        callbacks: Sequence[Callback] = (),
+        *,
+        options: PPOOptions = PPOOptions(lam=0.95),  # noqa: B008 - frozen
+        scorer: Scorer | None = None,
+        seed: int = 0,
+        **generate_kwargs: Any,
+    ) -> None:
+        super().__init__(callbacks)
+        others = {"critic": critic, "reward model": reward_model, "initial model": initial_model}
+        check_models(actor, others, tokenizer)
+        check_run(seed, buffer_limit, (critic, critic_optim, critic_lr_scheduler, critic_booster), options)
+        options = with_precision(options, actor_booster)
+        generation = generation_settings_from_kwargs(generate_kwargs, tokenizer)
+        rollout = rollout_config(options, generation, kl_coef=kl_coef)
+        learning = learning_config(
+            options, generation, train_batch_size=train_batch_size, accumulation_steps=accumulation_steps,
+            eps_clip=eps_clip, value_clip=value_clip, vf_coef=vf_coef, ptx_coef=ptx_coef,
+        )  # fmt: skip
+        self.ranks, self.device = current_ranks(), device_of(actor)
+        self.tokenizer, self.seed, self.save_dir = tokenizer, seed, Path(save_dir) if save_dir is not None else None
+        self.train_batch_size, self.accumulation_steps = train_batch_size, accumulation_steps
+        self.sample_buffer, self.apply_loss_mask, self.ptx_coef = sample_buffer, apply_loss_mask, ptx_coef
+        self.buffer = NaiveExperienceBuffer(train_batch_size, buffer_limit, buffer_cpu_offload, seed=seed)
+        self.experience_maker = ExperienceMaker(
+            plain_model(actor_booster, actor),
+            None if critic is None else plain_model(critic_booster, critic),
+            scorer or scorer_of(reward_model, scaled=not options.legacy),
+            unwrapped(initial_model),
+            config=rollout,
+            template=PromptTemplate(tokenizer, TemplateConfig()),
+            seed=seed,
+            generation=generation,
+            greedy=is_greedy(generate_kwargs),
+        )
+        roles = {"actor": Trained(actor, actor_optim, actor_lr_scheduler, actor_booster)}
+        if critic is not None and critic_optim is not None:
+            roles["critic"] = Trained(critic, critic_optim, critic_lr_scheduler, critic_booster)
+        self.learner = PPOLearner(
+            roles["actor"], roles.get("critic"), learning, device=self.device, ranks=self.ranks, seed=seed,
+            max_new_tokens=generation.max_new_tokens,
+        )  # fmt: skip
+        self.controls, self._log = RewardControls(rollout, self.ranks), PPOLog(self.ranks)
+        self.checkpoints = PPOCheckpoints(
+            self.save_dir,
+            save_interval,
+            roles,
+            Held(self.learner, self.controls, self._log.meter),
+            settings={name: getattr(self, name) for name in _SHAPES_MINIBATCHES},
+            ranks=self.ranks,
+        )
+        self._resting = Resting([initial_model, reward_model], self.device, offload=offload_inference_models)
+        self._numbers = PromptNumbers(options.samples_per_prompt, self.ranks)
+
+    def load_checkpoint(self, directory: str | Path) -> None:
+        """Go on from a checkpoint: of a `save_dir` the latest whole one, or one step's own directory.
+
+        What this trainer has collected, or dealt from its loaders, is forgotten. Strategy and number of ranks may be
+        others than those that wrote it; in the middle of an episode, other ranks leave out the rest of it.
+
+        Raises:
+            ModelError: if there is no whole checkpoint, or it is of other models, optimizers or schedules; nothing
+                was changed.
+            ConfigError: if it is of the middle of an episode under other settings.
+        """
+        position, learning = self.checkpoints.load(directory)
+        self._forget_episode()
+        self._feed, self._places, self.position, self._learning = None, None, position, learning
+        if self._learning is not None:
+            self.buffer.append(self._learning.collected)

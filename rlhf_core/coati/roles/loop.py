@@ -1,0 +1,207 @@
+"""The rounds of a run: draw, value, judge, learn, over four groups of actors and from one process that only calls."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import cycle
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rlhf_core.coati.roles.composition import ExperienceCompositionRefs, MadeArrays
+from rlhf_core.coati.roles.groups import (
+    PPOActorRayActorGroup,
+    PPOCriticRayActorGroup,
+    PPOInitialRayActorGroup,
+    PPORayActorGroup,
+    PPORewardRayActorGroup,
+)
+from rlhf_core.coati.roles.placement import Share
+from rlhf_core.coati.roles.settings import RoleSettings
+from rlhf_core.coati.roles.spans import Span
+from rlhf_core.counting import counted, ordinal
+from rlhf_core.ray_tools.calls import results
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from rlhf_core.ppo.stats import PPOStats
+    from rlhf_core.types import Sample
+
+Tell = Callable[[str], None]
+ROLES = ("actor", "critic", "initial", "reward")
+
+
+class Round(NamedTuple):
+    """What came of one round of collecting and learning."""
+
+    number: int
+    """From 0."""
+    samples: int
+    actor: list[PPOStats]
+    """Of each optimizer step; what concerns the critic is 0."""
+    critic: list[PPOStats]
+    """Of each optimizer step; what concerns the actor is 0."""
+
+
+@dataclass
+class Outcome:
+    """What a run leaves behind, besides its files."""
+
+    rounds: list[Round] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    """When each process was busy, by the clock of its machine."""
+    written: list[str] = field(default_factory=list)
+    """Paths of the policy, and of its optimizer's state."""
+
+
+def processes_of(args: Namespace) -> dict[str, int]:
+    """Return how many processes each role has."""
+    return {role: getattr(args, f"num_{role}_nodes") * args.num_gpus_per_node for role in ROLES}
+
+
+class Groups:
+    """The four groups of one run.
+
+    Args:
+        args: the flags.
+        share: what each process gets.
+
+    Raises:
+        TimeoutError: if there is no room for one; nothing of the run is left then.
+    """
+
+    actor: PPOActorRayActorGroup
+    critic: PPOCriticRayActorGroup
+    initial: PPOInitialRayActorGroup
+    reward: PPORewardRayActorGroup
+
+    def __init__(self, args: Namespace, share: Share) -> None:
+        self._timeouts = (args.start_timeout_s, args.timeout_s)
+        self.all: list[PPORayActorGroup] = []
+        options: dict[str, Any] = {"share": share, "timeout_s": args.start_timeout_s}
+        per_node = args.num_gpus_per_node
+        try:
+            self.actor = self._kept(PPOActorRayActorGroup(args.num_actor_nodes, per_node, **options))
+            self.critic = self._kept(PPOCriticRayActorGroup(args.num_critic_nodes, per_node, **options))
+            self.initial = self._kept(PPOInitialRayActorGroup(args.num_initial_nodes, per_node, **options))
+            self.reward = self._kept(PPORewardRayActorGroup(args.num_reward_nodes, per_node, **options))
+            for group in self.all:
+                self.results(group, group.async_ping(), "to start", self._timeouts[0], advice=group.room.lacking())
+        except BaseException:
+            self.end()
+            raise
+
+    @property
+    def members(self) -> dict[str, Any]:
+        """All processes by name."""
+        return {name: actor for group in self.all for name, actor in zip(group.names, group.actors, strict=True)}
+
+    def load(self, settings: RoleSettings, prompts: Sequence[str]) -> int:
+        """Have all load their models, and the actor its prompts; return how many of these were cut."""
+        calls = {
+            call: name
+            for group in self.all
+            for name, call in zip(group.names, group.async_init_model_from_pretrained(settings), strict=True)
+        }
+        self.answers(calls, "to load the models")
+        cut: list[int] = self.results(self.actor, self.actor.async_set_prompts(prompts), "to encode the prompts")
+        return cut[0]
+
+    def answers(self, calls: dict[Any, str], what: str) -> list[Any]:
+        """Return what calls return."""
+        return results(calls, members=self.members, timeout_s=self._timeouts[1], what=what)
+
+    def results(
+        self, group: PPORayActorGroup, calls: Sequence[Any], what: str, timeout_s: float | None = None, advice: str = ""
+    ) -> list[Any]:
+        """Return what a group's calls return, one of each process."""
+        named = dict(zip(calls, group.names, strict=True))
+        limit = self._timeouts[1] if timeout_s is None else timeout_s
+        return results(named, members=self.members, timeout_s=limit, what=what, advice=advice)
+
+    def end(self) -> None:
+        """End all processes of the run, and nobody else's."""
+        while self.all:
+            self.all.pop().end()
+
+    def _kept(self, group: Any) -> Any:
+        self.all.append(group)
+        return group
+
+
+def run_rounds(args: Namespace, groups: Groups, tell: Tell) -> Iterator[Round]:
+    """Yield each round when it is learnt.
+
+    A round is `--update_timesteps` time steps; the last one has what is left. All of its calls are made at once: the
+    actor draws the next time step while the others work on the one before.
+    """
+    steps = range(args.num_episodes * args.max_timesteps)
+    starts = range(0, len(steps), args.update_timesteps)
+    for number, first in enumerate(starts):
+        started = time.monotonic()
+        due = steps[first : first + args.update_timesteps]
+        made = _assembled(groups, _composed(groups, due, number))
+        calls = [
+            (group, group.async_learn_on_experiences(list(made), number)) for group in (groups.actor, groups.critic)
+        ]
+        named = {call: name for group, asked in calls for call, name in zip(asked, group.names, strict=True)}
+        found = groups.answers(named, "to learn")
+        collected: list[MadeArrays] = groups.answers(made, "to hand over experience")
+        samples = [sample for each in collected for sample in each.samples]
+        done = Round(number, len(samples), found[0], found[groups.actor.world_size])
+        tell(_line(done, samples, len(starts), time.monotonic() - started))
+        yield done
+
+
+def _composed(groups: Groups, steps: Sequence[int], number: int) -> list[ExperienceCompositionRefs]:
+    """Ask for all that a round's experience is made of, and return the references when it is there."""
+    found = []
+    asked: dict[Any, str] = {}
+    for step in steps:
+        made = groups.actor.async_sample_prompts_and_make_sequence(step, number)
+        parts = (
+            made,
+            groups.actor.async_calculate_action_log_probs(made),
+            groups.initial.async_calculate_base_action_log_probs(made),
+            groups.critic.async_calculate_value(made),
+            groups.reward.async_calculate_r(made),
+        )
+        found += [ExperienceCompositionRefs(*each) for each in zip(*parts, strict=False)]  # idle ranks have no part
+        for group, calls in zip(
+            (groups.actor, groups.actor, groups.initial, groups.critic, groups.reward), parts, strict=True
+        ):
+            asked |= dict(zip(calls, cycle(group.names), strict=False))
+    groups.answers(asked, "to draw, value and judge")
+    return found
+
+
+def _assembled(groups: Groups, composed: Sequence[ExperienceCompositionRefs]) -> dict[Any, str]:
+    """Have the experience assembled by all processes of all roles in turns; return when it is there.
+
+    Returns:
+        The references, in the order of time steps and of the actor's ranks, and who assembled each.
+    """
+    turns = cycle([(group, rank) for group in groups.all for rank in range(group.world_size)])
+    made = {}
+    for refs, (group, rank) in zip(composed, turns, strict=False):
+        made[group.async_make_experience(refs, rank)] = group.names[rank]
+    groups.answers(made, "to make experience")
+    return made
+
+
+def save(args: Namespace, groups: Groups) -> list[str]:
+    """Have the policy written, and return the paths."""
+    calls = groups.actor.async_save_checkpoint(args.save_path, args.need_optim_ckpt)
+    written: list[str] = groups.results(groups.actor, calls, "to write the policy")[0]
+    return written
+
+
+def _line(done: Round, samples: Sequence[Sample], rounds: int, seconds: float) -> str:
+    return (
+        f"round {ordinal(done.number)}/{rounds}: {counted(len(samples), 'sample')}, score "
+        f"{fmean(s.score for s in samples):.4f}, KL {fmean(s.kl for s in samples):.4f}, "
+        f"{fmean(s.length for s in samples):.1f} tokens, actor loss {fmean(s.actor_loss for s in done.actor):.4f}, "
+        f"critic loss {fmean(s.critic_loss for s in done.critic):.4f}, {seconds:.1f} s"
+    )

@@ -1,0 +1,207 @@
+"""The models of `train_ppo`: policy, reference, critic and reward model, out of the directories that the flags name."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+from rlhf_core.coati.script.checks import read_lora
+from rlhf_core.config import LoRAConfig
+from rlhf_core.errors import ConfigError, ModelError
+from rlhf_core.models.adapters import CONFIG_FILE, is_adapter_directory, load_adapters
+from rlhf_core.models.compatibility import check_same_tokenizer
+from rlhf_core.models.critic import Critic
+from rlhf_core.models.dropout import disable_dropout
+from rlhf_core.models.heads import HEAD_FILE
+from rlhf_core.models.loading import load_causal_lm, load_tokenizer, locate_model
+from rlhf_core.models.lora import attach_lora, merge_adapters
+from rlhf_core.models.reward_model import RewardModel
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from collections.abc import Callable
+
+    from transformers import PreTrainedTokenizerBase
+
+MODELS_DIR = Path("~/.cache/rlhf/models")
+"""Where packaged models are kept once they are converted."""
+_COATIS = {
+    "alpha": "lora_alpha",
+    "dropout": "linear_lora_dropout",
+    "bias": "lora_train_bias",
+    "init": "lora_initialization_method",
+}
+"""Keys of the adapters' file, by ours."""
+_TOKENIZER_FILE = "tokenizer_config.json"
+
+
+class Models(NamedTuple):
+    """What one run trains and asks, all on its device."""
+
+    actor: PreTrainedModel
+    critic: Critic
+    reward_model: RewardModel | None
+    """None if functions give the reward."""
+    initial_model: PreTrainedModel | None
+    """None if the reference is the actor with its adapters switched off."""
+    tokenizer: PreTrainedTokenizerBase
+    critic_init: str
+
+
+def build_models(args: Namespace, device: torch.device, tell: Callable[[str], None]) -> Models:
+    """Load what the flags name.
+
+    Args:
+        args: the flags, checked.
+        device: where the models go.
+        tell: is told in one line what is not as the flags say.
+
+    Raises:
+        ModelError: if a directory does not hold the model it should, or two of them read other tokens.
+        ConfigError: if the adapters cannot be made as their file says.
+    """
+    lora = None if args.lora_config is None else lora_config(args.lora_config)
+    frozen = _frozen_dtype(args, device)
+    # biases that train are of the base, whose weights must then be of their kind
+    dtype = frozen if lora is not None and lora.bias == "none" else torch.float32
+    directory = locate_model(args.pretrain, models_dir=MODELS_DIR.expanduser())
+    tokenizer = load_tokenizer(_tokenizer_directory(args, directory))
+    actor = load_policy(directory, dtype, device)
+    check_same_tokenizer(actor, tokenizer, what=f"--pretrain {args.pretrain} and the tokenizer")
+    reward_model = None if args.no_neural_reward_model else _reward_model(args, actor, tokenizer, dtype, device)
+    critic, critic_init = _critic(args, actor, reward_model, tokenizer, dtype, device)
+    # switched off, adapters leave the policy as it was, unless they changed the base too
+    own_reference = lora is None or lora.init == "pissa" or lora.bias != "none"
+    initial_model = load_policy(directory, frozen, device).requires_grad_(False) if own_reference else None
+    flash = args.use_flash_attn and _has_flash_attention(device, tell)
+    for model in (actor, critic.trunk):
+        disable_dropout(model)
+        if flash:
+            model.set_attn_implementation("flash_attention_2")
+        if lora is not None:
+            attach_lora(model, lora, seed=args.seed)
+    if reward_model is not None:
+        reward_model.requires_grad_(False).trunk.to(frozen)  # only now: the critic began as a copy of it
+    return Models(actor, critic, reward_model, initial_model, tokenizer, critic_init)
+
+
+def lora_config(path: str) -> LoRAConfig:
+    """Return the adapters that a file of coati's form describes.
+
+    Raises:
+        ConfigError: if it describes none that can be made.
+    """
+    try:
+        return LoRAConfig(**read_lora(path))
+    except ValueError as error:
+        first = error.errors()[0] if hasattr(error, "errors") else {"loc": (), "msg": str(error)}
+        where = ".".join(_COATIS.get(str(part), str(part)) for part in first["loc"]) or "value"
+        raise ConfigError(f"--lora_config {path}: {where}: {first['msg']}") from error
+
+
+def load_policy(directory: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """Return the causal language model of a directory; of a peft adapter's, its base with the adapter merged.
+
+    Merged first, a policy has no adapters but those that PPO adds: switched off, it is the stored policy again.
+
+    Raises:
+        ModelError: if there is none.
+    """
+    if not is_adapter_directory(directory):
+        return load_causal_lm(directory, dtype, device)
+    model = load_causal_lm(_base_of(directory), torch.float32, device)
+    load_adapters(model, directory)
+    merge_adapters(model)  # summed in float32, rounded once
+    return model.to(dtype)
+
+
+def _base_of(adapter: Path) -> Path:
+    try:
+        base = str(json.loads((adapter / CONFIG_FILE).read_text())["base_model_name_or_path"] or "")
+    except (ValueError, KeyError, TypeError):
+        base = ""
+    if not base:
+        raise ModelError(f"{adapter / CONFIG_FILE} does not say which model it adapts; write base_model_name_or_path")
+    return locate_model(base, models_dir=MODELS_DIR.expanduser())
+
+
+def _tokenizer_directory(args: Namespace, policy: Path) -> Path:
+    if args.tokenizer_dir:
+        return Path(args.tokenizer_dir)
+    adapters_only = is_adapter_directory(policy) and not (policy / _TOKENIZER_FILE).is_file()
+    return _base_of(policy) if adapters_only else policy
+
+
+def _reward_model(
+    args: Namespace,
+    actor: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> RewardModel:
+    flag = "--rm_checkpoint_path" if args.rm_checkpoint_path else "--rm_pretrain"
+    given = args.rm_checkpoint_path or args.rm_pretrain
+    local = args.rm_checkpoint_path is not None
+    directory = Path(given) if local else locate_model(given, models_dir=MODELS_DIR.expanduser())
+    held = next((place for place in (directory, directory / "modeling") if (place / HEAD_FILE).is_file()), None)
+    if held is None:
+        raise ModelError(
+            f"{flag} {given} holds no reward model, as it has no {HEAD_FILE}; give what RewardModel.save_pretrained or "
+            "RewardModelTrainer wrote as --rm_checkpoint_path"
+        )
+    model = RewardModel.from_pretrained(held, dtype).to(device).eval()
+    _check_reads(model, (held, args.rm_pretrain), actor, tokenizer, what=f"the reward model {given} and the policy")
+    return model
+
+
+def _check_reads(
+    model: RewardModel | Critic,
+    places: tuple[Path | str | None, ...],
+    actor: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    what: str,
+) -> None:
+    """See that a model reads the policy's tokens: by its vocabulary, and by a tokenizer, if one stands beside it."""
+    check_same_tokenizer(model, actor, what=what)
+    for place in places:
+        if place is not None and (Path(place).expanduser() / _TOKENIZER_FILE).is_file():
+            check_same_tokenizer(load_tokenizer(Path(place).expanduser()), tokenizer, what=what)
+            return
+
+
+def _critic(
+    args: Namespace,
+    actor: PreTrainedModel,
+    reward_model: RewardModel | None,
+    tokenizer: PreTrainedTokenizerBase,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[Critic, str]:
+    if reward_model is not None and args.critic_init != "policy":
+        return Critic.from_reward_model(reward_model, keep_head=True), "reward_model"
+    if args.critic_init == "policy" or args.rm_pretrain is None:
+        return Critic.from_causal_lm(actor), "policy"
+    base = locate_model(args.rm_pretrain, models_dir=MODELS_DIR.expanduser())
+    critic = Critic.from_causal_lm(load_policy(base, dtype, device))
+    _check_reads(critic, (base,), actor, tokenizer, what=f"--rm_pretrain {args.rm_pretrain} and the policy")
+    return critic, "policy"
+
+
+def _frozen_dtype(args: Namespace, device: torch.device) -> torch.dtype:
+    """Return the kind of frozen weights: on a GPU they are kept in the arithmetic of the run."""
+    if device.type == "cpu":
+        return torch.float32
+    return torch.float16 if args.mixed_precision == "fp16" else torch.bfloat16
+
+
+def _has_flash_attention(device: torch.device, tell: Callable[[str], None]) -> bool:
+    if device.type == "cuda" and importlib.util.find_spec("flash_attn") is not None:
+        return True
+    tell("--use_flash_attn needs a GPU and the library flash_attn; attention runs as sdpa")
+    return False

@@ -1,0 +1,342 @@
+"""The PPO learner: one optimizer step for actor and critic from one minibatch, and what it refuses before it learns."""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Literal, Self
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from rlhf_core.config import LearningConfig, PPOConfig, RolloutConfig
+from rlhf_core.errors import ConfigError, ModelError, TrainingError
+from rlhf_core.models.critic import Critic
+from rlhf_core.models.lora import merged_parameters
+from rlhf_core.ppo.critic_start import ValueLine, start_critic
+from rlhf_core.ppo.minibatch import prepare
+from rlhf_core.ppo.order import minibatch_order
+from rlhf_core.ppo.passes import StepContext, own_logprobs, shared_logprobs
+from rlhf_core.ppo.ptx import PtxSource
+from rlhf_core.ppo.stats import PPOStats, stats_from
+from rlhf_core.ppo.step import step_all
+from rlhf_core.strategy.ranks import ALONE, Ranks, current_ranks
+from rlhf_core.training.base import PaddedBatch
+from rlhf_core.training.boosted import awake, exact, strategy_booster
+from rlhf_core.training.learning_mode import checkpoint_activations
+from rlhf_core.training.optim import Trained, make_trained
+from rlhf_core.training.schedules import warmup_then_constant
+from rlhf_core.training.state import LearnerState, load_state_tensors, state_tensors
+from rlhf_core.types import Experience
+
+
+def check_same(experience: Experience, ranks: Ranks) -> None:
+    """See that every rank was handed the same rows, and that there are some.
+
+    Raises:
+        TrainingError: on all ranks, otherwise.
+    """
+    if ranks.any(not len(experience)):
+        raise TrainingError("expected experience with at least one response on every rank, got none; collect some")
+    digest = zlib.crc32(experience.sequences.cpu().contiguous().numpy().tobytes())
+    if len(set(ranks.gather(torch.tensor([digest])).tolist())) > 1:
+        raise TrainingError("expected all rows of the episode on every rank, got others on each; hand all the same")
+
+
+def check_demonstrations(config: LearningConfig, *, has_some: bool) -> None:
+    """See that there are demonstrations if any are to be learnt.
+
+    Raises:
+        ConfigError: otherwise.
+    """
+    if config.ptx_coef > 0 and not has_some:
+        raise ConfigError(
+            f"ppo.ptx_coef is {config.ptx_coef}, but there are no demonstrations; give some, or set it to 0"
+        )
+
+
+def check_options(config: LearningConfig, *, has_critic: bool) -> None:
+    """See that the choices go together.
+
+    Raises:
+        ConfigError: otherwise.
+    """
+    if config.advantage_estimator == "gae" and not has_critic:
+        raise ConfigError(
+            "ppo.advantage_estimator gae needs a critic, and there is none; give one, or compare samples with rloo, "
+            "grpo, dr_grpo or reinforce_pp"
+        )
+    if config.legacy and config.critic_init == "reward_model":
+        raise ConfigError(
+            "ppo.legacy judges by rules of its own, to whose returns no critic is fitted; set ppo.critic_init to policy"
+        )
+
+
+__all__ = ["PPOLearner", "PPOStats"]
+
+logger = logging.getLogger(__name__)
+
+_FACTS = "learner"
+
+
+class PPOLearner:
+    """Owns actor, critic, their optimizers and schedules; knows neither Ray nor where experience comes from.
+
+    Dropout would make the ratio of old and new policy noise, so only that of adapters is active in a training step; it
+    is drawn from the seed, the step and the rank, and depends on nothing else.
+
+    With several ranks every method is called by all of them. All means, whitening and the guard are over the minibatch
+    of all ranks.
+
+    Args:
+        actor: causal language model with what trains it; it is called as `model(...)` only, so a booster may wrap it.
+        critic: as the actor; None where advantages need no critic. One that is given all the same is left untouched.
+        config: how to learn.
+        device: of both models.
+        ranks: who trains together; None takes torch.distributed's default group.
+        ptx: demonstrations for `learn`; None where the caller hands them to `training_step`.
+        seed: of the dropout.
+        max_new_tokens: longest response, for the aggregation `constant_length`; None takes the configuration's.
+        apart: actor and critic learn in two processes, from the same experience; here one of them is None.
+    """
+
+    def __init__(
+        self,
+        actor: Trained | None,
+        critic: Trained | None,
+        config: LearningConfig,
+        *,
+        device: torch.device | str,
+        ranks: Ranks | None = None,
+        ptx: PtxSource | None = None,
+        seed: int = 0,
+        max_new_tokens: int | None = None,
+        apart: bool = False,
+    ) -> None:
+        check_options(config, has_critic=critic is not None or apart)
+        self.device = torch.device(device)
+        self.config = config
+        self.steps = 0
+        """Optimizer steps taken or, by the guard, left out."""
+        if critic is not None and config.advantage_estimator != "gae":
+            logger.info("advantage estimator %s needs no critic; it stays as it is", config.advantage_estimator)
+            critic = None
+        self._roles = {role: each for role, each in (("actor", actor), ("critic", critic)) if each is not None}
+        self._ranks = current_ranks() if ranks is None else ranks
+        self._ptx = ptx
+        self._seed = seed
+        self._dtype: torch.dtype = getattr(torch, config.dtype)
+        self._line: ValueLine | None = None
+        if max_new_tokens is None and isinstance(config, RolloutConfig):
+            max_new_tokens = config.max_new_tokens
+        self._longest = max_new_tokens
+        for trained in self._roles.values():
+            trained.model.eval()
+            if config.gradient_checkpointing:
+                checkpoint_activations(trained.model)
+
+    @classmethod
+    def build(
+        cls,
+        actor_model: PreTrainedModel,
+        critic_model: Critic | None,
+        config: PPOConfig,
+        *,
+        device: torch.device | str,
+        ptx: PtxSource | None = None,
+        seed: int = 0,
+        ranks: Ranks | None = None,
+    ) -> Self:
+        """Return a learner with AdamW, warm-up, and boosters of `config.strategy`, one for each model.
+
+        Args:
+            actor_model: causal language model; its trainable weights are float32 (adapters or all).
+            critic_model: as the actor; None where advantages need no critic.
+            config: the run's configuration.
+            device: where both models go.
+            ptx: demonstrations; needed if `config.ptx_coef` is above 0.
+            seed: of the dropout.
+            ranks: who trains together; None takes torch.distributed's default group.
+
+        Raises:
+            ConfigError: if the strategy cannot be had here.
+        """
+        schedule = warmup_then_constant(config.warmup_steps)
+        accumulates = config.train_batch_size > config.micro_batch_size or config.ptx_coef > 0
+
+        def train(model: nn.Module, lr: float) -> Trained:
+            return make_trained(
+                model.to(device),
+                lr=lr,
+                weight_decay=config.weight_decay,
+                schedule=schedule,
+                booster=strategy_booster(
+                    config.strategy, dtype=getattr(torch, config.dtype), max_norm=config.grad_clip, device=device,
+                    ranks=ranks, accumulates=accumulates,
+                ),
+            )  # fmt: skip
+
+        critic = None if critic_model is None else train(critic_model, config.critic_lr)
+        return cls(train(actor_model, config.lr), critic, config, device=device, ranks=ranks, ptx=ptx, seed=seed)
+
+    @property
+    def actor(self) -> Any:
+        """The model that acts, as it was handed in or boosted."""
+        return self._roles["actor"].model
+
+    @property
+    def critic(self) -> Any:
+        """The model that values states, or None where none is trained."""
+        return self._roles["critic"].model if "critic" in self._roles else None
+
+    def awake(self) -> AbstractContextManager[None]:
+        """Return the context in which all weights of both plain models are there; nothing is learnt in it."""
+        return awake((trained.booster, trained.model) for trained in self._roles.values())
+
+    def learn(self, experience: Experience, seed: int, episode: int) -> list[PPOStats]:
+        """Recompute the old log-probabilities, then make `config.max_epochs` passes over an episode's experience.
+
+        Each minibatch is one of all ranks, `config.train_batch_size` rows of each, so that several ranks learn what one
+        does with that much larger batches. With the correction `decoupled` the old log-probabilities are recomputed
+        before each pass: the trust region moves along.
+
+        Args:
+            experience: all of the episode, in the order of the samples' keys; the same on every rank.
+            seed: seed of the run.
+            episode: from 0; with the seed it decides the order of passes after the first.
+
+        Raises:
+            TrainingError: on all ranks, if there are no rows, or not the same on each.
+        """
+        check_demonstrations(self.config, has_some=self._ptx is not None)
+        check_same(experience, self._ranks)
+        batch = self._with_rescaled_values(self._on_device(experience), ALONE)
+        size, world_size = self.config.train_batch_size * self._ranks.world_size, self._ranks.world_size
+        stats = []
+        for epoch in range(self.config.max_epochs):
+            if "actor" in self._roles and (epoch == 0 or self.config.correction == "decoupled"):
+                batch = batch.replace(action_log_probs=shared_logprobs(self._roles["actor"], batch, self._context()))
+            for rows in minibatch_order(seed=seed, episode=episode, epoch=epoch, samples=len(batch), batch_size=size):
+                ptx = None if self._ptx is None else self._ptx.batch(self.steps)
+                stats.append(self.training_step(batch.select(rows[self._ranks.rank :: world_size]), ptx))
+        return stats
+
+    def recompute(self, experience: Experience) -> Experience:
+        """Return this rank's experience with `action_log_probs` from the learner's own forward pass, on its device.
+
+        The maker's numbers come from another dtype and batch; with them, the ratio would not start at 1. Cut into
+        the micro-batches of the first pass, so that there it is 1 exactly.
+
+        With `critic_init` reward_model the first call of a run also fits the critic's head to the returns of this
+        experience, and restates what the critic said of it. Later calls do not: to recompute again what was restated,
+        hand in what this returned.
+
+        Raises:
+            TrainingError: on all ranks, if any has no rows.
+        """
+        if self._ranks.any(not len(experience)):
+            raise TrainingError("expected experience with at least one response on every rank, got none; collect some")
+        batch = self._with_rescaled_values(self._on_device(experience), self._ranks)
+        return batch.replace(action_log_probs=own_logprobs(self._roles["actor"], batch, self._context()))
+
+    def training_step(self, experience: Experience, ptx: PaddedBatch | None = None) -> PPOStats:
+        """Take one optimizer step on actor and critic from one minibatch; after an error, neither has taken it.
+
+        Args:
+            experience: this rank's rows of the minibatch, their `action_log_probs` recomputed; none if others have.
+            ptx: this rank's demonstrations; needed if `config.ptx_coef` is above 0.
+
+        Raises:
+            TrainingError: on all ranks, if there are no returns, response tokens or demonstrations on any, or a loss
+                or gradient is not finite.
+        """
+        config = self.config
+        if config.ptx_coef > 0 and self._ranks.any(ptx is None):
+            raise TrainingError(f"ppo.ptx_coef is {config.ptx_coef}, but the step was given no demonstrations")
+        batch = prepare(
+            self._on_device(experience),
+            config,
+            ranks=self._ranks,
+            longest=self._longest,
+            with_critic="critic" in self._roles,
+        )
+        figures = batch.figures | step_all(self._roles, batch, ptx, self._context())
+        self.steps += 1
+        return stats_from(figures)
+
+    def state(self) -> LearnerState:
+        """Return copies, in host memory, of all that a continuation to the bit needs; tensors on the first rank."""
+        state = state_tensors(self._roles, self.device, self._ranks)
+        return LearnerState(state.tensors, state.facts | {_FACTS: self.facts()})
+
+    def facts(self) -> dict[str, Any]:
+        """Return, as JSON holds them, the facts that are in neither models, optimizers nor schedules."""
+        return {"steps": self.steps, "value_line": None if self._line is None else self._line.facts()}
+
+    def load_state(self, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
+        """Go on from a state that `state` returned, under this strategy or another, with as many ranks or others.
+
+        Args:
+            tensors: all of them, on every rank.
+            facts: as they were, or read back from JSON.
+
+        Raises:
+            ModelError: if it belongs to models of another form; nothing was changed.
+        """
+        kept = self.facts()
+        self.load_facts(facts.get(_FACTS, {}))
+        try:
+            load_state_tensors(self._roles, tensors, facts, self.device, self._ranks)
+        except ModelError:
+            self.load_facts(kept)
+            raise
+
+    def load_facts(self, facts: Mapping[str, Any]) -> None:
+        """Put back what `facts` returned, where models, optimizers and schedules come back on their own.
+
+        Raises:
+            ModelError: if they are incomplete; nothing was changed.
+        """
+        try:
+            steps, line = int(facts["steps"]), facts["value_line"]
+            value_line = None if line is None else ValueLine.from_facts(line)
+        except (LookupError, TypeError, ValueError) as error:
+            raise ModelError("the stored training state is incomplete: it lacks the learner's own facts") from error
+        self.steps, self._line = steps, value_line
+
+    def merged_weights(
+        self, role: Literal["actor", "critic"], *, dtype: torch.dtype | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Return all weights of actor or critic by the names that they have without adapters; on the first rank alone.
+
+        Args:
+            role: which model; a critic that does not exist has none.
+            dtype: of the result; None keeps each weight's own.
+        """
+        if role not in self._roles:
+            return {}
+        model, _, _, booster = self._roles[role]
+        with exact(booster, model) as whole:
+            return {} if whole is None else merged_parameters(whole, dtype=dtype)
+
+    def trained(self, role: Literal["actor", "critic"]) -> Trained | None:
+        """Return actor or critic with what trains it; None where there is no such model."""
+        return self._roles.get(role)
+
+    def _context(self) -> StepContext:
+        return StepContext(self.config, self.device, self._dtype, self._ranks, self._seed, self.steps)
+
+    def _with_rescaled_values(self, batch: Experience, sharing: Ranks) -> Experience:
+        """Fit the critic's head, where that is due, to the batch that these ranks share."""
+        if self.config.critic_init != "reward_model" or "critic" not in self._roles or self._line is not None:
+            return batch
+        self._line, batch = start_critic(self._roles["critic"], batch, self.config, sharing=sharing, ranks=self._ranks)
+        return batch
+
+    def _on_device(self, experience: Experience) -> Experience:
+        batch = experience.replace()
+        batch.to_device(self.device)
+        return batch

@@ -1,0 +1,237 @@
+"""Prompts in, experience out: sample, score, and turn scores into advantages."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rlhf_core.config import RolloutConfig
+from rlhf_core.counting import counted
+from rlhf_core.data import Problem, PromptTemplate
+from rlhf_core.errors import ConfigError, DataError
+from rlhf_core.generation import Generation, GenerationSettings
+from rlhf_core.models.compatibility import check_same_tokenizer
+from rlhf_core.models.critic import Critic
+from rlhf_core.models.device import device_of
+from rlhf_core.models.lora import adapters_off
+from rlhf_core.phases import reached
+from rlhf_core.rewards.scoring import Scorer, ScoringBatch
+from rlhf_core.rollout.advantages import WITH_CRITIC, Forwards, LegacyForm, compares_groups
+from rlhf_core.rollout.parts import assemble, draw, judged, read, state_values, token_logprobs
+from rlhf_core.rollout.samples import MadeExperience
+from rlhf_core.types import EpisodeControls, Experience, Prompt
+
+__all__ = ["ExperienceMaker", "MadeExperience", "settings_of", "to_prompts"]
+
+
+def to_prompts(problems: Iterable[Problem], template: PromptTemplate) -> list[Prompt]:
+    """Return the problems as the maker takes them: with the token ids that the model is given."""
+    return [
+        Prompt(tuple(template.prompt_ids(problem.prompt)), problem.prompt, problem.answer, problem.key, problem.entry)
+        for problem in problems
+    ]
+
+
+class ExperienceMaker:
+    """Makes experience in this process, with its models in evaluation mode and no gradient.
+
+    Args:
+        actor: causal language model that samples.
+        critic: predicts the return before each token; None if advantages compare samples with each other.
+        scorer: judges responses; closed with this maker.
+        initial_model: the KL penalty is measured from it; None takes the actor with its adapters switched off.
+        config: from prompts to experience.
+        template: reads the model's responses.
+        seed: seed of the run; with episode, prompt and sample it decides every token drawn.
+        legacy_form: which of upstream's trainers `config.legacy` follows.
+        generation: how responses are drawn and end, where not as configuration and template say.
+        greedy: take the likeliest token each time.
+
+    Raises:
+        ConfigError: if the estimator needs a critic, and there is none.
+        ModelError: if the models' vocabularies differ.
+    """
+
+    def __init__(
+        self,
+        actor: PreTrainedModel,
+        critic: Critic | None,
+        scorer: Scorer,
+        initial_model: PreTrainedModel | None,
+        *,
+        config: RolloutConfig,
+        template: PromptTemplate,
+        seed: int,
+        legacy_form: LegacyForm = "trainer",
+        generation: GenerationSettings | None = None,
+        greedy: bool = False,
+    ) -> None:
+        if critic is None and config.advantage_estimator == WITH_CRITIC:
+            raise ConfigError(
+                "advantage estimator gae needs a critic, and there is none; give one, or choose grpo or reinforce_pp"
+            )
+        if config.legacy and config.advantage_estimator != WITH_CRITIC:
+            raise ConfigError(
+                f"legacy gives the numbers of upstream's PPO, which knows no {config.advantage_estimator}; "
+                "set advantage_estimator to gae, or legacy to false"
+            )
+        for what, other in (("critic", critic), ("initial model", initial_model)):
+            if other is not None:
+                check_same_tokenizer(actor, other, what=f"the actor and the {what}")
+        self.actor = actor.eval()
+        self.critic = None if critic is None or config.advantage_estimator != WITH_CRITIC else critic.eval()
+        self.scorer = scorer
+        self.initial_model = None if initial_model is None else initial_model.eval()
+        self.config = config
+        self.template = template
+        self.generation = generation or settings_of(config, template)
+        self.greedy = greedy
+        self.generate_seconds = 0.0
+        """Time that the last `make_experience` spent on sampling."""
+        self._seed = seed
+        self._legacy_form = legacy_form
+        self._device = device_of(actor)
+
+    def make_experience(
+        self,
+        prompts: Sequence[Prompt],
+        samples: Sequence[int],
+        *,
+        episode: int,
+        policy_version: int,
+        controls: EpisodeControls | None = None,
+    ) -> MadeExperience:
+        """Sample one response for each row, score it, and return the experience on the CPU.
+
+        Works on `config.chunk_size` rows at a time, and a chunk's numbers depend on nothing outside it.
+
+        Args:
+            prompts: one for each row; a prompt sampled several times stands here several times, in a row.
+            samples: which of the prompt's samples each row is, from 0.
+            episode: from 0.
+            policy_version: of the actor's weights.
+            controls: the episode's KL coefficient and scale of scores; None takes `config.kl_coef` and no scaling.
+
+        Raises:
+            DataError: if there are no rows, a prompt is empty or longer than `config.max_prompt_tokens`, or the
+                estimator compares samples of a prompt and these do not stand together.
+        """
+        if not prompts or len(prompts) != len(samples):
+            raise DataError(
+                f"expected rows with one sample number each, got {counted(len(prompts), 'prompt')} and "
+                f"{counted(len(samples), 'number')}"
+            )
+        self._check_lengths(prompts)
+        if compares_groups(self.config):
+            self._check_groups(prompts)
+        self.generate_seconds = 0.0
+        controls = controls or EpisodeControls(self.config.kl_coef)
+        size = self.config.chunk_size
+        chunks = []
+        for start in range(0, len(prompts), size):
+            rows = slice(start, start + size)
+            reached("generate")
+            drawn = self._generate(prompts[rows], samples[rows], episode)
+            reached("score")
+            chunks.append(self._judge_chunk(prompts[rows], samples[rows], drawn, policy_version, controls))
+        made = [sample for chunk in chunks for sample in chunk.samples]
+        return MadeExperience(Experience.concat([chunk.experience for chunk in chunks]), made)
+
+    def close(self) -> None:
+        """End the scorer's processes."""
+        self.scorer.close()
+
+    def _check_lengths(self, prompts: Sequence[Prompt]) -> None:
+        limit = self.config.max_prompt_tokens
+        for prompt in prompts:
+            if not prompt.ids:
+                raise DataError(f"the prompt with key {prompt.key} has no tokens; leave it out, or give it a template")
+            if len(prompt.ids) > limit:
+                raise DataError(
+                    f"a prompt has {len(prompt.ids)} tokens, but ppo.max_prompt_tokens is {limit}; "
+                    f"raise it or leave out the prompt that begins {prompt.text[:40]!r}"
+                )
+
+    def _check_groups(self, prompts: Sequence[Prompt]) -> None:
+        size = self.config.samples_per_prompt
+        groups = [prompts[start : start + size] for start in range(0, len(prompts), size)]
+        if len(prompts) % size or any(prompt.key != group[0].key for group in groups for prompt in group):
+            raise DataError(
+                f"advantage estimator {self.config.advantage_estimator} compares {size} samples of a prompt, but the "
+                f"batch ({counted(len(prompts), 'row')}) is not made of prompts of {size} rows each, one after the "
+                "other"
+            )
+
+    def _judge_chunk(
+        self,
+        prompts: Sequence[Prompt],
+        samples: Sequence[int],
+        drawn: Generation,
+        policy_version: int,
+        controls: EpisodeControls,
+    ) -> MadeExperience:
+        batch = read(prompts, drawn, template=self.template, generation=self.generation)
+        forwards = self._run_models(batch)
+        scores = judged(self.scorer, batch, device=self._device, config=self.config)
+        return assemble(
+            batch,
+            samples,
+            rollout_log_probs=drawn.log_probs,
+            forwards=forwards,
+            scores=scores,
+            policy_version=policy_version,
+            config=self.config,
+            controls=controls,
+            tag=self.template.answer_tag,
+            legacy_form=self._legacy_form,
+        )
+
+    def _generate(self, prompts: Sequence[Prompt], samples: Sequence[int], episode: int) -> Generation:
+        started = time.perf_counter()
+        drawn = draw(
+            self.actor,
+            prompts,
+            samples,
+            config=self.config,
+            generation=self.generation,
+            tokenizer=self.template.tokenizer,
+            seed=self._seed,
+            episode=episode,
+            greedy=self.greedy,
+        )
+        self.generate_seconds += time.perf_counter() - started
+        return drawn
+
+    def _run_models(self, batch: ScoringBatch) -> Forwards:
+        return Forwards(
+            logprobs=self._logprobs(self.actor, batch),
+            ref_logprobs=self._ref_logprobs(batch),
+            values=state_values(self.critic, batch, config=self.config),
+            mask=batch.action_mask,
+        )
+
+    def _ref_logprobs(self, batch: ScoringBatch) -> Tensor:
+        if self.initial_model is not None:
+            return self._logprobs(self.initial_model, batch)
+        with adapters_off(self.actor):
+            return self._logprobs(self.actor, batch)
+
+    def _logprobs(self, model: PreTrainedModel, batch: ScoringBatch) -> Tensor:
+        return token_logprobs(model, batch, temperature=self.generation.temperature, config=self.config)
+
+
+def settings_of(config: RolloutConfig, template: PromptTemplate) -> GenerationSettings:
+    """Return how responses are drawn and where they end, as configuration and template say."""
+    return GenerationSettings(
+        max_new_tokens=config.max_new_tokens,
+        stop_ids=template.stop_ids,
+        pad_id=template.pad_id,
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        max_length=config.max_length,
+        stop_strings=template.stop_strings,
+    )

@@ -1,0 +1,161 @@
+"""The trainer's side: lays weights out where the makers can fetch them, and frees what nobody needs any more."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, Protocol
+
+import ray
+import torch
+from torch import Tensor
+
+from rlhf_core.weights import shared_memory
+from rlhf_core.weights.buckets import Shelf, pack
+from rlhf_core.weights.difference import Difference, cast, changes, checksums
+from rlhf_core.weights.nccl import PairsOutbox
+from rlhf_core.weights.nccl_pair import own_device
+from rlhf_core.weights.object_store import ObjectsOutbox
+from rlhf_core.weights.publication import Publication
+from rlhf_core.weights.shared_memory import SharedOutbox
+
+Transport = Literal["shared_memory", "objects", "nccl"]
+
+
+class PlacedShelf(Shelf, Protocol):
+    """Knows where makers find what is on it."""
+
+    def place(self) -> Any:
+        """Return where the buckets are, small enough for an argument of a call."""
+
+
+class Outbox(Protocol):
+    """One way of making buckets reachable."""
+
+    def begin(self) -> Any:
+        """Return a shelf for one publication."""
+
+    def free(self, shelf: Any) -> None:
+        """Take back a shelf that nobody needs."""
+
+    def shut(self) -> None:
+        """Let go of everything."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    version: int
+    shelf: Any
+    outbox: Outbox
+
+
+class _Former(NamedTuple):
+    version: int
+    weights: Mapping[str, Tensor]
+
+
+class Publisher:
+    """Publishes versions of the weights, from the first trainer rank's process; all of them end with it.
+
+    Args:
+        transport: shared memory, within this node; objects, through Ray's store; nccl, from this process's GPU to
+            the makers'; auto, shared memory if all makers are on this node, else objects.
+        bucket_bytes: a bucket is closed when the next tensor would pass this; a larger tensor gets its own.
+        dtype: what weights are cast to, once, but for the critic's head: the makers' `rollout_dtype`.
+        sparse: lay out what changed since the version before as well, if that is at most half the bytes: makers that
+            hold it fetch this alone. Takes memory for a copy of the weights, and time; for makers on other nodes.
+    """
+
+    def __init__(
+        self,
+        *,
+        transport: Literal["auto", Transport] = "auto",
+        bucket_bytes: int = 64 << 20,
+        dtype: torch.dtype,
+        sparse: bool = False,
+    ) -> None:
+        self._transport = transport
+        self._bucket_bytes = bucket_bytes
+        self._dtype = dtype
+        self._sparse = sparse
+        self._former: _Former | None = None
+        self._incarnation = uuid.uuid4().hex[:16]
+        self._outboxes: dict[str, Outbox] = {}
+        self._kept: list[_Kept] = []
+        self._guard = threading.Lock()
+        """Versions may be retired by another thread than the one that publishes."""
+
+    def publish(
+        self, tensors: Iterable[tuple[str, Tensor]], *, version: int, fully: bool = True, nodes: Collection[str] = ()
+    ) -> Publication:
+        """Lay weights out as a version; return what a maker has to be told to take them.
+
+        Args:
+            tensors: names (`actor.x`, `critic.x`) and weights, of any dtype, on any device.
+            version: counts up.
+            fully: whether these are all weights, or only those that are trained.
+            nodes: Ray's ids of the nodes that makers are on.
+        """
+        if not (self._sparse and fully):
+            return self._laid_out(tensors, version, nodes, fully=fully)
+        weights, former = cast(tensors, self._dtype), self._former
+        whole = self._laid_out(weights.items(), version, nodes, fully=True)
+        self._former = _Former(version, weights)
+        changed = None if former is None else changes(former.weights, weights)
+        if former is None or changed is None:
+            return whole
+        update = self._laid_out(changed.items(), version, nodes, fully=False)
+        return replace(whole, difference=Difference(former.version, checksums(weights), update))
+
+    def _laid_out(
+        self, tensors: Iterable[tuple[str, Tensor]], version: int, nodes: Collection[str], *, fully: bool
+    ) -> Publication:
+        with self._guard:
+            outbox = self._outbox(nodes)
+            shelf = outbox.begin()
+        try:
+            packed = pack(tensors, shelf, dtype=self._dtype, bucket_bytes=self._bucket_bytes)
+            place = shelf.place()
+        except BaseException:
+            with self._guard:
+                outbox.free(shelf)
+            raise
+        with self._guard:
+            self._kept.append(_Kept(version, shelf, outbox))
+        return Publication(version, fully, self._incarnation, packed.slots, packed.buckets, place)
+
+    def retire(self, in_use: Collection[int]) -> None:
+        """Free the buckets of all versions but these."""
+        with self._guard:
+            for kept in self._kept:
+                if kept.version not in in_use:
+                    kept.outbox.free(kept.shelf)
+            self._kept = [kept for kept in self._kept if kept.version in in_use]
+
+    def close(self) -> None:
+        """Free everything; makers keep the weights that they have taken."""
+        self.retire(())
+        self._former = None
+        with self._guard:
+            for outbox in self._outboxes.values():
+                outbox.shut()
+            self._outboxes.clear()
+
+    def _outbox(self, nodes: Collection[str]) -> Outbox:
+        here = {ray.get_runtime_context().get_node_id()} if ray.is_initialized() else set()
+        is_local = set(nodes) <= here
+        transport = self._transport
+        if transport == "auto":
+            transport = "shared_memory" if is_local and shared_memory.is_available() else "objects"
+        address = "" if transport != "nccl" else "127.0.0.1" if is_local else ray.util.get_node_ip_address()
+        key = f"{transport} {address}"
+        if key not in self._outboxes:
+            made: dict[str, Callable[[], Outbox]] = {
+                "shared_memory": lambda: SharedOutbox(self._incarnation),
+                "objects": ObjectsOutbox,
+                "nccl": lambda: PairsOutbox(address, own_device()),
+            }
+            self._outboxes[key] = made[transport]()
+        return self._outboxes[key]

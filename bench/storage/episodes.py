@@ -23,6 +23,7 @@ from rlhf_core.detached.run.dealing import episode_problems, make_chunks
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.loading import load_causal_lm, load_tokenizer, locate_model
 from rlhf_core.models.lora import attach_lora, save_merged
+from rlhf_core.ppo.episode import learn_episode
 from rlhf_core.ppo.learner import PPOLearner
 from rlhf_core.rewards.scoring import build_scorer
 from rlhf_core.rewards.verifying import judge_of
@@ -82,7 +83,7 @@ def learners(start: Path, config: PipelineConfig, episodes: int) -> Iterator[tup
     try:
         for episode in range(episodes):
             experience, samples = _collect(maker, problems, config, episode)
-            learner.learn(experience, seed=config.seed, episode=episode)
+            learn_episode(learner, experience, seed=config.seed, episode=episode)
             yield learner, samples
     finally:
         maker.close()

@@ -6,32 +6,19 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rlhf_core.counting import counted, ordinal
 from rlhf_core.errors import ConfigError
-from rlhf_core.training.callbacks import Callback, Telling
+from rlhf_core.ppo.episode import Position
+from rlhf_core.training.callbacks import Callback, tell, tell_at_the_end
 from rlhf_core.training.loaders import Batches
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass
-class Position:
-    """Where a run stands."""
-
-    episode: int = 0
-    """The one that is under way, or due next."""
-    windows: int = 0
-    """Optimizer steps taken in it; above 0 only while it is being learnt from."""
-    step: int = 0
-    """Optimizer steps taken altogether."""
-    passes: int = 0
-    """`num_update_steps` of the episode that is being learnt from, which decides its minibatches; 0 between two."""
-
-
-class OLTrainer(Telling, ABC):
+class OLTrainer(ABC):
     """Collects, learns and throws away, episode by episode.
 
     Args:
@@ -40,7 +27,6 @@ class OLTrainer(Telling, ABC):
 
     def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
         self.callbacks = tuple(callbacks)
-        self.position = Position()
 
     def fit(
         self,
@@ -94,6 +80,11 @@ class OLTrainer(Telling, ABC):
                 f"this fit has {num_update_steps}; end it with the same, or go on from the end of an episode"
             )
 
+    @property
+    @abstractmethod
+    def position(self) -> Position:
+        """Where the run stands."""
+
     @abstractmethod
     def _before_fit(
         self, prompts: Batches, demonstrations: Batches | None, log_dir: str | Path | None, use_wandb: bool
@@ -131,7 +122,7 @@ class OLTrainer(Telling, ABC):
     @contextmanager
     def _fit_ctx(self) -> Iterator[None]:
         try:
-            with self._told_of_the_end("on_fit_end"):
+            with tell_at_the_end(self.callbacks, "on_fit_end"):
                 self._tell("on_fit_start")
                 yield
         finally:
@@ -140,5 +131,8 @@ class OLTrainer(Telling, ABC):
     @contextmanager
     def _episode_ctx(self, episode: int) -> Iterator[None]:
         self._tell("on_episode_start", episode)
-        with self._told_of_the_end("on_episode_end", episode):
+        with tell_at_the_end(self.callbacks, "on_episode_end", episode):
             yield
+
+    def _tell(self, hook: str, *arguments: Any) -> None:
+        tell(self.callbacks, hook, *arguments)

@@ -8,9 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlhf_core.coati.ol_trainer import Position
 from rlhf_core.coati.ppo_checkpoint_files import (
-    Learning,
     RankState,
     TrainerState,
     check_state,
@@ -23,6 +21,7 @@ from rlhf_core.coati.ppo_checkpoint_files import (
 from rlhf_core.counting import counted, ordinal
 from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.ppo.controls import RewardControls
+from rlhf_core.ppo.episode import Learning, Position
 from rlhf_core.ppo.learner import PPOLearner
 from rlhf_core.strategy.ranks import Ranks, together
 from rlhf_core.training.boosted import plain_model

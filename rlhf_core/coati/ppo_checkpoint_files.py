@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from rlhf_core.counting import counted
 from rlhf_core.errors import ConfigError, ModelError
+from rlhf_core.ppo.episode import Learning
 from rlhf_core.strategy.ranks import Ranks
 from rlhf_core.training.checkpoint import Checkpoint, check_training_form, write_json
 from rlhf_core.training.named_tensors import prefixed, under
@@ -20,15 +21,6 @@ from rlhf_core.types import Experience
 
 STATE = "state.json"
 _COLLECTED, _LEARNT = "collected", "learnt"
-
-
-class Learning(NamedTuple):
-    """What an episode is learnt from."""
-
-    collected: Experience
-    """The buffer's rows, in their order."""
-    learnt: Experience
-    """The same as the learner restated them before its first step."""
 
 
 class RankState(NamedTuple):

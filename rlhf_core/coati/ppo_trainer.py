@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -13,8 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_core.coati.buffer import NaiveExperienceBuffer
 from rlhf_core.coati.generate_kwargs import generation_settings_from_kwargs, is_greedy
 from rlhf_core.coati.offloading import Resting
+from rlhf_core.coati.ol_trainer import OLTrainer
 from rlhf_core.coati.ppo_checkpoint import Held, PPOCheckpoints
-from rlhf_core.coati.ppo_loop import PPOLoop
 from rlhf_core.coati.ppo_setup import (
     check_models,
     check_run,
@@ -23,28 +24,60 @@ from rlhf_core.coati.ppo_setup import (
     scorer_of,
     with_precision,
 )
-from rlhf_core.coati.prompt_batches import PromptNumbers
+from rlhf_core.coati.prompt_batches import Feed, Places, PromptNumbers
 from rlhf_core.config import PPOOptions, TemplateConfig
 from rlhf_core.data import PromptTemplate
+from rlhf_core.errors import ConfigError
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.device import device_of
 from rlhf_core.models.trunk import unwrapped
 from rlhf_core.ppo.controls import RewardControls
+from rlhf_core.ppo.episode import EpisodeLearner, Hooks, Position
+from rlhf_core.ppo.failed_batch import keep_in
 from rlhf_core.ppo.learner import PPOLearner
 from rlhf_core.ppo.metrics import PPOLog
+from rlhf_core.ppo.stats import PPOStats
 from rlhf_core.rewards.scoring import Scorer
 from rlhf_core.rewards.sources import AnyRewardModel
 from rlhf_core.rollout.experience import ExperienceMaker
+from rlhf_core.rollout.samples import MadeExperience
 from rlhf_core.strategy.booster import Booster
-from rlhf_core.strategy.ranks import current_ranks
+from rlhf_core.strategy.ranks import current_ranks, together
+from rlhf_core.supervised.forward import vocabulary_size
 from rlhf_core.training.boosted import plain_model
-from rlhf_core.training.callbacks import Callback
+from rlhf_core.training.callbacks import Callback, tell
+from rlhf_core.training.loaders import Batches
 from rlhf_core.training.optim import Trained
+from rlhf_core.types import Experience, Sample
 
 _SHAPES_MINIBATCHES = ("seed", "train_batch_size", "accumulation_steps", "sample_buffer")
 
 
-class PPOTrainer(PPOLoop):
+class _Steps(Hooks):
+    """Around each optimizer step: the callbacks, the log, and a checkpoint where one is due."""
+
+    def __init__(self, trainer: PPOTrainer) -> None:
+        self._trainer = trainer
+
+    def on_pass_start(self, number: int) -> None:
+        tell(self._trainer.callbacks, "on_learn_epoch_start", number)
+
+    def on_step_start(self) -> None:
+        tell(self._trainer.callbacks, "on_learn_batch_start")
+
+    def on_step_end(self, stats: PPOStats, experience: Experience) -> None:
+        self._trainer.log.stepped(stats, experience, self._trainer.position.step)
+        tell(self._trainer.callbacks, "on_learn_batch_end", experience)
+
+    def on_pass_end(self, number: int) -> None:
+        tell(self._trainer.callbacks, "on_learn_epoch_end", number)
+
+    def on_window_end(self, *, is_last: bool) -> None:
+        if not is_last:  # after the last one, the end of the episode is written
+            self._trainer.save_if_due()
+
+
+class PPOTrainer(OLTrainer):
     """Collects with an `ExperienceMaker`, learns with a `PPOLearner`, and throws away.
 
     One optimizer step learns from `accumulation_steps` training batches as from one batch of that size: all means are
@@ -164,17 +197,27 @@ class PPOTrainer(PPOLoop):
             roles["actor"], roles.get("critic"), learning, device=self.device, ranks=self.ranks, seed=seed,
             max_new_tokens=generation.max_new_tokens,
         )  # fmt: skip
-        self.controls, self._log = RewardControls(rollout, self.ranks), PPOLog(self.ranks)
+        self.controls, self.log = RewardControls(rollout, self.ranks), PPOLog(self.ranks)
         self.checkpoints = PPOCheckpoints(
             self.save_dir,
             save_interval,
             roles,
-            Held(self.learner, self.controls, self._log.meter),
+            Held(self.learner, self.controls, self.log.meter),
             settings={name: getattr(self, name) for name in _SHAPES_MINIBATCHES},
             ranks=self.ranks,
         )
         self._resting = Resting([initial_model, reward_model], self.device, offload=offload_inference_models)
         self._numbers = PromptNumbers(options.samples_per_prompt, self.ranks)
+        self.episode = EpisodeLearner(
+            self.learner, seed=seed, train_batch_size=train_batch_size, accumulation_steps=accumulation_steps,
+            sample_buffer=sample_buffer, demonstrations=lambda batches: self._fed.demonstrations(batches),  # noqa: PLW0108 - each fit has its feed
+           
+            keep=self._keep_batch, decode=tokenizer.decode, hooks=_Steps(self),
+        )  # fmt: skip
+        self._samples: list[Sample] = []
+        self._feed: Feed | None = None
+        self._places: Places | None = None
+        """Where the feed's loaders stood when the episode began."""
 
     def load_checkpoint(self, directory: str | Path) -> None:
         """Go on from a checkpoint: of a `save_dir` the latest whole one, or one step's own directory.
@@ -189,6 +232,114 @@ class PPOTrainer(PPOLoop):
         """
         position, learning = self.checkpoints.load(directory)
         self._forget_episode()
-        self._feed, self._places, self.position, self._learning = None, None, position, learning
-        if self._learning is not None:
-            self.buffer.append(self._learning.collected)
+        self._feed, self._places = None, None
+        self.episode.position, self.episode.learning = position, learning
+        if learning is not None:
+            self.buffer.append(learning.collected)
+
+    @property
+    def position(self) -> Position:
+        """Where the run stands."""
+        return self.episode.position
+
+    def _before_fit(
+        self, prompts: Batches, demonstrations: Batches | None, log_dir: str | Path | None, use_wandb: bool
+    ) -> None:
+        if self.ptx_coef > 0 and demonstrations is None:
+            raise ConfigError(
+                f"ptx_coef is {self.ptx_coef} (coati's default is 0.9), but there is no pretrain_dataloader to learn "
+                "from; give fit one, or set ptx_coef to 0.0"
+            )
+        self.checkpoints.prepare()
+        feed = Feed(
+            prompts, demonstrations if self.ptx_coef > 0 else None, tokenizer=self.tokenizer, ranks=self.ranks,
+            device=self.device, only_labels=self.apply_loss_mask, vocabulary=vocabulary_size(self.learner.actor),
+            before=None if self._feed is None else self._feed.loaders,
+        )  # fmt: skip
+        self.log.open(log_dir, use_wandb)
+        try:
+            if self._places is not None and self.episode.learning is None:  # an error may have ended the collecting
+                feed.go_back(self._places)
+            self.checkpoints.resume(feed.loaders)
+            places = feed.places()
+        except BaseException:
+            self.log.close()
+            raise
+        self._feed, self._places = feed, places  # together, and last: a fit that could not begin has changed neither
+
+    def _has_collected(self) -> bool:
+        return self.episode.learning is not None
+
+    def _collect(self, episode: int) -> None:
+        self._tell("on_make_experience_start")
+        made = self._make_experience(episode)
+        if not self.buffer.cpu_offload:
+            made.experience.to_device(self.device)
+        self.buffer.append(made.experience, made.samples)
+        self._samples += made.samples
+        self._tell("on_make_experience_end", made.experience)
+
+    def _make_experience(self, episode: int) -> MadeExperience:
+        prompts, samples = self._numbers.number(self._fed.prompts())
+        with self._resting.awake(), self.learner.awake():
+            made = together(
+                self.ranks,
+                lambda: self.experience_maker.make_experience(
+                    prompts, samples, episode=episode, policy_version=episode, controls=self.controls.current()
+                ),
+                what="make its experience",
+            )
+        self.episode.check(made.experience, made.samples)
+        return made
+
+    def _finish_collecting(self, episode: int) -> None:  # noqa: ARG002 - the loop's
+        samples, controls = self._samples, self.controls.current()
+        self.episode.begin(self.buffer.collect(), samples)
+        self.controls.update(
+            kl_per_sample=torch.tensor([sample.kl for sample in samples]),
+            scores=torch.tensor([sample.score for sample in samples]),
+        )
+        self._forget_samples()
+        self.log.collected(samples, controls, self.position.step)
+
+    def _learn(self, episode: int, num_update_steps: int) -> None:  # noqa: ARG002 - the loop's
+        self.episode.learn(num_update_steps)
+
+    def _clear(self) -> None:
+        self.log.learnt(self.position.step)
+        self.buffer.clear()
+        self.episode.finish()
+        self._places = self._fed.places()
+        self.save_if_due()
+
+    def save_if_due(self) -> None:
+        """Write a checkpoint, if one is due after this optimizer step."""
+        if self.checkpoints.is_due(self.position.step):
+            self.checkpoints.save(self.position, self._fed.loaders, self.episode.learning)
+
+    def _finish_fit(self) -> None:
+        self.checkpoints.save(self.position, self._fed.loaders)
+
+    def _after_fit(self) -> None:
+        self.log.close()
+        self.experience_maker.close()
+        if self.episode.learning is None:  # an error ended the collecting, which another fit begins anew
+            self._forget_episode()
+
+    def _forget_episode(self) -> None:
+        self.buffer.clear()
+        self.episode.forget()
+        self._forget_samples()
+
+    def _forget_samples(self) -> None:
+        self._samples = []
+        self._numbers.begin_episode()
+
+    @property
+    def _fed(self) -> Feed:
+        assert self._feed is not None
+        return self._feed
+
+    def _keep_batch(self, write: Callable[[Path], None]) -> str:
+        place = f"epoch-{self.position.episode}_step-{self.position.step}"
+        return keep_in(self.save_dir, f"{place}/rank-{self.ranks.rank}")(write)

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from safetensors.torch import save_file
 
 from rlhf_core.errors import TrainingError
-from rlhf_core.strategy.ranks import Ranks
 from rlhf_core.training.checkpoint import write_json
-from rlhf_core.training.failure import with_place
 from rlhf_core.types import Experience, Sample
+
+KeepBatch = Callable[[Callable[[Path], None]], str]
+"""Is given what writes a failed batch to a directory; returns the end of a sentence that says where the batch is."""
 
 
 def check_finite(experience: Experience) -> None:
@@ -36,42 +36,25 @@ def check_finite(experience: Experience) -> None:
             )
 
 
-class FailurePlace(NamedTuple):
-    """Where a failed batch belongs."""
-
-    save_dir: Path | None
-    """Gets a directory `failed-batch-<name>`; None keeps nothing."""
-    name: str
-    """Of the place in the run."""
-    ranks: Ranks
-    """Each keeps its own rows."""
-
-
-def keep_failed_batch(
-    place: FailurePlace,
-    error: Exception,
-    experience: Experience,
-    samples: Sequence[Sample],
-    *,
-    decode: Callable[[list[int]], str],
-) -> TrainingError:
-    """Write the batch and what was wrong, and return the error that says where.
+def keep_in(directory: Path | None, name: str) -> KeepBatch:
+    """Return what keeps a failed batch in `directory/failed-batch-<name>`; without a directory, it says what to give.
 
     Args:
-        place: where to.
-        error: what was wrong.
-        experience: the batch.
-        samples: the same rows as text; none if they are not at hand.
-        decode: returns the text of token ids.
+        directory: of the run.
+        name: of the place in the run, and of the rank.
     """
-    if place.save_dir is None:
-        return TrainingError(f"{error}; give save_dir to have such a batch kept")
-    directory = place.save_dir / f"failed-batch-{place.name}" / f"rank-{place.ranks.rank}"
 
-    def write(place: Path) -> None:
-        write_failed_batch(place, str(error), experience, samples, decode=decode)
+    def keep(write: Callable[[Path], None]) -> str:
+        if directory is None:
+            return "give save_dir to have such a batch kept"
+        place = directory / f"failed-batch-{name}"
+        try:
+            write(place)
+        except Exception as failure:  # a full disk is an OSError to Python, and a SafetensorError to safetensors
+            return f"the batch could not be kept in {place} ({failure})"
+        return f"the batch is kept in {place}"
 
-    return with_place(error, write, directory, what="batch")
+    return keep
 
 
 def write_failed_batch(

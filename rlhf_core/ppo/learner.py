@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Self
 
@@ -18,7 +18,7 @@ from rlhf_core.models.critic import Critic
 from rlhf_core.models.lora import merged_parameters
 from rlhf_core.ppo.critic_start import ValueLine, start_critic
 from rlhf_core.ppo.minibatch import prepare
-from rlhf_core.ppo.order import minibatch_order
+from rlhf_core.ppo.order import Rows
 from rlhf_core.ppo.passes import StepContext, own_logprobs, shared_logprobs
 from rlhf_core.ppo.ptx import PtxSource
 from rlhf_core.ppo.stats import PPOStats, stats_from
@@ -125,8 +125,8 @@ class PPOLearner:
             logger.info("advantage estimator %s needs no critic; it stays as it is", config.advantage_estimator)
             critic = None
         self._roles = {role: each for role, each in (("actor", actor), ("critic", critic)) if each is not None}
-        self._ranks = current_ranks() if ranks is None else ranks
-        self._ptx = ptx
+        self.ranks = current_ranks() if ranks is None else ranks
+        self.ptx = ptx
         self._seed = seed
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         self._line: ValueLine | None = None
@@ -196,36 +196,12 @@ class PPOLearner:
         """Return the context in which all weights of both plain models are there; nothing is learnt in it."""
         return awake((trained.booster, trained.model) for trained in self._roles.values())
 
-    def learn(self, experience: Experience, seed: int, episode: int) -> list[PPOStats]:
-        """Recompute the old log-probabilities, then make `config.max_epochs` passes over an episode's experience.
+    def demonstrations(self) -> PaddedBatch | None:
+        """Return this rank's demonstrations of the next step, where the learner was built with some."""
+        return None if self.ptx is None else self.ptx.batch(self.steps)
 
-        Each minibatch is one of all ranks, `config.train_batch_size` rows of each, so that several ranks learn what one
-        does with that much larger batches. With the correction `decoupled` the old log-probabilities are recomputed
-        before each pass: the trust region moves along.
-
-        Args:
-            experience: all of the episode, in the order of the samples' keys; the same on every rank.
-            seed: seed of the run.
-            episode: from 0; with the seed it decides the order of passes after the first.
-
-        Raises:
-            TrainingError: on all ranks, if there are no rows, or not the same on each.
-        """
-        check_demonstrations(self.config, has_some=self._ptx is not None)
-        check_same(experience, self._ranks)
-        batch = self._with_rescaled_values(self._on_device(experience), ALONE)
-        size, world_size = self.config.train_batch_size * self._ranks.world_size, self._ranks.world_size
-        stats = []
-        for epoch in range(self.config.max_epochs):
-            if "actor" in self._roles and (epoch == 0 or self.config.correction == "decoupled"):
-                batch = batch.replace(action_log_probs=shared_logprobs(self._roles["actor"], batch, self._context()))
-            for rows in minibatch_order(seed=seed, episode=episode, epoch=epoch, samples=len(batch), batch_size=size):
-                ptx = None if self._ptx is None else self._ptx.batch(self.steps)
-                stats.append(self.training_step(batch.select(rows[self._ranks.rank :: world_size]), ptx))
-        return stats
-
-    def recompute(self, experience: Experience) -> Experience:
-        """Return this rank's experience with `action_log_probs` from the learner's own forward pass, on its device.
+    def recompute(self, experience: Experience, *, shared: Sequence[Rows] | None = None) -> Experience:
+        """Return experience with `action_log_probs` from the learner's own forward pass, on its device.
 
         The maker's numbers come from another dtype and batch; with them, the ratio would not start at 1. Cut into
         the micro-batches of the first pass, so that there it is 1 exactly.
@@ -234,13 +210,21 @@ class PPOLearner:
         experience, and restates what the critic said of it. Later calls do not: to recompute again what was restated,
         hand in what this returned.
 
+        Args:
+            experience: this rank's rows; or all rows, the same on every rank, of which each recomputes its share.
+            shared: the minibatches of the first pass over rows that all ranks have; None if each has its own.
+
         Raises:
             TrainingError: on all ranks, if any has no rows.
         """
-        if self._ranks.any(not len(experience)):
+        if self.ranks.any(not len(experience)):
             raise TrainingError("expected experience with at least one response on every rank, got none; collect some")
-        batch = self._with_rescaled_values(self._on_device(experience), self._ranks)
-        return batch.replace(action_log_probs=own_logprobs(self._roles["actor"], batch, self._context()))
+        batch = self._with_rescaled_values(self._on_device(experience), self.ranks if shared is None else ALONE)
+        if "actor" not in self._roles:
+            return batch
+        actor, context = self._roles["actor"], self._context()
+        own = own_logprobs(actor, batch, context) if shared is None else shared_logprobs(actor, batch, shared, context)
+        return batch.replace(action_log_probs=own)
 
     def training_step(self, experience: Experience, ptx: PaddedBatch | None = None) -> PPOStats:
         """Take one optimizer step on actor and critic from one minibatch; after an error, neither has taken it.
@@ -254,12 +238,12 @@ class PPOLearner:
                 or gradient is not finite.
         """
         config = self.config
-        if config.ptx_coef > 0 and self._ranks.any(ptx is None):
+        if config.ptx_coef > 0 and self.ranks.any(ptx is None):
             raise TrainingError(f"ppo.ptx_coef is {config.ptx_coef}, but the step was given no demonstrations")
         batch = prepare(
             self._on_device(experience),
             config,
-            ranks=self._ranks,
+            ranks=self.ranks,
             longest=self._longest,
             with_critic="critic" in self._roles,
         )
@@ -269,7 +253,7 @@ class PPOLearner:
 
     def state(self) -> LearnerState:
         """Return copies, in host memory, of all that a continuation to the bit needs; tensors on the first rank."""
-        state = state_tensors(self._roles, self.device, self._ranks)
+        state = state_tensors(self._roles, self.device, self.ranks)
         return LearnerState(state.tensors, state.facts | {_FACTS: self.facts()})
 
     def facts(self) -> dict[str, Any]:
@@ -289,7 +273,7 @@ class PPOLearner:
         kept = self.facts()
         self.load_facts(facts.get(_FACTS, {}))
         try:
-            load_state_tensors(self._roles, tensors, facts, self.device, self._ranks)
+            load_state_tensors(self._roles, tensors, facts, self.device, self.ranks)
         except ModelError:
             self.load_facts(kept)
             raise
@@ -327,13 +311,13 @@ class PPOLearner:
         return self._roles.get(role)
 
     def _context(self) -> StepContext:
-        return StepContext(self.config, self.device, self._dtype, self._ranks, self._seed, self.steps)
+        return StepContext(self.config, self.device, self._dtype, self.ranks, self._seed, self.steps)
 
     def _with_rescaled_values(self, batch: Experience, sharing: Ranks) -> Experience:
         """Fit the critic's head, where that is due, to the batch that these ranks share."""
         if self.config.critic_init != "reward_model" or "critic" not in self._roles or self._line is not None:
             return batch
-        self._line, batch = start_critic(self._roles["critic"], batch, self.config, sharing=sharing, ranks=self._ranks)
+        self._line, batch = start_critic(self._roles["critic"], batch, self.config, sharing=sharing, ranks=self.ranks)
         return batch
 
     def _on_device(self, experience: Experience) -> Experience:

@@ -15,7 +15,7 @@ from torch import Tensor
 from rlhf_core.config import LearningConfig
 from rlhf_core.models.actor import response_logprobs
 from rlhf_core.models.device import autocast
-from rlhf_core.ppo.order import minibatch_order
+from rlhf_core.ppo.order import Rows
 from rlhf_core.strategy.ranks import Ranks
 from rlhf_core.training.boosted import held_back, passes
 from rlhf_core.training.learning_mode import learning_mode
@@ -100,7 +100,7 @@ def own_logprobs(actor: Trained, batch: Experience, context: StepContext) -> Ten
     return _forward(actor, batch, batch.split(context.config.micro_batch_size), context)
 
 
-def shared_logprobs(actor: Trained, batch: Experience, context: StepContext) -> Tensor:
+def shared_logprobs(actor: Trained, batch: Experience, minibatches: Sequence[Rows], context: StepContext) -> Tensor:
     """Return the log-probability of each response token, [B A], zero on padding; each rank computes its share.
 
     The share are the rows that the rank learns in the first pass, cut as they are there: the ratio is then 1 exactly.
@@ -108,10 +108,10 @@ def shared_logprobs(actor: Trained, batch: Experience, context: StepContext) -> 
     Args:
         actor: as it was boosted.
         batch: all rows, on their device, the same on every rank.
-        context: with ranks, sizes of batches, temperature and arithmetic.
+        minibatches: rows of each minibatch of the first pass, of all ranks.
+        context: with ranks, temperature and arithmetic.
     """
-    ranks, size = context.ranks, context.config.train_batch_size * context.ranks.world_size
-    minibatches = minibatch_order(seed=0, episode=0, epoch=0, samples=len(batch), batch_size=size)
+    ranks = context.ranks
     shares = [[rows[rank :: ranks.world_size] for rows in minibatches] for rank in range(ranks.world_size)]
     parts = [part for rows in shares[ranks.rank] for part in batch.select(rows).split(context.config.micro_batch_size)]
     mine = batch.select(np.concatenate(shares[ranks.rank]))

@@ -12,37 +12,35 @@ from rlhf_core.types import Experience
 logger = logging.getLogger(__name__)
 
 
-class Telling:
-    """Tells callbacks of everything, in their order."""
+def tell(callbacks: Sequence[Any], hook: str, *arguments: Any) -> None:
+    """Call one hook of all callbacks, in their order."""
+    for callback in callbacks:
+        getattr(callback, hook)(*arguments)
 
-    callbacks: Sequence[Any] = ()
 
-    def _tell(self, hook: str, *arguments: Any) -> None:
-        for callback in self.callbacks:
-            getattr(callback, hook)(*arguments)
+@contextmanager
+def tell_at_the_end(callbacks: Sequence[Any], hook: str, *arguments: Any) -> Iterator[None]:
+    """Run the block, then call one hook of all callbacks; an error of the block is not hidden by one of theirs."""
+    try:
+        yield
+    except BaseException:
+        tell_all(callbacks, hook, *arguments)
+        raise
+    errors = tell_all(callbacks, hook, *arguments)
+    if errors:
+        raise errors[0]
 
-    @contextmanager
-    def _told_of_the_end(self, hook: str, *arguments: Any) -> Iterator[None]:
-        """Run the block and tell all callbacks that it ended; an error of its own is not hidden by one of theirs."""
+
+def tell_all(callbacks: Sequence[Any], hook: str, *arguments: Any) -> list[Exception]:
+    """Call one hook of every callback, whatever the others do with it; log and return what they raised."""
+    errors = []
+    for callback in callbacks:
         try:
-            yield
-        except BaseException:
-            self._tell_all(hook, *arguments)
-            raise
-        errors = self._tell_all(hook, *arguments)
-        if errors:
-            raise errors[0]
-
-    def _tell_all(self, hook: str, *arguments: Any) -> list[Exception]:
-        """Tell every callback, whatever the others do with it; log and return what they raised."""
-        errors = []
-        for callback in self.callbacks:
-            try:
-                getattr(callback, hook)(*arguments)
-            except Exception as error:
-                logger.warning("%s.%s failed: %s", type(callback).__name__, hook, error, exc_info=error)
-                errors.append(error)
-        return errors
+            getattr(callback, hook)(*arguments)
+        except Exception as error:
+            logger.warning("%s.%s failed: %s", type(callback).__name__, hook, error, exc_info=error)
+            errors.append(error)
+    return errors
 
 
 class Callback:

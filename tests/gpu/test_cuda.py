@@ -14,6 +14,7 @@ from rlhf_core.config import LoRAConfig, PPOConfig
 from rlhf_core.generation import GenerationSettings, make_engine, sample_uniforms
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.lora import attach_lora
+from rlhf_core.ppo.episode import learn_episode
 from rlhf_core.ppo.learner import PPOLearner
 from rlhf_core.strategy.ranks import ALONE
 from rlhf_core.types import Experience
@@ -222,17 +223,17 @@ def test_a_step_with_every_option_gives_the_cpus_figures(expected: Expected, dty
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_first_ratio_is_one_exactly(dtype: str) -> None:
-    stats = learner(DEVICE, dtype).learn(tiny_experience(), seed=0, episode=0)
+    stats = learn_episode(learner(DEVICE, dtype), tiny_experience(), seed=0, episode=0)
     assert (stats[0].approx_kl, stats[0].clip_fraction, stats[0].max_ratio) == (0.0, 0.0, 1.0)
 
 
 def test_float16_is_scaled_and_a_gradient_that_overflows_is_told() -> None:
     ours = learner(DEVICE, "float16")
-    stats = ours.learn(tiny_experience(), seed=0, episode=0)
+    stats = learn_episode(ours, tiny_experience(), seed=0, episode=0)
     assert 0 < stats[0].critic_grad_norm < float("inf")
     assert ours.state().facts["critic"]["loss_scale"]["good_steps"] == 1
     next(iter(ours.actor.parameters())).register_hook(lambda gradient: gradient * float("inf"))
-    stats = ours.learn(tiny_experience(), seed=0, episode=1)
+    stats = learn_episode(ours, tiny_experience(), seed=0, episode=1)
     assert (stats[0].actor_overflowed, stats[0].actor_grad_norm, stats[0].critic_overflowed) == (1.0, 0.0, 0.0)
 
 

@@ -18,6 +18,7 @@ from rlhf_core.models.critic import Critic
 from rlhf_core.models.lora import attach_lora, trainable_parameters
 from rlhf_core.ppo.controls import RewardControls
 from rlhf_core.ppo.critic_start import fit_line
+from rlhf_core.ppo.episode import learn_episode
 from rlhf_core.ppo.learner import PPOLearner
 from rlhf_core.ppo.ptx import Demonstrations
 from rlhf_core.strategy import plain
@@ -140,7 +141,7 @@ def constant_length(ranks: Ranks) -> Found:
 def learnt(ranks: Ranks, strategy: str, experience: Experience, batch_size: int, **changes: object) -> Found:
     """An episode in minibatches of so many rows of all ranks."""
     ours = learner(ranks, strategy, train_batch_size=batch_size // ranks.world_size, max_epochs=3, **changes)
-    return found(ours, *ours.learn(experience, seed=0, episode=0))
+    return found(ours, *learn_episode(ours, experience, seed=0, episode=0))
 
 
 def episode(ranks: Ranks, strategy: str = "plain") -> Found:

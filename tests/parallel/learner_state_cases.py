@@ -10,6 +10,7 @@ from tempfile import gettempdir
 import torch
 from safetensors.torch import load_file, save_file
 
+from rlhf_core.ppo.episode import learn_episode
 from rlhf_core.strategy.plain import PlainBooster
 from rlhf_core.strategy.ranks import Ranks
 from rlhf_core.training.named_tensors import prefixed
@@ -23,11 +24,11 @@ def gone_on(ranks: Ranks, first: str, second: str) -> Found:
     size = 4 // ranks.world_size  # two steps
     ours = learner(ranks, first, train_batch_size=size)
     rows = tiny_experience()
-    ours.learn(rows, seed=0, episode=0)
+    learn_episode(ours, rows, seed=0, episode=0)
     held = given(ours.state().tensors, ranks)
     other = learner(ranks, second, train_batch_size=size)
     other.load_state(held, json.loads(json.dumps(ours.state().facts)))
-    straight, after = (each.learn(tiny_experience(seed=1), seed=0, episode=1) for each in (ours, other))
+    straight, after = (learn_episode(each, tiny_experience(seed=1), seed=0, episode=1) for each in (ours, other))
     expected = found(ours, *straight)
     names = {f"straight.{name}": value for name, value in expected.numbers.items()}
     result = found(other, *after)
@@ -67,7 +68,7 @@ def checkpoint(ranks: Ranks) -> Found:
 def merged(ranks: Ranks, strategy: str = "plain") -> Found:
     """What is published: all weights, in the makers' precision, on the first rank alone."""
     ours = learner(ranks, strategy)
-    ours.learn(tiny_experience(), seed=0, episode=0)
+    learn_episode(ours, tiny_experience(), seed=0, episode=0)
     published = ours.merged_weights("actor", dtype=torch.bfloat16)
     published |= prefixed("critic", ours.merged_weights("critic", dtype=torch.bfloat16))
     return Found({"count": float(len(published))}, published)

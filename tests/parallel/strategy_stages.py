@@ -15,6 +15,7 @@ from rlhf_core.data.encoding import EncodedPair
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.lora import attach_lora
 from rlhf_core.models.reward_model import RewardModel
+from rlhf_core.ppo.episode import learn_episode
 from rlhf_core.ppo.learner import PPOLearner
 from rlhf_core.strategy.ranks import Ranks
 from rlhf_core.supervised import reward_model as reward_model_module
@@ -178,7 +179,7 @@ def ppo(ranks: Ranks, strategy: str, precision: str, *, lora: LoRAConfig | None 
         return stats
 
     learner.training_step = watched  # type: ignore[method-assign]
-    learner.learn(experience(), seed=SEED, episode=0)
+    learn_episode(learner, experience(), seed=SEED, episode=0)
     return watch.found("actor", "critic")
 
 

@@ -24,7 +24,7 @@ from rlhf_core.rewards.scoring import Scorer
 from rlhf_core.rollout.experience import ExperienceMaker
 from rlhf_core.strategy.strategy import Strategy
 from rlhf_core.supervised.forward import vocabulary_size
-from rlhf_core.training.callbacks import MakerCallback, Telling
+from rlhf_core.training.callbacks import MakerCallback, tell, tell_all
 from rlhf_core.training.evaluators import ExperienceMakerPerformanceEvaluator
 from rlhf_core.training.loaders import Batches
 from rlhf_core.types import Experience, Prompt
@@ -35,7 +35,7 @@ _POLL_S = 0.2
 
 
 @ray.remote(concurrency_groups=GROUPS)
-class ExperienceMakerHolder(Telling, MakerActor):
+class ExperienceMakerHolder(MakerActor):
     """Holds the four models, and makes experience of the batches that its trainer deals to it.
 
     Create it with `options(name=...)`: trainers find it by its name.
@@ -116,12 +116,12 @@ class ExperienceMakerHolder(Telling, MakerActor):
         facts = self._facts(line, num_epochs, num_steps)
         trainer_name, trainer = self._first_trainer()
         self._line = line
-        self._tell("on_loop_start")
+        tell(self.callbacks, "on_loop_start")
         try:
             ticket = self._asked(trainer_name, trainer.register_maker, facts, dataloader_fn)
             self._await_end(trainer_name, trainer, ticket)
         finally:
-            self._tell_all("on_loop_end")
+            tell_all(self.callbacks, "on_loop_end")
 
     @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]
     def build(self) -> None:
@@ -154,18 +154,18 @@ class ExperienceMakerHolder(Telling, MakerActor):
         return prompts, samples
 
     def _before_making(self) -> None:
-        self._tell("on_batch_start")
-        self._tell("on_make_experience_start")
+        tell(self.callbacks, "on_batch_start")
+        tell(self.callbacks, "on_make_experience_start")
 
     def _after_making(self, experience: Experience) -> None:
-        self._tell("on_make_experience_end", experience)
+        tell(self.callbacks, "on_make_experience_end", experience)
 
     def _before_sending(self) -> None:
-        self._tell("on_send_start")
+        tell(self.callbacks, "on_send_start")
 
     def _after_sending(self) -> None:
-        self._tell("on_send_end")
-        self._tell("on_batch_end")
+        tell(self.callbacks, "on_send_end")
+        tell(self.callbacks, "on_batch_end")
 
     def _make_maker(self) -> ExperienceMaker:
         if not self._name:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,13 +12,12 @@ from typing import Any
 import ray
 import torch
 
-from rlhf_core.coati.buffer import NaiveExperienceBuffer
 from rlhf_core.coati.detached.controls_of_episodes import EpisodesControls
 from rlhf_core.coati.detached.factories import get_model_numel, set_dist_env
 from rlhf_core.coati.detached.fit_dealing import DealingOptions
 from rlhf_core.coati.detached.holders import find_actor
 from rlhf_core.coati.detached.learner_building import LearningOptions, build_learner
-from rlhf_core.coati.detached.rank_share import RankShare, agreed_plan, demonstrations_loader, next_demonstrations
+from rlhf_core.coati.detached.rank_share import agreed_plan, demonstrations_loader, next_demonstrations
 from rlhf_core.coati.detached.registration import MakerFacts, Production, check_like_trainer
 from rlhf_core.coati.detached.sources import FirstRanksExperience, Source
 from rlhf_core.coati.detached.trainer import DetachedTrainer
@@ -26,20 +26,45 @@ from rlhf_core.coati.detached.trainer_ranks import Found, RankFacts, Shelf, all_
 from rlhf_core.coati.detached.weight_sender import BUCKET_BYTES, WeightSender
 from rlhf_core.config import PPOOptions
 from rlhf_core.errors import ConfigError
-from rlhf_core.ppo.failed_batch import check_finite
+from rlhf_core.ppo.episode import EpisodeLearner, Hooks, Position
+from rlhf_core.ppo.failed_batch import keep_in
 from rlhf_core.ppo.learner import PPOLearner
-from rlhf_core.ppo.order import episode_windows
+from rlhf_core.ppo.order import in_key_order
 from rlhf_core.ppo.stats import PPOStats
 from rlhf_core.strategy.ranks import ALONE
 from rlhf_core.strategy.roll_call import naming_lost_rank
 from rlhf_core.strategy.strategy import Strategy
-from rlhf_core.training.callbacks import TrainerCallback
+from rlhf_core.training.callbacks import TrainerCallback, tell
 from rlhf_core.training.evaluators import TrainerPerformanceEvaluator
 from rlhf_core.training.loaders import Batches
 from rlhf_core.types import EpisodeControls, Experience, Sample
 from rlhf_core.weights.learners import published_weights, trained_weights
 
+logger = logging.getLogger(__name__)
+
 GROUPS = {"buffer_length": 1, "buffer_append": 1, "buffer_sample": 1, "model_io": 1, "compute": 1}
+
+
+class _Steps(Hooks):
+    """Tells the trainer's callbacks of each optimizer step."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def on_pass_start(self, number: int) -> None:
+        tell(self._trainer.callbacks, "on_epoch_start", number)
+
+    def on_step_start(self) -> None:
+        tell(self._trainer.callbacks, "on_batch_start")
+
+    def on_step_end(self, stats: PPOStats, experience: Experience) -> None:
+        metrics = self._trainer._told(stats)
+        if self._trainer.debug:
+            logger.info("%s: %s", self._trainer._name, metrics)
+        tell(self._trainer.callbacks, "on_batch_end", metrics, experience)
+
+    def on_pass_end(self, number: int) -> None:
+        tell(self._trainer.callbacks, "on_epoch_end", number)
 
 
 @ray.remote(concurrency_groups=GROUPS)
@@ -107,6 +132,7 @@ class DetachedPPOTrainer(TrainerFiles, DetachedTrainer):
         self._save_dir, self._save_interval = None if save_dir is None else Path(save_dir), save_interval
         self._controls_kept = EpisodesControls(options, learning.generation, dealing.max_staleness)
         self._shelf, self._stats = Shelf(), list[PPOStats]()
+        self._samples: Sequence[Sample] = ()
         self._eval_performance = eval_performance
         self._built: PPOLearner | None = None
         sizes = {"train_batch_size": train_batch_size, "eps_clip": eps_clip, "value_clip": value_clip}
@@ -147,6 +173,11 @@ class DetachedPPOTrainer(TrainerFiles, DetachedTrainer):
         self._next_demonstrations = partial(
             next_demonstrations, self._demonstrations, learner, self._ranks, only_labels=self._learning.apply_loss_mask
         )
+        self._episode_learner = EpisodeLearner(
+            learner, seed=self.dealing.seed, train_batch_size=self.train_batch_size,
+            accumulation_steps=self._learning.accumulation_steps, demonstrations=self._next_demonstrations,
+            keep=self._keep_batch, hooks=_Steps(self),
+        )  # fmt: skip
         self._weights_dtype = getattr(torch, learner.config.rollout_dtype)  # the makers', under the same strategy
         self._weights = WeightSender(transport=self.dealing.transport, dtype=self._weights_dtype)
         if self._eval_performance:
@@ -189,7 +220,9 @@ class DetachedPPOTrainer(TrainerFiles, DetachedTrainer):
             experience: this rank's rows, their `action_log_probs` by the learner's own weights.
         """
         batches = -(-len(experience) // self.train_batch_size)
-        stats = self.learner.training_step(experience, self._next_demonstrations(batches))
+        return self._told(self.learner.training_step(experience, self._next_demonstrations(batches)))
+
+    def _told(self, stats: PPOStats) -> dict[str, float]:
         self._stats.append(stats)
         return {"actor_loss": stats.actor_loss, "critic_loss": stats.critic_loss}
 
@@ -235,36 +268,29 @@ class DetachedPPOTrainer(TrainerFiles, DetachedTrainer):
 
     def _learn(self, episode: int, source: Source, update_steps: int, train_epochs: int) -> None:
         """Gather all of an episode, restate it by the weights that it begins with, and take its steps."""
-        whole, samples = self._gathered(episode, source, update_steps)
-        share = RankShare(self._ranks if source.is_shared else ALONE, self.train_batch_size)
-        learnt = share.restated(self.learner, whole)
-        windows = episode_windows(
-            seed=self.dealing.seed, episode=episode, passes=train_epochs, samples=len(whole),
-            batch_size=share.batch_size, accumulation_steps=self._learning.accumulation_steps, sampled=False,
-        )  # fmt: skip
-        self._stats = []
-        for window in windows:
-            if self._options.correction == "decoupled" and any(number > 0 for number in window.begins):
-                learnt = share.restated(self.learner, learnt)  # the trust region moves along with each pass
-            for number in window.begins:
-                self._tell("on_epoch_start", number)
-            self._step(learnt.select(share.of(window.rows)))
-            for number in window.ends:
-                self._tell("on_epoch_end", number)
-        if samples:
-            self._controls_kept.learnt(episode, samples)
+        learning = self._episode_learner
+        if learning.learning is None:
+            learning.is_shared = source.is_shared
+            learning.position = Position(episode, 0, self.learner.steps)
+            whole, self._samples = self._gathered(episode, source, update_steps)
+            learning.begin(whole, self._samples)
+            self._stats = []
+        learning.learn(train_epochs)
+        learning.finish()
+        if self._samples:
+            self._controls_kept.learnt(episode, self._samples)
 
     def _gathered(self, episode: int, source: Source, update_steps: int) -> tuple[Experience, Sequence[Sample]]:
         """Return an episode's rows in the order of their samples' keys, and their texts where somebody sent them."""
-        buffer, samples = NaiveExperienceBuffer(self.train_batch_size), list[Sample]()
-        for batch in source.episode(episode, update_steps):
-            buffer.append(batch.experience, batch.samples)
-            samples += batch.samples
-        whole = buffer.collect()
-        check_finite(whole)
+        batches = list(source.episode(episode, update_steps))
+        whole = in_key_order((batch.experience, batch.samples) for batch in batches)
         if source.is_shared and self._ranks.is_first:
             self._shelf.put(episode, whole.to_numpy)
-        return whole, samples
+        return whole, [sample for batch in batches for sample in batch.samples]
+
+    def _keep_batch(self, write: Callable[[Path], None]) -> str:
+        place = self._episode_learner.position
+        return keep_in(self._save_dir, f"episode-{place.episode}_step-{place.step}/rank-{self._ranks.rank}")(write)
 
     def _finish_episode(self, episode: int) -> None:
         if self._save_dir is not None and (episode + 1) % self._save_interval == 0:

@@ -3,58 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 
 from rlhf_core.coati.prompt_batches import demonstrations_of
 from rlhf_core.errors import ConfigError
 from rlhf_core.ppo.learner import PPOLearner
-from rlhf_core.ppo.order import Rows, minibatch_order
 from rlhf_core.strategy.ranks import Ranks, together
 from rlhf_core.supervised.forward import vocabulary_size
 from rlhf_core.training.base import PaddedBatch
 from rlhf_core.training.loaders import Batches, CycledLoader
-from rlhf_core.types import Experience
-
-_RESTATED = ("action_log_probs", "values", "advantages", "returns")
-"""What `PPOLearner.recompute` may change."""
-
-
-class RankShare(NamedTuple):
-    """A step learns from a batch of each rank: what one trainer learns from batches of that many times the size."""
-
-    ranks: Ranks
-    train_batch_size: int
-    """Of one rank."""
-
-    @property
-    def batch_size(self) -> int:
-        """Rows of a batch of all ranks."""
-        return self.train_batch_size * self.ranks.world_size
-
-    def of(self, rows: Rows, rank: int | None = None) -> Rows:
-        """Return a rank's part of the rows of a step; None takes this one's."""
-        return rows[self.ranks.rank if rank is None else rank :: self.ranks.world_size]
-
-    def restated(self, learner: PPOLearner, whole: Experience) -> Experience:
-        """Return an episode as the learner's weights restate it: each rank does its part, and all get all of it."""
-        batches = minibatch_order(seed=0, episode=0, epoch=0, samples=len(whole), batch_size=self.batch_size)
-        shares = [np.concatenate([self.of(rows, rank) for rows in batches]) for rank in range(self.ranks.world_size)]
-        own = learner.recompute(whole.select(shares[self.ranks.rank]))
-        if self.ranks.world_size == 1:
-            return own
-        places = torch.as_tensor(np.concatenate(shares), device=own.sequences.device)
-        whole = whole.replace()
-        whole.to_device(own.sequences.device)
-        changes = {}
-        for name in _RESTATED:
-            part = getattr(own, name)
-            if part is not None:
-                gathered = self.ranks.gather(part)
-                changes[name] = torch.empty_like(gathered).index_copy_(0, places, gathered)
-        return whole.replace(**changes)
 
 
 def agreed_plan(ranks: Ranks, *numbers: int) -> None:

@@ -31,13 +31,13 @@ from rlhf_core.detached.maker import MadeChunk
 from rlhf_core.errors import RlhfError
 from rlhf_core.ppo.order import minibatch_order
 from rlhf_core.rollout.scheduler import Dealer
-from rlhf_core.training.callbacks import Telling, TrainerCallback
+from rlhf_core.training.callbacks import TrainerCallback, tell, tell_at_the_end
 from rlhf_core.types import EpisodeControls, Experience
 
 logger = logging.getLogger(__name__)
 
 
-class DetachedTrainer(Telling, ABC):
+class DetachedTrainer(ABC):
     """Learns from what experience makers, actors of their own, send; a subclass says how, and sends them weights.
 
     A subclass is a Ray actor with the concurrency groups `buffer_length`, `buffer_append`, `buffer_sample` and
@@ -126,7 +126,7 @@ class DetachedTrainer(Telling, ABC):
         try:
             self._source = source = self._open_source(production, began)
             try:
-                with self._told_of_the_end("on_fit_end"):
+                with tell_at_the_end(self.callbacks, "on_fit_end"):
                     self._tell("on_fit_start")
                     for episode in range(self._episode, began + production.episodes):
                         self._run_episode(episode, source, update_steps, train_epochs)
@@ -212,7 +212,7 @@ class DetachedTrainer(Telling, ABC):
         return {**(self._source.figures() if self._source else {}), **own}
 
     def _run_episode(self, episode: int, source: Source, update_steps: int, train_epochs: int) -> None:
-        with self._told_of_the_end("on_episode_end", episode):
+        with tell_at_the_end(self.callbacks, "on_episode_end", episode):
             self._tell("on_episode_start", episode)
             self._learn(episode, source, update_steps, train_epochs)
             self._is_in_midst, self._is_unsent = False, True
@@ -221,6 +221,9 @@ class DetachedTrainer(Telling, ABC):
             self._send_what_was_learnt()
             source.learnt(episode)
             self._finish_episode(episode)
+
+    def _tell(self, hook: str, *arguments: Any) -> None:
+        tell(self.callbacks, hook, *arguments)
 
     def _send_what_was_learnt(self) -> None:
         self._tell("on_update_start")
@@ -238,7 +241,7 @@ class DetachedTrainer(Telling, ABC):
                 "learn them twice; create the trainer anew, with its last state if it keeps one"
             )
 
-    def _finish_episode(self, episode: int) -> None:
+    def _finish_episode(self, episode: int) -> None:  # noqa: B027 - most keep nothing
         """Keep what an episode came to; for a subclass."""
 
     def _learn(self, episode: int, source: Source, update_steps: int, train_epochs: int) -> None:

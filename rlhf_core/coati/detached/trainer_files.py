@@ -15,6 +15,7 @@ from rlhf_core.coati.detached.sources import DealtExperience, Source
 from rlhf_core.coati.detached.trainer_state import PPOTrainerState, read_trainer_state, write_trainer_state
 from rlhf_core.coati.detached.weight_sender import WeightSender
 from rlhf_core.errors import ConfigError
+from rlhf_core.ppo.episode import EpisodeLearner
 from rlhf_core.ppo.learner import PPOLearner
 from rlhf_core.rollout.books import Books
 from rlhf_core.strategy.roll_call import naming_lost_rank
@@ -35,6 +36,7 @@ class TrainerFiles:
     _controls_kept: EpisodesControls
     _demonstrations: CycledLoader | None
     _buffer: DetachedReplayBuffer
+    _episode_learner: EpisodeLearner
     _is_in_midst: bool
     _is_unsent: bool
     _books: dict[str, Any] | None = None
@@ -137,6 +139,7 @@ class TrainerFiles:
         self._controls_kept.load_state(facts["controls"])
         self._books, self._source = facts["books"], None
         self._is_in_midst = self._is_unsent = False
+        self._episode_learner.forget()
         self._episode, self._fit_began = facts["position"]["episode"], facts["position"]["fit_began"]
         self._weights.restore(facts["position"]["version"])
         if self._demonstrations is not None and state.demonstrations is not None:

@@ -6,23 +6,26 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, ClassVar
 
 import ray
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from rlhf_core.coati.buffer import NaiveExperienceBuffer
 from rlhf_core.coati.generate_kwargs import generation_settings_from_kwargs
 from rlhf_core.coati.roles.composition import ExperienceCompositionRefs, ExperienceMaker, MadeArrays, packed
 from rlhf_core.coati.roles.models import load_policy_tokenizer
 from rlhf_core.coati.roles.settings import RoleSettings
 from rlhf_core.coati.roles.spans import Span, Spans
 from rlhf_core.config import TemplateConfig
+from rlhf_core.counting import ordinal
 from rlhf_core.data import PromptTemplate
 from rlhf_core.models.loading import default_device
-from rlhf_core.ppo.failed_batch import check_finite
+from rlhf_core.ppo.episode import learn_episode
+from rlhf_core.ppo.failed_batch import keep_in
 from rlhf_core.ppo.learner import PPOLearner, PPOStats
+from rlhf_core.ppo.order import in_key_order
 from rlhf_core.ray_tools.member import GroupMember
 from rlhf_core.strategy.meeting import Meeting, open_meeting
 from rlhf_core.strategy.ranks import current_ranks, join
@@ -135,11 +138,12 @@ class TrainablePPORole(BasePPORole):
         settings = self._settings
         found: list[MadeArrays] = ray.get(list(experience_refs), timeout=settings.timeout_s)
         with self._at("learn"):
-            buffer = NaiveExperienceBuffer(settings.train_batch_size)
-            buffer.extend([each.unpacked() for each in found])
-            collected = buffer.collect()
-            check_finite(collected)
-            return self._learner.learn(collected, seed=settings.seed, episode=round_number)
+            batches = [each.unpacked() for each in found]
+            samples = [sample for _, each in batches for sample in each]
+            keep = keep_in(Path(settings.save_path).parent, f"round-{ordinal(round_number)}/{self.role}-{self._rank}")
+            return learn_episode(
+                self._learner, in_key_order(batches), samples, seed=settings.seed, episode=round_number, keep=keep
+            )
 
     def _load(self) -> None:
         settings = self._settings

@@ -9,7 +9,7 @@ import ray
 
 from rlhf_core.config import PPOConfig
 from rlhf_core.phases import reached
-from rlhf_core.ppo.failed_batch import check_finite
+from rlhf_core.ppo.episode import learn_episode
 from rlhf_core.ppo.learner import PPOLearner
 from rlhf_core.ray_tools.member import GROUPS, GroupMember
 from rlhf_core.ray_tools.peers import share_state
@@ -55,8 +55,7 @@ class TrainerRank(GroupMember):
         with self._working():
             (arrays,) = ray.get(list(experience), timeout=self._config.cluster.collective_timeout_s)
             rows = Experience.from_numpy(arrays)
-            check_finite(rows)  # as the first rank does, which then learns nothing
-            self._learner.learn(rows, seed=self._seed, episode=episode)
+            learn_episode(self._learner, rows, seed=self._seed, episode=episode)
 
     @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]
     def publish(self) -> None:

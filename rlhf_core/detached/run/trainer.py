@@ -21,10 +21,9 @@ from rlhf_core.data import Problem
 from rlhf_core.detached.maker import MadeChunk
 from rlhf_core.detached.run.dealing import Dealing
 from rlhf_core.detached.run.state import DealingState, EpisodeRecord, StateKeeper, TrainerPosition, TrainingState
-from rlhf_core.errors import TrainingError
 from rlhf_core.phases import reached
 from rlhf_core.ppo.controls import RewardControls
-from rlhf_core.ppo.failed_batch import check_finite, write_failed_batch
+from rlhf_core.ppo.episode import learn_episode
 from rlhf_core.ppo.judgement import judgement_metrics, judgement_sums
 from rlhf_core.ppo.learner import PPOLearner, PPOStats
 from rlhf_core.ppo.order import in_key_order
@@ -34,47 +33,6 @@ from rlhf_core.strategy.ranks import ALONE, current_ranks
 from rlhf_core.types import EpisodeControls, Experience, Sample
 from rlhf_core.weights import Publisher
 from rlhf_core.weights.learners import weights_to_publish
-
-
-def learn_or_keep(
-    learner: PPOLearner,
-    experience: Experience,
-    samples: Sequence[Sample],
-    *,
-    seed: int,
-    episode: int,
-    keeper: StateKeeper,
-) -> list[PPOStats]:
-    """Learn an episode's experience; where that fails, keep the batch for whoever looks for the reason.
-
-    Args:
-        learner: takes the steps.
-        experience: all of the episode, in the order of the samples' keys.
-        samples: the same rows as text, in any order.
-        seed: of the run.
-        episode: from 0.
-        keeper: knows where a failed batch belongs.
-
-    Raises:
-        TrainingError: before the first step if a reward or log-probability is not finite, later if a loss or gradient
-            is not; it says where the batch is kept.
-    """
-    try:
-        check_finite(experience)
-        return learner.learn(experience, seed=seed, episode=episode)
-    except TrainingError as error:
-        reason = str(error)
-        ordered = sorted(samples, key=lambda sample: (sample.key, sample.index))
-
-        def save(directory: Path) -> None:
-            # The samples hold prompt and response as text; the trainer has no tokenizer.
-            write_failed_batch(directory, reason, experience, ordered, decode=lambda ids: " ".join(map(str, ids)))
-
-        try:
-            place = keeper.keep_failed_batch(save)
-        except Exception as failure:  # the reason for the failure counts more than where its batch is
-            raise TrainingError(f"{reason}; the batch could not be kept ({failure})") from error
-        raise TrainingError(f"{reason}; the batch is kept in {place}") from error
 
 
 def episode_metrics(
@@ -304,10 +262,13 @@ class RunTrainer(GroupMember):
         """Learn from an episode's chunks; return its figures."""
         experience = in_key_order((Experience.from_numpy(chunk.experience), chunk.samples) for chunk in made)
         with self._peers.taking_part("learn", self._peers.put(experience.to_numpy), episode):
-            stats = learn_or_keep(
-                self._learner, experience, samples, seed=self._seed, episode=episode, keeper=self._keeper
+            stats = learn_episode(
+                self._learner, experience, samples, seed=self._seed, episode=episode, keep=self._keep_batch
             )
         return self._take_note(samples, stats, experience.policy_version, episode)
+
+    def _keep_batch(self, save: Callable[[Path], None]) -> str:
+        return f"the batch is kept in {self._keeper.keep_failed_batch(save)}"
 
     def _take_note(
         self, samples: list[Sample], stats: Sequence[PPOStats], versions: torch.Tensor, episode: int

@@ -12,6 +12,7 @@ from rlhf_core.coati.prompt_batches import prompts_of
 from rlhf_core.config import PPOConfig, TemplateConfig
 from rlhf_core.data import PromptTemplate
 from rlhf_core.models.critic import Critic
+from rlhf_core.ppo.episode import learn_episode
 from rlhf_core.ppo.learner import PPOLearner
 from rlhf_core.rollout.experience import ExperienceMaker
 from rlhf_core.strategy.plain import PlainBooster
@@ -46,7 +47,7 @@ def detached_losses(batches: list[dict[str, Any]]) -> list[tuple[float, float]]:
         for batch in reversed(batches[2 * episode : 2 * episode + 2]):  # chunks come in any order
             made = maker.make_experience(batch["prompts"], [0, 0], episode=episode, policy_version=episode)
             buffer.append(*made)
-        stats = learner.learn(buffer.collect(), seed=7, episode=episode)
+        stats = learn_episode(learner, buffer.collect(), seed=7, episode=episode)
         losses += [(step.actor_loss, step.critic_loss) for step in stats]
     return losses
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlhf_core.detached.run.trainer import learn_or_keep
 from rlhf_core.errors import TrainingError
 from rlhf_core.models.lora import trainable_state
+from rlhf_core.ppo.episode import learn_episode
 from rlhf_core.types import Sample
 from tests.unit.ppo.experience import tiny_experience
 from tests.unit.ppo.test_learner import learner
@@ -27,13 +27,13 @@ class Keeper:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
-    def keep_failed_batch(self, save: Callable[[Path], None]) -> str:
-        save(self.directory / "kept")
-        return "the place"
+    def keep(self, write: Callable[[Path], None]) -> str:
+        write(self.directory / "kept")
+        return "the batch is kept in the place"
 
 
 class Full(Keeper):
-    def keep_failed_batch(self, save: Callable[[Path], None]) -> str:  # noqa: ARG002
+    def keep(self, write: Callable[[Path], None]) -> str:  # noqa: ARG002
         raise OSError(28, "No space left on device")
 
 
@@ -54,7 +54,7 @@ def fail(keeper: Any) -> tuple[str, bool]:
     experience.reward[3, 0] = float("inf")
     before = trainable_state(ours.actor)
     with pytest.raises(TrainingError) as caught:
-        learn_or_keep(ours, experience, samples(), seed=0, episode=0, keeper=keeper)
+        learn_episode(ours, experience, samples(), seed=0, episode=0, keep=keeper.keep)
     moved = any(not torch.equal(tensor, before[name]) for name, tensor in trainable_state(ours.actor).items())
     return str(caught.value), moved
 
@@ -82,5 +82,5 @@ def test_a_loss_that_is_no_number_keeps_its_batch_too(tmp_path: Path) -> None:
     with torch.no_grad():
         next(iter(ours.critic.parameters())).fill_(float("nan"))
     with pytest.raises(TrainingError, match=r"the critic's loss is nan.*; the batch is kept in the place"):
-        learn_or_keep(ours, tiny_experience(), samples(), seed=0, episode=0, keeper=Keeper(tmp_path))
+        learn_episode(ours, tiny_experience(), samples(), seed=0, episode=0, keep=Keeper(tmp_path).keep)
     assert (tmp_path / "kept" / "batch.json").exists()

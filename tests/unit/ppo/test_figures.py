@@ -9,6 +9,7 @@ import torch
 
 from rlhf_core.errors import TrainingError
 from rlhf_core.models.critic import Critic
+from rlhf_core.ppo.episode import learn_episode
 from rlhf_core.ppo.learner import PPOLearner
 from rlhf_core.training.base import pad_examples
 from tests.tiny_llama import tiny_llama
@@ -78,7 +79,7 @@ def test_a_critic_that_the_estimator_needs_not_is_left_untouched_and_the_log_say
     assert [record.message for record in caplog.records if "critic" in record.message] == [
         "advantage estimator rloo needs no critic; it stays as it is"
     ]
-    stats = ours.learn(tiny_experience().replace(returns=None), seed=0, episode=0)[0]
+    stats = learn_episode(ours, tiny_experience().replace(returns=None), seed=0, episode=0)[0]
     assert (stats.critic_loss, stats.critic_grad_norm, stats.critic_lr, stats.value_mean) == (0, 0, 0, 0)
     assert all(torch.equal(new, old) for new, old in zip(critic.parameters(), before, strict=True))
 

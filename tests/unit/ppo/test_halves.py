@@ -11,6 +11,7 @@ from torch import nn
 from rlhf_core.config import LearningConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.models.critic import Critic
+from rlhf_core.ppo.episode import learn_episode
 from rlhf_core.ppo.learner import PPOLearner, PPOStats
 from rlhf_core.training.optim import Trained, make_trained
 from tests.tiny_llama import tiny_llama
@@ -39,7 +40,9 @@ def learner(first: Trained | None, second: Trained | None, **options: Any) -> PP
 
 
 def learn(ours: PPOLearner) -> list[PPOStats]:
-    return ours.learn(tiny_experience(), seed=1, episode=0) + ours.learn(tiny_experience(1), seed=1, episode=1)
+    return learn_episode(ours, tiny_experience(), seed=1, episode=0) + learn_episode(
+        ours, tiny_experience(1), seed=1, episode=1
+    )
 
 
 def weights(of: Trained) -> dict[str, torch.Tensor]:

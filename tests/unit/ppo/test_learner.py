@@ -13,6 +13,7 @@ from rlhf_core.config import LoRAConfig, PPOConfig
 from rlhf_core.errors import TrainingError
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.lora import attach_lora, trainable_state
+from rlhf_core.ppo.episode import learn_episode
 from rlhf_core.ppo.learner import PPOLearner, PPOStats
 from rlhf_core.types import Experience
 from tests.reference import definitions
@@ -147,7 +148,7 @@ def test_one_micro_batch_of_eight_gives_the_step_of_eight_of_one() -> None:
 @pytest.mark.parametrize("lora", [None, LORA])
 def test_the_first_ratio_is_one_exactly(dtype: str, lora: LoRAConfig | None) -> None:
     ours = learner(dtype=dtype, lora=lora, train_batch_size=4, micro_batch_size=2)
-    stats = ours.learn(tiny_experience(), seed=0, episode=0)
+    stats = learn_episode(ours, tiny_experience(), seed=0, episode=0)
     assert (stats[0].approx_kl, stats[0].clip_fraction) == (0.0, 0.0)
     assert stats[1].approx_kl > 0  # the second minibatch sees the policy that the first one made
 
@@ -165,7 +166,7 @@ def test_learning_makes_good_tokens_likelier_and_bad_ones_less() -> None:
 
 def test_the_critic_learns_the_returns() -> None:
     ours = learner(max_epochs=60, value_clip=10.0, critic_lr=3e-3, lr=1e-9)
-    stats = ours.learn(tiny_experience(), seed=0, episode=0)
+    stats = learn_episode(ours, tiny_experience(), seed=0, episode=0)
     assert stats[-1].critic_loss < stats[0].critic_loss / 5
 
 
@@ -180,7 +181,7 @@ def test_every_epoch_sees_every_sample_and_later_ones_in_another_order() -> None
 
     ours.training_step = spying  # type: ignore[method-assign]
     numbered = tiny_experience().replace(policy_version=torch.arange(8))
-    assert len(ours.learn(numbered, seed=0, episode=3)) == 8
+    assert len(learn_episode(ours, numbered, seed=0, episode=3)) == 8
     first, second = (list(chain.from_iterable(rows)) for rows in (seen[:4], seen[4:]))
     assert first == list(range(8))
     assert sorted(second) == first != second
@@ -190,7 +191,7 @@ def test_frozen_weights_stay_to_the_bit_and_adapters_move() -> None:
     ours = learner(lora=LORA, dtype="bfloat16")
     frozen = {name: p.clone() for name, p in ours.actor.named_parameters() if not p.requires_grad}
     before = trainable_state(ours.actor)
-    ours.learn(tiny_experience(), seed=0, episode=0)
+    learn_episode(ours, tiny_experience(), seed=0, episode=0)
     named = dict(ours.actor.named_parameters())
     assert all(torch.equal(named[name], tensor) for name, tensor in frozen.items())
     moved = [name for name, tensor in trainable_state(ours.actor).items() if not torch.equal(tensor, before[name])]
@@ -211,7 +212,7 @@ def test_what_lies_in_the_padding_changes_nothing() -> None:
     results = []
     for rubbish in (0.0, float("nan")):
         ours = learner()
-        stats = ours.learn(tiny_experience(rubbish=rubbish), seed=0, episode=0)
+        stats = learn_episode(ours, tiny_experience(rubbish=rubbish), seed=0, episode=0)
         results.append((stats, trainable_state(ours.actor) | trainable_state(ours.critic)))
     assert results[0][0] == results[1][0]
     assert all(torch.equal(tensor, results[1][1][name]) for name, tensor in results[0][1].items())
@@ -219,14 +220,14 @@ def test_what_lies_in_the_padding_changes_nothing() -> None:
 
 def test_the_experience_is_not_changed() -> None:
     experience = tiny_experience()
-    learner().learn(experience, seed=0, episode=0)
+    learn_episode(learner(), experience, seed=0, episode=0)
     for name, tensor in tiny_experience().tensors().items():
         assert torch.equal(experience.tensors()[name], tensor), name
 
 
 def test_warm_up_is_seen_in_the_stats_and_each_model_has_its_own_rate() -> None:
     ours = learner(warmup_steps=1, train_batch_size=4, micro_batch_size=4)
-    stats = ours.learn(tiny_experience(), seed=0, episode=0)
+    stats = learn_episode(ours, tiny_experience(), seed=0, episode=0)
     assert [step.actor_lr for step in stats] == pytest.approx([0.5e-4, 1e-4])
     assert [step.critic_lr for step in stats] == pytest.approx([0.5e-3, 1e-3])
 
@@ -246,7 +247,10 @@ def test_nothing_to_learn_from_is_refused() -> None:
         learner().training_step(experience.replace(returns=None))
     with pytest.raises(TrainingError, match="at least one response token, got none"):
         learner().training_step(experience.replace(action_mask=torch.zeros_like(experience.action_mask)))
-    for method in (lambda rows: learner().recompute(rows), lambda rows: learner().learn(rows, seed=0, episode=0)):
+    for method in (
+        lambda rows: learner().recompute(rows),
+        lambda rows: learn_episode(learner(), rows, seed=0, episode=0),
+    ):
         with pytest.raises(TrainingError, match="at least one response on every rank, got none"):
             method(experience.select([]))
 

@@ -12,6 +12,7 @@ from rlhf_core.config import LoRAConfig
 from rlhf_core.errors import ConfigError, TrainingError
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.lora import attach_lora, trainable_parameters
+from rlhf_core.ppo.episode import learn_episode
 from rlhf_core.ppo.learner import PPOLearner
 from rlhf_core.ppo.ptx import Demonstrations
 from rlhf_core.training.base import PaddedBatch, pad_examples
@@ -127,7 +128,7 @@ def test_the_actors_gradient_is_that_of_the_objective_on_rows_without_padding(ch
     naive_loss(ours, batch).backward()
     expected = {name: parameter.grad.clone() for name, parameter in trainable_parameters(ours.actor).items()}  # type: ignore[union-attr]
     ours.actor.zero_grad()
-    ours.training_step(batch, None if ours._ptx is None else ours._ptx.batch(0))
+    ours.training_step(batch, None if ours.ptx is None else ours.ptx.batch(0))
     found = gradients(ours)
     for name, gradient in expected.items():
         tolerance = 1e-4 * gradient.abs().max().item()
@@ -153,8 +154,8 @@ def test_ptx_and_policy_losses_are_told_apart() -> None:
             strict=True,
         )
     ]
-    assert ours._ptx is not None
-    stats = ours.training_step(batch, ours._ptx.batch(0))
+    assert ours.ptx is not None
+    stats = ours.training_step(batch, ours.ptx.batch(0))
     assert stats.ptx_loss == pytest.approx(-sum(likely) / len(likely), rel=1e-4)
     assert stats.actor_loss == pytest.approx(learner().training_step(batch).actor_loss, rel=1e-5)
 
@@ -167,9 +168,9 @@ def test_ptx_without_demonstrations_is_refused() -> None:
     empty = PaddedBatch(empty.sequences, empty.attention_mask, torch.zeros_like(empty.action_mask))
     with pytest.raises(TrainingError, match="at least one token to learn, got none"):
         ours.training_step(tiny_experience(), empty)
-    ours._ptx = None
+    ours.ptx = None
     with pytest.raises(ConfigError, match=r"ppo.ptx_coef is 0.4, but there are no demonstrations"):
-        ours.learn(tiny_experience(), seed=0, episode=0)
+        learn_episode(ours, tiny_experience(), seed=0, episode=0)
 
 
 def test_rows_in_another_order_give_the_same_step() -> None:
@@ -187,8 +188,8 @@ def test_eight_of_one_give_the_gradients_of_one_of_eight() -> None:
     stats, found = [], []
     for size in (8, 1):
         ours = learner(micro_batch_size=size, ptx_coef=0.2, entropy_coef=0.1, aggregation="sequence_mean")
-        assert ours._ptx is not None
-        stats.append(ours.training_step(shifted(ours), ours._ptx.batch(0)))
+        assert ours.ptx is not None
+        stats.append(ours.training_step(shifted(ours), ours.ptx.batch(0)))
         found.append(gradients(ours) | gradients(ours, "critic"))
     assert stats[0] == pytest.approx(stats[1], rel=1e-5, abs=1e-6)
     for name, gradient in found[0].items():
@@ -242,7 +243,7 @@ def test_decoupled_passes_each_begin_at_a_ratio_of_one_and_weigh_what_the_engine
     stats = {}
     for correction in ("truncated", "decoupled"):
         ours = learner(correction=correction, max_epochs=2, lr=1e-3)
-        stats[correction] = ours.learn(tiny_experience(), seed=0, episode=0)
+        stats[correction] = learn_episode(ours, tiny_experience(), seed=0, episode=0)
     assert [step.approx_kl for step in stats["decoupled"]] == [0.0, 0.0]
     assert stats["truncated"][0] == stats["decoupled"][0]
     assert stats["truncated"][1].approx_kl > 0
@@ -252,7 +253,7 @@ def test_decoupled_passes_each_begin_at_a_ratio_of_one_and_weigh_what_the_engine
 
 def test_without_a_critic_its_figures_are_zero_and_experience_needs_no_returns() -> None:
     ours = learner(advantage_estimator="grpo")
-    stats = ours.learn(tiny_experience().replace(returns=None), seed=0, episode=0)[0]
+    stats = learn_episode(ours, tiny_experience().replace(returns=None), seed=0, episode=0)[0]
     assert (stats.critic_loss, stats.critic_grad_norm, stats.critic_lr, stats.explained_variance) == (0, 0, 0, 0)
     assert stats.actor_grad_norm > 0
     assert ours.merged_weights("critic") == {}

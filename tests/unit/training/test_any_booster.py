@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from rlhf_core.config import LoRAConfig, RewardModelConfig, SFTConfig
 from rlhf_core.models.lora import attach_lora
 from rlhf_core.models.reward_model import RewardModel
+from rlhf_core.ppo.episode import learn_episode
 from rlhf_core.ppo.learner import PPOLearner
 from rlhf_core.strategy.booster import OwnBooster
 from rlhf_core.strategy.plain import PlainBooster
@@ -46,7 +47,7 @@ CHOICES: dict[str, dict[str, Any]] = {
 def learnt(make: Any, choices: dict[str, Any]) -> tuple[PPOLearner, list[Any]]:
     with boosters(make):
         ours = learner(train_batch_size=4, **({"micro_batch_size": 2} | choices))
-        return ours, ours.learn(tiny_experience(), seed=0, episode=0)
+        return ours, learn_episode(ours, tiny_experience(), seed=0, episode=0)
 
 
 def test_a_foreign_booster_that_has_only_the_protocols_methods_trains_and_saves(tmp_path: Path) -> None:
@@ -107,7 +108,7 @@ def test_the_state_of_one_booster_is_gone_on_with_under_another(first: Any, seco
         other = learner(train_batch_size=4, **choices)
     other.load_state(*ours.state())
     batch = tiny_experience(seed=1)
-    assert other.learn(batch, seed=0, episode=1) == ours.learn(batch, seed=0, episode=1)
+    assert learn_episode(other, batch, seed=0, episode=1) == learn_episode(ours, batch, seed=0, episode=1)
     assert_same(dict(ours.merged_weights("critic")), dict(other.merged_weights("critic")))
 
 

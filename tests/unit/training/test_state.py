@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from rlhf_core.config import LoRAConfig
 from rlhf_core.errors import ModelError
+from rlhf_core.ppo.episode import learn_episode
 from rlhf_core.ppo.learner import PPOLearner
 from tests.unit.ppo.experience import tiny_experience
 from tests.unit.ppo.test_learner import learner
@@ -29,7 +30,7 @@ def build(case: str) -> PPOLearner:
 
 
 def run(ours: PPOLearner, episode: int) -> list[tuple[float, ...]]:
-    return [tuple(stats) for stats in ours.learn(tiny_experience(seed=episode), seed=7, episode=episode)]
+    return [tuple(stats) for stats in learn_episode(ours, tiny_experience(seed=episode), seed=7, episode=episode)]
 
 
 def save(ours: PPOLearner, directory: Path) -> None:

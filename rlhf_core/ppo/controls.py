@@ -1,4 +1,4 @@
-"""What the trainer sets anew for each episode's rewards: the KL coefficient and the scale of scores."""
+"""What an episode's rewards are made with, set once for all of its chunks: the KL coefficient, the scale of scores."""
 
 from __future__ import annotations
 
@@ -89,3 +89,44 @@ class RewardControls:
         if self._config.kl_target is not None:
             kl_coef = max(kl_coef, SMALLEST_KL_COEF)
         self._known = (kl_coef, scores)
+
+
+class ControlsByEpisode:
+    """The controls of each episode, where makers may be ahead of what is learnt: from its first lease on the same.
+
+    An episode's controls are the current ones when makers may first begin it: once `episode - max_staleness` episodes
+    are learnt, whatever the makers' speed; where a chunk is leased even earlier, those of that moment.
+
+    Args:
+        current: what the next episode's rewards are made with; its owner updates it.
+        max_staleness: episodes that makers may be ahead.
+        completed: episodes that are learnt.
+        kept: of a training state, as `known` returned them.
+    """
+
+    def __init__(
+        self,
+        current: RewardControls,
+        *,
+        max_staleness: int,
+        completed: int,
+        kept: Mapping[int, EpisodeControls],
+    ) -> None:
+        self.current, self._max_staleness = current, max_staleness
+        self._of = dict(kept)
+        self.open(completed)
+
+    def of(self, episode: int) -> EpisodeControls:
+        """Return what an episode's rewards are made with; called by any thread."""
+        return self._of.setdefault(episode, self.current.current())
+
+    def open(self, completed: int) -> None:
+        """Set the controls of the episodes that makers may begin once so many are learnt; forget those before."""
+        for done in [episode for episode in list(self._of) if episode < completed]:
+            del self._of[done]  # in place: a chunk that is leased at this moment keeps its controls
+        for episode in range(completed, completed + self._max_staleness + 1):
+            self.of(episode)
+
+    def known(self) -> dict[int, EpisodeControls]:
+        """Return the controls of all episodes that have some."""
+        return dict(self._of)

@@ -90,7 +90,7 @@ class LearnerFactory:
             started = time.time()
             stats = step(*arguments)
             time.sleep(max(0.0, started + self._step_s - time.time()))
-            if learner._ranks.is_first:
+            if learner.ranks.is_first:
                 write_line(self._directory / STEPS, stats._asdict() | {"from": started, "to": time.time()})
             return stats
 

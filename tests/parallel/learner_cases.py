@@ -97,7 +97,7 @@ def weights(ours: PPOLearner) -> dict[str, torch.Tensor]:
 def step(ranks: Ranks, strategy: str = "plain", **changes: object) -> Found:
     ours = learner(ranks, strategy, **changes)
     batch = share(near(ours, tiny_experience()), ranks)
-    ptx = None if ours._ptx is None else ours._ptx.batch(0)
+    ptx = None if ours.ptx is None else ours.ptx.batch(0)
     return found(ours, ours.training_step(batch, ptx))
 
 

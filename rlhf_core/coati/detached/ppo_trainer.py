@@ -12,7 +12,6 @@ from typing import Any
 import ray
 import torch
 
-from rlhf_core.coati.detached.controls_of_episodes import EpisodesControls
 from rlhf_core.coati.detached.factories import get_model_numel, set_dist_env
 from rlhf_core.coati.detached.fit_dealing import DealingOptions
 from rlhf_core.coati.detached.holders import find_actor
@@ -21,11 +20,13 @@ from rlhf_core.coati.detached.rank_share import agreed_plan, demonstrations_load
 from rlhf_core.coati.detached.registration import MakerFacts, Production, check_like_trainer
 from rlhf_core.coati.detached.sources import FirstRanksExperience, Source
 from rlhf_core.coati.detached.trainer import DetachedTrainer
-from rlhf_core.coati.detached.trainer_files import TrainerFiles
+from rlhf_core.coati.detached.trainer_files import TrainerFiles, controls_kept
 from rlhf_core.coati.detached.trainer_ranks import Found, RankFacts, Shelf, all_holders, tell_each_other
 from rlhf_core.coati.detached.weight_sender import BUCKET_BYTES, WeightSender
+from rlhf_core.coati.ppo_setup import rollout_config
 from rlhf_core.config import PPOOptions
 from rlhf_core.errors import ConfigError
+from rlhf_core.ppo.controls import ControlsByEpisode, RewardControls
 from rlhf_core.ppo.episode import EpisodeLearner, Hooks, Position
 from rlhf_core.ppo.failed_batch import keep_in
 from rlhf_core.ppo.learner import PPOLearner
@@ -130,7 +131,7 @@ class DetachedPPOTrainer(TrainerFiles, DetachedTrainer):
         )  # fmt: skip
         self._options, self._learning, self._update_lora_weights = options, learning, update_lora_weights
         self._save_dir, self._save_interval = None if save_dir is None else Path(save_dir), save_interval
-        self._controls_kept = EpisodesControls(options, learning.generation, dealing.max_staleness)
+        self._controls_by_episode: ControlsByEpisode | None = None
         self._shelf, self._stats = Shelf(), list[PPOStats]()
         self._samples: Sequence[Sample] = ()
         self._eval_performance = eval_performance
@@ -277,8 +278,12 @@ class DetachedPPOTrainer(TrainerFiles, DetachedTrainer):
             self._stats = []
         learning.learn(train_epochs)
         learning.finish()
-        if self._samples:
-            self._controls_kept.learnt(episode, self._samples)
+        if self._samples and self._controls_by_episode is not None:
+            self._controls_by_episode.current.update(
+                kl_per_sample=torch.tensor([sample.kl for sample in self._samples]),
+                scores=torch.tensor([sample.score for sample in self._samples]),
+            )
+            self._controls_by_episode.open(episode + 1)
 
     def _gathered(self, episode: int, source: Source, update_steps: int) -> tuple[Experience, Sequence[Sample]]:
         """Return an episode's rows in the order of their samples' keys, and their texts where somebody sent them."""
@@ -318,7 +323,16 @@ class DetachedPPOTrainer(TrainerFiles, DetachedTrainer):
         super()._check_makers(makers)
         for maker in makers:
             check_like_trainer(maker, self._name, **self._learning.expected_of(self._options, self.dealing.seed))
-        self._controls_kept.begin(kl_coef=makers[0].kl_coef, completed=self._episode)
+        if self._controls_by_episode is None:  # a coefficient that was steered since then is kept
+            config = rollout_config(self._options, self._learning.generation, kl_coef=makers[0].kl_coef)
+            current = RewardControls(config, ALONE)
+            kept = {}
+            if self._controls_stored is not None:
+                current.load_state(self._controls_stored["now"])
+                kept = controls_kept(self._controls_stored, self._episode, self.dealing.max_staleness)
+            self._controls_by_episode = ControlsByEpisode(
+                current, max_staleness=self.dealing.max_staleness, completed=self._episode, kept=kept
+            )
 
     def _controls(self, episode: int) -> EpisodeControls | None:
-        return self._controls_kept.of(episode)
+        return None if self._controls_by_episode is None else self._controls_by_episode.of(episode)

@@ -9,19 +9,19 @@ from typing import Any
 
 from torch import Tensor
 
-from rlhf_core.coati.detached.controls_of_episodes import EpisodesControls
 from rlhf_core.coati.detached.replay_buffer import DetachedReplayBuffer
 from rlhf_core.coati.detached.sources import DealtExperience, Source
 from rlhf_core.coati.detached.trainer_state import PPOTrainerState, read_trainer_state, write_trainer_state
 from rlhf_core.coati.detached.weight_sender import WeightSender
 from rlhf_core.errors import ConfigError
+from rlhf_core.ppo.controls import ControlsByEpisode
 from rlhf_core.ppo.episode import EpisodeLearner
 from rlhf_core.ppo.learner import PPOLearner
 from rlhf_core.rollout.books import Books
 from rlhf_core.strategy.roll_call import naming_lost_rank
 from rlhf_core.strategy.strategy import Strategy
 from rlhf_core.training.loaders import CycledLoader
-from rlhf_core.types import Experience
+from rlhf_core.types import EpisodeControls, Experience
 
 
 class TrainerFiles:
@@ -33,7 +33,9 @@ class TrainerFiles:
     _source: Source | None
     _episode: int
     _fit_began: int | None
-    _controls_kept: EpisodesControls
+    _controls_by_episode: ControlsByEpisode | None
+    _controls_stored: Mapping[str, Any] | None = None
+    """Of a state that was loaded, until makers say which KL coefficient they start from."""
     _demonstrations: CycledLoader | None
     _buffer: DetachedReplayBuffer
     _episode_learner: EpisodeLearner
@@ -106,7 +108,7 @@ class TrainerFiles:
         facts = {
             "learner": facts,
             "position": position,
-            "controls": self._controls_kept.state(),
+            "controls": self._controls_now(),
             "books": self._books_now(),
             "train_batch_size": self.train_batch_size,
             "waiting": len(waiting),
@@ -136,7 +138,8 @@ class TrainerFiles:
         own = {name: tensor for name, tensor in state.tensors.items() if not name.startswith(prefixes)}
         self.learner.load_state(own, facts["learner"])
         self._buffer.restore(_unflat(state.tensors, prefixes))
-        self._controls_kept.load_state(facts["controls"])
+        stored = facts["controls"]
+        self._controls_by_episode, self._controls_stored = None, None if stored["now"] is None else stored
         self._books, self._source = facts["books"], None
         self._is_in_midst = self._is_unsent = False
         self._episode_learner.forget()
@@ -152,6 +155,17 @@ class TrainerFiles:
         books = Books(**self._source.ledger.facts())
         return books._replace(lost=books.lost + books.waiting, waiting=0)._asdict()  # what is made ahead is made again
 
+    def _controls_now(self) -> Mapping[str, Any]:
+        """Return the facts of the episodes' controls that a continuation needs, as JSON holds them."""
+        held = self._controls_by_episode
+        if held is None:
+            return self._controls_stored or {"now": None, "after": [], "of": []}
+        return {
+            "now": held.current.state(),
+            "after": [],
+            "of": [[episode, *controls] for episode, controls in held.known().items()],
+        }
+
     def _model(self, role: Any) -> Any:
         return self._trained(role).model
 
@@ -163,6 +177,20 @@ class TrainerFiles:
         if trained is None:
             raise ConfigError(f"this trainer has no {role}, as its advantage estimator needs none")
         return trained
+
+
+def controls_kept(stored: Mapping[str, Any], completed: int, max_staleness: int) -> dict[int, EpisodeControls]:
+    """Return the episodes' controls of a state that was loaded.
+
+    States of earlier releases name those of an episode that no chunk was leased of by the number of episodes that
+    were learnt when makers might first begin it ("after").
+    """
+    of, after = ({int(key): EpisodeControls(*values) for key, *values in stored[name]} for name in ("of", "after"))
+    for episode in range(completed, completed + max_staleness + 1):
+        if after and episode not in of:
+            before = [number for number in after if number <= episode - max_staleness]
+            of[episode] = after[max(before) if before else min(after)]
+    return of
 
 
 def _prefix(place: int) -> str:

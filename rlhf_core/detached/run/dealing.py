@@ -17,7 +17,7 @@ from rlhf_core.config import PPOConfig
 from rlhf_core.data import Problem
 from rlhf_core.detached.maker import MadeChunk
 from rlhf_core.detached.run.state import DealingState
-from rlhf_core.ppo.controls import RewardControls
+from rlhf_core.ppo.controls import ControlsByEpisode, RewardControls
 from rlhf_core.rollout.books import Made
 from rlhf_core.rollout.lease_queue import Ledger
 from rlhf_core.rollout.scheduler import Dealer, Published, Waits
@@ -84,9 +84,6 @@ def make_chunks(problems: Sequence[Problem], config: PPOConfig, *, episode: int)
 class Dealing:
     """The books and the dealer of one run, from where it stands.
 
-    An episode's controls are set when makers may first begin it: in `wait` mode after `episode - max_staleness`
-    episodes are learnt, whatever the makers' speed. All its chunks are made with them, also those made again.
-
     Args:
         problems: prompts of the run, in a fixed order.
         config: the run's configuration.
@@ -109,8 +106,9 @@ class Dealing:
         on_trouble: Callable[[str], None],
     ) -> None:
         self._problems, self._config, self._seed = problems, config, seed
-        self._reward_controls = controls
-        self._controls = dict(kept.controls)
+        self._controls = ControlsByEpisode(
+            controls, max_staleness=config.max_staleness, completed=completed, kept=kept.controls
+        )
         limit = config.buffer_limit * config.train_batch_size * config.num_trainers
         self.ledger: Ledger[Chunk, MadeChunk] = Ledger(
             self._chunks,
@@ -122,11 +120,10 @@ class Dealing:
         )
         if kept.books:
             self.ledger.restore(kept.books, self._as_made(kept.waiting))
-        self._open(completed)
         cluster = config.cluster
         self.dealer: Dealer[Chunk, MadeChunk] = Dealer(
             self.ledger,
-            controls=self.controls_of,
+            controls=self._controls.of,
             waits=Waits(start_s=cluster.start_timeout_s, chunk_s=cluster.episode_timeout_s),
             on_trouble=on_trouble,
         )
@@ -136,7 +133,7 @@ class Dealing:
 
     def controls_of(self, episode: int) -> EpisodeControls:
         """Return what an episode's rewards are made with: from its first lease on, always the same."""
-        return self._controls.setdefault(episode, self._reward_controls.current())
+        return self._controls.of(episode)
 
     def collect(
         self, episode: int, on_progress: Callable[[int, int], None]
@@ -166,7 +163,7 @@ class Dealing:
             completed: episodes that are learnt with it; None where the run begins or goes on.
         """
         if completed is not None:
-            self._open(completed)
+            self._controls.open(completed)
         self.dealer.publish(publication, completed=completed)
         started = time.monotonic()
         if completed is None or self._config.max_staleness == 0:
@@ -200,14 +197,7 @@ class Dealing:
     def state(self) -> DealingState:
         """Return what a training state keeps: nothing is copied, since nothing of it is ever changed."""
         books, waiting = self.ledger.state()
-        return DealingState(books, dict(self._controls), tuple(made.result for made in waiting))
-
-    def _open(self, completed: int) -> None:
-        """Set the controls of the episodes that makers may begin once so many are completed."""
-        for done in [episode for episode in list(self._controls) if episode < completed]:
-            del self._controls[done]
-        for episode in range(completed, completed + self._config.max_staleness + 1):
-            self.controls_of(episode)
+        return DealingState(books, self._controls.known(), tuple(made.result for made in waiting))
 
     def _chunks(self, episode: int) -> list[Chunk]:
         problems = episode_problems(self._problems, self._config, seed=self._seed, episode=episode)

@@ -42,7 +42,7 @@ def make(ours: Dealing, version: int) -> MadeChunk:
 def learn(ours: Dealing, controls: RewardControls, episode: int) -> None:
     ours.collect(episode, lambda *_: None)
     controls.update(kl_per_sample=torch.full((8,), 5.0), scores=torch.zeros(8))
-    ours._open(episode + 1)
+    ours._controls.open(episode + 1)
     ours.ledger.learnt(episode)
 
 

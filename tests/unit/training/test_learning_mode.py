@@ -65,7 +65,7 @@ def test_steps_and_ranks_drop_other_parts_of_the_adapters(role: str) -> None:
     def kept(*, step: int = 0, rank: int = 0) -> torch.Tensor:
         """What reaches the first adapter's second matrix in a step, from weights that are always the same."""
         ours = learner(lora=LoRAConfig(r=2, dropout=0.4))
-        ours.steps, ours._ranks = step, Ranks(rank, 1)
+        ours.steps, ours.ranks = step, Ranks(rank, 1)
         seen: list[torch.Tensor] = []
         model = ours._roles[role].model
         first = next(module for name, module in model.named_modules() if name.endswith("lora_dropout.default"))

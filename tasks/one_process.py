@@ -43,7 +43,7 @@ from infra.artifacts.exclusive import (
 from infra.errors import LockLostError, StoreError
 from infra.services.automations import LOST_AFTER_S, RESTARTING, SKIPPED
 from infra.services.prefect_yaml import ONE_AT_A_TIME
-from tasks.context import open_context
+from tasks.context import is_inner, open_context
 from tasks.progress import say
 
 if TYPE_CHECKING:
@@ -106,9 +106,8 @@ def leave_if_taken_over() -> None:
 def _outermost_run() -> FlowRun | None:
     """Return the run that goes on here, unless it is part of another."""
     context = FlowRunContext.get()
-    if context is None or context.flow_run is None or context.flow_run.parent_task_run_id is not None:
-        return None
-    return None if _HELD.get() is not None else context.flow_run
+    run = None if context is None else context.flow_run
+    return None if run is None or is_inner(run) or _HELD.get() is not None else run
 
 
 def _work(held: Held, store: ArtifactStore, run: FlowRun, function: Callable[[], R]) -> R:

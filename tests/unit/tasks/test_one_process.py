@@ -11,6 +11,7 @@ from uuid import UUID, uuid4
 import httpx
 import pytest
 from prefect.client.schemas.objects import State, StateType
+from prefect.context import FlowRunContext
 from prefect.exceptions import Abort
 from prefect.states import Cancelled, Completed, Crashed, Failed, Paused, Pending, Running, Scheduled
 
@@ -126,6 +127,15 @@ def test_outside_of_a_run_and_inside_of_one_that_is_guarded_nothing_is_taken(pla
     assert outer().message == "from inside"
     assert play.store._backend.children("locks/") == [f"run-{RUN}.json"]
     leave_if_taken_over()  # of a run that is over, nothing is asked
+
+
+@pytest.mark.parametrize(("deployment", "taken"), [(None, False), (DEPLOYMENT, True)])
+def test_a_run_that_another_flow_lets_a_worker_start_is_no_part_of_that_one(
+    monkeypatch: pytest.MonkeyPatch, deployment: UUID | None, taken: bool
+) -> None:
+    run = SimpleNamespace(parent_task_run_id=UUID(int=9), deployment_id=deployment)
+    monkeypatch.setattr(FlowRunContext, "get", lambda: SimpleNamespace(flow_run=run))
+    assert module._outermost_run() == (run if taken else None)
 
 
 def test_a_run_that_is_done_is_not_done_again_and_one_that_failed_is(play: Stage) -> None:

@@ -46,7 +46,7 @@ class StoreAwayError(StoreError):
 
 
 class StoreNotReadyError(StoreError):
-    """What is wanted of the artifact store is held by somebody else, or its file system is away; it was asked once."""
+    """The artifact store cannot do it just now: others are at it, its file system is away, or a clock is wrong."""
 
     passes = True
 

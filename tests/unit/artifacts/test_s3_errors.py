@@ -6,15 +6,17 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import ServerDisconnectedError
+from botocore.exceptions import ClientError
 from urllib3.exceptions import SSLError
 
 from infra.artifacts import S3Options, open_store
 from infra.artifacts.retrier import Patience, Retrier
 from infra.artifacts.s3 import S3Backend
-from infra.errors import StoreError
+from infra.errors import StoreError, StoreNotReadyError
 
 
 @pytest.fixture
@@ -56,6 +58,19 @@ def test_what_the_libraries_below_raise_is_told_by_its_kind(error: Exception, re
     with pytest.raises(StoreError, match=reason) as raised:
         Retrier("http://store:8333", "b", Patience(deadline_s=0.05)).run("reading k", attempt)
     assert "secret" not in str(raised.value)
+
+
+def test_a_clock_that_is_wrong_may_be_right_the_next_time() -> None:
+    asked = []
+
+    def attempt(given_s: float) -> None:
+        asked.append(given_s)
+        answer: Any = {"Error": {"Code": "RequestTimeTooSkewed"}, "ResponseMetadata": {"HTTPStatusCode": 403}}
+        raise ClientError(answer, "PutObject")
+
+    with pytest.raises(StoreNotReadyError, match=r"http://store:8333 and this machine differ on the time; set the"):
+        Retrier("http://store:8333", "b", Patience()).run("writing k", attempt)
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from botocore.parsers import ResponseParserError
 from botocore.utils import is_valid_uri
 from urllib3.exceptions import HTTPError as Urllib3Error
 
-from infra.errors import StoreError, StoreNotReadyError
+from infra.errors import StoreError, StoreNotReadyError, is_untrusted
 
 REQUEST_ERRORS = (OSError, BotoCoreError, ClientError, ResponseParserError, AioHttpError, Urllib3Error)
 """All that a request may raise: what breaks off in the body of an answer is not always botocore's own error."""
@@ -105,7 +105,7 @@ def reason_to_retry(error: Exception, what: str, server: str, bucket: str) -> st
     Raises:
         RefusedError: if the server said no, in a way that does not pass.
         StoreNotReadyError: if our clock or the server's is wrong.
-        StoreError: if it is our settings that are wrong.
+        StoreError: if it is our settings that are wrong, or the server's certificate.
     """
     answer = error if isinstance(error, ClientError) else error.__cause__
     if isinstance(answer, ClientError):
@@ -123,6 +123,11 @@ def reason_to_retry(error: Exception, what: str, server: str, bucket: str) -> st
         ) from None
     if isinstance(error, ProfileNotFound):
         raise StoreError(f"{error}; name one of ~/.aws in RLHF_S3_PROFILE or AWS_PROFILE") from None
+    if is_untrusted(error):
+        raise StoreError(
+            f"the certificate of the S3 server {server} is not trusted, or out of date, or has another name; get a "
+            "new one for the server, or name the file of who signed it in AWS_CA_BUNDLE"
+        ) from None
     if isinstance(error, _SILENCES) or not isinstance(error, BotoCoreError):
         return _kind(error)
     complaint = shorten(str(error), 150)  # botocore's take several lines
@@ -169,7 +174,7 @@ def _kind(error: Exception) -> str:
         "ReadTimeoutError": "no answer in time",
         "FSTimeoutError": "no answer in time",
         "ConnectionClosedError": "the connection was closed",
-        "SSLError": "no TLS connection, or a certificate that is not trusted",
+        "SSLError": "no TLS connection",
         "ClientPayloadError": "its answer broke off",
         "ProtocolError": "its answer broke off",
         "ResponseStreamingError": "its answer broke off",

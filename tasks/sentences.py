@@ -92,8 +92,8 @@ def _ending(told: str, run: FlowRun | None) -> State[Any]:
     if run.run_count > RESTARTS:
         starts = counted(run.run_count, "start")
         return Failed(
-            message=f"{told}; this was the last of {starts}, and the run is not started again by itself: start one with "
-            "the same parameters, and it goes on from the last commit"
+            message=f"{told}; this was the last of {starts}, and the run is not started again by itself: start one "
+            "with the same parameters, and it goes on from the last commit"
         )
     return Crashed(
         message=f"{told}; this was start {run.run_count} of {RESTARTS + 1}, and the next goes on from the last commit"

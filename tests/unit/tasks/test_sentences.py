@@ -56,7 +56,7 @@ AWAY = StoreAwayError("the store did not answer")
     [
         (Run(), "Crashed", "; this was start 1 of 4, and the next goes on from the last commit"),
         (Run(run_count=3), "Crashed", "; this was start 3 of 4, and the next goes on from the last commit"),
-        (Run(run_count=4), "Failed", "; this was the last of 4 starts, and the run is not started again by itself: start"),
+        (Run(run_count=4), "Failed", "; this was the last of 4 starts, and the run is not started again by itself"),
         (Run(tags=()), "Failed", "; run it again when that has passed: it goes on from its last commit"),
         (Run(deployment_id=None), "Failed", "; run it again when that has passed: it goes on from its last commit"),
         (None, "Failed", "; run it again when that has passed: it goes on from its last commit"),

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rlhf_core.coati.buffer import NaiveExperienceBuffer
+    from rlhf_core.coati.detached.building import LearningOptions
     from rlhf_core.coati.detached.factories import (
         get_actor_from_args,
         get_critic_from_args,
         get_model_numel,
         get_rank,
+        get_receivers_per_sender,
         get_reward_model_from_args,
         get_strategy_from_args,
         get_tokenizer_from_args,
@@ -24,10 +26,8 @@ if TYPE_CHECKING:
     )
     from rlhf_core.coati.detached.fit_dealing import DealingOptions
     from rlhf_core.coati.detached.holder import ExperienceMakerHolder
-    from rlhf_core.coati.detached.learner_building import LearningOptions
     from rlhf_core.coati.detached.lora import LoRAConstructor, state_dict_to
     from rlhf_core.coati.detached.ppo_trainer import DetachedPPOTrainer
-    from rlhf_core.coati.detached.receivers import get_receivers_per_sender
     from rlhf_core.coati.detached.replay_buffer import DetachedReplayBuffer
     from rlhf_core.coati.detached.trainer import DetachedTrainer
     from rlhf_core.coati.experience_maker import NaiveExperienceMaker
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from rlhf_core.models.loss import GPTLMLoss, LogExpLoss, LogSigLoss, PolicyLoss, ValueLoss
     from rlhf_core.models.reward_model import RewardModel
     from rlhf_core.ppo.learner import PPOLearner
-    from rlhf_core.ppo.stats import PPOStats
+    from rlhf_core.ppo.metrics import PPOStats
     from rlhf_core.rewards.functions import gsm8k_reward_fn, math_competition_reward_fn
     from rlhf_core.rewards.model import RLVRRewardModel
     from rlhf_core.rewards.structure import validate_response_structure
@@ -144,7 +144,7 @@ _HOMES = {
     "ExperienceMakerHolder": "rlhf_core.coati.detached.holder",
     "ExperienceMakerPerformanceEvaluator": "rlhf_core.training.evaluators",
     "GPTLMLoss": "rlhf_core.models.loss",
-    "LearningOptions": "rlhf_core.coati.detached.learner_building",
+    "LearningOptions": "rlhf_core.coati.detached.building",
     "LoRAConstructor": "rlhf_core.coati.detached.lora",
     "LogExpLoss": "rlhf_core.models.loss",
     "LogSigLoss": "rlhf_core.models.loss",
@@ -154,7 +154,7 @@ _HOMES = {
     "OLTrainer": "rlhf_core.coati.ol_trainer",
     "PPOLearner": "rlhf_core.ppo.learner",
     "PPOOptions": "rlhf_core.config",
-    "PPOStats": "rlhf_core.ppo.stats",
+    "PPOStats": "rlhf_core.ppo.metrics",
     "PPOTrainer": "rlhf_core.coati.ppo_trainer",
     "PerformanceEvaluator": "rlhf_core.training.evaluators",
     "PlainBooster": "rlhf_core.strategy.plain",
@@ -174,7 +174,7 @@ _HOMES = {
     "get_critic_from_args": "rlhf_core.coati.detached.factories",
     "get_model_numel": "rlhf_core.coati.detached.factories",
     "get_rank": "rlhf_core.coati.detached.factories",
-    "get_receivers_per_sender": "rlhf_core.coati.detached.receivers",
+    "get_receivers_per_sender": "rlhf_core.coati.detached.factories",
     "get_reward_model_from_args": "rlhf_core.coati.detached.factories",
     "get_strategy_from_args": "rlhf_core.coati.detached.factories",
     "get_tokenizer_from_args": "rlhf_core.coati.detached.factories",

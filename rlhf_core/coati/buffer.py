@@ -5,9 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from rlhf_core.coati.buffer_sizes import check_sizes
+from rlhf_core.errors import ConfigError
 from rlhf_core.ppo.order import drawn_rows
 from rlhf_core.types import Experience, Sample
+
+
+def check_sizes(sample_batch_size: int, limit: int) -> None:
+    """See that a buffer can hand out batches and hold something.
+
+    Args:
+        sample_batch_size: samples of a batch.
+        limit: of what may wait; 0 sets none.
+
+    Raises:
+        ConfigError: if a batch has less than one sample, or the limit is below 0.
+    """
+    if sample_batch_size < 1 or limit < 0:
+        raise ConfigError(
+            f"expected a buffer with sample_batch_size of at least 1 and limit of at least 0, got {sample_batch_size} "
+            f"and {limit}"
+        )
 
 
 class _Row(NamedTuple):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.coati.buffer import NaiveExperienceBuffer
 from rlhf_core.coati.generate_kwargs import generation_settings_from_kwargs, is_greedy
-from rlhf_core.coati.offloading import Resting
 from rlhf_core.coati.ol_trainer import OLTrainer
 from rlhf_core.coati.ppo_checkpoint import Held, PPOCheckpoints
 from rlhf_core.coati.ppo_setup import (
@@ -35,8 +35,7 @@ from rlhf_core.ppo.controls import RewardControls
 from rlhf_core.ppo.episode import EpisodeLearner, Hooks, Position
 from rlhf_core.ppo.failed_batch import keep_in
 from rlhf_core.ppo.learner import PPOLearner
-from rlhf_core.ppo.metrics import PPOLog
-from rlhf_core.ppo.stats import PPOStats
+from rlhf_core.ppo.metrics import PPOLog, PPOStats
 from rlhf_core.rewards.scoring import Scorer
 from rlhf_core.rewards.sources import AnyRewardModel
 from rlhf_core.rollout.experience import ExperienceMaker
@@ -49,6 +48,36 @@ from rlhf_core.training.callbacks import Callback, tell
 from rlhf_core.training.loaders import Batches
 from rlhf_core.training.optim import Trained
 from rlhf_core.types import Experience, Sample
+
+
+class Resting:
+    """Moves models to their device and, where they are to rest, away again.
+
+    Args:
+        models: what has no weights to move is left alone: None, and functions.
+        device: where they work; on the CPU nothing ever moves.
+        offload: whether they rest in host memory between two blocks.
+    """
+
+    def __init__(self, models: Sequence[Any], device: torch.device, *, offload: bool) -> None:
+        self._models = [model for model in models if isinstance(model, torch.nn.Module)] if device.type != "cpu" else []
+        self._device = device
+        self._rest: torch.device | str = "cpu" if offload else device
+        self._move(self._rest)
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Run the block with the models on their device."""
+        self._move(self._device)
+        try:
+            yield
+        finally:
+            self._move(self._rest)
+
+    def _move(self, device: torch.device | str) -> None:
+        for model in self._models:
+            model.to(device)
+
 
 _SHAPES_MINIBATCHES = ("seed", "train_batch_size", "accumulation_steps", "sample_buffer")
 

@@ -6,8 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from rlhf_core.coati.script.checks import check_arguments
-from rlhf_core.coati.script.flags import build_parser
-from rlhf_core.coati.script.parser import end_with
+from rlhf_core.coati.script.flags import build_parser, end_with
 from rlhf_core.errors import ConfigError, RlhfError
 
 if TYPE_CHECKING:

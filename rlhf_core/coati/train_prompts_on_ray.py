@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.coati.roles.flags import build_parser, check_arguments
-from rlhf_core.coati.script.parser import end_with
+from rlhf_core.coati.script.flags import end_with
 from rlhf_core.errors import ConfigError, RlhfError
 
 if TYPE_CHECKING:

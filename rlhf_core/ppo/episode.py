@@ -14,8 +14,8 @@ from rlhf_core.counting import counted, ordinal
 from rlhf_core.errors import ConfigError, TrainingError
 from rlhf_core.ppo.failed_batch import KeepBatch, check_finite, write_failed_batch
 from rlhf_core.ppo.learner import PPOLearner, check_demonstrations, check_same
+from rlhf_core.ppo.metrics import PPOStats
 from rlhf_core.ppo.order import Rows, Window, episode_windows, minibatch_order
-from rlhf_core.ppo.stats import PPOStats
 from rlhf_core.strategy.ranks import together
 from rlhf_core.training.base import PaddedBatch
 from rlhf_core.types import Experience, Sample

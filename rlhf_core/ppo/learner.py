@@ -17,12 +17,11 @@ from rlhf_core.errors import ConfigError, ModelError, TrainingError
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.lora import merged_parameters
 from rlhf_core.ppo.critic_start import ValueLine, start_critic
+from rlhf_core.ppo.metrics import PPOStats, stats_from
 from rlhf_core.ppo.minibatch import prepare
 from rlhf_core.ppo.order import Rows
-from rlhf_core.ppo.passes import StepContext, own_logprobs, shared_logprobs
 from rlhf_core.ppo.ptx import PtxSource
-from rlhf_core.ppo.stats import PPOStats, stats_from
-from rlhf_core.ppo.step import step_all
+from rlhf_core.ppo.step import StepContext, own_logprobs, shared_logprobs, step_all
 from rlhf_core.strategy.ranks import ALONE, Ranks, current_ranks
 from rlhf_core.training.base import PaddedBatch
 from rlhf_core.training.boosted import awake, exact, strategy_booster

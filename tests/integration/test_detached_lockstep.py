@@ -11,8 +11,8 @@ import ray
 import torch
 from ray.exceptions import RayActorError
 
+from rlhf_core.coati.detached.building import LearningOptions
 from rlhf_core.coati.detached.fit_dealing import DealingOptions
-from rlhf_core.coati.detached.learner_building import LearningOptions
 from rlhf_core.coati.detached.ppo_trainer import DetachedPPOTrainer
 from rlhf_core.coati.ppo_trainer import PPOTrainer
 from rlhf_core.config import LoRAConfig

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import ray
 
+from rlhf_core.coati.detached.building import LearningOptions
 from rlhf_core.coati.detached.fit_dealing import DealingOptions
-from rlhf_core.coati.detached.learner_building import LearningOptions
 from rlhf_core.coati.detached.ppo_trainer import DetachedPPOTrainer
 from rlhf_core.errors import ConfigError, LostRankError
 from tests.integration import equality

@@ -24,7 +24,7 @@ from rlhf_core.coati.roles.run import run
 from rlhf_core.coati.roles.spans import Span
 from rlhf_core.detached.train_prompts_on_ray import main
 from rlhf_core.errors import LostRankError
-from rlhf_core.ppo.stats import PPOStats
+from rlhf_core.ppo.metrics import PPOStats
 from tests.integration import equality
 from tests.integration.existing_cluster import as_users_start_them
 from tests.integration.role_groups import add_node, await_free, processes_of

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from rlhf_core.coati import ppo_checkpoint
-from rlhf_core.coati import ppo_checkpoint_files as ppo_state
 from rlhf_core.coati.ppo_trainer import PPOTrainer
 from rlhf_core.config import LoRAConfig
 from rlhf_core.errors import RlhfError
@@ -138,7 +137,7 @@ def resumed(ranks: Ranks, strategy: str = "plain") -> Found:
 
 
 def _full_disk_on(failing: int, ranks: Ranks) -> Found:
-    write = ppo_state.write_state
+    write = ppo_checkpoint.write_state
     with directory_of_all(ranks) as save_dir:
         ours = built(ranks, save_dir=save_dir, save_interval=1)
 

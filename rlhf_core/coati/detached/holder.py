@@ -11,10 +11,10 @@ import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_core.coati.detached.building import MakerSettings, Models, build_maker
 from rlhf_core.coati.detached.factories import set_dist_env
 from rlhf_core.coati.detached.holders import find_actor, own_actor_name
 from rlhf_core.coati.detached.loader_line import LoaderChunk, LoaderLine
-from rlhf_core.coati.detached.maker_building import MakerSettings, Models, build_maker
 from rlhf_core.coati.detached.registration import MakerFacts
 from rlhf_core.coati.detached.weight_sender import OwnWeights, SentWeights, take_weights
 from rlhf_core.config import PPOOptions

@@ -11,17 +11,26 @@ from typing import Any
 
 import ray
 import torch
+from torch import Tensor
 
+from rlhf_core.coati.detached.building import LearningOptions, build_learner
 from rlhf_core.coati.detached.factories import get_model_numel, set_dist_env
 from rlhf_core.coati.detached.fit_dealing import DealingOptions
 from rlhf_core.coati.detached.holders import find_actor
-from rlhf_core.coati.detached.learner_building import LearningOptions, build_learner
-from rlhf_core.coati.detached.rank_share import agreed_plan, demonstrations_loader, next_demonstrations
+from rlhf_core.coati.detached.ranks import (
+    Found,
+    RankFacts,
+    Shelf,
+    agreed_plan,
+    all_holders,
+    demonstrations_loader,
+    next_demonstrations,
+    tell_each_other,
+)
 from rlhf_core.coati.detached.registration import MakerFacts, Production, check_like_trainer
-from rlhf_core.coati.detached.sources import FirstRanksExperience, Source
+from rlhf_core.coati.detached.sources import DealtExperience, FirstRanksExperience, Source
 from rlhf_core.coati.detached.trainer import DetachedTrainer
-from rlhf_core.coati.detached.trainer_files import TrainerFiles, controls_kept
-from rlhf_core.coati.detached.trainer_ranks import Found, RankFacts, Shelf, all_holders, tell_each_other
+from rlhf_core.coati.detached.trainer_state import PPOTrainerState, read_trainer_state, write_trainer_state
 from rlhf_core.coati.detached.weight_sender import BUCKET_BYTES, WeightSender
 from rlhf_core.coati.ppo_setup import rollout_config
 from rlhf_core.config import PPOOptions
@@ -30,8 +39,9 @@ from rlhf_core.ppo.controls import ControlsByEpisode, RewardControls
 from rlhf_core.ppo.episode import EpisodeLearner, Hooks, Position
 from rlhf_core.ppo.failed_batch import keep_in
 from rlhf_core.ppo.learner import PPOLearner
+from rlhf_core.ppo.metrics import PPOStats
 from rlhf_core.ppo.order import in_key_order
-from rlhf_core.ppo.stats import PPOStats
+from rlhf_core.rollout.books import Books
 from rlhf_core.strategy.ranks import ALONE
 from rlhf_core.strategy.roll_call import naming_lost_rank
 from rlhf_core.strategy.strategy import Strategy
@@ -69,7 +79,7 @@ class _Steps(Hooks):
 
 
 @ray.remote(concurrency_groups=GROUPS)
-class DetachedPPOTrainer(TrainerFiles, DetachedTrainer):
+class DetachedPPOTrainer(DetachedTrainer):
     """A shell around `PPOLearner`: learns whole episodes as `PPOTrainer` does, and sends the makers its weights.
 
     In lockstep (`max_staleness` 0) it takes the steps of a `PPOTrainer` whose `num_collect_steps` batches of prompts
@@ -132,6 +142,10 @@ class DetachedPPOTrainer(TrainerFiles, DetachedTrainer):
         self._options, self._learning, self._update_lora_weights = options, learning, update_lora_weights
         self._save_dir, self._save_interval = None if save_dir is None else Path(save_dir), save_interval
         self._controls_by_episode: ControlsByEpisode | None = None
+        self._controls_stored: Mapping[str, Any] | None = None
+        """Of a state that was loaded, until makers say which KL coefficient they start from."""
+        self._books: dict[str, Any] | None = None
+        """Of an episode that was restored."""
         self._shelf, self._stats = Shelf(), list[PPOStats]()
         self._samples: Sequence[Sample] = ()
         self._eval_performance = eval_performance
@@ -336,3 +350,168 @@ class DetachedPPOTrainer(TrainerFiles, DetachedTrainer):
 
     def _controls(self, episode: int) -> EpisodeControls | None:
         return None if self._controls_by_episode is None else self._controls_by_episode.of(episode)
+
+    def strategy_save_actor(self, path: str, only_rank0: bool = False) -> None:  # noqa: ARG002 - one form for all
+        """Write the actor's weights, to one file that any strategy loads; `only_rank0` is without effect."""
+        model = self._model("actor")
+        self.strategy.save_model(model, path)
+
+    def strategy_save_critic(self, path: str, only_rank0: bool = False) -> None:  # noqa: ARG002 - one form for all
+        """Write the critic's weights, as `strategy_save_actor` does."""
+        model = self._model("critic")
+        self.strategy.save_model(model, path)
+
+    def strategy_save_actor_optim(self, path: str, only_rank0: bool = False) -> None:  # noqa: ARG002
+        """Write the state of the actor's optimizer, to one file."""
+        optimizer = self._optimizer("actor")
+        self.strategy.save_optimizer(optimizer, path)
+
+    def strategy_save_critic_optim(self, path: str, only_rank0: bool = False) -> None:  # noqa: ARG002
+        """Write the state of the critic's optimizer, to one file."""
+        optimizer = self._optimizer("critic")
+        self.strategy.save_optimizer(optimizer, path)
+
+    def strategy_load_actor(self, path: str) -> None:
+        """Put back what `strategy_save_actor` wrote; makers get it with the next weights that are sent."""
+        model = self._model("actor")
+        self.strategy.load_model(model, path)
+        self._weights.learnt()
+
+    def strategy_load_critic(self, path: str) -> None:
+        """Put back what `strategy_save_critic` wrote."""
+        model = self._model("critic")
+        self.strategy.load_model(model, path)
+        self._weights.learnt()
+
+    def strategy_load_actor_optim(self, path: str) -> None:
+        """Put back what `strategy_save_actor_optim` wrote."""
+        optimizer = self._optimizer("actor")
+        self.strategy.load_optimizer(optimizer, path)
+
+    def strategy_load_critic_optim(self, path: str) -> None:
+        """Put back what `strategy_save_critic_optim` wrote."""
+        optimizer = self._optimizer("critic")
+        self.strategy.load_optimizer(optimizer, path)
+
+    def save_state(self, path: str | Path) -> None:
+        """Write all that an exact continuation needs: learner, position, controls, books, loaders and buffer.
+
+        With a staleness above 0, what makers have made ahead is not in it: it is made again. What others push into the
+        buffer later is not in it either.
+        """
+        self.learner  # noqa: B018 - raises what building ended with
+        with naming_lost_rank(self.strategy.ranks):
+            self._save_state(Path(path))
+
+    def _save_state(self, directory: Path) -> None:
+        tensors, facts = self.learner.state()
+        waiting = self._buffer.waiting()
+        position = {"episode": self._episode, "fit_began": self._fit_began, "version": self._weights.version}
+        facts = {
+            "learner": facts,
+            "position": position,
+            "controls": self._controls_now(),
+            "books": self._books_now(),
+            "train_batch_size": self.train_batch_size,
+            "waiting": len(waiting),
+        }
+        tensors = {**tensors, **_flat(waiting)}
+        loader = self._demonstrations
+        state = PPOTrainerState(tensors, facts, None if loader is None else loader.state())
+        write_trainer_state(directory, state, self.strategy.ranks)
+
+    def load_state(self, path: str | Path) -> None:
+        """Go on from a state that `save_state` wrote, before a fit: the fit that was under way goes on where it stood.
+
+        Makers are sent these weights by `sync_models_to_remote_makers`, and begin their loops anew.
+
+        Raises:
+            ModelError: if there is no whole state, or it is of other models; nothing was changed.
+            ConfigError: if it is of another train_batch_size.
+        """
+        state = read_trainer_state(Path(path), self.strategy.ranks)
+        facts = state.facts
+        if facts["train_batch_size"] != self.train_batch_size:
+            raise ConfigError(
+                f"the state in {path} was learnt with train_batch_size {facts['train_batch_size']}, but this trainer "
+                f"has {self.train_batch_size}; give it the same"
+            )
+        prefixes = tuple(_prefix(place) for place in range(facts["waiting"]))
+        own = {name: tensor for name, tensor in state.tensors.items() if not name.startswith(prefixes)}
+        self.learner.load_state(own, facts["learner"])
+        self._buffer.restore(_unflat(state.tensors, prefixes))
+        stored = facts["controls"]
+        self._controls_by_episode, self._controls_stored = None, None if stored["now"] is None else stored
+        self._books, self._source = facts["books"], None
+        self._is_in_midst = self._is_unsent = False
+        self._episode_learner.forget()
+        self._episode, self._fit_began = facts["position"]["episode"], facts["position"]["fit_began"]
+        self._weights.restore(facts["position"]["version"])
+        if self._demonstrations is not None and state.demonstrations is not None:
+            self._demonstrations.load_state(*state.demonstrations)
+
+    def _books_now(self) -> dict[str, Any] | None:
+        """Return the books of what this trainer's fits have dealt, and of those before it."""
+        if not isinstance(self._source, DealtExperience):
+            return self._books
+        books = Books(**self._source.ledger.facts())
+        return books._replace(lost=books.lost + books.waiting, waiting=0)._asdict()  # what is made ahead is made again
+
+    def _controls_now(self) -> Mapping[str, Any]:
+        """Return the facts of the episodes' controls that a continuation needs, as JSON holds them."""
+        held = self._controls_by_episode
+        if held is None:
+            return self._controls_stored or {"now": None, "after": [], "of": []}
+        return {
+            "now": held.current.state(),
+            "after": [],
+            "of": [[episode, *controls] for episode, controls in held.known().items()],
+        }
+
+    def _model(self, role: Any) -> Any:
+        return self._trained(role).model
+
+    def _optimizer(self, role: Any) -> Any:
+        return self._trained(role).optimizer
+
+    def _trained(self, role: Any) -> Any:
+        trained = self.learner.trained(role)
+        if trained is None:
+            raise ConfigError(f"this trainer has no {role}, as its advantage estimator needs none")
+        return trained
+
+
+def controls_kept(stored: Mapping[str, Any], completed: int, max_staleness: int) -> dict[int, EpisodeControls]:
+    """Return the episodes' controls of a state that was loaded.
+
+    States of earlier releases name those of an episode that no chunk was leased of by the number of episodes that
+    were learnt when makers might first begin it ("after").
+    """
+    of, after = ({int(key): EpisodeControls(*values) for key, *values in stored[name]} for name in ("of", "after"))
+    for episode in range(completed, completed + max_staleness + 1):
+        if after and episode not in of:
+            before = [number for number in after if number <= episode - max_staleness]
+            of[episode] = after[max(before) if before else min(after)]
+    return of
+
+
+def _prefix(place: int) -> str:
+    return f"waiting.{place}."
+
+
+def _flat(waiting: Sequence[Experience]) -> dict[str, Tensor]:
+    """Return the tensors of what waits in a buffer, by name."""
+    return {
+        _prefix(place) + name: tensor for place, each in enumerate(waiting) for name, tensor in each.tensors().items()
+    }
+
+
+def _unflat(tensors: Mapping[str, Tensor], prefixes: Sequence[str]) -> list[Experience]:
+    """Return what `_flat` took apart."""
+    found = []
+    for prefix in prefixes:
+        arrays = {
+            name.removeprefix(prefix): tensor.numpy() for name, tensor in tensors.items() if name.startswith(prefix)
+        }
+        found.append(Experience.from_numpy(arrays))
+    return found

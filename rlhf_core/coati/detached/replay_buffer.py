@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from rlhf_core.coati.buffer_sizes import check_sizes
+from rlhf_core.coati.buffer import check_sizes
 from rlhf_core.counting import counted
 from rlhf_core.errors import RlhfError
 from rlhf_core.types import Experience

@@ -6,8 +6,7 @@ import argparse
 from os.path import expanduser
 from pathlib import Path
 
-from rlhf_core.coati.script.flags import above_zero, count, non_negative, positive, seed, share
-from rlhf_core.coati.script.parser import Parser
+from rlhf_core.coati.script.flags import Parser, above_zero, count, non_negative, positive, seed, share
 from rlhf_core.counting import counted
 from rlhf_core.errors import ConfigError
 from rlhf_core.strategy.launch import launched_ranks

@@ -26,7 +26,7 @@ from rlhf_core.ray_tools.calls import results
 if TYPE_CHECKING:
     from argparse import Namespace
 
-    from rlhf_core.ppo.stats import PPOStats
+    from rlhf_core.ppo.metrics import PPOStats
     from rlhf_core.types import Sample
 
 Tell = Callable[[str], None]

@@ -19,10 +19,10 @@ import torch
 from transformers import PreTrainedModel
 
 from rlhf_core.coati.ppo_trainer import PPOTrainer
+from rlhf_core.coati.script.checks import checkpoint_step
 from rlhf_core.coati.script.data import Loaders, build_loaders
 from rlhf_core.coati.script.models import Models, build_models
 from rlhf_core.coati.script.outputs import Trainees, save_outputs
-from rlhf_core.coati.script.places import checkpoint_step
 from rlhf_core.config import PPOOptions, RewardConfig
 from rlhf_core.counting import counted, ordinal
 from rlhf_core.data.conversation import setup_conversation_template

@@ -24,8 +24,8 @@ from rlhf_core.detached.run.state import DealingState, EpisodeRecord, StateKeepe
 from rlhf_core.phases import reached
 from rlhf_core.ppo.controls import RewardControls
 from rlhf_core.ppo.episode import learn_episode
-from rlhf_core.ppo.judgement import judgement_metrics, judgement_sums
 from rlhf_core.ppo.learner import PPOLearner, PPOStats
+from rlhf_core.ppo.metrics import judgement_metrics, judgement_sums
 from rlhf_core.ppo.order import in_key_order
 from rlhf_core.ray_tools.member import GROUPS, GroupMember
 from rlhf_core.ray_tools.peers import Peers, SharedState, share_state

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from rlhf_core.coati import ppo_checkpoint
-from rlhf_core.coati import ppo_checkpoint_files as ppo_state
 from rlhf_core.config import LoRAConfig
 from rlhf_core.errors import ConfigError, ModelError, TrainingError
 from rlhf_core.training.checkpoint import list_checkpoints
@@ -132,7 +131,7 @@ def test_the_middle_of_an_episode_is_not_gone_on_with_under_other_settings(saved
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_leaves_the_last_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = ppo_state.write_state
+    write = ppo_checkpoint.write_state
     calls = []
 
     def full(*arguments: object) -> None:

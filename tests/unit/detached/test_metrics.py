@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from rlhf_core.detached.run.trainer import episode_metrics
-from rlhf_core.ppo.judgement import judgement_metrics, judgement_sums
-from rlhf_core.ppo.stats import PPOStats, stats_from
+from rlhf_core.ppo.metrics import PPOStats, judgement_metrics, judgement_sums, stats_from
 from rlhf_core.types import EpisodeControls, Sample
 
 

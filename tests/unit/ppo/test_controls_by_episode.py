@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rlhf_core.coati.detached.trainer_files import controls_kept
+from rlhf_core.coati.detached.ppo_trainer import controls_kept
 from rlhf_core.config import RolloutConfig
 from rlhf_core.ppo.controls import ControlsByEpisode, RewardControls
 from rlhf_core.strategy.ranks import ALONE

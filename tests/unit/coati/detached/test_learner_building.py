@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlhf_core.coati.detached.learner_building import LearningOptions, build_learner
+from rlhf_core.coati.detached.building import LearningOptions, build_learner
 from rlhf_core.config import PPOOptions
 from rlhf_core.errors import ModelError
 from rlhf_core.strategy.strategy import make_strategy

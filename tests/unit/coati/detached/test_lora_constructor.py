@@ -10,8 +10,8 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from rlhf_core.coati.detached.factories import get_receivers_per_sender
 from rlhf_core.coati.detached.lora import LoRAConstructor, state_dict_to
-from rlhf_core.coati.detached.receivers import get_receivers_per_sender
 from rlhf_core.errors import ConfigError, ModelError
 from tests.tiny_llama import tiny_llama
 

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.coati.script.checks import check_arguments
+from rlhf_core.coati.script.checks import check_arguments, checkpoint_step
 from rlhf_core.coati.script.flags import build_parser
-from rlhf_core.coati.script.places import checkpoint_step
 from rlhf_core.errors import ConfigError
 from rlhf_core.train_ppo import main
 from tests.unit.coati.script.command_lines import as_arguments, right_flags, write_inputs

@@ -20,7 +20,9 @@ from infra.errors import ServiceError, StoreError
 from infra.services.automations import RESTARTING
 from infra.services.prefect_yaml import ONE_AT_A_TIME
 from tasks import one_process as module
-from tasks.one_process import CRASH_S, SERVER_AWAY_S, SILENCE_S, SKIPPED, leave_if_taken_over, one_process
+from tasks import taken_over
+from tasks.one_process import CRASH_S, SERVER_AWAY_S, SILENCE_S, SKIPPED, one_process
+from tasks.taken_over import leave_if_taken_over
 
 RUN, OTHER, DEPLOYMENT = (UUID(int=number) for number in (1, 2, 3))
 
@@ -39,9 +41,10 @@ class Stage:
         self.seconds = 0.0
         self._run: Any = None
         monkeypatch.setattr(module, "open_context", lambda: SimpleNamespace(store=store))
-        monkeypatch.setattr(module, "_outermost_run", lambda: None if module._HELD.get() else self._run)
+        monkeypatch.setattr(module, "_outermost_run", lambda: None if module.HELD.get() else self._run)
         monkeypatch.setattr(module, "_read_run", self._read_run)
-        monkeypatch.setattr(module, "say", lambda _, text: self.said.append(text))
+        for speaker in (module, taken_over):
+            monkeypatch.setattr(speaker, "say", lambda _, text: self.said.append(text))
         monkeypatch.setattr(clock, "boottime", lambda: self.seconds)
         monkeypatch.setattr(clock, "pause", self._pause)
 

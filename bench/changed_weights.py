@@ -26,7 +26,7 @@ from bench.storage import episodes
 from infra.settings import settings
 from rlhf_core.models.loading import locate_model
 from rlhf_core.ppo.learner import PPOLearner
-from rlhf_core.weights.learners import published_weights
+from rlhf_core.ppo.published_weights import published_weights
 
 VALUE, INDEX, BIT = 2, 4, 1 / 8
 """Bytes."""

@@ -39,7 +39,7 @@ from rlhf_core.config import LoRAConfig
 from rlhf_core.models.loading import locate_model
 from rlhf_core.models.lora import attach_lora, trainable_parameters
 from rlhf_core.weights import Publication, Publisher, Subscriber
-from rlhf_core.weights.checksums import xxh3
+from rlhf_core.weights.buckets import xxh3
 
 WAIT_S = 300.0
 KINDS = ("copy", "shared_memory", "objects", "state_dict", "adapters")

@@ -12,7 +12,7 @@ from tasks.one_process import one_process
 from tasks.report import show_training
 from tasks.results import StageResult
 from tasks.sentences import in_one_sentence
-from tasks.sft import train_sft
+from tasks.supervised import train_sft
 
 
 @flow(name="sft", persist_result=False)

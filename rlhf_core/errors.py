@@ -42,6 +42,12 @@ class LostRankError(TrainingError):
     passes = True
 
 
+class NoRoomError(RlhfError):
+    """A Ray cluster has no room for what is asked for, or has not given room back in time; it may have room later."""
+
+    passes = True
+
+
 class Fault(NamedTuple):
     """One of several things that stand in the way of a run."""
 

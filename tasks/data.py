@@ -21,7 +21,7 @@ from tasks.parents import base_model
 from tasks.plan import recalled, recorded, settled_once
 from tasks.progress import say
 from tasks.report.page import show_markdown
-from tasks.results import Parent, StageResult
+from tasks.results import PAIRS, Parent, StageResult
 from tasks.sentences import stage_task
 from tasks.showing import DEADLINE_S, only_shows
 from tasks.source import source_digest
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 SPLITS = ("sft", "preferences", "ppo", "evaluation")
 _DATA = "data"
-PAIRS, REPORT, FACTS, REJECTED = "pairs.jsonl", "report.md", "report.json", "rejected.jsonl"
+REPORT, FACTS, REJECTED = "report.md", "report.json", "rejected.jsonl"
 
 
 def with_data(config: PipelineConfig, data: str | None) -> PipelineConfig:

@@ -23,7 +23,7 @@ from infra.errors import (
     StoreNotReadyError,
     is_untrusted,
 )
-from rlhf_core.errors import DataAwayError, RlhfError
+from rlhf_core.errors import DataAwayError, NoRoomError, RlhfError
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun
@@ -34,7 +34,7 @@ PATIENT = len(DELAYS_S)
 """Further attempts where each costs little: what is missing is not there yet."""
 FEW = 2
 """Further attempts where each may cost hours of work, or where a person waits for a word."""
-_NOT_THERE_YET = (ClusterNotReadyError, StoreNotReadyError, DataAwayError)
+_NOT_THERE_YET = (ClusterNotReadyError, NoRoomError, StoreNotReadyError, DataAwayError)
 _AWAY = {
     "httpx": ("NetworkError", "TimeoutException", "RemoteProtocolError", "ProxyError"),
     "httpcore": ("NetworkError", "TimeoutException", "ProtocolError"),

@@ -15,15 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from contextvars import ContextVar
 from enum import Enum
 from functools import wraps
-from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from prefect import State
 from prefect.client.orchestration import get_client
 from prefect.context import FlowRunContext
-from prefect.exceptions import Abort, ObjectNotFound
+from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled, Completed
 
 from infra.artifacts import clock
@@ -44,7 +43,8 @@ from infra.errors import LockLostError, StoreError
 from infra.services.automations import LOST_AFTER_S, RESTARTING, SKIPPED
 from infra.services.prefect_yaml import ONE_AT_A_TIME
 from tasks.context import is_inner, open_context
-from tasks.progress import say
+from tasks.progress import duration, say
+from tasks.taken_over import HELD, leave
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun
@@ -61,8 +61,6 @@ CRASH_S = 120.0
 """A run that has been Crashed for so long, and not Restarting, is not started again: nothing on the server does it."""
 SILENCE_S = LOST_AFTER_S + 300.0
 """A run that counts as running, and whose process is gone, has crashed within this time, or nobody will say so."""
-_HELD: ContextVar[Held | None] = ContextVar("held", default=None)
-"""The lock of the run that goes on here."""
 
 
 def one_process(function: Callable[P, R]) -> Callable[P, R]:
@@ -85,34 +83,16 @@ def one_process(function: Callable[P, R]) -> Callable[P, R]:
     return alone
 
 
-def leave_if_taken_over() -> None:
-    """Leave the run if another process has taken it over: to be called before what only one process may do.
-
-    Costs one small request; nothing outside a run that `one_process` guards.
-
-    Raises:
-        Abort: another has gone on with the run. Nothing in a flow catches it, and nothing is reported to the server.
-        StoreError: if the store does not answer.
-    """
-    held = _HELD.get()
-    if held is None:
-        return
-    try:
-        held.check()
-    except LockLostError as error:
-        _leave(str(error))
-
-
 def _outermost_run() -> FlowRun | None:
     """Return the run that goes on here, unless it is part of another."""
     context = FlowRunContext.get()
     run = None if context is None else context.flow_run
-    return None if run is None or is_inner(run) or _HELD.get() is not None else run
+    return None if run is None or is_inner(run) or HELD.get() is not None else run
 
 
 def _work(held: Held, store: ArtifactStore, run: FlowRun, function: Callable[[], R]) -> R:
     """Call a flow's function with the lock, and release it however that ends."""
-    token = _HELD.set(held)
+    token = HELD.set(held)
     how: How = "stopped"
     said: str | None = None
     try:
@@ -131,10 +111,10 @@ def _work(held: Held, store: ArtifactStore, run: FlowRun, function: Callable[[],
             _give_back(deployment, str(run.id), how, said)
         return result
     finally:
-        _HELD.reset(token)
+        HELD.reset(token)
         held.release(how, said)
         if held.is_lost and how == "completed":
-            _leave("another process has gone on with the run, and reports its end")
+            leave("another process has gone on with the run, and reports its end")
 
 
 def _ending(result: object) -> tuple[How, str | None]:
@@ -147,15 +127,9 @@ def _leave_if_lost(held: Held) -> None:
     try:
         held.check()
     except LockLostError as error:
-        _leave(str(error))
+        leave(str(error))
     except StoreError:  # what is raised already says more
         return
-
-
-def _leave(why: str) -> NoReturn:
-    """End this process's part of the run: its engine reports nothing, and its worker sees it end well."""
-    say("run", f"this process leaves the run: {why}")
-    raise Abort(why)
 
 
 class _Start:
@@ -187,7 +161,7 @@ class _Start:
             elif seen is not None:
                 self._say_that_it_waits(seen.record, life)
             if clock.boottime() - self._begun > WAIT_S:
-                _leave(f"the process that works on it has not ended within {WAIT_S / 3600:.0f} h")
+                leave(f"the process that works on it has not ended within {duration(WAIT_S)}")
             clock.pause(POLL_S)
 
     def _look(self) -> tuple[Seen | None, Life]:
@@ -210,7 +184,7 @@ class _Start:
         if ended is None:
             return None
         if ended.how != "stopped" and record.incarnation == self._waited_for:
-            _leave(f"{record.holder}, which worked on it, has come to its end ({ended.how})")
+            leave(f"{record.holder}, which worked on it, has come to its end ({ended.how})")
         if ended.how != "completed":
             return None
         say("run", "has done its work already, and is not done again; start a new run to do it again")

@@ -10,21 +10,22 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.counting import ordinal
 from rlhf_core.errors import RlhfError
 from tasks.context import Context, open_context
-from tasks.one_process import leave_if_taken_over
 from tasks.parents import base_model, ppo_wants_reward_model, resolve_policy, resolve_reward_model
 from tasks.plan import asker_of, recalled, recorded, settled_once
 from tasks.progress import duration, say
 from tasks.results import EpisodeResult, Parent, PPORun, StageResult
-from tasks.sentences import run_logger, stage_task
+from tasks.run_log import run_logger
+from tasks.sentences import stage_task
 from tasks.showing import only_shows
 from tasks.source import source_digest
 from tasks.stages import find_made, stage_key, stage_result
+from tasks.taken_over import leave_if_taken_over
 
 if TYPE_CHECKING:
     from infra.artifacts import ArtifactStore, Manifest
     from rlhf_core.detached.run.state import EpisodeRecord
 
-MODULES = ("ppo", "ppo_group", "ppo_keeper", "ppo_models", "ray_calls", "shares")
+MODULES = ("ppo", "ppo_group", "ppo_keeper", "ppo_models", "shares")
 
 
 @stage_task(name="plan-ppo")
@@ -170,8 +171,8 @@ def ppo_episode(run: PPORun, episode: int) -> EpisodeResult:
 
     Its state is committed beside the next episode, which ends by waiting for that before it commits its own.
     """
+    from rlhf_core.ray_tools.calls import ask, follow
     from tasks.ppo_group import ANSWER_S, peers_of, trainer_for
-    from tasks.ray_calls import ask, follow
 
     context = open_context()
     leave_if_taken_over()
@@ -183,7 +184,8 @@ def ppo_episode(run: PPORun, episode: int) -> EpisodeResult:
         record = position.last  # an attempt that died after its commit leaves nothing to run
         for due in range(position.next_episode, episode + 1):
             running = trainer.run_episode.remote(due)
-            record = follow(running, trainer.progress, config.cluster.episode_timeout_s, members=peers)
+            limit_s = config.cluster.episode_timeout_s
+            record = follow(running, trainer.progress, limit_s, tell=_log_progress, members=peers)
             _say_episode(record, config.episodes)
         if episode + 1 == config.episodes:
             ask(trainer.await_commit, config.cluster.commit_timeout_s + ANSWER_S)
@@ -199,8 +201,8 @@ def ppo_episode(run: PPORun, episode: int) -> EpisodeResult:
 @stage_task(name="publish-policy")
 def publish_policy(run: PPORun) -> StageResult:
     """Store the finished policy, from the trainer that holds it, and return its reference."""
+    from rlhf_core.ray_tools.calls import follow
     from tasks.ppo_group import peers_of, trainer_for
-    from tasks.ray_calls import follow
 
     context = open_context()
     leave_if_taken_over()
@@ -208,7 +210,8 @@ def publish_policy(run: PPORun) -> StageResult:
     with _EndingTheGroupOnFailure(run):
         trainer = trainer_for(run, config.episodes, context)
         storing = trainer.commit_policy.remote()
-        follow(storing, trainer.progress, config.cluster.commit_timeout_s, members=peers_of(run))
+        limit_s = config.cluster.commit_timeout_s
+        follow(storing, trainer.progress, limit_s, tell=_log_progress, members=peers_of(run))
     result = finished_policy(run, reused=False)
     if result is None:
         raise RlhfError(
@@ -256,8 +259,12 @@ class _EndingTheGroupOnFailure:
             return
         try:
             end_group(self._run)
-        except (ray.exceptions.RayError, InfraError, RuntimeError, OSError) as trouble:
+        except (ray.exceptions.RayError, InfraError, RlhfError, RuntimeError, OSError) as trouble:
             run_logger().warning("the trainer group of %s could not be ended: %s", self._run.name, trouble)
+
+
+def _log_progress(doing: str) -> None:
+    run_logger().debug("%s", doing)
 
 
 @only_shows("a line of progress")

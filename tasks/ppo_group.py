@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 from infra.clusters import ClusterManifest, connect
@@ -18,9 +18,8 @@ from tasks.clusters import address_of, lease_for
 from tasks.context import Context, materialise, open_context
 from tasks.failures import first_line
 from tasks.progress import say
-from tasks.ray_calls import ask, unwrapped, wait_for_all
 from tasks.results import Parent, PPORun
-from tasks.shares import available_gpus, gpu_shares, resources
+from tasks.shares import ADVICE, available_gpus, gpu_shares
 
 TRAINER = "trainer"
 """The first rank; the others are trainer-1, trainer-2, ..."""
@@ -63,16 +62,19 @@ def end_group(run: PPORun) -> None:
     """End the run's actors; the cluster stays. A commit that a living trainer has under way is let finish first."""
     import ray
 
-    from infra.clusters.placement import vacate
+    from rlhf_core.ray_tools.calls import await_free, find_actor
+    from rlhf_core.ray_tools.placement import vacate
 
-    _let_commit_finish(_cluster(run))
+    cluster = _cluster(run)
+    _let_commit_finish(cluster)
     names = (TRAINER, *_peer_names(run), *_maker_names(run))
     for name in names:
-        try:
-            ray.kill(ray.get_actor(name))
-        except ValueError:
-            continue  # not there
-    _await_gone(names, _cluster(run).start_timeout_s)
+        if (actor := find_actor(name)) is not None:
+            ray.kill(actor)
+    if left := await_free(names, cluster.start_timeout_s):
+        raise ClusterNotReadyError(
+            f"waited {cluster.start_timeout_s:.0f} s for the actors {', '.join(sorted(left))} to end, and they did not"
+        )
     vacate(ROOM)
 
 
@@ -82,19 +84,19 @@ def peers_of(run: PPORun) -> dict[str, Any]:
     Raises:
         LostRankError: if one has ended.
     """
-    import ray
+    from rlhf_core.ray_tools.calls import find_actor
 
-    found = {}
-    for name in _peer_names(run):
-        try:
-            found[name] = ray.get_actor(name)
-        except ValueError as error:
-            raise LostRankError(f"{name}, a process of the trainer group, has ended: no actor has its name") from error
+    found = {name: find_actor(name) for name in _peer_names(run)}
+    for name, actor in found.items():
+        if actor is None:
+            raise LostRankError(f"{name}, a process of the trainer group, has ended: no actor has its name")
     return found
 
 
 def _warm(run: PPORun, episode: int) -> Any | None:
     import ray
+
+    from rlhf_core.ray_tools.calls import ask
 
     try:
         handles = {name: ray.get_actor(name) for name in (TRAINER, *_peer_names(run))}
@@ -106,7 +108,8 @@ def _warm(run: PPORun, episode: int) -> Any | None:
 
 
 def _build(run: PPORun, context: Context) -> Any:
-    from rlhf_core.ray_tools.member import form_group
+    from rlhf_core.ray_tools.calls import ask, wait_for_all
+    from rlhf_core.ray_tools.group import form_group
 
     started = time.monotonic()
     cluster = _cluster(run)
@@ -114,9 +117,15 @@ def _build(run: PPORun, context: Context) -> Any:
     trainer = trainers[TRAINER]
     if len(trainers) > 1:
         waits = {"start_timeout_s": cluster.start_timeout_s, "collective_timeout_s": cluster.collective_timeout_s}
-        unwrapped(partial(form_group, trainers, **waits))
+        form_group(trainers, **waits)
     waiting = {trainer.build.remote(): TRAINER}  # it has its peers build, and the dealer the makers
-    wait_for_all(waiting, cluster.start_timeout_s, what=f"run {run.name} to build its models", members=peers_of(run))
+    wait_for_all(
+        waiting,
+        cluster.start_timeout_s,
+        what=f"run {run.name} to build its models",
+        setting="ppo.cluster.start_timeout_s",
+        members=peers_of(run),
+    )
     # It names the maker that it waited for: to come up, then to take the weights.
     ask(trainer.synchronise, 2 * cluster.start_timeout_s + ANSWER_S)
     position = ask(trainer.position, ANSWER_S)
@@ -164,13 +173,13 @@ def _start(run: PPORun, context: Context) -> tuple[Mapping[str, Any], Mapping[st
 
 def _placed(run: PPORun) -> dict[str, dict[str, Any]]:
     """Return the options of each actor by name, with room reserved for all of them: trainers first."""
-    from infra.clusters.placement import place
+    from rlhf_core.ray_tools.placement import place, resources
 
     cluster = _cluster(run)
     trainer_gpus, maker_gpus = gpu_shares(cluster, available_gpus(address_of(cluster)), _ppo(run).num_trainers)
     asked = dict.fromkeys((TRAINER, *_peer_names(run)), resources(cluster.trainer_threads, trainer_gpus))
     asked |= dict.fromkeys(_maker_names(run), resources(cluster.maker_threads, maker_gpus))
-    return place(asked, group=ROOM, timeout_s=cluster.start_timeout_s)
+    return place(asked, group=ROOM, timeout_s=cluster.start_timeout_s, advice=ADVICE)
 
 
 def _object_store_mb(run: PPORun) -> int:
@@ -207,28 +216,11 @@ def _cluster(run: PPORun) -> ClusterConfig:
 
 
 def _let_commit_finish(cluster: ClusterConfig) -> None:
-    import ray
+    from rlhf_core.ray_tools.calls import ask, find_actor
 
     try:
-        trainer = ray.get_actor(TRAINER)
-        ask(trainer.ping, ANSWER_S)
-        ask(trainer.await_commit, cluster.commit_timeout_s)
+        if (trainer := find_actor(TRAINER)) is not None:
+            ask(trainer.ping, ANSWER_S)
+            ask(trainer.await_commit, cluster.commit_timeout_s)
     except Exception as error:
-        if not isinstance(error, ValueError):  # no such actor
-            say("ppo", f"the trainer's last commit did not finish: {first_line(error)}")
-
-
-def _await_gone(names: tuple[str, ...], timeout_s: float) -> None:
-    """Wait until the names are free: Ray frees a killed actor's name a moment later."""
-    import ray
-
-    deadline = time.monotonic() + timeout_s
-    while True:
-        left = set(ray.util.list_named_actors()) & set(names)  # of this run's namespace
-        if not left:
-            return
-        if time.monotonic() > deadline:
-            raise ClusterNotReadyError(
-                f"waited {timeout_s:.0f} s for the actors {', '.join(sorted(left))} to end, and they did not"
-            )
-        time.sleep(0.05)
+        say("ppo", f"the trainer's last commit did not finish: {first_line(error)}")

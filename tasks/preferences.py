@@ -12,7 +12,7 @@ from rlhf_core.counting import counted
 from rlhf_core.errors import DataError
 from tasks.context import Context, materialise, open_context
 from tasks.progress import Progress, say
-from tasks.results import Parent, StageResult
+from tasks.results import PAIRS, Parent, StageResult
 from tasks.sentences import stage_task
 from tasks.source import source_digest
 from tasks.stages import commit_stage, once_in_a_run, reuse_or_make, stage_key, stage_result
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from rlhf_core.data import Problem, PromptTemplate
     from rlhf_core.rollout.preferences import SampledPairs
-
-PAIRS = "pairs.jsonl"
 
 
 @stage_task(name="collect-preferences")

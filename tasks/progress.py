@@ -1,4 +1,7 @@
-"""Lines that a person follows live: stage, step, figures, time left. In the run's log and in the terminal."""
+"""Lines that a person follows live: stage, step, figures, time left. In the run's log and in the terminal.
+
+Actors import it, too: no Prefect.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,7 @@ from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 from uuid import UUID
 
-from prefect.context import FlowRunContext
-from prefect.logging.handlers import APILogHandler
-
-from tasks.sentences import run_logger
+from tasks.run_log import own_flow_run, run_logger
 from tasks.showing import only_shows
 
 P = ParamSpec("P")
@@ -38,7 +38,9 @@ def say(stage: str, text: str) -> None:
         return
     run_logger().info("%s", line)
     caller = _CALLER.get()
-    if caller is not None and caller != _own_flow_run():
+    if caller is not None and caller != own_flow_run():
+        from prefect.logging.handlers import APILogHandler
+
         record = logging.LogRecord("prefect.flow_runs", logging.INFO, "", 0, line, None, None)
         record.flow_run_id = caller
         APILogHandler().handle(record)  # to the server alone: in the process's own log the line stands already
@@ -49,18 +51,13 @@ def with_lines_of_stages(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def heard(*args: P.args, **kwargs: P.kwargs) -> R:
-        token = _CALLER.set(_own_flow_run())
+        token = _CALLER.set(own_flow_run())
         try:
             return function(*args, **kwargs)
         finally:
             _CALLER.reset(token)
 
     return heard
-
-
-def _own_flow_run() -> UUID | None:
-    context = FlowRunContext.get()
-    return None if context is None or context.flow_run is None else context.flow_run.id
 
 
 @contextmanager

@@ -10,10 +10,10 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.functional.intervals import Interval, paired_difference_interval
 from tasks.context import Context, open_context
 from tasks.evaluate import OUTCOMES, REWARD_MODEL
-from tasks.one_process import leave_if_taken_over
 from tasks.progress import say
 from tasks.results import Decision, StageResult
 from tasks.sentences import stage_task
+from tasks.taken_over import leave_if_taken_over
 
 INCUMBENTS = ("champion", "start", "sft", "base")
 """Roles of which the first that there is must be beaten."""

@@ -22,6 +22,8 @@ class Parent(Plain):
     """Directory or name of an external model; None for an artifact."""
 
 
+PAIRS = "pairs.jsonl"
+"""The file of preference pairs, of a dataset or of a policy's samples."""
 SHOWN_CONFIDENCE = 0.95
 """Of the intervals in reports; the gate's own is configuration."""
 

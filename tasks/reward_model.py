@@ -1,4 +1,7 @@
-"""The reward model, trained on preference pairs and measured on others."""
+"""The reward model, trained on preference pairs and measured on others: what a process does, alone or as one rank.
+
+Actors import it: no Prefect.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,11 @@ from typing import TYPE_CHECKING, Any
 from rlhf_core.config import PipelineConfig
 from rlhf_core.counting import counted
 from rlhf_core.errors import DataError
-from tasks.context import Context, actors_context, materialise, open_context
-from tasks.preferences import PAIRS
+from tasks.context import Context, actors_context, materialise
 from tasks.progress import Progress, say, telling
-from tasks.rank_group import run_on_ranks
-from tasks.results import SHOWN_CONFIDENCE, Parent, StageResult
+from tasks.results import PAIRS, SHOWN_CONFIDENCE, Parent, StageResult
 from tasks.scratch import scratch_directory
-from tasks.sentences import stage_task
-from tasks.source import source_digest
-from tasks.stages import commit_stage, once_in_a_run, reuse_or_make, stage_key
+from tasks.stages import commit_stage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -26,44 +25,14 @@ if TYPE_CHECKING:
     from rlhf_core.data import PromptTemplate
     from rlhf_core.data.encoding import EncodedPair
     from rlhf_core.models.reward_model import RewardModel
-    from rlhf_core.ray_tools.rank_actor import Tell
+    from rlhf_core.ray_tools.group import Tell
     from rlhf_core.training.optim import Trained
 
 METRICS = "metrics.jsonl"
-MODULES = ("reward_model", "rank_group", "ray_calls", "shares")
-
-
-@stage_task(name="train-reward-model")
-def train_reward_model(config: PipelineConfig, pairs: Parent, policy: Parent) -> StageResult:
-    """Return a reward model on the policy's trunk, trained on most pairs and measured on the others."""
-    context = open_context()
-    source = source_digest(*MODULES)
-    facts = config.model_dump(mode="json", include={"template", "reward_model"})
-    inputs = [pairs.digest, policy.digest]
-    key = stage_key("reward-model", config=facts, inputs=inputs, seed=config.seed, source=source)
-    work = _Training(config, pairs, policy, key, source, context.flow_run)
-
-    def make() -> StageResult:
-        if config.reward_model.is_alone:
-            return work.done(context)
-        made: StageResult = run_on_ranks(
-            work,
-            stage="reward-model",
-            name=f"reward-model-{config.name}-{key[:12]}",
-            trainers=config.reward_model,
-            cluster=config.ppo.cluster,
-            context=context,
-        )
-        return made
-
-    found = {"kind": "reward-model", "name": config.name, "key": key}
-    return once_in_a_run(
-        context, "reward-model", lambda: reuse_or_make(context, stage="reward-model", **found, make=make)
-    )
 
 
 @dataclass(frozen=True)
-class _Training:
+class RewardModelTraining:
     """All that a process needs to train the reward model, on its own or as one rank of several."""
 
     config: PipelineConfig

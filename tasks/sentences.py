@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from prefect import State, task
 from prefect.cache_policies import NO_CACHE
 from prefect.context import FlowRunContext
-from prefect.exceptions import CrashedRun, FailedRun, MissingContextError, TerminationSignal
-from prefect.logging import get_logger, get_run_logger
+from prefect.exceptions import CrashedRun, FailedRun, TerminationSignal
 from prefect.states import Crashed, Failed
 
 from infra.errors import InfraError
@@ -26,20 +25,13 @@ from rlhf_core.counting import counted
 from rlhf_core.errors import RlhfError
 from tasks import failures
 from tasks.context import is_inner
+from tasks.run_log import run_logger
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-def run_logger() -> Any:
-    """Return the run's logger inside a flow or task, an ordinary one elsewhere (tests, plain calls)."""
-    try:
-        return get_run_logger()
-    except MissingContextError:
-        return get_logger("rlhf")
 
 
 def in_one_sentence(function: Callable[P, R]) -> Callable[P, R]:

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on demonstrations."""
+"""Supervised fine-tuning on demonstrations: what a process does, alone or as one rank; actors import it: no Prefect."""
 
 from __future__ import annotations
 
@@ -9,74 +9,27 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.counting import counted
-from tasks.context import Context, actors_context, materialise, open_context
-from tasks.parents import BASE_MODEL, resolve_policy
+from tasks.context import Context, actors_context, materialise
 from tasks.progress import Progress, say, telling
-from tasks.rank_group import run_on_ranks
 from tasks.results import Parent, StageResult
 from tasks.scratch import scratch_directory
-from tasks.sentences import stage_task
-from tasks.source import source_digest
-from tasks.stages import commit_stage, once_in_a_run, reuse_or_make, stage_key
+from tasks.stages import commit_stage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from rlhf_core.data import Problem, PromptTemplate
     from rlhf_core.data.conversation import EncodedConversation
-    from rlhf_core.ray_tools.rank_actor import Tell
+    from rlhf_core.ray_tools.group import Tell
     from rlhf_core.training.optim import Trained
 
 METRICS = "metrics.jsonl"
-MODULES = ("sft", "rank_group", "ray_calls", "shares")
 HELDOUT = 64
 """Most held-out demonstrations whose loss is measured: over-fitting shows, and it takes seconds on a processor."""
 
 
-@stage_task(name="train-sft")
-def train_sft(config: PipelineConfig, dataset: Parent, actor: str | None = None) -> StageResult:
-    """Return the SFT model of a start and of the dataset's demonstrations.
-
-    Args:
-        config: the resolved preset.
-        dataset: holds them in sft.jsonl, and in evaluation.jsonl those that the loss is measured on.
-        actor: SFT model or policy to go on from; None starts from the preset's base model.
-
-    Raises:
-        DataError: if there is no demonstration.
-    """
-    from rlhf_core.data.demonstrations import refuse_nothing_to_learn
-
-    context = open_context()
-    refuse_nothing_to_learn(_problems(materialise(context, dataset), "sft"), where=dataset.uri)
-    start = resolve_policy(context, config, actor or BASE_MODEL)
-    source = source_digest(*MODULES)
-    facts = config.model_dump(mode="json", include={"template", "sft"})
-    key = stage_key("sft", config=facts, inputs=[dataset.digest, start.digest], seed=config.seed, source=source)
-    work = _Training(config, dataset, start, key, source, context.flow_run)
-
-    def make() -> StageResult:
-        if config.sft.is_alone:
-            return work.done(context)
-        made: StageResult = run_on_ranks(
-            work,
-            stage="sft",
-            name=f"sft-{config.name}-{key[:12]}",
-            trainers=config.sft,
-            cluster=config.ppo.cluster,
-            context=context,
-        )
-        return made
-
-    return once_in_a_run(
-        context,
-        "sft",
-        lambda: reuse_or_make(context, stage="sft", kind="sft", name=config.name, key=key, make=make),
-    )
-
-
 @dataclass(frozen=True)
-class _Training:
+class SFTTraining:
     """All that a process needs to train the model, on its own or as one rank of several."""
 
     config: PipelineConfig
@@ -109,8 +62,8 @@ class _Training:
         directory, data = materialise(context, self.start), materialise(context, self.dataset)
         tokenizer = load_tokenizer(directory)
         template = PromptTemplate(tokenizer, config.template)
-        problems = _problems(data, "sft")
-        unseen = _short_enough(config, template, of_the_same_kind(_problems(data, "evaluation"), problems))
+        problems = problems_of(data, "sft")
+        unseen = _short_enough(config, template, of_the_same_kind(problems_of(data, "evaluation"), problems))
         trained, history, metrics = _train(config, directory, encode_demonstrations(problems, template), unseen)
         metrics["seconds"] = time.perf_counter() - started
         with scratch_directory(context.settings.home) as folder:
@@ -135,7 +88,8 @@ class _Training:
             )
 
 
-def _problems(data: Path, split: str) -> list[Problem]:
+def problems_of(data: Path, split: str) -> list[Problem]:
+    """Return the problems of a split of a data set; none if it has no such split."""
     from rlhf_core.data import problems_from_jsonl
 
     file = data / f"{split}.jsonl"

@@ -1,12 +1,15 @@
-"""What each actor of a run gets of the machine: threads, and GPUs or shares of them."""
+"""What each actor of a run gets of the machine's GPUs: whole ones, or shares of them."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from rlhf_core.config import ClusterConfig
 
+ADVICE = (
+    "end what holds the rest, add nodes, ask for less (ppo.cluster, num_trainers), or raise ppo.cluster.start_timeout_s"
+)
+"""What to do where the cluster has no room for a run's actors."""
 _WHOLE = 100
 """A GPU is shared out in hundredths."""
 _MOST_OF_ONE = 60
@@ -26,13 +29,6 @@ def available_gpus(address: str | None = None) -> int:
     import torch
 
     return torch.cuda.device_count()
-
-
-def resources(threads: int, gpus: float) -> dict[str, Any]:
-    """Return the options of an actor with so many threads and GPUs."""
-    # Ray would set one thread for an actor of a fraction of a CPU; torch reads this when it is imported.
-    environment = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
-    return {"num_cpus": threads, "num_gpus": gpus, "runtime_env": {"env_vars": environment}}
 
 
 def gpu_shares(cluster: ClusterConfig, available: int, num_trainers: int = 1) -> tuple[float, float]:

@@ -1,4 +1,7 @@
-"""What only shows things can neither fail a run nor hold it up: it warns, once for each kind of thing in each run."""
+"""What only shows things can neither fail a run nor hold it up: it warns, once for each kind of thing in each run.
+
+Actors import it, too: no Prefect.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,8 @@ from functools import wraps
 from threading import Event, Thread
 from typing import Any, ParamSpec, TypeVar
 
-from prefect.context import FlowRunContext
-
 from tasks.failures import first_line
-from tasks.sentences import run_logger
+from tasks.run_log import own_flow_run, run_logger
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -60,9 +61,7 @@ def warn(what: str, error: BaseException) -> None:
         error: keeps it from being shown.
     """
     with suppress(Exception):  # a warning is only shown, too
-        context = FlowRunContext.get()
-        run = context.flow_run.id if context is not None and context.flow_run is not None else None
-        logger = run_logger()
+        run, logger = own_flow_run(), run_logger()
         logger.debug("%s", what, exc_info=error)
         if (run, what) not in _told:
             _told.add((run, what))

@@ -11,10 +11,10 @@ from typing import Any
 from infra.artifacts import ArtifactRef, Manifest
 from rlhf_core.config import PipelineConfig
 from tasks.context import Context
-from tasks.one_process import leave_if_taken_over
 from tasks.plan import recalled, recorded
 from tasks.progress import say
 from tasks.results import Parent, StageResult
+from tasks.taken_over import leave_if_taken_over
 
 
 def stage_key(stage: str, *, config: Any, inputs: Iterable[str], seed: int, source: str) -> str:

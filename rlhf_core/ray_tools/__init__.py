@@ -1,1 +1,1 @@
-"""Several processes as one trainer: how they come together, and how the first calls the others."""
+"""The toolkit for Ray actors: `calls` waits for them, `placement` gives them room, `group` makes ranks of them."""

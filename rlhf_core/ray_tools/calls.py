@@ -1,110 +1,320 @@
-"""Waiting for a run's actors: always with a deadline, and whoever is gone or silent is named."""
+"""Waiting for actors: always with a deadline, and whoever is gone or silent is named.
+
+`wait_for` is the one loop that waits. It is told what to raise when the deadline has passed, what an actor's failure
+means, which further actors must stay alive meanwhile, and what to look at between two polls.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NoReturn
 
 import ray
-from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from rlhf_core.errors import LostRankError, RlhfError, TrainingError
+from rlhf_core.errors import LostRankError
 
-PING_S = 10.0
-"""Longest wait for a sign of life of all actors together, once something is known to be wrong."""
+POLL_S = 2.0
+GRACE_S = 15.0
+"""How long an awaited actor may take to say itself what is wrong with another: longer than a rank needs to notice."""
+_LOOK_S = 0.2
+_NAMES_S = 0.05
+_SHORTEST_S = 0.001
 
 
-def results(
-    calls: Mapping[Any, str], *, members: Mapping[str, Any], timeout_s: float, what: str, advice: str = ""
+class SilentError(TimeoutError):
+    """An actor gave no sign of life in time."""
+
+
+def own_sentence(error: RayError, name: str = "") -> Exception | None:  # noqa: ARG001 - as `wait_for` calls it
+    """Return what an actor raised, if that is a sentence for the user; None for anything else.
+
+    Such errors, of the core or of what is below a task, have an attribute `passes`.
+    """
+    if isinstance(error, GetTimeoutError):
+        return TimeoutError(str(error))
+    cause = error.cause if isinstance(error, RayTaskError) else None
+    return cause if hasattr(cause, "passes") else None
+
+
+def wait_for(
+    calls: Mapping[Any, str],
+    timeout_s: float,
+    *,
+    late: Callable[[Sequence[str]], Exception],
+    failed: Callable[[RayError, str], Exception | None] = own_sentence,
+    members: Mapping[str, Any] | None = None,
+    answer_s: float | None = None,
+    look: Callable[[], bool] | None = None,
+    each: bool = False,
 ) -> list[Any]:
     """Return what calls of actors return, in their order.
 
+    A call that failed ends the wait for all: the others may wait for that actor.
+
     Args:
         calls: reference of each, and whom it was made to.
-        members: all actors of the run by name, each with a method `ping`.
-        timeout_s: longest wait from one answer to the next.
-        what: is waited for, completing "waited for ...".
-        advice: what to do, for the error of a late answer.
+        timeout_s: longest wait for all together.
+        late: returns what is raised after that, given who has not answered.
+        failed: returns what a failure of the named actor means; None raises it as it came.
+        members: further actors that take part, by name, each with a method `ping`; one that died, failed or is silent
+            ends the wait, unless an awaited actor says within moments what is wrong.
+        answer_s: longest wait for the members' answers; None takes what is left of `timeout_s`.
+        look: called at every poll, to pass on what an actor is doing; returns whether the deadline starts again.
+        each: the deadline starts again with each answer.
 
     Raises:
-        RlhfError: what an actor failed with, or that one has ended: it is named.
-        TimeoutError: if no further one answers in time; those are named.
+        Exception: what `late` or `failed` returned, or what is wrong with a member.
     """
-    late = list(calls)
-    while late:
-        ready, late = ray.wait(late, timeout=timeout_s)
-        if not ready:
-            raise TimeoutError(_late_sentence(calls, late, members, timeout_s, what, advice))
-        try:
-            ray.get(ready)
-        except RayError as error:
-            meaning = explained(error, calls[ready[0]], members)
-            if meaning is None:
-                raise
-            raise meaning from error
+    waiting, until = list(calls), time.monotonic() + timeout_s
+    polls = bool(members) or look is not None
+    while waiting:
+        left_s = max(0.0, until - time.monotonic())
+        ready, waiting = ray.wait(waiting, timeout=min(POLL_S, left_s) if polls else left_s)
+        if ready:
+            _check(ready, calls, failed)
+            until = time.monotonic() + timeout_s if each else until
+            continue
+        if look is not None and look():
+            until = time.monotonic() + timeout_s
+        if time.monotonic() >= until:
+            raise late([calls[reference] for reference in waiting])
+        trouble = trouble_among(members or {}, left_s if answer_s is None else answer_s)
+        if trouble is not None:
+            ready, waiting = ray.wait(waiting, timeout=GRACE_S)
+            if not ready:
+                raise trouble
+            _check(ready, calls, failed)
     found: list[Any] = ray.get(list(calls))
     return found
 
 
-def explained(error: RayError, name: str, members: Mapping[str, Any]) -> Exception | None:
-    """Return what an actor's failure means: its own sentence, or which actor has ended; None for a fault of ours.
+def ask(method: Any, timeout_s: float) -> Any:
+    """Call an actor's method without arguments and return its answer.
+
+    Raises:
+        TimeoutError: there was none in time.
+    """
+    (answer,) = wait_for(
+        {method.remote(): ""},
+        timeout_s,
+        late=lambda _: TimeoutError(f"waited {timeout_s:.0f} s for a process of the run's cluster, and no answer came"),
+    )
+    return answer
+
+
+def wait_for_all(
+    calls: Mapping[Any, str],
+    timeout_s: float,
+    *,
+    what: str,
+    setting: str,
+    members: Mapping[str, Any] | None = None,
+) -> None:
+    """Wait for calls of several actors.
 
     Args:
-        error: what its call came back with.
-        name: of the actor.
-        members: all actors of the run by name.
+        calls: reference of each call, and whom it was made to.
+        timeout_s: longest wait for all together.
+        what: completes the sentence "waited for ...".
+        setting: which says how long is waited.
+        members: further actors that take part, as for `wait_for`.
+
+    Raises:
+        TimeoutError: some did not answer; it names them.
     """
-    cause = error.cause if isinstance(error, RayTaskError) else error
-    if isinstance(cause, RlhfError) and not isinstance(cause, LostRankError):
-        return cause
-    if isinstance(cause, OutOfMemoryError):
-        return TrainingError(
-            f"Ray ended {name} or another process of its machine, whose memory was nearly full; free some, or lower "
-            "--train_batch_size or --experience_batch_size"
+
+    def late(names: Sequence[str]) -> Exception:
+        return TimeoutError(
+            f"waited {timeout_s:.0f} s for {what}, and {', '.join(sorted(names))} did not answer; raise {setting}, "
+            "or look into the cluster's log"
         )
-    if type(cause).__name__ == "OutOfMemoryError":  # torch's, which is not imported for this
-        return TrainingError(
-            f"the GPU's memory does not hold {name}; lower --train_batch_size or --experience_batch_size, take "
-            "--mixed_precision bf16, or give each process more of a GPU (--gpus_per_actor)"
-        )
-    gone = [name for name, state in _states(members).items() if state == "ended"]
-    if gone:
-        return LostRankError(
-            f"{', '.join(gone)} of this run {'has' if len(gone) == 1 else 'have'} ended ({_reason(cause)}); look "
-            "into its log in the cluster's log directory, and start the run again"
-        )
-    if isinstance(cause, LostRankError):
-        return LostRankError(f"{name}: {cause}")
-    return TimeoutError(f"{name}: {_reason(cause)}") if isinstance(cause, TimeoutError) else None
+
+    wait_for(calls, timeout_s, late=late, members=members)
 
 
-def _late_sentence(
-    calls: Mapping[Any, str], late: list[Any], members: Mapping[str, Any], timeout_s: float, what: str, advice: str
-) -> str:
-    names = ", ".join(sorted({calls[reference] for reference in late}))
-    silent = [name for name, state in _states(members).items() if state == "silent"]
-    more = f"; {', '.join(silent)} gave no sign of life" if silent else ""
-    return f"waited {timeout_s:.0f} s for {names} {what}, and no answer came{more}{advice and f'; {advice}'}"
+def follow(
+    reference: Any,
+    progress: Any,
+    timeout_s: float,
+    *,
+    tell: Callable[[str], None],
+    members: Mapping[str, Any] | None = None,
+    answer_s: float = 30.0,
+) -> Any:
+    """Wait for a trainer's call, telling what the trainer does as it changes; return what the call returns.
+
+    Args:
+        reference: of the call.
+        progress: the actor's method that says what it is doing.
+        timeout_s: longest wait for the call.
+        tell: takes a line of progress.
+        members: further actors that take part, as for `wait_for`.
+        answer_s: longest wait for `progress`, and for `members`.
+
+    Raises:
+        TimeoutError: it took longer, and the message has what the actor was last seen doing; or a member was silent.
+        LostRankError: a member died.
+    """
+    told = ""
+
+    def look() -> bool:
+        nonlocal told
+        if (doing := ask(progress, answer_s)) != told:
+            tell(doing)
+            told = doing
+        return False
+
+    def late(_: Sequence[str]) -> Exception:
+        return TimeoutError(f"waited {timeout_s:.0f} s for the trainer, which was last seen at: {told}")
+
+    (answer,) = wait_for({reference: ""}, timeout_s, late=late, members=members, answer_s=answer_s, look=look)
+    return answer
 
 
-def _states(members: Mapping[str, Any]) -> dict[str, str]:
-    """Return of each actor whether it is alive, ended or silent; what its work failed with is not asked here."""
+def trouble_among(members: Mapping[str, Any], answer_s: float) -> Exception | None:
+    """Return what is wrong with the first member that died, failed or is silent; None if all is well.
+
+    Args:
+        members: actors by name, each with a method `ping`.
+        answer_s: longest wait for all of them.
+    """
+    found = troubles(members, answer_s)
+    for name, error in found.items():
+        if isinstance(error, RayActorError):
+            return LostRankError(f"{name} has ended, a process of the group: {str(error).splitlines()[0]}")
+        if error is not None and not isinstance(error, SilentError):
+            return (own_sentence(error) or error) if isinstance(error, RayError) else error
+    silent = ", ".join(name for name, error in found.items() if isinstance(error, SilentError))
+    return TimeoutError(f"waited {answer_s:.0f} s for {silent} of the group, and no answer came") if silent else None
+
+
+def troubles(members: Mapping[str, Any], answer_s: float) -> dict[str, Exception | None]:
+    """Return of each actor what its method `ping` raised: `RayActorError` if it has ended, `SilentError` if silent.
+
+    None means that it is alive and that its last work has not failed.
+    """
     calls = {actor.ping.remote(): name for name, actor in members.items()}
-    ready, late = ray.wait(list(calls), num_returns=len(calls), timeout=PING_S) if calls else ([], [])
-    states = {calls[reference]: "silent" for reference in late}
+    found: dict[str, Exception | None] = dict.fromkeys(members)
+    ready, late = ray.wait(list(calls), num_returns=len(calls), timeout=answer_s) if calls else ([], [])
     for reference in ready:
         try:
             ray.get(reference)
-        except RayActorError:
-            states[calls[reference]] = "ended"
-        except RayError:
-            states[calls[reference]] = "alive"  # it answers: with what its work failed with
-        else:
-            states[calls[reference]] = "alive"
-    return states
+        except Exception as error:
+            found[calls[reference]] = error
+    return found | {calls[reference]: SilentError(f"no answer within {answer_s:g} s") for reference in late}
 
 
-def _reason(error: BaseException) -> str:
-    """Return the line of an error that says most: of an actor that could not be made, what its making failed with."""
-    lines = (str(error).strip() or type(error).__name__).splitlines()
-    return lines[-1 if "creation task" in lines[0] else 0].strip().rstrip(".")
+def find_actor(name: str, namespace: str | None = None) -> Any | None:
+    """Return the handle of the actor of a name; None if no actor has it."""
+    try:
+        return ray.get_actor(name, namespace=namespace)
+    except ValueError:
+        return None
+
+
+def await_actor(name: str, timeout_s: float, namespace: str | None = None) -> Any | None:
+    """Return the handle of an actor, which may be about to be created, also in the place of one that died.
+
+    Args:
+        name: of the actor.
+        timeout_s: longest wait for it.
+        namespace: Ray's; None is that of this process.
+
+    Returns:
+        None if there is none in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        found = find_actor(name, namespace)
+        if found is not None and not _is_dead(found):
+            return found
+        if time.monotonic() >= deadline:
+            return None
+        if found is not None:
+            ray.kill(found)  # or Ray would give this process the dead actor by that name for ever
+        time.sleep(_LOOK_S)
+
+
+def await_free(names: Collection[str], timeout_s: float) -> set[str]:
+    """Wait until actors' names are free, which Ray does a moment after a kill; return those that are not."""
+    deadline = time.monotonic() + timeout_s
+    while left := set(ray.util.list_named_actors()) & set(names):  # of this process's namespace
+        if time.monotonic() > deadline:
+            return left
+        time.sleep(_NAMES_S)
+    return set()
+
+
+class Deadline:
+    """One for all that is waited for in turn.
+
+    Args:
+        timeout_s: from now on.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s, self._until = timeout_s, time.monotonic() + timeout_s
+
+    def left_s(self) -> float:
+        """Return what is left of it.
+
+        Raises:
+            TimeoutError: if nothing is; a store would take a timeout of 0 ms for none.
+        """
+        left_s = self._until - time.monotonic()
+        if left_s < _SHORTEST_S:
+            raise TimeoutError(f"not done within {self._timeout_s:.0f} s")
+        return left_s
+
+
+def within(timeout_s: float, work: Callable[[], object]) -> None:
+    """Do something that has no deadline of its own in a thread, which is left to itself if it takes too long.
+
+    Raises:
+        TimeoutError: if it does.
+        Exception: what it failed with.
+    """
+    failed: list[Exception] = []
+
+    def run() -> None:
+        try:
+            work()
+        except Exception as error:  # raised again, by whoever waits
+            failed.append(error)
+
+    started = time.monotonic()
+    thread = threading.Thread(target=run, name="within", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if thread.is_alive() or (failed and time.monotonic() - started >= timeout_s):
+        raise TimeoutError(f"not done within {timeout_s:.0f} s")
+    if failed:
+        raise failed[0]
+
+
+def _check(ready: list[Any], calls: Mapping[Any, str], failed: Callable[[RayError, str], Exception | None]) -> None:
+    """Raise what the call failed with that has ended, if it failed."""
+    try:
+        ray.get(ready)
+    except RayError as error:
+        _raise(error, failed(error, calls[ready[0]]))
+
+
+def _raise(error: RayError, meaning: Exception | None) -> NoReturn:
+    if meaning is None:
+        raise error
+    raise meaning from (None if meaning is getattr(error, "cause", None) else error)  # without Ray's frame around it
+
+
+def _is_dead(actor: Any) -> bool:
+    """Return whether Ray knows that an actor has died for good; Ray says so at once."""
+    try:
+        ray.get(ray.wait([actor.__ray_ready__.remote()], timeout=_LOOK_S)[0])
+    except ActorDiedError:
+        return True
+    except RayActorError:
+        return False  # it comes up again
+    return False

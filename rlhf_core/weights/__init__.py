@@ -5,10 +5,11 @@
     subscriber.take(publication, timeout_s=60)                       # each maker, told by a Ray call
     publisher.retire(in_use={3})
 
-`manifest` says what is sent, `packing` lays tensors into buckets, a module for each transport moves them.
+`publisher` is the trainer's side, `subscriber` a maker's. `buckets` has the form of what is sent, with its checksums.
+`shared_memory`, `object_store` and `nccl` are the transports. `difference` is what changed since the last version.
 """
 
-from rlhf_core.weights.publication import Publication, WeightsError
+from rlhf_core.weights.buckets import Publication, WeightsError
 from rlhf_core.weights.publisher import Publisher
 from rlhf_core.weights.subscriber import Subscriber
 

@@ -1,4 +1,4 @@
-"""Lossless differences: a bit for each value that says whether it changed, and the new ones of those that did.
+"""Sparse weights: a bit for each value that says whether it changed since the last version, and the new values.
 
 At the learning rates of PPO most values of a version are, rounded to bfloat16, those of the version before. What the
 makers hold afterwards is compared with checksums of the whole tensors, not of the difference.
@@ -7,15 +7,13 @@ makers hold afterwards is compared with checksums of the whole tensors, not of t
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf_core.weights.checksums import xxh3
-from rlhf_core.weights.publication import Publication, travelling_dtype
+from rlhf_core.weights.buckets import Difference, Publication, dtype_of, xxh3
 
 _CHANGED, _VALUES = "#changed", "#values"
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -24,23 +22,11 @@ WORTHWHILE = 0.5
 """Largest share of a full publication's bytes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """What leads from one version to the next."""
-
-    base: int
-    """The version that a maker must hold, of the same publisher."""
-    checksums: Mapping[str, int]
-    """XXH3 of each whole tensor, once it is changed."""
-    update: Publication
-    """The changes."""
-
-
 class Change(NamedTuple):
     """Of one tensor."""
 
     changed: Tensor
-    """A bit for each value, packed."""
+    """A bit for each value, eight in a byte."""
     values: Tensor
     """As integers of the same bits."""
 
@@ -48,7 +34,7 @@ class Change(NamedTuple):
 def cast(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> dict[str, Tensor]:
     """Return copies of weights, as they travel, in host memory."""
     return {
-        name: tensor.detach().to("cpu", travelling_dtype(name, tensor, dtype), copy=True).contiguous()
+        name: tensor.detach().to("cpu", dtype_of(name, tensor, dtype), copy=True).contiguous()
         for name, tensor in tensors
     }
 
@@ -108,7 +94,7 @@ def apply(difference: Difference, own: Mapping[str, Tensor], tensors: Mapping[st
     try:
         for name, change in by_name(tensors):
             bits = _bits(own[name].detach())
-            mask = _unpacked(change.changed, bits.numel()).to(bits.device)
+            mask = _booleans(change.changed, bits.numel()).to(bits.device)
             undo[name] = mask, bits[mask]
             bits[mask] = change.values.to(bits.device)
         is_right = all(_checksum(own[name].detach()) == total for name, total in difference.checksums.items())
@@ -127,5 +113,5 @@ def _checksum(tensor: Tensor) -> int:
     return xxh3(tensor.to("cpu").reshape(-1).view(torch.uint8))
 
 
-def _unpacked(packed: Tensor, count: int) -> Tensor:
-    return torch.from_numpy(np.unpackbits(packed.cpu().numpy(), count=count).view(np.bool_))
+def _booleans(changed: Tensor, count: int) -> Tensor:
+    return torch.from_numpy(np.unpackbits(changed.cpu().numpy(), count=count).view(np.bool_))

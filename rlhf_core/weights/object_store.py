@@ -12,71 +12,70 @@ import torch
 from ray.exceptions import GetTimeoutError, ObjectLostError
 from torch import Tensor
 
-from rlhf_core.weights.buckets import only_read
-from rlhf_core.weights.publication import Arrived, Publication, WeightsError
+from rlhf_core.weights.buckets import Publication, Received, WeightsError, read_only
 
-_SCRATCHES = 2
+_BUFFERS = 2
 _NONE = torch.empty(0, dtype=torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
-class ObjectsPlace:
+class ObjectStorePlace:
     """The references of the buckets: inside an object, so that Ray leaves fetching to whoever is given it."""
 
     references: tuple[Any, ...]
 
 
-class ObjectsShelf:
+class ObjectWriter:
     """Puts one bucket after the other; none but the one that is being filled is in this process's memory."""
 
-    def __init__(self, outbox: ObjectsOutbox) -> None:
-        self._outbox = outbox
+    def __init__(self, sender: ObjectStoreSender) -> None:
+        self._sender = sender
         self._references: list[Any] = []
         self._open: Tensor
 
     def open(self, size: int) -> Tensor:
         """Return room for a bucket."""
-        self._open = self._outbox.scratch(size)
+        self._open = self._sender.buffer(size)
         return self._open
 
     def close(self, filled: int) -> None:
         """Put the first bytes of the bucket that was opened last."""
         self._references.append(ray.put(self._open[:filled].numpy()))
 
-    def place(self) -> ObjectsPlace:
+    def place(self) -> ObjectStorePlace:
         """Return the references."""
-        return ObjectsPlace(tuple(self._references))
+        return ObjectStorePlace(tuple(self._references))
 
 
-class ObjectsOutbox:
-    """Ray frees an object when nobody has its reference."""
+class ObjectStoreSender:
+    """The trainer's end: Ray frees an object when nobody has its reference."""
 
     def __init__(self) -> None:
-        self._scratch: list[Tensor] = []
+        self._buffers: list[Tensor] = []
 
-    def begin(self) -> ObjectsShelf:
-        """Return a shelf for one publication."""
-        return ObjectsShelf(self)
+    def begin(self) -> ObjectWriter:
+        """Return a writer for one publication."""
+        return ObjectWriter(self)
 
-    def scratch(self, size: int) -> Tensor:
+    def buffer(self, size: int) -> Tensor:
         """Return memory that is used for every second bucket."""
-        used = self._scratch.pop(0) if len(self._scratch) == _SCRATCHES else _NONE
-        self._scratch.append(used if used.numel() >= size else torch.empty(size, dtype=torch.uint8))
-        return self._scratch[-1][:size]
+        used = self._buffers.pop(0) if len(self._buffers) == _BUFFERS else _NONE
+        self._buffers.append(used if used.numel() >= size else torch.empty(size, dtype=torch.uint8))
+        return self._buffers[-1][:size]
 
-    def free(self, shelf: ObjectsShelf) -> None:
+    def free(self, writer: ObjectWriter) -> None:
         """Its references go with it."""
 
-    def shut(self) -> None:
+    def close(self) -> None:
         """Let go of the memory."""
-        self._scratch = []
+        self._buffers = []
 
 
-class ObjectsInbox:
-    """Gets buckets out of the object store, from another node if need be."""
+class ObjectStoreReceiver:
+    """A maker's end: gets buckets out of the object store, from another node if need be."""
 
     @contextmanager
-    def buckets(self, publication: Publication, timeout_s: float) -> Iterator[Arrived]:
+    def buckets(self, publication: Publication, timeout_s: float) -> Iterator[Received]:
         """Yield the buckets, which cannot be written.
 
         Raises:
@@ -85,7 +84,7 @@ class ObjectsInbox:
         """
         version = publication.version
         try:
-            held = ray.get(list(publication.place.references), timeout=timeout_s)
+            arrays = ray.get(list(publication.place.references), timeout=timeout_s)
         except GetTimeoutError as error:
             raise TimeoutError(
                 f"waited {timeout_s:.0f} s for {len(publication.buckets)} buckets of weights version {version} from "
@@ -96,7 +95,7 @@ class ObjectsInbox:
                 f"weights of version {version} are lost: the trainer that published them, or its node, has ended; take "
                 "what the trainer publishes next"
             ) from error
-        yield Arrived([only_read(body.data) for body in held])
+        yield Received([read_only(array.data) for array in arrays])
 
     def close(self) -> None:
         """Nothing is held."""

@@ -13,42 +13,33 @@ import torch
 from torch import Tensor
 
 from rlhf_core.weights import shared_memory
-from rlhf_core.weights.buckets import Shelf, pack
-from rlhf_core.weights.difference import Difference, cast, changes, checksums
-from rlhf_core.weights.nccl import PairsOutbox
-from rlhf_core.weights.nccl_pair import own_device
-from rlhf_core.weights.object_store import ObjectsOutbox
-from rlhf_core.weights.publication import Publication
-from rlhf_core.weights.shared_memory import SharedOutbox
+from rlhf_core.weights.buckets import BucketWriter, Difference, Publication, lay_out
+from rlhf_core.weights.difference import cast, changes, checksums
+from rlhf_core.weights.nccl import NcclSender, own_device
+from rlhf_core.weights.object_store import ObjectStoreSender
+from rlhf_core.weights.shared_memory import SharedMemorySender
 
 Transport = Literal["shared_memory", "objects", "nccl"]
 
 
-class PlacedShelf(Shelf, Protocol):
-    """Knows where makers find what is on it."""
-
-    def place(self) -> Any:
-        """Return where the buckets are, small enough for an argument of a call."""
-
-
-class Outbox(Protocol):
-    """One way of making buckets reachable."""
+class Sender(Protocol):
+    """The trainer's end of one transport: makes buckets reachable."""
 
     def begin(self) -> Any:
-        """Return a shelf for one publication."""
+        """Return a `BucketWriter` for one publication."""
 
-    def free(self, shelf: Any) -> None:
-        """Take back a shelf that nobody needs."""
+    def free(self, writer: Any) -> None:
+        """Take back the writer of a publication that nobody needs, and its buckets."""
 
-    def shut(self) -> None:
+    def close(self) -> None:
         """Let go of everything."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
     version: int
-    shelf: Any
-    outbox: Outbox
+    writer: BucketWriter
+    sender: Sender
 
 
 class _Former(NamedTuple):
@@ -82,7 +73,7 @@ class Publisher:
         self._sparse = sparse
         self._former: _Former | None = None
         self._incarnation = uuid.uuid4().hex[:16]
-        self._outboxes: dict[str, Outbox] = {}
+        self._senders: dict[str, Sender] = {}
         self._kept: list[_Kept] = []
         self._guard = threading.Lock()
         """Versions may be retired by another thread than the one that publishes."""
@@ -99,39 +90,46 @@ class Publisher:
             nodes: Ray's ids of the nodes that makers are on.
         """
         if not (self._sparse and fully):
-            return self._laid_out(tensors, version, nodes, fully=fully)
+            return self._lay_out(tensors, version, nodes, fully=fully)
         weights, former = cast(tensors, self._dtype), self._former
-        whole = self._laid_out(weights.items(), version, nodes, fully=True)
+        whole = self._lay_out(weights.items(), version, nodes, fully=True)
         self._former = _Former(version, weights)
         changed = None if former is None else changes(former.weights, weights)
         if former is None or changed is None:
             return whole
-        update = self._laid_out(changed.items(), version, nodes, fully=False)
+        update = self._lay_out(changed.items(), version, nodes, fully=False)
         return replace(whole, difference=Difference(former.version, checksums(weights), update))
 
-    def _laid_out(
+    def _lay_out(
         self, tensors: Iterable[tuple[str, Tensor]], version: int, nodes: Collection[str], *, fully: bool
     ) -> Publication:
         with self._guard:
-            outbox = self._outbox(nodes)
-            shelf = outbox.begin()
+            sender = self._sender(nodes)
+            writer = sender.begin()
         try:
-            packed = pack(tensors, shelf, dtype=self._dtype, bucket_bytes=self._bucket_bytes)
-            place = shelf.place()
+            publication = lay_out(
+                tensors,
+                writer,
+                dtype=self._dtype,
+                bucket_bytes=self._bucket_bytes,
+                version=version,
+                fully=fully,
+                incarnation=self._incarnation,
+            )
         except BaseException:
             with self._guard:
-                outbox.free(shelf)
+                sender.free(writer)
             raise
         with self._guard:
-            self._kept.append(_Kept(version, shelf, outbox))
-        return Publication(version, fully, self._incarnation, packed.slots, packed.buckets, place)
+            self._kept.append(_Kept(version, writer, sender))
+        return publication
 
     def retire(self, in_use: Collection[int]) -> None:
         """Free the buckets of all versions but these."""
         with self._guard:
             for kept in self._kept:
                 if kept.version not in in_use:
-                    kept.outbox.free(kept.shelf)
+                    kept.sender.free(kept.writer)
             self._kept = [kept for kept in self._kept if kept.version in in_use]
 
     def close(self) -> None:
@@ -139,11 +137,11 @@ class Publisher:
         self.retire(())
         self._former = None
         with self._guard:
-            for outbox in self._outboxes.values():
-                outbox.shut()
-            self._outboxes.clear()
+            for sender in self._senders.values():
+                sender.close()
+            self._senders.clear()
 
-    def _outbox(self, nodes: Collection[str]) -> Outbox:
+    def _sender(self, nodes: Collection[str]) -> Sender:
         here = {ray.get_runtime_context().get_node_id()} if ray.is_initialized() else set()
         is_local = set(nodes) <= here
         transport = self._transport
@@ -151,11 +149,11 @@ class Publisher:
             transport = "shared_memory" if is_local and shared_memory.is_available() else "objects"
         address = "" if transport != "nccl" else "127.0.0.1" if is_local else ray.util.get_node_ip_address()
         key = f"{transport} {address}"
-        if key not in self._outboxes:
-            made: dict[str, Callable[[], Outbox]] = {
-                "shared_memory": lambda: SharedOutbox(self._incarnation),
-                "objects": ObjectsOutbox,
-                "nccl": lambda: PairsOutbox(address, own_device()),
+        if key not in self._senders:
+            made: dict[str, Callable[[], Sender]] = {
+                "shared_memory": lambda: SharedMemorySender(self._incarnation),
+                "objects": ObjectStoreSender,
+                "nccl": lambda: NcclSender(address, own_device()),
             }
-            self._outboxes[key] = made[transport]()
-        return self._outboxes[key]
+            self._senders[key] = made[transport]()
+        return self._senders[key]

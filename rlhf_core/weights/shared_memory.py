@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlhf_core.weights.publication import Arrived, Publication, WeightsError
+from rlhf_core.weights.buckets import Publication, Received, WeightsError
 
 _PAGE = mmap.PAGESIZE
 _SPARE = 2
@@ -27,7 +27,7 @@ _SPARE = 2
 
 
 @dataclass(frozen=True, slots=True)
-class SharedPlace:
+class SharedMemoryPlace:
     """A shared file, as another process of the node finds it."""
 
     pid: int
@@ -45,7 +45,7 @@ def is_available() -> bool:
     return hasattr(os, "memfd_create")
 
 
-class SharedShelf:
+class SharedFile:
     """One shared file: holds the buckets of one publication, and of a later one once nobody needs the first.
 
     Pages that were written before are written again several times as fast as new ones.
@@ -87,22 +87,22 @@ class SharedShelf:
         self._end = self._offsets[-1] + filled
         self._written = max(self._written, self._end)
 
-    def place(self) -> SharedPlace:
+    def place(self) -> SharedMemoryPlace:
         """Return where the buckets are; from now on they can be read."""
         if self._end < self._written // 2:  # adapters, where a whole model was: its memory is given back
             os.ftruncate(self._descriptor, self._end)
             self._map, self._size, self._written = None, self._end, self._end
         fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-        return SharedPlace(os.getpid(), self._descriptor, self._label, tuple(self._offsets))
+        return SharedMemoryPlace(os.getpid(), self._descriptor, self._label, tuple(self._offsets))
 
-    def shut(self) -> None:
+    def release(self) -> None:
         """Let go of the file: its memory is free once no maker has it open."""
         self._map = None
         os.close(self._descriptor)
 
 
-class SharedOutbox:
-    """The shared files of a publisher, those that are free among them.
+class SharedMemorySender:
+    """The trainer's end: the shared files of a publisher, those that are free among them.
 
     Args:
         incarnation: of the publisher.
@@ -111,40 +111,40 @@ class SharedOutbox:
     def __init__(self, incarnation: str) -> None:
         self._incarnation = incarnation
         self._count = 0
-        self._free: list[SharedShelf] = []
+        self._free: list[SharedFile] = []
 
-    def begin(self) -> SharedShelf:
+    def begin(self) -> SharedFile:
         """Return a file that no maker needs."""
-        for shelf in self._free:
-            if shelf.begin():
-                self._free.remove(shelf)
-                return shelf
+        for file in self._free:
+            if file.begin():
+                self._free.remove(file)
+                return file
         self._count += 1
-        shelf = SharedShelf(f"rlhf-weights-{self._incarnation}-{self._count}")
-        shelf.begin()
-        return shelf
+        file = SharedFile(f"rlhf-weights-{self._incarnation}-{self._count}")
+        file.begin()
+        return file
 
-    def free(self, shelf: SharedShelf) -> None:
+    def free(self, file: SharedFile) -> None:
         """Keep a file for a later publication, once no maker has weights there any more; let go of the oldest."""
-        self._free.append(shelf)
+        self._free.append(file)
         for former in self._free[:-_SPARE]:
-            former.shut()
+            former.release()
         self._free = self._free[-_SPARE:]
 
-    def shut(self) -> None:
+    def close(self) -> None:
         """Let go of the files that are free."""
-        for shelf in self._free:
-            shelf.shut()
+        for file in self._free:
+            file.release()
         self._free = []
 
 
-class _Attached:
+class _AttachedFile:
     """A shared file as a maker sees it; its memory stays as long as this object or a tensor in it.
 
     What a maker writes there, it writes on pages of its own.
     """
 
-    def __init__(self, place: SharedPlace, size: int) -> None:
+    def __init__(self, place: SharedMemoryPlace, size: int) -> None:
         self.descriptor = os.open(f"/proc/{place.pid}/fd/{place.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
         # The map has a descriptor of its own for what was opened here: a lock goes with the last tensor, not before.
         weakref.finalize(self, os.close, self.descriptor)
@@ -175,27 +175,27 @@ class _Attached:
         fcntl.flock(self.descriptor, fcntl.LOCK_UN)
 
 
-class SharedInbox:
-    """What a maker has attached: the files of the last two publications, as publishers use two in turn.
+class SharedMemoryReceiver:
+    """A maker's end: has the files of the last two publications attached, as publishers use two in turn.
 
     Its models can use the memory itself, instead of copies: all makers of a node share it.
     """
 
     def __init__(self) -> None:
-        self._attached: dict[str, _Attached] = {}
-        self._in_use: _Attached | None = None
+        self._attached: dict[str, _AttachedFile] = {}
+        self._in_use: _AttachedFile | None = None
         """The file that weights are in."""
 
     @contextmanager
-    def buckets(self, publication: Publication, timeout_s: float) -> Iterator[Arrived]:  # noqa: ARG002
+    def buckets(self, publication: Publication, timeout_s: float) -> Iterator[Received]:  # noqa: ARG002
         """Yield the buckets, which the trainer does not write while the block runs, nor after it if they are kept.
 
         Raises:
             WeightsError: if they are there no more.
         """
-        place: SharedPlace = publication.place
-        pairs = list(zip(place.offsets, publication.buckets, strict=True))
-        needed = max((offset + bucket.size for offset, bucket in pairs), default=0)
+        place: SharedMemoryPlace = publication.place
+        placed = list(zip(place.offsets, publication.buckets, strict=True))
+        needed = max((offset + bucket.size for offset, bucket in placed), default=0)
         gone = WeightsError(
             f"weights of version {publication.version} are not in this machine's memory any more: process {place.pid}, "
             "which published them, has ended or has gone on; take what the trainer publishes next"
@@ -208,7 +208,8 @@ class SharedInbox:
                 raise
             raise gone from error
         try:
-            yield Arrived([attached.read(offset, bucket.size) for offset, bucket in pairs], lambda: self._use(attached))
+            bodies = [attached.read(offset, bucket.size) for offset, bucket in placed]
+            yield Received(bodies, lambda: self._use(attached))
         except BaseException:
             self._attached.pop(place.label, None)  # should a page of it have been written here, it is not met again
             raise
@@ -227,16 +228,16 @@ class SharedInbox:
         self._in_use = None
         self._attached.clear()
 
-    def _use(self, attached: _Attached) -> None:
+    def _use(self, attached: _AttachedFile) -> None:
         """Take note that weights are in that file from now on, and none in the former one."""
         former, self._in_use = self._in_use, attached
         if former is not None and former is not attached:
             former.unlock()
 
-    def _attach(self, place: SharedPlace, needed: int) -> _Attached:
+    def _attach(self, place: SharedMemoryPlace, needed: int) -> _AttachedFile:
         attached = self._attached.pop(place.label, None)
         if attached is None or attached.mapped < needed:  # it has grown
-            attached = _Attached(place, needed)
+            attached = _AttachedFile(place, needed)
         publisher = _publisher(place.label)
         kept = [label for label in self._attached if _publisher(label) == publisher][-1:]
         self._attached = {label: self._attached[label] for label in kept} | {place.label: attached}

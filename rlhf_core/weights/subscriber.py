@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_core.phases import reached
-from rlhf_core.weights.buckets import check_sums, view
-from rlhf_core.weights.difference import Difference, applies_to, apply, by_name
-from rlhf_core.weights.nccl import PairsInbox, PairsPlace
-from rlhf_core.weights.object_store import ObjectsInbox, ObjectsPlace
-from rlhf_core.weights.publication import HEAD, Arrived, Publication, WeightsError
-from rlhf_core.weights.shared_memory import SharedInbox, SharedPlace
+from rlhf_core.weights.buckets import HEAD, Difference, Publication, Received, WeightsError, verify, view
+from rlhf_core.weights.difference import applies_to, apply, by_name
+from rlhf_core.weights.nccl import NcclPlace, NcclReceiver
+from rlhf_core.weights.object_store import ObjectStorePlace, ObjectStoreReceiver
+from rlhf_core.weights.shared_memory import SharedMemoryPlace, SharedMemoryReceiver
 
 logger = logging.getLogger(__name__)
 
@@ -25,11 +24,11 @@ _SHARE_OF_DIFFERENCE = 0.5
 """Of the time for the buckets: the rest is left for all of the weights, if a difference does not come."""
 
 
-class Inbox(Protocol):
-    """One way of fetching buckets."""
+class Receiver(Protocol):
+    """A maker's end of one transport: fetches buckets."""
 
     def buckets(self, publication: Publication, timeout_s: float) -> Any:
-        """Return the context of what has `Arrived`; nobody writes the buckets while it lasts."""
+        """Return the context of what has been `Received`; nobody writes the buckets while it lasts."""
 
     def close(self) -> None:
         """Let go of everything."""
@@ -48,7 +47,7 @@ class Subscriber:
         """Of the weights that are held; None before the first."""
         self.incarnation: str | None = None
         """Of the publisher whose full publication was taken last; None before the first."""
-        self._inboxes: dict[type, Inbox] = {}
+        self._receivers: dict[type, Receiver] = {}
         self._lent: set[str] = set()
         """Weights that lie in a publication's own memory."""
 
@@ -82,18 +81,18 @@ class Subscriber:
         _check_fit(publication, own)
         until = time.monotonic() + timeout_s
         if not self._take_difference(publication, own, _SHARE_OF_DIFFERENCE * timeout_s):
-            inbox = self._inbox(type(publication.place))
-            with inbox.buckets(publication, max(0.0, until - time.monotonic())) as arrived:
-                check_sums(publication, arrived.buckets)
+            receiver = self._receiver(type(publication.place))
+            with receiver.buckets(publication, max(0.0, until - time.monotonic())) as received:
+                verify(publication, received.buckets)
                 reached("swap")
-                self._replace(publication, own, arrived)
+                self._replace(publication, own, received)
         return publication.version
 
     def close(self) -> None:
         """Let go of all buckets; the models keep their weights."""
-        for inbox in self._inboxes.values():
-            inbox.close()
-        self._inboxes.clear()
+        for receiver in self._receivers.values():
+            receiver.close()
+        self._receivers.clear()
 
     def _take_difference(self, publication: Publication, own: Mapping[str, Tensor], timeout_s: float) -> bool:
         """Take what changed, if the version before is held; return whether that gave what was published.
@@ -113,8 +112,8 @@ class Subscriber:
 
     def _apply(self, difference: Difference, own: Mapping[str, Tensor], timeout_s: float) -> bool:
         update = difference.update
-        with self._inbox(type(update.place)).buckets(update, timeout_s) as (buckets, _):
-            check_sums(update, buckets)
+        with self._receiver(type(update.place)).buckets(update, timeout_s) as (buckets, _):
+            verify(update, buckets)
             reached("swap")
             changed = {slot.name: view(buckets, slot) for slot in update.slots}
             self._move_out(own, [name for name, change in by_name(changed) if change.values.numel()])
@@ -123,19 +122,19 @@ class Subscriber:
             self.version = update.version if is_right else difference.base
         return is_right
 
-    def _replace(self, publication: Publication, own: Mapping[str, Tensor], arrived: Arrived) -> None:
+    def _replace(self, publication: Publication, own: Mapping[str, Tensor], received: Received) -> None:
         self.version = None  # nothing is known to fail from here on; if it does all the same, no version is held
-        new = {slot.name: view(arrived.buckets, slot) for slot in publication.slots}
+        new = {slot.name: view(received.buckets, slot) for slot in publication.slots}
         # An update is small, and would keep its file beside that of the weights which it leaves out.
-        can_keep = publication.fully and arrived.keep is not None
+        can_keep = publication.fully and received.keep is not None
         lent = {name for name in new if can_keep and _is_alike(own[name], new[name])}
         copied = [name for name in new if name not in lent]
         for name in lent:
             own[name].data = new[name]
         self._lent |= lent  # beside those that are in the former file still, and leave it now
         self._move_out(own, copied, keep_values=False)
-        if arrived.keep is not None and lent:
-            arrived.keep()
+        if received.keep is not None and lent:
+            received.keep()
         with torch.no_grad():
             for name in copied:
                 own[name].copy_(new[name])
@@ -148,14 +147,18 @@ class Subscriber:
         for name in self._lent.intersection(names):
             own[name].data = own[name].clone() if keep_values else torch.empty_like(own[name])
             self._lent.discard(name)
-        if not self._lent and isinstance(shared := self._inboxes.get(SharedPlace), SharedInbox):
+        if not self._lent and isinstance(shared := self._receivers.get(SharedMemoryPlace), SharedMemoryReceiver):
             shared.release()
 
-    def _inbox(self, place: type) -> Inbox:
-        if place not in self._inboxes:
-            made: dict[type, Any] = {SharedPlace: SharedInbox, ObjectsPlace: ObjectsInbox, PairsPlace: PairsInbox}
-            self._inboxes[place] = made[place]()
-        return self._inboxes[place]
+    def _receiver(self, place: type) -> Receiver:
+        if place not in self._receivers:
+            made: dict[type, Any] = {
+                SharedMemoryPlace: SharedMemoryReceiver,
+                ObjectStorePlace: ObjectStoreReceiver,
+                NcclPlace: NcclReceiver,
+            }
+            self._receivers[place] = made[place]()
+        return self._receivers[place]
 
 
 def _parameters(models: Mapping[str, nn.Module]) -> dict[str, Tensor]:
@@ -165,9 +168,9 @@ def _parameters(models: Mapping[str, nn.Module]) -> dict[str, Tensor]:
     }
 
 
-def _is_alike(weight: Tensor, arrived: Tensor) -> bool:
+def _is_alike(weight: Tensor, received: Tensor) -> bool:
     """Return whether what arrived can stand in a weight's place, bit by bit."""
-    return weight.dtype == arrived.dtype and weight.device == arrived.device and weight.is_contiguous()
+    return weight.dtype == received.dtype and weight.device == received.device and weight.is_contiguous()
 
 
 def _check_fit(publication: Publication, own: Mapping[str, Tensor]) -> None:

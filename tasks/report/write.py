@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from infra.artifacts import ArtifactRef
 from rlhf_core.config import PipelineConfig
 from tasks.context import Context, open_context
-from tasks.one_process import leave_if_taken_over
 from tasks.report.facts import METRICS, SAMPLES, Facts, Row, changes_between, gather, levels, rows_of
 from tasks.report.markdown import block, picture
 from tasks.report.page import inline, show_markdown, with_pictures
@@ -27,6 +26,7 @@ from tasks.results import Decision, StageResult
 from tasks.sentences import stage_task
 from tasks.showing import DEADLINE_S, only_shows
 from tasks.source import source_digest
+from tasks.taken_over import leave_if_taken_over
 
 EVALUATION, EPISODES = "evaluation.png", "ppo.png"
 TRAINING = {"sft": "sft.png", "reward-model": "reward-model.png"}

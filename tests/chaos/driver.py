@@ -146,10 +146,10 @@ def _obey(stage: Stage, run: PPORun, orders: Connection) -> None:
 
 def _play(stage: Stage, run: PPORun, episode: int, aim: Aim | None, deed: Mapping[str, Any]) -> Played:
     """Play an episode until its state is committed, whatever dies."""
+    from rlhf_core.ray_tools.calls import ask
     from tasks.context import open_context
     from tasks.ppo import ppo_episode
     from tasks.ppo_group import trainer_for
-    from tasks.ray_calls import ask
 
     folder, context = PlanFolder(stage.directory), open_context()
 

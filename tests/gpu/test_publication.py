@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlhf_core.weights import Publisher
-from rlhf_core.weights.checksums import word_sum
+from rlhf_core.weights.buckets import word_sum
 from tests.unit.weights.published import Maker, weights
 
 pytestmark = [

@@ -24,7 +24,7 @@ from rlhf_core.detached.run.state import EpisodeRecord, TrainingState
 from rlhf_core.detached.run.trainer import RunTrainer
 from rlhf_core.models.critic import Critic
 from rlhf_core.ppo.learner import PPOLearner
-from rlhf_core.ray_tools.member import form_group
+from rlhf_core.ray_tools.group import form_group
 from rlhf_core.rewards.scoring import Scorer
 from rlhf_core.rollout.experience import ExperienceMaker
 from rlhf_core.types import Sample

@@ -19,7 +19,7 @@ DRIVER = """
 import os, sys
 import ray
 from infra.clusters import lease_existing, release_cluster
-from infra.clusters.placement import place
+from rlhf_core.ray_tools.placement import place
 from infra.errors import ClusterError
 address, stalled_after_s = sys.argv[1:]
 before = dict(os.environ)

@@ -20,8 +20,8 @@ import ray
 from infra.clusters import connect, lease_cluster, lease_existing, release_cluster
 from infra.clusters.control_server import ControlServer
 from infra.clusters.existing import WATCHERS
-from infra.clusters.placement import place
 from infra.errors import ClusterError
+from rlhf_core.ray_tools.placement import place
 from tests.integration.existing_cluster import (
     Bystander,
     Driver,

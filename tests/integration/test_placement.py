@@ -8,8 +8,8 @@ import pytest
 import ray
 
 from infra.clusters import connect, lease_cluster, release_cluster
-from infra.clusters.placement import place, vacate
-from infra.errors import ClusterError
+from rlhf_core.errors import NoRoomError
+from rlhf_core.ray_tools.placement import place, vacate
 
 pytestmark = pytest.mark.integration
 
@@ -66,7 +66,7 @@ def test_room_that_is_not_there_is_told_by_the_deadline_and_nothing_stays_reserv
     other = Guest.options(num_cpus=3).remote()
     ray.get(other.where.remote(), timeout=60)
     started = time.monotonic()
-    with pytest.raises(ClusterError) as caught:
+    with pytest.raises(NoRoomError) as caught:
         place({"trainer": {"num_cpus": 1}, "maker-0": {"num_cpus": 1}}, group="run", timeout_s=1)
     assert time.monotonic() - started < 10
     assert "waited 1 s for room for 2 x (1 CPU) on the Ray cluster, which has 1 of 4 CPU and 2 of 2 GPU free" in str(

@@ -116,7 +116,7 @@ def test_makers_of_a_node_share_memory_and_others_get_objects(makers: list[Any])
         places.append(type(publication.place).__name__)
         assert asked([maker.take.remote(publication) for maker in makers]) == [version] * 2
         assert_hold(makers, version)
-    assert places == ["SharedPlace", "ObjectsPlace", "SharedPlace"]
+    assert places == ["SharedMemoryPlace", "ObjectStorePlace", "SharedMemoryPlace"]
     ray.kill(publisher)
 
 

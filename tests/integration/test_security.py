@@ -53,8 +53,8 @@ from prefect import flow
 
 from infra.clusters import connect, lease_cluster, release_cluster
 from infra.settings import settings
-from rlhf_core.ray_tools.member import form_group
-from rlhf_core.ray_tools.rank_actor import RankActor
+from rlhf_core.ray_tools.group import form_group
+from rlhf_core.ray_tools.group import RankActor
 
 
 @flow

@@ -24,8 +24,7 @@ from rlhf_core.data import PreferencePair, Problem, pairs_to_jsonl, problems_to_
 from rlhf_core.errors import DataError, LostRankError
 from tasks.failures import passes
 from tasks.results import Parent, StageResult
-from tasks.reward_model import train_reward_model
-from tasks.sft import train_sft
+from tasks.supervised import train_reward_model, train_sft
 from tests.tiny_llama import write_tiny_llama
 
 pytestmark = pytest.mark.integration

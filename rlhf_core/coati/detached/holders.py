@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from rlhf_core.coati.detached.weight_sender import SentWeights
 from rlhf_core.errors import ConfigError, RlhfError
-
-_LOOK_S = 0.2
+from rlhf_core.ray_tools.calls import await_actor, wait_for
 
 
 class LostMakerError(RlhfError):
@@ -31,7 +29,7 @@ def own_actor_name() -> str:
 
 
 def find_actor(name: str, timeout_s: float, *, what: str) -> Any:
-    """Return the handle of an actor, which may be about to be created, also in the place of one that died.
+    """Return the handle of a trainer or maker, which may be about to be created, also in the place of one that died.
 
     Args:
         name: of the actor.
@@ -41,33 +39,13 @@ def find_actor(name: str, timeout_s: float, *, what: str) -> Any:
     Raises:
         LostMakerError: if there is none in time.
     """
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            found = ray.get_actor(name, namespace=namespace())
-        except ValueError:
-            found = None
-        if found is not None and not _is_dead(found):
-            return found
-        if time.monotonic() >= deadline:
-            raise LostMakerError(
-                f"waited {timeout_s:g} s for {what} {name}, and no actor has that name in the namespace "
-                f"{namespace() or ray.get_runtime_context().namespace}; create it with options(name={name!r})"
-            )
-        if found is not None:
-            ray.kill(found)  # or Ray would give this process the dead actor by that name for ever
-        time.sleep(_LOOK_S)
-
-
-def _is_dead(actor: Any) -> bool:
-    """Whether Ray knows that an actor has died for good; it says so at once."""
-    try:
-        ray.get(ray.wait([actor.__ray_ready__.remote()], timeout=_LOOK_S)[0])
-    except ActorDiedError:
-        return True
-    except RayActorError:
-        return False  # it comes up again
-    return False
+    found = await_actor(name, timeout_s, namespace())
+    if found is None:
+        raise LostMakerError(
+            f"waited {timeout_s:g} s for {what} {name}, and no actor has that name in the namespace "
+            f"{namespace() or ray.get_runtime_context().namespace}; create it with options(name={name!r})"
+        )
+    return found
 
 
 class Holders:
@@ -109,18 +87,12 @@ class Holders:
         self._answers(calls, f"take weights of version {sent.version}")
 
     def _answers(self, calls: Mapping[str, Any], what: str) -> list[Any]:
-        deadline = time.monotonic() + self._timeout_s
-        late = dict(calls)
-        while late:
-            ready, _ = ray.wait(list(late.values()), timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
-                raise LostMakerError(f"waited {self._timeout_s:g} s for {', '.join(late)} to {what}, in vain")
-            name = next(name for name, call in late.items() if call == ready[0])
-            try:
-                ray.get(late.pop(name))
-            except RayActorError as error:
-                raise LostMakerError(f"{name} was to {what}, but has ended: {str(error).splitlines()[0]}") from error
-            except RayTaskError as error:
-                raise error.cause from None  # its sentence, without Ray's frame around it
-        found: list[Any] = ray.get(list(calls.values()))
-        return found
+        def late(names: Sequence[str]) -> Exception:
+            return LostMakerError(f"waited {self._timeout_s:g} s for {', '.join(names)} to {what}, in vain")
+
+        def failed(error: RayError, name: str) -> Exception | None:
+            if isinstance(error, RayActorError):
+                return LostMakerError(f"{name} was to {what}, but has ended: {str(error).splitlines()[0]}")
+            return error.cause if isinstance(error, RayTaskError) else None  # its sentence, without Ray's frame
+
+        return wait_for({call: name for name, call in calls.items()}, self._timeout_s, late=late, failed=failed)

@@ -41,6 +41,7 @@ from rlhf_core.ppo.failed_batch import keep_in
 from rlhf_core.ppo.learner import PPOLearner
 from rlhf_core.ppo.metrics import PPOStats
 from rlhf_core.ppo.order import in_key_order
+from rlhf_core.ppo.published_weights import published_weights, trained_weights
 from rlhf_core.rollout.books import Books
 from rlhf_core.strategy.ranks import ALONE
 from rlhf_core.strategy.roll_call import naming_lost_rank
@@ -49,7 +50,6 @@ from rlhf_core.training.callbacks import TrainerCallback, tell
 from rlhf_core.training.evaluators import TrainerPerformanceEvaluator
 from rlhf_core.training.loaders import Batches
 from rlhf_core.types import EpisodeControls, Experience, Sample
-from rlhf_core.weights.learners import published_weights, trained_weights
 
 logger = logging.getLogger(__name__)
 

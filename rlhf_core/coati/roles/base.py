@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,9 +25,9 @@ from rlhf_core.ppo.episode import learn_episode
 from rlhf_core.ppo.failed_batch import keep_in
 from rlhf_core.ppo.learner import PPOLearner, PPOStats
 from rlhf_core.ppo.order import in_key_order
-from rlhf_core.ray_tools.member import GroupMember
-from rlhf_core.strategy.meeting import Meeting, open_meeting
-from rlhf_core.strategy.ranks import current_ranks, join
+from rlhf_core.ray_tools.group import GroupMember
+from rlhf_core.strategy.meeting import Meeting
+from rlhf_core.strategy.ranks import current_ranks
 from rlhf_core.strategy.strategy import make_strategy
 from rlhf_core.training.optim import BETAS, Trained
 from rlhf_core.training.schedules import warmup_then_constant
@@ -50,11 +49,9 @@ class DistributedTorchRayActor(GroupMember):
     ) -> None:
         self._world_size, self._rank, self._local_rank = world_size, rank, local_rank
         self._address, self._port = master_addr or "", master_port or 0
-        self._socket: socket.socket | None = None
         if rank == 0 and world_size > 1:
             self._address = master_addr or ray.util.get_node_ip_address()
-            self._socket = open_meeting(self._address, self._port)
-            self._port = self._socket.getsockname()[1]
+            self._port = self._open(self._address, self._port)
 
     @ray.method(concurrency_group="status")  # type: ignore[untyped-decorator]
     def get_master_addr_port(self) -> tuple[str, int]:
@@ -64,8 +61,7 @@ class DistributedTorchRayActor(GroupMember):
     def _join_group(self, timeout_s: float) -> None:
         """Come together with the other ranks, which wait for this one."""
         if self._world_size > 1:
-            meeting = Meeting(self._rank, self._world_size, self._address, self._port, self._socket)
-            join(timeout_s, meeting=meeting)
+            self._join(Meeting(self._rank, self._world_size, self._address, self._port), timeout_s)
 
 
 class BasePPORole(DistributedTorchRayActor, ABC):

@@ -12,8 +12,8 @@ from rlhf_core.coati.roles.composition import ExperienceCompositionRefs
 from rlhf_core.coati.roles.placement import Room, Share
 from rlhf_core.coati.roles.roles import RayPPOActor, RayPPOCritic, RayPPOInitialModel, RayPPORewardModel
 from rlhf_core.coati.roles.settings import RoleSettings
-from rlhf_core.ray_tools.calls import results
-from rlhf_core.weights.deadline import within
+from rlhf_core.coati.roles.waiting import results
+from rlhf_core.ray_tools.calls import within
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from rlhf_core.coati.roles.groups import (
 from rlhf_core.coati.roles.placement import Share
 from rlhf_core.coati.roles.settings import RoleSettings
 from rlhf_core.coati.roles.spans import Span
+from rlhf_core.coati.roles.waiting import results
 from rlhf_core.counting import counted, ordinal
-from rlhf_core.ray_tools.calls import results
 
 if TYPE_CHECKING:
     from argparse import Namespace

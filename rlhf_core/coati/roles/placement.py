@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.placement_group import PlacementGroup
 
 from rlhf_core.counting import counted
 from rlhf_core.errors import ConfigError
+from rlhf_core.ray_tools.placement import in_bundle, release, reserve, resources
 
 _WHOLE = 10_000
 """Ray shares a GPU out in so many parts."""
@@ -30,11 +30,10 @@ class Share(NamedTuple):
 
     def options(self) -> dict[str, Any]:
         """Return the options of an actor with this share."""
-        # Ray would set one thread for an actor of a fraction of a CPU; torch reads this when it is imported.
-        environment = {"OMP_NUM_THREADS": str(self.threads), "TOKENIZERS_PARALLELISM": "false"}
+        options = resources(self.threads, self.gpus)
         if not self.gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = ""
-        return {"num_cpus": self.threads, "num_gpus": self.gpus, "runtime_env": {"env_vars": environment}}
+            options["runtime_env"]["env_vars"]["CUDA_VISIBLE_DEVICES"] = ""
+        return options
 
 
 class Decision(NamedTuple):
@@ -118,22 +117,16 @@ class Room:
         if num_nodes * per_node == 1:
             return
         bundles = [share.bundle(self._in_bundle)] * (num_nodes * per_node // self._in_bundle)
-        self._group = placement_group(bundles, strategy="STRICT_PACK" if num_nodes == 1 else "STRICT_SPREAD")
-        has_room = False
-        try:
-            has_room = self._group.wait(timeout_s)
-        finally:
-            if not has_room:
-                self.leave()
-        if not has_room:
+        strategy = "STRICT_PACK" if num_nodes == 1 else "STRICT_SPREAD"
+        self._group = reserve(bundles, strategy=strategy, timeout_s=timeout_s)
+        if self._group is None:
             raise TimeoutError(f"waited {timeout_s:.0f} s for room, and there was none: {self.lacking()}")
 
     def options(self, rank: int) -> dict[str, Any]:
         """Return the options of the actor of a rank."""
         if self._group is None:
             return self.share.options()
-        place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank // self._in_bundle)
-        return self.share.options() | {"scheduling_strategy": place}
+        return self.share.options() | in_bundle(self._group, rank // self._in_bundle)
 
     def lacking(self) -> str:
         """Return what the group wants and what the cluster has, with what to do."""
@@ -142,7 +135,7 @@ class Room:
     def leave(self) -> None:
         """Give the room back."""
         if self._group is not None:
-            remove_placement_group(self._group)
+            release(self._group)
             self._group = None
 
 

@@ -21,7 +21,7 @@ from rlhf_core.coati.roles.models import load_policy, load_reward_model
 from rlhf_core.coati.roles.prompts import dealt_rows, encode
 from rlhf_core.errors import ConfigError, TrainingError
 from rlhf_core.models.critic import Critic
-from rlhf_core.ray_tools.member import GROUPS
+from rlhf_core.ray_tools.group import GROUPS
 from rlhf_core.rewards.scoring import WeightedScorer
 from rlhf_core.rollout.parts import draw, judged, read, state_values, token_logprobs
 from rlhf_core.strategy.ranks import together

@@ -11,11 +11,10 @@ from rlhf_core.config import PPOConfig
 from rlhf_core.phases import reached
 from rlhf_core.ppo.episode import learn_episode
 from rlhf_core.ppo.learner import PPOLearner
-from rlhf_core.ray_tools.member import GROUPS, GroupMember
-from rlhf_core.ray_tools.peers import share_state
+from rlhf_core.ppo.published_weights import weights_to_publish
+from rlhf_core.ray_tools.group import GROUPS, GroupMember, share_state
 from rlhf_core.strategy.ranks import current_ranks
 from rlhf_core.types import Experience
-from rlhf_core.weights.learners import weights_to_publish
 
 
 @ray.remote(concurrency_groups=GROUPS)

@@ -27,12 +27,11 @@ from rlhf_core.ppo.episode import learn_episode
 from rlhf_core.ppo.learner import PPOLearner, PPOStats
 from rlhf_core.ppo.metrics import judgement_metrics, judgement_sums
 from rlhf_core.ppo.order import in_key_order
-from rlhf_core.ray_tools.member import GROUPS, GroupMember
-from rlhf_core.ray_tools.peers import Peers, SharedState, share_state
+from rlhf_core.ppo.published_weights import weights_to_publish
+from rlhf_core.ray_tools.group import GROUPS, GroupMember, Peers, SharedState, share_state
 from rlhf_core.strategy.ranks import ALONE, current_ranks
 from rlhf_core.types import EpisodeControls, Experience, Sample
 from rlhf_core.weights import Publisher
-from rlhf_core.weights.learners import weights_to_publish
 
 
 def episode_metrics(

@@ -9,8 +9,9 @@ from pathlib import Path
 from prefect import flow
 from prefect.runtime import flow_run
 
-from tasks.one_process import leave_if_taken_over, one_process
+from tasks.one_process import one_process
 from tasks.sentences import in_one_sentence, stage_task
+from tasks.taken_over import leave_if_taken_over
 
 
 @flow

@@ -32,7 +32,15 @@ from infra.errors import (
     StoreNotReadyError,
     VersionExistsError,
 )
-from rlhf_core.errors import ConfigError, DataAwayError, DataError, LostRankError, ModelError, TrainingError
+from rlhf_core.errors import (
+    ConfigError,
+    DataAwayError,
+    DataError,
+    LostRankError,
+    ModelError,
+    NoRoomError,
+    TrainingError,
+)
 from rlhf_core.rollout.lease_queue import MakersLostError
 from rlhf_core.weights import WeightsError
 from tasks import failures
@@ -69,7 +77,8 @@ LOST = [
     WeightsError("bucket 3 is damaged"),
 ]
 NOT_THERE_YET = [
-    ClusterNotReadyError("waited 120 s for room"),
+    ClusterNotReadyError("did not start within 120 s"),
+    NoRoomError("waited 120 s for room"),
     StoreNotReadyError("another process has held it for 120 s"),
     DataAwayError("s3://bucket/rows cannot be fetched"),
     ConnectionResetError(errno.ECONNRESET, "reset"),

@@ -21,9 +21,10 @@ from infra.errors import StoreAwayError, StoreError
 from infra.services.automations import RESTARTING, RESUMES
 from infra.services.prefect_yaml import ONE_AT_A_TIME
 from tasks import one_process as module
-from tasks import sentences
-from tasks.one_process import CRASH_S, SILENCE_S, SKIPPED, WAIT_S, leave_if_taken_over, one_process
+from tasks import sentences, taken_over
+from tasks.one_process import CRASH_S, SILENCE_S, SKIPPED, WAIT_S, one_process
 from tasks.sentences import in_one_sentence
+from tasks.taken_over import leave_if_taken_over
 
 RUN, OTHER, DEPLOYMENT = (UUID(int=number) for number in (1, 2, 3))
 
@@ -42,9 +43,10 @@ class Stage:
         self.seconds = 0.0
         self.run: Any = None
         monkeypatch.setattr(module, "open_context", lambda: SimpleNamespace(store=store))
-        monkeypatch.setattr(module, "_outermost_run", lambda: None if module._HELD.get() else self.run)
+        monkeypatch.setattr(module, "_outermost_run", lambda: None if module.HELD.get() else self.run)
         monkeypatch.setattr(module, "_read_run", self._read_run)
-        monkeypatch.setattr(module, "say", lambda _, text: self.said.append(text))
+        for speaker in (module, taken_over):
+            monkeypatch.setattr(speaker, "say", lambda _, text: self.said.append(text))
         monkeypatch.setattr(clock, "boottime", lambda: self.seconds)
         monkeypatch.setattr(clock, "pause", self._pause)
 

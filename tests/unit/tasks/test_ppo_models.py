@@ -12,8 +12,8 @@ from flows.presets import resolve
 from rlhf_core.config import PipelineConfig
 from rlhf_core.models.loading import load_causal_lm
 from rlhf_core.models.reward_model import RewardModel
+from rlhf_core.ppo.published_weights import weights_to_publish
 from rlhf_core.weights import Publisher, Subscriber
-from rlhf_core.weights.learners import weights_to_publish
 from tasks import ppo_models
 from tasks.ppo_models import LearnerFactory, MakerFactory
 from tasks.results import Parent, PPORun

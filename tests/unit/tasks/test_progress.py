@@ -8,6 +8,7 @@ from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
+from prefect.logging.handlers import APILogHandler
 
 from flows.pipeline import pipeline
 from rlhf_core.config import DataConfig, PipelineConfig
@@ -27,13 +28,13 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[Line]:
     def emit(_: Any, record: Any) -> None:
         found.append((record.flow_run_id, record.getMessage()))
 
-    monkeypatch.setattr(progress.APILogHandler, "emit", emit)
+    monkeypatch.setattr(APILogHandler, "emit", emit)
     return found
 
 
 def within(run: UUID | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let what follows run as the flow run `run`."""
-    monkeypatch.setattr(progress, "_own_flow_run", lambda: run)
+    monkeypatch.setattr(progress, "own_flow_run", lambda: run)
 
 
 def test_a_stages_lines_stand_in_the_callers_log_once_and_its_own_are_not_doubled(

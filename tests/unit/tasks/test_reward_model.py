@@ -14,7 +14,7 @@ from rlhf_core.functional.intervals import wilson_interval
 from tasks.context import Context, open_context
 from tasks.preferences import collect_preferences
 from tasks.results import Parent, StageResult
-from tasks.reward_model import train_reward_model
+from tasks.supervised import train_reward_model
 
 
 def pairs(*, known: bool) -> list[PreferencePair]:

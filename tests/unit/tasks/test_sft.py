@@ -13,7 +13,7 @@ from rlhf_core.data import Problem, problems_to_jsonl
 from rlhf_core.errors import DataError
 from tasks.context import Context
 from tasks.results import Parent, StageResult
-from tasks.sft import train_sft
+from tasks.supervised import train_sft
 
 SHOWN = [Problem(f"{a}+{a}?", str(2 * a)) for a in range(8)]
 UNSEEN = [Problem("9+9?", "18"), Problem("Why?"), Problem("1+2?", "3", demonstration="It is 3.")]

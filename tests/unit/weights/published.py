@@ -90,7 +90,7 @@ def _make(pipe: Connection, device: str | None, name: str | None) -> None:
 
 
 def _work_on(device: str, name: str | None) -> None:
-    """Have pairs work on a device, under the name of an actor; on a CPU all but NCCL itself is the same."""
+    """Have connections work on a device, under the name of an actor; on a CPU all but NCCL itself is the same."""
     from rlhf_core.weights import nccl
 
     nccl.own_device = lambda: torch.device(device)  # type: ignore[assignment]

@@ -11,7 +11,7 @@ from torch import nn
 
 from rlhf_core.weights import Publication, Publisher, Subscriber, WeightsError, subscriber
 from rlhf_core.weights import difference as differences
-from rlhf_core.weights.shared_memory import SharedInbox
+from rlhf_core.weights.shared_memory import SharedMemoryReceiver
 from tests.unit.weights.published import WAIT_S
 
 WIDTH = 999  # no multiple of eight
@@ -51,13 +51,13 @@ def publisher() -> Iterator[Publisher]:
 def fetched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes of everything that is fetched."""
     found: list[int] = []
-    plain = SharedInbox.buckets
+    plain = SharedMemoryReceiver.buckets
 
-    def counted(self: SharedInbox, publication: Publication, timeout_s: float) -> object:
+    def counted(self: SharedMemoryReceiver, publication: Publication, timeout_s: float) -> object:
         found.append(publication.nbytes)
         return plain(self, publication, timeout_s)
 
-    monkeypatch.setattr(SharedInbox, "buckets", counted)
+    monkeypatch.setattr(SharedMemoryReceiver, "buckets", counted)
     return found
 
 
@@ -139,9 +139,9 @@ def test_a_difference_that_does_not_come_or_fails_is_left_for_all_of_it(
     publication = publisher.publish(second.items(), version=1)
     difference = publication.difference
     assert difference is not None
-    waits, plain = [], SharedInbox.buckets
+    waits, plain = [], SharedMemoryReceiver.buckets
 
-    def buckets(self: SharedInbox, wanted: Publication, timeout_s: float) -> object:
+    def buckets(self: SharedMemoryReceiver, wanted: Publication, timeout_s: float) -> object:
         waits.append(timeout_s)
         if wanted is difference.update and what == "late":
             raise TimeoutError
@@ -150,7 +150,7 @@ def test_a_difference_that_does_not_come_or_fails_is_left_for_all_of_it(
     def fail(*_: object) -> bool:
         raise RuntimeError("CUDA out of memory")
 
-    monkeypatch.setattr(SharedInbox, "buckets", buckets)
+    monkeypatch.setattr(SharedMemoryReceiver, "buckets", buckets)
     if what == "not applicable":
         monkeypatch.setattr(subscriber, "apply", fail)
     elif what == "gone":

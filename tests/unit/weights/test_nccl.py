@@ -9,9 +9,8 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from rlhf_core.weights import Publication, Publisher, WeightsError, nccl, nccl_pair, publisher
-from rlhf_core.weights.nccl import PairsInbox, PairsOutbox
-from rlhf_core.weights.nccl_pair import Pair
+from rlhf_core.weights import Publication, Publisher, WeightsError, nccl, publisher
+from rlhf_core.weights.nccl import Connection, NcclReceiver, NcclSender
 from tests.unit.weights.published import WAIT_S, Maker, weights
 
 
@@ -44,10 +43,10 @@ def assert_has(answer: object, version: int) -> None:
         assert (answer[1][name] == tensor.numpy()).all(), name
 
 
-def outbox_of(sender: Publisher) -> PairsOutbox:
-    outbox = sender._outboxes["nccl 127.0.0.1"]
-    assert isinstance(outbox, PairsOutbox)
-    return outbox
+def transport_of(sender: Publisher) -> NcclSender:
+    found = sender._senders["nccl 127.0.0.1"]
+    assert isinstance(found, NcclSender)
+    return found
 
 
 def test_each_maker_gets_what_it_asks_for_when_it_asks_for_it(sender: Publisher, makers: list[Maker]) -> None:
@@ -80,8 +79,8 @@ def test_a_maker_that_dies_costs_the_others_nothing(sender: Publisher, makers: l
 def test_a_trainer_that_is_silent_or_gone_is_named_at_the_deadline(sender: Publisher, makers: list[Maker]) -> None:
     maker = makers[0]
     publication = publish(sender, 1)
-    outbox_of(sender)._closing.set()  # it lives, and answers nobody
-    time.sleep(2 * nccl._LOOK_S)
+    transport_of(sender)._closing.set()  # it lives, and answers nobody
+    time.sleep(2 * nccl._POLL_S)
     started = time.monotonic()
     answer = maker.take(publication, timeout_s=2)
     assert answer.startswith("TimeoutError: waited 2 s for weights of version 1 from the trainer at 127.0.0.1")
@@ -95,15 +94,15 @@ def test_a_trainer_that_is_silent_or_gone_is_named_at_the_deadline(sender: Publi
 
 
 @pytest.mark.parametrize("written", [None, "nonsense"])
-def test_an_ask_that_is_not_written_or_not_to_be_read_holds_up_nobody(
+def test_a_request_that_is_not_written_or_not_to_be_read_holds_up_nobody(
     sender: Publisher, makers: list[Maker], written: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nccl, "_WRITTEN_S", 0.2, raising=False)
     publication = publish(sender, 1)
-    store = nccl_pair.connect("127.0.0.1", publication.place.port, WAIT_S)
-    ticket = store.add("asked", 1)  # whoever drew it is gone
+    store = nccl.connect("127.0.0.1", publication.place.port, WAIT_S)
+    ticket = store.add("requests", 1)  # whoever drew it is gone
     if written is not None:
-        store.set(f"ask/{ticket}", written)
+        store.set(f"request/{ticket}", written)
     assert_has(makers[0].take(publication, timeout_s=10), 1)
 
 
@@ -113,14 +112,14 @@ def test_a_publisher_that_nobody_asks_is_silent(sender: Publisher, capfd: pytest
     assert capfd.readouterr() == ("", "")
 
 
-def test_the_pair_of_a_maker_that_came_up_again_replaces_its_former_one(sender: Publisher) -> None:
+def test_the_connection_of_a_maker_that_came_up_again_replaces_its_former_one(sender: Publisher) -> None:
     groups = []
     for version in (1, 2):
         maker = Maker(device="cpu", name="maker-0")
         assert_has(maker.take(publish(sender, version)), version)
         maker.end()
-        groups += list(outbox_of(sender)._pairs.values())
-    assert list(outbox_of(sender)._pairs) == ["maker-0"]
+        groups += list(transport_of(sender)._connections.values())
+    assert list(transport_of(sender)._connections) == ["maker-0"]
     former, latter = groups
     assert former._group is None
     assert latter._group is not None
@@ -131,8 +130,8 @@ def test_a_group_that_cannot_be_left_holds_up_nobody(monkeypatch: pytest.MonkeyP
         def abort(self) -> None:
             time.sleep(WAIT_S)
 
-    monkeypatch.setattr(nccl_pair, "_ABORT_S", 0.1, raising=False)
-    own = Pair(None, "name", 1, torch.device("cpu"))
+    monkeypatch.setattr(nccl, "_ABORT_S", 0.1, raising=False)
+    own = Connection(None, "name", 1, torch.device("cpu"))
     own._group = Stuck()
     started = time.monotonic()
     own.abort()
@@ -143,7 +142,7 @@ def test_one_deadline_holds_for_connecting_asking_and_fetching(
     sender: Publisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publication = publish(sender, 1)
-    outbox_of(sender)._closing.set()
+    transport_of(sender)._closing.set()
     connect = nccl.connect
 
     def slowly(*arguments: object) -> object:
@@ -152,7 +151,7 @@ def test_one_deadline_holds_for_connecting_asking_and_fetching(
 
     monkeypatch.setattr(nccl, "connect", slowly)
     started = time.monotonic()
-    with pytest.raises(TimeoutError, match="waited 2 s"), PairsInbox().buckets(publication, 2.0):
+    with pytest.raises(TimeoutError, match="waited 2 s"), NcclReceiver().buckets(publication, 2.0):
         pass
     assert time.monotonic() - started < 3
 

@@ -8,8 +8,8 @@ import torch
 from ray.exceptions import GetTimeoutError, ObjectLostError, OwnerDiedError
 
 from rlhf_core.weights import Publication, Subscriber, WeightsError
-from rlhf_core.weights.buckets import pack
-from rlhf_core.weights.object_store import ObjectsOutbox, ObjectsPlace
+from rlhf_core.weights.buckets import lay_out
+from rlhf_core.weights.object_store import ObjectStorePlace, ObjectStoreSender
 from tests.unit.weights.published import assert_holds, held, models, weights
 
 
@@ -18,9 +18,8 @@ def publication(monkeypatch: pytest.MonkeyPatch) -> Publication:
     """With copies in place of references."""
     monkeypatch.setattr(ray, "put", lambda body: body.copy())
     monkeypatch.setattr(ray, "get", lambda references, **_: references)
-    shelf = ObjectsOutbox().begin()
-    packed = pack(weights().items(), shelf, dtype=torch.float32, bucket_bytes=1)
-    return Publication(7, True, "trainer", packed.slots, packed.buckets, shelf.place())
+    form = {"version": 7, "fully": True, "incarnation": "trainer"}
+    return lay_out(weights().items(), ObjectStoreSender().begin(), dtype=torch.float32, bucket_bytes=1, **form)
 
 
 def test_memory_that_is_used_for_every_second_bucket_mixes_none_up(publication: Publication) -> None:
@@ -33,7 +32,7 @@ def test_memory_that_is_used_for_every_second_bucket_mixes_none_up(publication: 
 
 
 def test_a_bucket_less_is_noticed(publication: Publication) -> None:
-    place = ObjectsPlace(publication.place.references[:-1])
+    place = ObjectStorePlace(publication.place.references[:-1])
     fewer = Publication(7, True, "trainer", publication.slots, publication.buckets, place)
     with pytest.raises(WeightsError, match="have 6 buckets, but 5 came"):
         Subscriber(models).take(fewer, 1)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from rlhf_core.phases import watch
 from rlhf_core.weights import Publisher, Subscriber, WeightsError
-from rlhf_core.weights.shared_memory import SharedInbox, SharedOutbox
+from rlhf_core.weights.shared_memory import SharedMemoryReceiver, SharedMemorySender
 from tests.unit.weights.published import CONTEXT, WAIT_S, Maker, assert_holds, held, models, weights
 
 BUCKETS = 6
@@ -119,52 +119,52 @@ def is_shared(tensor: Tensor) -> bool:
     return False
 
 
-def fill(outbox: SharedOutbox, *bodies: Tensor) -> Any:
-    shelf = outbox.begin()
+def fill(sender: SharedMemorySender, *bodies: Tensor) -> Any:
+    file = sender.begin()
     for body in bodies:
-        shelf.open(body.numel())[:] = body
-        shelf.close(body.numel())
-    return shelf
+        file.open(body.numel())[:] = body
+        file.close(body.numel())
+    return file
 
 
-def inode(shelf: Any) -> int:
-    return os.stat(f"/proc/self/fd/{shelf.place().descriptor}").st_ino
+def inode(file: Any) -> int:
+    return os.stat(f"/proc/self/fd/{file.place().descriptor}").st_ino
 
 
 def test_a_retired_file_is_used_again_and_grows() -> None:
-    outbox = SharedOutbox("trainer")
-    first = fill(outbox, torch.ones(5000, dtype=torch.uint8))
+    sender = SharedMemorySender("trainer")
+    first = fill(sender, torch.ones(5000, dtype=torch.uint8))
     number = inode(first)
-    outbox.free(first)
-    second = fill(outbox, torch.full((9000,), 2, dtype=torch.uint8), torch.full((9000,), 3, dtype=torch.uint8))
+    sender.free(first)
+    second = fill(sender, torch.full((9000,), 2, dtype=torch.uint8), torch.full((9000,), 3, dtype=torch.uint8))
     assert inode(second) == number
     assert second.place().offsets == (0, 12288)
-    outbox.free(second)
-    outbox.shut()
+    sender.free(second)
+    sender.close()
 
 
 def test_a_file_that_held_a_model_gives_its_memory_back_when_adapters_follow() -> None:
-    outbox = SharedOutbox("trainer")
-    shelf = fill(outbox, torch.ones(1 << 20, dtype=torch.uint8))
-    outbox.free(shelf)
-    again = fill(outbox, torch.ones(1 << 10, dtype=torch.uint8))
+    sender = SharedMemorySender("trainer")
+    file = fill(sender, torch.ones(1 << 20, dtype=torch.uint8))
+    sender.free(file)
+    again = fill(sender, torch.ones(1 << 10, dtype=torch.uint8))
     assert os.stat(f"/proc/self/fd/{again.place().descriptor}").st_blocks * 512 <= 4096
-    outbox.free(again)
-    outbox.shut()
+    sender.free(again)
+    sender.close()
 
 
 def test_a_file_that_a_maker_reads_is_not_written() -> None:
     publisher = Publisher(transport="shared_memory", bucket_bytes=1, dtype=torch.float32)
     publication = publisher.publish(weights().items(), version=1)
-    inbox = SharedInbox()
-    with inbox.buckets(publication, WAIT_S) as (buckets, _):
+    receiver = SharedMemoryReceiver()
+    with receiver.buckets(publication, WAIT_S) as (buckets, _):
         before = [bucket.clone() for bucket in buckets]
         publisher.retire(in_use=())
         other = publisher.publish(weights(seed=2).items(), version=2)
         assert other.place.label != publication.place.label
         assert all(map(torch.equal, buckets, before))
     publisher.close()
-    inbox.close()
+    receiver.close()
 
 
 def test_versions_in_use_stay_and_two_files_serve_any_number_of_versions() -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.coati.roles import placement
 from rlhf_core.coati.roles.placement import Room, Share, decide, present, wanted
 from rlhf_core.errors import ConfigError
+from rlhf_core.ray_tools import placement
 
 PROCESSES = {"actor": 2, "critic": 1, "initial": 1, "reward": 1}
 
@@ -87,7 +87,8 @@ class Reserved:
 def reserved(monkeypatch: pytest.MonkeyPatch) -> list[Reserved]:
     found: list[Reserved] = []
 
-    def reserve(bundles: list[dict[str, float]], strategy: str) -> Reserved:
+    def reserve(bundles: list[dict[str, float]], strategy: str, name: str) -> Reserved:
+        assert not name
         found.append(Reserved(bundles, strategy))
         return found[-1]
 

@@ -9,20 +9,64 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
 from ray.util import get_placement_group, placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from infra.errors import ClusterNotReadyError
+from rlhf_core.errors import NoRoomError
 
 _RESOURCES = {"num_cpus": "CPU", "num_gpus": "GPU"}
 
 
+def resources(threads: int, gpus: float) -> dict[str, Any]:
+    """Return the options of an actor with so many threads and GPUs."""
+    # Ray would set one thread for an actor of a fraction of a CPU; torch reads this when it is imported.
+    environment = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    return {"num_cpus": threads, "num_gpus": gpus, "runtime_env": {"env_vars": environment}}
+
+
+def reserve(
+    bundles: Sequence[Mapping[str, float]], *, strategy: str, timeout_s: float, name: str = ""
+) -> PlacementGroup | None:
+    """Return a placement group, granted whole; None if there is no room in time, and nothing stays reserved.
+
+    Args:
+        bundles: what is wanted, in Ray's words; each lies on one node.
+        strategy: `PACK` on few nodes, `SPREAD` over many, or the strict form of either.
+        timeout_s: longest wait.
+        name: of the group within the run's namespace; one of that name must not be there.
+    """
+    reserved = placement_group([dict(bundle) for bundle in bundles], strategy=strategy, name=name)
+    is_granted = False
+    try:
+        is_granted = reserved.wait(timeout_s)
+    finally:
+        if not is_granted:  # also when the wait is interrupted: the next attempt wants the name
+            release(reserved)
+    return reserved if is_granted else None
+
+
+def in_bundle(reserved: PlacementGroup, index: int) -> dict[str, Any]:
+    """Return the option that puts an actor where a bundle of a placement group is."""
+    return {"scheduling_strategy": PlacementGroupSchedulingStrategy(reserved, placement_group_bundle_index=index)}
+
+
+def release(reserved: PlacementGroup) -> None:
+    """Give a placement group back."""
+    remove_placement_group(reserved)
+
+
 def place(
-    actors: Mapping[str, Mapping[str, Any]], *, group: str, timeout_s: float, strategy: str = "PACK"
+    actors: Mapping[str, Mapping[str, Any]],
+    *,
+    group: str,
+    timeout_s: float,
+    strategy: str = "PACK",
+    advice: str = "end what holds the rest, add nodes, or ask for less",
 ) -> dict[str, dict[str, Any]]:
     """Reserve what actors ask for, and return the options with which each is put where its share is kept.
 
@@ -32,35 +76,23 @@ def place(
     Args:
         actors: the options of each by name, of which `num_cpus` and `num_gpus` count. Those that come first get the
             first choice of place.
-        group: names the reservation within the run's namespace; one of that name must not be there.
+        group: names the reservation, as for `reserve`.
         timeout_s: longest wait.
-        strategy: `PACK` on few nodes, `SPREAD` over many, or the strict form of either.
+        strategy: as for `reserve`.
+        advice: what to do where there is no room.
 
     Raises:
-        ClusterError: if the cluster has no room for them in time; nothing stays reserved.
+        NoRoomError: if the cluster has no room for them in time; nothing stays reserved.
     """
     bundles = [_bundle(options) for options in actors.values()]
-    reserved = placement_group(bundles, strategy=strategy, name=group)
-    is_granted = False
-    try:
-        is_granted = reserved.wait(timeout_s)
-    finally:
-        if not is_granted:  # also when the wait is interrupted: the next attempt wants the name
-            remove_placement_group(reserved)
-    if not is_granted:
-        raise ClusterNotReadyError(
+    reserved = reserve(bundles, strategy=strategy, timeout_s=timeout_s, name=group)
+    if reserved is None:
+        raise NoRoomError(
             f"waited {timeout_s:g} s for room for {_described(bundles)} on the Ray cluster, which has {_free()} free; "
-            "end what holds the rest, add nodes, ask for less (ppo.cluster, num_trainers), or raise "
-            "ppo.cluster.start_timeout_s"
+            f"{advice}"
         )
     logging.getLogger("ray.actor").addFilter(_is_news)
-    return {
-        name: {
-            **options,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(reserved, placement_group_bundle_index=index),
-        }
-        for index, (name, options) in enumerate(actors.items())
-    }
+    return {name: {**options, **in_bundle(reserved, index)} for index, (name, options) in enumerate(actors.items())}
 
 
 def _is_news(record: logging.LogRecord) -> bool:
@@ -72,19 +104,17 @@ def vacate(group: str, timeout_s: float = 30.0) -> None:
     """Give a reservation back, and end what still runs on it; none of that name is fine.
 
     Raises:
-        ClusterError: if it is not gone in time.
+        NoRoomError: if it is not gone in time.
     """
     try:
         reserved = get_placement_group(group)
     except ValueError:
         return
-    remove_placement_group(reserved)
+    release(reserved)
     deadline = time.monotonic() + timeout_s
     while placement_group_table(reserved).get("state", "REMOVED") != "REMOVED":
         if time.monotonic() > deadline:
-            raise ClusterNotReadyError(
-                f"waited {timeout_s:g} s for the placement group {group!r} to end, and it did not"
-            )
+            raise NoRoomError(f"waited {timeout_s:g} s for the placement group {group!r} to end, and it did not")
         time.sleep(0.05)
 
 

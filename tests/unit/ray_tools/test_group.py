@@ -8,12 +8,11 @@ import pytest
 import ray
 
 from rlhf_core.errors import LostRankError
-from rlhf_core.ray_tools.member import answers
-from rlhf_core.ray_tools.peers import Peers
+from rlhf_core.ray_tools.group import Peers, answers
 
 
 def test_a_rank_that_ended_before_it_was_called_is_named_as_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    def get_actor(name: str) -> Any:
+    def get_actor(name: str, namespace: str | None = None) -> Any:  # noqa: ARG001
         raise ValueError(f"Failed to look up actor with name '{name}'")
 
     monkeypatch.setattr(ray, "get_actor", get_actor)

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from infra.clusters import placement
-from infra.errors import ClusterError
+from rlhf_core.errors import NoRoomError
+from rlhf_core.ray_tools import placement
 
 
-@pytest.mark.parametrize(("ends", "told"), [(KeyboardInterrupt(), KeyboardInterrupt), (False, ClusterError)])
+@pytest.mark.parametrize(("ends", "told"), [(KeyboardInterrupt(), KeyboardInterrupt), (False, NoRoomError)])
 def test_room_that_is_not_had_is_given_back(
     monkeypatch: pytest.MonkeyPatch, ends: BaseException | bool, told: type[BaseException]
 ) -> None:

@@ -12,8 +12,8 @@ from rlhf_core.config import LoRAConfig
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.lora import adapters_off, attach_lora, merged_parameters
 from rlhf_core.ppo.learner import PPOLearner
+from rlhf_core.ppo.published_weights import published_weights, trained_weights
 from rlhf_core.weights import Publisher, Subscriber, WeightsError
-from rlhf_core.weights.learners import published_weights, trained_weights
 from tests.tiny_llama import tiny_llama
 from tests.unit.ppo.experience import tiny_experience
 from tests.unit.ppo.test_learner import LORA, learner

@@ -22,8 +22,8 @@ import sys
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
+from http.client import HTTPException
 from pathlib import Path
-from urllib.request import urlopen
 
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -31,8 +31,9 @@ from cryptography.hazmat.primitives import serialization
 
 from infra.certificate import NEVER, own_certificate
 from infra.errors import ServiceError
+from infra.loopback import open_url
 from infra.services.ports import choose_port, free_port, is_free
-from infra.services.service import Report, Service
+from infra.services.service import Report, Service, answers_itself
 from infra.services.state import write_private
 from infra.settings import STACK_ENV, inherited_environment, read_env_file
 
@@ -223,7 +224,7 @@ def seaweed(home: Path, ports: Mapping[str, int], socket_dir: Path) -> Service:
         cwd=data,
         log=home / "logs" / "store.log",
         address=address,
-        probe=lambda _: None if is_healthy(address) else "did not answer",
+        probe=lambda process: answers_itself(process, ports["s3"], healthy=is_healthy(address)),
         start_timeout_s=60.0,
         settle_timeout_s=5.0,
     )
@@ -257,9 +258,9 @@ def _flags(data: Path, ports: Mapping[str, int], socket_dir: Path) -> dict[str, 
 def is_healthy(address: str) -> bool:
     """Whether the store answers its health check."""
     try:
-        with urlopen(f"{address}/healthz", timeout=2):
+        with open_url(f"{address}/healthz", timeout_s=2):
             return True
-    except OSError:  # refused, timed out, or an error status
+    except (OSError, HTTPException):  # refused, timed out, an error status, or no HTTP at all
         return False
 
 

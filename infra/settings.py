@@ -114,9 +114,15 @@ class Settings(BaseSettings):
     @classmethod
     def _parsed(cls, value: Any) -> Any:
         try:
-            return json.loads(value) if isinstance(value, str) else value
+            headers = json.loads(value) if isinstance(value, str) else value
         except ValueError:
             raise ValueError('expected a JSON object, such as {"X-Name": "value"}') from None
+        try:
+            for name, said in headers.items() if isinstance(headers, dict) else ():
+                name.encode("ascii"), str(said).encode("latin-1")
+        except UnicodeEncodeError:
+            raise ValueError("expected ASCII in names of headers, and Latin-1 in what they say") from None
+        return headers
 
     @model_validator(mode="before")
     @classmethod
@@ -269,6 +275,8 @@ def settings() -> Settings:
     """
     try:
         return Settings(_env_file=env_file(), _env_file_encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:  # read_env_file has words of its own
+        raise _unreadable(env_file(), error) from None
     except ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0])
@@ -285,8 +293,25 @@ def env_file() -> Path:
 
 
 def read_env_file(path: Path) -> dict[str, str]:
-    """Return the assignments of an env file; none when it is not there."""
-    return {name: value for name, value in dotenv_values(path, interpolate=False).items() if value is not None}
+    """Return the assignments of an env file; none when it is not there.
+
+    Raises:
+        SettingsError: if it cannot be read.
+    """
+    try:
+        found = dotenv_values(path, interpolate=False)
+    except (OSError, UnicodeDecodeError) as error:
+        raise _unreadable(path, error) from None
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _unreadable(path: Path, error: OSError | UnicodeDecodeError) -> SettingsError:
+    return SettingsError(f"{path} cannot be read ({why(error)}); correct it, or move it away")
+
+
+def why(error: OSError | UnicodeDecodeError) -> str:
+    """Return why a file of text cannot be read, for people."""
+    return str(error.strerror) if isinstance(error, OSError) else f"byte {error.start + 1} is no UTF-8"
 
 
 def same_server(url: str | None, other: str | None) -> bool:

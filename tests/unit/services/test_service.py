@@ -34,6 +34,9 @@ class Stranger(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(b"true")
 
+    def do_POST(self) -> None:
+        self.do_GET()
+
 
 @pytest.fixture
 def port() -> Iterator[int]:

@@ -45,7 +45,7 @@ def train_sft(config: PipelineConfig, dataset: Parent, actor: str | None = None)
     Raises:
         DataError: if there is no demonstration.
     """
-    from rlhf_core.data.demonstrations import refuse_nothing_to_learn
+    from rlhf_core.data.problems import refuse_nothing_to_learn
 
     context = open_context()
     refuse_nothing_to_learn(_problems(materialise(context, dataset), "sft"), where=dataset.uri)
@@ -99,8 +99,9 @@ class _Training:
 
     def _train_and_store(self, context: Context) -> StageResult | None:
         from rlhf_core.data import PromptTemplate
-        from rlhf_core.data.demonstrations import encode_demonstrations, of_the_same_kind
+        from rlhf_core.data.encoding import encode_demonstrations
         from rlhf_core.data.jsonl import to_jsonl
+        from rlhf_core.data.problems import of_the_same_kind
         from rlhf_core.models.loading import load_tokenizer
         from rlhf_core.models.lora import save_merged
         from rlhf_core.training.boosted import exact
@@ -146,7 +147,7 @@ def _short_enough(
     config: PipelineConfig, template: PromptTemplate, problems: Sequence[Problem]
 ) -> list[EncodedConversation]:
     """Return the first held-out demonstrations, less those that are longer than what training takes."""
-    from rlhf_core.data.demonstrations import encode_demonstrations
+    from rlhf_core.data.encoding import encode_demonstrations
 
     encoded = encode_demonstrations(problems[:HELDOUT], template)
     return [each for each in encoded if len(each.ids) <= config.sft.max_length]

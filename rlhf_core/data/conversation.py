@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Self
 
 from rlhf_core.config import TemplateConfig
 from rlhf_core.config.data import TagConfig
-from rlhf_core.data.reading.local import existing_file
+from rlhf_core.data.reading.places import existing_file
 from rlhf_core.data.template import PromptTemplate
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.rewards.structure import check_tags

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jinja2 import TemplateError
 
-from rlhf_core.data.preferences import ASSISTANT
-from rlhf_core.data.transcripts import TOOL, Message, conversation, further_keys, is_plain, turns, turns_of
+from rlhf_core.data.transcripts import ASSISTANT, TOOL, Message, conversation, further_keys, is_plain, turns, turns_of
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.rewards.structure import answer_tags, is_of_tag
 

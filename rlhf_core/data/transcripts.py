@@ -9,29 +9,20 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core.data.preferences import ASSISTANT, HUMAN, SYSTEM, stripped
 from rlhf_core.errors import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-Message = dict[str, Any]
-"""A turn: its role (system, user, assistant or tool), its content, a text, and whatever further keys it has."""
+
+SYSTEM = "\n\nSystem:"
+HUMAN = "\n\nHuman:"
+ASSISTANT = "\n\nAssistant:"
 TOOL = "tool"
 MARKS = {"system": SYSTEM, "user": HUMAN, "assistant": ASSISTANT, TOOL: HUMAN}
 _KEYS, _KEYS_END = "[keys ", "]"
-
-
-def further_keys(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a turn has besides its role and its content, in the order of the keys' names."""
-    if len(message) == len(("role", "content")):  # most turns: this is asked of millions
-        return {}
-    return {key: message[key] for key in sorted(message) if key not in {"role", "content"}}
-
-
-def is_plain(messages: Iterable[Mapping[str, Any]]) -> bool:
-    """Return whether turns have a role and a content alone, and no tool speaks."""
-    return not any(message["role"] == TOOL or further_keys(message) for message in messages)
+Message = dict[str, Any]
+"""A turn: its role (system, user, assistant or tool), its content, a text, and whatever further keys it has."""
 
 
 def transcript(messages: Sequence[Mapping[str, Any]]) -> str:
@@ -114,6 +105,29 @@ def turns(prompt: str) -> list[Message] | None:
 def turns_of(prompt: str) -> list[Message]:
     """Return a transcript's turns; of any other prompt the user's turn that it is."""
     return turns(prompt) or [{"role": "user", "content": prompt}]
+
+
+def first_turn(response: str) -> str:
+    """Return what the assistant says at once: where transcripts part early, further turns follow."""
+    return response.partition(HUMAN)[0].strip()
+
+
+def stripped(response: str) -> str:
+    """Return a response without the space around it; a mark behind a turn that says nothing stays a mark."""
+    said, mark, further = response.partition(HUMAN)
+    return (said.lstrip() + mark + further).rstrip()
+
+
+def further_keys(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a turn has besides its role and its content, in the order of the keys' names."""
+    if len(message) == len(("role", "content")):  # most turns: this is asked of millions
+        return {}
+    return {key: message[key] for key in sorted(message) if key not in {"role", "content"}}
+
+
+def is_plain(messages: Iterable[Mapping[str, Any]]) -> bool:
+    """Return whether turns have a role and a content alone, and no tool speaks."""
+    return not any(message["role"] == TOOL or further_keys(message) for message in messages)
 
 
 def marked_keys(message: Mapping[str, Any]) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core.data.encoding import split_pairs
+from rlhf_core.data.preferences import split_pairs
 from rlhf_core.data.preparing.lengths import PAIRS, TooLong, too_long
-from rlhf_core.data.preparing.splits import demonstrates
-from rlhf_core.data.reading.answers import demonstrated, is_demonstrated
+from rlhf_core.data.problems import has_response_to_learn
+from rlhf_core.data.reading.rows import demonstrated, is_demonstrated
 from rlhf_core.errors import DataError, Fault, refuse_together
 from rlhf_core.rewards.structure import answer_tags, validate_response_structure
 
@@ -88,7 +88,7 @@ def _empty(split: str, problems: Sequence[Problem]) -> list[Fault]:
 
 
 def _without_demonstrations(problems: Sequence[Problem]) -> list[Fault]:
-    if problems and all(map(demonstrates, problems)):
+    if problems and all(map(has_response_to_learn, problems)):
         return []
     sentence = (
         "supervised fine-tuning has nothing to learn: the prompts come without responses or answers; give "

@@ -8,7 +8,7 @@ from operator import itemgetter
 from textwrap import shorten
 from typing import TYPE_CHECKING, NamedTuple
 
-from rlhf_core.data.problems import response_to_learn
+from rlhf_core.data.problems import has_response_to_learn, response_to_learn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -54,7 +54,7 @@ class TokenMeter:
     def problems(self, problems: Sequence[Problem]) -> list[Lengths]:
         """Return the tokens of each problem's prompt and response."""
         prompts = self._of_prompts([problem.prompt for problem in problems])
-        known = [problem.demonstration is not None or problem.answer is not None for problem in problems]
+        known = [has_response_to_learn(problem) for problem in problems]
         learnt = [
             response_to_learn(problem, self.template) for problem, there in zip(problems, known, strict=True) if there
         ]

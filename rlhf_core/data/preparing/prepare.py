@@ -9,6 +9,7 @@ from rlhf_core.config import DataConfig
 from rlhf_core.config.data import SplitsConfig
 from rlhf_core.config.sizes import Supply, as_they_are, settle, shortage, split_key
 from rlhf_core.counting import counted
+from rlhf_core.data.gym import draw_problems
 from rlhf_core.data.preparing.agreement import Agreement, ask_verifier
 from rlhf_core.data.preparing.lengths import PAIRS, Fitting, TooLong, too_long
 from rlhf_core.data.preparing.report import (
@@ -24,14 +25,13 @@ from rlhf_core.data.preparing.splits import (
     TASK,
     Pool,
     deal,
-    demonstrates,
     file_pool,
     hashed,
     needed,
     refuse_overlap,
     serving,
 )
-from rlhf_core.data.problems import problem_key
+from rlhf_core.data.problems import has_response_to_learn, problem_key
 from rlhf_core.data.reading import detect_role, possible_roles, read_set
 from rlhf_core.errors import DataError, Fault, refuse_together
 
@@ -123,8 +123,6 @@ def draw_task(config: PipelineConfig, fitting: Fitting, *, wanted: Mapping[str, 
     Raises:
         DataError: if the task or a parameter is unknown or refused.
     """
-    from rlhf_core.data.tasks import draw_problems  # noqa: PLC0415  # reasoning-gym takes two seconds to import
-
     data, total = config.data, sum(wanted.values())
     count = total
     while True:
@@ -188,7 +186,7 @@ def prepare(
     if wanted[TASK]:
         given = {problem.key for pool in pools.values() for problem in pool.rows}
         pools[TASK] = draw_task(config, Fitting(config, meter), wanted=wanted[TASK], given=given)
-    if "sft" in served and not any(map(demonstrates, pools[served["sft"]].rows)):
+    if "sft" in served and not any(map(has_response_to_learn, pools[served["sft"]].rows)):
         wanted[served.pop("sft")].pop("sft")
     refuse_overlap(list(pools.values()), {name: _uses(name, list(wanted[name])) for name in pools})
     usable = {name: _usable(pool, wanted[name], fitting, config.seed) for name, pool in pools.items() if wanted[name]}

@@ -8,8 +8,9 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.counting import counted
-from rlhf_core.data.preferences import PreferencePair, first_turn
-from rlhf_core.data.problems import Problem
+from rlhf_core.data.preferences import PreferencePair
+from rlhf_core.data.problems import Problem, has_response_to_learn
+from rlhf_core.data.transcripts import first_turn
 from rlhf_core.errors import DataError
 
 if TYPE_CHECKING:
@@ -98,15 +99,10 @@ def deal(pools: Mapping[str, Pool], served: Mapping[str, str], sizes: SplitsConf
     for name, pool in pools.items():
         left = list(pool.rows)
         for split, size in needed(name, served, sizes).items():
-            splits[split] = [problem for problem in left if split != "sft" or demonstrates(problem)][:size]
+            splits[split] = [problem for problem in left if split != "sft" or has_response_to_learn(problem)][:size]
             taken = {problem.key for problem in splits[split]}
             left = [problem for problem in left if problem.key not in taken]
     return splits
-
-
-def demonstrates(problem: Problem) -> bool:
-    """Return whether there is something to learn from a problem."""
-    return problem.demonstration is not None or problem.answer is not None
 
 
 def hashed(problems: Iterable[Problem], seed: int) -> list[Problem]:

@@ -5,21 +5,19 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf_core.data.reading.formats import json_value
-from rlhf_core.data.reading.results import NotShown
-from rlhf_core.data.reading.rows import RowError, kind
+from rlhf_core.data.reading.rows import Row, RowError, kind
 from rlhf_core.data.template import Said
 from rlhf_core.data.transcripts import Message, continuation, conversation, further_keys, transcript, turns_of
 from rlhf_core.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
-    from rlhf_core.data.reading.forms import Form
-    from rlhf_core.data.reading.rows import Row
     from rlhf_core.data.template import PromptTemplate
+
 
 _ROLES = {
     "user": "user",
@@ -120,6 +118,19 @@ def _is_text(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str)
 
 
+class NotShown(NamedTuple):
+    """A further key of messages, such as `thinking`, that the model is not shown."""
+
+    key: str
+    messages: int
+    """Messages that have it and are shown without it."""
+    why: str
+
+    def __str__(self) -> str:
+        """Return it as one clause."""
+        return f"{self.key!r} of {self.messages:,} {'message' if self.messages == 1 else 'messages'} ({self.why})"
+
+
 class MessageView:
     """What of messages' further keys a model is shown: the others are left out, and counted.
 
@@ -189,6 +200,15 @@ class MessageView:
         self._counts.update((key, why) for key in left_out)
 
 
+class ViewedRow(NamedTuple):
+    """A row, with what the model is shown of its messages."""
+
+    where: str
+    """Names the row in an error."""
+    fields: dict[str, Any]
+    view: MessageView
+
+
 def ends_with_assistant(row: Mapping[str, Any]) -> bool:
     """Return whether a row's messages end with a response; True where they cannot be read."""
     try:
@@ -197,19 +217,19 @@ def ends_with_assistant(row: Mapping[str, Any]) -> bool:
         return True
 
 
-def prompt_of(messages: Sequence[Message], row: Row) -> str:
+def prompt_of(messages: Sequence[Message], row: ViewedRow) -> str:
     """Return messages that await the assistant as a prompt.
 
     Raises:
         RowError: if they do not, or cannot be told as a transcript, or the chat template refuses them.
     """
     try:
-        return transcript(_view(row).prompt(messages))
+        return transcript(row.view.prompt(messages))
     except DataError as error:
         raise RowError(f"{row.where}: {error}", UNUSABLE) from error
 
 
-def response_of(messages: Sequence[Message], row: Row, prompt: str) -> str:
+def response_of(messages: Sequence[Message], row: ViewedRow, prompt: str) -> str:
     """Return the assistant's message as a response; further turns follow it as a transcript has them.
 
     Raises:
@@ -217,7 +237,7 @@ def response_of(messages: Sequence[Message], row: Row, prompt: str) -> str:
     """
     try:
         continuation(messages)
-        response = continuation(_view(row).response(messages, turns_of(prompt)))
+        response = continuation(row.view.response(messages, turns_of(prompt)))
     except DataError as error:
         raise RowError(f"{row.where}: {error}", UNUSABLE) from error
     keys = [key for message in messages for key in further_keys(message)]
@@ -230,7 +250,7 @@ def response_of(messages: Sequence[Message], row: Row, prompt: str) -> str:
     return response
 
 
-def common_turns(chosen: Sequence[Message], rejected: Sequence[Message], row: Row) -> int | None:
+def common_turns(chosen: Sequence[Message], rejected: Sequence[Message], row: ViewedRow) -> int | None:
     """Return how many turns of two conversations are their prompt: all before the last answer that both may give.
 
     Returns:
@@ -247,31 +267,24 @@ def common_turns(chosen: Sequence[Message], rejected: Sequence[Message], row: Ro
         raise RowError(f"{row.where}: {error}", UNUSABLE) from error
 
 
-def _view(row: Row) -> MessageView:
-    return row.view or MessageView(None)
+def _told(messages: Sequence[Message], row: ViewedRow) -> str:
+    return conversation(row.view.shown(messages))
 
 
-def _told(messages: Sequence[Message], row: Row) -> str:
-    return conversation(_view(row).shown(messages))
-
-
-def with_messages(row: Row, form: Form) -> Row:
+def with_messages(row: Row, names: Iterable[str]) -> Row:
     """Return a row with lists of messages where texts are such lists in JSON, as CSV has them.
 
     A text is one if its elements are objects with a role, and the first role is one that we know or every element has
-    a content too: `[1, 2]` and `["a"]` are texts, and so is whatever goes on behind the list. The texts of a task's
-    record are taken to the letter.
+    a content too: `[1, 2]` and `["a"]` are texts, and so is whatever goes on behind the list.
 
     Args:
         row: as the file has it.
-        form: of the row.
+        names: of the fields that may hold messages.
 
     Raises:
         RowError: if a text begins as messages do, and is not JSON, or is a message without its list.
     """
-    if "entry" in form.fields and row.fields.get("entry") is not None:
-        return row
-    lists = {name: _listed(row.fields.get(name), f"{row.where}: {name!r}") for name in form.messages}
+    lists = {name: _listed(row.fields.get(name), f"{row.where}: {name!r}") for name in names}
     return row._replace(fields=row.fields | {name: found for name, found in lists.items() if found is not None})
 
 

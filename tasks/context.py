@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from infra.artifacts import ArtifactRef, ArtifactStore, open_default_store
 from infra.settings import Settings, settings
 from tasks.failures import is_unattended
 from tasks.results import Parent
+
+if TYPE_CHECKING:
+    from rlhf_core.data.reading import Access
 
 
 @dataclass(frozen=True)
@@ -60,3 +64,14 @@ def materialise(context: Context, parent: Parent) -> Path:
         StoreError: if the version that the store has under this reference holds other files than were meant.
     """
     return Path(parent.path) if parent.path else context.store.cached(ArtifactRef(parent.uri, parent.digest))
+
+
+def data_access(known: Settings) -> Access:
+    """Return where fetched data are kept, and how the S3 server of the settings is reached: as the store's is.
+
+    Credentials are read only where an `s3://` address is, so a run without one needs none.
+    """
+    from infra.artifacts.credentials import options_of
+    from rlhf_core.data.reading import Access
+
+    return Access(known.home / "data", lambda: options_of(known).arguments())

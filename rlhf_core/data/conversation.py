@@ -190,7 +190,7 @@ def _extend(encoded: EncodedConversation, tokenizer: Any, before: str, after: st
 
 
 def read_template(config: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any]:
-    """Return a configuration of coati's form, all of whose values have the types that they should.
+    """Return a template configuration of coati's form, after a check of its keys and their types.
 
     Args:
         config: the configuration, or a file of it; None is an empty one.

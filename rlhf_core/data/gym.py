@@ -25,7 +25,7 @@ DRAWS_PER_PROBLEM = 20  # a task that repeats itself more often than this is tak
 TASK_ERRORS = (AssertionError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
 _SHAPE = "a list of {name: <task>, weight: <above 0>, config: {<parameters of that task>}}"
 DRAWN = "drawn"
-"""Where our records say which task drew them, and with which parameters: some scorers depend on those."""
+"""Key of our records for the task that drew them and its parameters, on which some scorers depend."""
 _KIND, _ITEMS = "__kind__", "items"
 _KINDS: dict[str, type] = {"tuple": tuple, "set": set, "dict": dict}
 _ROUNDING = Fraction(1, 10_000)
@@ -165,10 +165,9 @@ def _spread(seed: int) -> int:
 
 
 def entry_to_json(item: Mapping[str, Any]) -> str | None:
-    """Return the record; None if it holds what JSON has no way to tell.
+    """Return the record; None if JSON cannot hold it.
 
-    Lists and tuples are not one to the tasks' scorers, nor are 1 and "1" as keys: what JSON would
-    blur is written down with its kind.
+    Scorers tell a list from a tuple, and the key 1 from "1". A value whose type JSON would lose is written with it.
     """
     try:
         return json.dumps(_plain(item), sort_keys=True)
@@ -210,7 +209,7 @@ def _rich(value: Any) -> Any:
 
 
 class Adapter(NamedTuple):
-    """How one task is put, and how an answer to it is read."""
+    """How problems of one task are put, and how answers to them are read, where the library does it otherwise."""
 
     problem: Callable[[Mapping[str, Any]], Problem]
     """From the library's record."""
@@ -259,23 +258,23 @@ def _countdown(item: Mapping[str, Any]) -> Problem:
 
 
 def _same_word(answer: str, item: Mapping[str, Any]) -> bool:
-    """The library takes "False" for true, as it is not empty, and finds every answer right."""
+    """Return whether the words are equal: the library takes any text for true, and finds every answer right."""
     return answer.casefold() == str(item["answer"]).casefold()
 
 
 def _same_number(answer: str, item: Mapping[str, Any]) -> bool:
-    """The library gives the full score to any beginning of the right number, such as 0 for 0.375."""
+    """Return whether the numbers are equal: the library takes any beginning of the right one, such as 0 for 0.375."""
     return abs(Fraction(answer) - Fraction(str(item["answer"]))) <= _ROUNDING
 
 
 def _finite(answer: str, item: Mapping[str, Any]) -> bool:
-    """The library finds no distance between nan and the right number."""
+    """Return whether the answer is finite: the library finds no distance between nan and the right number."""
     del item
     return "nan" not in answer.casefold() and "inf" not in answer.casefold()
 
 
 def _its_numbers(answer: str, item: Mapping[str, Any]) -> bool:
-    """The library takes any four numbers that make 24, whatever the problem's."""
+    """Return whether the answer uses the problem's numbers: the library takes any four that make 24."""
     return sorted(map(int, re.findall("[0-9]+", answer))) == sorted(item["metadata"]["numbers"])
 
 

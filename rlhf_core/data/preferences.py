@@ -141,8 +141,8 @@ class PairSplit(NamedTuple):
 def split_pairs(pairs: Sequence[PreferencePair], config: RewardModelConfig, *, seed: int) -> PairSplit:
     """Return at most `config.pairs` pairs, split by conversation.
 
-    Pairs of one prompt share responses, and a prompt that continues another shares its turns: they go together, or the
-    accuracy would be measured on what was learnt.
+    Pairs of one prompt have responses in common, and a prompt that continues another has its turns in common. They stay
+    together, or the accuracy would be measured on what was learnt.
 
     Raises:
         DataError: one side is empty.
@@ -184,7 +184,7 @@ def _digest(seed: int, *texts: str) -> bytes:
 
 
 def refuse_shared_prompts(training: Iterable[PreferencePair], heldout: Iterable[PreferencePair]) -> None:
-    """See that a reward model is measured on prompts that it was not trained on.
+    """Refuse held-out pairs of prompts that the reward model was trained on.
 
     Raises:
         DataError: if a prompt is in both, however different its responses, its case or its white space.

@@ -1,6 +1,6 @@
 r"""Conversations as one text: "\n\nSystem: ...\n\nHuman: ...\n\nAssistant:", which HH-RLHF's prompts are too.
 
-A turn that has more than a role and a content says so behind its speaker's mark, where no content stands:
+Further keys of a turn, besides role and content, stand between its speaker's mark and its content:
 "\n\nAssistant:[keys {"thinking": "..."}] Hello". A tool's result is a turn of the user's with the key role.
 """
 
@@ -13,7 +13,6 @@ from rlhf_core.errors import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
-
 
 SYSTEM = "\n\nSystem:"
 HUMAN = "\n\nHuman:"
@@ -28,7 +27,7 @@ Message = dict[str, Any]
 def transcript(messages: Sequence[Mapping[str, Any]]) -> str:
     r"""Return a conversation that awaits the assistant as a prompt.
 
-    A single turn of the user's is its own text: only where there is more to tell is it a transcript.
+    A single turn of the user's is returned as its text, without marks.
 
     Args:
         messages: turns, the last one the user's or a tool's; a system turn may stand first.
@@ -63,7 +62,7 @@ def conversation(messages: Sequence[Mapping[str, Any]]) -> str:
             "a conversation must begin with the user's turn, before which one system turn may stand, but its turns are "
             + ", ".join(roles)
         )
-    return _told(messages)
+    return _marked(messages)
 
 
 def continuation(messages: Sequence[Mapping[str, Any]]) -> str:
@@ -82,7 +81,7 @@ def continuation(messages: Sequence[Mapping[str, Any]]) -> str:
             "a response of several turns cannot hold a tool's, which nothing would tell from the user's; let the "
             "prompt end with the tool's turn, so that the response is what the assistant says to it"
         )
-    return stripped(_told(messages).removeprefix(ASSISTANT))
+    return stripped(_marked(messages).removeprefix(ASSISTANT))
 
 
 def turns(prompt: str) -> list[Message] | None:
@@ -108,7 +107,7 @@ def turns_of(prompt: str) -> list[Message]:
 
 
 def first_turn(response: str) -> str:
-    """Return what the assistant says at once: where transcripts part early, further turns follow."""
+    """Return the first turn of a response: where two transcripts part early, further turns follow."""
     return response.partition(HUMAN)[0].strip()
 
 
@@ -126,7 +125,7 @@ def further_keys(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_plain(messages: Iterable[Mapping[str, Any]]) -> bool:
-    """Return whether turns have a role and a content alone, and no tool speaks."""
+    """Return whether all turns have a role and a content alone, and none is a tool's."""
     return not any(message["role"] == TOOL or further_keys(message) for message in messages)
 
 
@@ -138,19 +137,19 @@ def marked_keys(message: Mapping[str, Any]) -> str:
     return f"{_KEYS}{json.dumps(keys, ensure_ascii=False)}{_KEYS_END}" if keys else ""
 
 
-def _told(messages: Sequence[Mapping[str, Any]]) -> str:
+def _marked(messages: Sequence[Mapping[str, Any]]) -> str:
     for message in messages:
         for mark in MARKS.values():
             if mark in message["content"]:
                 raise DataError(f"a message holds the speaker's mark {mark!r}, and would be read as several turns")
-    # a content comes behind a space, and keys do not; JSON has no bare line ends, so keys hold no speaker's mark
+    # a content follows a space, and keys do not; JSON has no bare line ends, so keys hold no speaker's mark
     return "".join(
         f"{MARKS[message['role']]}{marked_keys(message)} {message['content'].strip()}" for message in messages
     )
 
 
 def _turn(role: str, told: str) -> Message:
-    """Return the turn that `_told` wrote, from what follows its speaker's mark."""
+    """Return the turn that `_marked` wrote, from what follows its speaker's mark."""
     if told.startswith(_KEYS):
         try:
             keys, end = json.JSONDecoder().raw_decode(told, len(_KEYS))

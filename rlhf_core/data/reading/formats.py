@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     import pyarrow as pa
 
-
 _PARQUET_MAGIC = b"PAR1"
 _PROBE_BYTES = 4096
 _OTHER = {b"PK\x03\x04": "a zip archive", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}

@@ -1,4 +1,4 @@
-"""The forms that rows of each role may have, which of them a file's rows are of, and what is made of a row."""
+"""The forms of rows: which fields the rows of each role may have, how a form is recognised, and what a row becomes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
     from rlhf_core.data.reading.messages import ViewedRow
     from rlhf_core.data.transcripts import Message
-
 
 Role = Literal["problems", "prompts", "demonstrations", "preferences"]
 
@@ -95,8 +94,8 @@ def known_fields(forms: Sequence[Form]) -> list[str]:
     return list(dict.fromkeys(name for form in forms for name in form.fields))
 
 
-def told(forms: Sequence[Form]) -> str:
-    """Return the forms' fields for a sentence."""
+def in_words(forms: Sequence[Form]) -> str:
+    """Return the forms' fields, to stand in a sentence."""
     return " or ".join(dict.fromkeys("{" + ", ".join(form.needs) + "}" for form in forms))
 
 

@@ -1,4 +1,4 @@
-"""Chat messages: their roles as anyone writes them, what of a conversation is prompt or response, and who sees it."""
+"""Chat messages: their roles, which of them are prompt and response, and which of their keys the model is shown."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from rlhf_core.data.template import PromptTemplate
 
-
 _ROLES = {
     "user": "user",
     "human": "user",
@@ -29,7 +28,7 @@ _ROLES = {
     "tool": "tool",
 }
 _EMPTY: tuple[Any, ...] = ("", [], {})
-"""Values of which nothing is lost."""
+"""Values that can be left out without losing anything."""
 UNUSABLE = "unusable messages"
 _BEGINS_AS_MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](?:role|content|from|value)["']\s*:""")
 _UNKNOWN = "whether the model is shown it is not known: its chat template is not on this machine"
@@ -86,14 +85,14 @@ def _message(message: Any, number: int, where: str, name: str) -> Message:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Leave out what is null in objects at any depth: Arrow gives every call the arguments of all others, as nulls."""
+    """Leave out nulls at any depth: Arrow gives every call of a tool the arguments of all other calls, as nulls."""
     if isinstance(value, dict):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def _content(message: Mapping[str, Any], wrong: list[str]) -> str:
-    """Return a message's content as a text; what else it is, is added to what is wrong."""
+    """Return a message's content as a text; if it is something else, add that to `wrong`."""
     content = message.get("content")
     content = message.get("value") if content is None else content
     if isinstance(content, str):
@@ -132,10 +131,10 @@ class NotShown(NamedTuple):
 
 
 class MessageView:
-    """What of messages' further keys a model is shown: the others are left out, and counted.
+    """Which further keys of messages a model is shown; the others are left out, and counted.
 
     Args:
-        template: of the model; None keeps all keys as they are written, for nobody knows which of them are shown.
+        template: of the model; None keeps all keys as they are written, as nobody knows which of them are shown.
     """
 
     def __init__(self, template: PromptTemplate | None) -> None:
@@ -172,18 +171,18 @@ class MessageView:
         Raises:
             DataError: as `PromptTemplate.said`.
         """
-        told = []
+        written = []
         for place, message in enumerate(messages):
             if self._template is None:
                 self._count(message, (), _IN_RESPONSE)
-                told.append(message)
+                written.append(message)
                 continue
             said, why = Said(message["content"], ()), _BETWEEN
             if message["role"] == "assistant" and further_keys(message):
                 said, why = self._template.said([*before, *messages[:place]], message), _IN_RESPONSE
             self._count(message, said.keys, why)
-            told.append({"role": message["role"], "content": said.text})
-        return told
+            written.append({"role": message["role"], "content": said.text})
+        return written
 
     def not_shown(self) -> tuple[NotShown, ...]:
         """Return which keys the model is not shown, the most frequent first."""
@@ -251,7 +250,7 @@ def response_of(messages: Sequence[Message], row: ViewedRow, prompt: str) -> str
 
 
 def common_turns(chosen: Sequence[Message], rejected: Sequence[Message], row: ViewedRow) -> int | None:
-    """Return how many turns of two conversations are their prompt: all before the last answer that both may give.
+    """Return how many turns are the prompt of two conversations: all that are equal before an answer in both.
 
     Returns:
         None if they part before the assistant speaks, as the model is shown them.
@@ -262,20 +261,20 @@ def common_turns(chosen: Sequence[Message], rejected: Sequence[Message], row: Vi
     places = range(min(len(chosen), len(rejected)) - 1, -1, -1)
     answers = [place for place in places if chosen[place]["role"] == rejected[place]["role"] == "assistant"]
     try:
-        return next((end for end in answers if _told(chosen[:end], row) == _told(rejected[:end], row)), None)
+        return next((end for end in answers if _as_text(chosen[:end], row) == _as_text(rejected[:end], row)), None)
     except DataError as error:
         raise RowError(f"{row.where}: {error}", UNUSABLE) from error
 
 
-def _told(messages: Sequence[Message], row: ViewedRow) -> str:
+def _as_text(messages: Sequence[Message], row: ViewedRow) -> str:
     return conversation(row.view.shown(messages))
 
 
 def with_messages(row: Row, names: Iterable[str]) -> Row:
     """Return a row with lists of messages where texts are such lists in JSON, as CSV has them.
 
-    A text is one if its elements are objects with a role, and the first role is one that we know or every element has
-    a content too: `[1, 2]` and `["a"]` are texts, and so is whatever goes on behind the list.
+    A text is such a list if its elements are objects with a role, and the first role is known or every element has a
+    content too. `[1, 2]` and `["a"]` stay texts, and so does a list with something behind it.
 
     Args:
         row: as the file has it.

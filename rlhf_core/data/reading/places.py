@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from rlhf_core.config.data import SourceConfig
 
-
 PREFIX = "s3://"
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".jsonl.gz", ".json.gz", ".csv.gz", ".tsv.gz")
 """Names of data files end so."""

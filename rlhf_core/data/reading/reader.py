@@ -1,4 +1,4 @@
-"""The rows of one role, out of all its sources, which are mixed into one order."""
+"""The set of one role: the rows of all its sources, mixed into one order, without repetitions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from rlhf_core.data.reading.places import Access
     from rlhf_core.data.reading.rows import RejectedRow
     from rlhf_core.data.template import PromptTemplate
-
 
 T = TypeVar("T")
 
@@ -169,14 +168,14 @@ def _order(sources: Sequence[SourceConfig], rows: Sequence[Sequence[Any]]) -> li
 
 
 def mixed_order(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
-    """Return whose turn it is, turn after turn, until the source whose turn it is has no row left.
+    """Return the source of each row of a mixture, up to the first row whose source has none left.
 
-    After every turn each source has had its share of the turns to within one row, and to within 1/2 with two
-    sources. Of those that lag behind, the one that would first lag by too much comes next.
+    After every row, the number of rows of each source is within one of its proportion of all rows, and within 1/2 with
+    two sources. Of the sources that lag behind, the one that would first lag too far comes next.
 
     Args:
         sizes: rows of each source.
-        weights: shares, greater than 0, of any sum.
+        weights: proportions, greater than 0, of any sum.
 
     Source:
         Tijdeman 1980, The chairman assignment problem, Discrete Mathematics 32.
@@ -188,14 +187,14 @@ def mixed_order(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
     if len(sizes) == 1:
         return [0] * sizes[0]
     exact = [Fraction(str(weight)) for weight in weights]
-    shares = [share / sum(exact) for share in exact]
+    parts = [weight / sum(exact) for weight in exact]
     slack = Fraction(1, 2 * len(sizes) - 2)
     taken = [0] * len(sizes)
     order: list[int] = []
     while True:
-        lags = [share * (len(order) + 1) - count for share, count in zip(shares, taken, strict=True)]
+        lags = [part * (len(order) + 1) - count for part, count in zip(parts, taken, strict=True)]
         due = [source for source, lag in enumerate(lags) if lag >= slack]
-        chosen = min(due, key=lambda source: (1 - slack - lags[source]) / shares[source])
+        chosen = min(due, key=lambda source: (1 - slack - lags[source]) / parts[source])
         if taken[chosen] == sizes[chosen]:
             return order
         taken[chosen] += 1

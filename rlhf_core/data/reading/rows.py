@@ -19,7 +19,6 @@ from rlhf_core.rewards.math_answers import FINAL_ANSWER, final_answer
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-
 _LONGEST_SHOWN = 20
 _KINDS = {
     bool: "a boolean",

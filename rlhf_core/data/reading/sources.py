@@ -11,7 +11,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
 from rlhf_core.data.reading.formats import wrapped_hint
-from rlhf_core.data.reading.forms import ALIKE, APART, BLANK, EQUAL, FORMS, Form, form_of, known_fields, told
+from rlhf_core.data.reading.forms import ALIKE, APART, BLANK, EQUAL, FORMS, Form, form_of, in_words, known_fields
 from rlhf_core.data.reading.messages import ViewedRow, with_messages
 from rlhf_core.data.reading.places import find_parts
 from rlhf_core.data.reading.rows import RejectedRow, Row, RowError
@@ -26,16 +26,15 @@ if TYPE_CHECKING:
     from rlhf_core.data.reading.messages import MessageView
     from rlhf_core.data.reading.places import Access
 
-
 _NO_FORM = "of no known form"
 _NEVER_REFUSED = {EQUAL, ALIKE, APART, BLANK}
-"""What a preference set always has some of, and says nothing against the others."""
+"""Reasons for which every preference set has some rejected rows; they do not count against the set."""
 MOST_LOOKED_AT = 100
 _BY_WHAT_THEY_SAY: tuple[Role, ...] = ("preferences", "problems", "demonstrations", "prompts")
 
 
 def detect_role(source: SourceConfig, access: Access) -> Role:
-    """Return what a source holds: of its possible roles the one that says most.
+    """Return the role of a source: the first of its possible roles.
 
     Raises:
         DataError: as `possible_roles`.
@@ -46,10 +45,9 @@ def detect_role(source: SourceConfig, access: Access) -> Role:
 def possible_roles(source: SourceConfig, access: Access) -> list[Role]:
     """Return what a source's rows may be for, the role that says most first.
 
-    They have a role's form if the first row of any form names the form's fields, and one of the first hundred has
-    them all. What the fields hold is not looked at: a set that is wrong throughout is still of its role, and reading
-    it says what is wrong. Nor are rows prompts of which a chosen or rejected response, a response or an answer is null
-    throughout.
+    A role is possible if the first row that has any known form names the fields of one of the role's forms, and one of
+    the first hundred rows has a value in each of them. The values are not checked: reading the set says what is wrong
+    with them. Rows whose responses or answers are null throughout are not taken for prompts.
 
     Raises:
         DataError: if it cannot be read, or its rows are of no form of any role.
@@ -75,7 +73,7 @@ def possible_roles(source: SourceConfig, access: Access) -> list[Role]:
 
 
 def _is_null_throughout(form: Form, rows: Sequence[Row]) -> bool:
-    """Return whether no row has all fields that a form needs: more than not being meant for the form."""
+    """Return whether no row has a value in each field that a form needs."""
     return not any(all(row.fields.get(name) is not None for name in form.needs) for row in rows)
 
 
@@ -98,7 +96,7 @@ class SourceRows:
     built: list[Any] = field(default_factory=list)
     rejected: list[RejectedRow] = field(default_factory=list)
     raw: list[str] = field(default_factory=list)
-    """Every row as JSON, for the digest; a bad one by its category."""
+    """Every row as JSON, for the digest; of a bad row its category."""
     files: list[str] = field(default_factory=list)
     forms: dict[str, None] = field(default_factory=dict)
     """Used as an ordered set."""
@@ -147,7 +145,7 @@ def _form(row: Row, forms: Sequence[Form], source: SourceConfig) -> Form | None:
 def _formless(row: Row, forms: Sequence[Form], source: SourceConfig, role: Role) -> str:
     mapped = f" (with the column map: {', '.join(renamed(row, source.columns).fields)})" if source.columns else ""
     return (
-        f"{row.where} is none of {role}, which have {told(forms)}; it has "
+        f"{row.where} is none of {role}, which have {in_words(forms)}; it has "
         f"{', '.join(map(repr, row.fields)) or 'no fields'}{mapped}; name its columns in data.{role}'s column map"
         f"{wrapped_hint(row.fields)}"
     )
@@ -182,7 +180,7 @@ def check_fields(columns: Mapping[str, str], forms: Sequence[Form], role: str) -
             )
     if columns and not any(set(columns) <= set(form.fields) for form in forms):
         raise DataError(
-            f"data.{role} maps {', '.join(columns)}, which no form of {role} has together; a row is {told(forms)}"
+            f"data.{role} maps {', '.join(columns)}, which no form of {role} has together; a row is {in_words(forms)}"
         )
 
 
@@ -217,7 +215,7 @@ def renamed(row: Row, columns: Mapping[str, str]) -> Row:
 
 
 def at_fault(rejected: Iterable[RejectedRow]) -> list[RejectedRow]:
-    """Return the rejected rows that are refused unless bad rows are dropped: not what every set has some of."""
+    """Return the rejected rows that count against a set: all but those of which every preference set has some."""
     return [row for row in rejected if row.reason not in _NEVER_REFUSED]
 
 

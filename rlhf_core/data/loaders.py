@@ -84,15 +84,15 @@ def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _dialogue(row: Mapping[str, Any], where: str) -> Dialogue:
-    told = None if row.get("gt_answer") is None else answer_text(row, where, "gt_answer")
+    answer = None if row.get("gt_answer") is None else answer_text(row, where, "gt_answer")
     if row.get("input_ids") is not None:
-        return Dialogue(None, told, _ids(row["input_ids"], where), _loss_mask(row, where), where)
+        return Dialogue(None, answer, _ids(row["input_ids"], where), _loss_mask(row, where), where)
     if row.get("messages") is not None:
-        return Dialogue(read_messages(row["messages"], where), told, None, None, where)
+        return Dialogue(read_messages(row["messages"], where), answer, None, None, where)
     if "question" in row:
         question, text = text_fields(row, where, ("question", "answer"))
         messages = ({"role": "user", "content": question.strip()}, {"role": "assistant", "content": text.strip()})
-        return Dialogue(messages, told if told is not None else stated_answer(text, where), None, None, where)
+        return Dialogue(messages, answer if answer is not None else stated_answer(text, where), None, None, where)
     raise DataError(
         f"{where} has none of 'messages', 'question' with 'answer', and 'input_ids'; "
         f"it has {', '.join(map(repr, row)) or 'no fields'}"

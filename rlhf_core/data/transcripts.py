@@ -148,16 +148,16 @@ def _marked(messages: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _turn(role: str, told: str) -> Message:
+def _turn(role: str, text: str) -> Message:
     """Return the turn that `_marked` wrote, from what follows its speaker's mark."""
-    if told.startswith(_KEYS):
+    if text.startswith(_KEYS):
         try:
-            keys, end = json.JSONDecoder().raw_decode(told, len(_KEYS))
+            keys, end = json.JSONDecoder().raw_decode(text, len(_KEYS))
         except (ValueError, RecursionError):
             keys, end = None, 0
-        if told.startswith(_KEYS_END, end) and _are_keys(keys, role):
-            return {"role": role, "content": told[end + len(_KEYS_END) :].strip(), **keys}
-    return {"role": role, "content": told.strip()}
+        if text.startswith(_KEYS_END, end) and _are_keys(keys, role):
+            return {"role": role, "content": text[end + len(_KEYS_END) :].strip(), **keys}
+    return {"role": role, "content": text.strip()}
 
 
 def _are_keys(found: Any, role: str) -> bool:

@@ -38,7 +38,7 @@ class Standard(NamedTuple):
     config: PipelineConfig
     """Of a preset."""
     asked_for: bool
-    """Whether to judge as a run of this preset would; else a set is judged by itself, and limits are only told."""
+    """Whether to judge as a run of this preset would; else a set is judged by itself, and limits are only shown."""
     template: PromptTemplate | None
     """None where the model is not on this machine: then no lengths are counted and no verifier is asked."""
     allowed_modules: Sequence[str] = ()

@@ -250,7 +250,7 @@ def _describe(
     origins: Mapping[str, str],
     meter: TokenMeter | None,
 ) -> tuple[dict[str, RowsReport], list[TooLong]]:
-    """Return what is told of the splits and the pairs, and what of them exceeds its limit."""
+    """Return the reports of the splits and the pairs, and what of them exceeds its limit."""
     described: dict[str, RowsReport] = {}
     found: list[TooLong | None] = []
     for name, problems in splits.items():

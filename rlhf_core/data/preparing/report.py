@@ -33,7 +33,7 @@ MOST_REJECTED = 1000
 
 @dataclass(frozen=True)
 class DataReport:
-    """Everything that is told of a dataset."""
+    """Everything that a report says of a dataset."""
 
     name: str
     seed: int
@@ -144,14 +144,14 @@ def describe_set(role: str, read: ReadSet[Any]) -> SetReport:
 
 
 def describe_rows(rows: Sequence[Any], drawn_from: str, meter: TokenMeter | None) -> RowsReport:
-    """Return what is told of a whole set's rows, whichever they are."""
+    """Return the report of a whole set's rows, of either kind."""
     if rows and isinstance(rows[0], PreferencePair):
         return describe_pairs(rows, drawn_from, meter.pairs(rows) if meter is not None else [])
     return describe_problems(rows, drawn_from, meter.problems(rows) if meter is not None else [])
 
 
 def describe_problems(problems: Sequence[Problem], drawn_from: str, lengths: Sequence[Lengths]) -> RowsReport:
-    """Return what is told of problems, whose lengths may not be known."""
+    """Return the report of problems; without lengths if these are not known."""
     answers = Counter(problem.answer for problem in problems if problem.answer is not None)
     majority = None
     if answers:
@@ -169,7 +169,7 @@ def describe_problems(problems: Sequence[Problem], drawn_from: str, lengths: Seq
 
 
 def describe_pairs(pairs: Sequence[PreferencePair], drawn_from: str, lengths: Sequence[PairLengths]) -> RowsReport:
-    """Return what is told of preference pairs, whose lengths may not be known."""
+    """Return the report of preference pairs; without lengths if these are not known."""
     return RowsReport(
         len(pairs),
         0,
@@ -254,14 +254,14 @@ def _splits(splits: dict[str, RowsReport]) -> str:
 def _too_long(report: DataReport) -> list[str]:
     if not report.too_long:
         return []
-    told = (
+    lines = (
         f"* {each.what}: {each.longer:,} of {each.of:,} are longer than `{each.key}` = {each.limit:,}, the longest "
         f"{each.longest:,} tokens, "
         + ("left out" if each.dropped else "**still there: a run that reads them is refused**")
         + f"; its prompt: {code(each.example)}"
         for each in report.too_long
     )
-    return ["## Too long", "\n".join(told)]
+    return ["## Too long", "\n".join(lines)]
 
 
 def _lengths(splits: dict[str, RowsReport]) -> list[str]:

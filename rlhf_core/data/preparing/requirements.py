@@ -221,14 +221,16 @@ def ask_verifier(
     if judge is None or name is None:
         return None
     try:
-        told = LEARNT if LEARNT in answered else next(iter(answered))
+        reported = LEARNT if LEARNT in answered else next(iter(answered))
         found = {
-            split: ask_about(judge, name, rows[: ASKED if split == told else ASKED_OF_OTHERS], template, split=split)
+            split: ask_about(
+                judge, name, rows[: ASKED if split == reported else ASKED_OF_OTHERS], template, split=split
+            )
             for split, rows in answered.items()
         }
     finally:
         judge.close()
-    return found[told]
+    return found[reported]
 
 
 def ask_about(

@@ -1,4 +1,4 @@
-"""The formats of files, told by name and first bytes, and their rows: JSON, CSV and Parquet, plain or in gzip.
+"""The formats of files, known by name and first bytes, and their rows: JSON, CSV and Parquet, plain or in gzip.
 
 JSON has a row in each line, or is one array. The first line of CSV names the columns, and every row has as many fields.
 Text is UTF-8; a line that is damaged or otherwise encoded is named by its number.

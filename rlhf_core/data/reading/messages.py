@@ -220,7 +220,7 @@ def prompt_of(messages: Sequence[Message], row: ViewedRow) -> str:
     """Return messages that await the assistant as a prompt.
 
     Raises:
-        RowError: if they do not, or cannot be told as a transcript, or the chat template refuses them.
+        RowError: if they do not, or cannot be written as a transcript, or the chat template refuses them.
     """
     try:
         return transcript(row.view.prompt(messages))

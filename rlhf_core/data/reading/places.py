@@ -160,7 +160,7 @@ def of_split(files: list[Path], split: str, name: str) -> list[Path]:
     Raises:
         DataError: if files are named for other splits only.
     """
-    named = {file: told for file in files if (told := _split_of(file.name))}
+    named = {file: split_of for file in files if (split_of := _split_of(file.name))}
     if not named:
         return files
     chosen = [file for file in files if named.get(file) == _SPLITS.get(split, split)]

@@ -1,4 +1,4 @@
-"""The rows of one source: what they may be for, and each as a row of ours, in the form that its file has."""
+"""The rows of one source: which roles they may have, and how each becomes a row of ours by its file's form."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from rlhf_core.data.reading.messages import MessageView
     from rlhf_core.data.reading.places import Access
 
-_NO_FORM = "of no known form"
 _NEVER_REFUSED = {EQUAL, ALIKE, APART, BLANK}
 """Reasons for which every preference set has some rejected rows; they do not count against the set."""
-MOST_LOOKED_AT = 100
-_BY_WHAT_THEY_SAY: tuple[Role, ...] = ("preferences", "problems", "demonstrations", "prompts")
+_MOST_LOOKED_AT = 100
+_ROLES: tuple[Role, ...] = ("preferences", "problems", "demonstrations", "prompts")
+"""In the order of how much a row must say for them."""
 
 
 def detect_role(source: SourceConfig, access: Access) -> Role:
@@ -54,18 +54,18 @@ def possible_roles(source: SourceConfig, access: Access) -> list[Role]:
     """
     part = find_parts(source, access)[0]
     with closing(cast("Any", part.scan())) as scan:
-        looked_at = list(islice(scan, MOST_LOOKED_AT))
+        looked_at = list(islice(scan, _MOST_LOOKED_AT))
     found = [row for row in looked_at if isinstance(row, Row)]
     if not found:
         raise DataError(looked_at[0].detail)
     check_columns(source.columns, (name for row in found for name in row.fields), part.name)
     rows = [renamed(row, source.columns) for row in found]
-    forms = {role: _usable(role, source) for role in _BY_WHAT_THEY_SAY}
+    forms = {role: _usable(role, source) for role in _ROLES}
     every = [form for role in forms for form in forms[role]]
     first = next((row for row in rows if any(form.is_named_by(row.fields) for form in every)), None)
     if first is None:
-        raise DataError(_formless_source(found[0]))
-    named = {role: [form for form in forms[role] if form.is_named_by(first.fields)] for role in _BY_WHAT_THEY_SAY}
+        raise DataError(_of_no_role(found[0]))
+    named = {role: [form for form in forms[role] if form.is_named_by(first.fields)] for role in _ROLES}
     whole = [role for role, those in named.items() if any(form.is_had_by(row.fields) for form in those for row in rows)]
     if whole != ["prompts"]:
         return whole or [role for role, those in named.items() if those]
@@ -81,7 +81,7 @@ def _usable(role: Role, source: SourceConfig) -> Sequence[Form]:
     return [form for form in FORMS[role]() if set(source.columns) <= set(form.fields)]
 
 
-def _formless_source(row: Row) -> str:
+def _of_no_role(row: Row) -> str:
     return (
         f"{row.where} has neither 'question' and 'answer' (problems) nor 'chosen' and 'rejected' (preferences), "
         "nor 'messages', 'instruction' and 'output', or 'prompt' (demonstrations and prompts); it has "
@@ -91,7 +91,7 @@ def _formless_source(row: Row) -> str:
 
 @dataclass
 class SourceRows:
-    """What one source holds."""
+    """What was read of one source."""
 
     built: list[Any] = field(default_factory=list)
     rejected: list[RejectedRow] = field(default_factory=list)
@@ -99,7 +99,7 @@ class SourceRows:
     """Every row as JSON, for the digest; of a bad row its category."""
     files: list[str] = field(default_factory=list)
     forms: dict[str, None] = field(default_factory=dict)
-    """Used as an ordered set."""
+    """Formats of files with forms of rows; the keys are an ordered set."""
 
 
 def read_source(source: SourceConfig, role: Role, access: Access, view: MessageView) -> SourceRows:
@@ -127,9 +127,12 @@ def _read_part(
         check_columns(source.columns, (name for row in rows for name in row.fields), part.name)
     forms = FORMS[role]()
     mapped = [renamed(row, source.columns) if isinstance(row, Row) else row for row in scanned]
-    form = next((found for row in mapped if isinstance(row, Row) and (found := _form(row, forms, source))), None)
+    form = next(
+        (found for row in mapped if isinstance(row, Row) and (found := form_of(row.fields, forms, source.columns))),
+        None,
+    )
     if form is None and rows:
-        raise DataError(_formless(rows[0], forms, source, role))
+        raise DataError(_of_no_form(rows[0], forms, source, role))
     for row in mapped:
         read.raw.append(row.reason if isinstance(row, RejectedRow) else _canonical(row))
         built = _built(row, form, view)
@@ -138,11 +141,7 @@ def _read_part(
     read.forms[f"{part.format}: {form.name}" if form else part.format] = None
 
 
-def _form(row: Row, forms: Sequence[Form], source: SourceConfig) -> Form | None:
-    return form_of(row.fields, forms, source.columns)
-
-
-def _formless(row: Row, forms: Sequence[Form], source: SourceConfig, role: Role) -> str:
+def _of_no_form(row: Row, forms: Sequence[Form], source: SourceConfig, role: Role) -> str:
     mapped = f" (with the column map: {', '.join(renamed(row, source.columns).fields)})" if source.columns else ""
     return (
         f"{row.where} is none of {role}, which have {in_words(forms)}; it has "

@@ -1,4 +1,4 @@
-"""Counts in sentences: one maker is no `makers`, and the first episode, 0 in code and in stored files, is number 1."""
+"""Counts in sentences: `1 maker`, `2 makers`. What code and stored files count from 0, people read from 1."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def counted(count: float, one: str, more: str | None = None) -> str:
 
 
 def ordinal(index: int) -> int:
-    """Return the number that a person reads for what code counts from 0: episodes above all.
+    """Return the number that people read for what code counts from 0, such as an episode.
 
     Example:
         >>> ordinal(0)

@@ -1,4 +1,4 @@
-"""Greedy answers on held-out problems, each kept: comparing two policies is arithmetic over stored outcomes."""
+"""Greedy answers to held-out problems. Each outcome is stored, so that policies can be compared later."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Outcome:
 
 
 class ConstantAnswer(NamedTuple):
-    """What a policy would reach that answers every problem alike."""
+    """What a policy would reach by giving every problem the same answer."""
 
     answer: str
     accuracy: float
@@ -89,7 +89,7 @@ def evaluate_policy(
 
 
 def check_response_length(template: PromptTemplate, problems: Sequence[Problem], config: EvaluationConfig) -> None:
-    """Check that every right response fits: one that is cut off scores 0, and nothing else would tell.
+    """Refuse a limit that would cut off a right response, which would then score 0.
 
     Raises:
         DataError: if there is no problem, or the response to one that has an answer is too long.
@@ -162,7 +162,7 @@ def answered(problems: Iterable[Problem], responses: Iterable[str], ended: Itera
 def best_constant(problems: Sequence[Problem], template: PromptTemplate, judge: Judge) -> ConstantAnswer | None:
     """Return the answer that, given to every problem, is right most often; None if no problem has a reference.
 
-    What a policy's accuracy must be held against: where most answers are 1, always saying so looks like skill.
+    A policy's accuracy must be compared with this: where most answers are 1, to answer 1 always looks like skill.
 
     Args:
         problems: held-out ones.
@@ -173,7 +173,7 @@ def best_constant(problems: Sequence[Problem], template: PromptTemplate, judge: 
     best: ConstantAnswer | None = None
     for answer, _ in references.most_common(min(CONSTANTS, max(1, CONSTANT_VERDICTS // max(1, len(problems))))):
         verdicts = judge.judge(answered(problems, [_put(answer, template)] * len(problems), [True] * len(problems)))
-        if not all(verdict.well_formed for verdict in verdicts):  # this judge does not look for further tags
+        if not all(verdict.well_formed for verdict in verdicts):  # this judge wants the answer's tags alone
             response = template.answer_text(answer)
             verdicts = judge.judge(answered(problems, [response] * len(problems), [True] * len(problems)))
         found = ConstantAnswer(answer, fmean(verdict.score >= RIGHT for verdict in verdicts))
@@ -194,9 +194,9 @@ def evaluation_metrics(outcomes: Sequence[Outcome], judge: str, confidence: floa
         confidence: of the interval, in (0, 1).
 
     Returns:
-        problems, judge, score (mean), well_formed and truncated (shares), low and high; unless a reward model judged,
-        accuracy (the share that is right, whose the interval is then) and accuracy_given_form (the share of the well
-        formed that is right; 0 if none is).
+        problems, judge, score (mean), well_formed and truncated (as parts of 1), low and high. Unless a reward model
+        judged, also accuracy (the part that is right; the interval is then of this) and accuracy_given_form (the part
+        of the well formed that is right; 0 if none is).
     """
     scores = [outcome.score for outcome in outcomes]
     metrics: dict[str, Any] = {

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from infra.errors import ClusterError
 from infra.settings import settings
-from tasks.sentences import run_logger
+from tasks.run_log import run_logger
 
 if TYPE_CHECKING:
     from infra.clusters import ClusterManifest

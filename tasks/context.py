@@ -14,6 +14,8 @@ from tasks.results import Parent
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun
 
+    from rlhf_core.data.reading import Access
+
 
 @dataclass(frozen=True)
 class Context:
@@ -72,3 +74,14 @@ def materialise(context: Context, parent: Parent) -> Path:
         StoreError: if the version that the store has under this reference holds other files than were meant.
     """
     return Path(parent.path) if parent.path else context.store.cached(ArtifactRef(parent.uri, parent.digest))
+
+
+def data_access(known: Settings) -> Access:
+    """Return where fetched data are kept, and how the S3 server of the settings is reached: as the store's is.
+
+    Credentials are read only where an `s3://` address is, so a run without one needs none.
+    """
+    from infra.artifacts.credentials import options_of
+    from rlhf_core.data.reading import Access
+
+    return Access(known.home / "data", lambda: options_of(known).arguments())

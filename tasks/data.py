@@ -15,8 +15,7 @@ from rlhf_core.config.sizes import BATCHES, Sizes, as_they_are, settle, shortage
 from rlhf_core.config.sizes import SPLITS as SIZES_OF_SPLITS
 from rlhf_core.counting import counted
 from rlhf_core.errors import ConfigError, DataError, Fault, refuse_together
-from tasks.context import Context, materialise, open_context
-from tasks.data_access import access_to
+from tasks.context import Context, data_access, materialise, open_context
 from tasks.parents import base_model
 from tasks.plan import recalled, recorded, settled_once
 from tasks.progress import say
@@ -59,7 +58,7 @@ def with_data(config: PipelineConfig, data: str | None) -> PipelineConfig:
     from rlhf_core.data.preparing import role_of, with_source
 
     source = SourceConfig(path=data)
-    role = role_of(source, config.data, access_to(settings()))
+    role = role_of(source, config.data, data_access(settings()))
     return config.model_copy(update={"data": with_source(config.data, source, role)})
 
 
@@ -85,7 +84,7 @@ def prepare_data(
         return stage_result("data", context.store.resolve(str(reference)), reused=True)
     from rlhf_core.data.preparing import SOURCES, set_digests
 
-    before = made_before(context, "data")  # what its files hold by now is nothing to this run
+    before = made_before(context, "data")  # a run goes on with the data that it began with
     if before is not None:
         _show(context, before)
         return before
@@ -108,7 +107,7 @@ def prepare_data(
     def make() -> StageResult:
         started = time.perf_counter()
         made = _made(context, config, sizes, sets, template, reads=reads)
-        # what gave way to the splits that this run reads is missing in another's: they share no dataset
+        # this run's splits may have taken rows from others: a run that reads those needs a dataset of its own
         own = key() if made.for_all else key(reads=reads)
 
         def store() -> StageResult:
@@ -181,7 +180,7 @@ def _read_as_it_began(context: Context, config: PipelineConfig, template: Prompt
     told = "and was not stored yet; put back what was there, or start a new run, which takes the data as they are now"
     then: dict[str, _SetThen] | None = recalled(context, _DATA, dict[str, _SetThen])
     try:
-        sets = read_sets(config.data, access_to(context.settings), template)
+        sets = read_sets(config.data, data_access(context.settings), template)
     except DataError as error:
         if then is None or error.passes:
             raise
@@ -227,7 +226,7 @@ def is_dataset(reference: str | None) -> bool:
 
 @stage_task(name="check-data")
 def check_data(config: PipelineConfig, dataset: Parent, *, reads: tuple[str, ...]) -> None:
-    """Refuse, before any training, a dataset that a later stage would stumble over.
+    """Refuse, before any training, a dataset that a later stage could not use.
 
     Args:
         config: the resolved preset.
@@ -343,7 +342,7 @@ def _figures(made: Prepared) -> dict[str, Any]:
 
 
 def _line(made: Prepared) -> str:
-    """Return what a person who follows the run wants to know of the data."""
+    """Return the line on the data for people who follow the run."""
     figures = _figures(made)
     counts = [f"{figures[f'problems_{name}']} {name}" for name in SPLITS if figures[f"problems_{name}"]]
     if made.pairs is not None:
@@ -353,10 +352,10 @@ def _line(made: Prepared) -> str:
         for name, words in (("rejected", "rejected"), ("duplicates", "duplicates"), ("too_long", "too long"))
         if figures[name]
     ]
-    agreement = made.report.agreement
+    check = made.report.verifier_check
     parts = [", ".join(counts), f"left out {', '.join(left_out)}" if left_out else "", "no prompt in two splits"]
-    if agreement is not None:
-        parts.append(str(agreement))
+    if check is not None:
+        parts.append(str(check))
     return "; ".join(part for part in parts if part)
 
 

@@ -145,7 +145,7 @@ def _reward_model(run: PPORun, dtype: str) -> RewardModel:
 def _demonstrations(run: PPORun) -> Demonstrations | None:
     """Return the dataset's demonstrations for SFT, where the policy learns them beside PPO."""
     from rlhf_core.data import PromptTemplate, problems_from_jsonl
-    from rlhf_core.data.demonstrations import encode_demonstrations
+    from rlhf_core.data.encoding import encode_demonstrations
     from rlhf_core.models.loading import default_device, load_tokenizer
     from rlhf_core.ppo.ptx import Demonstrations
 

@@ -96,7 +96,8 @@ def _encoded(
 ) -> tuple[list[EncodedPair], list[EncodedPair]]:
     """Return the pairs to learn and those to measure on, which share no prompt."""
     from rlhf_core.data import pairs_from_jsonl
-    from rlhf_core.data.encoding import encode_pairs, refuse_shared_prompts, split_pairs
+    from rlhf_core.data.encoding import encode_pairs
+    from rlhf_core.data.preferences import refuse_shared_prompts, split_pairs
 
     rows = pairs_from_jsonl(file.read_bytes())
     split = split_pairs(rows, config.reward_model, seed=config.seed)

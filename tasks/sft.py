@@ -52,8 +52,9 @@ class SFTTraining:
 
     def _train_and_store(self, context: Context) -> StageResult | None:
         from rlhf_core.data import PromptTemplate
-        from rlhf_core.data.demonstrations import encode_demonstrations, of_the_same_kind
+        from rlhf_core.data.encoding import encode_demonstrations
         from rlhf_core.data.jsonl import to_jsonl
+        from rlhf_core.data.problems import of_the_same_kind
         from rlhf_core.models.loading import load_tokenizer
         from rlhf_core.models.lora import save_merged
         from rlhf_core.training.boosted import exact
@@ -100,7 +101,7 @@ def _short_enough(
     config: PipelineConfig, template: PromptTemplate, problems: Sequence[Problem]
 ) -> list[EncodedConversation]:
     """Return the first held-out demonstrations, less those that are longer than what training takes."""
-    from rlhf_core.data.demonstrations import encode_demonstrations
+    from rlhf_core.data.encoding import encode_demonstrations
 
     encoded = encode_demonstrations(problems[:HELDOUT], template)
     return [each for each in encoded if len(each.ids) <= config.sft.max_length]

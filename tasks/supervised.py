@@ -46,7 +46,7 @@ def train_sft(config: PipelineConfig, dataset: Parent, actor: str | None = None)
     Raises:
         DataError: if there is no demonstration.
     """
-    from rlhf_core.data.demonstrations import refuse_nothing_to_learn
+    from rlhf_core.data.problems import refuse_nothing_to_learn
 
     context = open_context()
     refuse_nothing_to_learn(problems_of(materialise(context, dataset), "sft"), where=dataset.uri)

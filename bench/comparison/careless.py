@@ -14,9 +14,9 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
+from rlhf_core.data.gym import draw_problems
 from rlhf_core.data.jsonl import to_jsonl
 from rlhf_core.data.problems import Problem
-from rlhf_core.data.tasks import draw_problems
 
 TASK = "number_sorting"
 PARAMETERS = {

@@ -21,7 +21,7 @@ from infra.artifacts import ArtifactStore
 from infra.settings import settings
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.conversation import EncodedConversation
-from rlhf_core.data.demonstrations import encode_demonstrations
+from rlhf_core.data.encoding import encode_demonstrations
 from rlhf_core.data.problems import Problem, problems_from_jsonl
 from rlhf_core.data.template import PromptTemplate
 from rlhf_core.evaluation import Outcome, evaluate_policy

@@ -56,7 +56,7 @@ def check(
     from rlhf_core.config import SourceConfig
     from rlhf_core.data.preparing import Standard, check_source
     from rlhf_core.errors import ConfigError
-    from tasks.data_access import access_to
+    from tasks.context import data_access
 
     if not paths:
         raise ConfigError("name at least one set to check, such as `rlhf data check train.jsonl`")
@@ -66,7 +66,7 @@ def check(
     checked = []
     for path in paths:
         source = SourceConfig(path=path, columns=columns, subset=subset, split=split)
-        checked.append(check_source(standard, source, role, access=access_to(known), alone=len(paths) == 1))
+        checked.append(check_source(standard, source, role, access=data_access(known), alone=len(paths) == 1))
     overlaps = _overlaps(checked)
     if as_json:
         _write_json(checked, overlaps, preset)

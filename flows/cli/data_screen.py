@@ -167,8 +167,8 @@ def _show_splits(console: Console, report: DataReport, preset: str) -> None:
             note = f"{found.longer:,} of {found.of:,} {where} ({found.key} = {found.limit:,})"
         table.add_row(name, f"{rows.rows:,}", Text(note))
     console.print(Padding(table, (0, 0, 0, 2), expand=False))
-    if report.agreement is not None:
-        console.print(Text(f"  verifier: {report.agreement}"))
+    if report.verifier_check is not None:
+        console.print(Text(f"  verifier: {report.verifier_check}"))
 
 
 def _plain() -> Table:

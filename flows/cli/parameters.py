@@ -176,14 +176,13 @@ def placed(parameters: Mapping[str, Any], *, here: bool) -> dict[str, Any]:
 
 
 def _is_reference(path: Any) -> bool:
-    from rlhf_core.data.reading.local import is_data_name
+    from rlhf_core.data.reading.places import is_data_name
 
     return isinstance(path, str) and path.startswith("dataset/") and not is_data_name(path)
 
 
 def _data_path(path: str, *, here: bool) -> str:
-    from rlhf_core.data.reading.local import files_of_pattern, is_pattern, missing
-    from rlhf_core.data.reading.places import is_hub_name
+    from rlhf_core.data.reading.places import files_of_pattern, is_hub_name, is_pattern, missing
 
     if not path or "://" in path:
         return path

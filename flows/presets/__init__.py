@@ -67,7 +67,7 @@ class Draft(NamedTuple):
     """A configuration before the data are read, which its sizes follow."""
 
     config: PipelineConfig
-    """Its sizes agree with each other, at the price of some that the user set where `complaints` says so."""
+    """Its sizes fit together; where `complaints` says so, some that the user set had to change for it."""
     sizes: Sizes
     """What the preset and the user want of them."""
     complaints: tuple[str, ...]

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from rlhf_core.coati.experience_maker import prompts_from_batch
-from rlhf_core.data.labels import IGNORED
 from rlhf_core.errors import DataError
+from rlhf_core.functional.masking import IGNORED
 from rlhf_core.strategy.ranks import Ranks, together
 from rlhf_core.supervised.forward import check_vocabulary
 from rlhf_core.training.base import PaddedBatch

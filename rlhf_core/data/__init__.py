@@ -1,6 +1,6 @@
 """Prompts, answers, preferences, and who judges them.
 
-The names below are loaded when they are first used: reasoning-gym's hundred tasks take two seconds, and few need them.
+The names below are loaded when they are first used: a command that only shows help then imports no pydantic.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Self
 
 from rlhf_core.config import TemplateConfig
 from rlhf_core.config.data import TagConfig
-from rlhf_core.data.reading.local import existing_file
+from rlhf_core.data.reading.places import existing_file
 from rlhf_core.data.template import PromptTemplate
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.rewards.structure import check_tags
@@ -190,7 +190,7 @@ def _extend(encoded: EncodedConversation, tokenizer: Any, before: str, after: st
 
 
 def read_template(config: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any]:
-    """Return a configuration of coati's form, all of whose values have the types that they should.
+    """Return a template configuration of coati's form, after a check of its keys and their types.
 
     Args:
         config: the configuration, or a file of it; None is an empty one.

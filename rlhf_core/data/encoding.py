@@ -1,19 +1,63 @@
-"""Preference pairs as token ids, and their split into training and held-out pairs."""
+"""Demonstrations and preference pairs as token ids: the same for every stage that learns from them."""
 
 from __future__ import annotations
 
-import hashlib
 import math
 from array import array
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
-from rlhf_core.config import RewardModelConfig
-from rlhf_core.counting import counted
-from rlhf_core.data.preferences import ASSISTANT, PreferencePair
-from rlhf_core.data.problems import problem_key
-from rlhf_core.data.template import PromptTemplate
+from rlhf_core.data.conversation import EncodedConversation, encode_conversation
+from rlhf_core.data.problems import response_to_learn
+from rlhf_core.data.transcripts import turns
 from rlhf_core.errors import DataError
+
+if TYPE_CHECKING:
+    from rlhf_core.data.preferences import PreferencePair
+    from rlhf_core.data.problems import Problem
+    from rlhf_core.data.template import PromptTemplate
+
+
+def encode_demonstrations(problems: Sequence[Problem], template: PromptTemplate) -> list[EncodedConversation]:
+    """Return, of each problem, the ids of prompt and response and a mask that is True on what is learnt.
+
+    Ids are those that the model is given when it is asked, then the response with its stop token. Learnt is the
+    response; and, where a chat template writes the turns of a conversation, what the assistant said earlier in it.
+
+    Raises:
+        DataError: if a problem shows no response, or the chat template cannot write its turns; the message names it.
+    """
+    encoded = []
+    for number, problem in enumerate(problems, start=1):
+        try:
+            encoded.append(_encode(problem, template))
+        except DataError as error:
+            raise DataError(f"demonstration {number} of {len(problems)}: {error}") from error
+    return encoded
+
+
+def _encode(problem: Problem, template: PromptTemplate) -> EncodedConversation:
+    prompt = template.prompt_ids(problem.prompt)
+    response = template.response_ids(response_to_learn(problem, template))
+    return EncodedConversation(prompt + response, _said_earlier(problem, template, prompt) + [True] * len(response))
+
+
+def _said_earlier(problem: Problem, template: PromptTemplate, prompt: Sequence[int]) -> list[bool]:
+    """Return a mask of the prompt: True on the assistant's earlier turns, as far as their ids are the prompt's own.
+
+    A token that joins the end of a turn to what follows is of neither; what stands behind it is not learnt. Nor is
+    any earlier turn where the template writes one of them differently than it was said, such as without its thoughts.
+    """
+    messages = (turns(problem.prompt) if template.writes_turns else None) or []
+    if not any(message["role"] == "assistant" for message in messages):
+        return [False] * len(prompt)
+    try:
+        earlier = encode_conversation(messages, template)
+    except DataError:
+        return [False] * len(prompt)
+    differs = (place for place, (a, b) in enumerate(zip(earlier.ids, prompt, strict=False)) if a != b)
+    same = next(differs, min(len(earlier.ids), len(prompt)))
+    return earlier.loss_mask[:same] + [False] * (len(prompt) - same)
 
 
 class EncodedPair(NamedTuple):
@@ -34,58 +78,6 @@ class EncodedPair(NamedTuple):
         return max(len(self.chosen), len(self.rejected))
 
 
-class PairSplit(NamedTuple):
-    """Pairs by use; no prompt is in both."""
-
-    training: list[PreferencePair]
-    heldout: list[PreferencePair]
-
-
-def split_pairs(pairs: Sequence[PreferencePair], config: RewardModelConfig, *, seed: int) -> PairSplit:
-    """Return at most `config.pairs` pairs, split by conversation.
-
-    Pairs of one prompt share responses, and a prompt that continues another shares its turns: they go together, or the
-    accuracy would be measured on what was learnt.
-
-    Raises:
-        DataError: one side is empty.
-    """
-
-    def rank(pair: PreferencePair) -> bytes:
-        return _digest(seed, pair.prompt, pair.chosen, pair.rejected)
-
-    used = sorted(pairs, key=rank)[: config.pairs]
-    beginnings = _beginnings({pair.prompt for pair in used})
-    places = {
-        prompt: int.from_bytes(_digest(seed, problem_key(first))[:8], "big") / 2**64
-        for prompt, first in beginnings.items()
-    }
-    heldout = [pair for pair in used if places[pair.prompt] < config.heldout_fraction]
-    training = [pair for pair in used if places[pair.prompt] >= config.heldout_fraction]
-    if not heldout or not training:
-        raise DataError(
-            f"{counted(len(used), 'preference pair')} of {counted(len(set(beginnings.values())), 'prompt')} cannot be "
-            f"split: {len(training)} would be trained on and {len(heldout)} held out; give more pairs or change "
-            "reward_model.heldout_fraction"
-        )
-    return PairSplit(training, heldout)
-
-
-def _beginnings(prompts: Iterable[str]) -> dict[str, str]:
-    """Return, of each prompt, the shortest one that it continues: itself, unless that is a transcript among them."""
-    found: dict[str, str] = {}
-    first = ""
-    for prompt in sorted(prompts):  # what continues a transcript comes right behind it
-        if not (first.endswith(ASSISTANT) and prompt.startswith(first)):
-            first = prompt
-        found[prompt] = first
-    return found
-
-
-def _digest(seed: int, *texts: str) -> bytes:
-    return hashlib.sha256("\0".join((str(seed), *texts)).encode("utf-8", "surrogatepass")).digest()
-
-
 def encode_pairs(pairs: Sequence[PreferencePair], template: PromptTemplate) -> list[EncodedPair]:
     """Return the pairs as token ids, each response with its stop token.
 
@@ -104,18 +96,3 @@ def encode_pairs(pairs: Sequence[PreferencePair], template: PromptTemplate) -> l
             )
         encoded.append(EncodedPair(chosen, rejected, pair.margin, len(prompt), pair.both_well_formed))
     return encoded
-
-
-def refuse_shared_prompts(training: Iterable[PreferencePair], heldout: Iterable[PreferencePair]) -> None:
-    """See that a reward model is measured on prompts that it was not trained on.
-
-    Raises:
-        DataError: if a prompt is in both, however different its responses, its case or its white space.
-    """
-    learnt = {problem_key(pair.prompt) for pair in training}
-    shared = {pair.prompt for pair in heldout if problem_key(pair.prompt) in learnt}
-    if shared:
-        raise DataError(
-            f"the training pairs and the held-out ones share {counted(len(shared), 'prompt')}, first {min(shared)!r}; "
-            "a reward model is measured on prompts that it never saw, so leave them out of one of the two"
-        )

@@ -1,10 +1,11 @@
-"""Prompts and demonstrations in batches: datasets, collators and the sampler that shares rows among ranks."""
+"""Prompts and demonstrations for `train_ppo`: rows of files, datasets of token ids, collators, a rank's sampler."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -13,24 +14,117 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from rlhf_core.counting import counted
-from rlhf_core.data.dialogues import Dialogue
-from rlhf_core.data.labels import IGNORED
 from rlhf_core.data.problems import problem_key
+from rlhf_core.data.reading.formats import json_lines
+from rlhf_core.data.reading.messages import read_messages
+from rlhf_core.data.reading.places import existing_file, is_saved, saved_rows
+from rlhf_core.data.reading.rows import RejectedRow, answer_text, stated_answer, text_fields
 from rlhf_core.data.transcripts import Message, marked_keys
 from rlhf_core.errors import DataError
+from rlhf_core.functional.masking import IGNORED
 from rlhf_core.strategy.ranks import current_ranks
 
 EncodePrompt = Callable[[Sequence[Message]], list[int]]
 EncodeDialogue = Callable[[Sequence[Message]], tuple[list[int], list[bool]]]
 Row = dict[str, Any]
 T = TypeVar("T")
+_FILES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 
 
-class Fitted(NamedTuple):
-    """A dataset, and how many rows were too long for it."""
+class Dialogue(NamedTuple):
+    """One row: messages that a template will encode, or token ids that were encoded before."""
 
-    dataset: PromptDataset
-    dropped: int
+    messages: tuple[Message, ...] | None
+    answer: str | None
+    """What a reward function compares a response with."""
+    ids: tuple[int, ...] | None
+    loss_mask: tuple[bool, ...] | None
+    """With token ids only: which of them are a demonstration's; None where the row does not say."""
+    where: str
+    """Names the row in an error."""
+    entry: str | None = None
+    """The task's own record of the problem, as our data files keep it: JSON in a text."""
+
+    def before_answer(self) -> tuple[Message, ...]:
+        """Return all messages but a last one of the assistant's, which is what the policy is to say."""
+        messages = self.messages or ()
+        return messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
+
+
+def read_dialogues(paths: Sequence[str | Path]) -> list[Dialogue]:
+    """Return the rows of files and directories, in order.
+
+    Args:
+        paths: JSON lines (also as gzip) of {"question", "answer"} or {"messages", "gt_answer"}; directories of such
+            files; directories that `datasets` saved, with messages or token ids, or directories of those.
+
+    Returns:
+        At least one row.
+
+    Raises:
+        DataError: if a file is missing, unreadable, damaged or empty; or a row has none of the forms.
+    """
+    rows = (named for path in paths for named in _rows(Path(path).expanduser()))
+    return [_dialogue(row, where)._replace(entry=_entry(row, where)) for where, row in rows]
+
+
+def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the rows under a path, each with the words that name it in an error."""
+    if path.is_dir() and not is_saved(path):
+        parts = sorted(part for part in path.iterdir() if part.is_dir() or part.name.endswith(_FILES))
+        if not parts:
+            raise DataError(f"{path} holds neither JSON lines ({', '.join(_FILES)}) nor a dataset saved to disk")
+        for part in parts:
+            yield from _rows(part)
+        return
+    for row in saved_rows(path) if path.is_dir() else json_lines(existing_file(path), str(path)):
+        if isinstance(row, RejectedRow):
+            raise DataError(row.detail)
+        yield row.where, row.fields
+
+
+def _dialogue(row: Mapping[str, Any], where: str) -> Dialogue:
+    answer = None if row.get("gt_answer") is None else answer_text(row, where, "gt_answer")
+    if row.get("input_ids") is not None:
+        return Dialogue(None, answer, _ids(row["input_ids"], where), _loss_mask(row, where), where)
+    if row.get("messages") is not None:
+        return Dialogue(read_messages(row["messages"], where), answer, None, None, where)
+    if "question" in row:
+        question, text = text_fields(row, where, ("question", "answer"))
+        messages = ({"role": "user", "content": question.strip()}, {"role": "assistant", "content": text.strip()})
+        return Dialogue(messages, answer if answer is not None else stated_answer(text, where), None, None, where)
+    raise DataError(
+        f"{where} has none of 'messages', 'question' with 'answer', and 'input_ids'; "
+        f"it has {', '.join(map(repr, row)) or 'no fields'}"
+    )
+
+
+def _entry(row: Mapping[str, Any], where: str) -> str | None:
+    entry = row.get("entry")
+    if not isinstance(entry, str | None):
+        raise DataError(f"{where}: 'entry' must be a text, as our own data files have it")
+    return entry
+
+
+def _ids(value: Any, where: str) -> tuple[int, ...]:
+    whole = isinstance(value, list) and bool(value) and all(type(token) is int and token >= 0 for token in value)
+    if not whole:
+        raise DataError(f"{where}: 'input_ids' must be a list of at least one token id, which is 0 or more")
+    return tuple(value)
+
+
+def _loss_mask(row: Mapping[str, Any], where: str) -> tuple[bool, ...] | None:
+    given: Iterable[bool] | None = None
+    if row.get("loss_mask") is not None:
+        given = (bool(counts) for counts in row["loss_mask"])
+    elif row.get("labels") is not None:
+        given = (label != IGNORED for label in row["labels"])
+    if given is None:
+        return None
+    mask = tuple(given)
+    if len(mask) != len(row["input_ids"]):
+        raise DataError(f"{where} has {len(row['input_ids'])} tokens in 'input_ids', but {len(mask)} in its loss mask")
+    return mask
 
 
 class PromptDataset(Dataset[Row]):
@@ -58,6 +152,13 @@ class PromptDataset(Dataset[Row]):
             digest.update(np.asarray(row["input_ids"], dtype=np.int64).tobytes())
             digest.update(repr((row.get("gt_answer"), row.get("loss_mask"))).encode("utf-8", "surrogatepass"))
         return digest.hexdigest()[:16]
+
+
+class Fitted(NamedTuple):
+    """A dataset, and how many rows were too long for it."""
+
+    dataset: PromptDataset
+    dropped: int
 
 
 class Limits(NamedTuple):
@@ -148,9 +249,9 @@ def _fitted(rows: list[Row], what: str, limits: Limits) -> Fitted:
 
 
 class StatefulDistributedSampler(Sampler[int]):
-    """Deals an epoch's rows to the ranks, each its own, in an order that seed and epoch decide.
+    """Gives each rank its own rows of an epoch, in an order that seed and epoch decide.
 
-    What is left when the rows do not divide by the ranks goes to nobody in this epoch.
+    Rows that are left over, where the ranks do not divide them evenly, are not used in this epoch.
 
     Args:
         dataset: anything with a length.
@@ -158,7 +259,7 @@ class StatefulDistributedSampler(Sampler[int]):
         rank: of this process; None asks torch.distributed.
         shuffle: permute the rows, differently in each epoch.
         seed: of the permutations, at least 0.
-        drop_last: without a meaning: ranks always get equal numbers of rows.
+        drop_last: has no effect: all ranks always get the same number of rows.
     """
 
     def __init__(
@@ -197,7 +298,7 @@ class StatefulDistributedSampler(Sampler[int]):
         self.epoch = epoch
 
     def set_start_index(self, start_index: int) -> None:
-        """Leave out the first rows of this rank's share, which were seen before the run was resumed."""
+        """Leave out this rank's first rows, which were seen before the run was resumed."""
         self.start_index = start_index
 
 

@@ -1,21 +1,22 @@
-"""Pairs of responses of which one is preferred: from transcripts, and from a model's own verified samples."""
+"""Preference pairs: from two transcripts, from a model's own samples; and which pairs are held out."""
 
 from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from rlhf_core.counting import counted
 from rlhf_core.data.jsonl import from_jsonl, to_jsonl
+from rlhf_core.data.problems import problem_key
+from rlhf_core.data.transcripts import ASSISTANT, HUMAN, stripped
 from rlhf_core.errors import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-SYSTEM = "\n\nSystem:"
-HUMAN = "\n\nHuman:"
-ASSISTANT = "\n\nAssistant:"
+    from rlhf_core.config import RewardModelConfig
 
 
 @dataclass(frozen=True)
@@ -30,21 +31,6 @@ class PreferencePair:
     """By how much the chosen response's score should exceed the other's, at least 0: how sure the judge was."""
     both_well_formed: bool | None = None
     """Whether both responses have the form that is wanted, so that they differ in more; None if nobody has looked."""
-
-
-@dataclass(frozen=True)
-class VerifiedSample:
-    """A model's response, and what the verifier said."""
-
-    prompt: str
-    response: str
-    score: float
-    well_formed: bool
-
-    @property
-    def rank(self) -> float:
-        """Right above wrong, well formed above ill formed."""
-        return self.score + (0.5 if self.well_formed else 0.0)
 
 
 def split_transcripts(chosen: str, rejected: str, where: str) -> PreferencePair | None:
@@ -77,17 +63,6 @@ def split_transcripts(chosen: str, rejected: str, where: str) -> PreferencePair 
     return PreferencePair(chosen[:end], stripped(chosen[end:]), stripped(rejected[end:]))
 
 
-def first_turn(response: str) -> str:
-    """Return what the assistant says at once: where transcripts part early, further turns follow."""
-    return response.partition(HUMAN)[0].strip()
-
-
-def stripped(response: str) -> str:
-    """Return a response without the space around it; a mark behind a turn that says nothing stays a mark."""
-    said, mark, further = response.partition(HUMAN)
-    return (said.lstrip() + mark + further).rstrip()
-
-
 def _common_length(one: str, other: str) -> int:
     length = 0
     for a, b in zip(one, other, strict=False):
@@ -95,6 +70,21 @@ def _common_length(one: str, other: str) -> int:
             break
         length += 1
     return length
+
+
+@dataclass(frozen=True)
+class VerifiedSample:
+    """A model's response, and what the verifier said."""
+
+    prompt: str
+    response: str
+    score: float
+    well_formed: bool
+
+    @property
+    def rank(self) -> float:
+        """Right above wrong, well formed above ill formed."""
+        return self.score + (0.5 if self.well_formed else 0.0)
 
 
 def pairs_from_samples(samples: Iterable[VerifiedSample], *, most: int | None, seed: int) -> list[PreferencePair]:
@@ -139,6 +129,73 @@ def _pairs_of_one_prompt(samples: Sequence[VerifiedSample]) -> list[PreferencePa
 
 def _order(seed: int, text: str) -> str:
     return hashlib.sha256(f"{seed}\0{text}".encode("utf-8", "surrogatepass")).hexdigest()
+
+
+class PairSplit(NamedTuple):
+    """Pairs by use; no prompt is in both."""
+
+    training: list[PreferencePair]
+    heldout: list[PreferencePair]
+
+
+def split_pairs(pairs: Sequence[PreferencePair], config: RewardModelConfig, *, seed: int) -> PairSplit:
+    """Return at most `config.pairs` pairs, split by conversation.
+
+    Pairs of one prompt have responses in common, and a prompt that continues another has its turns in common. They stay
+    together, or the accuracy would be measured on what was learnt.
+
+    Raises:
+        DataError: one side is empty.
+    """
+
+    def rank(pair: PreferencePair) -> bytes:
+        return _digest(seed, pair.prompt, pair.chosen, pair.rejected)
+
+    used = sorted(pairs, key=rank)[: config.pairs]
+    beginnings = _beginnings({pair.prompt for pair in used})
+    places = {
+        prompt: int.from_bytes(_digest(seed, problem_key(first))[:8], "big") / 2**64
+        for prompt, first in beginnings.items()
+    }
+    heldout = [pair for pair in used if places[pair.prompt] < config.heldout_fraction]
+    training = [pair for pair in used if places[pair.prompt] >= config.heldout_fraction]
+    if not heldout or not training:
+        raise DataError(
+            f"{counted(len(used), 'preference pair')} of {counted(len(set(beginnings.values())), 'prompt')} cannot be "
+            f"split: {len(training)} would be trained on and {len(heldout)} held out; give more pairs or change "
+            "reward_model.heldout_fraction"
+        )
+    return PairSplit(training, heldout)
+
+
+def _beginnings(prompts: Iterable[str]) -> dict[str, str]:
+    """Return, of each prompt, the shortest one that it continues: itself, unless that is a transcript among them."""
+    found: dict[str, str] = {}
+    first = ""
+    for prompt in sorted(prompts):  # what continues a transcript comes right behind it
+        if not (first.endswith(ASSISTANT) and prompt.startswith(first)):
+            first = prompt
+        found[prompt] = first
+    return found
+
+
+def _digest(seed: int, *texts: str) -> bytes:
+    return hashlib.sha256("\0".join((str(seed), *texts)).encode("utf-8", "surrogatepass")).digest()
+
+
+def refuse_shared_prompts(training: Iterable[PreferencePair], heldout: Iterable[PreferencePair]) -> None:
+    """Refuse held-out pairs of prompts that the reward model was trained on.
+
+    Raises:
+        DataError: if a prompt is in both, however different its responses, its case or its white space.
+    """
+    learnt = {problem_key(pair.prompt) for pair in training}
+    shared = {pair.prompt for pair in heldout if problem_key(pair.prompt) in learnt}
+    if shared:
+        raise DataError(
+            f"the training pairs and the held-out ones share {counted(len(shared), 'prompt')}, first {min(shared)!r}; "
+            "a reward model is measured on prompts that it never saw, so leave them out of one of the two"
+        )
 
 
 def pairs_to_jsonl(pairs: Iterable[PreferencePair]) -> bytes:

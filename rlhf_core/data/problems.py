@@ -16,21 +16,6 @@ if TYPE_CHECKING:
     from rlhf_core.data.template import PromptTemplate
 
 
-def problem_key(prompt: str) -> str:
-    """Return what two prompts share if they differ in case and white space alone: 16 hex digits.
-
-    A transcript of one turn is that turn.
-
-    Example:
-        >>> problem_key("Sort  ascending: 3 1") == problem_key("sort ascending: 3 1 ")
-        True
-    """
-    said = turns(prompt)
-    text = said[0]["content"] if said is not None and len(said) == 1 and is_plain(said) else prompt
-    normalised = " ".join(text.casefold().split())
-    return hashlib.sha256(normalised.encode("utf-8", "surrogatepass")).hexdigest()[:16]
-
-
 @dataclass(frozen=True)
 class Problem:
     """A prompt, with what is known of a good response to it."""
@@ -53,6 +38,26 @@ class Problem:
         return problem_key(self.prompt)
 
 
+def problem_key(prompt: str) -> str:
+    """Return what two prompts share if they differ in case and white space alone: 16 hex digits.
+
+    A transcript of one turn is that turn.
+
+    Example:
+        >>> problem_key("Sort  ascending: 3 1") == problem_key("sort ascending: 3 1 ")
+        True
+    """
+    said = turns(prompt)
+    text = said[0]["content"] if said is not None and len(said) == 1 and is_plain(said) else prompt
+    normalised = " ".join(text.casefold().split())
+    return hashlib.sha256(normalised.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def has_response_to_learn(problem: Problem) -> bool:
+    """Return whether there is something to learn: a response of the problem's own, or an answer."""
+    return problem.demonstration is not None or problem.answer is not None
+
+
 def response_to_learn(problem: Problem, template: PromptTemplate) -> str:
     """Return what supervised fine-tuning teaches: the demonstration, else the answer in its tags.
 
@@ -67,6 +72,36 @@ def response_to_learn(problem: Problem, template: PromptTemplate) -> str:
             "give data.demonstrations, or problems with answers"
         )
     return template.answer_text(problem.answer)
+
+
+def refuse_nothing_to_learn(problems: Iterable[Problem], *, where: str) -> None:
+    """See that there is something to learn.
+
+    Args:
+        problems: of the split for supervised fine-tuning.
+        where: names the dataset.
+
+    Raises:
+        DataError: if no problem shows a response.
+    """
+    if not any(map(has_response_to_learn, problems)):
+        raise DataError(
+            f"{where} has no demonstrations to learn: none of its rows for SFT has a response or an answer; give "
+            "data.demonstrations, or problems with answers, or go on without SFT (the parameter `actor`)"
+        )
+
+
+def of_the_same_kind(problems: Iterable[Problem], shown: Iterable[Problem]) -> list[Problem]:
+    """Return those problems that show a response as others do: one of their own, or the answer in its tags.
+
+    The loss of bare answers says little of a model that learns whole responses.
+
+    Args:
+        problems: to choose from, such as the held-out ones.
+        shown: those that are learnt.
+    """
+    kinds = {problem.demonstration is None for problem in shown}
+    return [each for each in problems if has_response_to_learn(each) and (each.demonstration is None) in kinds]
 
 
 def problems_to_jsonl(problems: Iterable[Problem]) -> bytes:

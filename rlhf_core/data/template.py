@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jinja2 import TemplateError
 
-from rlhf_core.data.preferences import ASSISTANT
-from rlhf_core.data.transcripts import TOOL, Message, conversation, further_keys, is_plain, turns, turns_of
+from rlhf_core.data.transcripts import ASSISTANT, TOOL, Message, conversation, further_keys, is_plain, turns, turns_of
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.rewards.structure import answer_tags, is_of_tag
 
@@ -87,7 +86,7 @@ class PromptTemplate:
         return tuple(dict.fromkeys(stops))
 
     def _find_pad_id(self) -> int:
-        """Return a token that ends no response, if the tokenizer has one: masks need no such thing, readers do."""
+        """Return a token that ends no response, if there is one: padded text is then easier to read."""
         tokenizer = self.tokenizer
         candidates = (tokenizer.pad_token_id, tokenizer.unk_token_id, *tokenizer.all_special_ids, 0)
         usable = [token for token in candidates if token is not None and token not in self.stop_ids]
@@ -122,9 +121,8 @@ class PromptTemplate:
     def shown(self, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
         """Return turns without those of their further keys that the model is not shown.
 
-        Writing finds it out: with the keys that are left, the template writes the same text as with all, and with one
-        of them less another text. So a key may be shown of one turn and not of another; and of two keys that say the
-        same, one is left.
+        A key is shown if the template writes another text without it. So a key may be shown in one turn and not in
+        another, and of two keys that change the text alike one is kept.
 
         Args:
             messages: turns; unless the last one is the assistant's, they await the assistant.
@@ -161,10 +159,10 @@ class PromptTemplate:
         return kept
 
     def said(self, before: Sequence[Mapping[str, Any]], message: Mapping[str, Any]) -> Said:
-        """Return the response that a message of the assistant's is: its content, if no further key of it is shown.
+        """Return the text of an assistant's message as the model is to say it.
 
-        Else it is all that the chat template writes of the message, as the model is to say it: behind the text that
-        awaits the assistant, up to where the turn ends.
+        It is the content, if no further key of the message is shown. Else it is all that the chat template writes for
+        the message: from where the prompt ends to where the turn ends.
 
         Args:
             before: the turns that the message answers.

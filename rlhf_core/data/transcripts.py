@@ -1,6 +1,6 @@
 r"""Conversations as one text: "\n\nSystem: ...\n\nHuman: ...\n\nAssistant:", which HH-RLHF's prompts are too.
 
-A turn that has more than a role and a content says so behind its speaker's mark, where no content stands:
+Further keys of a turn, besides role and content, stand between its speaker's mark and its content:
 "\n\nAssistant:[keys {"thinking": "..."}] Hello". A tool's result is a turn of the user's with the key role.
 """
 
@@ -9,35 +9,25 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core.data.preferences import ASSISTANT, HUMAN, SYSTEM, stripped
 from rlhf_core.errors import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-Message = dict[str, Any]
-"""A turn: its role (system, user, assistant or tool), its content, a text, and whatever further keys it has."""
+SYSTEM = "\n\nSystem:"
+HUMAN = "\n\nHuman:"
+ASSISTANT = "\n\nAssistant:"
 TOOL = "tool"
 MARKS = {"system": SYSTEM, "user": HUMAN, "assistant": ASSISTANT, TOOL: HUMAN}
 _KEYS, _KEYS_END = "[keys ", "]"
-
-
-def further_keys(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a turn has besides its role and its content, in the order of the keys' names."""
-    if len(message) == len(("role", "content")):  # most turns: this is asked of millions
-        return {}
-    return {key: message[key] for key in sorted(message) if key not in {"role", "content"}}
-
-
-def is_plain(messages: Iterable[Mapping[str, Any]]) -> bool:
-    """Return whether turns have a role and a content alone, and no tool speaks."""
-    return not any(message["role"] == TOOL or further_keys(message) for message in messages)
+Message = dict[str, Any]
+"""A turn: its role (system, user, assistant or tool), its content, a text, and whatever further keys it has."""
 
 
 def transcript(messages: Sequence[Mapping[str, Any]]) -> str:
     r"""Return a conversation that awaits the assistant as a prompt.
 
-    A single turn of the user's is its own text: only where there is more to tell is it a transcript.
+    A single turn of the user's is returned as its text, without marks.
 
     Args:
         messages: turns, the last one the user's or a tool's; a system turn may stand first.
@@ -72,7 +62,7 @@ def conversation(messages: Sequence[Mapping[str, Any]]) -> str:
             "a conversation must begin with the user's turn, before which one system turn may stand, but its turns are "
             + ", ".join(roles)
         )
-    return _told(messages)
+    return _marked(messages)
 
 
 def continuation(messages: Sequence[Mapping[str, Any]]) -> str:
@@ -91,7 +81,7 @@ def continuation(messages: Sequence[Mapping[str, Any]]) -> str:
             "a response of several turns cannot hold a tool's, which nothing would tell from the user's; let the "
             "prompt end with the tool's turn, so that the response is what the assistant says to it"
         )
-    return stripped(_told(messages).removeprefix(ASSISTANT))
+    return stripped(_marked(messages).removeprefix(ASSISTANT))
 
 
 def turns(prompt: str) -> list[Message] | None:
@@ -116,6 +106,29 @@ def turns_of(prompt: str) -> list[Message]:
     return turns(prompt) or [{"role": "user", "content": prompt}]
 
 
+def first_turn(response: str) -> str:
+    """Return the first turn of a response: where two transcripts part early, further turns follow."""
+    return response.partition(HUMAN)[0].strip()
+
+
+def stripped(response: str) -> str:
+    """Return a response without the space around it; a mark behind a turn that says nothing stays a mark."""
+    said, mark, further = response.partition(HUMAN)
+    return (said.lstrip() + mark + further).rstrip()
+
+
+def further_keys(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a turn has besides its role and its content, in the order of the keys' names."""
+    if len(message) == len(("role", "content")):  # most turns: this is asked of millions
+        return {}
+    return {key: message[key] for key in sorted(message) if key not in {"role", "content"}}
+
+
+def is_plain(messages: Iterable[Mapping[str, Any]]) -> bool:
+    """Return whether all turns have a role and a content alone, and none is a tool's."""
+    return not any(message["role"] == TOOL or further_keys(message) for message in messages)
+
+
 def marked_keys(message: Mapping[str, Any]) -> str:
     """Return what stands behind a turn's speaker's mark: nothing, or its further keys as one line of JSON."""
     keys = further_keys(message)
@@ -124,27 +137,27 @@ def marked_keys(message: Mapping[str, Any]) -> str:
     return f"{_KEYS}{json.dumps(keys, ensure_ascii=False)}{_KEYS_END}" if keys else ""
 
 
-def _told(messages: Sequence[Mapping[str, Any]]) -> str:
+def _marked(messages: Sequence[Mapping[str, Any]]) -> str:
     for message in messages:
         for mark in MARKS.values():
             if mark in message["content"]:
                 raise DataError(f"a message holds the speaker's mark {mark!r}, and would be read as several turns")
-    # a content comes behind a space, and keys do not; JSON has no bare line ends, so keys hold no speaker's mark
+    # a content follows a space, and keys do not; JSON has no bare line ends, so keys hold no speaker's mark
     return "".join(
         f"{MARKS[message['role']]}{marked_keys(message)} {message['content'].strip()}" for message in messages
     )
 
 
-def _turn(role: str, told: str) -> Message:
-    """Return the turn that `_told` wrote, from what follows its speaker's mark."""
-    if told.startswith(_KEYS):
+def _turn(role: str, text: str) -> Message:
+    """Return the turn that `_marked` wrote, from what follows its speaker's mark."""
+    if text.startswith(_KEYS):
         try:
-            keys, end = json.JSONDecoder().raw_decode(told, len(_KEYS))
+            keys, end = json.JSONDecoder().raw_decode(text, len(_KEYS))
         except (ValueError, RecursionError):
             keys, end = None, 0
-        if told.startswith(_KEYS_END, end) and _are_keys(keys, role):
-            return {"role": role, "content": told[end + len(_KEYS_END) :].strip(), **keys}
-    return {"role": role, "content": told.strip()}
+        if text.startswith(_KEYS_END, end) and _are_keys(keys, role):
+            return {"role": role, "content": text[end + len(_KEYS_END) :].strip(), **keys}
+    return {"role": role, "content": text.strip()}
 
 
 def _are_keys(found: Any, role: str) -> bool:

@@ -1,4 +1,4 @@
-"""Is a response right? The verifier's answer is a 0 or 1 that no text can take down."""
+"""The exact verifier: whether a response is the right answer in its tags. No text makes it fail."""
 
 from __future__ import annotations
 

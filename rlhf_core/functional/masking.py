@@ -8,6 +8,9 @@ from torch import Tensor
 
 from rlhf_core.functional.precision import out_of_float16
 
+IGNORED = -100
+"""The label of a token that no loss is taken of, as transformers and coati write it."""
+
 
 def masked_sum(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Float[Tensor, ""]:
     """Return the sum of the values that the mask counts.

@@ -9,8 +9,7 @@ from typing import Any
 
 import reasoning_gym
 
-from rlhf_core.data.adapters import ADAPTERS
-from rlhf_core.data.entries import DRAWN, entry_from_json
+from rlhf_core.data.gym import ADAPTERS, DRAWN, entry_from_json
 from rlhf_core.rewards.structure import Tags, extract_answer, validate_response_structure
 
 NO_ANSWER = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from rlhf_core.data.adapters import ADAPTERS
+from rlhf_core.data.gym import ADAPTERS
 from rlhf_core.data.verifiers import Verdict, verify
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.rewards.calls import call_each

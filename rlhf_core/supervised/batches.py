@@ -14,8 +14,8 @@ from torch.nn import functional as nn_functional
 
 from rlhf_core.counting import counted
 from rlhf_core.data.encoding import EncodedPair
-from rlhf_core.data.labels import IGNORED
 from rlhf_core.errors import DataError
+from rlhf_core.functional.masking import IGNORED
 from rlhf_core.models.trunk import position_ids
 from rlhf_core.training.base import TokenIds, pad_right
 

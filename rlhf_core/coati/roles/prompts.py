@@ -14,8 +14,8 @@ import numpy as np
 
 from rlhf_core.data.problems import problem_key
 from rlhf_core.data.reading.formats import csv_rows
-from rlhf_core.data.reading.local import missing
-from rlhf_core.data.reading.results import RejectedRow
+from rlhf_core.data.reading.places import missing
+from rlhf_core.data.reading.rows import RejectedRow
 from rlhf_core.errors import DataError
 from rlhf_core.types import Prompt
 

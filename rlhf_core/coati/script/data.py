@@ -10,14 +10,15 @@ from torch.utils.data import DataLoader
 
 from rlhf_core.counting import counted
 from rlhf_core.data.conversation import Conversation, encode_conversation
-from rlhf_core.data.dialogues import Dialogue, read_dialogues
 from rlhf_core.data.loaders import (
     DataCollatorForPromptDataset,
     DataCollatorForSupervisedDataset,
+    Dialogue,
     Limits,
     demonstration_dataset,
     make_loader,
     prompt_dataset,
+    read_dialogues,
 )
 from rlhf_core.data.reading.messages import MessageView
 from rlhf_core.data.transcripts import Message

@@ -1,7 +1,6 @@
 """From the sets that were read to each stage's problems and pairs, and a report on all of it."""
 
 from rlhf_core.data.preparing.checking import Checked, Standard, check_source, shared_prompts
-from rlhf_core.data.preparing.demands import refuse_unfit
 from rlhf_core.data.preparing.lengths import TokenMeter
 from rlhf_core.data.preparing.prepare import (
     ROLES,
@@ -14,6 +13,7 @@ from rlhf_core.data.preparing.prepare import (
     with_source,
 )
 from rlhf_core.data.preparing.report import DataReport, SetReport, describe_set, report_to_markdown
+from rlhf_core.data.preparing.requirements import refuse_unfit
 
 __all__ = [
     "ROLES",

@@ -1,4 +1,4 @@
-"""What a run would make of a set, found out without one."""
+"""Check a set without a run: what it holds, and what a run would refuse of it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf_core.config.sizes import as_they_are, settle, told_changes
 from rlhf_core.counting import counted
-from rlhf_core.data.preparing.demands import refuse_unfit
 from rlhf_core.data.preparing.lengths import PAIRS, TokenMeter, too_long
 from rlhf_core.data.preparing.prepare import prepare, read_sets, role_of, with_source
 from rlhf_core.data.preparing.report import (
@@ -19,6 +18,7 @@ from rlhf_core.data.preparing.report import (
     rows_as_dict,
     set_as_dict,
 )
+from rlhf_core.data.preparing.requirements import refuse_unfit
 from rlhf_core.data.preparing.splits import SPLITS, file_pool
 from rlhf_core.data.reading import at_fault, detect_role
 from rlhf_core.errors import ConfigError, DataError, refuse_together
@@ -38,7 +38,7 @@ class Standard(NamedTuple):
     config: PipelineConfig
     """Of a preset."""
     asked_for: bool
-    """Whether to judge as a run of this preset would; else a set is judged by itself, and limits are only told."""
+    """Whether to judge as a run of this preset would; else a set is judged by itself, and limits are only shown."""
     template: PromptTemplate | None
     """None where the model is not on this machine: then no lengths are counted and no verifier is asked."""
     allowed_modules: Sequence[str] = ()
@@ -53,7 +53,7 @@ class Checked:
 
     path: str
     role: str | None
-    """None where not even this could be told."""
+    """None if it could not be found out."""
     read: ReadSet[Any] | None
     facts: SetReport | None
     rows: RowsReport | None

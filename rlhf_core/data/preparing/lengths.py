@@ -1,4 +1,4 @@
-"""How long rows are in tokens: counted, told, and kept within what each stage takes."""
+"""Lengths in tokens: measured, shown as histograms, and held to each stage's limit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from operator import itemgetter
 from textwrap import shorten
 from typing import TYPE_CHECKING, NamedTuple
 
-from rlhf_core.data.problems import response_to_learn
+from rlhf_core.data.problems import has_response_to_learn, response_to_learn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rlhf_core.data.template import PromptTemplate
 
 BATCH = 1024
-"""Texts that go to the tokenizer at once: in parallel, but not all in memory as tokens."""
+"""Texts that go to the tokenizer at once, which works on them in parallel; all of them would not fit in memory."""
 
 
 class Lengths(NamedTuple):
@@ -44,7 +44,7 @@ class PairLengths(NamedTuple):
 
 
 class TokenMeter:
-    """Measures rows with a template, and remembers: a row is asked about before and after the splits are filled."""
+    """Measures rows with a template, and keeps the counts: rows are measured before and after splits are filled."""
 
     def __init__(self, template: PromptTemplate) -> None:
         self.template = template
@@ -54,7 +54,7 @@ class TokenMeter:
     def problems(self, problems: Sequence[Problem]) -> list[Lengths]:
         """Return the tokens of each problem's prompt and response."""
         prompts = self._of_prompts([problem.prompt for problem in problems])
-        known = [problem.demonstration is not None or problem.answer is not None for problem in problems]
+        known = [has_response_to_learn(problem) for problem in problems]
         learnt = [
             response_to_learn(problem, self.template) for problem, there in zip(problems, known, strict=True) if there
         ]
@@ -206,7 +206,7 @@ def limit_of(split: str, config: PipelineConfig) -> Limit | None:
     return limits.get(split)
 
 
-def counted(split: str, lengths: Lengths | PairLengths) -> int:
+def counted_tokens(split: str, lengths: Lengths | PairLengths) -> int:
     """Return the tokens that a split's limit counts of a row."""
     if isinstance(lengths, PairLengths):
         return lengths.prompt + max(lengths.chosen, lengths.rejected)
@@ -225,7 +225,7 @@ def too_long(
     limit = limit_of(split, config)
     if limit is None:
         return None
-    counts = [(counted(split, each), each.text) for each in lengths]
+    counts = [(counted_tokens(split, each), each.text) for each in lengths]
     longer = [count for count, _ in counts if count > limit.tokens]
     if not longer:
         return None
@@ -237,7 +237,7 @@ def too_long(
 def fits(split: str, lengths: Lengths | PairLengths, config: PipelineConfig) -> bool:
     """Return whether a row keeps to a split's limit."""
     limit = limit_of(split, config)
-    return limit is None or counted(split, lengths) <= limit.tokens
+    return limit is None or counted_tokens(split, lengths) <= limit.tokens
 
 
 class Fitting:
@@ -249,7 +249,7 @@ class Fitting:
         self.left_out: list[TooLong] = []
 
     def problems(self, problems: Sequence[Problem], splits: Iterable[str]) -> list[Problem]:
-        """Return the problems that keep to the limits of all splits that they may go to: so these stay alike."""
+        """Return the problems within the limits of all splits that they may go to, so that the splits stay alike."""
         if self._meter is None:
             return list(problems)
         kept = list(zip(problems, self._meter.problems(problems), strict=True))

@@ -1,4 +1,4 @@
-"""From the sets that a configuration names to splits, pairs and a report, or to one sentence on why not."""
+"""From the sets that a configuration names to splits, pairs and a report; or one sentence on why that cannot be."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rlhf_core.config import DataConfig
 from rlhf_core.config.data import SplitsConfig
 from rlhf_core.config.sizes import Supply, as_they_are, settle, shortage, split_key
 from rlhf_core.counting import counted
-from rlhf_core.data.preparing.agreement import Agreement, ask_verifier
+from rlhf_core.data.gym import draw_problems
 from rlhf_core.data.preparing.lengths import PAIRS, Fitting, TooLong, too_long
 from rlhf_core.data.preparing.report import (
     MOST_REJECTED,
@@ -19,19 +19,19 @@ from rlhf_core.data.preparing.report import (
     describe_problems,
     describe_set,
 )
+from rlhf_core.data.preparing.requirements import VerifierCheck, ask_verifier
 from rlhf_core.data.preparing.splits import (
     SPLITS,
     TASK,
     Pool,
-    deal,
-    demonstrates,
+    choose_pools,
     file_pool,
-    hashed,
+    fill_splits,
+    in_hash_order,
     needed,
     refuse_overlap,
-    serving,
 )
-from rlhf_core.data.problems import problem_key
+from rlhf_core.data.problems import has_response_to_learn, problem_key
 from rlhf_core.data.reading import detect_role, possible_roles, read_set
 from rlhf_core.errors import DataError, Fault, refuse_together
 
@@ -50,6 +50,8 @@ ROLES: tuple[Role, ...] = ("problems", "prompts", "demonstrations", "preferences
 SOURCES = (*ROLES, "evaluation")
 """The keys of the configuration that name sets."""
 _OF_A_TASK = "reasoning_gym:"
+MOST_DRAWN = 8
+"""At most so many times the problems that are needed are drawn, to replace those that cannot be taken."""
 
 
 def read_sets(config: DataConfig, access: Access, template: PromptTemplate | None) -> dict[str, ReadSet[Any]]:
@@ -82,10 +84,10 @@ def set_digests(sets: Mapping[str, ReadSet[Any]]) -> dict[str, str]:
 
 
 def role_of(source: SourceConfig, config: DataConfig, access: Access) -> Role:
-    """Return what a source is for that takes the place of a configuration's own.
+    """Return the role of a source that replaces a configuration's own sources.
 
-    Where the configuration has sets of one role alone and the rows have that role's form, it is that role:
-    GSM8K's rows are demonstrations to who learns from demonstrations. Else it is the role that says most.
+    Where the configuration has sets of one role alone and the rows have that role's form, it is that role: GSM8K's rows
+    are demonstrations to a run that learns from demonstrations. Else it is the first of the possible roles.
 
     Raises:
         DataError: if it cannot be read, or its rows are of no form of any role.
@@ -104,41 +106,6 @@ def with_source(config: DataConfig, source: SourceConfig, role: Role) -> DataCon
     return DataConfig.model_validate(fields)
 
 
-MOST_DRAWN = 8
-"""Times as many problems as are needed that are drawn, at most, to make up for those that cannot be taken."""
-
-
-def draw_task(config: PipelineConfig, fitting: Fitting, *, wanted: Mapping[str, int], given: Collection[str]) -> Pool:
-    """Return problems of the configuration's task, more than are wanted where some are too long.
-
-    A problem that a given set has is drawn around. The problems come in the order in which they are drawn, so that
-    the beginning stays the same where more are wanted.
-
-    Args:
-        config: the task, its parameters, and the seed.
-        fitting: says which problems are too long; what it notes is not looked at.
-        wanted: problems by split.
-        given: keys of the prompts that the sets have.
-
-    Raises:
-        DataError: if the task or a parameter is unknown or refused.
-    """
-    from rlhf_core.data.tasks import draw_problems  # noqa: PLC0415  # reasoning-gym takes two seconds to import
-
-    data, total = config.data, sum(wanted.values())
-    count = total
-    while True:
-        drawn = draw_problems(str(data.task), data.task_parameters, seed=config.seed, count=count)
-        rows = [problem for problem in drawn if problem.key not in given]
-        usable = fitting.problems(rows, wanted)
-        if len(usable) >= total or len(drawn) < count or count >= MOST_DRAWN * total:
-            parameters = f" with parameters {data.task_parameters}" if data.task_parameters else ""
-            around = len(drawn) - len(rows)
-            less = f", less {around} that a given set has" if around else ""
-            return Pool(TASK, rows, f"{data.task!r}{parameters}{less}")
-        count *= 2
-
-
 @dataclass(frozen=True)
 class Prepared:
     """What the stages learn from and are measured on."""
@@ -149,9 +116,9 @@ class Prepared:
     """Preference pairs, none of a prompt that is in a split; None where none were given."""
     report: DataReport
     sizes: SplitsConfig
-    """What the splits came to; one that nothing serves keeps what was asked for."""
+    """The sizes of the splits; a split without a pool keeps the size that was asked for."""
     faults: tuple[Fault, ...]
-    """Sizes that the user set and that cannot be had together; the splits are as the overrides in here make them."""
+    """Sizes that the user set and that exclude each other; the splits are as the overrides in here make them."""
     for_all: bool
     """Whether every stage has something: flows that read other splits prepare the same."""
 
@@ -182,14 +149,14 @@ def prepare(
         DataError: if sets share prompts, there is too little, or the verifier accepts nothing.
         ConfigError: if nothing says how a prompt is put to the model.
     """
-    served, fitting = serving(config.data, sets), Fitting(config, meter)
+    pool_of, fitting = choose_pools(config.data, sets), Fitting(config, meter)
     pools = {name: file_pool(name, read) for name, read in sets.items()}
-    wanted = {name: needed(name, served, config.data.splits) for name in (*pools, TASK)}
+    wanted = {name: needed(name, pool_of, config.data.splits) for name in (*pools, TASK)}
     if wanted[TASK]:
         given = {problem.key for pool in pools.values() for problem in pool.rows}
         pools[TASK] = draw_task(config, Fitting(config, meter), wanted=wanted[TASK], given=given)
-    if "sft" in served and not any(map(demonstrates, pools[served["sft"]].rows)):
-        wanted[served.pop("sft")].pop("sft")
+    if "sft" in pool_of and not any(map(has_response_to_learn, pools[pool_of["sft"]].rows)):
+        wanted[pool_of.pop("sft")].pop("sft")
     refuse_overlap(list(pools.values()), {name: _uses(name, list(wanted[name])) for name in pools})
     usable = {name: _usable(pool, wanted[name], fitting, config.seed) for name, pool in pools.items() if wanted[name]}
     supplies = [_supply(pool, tuple(wanted[name]), feeds_pairs="preferences" in sets) for name, pool in usable.items()]
@@ -199,26 +166,55 @@ def prepare(
         left_out = "; ".join(f"{each.longer} are left out by {each.key} = {each.limit}" for each in fitting.left_out)
         raise DataError(shortage(asked, supplies, reads) + (f" ({left_out})" if left_out else ""))
     wished = SplitsConfig(**{split: settled.values[split_key(split)] for split in SPLITS})
-    splits = deal(usable, served, wished)
+    splits = fill_splits(usable, pool_of, wished)
     faults = [Fault(each, settled.instead) for each in settled.complaints]
-    if split_key("sft") in settled.fixed and "sft" in served:
-        faults += _too_few_demonstrations(pools[served["sft"]], len(splits["sft"]), wished.sft)
+    if split_key("sft") in settled.fixed and "sft" in pool_of:
+        faults += _too_few_demonstrations(pools[pool_of["sft"]], len(splits["sft"]), wished.sft)
     if sizes is None:
         refuse_together(faults, DataError)
-    dealt = wished.model_copy(update={split: len(splits[split]) for split in served})
+    filled = wished.model_copy(update={split: len(splits[split]) for split in pool_of})
     pairs = None
     if "preferences" in sets:
         drawn = {problem.key for problems in splits.values() for problem in problems}
         left = [pair for pair in sets["preferences"].rows if problem_key(pair.prompt) not in drawn]
         pairs = tuple(fitting.pairs(left))
-    agreement = None
+    verifier_check = None
     if meter is not None:
-        agreement = ask_verifier(splits, config, meter.template, allowed_modules=allowed_modules)
-    origins = {split: str(pools[name]) for split, name in served.items()}
+        verifier_check = ask_verifier(splits, config, meter.template, allowed_modules=allowed_modules)
+    origins = {split: str(pools[name]) for split, name in pool_of.items()}
     described, exceeding = _describe(config, splits, pairs, origins, meter)
     too_long = (*fitting.left_out, *exceeding)
-    report = _report(config, sets, described, too_long, agreement)
-    return Prepared(splits, pairs, report, dealt, tuple(faults), settled.for_all)
+    report = _report(config, sets, described, too_long, verifier_check)
+    return Prepared(splits, pairs, report, filled, tuple(faults), settled.for_all)
+
+
+def draw_task(config: PipelineConfig, fitting: Fitting, *, wanted: Mapping[str, int], given: Collection[str]) -> Pool:
+    """Return problems of the configuration's task, more than are wanted where some are too long.
+
+    Problems that a given set has are left out. The order is the one in which problems are drawn, so that the first ones
+    stay the same where more are wanted.
+
+    Args:
+        config: the task, its parameters, and the seed.
+        fitting: leaves out problems that are too long; its notes are not used.
+        wanted: problems by split.
+        given: keys of the prompts that the sets have.
+
+    Raises:
+        DataError: if the task or a parameter is unknown or refused.
+    """
+    data, total = config.data, sum(wanted.values())
+    count = total
+    while True:
+        drawn = draw_problems(str(data.task), data.task_parameters, seed=config.seed, count=count)
+        rows = [problem for problem in drawn if problem.key not in given]
+        usable = fitting.problems(rows, wanted)
+        if len(usable) >= total or len(drawn) < count or count >= MOST_DRAWN * total:
+            parameters = f" with parameters {data.task_parameters}" if data.task_parameters else ""
+            around = len(drawn) - len(rows)
+            less = f", less {around} that a given set has" if around else ""
+            return Pool(TASK, rows, f"{data.task!r}{parameters}{less}")
+        count *= 2
 
 
 def _supply(pool: Pool, splits: tuple[str, ...], *, feeds_pairs: bool) -> Supply:
@@ -237,14 +233,14 @@ def _too_few_demonstrations(pool: Pool, found: int, wanted: int) -> list[Fault]:
 
 
 def _uses(pool: str, splits: list[str]) -> list[str]:
-    """Return what a pool serves, in words that a user knows."""
+    """Return what is drawn from a pool, in words that a user knows."""
     return splits + (["the reward model"] if pool == "preferences" else [])
 
 
 def _usable(pool: Pool, splits: Mapping[str, int], fitting: Fitting, seed: int) -> Pool:
-    """Return the rows that any of a pool's splits may get, in the order in which they are drawn."""
+    """Return the rows that a pool's splits may get, in the order in which they are drawn."""
     rows = fitting.problems(pool.rows, splits)
-    return Pool(pool.name, rows if pool.name == TASK else hashed(rows, seed), pool.paths)
+    return Pool(pool.name, rows if pool.name == TASK else in_hash_order(rows, seed), pool.paths)
 
 
 def _describe(
@@ -254,7 +250,7 @@ def _describe(
     origins: Mapping[str, str],
     meter: TokenMeter | None,
 ) -> tuple[dict[str, RowsReport], list[TooLong]]:
-    """Return what is told of the splits and the pairs, and what of them exceeds its limit."""
+    """Return the reports of the splits and the pairs, and what of them exceeds its limit."""
     described: dict[str, RowsReport] = {}
     found: list[TooLong | None] = []
     for name, problems in splits.items():
@@ -273,7 +269,7 @@ def _report(
     sets: Mapping[str, ReadSet[Any]],
     described: dict[str, RowsReport],
     too_long: tuple[TooLong, ...],
-    agreement: Agreement | None,
+    verifier_check: VerifierCheck | None,
 ) -> DataReport:
     rejected = [asdict(row) for read in sets.values() for row in read.rejected]
     return DataReport(
@@ -283,6 +279,6 @@ def _report(
         tuple(describe_set(role, read) for role, read in sets.items()),
         described,
         too_long,
-        agreement,
+        verifier_check,
         tuple(rejected[:MOST_REJECTED]),
     )

@@ -1,4 +1,4 @@
-"""Each split's rows: no stage sees a prompt of another's, and a row added to a file moves no other."""
+"""Which stage gets which rows: no two splits have a prompt in common, and a row added to a file moves no other."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.counting import counted
-from rlhf_core.data.preferences import PreferencePair, first_turn
-from rlhf_core.data.problems import Problem
+from rlhf_core.data.preferences import PreferencePair
+from rlhf_core.data.problems import Problem, has_response_to_learn
+from rlhf_core.data.transcripts import first_turn
 from rlhf_core.errors import DataError
 
 if TYPE_CHECKING:
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
 SPLITS = ("sft", "preferences", "ppo", "evaluation")
 TASK = "task"
+# evaluation is filled first: its problems stay the same when another split grows
+FILLING_ORDER = ("evaluation", "preferences", "sft", "ppo")
+SHOWN_PROMPT = 60
 
 
 @dataclass(frozen=True)
@@ -38,8 +42,8 @@ class Pool:
         return f"data.{self.name}" + (f" ({self.paths})" if self.paths else "")
 
 
-def serving(config: DataConfig, sets: Mapping[str, ReadSet[Any]]) -> dict[str, str]:
-    """Return which pool each split is drawn from; a split that nothing serves is not among them.
+def choose_pools(config: DataConfig, sets: Mapping[str, ReadSet[Any]]) -> dict[str, str]:
+    """Return, by split, the pool that it is drawn from; a split without one is not among them.
 
     PPO and evaluation take the first that there is of task, problems, prompts, preferences and demonstrations;
     evaluation takes sources of its own where it has them. Supervised fine-tuning learns demonstrations, else what
@@ -50,14 +54,14 @@ def serving(config: DataConfig, sets: Mapping[str, ReadSet[Any]]) -> dict[str, s
         role for role in ("problems", "prompts", "preferences", "demonstrations") if role in sets
     ]
     main = given[0]
-    served = {"ppo": main, "evaluation": "evaluation" if "evaluation" in sets else main}
+    pool_of = {"ppo": main, "evaluation": "evaluation" if "evaluation" in sets else main}
     learnt = [name for name in ("demonstrations", main, "preferences") if name in given and name != "prompts"]
     if learnt:
-        served["sft"] = learnt[0]
+        pool_of["sft"] = learnt[0]
     ranked = main == TASK or all(getattr(row, "answer", None) is not None for row in sets[main].rows)
     if "preferences" not in sets and ranked:
-        served["preferences"] = main
-    return served
+        pool_of["preferences"] = main
+    return pool_of
 
 
 def file_pool(name: str, read: ReadSet[Any]) -> Pool:
@@ -74,62 +78,52 @@ def _as_problems(rows: Iterable[Problem | PreferencePair]) -> Iterable[Problem]:
         if isinstance(row, Problem):
             yield row
             continue
-        # To say nothing is no demonstration.
+        # an empty response demonstrates nothing
         yield Problem(row.prompt, demonstration=first_turn(row.chosen) or None)
 
 
-# evaluation is filled first: its problems stay the same when another split grows
-FILLING_ORDER = ("evaluation", "preferences", "sft", "ppo")
-SHOWN_PROMPT = 60
-
-
-def needed(pool: str, served: Mapping[str, str], sizes: SplitsConfig) -> dict[str, int]:
+def needed(pool: str, pool_of: Mapping[str, str], sizes: SplitsConfig) -> dict[str, int]:
     """Return how many problems each of a pool's splits takes of it, in the order in which they are filled."""
     wanted = sizes.model_dump()
-    return {split: wanted[split] for split in FILLING_ORDER if served.get(split) == pool}
+    return {split: wanted[split] for split in FILLING_ORDER if pool_of.get(split) == pool}
 
 
-def deal(pools: Mapping[str, Pool], served: Mapping[str, str], sizes: SplitsConfig) -> dict[str, list[Problem]]:
-    """Return every split's problems, taken from the pools in their order; a split that nothing serves is empty.
+def fill_splits(pools: Mapping[str, Pool], pool_of: Mapping[str, str], sizes: SplitsConfig) -> dict[str, list[Problem]]:
+    """Return every split's problems, taken from the pools in their order; a split without a pool is empty.
 
     Supervised fine-tuning gets fewer than its size where too few rows have something to learn.
     """
     splits: dict[str, list[Problem]] = {name: [] for name in SPLITS}
     for name, pool in pools.items():
         left = list(pool.rows)
-        for split, size in needed(name, served, sizes).items():
-            splits[split] = [problem for problem in left if split != "sft" or demonstrates(problem)][:size]
+        for split, size in needed(name, pool_of, sizes).items():
+            splits[split] = [problem for problem in left if split != "sft" or has_response_to_learn(problem)][:size]
             taken = {problem.key for problem in splits[split]}
             left = [problem for problem in left if problem.key not in taken]
     return splits
 
 
-def demonstrates(problem: Problem) -> bool:
-    """Return whether there is something to learn from a problem."""
-    return problem.demonstration is not None or problem.answer is not None
-
-
-def hashed(problems: Iterable[Problem], seed: int) -> list[Problem]:
+def in_hash_order(problems: Iterable[Problem], seed: int) -> list[Problem]:
     """Return the problems in the order of a hash of their keys.
 
-    A draw from it is one without replacement from all sources of a mixture, so that every split has the mixture's
-    shares on average.
+    A beginning of this order is a random sample of all sources of a mixture, so that every split has the mixture's
+    proportions on average.
     """
 
     def place(problem: Problem) -> bytes:
-        # the word keeps this order apart from others by seed and key, such as which pairs are held out from the reward
-        # model: what a draw leaves has late places in this order, and must have any place in those
+        # the word makes this order independent of others by seed and key, such as the one that holds pairs out from the
+        # reward model: the rows that no split takes are late in this order, and must not be late in those, too
         return hashlib.sha256(f"splits\0{seed}\0{problem.key}".encode()).digest()
 
     return sorted(problems, key=place)
 
 
 def refuse_overlap(pools: Sequence[Pool], uses: Mapping[str, Sequence[str]]) -> None:
-    """Check that sets which were given separately share no prompt.
+    """Refuse sets that were given separately and share a prompt.
 
     Args:
         pools: with different names.
-        uses: the splits that each pool serves, by its name.
+        uses: the splits that are drawn from each pool, by its name.
 
     Raises:
         DataError: naming the sets, their splits, the number of prompts that they share, and one of them.

@@ -1,9 +1,11 @@
 """Other people's data: where it is, in what format, in what form, and what of it can be learnt from."""
 
-from rlhf_core.data.reading.reader import read_set
-from rlhf_core.data.reading.results import Access, NotShown, ReadSet, RejectedRow, Role, SourceFacts
-from rlhf_core.data.reading.roles import detect_role, possible_roles
-from rlhf_core.data.reading.source_rows import at_fault
+from rlhf_core.data.reading.forms import Role
+from rlhf_core.data.reading.messages import NotShown
+from rlhf_core.data.reading.places import Access
+from rlhf_core.data.reading.reader import ReadSet, SourceFacts, read_set
+from rlhf_core.data.reading.rows import RejectedRow
+from rlhf_core.data.reading.sources import at_fault, detect_role, possible_roles
 
 __all__ = [
     "Access",

@@ -1,6 +1,7 @@
-"""The formats of files, told by name and first bytes, and their rows: JSON, CSV and Parquet.
+"""The formats of files, known by name and first bytes, and their rows: JSON, CSV and Parquet, plain or in gzip.
 
 JSON has a row in each line, or is one array. The first line of CSV names the columns, and every row has as many fields.
+Text is UTF-8; a line that is damaged or otherwise encoded is named by its number.
 """
 
 from __future__ import annotations
@@ -13,172 +14,152 @@ import zlib
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from rlhf_core.counting import counted
-from rlhf_core.data.reading.local import existing_file
-from rlhf_core.data.reading.results import RejectedRow
-from rlhf_core.data.reading.rows import Row, RowError, Scan, as_written, kind
-from rlhf_core.data.reading.text import BYTE_ORDER_MARK, byte_lines, encoding_fault, opened
+from rlhf_core.data.reading.rows import RejectedRow, Row, RowError, Scan, as_written, kind
 from rlhf_core.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
     import pyarrow as pa
 
-    from rlhf_core.data.reading.rows import Scan
-
-WRONG_COUNT, HEADER_AGAIN = "wrong number of fields", "names of columns again"
-_LONGEST_FIELD = 2**26
-"""Characters; a longer one is a mistake, and would take the whole file into memory."""
-_FIRST_LINE_ENDS_IN_CR = re.compile(r'(?:"[^"]*"|[^"\r\n])*\r(?!\n)')
-_AFTER_CR = re.compile(r"(?<=\r)(?!\n)")
+_PARQUET_MAGIC = b"PAR1"
+_PROBE_BYTES = 4096
+_OTHER = {b"PK\x03\x04": "a zip archive", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
 
 
-def csv_rows(file: Path, name: str, *, delimiter: str = ",") -> Scan:
-    """Yield the rows of a file of comma-separated values, all texts; blank lines are passed over.
+class Part(NamedTuple):
+    """Some rows of a source: a file's, or a dataset's."""
+
+    name: str
+    format: str
+    scan: Callable[[], Scan]
+
+
+def part_of_file(file: Path, name: str | None = None) -> Part:
+    """Return the rows of a file.
 
     Args:
-        file: plain or gzip. A field that holds commas, quotes or line ends stands in double quotes, and a
-            quote within it is doubled (RFC 4180). Lines may end in a carriage return alone, if the first one does.
-        name: what an error calls it.
-        delimiter: what stands between fields.
+        file: an existing file.
+        name: what messages call it; None calls it by its path.
 
     Raises:
-        DataError: if the file cannot be read, is damaged or not UTF-8, is empty, has a column without a name or
-            two of one name, or a quotation is malformed: where the next row begins is not known then.
+        DataError: if its format is none that we read.
     """
-    csv.field_size_limit(max(csv.field_size_limit(), _LONGEST_FIELD))  # of the process; a higher one hurts nobody
-    reader = csv.reader(_lines(file, name), strict=True, delimiter=delimiter)
-    columns: list[str] = []
-    empty = True
-    while True:
-        line = reader.line_num + 1
-        try:
-            fields = next(reader, None)
-        except csv.Error as error:
-            raise DataError(f"line {line} of {name} is not valid CSV: {_reason(str(error), delimiter)}") from error
-        if fields is None:
-            break
-        if not fields or (not columns and len(fields) == 1 and not fields[0].strip()):
-            continue
-        if not columns:
-            columns = _checked_header(fields, name)
-            continue
-        empty = False
-        yield _row(fields, columns, f"line {line} of {name}")
-    if empty:
-        found = "holds the names of columns and no row" if columns else "is empty"
-        raise DataError(f"{name} {found}; it should hold a line that names the columns, and a line for each row")
-
-
-def _row(fields: list[str], columns: list[str], where: str) -> Row | RejectedRow:
-    names = [fields[0].removeprefix("\ufeff").strip().strip('"'), *(field.strip() for field in fields[1:])]
-    if len(columns) > 1 and names == columns:
-        detail = f"{where} names the columns again, as files that were joined do; take the line out"
-        return RejectedRow(where, HEADER_AGAIN, detail)
-    if len(fields) == len(columns):
-        return Row(where, dict(zip(columns, fields, strict=True)))
-    hint = "; put double quotes around a field that holds a comma" if len(fields) > len(columns) else ""
-    detail = (
-        f"{where} has {counted(len(fields), 'field')}, but the first line names {counted(len(columns), 'column')} "
-        f"({', '.join(map(repr, columns))}){hint}"
+    name = name or str(file)
+    start = _first_bytes(file, name)
+    suffixes = [suffix.lower() for suffix in file.suffixes if suffix.lower() != ".gz"]
+    suffix = suffixes[-1] if suffixes else ""
+    if start.startswith(_PARQUET_MAGIC):
+        return Part(name, "Parquet", partial(parquet_rows, file, name))
+    if suffix == ".parquet":
+        what = "is empty" if not start else "is damaged: it is named .parquet but holds no Parquet"
+        raise DataError(f"{name} {what}; fetch it again")
+    for magic, what in _OTHER.items():
+        if start.startswith(magic):
+            raise DataError(f"{name} is {what}; unpack it, or pack it with gzip (.gz)")
+    if suffix == ".csv":
+        return Part(name, "CSV", partial(csv_rows, file, name))
+    if suffix == ".tsv":
+        return Part(name, "CSV (tabs)", partial(csv_rows, file, name, delimiter="\t"))
+    text = start.removeprefix(BYTE_ORDER_MARK).lstrip()
+    if suffix != ".jsonl" and text.startswith(b"["):
+        return Part(name, "JSON array", partial(json_array, file, name))
+    if suffix in {".jsonl", ".json"} or not text or text.startswith(b"{"):
+        return Part(name, "JSON lines", partial(json_lines, file, name))
+    raise DataError(
+        f"{name} is neither JSON lines, a JSON array, nor Parquet, by its first bytes {start[:12]!r}; CSV is known by "
+        "its name, which must end in .csv or .csv.gz"
     )
-    return RejectedRow(where, WRONG_COUNT, detail)
 
 
-def _checked_header(fields: list[str], name: str) -> list[str]:
-    columns = [field.strip() for field in fields]
-    for number, column in enumerate(columns, start=1):
-        if not column:
-            raise DataError(f"column {number} of {name} has no name; the first line must name every column")
-        if column in columns[: number - 1]:
-            raise DataError(f"{name} has two columns named {column!r}; rename one of them in its first line")
-    return columns
+def _first_bytes(file: Path, name: str) -> bytes:
+    try:
+        with opened(file, name) as stream:
+            return stream.read(_PROBE_BYTES)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(
+            f"{name} is damaged: its gzip stream is cut off or invalid ({error}); fetch it again"
+        ) from error
+    except OSError as error:
+        raise DataError(f"{name} cannot be read: {error.strerror or error}") from error
 
 
-def _lines(file: Path, name: str) -> Iterator[str]:
-    ends_in_cr: re.Match[str] | None = None
-    for number, line in byte_lines(file, name):
-        fault = encoding_fault(line, f"line {number} of {name}")
-        if fault:
-            raise DataError(fault)
-        text = line.decode("utf-8")
-        if number == 1:
-            ends_in_cr = _FIRST_LINE_ENDS_IN_CR.match(text)
-        yield from filter(None, _AFTER_CR.split(text)) if ends_in_cr else (text,)
+GZIP_MAGIC = b"\x1f\x8b"
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_WIDE_MARKS = (b"\xff\xfe", b"\xfe\xff", b"\0\0\xfe\xff")
+_MARK_BYTES = 4
 
 
-def _reason(said: str, delimiter: str) -> str:
-    """Return what is malformed, by what `csv` says, which is meant for who calls it."""
-    if said.startswith("new-line character"):
-        return "a field holds a carriage return; put double quotes around the field, or take it out"
-    if said.startswith("unexpected end"):
-        return "a double quote that opens there is not closed, or stands in a field and is not doubled"
-    if said.startswith("field larger"):
-        return (
-            f"a field goes on for more than {csv.field_size_limit():,} characters: a double quote that opens there is "
-            "probably not closed"
-        )
-    if "expected after" in said:
-        found = "a tab" if delimiter == "\t" else repr(delimiter)
-        return f"neither {found} nor the line's end follows a closing double quote; write a quote in a field twice"
-    return said
+def byte_lines(file: Path, name: str) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of a file with their numbers from 1, without a byte order mark at the beginning.
 
-
-_BATCH_ROWS = 1024
-
-
-def parquet_rows(file: Path, name: str) -> Scan:
-    """Yield the rows of a Parquet file.
+    Args:
+        file: plain or gzip, recognised by content; a name in .gz must hold it.
+        name: what an error calls it.
 
     Raises:
-        DataError: if it is damaged, empty, gives two columns (or fields of a column) one name, or holds what Python
-            cannot.
+        DataError: if it cannot be read, its gzip stream is damaged, or it is UTF-16 or UTF-32.
     """
-    import numpy as np  # noqa: PLC0415  # as pyarrow
-    import pyarrow as pa  # noqa: PLC0415  # slow to import, and many never read Parquet
-    from pyarrow import parquet  # noqa: PLC0415
-
     number = 0
     try:
-        with parquet.ParquetFile(file) as opened:
-            schema = opened.schema_arrow
-            _refuse_one_name(schema, name)
-            half = {field.name: np.float16 for field in schema if field.type == pa.float16()}
-            single = [number for number, field in enumerate(schema) if field.type == pa.float32()]
-            for batch in opened.iter_batches(batch_size=_BATCH_ROWS):
-                for column in single:  # Arrow writes a number in as few digits as tell it, and is fast
-                    texts = batch.column(column).cast(pa.string())
-                    batch = batch.set_column(column, schema.names[column], texts.cast(pa.float64()))  # noqa: PLW2901
-                for fields in batch.to_pylist():
-                    number += 1
-                    yield Row(f"row {number} of {name}", as_written(fields, half))
+        with opened(file, name) as stream:
+            _refuse_wide(stream.read(_MARK_BYTES), name)
+            stream.seek(0)
+            for number, line in enumerate(stream, start=1):
+                yield number, line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(
+            f"{name} is damaged after row {number}: its gzip stream is cut off or invalid ({error}); fetch it again"
+        ) from error
+    except OSError as error:
+        raise DataError(f"{name} cannot be read: {error.strerror or error}") from error
+
+
+def opened(file: Path, name: str) -> BinaryIO:
+    """Return a stream of the file's bytes, unpacked if it is gzip.
+
+    Raises:
+        DataError: if it is named .gz and holds none.
+        OSError: if it cannot be opened.
+    """
+    with file.open("rb") as probe:
+        start = probe.read(len(GZIP_MAGIC))
+    if start == GZIP_MAGIC:
+        return gzip.open(file, "rb")  # type: ignore[return-value]
+    if file.suffix == ".gz" and start:
+        raise DataError(f"{name} is named .gz but holds no gzip; fetch it again, or rename it if it is plain text")
+    return file.open("rb")
+
+
+def _refuse_wide(start: bytes, name: str) -> None:
+    """Refuse UTF-16 and UTF-32, in which the byte of a line's end is also part of other characters.
+
+    Without a byte order mark they are known by a zero byte beside one of the first characters, which are ASCII in
+    JSON, and in the names of columns as a rule (RFC 4627, section 3).
+    """
+    if start.startswith(_WIDE_MARKS) or (b"\0" in start and start.strip(b"\0")):
+        raise DataError(f"{name} is UTF-16 or UTF-32, by its first bytes {start!r}; convert the file to UTF-8")
+
+
+def encoding_fault(line: bytes, where: str) -> str | None:
+    """Return what is wrong with the encoding of a line; None if it is UTF-8 without NUL, which no text has."""
+    if b"\0" in line:
+        return (
+            f"{where} holds a NUL byte at position {line.index(0) + 1}, which no text has: the file is damaged, or "
+            "not UTF-8; write it again as UTF-8"
+        )
+    try:
+        line.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{name} holds a text after row {number} that is not UTF-8 (byte {error.object[error.start]:#04x} at "
-            f"position {error.start + 1}); write it again as UTF-8"
-        ) from error
-    except (pa.ArrowException, OSError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise DataError(f"{name} is damaged: it cannot be read as Parquet ({reason}); fetch it again") from error
-    except (OverflowError, ValueError, KeyError) as error:  # after Arrow's own; an unknown time zone is a KeyError
-        raise DataError(
-            f"{name} holds a value after row {number} that Python cannot hold ({error}); write it again without it"
-        ) from error
-    if not number:
-        raise DataError(f"{name} is empty: its table holds no row")
-
-
-def _refuse_one_name(fields: Iterable[pa.Field], name: str) -> None:
-    known = set()
-    for field in fields:
-        if field.name in known:
-            raise DataError(f"{name} has two columns or fields named {field.name!r}; write it again with one of them")
-        known.add(field.name)
-        _refuse_one_name(map(field.type.field, range(field.type.num_fields)), name)
+        return (
+            f"{where} is not UTF-8 (byte {line[error.start]:#04x} at position {error.start + 1}); "
+            "convert the file to UTF-8"
+        )
+    return None
 
 
 NOT_UTF8, NOT_JSON, NO_OBJECT, TWICE = "not UTF-8", "not valid JSON", "not a JSON object", "key given twice"
@@ -190,26 +171,6 @@ _BEGINNING = 2**20
 
 class _KeyTwiceError(ValueError):
     """An object that gives a key twice: stands in its place, until `json.dumps` meets and raises it."""
-
-
-def read_rows(path: str | Path) -> Generator[tuple[str, dict[str, Any]]]:
-    """Yield each row of a file of JSON objects, with the words that name it in an error.
-
-    Args:
-        path: file of JSON lines, also as gzip.
-
-    Yields:
-        Pairs like ("row 3 of pairs.jsonl", {...}).
-
-    Raises:
-        DataError: if the file is missing, a directory, unreadable, not UTF-8, damaged, empty, or a row is
-            not a JSON object.
-    """
-    file = existing_file(path)
-    for row in json_lines(file, str(file)):
-        if isinstance(row, RejectedRow):
-            raise DataError(row.detail)
-        yield row.where, row.fields
 
 
 def json_lines(file: Path, name: str) -> Scan:
@@ -386,63 +347,152 @@ def _json_row(value: Any, where: str) -> Row | RejectedRow:
     return RejectedRow(where, NO_OBJECT, detail)
 
 
-_PARQUET_MAGIC = b"PAR1"
-_PROBE_BYTES = 4096
-_OTHER = {b"PK\x03\x04": "a zip archive", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
+WRONG_COUNT, HEADER_AGAIN = "wrong number of fields", "names of columns again"
+_LONGEST_FIELD = 2**26
+"""Characters; a longer one is a mistake, and would take the whole file into memory."""
+_FIRST_LINE_ENDS_IN_CR = re.compile(r'(?:"[^"]*"|[^"\r\n])*\r(?!\n)')
+_AFTER_CR = re.compile(r"(?<=\r)(?!\n)")
 
 
-class Part(NamedTuple):
-    """Some rows of a source: a file's, or a dataset's."""
-
-    name: str
-    format: str
-    scan: Callable[[], Scan]
-
-
-def part_of_file(file: Path, name: str | None = None) -> Part:
-    """Return the rows of a file.
+def csv_rows(file: Path, name: str, *, delimiter: str = ",") -> Scan:
+    """Yield the rows of a file of comma-separated values, all texts; blank lines are passed over.
 
     Args:
-        file: an existing file.
-        name: what messages call it; None calls it by its path.
+        file: plain or gzip. A field that holds commas, quotes or line ends stands in double quotes, and a
+            quote within it is doubled (RFC 4180). Lines may end in a carriage return alone, if the first one does.
+        name: what an error calls it.
+        delimiter: what stands between fields.
 
     Raises:
-        DataError: if its format is none that we read.
+        DataError: if the file cannot be read, is damaged or not UTF-8, is empty, has a column without a name or
+            two of one name, or a quotation is malformed: where the next row begins is not known then.
     """
-    name = name or str(file)
-    start = _first_bytes(file, name)
-    suffixes = [suffix.lower() for suffix in file.suffixes if suffix.lower() != ".gz"]
-    suffix = suffixes[-1] if suffixes else ""
-    if start.startswith(_PARQUET_MAGIC):
-        return Part(name, "Parquet", partial(parquet_rows, file, name))
-    if suffix == ".parquet":
-        what = "is empty" if not start else "is damaged: it is named .parquet but holds no Parquet"
-        raise DataError(f"{name} {what}; fetch it again")
-    for magic, what in _OTHER.items():
-        if start.startswith(magic):
-            raise DataError(f"{name} is {what}; unpack it, or pack it with gzip (.gz)")
-    if suffix == ".csv":
-        return Part(name, "CSV", partial(csv_rows, file, name))
-    if suffix == ".tsv":
-        return Part(name, "CSV (tabs)", partial(csv_rows, file, name, delimiter="\t"))
-    text = start.removeprefix(BYTE_ORDER_MARK).lstrip()
-    if suffix != ".jsonl" and text.startswith(b"["):
-        return Part(name, "JSON array", partial(json_array, file, name))
-    if suffix in {".jsonl", ".json"} or not text or text.startswith(b"{"):
-        return Part(name, "JSON lines", partial(json_lines, file, name))
-    raise DataError(
-        f"{name} is neither JSON lines, a JSON array, nor Parquet, by its first bytes {start[:12]!r}; CSV is known by "
-        "its name, which must end in .csv or .csv.gz"
+    csv.field_size_limit(max(csv.field_size_limit(), _LONGEST_FIELD))  # of the process; a higher one hurts nobody
+    reader = csv.reader(_lines(file, name), strict=True, delimiter=delimiter)
+    columns: list[str] = []
+    empty = True
+    while True:
+        line = reader.line_num + 1
+        try:
+            fields = next(reader, None)
+        except csv.Error as error:
+            raise DataError(f"line {line} of {name} is not valid CSV: {_reason(str(error), delimiter)}") from error
+        if fields is None:
+            break
+        if not fields or (not columns and len(fields) == 1 and not fields[0].strip()):
+            continue
+        if not columns:
+            columns = _checked_header(fields, name)
+            continue
+        empty = False
+        yield _row(fields, columns, f"line {line} of {name}")
+    if empty:
+        found = "holds the names of columns and no row" if columns else "is empty"
+        raise DataError(f"{name} {found}; it should hold a line that names the columns, and a line for each row")
+
+
+def _row(fields: list[str], columns: list[str], where: str) -> Row | RejectedRow:
+    names = [fields[0].removeprefix("\ufeff").strip().strip('"'), *(field.strip() for field in fields[1:])]
+    if len(columns) > 1 and names == columns:
+        detail = f"{where} names the columns again, as files that were joined do; take the line out"
+        return RejectedRow(where, HEADER_AGAIN, detail)
+    if len(fields) == len(columns):
+        return Row(where, dict(zip(columns, fields, strict=True)))
+    hint = "; put double quotes around a field that holds a comma" if len(fields) > len(columns) else ""
+    detail = (
+        f"{where} has {counted(len(fields), 'field')}, but the first line names {counted(len(columns), 'column')} "
+        f"({', '.join(map(repr, columns))}){hint}"
     )
+    return RejectedRow(where, WRONG_COUNT, detail)
 
 
-def _first_bytes(file: Path, name: str) -> bytes:
+def _checked_header(fields: list[str], name: str) -> list[str]:
+    columns = [field.strip() for field in fields]
+    for number, column in enumerate(columns, start=1):
+        if not column:
+            raise DataError(f"column {number} of {name} has no name; the first line must name every column")
+        if column in columns[: number - 1]:
+            raise DataError(f"{name} has two columns named {column!r}; rename one of them in its first line")
+    return columns
+
+
+def _lines(file: Path, name: str) -> Iterator[str]:
+    ends_in_cr: re.Match[str] | None = None
+    for number, line in byte_lines(file, name):
+        fault = encoding_fault(line, f"line {number} of {name}")
+        if fault:
+            raise DataError(fault)
+        text = line.decode("utf-8")
+        if number == 1:
+            ends_in_cr = _FIRST_LINE_ENDS_IN_CR.match(text)
+        yield from filter(None, _AFTER_CR.split(text)) if ends_in_cr else (text,)
+
+
+def _reason(said: str, delimiter: str) -> str:
+    """Return what is malformed, by what `csv` says, which is meant for who calls it."""
+    if said.startswith("new-line character"):
+        return "a field holds a carriage return; put double quotes around the field, or take it out"
+    if said.startswith("unexpected end"):
+        return "a double quote that opens there is not closed, or stands in a field and is not doubled"
+    if said.startswith("field larger"):
+        return (
+            f"a field goes on for more than {csv.field_size_limit():,} characters: a double quote that opens there is "
+            "probably not closed"
+        )
+    if "expected after" in said:
+        found = "a tab" if delimiter == "\t" else repr(delimiter)
+        return f"neither {found} nor the line's end follows a closing double quote; write a quote in a field twice"
+    return said
+
+
+_BATCH_ROWS = 1024
+
+
+def parquet_rows(file: Path, name: str) -> Scan:
+    """Yield the rows of a Parquet file.
+
+    Raises:
+        DataError: if it is damaged, empty, gives two columns (or fields of a column) one name, or holds what Python
+            cannot.
+    """
+    import numpy as np  # noqa: PLC0415  # as pyarrow
+    import pyarrow as pa  # noqa: PLC0415  # slow to import, and many never read Parquet
+    from pyarrow import parquet  # noqa: PLC0415
+
+    number = 0
     try:
-        with opened(file, name) as stream:
-            return stream.read(_PROBE_BYTES)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        with parquet.ParquetFile(file) as opened:
+            schema = opened.schema_arrow
+            _refuse_one_name(schema, name)
+            half = {field.name: np.float16 for field in schema if field.type == pa.float16()}
+            single = [number for number, field in enumerate(schema) if field.type == pa.float32()]
+            for batch in opened.iter_batches(batch_size=_BATCH_ROWS):
+                for column in single:  # Arrow writes a number in as few digits as tell it, and is fast
+                    texts = batch.column(column).cast(pa.string())
+                    batch = batch.set_column(column, schema.names[column], texts.cast(pa.float64()))  # noqa: PLW2901
+                for fields in batch.to_pylist():
+                    number += 1
+                    yield Row(f"row {number} of {name}", as_written(fields, half))
+    except UnicodeDecodeError as error:
         raise DataError(
-            f"{name} is damaged: its gzip stream is cut off or invalid ({error}); fetch it again"
+            f"{name} holds a text after row {number} that is not UTF-8 (byte {error.object[error.start]:#04x} at "
+            f"position {error.start + 1}); write it again as UTF-8"
         ) from error
-    except OSError as error:
-        raise DataError(f"{name} cannot be read: {error.strerror or error}") from error
+    except (pa.ArrowException, OSError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise DataError(f"{name} is damaged: it cannot be read as Parquet ({reason}); fetch it again") from error
+    except (OverflowError, ValueError, KeyError) as error:  # after Arrow's own; an unknown time zone is a KeyError
+        raise DataError(
+            f"{name} holds a value after row {number} that Python cannot hold ({error}); write it again without it"
+        ) from error
+    if not number:
+        raise DataError(f"{name} is empty: its table holds no row")
+
+
+def _refuse_one_name(fields: Iterable[pa.Field], name: str) -> None:
+    known = set()
+    for field in fields:
+        if field.name in known:
+            raise DataError(f"{name} has two columns or fields named {field.name!r}; write it again with one of them")
+        known.add(field.name)
+        _refuse_one_name(map(field.type.field, range(field.type.num_fields)), name)

@@ -1,4 +1,4 @@
-"""The forms that rows of each role may have, which of them a file's rows are of, and what is made of a row."""
+"""The forms of rows: which fields the rows of each role may have, how a form is recognised, and what a row becomes."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from rlhf_core.data.preferences import PreferencePair, first_turn, split_transcripts
+from rlhf_core.data.preferences import PreferencePair, split_transcripts
 from rlhf_core.data.problems import Problem
-from rlhf_core.data.reading.answers import answer_text, boxed_answer, demonstrated, stated_answer, worked_solution
 from rlhf_core.data.reading.messages import (
     UNUSABLE,
     common_turns,
@@ -19,16 +18,29 @@ from rlhf_core.data.reading.messages import (
     read_messages,
     response_of,
 )
-from rlhf_core.data.reading.rows import RowError, number_field, optional_text, text_fields, wrong_kind
-from rlhf_core.data.transcripts import conversation, further_keys, is_plain, turns
+from rlhf_core.data.reading.rows import (
+    RowError,
+    answer_text,
+    boxed_answer,
+    demonstrated,
+    number_field,
+    optional_text,
+    stated_answer,
+    text_fields,
+    worked_solution,
+    wrong_kind,
+)
+from rlhf_core.data.transcripts import conversation, first_turn, further_keys, is_plain, turns
 from rlhf_core.errors import DataError
 from rlhf_core.rewards.math_answers import FINAL_ANSWER
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from rlhf_core.data.reading.rows import Row
+    from rlhf_core.data.reading.messages import ViewedRow
     from rlhf_core.data.transcripts import Message
+
+Role = Literal["problems", "prompts", "demonstrations", "preferences"]
 
 
 class Form(NamedTuple):
@@ -40,7 +52,7 @@ class Form(NamedTuple):
     """Fields without which a row is of another form."""
     may: tuple[str, ...]
     """Fields that are read where they are."""
-    build: Callable[[Row], Any]
+    build: Callable[[ViewedRow], Any]
     """Makes a row of ours, or raises a RowError."""
     suits: Callable[[Mapping[str, Any]], bool] = lambda _: True
     """Whether a row that has the fields is meant for this: where the same field may hold two kinds of rows."""
@@ -51,6 +63,10 @@ class Form(NamedTuple):
     def fields(self) -> tuple[str, ...]:
         """All that are read."""
         return self.needs + self.may
+
+    def message_fields(self, row: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the fields in which a row may hold messages: none in a task's record, whose texts stay as they are."""
+        return () if "entry" in self.fields and row.get("entry") is not None else self.messages
 
     def is_named_by(self, row: Mapping[str, Any]) -> bool:
         """Return whether a row has the needed fields, be they null."""
@@ -78,8 +94,8 @@ def known_fields(forms: Sequence[Form]) -> list[str]:
     return list(dict.fromkeys(name for form in forms for name in form.fields))
 
 
-def told(forms: Sequence[Form]) -> str:
-    """Return the forms' fields for a sentence."""
+def in_words(forms: Sequence[Form]) -> str:
+    """Return the forms' fields, to stand in a sentence."""
     return " or ".join(dict.fromkeys("{" + ", ".join(form.needs) + "}" for form in forms))
 
 
@@ -122,7 +138,7 @@ def demonstration_forms() -> list[Form]:
     ]
 
 
-def _messages(row: Row) -> Problem:
+def _messages(row: ViewedRow) -> Problem:
     messages = read_messages(row.fields.get("messages"), row.where)
     if messages[-1]["role"] != "assistant":
         raise RowError(
@@ -135,12 +151,12 @@ def _messages(row: Row) -> Problem:
     return Problem(prompt, _answer(row, "gt_answer"), None, response)
 
 
-def _instruction(row: Row) -> Problem:
+def _instruction(row: ViewedRow) -> Problem:
     [output] = text_fields(row.fields, row.where, ("output",))
     return Problem(instruction_text(row), None, None, _not_empty(output, row.where))
 
 
-def _prompt(field: str, row: Row) -> Problem:
+def _prompt(field: str, row: ViewedRow) -> Problem:
     where, fields, _ = row
     prompt = prompt_text(row, "prompt", besides=(field,))
     if isinstance(fields.get(field), list):
@@ -150,14 +166,14 @@ def _prompt(field: str, row: Row) -> Problem:
     return Problem(prompt, _answer(row, "answer"), None, _not_empty(response, where))
 
 
-def _own(row: Row) -> Problem:
+def _own(row: ViewedRow) -> Problem:
     [response] = text_fields(row.fields, row.where, ("response",))
     if row.fields.get("answer") is not None or row.fields.get("entry") is not None:
         return problem_of("question", AnswerMarks(), row)
     return Problem(prompt_text(row, "question"), None, None, _not_empty(response, row.where))
 
 
-def _solved(marks: AnswerMarks, row: Row) -> Problem:
+def _solved(marks: AnswerMarks, row: ViewedRow) -> Problem:
     problem = problem_of("question", marks, row)
     text = row.fields.get("answer")
     if problem.entry is not None or problem.demonstration is not None or FINAL_ANSWER not in str(text):
@@ -166,14 +182,14 @@ def _solved(marks: AnswerMarks, row: Row) -> Problem:
     return Problem(problem.prompt, problem.answer, None, response)
 
 
-def _boxed_demonstration(row: Row) -> Problem:
+def _boxed_demonstration(row: ViewedRow) -> Problem:
     prompt = prompt_text(row, "problem", besides=("solution",))
     [solution] = text_fields(row.fields, row.where, ("solution",))
     answer = boxed_answer(solution, row.where)
     return Problem(prompt, answer, None, demonstrated(solution.strip(), answer))
 
 
-def _answer(row: Row, name: str) -> str | None:
+def _answer(row: ViewedRow, name: str) -> str | None:
     if row.fields.get(name) is None:
         return None
     return stated_answer(answer_text(row.fields, row.where, name), row.where)
@@ -209,7 +225,7 @@ def pair_forms() -> list[Form]:
     ]
 
 
-def _pair(row: Row) -> PreferencePair:
+def _pair(row: ViewedRow) -> PreferencePair:
     where, fields, _ = row
     margin = number_field(fields, where, "margin", default=0.0)
     pair = _with_prompt(row) if fields.get("prompt") is not None else _without_prompt(row)
@@ -222,7 +238,7 @@ def _pair(row: Row) -> PreferencePair:
     return replace(pair, margin=margin, both_well_formed=_both_well_formed(row))
 
 
-def _nothing_to_prefer(row: Row) -> RowError:
+def _nothing_to_prefer(row: ViewedRow) -> RowError:
     """Return the error of a pair whose responses are equal, as they were written or as the model is shown them."""
     sides = [_side(row.fields, row.where, name) for name in _SIDES]
     had = [[further_keys(turn) for turn in side] if isinstance(side, tuple) else [] for side in sides]
@@ -245,7 +261,7 @@ def _nothing_to_prefer(row: Row) -> RowError:
     )
 
 
-def _without_prompt(row: Row) -> PreferencePair:
+def _without_prompt(row: ViewedRow) -> PreferencePair:
     try:
         return _of_conversations(row)
     except RowError as error:
@@ -258,14 +274,14 @@ def _without_prompt(row: Row) -> PreferencePair:
         raise
 
 
-def _both_well_formed(row: Row) -> bool | None:
+def _both_well_formed(row: ViewedRow) -> bool | None:
     value = row.fields.get("both_well_formed")
     if not isinstance(value, bool | None):
         raise wrong_kind(row.where, "both_well_formed", "a boolean", value)
     return value
 
 
-def _with_prompt(row: Row) -> PreferencePair:
+def _with_prompt(row: ViewedRow) -> PreferencePair:
     where, fields, _ = row
     sides = [_side(fields, where, name) for name in _SIDES]
     if all(isinstance(side, tuple) and side[0]["role"] != "assistant" for side in sides):
@@ -284,7 +300,7 @@ def _side(fields: dict[str, Any], where: str, name: str) -> str | tuple[Message,
     return text_fields(fields, where, (name,))[0]
 
 
-def _of_conversations(row: Row) -> PreferencePair:
+def _of_conversations(row: ViewedRow) -> PreferencePair:
     where, fields, _ = row
     chosen, rejected = (_side(fields, where, name) for name in _SIDES)
     if isinstance(chosen, tuple) and isinstance(rejected, tuple):
@@ -299,7 +315,7 @@ def _of_conversations(row: Row) -> PreferencePair:
     return pair
 
 
-def _of_messages(row: Row, chosen: tuple[Message, ...], rejected: tuple[Message, ...]) -> PreferencePair:
+def _of_messages(row: ViewedRow, chosen: tuple[Message, ...], rejected: tuple[Message, ...]) -> PreferencePair:
     for side in (chosen, rejected):
         if side[-1]["role"] != "assistant":
             raise RowError(f"{row.where}: a conversation must end with the assistant's turn", UNUSABLE)
@@ -412,7 +428,7 @@ class AnswerMarks:
             )
 
 
-def problem_of(field: str, marks: AnswerMarks, row: Row) -> Problem:
+def problem_of(field: str, marks: AnswerMarks, row: ViewedRow) -> Problem:
     """Return the problem of a row whose question has the named field."""
     where, fields, _ = row
     entry, response = (optional_text(fields, where, name) for name in ("entry", "response"))
@@ -425,7 +441,7 @@ def problem_of(field: str, marks: AnswerMarks, row: Row) -> Problem:
     return Problem(prompt, stated_answer(answer, where), None, response)
 
 
-def prompt_text(row: Row, field: str, *, besides: tuple[str, ...] = ()) -> str:
+def prompt_text(row: ViewedRow, field: str, *, besides: tuple[str, ...] = ()) -> str:
     """Return a row's prompt: a text, stripped unless it is a transcript, or messages.
 
     Args:
@@ -447,14 +463,14 @@ def prompt_text(row: Row, field: str, *, besides: tuple[str, ...] = ()) -> str:
     return prompt
 
 
-def prompt_before_answer(row: Row) -> str:
+def prompt_before_answer(row: ViewedRow) -> str:
     """Return all messages but a last one of the assistant's as a prompt."""
     messages = read_messages(row.fields.get("messages"), row.where)
     before = messages[:-1] if messages[-1]["role"] == "assistant" else messages
     return not_blank(prompt_of(before, row), row.where)
 
 
-def instruction_text(row: Row) -> str:
+def instruction_text(row: ViewedRow) -> str:
     """Return an instruction with its input, if it has one, after a blank line."""
     instruction = prompt_text(row, "instruction")
     given = (optional_text(row.fields, row.where, "input") or "").strip()
@@ -472,12 +488,20 @@ def not_blank(prompt: str, where: str) -> str:
     return prompt
 
 
-def _boxed(row: Row) -> Problem:
+def _boxed(row: ViewedRow) -> Problem:
     prompt = prompt_text(row, "problem", besides=("solution",))
     [solution] = text_fields(row.fields, row.where, ("solution",))
     return Problem(prompt, boxed_answer(solution, row.where))
 
 
-def _with_messages(row: Row) -> Problem:
+def _with_messages(row: ViewedRow) -> Problem:
     prompt = prompt_before_answer(row)
     return Problem(prompt, stated_answer(answer_text(row.fields, row.where, "gt_answer"), row.where))
+
+
+FORMS: dict[Role, Callable[[], list[Form]]] = {
+    "preferences": pair_forms,
+    "problems": problem_forms,
+    "demonstrations": demonstration_forms,
+    "prompts": prompt_forms,
+}

@@ -1,24 +1,21 @@
-"""Chat messages: their roles as anyone writes them, what of a conversation is prompt or response, and who sees it."""
+"""Chat messages: their roles, which of them are prompt and response, and which of their keys the model is shown."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf_core.data.reading.formats import json_value
-from rlhf_core.data.reading.results import NotShown
-from rlhf_core.data.reading.rows import RowError, kind
+from rlhf_core.data.reading.rows import Row, RowError, kind
 from rlhf_core.data.template import Said
 from rlhf_core.data.transcripts import Message, continuation, conversation, further_keys, transcript, turns_of
 from rlhf_core.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
-    from rlhf_core.data.reading.forms import Form
-    from rlhf_core.data.reading.rows import Row
     from rlhf_core.data.template import PromptTemplate
 
 _ROLES = {
@@ -31,7 +28,7 @@ _ROLES = {
     "tool": "tool",
 }
 _EMPTY: tuple[Any, ...] = ("", [], {})
-"""Values of which nothing is lost."""
+"""Values that can be left out without losing anything."""
 UNUSABLE = "unusable messages"
 _BEGINS_AS_MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](?:role|content|from|value)["']\s*:""")
 _UNKNOWN = "whether the model is shown it is not known: its chat template is not on this machine"
@@ -88,14 +85,14 @@ def _message(message: Any, number: int, where: str, name: str) -> Message:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Leave out what is null in objects at any depth: Arrow gives every call the arguments of all others, as nulls."""
+    """Leave out nulls at any depth: Arrow gives every call of a tool the arguments of all other calls, as nulls."""
     if isinstance(value, dict):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def _content(message: Mapping[str, Any], wrong: list[str]) -> str:
-    """Return a message's content as a text; what else it is, is added to what is wrong."""
+    """Return a message's content as a text; if it is something else, add that to `wrong`."""
     content = message.get("content")
     content = message.get("value") if content is None else content
     if isinstance(content, str):
@@ -120,11 +117,24 @@ def _is_text(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str)
 
 
+class NotShown(NamedTuple):
+    """A further key of messages, such as `thinking`, that the model is not shown."""
+
+    key: str
+    messages: int
+    """Messages that have it and are shown without it."""
+    why: str
+
+    def __str__(self) -> str:
+        """Return it as one clause."""
+        return f"{self.key!r} of {self.messages:,} {'message' if self.messages == 1 else 'messages'} ({self.why})"
+
+
 class MessageView:
-    """What of messages' further keys a model is shown: the others are left out, and counted.
+    """Which further keys of messages a model is shown; the others are left out, and counted.
 
     Args:
-        template: of the model; None keeps all keys as they are written, for nobody knows which of them are shown.
+        template: of the model; None keeps all keys as they are written, as nobody knows which of them are shown.
     """
 
     def __init__(self, template: PromptTemplate | None) -> None:
@@ -161,18 +171,18 @@ class MessageView:
         Raises:
             DataError: as `PromptTemplate.said`.
         """
-        told = []
+        written = []
         for place, message in enumerate(messages):
             if self._template is None:
                 self._count(message, (), _IN_RESPONSE)
-                told.append(message)
+                written.append(message)
                 continue
             said, why = Said(message["content"], ()), _BETWEEN
             if message["role"] == "assistant" and further_keys(message):
                 said, why = self._template.said([*before, *messages[:place]], message), _IN_RESPONSE
             self._count(message, said.keys, why)
-            told.append({"role": message["role"], "content": said.text})
-        return told
+            written.append({"role": message["role"], "content": said.text})
+        return written
 
     def not_shown(self) -> tuple[NotShown, ...]:
         """Return which keys the model is not shown, the most frequent first."""
@@ -189,6 +199,15 @@ class MessageView:
         self._counts.update((key, why) for key in left_out)
 
 
+class ViewedRow(NamedTuple):
+    """A row, with what the model is shown of its messages."""
+
+    where: str
+    """Names the row in an error."""
+    fields: dict[str, Any]
+    view: MessageView
+
+
 def ends_with_assistant(row: Mapping[str, Any]) -> bool:
     """Return whether a row's messages end with a response; True where they cannot be read."""
     try:
@@ -197,19 +216,19 @@ def ends_with_assistant(row: Mapping[str, Any]) -> bool:
         return True
 
 
-def prompt_of(messages: Sequence[Message], row: Row) -> str:
+def prompt_of(messages: Sequence[Message], row: ViewedRow) -> str:
     """Return messages that await the assistant as a prompt.
 
     Raises:
-        RowError: if they do not, or cannot be told as a transcript, or the chat template refuses them.
+        RowError: if they do not, or cannot be written as a transcript, or the chat template refuses them.
     """
     try:
-        return transcript(_view(row).prompt(messages))
+        return transcript(row.view.prompt(messages))
     except DataError as error:
         raise RowError(f"{row.where}: {error}", UNUSABLE) from error
 
 
-def response_of(messages: Sequence[Message], row: Row, prompt: str) -> str:
+def response_of(messages: Sequence[Message], row: ViewedRow, prompt: str) -> str:
     """Return the assistant's message as a response; further turns follow it as a transcript has them.
 
     Raises:
@@ -217,7 +236,7 @@ def response_of(messages: Sequence[Message], row: Row, prompt: str) -> str:
     """
     try:
         continuation(messages)
-        response = continuation(_view(row).response(messages, turns_of(prompt)))
+        response = continuation(row.view.response(messages, turns_of(prompt)))
     except DataError as error:
         raise RowError(f"{row.where}: {error}", UNUSABLE) from error
     keys = [key for message in messages for key in further_keys(message)]
@@ -230,8 +249,8 @@ def response_of(messages: Sequence[Message], row: Row, prompt: str) -> str:
     return response
 
 
-def common_turns(chosen: Sequence[Message], rejected: Sequence[Message], row: Row) -> int | None:
-    """Return how many turns of two conversations are their prompt: all before the last answer that both may give.
+def common_turns(chosen: Sequence[Message], rejected: Sequence[Message], row: ViewedRow) -> int | None:
+    """Return how many turns are the prompt of two conversations: all that are equal before an answer in both.
 
     Returns:
         None if they part before the assistant speaks, as the model is shown them.
@@ -242,36 +261,29 @@ def common_turns(chosen: Sequence[Message], rejected: Sequence[Message], row: Ro
     places = range(min(len(chosen), len(rejected)) - 1, -1, -1)
     answers = [place for place in places if chosen[place]["role"] == rejected[place]["role"] == "assistant"]
     try:
-        return next((end for end in answers if _told(chosen[:end], row) == _told(rejected[:end], row)), None)
+        return next((end for end in answers if _as_text(chosen[:end], row) == _as_text(rejected[:end], row)), None)
     except DataError as error:
         raise RowError(f"{row.where}: {error}", UNUSABLE) from error
 
 
-def _view(row: Row) -> MessageView:
-    return row.view or MessageView(None)
+def _as_text(messages: Sequence[Message], row: ViewedRow) -> str:
+    return conversation(row.view.shown(messages))
 
 
-def _told(messages: Sequence[Message], row: Row) -> str:
-    return conversation(_view(row).shown(messages))
-
-
-def with_messages(row: Row, form: Form) -> Row:
+def with_messages(row: Row, names: Iterable[str]) -> Row:
     """Return a row with lists of messages where texts are such lists in JSON, as CSV has them.
 
-    A text is one if its elements are objects with a role, and the first role is one that we know or every element has
-    a content too: `[1, 2]` and `["a"]` are texts, and so is whatever goes on behind the list. The texts of a task's
-    record are taken to the letter.
+    A text is such a list if its elements are objects with a role, and the first role is known or every element has a
+    content too. `[1, 2]` and `["a"]` stay texts, and so does a list with something behind it.
 
     Args:
         row: as the file has it.
-        form: of the row.
+        names: of the fields that may hold messages.
 
     Raises:
         RowError: if a text begins as messages do, and is not JSON, or is a message without its list.
     """
-    if "entry" in form.fields and row.fields.get("entry") is not None:
-        return row
-    lists = {name: _listed(row.fields.get(name), f"{row.where}: {name!r}") for name in form.messages}
+    lists = {name: _listed(row.fields.get(name), f"{row.where}: {name!r}") for name in names}
     return row._replace(fields=row.fields | {name: found for name, found in lists.items() if found is not None})
 
 

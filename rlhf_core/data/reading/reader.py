@@ -1,17 +1,17 @@
-"""The rows of one role, out of all its sources, which are mixed into one order."""
+"""The set of one role: the rows of all its sources, mixed into one order, without repetitions."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections import Counter
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, Literal, cast, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar, cast, overload
 
 from rlhf_core.data.preferences import PreferencePair
 from rlhf_core.data.reading.messages import MessageView
-from rlhf_core.data.reading.results import ReadSet, SourceFacts
-from rlhf_core.data.reading.source_rows import SourceRows, read_source, refuse_bad_rows, refuse_empty
+from rlhf_core.data.reading.sources import SourceRows, read_source, refuse_bad_rows, refuse_empty
 from rlhf_core.errors import DataError
 
 if TYPE_CHECKING:
@@ -19,42 +19,44 @@ if TYPE_CHECKING:
 
     from rlhf_core.config.data import SourceConfig
     from rlhf_core.data.problems import Problem
-    from rlhf_core.data.reading.results import Access, Role
+    from rlhf_core.data.reading.forms import Role
+    from rlhf_core.data.reading.messages import NotShown
+    from rlhf_core.data.reading.places import Access
+    from rlhf_core.data.reading.rows import RejectedRow
     from rlhf_core.data.template import PromptTemplate
 
+T = TypeVar("T")
 
-def mixed_order(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
-    """Return whose turn it is, turn after turn, until the source whose turn it is has no row left.
 
-    After every turn each source has had its share of the turns to within one row, and to within 1/2 with two
-    sources. Of those that lag behind, the one that would first lag by too much comes next.
+class SourceFacts(NamedTuple):
+    """What one source of a set gave."""
 
-    Args:
-        sizes: rows of each source.
-        weights: shares, greater than 0, of any sum.
+    path: str
+    """As the configuration has it."""
+    files: tuple[str, ...]
+    """What was read of it: files, objects, or the hub dataset's split."""
+    form: str
+    """The files' formats and the rows' form, such as "JSON lines of transcripts"."""
+    rows: int
+    """Rows read, the rejected ones included."""
+    kept: int
+    """Rows of it in the set."""
+    weight: float | None
 
-    Source:
-        Tijdeman 1980, The chairman assignment problem, Discrete Mathematics 32.
 
-    Example:
-        >>> mixed_order([10, 2], [3.0, 1.0])
-        [0, 0, 1, 0, 0, 0, 1, 0, 0, 0]
-    """
-    if len(sizes) == 1:
-        return [0] * sizes[0]
-    exact = [Fraction(str(weight)) for weight in weights]
-    shares = [share / sum(exact) for share in exact]
-    slack = Fraction(1, 2 * len(sizes) - 2)
-    taken = [0] * len(sizes)
-    order: list[int] = []
-    while True:
-        lags = [share * (len(order) + 1) - count for share, count in zip(shares, taken, strict=True)]
-        due = [source for source, lag in enumerate(lags) if lag >= slack]
-        chosen = min(due, key=lambda source: (1 - slack - lags[source]) / shares[source])
-        if taken[chosen] == sizes[chosen]:
-            return order
-        taken[chosen] += 1
-        order.append(chosen)
+@dataclass(frozen=True)
+class ReadSet(Generic[T]):
+    """The rows of one role, of all its sources."""
+
+    rows: tuple[T, ...]
+    rejected: tuple[RejectedRow, ...]
+    duplicates: int
+    """Rows that were left out because an earlier one says the same."""
+    sources: tuple[SourceFacts, ...]
+    digest: str
+    """SHA-256 of all that was read, in order, with what the configuration makes of it."""
+    not_shown: tuple[NotShown, ...] = ()
+    """Keys of chat messages that are left out, the most frequent first."""
 
 
 BadRows = Literal["refuse", "drop"]
@@ -163,6 +165,40 @@ def _order(sources: Sequence[SourceConfig], rows: Sequence[Sequence[Any]]) -> li
         first = sources[sizes.index(0)].path if 0 in sizes else sources[0].path
         raise DataError(f"the mixture has no row: {first} gives none that is not in an earlier source already")
     return order
+
+
+def mixed_order(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
+    """Return the source of each row of a mixture, up to the first row whose source has none left.
+
+    After every row, the number of rows of each source is within one of its proportion of all rows, and within 1/2 with
+    two sources. Of the sources that lag behind, the one that would first lag too far comes next.
+
+    Args:
+        sizes: rows of each source.
+        weights: proportions, greater than 0, of any sum.
+
+    Source:
+        Tijdeman 1980, The chairman assignment problem, Discrete Mathematics 32.
+
+    Example:
+        >>> mixed_order([10, 2], [3.0, 1.0])
+        [0, 0, 1, 0, 0, 0, 1, 0, 0, 0]
+    """
+    if len(sizes) == 1:
+        return [0] * sizes[0]
+    exact = [Fraction(str(weight)) for weight in weights]
+    parts = [weight / sum(exact) for weight in exact]
+    slack = Fraction(1, 2 * len(sizes) - 2)
+    taken = [0] * len(sizes)
+    order: list[int] = []
+    while True:
+        lags = [part * (len(order) + 1) - count for part, count in zip(parts, taken, strict=True)]
+        due = [source for source, lag in enumerate(lags) if lag >= slack]
+        chosen = min(due, key=lambda source: (1 - slack - lags[source]) / parts[source])
+        if taken[chosen] == sizes[chosen]:
+            return order
+        taken[chosen] += 1
+        order.append(chosen)
 
 
 def _facts(

@@ -14,7 +14,7 @@ from infra.artifacts import S3Options, open_default_store
 from infra.artifacts.credentials import options_of
 from infra.errors import InfraError, SettingsError, StoreError
 from infra.settings import settings
-from tasks.data_access import access_to
+from tasks.context import data_access
 
 VARIABLES = (
     *(f"AWS_{name}" for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "SESSION_TOKEN", "PROFILE", "ENDPOINT_URL")),
@@ -62,7 +62,7 @@ def test_a_profile_is_handed_to_botocore_and_to_children(monkeypatch: pytest.Mon
     monkeypatch.setenv(variable, "research")
     assert options_of(settings()).arguments() == {"profile": "research"}
     assert settings().child_environment()["RLHF_S3_PROFILE"] == "research"
-    assert access_to(settings()).storage_options() == {"profile": "research"}  # data's server is the store's
+    assert data_access(settings()).storage_options() == {"profile": "research"}  # data's server is the store's
 
 
 def test_a_profile_that_was_named_for_us_wins_over_keys_that_happen_to_be_exported(
@@ -124,7 +124,7 @@ def test_half_a_pair_of_keys_is_refused_instead_of_passed_over(
         open_default_store()
     assert "hunter2" not in str(raised.value)
     with pytest.raises(SettingsError, match=complaint):
-        access_to(settings()).storage_options()  # not before: data may lie on this machine
+        data_access(settings()).storage_options()  # not before: data may lie on this machine
 
 
 def test_half_a_pair_in_code_is_refused_as_well() -> None:

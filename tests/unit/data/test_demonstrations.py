@@ -6,7 +6,8 @@ import pytest
 
 from rlhf_core.config import TemplateConfig
 from rlhf_core.data import Problem, PromptTemplate
-from rlhf_core.data.demonstrations import encode_demonstrations, of_the_same_kind, refuse_nothing_to_learn
+from rlhf_core.data.encoding import encode_demonstrations
+from rlhf_core.data.problems import of_the_same_kind, refuse_nothing_to_learn
 from rlhf_core.errors import DataError
 from tests.tiny_llama import tiny_tokenizer
 

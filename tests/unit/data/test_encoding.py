@@ -6,7 +6,8 @@ import pytest
 
 from rlhf_core.config import RewardModelConfig, TemplateConfig
 from rlhf_core.data import PreferencePair, PromptTemplate
-from rlhf_core.data.encoding import encode_pairs, refuse_shared_prompts, split_pairs
+from rlhf_core.data.encoding import encode_pairs
+from rlhf_core.data.preferences import refuse_shared_prompts, split_pairs
 from rlhf_core.errors import DataError
 from tests.tiny_llama import tiny_tokenizer
 

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from rlhf_core.data import Problem, PromptTemplate, pairs_from_jsonl, pairs_to_jsonl, problems_from_jsonl
-from rlhf_core.data.demonstrations import encode_demonstrations
-from rlhf_core.data.dialogues import read_dialogues
-from rlhf_core.data.encoding import encode_pairs
+from rlhf_core.data.encoding import encode_demonstrations, encode_pairs
+from rlhf_core.data.loaders import read_dialogues
 from rlhf_core.data.preparing import TokenMeter, prepare, report_to_markdown
 from rlhf_core.data.problems import problem_key, problems_to_jsonl
 from rlhf_core.data.reading import NotShown

@@ -17,7 +17,8 @@ from rlhf_core.data import (
     pairs_from_samples,
     pairs_to_jsonl,
 )
-from rlhf_core.data.encoding import encode_pairs, refuse_shared_prompts, split_pairs
+from rlhf_core.data.encoding import encode_pairs
+from rlhf_core.data.preferences import refuse_shared_prompts, split_pairs
 from rlhf_core.errors import DataError
 from tests.tiny_llama import tiny_tokenizer
 from tests.unit.data.reading_files import rows, write

@@ -9,8 +9,8 @@ import pytest
 
 from rlhf_core.data import Problem
 from rlhf_core.data.preparing import TokenMeter, prepare, refuse_unfit, report_to_markdown
-from rlhf_core.data.preparing.agreement import agree
 from rlhf_core.data.preparing.lengths import TokenCounts, bin_names, spark, token_counts
+from rlhf_core.data.preparing.requirements import ask_about
 from rlhf_core.data.reading import RejectedRow
 from rlhf_core.data.verifiers import Verdict
 from rlhf_core.errors import ConfigError, DataError
@@ -105,9 +105,9 @@ def test_a_verifier_that_accepts_nothing_disagrees_with_the_data() -> None:
     with pytest.raises(
         DataError, match=r"exact accepts none of 4 demonstrations, such as '<answer>0</answer>' for "
     ) as e:
-        agree(Judging([False]), "exact", problems(4), template())
+        ask_about(Judging([False]), "exact", problems(4), template())
     assert "\n" not in str(e.value)
-    assert agree(Judging([False, True]), "exact", problems(4), template()).accepted == 2
+    assert ask_about(Judging([False, True]), "exact", problems(4), template()).accepted == 2
 
 
 def test_demonstrations_without_tags_are_refused_before_training() -> None:

@@ -12,8 +12,7 @@ import pytest
 from rlhf_core.config.data import SourceConfig
 from rlhf_core.data import Problem, problems_to_jsonl
 from rlhf_core.data.reading import Access, detect_role, possible_roles
-from rlhf_core.data.reading.answers import boxed_answer
-from rlhf_core.data.reading.rows import RowError
+from rlhf_core.data.reading.rows import RowError, boxed_answer
 from rlhf_core.errors import DataError
 from tests.unit.data.reading_files import HI, read, refusal, rows, write, written
 

@@ -13,7 +13,7 @@ import torch
 
 from rlhf_core.config import RewardConfig, TemplateConfig
 from rlhf_core.data import PromptTemplate
-from rlhf_core.data.tasks import draw_problems
+from rlhf_core.data.gym import draw_problems
 from rlhf_core.errors import ConfigError, DataError, ModelError
 from rlhf_core.models.reward_model import RewardModel
 from rlhf_core.rewards import RLVRRewardModel, ScoringBatch, build_scorer, gsm8k_reward_fn, math_competition_reward_fn

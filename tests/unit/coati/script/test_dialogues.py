@@ -12,7 +12,7 @@ import pytest
 
 from rlhf_core.coati.script.data import build_loaders
 from rlhf_core.data.conversation import Conversation
-from rlhf_core.data.dialogues import read_dialogues
+from rlhf_core.data.loaders import read_dialogues
 from rlhf_core.errors import DataError
 from tests.tiny_llama import tiny_tokenizer
 from tests.unit.data.chat_templates import QWEN3

@@ -15,7 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from rlhf_core.coati.script.checks import check_arguments, read_json, read_lora
 from rlhf_core.coati.script.flags import build_parser
 from rlhf_core.data.conversation import read_template
-from rlhf_core.data.dialogues import read_dialogues
+from rlhf_core.data.loaders import read_dialogues
 from rlhf_core.errors import ConfigError
 from rlhf_core.rewards.math_answers import gsm8k_score
 from rlhf_core.train_ppo import main

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.data.dialogues import Dialogue
 from rlhf_core.data.loaders import (
     DataCollatorForPromptDataset,
     DataCollatorForSupervisedDataset,
+    Dialogue,
     Limits,
     PromptDataset,
     StatefulDistributedSampler,

@@ -19,7 +19,7 @@ from rlhf_core.coati.script.models import build_models
 from rlhf_core.coati.script.outputs import save_outputs
 from rlhf_core.coati.script.run import Plugin, _trainees
 from rlhf_core.config import LoRAConfig
-from rlhf_core.data.entries import entry_to_json
+from rlhf_core.data.gym import entry_to_json
 from rlhf_core.models.adapters import save_adapters
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.lora import adapters_off, attach_lora

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from rlhf_core.data import problems_from_jsonl, problems_to_jsonl
-from rlhf_core.data.entries import entry_from_json, entry_to_json
-from rlhf_core.data.tasks import draw_problems
+from rlhf_core.data.gym import draw_problems, entry_from_json, entry_to_json
 
 
 def test_tuples_sets_and_keys_that_are_no_text_come_back_as_they_were() -> None:

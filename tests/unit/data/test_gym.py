@@ -11,7 +11,7 @@ import pytest
 
 from rlhf_core.config import TemplateConfig
 from rlhf_core.data import Problem, PromptTemplate, problems_from_jsonl, problems_to_jsonl
-from rlhf_core.data.tasks import draw_problems
+from rlhf_core.data.gym import draw_problems
 from rlhf_core.errors import DataError
 from rlhf_core.rewards.gym import score
 from rlhf_core.rewards.structure import answer_tags

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import ssl
 from typing import ClassVar
 
 AWAY_ERRNOS = frozenset(
@@ -22,6 +23,23 @@ AWAY_ERRNOS = frozenset(
 )
 """What an operating system says of a network that is away. A disk that is full (ENOSPC) or broken (EIO) is not among
 them: it stays so until a person has seen to it."""
+
+
+def is_untrusted(error: BaseException) -> bool:
+    """Return whether a server's certificate was refused: libraries call that a connection that failed.
+
+    It does not pass: somebody has to trust it, or to renew it.
+
+    Args:
+        error: what came of a request; the refusal is behind it, as cause, context or reason.
+    """
+    found = [error]
+    for each in found:
+        if isinstance(each, ssl.SSLCertVerificationError):
+            return True
+        behind = (each.__cause__, each.__context__, getattr(each, "reason", None))
+        found += [one for one in behind if isinstance(one, BaseException) and one not in found]
+    return False
 
 
 class InfraError(Exception):
@@ -46,7 +64,7 @@ class StoreAwayError(StoreError):
 
 
 class StoreNotReadyError(StoreError):
-    """What is wanted of the artifact store is held by somebody else, or its file system is away; it was asked once."""
+    """The artifact store cannot do it just now: others are at it, its file system is away, or a clock is wrong."""
 
     passes = True
 

@@ -147,12 +147,16 @@ class Listening:
         self._lock: asyncio.Lock | None = None
 
     async def note(self) -> None:
-        """Tell that the server listens: before it looks at an event, and before it looks for silence."""
+        """Tell that the server listens: before it looks at an event, and before it looks for silence.
+
+        Until its automations are loaded it does not.
+        """
         if time.time() - self._latest > STOPPED_S:
             self._lock = self._lock or asyncio.Lock()
             async with self._lock:
                 if time.time() - self._latest > STOPPED_S:  # nobody else has seen to it meanwhile
-                    await _begin_anew()
+                    if not await _begin_anew():
+                        return
                     self._latest = time.time()
         self._latest = time.time()
 
@@ -160,16 +164,17 @@ class Listening:
 LISTENING = Listening()
 
 
-async def _begin_anew() -> None:
-    """Let no automation that waits for signs of life have waited for all of its time."""
+async def _begin_anew() -> bool:
+    """Let no automation that waits for signs of life have waited for all of its time; False if none is loaded yet."""
     watching = [trigger.id for trigger in triggers.triggers.values() if _waits_for_signs(trigger)]
     if not watching:
-        return
+        return bool(triggers.triggers)
     db = provide_database_interface()
     bucket, until = db.AutomationBucket, now("UTC") + timedelta(seconds=GRACE_S)
     late = sa.update(bucket).where(bucket.trigger_id.in_(watching), bucket.end < until).values(end=until)
     async with db.session_context(begin_transaction=True) as session:
         await session.execute(late)
+    return True
 
 
 def _waits_for_signs(trigger: EventTrigger) -> bool:

@@ -27,6 +27,8 @@ from prefect.client import orchestration
 from prefect.client.base import PrefectHttpxAsyncClient, PrefectHttpxSyncClient
 from prefect.logging import get_logger
 
+from infra.errors import is_untrusted
+
 AWAY = frozenset(
     [
         HTTPStatus.REQUEST_TIMEOUT,
@@ -47,7 +49,7 @@ _LONGEST_ATTEMPT_S = 60.0
 _NOTICE_S = 10.0
 _MAKING_RUNS = ("/flow_runs/", "/create_flow_run")
 _AFTERWARDS_S = 30.0
-"""What is left of it once a call has waited in vain: the run ends, and each of its last words would wait anew."""
+"""Once a call has waited in vain, later calls wait no longer than this, so that the run can end."""
 _limit_s: ContextVar[float | None] = ContextVar("limit_s", default=None)
 
 
@@ -129,6 +131,8 @@ class Attempts:
         Args:
             fault: what came of the last attempt.
         """
+        if isinstance(fault, Exception) and is_untrusted(fault):
+            return None
         now = self._clock()
         self.spent_s += min(max(now - self._last, 0.0), _LONGEST_ATTEMPT_S)
         limit_s = self.limit_s

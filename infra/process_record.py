@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import platform
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -30,12 +31,17 @@ def here() -> str:
     """Return what two processes have in common when the id of one means the same process to the other.
 
     That is the boot of the machine and the namespace of its process ids: a container has its own, in which the ids of
-    another say nothing. A namespace's number is given again only when all processes in it are gone.
+    another say nothing. A namespace's number is given again only when all processes in it are gone. Where the system
+    has no id of its boot, the machine's name and network address stand for that: the first namespace has the same
+    number everywhere.
     """
-    try:
-        return f"{_boot()}/{os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return f"{platform.node()}/{uuid.getnode():012x}"
+    with suppress(OSError):
+        return f"{_boot() or _machine()}/{os.readlink('/proc/self/ns/pid')}"
+    return _machine()
+
+
+def _machine() -> str:
+    return f"{platform.node()}/{uuid.getnode():012x}"
 
 
 class ProcessRecord(BaseModel):

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from infra.artifacts import ArtifactRef, ArtifactStore, open_default_store
 from infra.settings import Settings, settings
 from tasks.failures import is_unattended
 from tasks.results import Parent
+
+if TYPE_CHECKING:
+    from prefect.client.schemas.objects import FlowRun
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,14 @@ def actors_context(flow_run_id: str | None) -> Context:
         flow_run_id: of the flow run that the actor works for.
     """
     return Context(open_default_store(patient=True, in_run=True), settings(), flow_run_id)
+
+
+def is_inner(run: FlowRun) -> bool:
+    """Return whether a flow run is a part of the one that called it, in whose process it goes on.
+
+    One that another flow let a worker start (`run_deployment`) has a caller, too, but also a deployment and a process.
+    """
+    return run.parent_task_run_id is not None and run.deployment_id is None
 
 
 _ROOTS: dict[str, str] = {}

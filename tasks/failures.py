@@ -15,7 +15,14 @@ from contextvars import ContextVar
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from infra.errors import AWAY_ERRNOS, ClusterNotReadyError, InfraError, StoreAwayError, StoreNotReadyError
+from infra.errors import (
+    AWAY_ERRNOS,
+    ClusterNotReadyError,
+    InfraError,
+    StoreAwayError,
+    StoreNotReadyError,
+    is_untrusted,
+)
 from rlhf_core.errors import DataAwayError, RlhfError
 
 if TYPE_CHECKING:
@@ -39,6 +46,8 @@ _AWAY = {
     "socket": ("gaierror",),
 }
 """By module, what libraries raise where a server is away; a module that was never imported has raised nothing."""
+_OFFLINE = {"huggingface_hub.errors": ("OfflineModeIsEnabled",)}
+"""A connection that failed, as its class has it: but the user has asked for none."""
 _DIED = {"ray.exceptions": ("RayActorError", "OutOfMemoryError", "NodeDiedError", "ObjectLostError")}
 """The second: Ray ended the process, for room. Nodes die, too: they are preempted."""
 _IS_UNATTENDED: ContextVar[bool] = ContextVar("is_unattended", default=False)
@@ -55,6 +64,8 @@ def further_attempts(error: BaseException) -> int | None:
     0 means that what was missing has been waited for already: the run is left to be started again at once.
     """
     error = _inner(error)
+    if is_untrusted(error) or _is_of(error, _OFFLINE):
+        return None
     if isinstance(error, StoreAwayError):
         return 0  # it was asked for as long as a run waits
     if isinstance(error, _NOT_THERE_YET) or _is_away(error):
@@ -71,7 +82,7 @@ def passes_in(_task: Any, task_run: Any, state: Any) -> bool:
 
 
 def sentence(error: BaseException) -> str:
-    """Return one line for a person, of an error that passes and did not."""
+    """Return one line for a person, of an error that was expected to pass, and was still there at the last attempt."""
     told = first_line(error)
     error = _inner(error)
     if isinstance(error, RlhfError | InfraError):

@@ -6,9 +6,9 @@ process waits; if that one comes to its end, the run is done, and the second sta
 so that what the first reported stands. If the first dies, the second goes on from the last commit. A run that had done
 its work and could not report it is not done again.
 
-A deployment with the tag `one-at-a-time` has a lock of its own, which a run holds from its start until it has ended for
-good, whichever process works on it, and none while it waits for its restart. What became of its holder is asked of the
-server and of the holder's process, never remembered by either. A run that is due meanwhile is skipped, with a sentence.
+A deployment with the tag `one-at-a-time` has a lock of its own. A run holds it from its start until it has ended for
+good. It keeps it while no process works on it, as when it waits for its restart. Whether the holder still goes on is
+asked anew each time, of its process and of the server. A run that is due meanwhile is skipped, with a sentence.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from enum import Enum
 from functools import wraps
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
-import httpx
 from prefect import State
 from prefect.client.orchestration import get_client
 from prefect.context import FlowRunContext
@@ -41,11 +40,11 @@ from infra.artifacts.exclusive import (
     Seen,
     new_record,
 )
-from infra.errors import LockLostError, ServiceError, StoreError
+from infra.errors import LockLostError, StoreError
 from infra.services.automations import LOST_AFTER_S, RESTARTING, SKIPPED
 from infra.services.prefect_yaml import ONE_AT_A_TIME
-from tasks.context import open_context
-from tasks.progress import duration, say
+from tasks.context import is_inner, open_context
+from tasks.progress import say
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun
@@ -58,8 +57,6 @@ R = TypeVar("R")
 POLL_S = 2.0
 WAIT_S = 24 * 3600.0
 """How long a second start waits for a first that lives. Then it leaves: the first is worth more than the wait."""
-STORE_AWAY_S = 600.0
-SERVER_AWAY_S = 600.0
 CRASH_S = 120.0
 """A run that has been Crashed for so long, and not Restarting, is not started again: nothing on the server does it."""
 SILENCE_S = LOST_AFTER_S + 300.0
@@ -109,9 +106,8 @@ def leave_if_taken_over() -> None:
 def _outermost_run() -> FlowRun | None:
     """Return the run that goes on here, unless it is part of another."""
     context = FlowRunContext.get()
-    if context is None or context.flow_run is None or context.flow_run.parent_task_run_id is not None:
-        return None
-    return None if _HELD.get() is not None else context.flow_run
+    run = None if context is None else context.flow_run
+    return None if run is None or is_inner(run) or _HELD.get() is not None else run
 
 
 def _work(held: Held, store: ArtifactStore, run: FlowRun, function: Callable[[], R]) -> R:
@@ -168,7 +164,7 @@ class _Start:
     def __init__(self, lock: Lock, run: FlowRun) -> None:
         self._lock, self._run = lock, run
         self._observer = Observer()
-        self._begun = self._answered = clock.boottime()
+        self._begun = clock.boottime()
         self._waited_for: str | None = None
         """Incarnation of the process that this start has found at work."""
 
@@ -191,19 +187,17 @@ class _Start:
             elif seen is not None:
                 self._say_that_it_waits(seen.record, life)
             if clock.boottime() - self._begun > WAIT_S:
-                _leave(f"the process that works on it has not ended within {duration(WAIT_S)}")
+                _leave(f"the process that works on it has not ended within {WAIT_S / 3600:.0f} h")
             clock.pause(POLL_S)
 
     def _look(self) -> tuple[Seen | None, Life]:
-        """Return the lock and what is known of its holder; a store that is away while we wait is waited for."""
+        """Return the lock and what is known of its holder; while a first works, a store that is away ends no wait."""
         try:
             seen = self._lock.look()
-        except StoreError:
-            if self._waited_for is None or clock.boottime() - self._answered > STORE_AWAY_S:
+        except StoreError as error:
+            if self._waited_for is None or not error.passes:
                 raise
-            clock.pause(POLL_S)
             return None, Life.UNKNOWN
-        self._answered = clock.boottime()
         return seen, self._observer.judge(seen)
 
     def _record(self, seen: Seen | None) -> Record:
@@ -270,7 +264,7 @@ class _Turn:
         """Return why the run is skipped; None once the deployment is its own.
 
         Raises:
-            ServiceError: if the server is away, and must be asked what became of the holder.
+            httpx.HTTPError: if the server is away, and must be asked what became of the holder.
             StoreError: if the store does not answer.
         """
         while True:
@@ -314,7 +308,7 @@ class _Holder:
         self._lock = store.lock(f"{RUN_LOCK}{run_id}")
         self._observer = Observer()
         self._state: object = None
-        self._looked = self._answered = clock.boottime()
+        self._looked = clock.boottime()
         self._unchanged_s = 0.0
         """For how long its state was seen to stay the same; a time in which this process slept counts little."""
 
@@ -323,15 +317,7 @@ class _Holder:
         life = self._observer.judge(self._lock.look())
         if life is Life.LIVES:
             return Fate.GOES_ON  # whatever the server says of it
-        try:
-            run = _read_run(self.run_id)
-        except httpx.HTTPError as error:
-            if clock.boottime() - self._answered > SERVER_AWAY_S:
-                raise ServiceError(
-                    f"the Prefect server has not answered for {duration(SERVER_AWAY_S)}, and must say what became of "
-                    f"the run {self.run_id}, which has this deployment ({error}); run `rlhf up`, then start this again"
-                ) from error
-            return Fate.UNCLEAR
+        run = _read_run(self.run_id)  # the client waits for a server that is away
         state = None if run is None else run.state
         self._count(None if state is None else state.id)
         return self._of_state(state, gone=life is not Life.UNKNOWN)
@@ -349,7 +335,7 @@ class _Holder:
 
     def _count(self, state: object) -> None:
         now = clock.boottime()
-        step, self._looked, self._answered = min(now - self._looked, GAP_S), now, now
+        step, self._looked = min(now - self._looked, GAP_S), now
         self._unchanged_s = self._unchanged_s + step if state == self._state else 0.0
         self._state = state
 

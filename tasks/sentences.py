@@ -25,6 +25,7 @@ from infra.errors import InfraError
 from rlhf_core.counting import counted
 from rlhf_core.errors import RlhfError
 from tasks import failures
+from tasks.context import is_inner
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun
@@ -52,9 +53,9 @@ def in_one_sentence(function: Callable[P, R]) -> Callable[P, R]:
     @wraps(function)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
         run = _flow_run()
-        is_inner = run is not None and run.parent_task_run_id is not None
+        inner = run is not None and is_inner(run)
         try:
-            with contextlib.nullcontext() if is_inner else failures.attended_or_not(run), _signals_as_themselves():
+            with contextlib.nullcontext() if inner else failures.attended_or_not(run), _signals_as_themselves():
                 return function(*args, **kwargs)
         except FailedRun as error:
             return Failed(message=str(error))  # type: ignore[return-value]
@@ -67,7 +68,7 @@ def in_one_sentence(function: Callable[P, R]) -> Callable[P, R]:
             run_logger().error("%s", told)
             if not passes:
                 return Failed(message=told)  # type: ignore[return-value]
-        return Crashed(message=told) if is_inner else _ending(told, run)  # type: ignore[return-value]
+        return Crashed(message=told) if inner else _ending(told, run)  # type: ignore[return-value]
 
     return guarded
 
@@ -91,8 +92,8 @@ def _ending(told: str, run: FlowRun | None) -> State[Any]:
     if run.run_count > RESTARTS:
         starts = counted(run.run_count, "start")
         return Failed(
-            message=f"{told}; that was the end of each of {starts}, and the run is not started again by itself: start "
-            "one with the same parameters, and it goes on from the last commit"
+            message=f"{told}; this was the last of {starts}, and the run is not started again by itself: start one "
+            "with the same parameters, and it goes on from the last commit"
         )
     return Crashed(
         message=f"{told}; this was start {run.run_count} of {RESTARTS + 1}, and the next goes on from the last commit"

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 from uuid import uuid4
 
 from infra.artifacts.ref import PROBES
-from infra.errors import StoreError
+from infra.errors import StoreNotReadyError
 
 CHUNK_BYTES = 8 << 20
 """How much of a large object is held in memory at a time, per thread."""
@@ -105,11 +105,14 @@ def enforced_conditions(backend: Backend) -> Enforced:
 
 
 def check_clock(theirs: datetime, place: str) -> None:
-    """Raise StoreError if the clock of the place, just read, and ours are too far apart."""
+    """Raise StoreNotReadyError if the clock of the place, just read, and ours are too far apart.
+
+    It passes: the clock of a machine that has just woken is soon set by NTP.
+    """
     ahead = datetime.now(UTC) - theirs
     if abs(ahead) > CLOCK_LIMIT:
         side = "ahead of" if ahead > timedelta() else "behind"
-        raise StoreError(
+        raise StoreNotReadyError(
             f"our clock is {abs(ahead).total_seconds() / 60:.0f} minutes {side} that of {place}; leases in the "
             f"artifact store bear {CLOCK_LIMIT.total_seconds() / 60:.0f} at most: set the clock (NTP)"
         )

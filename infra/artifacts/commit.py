@@ -20,7 +20,7 @@ from infra.artifacts.index import KeyIndex
 from infra.artifacts.leases import Claim, Lease, LeaseOutlivedError, await_deletions, lease
 from infra.artifacts.manifest import BlobEntry, FileEntry, Manifest, check_path
 from infra.artifacts.ref import blob_key, content_key, version_key
-from infra.errors import StoreError, VersionExistsError
+from infra.errors import StoreError, StoreNotReadyError, VersionExistsError
 
 Source = Path | bytes
 PIECE_BYTES = 64 << 20
@@ -112,11 +112,11 @@ def write_numbered(backend: Backend, catalog: Catalog, draft: Manifest, held: Le
 
     Raises:
         VersionExistsError: if the number is, or was, taken by other content.
-        StoreError: if it was removed in between.
+        StoreNotReadyError: if it was removed in between.
     """
     found = numbered(backend, catalog, draft) or _create(backend, draft, held)
     if found is None:
-        raise StoreError(f"{draft.uri} was removed while it was written; commit it again")
+        raise StoreNotReadyError(f"{draft.uri} was removed while it was written; commit it again")
     if found.writer != draft.writer and found.digest != draft.digest:
         raise _taken(found)
     return found
@@ -136,6 +136,9 @@ def write_next(backend: Backend, catalog: Catalog, draft: Manifest, held: Lease)
 
     Returns:
         The manifest as it stands in the store: ours, or another's with the very same.
+
+    Raises:
+        StoreNotReadyError: if others took each of many numbers first.
     """
     first = highest_version(backend, draft.kind, draft.name, leave_hint=True) + 1
     for version in range(first, first + NUMBER_ATTEMPTS):
@@ -143,7 +146,7 @@ def write_next(backend: Backend, catalog: Catalog, draft: Manifest, held: Lease)
         found = _same(backend, catalog, next_one, held) or _create(backend, next_one, held)
         if found is not None and (found.writer == draft.writer or found.identity == draft.identity):
             return found
-    raise StoreError(
+    raise StoreNotReadyError(
         f"no free version number for {draft.kind}/{draft.name} from {first} on in {NUMBER_ATTEMPTS} attempts: "
         "others took each one first; commit again"
     )

@@ -12,7 +12,7 @@ from infra.artifacts.backend import Backend
 from infra.artifacts.download import in_parallel
 from infra.artifacts.manifest import SCHEMA_VERSION, SchemaVersion, first_complaint
 from infra.artifacts.ref import PLANS, plan_key, plan_prefix
-from infra.errors import StoreError
+from infra.errors import StoreError, StoreNotReadyError
 
 
 class Answer(BaseModel):
@@ -71,7 +71,7 @@ def record(backend: Backend, run: str, name: str, question: str, answer: JsonVal
         answer: plain data.
 
     Raises:
-        StoreError: if it cannot be written.
+        StoreError: if it cannot be written; StoreNotReadyError, if it was removed meanwhile.
     """
     note = Answer(flow_run=run, question=question, when=clock.now(), answer=answer)
     if backend.create(plan_key(run, name), note.model_dump_json(indent=1).encode()):
@@ -79,7 +79,9 @@ def record(backend: Backend, run: str, name: str, question: str, answer: JsonVal
     # another process of the run was quicker, or our own first attempt was, whose answer was lost on the way
     found = recall(backend, run, name)
     if found is None:
-        raise StoreError(f"{plan_key(run, name)} was removed from the artifact store while it was written; try again")
+        raise StoreNotReadyError(
+            f"{plan_key(run, name)} was removed from the artifact store while it was written; try again"
+        )
     return found
 
 

@@ -23,7 +23,7 @@ from botocore.parsers import ResponseParserError
 from botocore.utils import is_valid_uri
 from urllib3.exceptions import HTTPError as Urllib3Error
 
-from infra.errors import StoreError
+from infra.errors import StoreError, StoreNotReadyError, is_untrusted
 
 REQUEST_ERRORS = (OSError, BotoCoreError, ClientError, ResponseParserError, AioHttpError, Urllib3Error)
 """All that a request may raise: what breaks off in the body of an answer is not always botocore's own error."""
@@ -42,6 +42,8 @@ _PASSING_CODES = {
     "Throttling",
 }
 _FULL_CODES = {"QuotaExceeded", "InsufficientStorage", "XMinioStorageFull"}
+_SKEWED = "RequestTimeTooSkewed"
+"""It passes, but not within a request: the clock of a machine that has just woken is soon set by NTP."""
 _UNKNOWN_KEY = "the S3 server {server} does not know our access key; check RLHF_S3_ACCESS_KEY"
 _EXPIRED = "our temporary keys for the S3 server {server} have expired; get new ones, with their session token"
 _ELSEWHERE = "the bucket {bucket!r} is not in the region that we asked in; set RLHF_S3_REGION to its own"
@@ -62,7 +64,7 @@ _SENTENCES = {
         "the S3 server {server} has no bucket {bucket!r}; create it with "
         "`aws s3 mb s3://{bucket}` or name another in RLHF_STORE_URL"
     ),
-    "RequestTimeTooSkewed": "the S3 server {server} and this machine differ on the time; set the clock",
+    _SKEWED: "the S3 server {server} and this machine differ on the time; set the clock (NTP)",
     **dict.fromkeys(_FULL_CODES, _FULL),
     **dict.fromkeys(FORBIDDEN, _FORBIDDEN),
 }
@@ -102,14 +104,18 @@ def reason_to_retry(error: Exception, what: str, server: str, bucket: str) -> st
 
     Raises:
         RefusedError: if the server said no, in a way that does not pass.
-        StoreError: if it is our settings that are wrong.
+        StoreNotReadyError: if our clock or the server's is wrong.
+        StoreError: if it is our settings that are wrong, or the server's certificate.
     """
     answer = error if isinstance(error, ClientError) else error.__cause__
     if isinstance(answer, ClientError):
         code, status = _code_and_status(answer.response)
         if _passes(code, status):
             return f"it answered {code} ({status})"
-        raise RefusedError(_refusal(code, status, what, server, bucket), code) from None
+        refusal = _refusal(code, status, what, server, bucket)
+        if code == _SKEWED:
+            raise StoreNotReadyError(refusal) from None
+        raise RefusedError(refusal, code) from None
     if isinstance(error, NoCredentialsError | PartialCredentialsError):
         raise StoreError(
             f"no access key for the S3 server {server}; set RLHF_S3_ACCESS_KEY and RLHF_S3_SECRET_KEY, "
@@ -117,6 +123,11 @@ def reason_to_retry(error: Exception, what: str, server: str, bucket: str) -> st
         ) from None
     if isinstance(error, ProfileNotFound):
         raise StoreError(f"{error}; name one of ~/.aws in RLHF_S3_PROFILE or AWS_PROFILE") from None
+    if is_untrusted(error):
+        raise StoreError(
+            f"the certificate of the S3 server {server} is not trusted, or out of date, or has another name; get a "
+            "new one for the server, or name the file of who signed it in AWS_CA_BUNDLE"
+        ) from None
     if isinstance(error, _SILENCES) or not isinstance(error, BotoCoreError):
         return _kind(error)
     complaint = shorten(str(error), 150)  # botocore's take several lines
@@ -163,7 +174,7 @@ def _kind(error: Exception) -> str:
         "ReadTimeoutError": "no answer in time",
         "FSTimeoutError": "no answer in time",
         "ConnectionClosedError": "the connection was closed",
-        "SSLError": "no TLS connection, or a certificate that is not trusted",
+        "SSLError": "no TLS connection",
         "ClientPayloadError": "its answer broke off",
         "ProtocolError": "its answer broke off",
         "ResponseStreamingError": "its answer broke off",

@@ -43,7 +43,8 @@ _SETTLED_S = 15.0
 _YEAR_S = 365 * 24 * 3600.0
 _STATE = "prefect.flow-run."
 _ENDS = ("Completed", "Failed", "Cancelled", SKIPPED)
-_TIMES = ("before it began", "once", "twice", "three times", "four times")
+_TIMES = ("before it began", "once", "twice", "three times")
+"""In the names of automations. A server knows its automations by them, so they stay; what is counted are starts."""
 _RESTART = "A crashed run is started again"
 _END = "A run that crashes again and again is given up"
 
@@ -59,13 +60,13 @@ def wanted(*, lost_after_s: float = LOST_AFTER_S, quiet_s: float = QUIET_S) -> l
     crashes = [
         _automation(
             _crash_name(starts),
-            f"{ours} that crashed {_TIMES[starts]} is started again soon, as the same run.",
+            f"{ours} that crashed {_when(starts)} is started again soon, as the same run.",
             _at_crash(starts),
             {
                 "state": "CRASHED",
                 "name": RESTARTING,
                 "force": True,  # to Prefect it is crashed already
-                "message": f"The run crashed {_TIMES[starts]}. It is started again in {quiet_s:g} s.",
+                "message": f"The run crashed {_when(starts)}. It is started again in {quiet_s:g} s.",
             },
         )
         for starts in range(RESTARTS + 1)
@@ -78,11 +79,11 @@ def wanted(*, lost_after_s: float = LOST_AFTER_S, quiet_s: float = QUIET_S) -> l
     )
     end = _automation(
         _END,
-        f"{ours} that crashed {_TIMES[RESTARTS + 1]} is not started again.",
+        f"{ours} that crashed {_when(RESTARTS + 1)} is not started again.",
         _at_crash(RESTARTS + 1),
         {
             "state": "FAILED",
-            "message": f"The run crashed {_TIMES[RESTARTS + 1]} and is not started again by itself: look for the "
+            "message": f"The run crashed {_when(RESTARTS + 1)} and is not started again by itself: look for the "
             "reason in its log and the worker's, then start a run with the same parameters, which goes on from the "
             "last commit.",
         },
@@ -254,6 +255,11 @@ def faults(api_url: str) -> list[str]:
 
 def _crash_name(starts: int) -> str:
     return f"A run that crashed {_TIMES[starts]} is to be started again"
+
+
+def _when(starts: int) -> str:
+    """Return in which start a run crashed. A start that only waited for another process counts, and is no crash."""
+    return f"in start {starts}" if starts else "before it began"
 
 
 def _automation(name: str, description: str, trigger: dict[str, Any], action: dict[str, Any]) -> dict[str, Any]:

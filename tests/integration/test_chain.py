@@ -203,7 +203,7 @@ def test_a_run_killed_in_mid_ppo_is_started_again_by_itself_and_goes_on_as_it_be
                 store_another(store, ref)
             killed = the_cluster(stack)
             os.kill(killed.owner.pid, signal.SIGKILL)
-            wait_for(lambda: "The run crashed once. It is started again" in out.read_text(), "the restart's notice")
+            wait_for(lambda: "The run crashed in start 1. It is" in out.read_text(), "the restart's notice")
             committed = committed_by_seed_1(store)
             assert committed is not None
             before = store.read_json(committed, "state.json")["history"]  # now: a run keeps its two newest states

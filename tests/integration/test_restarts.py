@@ -50,9 +50,9 @@ def test_a_killed_run_is_started_again_once_as_the_same_run_and_ends_well(resumi
     ("starts", "becomes", "says"),
     [
         (0, RESTARTING, "The run crashed before it began. It is started again in 30 s."),
-        (1, RESTARTING, "The run crashed once. It is started again in 30 s."),
-        (3, RESTARTING, "The run crashed three times. It is started again in 30 s."),
-        (4, "Failed", "The run crashed four times and is not started again by itself: look for the reason in its log"),
+        (1, RESTARTING, "The run crashed in start 1. It is started again in 30 s."),
+        (3, RESTARTING, "The run crashed in start 3. It is started again in 30 s."),
+        (4, "Failed", "The run crashed in start 4 and is not started again by itself: look for the reason in its log"),
     ],
 )
 def test_what_a_crash_is_followed_by_depends_on_the_number_of_starts(

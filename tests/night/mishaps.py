@@ -28,7 +28,7 @@ FAULT = "today's data are spoilt: every row has two answers; give rows with one"
 SPOILT, GIVEN_UP, DOWN = "spoilt data", "flow killed at every start", "stack down over a night"
 MAY_FAIL = {
     FAULT: SPOILT,
-    "The run crashed four times": GIVEN_UP,
+    "The run crashed in start 4": GIVEN_UP,
     "The process of this run ended with the local stack": DOWN,
     "Process exited with status code: -15": DOWN,  # Prefect's own words, where worker or process told it first
     "Execution was aborted by a termination signal": DOWN,

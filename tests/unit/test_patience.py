@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 import time
 from collections.abc import Callable
 from typing import Any
@@ -189,6 +190,16 @@ def test_once_it_waited_in_vain_the_last_words_of_a_run_are_short(
     assert sum(waits) == pytest.approx(30.0, abs=1.0)
     assert call(away(0)) == 201
     assert call(away(60)) == 201, "a server that has answered is waited for as at first"
+
+
+@both
+def test_a_certificate_that_is_refused_is_not_waited_for(call: Callable[[Answers], int], waits: list[float]) -> None:
+    def refuse(_: int) -> httpx.Response:
+        raise httpx.ConnectError("certificate verify failed") from ssl.SSLCertVerificationError("self-signed")
+
+    with pytest.raises(httpx.ConnectError, match="certificate verify failed"):
+        call(refuse)
+    assert waits == []
 
 
 def test_a_process_that_was_stopped_has_not_waited_all_the_while() -> None:

@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 
 from infra.artifacts import ArtifactStore, local, open_store
+from infra.artifacts import commit as commits
 from infra.artifacts.backend import Backend
 from infra.artifacts.local import LocalBackend
-from infra.artifacts.ref import blob_key
-from infra.errors import ReferenceNotFoundError, StoreError
+from infra.artifacts.ref import VERSIONS, blob_key
+from infra.errors import ReferenceNotFoundError, StoreError, StoreNotReadyError
 from tests.unit.artifacts.alias_contract import AliasContract
 from tests.unit.artifacts.pruning_contract import PruningContract
 from tests.unit.artifacts.store_contract import StoreContract, sha256
@@ -213,9 +214,26 @@ def test_a_file_system_with_another_clock_is_refused(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(LocalBackend, "_write_temporary", write_long_ago)
     with pytest.raises(
-        StoreError, match=r"our clock is 10 minutes ahead of that of the file system of .*store; leases"
+        StoreNotReadyError, match=r"our clock is 10 minutes ahead of that of the file system of .*store; leases"
     ):
         open_store((tmp_path / "store").as_uri(), cache_dir=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("version", "says"),
+    [
+        (7, "sft/s@7 was removed while it was written; commit it again"),
+        (None, "no free version number for sft/s from 1 on in 2 attempts: .*commit again"),
+    ],
+)
+def test_a_commit_that_others_thwart_may_go_well_the_next_time(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch, version: int | None, says: str
+) -> None:
+    create = store._backend.create
+    monkeypatch.setattr(commits, "NUMBER_ATTEMPTS", 2)
+    monkeypatch.setattr(store._backend, "create", lambda key, data: not key.startswith(VERSIONS) and create(key, data))
+    with pytest.raises(StoreNotReadyError, match=says):
+        store.commit("sft", "s", {"f": b"1"}, version=version)
 
 
 def test_a_file_system_that_overwrites_what_is_there_is_refused(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from infra.artifacts import ArtifactStore, open_store
-from infra.errors import StoreError
+from infra.errors import StoreError, StoreNotReadyError
 from tests.unit.artifacts.plan_contract import PlanContract
 
 
@@ -62,6 +62,14 @@ def test_a_record_of_no_use_is_refused_and_told_by_a_verification(
             ask()
     [problem] = store.verify().problems
     assert problem.startswith("plans/run/actor.json in the artifact store")
+
+
+def test_an_answer_that_is_removed_while_it_is_written_may_stand_the_next_time(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store._backend, "create", lambda *_: False)
+    with pytest.raises(StoreNotReadyError, match="was removed from the artifact store while it was written; try again"):
+        store.record("run", "actor", "what is the actor?", 1)
 
 
 def test_a_collection_leaves_what_runs_were_told(store: ArtifactStore, file: Path) -> None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import ServerDisconnectedError
+from botocore.exceptions import ClientError
 from urllib3.exceptions import SSLError
 
 from infra.artifacts import S3Options, open_store
 from infra.artifacts.retrier import Patience, Retrier
 from infra.artifacts.s3 import S3Backend
-from infra.errors import StoreError
+from infra.errors import StoreError, StoreNotReadyError
+from tests.unit.untrusted_server import untrusted_server
 
 
 @pytest.fixture
@@ -56,6 +59,31 @@ def test_what_the_libraries_below_raise_is_told_by_its_kind(error: Exception, re
     with pytest.raises(StoreError, match=reason) as raised:
         Retrier("http://store:8333", "b", Patience(deadline_s=0.05)).run("reading k", attempt)
     assert "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize("ask", [S3Backend.probe, lambda backend: list(backend.download("k", 10))])
+def test_a_server_whose_certificate_is_refused_is_not_asked_again(
+    ask: Callable[[S3Backend], object], tmp_path: Path
+) -> None:
+    with untrusted_server(tmp_path) as url:
+        options = S3Options(endpoint_url=url, access_key="key", secret_key="secret")
+        backend = S3Backend("s3://b", "b", "", options, Patience(deadline_s=600.0, open_s=600.0))
+        with pytest.raises(StoreError, match=rf"^the certificate of the S3 server {url} is not trusted") as met:
+            ask(backend)
+    assert not met.value.passes
+
+
+def test_a_clock_that_is_wrong_may_be_right_the_next_time() -> None:
+    asked = []
+
+    def attempt(given_s: float) -> None:
+        asked.append(given_s)
+        answer: Any = {"Error": {"Code": "RequestTimeTooSkewed"}, "ResponseMetadata": {"HTTPStatusCode": 403}}
+        raise ClientError(answer, "PutObject")
+
+    with pytest.raises(StoreNotReadyError, match=r"http://store:8333 and this machine differ on the time; set the"):
+        Retrier("http://store:8333", "b", Patience()).run("writing k", attempt)
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize(

@@ -352,14 +352,14 @@ def test_a_crashed_run_that_is_started_again_is_followed_to_its_end(
     server: Server, rlhf_run: Callable[..., tuple[int, str, str]]
 ) -> None:
     server.tags = [RESUMES]
-    once = Crashed(name=RESTARTING, message="The run crashed once. It is started again in 30 s.")
-    twice = Crashed(name=RESTARTING, message="The run crashed twice.")
+    once = Crashed(name=RESTARTING, message="The run crashed in start 1. It is started again in 30 s.")
+    twice = Crashed(name=RESTARTING, message="The run crashed in start 2.")
     first = [Running(), Crashed(), Crashed(), once, once, Scheduled(), Pending(), Running()]
     server.states = [*first, Crashed(), twice, twice, Scheduled(), Completed()]
     status, out, _ = rlhf_run()
     assert status == 0
-    assert out.count("The run crashed once. It is started again in 30 s.") == 1
-    assert out.count("The run crashed twice.") == 1
+    assert out.count("The run crashed in start 1. It is started again in 30 s.") == 1
+    assert out.count("The run crashed in start 2.") == 1
     assert out.count("the run crashed; waiting up to 45 s for the server to start it again") == 2
 
 

@@ -249,16 +249,16 @@ TO_RESTART = [("CRASHED", automations.RESTARTING)]
 @pytest.mark.parametrize(
     ("states", "starts", "becomes", "says"),
     [
-        (["Scheduled", "Running", "Crashed"], 1, TO_RESTART, "The run crashed once."),
+        (["Scheduled", "Running", "Crashed"], 1, TO_RESTART, "The run crashed in start 1."),
         (["Scheduled", "Pending", "Crashed"], 0, TO_RESTART, "The run crashed before it began."),
         (
             ["Running", "Crashed", "Restarting", "Scheduled", "Running", "Crashed"],
             2,
             TO_RESTART,
-            "The run crashed twice.",
+            "The run crashed in start 2.",
         ),
         (["Running", "Crashed", "Restarting"], 1, TO_RESTART, "as it was"),
-        (["Running", "Crashed"], 4, [("FAILED", None)], "The run crashed four times and is not started again"),
+        (["Running", "Crashed"], 4, [("FAILED", None)], "The run crashed in start 4 and is not started again"),
     ],
 )
 def test_what_a_killed_server_had_to_do_about_a_crash_is_done(

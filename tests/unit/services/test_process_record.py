@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from infra.process_record import ProcessRecord, describe, marked_processes
+from infra import process_record
+from infra.process_record import ProcessRecord, describe, here, marked_processes
 from infra.services.service import Service
 
 
@@ -23,6 +25,19 @@ def test_a_process_is_recognised_by_its_start_and_not_by_its_id_alone() -> None:
 def test_a_process_of_another_boot_is_another_process() -> None:
     me = ProcessRecord.of(os.getpid())
     assert me.model_copy(update={"boot": "an earlier one"}).process() is None
+
+
+@pytest.mark.parametrize("boot", ["", "an id"])
+def test_the_same_namespace_on_two_machines_is_two_places(monkeypatch: pytest.MonkeyPatch, boot: str) -> None:
+    """The first namespace has one number on every machine, and not every system has an id of its boot."""
+    monkeypatch.setattr(os, "readlink", lambda _: "pid:[4026531836]")
+    places = set()
+    for machine in ("one", "two"):
+        monkeypatch.setattr(process_record, "_boot", lambda machine=machine: boot and f"{boot} of {machine}")
+        monkeypatch.setattr(platform, "node", lambda machine=machine: machine)
+        assert here() == here()
+        places.add(here())
+    assert len(places) == 2
 
 
 def test_a_process_that_has_ended_is_gone_even_before_its_parent_looks() -> None:

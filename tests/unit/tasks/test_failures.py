@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +15,8 @@ import botocore.exceptions
 import httpx
 import pytest
 import ray.exceptions
+import requests
+from huggingface_hub.errors import OfflineModeIsEnabled
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.states import Failed
 
@@ -33,6 +37,7 @@ from rlhf_core.rollout.lease_queue import MakersLostError
 from rlhf_core.weights import WeightsError
 from tasks import failures
 from tasks.failures import FEW, PATIENT, attended_or_not, further_attempts, passes, passes_in, sentence
+from tests.unit.untrusted_server import untrusted_server
 
 REQUEST = httpx.Request("GET", "http://127.0.0.1:4200/api/flow_runs/1")
 
@@ -112,6 +117,42 @@ def test_what_passes_is_tried_again_and_then_told_in_one_line(error: Exception, 
         assert passes(met)
         assert further_attempts(met) == attempts
         assert len(sentence(met).splitlines()) == 1
+
+
+def ask_with_httpx(url: str) -> None:
+    httpx.get(url)
+
+
+def ask_with_requests(url: str) -> None:
+    requests.get(url, timeout=10)
+
+
+def ask_with_aiohttp(url: str) -> None:
+    async def ask() -> None:
+        async with aiohttp.ClientSession() as session:
+            await session.get(url)
+
+    asyncio.run(ask())
+
+
+def ask_for_data(url: str) -> None:
+    try:
+        ask_with_aiohttp(url)
+    except aiohttp.ClientError as error:
+        raise DataAwayError(f"{url} cannot be fetched: {error}") from None
+
+
+@pytest.mark.parametrize("ask", [ask_with_httpx, ask_with_requests, ask_with_aiohttp, ask_for_data])
+def test_a_server_whose_certificate_is_refused_is_not_away(ask: Callable[[str], None], tmp_path: Path) -> None:
+    with untrusted_server(tmp_path) as url, pytest.raises(Exception, match="certificate verify failed") as met:
+        ask(url)
+    assert not passes(met.value)
+
+
+def test_who_works_offline_has_no_server_that_is_away() -> None:
+    error = OfflineModeIsEnabled("outgoing traffic has been disabled")
+    assert isinstance(error, ConnectionError)
+    assert not passes(error)
 
 
 @pytest.mark.parametrize("error", FINAL, ids=lambda each: type(each).__name__)

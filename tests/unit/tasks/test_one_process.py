@@ -11,16 +11,19 @@ from uuid import UUID, uuid4
 import httpx
 import pytest
 from prefect.client.schemas.objects import State, StateType
+from prefect.context import FlowRunContext
 from prefect.exceptions import Abort
 from prefect.states import Cancelled, Completed, Crashed, Failed, Paused, Pending, Running, Scheduled
 
 from infra.artifacts import ArtifactStore, clock, open_store
 from infra.artifacts.exclusive import SILENT_S, Held, new_record
-from infra.errors import ServiceError, StoreError
-from infra.services.automations import RESTARTING
+from infra.errors import StoreAwayError, StoreError
+from infra.services.automations import RESTARTING, RESUMES
 from infra.services.prefect_yaml import ONE_AT_A_TIME
 from tasks import one_process as module
-from tasks.one_process import CRASH_S, SERVER_AWAY_S, SILENCE_S, SKIPPED, leave_if_taken_over, one_process
+from tasks import sentences
+from tasks.one_process import CRASH_S, SILENCE_S, SKIPPED, WAIT_S, leave_if_taken_over, one_process
+from tasks.sentences import in_one_sentence
 
 RUN, OTHER, DEPLOYMENT = (UUID(int=number) for number in (1, 2, 3))
 
@@ -37,9 +40,9 @@ class Stage:
         """What happens at which pause."""
         self.pauses = 0
         self.seconds = 0.0
-        self._run: Any = None
+        self.run: Any = None
         monkeypatch.setattr(module, "open_context", lambda: SimpleNamespace(store=store))
-        monkeypatch.setattr(module, "_outermost_run", lambda: None if module._HELD.get() else self._run)
+        monkeypatch.setattr(module, "_outermost_run", lambda: None if module._HELD.get() else self.run)
         monkeypatch.setattr(module, "_read_run", self._read_run)
         monkeypatch.setattr(module, "say", lambda _, text: self.said.append(text))
         monkeypatch.setattr(clock, "boottime", lambda: self.seconds)
@@ -48,7 +51,14 @@ class Stage:
     def begin(self, run: UUID, *tags: str) -> None:
         """Be the process of a run."""
         deployment = DEPLOYMENT if tags else None
-        self._run = SimpleNamespace(id=run, name=f"run-{run.int}", tags=list(tags), deployment_id=deployment)
+        self.run = SimpleNamespace(
+            id=run,
+            name=f"run-{run.int}",
+            tags=list(tags),
+            deployment_id=deployment,
+            parent_task_run_id=None,
+            run_count=1,
+        )
 
     def other_holds(self, run: UUID = RUN, *, elsewhere: bool = False) -> Held:
         """Let another process hold a run's lock: this one, under another name, or one of another machine."""
@@ -119,6 +129,15 @@ def test_outside_of_a_run_and_inside_of_one_that_is_guarded_nothing_is_taken(pla
     leave_if_taken_over()  # of a run that is over, nothing is asked
 
 
+@pytest.mark.parametrize(("deployment", "taken"), [(None, False), (DEPLOYMENT, True)])
+def test_a_run_that_another_flow_lets_a_worker_start_is_no_part_of_that_one(
+    monkeypatch: pytest.MonkeyPatch, deployment: UUID | None, taken: bool
+) -> None:
+    run = SimpleNamespace(parent_task_run_id=UUID(int=9), deployment_id=deployment)
+    monkeypatch.setattr(FlowRunContext, "get", lambda: SimpleNamespace(flow_run=run))
+    assert module._outermost_run() == (run if taken else None)
+
+
 def test_a_run_that_is_done_is_not_done_again_and_one_that_failed_is(play: Stage) -> None:
     play.begin(RUN)
     assert made("the first time").is_completed()
@@ -185,19 +204,46 @@ def test_a_first_that_is_elsewhere_and_counts_is_waited_for(play: Stage) -> None
     assert play.seconds > 10 * SILENT_S
 
 
-def test_a_store_that_is_away_while_a_start_waits_is_waited_for(play: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, read, asked = play.other_holds(), play.store._backend.read, []
+def goes_away(play: Stage, monkeypatch: pytest.MonkeyPatch, error: StoreError, *, reads: int) -> None:
+    """Let the store fail for so many reads from the fourth on, each as long as its patience lasts."""
+    read, asked = play.store._backend.read, []
 
     def away(key: str) -> Any:
         asked.append(key)
-        if 3 < len(asked) < 100:
-            raise StoreError("away")
+        if 3 < len(asked) <= 3 + reads:
+            play.seconds += 900.0
+            raise error
         return read(key)
 
     monkeypatch.setattr(play.store._backend, "read", away)
+
+
+def test_a_store_that_is_away_while_a_start_waits_is_waited_for(play: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = play.other_holds()
+    goes_away(play, monkeypatch, StoreAwayError("away"), reads=20)
     play.begin(RUN)
-    play.while_it_waits = {300: lambda: first.release("completed")}
-    with pytest.raises(Abort):
+    play.while_it_waits = {50: lambda: first.release("completed")}
+    with pytest.raises(Abort, match="has come to its end"):
+        made()
+    assert play.seconds > 20 * 900
+
+
+def test_a_start_that_waits_for_a_first_leaves_after_a_day_whoever_is_away(
+    play: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    play.other_holds()
+    goes_away(play, monkeypatch, StoreAwayError("away"), reads=10_000)
+    play.begin(RUN)
+    with pytest.raises(Abort, match="has not ended within 24 h"):
+        made()
+    assert WAIT_S < play.seconds < WAIT_S + 1000
+
+
+def test_a_store_that_refuses_ends_a_start_at_once(play: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    play.other_holds()
+    goes_away(play, monkeypatch, StoreError("a wrong key"), reads=1)
+    play.begin(RUN)
+    with pytest.raises(StoreError, match="a wrong key"):
         made()
 
 
@@ -264,8 +310,6 @@ def test_a_run_that_is_started_again_still_has_its_deployment(play: Stage) -> No
         ([Pending(), Pending(), Crashed(), Failed()], "gone", "free", 0),
         ([Running()], "gone", "free", SILENCE_S),
         ([Pending(), Running(), Running(), Completed()], "gone", "free", 0),
-        ([httpx.ConnectError("away")] * 20 + [Failed()], "gone", "free", 0),
-        ([httpx.ConnectError("away")] * 20 + [Scheduled()], "gone", "skipped", 0),
     ],
 )
 def test_what_became_of_the_run_that_has_the_deployment_decides(
@@ -289,13 +333,17 @@ def test_what_became_of_the_run_that_has_the_deployment_decides(
         assert play.of_deployment() == str(OTHER)
 
 
-def test_a_server_that_stays_away_is_said_after_ten_minutes(play: Stage) -> None:
+def test_a_server_that_stays_away_leaves_the_run_to_be_started_again(
+    play: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     play.states = [httpx.ConnectError("refused")]
     play.other_has_the_deployment()
-    play.begin(RUN, ONE_AT_A_TIME)
-    with pytest.raises(ServiceError, match=r"has not answered for 10:00 min, .* \(refused\); run `rlhf up`"):
-        made()
-    assert SERVER_AWAY_S < play.seconds < SERVER_AWAY_S + 10
+    play.begin(RUN, ONE_AT_A_TIME, RESUMES)
+    monkeypatch.setattr(sentences, "_flow_run", lambda: play.run)
+    state = in_one_sentence(made)()
+    assert state.type is StateType.CRASHED
+    assert "refused" in state.message
+    assert "this was start 1 of 4" in state.message
     assert play.of_deployment() == str(OTHER)
 
 

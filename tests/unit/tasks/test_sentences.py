@@ -56,11 +56,12 @@ AWAY = StoreAwayError("the store did not answer")
     [
         (Run(), "Crashed", "; this was start 1 of 4, and the next goes on from the last commit"),
         (Run(run_count=3), "Crashed", "; this was start 3 of 4, and the next goes on from the last commit"),
-        (Run(run_count=4), "Failed", "; that was the end of each of 4 starts, and the run is not started again by"),
+        (Run(run_count=4), "Failed", "; this was the last of 4 starts, and the run is not started again by itself"),
         (Run(tags=()), "Failed", "; run it again when that has passed: it goes on from its last commit"),
         (Run(deployment_id=None), "Failed", "; run it again when that has passed: it goes on from its last commit"),
         (None, "Failed", "; run it again when that has passed: it goes on from its last commit"),
         (Run(deployment_id=None, tags=(), parent_task_run_id="t"), "Crashed", ""),
+        (Run(parent_task_run_id="t"), "Crashed", "; this was start 1 of 4, and the next goes on from the last commit"),
     ],
 )
 def test_what_passes_leaves_a_run_to_be_started_again_where_somebody_does_that(
@@ -91,20 +92,21 @@ def test_the_prefect_server_that_is_away_is_named_with_its_address(monkeypatch: 
 def test_nobody_waits_for_a_run_of_a_deployment_nor_for_its_subflows(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
     look = in_one_sentence(lambda: seen.append(is_unattended()))
-    runs = [Run(), Run(deployment_id=None), None, Run(parent_task_run_id="t")]
+    inner = Run(deployment_id=None, parent_task_run_id="t")
+    runs = [Run(), Run(deployment_id=None), None, inner, Run(parent_task_run_id="t")]
     for run in runs:
         monkeypatch.setattr(sentences, "_flow_run", lambda run=run: run)
         look()
-    assert seen == [True, False, False, False]
+    assert seen == [True, False, False, False, True]
 
     @in_one_sentence
     def around() -> None:
-        monkeypatch.setattr(sentences, "_flow_run", lambda: Run(deployment_id=None, parent_task_run_id="t"))
+        monkeypatch.setattr(sentences, "_flow_run", lambda: inner)
         look()
 
     monkeypatch.setattr(sentences, "_flow_run", Run)
     around()
-    assert seen[4:] == [True]
+    assert seen[5:] == [True]
     assert not is_unattended()
 
 

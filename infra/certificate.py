@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 NEVER = datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)
-"""What RFC 5280 has a certificate say that does not end: what uses it cannot all take another one while it runs."""
+"""RFC 5280's date for a certificate that never expires. SeaweedFS cannot load a new one while it runs."""
 _LONG_AGO = datetime(2000, 1, 1, tzinfo=UTC)
 """A clock that was set back must not have them refuse each other."""
 

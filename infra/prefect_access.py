@@ -6,9 +6,19 @@ import ssl
 from base64 import b64encode
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
+from infra import loopback
 from infra.errors import ServiceError
-from infra.settings import STACK_ENV, env_file, inherited_environment, read_env_file, same_server, settings
+from infra.settings import (
+    STACK_ENV,
+    env_file,
+    inherited_environment,
+    is_of_another_server,
+    read_env_file,
+    same_server,
+    settings,
+)
 
 PASSWORD_FILE = "prefect.password"
 _FURTHER_HOMES: dict[Path, None] = {}
@@ -27,7 +37,7 @@ class Access(NamedTuple):
     cert_file: Path | None
     """Certificates that an https server is known by; None: the system's."""
     skip_verify: bool
-    """Whether whoever answers is believed."""
+    """Whether the server's certificate is not checked."""
     source: str | None
     """Where the password or key stands, for people; None without one."""
 
@@ -60,6 +70,26 @@ class Access(NamedTuple):
             ) from None
 
 
+class OwnServer(NamedTuple):
+    """The server of a local stack, by an address that somebody gave."""
+
+    home: Path
+    """Of the stack."""
+    url: str
+    """The address, without `localhost`: by that name it could be another user's."""
+    port: int
+    users: tuple[int, int]
+    """Who may listen there: root, and whose file holds the password."""
+
+    def look(self) -> None:
+        """Look who listens there, before anything is said.
+
+        Raises:
+            ConnectionRefusedError: if it is neither of these users.
+        """
+        loopback.expect(self.users, self.port)
+
+
 def know_stack_of(home: Path) -> None:
     """Have calls to the server of this home's stack carry its password, in a process whose settings name another.
 
@@ -79,12 +109,12 @@ def access_to(api_url: str) -> Access:
     Raises:
         SettingsError: if a variable holds what it must not.
     """
-    if (home := _home_of(api_url)) is not None:
-        password = read_env_file(home / STACK_ENV).get("PREFECT_API_AUTH_STRING")
-        return Access(password, None, {}, None, False, str(home / PASSWORD_FILE) if password else None)
+    if own := own_server(api_url):
+        password = read_env_file(own.home / STACK_ENV).get("PREFECT_API_AUTH_STRING")
+        return Access(password, None, {}, None, False, str(own.home / PASSWORD_FILE) if password else None)
     known = settings()
     auth_string, key = known.prefect_api_auth_string, known.prefect_api_key
-    if auth_string and is_of_another_server(api_url, auth_string.get_secret_value()):
+    if auth_string and is_of_another_server(auth_string.get_secret_value(), api_url, known.home):
         auth_string = None
     return Access(
         auth_string.get_secret_value() if auth_string else None,
@@ -96,11 +126,15 @@ def access_to(api_url: str) -> Access:
     )
 
 
-def _home_of(api_url: str) -> Path | None:
-    """Return the home of the local stack whose server has this address: our own, or of others the one named last."""
+def own_server(api_url: str) -> OwnServer | None:
+    """Return the local stack's server that has this address, of our own home or of others the one named last."""
     for home in (settings().home, *reversed(_FURTHER_HOMES)):
-        if same_server(api_url, read_env_file(home / STACK_ENV).get("PREFECT_API_URL")):
-            return home
+        path = home / STACK_ENV
+        if same_server(api_url, read_env_file(path).get("PREFECT_API_URL")):
+            parts = urlsplit(api_url)
+            port = parts.port or 80
+            url = parts._replace(netloc=f"{loopback.ADDRESS}:{port}").geturl()
+            return OwnServer(home, url, port, (0, path.stat().st_uid))
     return None
 
 
@@ -113,19 +147,12 @@ def origin(variable: str) -> str:
     return f"{variable} of Prefect's profile"
 
 
-def is_of_another_server(api_url: str, auth_string: str) -> bool:
-    """Whether a password is a local stack's, but the server is not: `.env` told the one, somebody else the other."""
-    written = read_env_file(settings().home / STACK_ENV)
-    ours = written.get("PREFECT_API_AUTH_STRING") == auth_string
-    return ours and not same_server(api_url, written.get("PREFECT_API_URL"))
-
-
 def refusal(api_url: str, access: Access) -> str:
     """Return what a person is told whom a server answers with 401, and what to do."""
-    home = _home_of(api_url)
-    line = f"the line in {home / PASSWORD_FILE}" if home else "its user:password"
+    own = own_server(api_url)
+    line = f"the line in {own.home / PASSWORD_FILE}" if own else "its user:password"
     if access.source is None:
-        key = "" if home else ", or PREFECT_API_KEY"
+        key = "" if own else ", or PREFECT_API_KEY"
         return f"the Prefect server at {api_url} asks for a password; set PREFECT_API_AUTH_STRING to {line}{key}"
     if access.source.startswith("PREFECT_API_KEY"):
         return f"the Prefect server at {api_url} does not take {access.source}; correct it"

@@ -3,8 +3,10 @@
 A `prefect` command that a person types in the checkout does not wait: where no server answers it, or one refuses, it
 says one sentence. Prefect's own answer is a traceback of eighty lines or, where no server is known, a temporary one
 without deployments. The local server's password, which `.env` has, is kept from another server whose address was
-exported. This is a plugin for Prefect: pyproject.toml names it, and lets it be loaded by what is started in the
-checkout; workers are told to load it by their environment (`infra/services/worker.py`).
+exported, from a proxy, and from another user who listens at the server's port while it is away.
+
+This is a plugin for Prefect: pyproject.toml names it, and lets it be loaded by what is started in the checkout; workers
+are told to load it by their environment (`infra/services/worker.py`).
 """
 
 from __future__ import annotations
@@ -21,14 +23,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
-from urllib.request import Request, getproxies, proxy_bypass, urlopen
+from urllib.request import Request, getproxies, proxy_bypass
 
 from prefect.plugins import SetupResult, register_hook
 from prefect.settings import get_current_settings
 
+from infra import loopback
 from infra.errors import ServiceError, SettingsError
-from infra.prefect_access import Access, is_of_another_server, origin, refusal
-from infra.settings import inherited_environment, settings
+from infra.loopback import always_expect, open_url, without_proxy
+from infra.prefect_access import Access, origin, own_server, refusal
+from infra.settings import inherited_environment, is_of_another_server, settings
 
 if TYPE_CHECKING:
     from prefect.plugins import HookContext
@@ -67,7 +71,7 @@ def setup_environment(*, ctx: HookContext) -> SetupResult | None:
         ctx: what Prefect tells its plugins when it starts.
 
     Returns:
-        That no password is told, where the one that is set is not of this server.
+        That no password is told, where the one that is set is not of this server; how the local stack's is reached.
 
     Raises:
         SystemExit: with the sentence.
@@ -79,16 +83,21 @@ def setup_environment(*, ctx: HookContext) -> SetupResult | None:
         outlive_readers()
     asks = not limit_s and asks_the_server(sys.argv)
     access = _prefects_access()
+    told: dict[str, str] = {}
     try:
-        foreign = bool(ctx.api_url and access.auth_string and is_of_another_server(ctx.api_url, access.auth_string))
-        if foreign:
+        if own := own_server(ctx.api_url) if ctx.api_url else None:
+            always_expect(own.users, own.port)
+            told = without_proxy(inherited_environment()) if getproxies() else {}
+            told |= {"PREFECT_API_URL": own.url} if own.url != ctx.api_url else {}
+        elif ctx.api_url and is_of_another_server(access.auth_string, ctx.api_url, settings().home):
             access = access._replace(auth_string=None, source=origin("PREFECT_API_KEY") if access.api_key else None)
-        fault = fault_of(ctx.api_url, access) if asks else None
+            told = {"PREFECT_API_AUTH_STRING": ""}
+        fault = fault_of(own.url if own else ctx.api_url, access) if asks else None
     except SettingsError as error:  # no business of a program that only imports Prefect
-        foreign, fault = False, str(error) if asks else None
+        fault = str(error) if asks else None
     if fault:
         raise SystemExit(f"prefect: {fault}")
-    return SetupResult(env={"PREFECT_API_AUTH_STRING": ""}) if foreign else None
+    return SetupResult(env=told) if told else None
 
 
 class _Output(io.RawIOBase):
@@ -165,7 +174,7 @@ def fault_of(api_url: str | None, access: Access | None = None) -> str | None:
         return "no Prefect server is known here; start one with `rlhf up`, or set PREFECT_API_URL"
     if not _listens(api_url):
         fault = f"the Prefect server at {api_url} does not answer"
-    elif urlsplit(api_url).hostname in {"127.0.0.1", "localhost"} and _is_another_program(api_url):
+    elif urlsplit(api_url).hostname in loopback.HOSTS and _is_another_program(api_url):
         fault = f"what answers at {api_url} is no Prefect server"
     else:
         return _refusal(api_url, access) if access else None
@@ -199,7 +208,7 @@ def _refusal(api_url: str, access: Access) -> str | None:
         request.add_unredirected_header(name, value)
     try:
         tls = access.tls() if urlsplit(api_url).scheme == "https" else None
-        with urlopen(request, timeout=_TIMEOUT_S, context=tls):
+        with open_url(request, timeout_s=_TIMEOUT_S, tls=tls):
             return None
     except ServiceError as error:
         return str(error)
@@ -212,7 +221,7 @@ def _refusal(api_url: str, access: Access) -> str | None:
 def _listens(api_url: str) -> bool:
     address = urlsplit(api_url)
     host, scheme = address.hostname or "", address.scheme
-    if scheme in getproxies() and not proxy_bypass(host):
+    if host not in loopback.HOSTS and scheme in getproxies() and not proxy_bypass(host):
         return True  # the proxy knows
     try:
         with socket.create_connection((host, address.port or _PORTS.get(scheme, 80)), timeout=_TIMEOUT_S):
@@ -224,7 +233,7 @@ def _listens(api_url: str) -> bool:
 def _is_another_program(api_url: str) -> bool:
     """Whether something else than a Prefect server answers; one that is busy may take its time."""
     try:
-        with urlopen(f"{api_url.rstrip('/')}/health", timeout=_TIMEOUT_S) as answer:
+        with open_url(f"{api_url.rstrip('/')}/health", timeout_s=_TIMEOUT_S) as answer:
             return json.loads(answer.read()) is not True
     except HTTPError as error:
         return error.code < _SERVER_ERRORS

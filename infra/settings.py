@@ -17,6 +17,7 @@ from dotenv import dotenv_values
 from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
+from infra import loopback
 from infra.errors import SettingsError
 
 CHECKOUT = Path(__file__).resolve().parents[1]
@@ -29,7 +30,6 @@ _OTHER_KEYS = ("s3_profile", "s3_credentials_block")
 _CHOICES = ("store_url", "s3_endpoint_url")
 _ALIASED = ("prefect_api_url", "prefect_api_auth_string")
 _SECRET = ("PREFECT_CLIENT_CUSTOM_HEADERS", "PREFECT_API_AUTH_STRING", "PREFECT_API_KEY", "RLHF_S3_SECRET_KEY")
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _AWS_NAMES = {
     "s3_endpoint_url": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
     "s3_access_key": ("AWS_ACCESS_KEY_ID",),
@@ -114,21 +114,24 @@ class Settings(BaseSettings):
     @classmethod
     def _parsed(cls, value: Any) -> Any:
         try:
-            return json.loads(value) if isinstance(value, str) else value
+            headers = json.loads(value) if isinstance(value, str) else value
         except ValueError:
             raise ValueError('expected a JSON object, such as {"X-Name": "value"}') from None
+        try:
+            for name, said in headers.items() if isinstance(headers, dict) else ():
+                name.encode("ascii"), str(said).encode("latin-1")
+        except UnicodeEncodeError:
+            raise ValueError("expected ASCII in names of headers, and Latin-1 in what they say") from None
+        return headers
 
     @model_validator(mode="before")
     @classmethod
     def _password_of_that_server(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Keep the local server's password, which `.env` holds, from another server whose address was exported."""
-        written = read_env_file(Path(values.get("home") or cls.model_fields["home"].default).expanduser() / STACK_ENV)
-        password = written.get("PREFECT_API_AUTH_STRING")
-        if not password or values.get("PREFECT_API_AUTH_STRING") != password:
-            return values
-        if same_server(values.get("PREFECT_API_URL"), written.get("PREFECT_API_URL")):
-            return values
-        return {name: value for name, value in values.items() if name != "PREFECT_API_AUTH_STRING"}
+        """Keep a server's password, which a file holds, from another server whose address was exported."""
+        home = Path(values.get("home") or cls.model_fields["home"].default).expanduser()
+        if is_of_another_server(values.get("PREFECT_API_AUTH_STRING"), values.get("PREFECT_API_URL"), home):
+            return {name: value for name, value in values.items() if name != "PREFECT_API_AUTH_STRING"}
+        return values
 
     @field_validator("home", "data_dir")
     @classmethod
@@ -272,6 +275,8 @@ def settings() -> Settings:
     """
     try:
         return Settings(_env_file=env_file(), _env_file_encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:  # read_env_file has words of its own
+        raise _unreadable(env_file(), error) from None
     except ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0])
@@ -288,13 +293,44 @@ def env_file() -> Path:
 
 
 def read_env_file(path: Path) -> dict[str, str]:
-    """Return the assignments of an env file; none when it is not there."""
-    return {name: value for name, value in dotenv_values(path, interpolate=False).items() if value is not None}
+    """Return the assignments of an env file; none when it is not there.
+
+    Raises:
+        SettingsError: if it cannot be read.
+    """
+    try:
+        found = dotenv_values(path, interpolate=False)
+    except (OSError, UnicodeDecodeError) as error:
+        raise _unreadable(path, error) from None
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _unreadable(path: Path, error: OSError | UnicodeDecodeError) -> SettingsError:
+    return SettingsError(f"{path} cannot be read ({why(error)}); correct it, or move it away")
+
+
+def why(error: OSError | UnicodeDecodeError) -> str:
+    """Return why a file of text cannot be read, for people."""
+    return str(error.strerror) if isinstance(error, OSError) else f"byte {error.start + 1} is no UTF-8"
 
 
 def same_server(url: str | None, other: str | None) -> bool:
     """Whether two addresses, whatever their paths, are of one server as far as their words tell."""
     return bool(url and other) and _server(str(url)) == _server(str(other))
+
+
+def is_of_another_server(password: str | None, url: str | None, home: Path) -> bool:
+    """Whether a password was written down beside the address of a server, and of none but others than this one.
+
+    Args:
+        password: user:password.
+        url: of the server that would be told it.
+        home: of a stack; what `rlhf up` wrote there is looked at, and the checkout's `.env`, perhaps another stack's.
+    """
+    files = [read_env_file(path) for path in (home / STACK_ENV, env_file())]
+    beside = [each.get("PREFECT_API_URL") for each in files if password == each.get("PREFECT_API_AUTH_STRING")]
+    known = [each for each in beside if each] if password else []
+    return bool(known) and not any(same_server(url, each) for each in known)
 
 
 def _server(url: str) -> tuple[str, str | None, int | None]:
@@ -303,7 +339,11 @@ def _server(url: str) -> tuple[str, str | None, int | None]:
         host, port = parts.hostname, parts.port
     except ValueError:  # no address at all
         return (url, None, None)
-    return parts.scheme, "loopback" if host in _LOOPBACK else host, port or {"http": 80, "https": 443}.get(parts.scheme)
+    return (
+        parts.scheme,
+        loopback.ADDRESS if host in loopback.HOSTS else host,
+        port or {"http": 80, "https": 443}.get(parts.scheme),
+    )
 
 
 def inherited_environment(*, without_prefixes: tuple[str, ...] = ()) -> dict[str, str]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 from infra.errors import ClusterError
 from infra.settings import settings
+from tasks.sentences import run_logger
 
 if TYPE_CHECKING:
     from infra.clusters import ClusterManifest
@@ -23,7 +25,7 @@ def address_of(cluster: ClusterConfig) -> str | None:
 
 
 def lease_for(
-    name: str, cluster: ClusterConfig, context: Context, *, num_cpus: int, object_store_mb: int
+    name: str, cluster: ClusterConfig, context: Context, *, num_trainers: int, num_cpus: int, object_store_mb: int
 ) -> ClusterManifest:
     """Return a run's lease, held by this process: of a cluster of its own, or of its part of the user's.
 
@@ -31,6 +33,7 @@ def lease_for(
         name: of the run.
         cluster: says which, and how long is waited.
         context: of the stage.
+        num_trainers: processes that talk to each other.
         num_cpus: what a cluster is started with; on the user's, room is asked for as actors are placed.
         object_store_mb: what a cluster is started with, and what the user's must have.
 
@@ -43,6 +46,8 @@ def lease_for(
     environment = context.settings.child_environment()
     address = address_of(cluster)
     if address is None:
+        if num_trainers > 1:
+            _warn_of_trainers()
         return lease_cluster(
             name,
             directory=context.settings.clusters_dir,
@@ -56,6 +61,12 @@ def lease_for(
     return lease_existing(
         name, address=address, environment=environment, packages=CODE, start_timeout_s=cluster.start_timeout_s
     )
+
+
+@cache
+def _warn_of_trainers() -> None:
+    """Say it once in a run, which is a process."""
+    run_logger().warning("several trainers on one machine: any user of it can reach their ports (docs/security.md)")
 
 
 def _check_object_store(address: str, needed_mb: int) -> None:

@@ -39,6 +39,7 @@ def lease(run: PPORun, context: Context) -> ClusterManifest:
         run.name,
         config,
         context,
+        num_trainers=trainers,
         num_cpus=trainers * config.trainer_threads + config.num_makers * config.maker_threads,
         object_store_mb=config.object_store_mb or _object_store_mb(run),
     )

@@ -55,6 +55,7 @@ def run_on_ranks(
         name,
         cluster,
         context,
+        num_trainers=number,
         num_cpus=number * cluster.trainer_threads,
         object_store_mb=cluster.object_store_mb or OBJECT_STORE_MB,
     )

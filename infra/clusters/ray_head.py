@@ -2,7 +2,7 @@
 
 The token alone is not enough: some of what Ray's ports answer they answer to anyone, and a call to
 `RaySyncer.StartSync` without the metadata that Ray itself sends ends the control server before a token is asked for.
-With TLS on both sides nothing is answered at all to who has not the cluster's certificate.
+With TLS on both sides there is no answer at all without the cluster's certificate.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from infra.clusters.manifest import MARK_VARIABLE, ClusterManifest
 from infra.clusters.reaper import TEMP_PREFIX, leftover_processes
 from infra.errors import ClusterError, ClusterNotReadyError
 from infra.process_record import ProcessRecord
+from infra.settings import inherited_environment
 
 MIN_OBJECT_STORE_MB = 80
 """Ray refuses less than 75 MiB."""
@@ -31,8 +32,12 @@ _LONGEST_TEMP_DIR = 40
 """A Unix socket's path has at most 107 bytes (103 on macOS), and 63 or fewer are appended to the temp dir."""
 _NOT_INHERITED = ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_JOB_ID", "RAY_RAYLET_PID", "RAY_CLIENT_MODE")
 """They would tie the new cluster to another one that the starting process belongs to."""
-_FOR_PREFECT = ("PREFECT_API_AUTH_STRING", "PREFECT_API_KEY", "PREFECT_CLIENT_CUSTOM_HEADERS")
-"""Actors have no business with the Prefect server; where they read the store's keys there, they are told these anew."""
+_FOR_PREFECT = (
+    *("PREFECT_API_AUTH_STRING", "PREFECT_API_KEY", "PREFECT_CLIENT_CUSTOM_HEADERS"),
+    *("PREFECT_SERVER_API_AUTH_STRING", "PREFECT_SERVER_DATABASE_", "RLHF_DATABASE_URL"),
+)
+"""Actors have no business with the Prefect server, and none with its database; where they read the store's keys at the
+server, they are told anew what that takes."""
 SILENT_NODE = {
     "RAY_health_check_initial_delay_ms": "5000",
     "RAY_health_check_period_ms": "2000",
@@ -155,9 +160,8 @@ def _run(manifest: ClusterManifest, command: list[str], timeout_s: float, enviro
 
 def _environment(manifest: ClusterManifest, extra: Mapping[str, str]) -> dict[str, str]:
     """Return this process's environment, made fit for the cluster; nothing of it is read as a setting."""
-    inherited = {key: value for key, value in os.environ.items() if key not in (*_NOT_INHERITED, *_FOR_PREFECT)}
     return {
-        **inherited,
+        **inherited_environment(without_prefixes=(*_NOT_INHERITED, *_FOR_PREFECT)),
         # Actors start within a second without workers in waiting, of which Ray keeps one of 80 MB per CPU.
         "RAY_prestart_worker_first_driver": "0",
         **SILENT_NODE,

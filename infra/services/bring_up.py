@@ -17,10 +17,10 @@ from infra.services.ports import choose_port
 from infra.services.prefect_server import PREFECT_PORT, prefect_environment, prefect_server
 from infra.services.prefect_yaml import DeploymentEntry, read_prefect_yaml
 from infra.services.service import Report, Service, stack_environment
-from infra.services.state import StackState, locked, make_home, write_private
+from infra.services.state import StackState, exposure_of, is_private_directory, locked, make_home, write_private
 from infra.services.take_down import remove_sockets
 from infra.services.worker import make_work_pool, worker
-from infra.settings import CHECKOUT, STACK_ENV, Settings, env_file, inherited_environment, read_env_file
+from infra.settings import CHECKOUT, STACK_ENV, Settings, env_file, inherited_environment, read_env_file, why
 
 _BEGIN = "# >>> rlhf up: rewritten by it, put your own lines outside"
 _END = "# <<< rlhf up"
@@ -52,9 +52,9 @@ def write_block(path: Path, variables: Mapping[str, str]) -> int | None:
         wanted = "\n".join([*kept, *lines]) + "\n"
         if wanted != text or mode & _OTHERS:
             write_private(path, wanted)
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise ServiceError(
-            f"{path} cannot be written ({error.strerror}), and without it the prefect command does not find the server"
+            f"{path} cannot be read ({why(error)}), and without it the prefect command does not find the server"
         ) from None
     return mode if mode & _OTHERS else None
 
@@ -74,6 +74,7 @@ def _without_block(text: str) -> list[str]:
 
 _AUTH = "PREFECT_API_AUTH_STRING"
 _SERVER_AUTH = "PREFECT_SERVER_API_AUTH_STRING"
+_S3_SECRET = "RLHF_S3_SECRET_KEY"
 
 
 def up(settings: Settings, report: Report, *, checkout: Path = CHECKOUT, new_password: bool = False) -> StackState:
@@ -198,7 +199,7 @@ class _BringingUp:
         try:
             self._check_runs_know(wanted)
         except ServiceError as error:
-            if not former:  # of a stack without a password, which there is no way back to
+            if not former:  # The former stack had no password, and we do not go back to that.
                 raise
             self.refusal = error
             return former
@@ -206,7 +207,8 @@ class _BringingUp:
 
     def _recovered(self) -> str | None:
         """Return the password whose file is lost, from our other file or from a process that holds it."""
-        found = read_env_file(self.home / STACK_ENV).get(_AUTH)
+        path = self.home / STACK_ENV
+        found = None if exposure_of(path) else read_env_file(path).get(_AUTH)
         found = found or next(filter(None, map(_held, processes.marked(self.state.id))), None)
         if found is None:
             return None
@@ -226,7 +228,7 @@ class _BringingUp:
     def _make_directories(self) -> None:
         for name in ("logs", "prefect", "store", "cache", "models", "clusters"):
             (self.home / name).mkdir(mode=0o700, exist_ok=True)
-        if self.state.socket_dir is None or not self.state.socket_dir.is_dir():
+        if self.state.socket_dir is None or not is_private_directory(self.state.socket_dir):
             self.state.socket_dir = Path(tempfile.mkdtemp(prefix="rlhf-"))
         self.state.save(self.home)
 
@@ -319,7 +321,7 @@ class _BringingUp:
                 "RLHF_STORE_URL": f"s3://{seaweed.BUCKET}",
                 "RLHF_S3_ENDPOINT_URL": store.address,
                 "RLHF_S3_ACCESS_KEY": seaweed.ACCESS_KEY,
-                "RLHF_S3_SECRET_KEY": seaweed.load_secret(self.home),
+                _S3_SECRET: seaweed.load_secret(self.home),
                 "RLHF_S3_REGION": seaweed.REGION,
             }
         return variables
@@ -329,17 +331,34 @@ class _BringingUp:
         server = {name: variables[name] for name in ("PREFECT_API_URL", _AUTH)}
         ours = variables if self.settings.wants_local_store else server
         kept = {name: value for name, value in ours.items() if name != "RLHF_HOME"}
-        write_private(self.home / STACK_ENV, "".join(f"{assignment(name, value)}\n" for name, value in kept.items()))
+        self._write_stack_env(kept)
         told = {**server, "PREFECT_HOME": str(self.home / "prefect")}
         if self.home != Settings.model_fields["home"].default:
             told["RLHF_HOME"] = str(self.home)  # so that `rlhf down` ends this very stack
-        known_before = read_env_file(env_file()).get(_AUTH) == self.password
+        before = read_env_file(env_file())
+        known_before = self.password in (before.get(_AUTH), before.get(_SERVER_AUTH))
         if (mode := write_block(env_file(), told)) is not None:
             self.report(
                 f"{env_file()} could be read by others (its mode was {mode:04o}) and is yours alone now, for it holds "
-                f"the password{', which they may know: `rlhf up --new-password` draws another' if known_before else ''}"
+                f"the password{f', which they may know: {self._another_password()}' if known_before else ''}"
             )
         self._warn_of_exports(told)
+
+    def _write_stack_env(self, variables: Mapping[str, str]) -> None:
+        """Write our own file, and say what others may know who could read the former one."""
+        path = self.home / STACK_ENV
+        fault = exposure_of(path)
+        before = read_env_file(path) if fault else {}
+        write_private(path, "".join(f"{assignment(name, value)}\n" for name, value in variables.items()))
+        secret = f"`rlhf down`, then delete {self.home / seaweed.SECRET_FILE}, then `rlhf up`"
+        advice = {_AUTH: f"the password: {self._another_password()}", _S3_SECRET: f"the store's secret: {secret}"}
+        for name, known in advice.items():
+            if name in before and before[name] == variables.get(name):
+                self.report(f"{path} {fault}; it is yours alone from now on, but they may know {known}")
+
+    def _another_password(self) -> str:
+        """Return how the password is changed, for people."""
+        return f"change {_SERVER_AUTH}" if self.settings.prefect_server_api_auth_string else password.ANOTHER
 
     def _warn_of_exports(self, told: dict[str, str]) -> None:
         exported = inherited_environment().get("PREFECT_API_URL")

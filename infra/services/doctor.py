@@ -20,10 +20,10 @@ from infra.services.ports import holder, is_free
 from infra.services.prefect_server import PREFECT_PORT
 from infra.services.prefect_yaml import read_prefect_yaml
 from infra.services.processes import tree
-from infra.services.seaweed import S3_PORT
-from infra.services.state import ServiceRecord, StackState
+from infra.services.seaweed import KEYS_FILE, S3_PORT, SECRET_FILE
+from infra.services.state import ServiceRecord, StackState, exposure_of
 from infra.services.status import running_api_url, status
-from infra.settings import CHECKOUT, Settings, env_file, inherited_environment, read_env_file
+from infra.settings import CHECKOUT, STACK_ENV, Settings, env_file, inherited_environment, read_env_file
 
 _GIB = 2**30
 _QUICKSTART_MEMORY = 12 * _GIB
@@ -54,6 +54,7 @@ def diagnose(settings: Settings, *, checkout: Path = CHECKOUT) -> list[Finding]:
         lambda: _ports(settings),
         lambda: _environment(settings),
         lambda: _password(settings),
+        lambda: _secrets(settings),
         lambda: _deployments(checkout),
         lambda: _services(settings),
         lambda: _restarts(settings),
@@ -202,11 +203,25 @@ def _password(settings: Settings) -> Iterator[Finding]:
             yield Finding("password", "warning", seen, "run `rlhf up`, which writes it again")
         return
     path = env_file()
-    if read_env_file(path).get("PREFECT_API_AUTH_STRING") == kept and (mode := path.stat().st_mode & 0o777) & 0o077:
+    said = read_env_file(path)
+    holds = kept in (said.get("PREFECT_API_AUTH_STRING"), said.get("PREFECT_SERVER_API_AUTH_STRING"))
+    if holds and (mode := path.stat().st_mode & 0o777) & 0o077:
         seen = f"{path} holds it and can be read by others (its mode is {mode:04o})"
         yield Finding("password", "wrong", seen, f"chmod 600 {path}, then `rlhf up --new-password`")
     else:
         yield Finding("password", "well", f"in {settings.home / PASSWORD_FILE}, for your eyes alone")
+
+
+def _secrets(settings: Settings) -> Iterator[Finding]:
+    """Whether others may know what else of the stack's is secret."""
+    advice = {
+        STACK_ENV: "run `rlhf up`, which closes it and says what to change",
+        SECRET_FILE: "run `rlhf down` and `rlhf up`, which draws another secret",
+        KEYS_FILE: "run `rlhf up`, which makes it anew",
+    }
+    for name, what in advice.items():
+        if fault := exposure_of(settings.home / name):
+            yield Finding(name, "wrong", f"{settings.home / name} {fault}", what)
 
 
 def _deployments(checkout: Path) -> Iterator[Finding]:
@@ -230,7 +245,11 @@ def _services(settings: Settings) -> Iterator[Finding]:
     api_url = settings.prefect_api_url
     if api_url is None:
         return
-    if not prefect_api.is_healthy(api_url):
+    try:  # told who we are: a server of one's own may be behind a gateway that asks
+        answers = prefect_api.call(api_url, "GET", "/health", timeout_s=3.0) is True
+    except (InfraError, ValueError):
+        answers = False
+    if not answers:
         yield Finding("Prefect server", "wrong", f"{api_url} does not answer", "run `rlhf up`")
         return
     try:

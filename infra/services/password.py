@@ -9,13 +9,12 @@ from pathlib import Path
 
 from infra.errors import ServiceError
 from infra.prefect_access import PASSWORD_FILE
-from infra.services.state import write_private
+from infra.services.state import exposure, write_private
 
 USER = "rlhf"
 _FORM = re.compile(r"[!-9;-~]+:[!-~]+")
 """Visible ASCII with a colon in it: whatever else there is, Prefect answers 500 to it or its clients cannot send it."""
-_OTHERS = 0o077
-_ANOTHER = "`rlhf up --new-password` draws another"
+ANOTHER = "`rlhf up --new-password` draws another"
 
 
 def draw() -> str:
@@ -33,7 +32,7 @@ def checked(password: str, where: str) -> str:
     Raises:
         ServiceError: if they cannot.
     """
-    if _FORM.fullmatch(password):
+    if _FORM.fullmatch(password) and "${" not in password:
         return password
     if not password:
         wrong = "it is empty"
@@ -43,6 +42,8 @@ def checked(password: str, where: str) -> str:
         wrong = "it has no colon"
     elif password.startswith(":") or password.endswith(":"):
         wrong = "it has nothing on one side of the colon"
+    elif "${" in password:
+        wrong = "it has ${, which begins the name of a variable where it is read from .env"
     else:
         wrong = "it has spaces or control characters"
     raise ServiceError(f"{where} is no password for the Prefect server, which takes user:password in ASCII: {wrong}")
@@ -62,18 +63,15 @@ def read_password(home: Path) -> str | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise ServiceError(f"{path} cannot be read ({error.strerror}); {_ANOTHER}") from None
-    if there.st_uid != os.geteuid():
-        raise ServiceError(f"{path} belongs to another user, who knows the password; {_ANOTHER}")
-    if there.st_mode & _OTHERS:
+        raise ServiceError(f"{path} cannot be read ({error.strerror}); {ANOTHER}") from None
+    if fault := exposure(there):
         raise ServiceError(
-            f"{path} can be read by others (its mode is {there.st_mode & 0o777:04o}, not 0600), who may know the "
-            f"password; {_ANOTHER}, or, if nobody else was here: chmod 600 {path}"
+            f"{path} {fault}, who may know the password; {ANOTHER}, or, if nobody else was here: chmod 600 {path}"
         )
     try:
         return checked(text, str(path))
     except ServiceError as error:
-        raise ServiceError(f"{error}; {_ANOTHER}, or correct the file") from None
+        raise ServiceError(f"{error}; {ANOTHER}, or correct the file") from None
 
 
 def keep_password(home: Path, password: str) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 
 import psutil
 
+from infra import loopback
 from infra.errors import ServiceError
 
 _BELOW_THE_EPHEMERAL = range(15_000, 32_000)
@@ -79,3 +80,13 @@ def holder(port: int) -> psutil.Process | None:
         return psutil.Process(pids[0]) if pids else None
     except psutil.Error:  # another user's, or in a container of its own
         return None
+
+
+def are_listening(processes: Collection[psutil.Process], port: int) -> bool:
+    """Whether these processes listen on a port of the loopback address, and no others; True where nobody tells."""
+    try:
+        found = psutil.net_connections("tcp4")
+    except psutil.Error:
+        return True
+    here = [each.pid for each in found if each.status == psutil.CONN_LISTEN and each.laddr == (loopback.ADDRESS, port)]
+    return bool(here) and {process.pid for process in processes}.issuperset(here)  # another user's has no id here

@@ -10,10 +10,11 @@ from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError
 from urllib.parse import quote, urlsplit
-from urllib.request import Request, urlopen
+from urllib.request import Request
 
 from infra.errors import InfraError, ServiceError
-from infra.prefect_access import access_to, refusal
+from infra.loopback import open_url
+from infra.prefect_access import access_to, own_server, refusal
 
 ANSWER_S = 60.0
 """A server that was away for minutes is busy with all who waited for it, and answers late."""
@@ -25,13 +26,14 @@ def call(api_url: str, method: str, path: str, body: Any = None, *, timeout_s: f
     """Return the server's answer, or None where there is no such thing.
 
     A server whose database is busy answers 503, and is asked again, as Prefect's own client does. Each server is told
-    who we are as its own address says: see `prefect_access`.
+    who we are as its own address says: see `prefect_access`; a local stack's only while its owner listens there.
 
     Raises:
         ServiceError: if the server does not answer, or refuses.
         SettingsError: if a variable holds what it must not.
     """
-    access = access_to(api_url)
+    access, own = access_to(api_url), own_server(api_url)
+    api_url = own.url if own else api_url
     data = None if body is None else json.dumps(body).encode()
     headers = {"Content-Type": "application/json"}
     request = Request(f"{api_url}{quote(path, safe='/?=')}", data=data, method=method, headers=headers)
@@ -41,7 +43,9 @@ def call(api_url: str, method: str, path: str, body: Any = None, *, timeout_s: f
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            with urlopen(request, timeout=timeout_s, context=tls) as answer:
+            if own:
+                own.look()
+            with open_url(request, timeout_s=timeout_s, tls=tls) as answer:
                 text = answer.read()
                 return json.loads(text) if text else {}
         except HTTPError as error:
@@ -58,10 +62,12 @@ def call(api_url: str, method: str, path: str, body: Any = None, *, timeout_s: f
 
 
 def is_healthy(api_url: str) -> bool:
-    """Whether the server answers its health check, for which it asks no password."""
+    """Whether something answers the health check as a server does; it is not told who we are."""
     try:
-        return call(api_url, "GET", "/health", timeout_s=3.0) is True
-    except (InfraError, ValueError):
+        tls = access_to(api_url).tls() if urlsplit(api_url).scheme == "https" else None
+        with open_url(f"{api_url}/health", timeout_s=3.0, tls=tls) as answer:
+            return json.loads(answer.read()) is True
+    except (OSError, HTTPException, InfraError, ValueError):
         return False
 
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from infra.services import prefect_api
-from infra.services.service import Service
+from infra.services.service import Service, answers_itself
 from infra.settings import env_file, inherited_environment, read_env_file
 
 PREFECT_PORT = 4200
@@ -70,8 +70,8 @@ def prefect_server(home: Path, port: int, database_url: str | None, password: st
         # Runs of schedules are made ahead, and none for a time that has passed: so many nights may a stack be down.
         "PREFECT_SERVER_SERVICES_SCHEDULER_MIN_RUNS": "31",
         "PREFECT_SERVER_API_AUTH_STRING": password,
-        # The UI calls 127.0.0.1 even where it was opened as localhost; pages from elsewhere have no business here.
-        "PREFECT_SERVER_API_CORS_ALLOWED_ORIGINS": f"{address},http://localhost:{port}",
+        # Pages from elsewhere have no business here, nor has one by the name of localhost: that may be another user's.
+        "PREFECT_SERVER_API_CORS_ALLOWED_ORIGINS": address,
         # Nobody's browser sends the password by itself, as it would a cookie; and our own calls know no CSRF token.
         "PREFECT_SERVER_API_CSRF_PROTECTION_ENABLED": "false",
     }
@@ -83,7 +83,7 @@ def prefect_server(home: Path, port: int, database_url: str | None, password: st
         cwd=home,  # not the checkout: Prefect reads the `.env` of its directory
         log=home / "logs" / "server.log",
         address=address,
-        probe=lambda _: None if prefect_api.is_healthy(f"{address}/api") else "did not answer",
+        probe=lambda process: answers_itself(process, port, healthy=prefect_api.is_healthy(f"{address}/api")),
         start_timeout_s=180.0,
         settle_timeout_s=10.0,
     )

@@ -1,13 +1,13 @@
 """The local object store: SeaweedFS, S3 on the loopback address, and the keys that its parts show each other.
 
-By default SeaweedFS's master gives a token to write with to whoever asks, and its shell opens every file. With these
-keys all ports but two refuse who has none of them already when the connection is made (mutual TLS). The two are S3's,
-which asks for a signature, and that on which the volume server hands out bytes, which asks for a signed token: TLS
-there would halve what is read in a second. Sockets are treated as ports are; what says that the store lives answers
-everyone (docs/security.md has the list).
+By default SeaweedFS's master gives a token to write with to whoever asks, and its shell opens every file. Without these
+keys a connection to any port but two is refused (mutual TLS). One of the two is S3's, which asks for a signature. On
+the other the volume server hands out bytes, and asks for a signed token: TLS there would halve what is read in a
+second. Sockets are treated as ports are. What says that the store lives answers everyone (docs/security.md has the
+list).
 
-The keys are one file: a private key, a certificate signed by itself, which is the only one that each part trusts, and,
-drawn from the key, those that sign tokens. Nothing that is stored depends on them: lost ones are made anew.
+The keys are one file: a private key, and a certificate signed by itself, which is the only one that each part trusts.
+The keys that sign tokens are computed from it. Nothing that is stored depends on them: lost ones are made anew.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import sys
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
+from http.client import HTTPException
 from pathlib import Path
-from urllib.request import urlopen
 
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -31,9 +31,10 @@ from cryptography.hazmat.primitives import serialization
 
 from infra.certificate import NEVER, own_certificate
 from infra.errors import ServiceError
+from infra.loopback import open_url
 from infra.services.ports import choose_port, free_port, is_free
-from infra.services.service import Report, Service
-from infra.services.state import write_private
+from infra.services.service import Report, Service, answers_itself
+from infra.services.state import exposure_of, write_private
 from infra.settings import STACK_ENV, inherited_environment, read_env_file
 
 KEYS_FILE = "store.pem"
@@ -56,13 +57,7 @@ def make_keys(home: Path, report: Report) -> None:
     fault = _fault(path)
     if fault is None:
         return
-    try:
-        write_private(path, own_certificate("rlhf store"))
-    except OSError as error:
-        raise ServiceError(
-            f"the keys of the object store cannot be written to {path} ({error.strerror}); move away what is there, "
-            "they are made anew"
-        ) from None
+    write_private(path, own_certificate("rlhf store"))
     if fault:
         report(f"{path} {fault}: it was made anew, and nothing stored depends on it")
 
@@ -125,7 +120,7 @@ CLOSED: Mapping[str, object] = {
 _MEMORY_LIMIT = "400MiB"
 _SOCKETS = Path("/tmp")
 """SeaweedFS puts its internal sockets here; there is no flag for it. Who connects needs a certificate there too."""
-_SECRET_FILE = "store.secret"
+SECRET_FILE = "store.secret"
 
 
 def prepare(home: Path, report: Report, *, is_down: bool) -> None:
@@ -144,29 +139,39 @@ def prepare(home: Path, report: Report, *, is_down: bool) -> None:
     # SeaweedFS reads the first that it finds of its directory's, the user's and the system's: theirs are for others.
     write_private(data / "security.toml", "# The environment says it all.\n")
     make_keys(home, report)
-    secret = home / _SECRET_FILE
+    secret = home / SECRET_FILE
     known = None if is_down else read_env_file(home / STACK_ENV).get("RLHF_S3_SECRET_KEY")
     if known and not secret.exists():
         write_private(secret, known)
         report(f"{secret} was lost, and is written again: the secret was still known here")
-    with suppress(FileNotFoundError):
-        if not stat.S_IMODE(secret.stat().st_mode) & 0o077:
-            return
-        if is_down:
-            secret.unlink()
-            report(f"{secret} could be read by others: another secret was drawn, and nothing stored depends on it")
-        else:  # runs that hold it would lose the store
-            report(f"{secret} can be read by others: run `rlhf down` and `rlhf up`, which draws another")
+    fault = exposure_of(secret)
+    if fault and is_down:
+        write_private(secret, _drawn())
+        report(f"{secret} could be read by others: another secret was drawn, and nothing stored depends on it")
+    elif fault:  # runs that hold it would lose the store
+        report(f"{secret} {fault}: run `rlhf down` and `rlhf up`, which draws another")
 
 
 def load_secret(home: Path) -> str:
-    """Return S3's secret key; the first call draws it and keeps it in a file of mode 0600."""
-    path = home / _SECRET_FILE
-    with suppress(FileNotFoundError, UnicodeDecodeError):
-        if secret := path.read_text(encoding="ascii").strip():
-            return secret
-    write_private(path, secrets.token_hex(24))
-    return path.read_text(encoding="ascii").strip()
+    """Return S3's secret key; the first call draws it and keeps it in a file of mode 0600.
+
+    Raises:
+        ServiceError: if it cannot be read.
+    """
+    path = home / SECRET_FILE
+    try:
+        known = path.read_text(encoding="ascii").strip()
+    except (FileNotFoundError, UnicodeDecodeError):
+        known = ""
+    except OSError as error:
+        raise ServiceError(f"{path} cannot be read ({error.strerror}); move away what is there") from None
+    if not known:
+        write_private(path, known := _drawn())
+    return known
+
+
+def _drawn() -> str:
+    return secrets.token_hex(24)
 
 
 def choose_ports(
@@ -223,7 +228,7 @@ def seaweed(home: Path, ports: Mapping[str, int], socket_dir: Path) -> Service:
         cwd=data,
         log=home / "logs" / "store.log",
         address=address,
-        probe=lambda _: None if is_healthy(address) else "did not answer",
+        probe=lambda process: answers_itself(process, ports["s3"], healthy=is_healthy(address)),
         start_timeout_s=60.0,
         settle_timeout_s=5.0,
     )
@@ -257,9 +262,9 @@ def _flags(data: Path, ports: Mapping[str, int], socket_dir: Path) -> dict[str, 
 def is_healthy(address: str) -> bool:
     """Whether the store answers its health check."""
     try:
-        with urlopen(f"{address}/healthz", timeout=2):
+        with open_url(f"{address}/healthz", timeout_s=2):
             return True
-    except OSError:  # refused, timed out, or an error status
+    except (OSError, HTTPException):  # refused, timed out, an error status, or no HTTP at all
         return False
 
 
@@ -289,12 +294,13 @@ def configure(home: Path, ports: Mapping[str, int], *, timeout_s: float = 60.0) 
 
 
 def remove_sockets(ports: Mapping[str, int]) -> None:
-    """Remove the sockets that SeaweedFS leaves behind."""
+    """Remove the sockets that SeaweedFS leaves behind, as far as they are ours."""
     grpc = {name: ports.get(f"{name}_grpc") for name in ("master", "filer", "volume", "s3")}
     grpc["admin"] = ports["admin"] + ADMIN_GRPC_OFFSET if "admin" in ports else None
     for name, port in grpc.items():
         if port is not None:
-            (_SOCKETS / f"seaweedfs-{name}-grpc-{port}.sock").unlink(missing_ok=True)
+            with suppress(OSError):  # anybody can foresee the name, and put something of his own there
+                (_SOCKETS / f"seaweedfs-{name}-grpc-{port}.sock").unlink()
 
 
 def _shell(script: str, home: Path, ports: Mapping[str, int]) -> str:

@@ -14,8 +14,10 @@ from pathlib import Path
 import psutil
 
 from infra.errors import ServiceError
+from infra.loopback import without_proxy
 from infra.process_record import ProcessRecord, is_live
 from infra.services import processes
+from infra.services.ports import are_listening
 from infra.services.state import ServiceRecord
 from infra.settings import inherited_environment
 
@@ -30,7 +32,7 @@ _NOT_INHERITED = (
         "PREFECT_SERVER_",
         "PREFECT__",
     ),
-    *("RLHF_S3_", "RLHF_STORE_URL"),
+    *("RLHF_S3_", "RLHF_STORE_URL", "RLHF_DATABASE_URL"),
 )
 """A user's other server, another run's identity, other credentials: what a service needs of these is set anew.
 
@@ -94,23 +96,42 @@ class Service:
         """
         limit = self.start_timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit
-        while (missing := self.probe(process)) is not None:
-            if not is_live(process):
+        while True:
+            if not is_live(process):  # or somebody else may answer in its place
                 raise ServiceError(f"{self.title} ended while it started: {last_words(self.log)}")
+            if (missing := self.probe(process)) is None:
+                return
             if time.monotonic() > deadline:
                 raise ServiceError(f"{self.title} {missing} after {limit:g} s: {last_words(self.log)}")
             time.sleep(0.1)
 
 
 def stack_environment(stack_id: str, variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a process of the stack: this one's, our programs first on the path, the variables."""
+    """Return the environment of a process of the stack: this one's, our programs first on the path, the variables.
+
+    No proxy that this one uses is told what goes to the stack.
+    """
     inherited = inherited_environment(without_prefixes=(*_NOT_INHERITED, "WEED_"))  # SeaweedFS's: ours are all it gets
     return {
         **inherited,
+        **without_proxy(inherited),
         "PATH": os.pathsep.join((str(Path(sys.executable).parent), inherited.get("PATH", os.defpath))),
         **variables,
         processes.STACK_VARIABLE: stack_id,
     }
+
+
+def answers_itself(process: psutil.Process, port: int, *, healthy: bool) -> str | None:
+    """Return what a service lacks that should answer on a port: None if it does, and nobody else in its place.
+
+    Args:
+        process: the service's.
+        port: of the loopback address.
+        healthy: whether something answers there as the service would.
+    """
+    if not healthy:
+        return "did not answer"
+    return None if are_listening(processes.tree(process), port) else "does not have its port, on which another answers,"
 
 
 def last_words(log: Path, *, most: int = 400) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import secrets
+import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -17,6 +18,7 @@ from infra.process_record import ProcessRecord
 
 STATE_FILE = "stack.json"
 LOCK_FILE = "stack.lock"
+_OTHERS = 0o077
 
 
 class ServiceRecord(BaseModel):
@@ -79,14 +81,51 @@ class StackState(BaseModel):
 
 
 def write_private(path: Path, text: str) -> None:
-    """Replace a file, whole or not at all, readable by its owner alone."""
+    """Replace a file, whole or not at all, readable by its owner alone.
+
+    Raises:
+        ServiceError: if it cannot be written.
+    """
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink()
+        raise ServiceError(
+            f"{path} cannot be written ({error.strerror}); move away what is there, or make room"
+        ) from None
+
+
+def exposure(there: os.stat_result) -> str | None:
+    """Return what is wrong with a file that its owner alone should read, for people; None: nothing."""
+    if there.st_uid != os.geteuid():
+        return "belongs to another user"
+    if there.st_mode & _OTHERS:
+        return f"can be read by others (its mode is {there.st_mode & 0o777:04o}, not 0600)"
+    return None
+
+
+def exposure_of(path: Path) -> str | None:
+    """Return the same of the file at a path, and nothing where there is none."""
+    try:
+        return exposure(path.stat())
+    except OSError:
+        return None
+
+
+def is_private_directory(path: Path) -> bool:
+    """Whether a path is a directory, no link to one, which nobody but its owner enters: us."""
+    try:
+        there = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(there.st_mode) and exposure(there) is None
 
 
 def make_home(home: Path) -> None:
@@ -95,10 +134,11 @@ def make_home(home: Path) -> None:
     Raises:
         ServiceError: if nothing can be written there.
     """
+    probe = home / LOCK_FILE.replace(".lock", ".probe")
     try:
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_private(home / LOCK_FILE.replace(".lock", ".probe"), "")
-        (home / LOCK_FILE.replace(".lock", ".probe")).unlink()
+        probe.touch()
+        probe.unlink()
     except OSError as error:
         raise ServiceError(
             f"RLHF_HOME is {home}, where nothing can be written ({error.strerror}); set it to a directory of your own"

@@ -89,7 +89,7 @@ def _is_well(name: str, state: StackState, process: psutil.Process) -> bool:
     if name == "store":
         return store_is_healthy(state.services[name].address)
     server = state.services.get("server")
-    if server is None:
+    if server is None or server.process() is None:  # whoever is at its port now is told nothing
         return False
     api_url = f"{server.address}/api"
     return prefect_api.is_healthy(api_url) if name == "server" else missing_worker(api_url, process) is None

@@ -148,8 +148,11 @@ def test_a_socket_is_not_talked_to_before_the_password(
         assert socket_says(own_stack, path, right) == "auth_success"
 
 
-@pytest.mark.parametrize("origin", ["http://evil.example", "http://127.0.0.1:1", "null"])
+@pytest.mark.parametrize("origin", ["http://evil.example", "http://127.0.0.1:1", "null", "localhost"])
 def test_a_page_from_elsewhere_may_not_ask(own_stack: LocalStack, origin: str) -> None:
+    ours = address(own_stack)
+    if origin == "localhost":  # at this port, which may be another user's by that name
+        origin = ours.replace("127.0.0.1", "localhost")
     asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization, content-type"}
     url = f"{own_stack.api_url}/flow_runs/filter"
     refused = httpx.options(url, headers={"Origin": origin, **asked}, timeout=60)
@@ -157,10 +160,8 @@ def test_a_page_from_elsewhere_may_not_ask(own_stack: LocalStack, origin: str) -
     assert "access-control-allow-origin" not in refused.headers
     seen = httpx.get(f"{own_stack.api_url}/health", headers={"Origin": origin}, timeout=60)
     assert "access-control-allow-origin" not in seen.headers, "its script may not even read what is open"
-    ours = address(own_stack)
-    for own in (ours, ours.replace("127.0.0.1", "localhost")):
-        allowed = httpx.options(url, headers={"Origin": own, **asked}, timeout=60)
-        assert allowed.headers["access-control-allow-origin"] == own
+    allowed = httpx.options(url, headers={"Origin": ours, **asked}, timeout=60)
+    assert allowed.headers["access-control-allow-origin"] == ours
 
 
 def test_the_password_is_in_two_files_of_the_home_and_in_the_env_file_and_only_their_owner_reads_them(
@@ -228,17 +229,14 @@ REFUSED = {"v2": "Invalid credentials", "v1": "Authentication failed"}
 """What the two versions of the UI say of a wrong password."""
 
 
-@pytest.mark.parametrize(
-    ("version", "host"),
-    [("v2", "127.0.0.1"), ("v2", "localhost"), ("v1", "127.0.0.1")],  # the page asks 127.0.0.1 in either case
-)
+@pytest.mark.parametrize("version", ["v2", "v1"])
 def test_the_ui_asks_for_the_password_and_says_that_a_wrong_one_is_wrong(
-    own_stack: LocalStack, tmp_path: Path, version: str, host: str
+    own_stack: LocalStack, tmp_path: Path, version: str
 ) -> None:
     run = own_stack.start_run("tiny/tiny")
     wait_for(lambda: own_stack.run_state(run) == "COMPLETED", "the run to end")
     name = str(prefect_api.call(own_stack.api_url, "GET", f"/flow_runs/{run}")["name"])
-    home, field = address(own_stack).replace("127.0.0.1", host), "input[type=password]"
+    home, field = address(own_stack), "input[type=password]"
     runs = f"{home}/v2/runs" if version == "v2" else f"{home}/runs"
     with browser() as window:
         window.open(home)

@@ -130,6 +130,18 @@ RAY_METHODS = {
 }
 
 
+STORES_SOCKETS = "/tmp/seaweedfs-"
+HARMLESS = {
+    "master_grpc": "/master_pb.Seaweed/VolumeList",
+    "filer_grpc": "/filer_pb.SeaweedFiler/ListEntries",
+    "volume_grpc": "/volume_server_pb.VolumeServer/ReadAllNeedles",
+    "s3_grpc": "/iam_pb.SeaweedIdentityAccessManagement/ListUsers",
+    "admin_grpc": "/worker_pb.WorkerService/WorkerStream",
+    RAY: RAY_METHODS["the nodes"],
+}
+"""What the owner himself may call, with nothing in it, and do no harm."""
+
+
 class Port(NamedTuple):
     """What listens."""
 
@@ -288,10 +300,10 @@ def rays_ports(cluster: ClusterManifest) -> dict[tuple[int | None, int], tuple[s
     return known
 
 
-def unix_sockets() -> list[str]:
-    """Return the Unix sockets that have a name in this network, as the kernel tells it."""
+def unix_sockets() -> list[tuple[str, int]]:
+    """Return name and kind of the Unix sockets that have a name in this network, as the kernel tells it."""
     lines = Path("/proc/net/unix").read_text().splitlines()[1:]
-    return sorted({words[7] for line in lines if len(words := line.split()) > 7})
+    return sorted({(words[7], int(words[4], 16)) for line in lines if len(words := line.split()) > 7})
 
 
 def store_object(exposed: Exposed) -> str:
@@ -402,7 +414,7 @@ def store_call_tries(exposed: Exposed, folder: Path) -> Iterator[Try]:
         for method in methods:
             yield from without_certificate(STORE_CALLS, "every part", address, method, trusted)
     weed = shutil.copy(Path(sys.executable).with_name("weed"), folder)
-    arguments = (weed, "fs.ls /buckets/rlhf\n", "-logtostderr=true", "shell", *shell_arguments(ports))
+    arguments = (weed, "fs.ls /buckets/rlhf\n", {}, "-logtostderr=true", "shell", *shell_arguments(ports))
     yield Try(STORE_CALLS, "`weed shell`", {NO_ANSWER}, "shell", arguments)
 
 
@@ -448,9 +460,9 @@ def public_part(pem: Path) -> str:
 def other_tries(exposed: Exposed, ports: list[Port]) -> Iterator[Try]:
     for port in ports:
         yield Try(port.row, "everything from another machine", {NO_ANSWER}, "reach", (OUTSIDE, port.port))
-    for path in sorted(unix_sockets(), key=lambda path: not path.startswith("/tmp/seaweedfs-")):
-        title = "SeaweedFS's in `/tmp`" if path.startswith("/tmp/seaweedfs-") else "all others"
-        yield Try(SOCKETS, title, {NO_ANSWER}, "unix", (path.replace("@", "\0", 1),))
+    for path, kind in sorted(unix_sockets(), key=lambda each: not each[0].startswith(STORES_SOCKETS)):
+        title = "SeaweedFS's in `/tmp`" if path.startswith(STORES_SOCKETS) else "all others"
+        yield Try(SOCKETS, title, {NO_ANSWER}, "unix", (path.replace("@", "\0", 1), kind))
     processes = exposed.processes()
     seen = {Path(process.cwd()) for process in processes} - {Path("/"), CHECKOUT}
     for process in processes:
@@ -467,11 +479,34 @@ def other_tries(exposed: Exposed, ports: list[Port]) -> Iterator[Try]:
     yield Try(FILES, title, {"nothing"}, "processes", ([process.pid for process in processes],))
 
 
-def came_of(tries: list[Try]) -> list[str]:
-    """Have another user try everything, and return what came of each."""
+def owners_tries(exposed: Exposed, ports: list[Port]) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """The same, with what the other user does not have: each must come to something, or he was refused for nothing."""
+    store, keys = exposed.stack.state.ports, exposed.stack.home / KEYS_FILE
+    clusters = {cluster.name: cluster for cluster in exposed.clusters}
+    for port in ports:
+        at = f"127.0.0.1:{port.port}"
+        if port.row == STORE_CALLS:
+            yield "call", (at, HARMLESS[port.name], "", public_part(keys), keys.read_text())
+        elif port.row == RAY:
+            token, pem = clusters[port.name].token.read_text(), clusters[port.name].certificate
+            yield "call", (at, HARMLESS[RAY], token, public_part(pem), pem.read_text())
+    weed = str(Path(sys.executable).with_name("weed"))
+    words = ("-logtostderr=true", "shell", *shell_arguments(store))
+    yield "shell", (weed, "fs.ls /buckets/rlhf\n", keys_environment(exposed.stack.home), *words)
+    for path, kind in unix_sockets():
+        if path.startswith(STORES_SOCKETS):
+            yield "unix", (path, kind)
+    for root in (exposed.stack.home, *(cluster.temp_dir for cluster in exposed.clusters)):
+        yield "files", ([str(root)],)
+    for process in exposed.processes():
+        yield "processes", ([process.pid],)
+
+
+def came_of(tries: list[tuple[str, tuple[Any, ...]]], *who: str) -> list[str]:
+    """Have another user, or the owner, try everything, and return what came of each."""
     done = subprocess.run(
-        [sys.executable, "-m", stranger.__name__],
-        input=json.dumps([(each.how, each.arguments) for each in tries]),
+        [sys.executable, "-m", stranger.__name__, *who],
+        input=json.dumps(tries),
         cwd=CHECKOUT,
         env={**os.environ, "GRPC_VERBOSITY": "NONE"},  # or every refusal is told
         stdout=subprocess.PIPE,
@@ -495,6 +530,18 @@ def table(tries: list[Try]) -> list[str]:
     return lines
 
 
+def test_the_owner_gets_something_by_each_way_that_another_user_tries(exposed: Exposed) -> None:
+    store_object(exposed)
+    ports = ports_of(exposed)
+    tries = list(owners_tries(exposed, ports))
+    assert {how for how, _ in tries} == {"call", "shell", "unix", "files", "processes"}
+    assert {port.name for port in ports if port.row == STORE_CALLS} == HARMLESS.keys() - {RAY}
+    came = came_of(tries, "owner")
+    vain = (NO_ANSWER, "nothing", "DEADLINE_EXCEEDED", "UNAUTHENTICATED")
+    wrong = [(each, said) for each, said in zip(tries, came, strict=True) if said in vain or said.startswith("raised")]
+    assert not wrong, wrong
+
+
 def test_another_user_gets_nothing_from_any_port_socket_file_or_process(
     exposed: Exposed, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -515,7 +562,7 @@ def test_another_user_gets_nothing_from_any_port_socket_file_or_process(
             *ray_tries(exposed, ports),
             *other_tries(exposed, ports),
         ]
-        found = came_of(tries)
+        found = came_of([(each.how, each.arguments) for each in tries])
     finally:
         shutil.rmtree(folder)
     wrong = [f"{each}: {came}" for each, came in zip(tries, found, strict=True) if came not in each.expected]

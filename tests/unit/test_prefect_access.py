@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import ssl
 import threading
 from base64 import b64encode
@@ -17,6 +18,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from infra import loopback
 from infra.errors import ServiceError, SettingsError
 from infra.prefect_access import PASSWORD_FILE, access_to, know_stack_of
 from infra.services import prefect_api
@@ -102,7 +104,13 @@ def test_the_local_server_gets_its_password_whatever_is_exported(
 
 
 @pytest.mark.parametrize(
-    "url", ["http://127.0.0.1:4201/api", "https://127.0.0.1:4200/api", "http://prefect.example/api"]
+    "url",
+    [
+        "http://127.0.0.1:4201/api",
+        "https://127.0.0.1:4200/api",
+        "http://[::1]:4200/api",  # where another user can listen while the stack is up
+        "http://prefect.example/api",
+    ],
 )
 def test_no_other_server_gets_the_local_ones_password(home: Path, monkeypatch: pytest.MonkeyPatch, url: str) -> None:
     assert home.is_dir()
@@ -111,6 +119,77 @@ def test_no_other_server_gets_the_local_ones_password(home: Path, monkeypatch: p
     assert access_to(url).all_headers == {}
     monkeypatch.setenv("PREFECT_API_KEY", "key")
     assert access_to(url).all_headers == {"Authorization": "Bearer key"}
+
+
+@pytest.mark.parametrize("exported", ["https://team.example/api", "http://127.0.0.1:4201/api"])
+def test_a_password_beside_another_address_in_the_env_file_goes_to_no_server_but_that(
+    home: Path, monkeypatch: pytest.MonkeyPatch, exported: str
+) -> None:
+    """The file is of one stack, the home that is exported of another or of none."""
+    other = home.parent / "other"
+    other.mkdir()
+    monkeypatch.setenv("RLHF_HOME", str(other))
+    monkeypatch.setenv("PREFECT_API_URL", exported)
+    assert settings().prefect_api_auth_string is None
+    assert access_to(exported).all_headers == {}
+    monkeypatch.setenv("PREFECT_API_URL", LOCAL)
+    assert access_to(LOCAL).auth_string == "rlhf:local"
+
+
+def test_a_password_in_the_env_file_without_an_address_is_for_the_server_that_is_exported(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (home.parent / ".env").write_text("PREFECT_API_AUTH_STRING='me:there'\n")
+    monkeypatch.setenv("PREFECT_API_URL", "https://team.example/api")
+    assert access_to("https://team.example/api").auth_string == "me:there"
+
+
+def test_a_server_that_moved_keeps_its_password_where_the_env_file_is_old(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved = "http://127.0.0.1:4201/api"
+    (home / STACK_ENV).write_text(f"PREFECT_API_URL='{moved}'\nPREFECT_API_AUTH_STRING='rlhf:local'\n")
+    monkeypatch.setenv("PREFECT_API_URL", moved)
+    assert settings().prefect_api_auth_string is not None
+
+
+def is_local(home: Path, server: Server) -> None:
+    """Have a server pass for the local stack's."""
+    (home / STACK_ENV).write_text(f"PREFECT_API_URL='{server.url()}'\nPREFECT_API_AUTH_STRING='rlhf:local'\n")
+
+
+def test_the_local_server_is_asked_by_the_address_at_which_it_listens(
+    home: Path, servers: tuple[Server, Server]
+) -> None:
+    server = servers[0]
+    is_local(home, server)
+    assert prefect_api.call(server.url(host="localhost"), "GET", "/admin/version") is True
+    assert server.asked[0]["host"] == f"127.0.0.1:{server.server_port}"
+    assert server.asked[0]["authorization"] == basic("rlhf:local")
+
+
+def test_another_user_at_the_local_servers_port_is_told_nothing(
+    home: Path, servers: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    server = servers[0]
+    is_local(home, server)
+    table = tmp_path / "tcp"  # as Linux writes it: address and port, of the other side, state, queues, timers, user
+    line = "0: 0100007F:{:04X} 00000000:0000 0A 00000000:00000000 00:00000000 00000000 {} 0 1 1\n"
+    monkeypatch.setattr(loopback, "_TABLE", table)
+    table.write_text("head\n" + line.format(server.server_port, os.geteuid() + 1))
+    with pytest.raises(
+        ServiceError, match=r"does not answer \(\[Errno 111\] a program of another user listens there\)"
+    ):
+        prefect_api.call(server.url(), "GET", "/admin/version")
+    assert server.asked == []
+    table.write_text("head\n" + line.format(server.server_port, os.geteuid()))
+    assert prefect_api.call(server.url(), "GET", "/admin/version") is True
+
+
+def test_whoever_is_asked_whether_he_lives_is_not_told_who_we_are(home: Path, servers: tuple[Server, Server]) -> None:
+    is_local(home, servers[0])
+    assert prefect_api.is_healthy(servers[0].url())
+    assert "authorization" not in servers[0].asked[0]
 
 
 def test_a_server_of_ones_own_is_told_all_that_was_set_for_it(
@@ -185,7 +264,7 @@ def test_a_local_server_that_refuses_our_password_is_told_by_its_file(
 ) -> None:
     server = servers[0]
     server.status = 401
-    (home / STACK_ENV).write_text(f"PREFECT_API_URL='{server.url()}'\nPREFECT_API_AUTH_STRING='rlhf:local'\n")
+    is_local(home, server)
     with pytest.raises(ServiceError) as caught:
         prefect_api.call(server.url(), "GET", "/admin/version")
     assert str(caught.value) == (

@@ -158,13 +158,13 @@ def test_a_server_is_told_who_we_are_as_prefects_client_tells_it(
         monkeypatch.setenv(variable, value)
     asked: list[str | None] = []
 
-    def answer(request: Request, timeout: float, context: object) -> BytesIO:
-        del timeout, context
+    def answer(request: Request, timeout_s: float, tls: object) -> BytesIO:
+        del timeout_s, tls
         asked.append(request.get_header("Authorization"))
         return BytesIO(b"true")
 
-    monkeypatch.setattr(prefect_api, "urlopen", answer)
-    assert prefect_api.is_healthy("http://prefect.example/api")
+    monkeypatch.setattr(prefect_api, "open_url", answer)
+    assert prefect_api.call("http://prefect.example/api", "GET", "/health")
     assert asked == [told]
 
 

@@ -16,7 +16,7 @@ from infra.services import doctor
 from infra.services.doctor import Finding
 from infra.services.password import keep_password
 from infra.services.ports import free_port
-from infra.services.state import ServiceRecord, StackState
+from infra.services.state import ServiceRecord, StackState, write_private
 from infra.settings import Settings
 
 LISTENER = "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); input()"
@@ -110,6 +110,18 @@ def test_a_password_that_others_may_know_is_wrong_wherever_it_stands(home: Path)
     [finding] = doctor._password(Settings(home=home))
     assert finding.verdict == "wrong"
     assert finding.seen.startswith(f"{kept} can be read by others (its mode is 0640, not 0600)")
+
+
+def test_what_else_others_may_know_is_told_with_what_to_do(home: Path) -> None:
+    names = ("stack.env", "store.secret", "store.pem")
+    for name in names:
+        write_private(home / name, "secret")
+    assert list(doctor._secrets(Settings(home=home))) == []
+    for name in names:
+        (home / name).chmod(0o604)
+    found = list(doctor._secrets(Settings(home=home)))
+    assert [(each.name, each.verdict) for each in found] == [(name, "wrong") for name in names]
+    assert found[0].seen == f"{home / 'stack.env'} can be read by others (its mode is 0604, not 0600)"
 
 
 def test_a_password_file_that_is_lost_beside_a_stack_is_told(home: Path) -> None:

@@ -11,6 +11,7 @@ from infra.errors import ServiceError
 from infra.prefect_access import PASSWORD_FILE
 from infra.services import bring_up, password, processes, runs
 from infra.services.bring_up import _BringingUp
+from infra.services.state import write_private
 from infra.settings import CHECKOUT, STACK_ENV, Settings
 
 
@@ -40,7 +41,7 @@ def test_a_password_is_drawn_once_and_kept_for_its_owner_alone(tmp_path: Path) -
 
 def test_a_file_that_is_lost_is_written_again_from_our_other_one(tmp_path: Path) -> None:
     told: list[str] = []
-    (tmp_path / STACK_ENV).write_text("PREFECT_API_AUTH_STRING='rlhf:known'\n")
+    write_private(tmp_path / STACK_ENV, "PREFECT_API_AUTH_STRING='rlhf:known'\n")
     assert bringing_up(tmp_path, told)._password(new=False) == "rlhf:known"
     assert (tmp_path / PASSWORD_FILE).read_text() == "rlhf:known\n"
     assert told == [f"{tmp_path / PASSWORD_FILE} was lost, and is written again: the password was still known here"]
@@ -73,6 +74,7 @@ def test_a_file_that_others_can_reach_is_refused_until_another_is_drawn(tmp_path
         ("rlhf:geheimnüs", "it has characters beyond ASCII"),
         ("rlhf:a secret", "it has spaces or control characters"),
         ("rlhf:a\nsecret", "it has spaces or control characters"),
+        ("rlhf:a${HOME}", "it has ${, which begins the name of a variable where it is read from .env"),
     ],
 )
 def test_a_file_that_holds_no_password_is_refused_and_its_content_not_told(
@@ -92,8 +94,66 @@ def test_a_file_that_holds_no_password_is_refused_and_its_content_not_told(
 def test_a_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     password.keep_password(tmp_path, "rlhf:secret")
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    with pytest.raises(ServiceError, match="belongs to another user, who knows the password"):
+    with pytest.raises(ServiceError, match="belongs to another user, who may know the password"):
         bringing_up(tmp_path, [])._password(new=False)
+
+
+def test_what_is_no_file_is_told_whatever_is_wanted(tmp_path: Path) -> None:
+    (tmp_path / PASSWORD_FILE).mkdir()
+    with pytest.raises(ServiceError, match=r"cannot be read \(Is a directory\)"):
+        bringing_up(tmp_path, [])._password(new=False)
+    with pytest.raises(ServiceError, match=r"cannot be written \(Is a directory\); move away what is there"):
+        bringing_up(tmp_path, [])._password(new=True)
+
+
+def test_a_password_is_not_taken_back_from_a_file_that_others_could_read(tmp_path: Path) -> None:
+    (tmp_path / STACK_ENV).write_text("PREFECT_API_AUTH_STRING='rlhf:known'\n")
+    (tmp_path / STACK_ENV).chmod(0o644)
+    assert bringing_up(tmp_path, [])._password(new=False) != "rlhf:known"
+
+
+def test_who_could_read_our_other_file_may_know_what_is_still_in_use(tmp_path: Path) -> None:
+    told: list[str] = []
+    former = {"PREFECT_API_AUTH_STRING": "rlhf:same", "RLHF_S3_SECRET_KEY": "same", "PREFECT_API_URL": "url"}
+    path, bringing = tmp_path / STACK_ENV, bringing_up(tmp_path, told)
+    bringing._write_stack_env(former)
+    assert told == []
+    for now in (former, former | {"PREFECT_API_AUTH_STRING": "rlhf:new"}):
+        path.chmod(0o640)
+        bringing._write_stack_env(now)
+        assert path.stat().st_mode & 0o777 == 0o600
+    closed = (
+        f"{path} can be read by others (its mode is 0640, not 0600); it is yours alone from now on, but they may know"
+    )
+    secret = f"{closed} the store's secret: `rlhf down`, then delete {tmp_path / 'store.secret'}, then `rlhf up`"
+    assert told == [f"{closed} the password: `rlhf up --new-password` draws another", secret, secret]
+
+
+@pytest.mark.parametrize("name", ["PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING"])
+def test_who_could_read_the_env_file_may_know_the_password_that_stood_there(tmp_path: Path, name: str) -> None:
+    told: list[str] = []
+    env = tmp_path / ".env"
+    env.write_text(f"{name}='me:own'\n")
+    env.chmod(0o644)
+    own = {"PREFECT_SERVER_API_AUTH_STRING": "me:own"} if "SERVER" in name else {}
+    bringing = bringing_up(tmp_path, told, **own)
+    bringing.password = "me:own"
+    bringing._write_files({"PREFECT_API_URL": "url", "PREFECT_API_AUTH_STRING": "me:own"})
+    change = "change PREFECT_SERVER_API_AUTH_STRING" if own else "`rlhf up --new-password` draws another"
+    assert told[0].endswith(f"for it holds the password, which they may know: {change}")
+
+
+def test_sockets_go_into_no_directory_that_another_may_have_made_meanwhile(tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.mkdir(mode=0o755)
+    bringing = bringing_up(tmp_path, [])
+    bringing.state.socket_dir = theirs
+    bringing._make_directories()
+    ours = bringing.state.socket_dir
+    assert ours != theirs
+    bringing._make_directories()
+    assert bringing.state.socket_dir == ours
+    ours.rmdir()
 
 
 def test_the_users_own_password_is_taken_and_kept(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import tomllib
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -81,9 +82,9 @@ def type_prefect(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[st
     (installed / "entry_points.txt").write_text("".join(["[prefect.plugins]\n", *lines]))
     shutil.copy(CHECKOUT / "pyproject.toml", tmp_path)
 
-    def type_it(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    def type_it(*words: str, program: str = PREFECT, **variables: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [PREFECT, *words],
+            [program, *words],
             cwd=tmp_path,
             env={
                 **inherited_environment(without_prefixes=("PREFECT_", "RLHF_")),
@@ -153,6 +154,27 @@ def test_the_command_tells_a_server_of_ones_own_nothing_of_the_local_stacks(
     )
 
 
+def test_the_command_goes_to_the_stack_by_no_proxy_and_not_by_a_name_that_may_be_anothers(
+    answering: tuple[str, dict[str, bytes]],
+    silent: str,
+    tmp_path: Path,
+    type_prefect: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    url, answers = answering
+    answers |= {"/api/health": b"true", "/api/admin/version": b'"3.8.8"', "who": b"Basic cmxoZjpyaWdodA=="}
+    answers |= {"/api/deployments/filter": b"[]", "/api/flows/filter": b"[]"}
+    (tmp_path / "stack.env").write_text(f"PREFECT_API_URL='{url}'\nPREFECT_API_AUTH_STRING='rlhf:right'\n")
+    by_name = url.replace("127.0.0.1", "localhost")
+    variables = {"PREFECT_API_URL": by_name, "PREFECT_API_AUTH_STRING": "rlhf:right"}
+    proxies = dict.fromkeys(("http_proxy", "HTTP_PROXY", "all_proxy"), silent.removesuffix("/api"))
+    result = type_prefect("deployment", "ls", **variables, **proxies)
+    assert result.returncode == 0, result.stdout + result.stderr
+    seen = "import prefect; from prefect.settings import PREFECT_API_URL; print(PREFECT_API_URL.value())"
+    program = ("-c", seen)
+    said = type_prefect(*program, program=sys.executable, **variables)
+    assert said.stdout.strip() == url, said.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "asks"),
     [
@@ -218,6 +240,36 @@ def test_another_program_on_the_servers_port_is_told(answering: tuple[str, dict[
 )
 def test_who_waits_for_a_server_that_is_away(variables: dict[str, str], limit_s: float) -> None:
     assert patience_s(variables) == limit_s
+
+
+def test_a_process_of_the_stack_connects_to_nobody_in_its_servers_place(
+    answering: tuple[str, dict[str, bytes]], silent: str, tmp_path: Path
+) -> None:
+    """Where nobody listens it does not even knock: whoever does a moment later would be told the password."""
+    url, answers = answering
+    answers["/api/health"] = b"true"
+    knock = """
+import prefect, socket, sys
+for port in map(int, sys.argv[1:]):
+    try:
+        socket.create_connection(("127.0.0.1", port), 5).close()
+        print("open")
+    except ConnectionRefusedError as error:
+        print(error.strerror)
+"""
+    for own, told in ((silent, "open nobody listens there"), (url, "open Connection refused")):
+        (tmp_path / "stack.env").write_text(f"PREFECT_API_URL='{own}'\nPREFECT_API_AUTH_STRING='rlhf:right'\n")
+        variables = {
+            **inherited_environment(without_prefixes=("PREFECT_", "RLHF_")),
+            **{"PREFECT_API_URL": own, "RLHF_HOME": str(tmp_path), "PREFECT_HOME": str(tmp_path)},
+            **{"PYTHONPATH": str(CHECKOUT), **EVERY_WORKER, "RLHF_ENV_FILE": str(tmp_path / ".env")},
+        }
+        ports = [str(urlsplit(each).port) for each in (url, silent)]
+        words = [sys.executable, "-c", knock, *ports]
+        said = subprocess.run(
+            words, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=60, check=True
+        )
+        assert " ".join(said.stdout.splitlines()) == told
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["as a worker tells it", "as a person types it"])

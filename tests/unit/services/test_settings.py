@@ -104,3 +104,23 @@ def test_modules_of_reward_functions_are_a_list_with_commas_and_reach_children(m
     monkeypatch.setenv("RLHF_REWARD_MODULES", "mine, ours.rewards,")
     assert settings().reward_modules == ("mine", "ours.rewards")
     assert settings().child_environment()["RLHF_REWARD_MODULES"] == "mine,ours.rewards"
+
+
+@pytest.mark.parametrize("name", [".env", f"home/{STACK_ENV}"])
+def test_a_file_that_is_no_text_is_told(tmp_path: Path, home: Path, name: str) -> None:
+    assert home.is_dir()
+    (tmp_path / name).write_bytes(b"A=\xff\n")
+    with pytest.raises(SettingsError) as caught:
+        settings()
+    assert str(caught.value) == (f"{tmp_path / name} cannot be read (byte 3 is no UTF-8); correct it, or move it away")
+
+
+@pytest.mark.usefixtures("home")
+@pytest.mark.parametrize("headers", ['{"X": "€hunter2"}', '{"Ü-hunter2": "x"}'])
+def test_headers_that_cannot_be_sent_are_told(monkeypatch: pytest.MonkeyPatch, headers: str) -> None:
+    monkeypatch.setenv("PREFECT_CLIENT_CUSTOM_HEADERS", headers)
+    with pytest.raises(SettingsError, match="expected ascii in names of headers, and latin-1 in what they") as caught:
+        settings()
+    assert "hunter2" not in str(caught.value)
+    monkeypatch.setenv("PREFECT_CLIENT_CUSTOM_HEADERS", '{"X": "ü"}')
+    assert settings().prefect_client_custom_headers["X"].get_secret_value() == "ü"

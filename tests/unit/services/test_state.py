@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from dotenv import set_key
 
 from infra.errors import ServiceError
 from infra.services.bring_up import write_block
-from infra.services.state import STATE_FILE, StackState, locked, make_home, write_private
+from infra.services.state import STATE_FILE, StackState, is_private_directory, locked, make_home, write_private
 from infra.settings import read_env_file
 
 HOLDER = """
@@ -45,6 +46,29 @@ def test_private_files_are_for_their_owner_alone(tmp_path: Path) -> None:
     write_private(tmp_path / "secret", "x")
     assert stat.S_IMODE((tmp_path / "secret").stat().st_mode) == 0o600
     assert [path.name for path in tmp_path.iterdir()] == ["secret"]
+
+
+def test_what_cannot_be_replaced_is_told_and_no_secret_is_left_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "secret").mkdir()
+    with pytest.raises(ServiceError, match=r"secret cannot be written \(Is a directory\); move away what is there"):
+        write_private(tmp_path / "secret", "x")
+    assert [path.name for path in tmp_path.iterdir()] == ["secret"]
+
+
+def test_a_directory_is_private_if_it_is_ours_and_nobody_else_enters_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "place"
+    assert not is_private_directory(place)
+    place.mkdir(mode=0o700)
+    assert is_private_directory(place)
+    (tmp_path / "link").symlink_to(place)
+    assert not is_private_directory(tmp_path / "link")
+    place.chmod(0o711)
+    assert not is_private_directory(place)
+    place.chmod(0o700)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert not is_private_directory(place)
 
 
 def test_a_home_that_cannot_be_written_is_told_by_its_variable(tmp_path: Path) -> None:
@@ -120,3 +144,11 @@ def test_an_env_file_is_for_its_owner_alone_and_what_it_was_before_is_told(
 def test_an_env_file_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     with pytest.raises(ServiceError, match="cannot be written"):
         write_block(tmp_path / "no" / "such" / "directory" / ".env", {"A": "1"})
+
+
+def test_an_env_file_that_is_no_text_is_told(tmp_path: Path) -> None:
+    env = tmp_path / ".env"
+    env.write_bytes(b"A=\xff\n")
+    with pytest.raises(ServiceError, match=r"\.env cannot be read \(byte 3 is no UTF-8\)"):
+        write_block(env, {"A": "1"})
+    assert env.read_bytes() == b"A=\xff\n"

@@ -125,7 +125,7 @@ def test_lost_keys_are_made_anew_without_a_word(tmp_path: Path) -> None:
 
 def test_what_is_no_file_is_left_to_the_user(tmp_path: Path) -> None:
     (tmp_path / KEYS_FILE).mkdir()
-    with pytest.raises(ServiceError, match=r"cannot be written to .*; move away what is there"):
+    with pytest.raises(ServiceError, match=r"cannot be written \(Is a directory\); move away what is there"):
         make_keys(tmp_path, lambda _: None)
 
 
@@ -160,3 +160,25 @@ def test_a_secret_that_is_lost_beside_runs_that_hold_it_is_written_again(tmp_pat
 def test_a_damaged_secret_is_drawn_anew(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "store.secret").write_bytes(content)
     assert len(seaweed.load_secret(tmp_path)) == 48
+
+
+def test_a_secret_that_is_no_file_is_left_to_the_user(tmp_path: Path) -> None:
+    place = tmp_path / "store.secret"
+    place.mkdir(mode=0o755)
+    with pytest.raises(
+        ServiceError, match=r"store\.secret cannot be written \(Is a directory\); move away what is there"
+    ):
+        seaweed.prepare(tmp_path, lambda _: None, is_down=True)
+    with pytest.raises(ServiceError, match=r"store\.secret cannot be read \(Is a directory\); move away what is there"):
+        seaweed.load_secret(tmp_path)
+
+
+def test_what_another_has_put_where_a_socket_was_stays_and_hinders_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(seaweed, "_SOCKETS", tmp_path)
+    his, ours = tmp_path / "seaweedfs-master-grpc-7.sock", tmp_path / "seaweedfs-s3-grpc-8.sock"
+    his.mkdir()  # a file of his in /tmp cannot be removed either
+    ours.touch()
+    seaweed.remove_sockets({"master_grpc": 7, "s3_grpc": 8})
+    assert [his] == list(tmp_path.iterdir())

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
+import infra.clusters
 from infra.errors import ClusterError
+from infra.settings import settings
 from rlhf_core.config import ClusterConfig, DataConfig, PipelineConfig
+from tasks import clusters
 from tasks import preflight as preflight_module
 from tasks.clusters import address_of
 from tasks.preflight import leaves_process, preflight
@@ -44,3 +49,17 @@ def test_an_address_where_nobody_answers_is_told_before_memory_store_and_referen
     with pytest.raises(ClusterError, match=rf"the Ray cluster at {NOBODY} does not answer: ") as caught:
         preflight.fn(_on(NOBODY), trains="ppo", stages=["ppo"])
     assert "\n" not in str(caught.value)
+
+
+def test_a_run_with_several_trainers_on_this_machine_is_warned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(clusters, "run_logger", lambda: SimpleNamespace(warning=said.append))
+    monkeypatch.setattr(infra.clusters, "lease_cluster", lambda *_, **__: "leased")
+    monkeypatch.delenv("RLHF_RAY_ADDRESS", raising=False)
+    clusters._warn_of_trainers.cache_clear()
+    context = SimpleNamespace(settings=settings())
+    for trainers in (1, 2, 2):
+        rest = {"num_trainers": trainers, "num_cpus": 2, "object_store_mb": 80}
+        assert clusters.lease_for("run", ClusterConfig(), context, **rest) == "leased"  # type: ignore[arg-type]
+        assert len(said) == min(1, trainers - 1)
+    assert said == ["several trainers on one machine: any user of it can reach their ports (docs/security.md)"]

@@ -10,7 +10,7 @@ Phase = Literal[
     "generate",  # maker: a chunk is about to be sampled
     "score",  # maker: its responses are about to be scored
     "send",  # maker: it is about to be sent
-    "buffer",  # first trainer rank: it has come, and is not yet in the books
+    "buffer",  # first trainer rank: it has come, and is not yet in the lease queue
     "learn",  # each trainer rank: an optimizer step is about to be taken
     "between_steps",  # each trainer rank: the actor's step is taken, the critic's is not
     "publish",  # first trainer rank: a bucket of weights is about to be laid out

@@ -119,7 +119,7 @@ def _build(run: PPORun, context: Context) -> Any:
     if len(trainers) > 1:
         waits = {"start_timeout_s": cluster.start_timeout_s, "collective_timeout_s": cluster.collective_timeout_s}
         form_group(trainers, **waits)
-    waiting = {trainer.build.remote(): TRAINER}  # it has its peers build, and the dealer the makers
+    waiting = {trainer.build.remote(): TRAINER}  # it has its peers build, and the scheduler the makers
     wait_for_all(
         waiting,
         cluster.start_timeout_s,

@@ -149,4 +149,4 @@ class MakerActor:
 
 @ray.remote(concurrency_groups=GROUPS)
 class RunMaker(MakerActor):
-    """A maker of a PPO run: the flow starts it, and the dealer in the trainer's process drives it."""
+    """A maker of a PPO run: the flow starts it, and the scheduler in the trainer's process drives it."""

@@ -1,4 +1,4 @@
-"""The books of a run's chunks: which are due, on lease, made and learnt. Pure: it knows neither Ray nor tensors.
+"""The lease queue of a run: which chunks are due, on lease, made and learnt. It knows neither Ray nor tensors.
 
 An episode is a fixed set of units, numbered from 0; what is learnt in it depends on no maker. A unit is *due* until it
 is leased, *out* while a maker has it, *waiting* once it is made, and *learnt* when its episode has been. A maker that
@@ -12,14 +12,69 @@ import heapq
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from rlhf_core.counting import counted, ordinal
 from rlhf_core.errors import RlhfError
-from rlhf_core.rollout.books import Books, Lease, Made, Place, Stale, Unit
+
+Stale = Literal["wait", "drop"]
+Place = tuple[int, int]
+"""Episode and index of a unit."""
+
+
+class Unit(Protocol):
+    """A piece of work for one maker: its place, and how many samples it gives."""
+
+    @property
+    def episode(self) -> int: ...  # noqa: D102
+
+    @property
+    def index(self) -> int: ...  # noqa: D102
+
+    @property
+    def rows(self) -> int: ...  # noqa: D102
+
 
 C = TypeVar("C", bound=Unit)
 M = TypeVar("M")
+
+
+@dataclass(frozen=True, slots=True)
+class Lease(Generic[C]):
+    """A unit that a maker has."""
+
+    number: int
+    """Never given twice in a process: a result is known by it."""
+    unit: C
+    maker: str
+
+
+class Made(NamedTuple, Generic[C, M]):
+    """A unit that waits to be learnt from."""
+
+    unit: C
+    version: int
+    """Of the policy that sampled it."""
+    result: M
+
+
+class LeaseCounts(NamedTuple):
+    """How often units were leased, and what became of that."""
+
+    issued: int
+    learnt: int
+    dropped: int
+    """Too old when their episode began to learn; made again."""
+    lost: int
+    """Their maker died, or was given up; made again."""
+    out: int
+    waiting: int
+
+    @property
+    def balance(self) -> bool:
+        """Whether every lease is accounted for."""
+        return self.issued == sum(self[1:])
 
 
 class MakersLostError(RlhfError):
@@ -28,7 +83,7 @@ class MakersLostError(RlhfError):
     passes = True
 
 
-class Ledger(Generic[C, M]):
+class LeaseQueue(Generic[C, M]):
     """Leases units to makers as far as staleness and room allow, and hands out episodes that are complete.
 
     Every method may be called from any thread; `collect` alone waits.
@@ -118,7 +173,7 @@ class Ledger(Generic[C, M]):
     ) -> list[Made[C, M]]:
         """Wait until every unit of an episode is made and none is too old; return them by index.
 
-        They stay in the books as waiting until the episode is `learnt`.
+        They count as waiting until the episode is `learnt`.
 
         Args:
             episode: the first that is not learnt.
@@ -168,10 +223,10 @@ class Ledger(Generic[C, M]):
             self._failure = error
             self._changed.notify_all()
 
-    def books(self) -> Books:
+    def counts(self) -> LeaseCounts:
         """Return what has become of all leases."""
         with self._changed:
-            return Books(self._issued, self._learnt, self._dropped, self._lost, len(self._out), len(self._made))
+            return LeaseCounts(self._issued, self._learnt, self._dropped, self._lost, len(self._out), len(self._made))
 
     @property
     def samples_waiting(self) -> int:
@@ -185,19 +240,21 @@ class Ledger(Generic[C, M]):
             return [self._made[place] for place in sorted(self._made)]
 
     def facts(self) -> dict[str, Any]:
-        """Return the books as JSON holds them; what is out on lease counts as lost, since a restart deals it again."""
-        books = self.books()
-        return books._replace(lost=books.lost + books.out, out=0)._asdict()
+        """Return the counts as JSON holds them; what is out on lease counts as lost, since a restart deals it again."""
+        counts = self.counts()
+        return counts._replace(lost=counts.lost + counts.out, out=0)._asdict()
 
     def restore(self, facts: Mapping[str, Any], waiting: Sequence[Made[C, M]]) -> None:
-        """Go on from books and results of a training state; before anything is leased.
+        """Go on from counts and results of a training state; before anything is leased.
 
         Args:
             facts: as `facts` returned them.
             waiting: as `waiting` did, of episodes that are not completed.
         """
         with self._changed:
-            self._issued, self._learnt, self._dropped, self._lost = (int(facts[name]) for name in Books._fields[:4])
+            self._issued, self._learnt, self._dropped, self._lost = (
+                int(facts[name]) for name in LeaseCounts._fields[:4]
+            )
             for made in waiting:
                 while self._opened <= made.unit.episode:
                     self._open_next()

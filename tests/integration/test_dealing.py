@@ -1,4 +1,4 @@
-"""The flow's actors on a real cluster: `PPOTrainer`'s numbers in lockstep, and overlap whose books balance."""
+"""The flow's actors on a real cluster: `PPOTrainer`'s numbers in lockstep, and overlap whose counts balance."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def losses(steps: list[dict[str, float]]) -> list[tuple[float, float]]:
     return [(step["actor_loss"], step["critic_loss"]) for step in steps]
 
 
-def books(record: EpisodeRecord) -> dict[str, int]:
+def counts(record: EpisodeRecord) -> dict[str, int]:
     names = ("issued", "learnt", "dropped", "lost", "out", "waiting")
     return {name: int(record.dealing[f"chunks_{name}"]) for name in names}
 
@@ -57,7 +57,7 @@ def test_in_lockstep_any_number_of_makers_gives_the_numbers_of_ppotrainer(
     assert all(torch.equal(weight, reference.weights[f"actor.{name}"]) for name, weight in policy.items())
     assert [record.metrics["staleness_max"] for record in records] == [0.0] * 5
     assert [record.dealing["makers"] for record in records] == [makers] * 5  # each made some of each episode
-    assert books(records[-1]) == {"issued": 20, "learnt": 20, "dropped": 0, "lost": 0, "out": 0, "waiting": 0}
+    assert counts(records[-1]) == {"issued": 20, "learnt": 20, "dropped": 0, "lost": 0, "out": 0, "waiting": 0}
     equality.keep(f"flow, 1 trainer x {makers} makers", losses(steps), losses(reference.steps))
 
 
@@ -76,7 +76,7 @@ def test_with_staleness_one_makers_work_beside_the_learner_and_between_episodes(
     assert any(record.metrics["staleness"] > 0 for record in records)
     assert len(steps) == 30
     assert all(step["importance_weight"] != 1.0 for step in steps[-6:])  # the samples are of another policy
-    assert books(records[-1]) == {"issued": 20, "learnt": 20, "dropped": 0, "lost": 0, "out": 0, "waiting": 0}
+    assert counts(records[-1]) == {"issued": 20, "learnt": 20, "dropped": 0, "lost": 0, "out": 0, "waiting": 0}
 
 
 @pytest.mark.parallel
@@ -87,7 +87,7 @@ def test_what_became_too_old_beside_a_slow_trainer_is_dropped_and_made_again(tmp
     with dealt_run(settings, tmp_path, step_s=0.4) as run:
         records = run.run()
     assert all(record.metrics["staleness_max"] <= 1 for record in records)
-    final = books(records[-1])
+    final = counts(records[-1])
     assert final["dropped"] > 0
     assert final["learnt"] == 20
     assert final["issued"] == sum(number for name, number in final.items() if name != "issued")
@@ -108,7 +108,7 @@ def test_a_maker_that_dies_costs_the_trainer_nothing(reference: Reference, tmp_p
     assert losses(steps) == losses(reference.steps)
     assert records[-1].dealing["makers"] == 2  # the one that came back is at work again
     assert sum(record.dealing["revivals"] for record in records) == 1
-    assert books(records[-1])["learnt"] == 20
+    assert counts(records[-1])["learnt"] == 20
 
 
 @pytest.mark.parallel

@@ -1,1 +1,1 @@
-"""coati's detached classes, for scripts: shells around the learner, the experience maker and the dealer."""
+"""coati's detached classes, for scripts: shells around the learner, the experience maker and the scheduler."""

@@ -1,4 +1,4 @@
-"""A fit's books and dealer: which of the makers' batches each episode learns from, and what makers begin with."""
+"""A fit's lease queue and scheduler: which of the makers' batches an episode learns from, and how makers begin."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from rlhf_core.coati.detached.loader_line import LoaderChunk
-from rlhf_core.coati.detached.sources import DealtExperience
+from rlhf_core.coati.detached.sources import ScheduledExperience
 from rlhf_core.coati.detached.weight_sender import OwnWeights, Transport, WeightSender
 from rlhf_core.detached.maker import MadeChunk
 from rlhf_core.errors import ConfigError
-from rlhf_core.rollout.books import Stale
-from rlhf_core.rollout.lease_queue import Ledger
-from rlhf_core.rollout.scheduler import Dealer, Waits
+from rlhf_core.rollout.lease_queue import LeaseQueue, Stale
+from rlhf_core.rollout.scheduler import Scheduler, Waits
 from rlhf_core.types import EpisodeControls
 
 logger = logging.getLogger(__name__)
@@ -62,7 +61,7 @@ class DealingOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class DealtFit:
+class ScheduledFit:
     """What a fit deals."""
 
     first_episode: int
@@ -77,7 +76,7 @@ class DealtFit:
     """Samples of each."""
     limit: int
     """Samples that may be made ahead; 0 sets none."""
-    books: Mapping[str, Any] | None
+    counts: Mapping[str, Any] | None
     """Of what was dealt before; None begins them."""
 
     def units_of(self, episode: int) -> list[LoaderChunk]:
@@ -87,14 +86,14 @@ class DealtFit:
 
 
 def deal(
-    fit: DealtFit,
+    fit: ScheduledFit,
     makers: Mapping[str, Any],
     dealing: DealingOptions,
     *,
     controls: Callable[[int], EpisodeControls | None],
     weights: WeightSender,
     is_shared: bool,
-) -> DealtExperience:
+) -> ScheduledExperience:
     """Set the makers to work, and return what they make.
 
     Args:
@@ -110,7 +109,7 @@ def deal(
     """
     if dealing.stale_samples == "drop" and not fit.limit:
         raise ConfigError("stale_samples 'drop' would make experience without end; give the trainer a buffer_limit")
-    ledger: Ledger[LoaderChunk, MadeChunk] = Ledger(
+    queue: LeaseQueue[LoaderChunk, MadeChunk] = LeaseQueue(
         fit.units_of,
         episodes=fit.episodes,
         completed=fit.completed,
@@ -119,18 +118,18 @@ def deal(
         limit=fit.limit,
         timeout_setting="DealingOptions.experience_timeout_s",
     )
-    if fit.books is not None:
-        ledger.restore(fit.books, ())
+    if fit.counts is not None:
+        queue.restore(fit.counts, ())
     waits = Waits(
         start_s=dealing.start_timeout_s,
         answer_s=dealing.answer_timeout_s,
         chunk_s=dealing.experience_timeout_s,
         start_setting="DealingOptions.start_timeout_s",
     )
-    dealer = Dealer(ledger, controls=controls, waits=waits, on_trouble=lambda said: logger.warning("%s", said))
-    dealer.publication = weights.last or OwnWeights(weights.version)
+    scheduler = Scheduler(queue, controls=controls, waits=waits, on_trouble=lambda said: logger.warning("%s", said))
+    scheduler.publication = weights.last or OwnWeights(weights.version)
     for name, handle in makers.items():
-        dealer.add(name, handle)
-    return DealtExperience(
-        ledger, dealer, version=lambda: weights.version, timeout_s=dealing.experience_timeout_s, is_shared=is_shared
+        scheduler.add(name, handle)
+    return ScheduledExperience(
+        queue, scheduler, version=lambda: weights.version, timeout_s=dealing.experience_timeout_s, is_shared=is_shared
     )

@@ -126,7 +126,7 @@ class ExperienceMakerHolder(MakerActor):
     @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]
     def build(self) -> None:
         """Build the models, unless they are built."""
-        with self._building:  # the dealer asks for it too
+        with self._building:  # the scheduler asks for it too
             super().build()
 
     @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]

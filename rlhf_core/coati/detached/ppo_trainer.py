@@ -28,7 +28,7 @@ from rlhf_core.coati.detached.ranks import (
     tell_each_other,
 )
 from rlhf_core.coati.detached.registration import MakerFacts, Production, check_like_trainer
-from rlhf_core.coati.detached.sources import DealtExperience, FirstRanksExperience, Source
+from rlhf_core.coati.detached.sources import FirstRanksExperience, ScheduledExperience, Source
 from rlhf_core.coati.detached.trainer import DetachedTrainer
 from rlhf_core.coati.detached.trainer_state import PPOTrainerState, read_trainer_state, write_trainer_state
 from rlhf_core.coati.detached.weight_sender import BUCKET_BYTES, WeightSender
@@ -42,7 +42,7 @@ from rlhf_core.ppo.learner import PPOLearner
 from rlhf_core.ppo.metrics import PPOStats
 from rlhf_core.ppo.order import in_key_order
 from rlhf_core.ppo.published_weights import published_weights, trained_weights
-from rlhf_core.rollout.books import Books
+from rlhf_core.rollout.lease_queue import LeaseCounts
 from rlhf_core.strategy.ranks import ALONE
 from rlhf_core.strategy.roll_call import naming_lost_rank
 from rlhf_core.strategy.strategy import Strategy
@@ -144,7 +144,7 @@ class DetachedPPOTrainer(DetachedTrainer):
         self._controls_by_episode: ControlsByEpisode | None = None
         self._controls_stored: Mapping[str, Any] | None = None
         """Of a state that was loaded, until makers say which KL coefficient they start from."""
-        self._books: dict[str, Any] | None = None
+        self._counts: dict[str, Any] | None = None
         """Of an episode that was restored."""
         self._shelf, self._stats = Shelf(), list[PPOStats]()
         self._samples: Sequence[Sample] = ()
@@ -394,7 +394,7 @@ class DetachedPPOTrainer(DetachedTrainer):
         self.strategy.load_optimizer(optimizer, path)
 
     def save_state(self, path: str | Path) -> None:
-        """Write all that an exact continuation needs: learner, position, controls, books, loaders and buffer.
+        """Write all that an exact continuation needs: learner, position, controls, counts, loaders and buffer.
 
         With a staleness above 0, what makers have made ahead is not in it: it is made again. What others push into the
         buffer later is not in it either.
@@ -411,7 +411,7 @@ class DetachedPPOTrainer(DetachedTrainer):
             "learner": facts,
             "position": position,
             "controls": self._controls_now(),
-            "books": self._books_now(),
+            "books": self._counts_now(),
             "train_batch_size": self.train_batch_size,
             "waiting": len(waiting),
         }
@@ -442,7 +442,7 @@ class DetachedPPOTrainer(DetachedTrainer):
         self._buffer.restore(_unflat(state.tensors, prefixes))
         stored = facts["controls"]
         self._controls_by_episode, self._controls_stored = None, None if stored["now"] is None else stored
-        self._books, self._source = facts["books"], None
+        self._counts, self._source = facts["books"], None
         self._is_in_midst = self._is_unsent = False
         self._episode_learner.forget()
         self._episode, self._fit_began = facts["position"]["episode"], facts["position"]["fit_began"]
@@ -450,12 +450,14 @@ class DetachedPPOTrainer(DetachedTrainer):
         if self._demonstrations is not None and state.demonstrations is not None:
             self._demonstrations.load_state(*state.demonstrations)
 
-    def _books_now(self) -> dict[str, Any] | None:
-        """Return the books of what this trainer's fits have dealt, and of those before it."""
-        if not isinstance(self._source, DealtExperience):
-            return self._books
-        books = Books(**self._source.ledger.facts())
-        return books._replace(lost=books.lost + books.waiting, waiting=0)._asdict()  # what is made ahead is made again
+    def _counts_now(self) -> dict[str, Any] | None:
+        """Return the counts of what this trainer's fits have dealt, and of those before it."""
+        if not isinstance(self._source, ScheduledExperience):
+            return self._counts
+        counts = LeaseCounts(**self._source.queue.facts())
+        return counts._replace(
+            lost=counts.lost + counts.waiting, waiting=0
+        )._asdict()  # what is made ahead is made again
 
     def _controls_now(self) -> Mapping[str, Any]:
         """Return the facts of the episodes' controls that a continuation needs, as JSON holds them."""

@@ -15,8 +15,8 @@ from rlhf_core.coati.detached.replay_buffer import DetachedReplayBuffer
 from rlhf_core.counting import ordinal
 from rlhf_core.detached.maker import MadeChunk
 from rlhf_core.errors import LostRankError, RlhfError
-from rlhf_core.rollout.lease_queue import Ledger
-from rlhf_core.rollout.scheduler import Dealer
+from rlhf_core.rollout.lease_queue import LeaseQueue
+from rlhf_core.rollout.scheduler import Scheduler
 from rlhf_core.types import Experience, Sample
 
 _POLL_S = 0.1
@@ -77,12 +77,12 @@ class PushedExperience(Source):
         return {"queue_depth": float(self._buffer.get_length() * self._buffer.sample_batch_size)}
 
 
-class DealtExperience(Source):
+class ScheduledExperience(Source):
     """What makers make of the units that they are dealt, in the order of the units.
 
     Args:
-        ledger: of the fit.
-        dealer: drives the makers; started and stopped with this.
+        queue: of the fit.
+        scheduler: drives the makers; started and stopped with this.
         version: returns the version of the weights that were sent last.
         timeout_s: longest wait for an episode.
         is_shared: whether other ranks are given the same rows.
@@ -90,24 +90,24 @@ class DealtExperience(Source):
 
     def __init__(
         self,
-        ledger: Ledger[LoaderChunk, MadeChunk],
-        dealer: Dealer[LoaderChunk, MadeChunk],
+        queue: LeaseQueue[LoaderChunk, MadeChunk],
+        scheduler: Scheduler[LoaderChunk, MadeChunk],
         *,
         version: Callable[[], int],
         timeout_s: float,
         is_shared: bool = False,
     ) -> None:
-        self.ledger, self.dealer = ledger, dealer
+        self.queue, self.scheduler = queue, scheduler
         self._version, self._timeout_s = version, timeout_s
         self._staleness = 0
         self._waited_s = self._makers_idle_s = self._idle_before = 0.0
         self.is_shared = is_shared
-        dealer.start()
+        scheduler.start()
 
-    def episode(self, episode: int, batches: int) -> Iterator[Batch]:  # noqa: ARG002 - the ledger knows its units
+    def episode(self, episode: int, batches: int) -> Iterator[Batch]:  # noqa: ARG002 - the queue knows its units
         """Wait until the whole episode is made, then yield unit after unit."""
         started, version = time.perf_counter(), self._version()
-        found = self.ledger.collect(
+        found = self.queue.collect(
             episode, version=version, timeout_s=self._timeout_s, on_progress=lambda _done, _all: None
         )
         self._waited_s = time.perf_counter() - started
@@ -117,23 +117,23 @@ class DealtExperience(Source):
 
     def learnt(self, episode: int) -> None:
         """Open what waited for this episode's weights."""
-        idle = sum(self.dealer.idle_seconds.values()) / max(len(self.dealer.idle_seconds), 1)
+        idle = sum(self.scheduler.idle_seconds.values()) / max(len(self.scheduler.idle_seconds), 1)
         self._makers_idle_s, self._idle_before = idle - self._idle_before, idle
-        self.ledger.learnt(episode)
+        self.queue.learnt(episode)
 
     def figures(self) -> Mapping[str, float]:
         """Return the last episode's staleness, samples that wait, and how long either side had nothing to do in it."""
         return {
             "staleness": float(self._staleness),
-            "queue_depth": float(self.ledger.samples_waiting),
+            "queue_depth": float(self.queue.samples_waiting),
             "trainer_idle_s": self._waited_s,
             "makers_idle_s": self._makers_idle_s,
-            "revivals": float(self.dealer.revivals),
-        } | {f"chunks/{name}": float(count) for name, count in self.ledger.books()._asdict().items()}
+            "revivals": float(self.scheduler.revivals),
+        } | {f"chunks/{name}": float(count) for name, count in self.queue.counts()._asdict().items()}
 
     def close(self) -> None:
         """Deal nothing more."""
-        self.dealer.stop()
+        self.scheduler.stop()
 
 
 class FirstRanksExperience(Source):

@@ -11,7 +11,7 @@ import ray
 import torch
 from torch import nn
 
-from rlhf_core.coati.detached.fit_dealing import DealingOptions, DealtFit, deal
+from rlhf_core.coati.detached.fit_dealing import DealingOptions, ScheduledFit, deal
 from rlhf_core.coati.detached.holders import Holders, own_actor_name
 from rlhf_core.coati.detached.loader_line import LoaderChunk
 from rlhf_core.coati.detached.registration import (
@@ -24,13 +24,13 @@ from rlhf_core.coati.detached.registration import (
     units_per_episode,
 )
 from rlhf_core.coati.detached.replay_buffer import DetachedReplayBuffer
-from rlhf_core.coati.detached.sources import DealtExperience, PushedExperience, Source
+from rlhf_core.coati.detached.sources import PushedExperience, ScheduledExperience, Source
 from rlhf_core.coati.detached.weight_sender import BUCKET_BYTES, WeightSender, weights_of
 from rlhf_core.counting import counted, ordinal
 from rlhf_core.detached.maker import MadeChunk
 from rlhf_core.errors import RlhfError
 from rlhf_core.ppo.order import minibatch_order
-from rlhf_core.rollout.scheduler import Dealer
+from rlhf_core.rollout.scheduler import Scheduler
 from rlhf_core.training.callbacks import TrainerCallback, tell, tell_at_the_end
 from rlhf_core.types import EpisodeControls, Experience
 
@@ -81,7 +81,7 @@ class DetachedTrainer(ABC):
             self._name_makers(())
         self._weights = WeightSender(transport=dealing.transport, dtype=getattr(torch, dealing.rollout_dtype))
         self._source: Source | None = None
-        self._dealer: Dealer[LoaderChunk, MadeChunk] | None = None
+        self._scheduler: Scheduler[LoaderChunk, MadeChunk] | None = None
         self._episode = 0
         """The next one; counts on over several fits."""
         self._fit_began: int | None = None
@@ -130,12 +130,12 @@ class DetachedTrainer(ABC):
                     self._tell("on_fit_start")
                     for episode in range(self._episode, began + production.episodes):
                         self._run_episode(episode, source, update_steps, train_epochs)
-                    if self._dealer is not None and self._weights.last is not None:
-                        self._dealer.await_taken(self._weights.version, self.dealing.start_timeout_s)
+                    if self._scheduler is not None and self._weights.last is not None:
+                        self._scheduler.await_taken(self._weights.version, self.dealing.start_timeout_s)
             finally:
                 source.close()
         finally:
-            self._dealer = None
+            self._scheduler = None
             self._registry.end()
         self._fit_began = None
 
@@ -297,29 +297,29 @@ class DetachedTrainer(ABC):
         if self._weights.last is None:
             check_needs_no_weights(makers, self._weights.version)
 
-    def _books_now(self) -> Mapping[str, Any] | None:
-        """Return the books to go on with; a subclass that keeps its state has some."""
+    def _counts_now(self) -> Mapping[str, Any] | None:
+        """Return the counts to go on with; a subclass that keeps its state has some."""
         return None
 
     def _controls(self, episode: int) -> EpisodeControls | None:  # noqa: ARG002 - for a subclass
         """Return what an episode's rewards are made with; None leaves it to the makers."""
         return None
 
-    def _dealt(self, production: Production, began: int, makers: Sequence[MakerFacts]) -> DealtExperience:
-        fit = DealtFit(
+    def _dealt(self, production: Production, began: int, makers: Sequence[MakerFacts]) -> ScheduledExperience:
+        fit = ScheduledFit(
             first_episode=began,
             completed=self._episode,
             episodes=began + production.episodes,
             units=units_per_episode(makers, production),
             rows=makers[0].rows,
             limit=self.buffer_limit * self.train_batch_size * production.trainers,
-            books=self._books_now(),
+            counts=self._counts_now(),
         )
         source = deal(
             fit, self._holders.handles(), self.dealing, controls=self._controls, weights=self._weights,
             is_shared=production.trainers > 1,
         )  # fmt: skip
-        self._dealer = source.dealer
+        self._scheduler = source.scheduler
         return source
 
     def _send(self, sending: Any, tensors: Any, shard_size: int) -> None:
@@ -327,13 +327,15 @@ class DetachedTrainer(ABC):
         holders = self._holders
         if not holders.names:
             return
-        if self._dealer is not None:
-            self._dealer.await_up(self.dealing.start_timeout_s)  # no transport is chosen for a maker somewhere unknown
-        at = holders.nodes() if self._dealer is None else self._dealer.nodes
+        if self._scheduler is not None:
+            self._scheduler.await_up(
+                self.dealing.start_timeout_s
+            )  # no transport is chosen for a maker somewhere unknown
+        at = holders.nodes() if self._scheduler is None else self._scheduler.nodes
         sent = self._weights.send(sending, tensors, nodes=at, bucket_bytes=shard_size)
-        if self._dealer is not None:
-            self._dealer.publish(sent, completed=None)
-            self._weights.retire(self._dealer.held_versions.values())
+        if self._scheduler is not None:
+            self._scheduler.publish(sent, completed=None)
+            self._weights.retire(self._scheduler.held_versions.values())
         else:
             holders.send(sent)
             self._weights.retire(())

@@ -27,7 +27,7 @@ class PPOTrainerState(NamedTuple):
     tensors: Mapping[str, Tensor]
     """The learner's; on the first rank alone when it is written."""
     facts: dict[str, Any]
-    """Of learner, controls, books and position."""
+    """Of learner, controls, counts and position."""
     demonstrations: LoaderState | None
     """Where this rank's loader stands; None without one."""
 

@@ -18,9 +18,8 @@ from rlhf_core.data import Problem
 from rlhf_core.detached.maker import MadeChunk
 from rlhf_core.detached.run.state import DealingState
 from rlhf_core.ppo.controls import ControlsByEpisode, RewardControls
-from rlhf_core.rollout.books import Made
-from rlhf_core.rollout.lease_queue import Ledger
-from rlhf_core.rollout.scheduler import Dealer, Published, Waits
+from rlhf_core.rollout.lease_queue import LeaseQueue, Made
+from rlhf_core.rollout.scheduler import Published, Scheduler, Waits
 from rlhf_core.types import EpisodeControls
 
 
@@ -82,7 +81,7 @@ def make_chunks(problems: Sequence[Problem], config: PPOConfig, *, episode: int)
 
 
 class Dealing:
-    """The books and the dealer of one run, from where it stands.
+    """The counts and the scheduler of one run, from where it stands.
 
     Args:
         problems: prompts of the run, in a fixed order.
@@ -110,7 +109,7 @@ class Dealing:
             controls, max_staleness=config.max_staleness, completed=completed, kept=kept.controls
         )
         limit = config.buffer_limit * config.train_batch_size * config.num_trainers
-        self.ledger: Ledger[Chunk, MadeChunk] = Ledger(
+        self.queue: LeaseQueue[Chunk, MadeChunk] = LeaseQueue(
             self._chunks,
             episodes=config.episodes,
             completed=completed,
@@ -118,11 +117,11 @@ class Dealing:
             stale_samples=config.stale_samples,
             limit=limit,
         )
-        if kept.books:
-            self.ledger.restore(kept.books, self._as_made(kept.waiting))
+        if kept.counts:
+            self.queue.restore(kept.counts, self._as_made(kept.waiting))
         cluster = config.cluster
-        self.dealer: Dealer[Chunk, MadeChunk] = Dealer(
-            self.ledger,
+        self.scheduler: Scheduler[Chunk, MadeChunk] = Scheduler(
+            self.queue,
             controls=self._controls.of,
             waits=Waits(start_s=cluster.start_timeout_s, chunk_s=cluster.episode_timeout_s),
             on_trouble=on_trouble,
@@ -144,9 +143,9 @@ class Dealing:
             MakersLostError: no maker is left, or it took longer than `cluster.episode_timeout_s`.
         """
         started = time.monotonic()
-        self._depth = self.ledger.samples_waiting
+        self._depth = self.queue.samples_waiting
         timeout_s = self._config.cluster.episode_timeout_s
-        found = self.ledger.collect(episode, version=episode, timeout_s=timeout_s, on_progress=on_progress)
+        found = self.queue.collect(episode, version=episode, timeout_s=timeout_s, on_progress=on_progress)
         made = [each.result for each in found]
         self._makers = len({chunk.maker for chunk in made})
         wait_s = time.monotonic() - started
@@ -164,40 +163,40 @@ class Dealing:
         """
         if completed is not None:
             self._controls.open(completed)
-        self.dealer.publish(publication, completed=completed)
+        self.scheduler.publish(publication, completed=completed)
         started = time.monotonic()
         if completed is None or self._config.max_staleness == 0:
-            self.dealer.await_taken(publication.version, self._config.cluster.start_timeout_s)
+            self.scheduler.await_taken(publication.version, self._config.cluster.start_timeout_s)
         if completed is None:
             self.figures(busy_s=0.0)  # the time until here belongs to no episode
         return time.monotonic() - started
 
     def figures(self, *, busy_s: float) -> dict[str, float]:
-        """Return how busy both sides were since the last call, and the books.
+        """Return how busy both sides were since the last call, and the counts.
 
         Args:
             busy_s: time in which the trainer did something else than wait.
         """
         now = time.monotonic()
         wall, self._looked = max(now - self._looked, 1e-9), now
-        idle = self.dealer.idle_seconds
+        idle = self.scheduler.idle_seconds
         idle_s, self._idle_s = sum(idle.values()) - self._idle_s, sum(idle.values())
-        books, revivals = self.ledger.books()._asdict(), self.dealer.revivals
+        counts, revivals = self.queue.counts()._asdict(), self.scheduler.revivals
         figures = {
             "queue_depth": float(self._depth),
             "idle_trainer": max(0.0, 1 - busy_s / wall),
             "idle_makers": idle_s / (max(1, len(idle)) * wall),
             "makers": float(self._makers),
             "revivals": float(revivals - self._revivals),
-            **{f"chunks_{name}": float(number) for name, number in books.items()},
+            **{f"chunks_{name}": float(number) for name, number in counts.items()},
         }
         self._revivals = revivals
         return figures
 
     def state(self) -> DealingState:
         """Return what a training state keeps: nothing is copied, since nothing of it is ever changed."""
-        books, waiting = self.ledger.state()
-        return DealingState(books, self._controls.known(), tuple(made.result for made in waiting))
+        counts, waiting = self.queue.state()
+        return DealingState(counts, self._controls.known(), tuple(made.result for made in waiting))
 
     def _chunks(self, episode: int) -> list[Chunk]:
         problems = episode_problems(self._problems, self._config, seed=self._seed, episode=episode)

@@ -32,7 +32,7 @@ class EpisodeRecord:
     """The trainer's time by phase: generate and score (its wait for the makers, shared out), learn, synchronise, commit
     (the learner's pause)."""
     dealing: dict[str, float] = field(default_factory=dict)
-    """How trainer and makers kept each other busy, and the books; unlike the metrics not the same in every run."""
+    """How trainer and makers kept each other busy, and the counts; unlike the metrics not the same in every run."""
 
     def as_row(self) -> dict[str, Any]:
         """Return one flat row for tables and JSON lines."""
@@ -58,8 +58,8 @@ class TrainerPosition:
 class DealingState:
     """What the makers were at when the state was taken; what was out on lease is dealt again."""
 
-    books: Mapping[str, int] = field(default_factory=dict)
-    """As `Ledger.facts` returned them; empty where none were kept."""
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """As `LeaseQueue.facts` returned them; empty where none were kept."""
     controls: Mapping[int, EpisodeControls] = field(default_factory=dict)
     """Of each episode that makers may work on; those of an episode not named are the trainer's current ones."""
     waiting: tuple[MadeChunk, ...] = ()
@@ -117,7 +117,7 @@ def state_to_json(state: TrainingState) -> dict[str, Any]:
         "learner": dict(state.learner),
         "history": [asdict(record) for record in state.history],
         "dealing": {
-            "books": dict(dealing.books),
+            "books": dict(dealing.counts),
             "controls": {str(episode): list(controls) for episode, controls in dealing.controls.items()},
             "waiting": [asdict(replace(chunk, experience={})) for chunk in dealing.waiting],
         },

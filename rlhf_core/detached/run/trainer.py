@@ -95,7 +95,7 @@ class RunTrainer(GroupMember):
 
     A shell around `PPOLearner`. It restores itself from the keeper's last state, so building one is
     how a run starts and how it goes on: `build`, then `synchronise`, then `run_episode` for each episode due. Makers
-    work on between two episodes: the dealer's threads drive them as long as this process lives.
+    work on between two episodes: the scheduler's threads drive them as long as this process lives.
 
     Of several ranks that train one model this is the first, which deals, publishes and commits for all. The others,
     each a `TrainerRank`, form a group with it (`form_group`) before it is built, and are called by it from then on.
@@ -157,8 +157,8 @@ class RunTrainer(GroupMember):
             kept=state.dealing if state is not None else DealingState(), on_trouble=logger.warning,
         )  # fmt: skip
         for name in self._maker_names:
-            self._dealing.dealer.add(name, ray.get_actor(name))
-        self._dealing.dealer.start()
+            self._dealing.scheduler.add(name, ray.get_actor(name))
+        self._dealing.scheduler.start()
         # Ranks start at their own pace, and the first may be done long before another has its models.
         with self._peers.taking_part("build", timeout_s=self._config.cluster.start_timeout_s):
             self._learner = self._learner_fn()
@@ -172,7 +172,7 @@ class RunTrainer(GroupMember):
         return TrainerPosition(
             next_episode=len(self._history),
             incarnation=self._incarnation,
-            has_all_makers=set(self._dealing.dealer.living) == set(self._maker_names),
+            has_all_makers=set(self._dealing.scheduler.living) == set(self._maker_names),
             last=self._history[-1] if self._history else None,
         )
 
@@ -184,7 +184,7 @@ class RunTrainer(GroupMember):
     @ray.method(concurrency_group="status")  # type: ignore[untyped-decorator]
     def queue_depth(self) -> int:
         """Return how many samples are made and not learnt."""
-        return self._dealing.ledger.samples_waiting
+        return self._dealing.queue.samples_waiting
 
     @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]
     def synchronise(self) -> None:
@@ -290,16 +290,16 @@ class RunTrainer(GroupMember):
 
     def _publish(self, version: int, *, completed: int | None) -> float:
         """Publish the weights as `version`, which makers take before their next chunk; return the seconds waited."""
-        dealer = self._dealing.dealer
+        scheduler = self._dealing.scheduler
         if completed is None:
-            dealer.await_up(self._config.cluster.start_timeout_s)
-        self._publisher.retire(dealer.versions_in_use)
+            scheduler.await_up(self._config.cluster.start_timeout_s)
+        self._publisher.retire(scheduler.versions_in_use)
         with self._peers.taking_part("publish"):
             publication = self._publisher.publish(
                 weights_to_publish(self._learner, self._config),
                 version=version,
                 fully=not self._config.update_lora_weights,
-                nodes=dealer.nodes,
+                nodes=scheduler.nodes,
             )
         return self._dealing.publish(publication, completed=completed)
 

@@ -30,12 +30,12 @@ def dealing(controls: RewardControls, completed: int = 0, kept: DealingState | N
 
 
 def make(ours: Dealing, version: int) -> MadeChunk:
-    lease = ours.ledger.lease("maker-0")
+    lease = ours.queue.lease("maker-0")
     assert lease is not None
     chunk = MadeChunk(
         lease.unit.index, "maker-0", {}, [], {"generate": 3.0, "score": 1.0}, lease.unit.episode, version
     )  # fmt: skip
-    assert ours.ledger.made(lease, chunk, version=version)
+    assert ours.queue.made(lease, chunk, version=version)
     return chunk
 
 
@@ -43,7 +43,7 @@ def learn(ours: Dealing, controls: RewardControls, episode: int) -> None:
     ours.collect(episode, lambda *_: None)
     controls.update(kl_per_sample=torch.full((8,), 5.0), scores=torch.zeros(8))
     ours._controls.open(episode + 1)
-    ours.ledger.learnt(episode)
+    ours.queue.learnt(episode)
 
 
 def test_an_episodes_controls_are_those_of_when_makers_may_first_begin_it() -> None:
@@ -75,10 +75,10 @@ def test_what_waits_is_learnt_after_a_restart_and_what_was_out_is_dealt_again_un
     make(ours, 0), make(ours, 0)
     waiting = make(ours, 0)
     learn(ours, controls, 0)
-    assert ours.ledger.lease("maker-1") is not None  # is out when the state is taken
+    assert ours.queue.lease("maker-1") is not None  # is out when the state is taken
     state = ours.state()
     assert state.waiting == (waiting,)
-    assert state.books == {"issued": 4, "learnt": 2, "dropped": 0, "lost": 1, "out": 0, "waiting": 1}
+    assert state.counts == {"issued": 4, "learnt": 2, "dropped": 0, "lost": 1, "out": 0, "waiting": 1}
 
     fresh = RewardControls(CONFIG, ALONE)
     fresh.load_state(controls.state())

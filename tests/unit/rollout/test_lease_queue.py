@@ -1,4 +1,4 @@
-"""The ledger: every unit is learnt from exactly once, none is too old, and the books balance, whoever dies."""
+"""The queue: every unit is learnt from exactly once, none is too old, and the counts balance, whoever dies."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_core.rollout.books import Books, Lease
-from rlhf_core.rollout.lease_queue import Ledger, MakersLostError
+from rlhf_core.rollout.lease_queue import Lease, LeaseCounts, LeaseQueue, MakersLostError
 
 
 @dataclass(frozen=True)
@@ -22,131 +21,131 @@ class Piece:
     rows: int = 4
 
 
-def ledger(*, episodes: int = 3, size: int = 2, **options: object) -> Ledger[Piece, str]:
-    return Ledger(lambda episode: [Piece(episode, index) for index in range(size)], episodes=episodes, **options)  # type: ignore[arg-type]
+def queue_of(*, episodes: int = 3, size: int = 2, **options: object) -> LeaseQueue[Piece, str]:
+    return LeaseQueue(lambda episode: [Piece(episode, index) for index in range(size)], episodes=episodes, **options)  # type: ignore[arg-type]
 
 
 def quiet(_done: int, _all: int) -> None: ...
 
 
-def make(books: Ledger[Piece, str], version: int, maker: str = "m") -> tuple[int, int] | None:
-    lease = books.lease(maker)
+def make(queue: LeaseQueue[Piece, str], version: int, maker: str = "m") -> tuple[int, int] | None:
+    lease = queue.lease(maker)
     if lease is None:
         return None
-    assert books.made(lease, "made", version=version)
+    assert queue.made(lease, "made", version=version)
     return lease.unit.episode, lease.unit.index
 
 
 def test_in_lockstep_an_episode_is_leased_only_when_the_one_before_is_learnt() -> None:
-    books = ledger()
-    assert [make(books, 0), make(books, 0), make(books, 0)] == [(0, 0), (0, 1), None]
-    found = books.collect(0, version=0, timeout_s=0, on_progress=quiet)
+    queue = queue_of()
+    assert [make(queue, 0), make(queue, 0), make(queue, 0)] == [(0, 0), (0, 1), None]
+    found = queue.collect(0, version=0, timeout_s=0, on_progress=quiet)
     assert [made.unit.index for made in found] == [0, 1]
-    assert books.lease("m") is None  # while it is learnt
-    books.learnt(0)
-    assert make(books, 1) == (1, 0)
+    assert queue.lease("m") is None  # while it is learnt
+    queue.learnt(0)
+    assert make(queue, 1) == (1, 0)
 
 
 def test_with_staleness_one_makers_work_on_one_episode_ahead_and_no_further() -> None:
-    books = ledger(max_staleness=1)
-    assert [make(books, 0) for _ in range(5)] == [(0, 0), (0, 1), (1, 0), (1, 1), None]
-    books.collect(0, version=0, timeout_s=0, on_progress=quiet)
-    books.learnt(0)
-    found = books.collect(1, version=1, timeout_s=0, on_progress=quiet)
+    queue = queue_of(max_staleness=1)
+    assert [make(queue, 0) for _ in range(5)] == [(0, 0), (0, 1), (1, 0), (1, 1), None]
+    queue.collect(0, version=0, timeout_s=0, on_progress=quiet)
+    queue.learnt(0)
+    found = queue.collect(1, version=1, timeout_s=0, on_progress=quiet)
     assert [made.version for made in found] == [0, 0]  # one publication old: as allowed
 
 
 def test_what_is_too_old_is_dropped_and_made_again() -> None:
-    books = ledger(stale_samples="drop", limit=100)
+    queue = queue_of(stale_samples="drop", limit=100)
     for _ in range(4):
-        make(books, 0)
-    books.collect(0, version=0, timeout_s=0, on_progress=quiet)
-    books.learnt(0)
+        make(queue, 0)
+    queue.collect(0, version=0, timeout_s=0, on_progress=quiet)
+    queue.learnt(0)
     with pytest.raises(MakersLostError, match="0 came"):
-        books.collect(1, version=1, timeout_s=0, on_progress=quiet)
-    assert [make(books, 1), make(books, 1)] == [(1, 0), (1, 1)]
-    assert [made.version for made in books.collect(1, version=1, timeout_s=0, on_progress=quiet)] == [1, 1]
-    books.learnt(1)
-    assert books.books() == Books(issued=6, learnt=4, dropped=2, lost=0, out=0, waiting=0)
+        queue.collect(1, version=1, timeout_s=0, on_progress=quiet)
+    assert [make(queue, 1), make(queue, 1)] == [(1, 0), (1, 1)]
+    assert [made.version for made in queue.collect(1, version=1, timeout_s=0, on_progress=quiet)] == [1, 1]
+    queue.learnt(1)
+    assert queue.counts() == LeaseCounts(issued=6, learnt=4, dropped=2, lost=0, out=0, waiting=0)
 
 
 def test_a_full_buffer_makes_makers_wait_but_never_for_what_is_being_collected() -> None:
-    books = ledger(max_staleness=2, limit=4)
-    assert [make(books, 0), make(books, 0)] == [(0, 0), None]  # 4 samples wait: no room for 4 more
+    queue = queue_of(max_staleness=2, limit=4)
+    assert [make(queue, 0), make(queue, 0)] == [(0, 0), None]  # 4 samples wait: no room for 4 more
 
     got: list[int] = []
     collector = threading.Thread(
         target=lambda: got.extend(
-            made.unit.index for made in books.collect(0, version=0, timeout_s=60, on_progress=quiet)
+            made.unit.index for made in queue.collect(0, version=0, timeout_s=60, on_progress=quiet)
         )
     )
     collector.start()
-    while make(books, 0) is None:
-        books.wait_for_change(1)
+    while make(queue, 0) is None:
+        queue.wait_for_change(1)
     collector.join(60)
     assert got == [0, 1]
-    assert [make(books, 0), make(books, 0)] == [(1, 0), None]  # beside the learning, one unit ahead
+    assert [make(queue, 0), make(queue, 0)] == [(1, 0), None]  # beside the learning, one unit ahead
 
 
 def test_a_dead_makers_units_are_due_again_and_what_it_sends_late_is_thrown_away() -> None:
-    books = ledger()
-    first = books.lease("dying")
+    queue = queue_of()
+    first = queue.lease("dying")
     assert first is not None
-    assert books.lost("dying") == 1
-    again = books.lease("other")
+    assert queue.lost("dying") == 1
+    again = queue.lease("other")
     assert again is not None
     assert again.unit == first.unit
-    assert not books.made(first, "late", version=0)
-    assert books.made(again, "in time", version=0)
-    assert not books.made(again, "twice", version=0)
+    assert not queue.made(first, "late", version=0)
+    assert queue.made(again, "in time", version=0)
+    assert not queue.made(again, "twice", version=0)
 
 
 def test_whoever_waits_in_vain_is_told_who_has_what_he_waits_for() -> None:
-    books = ledger()
-    make(books, 0)
-    books.lease("maker-1")
+    queue = queue_of()
+    make(queue, 0)
+    queue.lease("maker-1")
     with pytest.raises(MakersLostError, match=r"the 2 chunks of episode 1, and 1 came; maker-1 had the rest"):
-        books.collect(0, version=0, timeout_s=0, on_progress=quiet)
+        queue.collect(0, version=0, timeout_s=0, on_progress=quiet)
 
 
 def test_a_failure_reaches_whoever_collects() -> None:
-    books = ledger()
-    books.fail(ValueError("a bad prompt"))
+    queue = queue_of()
+    queue.fail(ValueError("a bad prompt"))
     with pytest.raises(ValueError, match="a bad prompt"):
-        books.collect(0, version=0, timeout_s=60, on_progress=quiet)
+        queue.collect(0, version=0, timeout_s=60, on_progress=quiet)
 
 
 def test_a_restored_ledger_has_what_waited_and_deals_again_what_was_out() -> None:
-    books = ledger(max_staleness=1)
-    make(books, 0)
-    make(books, 0)
-    books.collect(0, version=0, timeout_s=0, on_progress=quiet)
-    books.learnt(0)
-    make(books, 1)
-    books.lease("m")
-    restored = ledger(max_staleness=1, completed=1)
-    restored.restore(books.facts(), books.waiting())
-    assert restored.books() == Books(issued=4, learnt=2, dropped=0, lost=1, out=0, waiting=1)
+    queue = queue_of(max_staleness=1)
+    make(queue, 0)
+    make(queue, 0)
+    queue.collect(0, version=0, timeout_s=0, on_progress=quiet)
+    queue.learnt(0)
+    make(queue, 1)
+    queue.lease("m")
+    restored = queue_of(max_staleness=1, completed=1)
+    restored.restore(queue.facts(), queue.waiting())
+    assert restored.counts() == LeaseCounts(issued=4, learnt=2, dropped=0, lost=1, out=0, waiting=1)
     assert [make(restored, 1) for _ in range(3)] == [(1, 1), (2, 0), (2, 1)]
-    assert restored.books().balance
+    assert restored.counts().balance
 
 
-def restarted(books: Ledger[Piece, str], **options: Any) -> Ledger[Piece, str]:
-    facts, waiting = books.state()
-    fresh = ledger(**options)
+def restarted(queue: LeaseQueue[Piece, str], **options: Any) -> LeaseQueue[Piece, str]:
+    facts, waiting = queue.state()
+    fresh = queue_of(**options)
     fresh.restore(facts, waiting)
-    assert fresh.books().balance
+    assert fresh.counts().balance
     return fresh
 
 
-def go_on(books: Ledger[Piece, str], out: list[tuple[Lease[Piece], int]], version: int) -> None:
+def go_on(queue: LeaseQueue[Piece, str], out: list[tuple[Lease[Piece], int]], version: int) -> None:
     """Whoever is alive goes on: an empty line of due units must never block the episode."""
-    lease = books.lease("c")
+    lease = queue.lease("c")
     if lease is not None:
-        books.made(lease, "result", version=version)
+        queue.made(lease, "result", version=version)
     elif out:
         held, sampled_by = out.pop()
-        books.made(held, "result", version=sampled_by)
+        queue.made(held, "result", version=sampled_by)
 
 
 @settings(max_examples=60, deadline=None)
@@ -162,33 +161,33 @@ def test_no_unit_is_lost_or_learnt_twice_and_none_is_too_old(data: st.DataObject
         "stale_samples": policy,
         "limit": limit,
     }
-    books = ledger(**options)
+    queue = queue_of(**options)
     learnt: Counter[tuple[int, int]] = Counter()
     out: list[tuple[Lease[Piece], int]] = []
     for episode in range(4):
         if data.draw(st.booleans()):  # the trainer dies, and goes on from the state that it took
-            books = restarted(books, completed=episode, **options)
+            queue = restarted(queue, completed=episode, **options)
             out.clear()
         while True:
             for _ in range(data.draw(st.integers(0, 6))):
                 move = data.draw(st.sampled_from(["lease", "made", "die"]))
-                if move == "lease" and (lease := books.lease(data.draw(st.sampled_from("ab")))) is not None:
+                if move == "lease" and (lease := queue.lease(data.draw(st.sampled_from("ab")))) is not None:
                     out.append((lease, episode))  # the version that is published now
                 elif move == "made" and out:
                     lease, version = out.pop(data.draw(st.integers(0, len(out) - 1)))
-                    books.made(lease, "result", version=version)
+                    queue.made(lease, "result", version=version)
                 elif move == "die":
-                    books.lost(data.draw(st.sampled_from("ab")))
-            assert books.books().balance
+                    queue.lost(data.draw(st.sampled_from("ab")))
+            assert queue.counts().balance
             try:
-                found = books.collect(episode, version=episode, timeout_s=0, on_progress=quiet)
+                found = queue.collect(episode, version=episode, timeout_s=0, on_progress=quiet)
             except MakersLostError:
-                go_on(books, out, episode)
+                go_on(queue, out, episode)
                 continue
             break
         assert all(episode - made.version <= staleness for made in found)
         learnt.update((made.unit.episode, made.unit.index) for made in found)
-        books.learnt(episode)
-        assert books.books().balance
+        queue.learnt(episode)
+        assert queue.counts().balance
     assert learnt == Counter({(episode, index): 1 for episode in range(4) for index in range(size)})
-    assert books.books().learnt == 4 * size
+    assert queue.counts().learnt == 4 * size

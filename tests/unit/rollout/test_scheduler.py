@@ -1,4 +1,4 @@
-"""The dealer with makers that are threads of this process: who dies, hangs, refuses, and what the books say then."""
+"""The scheduler with makers that are threads of this process: who dies, hangs or refuses, and what is counted."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 from rlhf_core.detached.maker import StaleWeightsError
 from rlhf_core.errors import DataError
-from rlhf_core.rollout import maker_driver as driver
-from rlhf_core.rollout.lease_queue import Ledger, MakersLostError
-from rlhf_core.rollout.scheduler import Dealer, Waits
+from rlhf_core.rollout import scheduler as module
+from rlhf_core.rollout.lease_queue import LeaseQueue, MakersLostError
+from rlhf_core.rollout.scheduler import Scheduler, Waits
 from rlhf_core.types import EpisodeControls
 from rlhf_core.weights import WeightsError
 
@@ -138,43 +138,43 @@ class Maker:
 
 
 class Stage:
-    """A ledger, a dealer and its makers; `collect` plays the trainer."""
+    """A queue, a scheduler and its makers; `collect` plays the trainer."""
 
     def __init__(self, *names: str, size: int = 4, episodes: int = 3, **options: Any) -> None:
         waits = options.pop("waits", Waits(start_s=WAIT_S, answer_s=1.0, chunk_s=WAIT_S))
-        self.ledger: Ledger[Piece, Result] = Ledger(
+        self.queue: LeaseQueue[Piece, Result] = LeaseQueue(
             lambda episode: [Piece(episode, index) for index in range(size)], episodes=episodes, **options
         )
         self.said: list[str] = []
-        self.dealer: Dealer[Piece, Result] = Dealer(
-            self.ledger, controls=lambda episode: EpisodeControls(float(episode)), waits=waits,
+        self.scheduler: Scheduler[Piece, Result] = Scheduler(
+            self.queue, controls=lambda episode: EpisodeControls(float(episode)), waits=waits,
             on_trouble=self.said.append,
         )  # fmt: skip
         self.makers = {name: Maker(name) for name in names}
         for name, maker in self.makers.items():
-            self.dealer.add(name, maker)
+            self.scheduler.add(name, maker)
 
     def collect(self, episode: int = 0, version: int = 0) -> list[Result]:
-        found = self.ledger.collect(episode, version=version, timeout_s=WAIT_S, on_progress=lambda *_: None)
+        found = self.queue.collect(episode, version=version, timeout_s=WAIT_S, on_progress=lambda *_: None)
         return [made.result for made in found]
 
 
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Stage]]:
-    monkeypatch.setattr(driver, "ray", FakeRay)
-    monkeypatch.setattr(driver, "PING_S", 0.05)
+    monkeypatch.setattr(module, "ray", FakeRay)
+    monkeypatch.setattr(module, "PING_S", 0.05)
     stages: list[Stage] = []
 
     def make(*names: str, start: bool = True, **options: Any) -> Stage:
         made = Stage(*names, **options)
         stages.append(made)
         if start:
-            made.dealer.start()
+            made.scheduler.start()
         return made
 
     yield make
     for made in stages:
-        made.dealer.stop()
+        made.scheduler.stop()
 
 
 def until(is_so: Callable[[], bool]) -> None:
@@ -187,16 +187,16 @@ def until(is_so: Callable[[], bool]) -> None:
 def test_makers_are_given_chunks_once_they_hold_weights_and_the_newest_before_the_next_episode(stage: Any) -> None:
     ours = stage("a", "b")
     time.sleep(0.2)
-    assert ours.ledger.books().issued == 0  # nobody holds any weights
-    ours.dealer.publish(Weights(0), completed=None)
-    ours.dealer.await_taken(0, WAIT_S)
-    assert ours.dealer.held_versions == {"a": 0, "b": 0}
+    assert ours.queue.counts().issued == 0  # nobody holds any weights
+    ours.scheduler.publish(Weights(0), completed=None)
+    ours.scheduler.await_taken(0, WAIT_S)
+    assert ours.scheduler.held_versions == {"a": 0, "b": 0}
     assert [made.version for made in ours.collect()] == [0] * 4
-    ours.dealer.publish(Weights(1), completed=1)
+    ours.scheduler.publish(Weights(1), completed=1)
     found = ours.collect(1, version=1)
     assert {(made.version, made.controls) for made in found} == {(1, EpisodeControls(1.0))}
-    assert ours.dealer.nodes == {"node of a", "node of b"}
-    assert ours.dealer.versions_in_use == {1}
+    assert ours.scheduler.nodes == {"node of a", "node of b"}
+    assert ours.scheduler.versions_in_use == {1}
 
 
 def test_a_dead_makers_chunk_goes_to_another_at_once_and_it_comes_up_again_with_the_newest_weights(stage: Any) -> None:
@@ -211,16 +211,16 @@ def test_a_dead_makers_chunk_goes_to_another_at_once_and_it_comes_up_again_with_
 
     dying.make = die
     ours.makers["other"].make = lambda: dead.wait(WAIT_S) and None
-    ours.dealer.start()
-    ours.dealer.publish(Weights(0), completed=None)
+    ours.scheduler.start()
+    ours.scheduler.publish(Weights(0), completed=None)
     assert [made.maker for made in ours.collect()].count("other") >= 3
-    assert ours.ledger.books().lost == 1
-    ours.dealer.publish(Weights(1), completed=1)
+    assert ours.queue.counts().lost == 1
+    ours.scheduler.publish(Weights(1), completed=1)
     ours.collect(1, version=1)
     until(lambda: dying.version == 1)
-    assert (dying.builds, ours.dealer.revivals, ours.dealer.living) == (2, 1, ("dying", "other"))
+    assert (dying.builds, ours.scheduler.revivals, ours.scheduler.living) == (2, 1, ("dying", "other"))
     assert ours.said[0].startswith("dying is being revived: ")
-    assert ours.ledger.books().balance
+    assert ours.queue.counts().balance
 
 
 def test_a_silent_maker_is_ended_and_comes_up_again(stage: Any) -> None:
@@ -235,17 +235,17 @@ def test_a_silent_maker_is_ended_and_comes_up_again(stage: Any) -> None:
 
     silent.make = hang
     ours.makers["other"].make = lambda: has_chunk.wait(WAIT_S) and None  # it could make all of them by itself
-    ours.dealer.start()
-    ours.dealer.publish(Weights(0), completed=None)
+    ours.scheduler.start()
+    ours.scheduler.publish(Weights(0), completed=None)
     ours.collect()
-    until(lambda: ours.dealer.revivals == 1)
+    until(lambda: ours.scheduler.revivals == 1)
     assert silent.killed == [False]
     assert "for a sign of life from silent, and none came" in ours.said[0]
 
 
 def test_an_idle_maker_whose_process_was_replaced_is_built_before_it_gets_a_chunk(stage: Any) -> None:
     ours = stage("idle")
-    ours.dealer.publish(Weights(0), completed=None)
+    ours.scheduler.publish(Weights(0), completed=None)
     ours.collect()
     ours.makers["idle"].die(down_s=0)  # so quickly that no call meets it
     until(lambda: ours.makers["idle"].version == 0)
@@ -256,32 +256,32 @@ def test_a_maker_that_dies_again_and_again_is_given_up_and_with_the_last_the_run
     ours = stage("fragile", start=False)
     fragile = ours.makers["fragile"]
     fragile.make = lambda: fragile.die(down_s=0)
-    ours.dealer.start()
-    ours.dealer.publish(Weights(0), completed=None)
+    ours.scheduler.start()
+    ours.scheduler.publish(Weights(0), completed=None)
     with pytest.raises(MakersLostError, match=r"every experience maker .* fragile, .* 4 times without having made"):
         ours.collect()
     assert fragile.killed == [True]
-    assert ours.dealer.living == ()
-    assert ours.ledger.books().lost == 4
+    assert ours.scheduler.living == ()
+    assert ours.queue.counts().lost == 4
     with pytest.raises(MakersLostError):
-        ours.dealer.await_taken(0, WAIT_S)
+        ours.scheduler.await_taken(0, WAIT_S)
 
 
 def test_one_that_ray_will_not_start_again_is_given_up_and_the_others_go_on(stage: Any) -> None:
     ours = stage("gone", "other", start=False)
     ours.makers["gone"].die(for_good=True)
-    ours.dealer.start()
-    ours.dealer.publish(Weights(0), completed=None)
-    ours.dealer.await_taken(0, WAIT_S)
+    ours.scheduler.start()
+    ours.scheduler.publish(Weights(0), completed=None)
+    ours.scheduler.await_taken(0, WAIT_S)
     assert {made.maker for made in ours.collect()} == {"other"}
-    assert ours.dealer.living == ("other",)
+    assert ours.scheduler.living == ("other",)
 
 
 def test_one_that_does_not_come_up_in_time_is_given_up(stage: Any) -> None:
     ours = stage("absent", "other", start=False, waits=Waits(start_s=2.0, answer_s=1.0, chunk_s=WAIT_S))
     ours.makers["absent"].die(down_s=1000)
-    ours.dealer.start()
-    until(lambda: ours.dealer.living == ("other",))
+    ours.scheduler.start()
+    until(lambda: ours.scheduler.living == ("other",))
     assert ours.said == ["absent is given up: waited 2 s for its process, and it did not come up"]
     assert ours.makers["absent"].killed == [True]
 
@@ -294,8 +294,8 @@ def test_what_no_other_maker_would_do_better_ends_the_run_in_its_own_sentence(st
 
     for maker in ours.makers.values():
         maker.make = refuse
-    ours.dealer.start()
-    ours.dealer.publish(Weights(0), completed=None)
+    ours.scheduler.start()
+    ours.scheduler.publish(Weights(0), completed=None)
     with pytest.raises(DataError, match=r"^a prompt has 300 tokens$"):
         ours.collect()
 
@@ -308,13 +308,13 @@ def test_a_maker_that_cannot_take_weights_waits_for_the_next_ones(stage: Any) ->
             raise WeightsError("bucket 3 is damaged")
 
     ours.makers["a"].take = take
-    ours.dealer.start()
-    ours.dealer.publish(Weights(0), completed=None)
-    ours.dealer.await_taken(0, WAIT_S)  # nobody waits for what it will not take
+    ours.scheduler.start()
+    ours.scheduler.publish(Weights(0), completed=None)
+    ours.scheduler.await_taken(0, WAIT_S)  # nobody waits for what it will not take
     assert {made.maker for made in ours.collect()} == {"b"}
-    ours.dealer.publish(Weights(1), completed=1)
-    ours.dealer.await_taken(1, WAIT_S)
-    assert ours.dealer.held_versions == {"a": 1, "b": 1}
+    ours.scheduler.publish(Weights(1), completed=1)
+    ours.scheduler.await_taken(1, WAIT_S)
+    assert ours.scheduler.held_versions == {"a": 1, "b": 1}
     assert ours.makers["a"].killed == []
 
 
@@ -322,15 +322,15 @@ def test_a_maker_that_waits_for_weights_in_vain_says_so_and_is_not_ended(stage: 
     ours = stage("waiting", start=False, waits=Waits(start_s=2.0, answer_s=1.0, chunk_s=WAIT_S))
     waiting = ours.makers["waiting"]
     waiting.misses_weights = True
-    ours.dealer.start()
-    ours.dealer.publish(Weights(0), completed=None)
+    ours.scheduler.start()
+    ours.scheduler.publish(Weights(0), completed=None)
     until(lambda: ours.said)
     waiting.misses_weights = False
     assert ours.said[0] == (
         "waiting is being revived: the weights did not come (raise ppo.cluster.start_timeout_s for a longer wait)"
     )
     assert waiting.killed == []
-    ours.dealer.await_taken(0, WAIT_S)
+    ours.scheduler.await_taken(0, WAIT_S)
 
 
 def test_weights_that_no_maker_can_take_end_the_run(stage: Any) -> None:
@@ -341,8 +341,8 @@ def test_weights_that_no_maker_can_take_end_the_run(stage: Any) -> None:
 
     for maker in ours.makers.values():
         maker.take = take
-    ours.dealer.start()
-    ours.dealer.publish(Weights(0), completed=None)
+    ours.scheduler.start()
+    ours.scheduler.publish(Weights(0), completed=None)
     with pytest.raises(WeightsError, match="version 0 does not fit"):
         ours.collect()
 
@@ -355,8 +355,8 @@ def test_weights_that_the_last_maker_refused_end_the_run_when_the_others_are_giv
 
     ours.makers["refusing"].take = take
     ours.makers["absent"].die(down_s=1000)
-    ours.dealer.start()
-    ours.dealer.publish(Weights(0), completed=None)
+    ours.scheduler.start()
+    ours.scheduler.publish(Weights(0), completed=None)
     with pytest.raises(WeightsError, match="version 0 is damaged"):
         ours.collect()
 
@@ -364,10 +364,10 @@ def test_weights_that_the_last_maker_refused_end_the_run_when_the_others_are_giv
 def test_stopping_ends_the_wait_for_a_process_and_gives_no_maker_up(stage: Any) -> None:
     ours = stage("absent", start=False)
     ours.makers["absent"].die(down_s=1000)
-    ours.dealer.start()
+    ours.scheduler.start()
     time.sleep(0.1)  # it is waited for, or will be
     started = time.monotonic()
-    ours.dealer.stop(WAIT_S)
+    ours.scheduler.stop(WAIT_S)
     assert time.monotonic() - started < WAIT_S / 2
     assert ours.makers["absent"].killed == []
 
@@ -376,35 +376,35 @@ def test_a_wait_for_weights_names_who_is_late(stage: Any) -> None:
     ours = stage("late", "quick", start=False)
     go_on = threading.Event()
     ours.makers["late"].take = lambda _: go_on.wait(WAIT_S) and None
-    ours.dealer.start()
-    ours.dealer.publish(Weights(0), completed=None)
-    until(lambda: ours.dealer.held_versions == {"quick": 0})
+    ours.scheduler.start()
+    ours.scheduler.publish(Weights(0), completed=None)
+    until(lambda: ours.scheduler.held_versions == {"quick": 0})
     with pytest.raises(TimeoutError, match=r"waited 0 s for late to take weights of version 0"):
-        ours.dealer.await_taken(0, 0.1)
-    assert ours.dealer.versions_in_use == {0}
+        ours.scheduler.await_taken(0, 0.1)
+    assert ours.scheduler.versions_in_use == {0}
     go_on.set()
 
 
 def test_idle_time_is_that_without_a_chunk(stage: Any) -> None:
     ours = stage("a", size=1)
     ours.makers["a"].make = lambda: time.sleep(0.5)
-    ours.dealer.publish(Weights(0), completed=None)
-    ours.dealer.await_taken(0, WAIT_S)
-    before, started = ours.dealer.idle_seconds["a"], time.monotonic()
+    ours.scheduler.publish(Weights(0), completed=None)
+    ours.scheduler.await_taken(0, WAIT_S)
+    before, started = ours.scheduler.idle_seconds["a"], time.monotonic()
     ours.collect()
-    then, made = ours.dealer.idle_seconds["a"], time.monotonic()
+    then, made = ours.scheduler.idle_seconds["a"], time.monotonic()
     assert then - before < made - started - 0.3
     time.sleep(0.3)
-    assert ours.dealer.idle_seconds["a"] - then == pytest.approx(time.monotonic() - made, abs=0.15)
+    assert ours.scheduler.idle_seconds["a"] - then == pytest.approx(time.monotonic() - made, abs=0.15)
 
 
 def test_stopping_waits_no_longer_than_it_is_told(stage: Any) -> None:
     ours = stage("a")
     go_on = threading.Event()
     ours.makers["a"].make = lambda: go_on.wait(WAIT_S) and None
-    ours.dealer.publish(Weights(0), completed=None)
-    until(lambda: ours.ledger.books().out == 1)
+    ours.scheduler.publish(Weights(0), completed=None)
+    until(lambda: ours.queue.counts().out == 1)
     started = time.monotonic()
-    ours.dealer.stop(timeout_s=5)
+    ours.scheduler.stop(timeout_s=5)
     assert time.monotonic() - started < 5  # the thread looks up from its call
     go_on.set()

@@ -97,15 +97,17 @@ def peers_of(run: PPORun) -> dict[str, Any]:
 def _warm(run: PPORun, episode: int) -> Any | None:
     import ray
 
-    from rlhf_core.ray_tools.calls import ask
+    from rlhf_core.ray_tools.calls import ask, find_actor, trouble_among
 
     try:
-        handles = {name: ray.get_actor(name) for name in (TRAINER, *_peer_names(run))}
-        position = ask(handles[TRAINER].position, ANSWER_S)
-        ray.get([handles[name].ping.remote() for name in _peer_names(run)], timeout=ANSWER_S)
-    except (ValueError, TimeoutError, ray.exceptions.RayError):
+        trainer, peers = find_actor(TRAINER), {name: find_actor(name) for name in _peer_names(run)}
+        if trainer is None or None in peers.values():
+            return None
+        position = ask(trainer.position, ANSWER_S)
+    except (TimeoutError, ray.exceptions.RayError):
         return None
-    return handles[TRAINER] if position.next_episode == episode and position.has_all_makers else None
+    stands = position.next_episode == episode and position.has_all_makers and not trouble_among(peers, ANSWER_S)
+    return trainer if stands else None
 
 
 def _build(run: PPORun, context: Context) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.coati.detached.building import MakerSettings, Models, build_maker
@@ -20,6 +20,7 @@ from rlhf_core.coati.detached.weight_sender import OwnWeights, SentWeights, take
 from rlhf_core.config import PPOOptions
 from rlhf_core.detached.maker import MakerActor
 from rlhf_core.errors import ConfigError, RlhfError
+from rlhf_core.ray_tools.calls import wait_for
 from rlhf_core.rewards.scoring import Scorer
 from rlhf_core.rollout.experience import ExperienceMaker
 from rlhf_core.strategy.strategy import Strategy
@@ -251,19 +252,21 @@ class ExperienceMakerHolder(MakerActor):
                 time.sleep(_POLL_S)
 
     def _answer(self, trainer: str, call: Any) -> Any:
-        try:
-            return ray.get(call, timeout=self._start_timeout_s)
-        except RayTaskError as error:
-            raise error.cause from None  # its sentence, without Ray's frame around it
-        except ActorUnavailableError:  # not dead, or not yet
-            raise
-        except RayActorError as error:
-            reason = str(error).splitlines()[0]
-            raise RlhfError(f"{trainer}, which {self._name} works for, has ended: {reason}") from error
-        except GetTimeoutError as error:
-            raise RlhfError(
+        def late(_: Sequence[str]) -> Exception:
+            return RlhfError(
                 f"waited {self._start_timeout_s:g} s for {trainer} to answer {self._name}, and no answer came"
-            ) from error
+            )
+
+        def failed(error: RayError, _: str) -> Exception | None:
+            if isinstance(error, RayTaskError):
+                cause: Exception = error.cause
+                return cause  # its sentence, without Ray's frame around it
+            if isinstance(error, ActorUnavailableError) or not isinstance(error, RayActorError):
+                return None  # not dead, or not yet
+            return RlhfError(f"{trainer}, which {self._name} works for, has ended: {str(error).splitlines()[0]}")
+
+        (answer,) = wait_for({call: trainer}, self._start_timeout_s, late=late, failed=failed)
+        return answer
 
     def _await_end(self, name: str, trainer: Any, ticket: int) -> None:
         deadline = time.monotonic() + self._start_timeout_s

@@ -15,6 +15,7 @@ from rlhf_core.coati.detached.replay_buffer import DetachedReplayBuffer
 from rlhf_core.counting import ordinal
 from rlhf_core.detached.maker import MadeChunk
 from rlhf_core.errors import LostRankError, RlhfError
+from rlhf_core.ray_tools.calls import wait_for
 from rlhf_core.rollout.lease_queue import LeaseQueue
 from rlhf_core.rollout.scheduler import Scheduler
 from rlhf_core.types import Experience, Sample
@@ -159,7 +160,12 @@ class FirstRanksExperience(Source):
         while True:
             left_s = deadline - time.monotonic()
             try:
-                found = ray.get(self._first.gathered_episode.remote(episode), timeout=max(left_s, 1.0))
+                (found,) = wait_for(
+                    {self._first.gathered_episode.remote(episode): self._who},
+                    max(left_s, 1.0),
+                    late=lambda _: self._late(episode),
+                    failed=lambda *_: None,
+                )
                 if found.trouble:
                     raise RlhfError(f"{self._who} has ended its fit: {found.trouble}")
                 if found.references:

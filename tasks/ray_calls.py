@@ -13,7 +13,7 @@ from tasks.sentences import run_logger
 
 POLL_S = 2.0
 GRACE_S = 15.0
-"""How long a rank may take to say itself what is wrong with another: longer than its roll call."""
+"""How long a rank may take to say itself what is wrong with another: longer than its wait for heartbeats."""
 
 
 def ask(method: Any, timeout_s: float) -> Any:

@@ -14,8 +14,8 @@ from rlhf_core.counting import counted
 from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.strategy.ranks import Ranks
 from rlhf_core.training.checkpoint import Checkpoint, check_training_form, write_json
-from rlhf_core.training.named_tensors import prefixed, under
 from rlhf_core.training.run_directory import TRAINER
+from rlhf_core.training.state import prefixed, under
 from rlhf_core.types import Experience
 
 STATE = "state.json"

@@ -15,6 +15,7 @@ from rlhf_core.coati.ppo_checkpoint import PPOCheckpoints
 from rlhf_core.coati.ppo_checkpoint_files import Learning
 from rlhf_core.coati.prompt_batches import Feed, Places, PromptNumbers
 from rlhf_core.errors import ConfigError, TrainingError
+from rlhf_core.models.compatibility import vocabulary_size
 from rlhf_core.ppo.controls import RewardControls
 from rlhf_core.ppo.failed_batch import FailurePlace, check_finite, keep_failed_batch
 from rlhf_core.ppo.learner import PPOLearner
@@ -23,7 +24,6 @@ from rlhf_core.ppo.order import episode_windows
 from rlhf_core.rollout.experience import ExperienceMaker
 from rlhf_core.rollout.samples import MadeExperience
 from rlhf_core.strategy.ranks import Ranks, together
-from rlhf_core.supervised.forward import vocabulary_size
 from rlhf_core.training.callbacks import Callback
 from rlhf_core.training.loaders import Batches
 from rlhf_core.types import Experience, Sample

@@ -27,8 +27,7 @@ from rlhf_core.coati.prompt_batches import PromptNumbers
 from rlhf_core.config import PPOOptions, TemplateConfig
 from rlhf_core.data import PromptTemplate
 from rlhf_core.models.critic import Critic
-from rlhf_core.models.device import device_of
-from rlhf_core.models.trunk import unwrapped
+from rlhf_core.models.trunk import device_of, unwrapped
 from rlhf_core.ppo.controls import RewardControls
 from rlhf_core.ppo.learner import PPOLearner
 from rlhf_core.ppo.metrics import PPOLog

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from rlhf_core.errors import TrainingError
 from rlhf_core.strategy.ranks import Ranks
 from rlhf_core.training.checkpoint import write_json
-from rlhf_core.training.failure import with_place
+from rlhf_core.training.run_directory import with_place
 from rlhf_core.types import Experience, Sample
 
 

@@ -11,8 +11,7 @@ from rlhf_core.counting import counted
 from rlhf_core.ppo.judgement import judgement_metrics, judgement_sums
 from rlhf_core.ppo.learner import PPOStats
 from rlhf_core.strategy.ranks import Ranks
-from rlhf_core.training.save_dir import open_log
-from rlhf_core.training.tracking import MeanMeter, Tracker
+from rlhf_core.training.tracking import MeanMeter, Tracker, open_log
 from rlhf_core.types import EpisodeControls, Experience, Sample
 
 _COATIS = {

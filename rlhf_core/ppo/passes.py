@@ -14,11 +14,11 @@ from torch import Tensor
 
 from rlhf_core.config import LearningConfig
 from rlhf_core.models.actor import response_logprobs
-from rlhf_core.models.device import autocast
+from rlhf_core.models.trunk import autocast
 from rlhf_core.ppo.order import minibatch_order
 from rlhf_core.strategy.ranks import Ranks
 from rlhf_core.training.boosted import held_back, passes
-from rlhf_core.training.learning_mode import learning_mode
+from rlhf_core.training.modes import learning_mode
 from rlhf_core.training.optim import Trained
 from rlhf_core.types import Experience
 

@@ -12,15 +12,15 @@ from rlhf_core.config import LearningConfig
 from rlhf_core.errors import TrainingError
 from rlhf_core.functional.logprobs import logprobs_and_entropy, logprobs_from_logits
 from rlhf_core.functional.losses import entropy_bonus, lm_loss, policy_loss, value_loss
-from rlhf_core.functional.masking import masked_sum
+from rlhf_core.functional.moments import masked_sum
 from rlhf_core.models.actor import response_logits
 from rlhf_core.models.critic import response_values
-from rlhf_core.models.device import autocast
+from rlhf_core.models.trunk import autocast
 from rlhf_core.phases import reached
 from rlhf_core.ppo.minibatch import Micro, Minibatch
 from rlhf_core.ppo.passes import StepContext, go_backward, make_passes
-from rlhf_core.training.base import PaddedBatch
 from rlhf_core.training.optim import ReadyStep, Trained, make_ready
+from rlhf_core.training.padding import PaddedBatch
 
 
 class Learnt(NamedTuple):

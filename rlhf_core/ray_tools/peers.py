@@ -13,8 +13,8 @@ from torch import Tensor
 
 from rlhf_core.errors import LostRankError
 from rlhf_core.ray_tools.member import answers
+from rlhf_core.strategy.liveness import naming_lost_rank
 from rlhf_core.strategy.ranks import Ranks, current_ranks
-from rlhf_core.strategy.roll_call import naming_lost_rank
 
 
 class Peers:

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_core.strategy.meeting import open_meeting
+from rlhf_core.strategy.rendezvous import open_rendezvous
 from rlhf_core.weights.deadline import Deadline
 from rlhf_core.weights.nccl_pair import Pair, connect, own_device, synchronise
 from rlhf_core.weights.publication import Arrived, Publication, WeightsError
@@ -118,7 +118,7 @@ class PairsOutbox:
         self._ticket, self._seen_at = 1, 0.0
         """Whose turn it is, and when it was seen to be drawn and not written; 0 if it was not."""
         self._closing = threading.Event()
-        listener = open_meeting(address)
+        listener = open_rendezvous(address)
         self._port: int = listener.getsockname()[1]
         self._store = connect(address, self._port, _STORE_S, listener.detach())
         self._server = threading.Thread(target=self._serve, name="weights", daemon=True)

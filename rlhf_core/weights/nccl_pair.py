@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_core.strategy.meeting import speak_towards
+from rlhf_core.strategy.rendezvous import use_interface_towards
 from rlhf_core.weights.deadline import within
 from rlhf_core.weights.publication import WeightsError
 
@@ -114,7 +114,7 @@ def connect(address: str, port: int, timeout_s: float, listening: int | None = N
         timeout_s: longest wait for it, now and later.
         listening: the descriptor of an open port, to keep the store in this process.
     """
-    speak_towards(address)
+    use_interface_towards(address)
     return dist.TCPStore(  # type: ignore[attr-defined]
         address,
         port,

@@ -30,11 +30,10 @@ from rlhf_core.ppo.failed_batch import check_finite
 from rlhf_core.ppo.learner import PPOLearner
 from rlhf_core.ppo.order import episode_windows
 from rlhf_core.ppo.stats import PPOStats
+from rlhf_core.strategy.liveness import naming_lost_rank
 from rlhf_core.strategy.ranks import ALONE
-from rlhf_core.strategy.roll_call import naming_lost_rank
 from rlhf_core.strategy.strategy import Strategy
-from rlhf_core.training.callbacks import TrainerCallback
-from rlhf_core.training.evaluators import TrainerPerformanceEvaluator
+from rlhf_core.training.callbacks import TrainerCallback, TrainerPerformanceEvaluator
 from rlhf_core.training.loaders import Batches
 from rlhf_core.types import EpisodeControls, Experience, Sample
 from rlhf_core.weights.learners import published_weights, trained_weights

@@ -17,7 +17,7 @@ from rlhf_core.coati.detached.weight_sender import WeightSender
 from rlhf_core.errors import ConfigError
 from rlhf_core.ppo.learner import PPOLearner
 from rlhf_core.rollout.books import Books
-from rlhf_core.strategy.roll_call import naming_lost_rank
+from rlhf_core.strategy.liveness import naming_lost_rank
 from rlhf_core.strategy.strategy import Strategy
 from rlhf_core.training.loaders import CycledLoader
 from rlhf_core.types import Experience

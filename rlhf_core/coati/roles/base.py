@@ -24,11 +24,10 @@ from rlhf_core.models.loading import default_device
 from rlhf_core.ppo.failed_batch import check_finite
 from rlhf_core.ppo.learner import PPOLearner, PPOStats
 from rlhf_core.ray_tools.member import GroupMember
-from rlhf_core.strategy.meeting import Meeting, open_meeting
 from rlhf_core.strategy.ranks import current_ranks, join
+from rlhf_core.strategy.rendezvous import Rendezvous, open_rendezvous
 from rlhf_core.strategy.strategy import make_strategy
-from rlhf_core.training.optim import BETAS, Trained
-from rlhf_core.training.schedules import warmup_then_constant
+from rlhf_core.training.optim import BETAS, Trained, warmup_then_constant
 
 
 class DistributedTorchRayActor(GroupMember):
@@ -50,7 +49,7 @@ class DistributedTorchRayActor(GroupMember):
         self._socket: socket.socket | None = None
         if rank == 0 and world_size > 1:
             self._address = master_addr or ray.util.get_node_ip_address()
-            self._socket = open_meeting(self._address, self._port)
+            self._socket = open_rendezvous(self._address, self._port)
             self._port = self._socket.getsockname()[1]
 
     @ray.method(concurrency_group="status")  # type: ignore[untyped-decorator]
@@ -61,8 +60,8 @@ class DistributedTorchRayActor(GroupMember):
     def _join_group(self, timeout_s: float) -> None:
         """Come together with the other ranks, which wait for this one."""
         if self._world_size > 1:
-            meeting = Meeting(self._rank, self._world_size, self._address, self._port, self._socket)
-            join(timeout_s, meeting=meeting)
+            rendezvous = Rendezvous(self._rank, self._world_size, self._address, self._port, self._socket)
+            join(timeout_s, rendezvous=rendezvous)
 
 
 class BasePPORole(DistributedTorchRayActor, ABC):

@@ -25,7 +25,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from rlhf_core.strategy.shares import bytes_per_rank
+from rlhf_core.strategy.memory_model import bytes_per_rank
 from tests.parallel.ranks import Found, RankSet
 
 CASES = "bench.strategy_runs.on_ranks"
@@ -107,14 +107,14 @@ def told(ranks: RankSet, case: str, directory: Path) -> list[dict[str, float]]:
 def held(contender: Contender, precision: str, ranks: list[dict[str, float]]) -> dict[str, Any]:
     """Return megabytes of the rank that holds most, counted and by the formula."""
     parameters = int(ranks[0]["parameters"])
-    share = bytes_per_rank(
+    needed = bytes_per_rank(
         contender.strategy,  # type: ignore[arg-type]
         parameters=parameters,
         trained=parameters,
         world_size=contender.ranks,
         precision=precision,  # type: ignore[arg-type]
     )
-    formula = {"weights": share.weights + share.master, "gradients": share.gradients, "moments": share.moments}
+    formula = {"weights": needed.weights + needed.master, "gradients": needed.gradients, "moments": needed.moments}
     return {
         "ranks": contender.ranks,
         "held_mb": {name: round(max(rank[name] for rank in ranks) / 1e6, 1) for name in formula},

@@ -52,13 +52,15 @@ if TYPE_CHECKING:
     from rlhf_core.strategy.booster import Booster
     from rlhf_core.strategy.plain import PlainBooster
     from rlhf_core.strategy.strategy import Strategy, make_strategy
-    from rlhf_core.supervised.collator import DataCollatorForPreferenceDataset
+    from rlhf_core.supervised.batches import DataCollatorForPreferenceDataset
     from rlhf_core.supervised.reward_model import RewardModelTrainer, train_reward_model
     from rlhf_core.supervised.sft import SFTTrainer, train_sft
-    from rlhf_core.training.callbacks import Callback, MakerCallback, TrainerCallback
-    from rlhf_core.training.evaluators import (
+    from rlhf_core.training.callbacks import (
+        Callback,
         ExperienceMakerPerformanceEvaluator,
+        MakerCallback,
         PerformanceEvaluator,
+        TrainerCallback,
         TrainerPerformanceEvaluator,
     )
     from rlhf_core.types import Experience, Sample
@@ -132,7 +134,7 @@ _HOMES = {
     "Callback": "rlhf_core.training.callbacks",
     "Conversation": "rlhf_core.data.conversation",
     "Critic": "rlhf_core.models.critic",
-    "DataCollatorForPreferenceDataset": "rlhf_core.supervised.collator",
+    "DataCollatorForPreferenceDataset": "rlhf_core.supervised.batches",
     "DataCollatorForPromptDataset": "rlhf_core.data.loaders",
     "DataCollatorForSupervisedDataset": "rlhf_core.data.loaders",
     "DealingOptions": "rlhf_core.coati.detached.fit_dealing",
@@ -142,7 +144,7 @@ _HOMES = {
     "Experience": "rlhf_core.types",
     "ExperienceMaker": "rlhf_core.rollout.experience",
     "ExperienceMakerHolder": "rlhf_core.coati.detached.holder",
-    "ExperienceMakerPerformanceEvaluator": "rlhf_core.training.evaluators",
+    "ExperienceMakerPerformanceEvaluator": "rlhf_core.training.callbacks",
     "GPTLMLoss": "rlhf_core.models.loss",
     "LearningOptions": "rlhf_core.coati.detached.building",
     "LoRAConstructor": "rlhf_core.coati.detached.lora",
@@ -156,7 +158,7 @@ _HOMES = {
     "PPOOptions": "rlhf_core.config",
     "PPOStats": "rlhf_core.ppo.metrics",
     "PPOTrainer": "rlhf_core.coati.ppo_trainer",
-    "PerformanceEvaluator": "rlhf_core.training.evaluators",
+    "PerformanceEvaluator": "rlhf_core.training.callbacks",
     "PlainBooster": "rlhf_core.strategy.plain",
     "PolicyLoss": "rlhf_core.models.loss",
     "RLVRRewardModel": "rlhf_core.rewards.model",
@@ -167,7 +169,7 @@ _HOMES = {
     "StatefulDistributedSampler": "rlhf_core.data.loaders",
     "Strategy": "rlhf_core.strategy.strategy",
     "TrainerCallback": "rlhf_core.training.callbacks",
-    "TrainerPerformanceEvaluator": "rlhf_core.training.evaluators",
+    "TrainerPerformanceEvaluator": "rlhf_core.training.callbacks",
     "ValueLoss": "rlhf_core.models.loss",
     "encode_conversation": "rlhf_core.data.conversation",
     "get_actor_from_args": "rlhf_core.coati.detached.factories",

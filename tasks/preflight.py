@@ -147,7 +147,7 @@ def check_trainers(config: PipelineConfig, stages: Sequence[Trained], *, gpus: i
     Raises:
         ConfigError: if they cannot; it names the stage.
     """
-    from rlhf_core.strategy.making import check_strategy
+    from rlhf_core.strategy.factory import check_strategy
 
     cuda = gpus > 0 and config.ppo.cluster.trainer_gpus != 0
     for stage in stages:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlhf_core.models.device import autocast
-from rlhf_core.strategy.making import make_booster
+from rlhf_core.models.trunk import autocast
+from rlhf_core.strategy.factory import make_booster
 from rlhf_core.strategy.ranks import Ranks
 from rlhf_core.training.optim import Trained, make_trained
 from tests.parallel.held import measured

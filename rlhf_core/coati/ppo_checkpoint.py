@@ -20,13 +20,19 @@ from rlhf_core.ppo.episode import Learning, Position
 from rlhf_core.ppo.learner import PPOLearner
 from rlhf_core.strategy.ranks import Ranks, together
 from rlhf_core.training.boosted import plain_model
-from rlhf_core.training.checkpoint import Checkpoint, check_training_form, find_checkpoint, training_form, write_json
-from rlhf_core.training.loaders import CycledLoader, Dealt, dealt_by_all
-from rlhf_core.training.named_tensors import prefixed, under
+from rlhf_core.training.checkpoint import (
+    Checkpoint,
+    SaveDir,
+    check_training_form,
+    find_checkpoint,
+    training_form,
+    write_json,
+)
+from rlhf_core.training.loaders import CycledLoader, LoaderProgress, progress_of_all
+from rlhf_core.training.modes import random_states, set_random_states
 from rlhf_core.training.optim import Trained
-from rlhf_core.training.random_state import random_states, set_random_states
 from rlhf_core.training.run_directory import TRAINER, checkpoint_name
-from rlhf_core.training.save_dir import SaveDir
+from rlhf_core.training.state import prefixed, under
 from rlhf_core.training.tracking import MeanMeter
 from rlhf_core.types import Experience
 
@@ -169,7 +175,7 @@ class Restored(NamedTuple):
 
     own: RankState
     """This rank's; the first's where it had none."""
-    dealt: dict[str, Dealt]
+    dealt: dict[str, LoaderProgress]
     """By loader, where another number of ranks goes on than wrote it."""
     is_fresh: bool
     """Whether this rank had none, and keeps its random states."""
@@ -225,7 +231,7 @@ class PPOCheckpoints:
             return
         episode = position.episode if position.windows else position.episode - 1  # the one last learnt from
         state, own = self._state(position), _rank_state(loaders, learning)
-        facts = {"epoch": episode, "step": position.step, "sample_start_index": loaders["prompts"].samples_dealt}
+        facts = {"epoch": episode, "step": position.step, "sample_start_index": loaders["prompts"].samples_given}
         writers: dict[str, Callable[[Path], None]] = {
             role: lambda directory, trained=trained: self._write_model(directory, trained, facts)  # type: ignore[misc]
             for role, trained in self._roles.items()
@@ -268,7 +274,7 @@ class PPOCheckpoints:
         own, dealt, is_fresh = self._restored
         for name, loader in loaders.items():
             if name in dealt:
-                loader.load_dealt(dealt[name], under(name, own.tensors), self._ranks.world_size)
+                loader.load_progress(dealt[name], under(name, own.tensors), self._ranks.world_size)
             elif name in own.facts:
                 loader.load_state(own.facts[name], under(name, own.tensors))
         if not is_fresh:
@@ -282,7 +288,7 @@ class PPOCheckpoints:
         if stored == self._ranks.world_size:
             return Restored(own, {}, is_fresh)
         facts = [read_rank_facts(checkpoint, rank) for rank in range(stored)]
-        dealt = {name: dealt_by_all([each[name] for each in facts]) for name in own.facts}
+        dealt = {name: progress_of_all([each[name] for each in facts]) for name in own.facts}
         return Restored(own, dealt, is_fresh)
 
     def _converted(self, position: Position, checkpoint: Checkpoint, stored: int) -> Position:

@@ -28,9 +28,9 @@ from rlhf_core.coati.prompt_batches import Feed, Places, PromptNumbers
 from rlhf_core.config import PPOOptions, TemplateConfig
 from rlhf_core.data import PromptTemplate
 from rlhf_core.errors import ConfigError
+from rlhf_core.models.compatibility import vocabulary_size
 from rlhf_core.models.critic import Critic
-from rlhf_core.models.device import device_of
-from rlhf_core.models.trunk import unwrapped
+from rlhf_core.models.trunk import device_of, unwrapped
 from rlhf_core.ppo.controls import RewardControls
 from rlhf_core.ppo.episode import EpisodeLearner, Hooks, Position
 from rlhf_core.ppo.failed_batch import keep_in
@@ -42,7 +42,6 @@ from rlhf_core.rollout.experience import ExperienceMaker
 from rlhf_core.rollout.samples import MadeExperience
 from rlhf_core.strategy.booster import Booster
 from rlhf_core.strategy.ranks import current_ranks, together
-from rlhf_core.supervised.forward import vocabulary_size
 from rlhf_core.training.boosted import plain_model
 from rlhf_core.training.callbacks import Callback, tell
 from rlhf_core.training.loaders import Batches

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from rlhf_core.coati.experience_maker import prompts_from_batch
 from rlhf_core.errors import DataError
-from rlhf_core.functional.masking import IGNORED
+from rlhf_core.functional.losses import IGNORED
+from rlhf_core.models.compatibility import check_vocabulary
 from rlhf_core.strategy.ranks import Ranks, together
-from rlhf_core.supervised.forward import check_vocabulary
-from rlhf_core.training.base import PaddedBatch
 from rlhf_core.training.loaders import Batches, CycledLoader, LoaderPlace
-from rlhf_core.training.random_state import random_states, set_random_states
+from rlhf_core.training.modes import random_states, set_random_states
+from rlhf_core.training.padding import PaddedBatch
 from rlhf_core.types import Prompt
 
 
@@ -71,7 +71,7 @@ class Feed:
         ):
             if batches is not None:
                 known = (before or {}).get(name)
-                if known is not None and known.deals(batches):
+                if known is not None and known.gives_from(batches):
                     self._kept.add(name)
                     self.loaders[name] = known
                 else:

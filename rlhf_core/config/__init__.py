@@ -1,4 +1,4 @@
-"""Every knob, as frozen pydantic models. Imports no torch: flows and the command line read it."""
+"""Every setting of a run, as frozen pydantic models. Imports no torch: flows and the command line read it."""
 
 from rlhf_core.config.base import Config
 from rlhf_core.config.data import DataConfig, SourceConfig, SplitsConfig, TemplateConfig

@@ -1,4 +1,4 @@
-"""What every configuration is: frozen, and deaf to no unknown key."""
+"""What every configuration is: frozen, and refusing keys that it does not know."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where prompts come from, and how they are put."""
+"""Where prompts come from, and in which form they are given to the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which model, and what is trained of it."""
+"""Which model a run starts from, and the adapters that may be trained on it."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from rlhf_core.data.reading.places import existing_file, is_saved, saved_rows
 from rlhf_core.data.reading.rows import RejectedRow, answer_text, stated_answer, text_fields
 from rlhf_core.data.transcripts import Message, marked_keys
 from rlhf_core.errors import DataError
-from rlhf_core.functional.masking import IGNORED
+from rlhf_core.functional.losses import IGNORED
 from rlhf_core.strategy.ranks import current_ranks
 
 EncodePrompt = Callable[[Sequence[Message]], list[int]]

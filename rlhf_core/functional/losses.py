@@ -1,4 +1,4 @@
-"""What is minimised. Every loss is a sum over tokens or pairs divided by a denominator that is handed in.
+"""The losses. Each is a sum over tokens or pairs divided by a denominator that is handed in.
 
 The denominator counts the minibatch of all processes, not the micro-batch at hand, so that the gradients of
 micro-batches and processes add up to the gradient of the minibatch. `weights` (functional/weights.py) turn the mean
@@ -14,12 +14,15 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional as nn_functional
 
-from rlhf_core.functional.masking import masked_sum
+from rlhf_core.functional.moments import masked_sum
 from rlhf_core.functional.precision import at_least_float32, out_of_float16
 
 Denominator = int | float | Tensor
 
 _LARGEST_LOG_RATIO = 40.0  # beyond, 0 * inf would make the gradient of clipped tokens NaN
+
+IGNORED = -100
+"""The label of a token that no loss is taken of, as transformers and coati write it."""
 
 
 class PolicyTerms(NamedTuple):

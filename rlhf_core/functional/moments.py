@@ -1,4 +1,4 @@
-"""Counts, means and variances that several processes can agree on: each adds up its own, the sums are added."""
+"""Sums, means and variances of what a mask counts, over several processes: each adds up its own, the sums are added."""
 
 from __future__ import annotations
 
@@ -9,11 +9,32 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from rlhf_core.functional.masking import masked_sum
 from rlhf_core.functional.precision import out_of_float16
 
 _ROUNDING = 1e-11  # square of about 26 roundings of a float32: sums over a long response differ by as much
 _EPSILON = 1e-8  # keeps the whitening of equal values at zero
+
+
+def masked_sum(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Float[Tensor, ""]:
+    """Return the sum of the values that the mask counts.
+
+        sum_i m_i x_i
+
+    What lies where the mask is False is never read, so it may be NaN.
+
+    Args:
+        values: any float tensor.
+        mask: True where a value counts.
+
+    Returns:
+        A scalar, in float32 if the values are in float16; zero if nothing counts.
+
+    Example:
+        >>> masked_sum(torch.tensor([1.0, 2.0, float("nan")]), torch.tensor([True, True, False]))
+        tensor(3.)
+    """
+    values = out_of_float16(values)
+    return torch.where(mask, values, torch.zeros_like(values)).sum()
 
 
 class MaskedSums(NamedTuple):

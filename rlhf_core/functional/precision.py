@@ -1,4 +1,4 @@
-"""In which dtype numbers are computed whose own dtype is too narrow."""
+"""The dtype in which numbers are computed when their own dtype is too narrow."""
 
 from __future__ import annotations
 

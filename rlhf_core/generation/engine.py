@@ -23,12 +23,10 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 
 from rlhf_core.errors import ConfigError
-from rlhf_core.generation.responses import Responses, pad_left
+from rlhf_core.generation.responses import Responses, pad_left, watch
 from rlhf_core.generation.sampling import chooser
-from rlhf_core.generation.stopping import watch
-from rlhf_core.models.device import device_of
 from rlhf_core.models.saving import quiet
-from rlhf_core.models.trunk import evaluating, forward_takes, max_positions, unwrapped
+from rlhf_core.models.trunk import device_of, evaluating, forward_takes, max_positions, unwrapped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -1,1 +1,1 @@
-"""Models and their heads."""
+"""Models: on disk, their heads, their adapters, and what is asked of any of them."""

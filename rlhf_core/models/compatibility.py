@@ -1,13 +1,14 @@
-"""Do two models, or a model and a tokenizer, mean the same by a token's number?"""
+"""Do models, tokenizers and data mean the same by a token's number, and does the model know it?"""
 
 from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.counting import counted
-from rlhf_core.errors import ModelError
+from rlhf_core.errors import DataError, ModelError
 from rlhf_core.models.trunk import unwrapped
 
 
@@ -44,6 +45,37 @@ def check_same_tokenizer(first: Any, second: Any, *, what: str) -> None:
             f"{what} do not fit: the tokenizer has ids up to {needed - 1}, but the model has embeddings for "
             f"{sizes[0]} tokens; take the tokenizer that comes with the model"
         )
+
+
+def check_vocabulary(ids: Tensor, size: int | None, *, what: str) -> None:
+    """See that the model knows every token id; past its embedding, a GPU stops without a word.
+
+    Args:
+        ids: in host memory.
+        size: rows of the model's embedding; None if they cannot be known.
+        what: names the sequences in the error.
+
+    Raises:
+        DataError: if one is outside.
+    """
+    if size is None or not ids.numel():
+        return
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= size:
+        raise DataError(
+            f"{what} hold the token id {low if low < 0 else high}, but the model's vocabulary has {size} entries; "
+            "encode them with this model's own tokenizer"
+        )
+
+
+def vocabulary_size(model: nn.Module) -> int | None:
+    """Return the rows of the embedding of a language or reward model, wrapped or not; None if it does not say."""
+    inner: Any = unwrapped(model)
+    inner = getattr(inner, "trunk", inner)
+    embedding: Any = inner.get_input_embeddings() if hasattr(inner, "get_input_embeddings") else None
+    if isinstance(embedding, nn.Embedding):
+        return embedding.num_embeddings  # its weight may be sharded, and have no rows here
+    return int(embedding.weight.shape[0]) if isinstance(getattr(embedding, "weight", None), Tensor) else None
 
 
 def _check_tokenizers(first: PreTrainedTokenizerBase, second: PreTrainedTokenizerBase, *, what: str) -> None:

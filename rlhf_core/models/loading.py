@@ -1,8 +1,17 @@
-"""Models and tokenizers on disk, read whole or refused in one sentence; and the front door of this package."""
+"""Models and tokenizers on disk: read whole or refused in one sentence, measured, and known by a digest.
+
+A model is data: what transformers would unpickle or run because a directory asks for it is refused before it looks.
+The module is also the front door of this package.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,14 +22,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from rlhf_core.counting import counted
 from rlhf_core.errors import ModelError
 from rlhf_core.models.compatibility import check_same_tokenizer
-from rlhf_core.models.digest import model_digest
-from rlhf_core.models.harmless import check_harmless
 from rlhf_core.models.locating import find_local, locate_model
 from rlhf_core.models.saving import quiet, save_model, save_weights
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 __all__ = [
@@ -49,6 +54,10 @@ _READ_ERRORS = (
     StrictDataclassError,  # of transformers, for a value of another type
     SafetensorError,
 )
+
+_SAFE = ".safetensors"
+# what decides a model's outputs; README files and caches do not
+_DIGESTED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
 
 
 def default_device() -> torch.device:
@@ -121,6 +130,56 @@ def _into_own_memory(model: PreTrainedModel) -> None:
     """
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = tensor.data.clone()
+
+
+def check_harmless(directory: Path) -> None:
+    """See that loading a model's directory reads its own JSON and safetensors, and nothing else.
+
+    `trust_remote_code=False` and `use_safetensors=True` do not cover it: an index may name pickled shards or files
+    elsewhere, adapters are unpickled where they are not in safetensors, and a configuration may name code of the hub.
+
+    Raises:
+        ModelError: if a file of it leads to a pickle, to code, or out of the directory.
+    """
+    for index in sorted(directory.rglob(f"*{_SAFE}.index.json")):
+        for shard in _shards_of(index):
+            if PurePosixPath(shard).name != shard or not shard.endswith(_SAFE):
+                raise ModelError(
+                    f"{index} names {shard!r}, which is no safetensors file beside it; give a model in safetensors"
+                )
+    if (directory / "adapter_config.json").is_file() and not (directory / f"adapter_model{_SAFE}").is_file():
+        raise ModelError(
+            f"the adapters in {directory} are not in safetensors, and nothing is unpickled here; "
+            "convert them, or merge them into their model"
+        )
+    for name, value in _implementations(_read_json(directory / "config.json")):
+        if isinstance(value, str) and "/" in value:
+            raise ModelError(
+                f"{directory / 'config.json'} asks for code of the hub ({name}: {value!r}), which is never run; "
+                f"remove {name} from it"
+            )
+
+
+def _shards_of(index: Path) -> list[str]:
+    named = _read_json(index).get("weight_map")
+    return sorted(set(map(str, named.values()))) if isinstance(named, dict) else []
+
+
+def _implementations(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield each setting that picks an implementation, at any depth."""
+    for name, inner in value.items() if isinstance(value, dict) else ():
+        if name.endswith("_implementation"):
+            yield from ((name, choice) for choice in (inner.values() if isinstance(inner, dict) else [inner]))
+        yield from _implementations(inner)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """Return the file's mapping; none where it is missing or damaged, which transformers says better."""
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
@@ -211,3 +270,59 @@ def _expect(directory: Path, name: str) -> None:
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+def model_digest(directory: Path, *, models_dir: Path | None = None) -> str:
+    """Return the SHA-256 over a model's weights, configuration and tokenizer, by content.
+
+    Args:
+        directory: of the model.
+        models_dir: keeps the digests of files that have not changed in size and time; None computes all of them.
+
+    Raises:
+        ModelError: if the directory holds none of these files.
+    """
+    files = sorted({file for pattern in _DIGESTED for file in directory.glob(pattern) if file.is_file()})
+    if not files:
+        raise ModelError(f"{directory} holds no model: neither weights nor configuration")
+    sidecar = None if models_dir is None else _digest_file(models_dir, directory)
+    known = _read_digests(sidecar)
+    entries = {file.name: _digest_entry(file, known.get(file.name)) for file in files}
+    if sidecar is not None and entries != known:
+        _write_digests(sidecar, entries)
+    whole = json.dumps([[name, entry[2]] for name, entry in entries.items()])
+    return hashlib.sha256(whole.encode()).hexdigest()
+
+
+_DigestEntry = tuple[int, int, str]  # size, time of change in ns, SHA-256
+
+
+def _digest_entry(file: Path, known: _DigestEntry | None) -> _DigestEntry:
+    facts = file.stat()
+    if known is not None and known[:2] == (facts.st_size, facts.st_mtime_ns):
+        return known
+    with file.open("rb") as stream:
+        return facts.st_size, facts.st_mtime_ns, hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _digest_file(models_dir: Path, directory: Path) -> Path:
+    name = hashlib.sha256(str(directory.resolve()).encode()).hexdigest()[:32]
+    return models_dir / "digests" / f"{name}.json"
+
+
+def _read_digests(sidecar: Path | None) -> dict[str, _DigestEntry]:
+    if sidecar is None:
+        return {}
+    try:
+        rows = json.loads(sidecar.read_bytes())
+        return {name: (int(row[0]), int(row[1]), str(row[2])) for name, row in rows.items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return {}  # missing or damaged: it is only a memory of what can be computed
+
+
+def _write_digests(sidecar: Path, entries: dict[str, _DigestEntry]) -> None:
+    sidecar.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=sidecar.parent)
+    with os.fdopen(handle, "w") as stream:
+        json.dump(entries, stream)
+    Path(temporary).replace(sidecar)

@@ -1,6 +1,6 @@
 """Low-rank adapters, and a model's weights by name with or without them.
 
-Adapters are injected into the model itself, which keeps its class: whoever calls the model need not know.
+Adapters are injected into the model itself, which keeps its class: the code that calls the model does not change.
 """
 
 from __future__ import annotations

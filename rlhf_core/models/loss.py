@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_core.functional.logprobs import logprobs_from_logits
-from rlhf_core.functional.losses import lm_loss, pairwise_loss, policy_loss, value_loss
-from rlhf_core.functional.masking import IGNORED
+from rlhf_core.functional.losses import IGNORED, lm_loss, pairwise_loss, policy_loss, value_loss
 from rlhf_core.functional.weights import aggregation_count, aggregation_weights
 
 

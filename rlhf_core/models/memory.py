@@ -3,8 +3,8 @@
 What is counted is what must be there: weights, gradients and optimizer state. Activations and the libraries
 themselves come on top, so that a machine that is refused could never have done it.
 
-    learner:             what a trainer holds of one model under the run's strategy (rlhf_core.strategy.shares); with
-                         plain, per trained parameter 4 (fp32) + 4 (gradient) + 8 (Adam's two moments) = 16 bytes;
+    learner:             what a trainer holds of one model under the run's strategy (rlhf_core.strategy.memory_model);
+                         with plain, per trained parameter 4 (fp32) + 4 (gradient) + 8 (Adam's two moments) = 16 bytes;
                          with adapters, per parameter of the base 4 (fp32, frozen: updates smaller than bfloat16's steps
                          would be lost when the adapters are merged; zero2 keeps 2 in half precision), and 16 per
                          parameter of the adapters, of which there are at most 2 r N^(2/3)
@@ -30,11 +30,11 @@ import psutil
 
 from rlhf_core.counting import counted
 from rlhf_core.errors import ModelError
-from rlhf_core.strategy.shares import Share, bytes_per_rank
+from rlhf_core.strategy.memory_model import RankMemory, bytes_per_rank
 
 if TYPE_CHECKING:
     from rlhf_core.config import LoRAConfig, PipelineConfig, PPOConfig, RewardModelConfig, SFTConfig
-    from rlhf_core.strategy.plain import Precision
+    from rlhf_core.strategy.booster import Precision
 
     _Trains = PPOConfig | SFTConfig | RewardModelConfig
 
@@ -104,21 +104,21 @@ def required_memory(config: PPOConfig, num_parameters: int) -> MemoryNeed:
     has_critic = config.advantage_estimator == "gae"
     models_of_a_learner = 2 if has_critic else 1
     models_of_a_maker = models_of_a_learner + (2 if config.reward.reward_model > 0 else 1)
-    share = _share(config, num_parameters, config.lora)
+    per_rank = _per_rank(config, num_parameters, config.lora)
     copied = 1 if has_critic and config.critic_init == "reward_model" else 0
     made = (models_of_a_learner + copied) * _MADE_IN * num_parameters
-    held = models_of_a_learner * (share.device + share.host)
+    held = models_of_a_learner * (per_rank.device + per_rank.host)
     return MemoryNeed(
         trainer=max(made, held + models_of_a_learner * rollout),
         maker=models_of_a_maker * rollout,
         num_makers=config.cluster.num_makers,
         other_trainer=max(made, held) if config.num_trainers > 1 else 0,
         num_other_trainers=config.num_trainers - 1,
-        offloaded=models_of_a_learner * share.host,
+        offloaded=models_of_a_learner * per_rank.host,
     )
 
 
-def _share(config: _Trains, num_parameters: int, lora: LoRAConfig | None) -> Share:
+def _per_rank(config: _Trains, num_parameters: int, lora: LoRAConfig | None) -> RankMemory:
     adapters = 0 if lora is None else min(num_parameters, round(2 * lora.r * power(num_parameters, 2 / 3)))
     return bytes_per_rank(
         config.strategy,
@@ -225,10 +225,10 @@ def _check_stage(
     config: PipelineConfig, stage: Literal["sft", "reward-model"], num_parameters: int, doubt: str
 ) -> None:
     settings = config.sft if stage == "sft" else config.reward_model
-    share = _share(settings, num_parameters, config.sft.lora if stage == "sft" else None)
+    per_rank = _per_rank(settings, num_parameters, config.sft.lora if stage == "sft" else None)
     machine = machine_memory()
-    offloaded = share.host if machine.gpus else 0
-    one = max(_MADE_IN * num_parameters, share.device + share.host - offloaded)
+    offloaded = per_rank.host if machine.gpus else 0
+    one = max(_MADE_IN * num_parameters, per_rank.device + per_rank.host - offloaded)
     place = sum(machine.gpus) or machine.ram
     fits = settings.num_trainers * one <= place and settings.num_trainers * offloaded <= machine.ram
     if not fits or one > max(machine.gpus, default=machine.ram):

@@ -1,4 +1,4 @@
-"""Models on disk: written as small shards of safetensors, without a word on the terminal."""
+"""Writes models as small shards of safetensors; nothing appears on the terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A transformer without its language-model head, whatever its architecture."""
+"""What is asked of any transformer, whatever its architecture: its inputs, device, arithmetic, mode and dropout.
+
+Its trunk is the transformer without its language-model head.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,14 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel
 
 from rlhf_core.errors import ModelError
+
+_BY_ATTRIBUTE = ("dropout", "layerdrop")  # parts of the names under which architectures keep a probability
 
 
 def trunk_of(causal_lm: PreTrainedModel) -> PreTrainedModel:
@@ -90,6 +97,16 @@ def model_inputs(model: Any, input_ids: Tensor, attention_mask: Tensor) -> dict[
     return inputs
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of the model's weights."""
+    return next(model.parameters()).device
+
+
+def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
+    """Return the context in which a forward pass runs in `dtype`; float32 leaves it alone."""
+    return torch.autocast(device_type=device.type, dtype=dtype, enabled=dtype != torch.float32)
+
+
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Run the block with the model in evaluation mode, and put each part of it back as it was."""
@@ -100,6 +117,25 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Set every probability of dropout in the model to zero, in place, adapters' included.
+
+    Training mode then computes what evaluation mode does.
+
+    A ratio of new to old probabilities is 1 at the first step only if both passes compute the same function,
+    and gradient checkpointing works in training mode only: so the mode stays, and the probabilities go.
+    Besides dropout modules, architectures keep probabilities as numbers of their own (`attention_dropout`,
+    `hidden_dropout`, `layerdrop`). The model's configuration, which is saved with it, is left alone.
+    """
+    for module in model.modules():
+        if isinstance(module, _DropoutNd):
+            module.p = 0.0
+            continue
+        for name, value in vars(module).items():
+            if isinstance(value, float) and any(part in name for part in _BY_ATTRIBUTE):
+                setattr(module, name, 0.0)
 
 
 def checkpoint_gradients(model: Any) -> None:

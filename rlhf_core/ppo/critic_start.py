@@ -14,8 +14,7 @@ from torch import nn
 from rlhf_core.config import LearningConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.functional.advantages import gae
-from rlhf_core.functional.masking import masked_sum
-from rlhf_core.functional.moments import varies
+from rlhf_core.functional.moments import masked_sum, varies
 from rlhf_core.ppo.minibatch import agreed_moments
 from rlhf_core.strategy.ranks import Ranks
 from rlhf_core.training.boosted import load_weights, plain_model, weights

@@ -17,7 +17,7 @@ from rlhf_core.ppo.learner import PPOLearner, check_demonstrations, check_same
 from rlhf_core.ppo.metrics import PPOStats
 from rlhf_core.ppo.order import Rows, Window, episode_windows, minibatch_order
 from rlhf_core.strategy.ranks import together
-from rlhf_core.training.base import PaddedBatch
+from rlhf_core.training.padding import PaddedBatch
 from rlhf_core.types import Experience, Sample
 
 NextDemonstrations = Callable[[int], PaddedBatch | None]

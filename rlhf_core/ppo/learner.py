@@ -23,11 +23,10 @@ from rlhf_core.ppo.order import Rows
 from rlhf_core.ppo.ptx import PtxSource
 from rlhf_core.ppo.step import StepContext, own_logprobs, shared_logprobs, step_all
 from rlhf_core.strategy.ranks import ALONE, Ranks, current_ranks
-from rlhf_core.training.base import PaddedBatch
 from rlhf_core.training.boosted import awake, exact, strategy_booster
-from rlhf_core.training.learning_mode import checkpoint_activations
-from rlhf_core.training.optim import Trained, make_trained
-from rlhf_core.training.schedules import warmup_then_constant
+from rlhf_core.training.modes import checkpoint_activations
+from rlhf_core.training.optim import Trained, make_trained, warmup_then_constant
+from rlhf_core.training.padding import PaddedBatch
 from rlhf_core.training.state import LearnerState, load_state_tensors, state_tensors
 from rlhf_core.types import Experience
 

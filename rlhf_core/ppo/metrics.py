@@ -14,8 +14,7 @@ from rlhf_core.counting import counted
 from rlhf_core.rewards.sources import VERIFIER
 from rlhf_core.rewards.verifying import RIGHT
 from rlhf_core.strategy.ranks import Ranks
-from rlhf_core.training.save_dir import open_log
-from rlhf_core.training.tracking import MeanMeter, Tracker
+from rlhf_core.training.tracking import MeanMeter, Tracker, open_log
 from rlhf_core.types import EpisodeControls, Experience, Sample
 
 _LARGEST = 3.4028234663852886e38  # of float32, in which losses are summed: means of many in float64 stay finite

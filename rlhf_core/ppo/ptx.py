@@ -11,7 +11,7 @@ import torch
 from rlhf_core.errors import DataError
 from rlhf_core.strategy.ranks import Ranks, current_ranks
 from rlhf_core.supervised.batches import Demonstration, as_masked
-from rlhf_core.training.base import PaddedBatch, pad_examples, pad_right
+from rlhf_core.training.padding import PaddedBatch, pad_examples, pad_right
 
 
 class PtxSource(Protocol):

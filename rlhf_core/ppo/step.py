@@ -17,18 +17,18 @@ from rlhf_core.config import LearningConfig
 from rlhf_core.errors import TrainingError
 from rlhf_core.functional.logprobs import logprobs_and_entropy, logprobs_from_logits
 from rlhf_core.functional.losses import entropy_bonus, lm_loss, policy_loss, value_loss
-from rlhf_core.functional.masking import masked_sum
+from rlhf_core.functional.moments import masked_sum
 from rlhf_core.models.actor import response_logits, response_logprobs
 from rlhf_core.models.critic import response_values
-from rlhf_core.models.device import autocast
+from rlhf_core.models.trunk import autocast
 from rlhf_core.phases import reached
 from rlhf_core.ppo.minibatch import Micro, Minibatch
 from rlhf_core.ppo.order import Rows
 from rlhf_core.strategy.ranks import Ranks
-from rlhf_core.training.base import PaddedBatch
 from rlhf_core.training.boosted import held_back, passes
-from rlhf_core.training.learning_mode import learning_mode
+from rlhf_core.training.modes import learning_mode
 from rlhf_core.training.optim import ReadyStep, Trained, make_ready
+from rlhf_core.training.padding import PaddedBatch
 from rlhf_core.types import Experience
 
 T = TypeVar("T")

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from rlhf_core.errors import LostRankError
 from rlhf_core.ray_tools.calls import find_actor, wait_for
-from rlhf_core.strategy.meeting import Meeting, open_meeting
+from rlhf_core.strategy.liveness import naming_lost_rank
 from rlhf_core.strategy.ranks import Ranks, current_ranks, join
-from rlhf_core.strategy.roll_call import naming_lost_rank
+from rlhf_core.strategy.rendezvous import Rendezvous, open_rendezvous
 
 GROUPS = {"status": 2, "compute": 1}
 """Ray's threads for a member's methods: it answers while it works."""
@@ -58,27 +58,27 @@ class GroupMember:
         return self._open(address)
 
     @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]
-    def join(self, meeting: Meeting, timeout_s: float) -> None:
+    def join(self, rendezvous: Rendezvous, timeout_s: float) -> None:
         """Join the group.
 
         Args:
-            meeting: where, and as which rank.
+            rendezvous: where, and as which rank.
             timeout_s: longest wait for the others, then and in every collective.
 
         Raises:
             LostRankError: if one of them does not come.
         """
         with self._working():
-            self._join(meeting, timeout_s)
+            self._join(rendezvous, timeout_s)
 
     def _open(self, address: str, port: int = 0) -> int:
         """Open a port on an address of this machine, 0 for a free one, and return it; it is held from here on."""
-        self._listener = open_meeting(address, port)
+        self._listener = open_rendezvous(address, port)
         opened: int = self._listener.getsockname()[1]
         return opened
 
-    def _join(self, meeting: Meeting, timeout_s: float) -> None:
-        join(timeout_s, meeting=meeting._replace(listener=self._listener))
+    def _join(self, rendezvous: Rendezvous, timeout_s: float) -> None:
+        join(timeout_s, rendezvous=rendezvous._replace(listener=self._listener))
 
     @contextmanager
     def _working(self) -> Iterator[None]:
@@ -132,10 +132,10 @@ def form_group(members: Mapping[str, Any], *, start_timeout_s: float, collective
     # On one machine nobody else's business: the ranks believe whoever speaks to them.
     address = "127.0.0.1" if len({node for node, _ in nodes}) == 1 else nodes[0][1]
     (port,) = answers({first.invite.remote(address): next(iter(members))}, start_timeout_s)
-    meetings = [Meeting(rank, len(members), address, port) for rank in range(len(members))]
+    places = [Rendezvous(rank, len(members), address, port) for rank in range(len(members))]
     joining = {
-        actor.join.remote(meeting, collective_timeout_s): name
-        for meeting, (name, actor) in zip(meetings, members.items(), strict=True)
+        actor.join.remote(rendezvous, collective_timeout_s): name
+        for rendezvous, (name, actor) in zip(places, members.items(), strict=True)
     }
     answers(joining, start_timeout_s + collective_timeout_s)
 

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from rlhf_core.errors import ConfigError
 from rlhf_core.rewards import functions
-from rlhf_core.rewards.process import RewardProcess
+from rlhf_core.rewards.process import RewardProcess, call_each
 from rlhf_core.rewards.resolve import RewardFunction, resolve_reward_function
-from rlhf_core.rewards.rows import call_rows
 from rlhf_core.rewards.structure import check_tags
 
 _OURS = {
@@ -119,7 +118,8 @@ class RLVRRewardModel:
             arguments: list[tuple[Any, ...]] = [("", self._text(row), row[4]) for row in rows]
         else:
             arguments = list(rows)
-        return call_rows(self._process, function, arguments, names=[f"row {index}" for index in range(len(rows))])
+        names = [f"row {index}" for index in range(len(rows))]
+        return torch.tensor(call_each(self._process, function, arguments, names=names), dtype=torch.float32)
 
     def _text(self, row: tuple[Any, ...]) -> str:
         ids, mask, start, end = row[:4]

@@ -1,4 +1,4 @@
-"""Which reward function a name means; no name leads to code that the settings do not allow."""
+"""Which reward function a name means; code that the settings do not allow is refused."""
 
 from __future__ import annotations
 

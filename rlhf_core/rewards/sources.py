@@ -10,12 +10,11 @@ from torch import Tensor
 
 from rlhf_core.counting import counted
 from rlhf_core.errors import DataError, ModelError
-from rlhf_core.models.device import device_of
 from rlhf_core.models.reward_model import RewardModel
+from rlhf_core.models.trunk import device_of
 from rlhf_core.rewards.model import RLVRRewardModel
-from rlhf_core.rewards.process import RewardProcess
+from rlhf_core.rewards.process import RewardProcess, call_each
 from rlhf_core.rewards.resolve import RewardFunction
-from rlhf_core.rewards.rows import call_rows
 from rlhf_core.rewards.verifying import Answered, Judge, Verdict
 from rlhf_core.types import Prompt
 
@@ -139,7 +138,7 @@ class FunctionScores:
             row = (prompt.text, response, prompt.answer)
             rows.append((*row, self._entry(prompt)) if self._function.form == "entry" else row)
         names = [f"the response to {prompt.text[:40]!r} (key {prompt.key})" for prompt in batch.prompts]
-        raw = call_rows(self._process, self._function, rows, names=names)
+        raw = torch.tensor(call_each(self._process, self._function, rows, names=names), dtype=torch.float32)
         return Judged(raw / self._function.maximum, {self._function.name: raw})
 
     def close(self) -> None:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from rlhf_core.data.gym import ADAPTERS
 from rlhf_core.data.verifiers import Verdict, verify
 from rlhf_core.errors import ConfigError, DataError
-from rlhf_core.rewards.calls import call_each
-from rlhf_core.rewards.process import RewardFunctionError, RewardProcess
+from rlhf_core.rewards.process import RewardFunctionError, RewardProcess, call_each
 from rlhf_core.rewards.resolve import GYM, RewardFunction, code_digest, resolve_reward_function
 from rlhf_core.rewards.structure import Tags, answer_tags, validate_response_structure
 

@@ -15,8 +15,8 @@ from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.generation import Generation, GenerationSettings
 from rlhf_core.models.compatibility import check_same_tokenizer
 from rlhf_core.models.critic import Critic
-from rlhf_core.models.device import device_of
 from rlhf_core.models.lora import adapters_off
+from rlhf_core.models.trunk import device_of
 from rlhf_core.phases import reached
 from rlhf_core.rewards.scoring import Scorer, ScoringBatch
 from rlhf_core.rollout.advantages import WITH_CRITIC, Forwards, LegacyForm, compares_groups

@@ -13,7 +13,7 @@ from rlhf_core.data import PromptTemplate
 from rlhf_core.generation import Generation, GenerationSettings, make_engine, sample_uniforms
 from rlhf_core.models.actor import response_logprobs
 from rlhf_core.models.critic import response_values
-from rlhf_core.models.device import autocast, device_of
+from rlhf_core.models.trunk import autocast, device_of
 from rlhf_core.rewards.scoring import Scorer, Scores, ScoringBatch
 from rlhf_core.rollout.advantages import Forwards, LegacyForm, estimate
 from rlhf_core.rollout.samples import MadeExperience, describe

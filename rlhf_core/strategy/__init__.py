@@ -1,1 +1,1 @@
-"""How models are trained on one device or several: ranks, the booster protocol, and a plain booster."""
+"""How models are trained on one device or several: ranks, boosters, and coati's `Strategy`."""

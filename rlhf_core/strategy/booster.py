@@ -1,13 +1,17 @@
-"""What a trainer asks of a booster: the methods of ColossalAI's that are used here, by its names."""
+"""What a trainer asks of a booster: the methods of ColossalAI's `Booster` that are used here, and our own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+
+Precision = Literal["fp32", "bf16", "fp16"]
+Moments = dict[str, dict[str, Tensor]]
+"""An optimizer's tensors by moment (exp_avg, exp_avg_sq, step: torch's names), then by the weight's name."""
 
 
 class Booster(Protocol):
@@ -59,9 +63,8 @@ class TrainedState(NamedTuple):
 
     weights: dict[str, Tensor]
     """Trainable weights in the precision in which they are kept: float32."""
-    moments: dict[str, dict[str, Tensor]]
-    """Of the optimizer, by the names that torch's Adam gives them (exp_avg, exp_avg_sq, step), then by weight; a weight
-    that was never used has none. `step` is one float32 number."""
+    moments: Moments
+    """Of the optimizer; a weight that was never used has none. `step` is one float32 number."""
 
 
 class OwnBooster(Booster, Protocol):

@@ -20,7 +20,7 @@ def launched_ranks() -> int:
 
 
 def tell_launcher(sentence: str) -> None:
-    """Leave the cause of this process's end where torchrun looks for it: the last lines of its own report show it.
+    """Write the cause of this process's end where torchrun looks for it, so that its report ends with the cause.
 
     Without that file it says only that there is no traceback, and that below one of its own. Nothing happens without
     torchrun, or where the file cannot be written: the sentence was said.

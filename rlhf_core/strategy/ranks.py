@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_core.errors import TrainingError
-from rlhf_core.strategy import roll_call
-from rlhf_core.strategy.meeting import Meeting, devices_of_all, enter, speak_towards
-from rlhf_core.strategy.roll_call import is_lost_touch
+from rlhf_core.strategy import liveness
+from rlhf_core.strategy.liveness import is_connection_error
+from rlhf_core.strategy.rendezvous import Rendezvous, devices_of_all, enter_rendezvous, use_interface_towards
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -121,38 +121,40 @@ def current_ranks() -> Ranks:
     A rank that lost another stays what it was: whatever it would do together with the others fails.
     """
     if not (dist.is_available() and dist.is_initialized()):
-        former = roll_call.former_place()
+        former = liveness.former_place()
         return ALONE if former is None else Ranks(*former)
     return Ranks(dist.get_rank(), dist.get_world_size())
 
 
-def join(timeout_s: float = 600.0, *, meeting: Meeting | None = None) -> Ranks:
-    """Join the processes that torchrun started, as its environment says, or those of a meeting; else train alone.
+def join(timeout_s: float = 600.0, *, rendezvous: Rendezvous | None = None) -> Ranks:
+    """Join the processes that torchrun started, as its environment says, or those of a rendezvous; else train alone.
 
     NCCL where every process, on whichever machine, has a GPU of its own; else gloo, as NCCL refuses two ranks on one
     GPU. The ranks tell each other which GPU they see, so that all choose the same. It becomes the current device. From
-    then on every rank shows signs of life (`roll_call`).
+    then on every rank sends heartbeats (`liveness`).
 
     Args:
         timeout_s: longest wait for the other ranks, then and in any collective, after which the process ends with an
             error instead of hanging.
-        meeting: where the ranks meet; None is for torchrun.
+        rendezvous: where the ranks meet; None is for torchrun.
 
     Raises:
         LostRankError: if a rank does not come in time.
     """
     if current_ranks() is not ALONE:
         return current_ranks()
-    if meeting is None and (int(os.environ.get("WORLD_SIZE", "1")) == 1 or "RANK" not in os.environ):
+    if rendezvous is None and (int(os.environ.get("WORLD_SIZE", "1")) == 1 or "RANK" not in os.environ):
         return ALONE
     timeout = timedelta(seconds=timeout_s)
-    met = enter(meeting, timeout)
-    call = roll_call.RollCall(met)
-    backend, reason = choose_backend(devices_of_all(met, _own_device()))
-    level = logging.INFO if met.rank == 0 else logging.DEBUG
-    logger.log(level, "%d ranks talk by %s: %s", met.world_size, backend, reason)
-    roll_call.begin(call)
-    dist.init_process_group(backend, store=met.part("group"), rank=met.rank, world_size=met.world_size, timeout=timeout)
+    group = enter_rendezvous(rendezvous, timeout)
+    monitor = liveness.Liveness(group)
+    backend, reason = choose_backend(devices_of_all(group, _own_device()))
+    level = logging.INFO if group.rank == 0 else logging.DEBUG
+    logger.log(level, "%d ranks talk by %s: %s", group.world_size, backend, reason)
+    liveness.begin(monitor)
+    dist.init_process_group(
+        backend, store=group.under("group"), rank=group.rank, world_size=group.world_size, timeout=timeout
+    )
     return current_ranks()
 
 
@@ -160,7 +162,7 @@ def join_alone() -> Ranks:
     """Make a group of this process alone, for what works in groups only; nobody else can come in."""
     if not dist.is_initialized():
         backend, _ = choose_backend([_own_device()])
-        speak_towards("127.0.0.1")
+        use_interface_towards("127.0.0.1")
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     return current_ranks()
 
@@ -185,7 +187,7 @@ def choose_backend(devices: Sequence[str]) -> tuple[str, str]:
 
 def leave() -> None:
     """Leave the group that `join` entered; nothing where there is none."""
-    roll_call.end()
+    liveness.end()
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 
@@ -222,7 +224,7 @@ def together(ranks: Ranks, work: Callable[[], T], *, what: str) -> T:
     try:
         done = work()
     except Exception as error:
-        if not is_lost_touch(error):  # another collective would end in the midst of that one
+        if not is_connection_error(error):  # another collective would end in the midst of that one
             ranks.any(True)
         raise
     if ranks.any(False):

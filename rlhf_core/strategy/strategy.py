@@ -1,6 +1,6 @@
-"""coati's removed interface `Strategy`, which its detached classes ask for: a factory of boosters, and their calls.
+"""coati's interface `Strategy`, which its detached classes ask for: it makes a booster for each model, and calls it.
 
-A whole model leaves it as its own library loads it, or its tensors shard by shard.
+Upstream has removed it. A whole model leaves it in the form that its own library loads, or shard by shard.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from rlhf_core.models.adapters import save_adapters
 from rlhf_core.models.loading import default_device
 from rlhf_core.models.lora import save_merged
 from rlhf_core.strategy.booster import OwnBooster
-from rlhf_core.strategy.making import check_optimizer, check_strategy, make_booster
+from rlhf_core.strategy.factory import check_optimizer, check_strategy, make_booster
 from rlhf_core.strategy.plain import PlainBooster
 from rlhf_core.strategy.ranks import join, together
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rlhf_core.strategy.plain import Precision
+    from rlhf_core.strategy.booster import Precision
 
 _MB = 1024 * 1024
 
@@ -245,7 +245,7 @@ class Strategy:
     def setup_sampler(
         self, dataset: Any, *, shuffle: bool = True, seed: int | None = None
     ) -> StatefulDistributedSampler:
-        """Return what deals the rows to the ranks, each its own, equally many."""
+        """Return the sampler that gives each rank rows of its own, equally many."""
         seed = self.seed if seed is None else seed
         return StatefulDistributedSampler(dataset, self.ranks.world_size, self.ranks.rank, shuffle, seed)
 

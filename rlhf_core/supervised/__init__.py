@@ -1,1 +1,1 @@
-"""Supervised fine-tuning and reward models: one step, two trainers."""
+"""Supervised fine-tuning and reward models: one step, one stage, two trainers."""

@@ -1,4 +1,4 @@
-"""What a reward model says of pairs and samples that it never saw."""
+"""A reward model on held-out pairs and samples: accuracy, calibration, and the spread of its scores."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ from rlhf_core.errors import DataError, TrainingError
 from rlhf_core.functional.calibration import pair_calibration, score_histogram
 from rlhf_core.functional.losses import pairwise_loss
 from rlhf_core.functional.moments import varies
-from rlhf_core.models.device import autocast, device_of
 from rlhf_core.models.reward_model import RewardModel
-from rlhf_core.models.trunk import evaluating
+from rlhf_core.models.trunk import autocast, device_of, evaluating
 from rlhf_core.strategy.ranks import ALONE, Ranks
-from rlhf_core.supervised.step import gather
-from rlhf_core.training.base import TokenIds, pad_right
+from rlhf_core.training.padding import TokenIds, pad_right
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +111,7 @@ def measurement(*, chosen: Tensor, rejected: Tensor, dropped: int = 0, ranks: Ra
         DataError: if there is no pair on any rank.
         TrainingError: if a score is not finite.
     """
-    chosen, rejected = gather(chosen.float(), ranks), gather(rejected.float(), ranks)
+    chosen, rejected = ranks.gather(chosen.float().cpu()), ranks.gather(rejected.float().cpu())
     if not len(chosen):
         raise DataError(f"expected held-out pairs to measure the reward model on, got none ({dropped} were too long)")
     if not bool(torch.isfinite(chosen).all() and torch.isfinite(rejected).all()):

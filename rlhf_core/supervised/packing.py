@@ -1,4 +1,4 @@
-"""Several demonstrations in one row, none of which sees another; which share a row, so that little of it is padding."""
+"""Several demonstrations in one row, so that little of it is padding; none of them sees another."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_core.errors import ConfigError
-from rlhf_core.models.device import device_of
-from rlhf_core.models.trunk import evaluating
+from rlhf_core.models.trunk import device_of, evaluating
 from rlhf_core.supervised.batches import MaskedTokens, TokenBatch, token_batch
-from rlhf_core.supervised.forward import kept_logits
+from rlhf_core.supervised.step import kept_logits
 
 
 def pack_rows(lengths: Sequence[int], *, capacity: int) -> list[list[int]]:

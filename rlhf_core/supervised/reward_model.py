@@ -1,4 +1,4 @@
-"""Bradley-Terry training of a reward model, and the prompts that it is measured on, none of which is learnt."""
+"""Bradley-Terry training of a reward model; it is measured on prompts that it has not learnt."""
 
 from __future__ import annotations
 
@@ -15,23 +15,17 @@ from rlhf_core.config import RewardModelConfig
 from rlhf_core.counting import counted
 from rlhf_core.data.encoding import EncodedPair
 from rlhf_core.errors import ConfigError, DataError, ModelError
-from rlhf_core.models.device import device_of
+from rlhf_core.models.compatibility import check_vocabulary, vocabulary_size
 from rlhf_core.models.reward_model import RewardModel
-from rlhf_core.models.trunk import evaluating
-from rlhf_core.ppo.order import minibatch_order
+from rlhf_core.models.trunk import device_of, evaluating
 from rlhf_core.strategy.booster import Booster
 from rlhf_core.strategy.ranks import Ranks, current_ranks, together
 from rlhf_core.supervised.batches import PairBatch, pair_batch, pair_batch_of
-from rlhf_core.supervised.forward import check_vocabulary, vocabulary_size
 from rlhf_core.supervised.measures import PairMeasurement, measurement
-from rlhf_core.supervised.objectives import PairLoss, PairObjective
-from rlhf_core.supervised.step import gradients_checkpointed, supervised_step
+from rlhf_core.supervised.step import PairLoss, PairObjective, boosted_for_stage, stage_booster, train_epochs
 from rlhf_core.supervised.trainer import SupervisedTrainer
-from rlhf_core.training.base import Metrics, OnStep, training_mode
-from rlhf_core.training.boosted import strategy_booster
 from rlhf_core.training.checkpoint import write_json
-from rlhf_core.training.optim import Trained, make_trained
-from rlhf_core.training.schedules import warmup_then_decay
+from rlhf_core.training.optim import Metrics, OnStep, Trained
 
 logger = logging.getLogger(__name__)
 
@@ -132,37 +126,26 @@ def train_reward_model(
     ranks = current_ranks() if ranks is None else ranks
     kept = _checked(pairs, config.max_length, reward_model)
     device = device_of(reward_model)
-    booster = strategy_booster(
-        config.strategy, dtype=autocast_dtype, max_norm=config.grad_clip, device=device, ranks=ranks,
-        accumulates=config.batch_size > config.micro_batch_size,
-    )  # fmt: skip
-    batch_size = config.batch_size * ranks.world_size
-    trained = make_trained(
-        reward_model,
-        lr=config.lr,
-        weight_decay=config.weight_decay,
-        schedule=warmup_then_decay(config.warmup_steps, config.epochs * -(-len(kept) // batch_size)),
-        other_lrs={"head.": config.head_lr},
-        booster=booster,
+    booster = stage_booster(config, dtype=autocast_dtype, device=device, ranks=ranks)
+    trained = boosted_for_stage(
+        reward_model, booster, config, samples=len(kept), ranks=ranks, other_lrs={"head.": config.head_lr}
     )
-    objective = PairObjective(device, autocast_dtype, loss=config.loss, centring=config.centring)
-    history: list[Metrics] = []
-    with (
-        gradients_checkpointed(trained.model, active=config.gradient_checkpointing),
-        training_mode(
-            trained.model,
-            seed=seed + ranks.rank,  # ranks must not drop the same units
-        ),
-    ):
-        for epoch in range(1, config.epochs + 1):  # from 1: the first pass is permuted too
-            for places in minibatch_order(seed=seed, episode=0, epoch=epoch, samples=len(kept), batch_size=batch_size):
-                mine = [kept[place] for place in places[ranks.rank :: ranks.world_size]]
-                size = config.micro_batch_size
-                micros = [pair_batch(mine[start : start + size]) for start in range(0, len(mine), size)]
-                step = supervised_step(trained, objective, micros, ranks=ranks)
-                history.append({"step": float(len(history) + 1)} | step)
-                if on_step is not None:
-                    on_step(history[-1])
+    size = config.micro_batch_size
+
+    def micros(places: Iterable[int]) -> list[PairBatch]:
+        mine = [kept[place] for place in places]
+        return [pair_batch(mine[start : start + size]) for start in range(0, len(mine), size)]
+
+    history = train_epochs(
+        trained,
+        PairObjective(device, autocast_dtype, loss=config.loss, centring=config.centring),
+        config,
+        samples=len(kept),
+        micros=micros,
+        seed=seed,
+        ranks=ranks,
+        on_step=on_step,
+    )
     return RewardModelTraining(history, len(pairs) - len(kept), trained)
 
 

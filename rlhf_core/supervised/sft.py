@@ -13,10 +13,9 @@ from transformers import PreTrainedModel
 
 from rlhf_core.config import SFTConfig
 from rlhf_core.errors import DataError
-from rlhf_core.models.device import device_of
+from rlhf_core.models.compatibility import check_vocabulary, vocabulary_size
 from rlhf_core.models.lora import attach_lora
-from rlhf_core.models.trunk import evaluating
-from rlhf_core.ppo.order import minibatch_order
+from rlhf_core.models.trunk import device_of, evaluating
 from rlhf_core.strategy.booster import Booster
 from rlhf_core.strategy.ranks import ALONE, Ranks, current_ranks
 from rlhf_core.supervised.batches import (
@@ -27,15 +26,11 @@ from rlhf_core.supervised.batches import (
     token_batch,
     token_batch_of,
 )
-from rlhf_core.supervised.forward import check_vocabulary, vocabulary_size
-from rlhf_core.supervised.objectives import TokenObjective
 from rlhf_core.supervised.packing import check_packing, packed_batches
-from rlhf_core.supervised.step import gradients_checkpointed, supervised_step
+from rlhf_core.supervised.step import TokenObjective, boosted_for_stage, stage_booster, train_epochs
 from rlhf_core.supervised.trainer import SupervisedTrainer
-from rlhf_core.training.base import Metrics, OnStep, training_mode
-from rlhf_core.training.boosted import rounds, strategy_booster
-from rlhf_core.training.optim import Trained, make_trained
-from rlhf_core.training.schedules import warmup_then_decay
+from rlhf_core.training.boosted import rounds
+from rlhf_core.training.optim import Metrics, OnStep, Trained
 
 
 class TokenLoss(NamedTuple):
@@ -100,47 +95,31 @@ def train_sft(
     if config.packing:
         check_packing(model, longest=max(len(row.ids) for row in rows), vocabulary=vocabulary_size(model) or 1)
     device = device_of(model)
-    booster = strategy_booster(
-        config.strategy, dtype=autocast_dtype, max_norm=config.grad_clip, device=device, ranks=ranks,
-        accumulates=config.batch_size > config.micro_batch_size,
-    )  # fmt: skip
+    booster = stage_booster(config, dtype=autocast_dtype, device=device, ranks=ranks)
     if config.lora is not None:
         attach_lora(model, config.lora, seed=seed)
-    batch_size = config.batch_size * ranks.world_size
-    trained = make_trained(
-        model,
-        lr=config.lr,
-        weight_decay=config.weight_decay,
-        schedule=warmup_then_decay(config.warmup_steps, config.epochs * -(-len(rows) // batch_size)),
-        booster=booster,
-    )
+    trained = boosted_for_stage(model, booster, config, samples=len(rows), ranks=ranks)
     objective = TokenObjective(device, autocast_dtype)
-    history: list[Metrics] = []
-    with (
-        gradients_checkpointed(trained.model, active=config.gradient_checkpointing),
-        training_mode(
-            trained.model,
-            seed=seed + ranks.rank,  # ranks must not drop the same units
-        ),
-    ):
-        for epoch in range(1, config.epochs + 1):  # from 1: the first pass is permuted too
-            order = minibatch_order(seed=seed, episode=0, epoch=epoch, samples=len(rows), batch_size=batch_size)
-            for number, places in enumerate(order, start=1):
-                micros = _micros([rows[place] for place in places[ranks.rank :: ranks.world_size]], config)
-                metrics = {"step": float(len(history) + 1)} | supervised_step(trained, objective, micros, ranks=ranks)
-                if unseen and number == len(order):
-                    mine = _micros(unseen[ranks.rank :: ranks.world_size], config)
-                    metrics["heldout_loss"] = _shared_loss(trained, mine, objective, ranks)
-                history.append(metrics)
-                if on_step is not None:
-                    on_step(metrics)
+
+    def measure() -> Metrics:
+        mine = rounds(
+            trained.booster, _micros(unseen[ranks.rank :: ranks.world_size], config), ranks,
+            what="measure the held-out demonstrations",
+        )  # fmt: skip
+        return {"heldout_loss": _mean(_token_sums(trained.model, mine, objective), ranks).loss}
+
+    history = train_epochs(
+        trained,
+        objective,
+        config,
+        samples=len(rows),
+        micros=lambda places: _micros([rows[place] for place in places], config),
+        seed=seed,
+        ranks=ranks,
+        on_step=on_step,
+        at_epoch_end=measure if unseen else None,
+    )
     return SFTRun(history, trained)
-
-
-def _shared_loss(trained: Trained, mine: Sequence[TokenBatch], objective: TokenObjective, ranks: Ranks) -> float:
-    """Return the mean loss of the tokens to learn in the batches of all ranks."""
-    shared = rounds(trained.booster, mine, ranks, what="measure the held-out demonstrations")
-    return _mean(_token_sums(trained.model, shared, objective), ranks).loss
 
 
 def heldout_loss(

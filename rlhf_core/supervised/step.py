@@ -1,23 +1,32 @@
-"""One optimizer step from a minibatch, whatever is supervised: shared by functions and trainers, alone or on ranks."""
+"""Learning from demonstrations or preference pairs: what they teach, one optimizer step, and the epochs of a stage."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from rlhf_core.config import RewardModelConfig, SFTConfig
 from rlhf_core.errors import DataError
-from rlhf_core.models.trunk import checkpoint_gradients, unwrapped
+from rlhf_core.functional.logprobs import logprobs_from_logits
+from rlhf_core.functional.losses import lm_loss, pairwise_loss
+from rlhf_core.models.trunk import autocast, checkpoint_gradients, forward_takes, unwrapped
+from rlhf_core.ppo.order import minibatch_order
+from rlhf_core.strategy.booster import OwnBooster
 from rlhf_core.strategy.ranks import Ranks
-from rlhf_core.training.base import Metrics
-from rlhf_core.training.boosted import held_back, passes, undisturbed
-from rlhf_core.training.optim import Trained, take_step
+from rlhf_core.supervised.batches import PairBatch, TokenBatch
+from rlhf_core.training.boosted import held_back, passes, strategy_booster
+from rlhf_core.training.modes import training_mode, undisturbed
+from rlhf_core.training.optim import Metrics, OnStep, Trained, make_trained, take_step, warmup_then_decay
 
 Micro = TypeVar("Micro")
 """A micro-batch."""
+StageConfig = SFTConfig | RewardModelConfig
+PairLoss = Callable[[Tensor, Tensor], Tensor]
+"""Mean loss of chosen and rejected scores, [B] each."""
 
 
 class Objective(Protocol[Micro]):
@@ -38,6 +47,98 @@ class Objective(Protocol[Micro]):
 
     def idle(self) -> Micro:
         """Return the smallest micro-batch that goes through all of the model; what it says is dropped."""
+
+
+def stage_booster(config: StageConfig, *, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> OwnBooster:
+    """Return a new booster for a stage's model.
+
+    Raises:
+        ConfigError: if the stage's strategy cannot be had here.
+    """
+    return strategy_booster(
+        config.strategy, dtype=dtype, max_norm=config.grad_clip, device=device, ranks=ranks,
+        accumulates=config.batch_size > config.micro_batch_size,
+    )  # fmt: skip
+
+
+def boosted_for_stage(
+    model: nn.Module,
+    booster: OwnBooster,
+    config: StageConfig,
+    *,
+    samples: int,
+    ranks: Ranks,
+    other_lrs: Mapping[str, float] | None = None,
+) -> Trained:
+    """Return a stage's model with its optimizer, and its schedule over all steps of the stage.
+
+    Args:
+        model: as for `make_trained`.
+        booster: from `stage_booster`.
+        config: of the stage.
+        samples: of all ranks, in one epoch.
+        ranks: who trains together.
+        other_lrs: as for `make_trained`.
+    """
+    steps = config.epochs * -(-samples // (config.batch_size * ranks.world_size))
+    return make_trained(
+        model,
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        schedule=warmup_then_decay(config.warmup_steps, steps),
+        other_lrs=other_lrs,
+        booster=booster,
+    )
+
+
+def train_epochs(
+    trained: Trained,
+    objective: Objective[Micro],
+    config: StageConfig,
+    *,
+    samples: int,
+    micros: Callable[[Iterable[int]], Sequence[Micro]],
+    seed: int,
+    ranks: Ranks,
+    on_step: OnStep | None = None,
+    at_epoch_end: Callable[[], Metrics] | None = None,
+) -> list[Metrics]:
+    """Go through a stage's samples `config.epochs` times, each time in another order; return each step's metrics.
+
+    Args:
+        trained: from `boosted_for_stage`; its model comes out in evaluation mode.
+        objective: what is to be learnt.
+        config: of the stage.
+        samples: of all ranks, in one epoch.
+        micros: makes this rank's micro-batches of the samples at these places.
+        seed: of the order and of dropout.
+        ranks: who trains together.
+        on_step: told the metrics of each step as it ends.
+        at_epoch_end: measures what is added to the metrics of an epoch's last step.
+
+    Raises:
+        TrainingError: if a loss or gradient is not finite.
+    """
+    batch_size = config.batch_size * ranks.world_size
+    history: list[Metrics] = []
+    with (
+        gradients_checkpointed(trained.model, active=config.gradient_checkpointing),
+        training_mode(
+            trained.model,
+            seed=seed + ranks.rank,  # ranks must not drop the same units
+        ),
+    ):
+        for epoch in range(1, config.epochs + 1):  # from 1: the first pass is permuted too
+            order = minibatch_order(seed=seed, episode=0, epoch=epoch, samples=samples, batch_size=batch_size)
+            for number, places in enumerate(order, start=1):
+                mine = micros(places[ranks.rank :: ranks.world_size])
+                metrics = {"step": float(len(history) + 1)} | supervised_step(trained, objective, mine, ranks=ranks)
+                if at_epoch_end is not None and number == len(order):
+                    metrics |= at_epoch_end()
+                history.append(metrics)
+                if on_step is not None:
+                    on_step(metrics)
+    return history
 
 
 def supervised_step(
@@ -119,12 +220,141 @@ def gradients_checkpointed(model: nn.Module, *, active: bool) -> Iterator[None]:
         inner.gradient_checkpointing_disable()
 
 
-def gather(values: Tensor, ranks: Ranks) -> Tensor:
-    """Return all ranks' values, [N] in the order of the ranks, however many each has."""
-    counts = torch.zeros(ranks.world_size, dtype=torch.long)
-    counts[ranks.rank] = len(values)
-    counts = ranks.sum(counts)
-    start = int(counts[: ranks.rank].sum())
-    held = torch.zeros(int(counts.sum()), dtype=values.dtype)
-    held[start : start + len(values)] = values.cpu()
-    return ranks.sum(held)
+class TokenObjective:
+    """Likelihood of the tokens to learn: a mean over the tokens of the minibatch, long responses weigh more.
+
+    Args:
+        device: of the model.
+        autocast_dtype: arithmetic of the forward pass.
+    """
+
+    what = "language model"
+    unit = "tokens"
+    reported: tuple[str, ...] = ()
+
+    def __init__(self, device: torch.device, autocast_dtype: torch.dtype) -> None:
+        self.device = device
+        self.autocast_dtype = autocast_dtype
+
+    def count(self, micro: TokenBatch) -> int:
+        """Return the number of tokens to learn."""
+        return micro.tokens
+
+    def loss(self, model: nn.Module, micro: TokenBatch, *, denominator: float) -> tuple[Tensor]:
+        """Return the negative log-likelihood over `denominator`."""
+        loss = token_loss(model, micro, denominator=denominator, device=self.device, autocast_dtype=self.autocast_dtype)
+        return (loss,)
+
+    def idle(self) -> TokenBatch:
+        """Return one row of two tokens."""
+        places = torch.arange(2)[None]
+        return TokenBatch(torch.zeros_like(places), torch.ones(1, 2, dtype=torch.bool), places, places > 0)
+
+
+def token_loss(
+    model: nn.Module, batch: TokenBatch, *, denominator: float, device: torch.device, autocast_dtype: torch.dtype
+) -> Tensor:
+    """Return the negative log-likelihood of the tokens to learn, over `denominator`.
+
+    Args:
+        model: a causal language model, maybe wrapped by a booster.
+        batch: in host memory.
+        denominator: tokens to learn in the minibatch of all ranks, over the number of ranks.
+        device: of the model.
+        autocast_dtype: arithmetic of the forward pass.
+    """
+    # The token at position t is predicted at t - 1; where no row learns anything, no logits are computed.
+    kept = batch.loss_mask.any(dim=0).nonzero().squeeze(1) - 1
+    with autocast(device, autocast_dtype):
+        logits = kept_logits(model, batch, kept, device)
+    tokens, mask = (tensor[:, kept + 1].to(device) for tensor in (batch.input_ids, batch.loss_mask))
+    logprobs = logprobs_from_logits(logits, tokens, temperature=1.0)
+    return lm_loss(logprobs=logprobs, mask=mask, denominator=denominator)
+
+
+def kept_logits(model: nn.Module, batch: TokenBatch, kept: Tensor, device: torch.device) -> Tensor:
+    """Return the logits at the positions `kept` of every row, [B K V]; the head is applied there only.
+
+    Args:
+        model: a causal language model, maybe wrapped by a booster.
+        batch: in host memory.
+        kept: [K], positions.
+        device: of the model.
+    """
+    mask = batch.attention_mask.to(device)
+    if mask.dim() == batch.input_ids.dim():
+        mask = mask.long()
+    elif getattr(unwrapped(model).config, "_attn_implementation", None) == "eager":  # adds it to the scores
+        mask = torch.zeros(mask.shape, device=device).masked_fill(~mask, torch.finfo(torch.float32).min)
+    inputs: dict[str, Any] = {"input_ids": batch.input_ids.to(device), "attention_mask": mask, "use_cache": False}
+    if forward_takes(model, "position_ids"):
+        inputs["position_ids"] = batch.position_ids.to(device)
+    kept = kept.to(device)
+    if not forward_takes(model, "logits_to_keep"):
+        every: Tensor = model(**inputs).logits
+        return every[:, kept]
+    logits: Tensor = model(**inputs, logits_to_keep=kept).logits
+    return logits
+
+
+class PairObjective:
+    """The chosen response's score above the rejected one's, by the pair's margin: a mean over the minibatch's pairs.
+
+    Args:
+        device: of the model.
+        autocast_dtype: arithmetic of the trunk's forward pass; scores and losses are float32.
+        loss: `log_sigmoid` or `log_exp`; or a function that returns the mean loss of chosen and rejected scores, from
+            whose first argument margins are subtracted.
+        centring: weight of the squared sum of a pair's scores; nothing for a function.
+    """
+
+    what = "reward model"
+    unit = "pairs"
+    reported: tuple[str, ...] = ("accuracy",)
+
+    def __init__(
+        self,
+        device: torch.device,
+        autocast_dtype: torch.dtype,
+        *,
+        loss: Literal["log_sigmoid", "log_exp"] | PairLoss = "log_sigmoid",
+        centring: float = 0.0,
+    ) -> None:
+        self.device = device
+        self.autocast_dtype = autocast_dtype
+        self._loss = loss
+        self._centring = centring
+
+    def count(self, micro: PairBatch) -> int:
+        """Return the number of pairs."""
+        return micro.pairs
+
+    def scores(self, model: nn.Module, micro: PairBatch) -> tuple[Tensor, Tensor]:
+        """Return the scores of chosen and rejected sequences, [B] each, from one forward pass."""
+        with autocast(self.device, self.autocast_dtype):
+            scores = model(micro.input_ids.to(self.device), micro.attention_mask.to(self.device))
+        chosen, rejected = scores.flatten().float().chunk(2)
+        return chosen, rejected
+
+    def loss(self, model: nn.Module, micro: PairBatch, *, denominator: float) -> tuple[Tensor, Tensor]:
+        """Return the loss and the number of pairs in which the chosen response scores strictly higher."""
+        chosen, rejected = self.scores(model, micro)
+        margin = None if micro.margin is None else micro.margin.to(self.device)
+        if callable(self._loss):
+            mean = self._loss(chosen if margin is None else chosen - margin, rejected)
+            loss = mean * (micro.pairs / denominator)
+        else:
+            loss = pairwise_loss(
+                chosen=chosen,
+                rejected=rejected,
+                denominator=denominator,
+                margin=margin,
+                centring=self._centring,
+                form=self._loss,
+            )
+        return loss, (chosen > rejected).sum() / denominator
+
+    def idle(self) -> PairBatch:
+        """Return a pair of two tokens each."""
+        ids = torch.zeros(2, 2, dtype=torch.long)
+        return PairBatch(ids, torch.ones_like(ids, dtype=torch.bool), None)

@@ -1,35 +1,51 @@
-"""What `SFTTrainer` and `RewardModelTrainer` share: epochs over a dataloader, checkpoints, metrics."""
+"""What `SFTTrainer` and `RewardModelTrainer` have in common: epochs over a dataloader, metrics, and checkpoints.
+
+A checkpoint is in coati's layout, with what a continuation to the bit needs besides:
+
+    save_dir/epoch-E_step-S/{modeling,optimizer,lr_scheduler,running_states.json}
+    save_dir/trainer/epoch-E_step-S/{rank-R.safetensors,rank-R.json,manifest.json}
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from rlhf_core.errors import ConfigError, DataError, TrainingError
-from rlhf_core.models.device import device_of
+from rlhf_core.errors import ConfigError, DataError, ModelError, TrainingError
+from rlhf_core.models.compatibility import vocabulary_size
+from rlhf_core.models.trunk import device_of
 from rlhf_core.strategy.booster import Booster
 from rlhf_core.strategy.ranks import Ranks, current_ranks, together
-from rlhf_core.supervised.checkpoint import Position, read_supervised, write_supervised
-from rlhf_core.supervised.forward import vocabulary_size
 from rlhf_core.supervised.step import Objective, supervised_step
-from rlhf_core.training.base import Metrics
 from rlhf_core.training.boosted import rounds
-from rlhf_core.training.failure import with_place
-from rlhf_core.training.loaders import CycledLoader, is_one_shot
-from rlhf_core.training.optim import Trained
-from rlhf_core.training.random_state import random_states, set_random_states
-from rlhf_core.training.save_dir import SaveDir, open_log
-from rlhf_core.training.tracking import Tracker
+from rlhf_core.training.checkpoint import (
+    Checkpoint,
+    SaveDir,
+    check_training_form,
+    find_checkpoint,
+    training_form,
+    write_json,
+)
+from rlhf_core.training.loaders import CycledLoader, LoaderProgress, LoaderState, is_one_shot, progress_of_all
+from rlhf_core.training.modes import random_states, set_random_states
+from rlhf_core.training.optim import Metrics, Trained
+from rlhf_core.training.run_directory import TRAINER, checkpoint_name, checkpoint_place, with_place
+from rlhf_core.training.state import prefixed, under
+from rlhf_core.training.tracking import Tracker, open_log
 
 logger = logging.getLogger(__name__)
+
+MODEL = "."  # coati's supervised trainers keep one model, whose files are in save_dir itself
+_RANDOM, _LOADER = "random", "loader"
 
 Batch = Mapping[str, Any]
 Micro = TypeVar("Micro", bound=tuple[Any, ...])
@@ -39,12 +55,37 @@ class PassLoader(CycledLoader):
     """A loader that is gone through once at a time."""
 
     def rest_of_pass(self, number: int) -> Iterator[Batch]:
-        """Yield the batches of pass `number` that were not dealt yet: all of them, unless a state was loaded."""
+        """Yield the batches of pass `number` that were not given yet: all of them, unless a state was loaded."""
         if self._pass != number:
             self._begin_pass(number)
         for batch in self._iterator:
             self._count(batch)
             yield batch
+
+
+class Position(NamedTuple):
+    """Where a rank stands in its run."""
+
+    epoch: int
+    """From 0."""
+    step: int
+    """Optimizer steps taken in the run."""
+    samples: int
+    """Samples of the epoch that this rank has seen."""
+    loader: LoaderState
+    random: dict[str, Tensor]
+    """Empty for a rank that the checkpoint knows nothing of: it keeps its own."""
+    progress: LoaderProgress | None = None
+    """By all ranks, where another number of them goes on than wrote the checkpoint."""
+
+    def resume(self, loader: CycledLoader, ranks: Ranks) -> None:
+        """Put the loader and the random states where they were."""
+        if self.progress is None:
+            loader.load_state(self.loader.facts, self.loader.tensors)
+        else:
+            loader.load_progress(self.progress, self.loader.tensors, ranks.world_size)
+        if self.random:
+            set_random_states(self.random)
 
 
 class SupervisedTrainer(ABC, Generic[Micro]):
@@ -219,7 +260,7 @@ class SupervisedTrainer(ABC, Generic[Micro]):
             logger.info("epoch %d: %s", epoch, figures)
 
     def _save(self, epoch: int, loader: PassLoader) -> None:
-        position = Position(epoch, self.step, loader.samples_dealt, loader.state(), random_states())
+        position = Position(epoch, self.step, loader.samples_given, loader.state(), random_states())
         write_supervised(self._checkpoints, self.trained, position, self.ranks)
 
     def _before_fit(self, loader: Iterable[Batch]) -> None:
@@ -254,3 +295,92 @@ class SupervisedTrainer(ABC, Generic[Micro]):
     @abstractmethod
     def _figures(self, scores: tuple[Tensor, ...], epoch: int) -> Metrics:
         """Return what all ranks' evaluation data say together."""
+
+
+def write_supervised(save_dir: SaveDir, trained: Trained, position: Position, ranks: Ranks) -> None:
+    """Write one checkpoint, whole or not at all, unless the step has one; called by all ranks together.
+
+    Raises:
+        TrainingError: if it could not be written; earlier ones are as they were.
+    """
+    if save_dir.holds(position.step):
+        return
+
+    def write_model(directory: Path) -> None:
+        booster = trained.booster
+        booster.save_model(trained.model, str(directory / "modeling"), shard=True, use_safetensors=True)
+        booster.save_optimizer(trained.optimizer, str(directory / "optimizer"), shard=True)
+        booster.save_lr_scheduler(trained.scheduler, str(directory / "lr_scheduler"))
+        if ranks.is_first:
+            states = {"epoch": position.epoch, "step": position.step, "sample_start_index": position.samples}
+            write_json(directory / "running_states.json", states)
+
+    def write_rank(directory: Path) -> None:
+        named = prefixed(_RANDOM, position.random) | prefixed(_LOADER, position.loader.tensors)
+        save_file({name: tensor.contiguous() for name, tensor in named.items()}, directory / _rank_file(ranks.rank))
+        form = training_form(trained.optimizer, trained.scheduler)
+        facts = {"ranks": ranks.world_size, "loader": position.loader.facts, "form": form}
+        write_json((directory / _rank_file(ranks.rank)).with_suffix(".json"), facts)
+
+    name = checkpoint_name(episode=position.epoch, step=position.step)
+    save_dir.write(name, {MODEL: write_model, TRAINER: write_rank})
+
+
+def read_supervised(directory: Path, trained: Trained, ranks: Ranks, save_dir: SaveDir) -> Position:
+    """Put back model, optimizer and schedule; return where this rank stood.
+
+    Args:
+        directory: a `save_dir`, or one checkpoint's directory in it.
+        trained: built as for the run that wrote it.
+        ranks: who trains together; with more or fewer than wrote it, loaders go on behind as many samples of all.
+        save_dir: of this run, which is told where it goes on from.
+
+    Raises:
+        ModelError: if it is not whole, or of another form; nothing was changed.
+    """
+    directory = directory.resolve()
+    if checkpoint_place(directory.name) is not None and directory.parent.name != TRAINER:
+        directory = directory.parent / TRAINER / directory.name
+    found = find_checkpoint(directory)
+    files = found.path(MODEL)
+    states = json.loads((files / "running_states.json").read_text())
+    stored = int(_facts(found, 0)["ranks"])
+    is_fresh = ranks.rank >= stored
+    rank = 0 if is_fresh else ranks.rank
+    facts, tensors = _facts(found, rank), load_file(found.path(TRAINER) / _rank_file(rank))
+    progress = None
+    if stored != ranks.world_size:
+        progress = progress_of_all([_facts(found, each)["loader"] for each in range(stored)])
+    form = facts.get("form")
+    own_form = training_form(trained.optimizer, trained.scheduler)
+    check_training_form(form if isinstance(form, Mapping) else {}, own_form, where=files)
+    trained.booster.load_model(trained.model, str(files / "modeling"))
+    trained.booster.load_optimizer(trained.optimizer, str(files / "optimizer"))
+    trained.booster.load_lr_scheduler(trained.scheduler, str(files / "lr_scheduler"))
+    save_dir.goes_on_from(found)
+    if progress is not None and ranks.is_first:
+        logger.warning(
+            "the checkpoint %s is of %d ranks, and %d go on: loaders behind the %d samples that all ranks had used",
+            found.name, stored, ranks.world_size, progress.samples,
+        )  # fmt: skip
+    loader = LoaderState(facts["loader"], under(_LOADER, tensors))
+    random = {} if is_fresh else under(_RANDOM, tensors)
+    return Position(states["epoch"], states["step"], states["sample_start_index"], loader, random, progress)
+
+
+def _facts(checkpoint: Checkpoint, rank: int) -> dict[str, Any]:
+    """Return what a rank wrote beside its tensors.
+
+    Raises:
+        ModelError: if it wrote nothing.
+    """
+    path = (checkpoint.path(TRAINER) / _rank_file(rank)).with_suffix(".json")
+    try:
+        facts: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} is no state of a supervised trainer; give a checkpoint that fit wrote") from error
+    return facts
+
+
+def _rank_file(rank: int) -> str:
+    return f"rank-{rank}.safetensors"

@@ -1,1 +1,1 @@
-"""Loops and single steps."""
+"""What all trainers need: optimizer steps, boosted models, loaders, checkpoints, callbacks, tracking."""

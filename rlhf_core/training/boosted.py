@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from rlhf_core.config.strategy import StrategyName
 from rlhf_core.models.trunk import unwrapped
 from rlhf_core.strategy import plain
-from rlhf_core.strategy.booster import Booster, OwnBooster, TrainedState
-from rlhf_core.strategy.making import check_strategy, make_booster
-from rlhf_core.strategy.plain import Precision
+from rlhf_core.strategy.booster import Booster, OwnBooster, Precision, TrainedState
+from rlhf_core.strategy.factory import check_strategy, make_booster
 from rlhf_core.strategy.ranks import ALONE, Ranks, together
 
 T = TypeVar("T")
@@ -163,11 +162,3 @@ def held_back(booster: Booster, model: nn.Module, optimizer: Any, *, is_last: bo
     if is_last or (own(booster) is None and plugin is not None and not plugin.support_no_sync()):
         return nullcontext()
     return booster.no_sync(model, optimizer)
-
-
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """Run the block, and leave torch's random states as they were."""
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    with torch.random.fork_rng(devices=devices):
-        yield

@@ -4,7 +4,7 @@
     save_dir/trainer/epoch-E_step-S/manifest.json   size and checksum of every file; without it, no checkpoint
 
 Everything is written under other names, and flushed to the disk; then the directories get their names, the trainer's
-last. ADR 14 says what a bit-exact continuation needs.
+last. `SaveDir` knows in addition which checkpoints are the run's own. ADR 14 says what a bit-exact continuation needs.
 """
 
 from __future__ import annotations
@@ -20,12 +20,18 @@ from typing import Any, NamedTuple
 
 from rlhf_core.errors import ModelError, TrainingError
 from rlhf_core.strategy.ranks import Ranks, together
-from rlhf_core.training.run_directory import TRAINER, checkpoint_names, checkpoint_place
+from rlhf_core.training.run_directory import (
+    TRAINER,
+    check_no_other_run,
+    check_writable,
+    checkpoint_names,
+    checkpoint_place,
+)
 
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
-_WRITING, _REPLACED = ".writing-", ".replaced-"
+_WRITING, _REPLACED, _ABANDONED = ".writing-", ".replaced-", "abandoned-"
 
 Writer = Callable[[Path], None]
 
@@ -137,6 +143,98 @@ def damage_of(checkpoint: Checkpoint) -> str | None:
         if _digest(path) != entry["sha256"]:
             return f"{name} has changed since it was written"
     return None
+
+
+class SaveDir:
+    """Where a run's checkpoints go; every method is called by all ranks.
+
+    Args:
+        path: None keeps none.
+        ranks: who trains together.
+    """
+
+    def __init__(self, path: Path | None, ranks: Ranks) -> None:
+        self._path = path
+        self._ranks = ranks
+        self._last: tuple[int, int] | None = None
+        """Place of the checkpoint in here that the run has written, or goes on from."""
+        self._branches = False
+
+    def prepare(self) -> None:
+        """See, before a fit, that checkpoints can be written, and not among those of another run.
+
+        Raises:
+            ConfigError: if nothing can be written there, or there are checkpoints that this run neither wrote nor
+                goes on from.
+        """
+        path = self._path
+        if path is None:
+            return
+        together(self._ranks, lambda: check_writable(path, what="save_dir"), what="write in save_dir")
+
+        def check() -> None:
+            if self._last is None:
+                check_no_other_run(path, what="save_dir", way_on=lambda _: "load_checkpoint")
+
+        together(self._ranks, check, what="begin in save_dir")
+
+    def goes_on_from(self, checkpoint: Checkpoint) -> None:
+        """Take note of the checkpoint that was loaded, from this directory or another."""
+        here = self._path is not None and checkpoint.save_dir.resolve() == self._path.resolve()
+        self._last = checkpoint.place if here else None
+        self._branches = here
+
+    def holds(self, step: int) -> bool:
+        """Whether the run has its checkpoint of this step, or none is to be kept."""
+        return self._path is None or (self._last is not None and self._last[0] == step)
+
+    def write(self, name: str, writers: Mapping[str, Writer]) -> None:
+        """Write one checkpoint; before the first after going on from an earlier one, set the later ones aside.
+
+        Args:
+            name: from `checkpoint_name`.
+            writers: as for `write_checkpoint`.
+
+        Raises:
+            TrainingError: if it could not be written; earlier ones are as they were.
+        """
+        if self._path is None:
+            return
+        if self._branches:
+            together(self._ranks, self._abandon_later, what="set the abandoned checkpoints aside")
+            self._branches = False
+        self._last = write_checkpoint(self._path, name, writers, self._ranks).place
+
+    def _abandon_later(self) -> None:
+        """Rename the checkpoints of the branch that is left, the trainer's directory first: without it, there is none.
+
+        Done before anything is written: a process that dies in between leaves what the run went on from as the latest.
+        """
+        if self._path is None or self._last is None or not self._ranks.is_first:
+            return
+        for checkpoint in list_checkpoints(self._path):
+            if checkpoint.place <= self._last:
+                continue
+            others = [self._path / checkpoint.name, *self._path.glob(f"*/{checkpoint.name}")]
+            first = checkpoint.path(TRAINER)
+            for path in (first, *(path for path in others if path != first and path.is_dir())):
+                path.rename(_free(path.with_name(f"{_ABANDONED}{checkpoint.name}")))
+            logger.warning(
+                "the run went on from an earlier checkpoint, so %s of %s is set aside as %s%s",
+                checkpoint.name,
+                self._path,
+                _ABANDONED,
+                checkpoint.name,
+            )
+
+
+def _free(path: Path) -> Path:
+    """Return the path, with a number behind it if there is one of this name."""
+    number, free = 1, path
+    while free.exists():
+        number += 1
+        free = path.with_name(f"{path.name}-{number}")
+    return free
 
 
 def training_form(optimizer: Any, scheduler: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Data loaders that never end, and that go on after a restart where they were."""
+"""Data loaders that begin again after their last batch, and that go on after a restart where they were."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlhf_core.counting import counted
 from rlhf_core.errors import DataError
-from rlhf_core.training.random_state import random_states, set_random_states
+from rlhf_core.training.modes import random_states, set_random_states
 
 Batches = Iterable[Mapping[str, Any]]
 
@@ -19,21 +19,21 @@ _GENERATOR = "generator"
 
 
 class LoaderState(NamedTuple):
-    """Where a loader stands: enough to deal the same batches again."""
+    """Where a loader stands: enough to give the same batches again."""
 
     facts: dict[str, int]
-    """The pass, from 0; batches and samples dealt in it."""
+    """The pass, from 0; batches and samples given in it."""
     tensors: dict[str, Tensor]
     """Random states at the pass's beginning, which decided its order."""
 
 
-class Dealt(NamedTuple):
+class LoaderProgress(NamedTuple):
     """How far several ranks together were in a pass over their loaders."""
 
     number: int
     """Of the pass, from 0; -1 if none has begun one."""
     samples: int
-    """Dealt in it by all of them."""
+    """Given in it by all of them."""
     spare: int
     """Up to a batch of each of them: ranks of another number may have so many samples fewer, for want of padding."""
 
@@ -47,7 +47,7 @@ class LoaderPlace(NamedTuple):
 
 
 class CycledLoader:
-    """Deals the batches of a loader again and again.
+    """Gives the batches of a loader again and again.
 
     A distributed sampler is told the number of each pass. What shuffles may draw from the loader's own generator or
     from the global ones; a dataset that draws random numbers in `__getitem__` is not repeated to the bit.
@@ -72,12 +72,12 @@ class CycledLoader:
         self._begun: dict[str, Tensor] = {}
 
     @property
-    def samples_dealt(self) -> int:
-        """Samples of the current pass that were dealt."""
+    def samples_given(self) -> int:
+        """Samples of the current pass that were given."""
         return self._samples
 
-    def deals(self, loader: Batches | None) -> bool:
-        """Whether this is the loader whose batches are dealt."""
+    def gives_from(self, loader: Batches | None) -> bool:
+        """Whether this is the loader whose batches are given."""
         return self._loader is loader
 
     def next(self) -> Mapping[str, Any]:
@@ -101,7 +101,7 @@ class CycledLoader:
         return LoaderState(facts, dict(self._begun))
 
     def load_state(self, facts: Mapping[str, int], tensors: Mapping[str, Tensor]) -> None:
-        """Begin the stored pass again and throw away what it had dealt; the global random states come out as they were.
+        """Begin the stored pass again and throw away what it had given; the global random states come out as they were.
 
         Raises:
             DataError: if the pass has fewer batches now, or the loader other generators: the data are others.
@@ -112,35 +112,35 @@ class CycledLoader:
             for _ in range(facts["batches"]):
                 if next(self._iterator, None) is None:
                     raise DataError(
-                        f"{self._what} has fewer batches than the {facts['batches']} that the checkpoint had dealt; "
+                        f"{self._what} has fewer batches than the {facts['batches']} that the checkpoint had used; "
                         "give the data that the run began with"
                     )
             self._batches, self._samples = facts["batches"], facts["samples"]
 
-    def load_dealt(self, dealt: Dealt, tensors: Mapping[str, Tensor], world_size: int) -> None:
+    def load_progress(self, progress: LoaderProgress, tensors: Mapping[str, Tensor], world_size: int) -> None:
         """Begin a stored pass again where ranks of another number stood: behind as many samples of all ranks.
 
-        If they cannot be dealt evenly, behind a batch more: no sample of the pass is dealt twice.
+        If they cannot be divided evenly, behind a batch more: no sample of the pass is given twice.
 
         Args:
-            dealt: by all of them.
+            progress: of all of them.
             tensors: random states at the pass's beginning, of this rank or the first.
             world_size: ranks that go on.
 
         Raises:
             DataError: if the pass has fewer samples now, or the loader other generators: the data are others.
         """
-        if dealt.number < 0:
+        if progress.number < 0:
             return
-        with self._begun_again(dealt.number, tensors):
-            while self._samples * world_size < dealt.samples:
+        with self._begun_again(progress.number, tensors):
+            while self._samples * world_size < progress.samples:
                 batch = next(self._iterator, None)
                 if batch is not None:
                     self._count(batch)
-                elif self._samples * world_size + dealt.spare < dealt.samples:
+                elif self._samples * world_size + progress.spare < progress.samples:
                     raise DataError(
                         f"{self._what} has {counted(self._samples, 'sample')} on each of {world_size} ranks, fewer "
-                        f"than the {dealt.samples} that the checkpoint had dealt on all; give the data that the run "
+                        f"than the {progress.samples} that the checkpoint had used on all; give the data that the run "
                         "began with"
                     )
                 else:
@@ -189,7 +189,7 @@ class CycledLoader:
         return has_begun_another
 
     def _count(self, batch: Mapping[str, Any], key: str | None = None) -> None:
-        """Take note of a batch that is dealt; its rows are those of `key`, or of whatever is first."""
+        """Take note of a batch that is given; its rows are those of `key`, or of whatever is first."""
         if not isinstance(batch, Mapping) or not batch or (key is not None and key not in batch):
             held = ", ".join(map(repr, batch)) if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
             raise DataError(
@@ -226,12 +226,12 @@ class CycledLoader:
         return list(unique.values())
 
 
-def dealt_by_all(facts: Sequence[Mapping[str, int]]) -> Dealt:
+def progress_of_all(facts: Sequence[Mapping[str, int]]) -> LoaderProgress:
     """Return how far ranks were together, from where each one's loader stood."""
     number = max(each["pass"] for each in facts)
     there = [each for each in facts if each["pass"] == number]  # the others are about to begin it
     spare = sum(-(-each["samples"] // each["batches"]) for each in there if each["batches"])
-    return Dealt(number, sum(each["samples"] for each in there), spare)
+    return LoaderProgress(number, sum(each["samples"] for each in there), spare)
 
 
 def is_one_shot(loader: Batches) -> bool:

@@ -1,4 +1,4 @@
-"""AdamW with its schedule, as a booster makes it, and the one way in which a step is taken."""
+"""AdamW as a booster makes it, its learning-rate schedule, and the one way in which a step is taken."""
 
 from __future__ import annotations
 
@@ -17,6 +17,10 @@ from rlhf_core.strategy.optimizer import CheckedOptimizer, GradientError
 from rlhf_core.strategy.plain import PlainBooster, PlainOptimizer
 from rlhf_core.strategy.ranks import Ranks, current_ranks
 
+Metrics = dict[str, float]
+OnStep = Callable[[Metrics], None]
+FLOOR = 0.1
+"""Where the cosine ends, as a factor on the peak rate."""
 # The second moment forgets within 20 steps: a run has tens or hundreds of them, and rewards drift.
 BETAS = (0.9, 0.95)
 
@@ -204,3 +208,43 @@ def _cannot_step(what: str, trouble: str) -> TrainingError:
         f"the {what}'s {trouble}, which no step can be taken from; lower its learning rate, or look for overflow in "
         "the data or the dtype"
     )
+
+
+def warmup_then_constant(warmup_steps: int) -> Callable[[int], float]:
+    """Return the factor on the peak rate by optimizer step, from 0: it rises linearly and stays.
+
+        factor(i) = min(1, (i + 1) / (warmup_steps + 1))
+
+    The first step already has a rate above zero; the first step after the warm-up has the full one.
+    """
+    return lambda step: min(1.0, (step + 1) / (warmup_steps + 1))
+
+
+def warmup_then_decay(warmup_steps: int, total_steps: int) -> Callable[[int], float]:
+    """Return the factor on the peak rate that rises linearly, then falls linearly to zero after the last step.
+
+        factor(i) = min((i + 1) / (warmup_steps + 1), (total_steps - i) / (total_steps - warmup_steps))
+
+    Both are 1 at i = warmup_steps. A warm-up longer than the run is cut to the run.
+    """
+    warmup = min(warmup_steps, total_steps - 1)
+    return lambda step: max(0.0, min((step + 1) / (warmup + 1), (total_steps - step) / (total_steps - warmup)))
+
+
+def warmup_then_cosine(warmup_steps: int, total_steps: int) -> Callable[[int], float]:
+    """Return the factor on the peak rate that rises linearly, then falls along a cosine to a tenth.
+
+        factor(i) = (i + 1) / (warmup + 1)                                          while i < warmup
+        factor(i) = 0.1 + 0.9 * (1 + cos(pi * (i - warmup) / (total - warmup))) / 2   afterwards
+
+    It is 1 at i = warmup, and stays at the tenth after `total_steps`. A warm-up longer than the run is cut to the run.
+    """
+    warmup = min(warmup_steps, total_steps - 1)
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        done = min(1.0, (step - warmup) / (total_steps - warmup))
+        return FLOOR + (1 - FLOOR) * (1 + math.cos(math.pi * done)) / 2
+
+    return factor

@@ -1,4 +1,4 @@
-"""A run's directory as it is before anything is loaded: can it be written, has another run left checkpoints there?
+"""A run's directory: can it be written, which checkpoints are in it, and where is a failed batch kept?
 
 Imports no torch: a command line is checked in a moment.
 """
@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from rlhf_core.errors import ConfigError
+from rlhf_core.errors import ConfigError, TrainingError
 
 TRAINER = "trainer"
 """The role whose directory makes a checkpoint one: it is written last."""
@@ -77,3 +77,19 @@ def check_no_other_run(save_dir: Path, *, what: str, way_on: Callable[[str], str
             f"{what} {save_dir} holds checkpoints of an earlier run, up to {names[-1]}; give another one, or go on "
             f"with that run by {way_on(names[-1])}"
         )
+
+
+def with_place(error: Exception, write: Callable[[Path], object], place: Path, *, what: str) -> TrainingError:
+    """Keep what training failed on, and return the error that says where; or, as one may not hide the other, why not.
+
+    Args:
+        error: what was wrong.
+        write: keeps the data in the place that it is given.
+        place: a file or a directory.
+        what: names the data.
+    """
+    try:
+        write(place)
+    except Exception as failure:  # a full disk is an OSError to Python, and a SafetensorError to safetensors
+        return TrainingError(f"{error}; the {what} could not be kept in {place} ({failure})")
+    return TrainingError(f"{error}; the {what} is kept in {place}")

@@ -13,7 +13,6 @@ from rlhf_core.models.lora import check_trainable_state
 from rlhf_core.strategy.booster import TrainedState
 from rlhf_core.strategy.ranks import Ranks
 from rlhf_core.training.boosted import held_state, load_held_state, plain_model
-from rlhf_core.training.named_tensors import prefixed, under
 from rlhf_core.training.optim import Trained
 
 _WEIGHTS, _MOMENTS = "weights", "optimizer"
@@ -178,3 +177,14 @@ def _moments(role: str, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Te
         moment, _, name = key.partition(".")
         found.setdefault(moment, {})[name] = tensor
     return found
+
+
+def prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors under names that begin with their owner's."""
+    return {f"{prefix}.{name}": tensor for name, tensor in tensors.items()}
+
+
+def under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return what `prefixed` was given."""
+    start = f"{prefix}."
+    return {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}

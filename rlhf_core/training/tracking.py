@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from torch.utils.tensorboard import SummaryWriter
 
 from rlhf_core.errors import ConfigError
+from rlhf_core.strategy.ranks import Ranks, together
 from rlhf_core.training.run_directory import check_writable
 
 logger = logging.getLogger(__name__)
@@ -201,6 +202,29 @@ def open_tracker(log_dir: str | Path | None, name: str, use_wandb: bool = False)
     if use_wandb:
         sinks.append(Hosted(import_module(_hosted_module() or ""), f"Coati-{name}", directory.name, directory))
     return Tracker(tuple(sinks), directory)
+
+
+def open_log(log_dir: str | Path | None, name: str, use_wandb: bool, ranks: Ranks) -> Tracker:
+    """Return the tracker of a run, which on all ranks but the first drops everything; called by all ranks together.
+
+    Args:
+        log_dir: None drops everything.
+        name: of the kind of run.
+        use_wandb: as for `open_tracker`.
+        ranks: who trains together.
+
+    Raises:
+        ConfigError: if metrics cannot go where they are asked to go.
+    """
+    check_tracking(log_dir, use_wandb=use_wandb)
+    if log_dir is not None:
+        directory = Path(log_dir)
+        together(ranks, lambda: check_writable(directory, what="log_dir"), what="write in log_dir")
+
+    def begin() -> Tracker:
+        return open_tracker(log_dir, name, use_wandb) if ranks.is_first else Tracker()
+
+    return together(ranks, begin, what="open its log")
 
 
 def _hosted_module() -> str | None:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_core.ray_tools.calls import Deadline, within
-from rlhf_core.strategy.meeting import open_meeting, speak_towards
+from rlhf_core.strategy.rendezvous import open_rendezvous, use_interface_towards
 from rlhf_core.weights.buckets import Publication, Received, WeightsError
 
 logger = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ class NcclSender:
         self._ticket, self._seen_at = 1, 0.0
         """Whose turn it is, and when it was seen to be drawn and not written; 0 if it was not."""
         self._closing = threading.Event()
-        listener = open_meeting(address)
+        listener = open_rendezvous(address)
         self._port: int = listener.getsockname()[1]
         self._store = connect(address, self._port, _STORE_S, listener.detach())
         self._server = threading.Thread(target=self._serve, name="weights", daemon=True)
@@ -363,7 +363,7 @@ def connect(address: str, port: int, timeout_s: float, listening: int | None = N
         timeout_s: longest wait for it, now and later.
         listening: the descriptor of an open port, to keep the store in this process.
     """
-    speak_towards(address)
+    use_interface_towards(address)
     return dist.TCPStore(  # type: ignore[attr-defined]
         address,
         port,

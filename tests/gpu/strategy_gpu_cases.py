@@ -7,7 +7,7 @@ import importlib
 import torch
 import torch.distributed as dist
 
-from rlhf_core.models.device import autocast
+from rlhf_core.models.trunk import autocast
 from rlhf_core.strategy.ranks import Ranks
 from tests.parallel.ranks import Found
 from tests.parallel.strategy_cases import llama, loss_of, trained_by

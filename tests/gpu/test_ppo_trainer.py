@@ -12,8 +12,7 @@ from rlhf_core.coati.ppo_trainer import PPOTrainer
 from rlhf_core.models.critic import Critic
 from rlhf_core.strategy.plain import PlainBooster
 from rlhf_core.training.callbacks import Callback
-from rlhf_core.training.optim import make_trained
-from rlhf_core.training.schedules import warmup_then_constant
+from rlhf_core.training.optim import make_trained, warmup_then_constant
 from tests.unit.coati.ppo_trainers import prompts, restless_llama, trainer, weights
 
 pytestmark = [

@@ -16,7 +16,7 @@ from tests.parallel import strategy_stages as stages
 from tests.parallel.closeness import assert_bf16, assert_fp32
 from tests.parallel.ranks import Found, run_on_ranks
 from tests.parallel.test_strategies import ROUNDED
-from tests.parallel.test_strategy_memory import assert_share
+from tests.parallel.test_strategy_memory import assert_memory
 
 pytestmark = [
     pytest.mark.gpu,
@@ -76,7 +76,7 @@ def test_five_steps_in_bfloat16_are_no_farther_off_than_plain_ones(
 @pytest.mark.parametrize("case", HELD)
 def test_each_rank_holds_what_the_formula_says(found: list[dict[str, Found]], case: str) -> None:
     of(found, case)
-    assert_share(found, case, slack=0.05)
+    assert_memory(found, case, slack=0.05)
 
 
 @pytest.mark.parametrize("writer", ["ddp", "zero2", "gemini"])

@@ -10,11 +10,10 @@ from rlhf_core.config import PPOConfig
 from rlhf_core.detached.run.dealing import episode_problems, make_chunks
 from rlhf_core.models.critic import Critic
 from rlhf_core.rollout.experience import to_prompts
-from rlhf_core.strategy.making import make_booster
+from rlhf_core.strategy.factory import make_booster
 from rlhf_core.strategy.plain import PlainBooster
 from rlhf_core.strategy.ranks import Ranks
-from rlhf_core.training.optim import make_trained
-from rlhf_core.training.schedules import warmup_then_constant
+from rlhf_core.training.optim import make_trained, warmup_then_constant
 from rlhf_core.types import Prompt
 from tests.integration.dealt_runs import PROBLEMS, SEED, config, template
 from tests.parallel.ranks import Found

@@ -26,8 +26,8 @@ from rlhf_core.strategy.plain import PlainBooster
 from rlhf_core.strategy.ranks import Ranks
 from rlhf_core.training.boosted import plain_model
 from rlhf_core.training.boosted import weights as held_weights
-from rlhf_core.training.named_tensors import prefixed
 from rlhf_core.training.optim import Trained, take_step
+from rlhf_core.training.state import prefixed
 from rlhf_core.types import Experience
 from tests.parallel.ranks import Found
 from tests.tiny_llama import tiny_llama

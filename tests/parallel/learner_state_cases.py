@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from rlhf_core.ppo.episode import learn_episode
 from rlhf_core.strategy.plain import PlainBooster
 from rlhf_core.strategy.ranks import Ranks
-from rlhf_core.training.named_tensors import prefixed
+from rlhf_core.training.state import prefixed
 from tests.parallel.learner_cases import LORA, found, learner, share
 from tests.parallel.ranks import Found
 from tests.unit.ppo.experience import tiny_experience

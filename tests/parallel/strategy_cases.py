@@ -12,9 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_core.errors import LostRankError
 from rlhf_core.models.lora import attach_lora, trainable_parameters
-from rlhf_core.strategy.making import make_booster
+from rlhf_core.strategy.factory import make_booster
+from rlhf_core.strategy.liveness import naming_lost_rank
 from rlhf_core.strategy.ranks import Ranks
-from rlhf_core.strategy.roll_call import naming_lost_rank
 from rlhf_core.training.optim import Trained, make_trained
 from tests.parallel import strategy_stages as stages
 from tests.parallel.held import measured

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from rlhf_core.models.lora import attach_lora
 from rlhf_core.strategy.booster import TrainedState
-from rlhf_core.strategy.making import make_booster
+from rlhf_core.strategy.factory import make_booster
 from rlhf_core.strategy.ranks import Ranks
 from rlhf_core.supervised.batches import as_masked, token_batch
-from rlhf_core.supervised.forward import token_loss
+from rlhf_core.supervised.step import token_loss
 from rlhf_core.training.optim import Trained, make_trained
 from tests.parallel import strategy_stages as stages
 from tests.parallel.ranks import Found

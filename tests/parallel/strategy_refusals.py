@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from rlhf_core.models.lora import attach_lora
-from rlhf_core.strategy.making import make_booster
+from rlhf_core.strategy.factory import make_booster
 from rlhf_core.strategy.ranks import ALONE, Ranks
 from tests.parallel import strategy_stages as stages
 from tests.parallel.ranks import Found

@@ -19,7 +19,7 @@ from rlhf_core.config import LoRAConfig, RewardModelConfig, SFTConfig
 from rlhf_core.data.encoding import EncodedPair
 from rlhf_core.models.lora import trainable_parameters
 from rlhf_core.models.reward_model import RewardModel
-from rlhf_core.strategy.making import make_booster
+from rlhf_core.strategy.factory import make_booster
 from rlhf_core.strategy.plain import PlainBooster
 from rlhf_core.strategy.ranks import Ranks
 from rlhf_core.supervised.reward_model import RewardModelTrainer, train_reward_model

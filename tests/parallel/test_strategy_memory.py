@@ -1,10 +1,10 @@
-"""Every rank really holds its share: the bytes of all its tensors are those of the formula."""
+"""Every rank really holds its part: the bytes of all its tensors are those of the formula."""
 
 from __future__ import annotations
 
 import pytest
 
-from rlhf_core.strategy.shares import bytes_per_rank
+from rlhf_core.strategy.memory_model import bytes_per_rank
 from tests.parallel.ranks import Found, run_on_ranks
 
 pytestmark = pytest.mark.parallel
@@ -25,12 +25,12 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     )
 
 
-def assert_share(found: list[dict[str, Found]], run: str, *, slack: float = 0.0) -> None:
+def assert_memory(found: list[dict[str, Found]], run: str, *, slack: float = 0.0) -> None:
     """See that every rank held in this run what the formula says, but for `slack` of it."""
     _, strategy, precision, _ = run.split(":")
     counts = {name: int(found[0][run].numbers[name]) for name in ("parameters", "trained")}
-    share = bytes_per_rank(strategy, precision=precision, world_size=len(found), **counts)  # type: ignore[arg-type]
-    wanted = {"weights": share.weights + share.master, "gradients": share.gradients, "moments": share.moments}
+    held = bytes_per_rank(strategy, precision=precision, world_size=len(found), **counts)  # type: ignore[arg-type]
+    wanted = {"weights": held.weights + held.master, "gradients": held.gradients, "moments": held.moments}
     # Gemini's chunks are not full: up to 5 % of a toy. What is missing at their end, the last rank has less of.
     slack = 0.05 if strategy == "gemini" else slack
     for each in found:
@@ -40,7 +40,7 @@ def assert_share(found: list[dict[str, Found]], run: str, *, slack: float = 0.0)
 
 @pytest.mark.parametrize("run", RUNS)
 def test_each_rank_holds_what_the_formula_says(found: list[dict[str, Found]], run: str) -> None:
-    assert_share(found, run)
+    assert_memory(found, run)
 
 
 def test_what_is_sharded_is_what_the_literature_says() -> None:

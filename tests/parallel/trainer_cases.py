@@ -14,9 +14,9 @@ from rlhf_core.coati import ppo_checkpoint
 from rlhf_core.coati.ppo_trainer import PPOTrainer
 from rlhf_core.config import LoRAConfig
 from rlhf_core.errors import RlhfError
-from rlhf_core.strategy.making import make_booster
+from rlhf_core.strategy.factory import make_booster
 from rlhf_core.strategy.ranks import Ranks
-from rlhf_core.training.evaluators import PerformanceEvaluator
+from rlhf_core.training.callbacks import PerformanceEvaluator
 from tests.parallel.directories import directory_of_all
 from tests.parallel.ranks import Found
 from tests.unit.coati.ppo_trainers import OPTIONS, encoded, padded, record_stats, trainer, weights

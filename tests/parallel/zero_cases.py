@@ -16,7 +16,7 @@ from rlhf_core.config.strategy import StrategyName
 from rlhf_core.errors import ModelError
 from rlhf_core.models.lora import trainable_parameters
 from rlhf_core.strategy.colossal.compat.zero import GlooCollectives
-from rlhf_core.strategy.making import make_booster
+from rlhf_core.strategy.factory import make_booster
 from rlhf_core.strategy.optimizer import GradientError
 from rlhf_core.strategy.ranks import Ranks
 from tests.parallel.ranks import Found

@@ -20,13 +20,12 @@ from rlhf_core.coati.detached.weight_sender import OwnWeights, SentWeights, take
 from rlhf_core.config import PPOOptions
 from rlhf_core.detached.maker import MakerActor
 from rlhf_core.errors import ConfigError, RlhfError
+from rlhf_core.models.compatibility import vocabulary_size
 from rlhf_core.ray_tools.calls import wait_for
 from rlhf_core.rewards.scoring import Scorer
 from rlhf_core.rollout.experience import ExperienceMaker
 from rlhf_core.strategy.strategy import Strategy
-from rlhf_core.supervised.forward import vocabulary_size
-from rlhf_core.training.callbacks import MakerCallback, tell, tell_all
-from rlhf_core.training.evaluators import ExperienceMakerPerformanceEvaluator
+from rlhf_core.training.callbacks import ExperienceMakerPerformanceEvaluator, MakerCallback, tell, tell_all
 from rlhf_core.training.loaders import Batches
 from rlhf_core.types import Experience, Prompt
 

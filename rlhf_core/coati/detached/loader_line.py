@@ -16,7 +16,7 @@ from rlhf_core.counting import counted
 from rlhf_core.errors import DataError
 from rlhf_core.strategy.ranks import ALONE
 from rlhf_core.training.loaders import Batches, CycledLoader
-from rlhf_core.training.random_state import random_states, set_random_states
+from rlhf_core.training.modes import random_states, set_random_states
 from rlhf_core.types import Prompt
 
 _KEPT_BATCHES = 64

@@ -43,11 +43,10 @@ from rlhf_core.ppo.metrics import PPOStats
 from rlhf_core.ppo.order import in_key_order
 from rlhf_core.ppo.published_weights import published_weights, trained_weights
 from rlhf_core.rollout.lease_queue import LeaseCounts
+from rlhf_core.strategy.liveness import naming_lost_rank
 from rlhf_core.strategy.ranks import ALONE
-from rlhf_core.strategy.roll_call import naming_lost_rank
 from rlhf_core.strategy.strategy import Strategy
-from rlhf_core.training.callbacks import TrainerCallback, tell
-from rlhf_core.training.evaluators import TrainerPerformanceEvaluator
+from rlhf_core.training.callbacks import TrainerCallback, TrainerPerformanceEvaluator, tell
 from rlhf_core.training.loaders import Batches
 from rlhf_core.types import EpisodeControls, Experience, Sample
 

@@ -12,11 +12,11 @@ import torch
 
 from rlhf_core.coati.prompt_batches import demonstrations_of
 from rlhf_core.errors import ConfigError
+from rlhf_core.models.compatibility import vocabulary_size
 from rlhf_core.ppo.learner import PPOLearner
 from rlhf_core.strategy.ranks import Ranks, together
-from rlhf_core.supervised.forward import vocabulary_size
-from rlhf_core.training.base import PaddedBatch
 from rlhf_core.training.loaders import Batches, CycledLoader
+from rlhf_core.training.padding import PaddedBatch
 
 
 class RankFacts(NamedTuple):

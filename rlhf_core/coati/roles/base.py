@@ -26,11 +26,10 @@ from rlhf_core.ppo.failed_batch import keep_in
 from rlhf_core.ppo.learner import PPOLearner, PPOStats
 from rlhf_core.ppo.order import in_key_order
 from rlhf_core.ray_tools.group import GroupMember
-from rlhf_core.strategy.meeting import Meeting
 from rlhf_core.strategy.ranks import current_ranks
+from rlhf_core.strategy.rendezvous import Rendezvous
 from rlhf_core.strategy.strategy import make_strategy
-from rlhf_core.training.optim import BETAS, Trained
-from rlhf_core.training.schedules import warmup_then_constant
+from rlhf_core.training.optim import BETAS, Trained, warmup_then_constant
 
 
 class DistributedTorchRayActor(GroupMember):
@@ -61,7 +60,7 @@ class DistributedTorchRayActor(GroupMember):
     def _join_group(self, timeout_s: float) -> None:
         """Come together with the other ranks, which wait for this one."""
         if self._world_size > 1:
-            self._join(Meeting(self._rank, self._world_size, self._address, self._port), timeout_s)
+            self._join(Rendezvous(self._rank, self._world_size, self._address, self._port), timeout_s)
 
 
 class BasePPORole(DistributedTorchRayActor, ABC):

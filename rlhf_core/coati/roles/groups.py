@@ -57,7 +57,7 @@ class PPORayActorGroup:
                 actor_type: Any = ray_actor_type.options(**self.room.options(rank))
                 self.actors.append(actor_type.remote(self.world_size, rank, rank % num_gpus_per_node, address, port))
                 if rank == 0 and self.world_size > 1:
-                    address, port = self._meeting_place(timeout_s)
+                    address, port = self._rendezvous_address(timeout_s)
         except BaseException:
             self.end()
             raise
@@ -95,7 +95,7 @@ class PPORayActorGroup:
             ray.kill(actor)
         self.room.leave()
 
-    def _meeting_place(self, timeout_s: float) -> tuple[str, int]:
+    def _rendezvous_address(self, timeout_s: float) -> tuple[str, int]:
         first = f"{self.role}-0"
         calls = {self.actors[0].get_master_addr_port.remote(): first}
         (place,) = results(calls, members={first: self.actors[0]}, timeout_s=timeout_s, what="to start")

@@ -10,10 +10,10 @@ import torch
 
 from rlhf_core.errors import ModelError
 from rlhf_core.models.compatibility import check_same_tokenizer
-from rlhf_core.models.dropout import disable_dropout
 from rlhf_core.models.heads import HEAD_FILE
 from rlhf_core.models.loading import load_causal_lm, load_tokenizer, locate_model
 from rlhf_core.models.reward_model import RewardModel
+from rlhf_core.models.trunk import disable_dropout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -17,7 +17,7 @@ from rlhf_core.coati.roles.placement import decide
 from rlhf_core.coati.roles.prompts import read_prompts
 from rlhf_core.coati.roles.settings import RoleSettings
 from rlhf_core.models.loading import find_local
-from rlhf_core.strategy.making import check_strategy
+from rlhf_core.strategy.factory import check_strategy
 
 if TYPE_CHECKING:
     from rlhf_core.coati.roles.placement import Decision

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from rlhf_core.config import LearningConfig, RolloutConfig
     from rlhf_core.generation import GenerationSettings
-    from rlhf_core.strategy.plain import Precision
+    from rlhf_core.strategy.booster import Precision
 
 _DTYPES: dict[str, dict[str, Any]] = {
     "fp32": {"dtype": "float32", "rollout_dtype": "float32"},

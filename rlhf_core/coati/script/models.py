@@ -16,11 +16,11 @@ from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.models.adapters import CONFIG_FILE, is_adapter_directory, load_adapters
 from rlhf_core.models.compatibility import check_same_tokenizer
 from rlhf_core.models.critic import Critic
-from rlhf_core.models.dropout import disable_dropout
 from rlhf_core.models.heads import HEAD_FILE
 from rlhf_core.models.loading import load_causal_lm, load_tokenizer, locate_model
 from rlhf_core.models.lora import attach_lora, merge_adapters
 from rlhf_core.models.reward_model import RewardModel
+from rlhf_core.models.trunk import disable_dropout
 
 if TYPE_CHECKING:
     from argparse import Namespace

@@ -31,12 +31,11 @@ from rlhf_core.models.critic import Critic
 from rlhf_core.models.loading import default_device
 from rlhf_core.ppo.order import episode_windows
 from rlhf_core.rewards.scoring import Scorer, build_scorer
-from rlhf_core.strategy.making import check_strategy, make_booster
+from rlhf_core.strategy.factory import check_strategy, make_booster
+from rlhf_core.strategy.liveness import naming_lost_rank
 from rlhf_core.strategy.ranks import Ranks, join, leave
-from rlhf_core.strategy.roll_call import naming_lost_rank
 from rlhf_core.training.callbacks import Callback
-from rlhf_core.training.optim import Trained, make_trained
-from rlhf_core.training.schedules import warmup_then_cosine
+from rlhf_core.training.optim import Trained, make_trained, warmup_then_cosine
 from rlhf_core.types import Experience
 
 if TYPE_CHECKING:

@@ -1,11 +1,12 @@
-"""What all boosters over ColossalAI's plugins have in common: boosting, checkpoints, states."""
+"""What all boosters over ColossalAI's plugins have in common: boosting, and the adapter of the plugin's optimizer."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, get_args
+import copy
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,21 +14,123 @@ from torch import Tensor, nn
 
 from rlhf_core.errors import ConfigError
 from rlhf_core.models.lora import trainable_parameters
-from rlhf_core.strategy import files
-from rlhf_core.strategy.booster import TrainedState
+from rlhf_core.strategy import checkpoints
+from rlhf_core.strategy.base_booster import BaseBooster
+from rlhf_core.strategy.booster import Moments, Precision
+from rlhf_core.strategy.checkpoints import SETTINGS, OptimizerState
 from rlhf_core.strategy.colossal.compat import upstream
 from rlhf_core.strategy.colossal.compat.loading import quiet
-from rlhf_core.strategy.colossal.optimizer import ColossalOptimizer, Members
-from rlhf_core.strategy.plain import Precision
-from rlhf_core.strategy.ranks import Ranks, current_ranks, together
+from rlhf_core.strategy.optimizer import CheckedOptimizer
+from rlhf_core.strategy.ranks import Ranks
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+T = TypeVar("T")
 
 
-class ColossalBooster(ABC):
+class Members(NamedTuple):
+    """An optimizer's weights as its caller grouped them."""
+
+    names: list[str]
+    """By number: group by group."""
+    sizes: list[int]
+    """Of the groups."""
+
+
+class ColossalOptimizer(CheckedOptimizer):
+    """Adapts a plugin's optimizer, which averages gradients as they come and steps; this checks and clips them.
+
+    Args:
+        inner: the plugin's `OptimizerWrapper`.
+        members: of its groups, before the plugin put shards in their place.
+        max_norm: gradients are clipped to this norm over all weights and ranks; None never clips.
+        scaled: whether losses are scaled for float16.
+        ranks: who trains together.
+    """
+
+    def __init__(self, inner: Any, *, members: Members, max_norm: float | None, scaled: bool, ranks: Ranks) -> None:
+        super().__init__(max_norm=max_norm, ranks=ranks, scaled=scaled)
+        self.inner = inner
+        self.names, self._sizes = members
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of the optimizer inside; a schedule sets their learning rates."""
+        groups: list[dict[str, Any]] = self.inner.param_groups
+        return groups
+
+    @property
+    def group_sizes(self) -> list[int]:
+        """How many weights each group has as the caller built it, whatever part of them this rank holds."""
+        return list(self._sizes)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002 - always: zeros would be stepped with
+        """Forget the gradients."""
+        super().zero_grad()
+        self.inner.zero_grad()
+
+    def by_group(self, members: Sequence[T]) -> list[list[T]]:
+        """Cut a list with an entry for each member, in the order of `names`, into groups."""
+        left = iter(members)
+        return [list(islice(left, size)) for size in self._sizes]
+
+    def whole_state(self) -> OptimizerState:
+        """Return what a checkpoint holds: all moments on the first rank, none on the others."""
+        state: dict[int, dict[str, Tensor]] = {}
+        numbers = {name: number for number, name in enumerate(self.names)}
+        for moment, held in self.moments().items():
+            for name, tensor in held.items():
+                state.setdefault(numbers[name], {})[moment] = tensor
+        groups = [
+            {key: group[key] for key in SETTINGS if key in group} | {"params": members}
+            for group, members in zip(self.param_groups, self.by_group(range(len(self.names))), strict=True)
+        ]
+        facts: dict[str, Any] = {"param_groups": groups}
+        if self.scale is not None:
+            facts["loss_scale"] = self.scale.facts()
+        return OptimizerState(state, facts)
+
+    def load_whole_state(self, state: OptimizerState) -> None:
+        """Put back what `whole_state` returned on the first rank, every rank given the same."""
+        moments: Moments = {}
+        for number, held in state.moments.items():
+            for moment, tensor in held.items():
+                moments.setdefault(moment, {})[self.names[number]] = torch.as_tensor(tensor)
+        self.load_moments(moments)
+        for group, facts in zip(self.param_groups, state.facts["param_groups"], strict=True):
+            group |= {key: facts[key] for key in SETTINGS if key in facts}
+        if self.scale is not None and "loss_scale" in state.facts:
+            self.scale.load(state.facts["loss_scale"])
+
+    @abstractmethod
+    def moments(self) -> Moments:
+        """Return the moments of all weights, whole and in host memory, on the first rank; all ranks call."""
+
+    @abstractmethod
+    def load_moments(self, moments: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Take the place of the present moments, every rank given the same whole ones; weights not named have none."""
+
+    def _backward(self, loss: Tensor) -> None:
+        self.inner.backward(loss)
+
+    def _step(self) -> None:
+        self.inner.step()
+
+    def _load_into(
+        self,
+        optim: torch.optim.Optimizer,
+        moments: Mapping[str, Mapping[str, Tensor]],
+        cut: Callable[[Tensor], Tensor] = torch.clone,
+    ) -> None:
+        """Give moments to a torch optimizer, which knows its members by number; `cut` copies what this rank holds."""
+        numbers = {name: number for number, name in enumerate(self.names)}
+        state: dict[int, dict[str, Tensor]] = {}
+        for moment, held in moments.items():
+            for name, tensor in held.items():
+                state.setdefault(numbers[name], {})[moment] = tensor.clone() if moment == "step" else cut(tensor)
+        optim.load_state_dict({"state": state, "param_groups": optim.state_dict()["param_groups"]})
+
+
+class ColossalBooster(BaseBooster):
     """Wraps ColossalAI's `Booster` with one plugin; for one model.
-
-    Checkpoints are ours, the same for every strategy: whole tensors by the plain model's names, written by rank 0.
 
     Args:
         precision: as the plugin understands it.
@@ -38,8 +141,7 @@ class ColossalBooster(ABC):
     equal_passes = True
 
     def __init__(self, precision: Precision = "fp32", max_norm: float | None = 1.0, ranks: Ranks | None = None) -> None:
-        if precision not in get_args(Precision):
-            raise ConfigError(f"expected precision fp32, bf16 or fp16, got {precision!r}")
+        super().__init__(precision, max_norm, ranks)
         if precision == "fp16" and not torch.cuda.is_available():
             raise ConfigError("precision fp16 needs a GPU, and there is none; take bf16, or fp32")
         if not dist.is_initialized():
@@ -47,17 +149,9 @@ class ColossalBooster(ABC):
                 "ColossalAI's strategies need a process group, also of one process; call "
                 "rlhf_core.strategy.ranks.join (under torchrun) or join_alone first"
             )
-        self.precision = precision
-        self.max_norm = max_norm
-        self.ranks = current_ranks() if ranks is None else ranks
         with quiet():
             self.upstream = upstream("colossalai.booster").Booster(plugin=self._plugin())
         self._shapes: dict[str, torch.Size] = {}
-
-    @property
-    def autocast_dtype(self) -> torch.dtype:
-        """The arithmetic that `precision` names."""
-        return _DTYPES[self.precision]
 
     @abstractmethod
     def _plugin(self) -> Any:
@@ -66,32 +160,6 @@ class ColossalBooster(ABC):
     @abstractmethod
     def _adapted(self, optimizer: Any, members: Members) -> ColossalOptimizer:
         """Return the adapter of the plugin's optimizer."""
-
-    @abstractmethod
-    def plain(self, model: nn.Module) -> nn.Module:
-        """Return, of a boosted model, the model of transformers or of ours inside."""
-
-    @abstractmethod
-    def weights(self, model: nn.Module, names: Sequence[str] | None = None) -> dict[str, Tensor]:
-        """Return copies of trainable weights: all on the first rank, those that are named on every rank."""
-
-    @abstractmethod
-    def load_weights(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-        """Overwrite the weights and buffers that are named, and the masters of these weights."""
-
-    @abstractmethod
-    def exact(self, model: nn.Module) -> AbstractContextManager[nn.Module | None]:
-        """Return the context of a plain model with the exact weights on the first rank, of None on the others."""
-
-    def awake(self, model: nn.Module) -> AbstractContextManager[None]:  # noqa: ARG002 - the protocol's
-        """Return a context that does nothing: all weights are there."""
-        return nullcontext()
-
-    def new_optimizer(
-        self, groups: Iterable[Mapping[str, Any]], *, betas: tuple[float, float]
-    ) -> torch.optim.Optimizer:
-        """Return torch's AdamW, fused."""
-        return torch.optim.AdamW([dict(group) for group in groups], betas=betas, fused=True)
 
     def boost(
         self,
@@ -107,7 +175,7 @@ class ColossalBooster(ABC):
         members = None if optimizer is None else _members(model, optimizer)
         for tensor in (*model.parameters(), *model.buffers()):
             self.ranks.broadcast(tensor)
-        self._shapes = files.shapes(model)
+        self._shapes = checkpoints.shapes(model)
         boosted, wrapped = self._boosted(model, optimizer)
         adapted = None if members is None else self._adapted(wrapped, members)
         return boosted, adapted, criterion, dataloader, lr_scheduler
@@ -122,112 +190,30 @@ class ColossalBooster(ABC):
         """Add the loss's gradients to the model's, averaged over ranks."""
         self.upstream.backward(loss, optimizer)
 
-    def no_sync(
-        self,
-        model: nn.Module | None = None,  # noqa: ARG002 - the protocol's
-        optimizer: Any = None,  # noqa: ARG002
-    ) -> AbstractContextManager[Any]:
-        """Return a context that does nothing: gradients are averaged in every pass, and added up."""
-        return nullcontext()
+    def _shapes_of(self, model: nn.Module) -> Mapping[str, torch.Size]:  # noqa: ARG002 - one booster, one model
+        return self._shapes
 
-    def save_model(
-        self,
-        model: nn.Module,
-        checkpoint: str,
-        shard: bool = False,
-        gather_dtensor: bool = True,  # noqa: ARG002 - ColossalAI's, without a meaning here
-        prefix: str | None = None,  # noqa: ARG002
-        size_per_shard: int = 1024,
-        use_safetensors: bool = True,  # noqa: ARG002 - always: nothing is pickled
-    ) -> None:
-        """Write the exact model from rank 0, and wait for it on all; as `PlainBooster.save_model` does."""
-        with self.exact(model) as whole:
+    def _member_shapes(self, optimizer: Any) -> Sequence[Sequence[torch.Size]]:
+        checked = _checked(optimizer)
+        return checked.by_group([self._shapes[name] for name in checked.names])
 
-            def write() -> None:
-                if whole is None:
-                    return
-                if shard:
-                    files.write_model_directory(whole, checkpoint, shard_mb=size_per_shard)
-                else:
-                    files.write_model_file(whole, checkpoint)
+    def _optimizer_state(self, optimizer: Any) -> OptimizerState:
+        return _checked(optimizer).whole_state()
 
-            together(self.ranks, write, what="write the checkpoint")
+    def _load_optimizer_state(self, optimizer: Any, state: OptimizerState) -> None:
+        _checked(optimizer).load_whole_state(state)
 
-    def load_model(self, model: nn.Module, checkpoint: str, strict: bool = True) -> nn.Module:  # noqa: ARG002
-        """Put back what `save_model` wrote under any strategy and number of ranks; return the model.
+    def _moments(self, model: nn.Module, optimizer: Any) -> Moments:  # noqa: ARG002
+        return _checked(optimizer).moments()
 
-        Raises:
-            ModelError: if it is damaged or belongs to a model of another form; nothing was changed.
-        """
-        plain = self.plain(model)
-        read = together(
-            self.ranks, lambda: files.read_weights(plain, checkpoint, self._shapes), what="read the checkpoint"
-        )
-        self.load_weights(model, read)
-        return model
+    def _load_moments(self, model: nn.Module, optimizer: Any, moments: Moments) -> None:  # noqa: ARG002
+        _checked(optimizer).load_moments(moments)
 
-    def save_optimizer(
-        self,
-        optimizer: Any,
-        checkpoint: str,
-        shard: bool = False,
-        gather_dtensor: bool = True,  # noqa: ARG002 - ColossalAI's, without a meaning here
-        prefix: str | None = None,  # noqa: ARG002
-        size_per_shard: int = 1024,  # noqa: ARG002
-    ) -> None:
-        """Write the optimizer's whole state from rank 0; as `PlainBooster.save_optimizer` does."""
-        state = self._checked(optimizer).whole_state()
 
-        def write() -> None:
-            if self.ranks.is_first:
-                files.write_optimizer_state(state, checkpoint, directory=shard)
-
-        together(self.ranks, write, what="write the checkpoint")
-
-    def load_optimizer(self, optimizer: Any, checkpoint: str) -> Any:
-        """Put back what `save_optimizer` wrote under any strategy and number of ranks; return the optimizer.
-
-        Raises:
-            ModelError: if it is damaged or belongs to other weights; nothing was changed.
-        """
-        checked = self._checked(optimizer)
-        shapes = checked.by_group([self._shapes[name] for name in checked.names])
-        read = together(self.ranks, lambda: files.read_optimizer_state(checkpoint, shapes), what="read the checkpoint")
-        checked.load_whole_state(read)
-        return optimizer
-
-    def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: str) -> None:
-        """Write the schedule's state as JSON, from rank 0."""
-
-        def write() -> None:
-            if self.ranks.is_first:
-                files.write_scheduler(lr_scheduler, checkpoint)
-
-        together(self.ranks, write, what="write the checkpoint")
-
-    def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: str) -> None:
-        """Put back what `save_lr_scheduler` wrote.
-
-        Raises:
-            ModelError: if it is damaged.
-        """
-        files.read_scheduler(lr_scheduler, checkpoint)
-
-    def state(self, model: nn.Module, optimizer: Any) -> TrainedState:
-        """Return all trainable weights and moments on the first rank, an empty state on the others."""
-        return TrainedState(self.weights(model), self._checked(optimizer).moments())
-
-    def load_state(self, model: nn.Module, optimizer: Any, state: TrainedState) -> None:
-        """Put back what `state` returned, here or under another strategy or number of ranks."""
-        self.load_weights(model, state.weights)
-        self._checked(optimizer).load_moments(state.moments)
-
-    def _checked(self, optimizer: Any) -> ColossalOptimizer:
-        if not isinstance(optimizer, ColossalOptimizer):
-            raise ConfigError(
-                f"expected the optimizer that this booster's boost returned, got {type(optimizer).__name__}"
-            )
-        return optimizer
+def _checked(optimizer: Any) -> ColossalOptimizer:
+    if not isinstance(optimizer, ColossalOptimizer):
+        raise ConfigError(f"expected the optimizer that this booster's boost returned, got {type(optimizer).__name__}")
+    return optimizer
 
 
 def _members(model: nn.Module, optimizer: torch.optim.Optimizer) -> Members:
@@ -246,3 +232,20 @@ def _members(model: nn.Module, optimizer: torch.optim.Optimizer) -> Members:
             "that require a gradient, and no others"
         )
     return Members([own[member] for member in members], [len(group["params"]) for group in optimizer.param_groups])
+
+
+def host_copy(model: nn.Module, tensor_for: Callable[[str, Tensor], Tensor]) -> nn.Module:
+    """Return a copy of the module whose weights and buffers are what `tensor_for` returns.
+
+    Nothing of the model's is copied on its device.
+
+    Args:
+        model: without a booster around it; tied weights stay tied.
+        tensor_for: given the name and the model's own tensor, returns the copy's, a tensor of its own.
+    """
+    made: dict[int, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        made[id(parameter)] = nn.Parameter(tensor_for(name, parameter.detach()), requires_grad=parameter.requires_grad)
+    for name, buffer in model.named_buffers():
+        made[id(buffer)] = tensor_for(name, buffer.detach())
+    return copy.deepcopy(model, memo=dict(made))

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_core.strategy import plain
-from rlhf_core.strategy.colossal.booster import ColossalBooster
+from rlhf_core.strategy.booster import Moments
+from rlhf_core.strategy.colossal.booster import ColossalBooster, ColossalOptimizer, Members
 from rlhf_core.strategy.colossal.compat import upstream
-from rlhf_core.strategy.colossal.optimizer import ColossalOptimizer, Members, Moments
-from rlhf_core.strategy.plain import LossScale
 from rlhf_core.strategy.ranks import Ranks
 
 
@@ -80,9 +79,7 @@ class DDPOptimizer(ColossalOptimizer):
     """
 
     def __init__(self, inner: Any, *, members: Members, max_norm: float | None, scaled: bool, ranks: Ranks) -> None:
-        super().__init__(inner, members=members, max_norm=max_norm)
-        self.scale: LossScale | None = LossScale() if scaled else None
-        self.ranks = ranks
+        super().__init__(inner, members=members, max_norm=max_norm, scaled=scaled, ranks=ranks)
         self._reached: set[nn.Parameter] = set()
         """By the present backward pass."""
         self._used: set[nn.Parameter] = set()
@@ -96,7 +93,7 @@ class DDPOptimizer(ColossalOptimizer):
         DDP sends gradients off when it has all of a bucket's: without zeros it would wait for the unused for ever.
         """
         self._reached.clear()
-        super().backward(loss if self.scale is None else loss * self.scale.factor)
+        super().backward(loss)
         self._used |= self._reached
         unused = [parameter for parameter in self._parameters() if parameter not in self._reached]
         if unused:
@@ -144,16 +141,3 @@ class DDPOptimizer(ColossalOptimizer):
     def _clip(self, limit: float | None) -> None:
         if limit is not None:
             nn.utils.clip_grads_with_norm_(self._parameters(), limit, self._total)
-
-    def _can_shrink(self) -> bool:
-        return self.scale is not None and self.scale.can_shrink
-
-    def _take(self) -> None:
-        if self.last_step_skipped:
-            self.zero_grad()
-            if self.scale is not None:
-                self.scale.overflowed()
-            return
-        self.inner.step()
-        if self.scale is not None:
-            self.scale.stepped()

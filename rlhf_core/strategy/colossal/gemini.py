@@ -1,130 +1,128 @@
-"""Gemini, ZeRO's third stage: every rank holds its share of weights, gradients, masters and moments.
-
-With it come the check before its steps, its moments made whole, and HybridAdam, whose kernel is built at first use.
-"""
+"""Gemini, ZeRO's third stage: every rank holds its shard of weights, gradients, masters and moments."""
 
 from __future__ import annotations
 
-import importlib
-import logging
 import math
-import re
-import subprocess
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.models.lora import adapter_config
-from rlhf_core.strategy.colossal.booster import ColossalBooster
-from rlhf_core.strategy.colossal.chunks import Chunks
+from rlhf_core.strategy.booster import Moments, Precision
+from rlhf_core.strategy.colossal.booster import ColossalBooster, ColossalOptimizer, Members, host_copy
 from rlhf_core.strategy.colossal.compat import upstream
-from rlhf_core.strategy.colossal.compat.adam import forget_powers, host_kernel, use_host_kernel
-from rlhf_core.strategy.colossal.compat.gemini import ShardedOptimizer, ShardedPlugin, current_device
-from rlhf_core.strategy.colossal.compat.loading import quiet
-from rlhf_core.strategy.colossal.copies import host_copy
-from rlhf_core.strategy.colossal.kernel import KernelError, alone
-from rlhf_core.strategy.colossal.optimizer import ColossalOptimizer, Members, Moments
-from rlhf_core.strategy.plain import LossScale, Precision
+from rlhf_core.strategy.colossal.compat.adam import hybrid_adam
+from rlhf_core.strategy.colossal.compat.gemini import (
+    ShardedModel,
+    ShardedOptimizer,
+    ShardedPlugin,
+    chunks_of,
+    current_device,
+    rest,
+)
+from rlhf_core.strategy.colossal.kernel import KernelError
 from rlhf_core.strategy.ranks import Ranks, together
 
-_NVCC_S = 1800.0
-"""Longest wait for another process that builds kernels for GPUs."""
-Groups = Iterable[Mapping[str, Any]]
 
-logger = logging.getLogger(__name__)
+class Place(NamedTuple):
+    """Where this rank's part of a weight is."""
+
+    in_shard: slice
+    """Of this rank's shard of the chunk."""
+    in_weight: slice
+    """Of the flat weight; empty if all of it is on other ranks."""
 
 
-def hybrid_adam(groups: Groups, *, betas: tuple[float, float]) -> torch.optim.Optimizer:
-    """Return HybridAdam, with decoupled weight decay, its kernels built at first use.
+class Chunks:
+    """The chunks of one model: of working weights, and where there are any, the masters' in pairs with them.
 
-    Raises:
-        KernelError: if they cannot be built here.
+    Args:
+        model: at rest where its chunks are read or written; every method that gathers is called by all ranks.
     """
-    members = [dict(group) for group in groups]
-    if torch.cuda.is_available():
-        return _with_cuda_kernels(members, betas)
-    host_kernel()
-    use_host_kernel()
-    return _made(members, betas)
 
+    def __init__(self, model: ShardedModel) -> None:
+        self._model = model
+        self._name_of: Mapping[Any, str] = model.param2name
+        self._weight_of = {name: weight for weight, name in self._name_of.items()}
+        self.device = current_device()
 
-def _with_cuda_kernels(groups: list[dict[str, Any]], betas: tuple[float, float]) -> torch.optim.Optimizer:
-    """Return HybridAdam with upstream's kernels for GPU and host, which nvcc builds at first use."""
-    check_nvcc()
-    extension = upstream("colossalai.kernel.extensions.base_extension")._Extension
-    folder = Path(extension.get_jit_extension_folder_path())
-    is_built = any(folder.glob("fused_optim_cuda*.so"))
-    if not is_built:
-        logger.info("building HybridAdam's kernels with nvcc into %s (once, some minutes)", folder)
-    started = time.monotonic()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with alone(folder / "ours.lock", _NVCC_S):
-            # torch's own lock outlives a build that was killed, and whoever builds next would wait for it for ever
-            (folder / "lock").unlink(missing_ok=True)
-            made = _made(groups, betas)
-    except KernelError:
-        raise
-    except Exception as error:  # whatever ColossalAI and torch raise where a build fails
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise KernelError(f"its kernels for GPUs cannot be built ({reason})") from error
-    if not is_built:
-        logger.info("HybridAdam's kernels are there after %.0f s", time.monotonic() - started)
-    return made
+    def rest(self) -> None:
+        """Let each rank have its shards alone, whatever pass was made or broken off."""
+        rest(self._model)
 
+    def of(self, name: str) -> Any:
+        """Return the chunk that a weight lies in."""
+        return self._model.chunk_manager.get_chunk(self._weight_of[name])
 
-def _made(groups: list[dict[str, Any]], betas: tuple[float, float]) -> torch.optim.Optimizer:
-    with quiet():
-        made: torch.optim.Optimizer = upstream("colossalai.nn.optimizer").HybridAdam(groups, betas=betas)
-    forget_powers(made)
-    return made
+    def names(self) -> list[str]:
+        """Return the names of all weights, tied ones once."""
+        return list(self._weight_of)
 
-
-def check_nvcc() -> None:
-    """See that CUDA's compiler is there, of the release that torch was built with.
-
-    Raises:
-        KernelError: if not.
-    """
-    try:
-        home = importlib.import_module("torch.utils.cpp_extension").CUDA_HOME
-    except ImportError as error:
-        raise KernelError(f"its kernels for GPUs need torch's tools for extensions ({error})") from error
-    wanted = str(torch.version.cuda).partition(".")[0]
-    nvcc = Path(home or "", "bin", "nvcc")
-    if home is None or not nvcc.is_file():
-        raise KernelError(
-            f"its kernels for GPUs need nvcc of CUDA {wanted}, and there is none; CUDA_HOME may tell where it is"
+    def place(self, name: str) -> Place:
+        """Return where this rank's part of a weight is, in chunks of any kind."""
+        chunk = self.of(name)
+        whole = chunk.tensors_info[self._weight_of[name]]
+        start, end = max(whole.offset, chunk.shard_begin), min(whole.end, chunk.shard_end)
+        end = max(start, end)
+        return Place(
+            slice(start - chunk.shard_begin, end - chunk.shard_begin), slice(start - whole.offset, end - whole.offset)
         )
-    told = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=60, check=False).stdout
-    release = re.search(r"release (\d+)", told)
-    if release is None or release[1] != wanted:
-        found = "cannot be asked for its release" if release is None else f"is of CUDA {release[1]}"
-        raise KernelError(
-            f"its kernels for GPUs need nvcc of CUDA {wanted}, which torch was built with; {nvcc} {found}"
-        )
+
+    def empty_shard(self, chunk: Any) -> Tensor:
+        """Return zeros, of float32, in the shape of a rank's shard."""
+        return torch.zeros(chunk.shard_size, device=self.device)
+
+    def gathered(self, chunk: Any, shard: Tensor) -> dict[str, Tensor]:
+        """Return, on the device, whole tensors by the names of a chunk's weights: views of what all shards make up.
+
+        Args:
+            chunk: says what is where.
+            shard: this rank's.
+        """
+        everything = torch.empty(chunk.chunk_size, dtype=shard.dtype, device=self.device)
+        dist.all_gather_single(everything, shard.to(self.device), group=chunk.torch_pg)
+        return {
+            self._name_of[weight]: everything[place.offset : place.end].view(weight.shape)
+            for weight, place in chunk.tensors_info.items()
+        }
+
+    def working(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights that passes use, gathered chunk by chunk."""
+        for chunk in chunks_of(self._model):
+            # An offloaded shard may be older than its master, from which the next pass would take it.
+            source = chunk if chunk.optim_sync_flag else chunk.paired_chunk
+            yield from self.gathered(chunk, source.payload.to(chunk.dtype)).items()
+
+    def exact(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights of these names in float32, gathered chunk by chunk."""
+        for chunk in dict.fromkeys(self.of(name) for name in names):
+            source = chunk if chunk.paired_chunk is None else chunk.paired_chunk
+            whole = self.gathered(chunk, source.payload)
+            yield from ((name, tensor) for name, tensor in whole.items() if name in names)
+
+    def load(self, name: str, weight: Tensor) -> None:
+        """Take this rank's part of a whole weight, as it is used and as it is kept."""
+        chunk, place = self.of(name), self.place(name)
+        for target in (chunk, chunk.paired_chunk):
+            if target is not None:
+                target.payload[place.in_shard].copy_(weight.reshape(-1)[place.in_weight])
 
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class GeminiOptimizer(ColossalOptimizer):
-    """Checks the gradients of all ranks' shares, and steps on this rank's.
+    """Checks the gradients in all ranks' shards, and steps on this rank's.
 
-    Args:
-        inner: Gemini's optimizer.
-        chunks: of its model.
-        members: of its groups.
-        max_norm: gradients are clipped to this norm over all weights and ranks; None never clips.
-        scaled: whether losses are scaled for float16.
-        ranks: who trains together.
+    Its arguments are `ColossalOptimizer`'s, and the chunks of its model; `inner` is Gemini's optimizer.
     """
+
+    inner: ShardedOptimizer
 
     def __init__(
         self,
@@ -136,14 +134,8 @@ class GeminiOptimizer(ColossalOptimizer):
         scaled: bool,
         ranks: Ranks,
     ) -> None:
-        super().__init__(inner, members=members, max_norm=max_norm)
-        self.scale: LossScale | None = LossScale() if scaled else None
-        self.ranks = ranks
+        super().__init__(inner, members=members, max_norm=max_norm, scaled=scaled, ranks=ranks)
         self._chunks = chunks
-
-    def backward(self, loss: Tensor) -> None:
-        """Add the loss's gradients, averaged over ranks, to each rank's share of them."""
-        super().backward(loss if self.scale is None else loss * self.scale.factor)
 
     def moments(self) -> Moments:
         """Return all moments, whole and in host memory, on the first rank."""
@@ -159,7 +151,7 @@ class GeminiOptimizer(ColossalOptimizer):
         return found if self.ranks.is_first and started else {}
 
     def load_moments(self, moments: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Take this rank's share in the place of the present moments."""
+        """Put this rank's part in the place of the present moments."""
         counts = moments.get("step", {})
         self._check_steps(counts)
         state = self.inner.optim.state
@@ -167,14 +159,14 @@ class GeminiOptimizer(ColossalOptimizer):
         for number, held in self.inner.id_to_fake_params.items():
             name = self.names[number]
             if name in counts:
-                own = self._chunks.share(name).in_weight
+                own = self._chunks.place(name).in_weight
                 state[held] = {"step": int(counts[name])} | {
                     moment: moments[moment][name].reshape(-1)[own].to(held.device, torch.float32, copy=True)
                     for moment in _MOMENTS
                 }
 
     def _steps(self) -> list[int]:
-        """Return how many steps each weight has taken, in the order of `names`; a rank knows of its shares alone."""
+        """Return how many steps each weight has taken, in the order of `names`; a rank knows its own shards alone."""
         state, held = self.inner.optim.state, self.inner.id_to_fake_params
         own = [state[held[number]].get("step", 0) if number in held else 0 for number in range(len(self.names))]
         steps: list[int] = self.ranks.max(torch.tensor(own)).tolist()
@@ -186,7 +178,7 @@ class GeminiOptimizer(ColossalOptimizer):
         for number, held in self.inner.id_to_fake_params.items():
             name = self.names[number]
             if self._chunks.of(name) is chunk and moment in self.inner.optim.state[held]:
-                found[self._chunks.share(name).in_shard].copy_(self.inner.optim.state[held][moment])
+                found[self._chunks.place(name).in_shard].copy_(self.inner.optim.state[held][moment])
         return found
 
     def _check_steps(self, counts: Mapping[str, Tensor]) -> None:
@@ -213,30 +205,16 @@ class GeminiOptimizer(ColossalOptimizer):
         excess = 1.0 if limit is None else max(1.0, (self._norm + 1e-6) / limit)
         self.inner.div_scale = excess * self._factor
 
-    def _can_shrink(self) -> bool:
-        return self.scale is not None and self.scale.can_shrink
-
-    def _take(self) -> None:
-        if self.last_step_skipped:
-            self.zero_grad()
-            if self.scale is not None:
-                self.scale.overflowed()
-            return
+    def _step(self) -> None:
         if self.inner.gradients():
             self.inner.step()
-        if self.scale is not None:
-            self.scale.stepped()
-
-    @property
-    def _factor(self) -> float:
-        return 1.0 if self.scale is None else self.scale.factor
 
 
 Placement = Literal["static", "auto"]
 
 
 class GeminiBooster(ColossalBooster):
-    """Weights, gradients, masters and moments lie in chunks, of which each rank has its share.
+    """Weights, gradients, masters and moments lie in chunks, of which each rank has its shard.
 
     A forward or backward pass gathers a chunk when it comes to one of its weights, and lets it go again. So `plain` is
     not the model that is trained, whose weights are never there together, but a twin that `awake` gives weights.
@@ -247,7 +225,7 @@ class GeminiBooster(ColossalBooster):
         precision: of weights, gradients and arithmetic.
         max_norm: gradients are clipped to this norm over all weights and ranks; None never clips.
         ranks: who trains together; None takes torch.distributed's default group.
-        placement: static, all shares on the GPU (or, without one, in host memory); or auto, by the GPU memory that is
+        placement: static, all shards on the GPU (or, without one, in host memory); or auto, by the GPU memory that is
             free.
     """
 
@@ -277,7 +255,7 @@ class GeminiBooster(ColossalBooster):
     def new_optimizer(
         self, groups: Iterable[Mapping[str, Any]], *, betas: tuple[float, float]
     ) -> torch.optim.Optimizer:
-        """Return ColossalAI's HybridAdam, the one that steps on Gemini's shares.
+        """Return ColossalAI's HybridAdam, the one that steps on Gemini's shards.
 
         Raises:
             ConfigError: if its kernels cannot be built here.
@@ -341,7 +319,7 @@ class GeminiBooster(ColossalBooster):
         return found
 
     def load_weights(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:  # noqa: ARG002
-        """Overwrite this rank's shares of the weights that are named, and buffers."""
+        """Overwrite this rank's parts of the weights that are named, and buffers."""
         self._chunks.rest()
         buffers = dict(self._twin.named_buffers())
         for name, tensor in weights.items():

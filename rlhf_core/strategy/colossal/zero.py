@@ -1,4 +1,4 @@
-"""ZeRO-2: every rank holds all weights, and its share of gradients, float32 masters and moments.
+"""ZeRO-2: every rank holds all weights, and its shard of gradients, float32 masters and moments.
 
 Buffers keep their precision: ColossalAI casts a model whole, and in bfloat16 the rotary frequencies are off by up to
 0.4 %: at the thousandth token an angle is off by radians. transformers itself keeps them in float32.
@@ -16,11 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlhf_core.strategy import plain
-from rlhf_core.strategy.colossal.booster import ColossalBooster
+from rlhf_core.strategy.booster import Moments, Precision
+from rlhf_core.strategy.colossal.booster import ColossalBooster, ColossalOptimizer, Members, host_copy
 from rlhf_core.strategy.colossal.compat.zero import OrderedZero, OrderedZeroPlugin
-from rlhf_core.strategy.colossal.copies import host_copy
-from rlhf_core.strategy.colossal.optimizer import ColossalOptimizer, Members, Moments
-from rlhf_core.strategy.plain import LossScale, Precision
 from rlhf_core.strategy.ranks import Ranks
 
 
@@ -37,7 +35,7 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
 
 
 class ZeroBooster(ColossalBooster):
-    """Weights are whole, in `precision`; of gradients, float32 masters and moments each rank has its share.
+    """Weights are whole, in `precision`; of gradients, float32 masters and moments each rank has its shard.
 
     Args:
         precision: of weights, gradients and arithmetic.
@@ -73,12 +71,12 @@ class ZeroBooster(ColossalBooster):
             [] if optimizer is None else [member for group in optimizer.param_groups for member in group["params"]]
         )
         # ColossalAI makes masters of weights that it has rounded already: this is what they were.
-        shares = [_share(member.detach(), self.ranks).clone() for member in members] if self._is_rounded else []
+        shards = [_shard_of(member.detach(), self.ranks).clone() for member in members] if self._is_rounded else []
         with buffers_kept(model):
             boosted, wrapped = super()._boosted(model, optimizer)
-        if shares:
-            for master, share in zip(wrapped.masters, shares, strict=True):
-                master.copy_(share)
+        if shards:
+            for master, shard in zip(wrapped.masters, shards, strict=True):
+                master.copy_(shard)
         return boosted, wrapped
 
     def _adapted(self, optimizer: Any, members: Members) -> ZeroOptimizer:
@@ -100,7 +98,7 @@ class ZeroBooster(ColossalBooster):
         return self._optimizer.masters(names)
 
     def load_weights(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-        """Overwrite the weights and buffers that are named, and this rank's share of their masters."""
+        """Overwrite the weights and buffers that are named, and this rank's shard of their masters."""
         plain.load_weights(self.plain(model), weights)
         if self._optimizer is not None:
             self._optimizer.load_masters(weights)
@@ -132,26 +130,12 @@ class ZeroBooster(ColossalBooster):
 
 
 class ZeroOptimizer(ColossalOptimizer):
-    """Checks the gradients of all ranks' shares, and steps on this rank's.
+    """Checks the gradients in all ranks' shards, and steps on this rank's.
 
-    Args:
-        inner: ZeRO's optimizer.
-        members: of its groups.
-        max_norm: gradients are clipped to this norm over all weights and ranks; None never clips.
-        scaled: whether losses are scaled for float16.
-        ranks: who trains together.
+    Its arguments are `ColossalOptimizer`'s; `inner` is ZeRO's optimizer, which averages gradients into the shards.
     """
 
-    def __init__(
-        self, inner: OrderedZero, *, members: Members, max_norm: float | None, scaled: bool, ranks: Ranks
-    ) -> None:
-        super().__init__(inner, members=members, max_norm=max_norm)
-        self.scale: LossScale | None = LossScale() if scaled else None
-        self.ranks = ranks
-
-    def backward(self, loss: Tensor) -> None:
-        """Add the loss's gradients, averaged over ranks, to each rank's share of them."""
-        super().backward(loss if self.scale is None else loss * self.scale.factor)
+    inner: OrderedZero
 
     def masters(self, names: Sequence[str] | None = None) -> dict[str, Tensor]:
         """Return whole weights in float32 and host memory: those that are named, or on the first rank all."""
@@ -165,10 +149,10 @@ class ZeroOptimizer(ColossalOptimizer):
         return found
 
     def load_masters(self, weights: Mapping[str, Tensor]) -> None:
-        """Take this rank's share of whole weights, of those that are named."""
+        """Take this rank's shard of whole weights, of those that are named."""
         for name, master in zip(self.names, self.inner.masters, strict=True):
             if name in weights:
-                master.copy_(_share(weights[name].detach(), self.ranks))
+                master.copy_(_shard_of(weights[name].detach(), self.ranks))
 
     def moments(self) -> Moments:
         """Return all moments, whole and in host memory, on the first rank."""
@@ -181,13 +165,13 @@ class ZeroOptimizer(ColossalOptimizer):
         return found
 
     def load_moments(self, moments: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Take this rank's share in the place of the present moments."""
-        self._load_into(self.inner.optim, moments, lambda tensor: _share(tensor, self.ranks))
+        """Put this rank's shard in the place of the present moments."""
+        self._load_into(self.inner.optim, moments, lambda tensor: _shard_of(tensor, self.ranks))
 
-    def _gathered(self, share: Tensor, working: Tensor) -> Tensor:
-        """Return what all ranks' shares make up, on the device where the weights are."""
-        everything = torch.empty(share.numel() * self.ranks.world_size, dtype=share.dtype, device=working.device)
-        dist.all_gather_single(everything, share.to(working.device))
+    def _gathered(self, shard: Tensor, working: Tensor) -> Tensor:
+        """Return what all ranks' shards make up, on the device where the weights are."""
+        everything = torch.empty(shard.numel() * self.ranks.world_size, dtype=shard.dtype, device=working.device)
+        dist.all_gather_single(everything, shard.to(working.device))
         return everything[: working.numel()].view(working.shape)
 
     def _global_norm(self) -> float:
@@ -207,26 +191,9 @@ class ZeroOptimizer(ColossalOptimizer):
         clipping = 1.0 if limit is None else min(1.0, limit / (self._norm + 1e-6))
         self.inner.multiplier = clipping / self._factor
 
-    def _can_shrink(self) -> bool:
-        return self.scale is not None and self.scale.can_shrink
 
-    def _take(self) -> None:
-        if self.last_step_skipped:
-            self.zero_grad()
-            if self.scale is not None:
-                self.scale.overflowed()
-            return
-        self.inner.step()
-        if self.scale is not None:
-            self.scale.stepped()
-
-    @property
-    def _factor(self) -> float:
-        return 1.0 if self.scale is None else self.scale.factor
-
-
-def _share(tensor: Tensor, ranks: Ranks) -> Tensor:
-    """Return a rank's part of a tensor that ColossalAI cuts into equal ones, the last filled up with zeros."""
+def _shard_of(tensor: Tensor, ranks: Ranks) -> Tensor:
+    """Return a rank's shard of a tensor, as ColossalAI cuts it: all of one size, the last filled up with zeros."""
     flat = tensor.reshape(-1)
     size = -(-flat.numel() // ranks.world_size)
     own = flat[ranks.rank * size : (ranks.rank + 1) * size]

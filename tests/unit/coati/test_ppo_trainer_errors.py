@@ -11,9 +11,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from rlhf_core.errors import ConfigError, DataError, ModelError
-from rlhf_core.training.callbacks import Callback
+from rlhf_core.training.callbacks import Callback, PerformanceEvaluator
 from rlhf_core.training.checkpoint import list_checkpoints
-from rlhf_core.training.evaluators import PerformanceEvaluator
 from rlhf_core.training.optim import make_trained
 from tests.unit.coati.ppo_trainers import demonstrations, encoded, padded, prompts, record_stats, trainer, weights
 

@@ -16,8 +16,7 @@ from rlhf_core.ppo.episode import learn_episode
 from rlhf_core.ppo.learner import PPOLearner
 from rlhf_core.rollout.experience import ExperienceMaker
 from rlhf_core.strategy.plain import PlainBooster
-from rlhf_core.training.optim import make_trained
-from rlhf_core.training.schedules import warmup_then_constant
+from rlhf_core.training.optim import make_trained, warmup_then_constant
 from tests.tiny_llama import tiny_llama
 from tests.unit.coati.ppo_trainers import (
     TOKENIZER,

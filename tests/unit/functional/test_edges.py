@@ -20,8 +20,7 @@ from rlhf_core.functional.kl import kl
 from rlhf_core.functional.legacy import legacy_advantages, legacy_sequence_reward, legacy_token_rewards
 from rlhf_core.functional.logprobs import logprobs_and_entropy, logprobs_from_logits
 from rlhf_core.functional.losses import entropy_bonus, lm_loss, pairwise_loss, policy_loss, value_loss
-from rlhf_core.functional.masking import masked_sum
-from rlhf_core.functional.moments import RunningMoments, deviation_sum, masked_sums, whiten_with
+from rlhf_core.functional.moments import RunningMoments, deviation_sum, masked_sum, masked_sums, whiten_with
 from rlhf_core.functional.weights import aggregation_count, aggregation_weights, importance_weights
 from tests.unit.functional.ragged import LENGTHS, assert_close, flat, mask, random_rows
 

@@ -12,11 +12,17 @@ from rlhf_core.config import LoRAConfig
 from rlhf_core.errors import ModelError
 from rlhf_core.models.actor import response_logprobs
 from rlhf_core.models.critic import Critic
-from rlhf_core.models.dropout import disable_dropout
 from rlhf_core.models.loading import check_same_tokenizer, load_causal_lm
 from rlhf_core.models.lora import attach_lora, trainable_parameters
 from rlhf_core.models.reward_model import RewardModel
-from rlhf_core.models.trunk import checkpoint_gradients, forward_takes, max_positions, model_inputs, unwrapped
+from rlhf_core.models.trunk import (
+    checkpoint_gradients,
+    disable_dropout,
+    forward_takes,
+    max_positions,
+    model_inputs,
+    unwrapped,
+)
 from tests.tiny_llama import tiny_tokenizer
 from tests.unit.models.architectures import ARCHITECTURES, WINDOW, tiny_causal_lm
 

@@ -18,10 +18,9 @@ from rlhf_core.ppo.critic_start import ValueLine, fit_line, rescale_head
 from rlhf_core.ppo.learner import PPOLearner, PPOStats
 from rlhf_core.strategy.plain import PlainBooster
 from rlhf_core.strategy.ranks import ALONE
-from rlhf_core.training.base import PaddedBatch
 from rlhf_core.training.callbacks import Callback
-from rlhf_core.training.optim import make_trained
-from rlhf_core.training.schedules import warmup_then_constant
+from rlhf_core.training.optim import make_trained, warmup_then_constant
+from rlhf_core.training.padding import PaddedBatch
 from rlhf_core.types import Experience
 from tests.reference import definitions
 from tests.tiny_llama import tiny_llama

@@ -11,7 +11,7 @@ from rlhf_core.errors import TrainingError
 from rlhf_core.models.critic import Critic
 from rlhf_core.ppo.episode import learn_episode
 from rlhf_core.ppo.learner import PPOLearner
-from rlhf_core.training.base import pad_examples
+from rlhf_core.training.padding import pad_examples
 from tests.tiny_llama import tiny_llama
 from tests.unit.ppo.experience import tiny_experience
 from tests.unit.ppo.test_learner import CONFIG

@@ -15,7 +15,7 @@ from rlhf_core.models.lora import attach_lora, trainable_parameters
 from rlhf_core.ppo.episode import learn_episode
 from rlhf_core.ppo.learner import PPOLearner
 from rlhf_core.ppo.ptx import Demonstrations
-from rlhf_core.training.base import PaddedBatch, pad_examples
+from rlhf_core.training.padding import PaddedBatch, pad_examples
 from rlhf_core.types import Experience
 from tests.reference import definitions
 from tests.tiny_llama import tiny_llama

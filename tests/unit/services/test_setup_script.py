@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from infra.settings import CHECKOUT
-from rlhf_core.strategy.making import INSTALL
+from rlhf_core.strategy.factory import INSTALL
 
 TOOLS = ("cat", "dirname", "grep", "mkdir", "rm", "sed", "sh", "sleep", "tail", "tr")
 NEEDED = ("requirements.txt", "requirements-dev.txt", "pyproject.toml", "infra/setup.sh", "Makefile")

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from rlhf_core.strategy.meeting import Meeting, open_meeting
+from rlhf_core.strategy.liveness import naming_lost_rank
 from rlhf_core.strategy.ranks import join
-from rlhf_core.strategy.roll_call import naming_lost_rank
+from rlhf_core.strategy.rendezvous import Rendezvous, open_rendezvous
 
 END_S = 60.0
 
@@ -51,7 +51,7 @@ def play(fate: Fate, *, world_size: int, deadline_s: float, agent: bool = False,
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    listener = open_meeting("127.0.0.1")
+    listener = open_rendezvous("127.0.0.1")
     port = listener.getsockname()[1]
     store = None
     if agent:
@@ -101,7 +101,7 @@ def _rank(
             "TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": str(rank), "WORLD_SIZE": str(world_size),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         }  # fmt: skip
-    ranks = join(deadline_s, meeting=None if agent else Meeting(rank, world_size, "127.0.0.1", port))
+    ranks = join(deadline_s, rendezvous=None if agent else Rendezvous(rank, world_size, "127.0.0.1", port))
     tensor = torch.ones(1 << 20)
     ranks.sum(tensor)
     if rank == fate.rank and fate.how != "raises":

@@ -17,7 +17,8 @@ from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.lora import attach_lora, merged_parameters
 from rlhf_core.strategy import plain
-from rlhf_core.strategy.plain import GradientError, PlainBooster, PlainOptimizer
+from rlhf_core.strategy.optimizer import GradientError
+from rlhf_core.strategy.plain import PlainBooster, PlainOptimizer
 from rlhf_core.strategy.ranks import ALONE
 from tests.tiny_llama import tiny_llama
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from rlhf_core.errors import LostRankError
-from rlhf_core.strategy.meeting import Meeting, open_meeting
 from rlhf_core.strategy.ranks import ALONE, choose_backend, current_ranks, join, join_alone, leave
+from rlhf_core.strategy.rendezvous import Rendezvous, open_rendezvous
 
 
 def test_alone_everything_is_as_it_was() -> None:
@@ -78,9 +78,9 @@ def test_a_group_of_one_is_open_to_nobody_on_the_network() -> None:
 
 
 def _in_vain() -> str:
-    listener = open_meeting("127.0.0.1")
+    listener = open_rendezvous("127.0.0.1")
     try:
-        join(1.0, meeting=Meeting(0, 3, "127.0.0.1", listener.getsockname()[1], listener))
+        join(1.0, rendezvous=Rendezvous(0, 3, "127.0.0.1", listener.getsockname()[1], listener))
     except LostRankError as error:
         return str(error)
     return ""

@@ -12,7 +12,7 @@ from tests.parallel import learner_cases
 from tests.parallel import strategy_reference as reference
 from tests.parallel.closeness import assert_fp32
 from tests.parallel.ranks import Found, run_on_ranks
-from tests.parallel.test_strategy_memory import assert_share
+from tests.parallel.test_strategy_memory import assert_memory
 
 torch.set_num_threads(1)
 
@@ -50,7 +50,7 @@ def test_a_strategy_takes_the_steps_of_pytorch_written_out(two: list[dict[str, F
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_each_rank_holds_its_share(two: list[dict[str, Found]], strategy: str) -> None:
-    assert_share(two, f"held:{strategy}:bf16:weights")
+    assert_memory(two, f"held:{strategy}:bf16:weights")
 
 
 def test_what_one_strategy_wrote_another_reads_on_one_rank(tmp_path: Path) -> None:

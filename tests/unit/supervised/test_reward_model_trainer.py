@@ -24,7 +24,7 @@ from rlhf_core.models.reward_model import RewardModel
 from rlhf_core.strategy.plain import PlainBooster
 from rlhf_core.supervised.measures import measurement, score_sequences
 from rlhf_core.supervised.reward_model import RewardModelTrainer
-from rlhf_core.training.base import pad_right
+from rlhf_core.training.padding import pad_right
 from tests.tiny_llama import tiny_llama, tiny_tokenizer
 
 FP32 = torch.float32

@@ -13,8 +13,14 @@ from rlhf_core.data.encoding import EncodedPair, encode_pairs
 from rlhf_core.data.preferences import PreferencePair
 from rlhf_core.errors import ConfigError, DataError, ModelError
 from rlhf_core.models.loss import LogExpLoss
-from rlhf_core.supervised.batches import MaskedTokens, as_masked, pair_batch, pair_batch_of, token_batch_of
-from rlhf_core.supervised.collator import DataCollatorForPreferenceDataset
+from rlhf_core.supervised.batches import (
+    DataCollatorForPreferenceDataset,
+    MaskedTokens,
+    as_masked,
+    pair_batch,
+    pair_batch_of,
+    token_batch_of,
+)
 from rlhf_core.training.checkpoint import list_checkpoints
 from tests.unit.supervised.test_reward_model_trainer import collate as collate_pairs
 from tests.unit.supervised.test_reward_model_trainer import pairs

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_core.models.lora import trainable_parameters
-from rlhf_core.strategy import files, plain
+from rlhf_core.strategy import plain
 from rlhf_core.strategy.booster import TrainedState
 from rlhf_core.strategy.optimizer import CheckedOptimizer
 from rlhf_core.strategy.plain import PlainBooster, PlainOptimizer
@@ -123,16 +123,6 @@ class StrictBooster(PlainBooster):
         self.load_weights(model, state.weights)
         plain.load_moments(self.inner, optimizer.optim, state.moments)
 
-    def save_model(self, model: nn.Module, checkpoint: str, *arguments: Any, **named: Any) -> None:
-        with self.exact(model) as held:
-            super().save_model(held, checkpoint, *arguments, **named)  # type: ignore[arg-type]
-
-    def load_model(self, model: nn.Module, checkpoint: str, strict: bool = True) -> nn.Module:
-        self.show()
-        files.read_model(self.inner, checkpoint)
-        self.keep()
-        return model
-
     def save_optimizer(self, optimizer: Any, checkpoint: str, *arguments: Any, **named: Any) -> None:
         super().save_optimizer(optimizer.optim, checkpoint, *arguments, **named)
 
@@ -195,6 +185,11 @@ class StrictOptimizer(CheckedOptimizer):
         self._booster.show()
         self.optim.step(max_norm)
         self._booster.keep()
+
+    def _none(self, *_: Any) -> Any:
+        raise AssertionError("the optimizer inside does this")
+
+    _backward = _global_norm = _clip = _step = _none
 
 
 def strict(**options: Any) -> StrictBooster:

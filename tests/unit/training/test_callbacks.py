@@ -8,10 +8,12 @@ from itertools import count
 
 import pytest
 
-from rlhf_core.training.callbacks import Callback, MakerCallback, TrainerCallback
-from rlhf_core.training.evaluators import (
+from rlhf_core.training.callbacks import (
+    Callback,
     ExperienceMakerPerformanceEvaluator,
+    MakerCallback,
     PerformanceEvaluator,
+    TrainerCallback,
     TrainerPerformanceEvaluator,
 )
 from tests.unit.test_types import experience

@@ -16,7 +16,7 @@ from rlhf_core.strategy.ranks import ALONE
 from rlhf_core.training import checkpoint as checkpoints
 from rlhf_core.training.checkpoint import damage_of, find_checkpoint, list_checkpoints, write_checkpoint
 from rlhf_core.training.loaders import CycledLoader
-from rlhf_core.training.random_state import random_states, set_random_states
+from rlhf_core.training.modes import random_states, set_random_states
 from rlhf_core.training.run_directory import checkpoint_name
 
 ROLES = ("actor", "critic", "trainer")
@@ -154,7 +154,7 @@ def test_a_shuffling_loader_goes_on_where_it_was(own_generator: bool, before: in
     second.load_state(state.facts, state.tensors)
     set_random_states(states)
     assert dealt(second, 8) == expected
-    assert second.samples_dealt == first.samples_dealt
+    assert second.samples_given == first.samples_given
 
 
 def test_every_pass_of_a_distributed_sampler_is_another() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from rlhf_core.errors import DataError
-from rlhf_core.training.loaders import CycledLoader, Dealt, dealt_by_all
+from rlhf_core.training.loaders import CycledLoader, LoaderProgress, progress_of_all
 
 ROWS = 24
 
@@ -34,12 +34,12 @@ def test_other_ranks_deal_the_rest_of_a_pass_and_nothing_twice(before: int, afte
     stood = [loader(rank, before) for rank in range(before)]
     batches = 12 // before // 2  # half of the pass, whoever deals it
     first = [row for each in stood for row in dealt(each, batches)]
-    known = dealt_by_all([each.state().facts for each in stood])
-    assert known == Dealt(0, 12, 2 * before)
+    known = progress_of_all([each.state().facts for each in stood])
+    assert known == LoaderProgress(0, 12, 2 * before)
     second = []
     for rank in range(after):
         ours = loader(rank, after)
-        ours.load_dealt(known, stood[0].state().tensors, after)
+        ours.load_progress(known, stood[0].state().tensors, after)
         second += dealt(ours, (ROWS - 12) // after // 2)
     assert sorted(first + second) == list(range(ROWS))
 
@@ -50,8 +50,8 @@ def test_a_pass_that_cannot_be_shared_evenly_passes_over_up_to_a_batch_of_each_r
     rest = []
     for rank in range(2):
         ours = loader(rank, 2)
-        ours.load_dealt(dealt_by_all([stood.state().facts]), stood.state().tensors, 2)
-        assert ours.samples_dealt == 2
+        ours.load_progress(progress_of_all([stood.state().facts]), stood.state().tensors, 2)
+        assert ours.samples_given == 2
         rest += dealt(ours, 5)
     assert len(rest) == len(set(rest)) == ROWS - 4
     assert not {*first} & {*rest}
@@ -62,16 +62,16 @@ def test_samples_that_were_dealt_twice_to_fill_up_a_pass_are_not_missed_by_fewer
     for each in stood:
         dealt(each, 2)
     ours = loader(0, 1, rows=7)
-    ours.load_dealt(dealt_by_all([each.state().facts for each in stood]), stood[0].state().tensors, 1)
+    ours.load_progress(progress_of_all([each.state().facts for each in stood]), stood[0].state().tensors, 1)
     assert sorted(dealt(ours, 4)) == list(range(7))  # the next pass
     assert ours.state().facts["pass"] == 1
 
 
 def test_a_pass_that_others_have_begun_is_gone_on_with() -> None:
     ahead = {"pass": 3, "batches": 1, "samples": 2}
-    assert dealt_by_all([{"pass": 2, "batches": 6, "samples": 12}, ahead]) == Dealt(3, 2, 2)
+    assert progress_of_all([{"pass": 2, "batches": 6, "samples": 12}, ahead]) == LoaderProgress(3, 2, 2)
     ours = loader(0, 3)
-    ours.load_dealt(dealt_by_all([{"pass": -1, "batches": 0, "samples": 0}]), {}, 3)
+    ours.load_progress(progress_of_all([{"pass": -1, "batches": 0, "samples": 0}]), {}, 3)
     assert ours.state().facts["pass"] == -1
 
 
@@ -80,4 +80,4 @@ def test_data_with_fewer_samples_than_were_dealt_are_other_data() -> None:
     dealt(stood, 12)
     ours = loader(0, 2, rows=8)
     with pytest.raises(DataError, match="prompts has 4 samples on each of 2 ranks, fewer than the 24"):
-        ours.load_dealt(dealt_by_all([stood.state().facts]), stood.state().tensors, 2)
+        ours.load_progress(progress_of_all([stood.state().facts]), stood.state().tensors, 2)

@@ -11,8 +11,7 @@ from torch import nn
 
 from rlhf_core.errors import ModelError, TrainingError
 from rlhf_core.strategy.plain import PlainBooster
-from rlhf_core.training.optim import Trained, make_trained, take_step
-from rlhf_core.training.schedules import warmup_then_constant
+from rlhf_core.training.optim import Trained, make_trained, take_step, warmup_then_constant, warmup_then_decay
 
 
 def trained(model: nn.Module, *, lr: float = 0.1, weight_decay: float = 0.0, **others: Any) -> Trained:
@@ -146,3 +145,20 @@ def test_trainable_weights_in_half_precision_are_refused() -> None:
 def test_a_frozen_model_cannot_be_trained() -> None:
     with pytest.raises(ModelError, match="no trainable weights"):
         trained(nn.Linear(1, 1).requires_grad_(requires_grad=False))
+
+
+def test_warm_up_rises_linearly_and_stays() -> None:
+    factor = warmup_then_constant(2)
+    assert [factor(step) for step in range(4)] == pytest.approx([1 / 3, 2 / 3, 1, 1])
+    assert warmup_then_constant(0)(0) == 1.0
+
+
+def test_decay_falls_linearly_to_zero_after_the_last_step() -> None:
+    factor = warmup_then_decay(2, 6)
+    assert [factor(step) for step in range(7)] == pytest.approx([1 / 3, 2 / 3, 1, 3 / 4, 1 / 2, 1 / 4, 0])
+
+
+def test_a_warm_up_longer_than_the_run_still_gives_rates_above_zero() -> None:
+    factor = warmup_then_decay(10, 3)
+    assert [factor(step) for step in range(3)] == pytest.approx([1 / 3, 2 / 3, 1])
+    assert warmup_then_decay(2, 1)(0) == 1.0

@@ -2,7 +2,7 @@
 
 What differs from ColossalAI's, and why:
 
-    on a CPU             it tells a chunk's share from what is offloaded by the device: on a CPU both are one
+    on a CPU             it tells a chunk's shard from what is offloaded by the device: on a CPU both are one
     float32              it takes half precisions alone, with masters in float32; without masters it can do with it
     masters              it makes them of weights that it has rounded already
     buffers              it rounds them too, the rotary frequencies among them
@@ -47,7 +47,7 @@ def padded_elements(sizes: Sequence[int], world_size: int, chunk: int) -> int:
     total = room = 0
     for size in sizes:
         if size > room:
-            room = max(chunk, _shared(size, world_size))
+            room = max(chunk, _divided(size, world_size))
             total += room
         room -= size
     return total
@@ -71,13 +71,13 @@ def chunk_elements(sizes: Sequence[int], world_size: int) -> int:
                 break
             if reached >= least:
                 sums.add(reached)
-    tried = sorted({max(world_size, _shared(each, world_size)) for each in sums})
+    tried = sorted({max(world_size, _divided(each, world_size)) for each in sums})
     tried = tried[:: -(-len(tried) // _TRIES)]
     return min(tried, key=lambda chunk: (padded_elements(sizes, world_size, chunk), -chunk))
 
 
-def _shared(size: int, world_size: int) -> int:
-    """Return the next number that all ranks have equal shares of."""
+def _divided(size: int, world_size: int) -> int:
+    """Return the next number that all ranks have equal shards of."""
     return -(-size // world_size) * world_size
 
 
@@ -93,11 +93,11 @@ _UpstreamModel: Any = upstream("colossalai.zero.gemini.gemini_ddp").GeminiDDP
 
 
 class HostChunk(_UpstreamChunk):  # type: ignore[misc]
-    """A chunk where there is no accelerator: its share is in host memory, which is all there is."""
+    """A chunk where there is no accelerator: its shard is in host memory, which is all there is."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.shard_device = torch.device("meta")  # any but the CPU, to which a share would be offloaded
+        self.shard_device = torch.device("meta")  # any but the CPU, to which a shard would be offloaded
 
     @property
     def device_type(self) -> str:
@@ -217,8 +217,8 @@ class ShardedOptimizer(_optimizer.GeminiOptimizer):  # type: ignore[misc]
         super().step(*args, **kwargs)
         if not self.module.master_weights:
             for group in self.param_groups:
-                for share in group["params"]:
-                    share.data = share.new_empty(0)  # else it keeps the weights' share while they are gathered
+                for shard in group["params"]:
+                    shard.data = shard.new_empty(0)  # else it keeps the weights' shard while they are gathered
 
     def _set_grad_ptr(self) -> None:
         super()._set_grad_ptr()
@@ -281,7 +281,7 @@ def chunks_of(model: ShardedModel) -> Sequence[Any]:
 
 
 def rest(model: ShardedModel) -> None:
-    """Let each rank have its shares of the weights alone, whatever pass was made or broken off."""
+    """Let each rank have its shards of the weights alone, whatever pass was made or broken off."""
     manager = model.chunk_manager
     for chunk in chunks_of(model):
         _hold(chunk)

@@ -60,7 +60,7 @@ def use_gloo_well() -> None:
 
 
 GATHERED_TOGETHER = 1 << 14
-"""Largest share of a weight, in elements, that a CPU gathers with others after a step, which copies it three times."""
+"""Largest shard of a weight, in elements, that a CPU gathers with others after a step, which copies it three times."""
 
 if not torch.cuda.is_available():
     use_gloo_well()
@@ -93,8 +93,8 @@ class OrderedZero(_Optimizer):  # type: ignore[misc]
 
     @property
     def masters(self) -> list[Tensor]:
-        """This rank's float32 shares of them, in the same order; their moments are by these in `optim.state`."""
-        return [share for group in self._master_param_groups_of_current_rank.values() for share in group]
+        """This rank's float32 shards of them, in the same order; their moments are by these in `optim.state`."""
+        return [shard for group in self._master_param_groups_of_current_rank.values() for shard in group]
 
     @property
     def used(self) -> list[bool]:
@@ -110,7 +110,7 @@ class OrderedZero(_Optimizer):  # type: ignore[misc]
                     self.pid_to_grad_store[id(parameter)]._grads_of_params.get(number, {}).pop(id(parameter), None)
 
     def gradients(self) -> list[Tensor]:
-        """Return this rank's shares of all gradients."""
+        """Return this rank's shards of all gradients."""
         return [
             gradient for number in self._working_param_groups for gradient in self.get_working_grads_by_group_id(number)
         ]

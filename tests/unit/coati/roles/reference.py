@@ -15,9 +15,9 @@ from rlhf_core.config import PPOOptions
 from rlhf_core.data.loaders import DataCollatorForPromptDataset, PromptDataset, StatefulDistributedSampler
 from rlhf_core.data.problems import problem_key
 from rlhf_core.models.critic import Critic
-from rlhf_core.models.dropout import disable_dropout
 from rlhf_core.models.loading import load_causal_lm, load_tokenizer
 from rlhf_core.models.reward_model import RewardModel
+from rlhf_core.models.trunk import disable_dropout
 from rlhf_core.ppo.learner import PPOStats
 from rlhf_core.strategy.plain import PlainBooster
 from rlhf_core.training.optim import Trained, make_trained

@@ -9,7 +9,7 @@ import torch
 
 from rlhf_core.coati.script.flags import build_parser
 from rlhf_core.coati.script.run import optimizer_steps, schedule_of
-from rlhf_core.training.schedules import warmup_then_cosine
+from rlhf_core.training.optim import warmup_then_cosine
 
 
 def test_steps_are_windows_of_accumulated_batches() -> None:

@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rlhf_core.strategy.colossal import gemini, kernel
+from rlhf_core.strategy.colossal import kernel
 from rlhf_core.strategy.colossal.compat import upstream
-from rlhf_core.strategy.colossal.gemini import hybrid_adam
+from rlhf_core.strategy.colossal.compat.adam import check_nvcc, hybrid_adam
 from rlhf_core.strategy.colossal.kernel import KernelError, load_kernel
 
 BETAS = (0.9, 0.95)
@@ -225,7 +225,7 @@ def test_nvcc_must_be_of_the_release_that_torch_was_built_with(
         (tmp_path / "bin" / "nvcc").write_text(f"#!/bin/sh\necho '{told}'\n")
         (tmp_path / "bin" / "nvcc").chmod(0o755)
     if not sentence:
-        gemini.check_nvcc()
+        check_nvcc()
         return
     with pytest.raises(KernelError, match=sentence):
-        gemini.check_nvcc()
+        check_nvcc()

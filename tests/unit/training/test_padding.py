@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rlhf_core.training.base import pad_examples, pad_right
+from rlhf_core.training.padding import pad_examples, pad_right
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rlhf_core.errors import ConfigError
 from rlhf_core.generation import GenerationSettings, make_engine, sample_uniforms
-from rlhf_core.generation.stopping import StopStrings
+from rlhf_core.generation.responses import StopStrings
 from tests.tiny_llama import tiny_llama, tiny_tokenizer
 
 torch.set_num_threads(1)

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from rlhf_core.config.strategy import GEMINI, SAME_STRATEGY, StrategyName
 
 if TYPE_CHECKING:
-    from rlhf_core.strategy.plain import Precision
+    from rlhf_core.strategy.booster import Precision
 
 _EXACT = 4  # bytes of a float32
 _MOMENTS = 8  # Adam's two, in float32
 
 
-class Share(NamedTuple):
+class RankMemory(NamedTuple):
     """Bytes of one rank; what is held throughout a step."""
 
     weights: int
@@ -47,7 +47,7 @@ class Share(NamedTuple):
 
 def bytes_per_rank(
     strategy: StrategyName, *, parameters: int, trained: int, world_size: int = 1, precision: Precision = "fp32"
-) -> Share:
+) -> RankMemory:
     """Return what one rank holds of one model.
 
     Args:
@@ -62,15 +62,17 @@ def bytes_per_rank(
 
     Example:
         >>> bytes_per_rank("zero2", parameters=1000, trained=1000, world_size=4, precision="bf16")
-        Share(weights=2000, gradients=500, master=1000, moments=2000, offloaded=False)
+        RankMemory(weights=2000, gradients=500, master=1000, moments=2000, offloaded=False)
     """
     if strategy == "3d":
         raise ValueError("strategy 3d comes in a later release; what its ranks hold is not known yet")
     name = SAME_STRATEGY.get(strategy, strategy)
     if name in {"plain", "ddp"}:
-        return Share(_EXACT * parameters, _EXACT * trained, 0, _MOMENTS * trained)
+        return RankMemory(_EXACT * parameters, _EXACT * trained, 0, _MOMENTS * trained)
     working = _EXACT if precision == "fp32" else 2
-    share = -(-trained // world_size)
-    master = 0 if strategy in GEMINI and precision == "fp32" else _EXACT * share
+    shard = -(-trained // world_size)
+    master = 0 if strategy in GEMINI and precision == "fp32" else _EXACT * shard
     weights = -(-parameters // world_size) if strategy in GEMINI else parameters
-    return Share(working * weights, working * share, master, _MOMENTS * share, offloaded=name == "colossalai_zero2_cpu")
+    return RankMemory(
+        working * weights, working * shard, master, _MOMENTS * shard, offloaded=name == "colossalai_zero2_cpu"
+    )

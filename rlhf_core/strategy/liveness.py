@@ -1,9 +1,9 @@
 """Which process of a group is gone: a collective that fails says only that something broke.
 
-Every rank counts up a number in the store where the ranks met, twice a second, in a thread of its own, and looks at the
-numbers of the others. When a collective fails, it waits for each of them to count on: one that does not is lost. The
-first to find out tells the others, so that none of them is taken for lost because it gave up sooner. Whoever knows
-closes its connections, so that none waits for it either.
+Every rank sends heartbeats: twice a second a thread counts up a number in the group's store, and reads the numbers of
+the others. When a collective fails, the rank waits for the next heartbeat of each other one: a rank that sends none is
+lost. The first to find out tells the others, so that none of them is taken for lost because it gave up sooner. A rank
+that knows closes its connections, so that no other waits for it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import psutil
 import torch.distributed as dist
 
 from rlhf_core.errors import LostRankError
-from rlhf_core.strategy.meeting import Met
+from rlhf_core.strategy.rendezvous import GroupStore
 
 logger = logging.getLogger(__name__)
 BEAT_S = 0.5
 PATIENCE_S = 5.0
-"""Longest wait for the signs of life that should come every `BEAT_S`."""
+"""Longest wait for the heartbeats that should come every `BEAT_S`."""
 _ENDED, _STOPPED, _SILENT = "has ended", "is stopped", "shows no sign of life"
 
 
@@ -57,21 +57,21 @@ class _Sign(NamedTuple):
     """Why it left the group; empty while it is there."""
 
 
-class RollCall:
-    """This rank's signs of life, and those of the others.
+class Liveness:
+    """This rank's heartbeats, and those of the others.
 
     Args:
-        met: where the ranks met. What this rank is, is said there at once; its signs of life begin with `begin`.
+        group: the group's store. Which process this rank is, is written there at once; heartbeats begin with `begin`.
     """
 
-    def __init__(self, met: Met) -> None:
-        self.rank, self.world_size = met.rank, met.world_size
+    def __init__(self, group: GroupStore) -> None:
+        self.rank, self.world_size = group.rank, group.world_size
         self.has_hung_up = False
-        self._kept_by_first = met.kept_by_first
-        self._held = met.store  # the first rank's serves all others: it must outlive the group
+        self._kept_by_first = group.kept_by_first
+        self._held = group.store  # the first rank's serves all others: it must outlive the group
         # On a connection of its own: on the common one a wait for a key keeps all others waiting.
-        self._store = met._replace(store=met.store.clone()).part("roll-call")
-        self._others = [rank for rank in range(met.world_size) if rank != met.rank]
+        self._store = group._replace(store=group.store.clone()).under("liveness")
+        self._others = [rank for rank in range(group.world_size) if rank != group.rank]
         self._own = _Process.own()
         self._who: dict[int, _Process] = {}
         self._signs: dict[int, _Sign] = {}
@@ -82,13 +82,13 @@ class RollCall:
         self._reason = ""
         self._unreachable = False
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._keep_beating, name="roll-call", daemon=True)
+        self._thread = threading.Thread(target=self._send_heartbeats, name="liveness", daemon=True)
         self._store.set(f"who/{self.rank}", json.dumps(self._own))
         for key in (f"beat/{self.rank}", f"left/{self.rank}", *(["lost"] if self.rank == 0 else [])):
             self._store.set(key, "")
 
     def begin(self) -> None:
-        """Show signs of life from now on; every rank has said by now who it is."""
+        """Send heartbeats from now on; every rank has said by now who it is."""
         self._thread.start()
 
     def end(self) -> None:
@@ -120,7 +120,7 @@ class RollCall:
             dist.destroy_process_group()
 
     def who_is_lost(self) -> str:
-        """Return a sentence on who the others cannot go on without; takes seconds, for signs of life are waited for."""
+        """Return a sentence on who the others cannot go on without; takes seconds, as heartbeats are waited for."""
         rounds, first, deadline = self._rounds, dict[int, _Sign](), time.monotonic() + PATIENCE_S
         gone: dict[int, str] = {}
         while not self._lost:
@@ -202,7 +202,7 @@ class RollCall:
                 return
             time.sleep(BEAT_S / 10)
 
-    def _keep_beating(self) -> None:
+    def _send_heartbeats(self) -> None:
         try:
             names = [f"who/{rank}" for rank in self._others]
             said = self._store.multi_get(names)
@@ -215,7 +215,7 @@ class RollCall:
             self._unreachable = True
 
     def _exchange(self) -> None:
-        """Give a sign of life, and look at the others'."""
+        """Send a heartbeat, and look at the others'."""
         self._store.set(f"beat/{self.rank}", f"{self._rounds + 1} {'knows' if self._lost else ''}")
         if self._reason:
             self._store.set(f"left/{self.rank}", self._reason)
@@ -248,26 +248,26 @@ class _Group(Protocol):
     world_size: int
 
 
-_current: RollCall | None = None
+_current: Liveness | None = None
 
 
-def begin(call: RollCall) -> None:
-    """Show signs of life until `end` is called or the process ends."""
+def begin(monitor: Liveness) -> None:
+    """Send heartbeats until `end` is called or the process ends."""
     global _current  # noqa: PLW0603 - as torch.distributed's group is
-    _current = call
-    call.begin()
+    _current = monitor
+    monitor.begin()
     atexit.register(end)  # a thread that is in torch when Python ends would take the process down
 
 
 def end() -> None:
-    """Leave the roll call that this process is in; nothing where there is none."""
+    """End this process's heartbeats; nothing where there are none."""
     global _current  # noqa: PLW0603
     if _current is not None:
         _current.end()
         _current = None
 
 
-def is_lost_touch(error: BaseException) -> bool:
+def is_connection_error(error: BaseException) -> bool:
     """Whether gloo or NCCL raised it: this rank does not reach another any more."""
     said = str(error)
     return isinstance(error, dist.DistError) or (
@@ -301,11 +301,11 @@ def naming_lost_rank(ranks: _Group) -> Iterator[None]:
     except Exception as error:
         if ranks.world_size == 1 or isinstance(error, LostRankError):
             raise
-        if _current is not None and (is_lost_touch(error) or _misses_group(error)):
+        if _current is not None and (is_connection_error(error) or _misses_group(error)):
             sentence = _current.who_is_lost()
             _current.hang_up(error)
             raise LostRankError(sentence) from error
-        if not is_lost_touch(error):
+        if not is_connection_error(error):
             if _current is not None:
                 _current.gives_up_because(error)
             raise

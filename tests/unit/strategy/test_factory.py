@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from rlhf_core.errors import ConfigError
-from rlhf_core.strategy import making
-from rlhf_core.strategy.making import check_optimizer, check_strategy, make_booster
+from rlhf_core.strategy import factory
+from rlhf_core.strategy.factory import check_optimizer, check_strategy, make_booster
 from rlhf_core.strategy.plain import PlainBooster
 from rlhf_core.strategy.ranks import Ranks, current_ranks, join_alone, leave
 
@@ -68,7 +68,7 @@ def test_what_a_cpu_can_do_passes(strategy: Any) -> None:
 
 def test_without_colossalai_its_strategies_name_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
-    monkeypatch.setattr(making.importlib.util, "find_spec", lambda name: None if name == "colossalai" else find(name))
+    monkeypatch.setattr(factory.importlib.util, "find_spec", lambda name: None if name == "colossalai" else find(name))
     check_strategy("plain", precision="fp32", cuda=False)
     with pytest.raises(ConfigError, match=r"strategy zero2 needs ColossalAI, .*`make setup`.*--no-deps") as caught:
         check_strategy("zero2", precision="fp32", cuda=False)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.strategy.shares import bytes_per_rank
+from rlhf_core.strategy.memory_model import bytes_per_rank
 
 # parameters 1000, of which 600 are trained, on 4 ranks: weights, gradients, master, moments
 BY_HAND: dict[tuple[Any, Any], tuple[int, int, int, int]] = {
@@ -21,14 +21,14 @@ BY_HAND: dict[tuple[Any, Any], tuple[int, int, int, int]] = {
 
 
 @pytest.mark.parametrize(("strategy", "precision"), BY_HAND)
-def test_each_rank_holds_its_share(strategy: Any, precision: Any) -> None:
-    share = bytes_per_rank(strategy, parameters=1000, trained=600, world_size=4, precision=precision)
-    assert tuple(share)[:4] == BY_HAND[strategy, precision]
-    in_host = share.master + share.moments if strategy == "zero2_cpu" else 0
-    assert (share.host, share.device + share.host) == (in_host, sum(tuple(share)[:4]))
+def test_each_rank_holds_its_part(strategy: Any, precision: Any) -> None:
+    held = bytes_per_rank(strategy, parameters=1000, trained=600, world_size=4, precision=precision)
+    assert tuple(held)[:4] == BY_HAND[strategy, precision]
+    in_host = held.master + held.moments if strategy == "zero2_cpu" else 0
+    assert (held.host, held.device + held.host) == (in_host, sum(tuple(held)[:4]))
 
 
-def test_a_share_is_rounded_up() -> None:
+def test_a_part_is_rounded_up() -> None:
     assert bytes_per_rank("zero2", parameters=5, trained=5, world_size=2, precision="fp32").moments == 3 * 8
 
 

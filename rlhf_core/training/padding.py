@@ -1,19 +1,14 @@
-"""What all trainers share: batches of token ids, and the record of a step."""
+"""Rows of token ids as one batch: padded on the right, or prompts padded on the left and responses on the right."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
-
-from rlhf_core.training.boosted import undisturbed
+from torch import Tensor
 
 TokenIds = Sequence[int]
-Metrics = dict[str, float]
-OnStep = Callable[[Metrics], None]
 
 
 class PaddedBatch(NamedTuple):
@@ -25,21 +20,6 @@ class PaddedBatch(NamedTuple):
     """[B S], True on tokens."""
     action_mask: Tensor
     """[B A], True on response tokens."""
-
-
-@contextmanager
-def training_mode(model: nn.Module, *, seed: int) -> Iterator[None]:
-    """Run the block with the model in training mode and its dropout drawn from `seed`; leave it in evaluation mode.
-
-    The global random state comes out as it went in.
-    """
-    with undisturbed():
-        torch.manual_seed(seed)
-        model.train()
-        try:
-            yield
-        finally:
-            model.eval()
 
 
 def pad_right(rows: Sequence[TokenIds], device: torch.device) -> tuple[Tensor, Tensor]:

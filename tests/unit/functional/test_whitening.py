@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlhf_core.functional.masking import masked_sum
+from rlhf_core.functional.moments import masked_sum
 from tests.reference import definitions
 from tests.unit.functional.ragged import assert_close, mask, pad, random_rows, unpad, whitened
 

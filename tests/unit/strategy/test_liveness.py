@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from rlhf_core.errors import LostRankError
-from rlhf_core.strategy import roll_call
-from rlhf_core.strategy.meeting import Met
+from rlhf_core.strategy import liveness
+from rlhf_core.strategy.liveness import Liveness, naming_lost_rank
 from rlhf_core.strategy.ranks import ALONE, current_ranks, join_alone, leave
-from rlhf_core.strategy.roll_call import RollCall, naming_lost_rank
+from rlhf_core.strategy.rendezvous import GroupStore
 from tests.unit.strategy.lost_ranks import Fate, play
 
 SECONDS = 5.0
@@ -41,14 +41,14 @@ def test_a_rank_that_waits_for_one_that_was_told_does_not_wait_to_the_deadline(a
 
 
 def test_a_rank_that_lost_another_stays_what_it_was_and_says_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roll_call, "BEAT_S", 0.05)
+    monkeypatch.setattr(liveness, "BEAT_S", 0.05)
     store = dist.HashStore()  # type: ignore[attr-defined]
     join_alone()
     try:
-        call = RollCall(Met(store, 1, 2, False, timedelta(seconds=10)))
-        RollCall(Met(store, 0, 2, False, timedelta(seconds=10)))
-        store.set("roll-call/left/0", "ValueError: a shape")
-        roll_call.begin(call)
+        monitor = Liveness(GroupStore(store, 1, 2, False, timedelta(seconds=10)))
+        Liveness(GroupStore(store, 0, 2, False, timedelta(seconds=10)))
+        store.set("liveness/left/0", "ValueError: a shape")
+        liveness.begin(monitor)
         with (
             pytest.raises(LostRankError, match="rank 0 of 2 has left"),
             naming_lost_rank(SimpleNamespace(world_size=2)),
@@ -67,7 +67,7 @@ def test_a_rank_that_lost_another_stays_what_it_was_and_says_it_again(monkeypatc
 
 
 @pytest.mark.parallel
-def test_where_somebody_else_keeps_the_meeting_place_it_is_the_same() -> None:
+def test_where_torchrun_keeps_the_store_it_is_the_same() -> None:
     told = play(Fate(0, "SIGKILL"), world_size=2, deadline_s=DEADLINE_S, agent=True)
     assert told[0].sentence.startswith("LostRankError: rank 0 of 2 has ended")
 
@@ -92,10 +92,10 @@ def _no_store() -> None:
 
 
 def test_a_rank_of_another_machine_is_lost_when_its_signs_of_life_stay_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roll_call, "BEAT_S", 0.05)
-    monkeypatch.setattr(roll_call, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(liveness, "BEAT_S", 0.05)
+    monkeypatch.setattr(liveness, "PATIENCE_S", 1.0)
     store = dist.HashStore()  # type: ignore[attr-defined]
-    first, second, third = (RollCall(Met(store, rank, 3, True, timedelta(seconds=10))) for rank in range(3))
+    first, second, third = (Liveness(GroupStore(store, rank, 3, True, timedelta(seconds=10))) for rank in range(3))
     second._store.set("who/1", '["elsewhere", 1]')
     for each in (first, second, third):
         each.begin()
@@ -111,9 +111,9 @@ def test_a_rank_of_another_machine_is_lost_when_its_signs_of_life_stay_away(monk
 
 
 def test_where_all_live_nobody_is_accused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roll_call, "BEAT_S", 0.05)
+    monkeypatch.setattr(liveness, "BEAT_S", 0.05)
     store = dist.HashStore()  # type: ignore[attr-defined]
-    both = [RollCall(Met(store, rank, 2, True, timedelta(seconds=10))) for rank in range(2)]
+    both = [Liveness(GroupStore(store, rank, 2, True, timedelta(seconds=10))) for rank in range(2)]
     for each in both:
         each.begin()
     try:

@@ -1,4 +1,4 @@
-"""A booster by the name of its strategy, and in one sentence what cannot be. Importing this imports no torch."""
+"""Makes a booster by the name of its strategy; refuses in one sentence what a strategy cannot do. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from rlhf_core.strategy.booster import OwnBooster
-    from rlhf_core.strategy.plain import Precision
+    from rlhf_core.strategy.booster import OwnBooster, Precision
     from rlhf_core.strategy.ranks import Ranks
 
 INSTALL = "pip install --no-deps --no-build-isolation colossalai==0.5.0"

@@ -1,4 +1,4 @@
-"""Checkpoints of one model, its optimizer and its schedule: safetensors and JSON, never pickle."""
+"""The files of a checkpoint of one model, its optimizer and its schedule: safetensors and JSON, never pickle."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from rlhf_core.counting import counted
 from rlhf_core.errors import ModelError
-from rlhf_core.models.harmless import check_harmless
+from rlhf_core.models.loading import check_harmless
 from rlhf_core.models.lora import save_merged
 from rlhf_core.models.saving import quiet
 
@@ -58,18 +58,6 @@ def write_model_directory(model: nn.Module, directory: str | Path, *, shard_mb: 
         write_model_file(model, directory / EXACT_FILE)
 
 
-def read_model(model: nn.Module, path: str | Path) -> None:
-    """Put back what `write_model_file` or `write_model_directory` wrote.
-
-    Raises:
-        ModelError: if it is damaged or belongs to a model of another form; nothing was changed.
-    """
-    own = _own(model)
-    with torch.no_grad():
-        for name, tensor in read_weights(model, path, shapes(model)).items():
-            own[name].copy_(tensor)
-
-
 def shapes(model: nn.Module) -> dict[str, torch.Size]:
     """Return the shapes of what a checkpoint holds: weights, tied ones once, and buffers that last."""
     return {name: tensor.shape for name, tensor in _own(model).items()}
@@ -106,14 +94,7 @@ def read_weights(model: nn.Module, path: str | Path, expected: Mapping[str, torc
     return {name: tensor.detach() for name, tensor in tensors.items()}  # of a directory they are trainable weights
 
 
-def write_optimizer(optimizer: Any, path: str | Path, *, directory: bool) -> None:
-    """Write an optimizer's state, as its `state_dict` has it."""
-    facts = optimizer.state_dict()
-    moments = facts.pop("state")
-    write_optimizer_state(OptimizerState(moments, facts), path, directory=directory)
-
-
-def write_optimizer_state(state: OptimizerState, path: str | Path, *, directory: bool) -> None:
+def write_optimizer(state: OptimizerState, path: str | Path, *, directory: bool) -> None:
     """Write an optimizer's state; its tensors are named `<number of the parameter>.<moment>`."""
     tensors, plain = {}, {}
     for number, moments in state.moments.items():
@@ -127,21 +108,8 @@ def write_optimizer_state(state: OptimizerState, path: str | Path, *, directory:
     save_file(tensors, path, metadata={_FACTS: json.dumps(state.facts | {"plain": plain})})
 
 
-def read_optimizer(optimizer: Any, path: str | Path) -> None:
-    """Put back what `write_optimizer` wrote, or a booster of any strategy for the same weights in the same groups.
-
-    Raises:
-        ModelError: if it is damaged or belongs to other weights; nothing was changed.
-    """
-    expected = [[member.shape for member in group["params"]] for group in optimizer.param_groups]
-    state = read_optimizer_state(path, expected)
-    own = optimizer.state_dict()["param_groups"]
-    groups = [mine | theirs for mine, theirs in zip(own, state.facts["param_groups"], strict=True)]
-    optimizer.load_state_dict(state.facts | {"param_groups": groups, "state": state.moments})
-
-
-def read_optimizer_state(path: str | Path, expected: Sequence[Sequence[torch.Size]]) -> OptimizerState:
-    """Return what `write_optimizer` or `write_optimizer_state` wrote; changes nothing.
+def read_optimizer(path: str | Path, expected: Sequence[Sequence[torch.Size]]) -> OptimizerState:
+    """Return what `write_optimizer` wrote; changes nothing.
 
     Args:
         path: the file, or the directory that it is in.

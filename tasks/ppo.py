@@ -23,7 +23,7 @@ from tasks.taken_over import leave_if_taken_over
 
 if TYPE_CHECKING:
     from infra.artifacts import ArtifactStore, Manifest
-    from rlhf_core.detached.run.state import EpisodeRecord
+    from rlhf_core.detached.state import EpisodeRecord
 
 MODULES = ("ppo", "ppo_group", "ppo_keeper", "ppo_models", "shares")
 

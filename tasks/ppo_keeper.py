@@ -15,7 +15,7 @@ from infra.artifacts import ArtifactRef, ArtifactStore, Manifest, Retention, ope
 from infra.errors import StoreError
 from infra.settings import settings
 from rlhf_core.config import PipelineConfig
-from rlhf_core.detached.run.state import (
+from rlhf_core.detached.state import (
     EpisodeRecord,
     TrainingState,
     state_from_json,

@@ -19,7 +19,7 @@ from rlhf_core.data import PromptTemplate
 from rlhf_core.data.encoding import encode_demonstrations
 from rlhf_core.data.gym import draw_problems
 from rlhf_core.data.problems import Problem
-from rlhf_core.detached.run.dealing import episode_problems, make_chunks
+from rlhf_core.detached.rollouts import episode_problems, make_chunks
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.loading import load_causal_lm, load_tokenizer, locate_model
 from rlhf_core.models.lora import attach_lora, save_merged

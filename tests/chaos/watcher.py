@@ -17,8 +17,8 @@ from typing import Any, Literal, cast
 
 from infra.artifacts import ArtifactStore, open_default_store
 from rlhf_core import phases
-from rlhf_core.detached.run.state import DealingState, TrainingState
-from rlhf_core.detached.run.trainer import CONTROLS
+from rlhf_core.detached.state import RolloutState, TrainingState
+from rlhf_core.detached.trainer import CONTROLS
 from rlhf_core.strategy.ranks import current_ranks
 from tasks import ppo_group, ppo_keeper, ppo_models
 from tasks.results import PPORun
@@ -105,7 +105,7 @@ def forget(state: TrainingState, what: Forgotten) -> TrainingState:
         return replace(state, tensors=tensors)
     if what == "controls":
         controls = {**state.learner[CONTROLS], "kl_coef": 0.5}
-        return replace(state, learner={**state.learner, CONTROLS: controls}, dealing=DealingState())
+        return replace(state, learner={**state.learner, CONTROLS: controls}, dealing=RolloutState())
     if what == "value line":
         return replace(state, learner={**state.learner, "learner": {**state.learner["learner"], "value_line": None}})
     return state

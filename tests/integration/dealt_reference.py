@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rlhf_core.config import PPOConfig
-from rlhf_core.detached.run.dealing import episode_problems, make_chunks
+from rlhf_core.detached.rollouts import episode_problems, make_chunks
 from rlhf_core.models.critic import Critic
 from rlhf_core.rollout.experience import to_prompts
 from rlhf_core.strategy.factory import make_booster

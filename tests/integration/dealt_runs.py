@@ -19,9 +19,8 @@ from rlhf_core.coati.ppo_setup import scorer_of
 from rlhf_core.config import PPOConfig, TemplateConfig
 from rlhf_core.data import Problem, PromptTemplate
 from rlhf_core.detached.maker import RunMaker
-from rlhf_core.detached.run.rank import TrainerRank
-from rlhf_core.detached.run.state import EpisodeRecord, TrainingState
-from rlhf_core.detached.run.trainer import RunTrainer
+from rlhf_core.detached.state import EpisodeRecord, TrainingState
+from rlhf_core.detached.trainer import RunTrainer, TrainerRank
 from rlhf_core.models.critic import Critic
 from rlhf_core.ppo.learner import PPOLearner
 from rlhf_core.ray_tools.group import form_group

@@ -12,7 +12,7 @@ import pytest
 import ray
 import torch
 
-from rlhf_core.detached.run.state import EpisodeRecord
+from rlhf_core.detached.state import EpisodeRecord
 from tests.integration import equality
 from tests.integration.dealt_reference import Reference, alone
 from tests.integration.dealt_runs import WAIT_S, cluster, config, dealt_run

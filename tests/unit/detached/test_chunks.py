@@ -4,7 +4,7 @@ from collections import Counter
 
 from rlhf_core.config import PPOConfig
 from rlhf_core.data import Problem
-from rlhf_core.detached.run.dealing import episode_problems, make_chunks
+from rlhf_core.detached.rollouts import episode_problems, make_chunks
 
 PROBLEMS = [Problem(prompt=f"prompt {index}", answer=str(index)) for index in range(10)]
 

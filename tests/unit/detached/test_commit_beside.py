@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from rlhf_core.config import PPOConfig
-from rlhf_core.detached.run.state import DealingState
-from rlhf_core.detached.run.trainer import RunTrainer
+from rlhf_core.detached.state import RolloutState
+from rlhf_core.detached.trainer import RunTrainer
 
 WAIT_S = 30.0
 Trainer: Any = RunTrainer.__ray_metadata__.modified_class  # without an actor around it
@@ -51,7 +51,7 @@ def test_an_episode_is_collected_while_the_one_before_is_stored() -> None:
     keeper = SlowKeeper()
     ours = IdleTrainer((), None, [], PPOConfig(), 0, keeper, None)
     ours._learner = SimpleNamespace(state=lambda: ({}, {}))
-    ours._dealing = SimpleNamespace(state=DealingState)
+    ours._rollouts = SimpleNamespace(state=RolloutState)
     ours.seen = []
     for episode in range(3):
         ours.run_episode(episode)

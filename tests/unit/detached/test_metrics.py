@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlhf_core.detached.run.trainer import episode_metrics
+from rlhf_core.detached.trainer import episode_metrics
 from rlhf_core.ppo.metrics import PPOStats, judgement_metrics, judgement_sums, stats_from
 from rlhf_core.types import EpisodeControls, Sample
 

@@ -11,8 +11,8 @@ IN_ACTORS = {
     "ranks of SFT and reward model": ("rlhf_core.ray_tools.group", "tasks.sft", "tasks.reward_model"),
     "trainers and makers of PPO": (
         "rlhf_core.detached.maker",
-        "rlhf_core.detached.run.rank",
-        "rlhf_core.detached.run.trainer",
+        "rlhf_core.detached.trainer",
+        "rlhf_core.detached.trainer",
         "tasks.ppo_keeper",
         "tasks.ppo_models",
     ),

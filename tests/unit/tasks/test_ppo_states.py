@@ -17,10 +17,10 @@ import torch
 from infra.artifacts import ArtifactStore
 from infra.settings import settings
 from rlhf_core.config import LoRAConfig, PipelineConfig, PPOConfig
+from rlhf_core.detached import state as states
 from rlhf_core.detached.maker import MadeChunk
-from rlhf_core.detached.run import state as states
-from rlhf_core.detached.run.state import DealingState, EpisodeRecord, TrainingState
-from rlhf_core.detached.run.trainer import CONTROLS
+from rlhf_core.detached.state import EpisodeRecord, RolloutState, TrainingState
+from rlhf_core.detached.trainer import CONTROLS
 from rlhf_core.errors import ModelError
 from rlhf_core.ppo.controls import RewardControls
 from rlhf_core.strategy.ranks import ALONE
@@ -121,7 +121,7 @@ def test_a_state_of_format_1_is_gone_on_with(store: ArtifactStore, text: str) ->
     state = put(store, text, safetensors()).last_state()
     assert state is not None
     assert state.history[1] == EpisodeRecord(1, 2, "b", {"reward": 0.75}, {"learn": 1.0}, dealing={})
-    assert state.dealing == DealingState(books={}, controls={}, waiting=())  # lockstep: nothing was on its way
+    assert state.dealing == RolloutState(counts={}, controls={}, waiting=())  # lockstep: nothing was on its way
     ours = learner(warmup_steps=3, lora=LoRAConfig(r=2))
     with torch.random.fork_rng():
         ours.load_state(state.tensors, state.learner)
@@ -138,8 +138,8 @@ def test_a_state_of_format_1_is_gone_on_with(store: ArtifactStore, text: str) ->
     assert controls.state() == {"kl_coef": 0.25, "scores": [8, 0.5, 1.5]}
 
 
-def commit(tensors: dict[str, torch.Tensor], *history: EpisodeRecord, dealing: DealingState | None = None) -> None:
-    state = TrainingState(tensors, {"steps": 1}, history, dealing or DealingState())
+def commit(tensors: dict[str, torch.Tensor], *history: EpisodeRecord, dealing: RolloutState | None = None) -> None:
+    state = TrainingState(tensors, {"steps": 1}, history, dealing or RolloutState())
     StoreKeeper(run()).commit_state(state, [])
 
 
@@ -175,12 +175,12 @@ def test_what_was_made_and_not_learnt_comes_back_as_it_was() -> None:
     }
     chunk = MadeChunk(3, "maker-1", arrays, [sample], {"generate": 1.0, "score": 0.5}, episode=2, version=1)
     books = {"issued": 9, "learnt": 8, "dropped": 0, "lost": 0, "out": 0, "waiting": 1}
-    dealing = DealingState(books, {2: EpisodeControls(0.1), 3: EpisodeControls(0.3, score_std=2.5)}, (chunk,))
+    dealing = RolloutState(books, {2: EpisodeControls(0.1), 3: EpisodeControls(0.3, score_std=2.5)}, (chunk,))
     commit({"w": torch.ones(1)}, EpisodeRecord(0, 1, "a", {"reward": 0.5}, {"learn": 2.0}), dealing=dealing)
     state = StoreKeeper(run()).last_state()
     assert state is not None
     assert list(state.tensors) == ["w"]  # the learner is given its own alone
-    assert (state.dealing.books, state.dealing.controls) == (books, dealing.controls)
+    assert (state.dealing.counts, state.dealing.controls) == (books, dealing.controls)
     (back,) = state.dealing.waiting
     assert replace(back, experience={}) == replace(chunk, experience={})
     assert back.experience.keys() == arrays.keys()

@@ -12,7 +12,7 @@ from prefect.logging.handlers import APILogHandler
 
 from flows.pipeline import pipeline
 from rlhf_core.config import DataConfig, PipelineConfig
-from rlhf_core.detached.run.state import EpisodeRecord
+from rlhf_core.detached.state import EpisodeRecord
 from tasks import ppo, progress
 from tasks.progress import say, telling, with_lines_of_stages
 from tasks.results import Parent, PPORun

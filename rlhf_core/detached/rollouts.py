@@ -1,4 +1,4 @@
-"""What a run deals to its makers: an episode's chunks, their controls, and what a training state keeps of them.
+"""Who makes a run's experience: an episode's chunks, their schedule and controls, and what a state keeps of them.
 
 A chunk is a fixed list of samples, generated and scored whole by one maker.
 """
@@ -16,7 +16,7 @@ import numpy as np
 from rlhf_core.config import PPOConfig
 from rlhf_core.data import Problem
 from rlhf_core.detached.maker import MadeChunk
-from rlhf_core.detached.run.state import DealingState
+from rlhf_core.detached.state import RolloutState
 from rlhf_core.ppo.controls import ControlsByEpisode, RewardControls
 from rlhf_core.rollout.lease_queue import LeaseQueue, Made
 from rlhf_core.rollout.scheduler import Published, Scheduler, Waits
@@ -80,7 +80,7 @@ def make_chunks(problems: Sequence[Problem], config: PPOConfig, *, episode: int)
     ]
 
 
-class Dealing:
+class Rollouts:
     """The counts and the scheduler of one run, from where it stands.
 
     Args:
@@ -101,7 +101,7 @@ class Dealing:
         seed: int,
         controls: RewardControls,
         completed: int,
-        kept: DealingState,
+        kept: RolloutState,
         on_trouble: Callable[[str], None],
     ) -> None:
         self._problems, self._config, self._seed = problems, config, seed
@@ -193,10 +193,10 @@ class Dealing:
         self._revivals = revivals
         return figures
 
-    def state(self) -> DealingState:
+    def state(self) -> RolloutState:
         """Return what a training state keeps: nothing is copied, since nothing of it is ever changed."""
         counts, waiting = self.queue.state()
-        return DealingState(counts, self._controls.known(), tuple(made.result for made in waiting))
+        return RolloutState(counts, self._controls.known(), tuple(made.result for made in waiting))
 
     def _chunks(self, episode: int) -> list[Chunk]:
         problems = episode_problems(self._problems, self._config, seed=self._seed, episode=episode)

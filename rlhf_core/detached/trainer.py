@@ -1,4 +1,4 @@
-"""The PPO trainer of a run as an actor: deals chunks, learns, publishes weights, commits its state."""
+"""The PPO trainer of a run as an actor: schedules chunks, learns, publishes weights, commits; and its further ranks."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import ray
 import torch
@@ -19,8 +20,8 @@ from rlhf_core.config import PPOConfig
 from rlhf_core.counting import counted, ordinal
 from rlhf_core.data import Problem
 from rlhf_core.detached.maker import MadeChunk
-from rlhf_core.detached.run.dealing import Dealing
-from rlhf_core.detached.run.state import DealingState, EpisodeRecord, StateKeeper, TrainerPosition, TrainingState
+from rlhf_core.detached.rollouts import Rollouts
+from rlhf_core.detached.state import EpisodeRecord, RolloutState, StateKeeper, TrainerPosition, TrainingState
 from rlhf_core.phases import reached
 from rlhf_core.ppo.controls import RewardControls
 from rlhf_core.ppo.episode import learn_episode
@@ -130,7 +131,7 @@ class RunTrainer(GroupMember):
         self._incarnation = uuid.uuid4().hex
         self._history: tuple[EpisodeRecord, ...] = ()
         self._controls = RewardControls(config, ALONE)  # the first rank has every sample of an episode
-        self._dealing: Dealing
+        self._rollouts: Rollouts
         self._publisher = Publisher(
             transport=config.cluster.weights_transport,
             bucket_bytes=config.cluster.bucket_bytes,
@@ -152,13 +153,13 @@ class RunTrainer(GroupMember):
         if state is not None:
             self._controls.load_state(state.learner[CONTROLS])
             self._history = state.history
-        self._dealing = Dealing(
+        self._rollouts = Rollouts(
             self._problems, self._config, seed=self._seed, controls=self._controls, completed=len(self._history),
-            kept=state.dealing if state is not None else DealingState(), on_trouble=logger.warning,
+            kept=state.dealing if state is not None else RolloutState(), on_trouble=logger.warning,
         )  # fmt: skip
         for name in self._maker_names:
-            self._dealing.scheduler.add(name, ray.get_actor(name))
-        self._dealing.scheduler.start()
+            self._rollouts.scheduler.add(name, ray.get_actor(name))
+        self._rollouts.scheduler.start()
         # Ranks start at their own pace, and the first may be done long before another has its models.
         with self._peers.taking_part("build", timeout_s=self._config.cluster.start_timeout_s):
             self._learner = self._learner_fn()
@@ -172,7 +173,7 @@ class RunTrainer(GroupMember):
         return TrainerPosition(
             next_episode=len(self._history),
             incarnation=self._incarnation,
-            has_all_makers=set(self._dealing.scheduler.living) == set(self._maker_names),
+            has_all_makers=set(self._rollouts.scheduler.living) == set(self._maker_names),
             last=self._history[-1] if self._history else None,
         )
 
@@ -184,7 +185,7 @@ class RunTrainer(GroupMember):
     @ray.method(concurrency_group="status")  # type: ignore[untyped-decorator]
     def queue_depth(self) -> int:
         """Return how many samples are made and not learnt."""
-        return self._dealing.queue.samples_waiting
+        return self._rollouts.queue.samples_waiting
 
     @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]
     def synchronise(self) -> None:
@@ -224,7 +225,7 @@ class RunTrainer(GroupMember):
         record = EpisodeRecord(episode, version, self._incarnation, metrics, seconds, self._figures(seconds, waited_s))
         self._history = (*self._history, record)
         facts = learner | {CONTROLS: self._controls.state()}
-        state = TrainingState(snapshot, facts, self._history, self._dealing.state())
+        state = TrainingState(snapshot, facts, self._history, self._rollouts.state())
         self._commit = self._committer.submit(self._keeper.commit_state, state, samples)
         self._progress = f"episode {ordinal(episode)}: done"
         return record
@@ -274,7 +275,7 @@ class RunTrainer(GroupMember):
     ) -> dict[str, float]:
         """Return the episode's figures, and let its samples set the next one's rewards."""
         metrics = episode_metrics(
-            samples, stats, versions=versions, learnt_at=episode, controls=self._dealing.controls_of(episode)
+            samples, stats, versions=versions, learnt_at=episode, controls=self._rollouts.controls_of(episode)
         )
         self._controls.update(
             kl_per_sample=torch.tensor([sample.kl for sample in samples]),
@@ -286,11 +287,11 @@ class RunTrainer(GroupMember):
         def report(done: int, total: int) -> None:
             self._progress = f"episode {ordinal(episode)}: {done} of {counted(total, 'chunk')} made"
 
-        return self._dealing.collect(episode, report)
+        return self._rollouts.collect(episode, report)
 
     def _publish(self, version: int, *, completed: int | None) -> float:
         """Publish the weights as `version`, which makers take before their next chunk; return the seconds waited."""
-        scheduler = self._dealing.scheduler
+        scheduler = self._rollouts.scheduler
         if completed is None:
             scheduler.await_up(self._config.cluster.start_timeout_s)
         self._publisher.retire(scheduler.versions_in_use)
@@ -301,9 +302,69 @@ class RunTrainer(GroupMember):
                 fully=not self._config.update_lora_weights,
                 nodes=scheduler.nodes,
             )
-        return self._dealing.publish(publication, completed=completed)
+        return self._rollouts.publish(publication, completed=completed)
 
     def _figures(self, seconds: Mapping[str, float], waited_s: float) -> dict[str, float]:
         """Return the dealing's figures; of an episode's phases, `waited_s` were spent on the makers and the store."""
         busy_s = sum(took for phase, took in seconds.items() if phase not in WAITING)
-        return self._dealing.figures(busy_s=busy_s - waited_s)
+        return self._rollouts.figures(busy_s=busy_s - waited_s)
+
+
+@ray.remote(concurrency_groups=GROUPS)
+class TrainerRank(GroupMember):
+    """Holds this rank's part of the learner, and nothing that the first rank does not have: it commits nothing.
+
+    Each method is called when the first rank does the same with its own part; what they return together, it keeps.
+
+    Args:
+        learner_fn: builds the learner inside this process, once it has joined the group.
+        config: the run's configuration.
+        seed: of the run.
+    """
+
+    def __init__(self, learner_fn: Callable[[], PPOLearner], config: PPOConfig, seed: int) -> None:
+        self._learner_fn = learner_fn
+        self._learner: PPOLearner
+        self._config, self._seed = config, seed
+
+    @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]
+    def build(self) -> None:
+        """Build the learner, and restore the state that the first rank found, if there is one."""
+        with self._working():
+            self._learner = self._learner_fn()
+            state = share_state(None, current_ranks())
+            if state is not None:
+                self._learner.load_state(*state)
+
+    @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]
+    def learn(self, experience: Sequence[Any], episode: int) -> None:
+        """Learn an episode's experience.
+
+        Args:
+            experience: reference of all its rows as plain arrays, inside a list so that Ray leaves fetching to us.
+            episode: from 0.
+        """
+        with self._working():
+            (arrays,) = ray.get(list(experience), timeout=self._config.cluster.collective_timeout_s)
+            rows = Experience.from_numpy(arrays)
+            learn_episode(self._learner, rows, seed=self._seed, episode=episode)
+
+    @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]
+    def publish(self) -> None:
+        """Take part in gathering the weights that the first rank publishes."""
+        with self._working():
+            for _ in weights_to_publish(self._learner, self._config):
+                pass
+
+    @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]
+    def state(self) -> None:
+        """Take part in gathering the state that the first rank commits."""
+        with self._working():
+            reached("snapshot")
+            self._learner.state()
+
+    @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]
+    def policy(self) -> None:
+        """Take part in gathering the finished policy's weights."""
+        with self._working():
+            self._learner.merged_weights("actor")

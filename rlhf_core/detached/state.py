@@ -55,7 +55,7 @@ class TrainerPosition:
 
 
 @dataclass(frozen=True, slots=True)
-class DealingState:
+class RolloutState:
     """What the makers were at when the state was taken; what was out on lease is dealt again."""
 
     counts: Mapping[str, int] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class TrainingState:
     learner: Mapping[str, Any]
     """The learner's small facts: schedules and counters."""
     history: tuple[EpisodeRecord, ...]
-    dealing: DealingState = DealingState()
+    dealing: RolloutState = RolloutState()
 
 
 Newer = Callable[[dict[str, Any], Mapping[str, Any]], tuple[dict[str, Any], Mapping[str, Any]]]
@@ -83,12 +83,12 @@ _WAITING = "waiting."
 """Begins the names of the tensors of chunks that wait: `waiting.EPISODE.INDEX.FIELD`."""
 
 
-def _with_dealing(facts: dict[str, Any], tensors: Mapping[str, Any]) -> tuple[dict[str, Any], Mapping[str, Any]]:
+def _with_rollouts(facts: dict[str, Any], tensors: Mapping[str, Any]) -> tuple[dict[str, Any], Mapping[str, Any]]:
     """Format 1 knew lockstep alone: at the end of an episode, nothing was on its way."""
     return facts | {"dealing": {"books": {}, "controls": {}, "waiting": []}}, tensors
 
 
-NEWER: dict[int, Newer] = {1: _with_dealing}
+NEWER: dict[int, Newer] = {1: _with_rollouts}
 """By format: makes facts and tensors of the next one. A format without a step, below our own, is no longer read."""
 _BEGIN_AGAIN = "begin the stage ppo again under another seed, which keeps what it starts from"
 
@@ -162,19 +162,19 @@ def state_from_json(facts: dict[str, Any], tensors: Mapping[str, Any], where: st
     try:
         history = tuple(EpisodeRecord(**row) for row in facts["history"])
         own = {name: tensor for name, tensor in tensors.items() if not name.startswith(_WAITING)}
-        return TrainingState(own, dict(facts["learner"]), history, _dealing(facts["dealing"], tensors))
+        return TrainingState(own, dict(facts["learner"]), history, _rollouts(facts["dealing"], tensors))
     except (LookupError, TypeError, ValueError) as error:
         raise ModelError(f"{where} is incomplete or damaged ({error}); {_BEGIN_AGAIN}") from error
 
 
-def _dealing(facts: Mapping[str, Any], tensors: Mapping[str, Any]) -> DealingState:
+def _rollouts(facts: Mapping[str, Any], tensors: Mapping[str, Any]) -> RolloutState:
     def waiting(row: Mapping[str, Any]) -> MadeChunk:
         prefix = _prefix(row["episode"], row["index"])
         arrays = {name.removeprefix(prefix): tensors[name].numpy() for name in tensors if name.startswith(prefix)}
         return MadeChunk(**{**row, "samples": [Sample(**sample) for sample in row["samples"]], "experience": arrays})
 
     controls = {int(episode): EpisodeControls(*values) for episode, values in facts["controls"].items()}
-    return DealingState(dict(facts["books"]), controls, tuple(waiting(row) for row in facts["waiting"]))
+    return RolloutState(dict(facts["books"]), controls, tuple(waiting(row) for row in facts["waiting"]))
 
 
 def _prefix(episode: int, index: int) -> str:

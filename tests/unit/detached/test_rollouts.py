@@ -9,8 +9,8 @@ import torch
 from rlhf_core.config import PPOConfig
 from rlhf_core.data import Problem
 from rlhf_core.detached.maker import MadeChunk
-from rlhf_core.detached.run.dealing import Dealing
-from rlhf_core.detached.run.state import DealingState
+from rlhf_core.detached.rollouts import Rollouts
+from rlhf_core.detached.state import RolloutState
 from rlhf_core.ppo.controls import RewardControls
 from rlhf_core.strategy.ranks import ALONE
 from rlhf_core.types import EpisodeControls
@@ -22,14 +22,14 @@ CONFIG = PPOConfig(
 )  # fmt: skip
 
 
-def dealing(controls: RewardControls, completed: int = 0, kept: DealingState | None = None, **changes: Any) -> Dealing:
-    return Dealing(
+def dealing(controls: RewardControls, completed: int = 0, kept: RolloutState | None = None, **changes: Any) -> Rollouts:
+    return Rollouts(
         PROBLEMS, CONFIG.model_copy(update=changes), seed=3, controls=controls, completed=completed,
-        kept=kept or DealingState(), on_trouble=lambda _: None,
+        kept=kept or RolloutState(), on_trouble=lambda _: None,
     )  # fmt: skip
 
 
-def make(ours: Dealing, version: int) -> MadeChunk:
+def make(ours: Rollouts, version: int) -> MadeChunk:
     lease = ours.queue.lease("maker-0")
     assert lease is not None
     chunk = MadeChunk(
@@ -39,7 +39,7 @@ def make(ours: Dealing, version: int) -> MadeChunk:
     return chunk
 
 
-def learn(ours: Dealing, controls: RewardControls, episode: int) -> None:
+def learn(ours: Rollouts, controls: RewardControls, episode: int) -> None:
     ours.collect(episode, lambda *_: None)
     controls.update(kl_per_sample=torch.full((8,), 5.0), scores=torch.zeros(8))
     ours._controls.open(episode + 1)

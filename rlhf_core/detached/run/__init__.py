@@ -1,1 +1,0 @@
-"""The trainer of a run of the flow: its episodes, their chunks, and what is kept of them."""

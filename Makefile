@@ -3,7 +3,7 @@ BIN := .venv/bin
 PYTEST_ARGS ?=
 export PYTHON
 
-.PHONY: setup run test test-parallel test-s3 test-clusters test-night test-outages chaos test-gpu check fmt lint types bench
+.PHONY: setup run test test-fast test-parallel test-s3 test-clusters test-night test-outages chaos test-gpu check fmt lint types bench
 
 setup:  ## make .venv hold what the lock files name
 	@sh infra/setup.sh
@@ -15,6 +15,11 @@ run: setup  ## the local stack, then the quickstart pipeline, followed live
 test: setup  ## all tests that need no GPU; fails too when none ran
 	@$(BIN)/python -m pytest -m "not gpu and not parallel and not s3 and not chaos and not clusters and not night and not outages" \
 		-n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(PYTEST_ARGS)
+
+test-fast: setup  ## what starts no server, no cluster and no other rank: what one runs all day
+	@$(BIN)/python -m pytest tests/unit rlhf_core/functional \
+		-m "not integration and not gpu and not parallel and not s3 and not chaos and not clusters and not night and not outages" \
+		-n 2 --max-worker-restart 0 $(PYTEST_ARGS)
 
 test-parallel: setup  ## two ranks and more under every strategy, and the topologies of trainers, makers and groups
 	@$(BIN)/python -m pytest -m parallel $(PYTEST_ARGS)

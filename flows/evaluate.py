@@ -12,7 +12,7 @@ from tasks.evaluate import contestants, evaluate_policy, find_judge
 from tasks.one_process import one_process
 from tasks.report import show_evaluations
 from tasks.results import StageResult
-from tasks.sentences import in_one_sentence
+from tasks.task_errors import in_one_sentence
 
 
 @flow(name="evaluate", persist_result=False)

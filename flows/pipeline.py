@@ -20,7 +20,7 @@ from tasks.progress import with_lines_of_stages
 from tasks.promote import gate, promote
 from tasks.report import write_report
 from tasks.results import Decision
-from tasks.sentences import in_one_sentence
+from tasks.task_errors import in_one_sentence
 
 
 @flow(name="pipeline", persist_result=False)

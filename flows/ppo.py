@@ -19,7 +19,7 @@ from tasks.ppo import (
 )
 from tasks.report import show_episodes
 from tasks.results import StageResult
-from tasks.sentences import in_one_sentence
+from tasks.task_errors import in_one_sentence
 
 
 @flow(name="ppo", persist_result=False)

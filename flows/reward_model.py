@@ -13,8 +13,8 @@ from tasks.parents import find_policy
 from tasks.preferences import collect_preferences
 from tasks.report import show_training
 from tasks.results import StageResult
-from tasks.sentences import in_one_sentence
 from tasks.supervised import train_reward_model
+from tasks.task_errors import in_one_sentence
 
 
 @flow(name="reward-model", persist_result=False)

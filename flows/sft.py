@@ -11,8 +11,8 @@ from flows.end import finished, made
 from tasks.one_process import one_process
 from tasks.report import show_training
 from tasks.results import StageResult
-from tasks.sentences import in_one_sentence
 from tasks.supervised import train_sft
+from tasks.task_errors import in_one_sentence
 
 
 @flow(name="sft", persist_result=False)

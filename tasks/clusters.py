@@ -41,7 +41,7 @@ def lease_for(
         ClusterError: if it does not start or answer, or is held by another process.
     """
     from infra.clusters import lease_cluster, lease_existing
-    from tasks.shares import available_gpus
+    from tasks.gpu_allocation import available_gpus
 
     environment = context.settings.child_environment()
     address = address_of(cluster)

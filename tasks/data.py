@@ -21,10 +21,10 @@ from tasks.plan import recalled, recorded, settled_once
 from tasks.progress import say
 from tasks.report.page import show_markdown
 from tasks.results import PAIRS, Parent, StageResult
-from tasks.sentences import stage_task
 from tasks.showing import DEADLINE_S, only_shows
 from tasks.source import source_digest
 from tasks.stages import commit_stage, made_before, once_in_a_run, reuse_or_make, stage_key, stage_result
+from tasks.task_errors import stage_task
 
 if TYPE_CHECKING:
     from collections.abc import Collection

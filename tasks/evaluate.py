@@ -15,9 +15,9 @@ from tasks.parents import ancestors, base_model, resolve_reward_model
 from tasks.plan import settled_once
 from tasks.progress import Progress, say
 from tasks.results import SHOWN_CONFIDENCE, Parent, StageResult
-from tasks.sentences import stage_task
 from tasks.source import source_digest
 from tasks.stages import commit_stage, reuse_or_make, stage_key
+from tasks.task_errors import stage_task
 
 if TYPE_CHECKING:
     from rlhf_core.data import Problem, PromptTemplate

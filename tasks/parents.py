@@ -15,7 +15,7 @@ from tasks.context import Context, open_context
 from tasks.plan import settled_once
 from tasks.progress import say
 from tasks.results import Parent
-from tasks.sentences import stage_task
+from tasks.task_errors import stage_task
 
 BASE_MODEL = "model/base"
 """Stands for the preset's base model where a policy is asked for."""

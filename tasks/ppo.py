@@ -15,11 +15,11 @@ from tasks.plan import asker_of, recalled, recorded, settled_once
 from tasks.progress import duration, say
 from tasks.results import EpisodeResult, Parent, PPORun, StageResult
 from tasks.run_log import run_logger
-from tasks.sentences import stage_task
 from tasks.showing import only_shows
 from tasks.source import source_digest
 from tasks.stages import find_made, stage_key, stage_result
 from tasks.taken_over import leave_if_taken_over
+from tasks.task_errors import stage_task
 
 if TYPE_CHECKING:
     from infra.artifacts import ArtifactStore, Manifest

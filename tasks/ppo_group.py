@@ -17,9 +17,9 @@ from rlhf_core.errors import LostRankError
 from tasks.clusters import address_of, lease_for
 from tasks.context import Context, materialise, open_context
 from tasks.failures import first_line
+from tasks.gpu_allocation import ADVICE, available_gpus, gpu_shares
 from tasks.progress import say
 from tasks.results import Parent, PPORun
-from tasks.shares import ADVICE, available_gpus, gpu_shares
 
 TRAINER = "trainer"
 """The first rank; the others are trainer-1, trainer-2, ..."""

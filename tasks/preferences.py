@@ -13,9 +13,9 @@ from rlhf_core.errors import DataError
 from tasks.context import Context, materialise, open_context
 from tasks.progress import Progress, say
 from tasks.results import PAIRS, Parent, StageResult
-from tasks.sentences import stage_task
 from tasks.source import source_digest
 from tasks.stages import commit_stage, once_in_a_run, reuse_or_make, stage_key, stage_result
+from tasks.task_errors import stage_task
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

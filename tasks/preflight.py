@@ -10,6 +10,7 @@ from rlhf_core.errors import ConfigError, Fault, refuse_together
 from tasks.clusters import address_of
 from tasks.context import open_context
 from tasks.evaluate import judged_by_reward_model, nobody_judges
+from tasks.gpu_allocation import available_gpus
 from tasks.parents import (
     BASE_MODEL,
     ppo_wants_reward_model,
@@ -18,8 +19,7 @@ from tasks.parents import (
     settle_policy,
     settle_reward_model,
 )
-from tasks.sentences import stage_task
-from tasks.shares import available_gpus
+from tasks.task_errors import stage_task
 
 Trained = Literal["sft", "reward_model", "ppo"]
 """A stage that trains, by the name of its configuration."""

@@ -12,8 +12,8 @@ from tasks.context import Context, open_context
 from tasks.evaluate import OUTCOMES, REWARD_MODEL
 from tasks.progress import say
 from tasks.results import Decision, StageResult
-from tasks.sentences import stage_task
 from tasks.taken_over import leave_if_taken_over
+from tasks.task_errors import stage_task
 
 INCUMBENTS = ("champion", "start", "sft", "base")
 """Roles of which the first that there is must be beaten."""

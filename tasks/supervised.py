@@ -11,16 +11,16 @@ from rlhf_core.config import PipelineConfig
 from tasks.clusters import address_of, lease_for
 from tasks.context import Context, materialise, open_context
 from tasks.failures import first_line
+from tasks.gpu_allocation import ADVICE, available_gpus, trainer_share
 from tasks.parents import BASE_MODEL, resolve_policy
 from tasks.progress import say
 from tasks.results import Parent, StageResult
 from tasks.reward_model import RewardModelTraining
 from tasks.run_log import run_logger
-from tasks.sentences import stage_task
 from tasks.sft import SFTTraining, problems_of
-from tasks.shares import ADVICE, available_gpus, trainer_share
 from tasks.source import source_digest
 from tasks.stages import once_in_a_run, reuse_or_make, stage_key
+from tasks.task_errors import stage_task
 
 if TYPE_CHECKING:
     from rlhf_core.config import ClusterConfig, TrainersConfig

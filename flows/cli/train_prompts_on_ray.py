@@ -32,7 +32,7 @@ def _leased(args: Namespace) -> Iterator[None]:
     from infra.settings import settings
     from rlhf_core.coati.roles.cluster import OBJECT_STORE_BYTES, address_of, check_alone
     from rlhf_core.coati.roles.loop import processes_of
-    from tasks.shares import available_gpus
+    from tasks.gpu_allocation import available_gpus
 
     if address_of(args):
         yield

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import ray
 
-from infra.clusters.agreement import check_agreement
+from infra.clusters.code_version import check_same_code
 from infra.clusters.control_server import ControlServer
 from infra.clusters.driver import connect, credentials, disconnect
 from infra.clusters.lease import held_lease, hold, release_cluster
@@ -265,7 +265,7 @@ def lease_existing(
         manifest = _manifest(name, address)
         connect(manifest, environment=environment)
         try:
-            check_agreement({"infra", *packages}, timeout_s=start_timeout_s)
+            check_same_code({"infra", *packages}, timeout_s=start_timeout_s)
             charge = Charge(manifest.namespace, ray.get_runtime_context().get_job_id(), stalled_after_s)
             lease = _ExistingLease(manifest, charge, start_timeout_s)
         except BaseException:

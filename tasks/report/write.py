@@ -23,10 +23,10 @@ from tasks.report.tables import (
     time_table,
 )
 from tasks.results import Decision, StageResult
-from tasks.sentences import stage_task
 from tasks.showing import DEADLINE_S, only_shows
 from tasks.source import source_digest
 from tasks.taken_over import leave_if_taken_over
+from tasks.task_errors import stage_task
 
 EVALUATION, EPISODES = "evaluation.png", "ppo.png"
 TRAINING = {"sft": "sft.png", "reward-model": "reward-model.png"}

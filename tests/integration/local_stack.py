@@ -37,7 +37,7 @@ from prefect import flow
 
 from infra.clusters import connect, lease_cluster, release_cluster
 from infra.settings import settings
-from tasks.sentences import in_one_sentence, stage_task
+from tasks.task_errors import in_one_sentence, stage_task
 
 
 @ray.remote

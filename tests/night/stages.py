@@ -31,7 +31,7 @@ import tasks.plan
 import tasks.ppo
 import tasks.preferences
 import tasks.promote
-import tasks.sentences
+import tasks.task_errors
 from infra.artifacts import ArtifactRef, Manifest
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import DataError
@@ -40,8 +40,8 @@ from tasks.evaluate import OUTCOMES
 from tasks.plan import Asker
 from tasks.preflight import Models
 from tasks.results import Decision, EpisodeResult, Parent, PPORun, StageResult
-from tasks.sentences import stage_task
 from tasks.stages import commit_stage, once_in_a_run, reuse_or_make, stage_key, stage_result
+from tasks.task_errors import stage_task
 from tests.night.notes import Desk
 
 STAGES = ("data", "sft", "reward-model", "ppo", "evaluate", "gate", "promote", "report")
@@ -280,7 +280,7 @@ REPLACED: tuple[tuple[Any, str, Any], ...] = (
     (flows.pipeline, "evaluate", _within(flows.pipeline.evaluate)),
     (tasks.plan, "asker_of", asker_of := _asked_by_flow(tasks.plan.asker_of)),
     (tasks.ppo, "asker_of", asker_of),
-    (tasks.sentences, "give_memory_back", nothing),
+    (tasks.task_errors, "give_memory_back", nothing),
     (flows.begin, "preflight", nothing),
     (flows.begin, "settle_models", settle_models),
     (flows.begin, "prepare_data", prepare_data),

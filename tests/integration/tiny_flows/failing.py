@@ -11,8 +11,8 @@ from infra.errors import ClusterNotReadyError
 from rlhf_core.errors import DataError
 from tasks.context import open_context
 from tasks.report.page import show_markdown
-from tasks.sentences import in_one_sentence, stage_task
 from tasks.showing import only_shows
+from tasks.task_errors import in_one_sentence, stage_task
 
 SHOWN_S = 2.0
 """How long the run waits for its page."""

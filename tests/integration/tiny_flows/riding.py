@@ -11,7 +11,7 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.runtime import flow_run
 
 from tasks.one_process import one_process
-from tasks.sentences import in_one_sentence
+from tasks.task_errors import in_one_sentence
 
 
 @flow

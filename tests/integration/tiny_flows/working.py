@@ -10,8 +10,8 @@ from prefect import flow
 from prefect.runtime import flow_run
 
 from tasks.one_process import one_process
-from tasks.sentences import in_one_sentence, stage_task
 from tasks.taken_over import leave_if_taken_over
+from tasks.task_errors import in_one_sentence, stage_task
 
 
 @flow

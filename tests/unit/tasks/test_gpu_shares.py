@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from rlhf_core.config import ClusterConfig
-from tasks.shares import gpu_shares, trainer_share
+from tasks.gpu_allocation import gpu_shares, trainer_share
 
 
 @pytest.mark.parametrize(("gpus", "trainers"), [(n, t) for n in range(9) for t in (1, 2, 3, 4, 8)])

@@ -21,10 +21,10 @@ from infra.errors import StoreAwayError, StoreError
 from infra.services.automations import RESTARTING, RESUMES
 from infra.services.prefect_yaml import ONE_AT_A_TIME
 from tasks import one_process as module
-from tasks import sentences, taken_over
+from tasks import taken_over, task_errors
 from tasks.one_process import CRASH_S, SILENCE_S, SKIPPED, WAIT_S, one_process
-from tasks.sentences import in_one_sentence
 from tasks.taken_over import leave_if_taken_over
+from tasks.task_errors import in_one_sentence
 
 RUN, OTHER, DEPLOYMENT = (UUID(int=number) for number in (1, 2, 3))
 
@@ -341,7 +341,7 @@ def test_a_server_that_stays_away_leaves_the_run_to_be_started_again(
     play.states = [httpx.ConnectError("refused")]
     play.other_has_the_deployment()
     play.begin(RUN, ONE_AT_A_TIME, RESUMES)
-    monkeypatch.setattr(sentences, "_flow_run", lambda: play.run)
+    monkeypatch.setattr(task_errors, "_flow_run", lambda: play.run)
     state = in_one_sentence(made)()
     assert state.type is StateType.CRASHED
     assert "refused" in state.message

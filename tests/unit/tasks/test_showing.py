@@ -12,7 +12,7 @@ import httpx
 import pytest
 from prefect.exceptions import TerminationSignal
 
-from tasks import progress, sentences, showing
+from tasks import progress, showing, task_errors
 from tasks.progress import Progress, say
 from tasks.report import page, write
 from tasks.results import StageResult
@@ -129,7 +129,7 @@ def test_a_line_that_cannot_be_logged_stops_nothing(monkeypatch: pytest.MonkeyPa
     def broken() -> Any:
         raise RuntimeError("no log")
 
-    for module in (progress, showing, sentences):
+    for module in (progress, showing, task_errors):
         monkeypatch.setattr(module, "run_logger", broken)
     say("sft", "step 1")
     Progress("sft", 1, "step").step(1, loss=0.5)

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.clusters.agreement import code_digests
+from infra.clusters.code_version import code_digests
 
 
 def test_a_package_is_known_by_the_content_and_place_of_its_python_files(

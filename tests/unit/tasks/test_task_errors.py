@@ -14,9 +14,9 @@ from prefect.states import StateType
 from infra.errors import ClusterError, StoreAwayError
 from infra.services.automations import RESUMES
 from rlhf_core.errors import DataError
-from tasks import sentences
+from tasks import task_errors
 from tasks.failures import is_unattended
-from tasks.sentences import in_one_sentence
+from tasks.task_errors import in_one_sentence
 
 
 def test_a_users_mistake_is_a_failed_state_with_its_sentence() -> None:
@@ -44,7 +44,7 @@ def ended_by(error: Exception, run: Run | None, monkeypatch: pytest.MonkeyPatch)
     def flow() -> None:
         raise error
 
-    monkeypatch.setattr(sentences, "_flow_run", lambda: run)
+    monkeypatch.setattr(task_errors, "_flow_run", lambda: run)
     return flow()  # type: ignore[func-returns-value,return-value]
 
 
@@ -95,16 +95,16 @@ def test_nobody_waits_for_a_run_of_a_deployment_nor_for_its_subflows(monkeypatch
     inner = Run(deployment_id=None, parent_task_run_id="t")
     runs = [Run(), Run(deployment_id=None), None, inner, Run(parent_task_run_id="t")]
     for run in runs:
-        monkeypatch.setattr(sentences, "_flow_run", lambda run=run: run)
+        monkeypatch.setattr(task_errors, "_flow_run", lambda run=run: run)
         look()
     assert seen == [True, False, False, False, True]
 
     @in_one_sentence
     def around() -> None:
-        monkeypatch.setattr(sentences, "_flow_run", lambda: inner)
+        monkeypatch.setattr(task_errors, "_flow_run", lambda: inner)
         look()
 
-    monkeypatch.setattr(sentences, "_flow_run", Run)
+    monkeypatch.setattr(task_errors, "_flow_run", Run)
     around()
     assert seen[5:] == [True]
     assert not is_unattended()

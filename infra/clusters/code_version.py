@@ -33,7 +33,7 @@ def code_digests(packages: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def check_agreement(packages: Iterable[str], *, timeout_s: float) -> None:
+def check_same_code(packages: Iterable[str], *, timeout_s: float) -> None:
     """Check on every node of the connected cluster that packages are there, and have this process's code.
 
     Raises:

@@ -20,6 +20,7 @@ from rlhf_core.ppo.learner import PPOLearner
 from rlhf_core.strategy.ranks import Ranks
 from rlhf_core.supervised import reward_model as reward_model_module
 from rlhf_core.supervised import sft as sft_module
+from rlhf_core.supervised import step as step_module
 from rlhf_core.training.optim import Trained
 from rlhf_core.types import Experience
 from tests.parallel.ranks import Found
@@ -129,7 +130,7 @@ def ppo_config(ranks: Ranks, strategy: str, precision: str, **changes: Any) -> P
 
 def sft(ranks: Ranks, strategy: str, precision: str, *, lora: LoRAConfig | None = None) -> Found:
     config = sft_config(ranks, strategy, precision, lora=lora)
-    with _watched(sft_module) as watch:
+    with _watched(step_module) as watch:
         sft_module.train_sft(
             language_model(ranks),  # type: ignore[arg-type]
             demonstrations(),
@@ -144,7 +145,7 @@ def sft(ranks: Ranks, strategy: str, precision: str, *, lora: LoRAConfig | None 
 
 def reward_model(ranks: Ranks, strategy: str, precision: str) -> Found:
     config = reward_model_config(ranks, strategy, precision)
-    with _watched(reward_model_module) as watch:
+    with _watched(step_module) as watch:
         reward_model_module.train_reward_model(
             scoring_model(ranks),
             pairs(),

@@ -15,8 +15,7 @@ from rlhf_core.ppo.learner import PPOLearner
 from rlhf_core.strategy.booster import OwnBooster
 from rlhf_core.strategy.plain import PlainBooster
 from rlhf_core.strategy.ranks import Ranks
-from rlhf_core.supervised import reward_model as reward_model_module
-from rlhf_core.supervised import sft as sft_module
+from rlhf_core.supervised import step as step_module
 from rlhf_core.training import boosted
 
 MakeBooster = Callable[[Any, float | None, Ranks | None], OwnBooster]
@@ -31,8 +30,7 @@ def boosters(make: MakeBooster) -> Iterator[None]:
 
     with (
         patch.object(learner_module, "strategy_booster", made),
-        patch.object(sft_module, "strategy_booster", made),
-        patch.object(reward_model_module, "strategy_booster", made),
+        patch.object(step_module, "strategy_booster", made),
     ):
         yield
 

@@ -46,6 +46,7 @@ from rlhf_core.training.boosted import plain_model
 from rlhf_core.training.callbacks import Callback, tell
 from rlhf_core.training.loaders import Batches
 from rlhf_core.training.optim import Trained
+from rlhf_core.training.padding import PaddedBatch
 from rlhf_core.types import Experience, Sample
 
 
@@ -238,9 +239,8 @@ class PPOTrainer(OLTrainer):
         self._numbers = PromptNumbers(options.samples_per_prompt, self.ranks)
         self.episode = EpisodeLearner(
             self.learner, seed=seed, train_batch_size=train_batch_size, accumulation_steps=accumulation_steps,
-            sample_buffer=sample_buffer, demonstrations=lambda batches: self._fed.demonstrations(batches),  # noqa: PLW0108 - each fit has its feed
-           
-            keep=self._keep_batch, decode=tokenizer.decode, hooks=_Steps(self),
+            sample_buffer=sample_buffer, demonstrations=self._demonstrations, keep=self._keep_batch,
+            decode=tokenizer.decode, hooks=_Steps(self),
         )  # fmt: skip
         self._samples: list[Sample] = []
         self._feed: Feed | None = None
@@ -367,6 +367,9 @@ class PPOTrainer(OLTrainer):
     def _fed(self) -> Feed:
         assert self._feed is not None
         return self._feed
+
+    def _demonstrations(self, batches: int) -> PaddedBatch | None:
+        return self._fed.demonstrations(batches)
 
     def _keep_batch(self, write: Callable[[Path], None]) -> str:
         place = f"epoch-{self.position.episode}_step-{self.position.step}"

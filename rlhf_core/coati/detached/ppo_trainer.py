@@ -34,7 +34,8 @@ from rlhf_core.coati.detached.trainer_state import PPOTrainerState, read_trainer
 from rlhf_core.coati.detached.weight_sender import BUCKET_BYTES, WeightSender
 from rlhf_core.coati.ppo_setup import rollout_config
 from rlhf_core.config import PPOOptions
-from rlhf_core.errors import ConfigError
+from rlhf_core.counting import ordinal
+from rlhf_core.errors import ConfigError, RlhfError
 from rlhf_core.ppo.controls import ControlsByEpisode, RewardControls
 from rlhf_core.ppo.episode import EpisodeLearner, Hooks, Position
 from rlhf_core.ppo.failed_batch import keep_in
@@ -399,6 +400,11 @@ class DetachedPPOTrainer(DetachedTrainer):
         buffer later is not in it either.
         """
         self.learner  # noqa: B018 - raises what building ended with
+        if self._episode_learner.learning is not None:
+            raise RlhfError(
+                f"{self._name} has learnt episode {ordinal(self._episode)} in part, but a state is of whole episodes; call "
+                "fit again, which goes on with the step that failed"
+            )
         with naming_lost_rank(self.strategy.ranks):
             self._save_state(Path(path))
 

@@ -166,7 +166,10 @@ def processes(pids: list[int]) -> str:
         for part in ("environ", "mem", "fd", "maps"):
             try:
                 path = Path(f"/proc/{pid}/{part}")
-                _ = list(path.iterdir()) if part == "fd" else path.open("rb").read(1)
+                if part == "fd":
+                    list(path.iterdir())
+                else:
+                    path.open("rb").close()  # who may not look is refused here; nothing is at the first byte of memory
                 seen.append(f"{pid}/{part}")
             except (PermissionError, FileNotFoundError, ProcessLookupError):
                 continue

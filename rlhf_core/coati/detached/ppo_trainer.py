@@ -402,7 +402,7 @@ class DetachedPPOTrainer(DetachedTrainer):
         self.learner  # noqa: B018 - raises what building ended with
         if self._episode_learner.learning is not None:
             raise RlhfError(
-                f"{self._name} has learnt episode {ordinal(self._episode)} in part, but a state is of whole episodes; call "
+                f"{self._name} has learnt episode {ordinal(self._episode)} in part, but states are of whole ones; call "
                 "fit again, which goes on with the step that failed"
             )
         with naming_lost_rank(self.strategy.ranks):

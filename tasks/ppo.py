@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from infra.artifacts import ArtifactStore, Manifest
     from rlhf_core.detached.state import EpisodeRecord
 
-MODULES = ("ppo", "ppo_group", "ppo_keeper", "ppo_models", "shares")
+MODULES = ("ppo", "ppo_group", "ppo_keeper", "ppo_models", "gpu_allocation")
 
 
 @stage_task(name="plan-ppo")

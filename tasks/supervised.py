@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rlhf_core.config import ClusterConfig, TrainersConfig
     from rlhf_core.ray_tools.group import Tell
 
-MODULES = ("supervised", "shares")
+MODULES = ("supervised", "gpu_allocation")
 """Besides what the stage's own module is called."""
 ANSWER_S = 30.0
 """Longest wait for an actor that has nothing to do but answer."""

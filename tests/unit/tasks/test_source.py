@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from infra.settings import CHECKOUT
-from tasks import source
+from tasks import ppo, source, supervised
+from tasks.report import write
 from tasks.source import source_digest
 
 CORE = """
@@ -146,3 +147,8 @@ def test_no_two_files_of_the_core_are_taken_for_one() -> None:
         dumped = ast.dump(tree)
         assert seen.setdefault(source._code(file), dumped) == dumped
     assert len(seen) > 100
+
+
+def test_every_file_that_a_stage_names_is_there() -> None:
+    named = [*ppo.MODULES, *supervised.MODULES, "sft", "reward_model", *(f"report/{name}" for name in write.MODULES)]
+    assert [name for name in named if not (CHECKOUT / "tasks" / f"{name}.py").is_file()] == []

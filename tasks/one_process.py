@@ -43,7 +43,7 @@ from infra.errors import LockLostError, StoreError
 from infra.services.automations import LOST_AFTER_S, RESTARTING, SKIPPED
 from infra.services.prefect_yaml import ONE_AT_A_TIME
 from tasks.context import is_inner, open_context
-from tasks.progress import duration, say
+from tasks.progress import say
 from tasks.taken_over import HELD, leave
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ class _Start:
             elif seen is not None:
                 self._say_that_it_waits(seen.record, life)
             if clock.boottime() - self._begun > WAIT_S:
-                leave(f"the process that works on it has not ended within {duration(WAIT_S)}")
+                leave(f"the process that works on it has not ended within {WAIT_S / 3600:.0f} h")
             clock.pause(POLL_S)
 
     def _look(self) -> tuple[Seen | None, Life]:

@@ -6,7 +6,6 @@ import pytest
 
 from infra.errors import StoreError
 from rlhf_core.config import DataConfig, PipelineConfig
-from tasks import sft as sft_module
 from tasks.context import Context, materialise
 from tasks.ppo import plan_ppo
 from tasks.results import Parent
@@ -36,10 +35,9 @@ Key = Callable[[PipelineConfig], str]
 
 
 @pytest.fixture
-def ppo_key(context: Context, monkeypatch: pytest.MonkeyPatch) -> Key:
+def ppo_key(context: Context) -> Key:
     actor = context.store.commit("sft", "test", {"x": b"1"})
     dataset = context.store.commit("dataset", "test", {"ppo.jsonl": b""})
-    monkeypatch.setattr(sft_module, "source_digest", lambda *_: "s")
 
     def key(config: PipelineConfig) -> str:
         return str(plan_ppo.fn(config, actor.uri, None, Parent(uri=dataset.uri, digest=dataset.digest)).key)

@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from infra import loopback
+from infra import loopback, prefect_access
 from infra.errors import ServiceError, SettingsError
 from infra.prefect_access import PASSWORD_FILE, access_to, know_stack_of
 from infra.services import prefect_api
@@ -44,6 +44,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     home.mkdir()
     monkeypatch.setenv("RLHF_HOME", str(home))
     monkeypatch.setenv("RLHF_ENV_FILE", str(tmp_path / ".env"))
+    monkeypatch.setattr(prefect_access, "_FURTHER_HOMES", {})  # other tests of this process name stacks too
     told = f"PREFECT_API_URL='{LOCAL}'\nPREFECT_API_AUTH_STRING='rlhf:local'\n"
     for path in (home / STACK_ENV, tmp_path / ".env"):
         path.write_text(told)

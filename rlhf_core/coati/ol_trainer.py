@@ -1,4 +1,4 @@
-"""The loop of every trainer that collects what it learns from."""
+"""coati's `OLTrainer`: `fit` of a trainer that collects what it learns from, over the one loop of PPO."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from rlhf_core.counting import counted, ordinal
 from rlhf_core.errors import ConfigError
-from rlhf_core.ppo.episode import Position
+from rlhf_core.ppo.loop import Loop
 from rlhf_core.training.callbacks import Callback, tell, tell_at_the_end
 from rlhf_core.training.loaders import Batches
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class OLTrainer(ABC):
-    """Collects, learns and throws away, episode by episode.
+    """Collects, learns and throws away, episode by episode. A subclass makes the `Loop`, with its own phases.
 
     Args:
         callbacks: are told of everything, in their order; the ends of the fit and of an episode also after an error.
@@ -27,6 +27,9 @@ class OLTrainer(ABC):
 
     def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
         self.callbacks = tuple(callbacks)
+        self._loop: Loop
+        self._num_collect_steps = 0
+        """Batches of prompts in an episode of this fit."""
 
     def fit(
         self,
@@ -56,60 +59,34 @@ class OLTrainer(ABC):
         """
         self._check_counts(num_episodes, num_collect_steps, num_update_steps)
         self._before_fit(prompt_dataloader, pretrain_dataloader, log_dir, use_wandb)
-        if self.position.episode >= num_episodes:
+        if self._loop.episode >= num_episodes:
             logger.warning("%s done already; give fit more to go on", counted(num_episodes, "episode"))
-        with self._fit_ctx():
-            for episode in range(self.position.episode, num_episodes):
-                with self._episode_ctx(episode):
-                    if not self._has_collected():
-                        for _ in range(num_collect_steps):
-                            self._collect(episode)
-                        self._finish_collecting(episode)
-                    self._learn(episode, num_update_steps)
-                    self._clear()
-            self._finish_fit()
+        self._num_collect_steps = num_collect_steps
+        try:
+            with tell_at_the_end(self.callbacks, "on_fit_end"):
+                self._tell("on_fit_start")
+                self._loop.run(num_episodes, num_update_steps)
+                self._finish_fit()
+        finally:
+            self._after_fit()
 
     def _check_counts(self, num_episodes: int, num_collect_steps: int, num_update_steps: int) -> None:
         names = ("num_episodes", "num_collect_steps", "num_update_steps")
         for name, count in zip(names, (num_episodes, num_collect_steps, num_update_steps), strict=True):
             if count < 1:
                 raise ConfigError(f"{name} must be at least 1, got {count}")
-        if self.position.passes not in {0, num_update_steps}:
+        position = self._loop.learner.position
+        if position.passes not in {0, num_update_steps}:
             raise ConfigError(
-                f"episode {ordinal(self.position.episode)} was begun with num_update_steps {self.position.passes}, but "
+                f"episode {ordinal(position.episode)} was begun with num_update_steps {position.passes}, but "
                 f"this fit has {num_update_steps}; end it with the same, or go on from the end of an episode"
             )
-
-    @property
-    @abstractmethod
-    def position(self) -> Position:
-        """Where the run stands."""
 
     @abstractmethod
     def _before_fit(
         self, prompts: Batches, demonstrations: Batches | None, log_dir: str | Path | None, use_wandb: bool
     ) -> None:
         """See that everything is there, before anything is spent."""
-
-    @abstractmethod
-    def _has_collected(self) -> bool:
-        """Whether the episode is being learnt from already, by an earlier fit or before the checkpoint."""
-
-    @abstractmethod
-    def _collect(self, episode: int) -> None:
-        """Put the experience of one batch of prompts into the buffer."""
-
-    @abstractmethod
-    def _finish_collecting(self, episode: int) -> None:
-        """Take note of all that was collected."""
-
-    @abstractmethod
-    def _learn(self, episode: int, num_update_steps: int) -> None:
-        """Take the episode's optimizer steps that are still due."""
-
-    @abstractmethod
-    def _clear(self) -> None:
-        """Empty the buffer and go on to the next episode."""
 
     @abstractmethod
     def _finish_fit(self) -> None:
@@ -120,16 +97,7 @@ class OLTrainer(ABC):
         """Close what `_before_fit` opened, also after an error."""
 
     @contextmanager
-    def _fit_ctx(self) -> Iterator[None]:
-        try:
-            with tell_at_the_end(self.callbacks, "on_fit_end"):
-                self._tell("on_fit_start")
-                yield
-        finally:
-            self._after_fit()
-
-    @contextmanager
-    def _episode_ctx(self, episode: int) -> Iterator[None]:
+    def _episode_told(self, episode: int) -> Iterator[None]:
         self._tell("on_episode_start", episode)
         with tell_at_the_end(self.callbacks, "on_episode_end", episode):
             yield

@@ -35,6 +35,7 @@ from rlhf_core.ppo.controls import RewardControls
 from rlhf_core.ppo.episode import EpisodeLearner, Hooks, Position
 from rlhf_core.ppo.failed_batch import keep_in
 from rlhf_core.ppo.learner import PPOLearner
+from rlhf_core.ppo.loop import Collected, Loop
 from rlhf_core.ppo.metrics import PPOLog, PPOStats
 from rlhf_core.rewards.scoring import Scorer
 from rlhf_core.rewards.sources import AnyRewardModel
@@ -242,6 +243,9 @@ class PPOTrainer(OLTrainer):
             sample_buffer=sample_buffer, demonstrations=self._demonstrations, keep=self._keep_batch,
             decode=tokenizer.decode, hooks=_Steps(self),
         )  # fmt: skip
+        self._loop = Loop(
+            self.episode, collect=self._collect, keep=self._keep, around=self._episode_told, controls=self.controls
+        )
         self._samples: list[Sample] = []
         self._feed: Feed | None = None
         self._places: Places | None = None
@@ -295,17 +299,19 @@ class PPOTrainer(OLTrainer):
             raise
         self._feed, self._places = feed, places  # together, and last: a fit that could not begin has changed neither
 
-    def _has_collected(self) -> bool:
-        return self.episode.learning is not None
-
-    def _collect(self, episode: int) -> None:
-        self._tell("on_make_experience_start")
-        made = self._make_experience(episode)
-        if not self.buffer.cpu_offload:
-            made.experience.to_device(self.device)
-        self.buffer.append(made.experience, made.samples)
-        self._samples += made.samples
-        self._tell("on_make_experience_end", made.experience)
+    def _collect(self, episode: int) -> Collected:
+        for _ in range(self._num_collect_steps):
+            self._tell("on_make_experience_start")
+            made = self._make_experience(episode)
+            if not self.buffer.cpu_offload:
+                made.experience.to_device(self.device)
+            self.buffer.append(made.experience, made.samples)
+            self._samples += made.samples
+            self._tell("on_make_experience_end", made.experience)
+        samples = self._samples
+        self.log.collected(samples, self.controls.current(), self.position.step)
+        self._forget_samples()
+        return Collected(self.buffer.collect(), samples)
 
     def _make_experience(self, episode: int) -> MadeExperience:
         prompts, samples = self._numbers.number(self._fed.prompts())
@@ -320,23 +326,9 @@ class PPOTrainer(OLTrainer):
         self.episode.check(made.experience, made.samples)
         return made
 
-    def _finish_collecting(self, episode: int) -> None:  # noqa: ARG002 - the loop's
-        samples, controls = self._samples, self.controls.current()
-        self.episode.begin(self.buffer.collect(), samples)
-        self.controls.update(
-            kl_per_sample=torch.tensor([sample.kl for sample in samples]),
-            scores=torch.tensor([sample.score for sample in samples]),
-        )
-        self._forget_samples()
-        self.log.collected(samples, controls, self.position.step)
-
-    def _learn(self, episode: int, num_update_steps: int) -> None:  # noqa: ARG002 - the loop's
-        self.episode.learn(num_update_steps)
-
-    def _clear(self) -> None:
+    def _keep(self, _episode: int, _steps: Sequence[PPOStats]) -> None:
         self.log.learnt(self.position.step)
         self.buffer.clear()
-        self.episode.finish()
         self._places = self._fed.places()
         self.save_if_due()
 

@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -19,13 +20,13 @@ from torch import Tensor
 from rlhf_core.config import PPOConfig
 from rlhf_core.counting import counted, ordinal
 from rlhf_core.data import Problem
-from rlhf_core.detached.maker import MadeChunk
 from rlhf_core.detached.rollouts import Rollouts
 from rlhf_core.detached.state import EpisodeRecord, RolloutState, StateKeeper, TrainerPosition, TrainingState
 from rlhf_core.phases import reached
 from rlhf_core.ppo.controls import RewardControls
-from rlhf_core.ppo.episode import learn_episode
+from rlhf_core.ppo.episode import EpisodeLearner, Position, learn_episode
 from rlhf_core.ppo.learner import PPOLearner, PPOStats
+from rlhf_core.ppo.loop import Collected, Loop
 from rlhf_core.ppo.metrics import judgement_metrics, judgement_sums
 from rlhf_core.ppo.order import in_key_order
 from rlhf_core.ppo.published_weights import weights_to_publish
@@ -90,6 +91,28 @@ WAITING = ("generate", "score")
 """Phases in which the trainer waits for the makers."""
 
 
+class _Episode:
+    """The episode that is under way: what is learnt from, and the trainer's time by phase.
+
+    Args:
+        collected: what is learnt from.
+        controls: that its rewards were made with.
+        waits: seconds of waiting for the makers, by phase.
+    """
+
+    def __init__(self, collected: Collected, controls: EpisodeControls, waits: Mapping[str, float]) -> None:
+        self.collected, self.controls = collected, controls
+        self.seconds = dict(waits)
+        self.waited_s = 0.0
+        """Of the other phases' time, what was spent waiting for makers and store."""
+        self._since = time.perf_counter()
+
+    def ends(self, phase: str) -> None:
+        """Take the time since the phase before for this one's."""
+        now = time.perf_counter()
+        self.seconds[phase], self._since = now - self._since, now
+
+
 @ray.remote(concurrency_groups=GROUPS | {"commit": 1})
 class RunTrainer(GroupMember):
     """Runs episodes beside its makers: in lockstep, or up to `max_staleness` episodes behind them.
@@ -132,6 +155,8 @@ class RunTrainer(GroupMember):
         self._history: tuple[EpisodeRecord, ...] = ()
         self._controls = RewardControls(config, ALONE)  # the first rank has every sample of an episode
         self._rollouts: Rollouts
+        self._loop: Loop
+        self._episode: _Episode
         self._publisher = Publisher(
             transport=config.cluster.weights_transport,
             bucket_bytes=config.cluster.bucket_bytes,
@@ -166,6 +191,15 @@ class RunTrainer(GroupMember):
             shared = share_state(SharedState(state.tensors, state.learner) if state else None, current_ranks())
             if shared is not None:
                 self._learner.load_state(*shared)
+        episodes = EpisodeLearner(
+            self._learner, seed=self._seed, train_batch_size=self._config.train_batch_size, is_shared=True,
+            keep=self._keep_batch,
+        )  # fmt: skip
+        episodes.position = Position(len(self._history), 0, self._learner.steps)
+        self._loop = Loop(
+            episodes, collect=self._collect, publish=self._publish, keep=self._keep, peers=self._with_peers,
+            controls=self._controls,
+        )  # fmt: skip
 
     @ray.method(concurrency_group="status")  # type: ignore[untyped-decorator]
     def position(self) -> TrainerPosition:
@@ -190,7 +224,7 @@ class RunTrainer(GroupMember):
     @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]
     def synchronise(self) -> None:
         """Give every maker the weights of this trainer's version, and wait until they hold them."""
-        self._publish(len(self._history), completed=None)
+        self._send(len(self._history), completed=None)
 
     @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]
     def run_episode(self, episode: int) -> EpisodeRecord:
@@ -204,31 +238,9 @@ class RunTrainer(GroupMember):
             raise ValueError(
                 f"episode {ordinal(len(self._history))} is due, but episode {ordinal(episode)} was asked for"
             )
-        made, seconds = self._collect(episode)
-        samples = [sample for chunk in made for sample in chunk.samples]
-        started = time.perf_counter()
-        self._progress = f"episode {ordinal(episode)}: learning from {counted(len(samples), 'sample')}"
-        metrics = self._learn(made, samples, episode)
-        seconds["learn"] = time.perf_counter() - started
-        version = episode + 1
-        started = time.perf_counter()
-        self._progress = f"episode {ordinal(episode)}: publishing weights, version {version}"
-        waited_s = self._publish(version, completed=version)
-        seconds["synchronise"] = time.perf_counter() - started
-        started = time.perf_counter()
-        self.await_commit()  # the one before: it had all of this episode's time, and no third state is in memory
-        waited_s += time.perf_counter() - started
-        with self._peers.taking_part("state"):
-            reached("snapshot")
-            snapshot, learner = self._learner.state()  # the learner's only pause: a copy to host memory
-        seconds["commit"] = time.perf_counter() - started
-        record = EpisodeRecord(episode, version, self._incarnation, metrics, seconds, self._figures(seconds, waited_s))
-        self._history = (*self._history, record)
-        facts = learner | {CONTROLS: self._controls.state()}
-        state = TrainingState(snapshot, facts, self._history, self._rollouts.state())
-        self._commit = self._committer.submit(self._keeper.commit_state, state, samples)
+        self._loop.run_episode(self._config.max_epochs)
         self._progress = f"episode {ordinal(episode)}: done"
-        return record
+        return self._history[-1]
 
     @ray.method(concurrency_group="commit")  # type: ignore[untyped-decorator]
     def await_commit(self) -> int:
@@ -258,38 +270,51 @@ class RunTrainer(GroupMember):
             weights = self._learner.merged_weights("actor")
         self._keeper.commit_policy(partial(self._save_policy, self._learner, weights), history=self._history)
 
-    def _learn(self, made: list[MadeChunk], samples: list[Sample], episode: int) -> dict[str, float]:
-        """Learn from an episode's chunks; return its figures."""
-        experience = in_key_order((Experience.from_numpy(chunk.experience), chunk.samples) for chunk in made)
-        with self._peers.taking_part("learn", self._peers.put(experience.to_numpy), episode):
-            stats = learn_episode(
-                self._learner, experience, samples, seed=self._seed, episode=episode, keep=self._keep_batch
-            )
-        return self._take_note(samples, stats, experience.policy_version, episode)
+    def _collect(self, episode: int) -> Collected:
+        def report(done: int, total: int) -> None:
+            self._progress = f"episode {ordinal(episode)}: {done} of {counted(total, 'chunk')} made"
+
+        made, waits = self._rollouts.collect(episode, report)
+        samples = [sample for chunk in made for sample in chunk.samples]
+        self._progress = f"episode {ordinal(episode)}: learning from {counted(len(samples), 'sample')}"
+        rows = in_key_order((Experience.from_numpy(chunk.experience), chunk.samples) for chunk in made)
+        self._episode = _Episode(Collected(rows, samples), self._rollouts.controls_of(episode), waits)
+        return self._episode.collected
+
+    def _with_peers(self, episode: int) -> AbstractContextManager[None]:
+        return self._peers.taking_part("learn", self._peers.put(self._episode.collected.experience.to_numpy), episode)
 
     def _keep_batch(self, save: Callable[[Path], None]) -> str:
         return f"the batch is kept in {self._keeper.keep_failed_batch(save)}"
 
-    def _take_note(
-        self, samples: list[Sample], stats: Sequence[PPOStats], versions: torch.Tensor, episode: int
-    ) -> dict[str, float]:
-        """Return the episode's figures, and let its samples set the next one's rewards."""
+    def _publish(self, version: int) -> None:
+        self._episode.ends("learn")
+        self._progress = f"episode {ordinal(version - 1)}: publishing weights, version {version}"
+        self._episode.waited_s += self._send(version, completed=version)
+        self._episode.ends("synchronise")
+
+    def _keep(self, episode: int, steps: Sequence[PPOStats]) -> None:
+        """Copy the state to host memory, and have it stored beside the next episode."""
+        started = time.perf_counter()
+        self.await_commit()  # the one before: it had all of this episode's time, and no third state is in memory
+        self._episode.waited_s += time.perf_counter() - started
+        with self._peers.taking_part("state"):
+            reached("snapshot")
+            snapshot, learner = self._learner.state()  # the learner's only pause
+        self._episode.ends("commit")
+        now = self._episode
+        rows, samples = now.collected
         metrics = episode_metrics(
-            samples, stats, versions=versions, learnt_at=episode, controls=self._rollouts.controls_of(episode)
+            samples, steps, versions=rows.policy_version, learnt_at=episode, controls=now.controls
         )
-        self._controls.update(
-            kl_per_sample=torch.tensor([sample.kl for sample in samples]),
-            scores=torch.tensor([sample.score for sample in samples]),
-        )
-        return metrics
+        figures = self._figures(now.seconds, now.waited_s)
+        record = EpisodeRecord(episode, episode + 1, self._incarnation, metrics, now.seconds, figures)
+        self._history = (*self._history, record)
+        facts = learner | {CONTROLS: self._controls.state()}
+        state = TrainingState(snapshot, facts, self._history, self._rollouts.state())
+        self._commit = self._committer.submit(self._keeper.commit_state, state, samples)
 
-    def _collect(self, episode: int) -> tuple[list[MadeChunk], dict[str, float]]:
-        def report(done: int, total: int) -> None:
-            self._progress = f"episode {ordinal(episode)}: {done} of {counted(total, 'chunk')} made"
-
-        return self._rollouts.collect(episode, report)
-
-    def _publish(self, version: int, *, completed: int | None) -> float:
+    def _send(self, version: int, *, completed: int | None) -> float:
         """Publish the weights as `version`, which makers take before their next chunk; return the seconds waited."""
         scheduler = self._rollouts.scheduler
         if completed is None:

@@ -83,6 +83,9 @@ class EpisodeLearner:
         keep: keeps a batch that could not be learnt from; None keeps none.
         decode: returns the text of token ids, for a batch that is kept.
         hooks: are told what happens.
+
+    Raises:
+        ConfigError: if the learner's own demonstrations are to be learnt, and it has none.
     """
 
     def __init__(
@@ -102,12 +105,19 @@ class EpisodeLearner:
         self.learner, self.is_shared, self.keep = learner, is_shared, keep
         self._seed, self._accumulation_steps, self._sample_buffer = seed, accumulation_steps, sample_buffer
         self._train_batch_size = train_batch_size
+        if demonstrations is None:
+            check_demonstrations(learner.config, has_some=learner.ptx is not None)
         self._demonstrations = demonstrations or (lambda _batches: learner.demonstrations())
         self._decode, self._hooks = decode, hooks or Hooks()
         self.position = Position()
         self.learning: Learning | None = None
         """From the end of collecting to the end of the episode."""
         self._samples: list[Sample] = []
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether an episode's rows are taken in, and the episode is not finished."""
+        return self.learning is not None
 
     def check(self, experience: Experience, samples: Sequence[Sample]) -> None:
         """See that what was made has finite numbers, before anything is learnt.
@@ -252,7 +262,6 @@ def learn_episode(
     Raises:
         TrainingError: on all ranks, if there are no rows, not the same on each, or a number is not finite.
     """
-    check_demonstrations(learner.config, has_some=learner.ptx is not None)
     learning = EpisodeLearner(
         learner, seed=seed, train_batch_size=learner.config.train_batch_size, is_shared=True, keep=keep
     )

@@ -40,6 +40,7 @@ from rlhf_core.ppo.controls import ControlsByEpisode, RewardControls
 from rlhf_core.ppo.episode import EpisodeLearner, Hooks, Position
 from rlhf_core.ppo.failed_batch import keep_in
 from rlhf_core.ppo.learner import PPOLearner
+from rlhf_core.ppo.loop import Collected
 from rlhf_core.ppo.metrics import PPOStats
 from rlhf_core.ppo.order import in_key_order
 from rlhf_core.ppo.published_weights import published_weights, trained_weights
@@ -49,7 +50,7 @@ from rlhf_core.strategy.ranks import ALONE
 from rlhf_core.strategy.strategy import Strategy
 from rlhf_core.training.callbacks import TrainerCallback, TrainerPerformanceEvaluator, tell
 from rlhf_core.training.loaders import Batches
-from rlhf_core.types import EpisodeControls, Experience, Sample
+from rlhf_core.types import EpisodeControls, Experience
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +148,6 @@ class DetachedPPOTrainer(DetachedTrainer):
         self._counts: dict[str, Any] | None = None
         """Of an episode that was restored."""
         self._shelf, self._stats = Shelf(), list[PPOStats]()
-        self._samples: Sequence[Sample] = ()
         self._eval_performance = eval_performance
         self._built: PPOLearner | None = None
         sizes = {"train_batch_size": train_batch_size, "eps_clip": eps_clip, "value_clip": value_clip}
@@ -188,7 +188,7 @@ class DetachedPPOTrainer(DetachedTrainer):
         self._next_demonstrations = partial(
             next_demonstrations, self._demonstrations, learner, self._ranks, only_labels=self._learning.apply_loss_mask
         )
-        self._episode_learner = EpisodeLearner(
+        self._loop.learner = self._learning_episodes = EpisodeLearner(
             learner, seed=self.dealing.seed, train_batch_size=self.train_batch_size,
             accumulation_steps=self._learning.accumulation_steps, demonstrations=self._next_demonstrations,
             keep=self._keep_batch, hooks=_Steps(self),
@@ -281,45 +281,36 @@ class DetachedPPOTrainer(DetachedTrainer):
         means = {name: fmean(float(getattr(each, name)) for each in stats) for name in PPOStats._fields if stats}
         return {**super().figures(), **means}
 
-    def _learn(self, episode: int, source: Source, update_steps: int, train_epochs: int) -> None:
-        """Gather all of an episode, restate it by the weights that it begins with, and take its steps."""
-        learning = self._episode_learner
-        if learning.learning is None:
-            learning.is_shared = source.is_shared
-            learning.position = Position(episode, 0, self.learner.steps)
-            whole, self._samples = self._gathered(episode, source, update_steps)
-            learning.begin(whole, self._samples)
-            self._stats = []
-        learning.learn(train_epochs)
-        learning.finish()
-        if self._samples and self._controls_by_episode is not None:
-            self._controls_by_episode.current.update(
-                kl_per_sample=torch.tensor([sample.kl for sample in self._samples]),
-                scores=torch.tensor([sample.score for sample in self._samples]),
-            )
-            self._controls_by_episode.open(episode + 1)
-
-    def _gathered(self, episode: int, source: Source, update_steps: int) -> tuple[Experience, Sequence[Sample]]:
-        """Return an episode's rows in the order of their samples' keys, and their texts where somebody sent them."""
-        batches = list(source.episode(episode, update_steps))
+    def _collect(self, episode: int) -> Collected:
+        """Wait for all of an episode, and return its rows in the order of their samples' keys."""
+        assert self._source is not None
+        self._stats, self._learning_episodes.is_shared = [], self._source.is_shared
+        batches = list(self._source.episode(episode, self._update_steps))
         whole = in_key_order((batch.experience, batch.samples) for batch in batches)
-        if source.is_shared and self._ranks.is_first:
+        if self._source.is_shared and self._ranks.is_first:
             self._shelf.put(episode, whole.to_numpy)
-        return whole, [sample for batch in batches for sample in batch.samples]
+        return Collected(whole, [sample for batch in batches for sample in batch.samples])
 
-    def _keep_batch(self, write: Callable[[Path], None]) -> str:
-        place = self._episode_learner.position
-        return keep_in(self._save_dir, f"episode-{place.episode}_step-{place.step}/rank-{self._ranks.rank}")(write)
+    def _publish(self, version: int) -> None:
+        if self._controls_by_episode is not None:
+            self._controls_by_episode.open(version)
+        super()._publish(version)
 
-    def _finish_episode(self, episode: int) -> None:
+    def _keep(self, episode: int, steps: Sequence[Any]) -> None:
+        super()._keep(episode, steps)
         if self._save_dir is not None and (episode + 1) % self._save_interval == 0:
             self.save_state(self._save_dir)
+
+    def _keep_batch(self, write: Callable[[Path], None]) -> str:
+        place = self._loop.learner.position
+        return keep_in(self._save_dir, f"episode-{place.episode}_step-{place.step}/rank-{self._ranks.rank}")(write)
 
     def _production(self, total_steps: int, update_steps: int, train_epochs: int) -> Production:
         found = super()._production(total_steps, update_steps, train_epochs)
         self.learner  # noqa: B018 - raises what building ended with
-        agreed_plan(self._ranks, total_steps, update_steps, train_epochs, self._episode)
-        self._is_unsent = bool(self._ranks.gather(torch.tensor([int(self._is_unsent)])).any())  # all of them send
+        agreed_plan(self._ranks, total_steps, update_steps, train_epochs, self._loop.episode)
+        unsent = torch.tensor([int(self._loop.is_unpublished)])
+        self._loop.is_unpublished = bool(self._ranks.gather(unsent).any())  # all of them send
         return found._replace(trainers=self._ranks.world_size)
 
     def _open_source(self, production: Production, began: int) -> Source:
@@ -343,10 +334,11 @@ class DetachedPPOTrainer(DetachedTrainer):
             kept = {}
             if self._controls_stored is not None:
                 current.load_state(self._controls_stored["now"])
-                kept = controls_kept(self._controls_stored, self._episode, self.dealing.max_staleness)
+                kept = controls_kept(self._controls_stored, self._loop.episode, self.dealing.max_staleness)
             self._controls_by_episode = ControlsByEpisode(
-                current, max_staleness=self.dealing.max_staleness, completed=self._episode, kept=kept
+                current, max_staleness=self.dealing.max_staleness, completed=self._loop.episode, kept=kept
             )
+            self._loop.controls = current
 
     def _controls(self, episode: int) -> EpisodeControls | None:
         return None if self._controls_by_episode is None else self._controls_by_episode.of(episode)
@@ -400,10 +392,10 @@ class DetachedPPOTrainer(DetachedTrainer):
         buffer later is not in it either.
         """
         self.learner  # noqa: B018 - raises what building ended with
-        if self._episode_learner.learning is not None:
+        if self._loop.learner.has_begun:
             raise RlhfError(
-                f"{self._name} has learnt episode {ordinal(self._episode)} in part, but states are of whole ones; call "
-                "fit again, which goes on with the step that failed"
+                f"{self._name} has learnt episode {ordinal(self._loop.episode)} in part, but states are of whole ones; "
+                "call fit again, which goes on with the step that failed"
             )
         with naming_lost_rank(self.strategy.ranks):
             self._save_state(Path(path))
@@ -411,7 +403,7 @@ class DetachedPPOTrainer(DetachedTrainer):
     def _save_state(self, directory: Path) -> None:
         tensors, facts = self.learner.state()
         waiting = self._buffer.waiting()
-        position = {"episode": self._episode, "fit_began": self._fit_began, "version": self._weights.version}
+        position = {"episode": self._loop.episode, "fit_began": self._fit_began, "version": self._weights.version}
         facts = {
             "learner": facts,
             "position": position,
@@ -448,9 +440,10 @@ class DetachedPPOTrainer(DetachedTrainer):
         stored = facts["controls"]
         self._controls_by_episode, self._controls_stored = None, None if stored["now"] is None else stored
         self._counts, self._source = facts["books"], None
-        self._is_in_midst = self._is_unsent = False
-        self._episode_learner.forget()
-        self._episode, self._fit_began = facts["position"]["episode"], facts["position"]["fit_began"]
+        self._loop.is_unpublished, self._loop.controls = False, None
+        self._learning_episodes.forget()
+        self._learning_episodes.position = Position(facts["position"]["episode"], 0, self.learner.steps)
+        self._fit_began = facts["position"]["fit_began"]
         self._weights.restore(facts["position"]["version"])
         if self._demonstrations is not None and state.demonstrations is not None:
             self._demonstrations.load_state(*state.demonstrations)

@@ -1,10 +1,11 @@
-"""coati's `DetachedTrainer`: the loop of a trainer whose experience is made by other actors."""
+"""coati's `DetachedTrainer`: a trainer whose experience is made by other actors, over the one loop of PPO."""
 
 from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import ray
@@ -29,12 +30,69 @@ from rlhf_core.coati.detached.weight_sender import BUCKET_BYTES, WeightSender, w
 from rlhf_core.counting import counted, ordinal
 from rlhf_core.detached.maker import MadeChunk
 from rlhf_core.errors import RlhfError
+from rlhf_core.ppo.episode import Position
+from rlhf_core.ppo.loop import Collected, Loop
 from rlhf_core.ppo.order import minibatch_order
 from rlhf_core.rollout.scheduler import Scheduler
 from rlhf_core.training.callbacks import TrainerCallback, tell, tell_at_the_end
-from rlhf_core.types import EpisodeControls, Experience
+from rlhf_core.types import EpisodeControls, Experience, Sample
 
 logger = logging.getLogger(__name__)
+
+
+class StepLearner:
+    """Learns episodes by a trainer's `training_step`: first the batches as they come, then the same in other orders.
+
+    Args:
+        trainer: a `DetachedTrainer`.
+    """
+
+    has_begun = False  # steps of another algorithm cannot be gone on with: `is_in_midst` says so
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.position = Position()
+        self.is_in_midst = False
+        """Some steps of an episode are taken, and not all."""
+        self._coming: Iterable[Experience] = ()
+
+    def begin(self, collected: Iterable[Experience], _samples: Sequence[Sample]) -> None:
+        """Take in the episode's batches, which may be still to come."""
+        self._coming = collected
+
+    def learn(self, passes: int) -> list[dict[str, Any]]:
+        """Take the episode's steps, and return the metrics of each."""
+        tell, taken = self._trainer._tell, []
+        batches: list[Experience] = []
+        for epoch in range(passes):
+            tell("on_epoch_start", epoch)
+            for batch in self._coming if epoch == 0 else self._in_another_order(batches, epoch):
+                if epoch == 0:
+                    batches.append(batch)
+                taken.append(self._step(batch))
+            tell("on_epoch_end", epoch)
+        return taken
+
+    def finish(self) -> None:
+        """Go on to the next episode."""
+        self._coming, self.is_in_midst = (), False
+        self.position = Position(self.position.episode + 1)
+
+    def _in_another_order(self, batches: Sequence[Experience], epoch: int) -> list[Experience]:
+        order = minibatch_order(
+            seed=self._trainer.dealing.seed, episode=self.position.episode, epoch=epoch, samples=len(batches),
+            batch_size=1,
+        )  # fmt: skip
+        return [batches[number] for (number,) in order]
+
+    def _step(self, experience: Experience) -> dict[str, Any]:
+        self.is_in_midst = True
+        self._trainer._tell("on_batch_start")
+        metrics: dict[str, Any] = self._trainer.training_step(experience)
+        if self._trainer.debug:
+            logger.info("%s: %s", self._trainer._name, metrics)
+        self._trainer._tell("on_batch_end", metrics, experience)
+        return metrics
 
 
 class DetachedTrainer(ABC):
@@ -82,14 +140,19 @@ class DetachedTrainer(ABC):
         self._weights = WeightSender(transport=dealing.transport, dtype=getattr(torch, dealing.rollout_dtype))
         self._source: Source | None = None
         self._scheduler: Scheduler[LoaderChunk, MadeChunk] | None = None
-        self._episode = 0
-        """The next one; counts on over several fits."""
+        self._update_steps = 0
+        """Batches of an episode of this fit."""
         self._fit_began: int | None = None
         """First episode of a fit that is not at its end."""
-        self._is_in_midst = False
-        """Some steps of an episode are taken, and not all."""
-        self._is_unsent = False
-        """An episode is learnt, and its weights may not be sent."""
+        self._steps = StepLearner(self)
+        self._loop = Loop(
+            self._steps,
+            collect=self._collect,
+            publish=self._publish,
+            keep=self._keep,
+            peers=self._weights_learn,
+            around=self._episode_told,
+        )
 
     @abstractmethod
     def training_step(self, experience: Experience) -> dict[str, Any]:
@@ -117,19 +180,17 @@ class DetachedTrainer(ABC):
         """
         self._check()
         production = self._production(total_steps, update_steps, train_epochs)
-        began = self._episode if self._fit_began is None else self._fit_began
-        self._fit_began = began
-        if self._episode >= began + production.episodes:
+        began = self._loop.episode if self._fit_began is None else self._fit_began
+        self._fit_began, self._update_steps = began, update_steps
+        if self._loop.episode >= began + production.episodes:
             logger.warning("this fit has nothing left to do: %s done already", counted(production.episodes, "episode"))
-        if self._is_unsent:
-            self._send_what_was_learnt()
+        self._loop.publish_if_due()
         try:
             self._source = source = self._open_source(production, began)
             try:
                 with tell_at_the_end(self.callbacks, "on_fit_end"):
                     self._tell("on_fit_start")
-                    for episode in range(self._episode, began + production.episodes):
-                        self._run_episode(episode, source, update_steps, train_epochs)
+                    self._loop.run(began + production.episodes, train_epochs)
                     if self._scheduler is not None and self._weights.last is not None:
                         self._scheduler.await_taken(self._weights.version, self.dealing.start_timeout_s)
             finally:
@@ -208,66 +269,32 @@ class DetachedTrainer(ABC):
     @ray.method(concurrency_group="buffer_length")  # type: ignore[untyped-decorator]
     def figures(self) -> dict[str, float]:
         """Return what is known of queue, staleness and idle times, and the version that was sent last."""
-        own = {"version": float(self._weights.version), "episode": float(self._episode)}
+        own = {"version": float(self._weights.version), "episode": float(self._loop.episode)}
         return {**(self._source.figures() if self._source else {}), **own}
 
-    def _run_episode(self, episode: int, source: Source, update_steps: int, train_epochs: int) -> None:
+    @contextmanager
+    def _episode_told(self, episode: int) -> Iterator[None]:
         with tell_at_the_end(self.callbacks, "on_episode_end", episode):
             self._tell("on_episode_start", episode)
-            self._learn(episode, source, update_steps, train_epochs)
-            self._is_in_midst, self._is_unsent = False, True
-            self._episode = episode + 1  # whatever fails from here on, nothing is learnt twice
-            self._weights.learnt()
-            self._send_what_was_learnt()
-            source.learnt(episode)
-            self._finish_episode(episode)
+            yield
 
     def _tell(self, hook: str, *arguments: Any) -> None:
         tell(self.callbacks, hook, *arguments)
-
-    def _send_what_was_learnt(self) -> None:
-        self._tell("on_update_start")
-        self._update_remote_makers()
-        self._tell("on_update_end")
-        self._is_unsent = False
 
     def _check(self) -> None:
         """Raise what is wrong with this trainer."""
         if self._trouble is not None:
             raise self._trouble
-        if self._is_in_midst:
+        if self._steps.is_in_midst:
             raise RlhfError(
-                f"{self._name} took some steps of episode {ordinal(self._episode)} and failed in it, so that it would "
-                "learn them twice; create the trainer anew, with its last state if it keeps one"
+                f"{self._name} took some steps of episode {ordinal(self._loop.episode)} and failed in it, so that it "
+                "would learn them twice; create the trainer anew, with its last state if it keeps one"
             )
 
-    def _finish_episode(self, episode: int) -> None:  # noqa: B027 - most keep nothing
-        """Keep what an episode came to; for a subclass."""
-
-    def _learn(self, episode: int, source: Source, update_steps: int, train_epochs: int) -> None:
-        """Take an episode's steps: the first epoch as batches come, later ones over the same in other orders."""
-        batches: list[Experience] = []
-        for epoch in range(train_epochs):
-            self._tell("on_epoch_start", epoch)
-            if epoch == 0:
-                for batch in self._batches(source.episode(episode, update_steps)):
-                    batches.append(batch)
-                    self._step(batch)
-            else:
-                order = minibatch_order(
-                    seed=self.dealing.seed, episode=episode, epoch=epoch, samples=len(batches), batch_size=1
-                )
-                for (number,) in order:
-                    self._step(batches[number])
-            self._tell("on_epoch_end", epoch)
-
-    def _step(self, experience: Experience) -> None:
-        self._is_in_midst = True
-        self._tell("on_batch_start")
-        metrics = self.training_step(experience)
-        if self.debug:
-            logger.info("%s: %s", self._name, metrics)
-        self._tell("on_batch_end", metrics, experience)
+    def _collect(self, episode: int) -> Collected:
+        """Return the episode's batches, which come while they are learnt from; a subclass may wait for all of it."""
+        assert self._source is not None
+        return Collected(self._batches(self._source.episode(episode, self._update_steps)), [])
 
     def _batches(self, parts: Iterator[Any]) -> Iterator[Experience]:
         """Yield rows that come in any number as batches of this trainer's."""
@@ -276,6 +303,20 @@ class DetachedTrainer(ABC):
             cutter.append(part.experience)
             while cutter.get_length():
                 yield cutter.sample()
+
+    @contextmanager
+    def _weights_learn(self, _episode: int) -> Iterator[None]:
+        yield
+        self._weights.learnt()  # once: weights that could not be sent are sent again as the same version
+
+    def _publish(self, _version: int) -> None:
+        self._tell("on_update_start")
+        self._update_remote_makers()
+        self._tell("on_update_end")
+
+    def _keep(self, episode: int, _steps: Sequence[Any]) -> None:
+        assert self._source is not None
+        self._source.learnt(episode)
 
     def _production(self, total_steps: int, update_steps: int, train_epochs: int) -> Production:
         return production_of(total_steps, update_steps, train_epochs, self.train_batch_size)
@@ -308,7 +349,7 @@ class DetachedTrainer(ABC):
     def _dealt(self, production: Production, began: int, makers: Sequence[MakerFacts]) -> ScheduledExperience:
         fit = ScheduledFit(
             first_episode=began,
-            completed=self._episode,
+            completed=self._loop.episode,
             episodes=began + production.episodes,
             units=units_per_episode(makers, production),
             rows=makers[0].rows,

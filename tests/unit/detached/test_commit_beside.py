@@ -6,11 +6,19 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+import torch
+
 from rlhf_core.config import PPOConfig
+from rlhf_core.detached import trainer
 from rlhf_core.detached.state import RolloutState
-from rlhf_core.detached.trainer import RunTrainer
+from rlhf_core.detached.trainer import RunTrainer, _Episode
+from rlhf_core.ppo.episode import Position
+from rlhf_core.ppo.loop import Collected, Loop
+from rlhf_core.types import EpisodeControls
 
 WAIT_S = 30.0
+CONTROLS = EpisodeControls(0.1, 0.0, 1.0)
 Trainer: Any = RunTrainer.__ray_metadata__.modified_class  # without an actor around it
 
 
@@ -31,27 +39,44 @@ class IdleTrainer(Trainer):  # type: ignore[misc]
 
     seen: list[list[int]]
 
-    def _collect(self, episode: int) -> tuple[list[Any], dict[str, float]]:
+    def _collect(self, episode: int) -> Collected:
         self.seen.append(list(self._keeper.stored))
         if episode:
             self._keeper.may_finish.set()
-        return [], {}
+        self._episode = _Episode(Collected(SimpleNamespace(policy_version=torch.zeros(1)), []), CONTROLS, {})
+        return self._episode.collected
 
-    def _publish(self, *_: Any, **__: Any) -> float:
+    def _send(self, *_: Any, **__: Any) -> float:
         return 0.0
 
     def _figures(self, *_: Any) -> dict[str, float]:
         return {}
 
-    def _learn(self, *_: Any) -> dict[str, float]:
-        return {}
+
+class IdleLearner:
+    """Takes no step."""
+
+    has_begun = False
+
+    def __init__(self) -> None:
+        self.position = Position()
+
+    def begin(self, *_: Any) -> None: ...
+
+    def learn(self, _passes: int) -> list[Any]:
+        return []
+
+    def finish(self) -> None:
+        self.position.episode += 1
 
 
-def test_an_episode_is_collected_while_the_one_before_is_stored() -> None:
+def test_an_episode_is_collected_while_the_one_before_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer, "episode_metrics", lambda *_, **__: {})
     keeper = SlowKeeper()
     ours = IdleTrainer((), None, [], PPOConfig(), 0, keeper, None)
     ours._learner = SimpleNamespace(state=lambda: ({}, {}))
     ours._rollouts = SimpleNamespace(state=RolloutState)
+    ours._loop = Loop(IdleLearner(), collect=ours._collect, publish=ours._publish, keep=ours._keep)
     ours.seen = []
     for episode in range(3):
         ours.run_episode(episode)

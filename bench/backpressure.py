@@ -30,7 +30,7 @@ import ray
 from ray._private.internal_api import node_stats
 
 from tasks.pictures.style import COLOURS, INK, SMALL, dress, new_figure, png
-from tests.integration.dealt_runs import WAIT_S, DealtRun, cluster, config, dealt_run
+from tests.integration.rollout_runs import WAIT_S, DealtRun, cluster, config, dealt_run
 
 CHUNK_S, STEP_S = 0.3, 0.5
 """Four chunks by two makers in 0.6 seconds, six steps in three: five times as long."""
@@ -134,7 +134,7 @@ def main() -> None:
                 records = run.run(range(2, asked.episodes))
         if asked.picture is not None:
             asked.picture.write_bytes(draw(watch.rows))
-    books = {name.removeprefix("chunks_"): value for name, value in records[-1].dealing.items() if "chunks_" in name}
+    books = {name.removeprefix("chunks_"): value for name, value in records[-1].rollouts.items() if "chunks_" in name}
     line = {"bench": "backpressure", "quarters_mb": quarters(watch.rows), "books": books}
     print(json.dumps(line))  # noqa: T201 - the benchmark's line
 

@@ -22,9 +22,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("RAY_worker_niceness", "0")
-from rlhf_core.detached.state import EpisodeRecord
+from rlhf_core.ppo.state import EpisodeRecord
 from tasks.pictures.style import COLOURS, FAINT, INK, SMALL, dress, new_figure, png
-from tests.integration.dealt_runs import CHUNKS, STEPS, cluster, config, dealt_run
+from tests.integration.rollout_runs import CHUNKS, STEPS, cluster, config, dealt_run
 
 CHUNK_S, STEP_S = 3.0, 1.0
 """Four chunks by two makers, and six steps: six seconds each."""

@@ -22,7 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.storage import difference, episodes
 from infra.artifacts import ArtifactStore, open_default_store
-from rlhf_core.detached.state import EpisodeRecord, TrainingState
+from rlhf_core.ppo.state import EpisodeRecord, TrainingState
 from tasks.ppo_keeper import StoreKeeper
 from tasks.results import Parent, PPORun
 

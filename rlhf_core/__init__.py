@@ -24,11 +24,11 @@ if TYPE_CHECKING:
         is_rank_0,
         set_dist_env,
     )
-    from rlhf_core.coati.detached.fit_dealing import DealingOptions
     from rlhf_core.coati.detached.holder import ExperienceMakerHolder
     from rlhf_core.coati.detached.lora import LoRAConstructor, state_dict_to
     from rlhf_core.coati.detached.ppo_trainer import DetachedPPOTrainer
     from rlhf_core.coati.detached.replay_buffer import DetachedReplayBuffer
+    from rlhf_core.coati.detached.scheduled_fit import DealingOptions
     from rlhf_core.coati.detached.trainer import DetachedTrainer
     from rlhf_core.coati.experience_maker import NaiveExperienceMaker
     from rlhf_core.coati.ol_trainer import OLTrainer
@@ -137,7 +137,7 @@ _HOMES = {
     "DataCollatorForPreferenceDataset": "rlhf_core.supervised.batches",
     "DataCollatorForPromptDataset": "rlhf_core.data.loaders",
     "DataCollatorForSupervisedDataset": "rlhf_core.data.loaders",
-    "DealingOptions": "rlhf_core.coati.detached.fit_dealing",
+    "DealingOptions": "rlhf_core.coati.detached.scheduled_fit",
     "DetachedPPOTrainer": "rlhf_core.coati.detached.ppo_trainer",
     "DetachedReplayBuffer": "rlhf_core.coati.detached.replay_buffer",
     "DetachedTrainer": "rlhf_core.coati.detached.trainer",

@@ -23,7 +23,7 @@ from tasks.task_errors import stage_task
 
 if TYPE_CHECKING:
     from infra.artifacts import ArtifactStore, Manifest
-    from rlhf_core.detached.state import EpisodeRecord
+    from rlhf_core.ppo.state import EpisodeRecord
 
 MODULES = ("ppo", "ppo_group", "ppo_keeper", "ppo_models", "gpu_allocation")
 
@@ -273,8 +273,8 @@ def _say_episode(record: EpisodeRecord, episodes: int) -> None:
     left = (episodes - record.episode - 1) * took
     metrics = record.metrics
     verified = f"verifier {metrics['verifier']:.3f}  " if "raw/verifier" in metrics else ""
-    figures = f"reward {metrics['reward']:.3f}  {verified}KL {metrics['kl']:.4f}"
-    if revivals := int(record.dealing.get("revivals", 0)):
+    figures = f"score {metrics['score']:.3f}  {verified}KL {metrics['kl']:.4f}"
+    if revivals := int(record.rollouts.get("revivals", 0)):
         figures += f"  {revivals} revived"
     time = f"{duration(left)} left in this stage" if left else f"took {duration(took)}"
     say("ppo", f"{_episode_name(record.episode, episodes)}  {figures}  length {metrics['length']:.1f}  {time}")

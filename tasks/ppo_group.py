@@ -140,8 +140,7 @@ def _build(run: PPORun, context: Context) -> Any:
 
 def _start(run: PPORun, context: Context) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """Start the processes of trainers and makers, and return both by name."""
-    from rlhf_core.detached.maker import RunMaker
-    from rlhf_core.detached.trainer import RunTrainer, TrainerRank
+    from rlhf_core.detached.run import RunMaker, RunTrainer, TrainerRank
     from tasks.ppo_keeper import StoreKeeper
     from tasks.ppo_models import LearnerFactory, MakerFactory, PolicySaver
 

@@ -15,7 +15,7 @@ from infra.artifacts import ArtifactRef, ArtifactStore, Manifest, Retention, ope
 from infra.errors import StoreError
 from infra.settings import settings
 from rlhf_core.config import PipelineConfig
-from rlhf_core.detached.state import (
+from rlhf_core.ppo.state import (
     EpisodeRecord,
     TrainingState,
     state_from_json,
@@ -29,6 +29,7 @@ from tasks.scratch import scratch_directory
 logger = logging.getLogger(__name__)
 
 STATE, SAMPLES, METRICS = "state.json", "samples.jsonl", "metrics.jsonl"
+BEGIN_AGAIN = "begin the stage ppo again under another seed, which keeps what it starts from"
 SHARD_BYTES = 64 << 20
 _HEADER_BYTES = 128
 """What safetensors notes of a tensor besides its name, at most."""
@@ -108,7 +109,7 @@ class StoreKeeper:
                 for name, tensor in load_file(shard).items()
             }
             facts = json.loads((directory / STATE).read_text())
-        return state_from_json(facts, tensors, where=f"the training state {manifest.uri}")
+        return state_from_json(facts, tensors, where=f"the training state {manifest.uri}", otherwise=BEGIN_AGAIN)
 
     def commit_policy(self, save: Callable[[Path], None], *, history: tuple[EpisodeRecord, ...]) -> None:
         """Store the finished policy under the run's key, with the metrics of every episode and its last samples."""

@@ -14,6 +14,7 @@ from infra.artifacts import ArtifactStore
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.jsonl import from_jsonl
 from rlhf_core.evaluation import Outcome, outcomes_from_jsonl
+from rlhf_core.ppo.former_names import current_names
 
 REPORT, OUTCOMES, EPISODES = "report.json", "outcomes.jsonl", "metrics.jsonl"
 
@@ -57,7 +58,7 @@ def run_pipeline(store: ArtifactStore, preset: str, *, name: str, seed: int, ove
         config=PipelineConfig.model_validate(after.config),
         stages={stage["stage"]: stage for stage in facts["stages"]},
         evaluations=facts["evaluations"],
-        episodes=tuple(from_jsonl(store.read_bytes(after, EPISODES))),
+        episodes=tuple(current_names(row) for row in from_jsonl(store.read_bytes(after, EPISODES))),
     )
 
 

@@ -31,7 +31,7 @@ class Outcome(Protocol):
 
 
 CURVES = {
-    "reward": "reward",
+    "score": "score",
     "verifier": "verifier, 0 to 1",
     "kl": "KL, nats per response",
     "length": "tokens",

@@ -44,7 +44,7 @@ class OLTrainer(ABC):
         """Collect on-policy experience, learn from it, throw it away.
 
         Goes on where an earlier fit or the loaded checkpoint stood: `num_episodes` counts from the run's beginning, and
-        a dataloader that the earlier fit had, the same object, deals what comes next; another one begins anew.
+        a dataloader that the earlier fit had, the same object, gives what comes next; another one begins anew.
 
         Args:
             num_episodes: rounds of collecting and learning.

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -18,6 +17,7 @@ from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.ppo.controls import RewardControls
 from rlhf_core.ppo.episode import Learning, Position
 from rlhf_core.ppo.learner import PPOLearner
+from rlhf_core.ppo.state import TrainingState, state_from_json, state_tensors, state_to_json
 from rlhf_core.strategy.ranks import Ranks, together
 from rlhf_core.training.boosted import plain_model
 from rlhf_core.training.checkpoint import (
@@ -34,32 +34,16 @@ from rlhf_core.training.optim import Trained
 from rlhf_core.training.run_directory import TRAINER, checkpoint_name
 from rlhf_core.training.state import prefixed, under
 from rlhf_core.training.tracking import MeanMeter
-from rlhf_core.types import Experience
 
 STATE = "state.json"
-_COLLECTED, _LEARNT = "collected", "learnt"
 
 
-class RankState(NamedTuple):
-    """What differs between ranks."""
+class RunFacts(NamedTuple):
+    """What a checkpoint says of the run besides its training state, the same on all ranks, as JSON holds it."""
 
-    facts: dict[str, Any]
-    """Where each loader stands, by its name."""
-    tensors: dict[str, Tensor]
-    """Random states, of now and of each loader's pass, by `<whose>.<which>`."""
-    learning: Learning | None
-    """None between two episodes."""
-
-
-class TrainerState(NamedTuple):
-    """What is the same on all ranks, as JSON holds it."""
-
-    position: dict[str, int]
     world_size: int
     shapes: dict[str, dict[str, list[int]]]
     """Of every weight, by model."""
-    controls: dict[str, Any]
-    learner: dict[str, Any]
     meter: dict[str, list[float]]
     forms: dict[str, dict[str, Any]]
     """Of optimizer and schedule, by model, as `training_form` gives them."""
@@ -67,75 +51,68 @@ class TrainerState(NamedTuple):
     """What decides the minibatches: an episode cannot be gone on with under others."""
 
 
-def write_state(directory: Path, state: TrainerState, own: RankState, ranks: Ranks) -> None:
-    """Write the common state from the first rank, and each rank's own."""
+def write_state(directory: Path, state: TrainingState, loaders: Mapping[str, Any], ranks: Ranks) -> None:
+    """Write what is common from the first rank; from each its own tensors, and where its loaders stand."""
     if ranks.is_first:
-        write_json(directory / STATE, state._asdict())
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in own.tensors.items()}
-    if own.learning is not None:
-        collected, learnt = (_on_cpu(experience) for experience in own.learning)
-        restated = {name: tensor for name, tensor in learnt.items() if not torch.equal(tensor, collected[name])}
-        tensors |= prefixed(_COLLECTED, collected) | prefixed(_LEARNT, restated)
-    save_file(tensors, directory / f"rank-{ranks.rank}.safetensors")
-    write_json(directory / f"rank-{ranks.rank}.json", own.facts)
+        write_json(directory / STATE, state_to_json(state))
+    save_file(state_tensors(state), directory / f"rank-{ranks.rank}.safetensors")
+    write_json(directory / f"rank-{ranks.rank}.json", loaders)
 
 
-def read_state(checkpoint: Checkpoint) -> TrainerState:
-    """Return the common state.
+def read_state(checkpoint: Checkpoint, rank: int) -> TrainingState:
+    """Return a rank's state; the first's, if that rank wrote none.
 
     Raises:
         ModelError: if it is of another form.
     """
     path = checkpoint.path(TRAINER) / STATE
+    otherwise = "give a checkpoint that fit wrote"
     try:
-        return TrainerState(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError) as error:
-        raise ModelError(f"{path} is no state of a PPO trainer ({error}); give a checkpoint that fit wrote") from error
+        facts: dict[str, Any] = json.loads(path.read_text())
+        tensors = path.with_name(f"rank-{rank}.safetensors")
+        tensors = tensors if tensors.is_file() else path.with_name("rank-0.safetensors")
+        return state_from_json(facts, load_file(tensors), where=f"the state in {path}", otherwise=otherwise)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ModelError(f"{path} is no state of a PPO trainer ({error}); {otherwise}") from error
 
 
-def read_rank_facts(checkpoint: Checkpoint, rank: int) -> dict[str, Any]:
-    """Return where a rank's loaders stood."""
+def read_loaders(checkpoint: Checkpoint, rank: int) -> dict[str, Any]:
+    """Return where a rank's loaders stood, by their names."""
     facts: dict[str, Any] = json.loads((checkpoint.path(TRAINER) / f"rank-{rank}.json").read_text())
     return facts
 
 
-def read_rank_state(checkpoint: Checkpoint, rank: int) -> RankState:
-    """Return what a rank wrote."""
-    tensors = load_file(checkpoint.path(TRAINER) / f"rank-{rank}.safetensors")
-    learning = _learning(under(_COLLECTED, tensors), under(_LEARNT, tensors))
-    return RankState(read_rank_facts(checkpoint, rank), tensors, learning)
-
-
-def check_state(state: TrainerState, checkpoint: Checkpoint, own: TrainerState) -> None:
-    """See that a stored state fits this trainer, before anything is changed.
+def check_facts(stored: RunFacts, checkpoint: Checkpoint, own: RunFacts, *, is_midway: bool) -> None:
+    """See that a checkpoint fits this trainer, before anything is changed.
 
     Args:
-        state: from the checkpoint.
+        stored: from the checkpoint.
         checkpoint: where it was found.
-        own: this trainer's state now.
+        own: this trainer's.
+        is_midway: whether it is of the middle of an episode.
 
     Raises:
         ModelError: if the models have other weights, or optimizers or schedules are of another form.
         ConfigError: if the middle of an episode is to be gone on with under other settings.
     """
     for role, shapes in own.shapes.items():
-        stored = state.shapes.get(role, {})
-        wrong = sorted(name for name in shapes.keys() | stored.keys() if shapes.get(name) != stored.get(name))
+        there = stored.shapes.get(role, {})
+        wrong = sorted(name for name in shapes.keys() | there.keys() if shapes.get(name) != there.get(name))
         if wrong:
             name = wrong[0]
             raise ModelError(
                 f"the checkpoint {checkpoint.path(role)} does not fit the {role}: they disagree on "
                 f"{counted(len(wrong), 'weight')} (missing, unknown or of another shape), such as {name} "
-                f"({stored.get(name)} there, {shapes.get(name)} here); build the models as the run did that wrote it"
+                f"({there.get(name)} there, {shapes.get(name)} here); build the models as the run did that wrote it"
             )
     for role, form in own.forms.items():
-        check_training_form(state.forms.get(role, {}), form, where=checkpoint.path(role))
-    changed = sorted(name for name, value in state.settings.items() if own.settings.get(name) != value)
+        check_training_form(stored.forms.get(role, {}), form, where=checkpoint.path(role))
+    changed = sorted(name for name, value in stored.settings.items() if own.settings.get(name) != value)
     # Other ranks do not go on with the middle of an episode, but with the next one.
-    if changed and state.position["windows"] and state.world_size == own.world_size:
+    if changed and is_midway and stored.world_size == own.world_size:
         name = changed[0]
         raise ConfigError(
-            f"the checkpoint {checkpoint.name} is from mid-episode with {name} {state.settings[name]}, but "
+            f"the checkpoint {checkpoint.name} is from mid-episode with {name} {stored.settings[name]}, but "
             f"this trainer has {own.settings.get(name)}; go on with the same settings, or from the end of an episode"
         )
 
@@ -143,18 +120,6 @@ def check_state(state: TrainerState, checkpoint: Checkpoint, own: TrainerState) 
 def weight_shapes(model: nn.Module) -> dict[str, list[int]]:
     """Return the shape of every weight by its name, as JSON holds it."""
     return {name: list(parameter.shape) for name, parameter in model.named_parameters()}
-
-
-def _on_cpu(experience: Experience) -> dict[str, Tensor]:
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in experience.tensors().items()}
-
-
-def _learning(collected: dict[str, Tensor], restated: dict[str, Tensor]) -> Learning | None:
-    if not collected:
-        return None
-    fields: dict[str, Any] = {"returns": None, **collected}
-    experience = Experience(**fields)
-    return Learning(experience, experience.replace(**restated))
 
 
 logger = logging.getLogger(__name__)
@@ -173,9 +138,12 @@ class Held(NamedTuple):
 class Restored(NamedTuple):
     """What waits for the loaders of a fit."""
 
-    own: RankState
-    """This rank's; the first's where it had none."""
-    dealt: dict[str, LoaderProgress]
+    tensors: Mapping[str, Tensor]
+    """Random states, of now and of each loader's pass, by `<whose>.<which>`: this rank's, the first's where it had
+    none."""
+    facts: Mapping[str, Any]
+    """Where its loaders stood."""
+    given: dict[str, LoaderProgress]
     """By loader, where another number of ranks goes on than wrote it."""
     is_fresh: bool
     """Whether this rank had none, and keeps its random states."""
@@ -230,13 +198,21 @@ class PPOCheckpoints:
         if self._save_dir.holds(position.step):
             return
         episode = position.episode if position.windows else position.episode - 1  # the one last learnt from
-        state, own = self._state(position), _rank_state(loaders, learning)
+        states = {name: loader.state() for name, loader in loaders.items()}
+        tensors = prefixed(_RANDOM, random_states())
+        for name, each in states.items():
+            tensors |= prefixed(name, each.tensors)
+        state = TrainingState(
+            position, self._held.learner.facts(), self._held.controls.state(), tensors, learning,
+            front=self._facts()._asdict(),
+        )  # fmt: skip
+        stand = {name: each.facts for name, each in states.items()}
         facts = {"epoch": episode, "step": position.step, "sample_start_index": loaders["prompts"].samples_given}
         writers: dict[str, Callable[[Path], None]] = {
             role: lambda directory, trained=trained: self._write_model(directory, trained, facts)  # type: ignore[misc]
             for role, trained in self._roles.items()
         }
-        writers[TRAINER] = lambda directory: write_state(directory, state, own, self._ranks)
+        writers[TRAINER] = lambda directory: write_state(directory, state, stand, self._ranks)
         name = checkpoint_name(episode=episode, step=position.step)
         self._save_dir.write(name, writers)
 
@@ -250,46 +226,49 @@ class PPOCheckpoints:
             ConfigError: if it is of the middle of an episode under other settings.
         """
         checkpoint = self._find(directory)
-        state = read_state(checkpoint)
-        check_state(state, checkpoint, self._state(Position()))
-        restored = together(self._ranks, lambda: self._read_own(checkpoint, state.world_size), what="read its state")
+        state = together(self._ranks, lambda: read_state(checkpoint, self._ranks.rank), what="read its state")
+        facts = _facts_of(state, checkpoint)
+        check_facts(facts, checkpoint, self._facts(), is_midway=state.position.windows > 0)
+        restored = together(
+            self._ranks, lambda: self._read_own(checkpoint, state, facts.world_size), what="read its state"
+        )
         for role, (model, optimizer, scheduler, booster) in self._roles.items():
             path = checkpoint.path(role)
             booster.load_model(model, str(path / "modeling"))
             booster.load_optimizer(optimizer, str(path / "optimizer"))
             booster.load_lr_scheduler(scheduler, str(path / "lr_scheduler"))
         self._held.learner.load_facts(state.learner)
-        self._held.controls.load_state(state.controls)
-        self._held.meter.load_state(state.meter)
+        self._held.controls.load_state(state.controls or {})
+        self._held.meter.load_state(facts.meter)
         self._restored = restored
         self._save_dir.goes_on_from(checkpoint)
-        if state.world_size == self._ranks.world_size:
-            return Position(**state.position), restored.own.learning
-        return self._converted(Position(**state.position), checkpoint, state.world_size), None
+        if facts.world_size == self._ranks.world_size:
+            return state.position, state.learning
+        return self._converted(state.position, checkpoint, facts.world_size), None
 
     def resume(self, loaders: Mapping[str, CycledLoader]) -> None:
         """Put loaders and random states where the loaded checkpoint had them; nothing if none was loaded."""
         if self._restored is None:
             return
-        own, dealt, is_fresh = self._restored
+        tensors, facts, given, is_fresh = self._restored
         for name, loader in loaders.items():
-            if name in dealt:
-                loader.load_progress(dealt[name], under(name, own.tensors), self._ranks.world_size)
-            elif name in own.facts:
-                loader.load_state(own.facts[name], under(name, own.tensors))
+            if name in given:
+                loader.load_progress(given[name], under(name, tensors), self._ranks.world_size)
+            elif name in facts:
+                loader.load_state(facts[name], under(name, tensors))
         if not is_fresh:
-            set_random_states(under(_RANDOM, own.tensors))
+            set_random_states(under(_RANDOM, tensors))
         self._restored = None
 
-    def _read_own(self, checkpoint: Checkpoint, stored: int) -> Restored:
-        """Return what this rank goes on with, of a checkpoint that so many ranks wrote."""
+    def _read_own(self, checkpoint: Checkpoint, state: TrainingState, stored: int) -> Restored:
+        """Return what this rank's loaders go on with, of a checkpoint that so many ranks wrote."""
         is_fresh = self._ranks.rank >= stored
-        own = read_rank_state(checkpoint, 0 if is_fresh else self._ranks.rank)
+        own = read_loaders(checkpoint, 0 if is_fresh else self._ranks.rank)
         if stored == self._ranks.world_size:
-            return Restored(own, {}, is_fresh)
-        facts = [read_rank_facts(checkpoint, rank) for rank in range(stored)]
-        dealt = {name: progress_of_all([each[name] for each in facts]) for name in own.facts}
-        return Restored(own, dealt, is_fresh)
+            return Restored(state.tensors, own, {}, is_fresh)
+        facts = [read_loaders(checkpoint, rank) for rank in range(stored)]
+        given = {name: progress_of_all([each[name] for each in facts]) for name in own}
+        return Restored(state.tensors, own, given, is_fresh)
 
     def _converted(self, position: Position, checkpoint: Checkpoint, stored: int) -> Position:
         """Return where another number of ranks goes on: in the episode that was due, or, from its middle, in the next.
@@ -300,7 +279,7 @@ class PPOCheckpoints:
         say = logger.warning if self._ranks.is_first else logger.debug
         moved = f"the checkpoint {checkpoint.name} is of {counted(stored, 'rank')}, and {self._ranks.world_size} go on"
         if not position.windows:
-            say("%s: loaders behind as many samples as all ranks had dealt", moved)
+            say("%s: loaders behind as many samples as all ranks had given", moved)
             return position
         self._held.meter.reset()  # of the steps of the episode that ends here
         say(
@@ -323,16 +302,13 @@ class PPOCheckpoints:
             raise ModelError(found["error"])
         return Checkpoint(Path(found["save_dir"]), found["name"])
 
-    def _state(self, position: Position) -> TrainerState:
-        return TrainerState(
-            position=asdict(position),
+    def _facts(self) -> RunFacts:
+        return RunFacts(
             world_size=self._ranks.world_size,
             shapes={
                 role: weight_shapes(plain_model(trained.booster, trained.model))
                 for role, trained in self._roles.items()
             },
-            controls=self._held.controls.state(),
-            learner=self._held.learner.facts(),
             meter=self._held.meter.state(),
             forms={role: training_form(each.optimizer, each.scheduler) for role, each in self._roles.items()},
             settings=self._settings,
@@ -352,9 +328,9 @@ class PPOCheckpoints:
         together(self._ranks, write_facts, what="write the checkpoint")
 
 
-def _rank_state(loaders: Mapping[str, CycledLoader], learning: Learning | None) -> RankState:
-    states = {name: loader.state() for name, loader in loaders.items()}
-    tensors = prefixed(_RANDOM, random_states())
-    for name, state in states.items():
-        tensors |= prefixed(name, state.tensors)
-    return RankState({name: state.facts for name, state in states.items()}, tensors, learning)
+def _facts_of(state: TrainingState, checkpoint: Checkpoint) -> RunFacts:
+    try:
+        return RunFacts(**state.front)
+    except TypeError as error:
+        path = checkpoint.path(TRAINER) / STATE
+        raise ModelError(f"{path} is no state of a PPO trainer ({error}); give a checkpoint that fit wrote") from error

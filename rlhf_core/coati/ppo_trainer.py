@@ -254,7 +254,7 @@ class PPOTrainer(OLTrainer):
     def load_checkpoint(self, directory: str | Path) -> None:
         """Go on from a checkpoint: of a `save_dir` the latest whole one, or one step's own directory.
 
-        What this trainer has collected, or dealt from its loaders, is forgotten. Strategy and number of ranks may be
+        What this trainer has collected, or taken from its loaders, is forgotten. Strategy and number of ranks may be
         others than those that wrote it; in the middle of an episode, other ranks leave out the rest of it.
 
         Raises:

@@ -48,7 +48,7 @@ class Feed:
         device: of demonstrations.
         only_labels: as for `demonstrations_of`.
         vocabulary: rows of the actor's embedding; None if it does not say.
-        before: the loaders of an earlier feed; one that deals from the same object goes on where it stands.
+        before: the loaders of an earlier feed; one that reads from the same object goes on where it stands.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Feed:
         return Places({name: loader.place() for name, loader in self.loaders.items()}, random_states())
 
     def go_back(self, places: Places) -> None:
-        """Let the loaders of the earlier feed deal again what they have dealt since they stood at these places."""
+        """Let the loaders of the earlier feed give again what they have given since they stood at these places."""
         begun_again = [self.loaders[name].go_back(places.loaders[name]) for name in sorted(self._kept)]
         if any(begun_again):
             set_random_states(places.random)

@@ -15,10 +15,10 @@ import numpy as np
 
 from rlhf_core.config import PPOConfig
 from rlhf_core.data import Problem
-from rlhf_core.detached.maker import MadeChunk
-from rlhf_core.detached.state import RolloutState
 from rlhf_core.ppo.controls import ControlsByEpisode, RewardControls
+from rlhf_core.ppo.state import RolloutState
 from rlhf_core.rollout.lease_queue import LeaseQueue, Made
+from rlhf_core.rollout.samples import MadeChunk
 from rlhf_core.rollout.scheduler import Published, Scheduler, Waits
 from rlhf_core.types import EpisodeControls
 

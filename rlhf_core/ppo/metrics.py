@@ -6,9 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from math import fsum, sqrt
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from rlhf_core.counting import counted
 from rlhf_core.rewards.sources import VERIFIER
@@ -80,7 +82,7 @@ def _finite(value: float) -> float:
 
 SHARE = "reward_share_"
 GIVEN_FORM = "accuracy_given_form"
-REWARD_STD, VERIFIER_STD = "reward_std", "verifier_std"
+SCORE_STD, VERIFIER_STD = "score_std", "verifier_std"
 _ROUNDING = 1e-10
 """A total whose variance is a smaller part than this of its sources' squares varies by their rounding alone."""
 _EQUAL = 1e-14
@@ -117,7 +119,7 @@ def judgement_sums(samples: Sequence[Sample]) -> dict[str, float]:
 def judgement_metrics(sums: Mapping[str, float], rows: float) -> dict[str, float]:
     """Return how the scores vary, what share of that each source has, and the accuracy of well-formed answers.
 
-        reward_std     = sqrt(sum_i (score_i - mean(score))^2 / (rows - 1))
+        score_std      = sqrt(sum_i (score_i - mean(score))^2 / (rows - 1))
         reward_share_s = cov(part_s, total) / var(total)        total = sum_s part_s
 
     The shares sum to 1. A source that always says the same, or has no weight, has share 0; one that works against the
@@ -128,12 +130,12 @@ def judgement_metrics(sums: Mapping[str, float], rows: float) -> dict[str, float
         rows: number of samples.
 
     Returns:
-        `reward_std`, 0 for a single sample; `reward_share_<source>` for each source; where a verifier judged,
+        `score_std`, 0 for a single sample; `reward_share_<source>` for each source; where a verifier judged,
         `verifier_std`, the same of what it says, and `accuracy_given_form`: the share of the well-formed answers that
         it finds right, 0 if none is well formed.
     """
     names = [name.removeprefix(_MEAN) for name in sums if name.startswith(_MEAN)]
-    metrics = {REWARD_STD: _std(sums[_SCORES], sums[_SCORES_SQUARED], rows)}
+    metrics = {SCORE_STD: _std(sums[_SCORES], sums[_SCORES_SQUARED], rows)}
     if names:
         mean = sums[_TOTAL] / rows
         variance = sums[_TOTAL_SQUARED] / rows - mean * mean
@@ -238,23 +240,50 @@ def episode_metrics(samples: Sequence[Sample], controls: EpisodeControls, ranks:
         ranks: who collected together; all have the same sources of reward.
 
     Returns:
-        Means per response of score, KL (nats), length (tokens), of the share that ended with a stop token, and of each
-        source's raw value; and `judgement_metrics`.
+        The number of `samples`; means per response of `score`, what the verifier and the reward model say of it, `kl`
+        (nats) and `length` (tokens); the shares that `ended` with a stop token and are `well_formed`; the mean of each
+        source's raw value; `judgement_metrics`; and `kl_coef` and `score_scale`, by which scores were divided.
     """
     columns = {
         "score": [sample.score for sample in samples],
+        "verifier": [sample.verifier for sample in samples],
+        "well_formed": [float(sample.well_formed) for sample in samples],
         "kl": [sample.kl for sample in samples],
         "length": [float(sample.length) for sample in samples],
         "ended": [float(sample.ended) for sample in samples],
     }
+    if samples[0].rm_score is not None:
+        columns["rm_score"] = [sample.rm_score or 0.0 for sample in samples]
     for source in sorted(samples[0].raw_scores):
         columns[f"raw/{source}"] = [sample.raw_scores[source] for sample in samples]
     judged = judgement_sums(samples)
-    own = [float(len(samples)), *(sum(column) for column in columns.values()), *judged.values()]
+    own = [float(len(samples)), *(fsum(column) for column in columns.values()), *judged.values()]
     rows, *sums = ranks.sum(torch.tensor(own, dtype=torch.float64)).tolist()
     means = {name: total / rows for name, total in zip(columns, sums[: len(columns)], strict=True)}
     judgement = judgement_metrics(dict(zip(judged, sums[len(columns) :], strict=True)), rows)
-    return means | judgement | {"kl_coef": controls.kl_coef, "score_std": controls.score_std}
+    return {"samples": rows, **means, **judgement, "kl_coef": controls.kl_coef, "score_scale": controls.score_std}
+
+
+def staleness(versions: Tensor, *, learnt_at: int) -> dict[str, float]:
+    """Return how many versions old samples are, `staleness` on average and `staleness_max` at most.
+
+    Args:
+        versions: of the policy that drew each sample, [B].
+        learnt_at: version of the policy that learns from them, when it begins.
+    """
+    return {
+        "staleness": float(learnt_at - versions.double().mean().item()),
+        "staleness_max": float(learnt_at - int(versions.min())),
+    }
+
+
+def step_means(stats: Sequence[PPOStats]) -> dict[str, float]:
+    """Return the means over an episode's optimizer steps; norms are those of the steps that were taken."""
+    means = {name: fmean(float(getattr(stat, name)) for stat in stats) for name in PPOStats._fields if stats}
+    actor = [stat.actor_grad_norm for stat in stats if not stat.skipped and not stat.actor_overflowed]
+    critic = [stat.critic_grad_norm for stat in stats if not stat.critic_overflowed]
+    norms = {"actor_grad_norm": fmean(actor or [0.0]), "critic_grad_norm": fmean(critic or [0.0])}
+    return means | (norms if stats else {})
 
 
 def sample_text(samples: Sequence[Sample]) -> str:

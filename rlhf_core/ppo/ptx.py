@@ -22,7 +22,7 @@ class PtxSource(Protocol):
 
 
 class Demonstrations:
-    """Passes over demonstrations in seeded orders, dealt to the ranks without overlap.
+    """Passes over demonstrations in seeded orders, shared out over the ranks without overlap.
 
     Args:
         examples: token ids of prompt and response, the stop token included; or all ids with the mask of what is learnt.

@@ -240,7 +240,7 @@ class LeaseQueue(Generic[C, M]):
             return [self._made[place] for place in sorted(self._made)]
 
     def facts(self) -> dict[str, Any]:
-        """Return the counts as JSON holds them; what is out on lease counts as lost, since a restart deals it again."""
+        """Return the counts as JSON holds them; a chunk on lease counts as lost, since a restart leases it again."""
         counts = self.counts()
         return counts._replace(lost=counts.lost + counts.out, out=0)._asdict()
 

@@ -1,10 +1,12 @@
-"""What was made, told for people: one `Sample` for each row."""
+"""What was made: for the learner, for people (one `Sample` for each row), and on its way between processes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Self
 
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rlhf_core.data.verifiers import is_well_formed
@@ -17,6 +19,26 @@ class MadeExperience(NamedTuple):
 
     experience: Experience
     samples: list[Sample]
+
+
+@dataclass(frozen=True, slots=True)
+class MadeChunk:
+    """What comes back for one chunk."""
+
+    index: int
+    maker: str
+    experience: dict[str, NDArray[Any]]
+    """`Experience.to_numpy`: plain arrays cross processes without pickling tensors."""
+    samples: list[Sample]
+    seconds: dict[str, float]
+    """Time by phase: generate, score."""
+    episode: int
+    version: int
+    """Of the policy that sampled it."""
+
+    def owned(self) -> Self:
+        """Return it with arrays of its own: those that came lie in the object store for as long as they are held."""
+        return replace(self, experience={name: array.copy() for name, array in self.experience.items()})
 
 
 def describe(

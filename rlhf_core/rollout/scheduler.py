@@ -11,10 +11,10 @@ import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, ActorUnschedulableError, RayError, RayTaskError
 
 from rlhf_core.counting import ordinal
-from rlhf_core.detached.maker import StaleWeightsError
 from rlhf_core.errors import RlhfError
 from rlhf_core.phases import reached
 from rlhf_core.rollout.lease_queue import Lease, LeaseQueue, MakersLostError, Unit
+from rlhf_core.rollout.worker import StaleWeightsError
 from rlhf_core.types import EpisodeControls
 from rlhf_core.weights import WeightsError
 

@@ -60,7 +60,7 @@ def curves(rows: Rows, *, evaluations: Mapping[str, Mapping[str, Any]]) -> list[
         evaluations: metrics of the policies to compare with, by the name that is shown; empty before evaluation.
     """
     panels = [
-        Panel("Reward", "mean per response", (_mean(rows, "reward"),), _start(rows, "reward")),
+        Panel("Score", "mean per response", (_mean(rows, "score"),), _start(rows, "score")),
         *_shares(rows, evaluations),
         Panel("KL from the start", "nats per response", (_line(rows, "kl"),), (Reference(START, 0.0),)),
         Panel("Length of responses", "tokens", (_line(rows, "length"),), _start(rows, "length")),

@@ -8,6 +8,7 @@ from typing import Any
 
 from infra.artifacts import ArtifactRef
 from infra.artifacts.tree import draw
+from rlhf_core.ppo.former_names import current_names
 from tasks.context import Context
 from tasks.evaluate import OUTCOMES
 from tasks.report.samples import changes, chosen_samples
@@ -67,7 +68,8 @@ def rows_of(context: Context, result: StageResult, path: str) -> list[Row]:
     manifest = context.store.resolve(result.uri)
     if path not in {entry.path for entry in manifest.files}:
         return []
-    return [json.loads(line) for line in context.store.read_bytes(manifest, path).split(b"\n") if line.strip()]
+    lines = context.store.read_bytes(manifest, path).split(b"\n")
+    return [current_names(json.loads(line)) for line in lines if line.strip()]
 
 
 def gather(

@@ -12,6 +12,7 @@ from typing import Any
 
 from rlhf_core.counting import counted, ordinal
 from rlhf_core.functional.curves import Fall
+from rlhf_core.ppo.former_names import current_names
 from tasks.progress import duration
 from tasks.report.facts import Facts, judged_by_model
 from tasks.report.markdown import code, table
@@ -21,7 +22,7 @@ Metrics = Mapping[str, Any]
 INTERVAL = f"[{SHOWN_CONFIDENCE:.0%} interval]"
 EPISODE_TABLES = (
     {
-        "reward": "reward",
+        "score": "score",
         "verifier": "verifier's score",
         "accuracy_given_form": "right, given the form",
         "well_formed": "well formed",
@@ -200,7 +201,8 @@ def _reward_model_figures(metrics: Metrics) -> list[str]:
 
 def _ppo_figures(metrics: Metrics, episodes: Sequence[Metrics]) -> list[str]:
     shares = [row["reward_share_reward_model"] for row in episodes if "reward_share_reward_model" in row]
-    what = "verifier" if metrics.get("first_raw/verifier") is not None else "reward"
+    metrics = current_names(metrics)
+    what = "verifier" if metrics.get("first_raw/verifier") is not None else "score"
     return [
         number(metrics, f"first_{what}", what + " {:.3f}") + number(metrics, f"last_{what}", " to {:.3f}"),
         number(metrics, "last_kl", "KL {:.3f} nats"),

@@ -65,13 +65,13 @@ def test_each_prompt_was_learnt_from_once_and_the_books_balance(ahead: Campaign)
         assert set(together.values()) == {1}
     store = ahead.made.store
     facts = store.read_json(store.resolve(f"ppo-state/{ahead.name}"), "state.json")
-    books = facts["dealing"]["books"]
+    books = facts["rollouts"]["counts"]
     assert books["issued"] == sum(books[account] for account in ACCOUNTS)
     assert books["learnt"] == sum(map(len, learnt)) / ahead.config.ppo.chunk_size
     staleness = [record["metrics"]["staleness"] for record in facts["history"]]
     assert max(staleness) == ahead.config.ppo.max_staleness
     for record in facts["history"]:
-        chunks = {name.removeprefix("chunks_"): number for name, number in record["dealing"].items()}
+        chunks = {name.removeprefix("chunks_"): number for name, number in record["rollouts"].items()}
         assert chunks["issued"] == sum(chunks[account] for account in ACCOUNTS)
 
 

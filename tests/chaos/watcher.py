@@ -17,8 +17,7 @@ from typing import Any, Literal, cast
 
 from infra.artifacts import ArtifactStore, open_default_store
 from rlhf_core import phases
-from rlhf_core.detached.state import RolloutState, TrainingState
-from rlhf_core.detached.trainer import CONTROLS
+from rlhf_core.ppo.state import RolloutState, TrainingState
 from rlhf_core.strategy.ranks import current_ranks
 from tasks import ppo_group, ppo_keeper, ppo_models
 from tasks.results import PPORun
@@ -104,8 +103,7 @@ def forget(state: TrainingState, what: Forgotten) -> TrainingState:
         tensors = {name: body * 0 if ".exp_avg" in name else body for name, body in state.tensors.items()}
         return replace(state, tensors=tensors)
     if what == "controls":
-        controls = {**state.learner[CONTROLS], "kl_coef": 0.5}
-        return replace(state, learner={**state.learner, CONTROLS: controls}, dealing=RolloutState())
+        return replace(state, controls={**(state.controls or {}), "kl_coef": 0.5}, rollouts=RolloutState())
     if what == "value line":
         return replace(state, learner={**state.learner, "learner": {**state.learner["learner"], "value_line": None}})
     return state

@@ -12,7 +12,7 @@ import ray
 import torch
 from torch import Tensor, nn
 
-from rlhf_core.coati.detached.fit_dealing import DealingOptions
+from rlhf_core.coati.detached.scheduled_fit import DealingOptions
 from rlhf_core.config import PPOOptions
 from rlhf_core.training.callbacks import TrainerCallback
 from rlhf_core.types import Experience

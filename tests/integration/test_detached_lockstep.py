@@ -12,8 +12,8 @@ import torch
 from ray.exceptions import RayActorError
 
 from rlhf_core.coati.detached.building import LearningOptions
-from rlhf_core.coati.detached.fit_dealing import DealingOptions
 from rlhf_core.coati.detached.ppo_trainer import DetachedPPOTrainer
+from rlhf_core.coati.detached.scheduled_fit import DealingOptions
 from rlhf_core.coati.ppo_trainer import PPOTrainer
 from rlhf_core.config import LoRAConfig
 from rlhf_core.errors import ConfigError, RlhfError

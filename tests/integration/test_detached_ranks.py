@@ -11,8 +11,8 @@ import pytest
 import ray
 
 from rlhf_core.coati.detached.building import LearningOptions
-from rlhf_core.coati.detached.fit_dealing import DealingOptions
 from rlhf_core.coati.detached.ppo_trainer import DetachedPPOTrainer
+from rlhf_core.coati.detached.scheduled_fit import DealingOptions
 from rlhf_core.errors import ConfigError, LostRankError
 from tests.integration import equality
 from tests.integration.detached_models import (

@@ -18,12 +18,12 @@ from rlhf_core.coati.detached.loader_line import LoaderChunk, LoaderLine
 from rlhf_core.coati.detached.registration import MakerFacts
 from rlhf_core.coati.detached.weight_sender import OwnWeights, SentWeights, take_weights
 from rlhf_core.config import PPOOptions
-from rlhf_core.detached.maker import MakerActor
 from rlhf_core.errors import ConfigError, RlhfError
 from rlhf_core.models.compatibility import vocabulary_size
 from rlhf_core.ray_tools.calls import wait_for
 from rlhf_core.rewards.scoring import Scorer
 from rlhf_core.rollout.experience import ExperienceMaker
+from rlhf_core.rollout.worker import MakerActor
 from rlhf_core.strategy.strategy import Strategy
 from rlhf_core.training.callbacks import ExperienceMakerPerformanceEvaluator, MakerCallback, tell, tell_all
 from rlhf_core.training.loaders import Batches
@@ -36,13 +36,13 @@ _POLL_S = 0.2
 
 @ray.remote(concurrency_groups=GROUPS)
 class ExperienceMakerHolder(MakerActor):
-    """Holds the four models, and makes experience of the batches that its trainer deals to it.
+    """Holds the four models, and makes experience of the batches that its trainer leases to it.
 
     Create it with `options(name=...)`: trainers find it by its name.
 
     Args:
         detached_trainer_name_list: names of trainers, at least one; of several that are one group's ranks, the first
-            deals for all, so every maker may name every trainer.
+            leases to all, so every maker may name every trainer.
         strategy_fn: builds what places the models.
         model_fn: builds actor, critic, reward model and initial model, inside this process; critic and initial model
             may be None.
@@ -223,14 +223,14 @@ class ExperienceMakerHolder(MakerActor):
         )
 
     def _first_trainer(self) -> tuple[str, Any]:
-        """Return name and handle of the trainer that deals: every trainer that is named must agree on it."""
+        """Return name and handle of the trainer that leases: every trainer that is named must agree on it."""
         said = {}
         for name in self._trainers:
             trainer = find_actor(name, self._start_timeout_s, what="the trainer")
             said[name] = self._asked(name, trainer.first_trainer)
         first = said[self._trainers[0]]
-        for name, deals in said.items():
-            if deals != first:
+        for name, leasing in said.items():
+            if leasing != first:
                 raise ConfigError(
                     f"{self._trainers[0]} and {name} are not ranks of one group, so that {self._name} can work for one "
                     "of them only; give the trainers an env_info, or name one"

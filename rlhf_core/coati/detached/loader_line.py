@@ -25,7 +25,7 @@ _KEPT_BATCHES = 64
 
 @dataclass(frozen=True, slots=True)
 class LoaderChunk:
-    """One batch of the makers' loader: what is dealt is its place, not its content."""
+    """One batch of the makers' loader: what is leased is its place, not its content."""
 
     episode: int
     index: int

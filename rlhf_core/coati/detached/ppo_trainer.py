@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import ray
 import torch
-from torch import Tensor
 
 from rlhf_core.coati.detached.building import LearningOptions, build_learner
 from rlhf_core.coati.detached.factories import get_model_numel, set_dist_env
-from rlhf_core.coati.detached.fit_dealing import DealingOptions
 from rlhf_core.coati.detached.holders import find_actor
 from rlhf_core.coati.detached.ranks import (
     Found,
@@ -28,22 +26,24 @@ from rlhf_core.coati.detached.ranks import (
     tell_each_other,
 )
 from rlhf_core.coati.detached.registration import MakerFacts, Production, check_like_trainer
+from rlhf_core.coati.detached.scheduled_fit import DealingOptions
 from rlhf_core.coati.detached.sources import FirstRanksExperience, ScheduledExperience, Source
 from rlhf_core.coati.detached.trainer import DetachedTrainer
-from rlhf_core.coati.detached.trainer_state import PPOTrainerState, read_trainer_state, write_trainer_state
+from rlhf_core.coati.detached.trainer_state import Stored, read_trainer_state, write_trainer_state
 from rlhf_core.coati.detached.weight_sender import BUCKET_BYTES, WeightSender
 from rlhf_core.coati.ppo_setup import rollout_config
 from rlhf_core.config import PPOOptions
 from rlhf_core.counting import ordinal
 from rlhf_core.errors import ConfigError, RlhfError
 from rlhf_core.ppo.controls import ControlsByEpisode, RewardControls
-from rlhf_core.ppo.episode import EpisodeLearner, Hooks, Position
+from rlhf_core.ppo.episode import EpisodeLearner, Hooks
 from rlhf_core.ppo.failed_batch import keep_in
 from rlhf_core.ppo.learner import PPOLearner
 from rlhf_core.ppo.loop import Collected
-from rlhf_core.ppo.metrics import PPOStats
+from rlhf_core.ppo.metrics import PPOStats, step_means
 from rlhf_core.ppo.order import in_key_order
 from rlhf_core.ppo.published_weights import published_weights, trained_weights
+from rlhf_core.ppo.state import RolloutState, TrainingState
 from rlhf_core.rollout.lease_queue import LeaseCounts
 from rlhf_core.strategy.liveness import naming_lost_rank
 from rlhf_core.strategy.ranks import ALONE
@@ -87,7 +87,7 @@ class DetachedPPOTrainer(DetachedTrainer):
     are this fit's `update_steps` x `train_batch_size` samples, and whose `num_update_steps` are its `train_epochs`.
 
     Several trainers, each with its own `env_info`, are the ranks of one group: they train one model, an episode has
-    `update_steps` x `train_batch_size` samples for each, and the first deals for all. All methods but those of the
+    `update_steps` x `train_batch_size` samples for each, and the first leases for all. All methods but those of the
     buffer are then called on every one of them.
 
     Args:
@@ -143,10 +143,8 @@ class DetachedPPOTrainer(DetachedTrainer):
         self._options, self._learning, self._update_lora_weights = options, learning, update_lora_weights
         self._save_dir, self._save_interval = None if save_dir is None else Path(save_dir), save_interval
         self._controls_by_episode: ControlsByEpisode | None = None
-        self._controls_stored: Mapping[str, Any] | None = None
-        """Of a state that was loaded, until makers say which KL coefficient they start from."""
-        self._counts: dict[str, Any] | None = None
-        """Of an episode that was restored."""
+        self._restored: TrainingState | None = None
+        """What was loaded: its controls wait until makers say which KL coefficient they start from."""
         self._shelf, self._stats = Shelf(), list[PPOStats]()
         self._eval_performance = eval_performance
         self._built: PPOLearner | None = None
@@ -265,7 +263,7 @@ class DetachedPPOTrainer(DetachedTrainer):
 
     @ray.method(concurrency_group="buffer_length")  # type: ignore[untyped-decorator]
     def first_trainer(self) -> str:
-        """Return the name of the first rank's actor, which deals for all of its group."""
+        """Return the name of the first rank's actor, which leases chunks for all of its group."""
         self._check()
         return self._group[0].name or self._name
 
@@ -277,9 +275,7 @@ class DetachedPPOTrainer(DetachedTrainer):
     @ray.method(concurrency_group="buffer_length")  # type: ignore[untyped-decorator]
     def figures(self) -> dict[str, float]:
         """Return what the base class knows, and the means of the last episode's optimizer steps by `PPOStats`."""
-        stats = list(self._stats)
-        means = {name: fmean(float(getattr(each, name)) for each in stats) for name in PPOStats._fields if stats}
-        return {**super().figures(), **means}
+        return {**super().figures(), **step_means(list(self._stats))}
 
     def _collect(self, episode: int) -> Collected:
         """Wait for all of an episode, and return its rows in the order of their samples' keys."""
@@ -332,9 +328,9 @@ class DetachedPPOTrainer(DetachedTrainer):
             config = rollout_config(self._options, self._learning.generation, kl_coef=makers[0].kl_coef)
             current = RewardControls(config, ALONE)
             kept = {}
-            if self._controls_stored is not None:
-                current.load_state(self._controls_stored["now"])
-                kept = controls_kept(self._controls_stored, self._loop.episode, self.dealing.max_staleness)
+            if self._restored is not None and self._restored.controls is not None:
+                current.load_state(self._restored.controls)
+                kept = controls_kept(self._restored, self.dealing.max_staleness)
             self._controls_by_episode = ControlsByEpisode(
                 current, max_staleness=self.dealing.max_staleness, completed=self._loop.episode, kept=kept
             )
@@ -402,20 +398,27 @@ class DetachedPPOTrainer(DetachedTrainer):
 
     def _save_state(self, directory: Path) -> None:
         tensors, facts = self.learner.state()
-        waiting = self._buffer.waiting()
-        position = {"episode": self._loop.episode, "fit_began": self._fit_began, "version": self._weights.version}
-        facts = {
-            "learner": facts,
-            "position": position,
-            "controls": self._controls_now(),
-            "books": self._counts_now(),
-            "train_batch_size": self.train_batch_size,
-            "waiting": len(waiting),
-        }
-        tensors = {**tensors, **_flat(waiting)}
+        held, restored = self._controls_by_episode, self._restored
+        before = restored.rollouts if restored is not None else RolloutState()
+        state = TrainingState(
+            position=self._loop.learner.position,
+            learner=facts,
+            controls=held.current.state() if held is not None else restored.controls if restored is not None else None,
+            tensors=tensors,
+            rollouts=RolloutState(
+                counts=self._counts_now() or {},
+                controls=held.known() if held is not None else before.controls,
+                pushed=tuple(self._buffer.waiting()),
+            ),
+            front={
+                "fit_began": self._fit_began, "version": self._weights.version,
+                "train_batch_size": self.train_batch_size,
+                "after": restored.front.get("after", []) if held is None and restored is not None else [],
+            },
+        )  # fmt: skip
         loader = self._demonstrations
-        state = PPOTrainerState(tensors, facts, None if loader is None else loader.state())
-        write_trainer_state(directory, state, self.strategy.ranks)
+        stored = Stored(state, None if loader is None else loader.state())
+        write_trainer_state(directory, stored, self.strategy.ranks)
 
     def load_state(self, path: str | Path) -> None:
         """Go on from a state that `save_state` wrote, before a fit: the fit that was under way goes on where it stood.
@@ -426,47 +429,31 @@ class DetachedPPOTrainer(DetachedTrainer):
             ModelError: if there is no whole state, or it is of other models; nothing was changed.
             ConfigError: if it is of another train_batch_size.
         """
-        state = read_trainer_state(Path(path), self.strategy.ranks)
-        facts = state.facts
-        if facts["train_batch_size"] != self.train_batch_size:
+        state, demonstrations = read_trainer_state(Path(path), self.strategy.ranks)
+        batch, began, version = (state.front.get(name) for name in ("train_batch_size", "fit_began", "version"))
+        if batch != self.train_batch_size:
             raise ConfigError(
-                f"the state in {path} was learnt with train_batch_size {facts['train_batch_size']}, but this trainer "
-                f"has {self.train_batch_size}; give it the same"
+                f"the state in {path} was learnt with train_batch_size {batch}, but this trainer has "
+                f"{self.train_batch_size}; give it the same"
             )
-        prefixes = tuple(_prefix(place) for place in range(facts["waiting"]))
-        own = {name: tensor for name, tensor in state.tensors.items() if not name.startswith(prefixes)}
-        self.learner.load_state(own, facts["learner"])
-        self._buffer.restore(_unflat(state.tensors, prefixes))
-        stored = facts["controls"]
-        self._controls_by_episode, self._controls_stored = None, None if stored["now"] is None else stored
-        self._counts, self._source = facts["books"], None
+        self.learner.load_state(state.tensors, state.learner)
+        self._buffer.restore(state.rollouts.pushed)
+        self._restored, self._controls_by_episode, self._source = replace(state, tensors={}), None, None
         self._loop.is_unpublished, self._loop.controls = False, None
         self._learning_episodes.forget()
-        self._learning_episodes.position = Position(facts["position"]["episode"], 0, self.learner.steps)
-        self._fit_began = facts["position"]["fit_began"]
-        self._weights.restore(facts["position"]["version"])
-        if self._demonstrations is not None and state.demonstrations is not None:
-            self._demonstrations.load_state(*state.demonstrations)
+        self._learning_episodes.position = state.position
+        self._fit_began = began
+        self._weights.restore(int(version or 0))
+        if self._demonstrations is not None and demonstrations is not None:
+            self._demonstrations.load_state(*demonstrations)
 
-    def _counts_now(self) -> dict[str, Any] | None:
-        """Return the counts of what this trainer's fits have dealt, and of those before it."""
+    def _counts_now(self) -> Mapping[str, Any] | None:
+        """Return the counts of what makers made for this trainer's fits, and for those before it."""
         if not isinstance(self._source, ScheduledExperience):
-            return self._counts
+            return (self._restored.rollouts.counts or None) if self._restored is not None else None
         counts = LeaseCounts(**self._source.queue.facts())
-        return counts._replace(
-            lost=counts.lost + counts.waiting, waiting=0
-        )._asdict()  # what is made ahead is made again
-
-    def _controls_now(self) -> Mapping[str, Any]:
-        """Return the facts of the episodes' controls that a continuation needs, as JSON holds them."""
-        held = self._controls_by_episode
-        if held is None:
-            return self._controls_stored or {"now": None, "after": [], "of": []}
-        return {
-            "now": held.current.state(),
-            "after": [],
-            "of": [[episode, *controls] for episode, controls in held.known().items()],
-        }
+        made_again = counts._replace(lost=counts.lost + counts.waiting, waiting=0)  # what is made ahead
+        return made_again._asdict()
 
     def _model(self, role: Any) -> Any:
         return self._trained(role).model
@@ -481,37 +468,16 @@ class DetachedPPOTrainer(DetachedTrainer):
         return trained
 
 
-def controls_kept(stored: Mapping[str, Any], completed: int, max_staleness: int) -> dict[int, EpisodeControls]:
+def controls_kept(state: TrainingState, max_staleness: int) -> dict[int, EpisodeControls]:
     """Return the episodes' controls of a state that was loaded.
 
     States of earlier releases name those of an episode that no chunk was leased of by the number of episodes that
     were learnt when makers might first begin it ("after").
     """
-    of, after = ({int(key): EpisodeControls(*values) for key, *values in stored[name]} for name in ("of", "after"))
+    of, completed = dict(state.rollouts.controls), state.position.episode
+    after = {int(key): EpisodeControls(*values) for key, *values in state.front.get("after", ())}
     for episode in range(completed, completed + max_staleness + 1):
         if after and episode not in of:
             before = [number for number in after if number <= episode - max_staleness]
             of[episode] = after[max(before) if before else min(after)]
     return of
-
-
-def _prefix(place: int) -> str:
-    return f"waiting.{place}."
-
-
-def _flat(waiting: Sequence[Experience]) -> dict[str, Tensor]:
-    """Return the tensors of what waits in a buffer, by name."""
-    return {
-        _prefix(place) + name: tensor for place, each in enumerate(waiting) for name, tensor in each.tensors().items()
-    }
-
-
-def _unflat(tensors: Mapping[str, Tensor], prefixes: Sequence[str]) -> list[Experience]:
-    """Return what `_flat` took apart."""
-    found = []
-    for prefix in prefixes:
-        arrays = {
-            name.removeprefix(prefix): tensor.numpy() for name, tensor in tensors.items() if name.startswith(prefix)
-        }
-        found.append(Experience.from_numpy(arrays))
-    return found

@@ -1,4 +1,4 @@
-"""Where a fit's experience comes from: dealt to makers, pushed into a buffer, or gathered by another rank."""
+"""Where a fit's experience comes from: made by makers, pushed into a buffer, or gathered by another rank."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import ray
+import torch
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 
 from rlhf_core.coati.detached.loader_line import LoaderChunk
 from rlhf_core.coati.detached.replay_buffer import DetachedReplayBuffer
 from rlhf_core.counting import ordinal
-from rlhf_core.detached.maker import MadeChunk
 from rlhf_core.errors import LostRankError, RlhfError
+from rlhf_core.ppo.metrics import staleness
 from rlhf_core.ray_tools.calls import wait_for
 from rlhf_core.rollout.lease_queue import LeaseQueue
+from rlhf_core.rollout.samples import MadeChunk
 from rlhf_core.rollout.scheduler import Scheduler
 from rlhf_core.types import Experience, Sample
 
@@ -79,7 +81,7 @@ class PushedExperience(Source):
 
 
 class ScheduledExperience(Source):
-    """What makers make of the units that they are dealt, in the order of the units.
+    """What makers make of the units that they lease, in the order of the units.
 
     Args:
         queue: of the fit.
@@ -100,7 +102,7 @@ class ScheduledExperience(Source):
     ) -> None:
         self.queue, self.scheduler = queue, scheduler
         self._version, self._timeout_s = version, timeout_s
-        self._staleness = 0
+        self._staleness: Mapping[str, float] = {}
         self._waited_s = self._makers_idle_s = self._idle_before = 0.0
         self.is_shared = is_shared
         scheduler.start()
@@ -112,7 +114,7 @@ class ScheduledExperience(Source):
             episode, version=version, timeout_s=self._timeout_s, on_progress=lambda _done, _all: None
         )
         self._waited_s = time.perf_counter() - started
-        self._staleness = version - min(made.version for made in found)
+        self._staleness = staleness(torch.tensor([made.version for made in found]), learnt_at=version)
         for made in found:
             yield Batch(Experience.from_numpy(made.result.experience), made.result.samples)
 
@@ -125,7 +127,7 @@ class ScheduledExperience(Source):
     def figures(self) -> Mapping[str, float]:
         """Return the last episode's staleness, samples that wait, and how long either side had nothing to do in it."""
         return {
-            "staleness": float(self._staleness),
+            **self._staleness,
             "queue_depth": float(self.queue.samples_waiting),
             "trainer_idle_s": self._waited_s,
             "makers_idle_s": self._makers_idle_s,
@@ -133,7 +135,7 @@ class ScheduledExperience(Source):
         } | {f"chunks/{name}": float(count) for name, count in self.queue.counts()._asdict().items()}
 
     def close(self) -> None:
-        """Deal nothing more."""
+        """Lease nothing more."""
         self.scheduler.stop()
 
 

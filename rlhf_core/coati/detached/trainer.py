@@ -12,7 +12,6 @@ import ray
 import torch
 from torch import nn
 
-from rlhf_core.coati.detached.fit_dealing import DealingOptions, ScheduledFit, deal
 from rlhf_core.coati.detached.holders import Holders, own_actor_name
 from rlhf_core.coati.detached.loader_line import LoaderChunk
 from rlhf_core.coati.detached.registration import (
@@ -25,14 +24,15 @@ from rlhf_core.coati.detached.registration import (
     units_per_episode,
 )
 from rlhf_core.coati.detached.replay_buffer import DetachedReplayBuffer
+from rlhf_core.coati.detached.scheduled_fit import DealingOptions, ScheduledFit, scheduled
 from rlhf_core.coati.detached.sources import PushedExperience, ScheduledExperience, Source
 from rlhf_core.coati.detached.weight_sender import BUCKET_BYTES, WeightSender, weights_of
 from rlhf_core.counting import counted, ordinal
-from rlhf_core.detached.maker import MadeChunk
 from rlhf_core.errors import RlhfError
 from rlhf_core.ppo.episode import Position
 from rlhf_core.ppo.loop import Collected, Loop
 from rlhf_core.ppo.order import minibatch_order
+from rlhf_core.rollout.samples import MadeChunk
 from rlhf_core.rollout.scheduler import Scheduler
 from rlhf_core.training.callbacks import TrainerCallback, tell, tell_at_the_end
 from rlhf_core.types import EpisodeControls, Experience, Sample
@@ -262,7 +262,7 @@ class DetachedTrainer(ABC):
 
     @ray.method(concurrency_group="buffer_length")  # type: ignore[untyped-decorator]
     def first_trainer(self) -> str:
-        """Return the name of the trainer that deals for this one: its own, or that of its group's first rank."""
+        """Return the name of the trainer that leases chunks for this one: its own, or its group's first."""
         self._check()
         return self._name
 
@@ -356,7 +356,7 @@ class DetachedTrainer(ABC):
             limit=self.buffer_limit * self.train_batch_size * production.trainers,
             counts=self._counts_now(),
         )
-        source = deal(
+        source = scheduled(
             fit, self._holders.handles(), self.dealing, controls=self._controls, weights=self._weights,
             is_shared=production.trainers > 1,
         )  # fmt: skip

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from rlhf_core.errors import ModelError
+from rlhf_core.ppo.state import TrainingState, state_from_json, state_tensors, state_to_json
 from rlhf_core.strategy.ranks import Ranks, together
 from rlhf_core.training.checkpoint import write_json
 from rlhf_core.training.loaders import LoaderState
@@ -21,18 +20,16 @@ _STATE, _FACTS = "state.safetensors", "state.json"
 _WRITING, _FORMER = ".writing", ".former"
 
 
-class PPOTrainerState(NamedTuple):
-    """All that an exact continuation needs, where nothing is made ahead."""
+class Stored(NamedTuple):
+    """What is on disk."""
 
-    tensors: Mapping[str, Tensor]
-    """The learner's; on the first rank alone when it is written."""
-    facts: dict[str, Any]
-    """Of learner, controls, counts and position."""
+    state: TrainingState
+    """Its tensors on the first rank alone when it is written."""
     demonstrations: LoaderState | None
     """Where this rank's loader stands; None without one."""
 
 
-def write_trainer_state(directory: Path, state: PPOTrainerState, ranks: Ranks) -> None:
+def write_trainer_state(directory: Path, stored: Stored, ranks: Ranks) -> None:
     """Write a state in place of the one that is there; called by all ranks, which share the file system.
 
     Whatever ends the processes, the one before or this one is there.
@@ -49,11 +46,11 @@ def write_trainer_state(directory: Path, state: PPOTrainerState, ranks: Ranks) -
 
     def write() -> None:
         if ranks.is_first:
-            save_file({name: tensor.contiguous() for name, tensor in state.tensors.items()}, writing / _STATE)
-            write_json(writing / _FACTS, state.facts)
-        if state.demonstrations is not None:
-            save_file(state.demonstrations.tensors, writing / f"rank-{ranks.rank}.safetensors")
-            write_json(writing / f"rank-{ranks.rank}.json", state.demonstrations.facts)
+            save_file(state_tensors(stored.state), writing / _STATE)
+            write_json(writing / _FACTS, state_to_json(stored.state))
+        if stored.demonstrations is not None:
+            save_file(stored.demonstrations.tensors, writing / f"rank-{ranks.rank}.safetensors")
+            write_json(writing / f"rank-{ranks.rank}.json", stored.demonstrations.facts)
 
     def replace() -> None:
         if ranks.is_first:
@@ -68,7 +65,7 @@ def write_trainer_state(directory: Path, state: PPOTrainerState, ranks: Ranks) -
     together(ranks, replace, what=f"put its state in place as {directory}")
 
 
-def read_trainer_state(directory: Path, ranks: Ranks) -> PPOTrainerState:
+def read_trainer_state(directory: Path, ranks: Ranks) -> Stored:
     """Return a state that `write_trainer_state` wrote, on every rank.
 
     Raises:
@@ -77,7 +74,9 @@ def read_trainer_state(directory: Path, ranks: Ranks) -> PPOTrainerState:
     place = directory if directory.is_dir() else _beside(directory, _FORMER)
     try:
         facts: dict[str, Any] = json.loads((place / _FACTS).read_text())
-        return PPOTrainerState(load_file(place / _STATE), facts, _loader_state(place, ranks.rank))
+        tensors = load_file(place / _STATE)
+        state = state_from_json(facts, tensors, where=f"the state in {directory}", otherwise="give another save_dir")
+        return Stored(state, _loader_state(place, ranks.rank))
     except (OSError, ValueError, SafetensorError) as error:
         raise ModelError(f"{directory} holds no state of a detached trainer ({error}); give a save_dir") from error
 

@@ -1,4 +1,4 @@
-"""Prompts of a CSV file, and in which order they are dealt: every row before one comes again."""
+"""Prompts of a CSV file, and in which order they come: every row before one comes again."""
 
 from __future__ import annotations
 
@@ -103,11 +103,11 @@ def encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, max_toke
 
 
 def dealt_rows(number: int, count: int, *, rows: int, seed: int) -> list[int]:
-    """Return the rows that are dealt from a place on: passes over all of them, each pass in its own seeded order.
+    """Return the rows that come from a place on: passes over all of them, each pass in its own seeded order.
 
     Args:
-        number: of rows that were dealt before.
-        count: rows to deal.
+        number: of rows that came before.
+        count: rows to return.
         rows: how many there are.
         seed: of the orders.
     """

@@ -76,9 +76,9 @@ def test_problems_are_taken_in_turn_until_the_steps_are_filled() -> None:
 
 
 def test_a_curve_shows_what_every_episode_kept() -> None:
-    rows = [{"episode": 0, "reward": 0.5, "kl": 0.0123}, {"episode": 1, "reward": 0.75, "kl": 0.2, "entropy": 0.1}]
+    rows = [{"episode": 0, "score": 0.5, "kl": 0.0123}, {"episode": 1, "score": 0.75, "kl": 0.2, "entropy": 0.1}]
     assert tables.curve(rows).splitlines() == [
-        "| episode | reward | KL, nats per response |",
+        "| episode | score | KL, nats per response |",
         "| --- | --- | --- |",
         "| 1 | 0.500 | 0.012 |",
         "| 2 | 0.750 | 0.200 |",

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from rlhf_core.config import PPOConfig
-from rlhf_core.detached import trainer
-from rlhf_core.detached.state import RolloutState
-from rlhf_core.detached.trainer import RunTrainer, _Episode
+from rlhf_core.detached import run
+from rlhf_core.detached.run import RunTrainer, _Episode
 from rlhf_core.ppo.episode import Position
 from rlhf_core.ppo.loop import Collected, Loop
+from rlhf_core.ppo.state import RolloutState
 from rlhf_core.types import EpisodeControls
 
 WAIT_S = 30.0
@@ -71,7 +71,7 @@ class IdleLearner:
 
 
 def test_an_episode_is_collected_while_the_one_before_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer, "episode_metrics", lambda *_, **__: {})
+    monkeypatch.setattr(run, "episode_metrics", lambda *_: {})
     keeper = SlowKeeper()
     ours = IdleTrainer((), None, [], PPOConfig(), 0, keeper, None)
     ours._learner = SimpleNamespace(state=lambda: ({}, {}))

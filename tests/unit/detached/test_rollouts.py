@@ -8,10 +8,10 @@ import torch
 
 from rlhf_core.config import PPOConfig
 from rlhf_core.data import Problem
-from rlhf_core.detached.maker import MadeChunk
 from rlhf_core.detached.rollouts import Rollouts
-from rlhf_core.detached.state import RolloutState
 from rlhf_core.ppo.controls import RewardControls
+from rlhf_core.ppo.state import RolloutState
+from rlhf_core.rollout.samples import MadeChunk
 from rlhf_core.strategy.ranks import ALONE
 from rlhf_core.types import EpisodeControls
 
@@ -22,7 +22,9 @@ CONFIG = PPOConfig(
 )  # fmt: skip
 
 
-def dealing(controls: RewardControls, completed: int = 0, kept: RolloutState | None = None, **changes: Any) -> Rollouts:
+def rollouts(
+    controls: RewardControls, completed: int = 0, kept: RolloutState | None = None, **changes: Any
+) -> Rollouts:
     return Rollouts(
         PROBLEMS, CONFIG.model_copy(update=changes), seed=3, controls=controls, completed=completed,
         kept=kept or RolloutState(), on_trouble=lambda _: None,
@@ -48,7 +50,7 @@ def learn(ours: Rollouts, controls: RewardControls, episode: int) -> None:
 
 def test_an_episodes_controls_are_those_of_when_makers_may_first_begin_it() -> None:
     controls = RewardControls(CONFIG, ALONE)
-    ours = dealing(controls)
+    ours = rollouts(controls)
     make(ours, 0), make(ours, 0), make(ours, 0)
     learn(ours, controls, 0)
     later = controls.current()
@@ -63,7 +65,7 @@ def test_an_episodes_controls_are_those_of_when_makers_may_first_begin_it() -> N
 
 def test_in_lockstep_an_episode_has_the_controls_of_all_before_it() -> None:
     controls = RewardControls(CONFIG, ALONE)
-    ours = dealing(controls, max_staleness=0)
+    ours = rollouts(controls, max_staleness=0)
     make(ours, 0), make(ours, 0)
     learn(ours, controls, 0)
     assert ours.controls_of(1) == controls.current() != EpisodeControls(0.1)
@@ -71,7 +73,7 @@ def test_in_lockstep_an_episode_has_the_controls_of_all_before_it() -> None:
 
 def test_what_waits_is_learnt_after_a_restart_and_what_was_out_is_dealt_again_under_the_same_controls() -> None:
     controls = RewardControls(CONFIG, ALONE)
-    ours = dealing(controls)
+    ours = rollouts(controls)
     make(ours, 0), make(ours, 0)
     waiting = make(ours, 0)
     learn(ours, controls, 0)
@@ -82,7 +84,7 @@ def test_what_waits_is_learnt_after_a_restart_and_what_was_out_is_dealt_again_un
 
     fresh = RewardControls(CONFIG, ALONE)
     fresh.load_state(controls.state())
-    again = dealing(fresh, completed=1, kept=state)
+    again = rollouts(fresh, completed=1, kept=state)
     assert again.controls_of(1) == EpisodeControls(0.1)
     assert again.controls_of(2) == controls.current()
     assert make(again, 1).index == 1
@@ -92,7 +94,7 @@ def test_what_waits_is_learnt_after_a_restart_and_what_was_out_is_dealt_again_un
 
 
 def test_figures_are_of_the_time_since_the_last_look() -> None:
-    ours = dealing(RewardControls(CONFIG, ALONE))
+    ours = rollouts(RewardControls(CONFIG, ALONE))
     make(ours, 0), make(ours, 0)
     ours.collect(0, lambda *_: None)
     figures = ours.figures(busy_s=0.0)

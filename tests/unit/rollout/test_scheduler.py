@@ -14,11 +14,11 @@ from typing import Any, NamedTuple, Self
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
-from rlhf_core.detached.maker import StaleWeightsError
 from rlhf_core.errors import DataError
 from rlhf_core.rollout import scheduler as module
 from rlhf_core.rollout.lease_queue import LeaseQueue, MakersLostError
 from rlhf_core.rollout.scheduler import Scheduler, Waits
+from rlhf_core.rollout.worker import StaleWeightsError
 from rlhf_core.types import EpisodeControls
 from rlhf_core.weights import WeightsError
 

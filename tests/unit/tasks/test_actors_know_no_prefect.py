@@ -10,9 +10,9 @@ import pytest
 IN_ACTORS = {
     "ranks of SFT and reward model": ("rlhf_core.ray_tools.group", "tasks.sft", "tasks.reward_model"),
     "trainers and makers of PPO": (
-        "rlhf_core.detached.maker",
-        "rlhf_core.detached.trainer",
-        "rlhf_core.detached.trainer",
+        "rlhf_core.rollout.worker",
+        "rlhf_core.detached.run",
+        "rlhf_core.detached.run",
         "tasks.ppo_keeper",
         "tasks.ppo_models",
     ),

@@ -28,7 +28,7 @@ def test_curves_name_their_quantities_with_units() -> None:
     figure = draw_episodes([episode(at) for at in range(3)])
     labels = {title: (axes.get_xlabel(), axes.get_ylabel()) for title, axes in axes_of(figure).items()}
     assert labels == {
-        "Reward": ("episode", "mean per response"),
+        "Score": ("episode", "mean per response"),
         "Verifier's score": ("episode", "mean, 1 is right"),
         "Right, given the form": ("episode", "share of well formed"),
         "Well formed": ("episode", "share of samples"),
@@ -81,10 +81,10 @@ def test_shares_and_the_reward_have_the_interval_of_each_episodes_samples() -> N
     assert [round(end, 3) for end in (share.low[0], share.high[0])] == [0.160, 0.368]
     formed = panels["Right, given the form"].lines[0]  # 16 of the 32 well formed
     assert [round(end, 3) for end in (formed.low[0], formed.high[0])] == [0.336, 0.664]
-    reward = panels["Reward"].lines[0]
+    score = panels["Score"].lines[0]
     # mean 0.5, standard deviation 0.8, 64 samples: 0.5 +- 1.96 * 0.8 / 8
-    assert [round(end, 3) for end in (*reward.low, *reward.high)] == [0.304, 0.304, 0.696, 0.696]
-    rows = [{"reward": 0.5, "samples": 64.0}, {"reward": 0.5, "samples": 1.0, "reward_std": 0.0}]
+    assert [round(end, 3) for end in (*score.low, *score.high)] == [0.304, 0.304, 0.696, 0.696]
+    rows = [{"score": 0.5, "samples": 64.0}, {"score": 0.5, "samples": 1.0, "score_std": 0.0}]
     unknown = curves(rows, evaluations={})[0].lines[0]
     assert all(isnan(end) for end in (*unknown.low, *unknown.high))
 
@@ -99,8 +99,8 @@ def test_parts_of_a_point_have_the_interval_of_their_own_standard_deviation() ->
 
 
 def test_what_was_not_measured_has_no_panel() -> None:
-    bare = {"episode": 0, "reward": 0.5, "verifier": 0.0, "kl": 0.0, "explained_variance": 0.0, "critic_loss": 0.0}
-    assert [panel.title for panel in curves([bare], evaluations={})] == ["Reward", "KL from the start"]
+    bare = {"episode": 0, "score": 0.5, "verifier": 0.0, "kl": 0.0, "explained_variance": 0.0, "critic_loss": 0.0}
+    assert [panel.title for panel in curves([bare], evaluations={})] == ["Score", "KL from the start"]
 
 
 def test_sources_of_reward_are_told_apart() -> None:
@@ -113,8 +113,8 @@ def test_sources_of_reward_are_told_apart() -> None:
 
 
 def test_what_overlaps_is_shown_where_making_and_learning_overlap() -> None:
-    dealing = {"staleness_max": 2.0, "queue_depth": 24.0, "idle_trainer": 0.25, "idle_makers": 0.0}
-    rows = [episode(0, staleness=0.0, **dealing), episode(1, staleness=1.5, **dealing), episode(2)]
+    overlap = {"staleness_max": 2.0, "queue_depth": 24.0, "idle_trainer": 0.25, "idle_makers": 0.0}
+    rows = [episode(0, staleness=0.0, **overlap), episode(1, staleness=1.5, **overlap), episode(2)]
     figure = draw_episodes(rows)
     shown = {panel.title: panel for panel in curves(rows, evaluations={})}
     for title, unit, lines in (
@@ -126,7 +126,7 @@ def test_what_overlaps_is_shown_where_making_and_learning_overlap() -> None:
         assert {line.name: line.values[:2] for line in shown[title].lines} == lines
         assert all(isnan(line.values[2]) for line in shown[title].lines)
     assert (shown["Idle"].floor, shown["Idle"].ceiling) == (0.0, 1.0)
-    in_turns = [episode(at, **{**dealing, "staleness": 0.0}) for at in range(2)]
+    in_turns = [episode(at, **{**overlap, "staleness": 0.0}) for at in range(2)]
     assert "Idle" not in {panel.title for panel in curves(in_turns, evaluations={})}
 
 
@@ -147,7 +147,7 @@ def test_little_or_constant_data_is_drawn(rows: list[dict[str, Any]]) -> None:
 
 
 def test_a_single_episode_is_a_point_in_the_middle() -> None:
-    axes = axes_of(draw_episodes([episode(0)]))["Reward"]
+    axes = axes_of(draw_episodes([episode(0)]))["Score"]
     assert axes.get_xlim() == (0.5, 1.5)
     assert axes.lines[-1].get_marker() == "o"
     assert [tick for tick in axes.get_xticks() if 0.5 < tick < 1.5] == [1.0]

@@ -13,16 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save
 
 from infra.artifacts import ArtifactStore
 from infra.settings import settings
 from rlhf_core.config import LoRAConfig, PipelineConfig, PPOConfig
-from rlhf_core.detached import state as states
-from rlhf_core.detached.maker import MadeChunk
-from rlhf_core.detached.state import EpisodeRecord, RolloutState, TrainingState
-from rlhf_core.detached.trainer import CONTROLS
 from rlhf_core.errors import ModelError
+from rlhf_core.ppo import state as states
 from rlhf_core.ppo.controls import RewardControls
+from rlhf_core.ppo.episode import Position
+from rlhf_core.ppo.state import EpisodeRecord, RolloutState, TrainingState
+from rlhf_core.rollout.samples import MadeChunk
 from rlhf_core.strategy.ranks import ALONE
 from rlhf_core.types import EpisodeControls, Sample
 from tasks import ppo_keeper
@@ -45,7 +46,7 @@ FORMAT_1 = """{
   "controls": {"kl_coef": 0.25, "scores": [8, 0.5, 1.5]}
  },
  "history": [
-  {"episode": 0, "policy_version": 1, "incarnation": "a", "metrics": {"reward": 0.5}, "seconds": {"learn": 2.0}},
+  {"episode": 0, "policy_version": 1, "incarnation": "a", "metrics": {"score": 0.5}, "seconds": {"learn": 2.0}},
   {"episode": 1, "policy_version": 2, "incarnation": "b", "metrics": {"reward": 0.75}, "seconds": {"learn": 1.0}}
  ]
 }"""
@@ -120,8 +121,9 @@ def without_format(state: str) -> str:
 def test_a_state_of_format_1_is_gone_on_with(store: ArtifactStore, text: str) -> None:
     state = put(store, text, safetensors()).last_state()
     assert state is not None
-    assert state.history[1] == EpisodeRecord(1, 2, "b", {"reward": 0.75}, {"learn": 1.0}, dealing={})
-    assert state.dealing == RolloutState(counts={}, controls={}, waiting=())  # lockstep: nothing was on its way
+    assert state.history[1] == EpisodeRecord(1, 2, "b", {"score": 0.75}, {"learn": 1.0}, rollouts={})
+    assert state.position == Position(2, 0, 2)
+    assert state.rollouts == RolloutState(counts={}, controls={}, waiting=())  # lockstep: nothing was on its way
     ours = learner(warmup_steps=3, lora=LoRAConfig(r=2))
     with torch.random.fork_rng():
         ours.load_state(state.tensors, state.learner)
@@ -134,27 +136,58 @@ def test_a_state_of_format_1_is_gone_on_with(store: ArtifactStore, text: str) ->
     assert ours.steps == 2
     assert facts["actor"]["schedule"]["_last_lr"] == [7.5e-05]
     controls = RewardControls(PPOConfig.model_validate(CONFIG["ppo"]), ALONE)
-    controls.load_state(state.learner[CONTROLS])
+    assert state.controls is not None
+    controls.load_state(state.controls)
     assert controls.state() == {"kl_coef": 0.25, "scores": [8, 0.5, 1.5]}
 
 
-def commit(tensors: dict[str, torch.Tensor], *history: EpisodeRecord, dealing: RolloutState | None = None) -> None:
-    state = TrainingState(tensors, {"steps": 1}, history, dealing or RolloutState())
+FORMAT_2 = """{
+ "format": 2,
+ "learner": {"learner": {"steps": 3, "value_line": null}, "controls": {"kl_coef": 0.25, "scores": [8, 0.5, 1.5]}},
+ "history": [{"episode": 0, "policy_version": 1, "incarnation": "a", "metrics": {"reward": 0.5, "kl": 1.0},
+  "seconds": {"learn": 2.0}, "dealing": {"queue_depth": 8.0}}],
+ "dealing": {"books": {"issued": 9, "waiting": 1}, "controls": {"1": [0.1, 0.0, 1.0]}, "waiting": [
+  {"index": 3, "maker": "maker-1", "experience": {}, "samples": [], "seconds": {"score": 0.5}, "episode": 1,
+   "version": 0}]}
+}"""
+"""As the release that called its format 2 wrote it, with a chunk made ahead. Never to be changed."""
+
+
+def test_a_state_of_format_2_is_gone_on_with_its_chunks_made_ahead_included(store: ArtifactStore) -> None:
+    tensors = save({"w": torch.ones(2), "waiting.1.3.reward": torch.full((1, 2), 0.5)})
+    state = put(store, FORMAT_2, tensors).last_state()
+    assert state is not None
+    assert state.history == (EpisodeRecord(0, 1, "a", {"score": 0.5, "kl": 1.0}, {"learn": 2.0}, {"queue_depth": 8.0}),)
+    assert (state.position, state.learner) == (Position(1, 0, 3), {"learner": {"steps": 3, "value_line": None}})
+    assert state.controls == {"kl_coef": 0.25, "scores": [8, 0.5, 1.5]}
+    assert list(state.tensors) == ["w"]
+    assert state.rollouts.counts == {"issued": 9, "waiting": 1}
+    assert state.rollouts.controls == {1: EpisodeControls(0.1, 0.0, 1.0)}
+    (chunk,) = state.rollouts.waiting
+    assert (chunk.episode, chunk.index, chunk.experience["reward"].tolist()) == (1, 3, [[0.5, 0.5]])
+
+
+def commit(tensors: dict[str, torch.Tensor], *history: EpisodeRecord, rollouts: RolloutState | None = None) -> None:
+    position = Position(len(history), 0, 1)
+    state = TrainingState(position, {"steps": 1}, None, tensors, history=history, rollouts=rollouts or RolloutState())
     StoreKeeper(run()).commit_state(state, [])
 
 
 def test_what_is_written_says_its_format(store: ArtifactStore) -> None:
-    record = EpisodeRecord(0, 1, "a", {"reward": 0.5}, {"learn": 2.0}, {"queue_depth": 8.0})
+    record = EpisodeRecord(0, 1, "a", {"score": 0.5}, {"learn": 2.0}, {"queue_depth": 8.0})
     commit({"w": torch.tensor([1.5, -2.0])}, record)
     manifest = store.resolve(f"ppo-state/{run().name}@1")
     assert store.read_json(manifest, "state.json") == {
-        "format": 2,
+        "format": 3,
+        "position": {"episode": 1, "windows": 0, "step": 1, "passes": 0},
         "learner": {"steps": 1},
+        "controls": None,
         "history": [
-            {"episode": 0, "policy_version": 1, "incarnation": "a", "metrics": {"reward": 0.5},
-             "seconds": {"learn": 2.0}, "dealing": {"queue_depth": 8.0}}
+            {"episode": 0, "policy_version": 1, "incarnation": "a", "metrics": {"score": 0.5},
+             "seconds": {"learn": 2.0}, "rollouts": {"queue_depth": 8.0}}
         ],
-        "dealing": {"books": {}, "controls": {}, "waiting": []},
+        "rollouts": {"counts": {}, "controls": {}, "waiting": [], "pushed": 0},
+        "front": {},
     }  # fmt: skip
     state = StoreKeeper(run()).last_state()
     assert state is not None
@@ -175,13 +208,13 @@ def test_what_was_made_and_not_learnt_comes_back_as_it_was() -> None:
     }
     chunk = MadeChunk(3, "maker-1", arrays, [sample], {"generate": 1.0, "score": 0.5}, episode=2, version=1)
     books = {"issued": 9, "learnt": 8, "dropped": 0, "lost": 0, "out": 0, "waiting": 1}
-    dealing = RolloutState(books, {2: EpisodeControls(0.1), 3: EpisodeControls(0.3, score_std=2.5)}, (chunk,))
-    commit({"w": torch.ones(1)}, EpisodeRecord(0, 1, "a", {"reward": 0.5}, {"learn": 2.0}), dealing=dealing)
+    rollouts = RolloutState(books, {2: EpisodeControls(0.1), 3: EpisodeControls(0.3, score_std=2.5)}, (chunk,))
+    commit({"w": torch.ones(1)}, EpisodeRecord(0, 1, "a", {"score": 0.5}, {"learn": 2.0}), rollouts=rollouts)
     state = StoreKeeper(run()).last_state()
     assert state is not None
     assert list(state.tensors) == ["w"]  # the learner is given its own alone
-    assert (state.dealing.counts, state.dealing.controls) == (books, dealing.controls)
-    (back,) = state.dealing.waiting
+    assert (state.rollouts.counts, state.rollouts.controls) == (books, rollouts.controls)
+    (back,) = state.rollouts.waiting
     assert replace(back, experience={}) == replace(chunk, experience={})
     assert back.experience.keys() == arrays.keys()
     for name, array in arrays.items():
@@ -200,7 +233,7 @@ def test_a_run_keeps_as_many_states_as_the_settings_say(
         assert settings().child_environment()["RLHF_RETENTION"] == retention  # an actor's too
     history: tuple[EpisodeRecord, ...] = ()
     for episode in range(4):
-        history += (EpisodeRecord(episode, episode + 1, "a", {"reward": 0.5}, {"learn": 2.0}),)
+        history += (EpisodeRecord(episode, episode + 1, "a", {"score": 0.5}, {"learn": 2.0}),)
         tensors = {"w": torch.tensor([float(episode)])}
         commit(tensors, *history)
     assert [manifest.version for manifest in store.list("ppo-state")] == kept
@@ -210,7 +243,7 @@ def test_a_shard_is_one_blob_with_its_header(store: ArtifactStore, monkeypatch: 
     monkeypatch.setattr(ppo_keeper, "SHARD_BYTES", 4096)
     monkeypatch.setattr("infra.artifacts.commit.PIECE_BYTES", 4096)
     names = [f"{n:0200d}" for n in range(8)]  # of 1024 bytes each: four would fill a shard, but for the header
-    record = EpisodeRecord(0, 1, "a", {"reward": 0.5}, {"learn": 2.0})
+    record = EpisodeRecord(0, 1, "a", {"score": 0.5}, {"learn": 2.0})
     tensors = {name: torch.full((4, 8, 8), float(name)) for name in names} | {"large": torch.ones(2048)}
     commit(tensors, record)
     files = [entry for entry in store.resolve(f"ppo-state/{run().name}").files if entry.path.startswith("training-")]
@@ -226,8 +259,8 @@ BEGIN_AGAIN = "begin the stage ppo again under another seed, which keeps what it
 @pytest.mark.parametrize(
     ("old", "new", "complaint"),
     [
-        ('"format": 1', '"format": 3', "has format 3, but this release reads formats up to 2; upgrade rlhf-flows, or "),
-        ('"format": 1', '"format": "x"', "has format x, but this release reads formats up to 2"),
+        ('"format": 1', '"format": 4', "has format 4, but this release reads formats up to 3; upgrade rlhf-flows, or "),
+        ('"format": 1', '"format": "x"', "has format x, but this release reads formats up to 3"),
         ('"format": 1', '"format": 0', "has format 0, which this release no longer reads; go on with the release "),
         ('"learner": {\n', '"lerner": {\n', r"is incomplete or damaged \('learner'\); "),
         ('"incarnation": "a", ', "", "is incomplete or damaged .*incarnation"),
@@ -246,20 +279,19 @@ def test_a_state_that_cannot_be_read_says_where_to_begin_again(
 
 
 def test_a_later_format_reads_the_former_step_by_step(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    def second(facts: Any, tensors: Any) -> tuple[Any, Any]:
-        facts = facts | {"dealing": {"books": {}, "controls": {}, "waiting": []}}
-        return facts | {"learner": {"was": "1"}}, {"two": tensors["critic.weights.head.bias"]}
+    def fourth(facts: Any, tensors: Any) -> tuple[Any, Any]:
+        return {**facts, "format": 4, "learner": {"was": "3"}}, {"four": tensors["critic.weights.head.bias"]}
 
-    def third(facts: Any, tensors: Any) -> tuple[Any, Any]:
-        return facts | {"learner": facts["learner"] | {"then": "2"}}, {"three": tensors["two"]}
+    def fifth(facts: Any, tensors: Any) -> tuple[Any, Any]:
+        return {**facts, "format": 5, "learner": facts["learner"] | {"then": "4"}}, {"five": tensors["four"]}
 
-    monkeypatch.setattr(states, "STATE_FORMAT", 3)
-    monkeypatch.setattr(states, "NEWER", {1: second, 2: third})
+    monkeypatch.setattr(states, "STATE_FORMAT", 5)
+    monkeypatch.setattr(states, "NEWER", states.NEWER | {3: fourth, 4: fifth})
     keeper = put(store, FORMAT_1, safetensors())
     state = keeper.last_state()
     assert state is not None
-    assert (state.learner, list(state.tensors)) == ({"was": "1", "then": "2"}, ["three"])
-    monkeypatch.setattr(states, "NEWER", {2: third})
+    assert (state.learner, list(state.tensors)) == ({"was": "3", "then": "4"}, ["five"])
+    monkeypatch.setattr(states, "NEWER", {4: fifth})
     with pytest.raises(ModelError, match=r"has format 1, which this release no longer reads"):
         keeper.last_state()
 

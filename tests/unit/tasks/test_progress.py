@@ -12,7 +12,7 @@ from prefect.logging.handlers import APILogHandler
 
 from flows.pipeline import pipeline
 from rlhf_core.config import DataConfig, PipelineConfig
-from rlhf_core.detached.state import EpisodeRecord
+from rlhf_core.ppo.state import EpisodeRecord
 from tasks import ppo, progress
 from tasks.progress import say, telling, with_lines_of_stages
 from tasks.results import Parent, PPORun
@@ -97,9 +97,9 @@ def test_an_episode_has_one_name_as_a_task_and_in_the_log(
         actor=Parent(uri="sft/test@1", digest="1"), reward_model=None, dataset=Parent(uri="dataset/test@1", digest="1"),
         source_digest="1", flow_run=None,
     )  # fmt: skip
-    record = EpisodeRecord(0, 1, "a", {"reward": 0.5, "kl": 0.0, "length": 3.0}, {"learn": 1.0}, {})
+    record = EpisodeRecord(0, 1, "a", {"score": 0.5, "kl": 0.0, "length": 3.0}, {"learn": 1.0}, {})
     with caplog.at_level(logging.INFO):
         ppo._say_episode(record, 3)
-    assert caplog.messages[-1].startswith("▸ ppo          episode 1/3  reward 0.500")
+    assert caplog.messages[-1].startswith("▸ ppo          episode 1/3  score 0.500")
     assert ppo._task_name({"run": run, "episode": 0}) == "episode 1/3"
     assert ppo._task_name({"run": run, "episode": 2}) == "episode 3/3"

@@ -45,7 +45,7 @@ def facts(**changed: Any) -> Facts:
         ),
         "champion": "policy/test@1",
         "wall_s": 100.0,
-        "episodes": [{"episode": 0, "reward": 0.5, "kl": 0.0}],
+        "episodes": [{"episode": 0, "score": 0.5, "kl": 0.0}],
         "training": {},
         "samples": [],
         "changes": None,
@@ -153,13 +153,13 @@ def test_several_trainers_are_told_and_one_alone_is_not() -> None:
 
 
 def test_where_nobody_verified_no_share_of_right_answers_is_told() -> None:
-    row = {"episode": 0, "reward": 0.5, "verifier": 0.0, "well_formed": 0.0, "accuracy_given_form": 0.0}
-    assert episode_tables([row]) == "| episode | reward |\n| --- | --- |\n| 1 | 0.500 |"
-    assert "| episode | reward | verifier's score |" in episode_tables([{**row, "raw/verifier": 0.0}])
+    row = {"episode": 0, "score": 0.5, "verifier": 0.0, "well_formed": 0.0, "accuracy_given_form": 0.0}
+    assert episode_tables([row]) == "| episode | score |\n| --- | --- |\n| 1 | 0.500 |"
+    assert "| episode | score | verifier's score |" in episode_tables([{**row, "raw/verifier": 0.0}])
 
 
 def test_many_episodes_are_thinned_out_and_say_so() -> None:
-    lines = episode_tables([{"episode": at, "reward": float(at)} for at in range(100)]).splitlines()
+    lines = episode_tables([{"episode": at, "score": float(at)} for at in range(100)]).splitlines()
     assert lines[2] == "| 1 | 0.000 |"
     assert lines[1 + MOST_EPISODES] == "| 100 | 99.000 |"
     assert lines[-1] == "Left out here: 70 episodes; metrics.jsonl has all of them."

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlhf_core.detached.maker import MakerActor, StaleWeightsError
+from rlhf_core.rollout.worker import MakerActor, StaleWeightsError
 from rlhf_core.weights import Publication, Publisher, Subscriber, WeightsError
 from tests.unit.weights.published import WAIT_S, assert_holds, held, models, weights
 

@@ -11,9 +11,11 @@ import torch
 from transformers import BloomConfig, GPT2Config, LlamaConfig, OPTConfig
 
 from rlhf_core.coati.detached import factories
-from rlhf_core.coati.detached.trainer_state import PPOTrainerState, read_trainer_state, write_trainer_state
+from rlhf_core.coati.detached.trainer_state import Stored, read_trainer_state, write_trainer_state
 from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.models.reward_model import RewardModel
+from rlhf_core.ppo.episode import Position
+from rlhf_core.ppo.state import TrainingState
 from rlhf_core.strategy.ranks import ALONE
 from rlhf_core.training.loaders import LoaderState
 from tests.tiny_llama import tiny_llama, write_tiny_llama
@@ -94,13 +96,14 @@ def test_a_state_replaces_the_one_before_and_none_is_ever_half_there(tmp_path: P
     place = tmp_path / "state"
     for step in (1, 2):
         loader = LoaderState({"pass": 0, "batches": step, "samples": step}, {"torch": torch.tensor([step])})
-        write_trainer_state(place, PPOTrainerState({"w": torch.full((2,), step)}, {"step": step}, loader), ALONE)
+        state = TrainingState(Position(step, 0, step), {}, None, {"w": torch.full((2,), step)})
+        write_trainer_state(place, Stored(state, loader), ALONE)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["state"]
     place.rename(tmp_path / "state.former")  # a process that died between taking the old one away and the new one in
     (tmp_path / "state.writing").mkdir()
     found = read_trainer_state(place, ALONE)
-    assert found.facts == {"step": 2}
-    assert found.tensors["w"].tolist() == [2, 2]
+    assert found.state.position == Position(2, 0, 2)
+    assert found.state.tensors["w"].tolist() == [2, 2]
     assert found.demonstrations is not None
     assert found.demonstrations.facts["batches"] == 2
     with pytest.raises(ModelError, match="holds no state of a detached trainer"):

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.coati.detached.fit_dealing import DealingOptions
 from rlhf_core.coati.detached.registration import (
     MakerFacts,
     MissingMakersError,
@@ -18,6 +17,7 @@ from rlhf_core.coati.detached.registration import (
     units_per_episode,
 )
 from rlhf_core.coati.detached.replay_buffer import BufferTimeoutError
+from rlhf_core.coati.detached.scheduled_fit import DealingOptions
 from rlhf_core.coati.detached.trainer import DetachedTrainer
 from rlhf_core.errors import ConfigError, RlhfError
 from rlhf_core.training.callbacks import TrainerCallback

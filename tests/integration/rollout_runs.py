@@ -18,11 +18,10 @@ from infra.clusters import connect, disconnect, lease_cluster, release_cluster
 from rlhf_core.coati.ppo_setup import scorer_of
 from rlhf_core.config import PPOConfig, TemplateConfig
 from rlhf_core.data import Problem, PromptTemplate
-from rlhf_core.detached.maker import RunMaker
-from rlhf_core.detached.state import EpisodeRecord, TrainingState
-from rlhf_core.detached.trainer import RunTrainer, TrainerRank
+from rlhf_core.detached.run import RunMaker, RunTrainer, TrainerRank
 from rlhf_core.models.critic import Critic
 from rlhf_core.ppo.learner import PPOLearner
+from rlhf_core.ppo.state import EpisodeRecord, TrainingState
 from rlhf_core.ray_tools.group import form_group
 from rlhf_core.rewards.scoring import Scorer
 from rlhf_core.rollout.experience import ExperienceMaker

@@ -5,17 +5,16 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 import ray
-from numpy.typing import NDArray
 from torch import nn
 
 from rlhf_core.errors import RlhfError
 from rlhf_core.phases import reached
 from rlhf_core.rollout.experience import ExperienceMaker, to_prompts
-from rlhf_core.types import EpisodeControls, Experience, Prompt, Sample
+from rlhf_core.rollout.samples import MadeChunk
+from rlhf_core.types import EpisodeControls, Experience, Prompt
 from rlhf_core.weights import Publication, Subscriber
 
 GROUPS = {"status": 1, "compute": 1}
@@ -24,26 +23,6 @@ GROUPS = {"status": 1, "compute": 1}
 
 class StaleWeightsError(RlhfError):
     """A maker was asked for experience of a policy version that it does not hold."""
-
-
-@dataclass(frozen=True, slots=True)
-class MadeChunk:
-    """What comes back for one chunk."""
-
-    index: int
-    maker: str
-    experience: dict[str, NDArray[Any]]
-    """`Experience.to_numpy`: plain arrays cross processes without pickling tensors."""
-    samples: list[Sample]
-    seconds: dict[str, float]
-    """Time by phase: generate, score."""
-    episode: int
-    version: int
-    """Of the policy that sampled it."""
-
-    def owned(self) -> Self:
-        """Return it with arrays of its own: those that came lie in the object store for as long as they are held."""
-        return replace(self, experience={name: array.copy() for name, array in self.experience.items()})
 
 
 class MakerActor:
@@ -145,8 +124,3 @@ class MakerActor:
         if self._built is None:
             raise StaleWeightsError(f"{self._name} was started again, and has built no models; build it")
         return self._built
-
-
-@ray.remote(concurrency_groups=GROUPS)
-class RunMaker(MakerActor):
-    """A maker of a PPO run: the flow starts it, and the scheduler in the trainer's process drives it."""

@@ -1,4 +1,4 @@
-"""`PPOTrainer` with the models, prompts and settings of `dealt_runs`, alone or as one of several ranks."""
+"""`PPOTrainer` with the models, prompts and settings of `rollout_runs`, alone or as one of several ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlhf_core.strategy.plain import PlainBooster
 from rlhf_core.strategy.ranks import Ranks
 from rlhf_core.training.optim import make_trained, warmup_then_constant
 from rlhf_core.types import Prompt
-from tests.integration.dealt_runs import PROBLEMS, SEED, config, template
+from tests.integration.rollout_runs import PROBLEMS, SEED, config, template
 from tests.parallel.ranks import Found
 from tests.tiny_llama import tiny_llama
 from tests.unit.coati.ppo_trainers import padded, record_stats, trainer, weights

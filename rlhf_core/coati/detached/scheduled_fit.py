@@ -10,9 +10,9 @@ from typing import Any, Literal, get_args
 from rlhf_core.coati.detached.loader_line import LoaderChunk
 from rlhf_core.coati.detached.sources import ScheduledExperience
 from rlhf_core.coati.detached.weight_sender import OwnWeights, Transport, WeightSender
-from rlhf_core.detached.maker import MadeChunk
 from rlhf_core.errors import ConfigError
 from rlhf_core.rollout.lease_queue import LeaseQueue, Stale
+from rlhf_core.rollout.samples import MadeChunk
 from rlhf_core.rollout.scheduler import Scheduler, Waits
 from rlhf_core.types import EpisodeControls
 
@@ -62,7 +62,7 @@ class DealingOptions:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledFit:
-    """What a fit deals."""
+    """What the makers are to make for a fit."""
 
     first_episode: int
     """Of the fit: the makers' line begins with it."""
@@ -77,7 +77,7 @@ class ScheduledFit:
     limit: int
     """Samples that may be made ahead; 0 sets none."""
     counts: Mapping[str, Any] | None
-    """Of what was dealt before; None begins them."""
+    """Of what was leased before; None begins them."""
 
     def units_of(self, episode: int) -> list[LoaderChunk]:
         """Return an episode's part of the makers' line."""
@@ -85,10 +85,10 @@ class ScheduledFit:
         return [LoaderChunk(episode, index, first + index, self.rows) for index in range(self.units)]
 
 
-def deal(
+def scheduled(
     fit: ScheduledFit,
     makers: Mapping[str, Any],
-    dealing: DealingOptions,
+    options: DealingOptions,
     *,
     controls: Callable[[int], EpisodeControls | None],
     weights: WeightSender,
@@ -97,9 +97,9 @@ def deal(
     """Set the makers to work, and return what they make.
 
     Args:
-        fit: what is dealt.
+        fit: what is to be made.
         makers: handles by name.
-        dealing: how is waited, and what may become how old.
+        options: how is waited, and what may become how old.
         controls: returns what an episode's rewards are made with.
         weights: that makers begin with, where some were sent, and whose version counts.
         is_shared: whether other ranks are given the same rows.
@@ -107,23 +107,23 @@ def deal(
     Raises:
         ConfigError: if stale experience is to be dropped, and there is no limit.
     """
-    if dealing.stale_samples == "drop" and not fit.limit:
+    if options.stale_samples == "drop" and not fit.limit:
         raise ConfigError("stale_samples 'drop' would make experience without end; give the trainer a buffer_limit")
     queue: LeaseQueue[LoaderChunk, MadeChunk] = LeaseQueue(
         fit.units_of,
         episodes=fit.episodes,
         completed=fit.completed,
-        max_staleness=dealing.max_staleness,
-        stale_samples=dealing.stale_samples,
+        max_staleness=options.max_staleness,
+        stale_samples=options.stale_samples,
         limit=fit.limit,
         timeout_setting="DealingOptions.experience_timeout_s",
     )
     if fit.counts is not None:
         queue.restore(fit.counts, ())
     waits = Waits(
-        start_s=dealing.start_timeout_s,
-        answer_s=dealing.answer_timeout_s,
-        chunk_s=dealing.experience_timeout_s,
+        start_s=options.start_timeout_s,
+        answer_s=options.answer_timeout_s,
+        chunk_s=options.experience_timeout_s,
         start_setting="DealingOptions.start_timeout_s",
     )
     scheduler = Scheduler(queue, controls=controls, waits=waits, on_trouble=lambda said: logger.warning("%s", said))
@@ -131,5 +131,5 @@ def deal(
     for name, handle in makers.items():
         scheduler.add(name, handle)
     return ScheduledExperience(
-        queue, scheduler, version=lambda: weights.version, timeout_s=dealing.experience_timeout_s, is_shared=is_shared
+        queue, scheduler, version=lambda: weights.version, timeout_s=options.experience_timeout_s, is_shared=is_shared
     )

@@ -8,87 +8,66 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import fmean
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 import torch
-from torch import Tensor
 
 from rlhf_core.config import PPOConfig
 from rlhf_core.counting import counted, ordinal
 from rlhf_core.data import Problem
 from rlhf_core.detached.rollouts import Rollouts
-from rlhf_core.detached.state import EpisodeRecord, RolloutState, StateKeeper, TrainerPosition, TrainingState
 from rlhf_core.phases import reached
 from rlhf_core.ppo.controls import RewardControls
 from rlhf_core.ppo.episode import EpisodeLearner, Position, learn_episode
 from rlhf_core.ppo.learner import PPOLearner, PPOStats
 from rlhf_core.ppo.loop import Collected, Loop
-from rlhf_core.ppo.metrics import judgement_metrics, judgement_sums
+from rlhf_core.ppo.metrics import episode_metrics, staleness, step_means
 from rlhf_core.ppo.order import in_key_order
 from rlhf_core.ppo.published_weights import weights_to_publish
+from rlhf_core.ppo.state import EpisodeRecord, RolloutState, TrainingState
 from rlhf_core.ray_tools.group import GROUPS, GroupMember, Peers, SharedState, share_state
+from rlhf_core.rollout import worker
 from rlhf_core.strategy.ranks import ALONE, current_ranks
 from rlhf_core.types import EpisodeControls, Experience, Sample
 from rlhf_core.weights import Publisher
 
-
-def episode_metrics(
-    samples: Sequence[Sample],
-    stats: Sequence[PPOStats],
-    *,
-    versions: Tensor,
-    learnt_at: int,
-    controls: EpisodeControls,
-) -> dict[str, float]:
-    """Return the means over an episode's samples and over its optimizer steps, and `judgement_metrics`.
-
-    Args:
-        samples: every response with what was made of it.
-        stats: `PPOStats` of each optimizer step.
-        versions: policy version of each sample, [B].
-        learnt_at: policy version at the start of the episode that learnt; staleness is counted from it.
-        controls: that the episode's rewards were made with.
-    """
-    metrics = {
-        "reward": fmean(sample.score for sample in samples),
-        "verifier": fmean(sample.verifier for sample in samples),
-        "well_formed": fmean(sample.well_formed for sample in samples),
-        "kl": fmean(sample.kl for sample in samples),
-        "length": fmean(sample.length for sample in samples),
-        "ended": fmean(sample.ended for sample in samples),
-        "samples": float(len(samples)),
-        "staleness": float(learnt_at - versions.double().mean().item()),
-        "staleness_max": float(learnt_at - int(versions.min())),
-        "kl_coef": controls.kl_coef,
-        "score_std": controls.score_std,
-    }
-    for source in sorted({name for sample in samples for name in sample.raw_scores}):
-        metrics[f"raw/{source}"] = fmean(sample.raw_scores.get(source, 0.0) for sample in samples)
-    scores = [sample.rm_score for sample in samples if sample.rm_score is not None]
-    if scores:
-        metrics["rm_score"] = fmean(scores)
-    for name in PPOStats._fields:
-        metrics[name] = fmean(float(getattr(stat, name)) for stat in stats)
-    return metrics | judgement_metrics(judgement_sums(samples), len(samples)) | _norms(stats)
-
-
-def _norms(stats: Sequence[PPOStats]) -> dict[str, float]:
-    """Return the mean norms of the steps that were taken; 0 if none was."""
-    actor = [stat.actor_grad_norm for stat in stats if not stat.skipped and not stat.actor_overflowed]
-    critic = [stat.critic_grad_norm for stat in stats if not stat.critic_overflowed]
-    return {"actor_grad_norm": fmean(actor or [0.0]), "critic_grad_norm": fmean(critic or [0.0])}
-
-
 logger = logging.getLogger(__name__)
 
-CONTROLS = "controls"
-"""Among the learner's facts in a training state: what sets the next episode's rewards."""
 WAITING = ("generate", "score")
 """Phases in which the trainer waits for the makers."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerPosition:
+    """Where a trainer stands: with the run's name, the triple that must match before it is reused."""
+
+    next_episode: int
+    """Also the version of its weights."""
+    incarnation: str
+    has_all_makers: bool
+    """No maker is given up; one that is being revived comes back by itself."""
+    last: EpisodeRecord | None
+    """The episode before; None at the start."""
+
+
+class StateKeeper(Protocol):
+    """Keeps training states and the finished policy; the artifact store behind it is not the core's to know."""
+
+    def commit_state(self, state: TrainingState, samples: list[Sample]) -> None:
+        """Store the state after `state.history[-1]`, and that episode's samples; return once nothing can lose it."""
+
+    def last_state(self) -> TrainingState | None:
+        """Return the last committed state, or None before the first."""
+
+    def commit_policy(self, save: Callable[[Path], None], *, history: tuple[EpisodeRecord, ...]) -> None:
+        """Store the finished policy, which `save` writes to a directory as `save_pretrained` does."""
+
+    def keep_failed_batch(self, save: Callable[[Path], None]) -> str:
+        """Keep a batch that could not be learnt from, which `save` writes to a directory; return where it is."""
 
 
 class _Episode:
@@ -121,7 +100,7 @@ class RunTrainer(GroupMember):
     how a run starts and how it goes on: `build`, then `synchronise`, then `run_episode` for each episode due. Makers
     work on between two episodes: the scheduler's threads drive them as long as this process lives.
 
-    Of several ranks that train one model this is the first, which deals, publishes and commits for all. The others,
+    Of several ranks that train one model this is the first, which leases, publishes and commits for all. The others,
     each a `TrainerRank`, form a group with it (`form_group`) before it is built, and are called by it from then on.
 
     Args:
@@ -176,11 +155,11 @@ class RunTrainer(GroupMember):
         """
         state = self._keeper.last_state()
         if state is not None:
-            self._controls.load_state(state.learner[CONTROLS])
+            self._controls.load_state(state.controls or {})
             self._history = state.history
         self._rollouts = Rollouts(
             self._problems, self._config, seed=self._seed, controls=self._controls, completed=len(self._history),
-            kept=state.dealing if state is not None else RolloutState(), on_trouble=logger.warning,
+            kept=state.rollouts if state is not None else RolloutState(), on_trouble=logger.warning,
         )  # fmt: skip
         for name in self._maker_names:
             self._rollouts.scheduler.add(name, ray.get_actor(name))
@@ -304,14 +283,15 @@ class RunTrainer(GroupMember):
         self._episode.ends("commit")
         now = self._episode
         rows, samples = now.collected
-        metrics = episode_metrics(
-            samples, steps, versions=rows.policy_version, learnt_at=episode, controls=now.controls
-        )
+        metrics = episode_metrics(samples, now.controls, ALONE) | step_means(steps)
+        metrics |= staleness(rows.policy_version, learnt_at=episode)
         figures = self._figures(now.seconds, now.waited_s)
         record = EpisodeRecord(episode, episode + 1, self._incarnation, metrics, now.seconds, figures)
         self._history = (*self._history, record)
-        facts = learner | {CONTROLS: self._controls.state()}
-        state = TrainingState(snapshot, facts, self._history, self._rollouts.state())
+        state = TrainingState(
+            self._loop.learner.position, learner, self._controls.state(), snapshot, history=self._history,
+            rollouts=self._rollouts.state(),
+        )  # fmt: skip
         self._commit = self._committer.submit(self._keeper.commit_state, state, samples)
 
     def _send(self, version: int, *, completed: int | None) -> float:
@@ -330,7 +310,7 @@ class RunTrainer(GroupMember):
         return self._rollouts.publish(publication, completed=completed)
 
     def _figures(self, seconds: Mapping[str, float], waited_s: float) -> dict[str, float]:
-        """Return the dealing's figures; of an episode's phases, `waited_s` were spent on the makers and the store."""
+        """Return how busy trainer and makers were; `waited_s` of its phases the trainer waited for makers and store."""
         busy_s = sum(took for phase, took in seconds.items() if phase not in WAITING)
         return self._rollouts.figures(busy_s=busy_s - waited_s)
 
@@ -393,3 +373,8 @@ class TrainerRank(GroupMember):
         """Take part in gathering the finished policy's weights."""
         with self._working():
             self._learner.merged_weights("actor")
+
+
+@ray.remote(concurrency_groups=worker.GROUPS)
+class RunMaker(worker.MakerActor):
+    """A maker of a PPO run: the flow starts it, and the scheduler in the trainer's process drives it."""

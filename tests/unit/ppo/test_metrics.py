@@ -5,8 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlhf_core.detached.trainer import episode_metrics
-from rlhf_core.ppo.metrics import PPOStats, judgement_metrics, judgement_sums, stats_from
+from rlhf_core.ppo.metrics import (
+    PPOStats,
+    episode_metrics,
+    judgement_metrics,
+    judgement_sums,
+    staleness,
+    stats_from,
+    step_means,
+)
+from rlhf_core.strategy.ranks import ALONE
 from rlhf_core.types import EpisodeControls, Sample
 
 
@@ -19,16 +27,12 @@ def sample(score: float, raw: dict[str, float]) -> Sample:
 
 def test_means_over_samples_and_steps_and_what_the_rewards_were_made_with() -> None:
     stats = [stats_from({"actor_loss": 1.0, "max_ratio": 2.0}), stats_from({"actor_loss": 3.0, "max_ratio": 4.0})]
-    found = episode_metrics(
-        [sample(1.0, {"gsm8k": 10.0}), sample(0.0, {"gsm8k": 1.0})],
-        stats,
-        versions=torch.tensor([3, 4]),
-        learnt_at=4,
-        controls=EpisodeControls(kl_coef=0.05, score_std=2.0),
-    )
+    samples = [sample(1.0, {"gsm8k": 10.0}), sample(0.0, {"gsm8k": 1.0})]
+    found = episode_metrics(samples, EpisodeControls(kl_coef=0.05, score_std=2.0), ALONE)
+    found |= step_means(stats) | staleness(torch.tensor([3, 4]), learnt_at=4)
     expected = {
-        "reward": 0.5, "kl": 1.0, "length": 3.0, "staleness": 0.5, "staleness_max": 1.0, "kl_coef": 0.05,
-        "score_std": 2.0, "raw/gsm8k": 5.5, "actor_loss": 2.0, "max_ratio": 3.0, "skipped": 0.0,
+        "samples": 2.0, "score": 0.5, "kl": 1.0, "length": 3.0, "staleness": 0.5, "staleness_max": 1.0,
+        "kl_coef": 0.05, "score_scale": 2.0, "raw/gsm8k": 5.5, "actor_loss": 2.0, "max_ratio": 3.0, "skipped": 0.0,
     }  # fmt: skip
     assert {name: found[name] for name in expected} == pytest.approx(expected)
     assert found.keys() >= set(PPOStats._fields)
@@ -37,10 +41,7 @@ def test_means_over_samples_and_steps_and_what_the_rewards_were_made_with() -> N
 def test_figures_that_overflowed_are_numbers_that_json_holds() -> None:
     stats = stats_from({"actor_loss": float("nan"), "max_ratio": float("inf")})
     assert (stats.actor_loss, stats.max_ratio) == (0.0, pytest.approx(3.4028234663852886e38))
-    two = episode_metrics(
-        [sample(1.0, {})], [stats, stats], versions=torch.zeros(1), learnt_at=0, controls=EpisodeControls(0.1)
-    )
-    assert two["max_ratio"] == pytest.approx(3.4028234663852886e38)
+    assert step_means([stats, stats])["max_ratio"] == pytest.approx(3.4028234663852886e38)
 
 
 def test_norms_are_those_of_the_steps_that_were_taken() -> None:
@@ -49,9 +50,7 @@ def test_norms_are_those_of_the_steps_that_were_taken() -> None:
         stats_from({"actor_overflowed": 1.0, "critic_grad_norm": 5.0}),
         stats_from({"skipped": 1.0, "critic_overflowed": 1.0}),
     ]
-    found = episode_metrics(
-        [sample(1.0, {})], stats, versions=torch.zeros(1), learnt_at=0, controls=EpisodeControls(0.1)
-    )
+    found = step_means(stats)
     assert (found["actor_grad_norm"], found["critic_grad_norm"]) == (2.0, 4.0)
     assert (found["actor_overflowed"], found["critic_overflowed"]) == (pytest.approx(1 / 3), pytest.approx(1 / 3))
 
@@ -65,9 +64,7 @@ def judged(parts: dict[str, float], *, verifier: float, well_formed: bool) -> Sa
 
 
 def metrics_of(samples: list[Sample]) -> dict[str, float]:
-    return episode_metrics(
-        samples, [stats_from({})], versions=torch.zeros(1), learnt_at=0, controls=EpisodeControls(0.1)
-    )
+    return episode_metrics(samples, EpisodeControls(0.1), ALONE)
 
 
 def test_shares_of_the_rewards_variance_by_hand() -> None:
@@ -107,14 +104,11 @@ def test_a_reward_that_does_not_vary_has_no_shares_whatever_float32_rounds() -> 
 def test_scores_and_verdicts_have_the_standard_deviation_of_a_sample() -> None:
     # scores 1, 2, 6: mean 3, squared deviations 4 + 1 + 9 = 14, over 2; verdicts 0.5, 0.5, 0.5 do not vary
     found = metrics_of([judged({"a": part}, verifier=0.5, well_formed=True) for part in (1.0, 2.0, 6.0)])
-    assert (found["reward_std"], found["verifier_std"]) == (pytest.approx(7**0.5), 0.0)
-    assert metrics_of([judged({"a": 0.1}, verifier=0.1, well_formed=True)])["reward_std"] == 0.0
+    assert (found["score_std"], found["verifier_std"]) == (pytest.approx(7**0.5), 0.0)
+    assert metrics_of([judged({"a": 0.1}, verifier=0.1, well_formed=True)])["score_std"] == 0.0
     assert metrics_of([judged({"a": 0.1}, verifier=0.7, well_formed=True) for _ in range(3)])["verifier_std"] == 0.0
-    unverified = episode_metrics(
-        [sample(1.0, {}), sample(3.0, {})], [stats_from({})], versions=torch.zeros(1), learnt_at=0,
-        controls=EpisodeControls(0.1),
-    )  # fmt: skip
-    assert unverified["reward_std"] == pytest.approx(2**0.5)
+    unverified = metrics_of([sample(1.0, {}), sample(3.0, {})])
+    assert unverified["score_std"] == pytest.approx(2**0.5)
     assert "verifier_std" not in unverified
 
 

@@ -12,10 +12,10 @@ import pytest
 import ray
 import torch
 
-from rlhf_core.detached.state import EpisodeRecord
+from rlhf_core.ppo.state import EpisodeRecord
 from tests.integration import equality
-from tests.integration.dealt_reference import Reference, alone
-from tests.integration.dealt_runs import WAIT_S, cluster, config, dealt_run
+from tests.integration.rollout_reference import Reference, alone
+from tests.integration.rollout_runs import WAIT_S, cluster, config, dealt_run
 from tests.parallel.ranks import run_on_ranks
 
 pytestmark = pytest.mark.integration
@@ -27,7 +27,7 @@ LOSSES = ("actor_loss", "critic_loss")
 @pytest.fixture(scope="module", autouse=True)
 def _cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     torch.set_num_threads(1)
-    with cluster(tmp_path_factory.mktemp("dealing")):
+    with cluster(tmp_path_factory.mktemp("rollouts")):
         yield
 
 
@@ -42,7 +42,7 @@ def losses(steps: list[dict[str, float]]) -> list[tuple[float, float]]:
 
 def counts(record: EpisodeRecord) -> dict[str, int]:
     names = ("issued", "learnt", "dropped", "lost", "out", "waiting")
-    return {name: int(record.dealing[f"chunks_{name}"]) for name in names}
+    return {name: int(record.rollouts[f"chunks_{name}"]) for name in names}
 
 
 @pytest.mark.parametrize("makers", [pytest.param(1, marks=pytest.mark.parallel), 2])
@@ -56,7 +56,7 @@ def test_in_lockstep_any_number_of_makers_gives_the_numbers_of_ppotrainer(
     assert losses(steps) == losses(reference.steps)  # to the bit
     assert all(torch.equal(weight, reference.weights[f"actor.{name}"]) for name, weight in policy.items())
     assert [record.metrics["staleness_max"] for record in records] == [0.0] * 5
-    assert [record.dealing["makers"] for record in records] == [makers] * 5  # each made some of each episode
+    assert [record.rollouts["makers"] for record in records] == [makers] * 5  # each made some of each episode
     assert counts(records[-1]) == {"issued": 20, "learnt": 20, "dropped": 0, "lost": 0, "out": 0, "waiting": 0}
     equality.keep(f"flow, 1 trainer x {makers} makers", losses(steps), losses(reference.steps))
 
@@ -70,7 +70,7 @@ def test_with_staleness_one_makers_work_beside_the_learner_and_between_episodes(
         rest = run.run(range(2, 5))
         steps, _ = run.finish()
     records = [first, second, *rest]
-    assert second.dealing["queue_depth"] == 16  # the whole episode was there already
+    assert second.rollouts["queue_depth"] == 16  # the whole episode was there already
     assert second.seconds["generate"] + second.seconds["score"] < 1.0
     assert all(record.metrics["staleness_max"] <= 1 for record in records)
     assert any(record.metrics["staleness"] > 0 for record in records)
@@ -91,7 +91,7 @@ def test_what_became_too_old_beside_a_slow_trainer_is_dropped_and_made_again(tmp
     assert final["dropped"] > 0
     assert final["learnt"] == 20
     assert final["issued"] == sum(number for name, number in final.items() if name != "issued")
-    assert max(record.dealing["queue_depth"] for record in records) <= 6 * 8
+    assert max(record.rollouts["queue_depth"] for record in records) <= 6 * 8
 
 
 @pytest.mark.parallel
@@ -106,8 +106,8 @@ def test_a_maker_that_dies_costs_the_trainer_nothing(reference: Reference, tmp_p
         records += run.run([3, 4])
         steps, _ = run.finish()
     assert losses(steps) == losses(reference.steps)
-    assert records[-1].dealing["makers"] == 2  # the one that came back is at work again
-    assert sum(record.dealing["revivals"] for record in records) == 1
+    assert records[-1].rollouts["makers"] == 2  # the one that came back is at work again
+    assert sum(record.rollouts["revivals"] for record in records) == 1
     assert counts(records[-1])["learnt"] == 20
 
 
@@ -132,4 +132,4 @@ def test_two_trainer_ranks_give_the_numbers_of_ppotrainer_on_two_ranks(makers: i
 
 def _two_ranks(directory: Path) -> Any:
     directory.mkdir()
-    return run_on_ranks("tests.integration.dealt_reference", ["two_ranks"], directory, world_size=2)
+    return run_on_ranks("tests.integration.rollout_reference", ["two_ranks"], directory, world_size=2)

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,8 @@ import torch
 from rlhf_core.coati import ppo_checkpoint
 from rlhf_core.config import LoRAConfig
 from rlhf_core.errors import ConfigError, ModelError, TrainingError
+from rlhf_core.ppo.state import TrainingState, state_from_json
 from rlhf_core.training.checkpoint import list_checkpoints
-from rlhf_core.training.run_directory import TRAINER
 from tests.unit.coati import ppo_resume_cases
 from tests.unit.coati.ppo_resume_cases import CASES, ENDS_AFTER, build, directory, fit
 from tests.unit.coati.ppo_trainers import (
@@ -40,26 +41,24 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def in_the_former_form(saved: Path) -> None:
-    """Write a checkpoint's state as the release did whose states had no number."""
-    (found,) = list_checkpoints(saved)
-    path = found.path(TRAINER) / ppo_checkpoint.STATE
-    facts = json.loads(path.read_text())
-    path.write_text(json.dumps({name: facts[name] for name in ("position", "controls", "learner")} | facts["front"]))
+def from_the_former_form(facts: dict[str, Any], tensors: dict[str, torch.Tensor], **said: str) -> TrainingState:
+    """Read a state as if the release had written it whose states had no number."""
+    former = {name: facts[name] for name in ("position", "controls", "learner")} | facts["front"]
+    return state_from_json(former, tensors, **said)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_run_that_ended_after_three_steps_goes_on_as_if_it_had_not(name: str, ended: Path, tmp_path: Path) -> None:
+def test_a_run_that_ended_after_three_steps_goes_on_as_if_it_had_not(
+    name: str, ended: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     straight = build(name)
     fit(straight, name, tmp_path / "straight")
 
     resumed = build(name, save_dir=tmp_path / "saved")
     torch.manual_seed(99)  # whatever a new process begins with
-    saved = directory(ended, name) / "saved"
     if name != "between episodes, all weights, demonstrations":  # which is read as it is written now
-        saved = shutil.copytree(saved, tmp_path / "former")
-        in_the_former_form(saved)
-    resumed.load_checkpoint(saved)
+        monkeypatch.setattr(ppo_checkpoint, "state_from_json", from_the_former_form)
+    resumed.load_checkpoint(directory(ended, name) / "saved")
     assert resumed.position.step == ENDS_AFTER
     fit(resumed, name, tmp_path / "resumed")
 

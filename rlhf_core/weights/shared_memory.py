@@ -40,7 +40,7 @@ class SharedMemoryPlace:
     """First byte of each bucket."""
 
 
-def is_available() -> bool:
+def has_shared_memory() -> bool:
     """Return whether this system has such files."""
     return hasattr(os, "memfd_create")
 

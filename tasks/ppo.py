@@ -42,9 +42,9 @@ def plan_ppo(config: PipelineConfig, actor: str | None, reward_model: str | None
         return _run_of(context, config, _elsewhere(policy), scorer, dataset)
 
     before: PPORun = settled_once(context, "run", PPORun, find)
-    config = PipelineConfig.model_validate(before.config)
-    policy = base_model(context, config) if before.actor.uri.startswith(EXTERNAL_PREFIX) else _elsewhere(before.actor)
-    now = _run_of(context, config, policy, before.reward_model, before.dataset)
+    is_base = before.actor.uri.startswith(EXTERNAL_PREFIX)
+    policy = base_model(context, before.config) if is_base else _elsewhere(before.actor)
+    now = _run_of(context, before.config, policy, before.reward_model, before.dataset)
     return _with_code_of_now(context, before, now)
 
 
@@ -70,7 +70,7 @@ def _run_of(context: Context, config: PipelineConfig, policy: Parent, scorer: Pa
         name=f"{config.name}-{key[:12]}",
         key=key,
         preset=config.name,
-        config=config.model_dump(mode="json"),
+        config=config,
         actor=policy,
         reward_model=scorer,
         dataset=dataset,
@@ -123,7 +123,7 @@ def next_episode(run: PPORun) -> int:
     if manifest is not None:
         say(
             "ppo",
-            f"goes on from {manifest.uri}: {manifest.version} of {run.config['ppo']['episodes']} episodes are done",
+            f"goes on from {manifest.uri}: {manifest.version} of {run.config.ppo.episodes} episodes are done",
         )
         return manifest.version
     if left := left_by_other_code(store, run):
@@ -138,13 +138,14 @@ def next_episode(run: PPORun) -> int:
 def left_by_other_code(store: ArtifactStore, run: PPORun) -> Manifest | None:
     """Return the last state of a run that would have been this one with this code, and has no policy; None if none."""
     finished = {manifest.key[:12] for manifest in store.list("policy", run.preset) if manifest.key}
+    config = run.config.model_dump(mode="json")
     left = [
         manifest
         for manifest in store.list("ppo-state")
         if manifest.source_digest != run.source_digest
         and manifest.name.startswith(f"{run.preset}-")
         and manifest.name.removeprefix(f"{run.preset}-") not in finished
-        and _agree(manifest.config, run.config)
+        and _agree(manifest.config, config)
     ]
     return max(left, key=lambda manifest: manifest.created, default=None)
 
@@ -162,7 +163,7 @@ def _episode_name(episode: int, episodes: int) -> str:
 
 
 def _task_name(parameters: dict[str, Any]) -> str:
-    return _episode_name(parameters["episode"], parameters["run"].config["ppo"]["episodes"])
+    return _episode_name(parameters["episode"], parameters["run"].config.ppo.episodes)
 
 
 @stage_task(name="episode", task_run_name=_task_name)
@@ -176,7 +177,7 @@ def ppo_episode(run: PPORun, episode: int) -> EpisodeResult:
 
     context = open_context()
     leave_if_taken_over()
-    config = PipelineConfig.model_validate(run.config).ppo
+    config = run.config.ppo
     with _EndingTheGroupOnFailure(run):
         trainer = trainer_for(run, episode, context)
         peers = peers_of(run)
@@ -206,7 +207,7 @@ def publish_policy(run: PPORun) -> StageResult:
 
     context = open_context()
     leave_if_taken_over()
-    config = PipelineConfig.model_validate(run.config).ppo
+    config = run.config.ppo
     with _EndingTheGroupOnFailure(run):
         trainer = trainer_for(run, config.episodes, context)
         storing = trainer.commit_policy.remote()

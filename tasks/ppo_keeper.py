@@ -14,7 +14,6 @@ from typing import Any
 from infra.artifacts import ArtifactRef, ArtifactStore, Manifest, Retention, open_default_store
 from infra.errors import StoreError
 from infra.settings import settings
-from rlhf_core.config import PipelineConfig
 from rlhf_core.ppo.state import (
     EpisodeRecord,
     TrainingState,
@@ -76,7 +75,7 @@ class StoreKeeper:
             files,
             version=len(state.history),
             parents=self._parents(),
-            config=self._run.config,
+            config=self._run.config.model_dump(mode="json"),
             metrics=state.history[-1].as_row(),
             source_digest=self._run.source_digest,
             flow_run=self._run.flow_run,
@@ -128,8 +127,8 @@ class StoreKeeper:
                 files,
                 key=self._run.key,
                 parents=self._parents(),
-                config=self._run.config,
-                metrics=run_metrics(history) | PipelineConfig.model_validate(self._run.config).ppo.figures,
+                config=self._run.config.model_dump(mode="json"),
+                metrics=run_metrics(history) | self._run.config.ppo.figures,
                 source_digest=self._run.source_digest,
                 flow_run=self._run.flow_run,
             )

@@ -73,7 +73,7 @@ def begin(
     config = draft.config
     stages = _training(config, trains, reads, **given)
     preflight(config, trains=trains, stages=stages, **given)
-    # From here on; a mistake in the preset that was refused above can be mended, and the run tried again.
+    # Only from here on: a mistake in the preset, which was refused above, can be corrected and the run tried again.
     recorded(context, _question(preset), dict[str, Any], values, by_all=True)
     if not is_dataset(data):  # of a stored one nothing can change; of files, what their rows are for is seen in them
         config = recorded(context, "draft", Draft, draft).config

@@ -1,14 +1,14 @@
 """One process for a run, and one run at a time of a deployment that asks for it: two locks in the artifact store.
 
-Prefect starts a run a second time when it has taken it for dead: its machine slept, its server was away, a clock was
-set. It cannot know whether the first process lives. So each start takes the run's lock first. One that meets a living
-process waits; if that one comes to its end, the run is done, and the second start leaves without a word to the server,
-so that what the first reported stands. If the first dies, the second goes on from the last commit. A run that had done
-its work and could not report it is not done again.
+Prefect starts a run a second time when it takes the run for crashed: its machine slept, its server was away, a clock
+was set. Prefect cannot know whether the first process still works. So each start takes the run's lock first. A second
+start that finds the first process at work waits. If the first finishes, the run is done: the second leaves and reports
+nothing to the server, so that what the first reported stands. If the first ends early, the second goes on from the last
+commit. A run that had done its work and could not report it is not done again.
 
-A deployment with the tag `one-at-a-time` has a lock of its own. A run holds it from its start until it has ended for
-good. It keeps it while no process works on it, as when it waits for its restart. Whether the holder still goes on is
-asked anew each time, of its process and of the server. A run that is due meanwhile is skipped, with a sentence.
+A deployment with the tag `one-at-a-time` has a lock of its own. A run holds that lock from its start until it has ended
+for good, also while no process works on the run, as when it waits for its restart. A run that is due meanwhile asks the
+holder's process and the server whether the holder goes on; if so, it is skipped, and a sentence says so.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class EpisodeResult(Plain):
 
 
 class Decision(Plain):
-    """The gate's word on a policy."""
+    """What the gate decided about a policy."""
 
     promote: bool
     reason: str

@@ -34,7 +34,7 @@ def only_shows(what: str, *, deadline_s: float | None = None) -> Callable[[Calla
 
     Args:
         what: is shown, as the warning calls it.
-        deadline_s: longest wait, for what asks a server: it then has a thread of its own. None: what waits for nobody.
+        deadline_s: longest wait, for what asks a server: that then has a thread of its own. None: it asks none.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R | None]:

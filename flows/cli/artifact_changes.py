@@ -103,7 +103,7 @@ def _reason(why: str) -> str:
 
 
 def _who() -> str:
-    """Return who moves it, as others know him."""
+    """Return who moves the alias: user and machine."""
     try:
         user = getpass.getuser()
     except (OSError, KeyError):  # a container may have a number only

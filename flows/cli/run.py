@@ -30,7 +30,7 @@ UNSTARTED_LIMIT_S = 600.0
 AWAY_LIMIT_S = 180.0
 """A server that is started again is away for ten seconds or so; SQLite may wait a minute for a lock, and again."""
 CRASH_LIMIT_S = 45.0
-"""Within this time a crash is `Restarting`, if it is to be mended at all: a busy server takes half a minute."""
+"""A run that the server starts again is `Restarting` within this time: a busy server takes half a minute."""
 RESTART_LIMIT_S = 120.0
 _PAGE = 200
 _LATE_S = 30.0
@@ -239,7 +239,7 @@ class Follower:
                 except Exception as error:
                     if self._crash is not None and self._crash.name != RESTARTING:
                         return self._crash  # it ended with the stack, as by `rlhf down`
-                    self._ride_out(error)
+                    self._raise_unless_passing(error)
                 else:
                     self._answered = time.monotonic()
                     if state is not None:
@@ -252,7 +252,7 @@ class Follower:
         state = flow_run.state
         if state is None or not state.is_crashed():
             self._crash = None
-        if state is not None and state.is_final() and not self._is_mended(flow_run):
+        if state is not None and state.is_final() and not self._is_restarted(flow_run):
             await asyncio.sleep(2 * LOOK_S)  # the last lines are sent in batches of half a second
             await self._print_lines(since=None)
             return state
@@ -260,7 +260,7 @@ class Follower:
         await self._print_lines(since=self._latest)
         return None
 
-    def _is_mended(self, flow_run: Any) -> bool:
+    def _is_restarted(self, flow_run: Any) -> bool:
         """Whether a run that crashed is about to be started again, which is said once for each crash."""
         from infra.services.automations import RESTARTING, RESUMES
 
@@ -325,8 +325,8 @@ class Follower:
                     at = f"{log.timestamp.astimezone():%H:%M:%S}"
                     self._console.print(Text.assemble((at, "dim"), " ", log.message))
 
-    def _ride_out(self, error: Exception) -> None:
-        """Return if the error may pass, as when the server is started again; else raise what is to be told."""
+    def _raise_unless_passing(self, error: Exception) -> None:
+        """Return if the error may pass, as when the server is started again; else raise one for the user."""
         from httpx import HTTPStatusError, TransportError
         from prefect.exceptions import ObjectNotFound
 

@@ -1,7 +1,7 @@
 """Sizes that follow the data and each other: splits, the prompts of an episode, chunks and batches.
 
-Some sizes are fixed: the user set them. The others are wishes, of a preset or a default. `settle` keeps what is fixed
-and changes the wishes as little as it can, so that all relations hold. Where fixed sizes exclude each other, it finds
+Some sizes are fixed: the user set them. The others are wanted by a preset or a default. `settle` keeps what is fixed
+and changes the others as little as it can, so that all relations hold. Where fixed sizes exclude each other, it finds
 the fewest of them that have to change, and values with which everything holds.
 """
 
@@ -142,7 +142,7 @@ def settle(sizes: Sizes, supplies: Sequence[Supply] = (), *, reads: Sequence[str
         if values is not None:
             return Settled(values, fixed, for_all=True)
     levels = sizes.fixed
-    if "ppo" not in reads:  # nobody asks for its batches
+    if "ppo" not in reads:  # no stage reads its batches
         levels = tuple(dict.fromkeys(fixed - set(BATCHES) for fixed in levels))
     for fixed in levels:
         values = _attempt(sizes, fixed, supplies, reads)

@@ -1,7 +1,7 @@
 """Models and tokenizers on disk: read whole or refused in one sentence, measured, and known by a digest.
 
 A model is data: what transformers would unpickle or run because a directory asks for it is refused before it looks.
-The module is also the front door of this package.
+Other packages import the functions of this package from here.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ class RewardProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 pass_fds=(theirs,),
-                start_new_session=True,  # Ctrl-C is the owner's to hear; and what a function starts is ended with it
+                start_new_session=True,  # Ctrl-C reaches the owner alone; and what a function starts is ended with it
             )
         except OSError:
             os.close(ours)
@@ -240,7 +240,7 @@ def serve(lifeline: int) -> None:
     """Answer requests until the owner closes its end: what the child runs.
 
     Args:
-        lifeline: file descriptor of a pipe whose other end the owner holds open while it lives.
+        lifeline: file descriptor of a pipe whose other end the owner holds open as long as it runs.
     """
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

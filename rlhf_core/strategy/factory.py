@@ -196,7 +196,7 @@ def _joined(strategy: str, ranks: Ranks | None) -> Ranks:
 
 
 def _check_device(strategy: str, device: torch.device, ranks: Ranks) -> None:
-    """See that the model is where ColossalAI puts it, which asks nobody, and that the ranks can talk there."""
+    """Check that the model is where ColossalAI puts it without asking, and that the ranks can communicate there."""
     import torch  # noqa: PLC0415
     import torch.distributed as dist  # noqa: PLC0415
 

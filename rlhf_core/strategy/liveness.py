@@ -211,7 +211,7 @@ class Liveness:
             while not self._over.wait(BEAT_S):
                 self._exchange()
             self._store.set(f"left/{self.rank}", self._reason or "its work was done")
-        except RuntimeError:  # torch's; without the store nobody can say or hear anything
+        except RuntimeError:  # torch's; without the store no rank can tell the others anything
             self._unreachable = True
 
     def _exchange(self) -> None:

@@ -165,7 +165,7 @@ def _check_random(tensors: Mapping[str, Tensor], device: torch.device) -> None:
 
 
 def _schedule(trained: Trained) -> dict[str, Any]:
-    """Return the schedule's state without its functions, which the configuration makes anew."""
+    """Return the schedule's state without its functions, which the configuration makes again."""
     state: dict[str, Any] = trained.scheduler.state_dict()
     return {name: value for name, value in state.items() if name != "lr_lambdas"}
 

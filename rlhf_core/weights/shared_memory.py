@@ -1,6 +1,6 @@
 """Buckets in memory that the processes of a node share: files that have no name, and so cannot be left behind.
 
-`memfd_create` makes memory that lives as long as somebody has it open. Makers open it by way of the trainer's own
+`memfd_create` makes memory that is there as long as a process has it open. Makers open it by way of the trainer's own
 descriptor in /proc. Whoever is killed, at whatever moment: the last one to go takes the memory along. Nothing has
 to be swept up, and the size of /dev/shm, which containers keep small, is no limit.
 """
@@ -64,7 +64,7 @@ class SharedFile:
         self._end = 0
 
     def begin(self) -> bool:
-        """Start anew at the first byte; return whether that can be: not while a maker reads or has weights here."""
+        """Start again at the first byte; return whether that can be: not while a maker reads or has weights here."""
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

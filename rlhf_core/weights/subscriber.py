@@ -123,7 +123,7 @@ class Subscriber:
         return is_right
 
     def _replace(self, publication: Publication, own: Mapping[str, Tensor], received: Received) -> None:
-        self.version = None  # nothing is known to fail from here on; if it does all the same, no version is held
+        self.version = None  # should anything fail from here on, no version is held
         new = {slot.name: view(received.buckets, slot) for slot in publication.slots}
         # An update is small, and would keep its file beside that of the weights which it leaves out.
         can_keep = publication.fully and received.keep is not None

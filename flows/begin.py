@@ -41,7 +41,7 @@ def begin(
     reward_model: str | None = None,
     **parameters: Any,
 ) -> Begun:
-    """Resolve a flow's parameters and refuse, before anything expensive, what could not end well.
+    """Resolve a flow's parameters and refuse, before anything expensive, what is bound to fail.
 
     A run that is started again goes on with what it resolved when it first began (`tasks.plan`).
 
@@ -93,7 +93,7 @@ def begin(
 
 
 def _question(preset: str) -> str:
-    """Return what a run asks for once, for all its flows: who edits a preset beside it means the next run."""
+    """Return what a run asks for once, for all its flows: a preset that is edited meanwhile counts for the next run."""
     return f"preset {preset}"
 
 

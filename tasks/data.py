@@ -42,7 +42,8 @@ REPORT, FACTS, REJECTED = "report.md", "report.json", "rejected.jsonl"
 def with_data(config: PipelineConfig, data: str | None) -> PipelineConfig:
     """Return the configuration with the parameter `data` in it: a set, in place of all sources of the preset.
 
-    The set has the preset's role where the preset has one alone and the rows have its form, else what they tell.
+    The set has the preset's role where the preset has only one and the rows have its form; else their form tells.
+
     With a reference (`dataset/...`), it is the configuration that the dataset was made with.
 
     Raises:

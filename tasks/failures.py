@@ -33,7 +33,7 @@ DELAYS_S = (2.0, 10.0, 30.0, 60.0, 120.0, 240.0, 300.0)
 PATIENT = len(DELAYS_S)
 """Further attempts where each costs little: what is missing is not there yet."""
 FEW = 2
-"""Further attempts where each may cost hours of work, or where a person waits for a word."""
+"""Further attempts where each may cost hours of work, or where a person waits for an answer."""
 _NOT_THERE_YET = (ClusterNotReadyError, NoRoomError, StoreNotReadyError, DataAwayError)
 _AWAY = {
     "httpx": ("NetworkError", "TimeoutException", "RemoteProtocolError", "ProxyError"),

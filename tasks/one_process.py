@@ -56,11 +56,11 @@ R = TypeVar("R")
 
 POLL_S = 2.0
 WAIT_S = 24 * 3600.0
-"""How long a second start waits for a first that lives. Then it leaves: the first is worth more than the wait."""
+"""Longest wait of a second start for a first that is at work. Then the second leaves, and the first goes on."""
 CRASH_S = 120.0
 """A run that has been Crashed for so long, and not Restarting, is not started again: nothing on the server does it."""
 SILENCE_S = LOST_AFTER_S + 300.0
-"""A run that counts as running, and whose process is gone, has crashed within this time, or nobody will say so."""
+"""A run that counts as running, and whose process is gone, has crashed within this time, or nothing will report it."""
 
 
 def one_process(function: Callable[P, R]) -> Callable[P, R]:
@@ -179,7 +179,7 @@ class _Start:
         return new_record(str(self._run.id), self._run.name, since=since)
 
     def _done(self, record: Record) -> State[Any] | None:
-        """Return the state of a run that has done its work; None if there is some to be done."""
+        """Return the state of a run that has done its work; None if some is left."""
         ended = record.ended
         if ended is None:
             return None
@@ -275,7 +275,7 @@ def _sentence(record: Record) -> str:
 
 
 class _Holder:
-    """The run that holds a deployment, as another run sees it from look to look."""
+    """The run that holds a deployment, as another run sees it at each look."""
 
     def __init__(self, store: ArtifactStore, run_id: str) -> None:
         self.run_id = run_id

@@ -49,7 +49,7 @@ def plan_ppo(config: PipelineConfig, actor: str | None, reward_model: str | None
 
 
 def _elsewhere(parent: Parent) -> Parent:
-    """Return an input without its place on this machine: a record leads nowhere."""
+    """Return an input without its path on this machine: a record holds none."""
     return parent.model_copy(update={"path": None})
 
 
@@ -62,7 +62,7 @@ def _run_of(context: Context, config: PipelineConfig, policy: Parent, scorer: Pa
     facts = config.model_dump(mode="json", include={"template", "ppo"})
     facts["verifier"] = judge_facts(config) if asks_for_answers(config.data) else None
     facts["functions"] = {name: code_digest(name) for name in config.ppo.reward.functions}
-    # How many makers there are, on what, and how long is waited changes no number; threads do.
+    # The makers, where they run and how long is waited change no number; the number of threads does.
     facts["ppo"]["cluster"] = {name: facts["ppo"]["cluster"][name] for name in ("trainer_threads", "maker_threads")}
     inputs = [policy.digest, scorer.digest if scorer else "", dataset.digest]
     key = stage_key("ppo", config=facts, inputs=inputs, seed=config.seed, source=source)
@@ -168,7 +168,7 @@ def _task_name(parameters: dict[str, Any]) -> str:
 
 @stage_task(name="episode", task_run_name=_task_name)
 def ppo_episode(run: PPORun, episode: int) -> EpisodeResult:
-    """Run one episode, and any before it that a death cost, and return its figures.
+    """Run one episode, and any before it whose state was lost, and return its figures.
 
     Its state is committed beside the next episode, which ends by waiting for that before it commits its own.
     """
@@ -182,7 +182,7 @@ def ppo_episode(run: PPORun, episode: int) -> EpisodeResult:
         trainer = trainer_for(run, episode, context)
         peers = peers_of(run)
         position = ask(trainer.position, ANSWER_S)
-        record = position.last  # an attempt that died after its commit leaves nothing to run
+        record = position.last  # an attempt that ended after its commit leaves nothing to run
         for due in range(position.next_episode, episode + 1):
             running = trainer.run_episode.remote(due)
             limit_s = config.cluster.episode_timeout_s
@@ -230,7 +230,7 @@ def end_cluster(run: PPORun) -> None:
     from infra.clusters import release_cluster
 
     try:
-        release_cluster(run.name)  # which leaves the cluster too, and ends it even where Ray does not let go
+        release_cluster(run.name)  # which leaves the cluster too, and ends it even where Ray does not end
     except ClusterError as error:
         run_logger().warning("the cluster of %s has not ended yet: %s", run.name, error)
 

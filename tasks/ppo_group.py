@@ -45,7 +45,7 @@ def lease(run: PPORun, context: Context) -> ClusterManifest:
 
 
 def trainer_for(run: PPORun, episode: int, context: Context) -> Any:
-    """Return a trainer at which `episode` is due or overdue, with living peers, and makers that hold its weights.
+    """Return a trainer at which `episode` is due or overdue, with running peers, and makers that hold its weights.
 
     A group that stands exactly there is used as it is. Any other is ended, and a new one restores the
     last committed state, which may be up to two episodes behind.
@@ -60,7 +60,7 @@ def trainer_for(run: PPORun, episode: int, context: Context) -> Any:
 
 
 def end_group(run: PPORun) -> None:
-    """End the run's actors; the cluster stays. A commit that a living trainer has under way is let finish first."""
+    """End the run's actors; the cluster stays. A commit that the trainer has begun is waited for first."""
     import ray
 
     from rlhf_core.ray_tools.calls import await_free, find_actor
@@ -80,7 +80,7 @@ def end_group(run: PPORun) -> None:
 
 
 def peers_of(run: PPORun) -> dict[str, Any]:
-    """Return the trainer's other ranks by name: whoever waits for the trainer watches that they live.
+    """Return the trainer's other ranks by name: whoever waits for the trainer checks that they still run.
 
     Raises:
         LostRankError: if one has ended.

@@ -138,7 +138,7 @@ def _reward_model(run: PPORun, dtype: str) -> RewardModel:
 
     from rlhf_core.models.reward_model import RewardModel
 
-    assert run.reward_model is not None  # the plan has seen to it
+    assert run.reward_model is not None  # the plan has checked this
     return RewardModel.from_pretrained(_directory(run.reward_model), getattr(torch, dtype))
 
 

@@ -77,7 +77,7 @@ class _LateError(Exception):
 
 
 def _within(deadline_s: float, function: Callable[[], R]) -> R:
-    """Return what a function returns within a deadline; its thread is left to itself after that, and to the process.
+    """Return what a function returns within a deadline; its thread goes on alone after that, until the process ends.
 
     Raises:
         _LateError: it takes longer.
@@ -91,7 +91,7 @@ def _within(deadline_s: float, function: Callable[[], R]) -> R:
     def asked() -> R:
         from infra.patience import patience
 
-        with patience(limit_s / 2):  # so that it is the server's answer that is told, and no deadline of ours
+        with patience(limit_s / 2):  # so that the server's answer is reported, and not our deadline
             return function()
 
     def work() -> None:

@@ -116,7 +116,7 @@ def _told_start(context: Context, config: PipelineConfig, found: Parent) -> str:
 
 
 def _as_named(context: Context, found: Parent, kinds: tuple[str, ...]) -> str:
-    """Return what a flow is told of a policy or model that was recorded, and see that it is there.
+    """Return what a flow is told of a policy or model that was recorded, and check that it is there.
 
     Raises:
         StoreError: it is gone, or another is under its number; or the record names something else.

@@ -276,7 +276,7 @@ def _packed(rows: Sequence[Sequence[MaskedTokens]]) -> TokenBatch:
 
 
 def check_packing(model: nn.Module, *, longest: int, vocabulary: int) -> None:
-    """See that this model gives packed sequences the logits that each has alone.
+    """Check that this model gives packed sequences the logits that each has alone.
 
     One row of two sequences of random tokens goes through the model beside each of the two alone. Alibi that counts
     along the row, a sliding window shorter than the longest sequence, or attention that ignores the mask is found so,

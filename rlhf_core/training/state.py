@@ -135,7 +135,7 @@ def _check(role: str, trained: Trained, state: TrainedState) -> None:
 
 
 def _check_facts(role: str, trained: Trained, facts: Any) -> None:
-    """See that schedule and loss scale are there, and for as many groups of weights."""
+    """Check that schedule and loss scale are there, and for as many groups of weights."""
     own = _schedule(trained)
     held = facts.get("schedule") if isinstance(facts, Mapping) else None
     if not isinstance(held, Mapping) or own.keys() - held.keys():

@@ -31,7 +31,7 @@ class Sender(Protocol):
         """Take back the writer of a publication that nobody needs, and its buckets."""
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Free everything."""
 
 
 @dataclass(frozen=True, slots=True)

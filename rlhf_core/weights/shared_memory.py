@@ -96,7 +96,7 @@ class SharedFile:
         return SharedMemoryPlace(os.getpid(), self._descriptor, self._label, tuple(self._offsets))
 
     def release(self) -> None:
-        """Let go of the file: its memory is free once no maker has it open."""
+        """Close the file: its memory is free once no maker has it open."""
         self._map = None
         os.close(self._descriptor)
 
@@ -125,14 +125,14 @@ class SharedMemorySender:
         return file
 
     def free(self, file: SharedFile) -> None:
-        """Keep a file for a later publication, once no maker has weights there any more; let go of the oldest."""
+        """Keep a file for a later publication, once no maker has weights there any more; close the oldest."""
         self._free.append(file)
         for former in self._free[:-_SPARE]:
             former.release()
         self._free = self._free[-_SPARE:]
 
     def close(self) -> None:
-        """Let go of the files that are free."""
+        """Close the files that are free."""
         for file in self._free:
             file.release()
         self._free = []
@@ -224,7 +224,7 @@ class SharedMemoryReceiver:
         self._in_use = None
 
     def close(self) -> None:
-        """Let go of all files; the one that weights are in stays as long as they do."""
+        """Close all files; the one that weights are in stays as long as they do."""
         self._in_use = None
         self._attached.clear()
 

@@ -31,7 +31,7 @@ class Receiver(Protocol):
         """Return the context of what has been `Received`; nobody writes the buckets while it lasts."""
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Free everything."""
 
 
 class Subscriber:
@@ -89,7 +89,7 @@ class Subscriber:
         return publication.version
 
     def close(self) -> None:
-        """Let go of all buckets; the models keep their weights."""
+        """Free all buckets; the models keep their weights."""
         for receiver in self._receivers.values():
             receiver.close()
         self._receivers.clear()
@@ -174,7 +174,7 @@ def _is_alike(weight: Tensor, received: Tensor) -> bool:
 
 
 def _check_fit(publication: Publication, own: Mapping[str, Tensor]) -> None:
-    """See that the models have all tensors that are published, in their shapes, and that none is missing.
+    """Check that the models have all tensors that are published, in their shapes, and that none is missing.
 
     Of a publication that is not full at least adapters and heads must be there: half an adapter is another model.
 

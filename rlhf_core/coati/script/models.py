@@ -175,7 +175,7 @@ def _check_reads(
     *,
     what: str,
 ) -> None:
-    """See that a model reads the policy's tokens: by its vocabulary, and by a tokenizer, if one stands beside it."""
+    """Check that a model reads the policy's tokens: by its vocabulary, and by a tokenizer, if one stands beside it."""
     check_same_tokenizer(model, actor, what=what)
     for place in places:
         if place is not None and (Path(place).expanduser() / _TOKENIZER_FILE).is_file():

@@ -165,7 +165,7 @@ def tell_differences(record: dict[str, Any], run: Path, tell: Callable[[str], No
 
     Args:
         record: of this command line.
-        run: directory of the run that is gone on with.
+        run: directory of the run that is continued.
         tell: takes the line.
     """
     try:

@@ -43,7 +43,7 @@ def measure(what: str, start: Path, count: int, directory: Path) -> dict[str, An
     """Run the episodes, store their states, and return the figures of two pairs of them."""
     config = episodes.config_of(what)
     run = PPORun(
-        name=what.replace("_", "-"), key="0" * 64, preset="quickstart", config=config.model_dump(mode="json"),
+        name=what.replace("_", "-"), key="0" * 64, preset="quickstart", config=config,
         actor=NOWHERE, reward_model=None, dataset=NOWHERE, source_digest="", flow_run=None,
     )  # fmt: skip
     keeper, store = StoreKeeper(run), open_default_store()

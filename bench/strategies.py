@@ -25,7 +25,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from rlhf_core.strategy.memory_model import bytes_per_rank
+from rlhf_core.models.memory import bytes_per_rank
 from tests.parallel.ranks import Found, RankSet
 
 CASES = "bench.strategy_runs.on_ranks"

@@ -41,7 +41,7 @@ def begin(
     reward_model: str | None = None,
     **parameters: Any,
 ) -> Begun:
-    """Resolve a flow's parameters and refuse, before anything expensive, what could not end well.
+    """Resolve a flow's parameters and refuse, before anything expensive, what is bound to fail.
 
     A run that is started again goes on with what it resolved when it first began (`tasks.plan`).
 
@@ -73,7 +73,7 @@ def begin(
     config = draft.config
     stages = _training(config, trains, reads, **given)
     preflight(config, trains=trains, stages=stages, **given)
-    # From here on; a mistake in the preset that was refused above can be mended, and the run tried again.
+    # Only from here on: a mistake in the preset, which was refused above, can be corrected and the run tried again.
     recorded(context, _question(preset), dict[str, Any], values, by_all=True)
     if not is_dataset(data):  # of a stored one nothing can change; of files, what their rows are for is seen in them
         config = recorded(context, "draft", Draft, draft).config
@@ -93,7 +93,7 @@ def begin(
 
 
 def _question(preset: str) -> str:
-    """Return what a run asks for once, for all its flows: who edits a preset beside it means the next run."""
+    """Return what a run asks for once, for all its flows: a preset that is edited meanwhile counts for the next run."""
     return f"preset {preset}"
 
 

@@ -10,7 +10,7 @@ from flows.begin import begin
 from flows.end import finished, made
 from tasks.evaluate import contestants, evaluate_policy, find_judge
 from tasks.one_process import one_process
-from tasks.report import show_evaluations
+from tasks.report.write import show_evaluations
 from tasks.results import StageResult
 from tasks.task_errors import in_one_sentence
 

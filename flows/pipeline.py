@@ -18,7 +18,7 @@ from tasks.one_process import one_process
 from tasks.parents import wants_reward_model
 from tasks.progress import with_lines_of_stages
 from tasks.promote import gate, promote
-from tasks.report import write_report
+from tasks.report.write import write_report
 from tasks.results import Decision
 from tasks.task_errors import in_one_sentence
 

@@ -17,7 +17,7 @@ from tasks.ppo import (
     ppo_episode,
     publish_policy,
 )
-from tasks.report import show_episodes
+from tasks.report.write import show_episodes
 from tasks.results import StageResult
 from tasks.task_errors import in_one_sentence
 

@@ -11,7 +11,7 @@ from flows.end import finished, made
 from tasks.one_process import one_process
 from tasks.parents import find_policy
 from tasks.preferences import collect_preferences
-from tasks.report import show_training
+from tasks.report.write import show_training
 from tasks.results import StageResult
 from tasks.supervised import train_reward_model
 from tasks.task_errors import in_one_sentence

@@ -9,7 +9,7 @@ from prefect import flow
 from flows.begin import begin
 from flows.end import finished, made
 from tasks.one_process import one_process
-from tasks.report import show_training
+from tasks.report.write import show_training
 from tasks.results import StageResult
 from tasks.supervised import train_sft
 from tasks.task_errors import in_one_sentence

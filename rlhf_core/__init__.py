@@ -1,4 +1,4 @@
-"""The learning; knows no orchestrator.
+"""The learning; imports no orchestrator.
 
 The public names below are loaded when they are first used: importing this package imports no torch.
 """

@@ -1,4 +1,4 @@
-"""Exceptions that a caller catches: each message is one sentence for the person who can mend it."""
+"""Exceptions that a caller catches: each message is one sentence for the person who can correct the mistake."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class RlhfError(Exception):
     """A mistake of the user's or a limit of the machine, told in one sentence; shown without a traceback."""
 
     passes: ClassVar[bool] = False
-    """Whether the same attempt may go well later, with nobody having mended anything."""
+    """Whether the same attempt may go well later, although nobody has repaired anything."""
 
 
 class ConfigError(RlhfError):

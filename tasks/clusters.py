@@ -65,7 +65,7 @@ def lease_for(
 
 @cache
 def _warn_of_trainers() -> None:
-    """Say it once in a run, which is a process."""
+    """Say this once in a run, which is one process."""
     run_logger().warning("several trainers on one machine: any user of it can reach their ports (docs/security.md)")
 
 

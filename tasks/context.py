@@ -29,7 +29,7 @@ class Context:
 def open_context() -> Context:
     """Open the store of the settings; one per task, since its client belongs to one process.
 
-    In a run of a deployment it is waited for from the start; where a person called, that it is away is said at once.
+    In a run of a deployment it is waited for from the start; a person who called is told at once that it is away.
     """
     return Context(open_default_store(patient=is_unattended(), in_run=True), settings(), root_flow_run())
 

@@ -11,8 +11,9 @@ from pydantic import BaseModel
 
 from infra.artifacts.ref import enumerate_names, parse_reference
 from rlhf_core.config import DataConfig, PipelineConfig
-from rlhf_core.config.sizes import BATCHES, Sizes, as_they_are, settle, shortage, told_changes, with_sizes
+from rlhf_core.config.ppo import BATCHES
 from rlhf_core.config.sizes import SPLITS as SIZES_OF_SPLITS
+from rlhf_core.config.sizes import Sizes, as_they_are, settle, shortage, told_changes, with_sizes
 from rlhf_core.counting import counted
 from rlhf_core.errors import ConfigError, DataError, Fault, refuse_together
 from tasks.context import Context, data_access, materialise, open_context
@@ -41,7 +42,8 @@ REPORT, FACTS, REJECTED = "report.md", "report.json", "rejected.jsonl"
 def with_data(config: PipelineConfig, data: str | None) -> PipelineConfig:
     """Return the configuration with the parameter `data` in it: a set, in place of all sources of the preset.
 
-    The set has the preset's role where the preset has one alone and the rows have its form, else what they tell.
+    The set has the preset's role where the preset has only one and the rows have its form; else their form tells.
+
     With a reference (`dataset/...`), it is the configuration that the dataset was made with.
 
     Raises:

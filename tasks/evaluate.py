@@ -55,9 +55,9 @@ def evaluate_policy(
     def make() -> StageResult:
         return _make(context, config, policy, dataset, scorer, (key, source))
 
-    # not recorded for a restart: by the same code it is found by its key, and other code asks all of them anew
+    # not recorded for a restart: the same code finds it by its key, and other code asks all of them again
     found = reuse_or_make(context, stage="evaluate", kind="evaluation", name=config.name, key=key, make=make)
-    # the same weights may have been evaluated under another name: what is promoted is who was asked about
+    # the same weights may have been evaluated under another name: what is promoted is the policy that was asked about
     return found.model_copy(update={"metrics": {**found.metrics, "policy": policy.uri}})
 
 

@@ -1,6 +1,6 @@
 """Which errors pass, and what is done about those that do: the one place that decides it (docs/adr/0029).
 
-An error passes if the same attempt may go well later with nobody having mended anything: a server that is away, a
+An error passes if the same attempt may go well later although nobody has repaired anything: a server that is away, a
 cluster without room, a dead process. It is *tried again* within the run, as often as `further_attempts` says; one that
 is still there then ends the run as Crashed, and the Prefect server's automations start it again from its last commit.
 Every other error is *final*: bad data, a number that is not finite, a wrong key, a full disk, a bug.
@@ -33,7 +33,7 @@ DELAYS_S = (2.0, 10.0, 30.0, 60.0, 120.0, 240.0, 300.0)
 PATIENT = len(DELAYS_S)
 """Further attempts where each costs little: what is missing is not there yet."""
 FEW = 2
-"""Further attempts where each may cost hours of work, or where a person waits for a word."""
+"""Further attempts where each may cost hours of work, or where a person waits for an answer."""
 _NOT_THERE_YET = (ClusterNotReadyError, NoRoomError, StoreNotReadyError, DataAwayError)
 _AWAY = {
     "httpx": ("NetworkError", "TimeoutException", "RemoteProtocolError", "ProxyError"),
@@ -54,7 +54,7 @@ _IS_UNATTENDED: ContextVar[bool] = ContextVar("is_unattended", default=False)
 
 
 def passes(error: BaseException) -> bool:
-    """Return whether the same attempt may go well later, with nobody having mended anything."""
+    """Return whether the same attempt may go well later, although nobody has repaired anything."""
     return further_attempts(error) is not None
 
 

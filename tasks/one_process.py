@@ -1,14 +1,14 @@
 """One process for a run, and one run at a time of a deployment that asks for it: two locks in the artifact store.
 
-Prefect starts a run a second time when it has taken it for dead: its machine slept, its server was away, a clock was
-set. It cannot know whether the first process lives. So each start takes the run's lock first. One that meets a living
-process waits; if that one comes to its end, the run is done, and the second start leaves without a word to the server,
-so that what the first reported stands. If the first dies, the second goes on from the last commit. A run that had done
-its work and could not report it is not done again.
+Prefect starts a run a second time when it takes the run for crashed: its machine slept, its server was away, a clock
+was set. Prefect cannot know whether the first process still works. So each start takes the run's lock first. A second
+start that finds the first process at work waits. If the first finishes, the run is done: the second leaves and reports
+nothing to the server, so that what the first reported stands. If the first ends early, the second goes on from the last
+commit. A run that had done its work and could not report it is not done again.
 
-A deployment with the tag `one-at-a-time` has a lock of its own. A run holds it from its start until it has ended for
-good. It keeps it while no process works on it, as when it waits for its restart. Whether the holder still goes on is
-asked anew each time, of its process and of the server. A run that is due meanwhile is skipped, with a sentence.
+A deployment with the tag `one-at-a-time` has a lock of its own. A run holds that lock from its start until it has ended
+for good, also while no process works on the run, as when it waits for its restart. A run that is due meanwhile asks the
+holder's process and the server whether the holder goes on; if so, it is skipped, and a sentence says so.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ R = TypeVar("R")
 
 POLL_S = 2.0
 WAIT_S = 24 * 3600.0
-"""How long a second start waits for a first that lives. Then it leaves: the first is worth more than the wait."""
+"""Longest wait of a second start for a first that is at work. Then the second leaves, and the first goes on."""
 CRASH_S = 120.0
 """A run that has been Crashed for so long, and not Restarting, is not started again: nothing on the server does it."""
 SILENCE_S = LOST_AFTER_S + 300.0
-"""A run that counts as running, and whose process is gone, has crashed within this time, or nobody will say so."""
+"""A run that counts as running, and whose process is gone, has crashed within this time, or nothing will report it."""
 
 
 def one_process(function: Callable[P, R]) -> Callable[P, R]:
@@ -179,7 +179,7 @@ class _Start:
         return new_record(str(self._run.id), self._run.name, since=since)
 
     def _done(self, record: Record) -> State[Any] | None:
-        """Return the state of a run that has done its work; None if there is some to be done."""
+        """Return the state of a run that has done its work; None if some is left."""
         ended = record.ended
         if ended is None:
             return None
@@ -275,7 +275,7 @@ def _sentence(record: Record) -> str:
 
 
 class _Holder:
-    """The run that holds a deployment, as another run sees it from look to look."""
+    """The run that holds a deployment, as another run sees it at each look."""
 
     def __init__(self, store: ArtifactStore, run_id: str) -> None:
         self.run_id = run_id

@@ -39,7 +39,7 @@ def base_model(context: Context, config: PipelineConfig) -> Parent:
         say("model", f"getting {config.model.path}; once, then it is kept")
     directory = locate_model(config.model.path, models_dir=context.settings.models_dir)
     digest = model_digest(directory, models_dir=context.settings.models_dir)
-    base = Parent(uri=f"{EXTERNAL_PREFIX}{Path(config.model.path).name}", digest=digest)  # its place is in no record
+    base = Parent(uri=f"{EXTERNAL_PREFIX}{Path(config.model.path).name}", digest=digest)  # a record holds no path
     then: Parent = settled_once(context, f"model {config.model.path}", Parent, lambda: base, by_all=True)
     if then.digest != digest:
         raise ConfigError(
@@ -116,7 +116,7 @@ def _told_start(context: Context, config: PipelineConfig, found: Parent) -> str:
 
 
 def _as_named(context: Context, found: Parent, kinds: tuple[str, ...]) -> str:
-    """Return what a flow is told of a policy or model that was recorded, and see that it is there.
+    """Return what a flow is told of a policy or model that was recorded, and check that it is there.
 
     Raises:
         StoreError: it is gone, or another is under its number; or the record names something else.

@@ -1,7 +1,7 @@
 """A run is what it was when it began: what it resolves is recorded under its id, and a later start takes that.
 
 Whatever is stored, promoted, edited or deployed beside a run, its restart goes on with the same configuration, data and
-models (docs/adr/0028-a-run-is-what-it-was.md). A new run resolves anew. Outside Prefect nothing is recorded.
+models (docs/adr/0028-a-run-is-what-it-was.md). A new run resolves them again. Outside Prefect nothing is recorded.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def recalled(context: Context, question: str, kind: Any, *, by_all: bool = False
 
 
 def recorded(context: Context, question: str, kind: Any, answer: T, *, by_all: bool = False) -> T:
-    """Record an answer, and return it, or the one that stands already. Arguments of `settled_once`."""
+    """Record an answer, and return it, or the one that was recorded before. Arguments of `settled_once`."""
     asker = asker_of(context)
     if asker is None:
         return answer

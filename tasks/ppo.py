@@ -42,14 +42,14 @@ def plan_ppo(config: PipelineConfig, actor: str | None, reward_model: str | None
         return _run_of(context, config, _elsewhere(policy), scorer, dataset)
 
     before: PPORun = settled_once(context, "run", PPORun, find)
-    config = PipelineConfig.model_validate(before.config)
-    policy = base_model(context, config) if before.actor.uri.startswith(EXTERNAL_PREFIX) else _elsewhere(before.actor)
-    now = _run_of(context, config, policy, before.reward_model, before.dataset)
+    is_base = before.actor.uri.startswith(EXTERNAL_PREFIX)
+    policy = base_model(context, before.config) if is_base else _elsewhere(before.actor)
+    now = _run_of(context, before.config, policy, before.reward_model, before.dataset)
     return _with_code_of_now(context, before, now)
 
 
 def _elsewhere(parent: Parent) -> Parent:
-    """Return an input without its place on this machine: a record leads nowhere."""
+    """Return an input without its path on this machine: a record holds none."""
     return parent.model_copy(update={"path": None})
 
 
@@ -62,7 +62,7 @@ def _run_of(context: Context, config: PipelineConfig, policy: Parent, scorer: Pa
     facts = config.model_dump(mode="json", include={"template", "ppo"})
     facts["verifier"] = judge_facts(config) if asks_for_answers(config.data) else None
     facts["functions"] = {name: code_digest(name) for name in config.ppo.reward.functions}
-    # How many makers there are, on what, and how long is waited changes no number; threads do.
+    # The makers, where they run and how long is waited change no number; the number of threads does.
     facts["ppo"]["cluster"] = {name: facts["ppo"]["cluster"][name] for name in ("trainer_threads", "maker_threads")}
     inputs = [policy.digest, scorer.digest if scorer else "", dataset.digest]
     key = stage_key("ppo", config=facts, inputs=inputs, seed=config.seed, source=source)
@@ -70,7 +70,7 @@ def _run_of(context: Context, config: PipelineConfig, policy: Parent, scorer: Pa
         name=f"{config.name}-{key[:12]}",
         key=key,
         preset=config.name,
-        config=config.model_dump(mode="json"),
+        config=config,
         actor=policy,
         reward_model=scorer,
         dataset=dataset,
@@ -123,7 +123,7 @@ def next_episode(run: PPORun) -> int:
     if manifest is not None:
         say(
             "ppo",
-            f"goes on from {manifest.uri}: {manifest.version} of {run.config['ppo']['episodes']} episodes are done",
+            f"goes on from {manifest.uri}: {manifest.version} of {run.config.ppo.episodes} episodes are done",
         )
         return manifest.version
     if left := left_by_other_code(store, run):
@@ -138,13 +138,14 @@ def next_episode(run: PPORun) -> int:
 def left_by_other_code(store: ArtifactStore, run: PPORun) -> Manifest | None:
     """Return the last state of a run that would have been this one with this code, and has no policy; None if none."""
     finished = {manifest.key[:12] for manifest in store.list("policy", run.preset) if manifest.key}
+    config = run.config.model_dump(mode="json")
     left = [
         manifest
         for manifest in store.list("ppo-state")
         if manifest.source_digest != run.source_digest
         and manifest.name.startswith(f"{run.preset}-")
         and manifest.name.removeprefix(f"{run.preset}-") not in finished
-        and _agree(manifest.config, run.config)
+        and _agree(manifest.config, config)
     ]
     return max(left, key=lambda manifest: manifest.created, default=None)
 
@@ -162,12 +163,12 @@ def _episode_name(episode: int, episodes: int) -> str:
 
 
 def _task_name(parameters: dict[str, Any]) -> str:
-    return _episode_name(parameters["episode"], parameters["run"].config["ppo"]["episodes"])
+    return _episode_name(parameters["episode"], parameters["run"].config.ppo.episodes)
 
 
 @stage_task(name="episode", task_run_name=_task_name)
 def ppo_episode(run: PPORun, episode: int) -> EpisodeResult:
-    """Run one episode, and any before it that a death cost, and return its figures.
+    """Run one episode, and any before it whose state was lost, and return its figures.
 
     Its state is committed beside the next episode, which ends by waiting for that before it commits its own.
     """
@@ -176,12 +177,12 @@ def ppo_episode(run: PPORun, episode: int) -> EpisodeResult:
 
     context = open_context()
     leave_if_taken_over()
-    config = PipelineConfig.model_validate(run.config).ppo
+    config = run.config.ppo
     with _EndingTheGroupOnFailure(run):
         trainer = trainer_for(run, episode, context)
         peers = peers_of(run)
         position = ask(trainer.position, ANSWER_S)
-        record = position.last  # an attempt that died after its commit leaves nothing to run
+        record = position.last  # an attempt that ended after its commit leaves nothing to run
         for due in range(position.next_episode, episode + 1):
             running = trainer.run_episode.remote(due)
             limit_s = config.cluster.episode_timeout_s
@@ -206,7 +207,7 @@ def publish_policy(run: PPORun) -> StageResult:
 
     context = open_context()
     leave_if_taken_over()
-    config = PipelineConfig.model_validate(run.config).ppo
+    config = run.config.ppo
     with _EndingTheGroupOnFailure(run):
         trainer = trainer_for(run, config.episodes, context)
         storing = trainer.commit_policy.remote()
@@ -229,7 +230,7 @@ def end_cluster(run: PPORun) -> None:
     from infra.clusters import release_cluster
 
     try:
-        release_cluster(run.name)  # which leaves the cluster too, and ends it even where Ray does not let go
+        release_cluster(run.name)  # which leaves the cluster too, and ends it even where Ray does not end
     except ClusterError as error:
         run_logger().warning("the cluster of %s has not ended yet: %s", run.name, error)
 

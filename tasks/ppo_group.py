@@ -10,7 +10,7 @@ from typing import Any
 
 from infra.clusters import ClusterManifest, connect
 from infra.errors import ClusterNotReadyError
-from rlhf_core.config import ClusterConfig, PipelineConfig, PPOConfig
+from rlhf_core.config import ClusterConfig
 from rlhf_core.counting import counted
 from rlhf_core.data import problems_from_jsonl
 from rlhf_core.errors import LostRankError
@@ -33,7 +33,7 @@ PUBLISHED = 2 * 2
 
 def lease(run: PPORun, context: Context) -> ClusterManifest:
     """Return the run's cluster, held by this process: started on the first call, warm afterwards."""
-    config, trainers = _cluster(run), _ppo(run).num_trainers
+    config, trainers = run.config.ppo.cluster, run.config.ppo.num_trainers
     return lease_for(
         run.name,
         config,
@@ -45,7 +45,7 @@ def lease(run: PPORun, context: Context) -> ClusterManifest:
 
 
 def trainer_for(run: PPORun, episode: int, context: Context) -> Any:
-    """Return a trainer at which `episode` is due or overdue, with living peers, and makers that hold its weights.
+    """Return a trainer at which `episode` is due or overdue, with running peers, and makers that hold its weights.
 
     A group that stands exactly there is used as it is. Any other is ended, and a new one restores the
     last committed state, which may be up to two episodes behind.
@@ -60,13 +60,13 @@ def trainer_for(run: PPORun, episode: int, context: Context) -> Any:
 
 
 def end_group(run: PPORun) -> None:
-    """End the run's actors; the cluster stays. A commit that a living trainer has under way is let finish first."""
+    """End the run's actors; the cluster stays. A commit that the trainer has begun is waited for first."""
     import ray
 
     from rlhf_core.ray_tools.calls import await_free, find_actor
     from rlhf_core.ray_tools.placement import vacate
 
-    cluster = _cluster(run)
+    cluster = run.config.ppo.cluster
     _let_commit_finish(cluster)
     names = (TRAINER, *_peer_names(run), *_maker_names(run))
     for name in names:
@@ -80,7 +80,7 @@ def end_group(run: PPORun) -> None:
 
 
 def peers_of(run: PPORun) -> dict[str, Any]:
-    """Return the trainer's other ranks by name: whoever waits for the trainer watches that they live.
+    """Return the trainer's other ranks by name: whoever waits for the trainer checks that they still run.
 
     Raises:
         LostRankError: if one has ended.
@@ -115,7 +115,7 @@ def _build(run: PPORun, context: Context) -> Any:
     from rlhf_core.ray_tools.group import form_group
 
     started = time.monotonic()
-    cluster = _cluster(run)
+    cluster = run.config.ppo.cluster
     trainers, makers = _start(run, context)
     trainer = trainers[TRAINER]
     if len(trainers) > 1:
@@ -133,7 +133,7 @@ def _build(run: PPORun, context: Context) -> Any:
     ask(trainer.synchronise, 2 * cluster.start_timeout_s + ANSWER_S)
     position = ask(trainer.position, ANSWER_S)
     found = f"restored after episode {position.next_episode}" if position.next_episode else "at the start"
-    group = counted(len(trainers), "trainer") + (f" ({_ppo(run).strategy})" if len(trainers) > 1 else "")
+    group = counted(len(trainers), "trainer") + (f" ({run.config.ppo.strategy})" if len(trainers) > 1 else "")
     say("ppo", f"{group} and {counted(len(makers), 'maker')} ready in {time.monotonic() - started:.0f} s, {found}")
     return trainer
 
@@ -144,7 +144,7 @@ def _start(run: PPORun, context: Context) -> tuple[Mapping[str, Any], Mapping[st
     from tasks.ppo_keeper import StoreKeeper
     from tasks.ppo_models import LearnerFactory, MakerFactory, PolicySaver
 
-    config, learner_fn = PipelineConfig.model_validate(run.config), LearnerFactory(run)
+    config, learner_fn = run.config, LearnerFactory(run)
     problems = problems_from_jsonl((materialise(context, run.dataset) / "ppo.jsonl").read_bytes())
     placed = _placed(run)
     # Decorated with ray.remote, a class has .options and .remote, which its type does not show.
@@ -176,8 +176,8 @@ def _placed(run: PPORun) -> dict[str, dict[str, Any]]:
     """Return the options of each actor by name, with room reserved for all of them: trainers first."""
     from rlhf_core.ray_tools.placement import place, resources
 
-    cluster = _cluster(run)
-    trainer_gpus, maker_gpus = gpu_shares(cluster, available_gpus(address_of(cluster)), _ppo(run).num_trainers)
+    cluster = run.config.ppo.cluster
+    trainer_gpus, maker_gpus = gpu_shares(cluster, available_gpus(address_of(cluster)), run.config.ppo.num_trainers)
     asked = dict.fromkeys((TRAINER, *_peer_names(run)), resources(cluster.trainer_threads, trainer_gpus))
     asked |= dict.fromkeys(_maker_names(run), resources(cluster.maker_threads, maker_gpus))
     return place(asked, group=ROOM, timeout_s=cluster.start_timeout_s, advice=ADVICE)
@@ -186,7 +186,7 @@ def _placed(run: PPORun) -> dict[str, dict[str, Any]]:
 def _object_store_mb(run: PPORun) -> int:
     from rlhf_core.models.memory import BYTES
 
-    ppo = _ppo(run)
+    ppo = run.config.ppo
     models = PUBLISHED * (1.5 if ppo.cluster.sparse_weights else 1.0)  # a difference, of half at most, beside the whole
     published = models * BYTES[ppo.rollout_dtype] * _parameters(run.actor)
     return 128 + math.ceil(1.1 * published / 1e6)
@@ -201,19 +201,11 @@ def _parameters(actor: Parent) -> int:
 
 
 def _peer_names(run: PPORun) -> tuple[str, ...]:
-    return tuple(f"{TRAINER}-{rank}" for rank in range(1, _ppo(run).num_trainers))
+    return tuple(f"{TRAINER}-{rank}" for rank in range(1, run.config.ppo.num_trainers))
 
 
 def _maker_names(run: PPORun) -> tuple[str, ...]:
-    return tuple(f"maker-{index}" for index in range(_cluster(run).num_makers))
-
-
-def _ppo(run: PPORun) -> PPOConfig:
-    return PipelineConfig.model_validate(run.config).ppo
-
-
-def _cluster(run: PPORun) -> ClusterConfig:
-    return _ppo(run).cluster
+    return tuple(f"maker-{index}" for index in range(run.config.ppo.cluster.num_makers))
 
 
 def _let_commit_finish(cluster: ClusterConfig) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 from infra.artifacts import ArtifactRef, ArtifactStore, Manifest, Retention, open_default_store
 from infra.errors import StoreError
 from infra.settings import settings
-from rlhf_core.config import PipelineConfig
 from rlhf_core.ppo.state import (
     EpisodeRecord,
     TrainingState,
@@ -46,7 +45,7 @@ def last_state(store: ArtifactStore, run: PPORun) -> Manifest | None:
 class StoreKeeper:
     """Commits `ppo-state/<run>@<episode + 1>`: the version is the episode, so an episode is committed once.
 
-    A trainer that was thought dead finds its version taken and cannot commit over its successor.
+    A trainer that was taken for ended finds its version taken and cannot commit over its successor.
     """
 
     _continued: ArtifactRef | None = None
@@ -60,11 +59,11 @@ class StoreKeeper:
         return open_default_store(patient=True, in_run=True)  # an actor, in mid-run
 
     def __getstate__(self) -> dict[str, Any]:
-        """Travel without the open store: a client belongs to one process."""
+        """Leave the open store out of a pickle: a client belongs to one process."""
         return {"_run": self._run}
 
     def commit_state(self, state: TrainingState, samples: list[Sample]) -> None:
-        """Store the state after `state.history[-1]`, then let go of all but the newest (RLHF_RETENTION, else two)."""
+        """Store the state after `state.history[-1]`, then delete all but the newest (RLHF_RETENTION, else two)."""
         files: dict[str, Path | bytes] = {
             STATE: json.dumps(state_to_json(state)).encode(),
             SAMPLES: _jsonl([asdict(sample) for sample in samples]),
@@ -76,7 +75,7 @@ class StoreKeeper:
             files,
             version=len(state.history),
             parents=self._parents(),
-            config=self._run.config,
+            config=self._run.config.model_dump(mode="json"),
             metrics=state.history[-1].as_row(),
             source_digest=self._run.source_digest,
             flow_run=self._run.flow_run,
@@ -85,7 +84,7 @@ class StoreKeeper:
             keep = Retention.parse(settings().retention).newest.get("ppo-state")
             if keep is not None:
                 self._store.prune("ppo-state", self._run.name, keep=keep)
-        except StoreError as error:  # the state is safe; the next commit lets go of what is left
+        except StoreError as error:  # the state is safe; the next commit deletes what is left
             logger.warning("old states of %s are still there: %s", self._run.name, error)
 
     def last_state(self) -> TrainingState | None:
@@ -104,7 +103,7 @@ class StoreKeeper:
         with scratch_directory(settings().home) as directory:  # not the cache: a state is read once
             self._store.fetch(manifest.ref, directory, keep=False)
             tensors = {
-                name: tensor.clone()  # out of the file, which goes
+                name: tensor.clone()  # out of the file, which is deleted
                 for shard in sorted(directory.glob("*.safetensors"))
                 for name, tensor in load_file(shard).items()
             }
@@ -128,8 +127,8 @@ class StoreKeeper:
                 files,
                 key=self._run.key,
                 parents=self._parents(),
-                config=self._run.config,
-                metrics=run_metrics(history) | PipelineConfig.model_validate(self._run.config).ppo.figures,
+                config=self._run.config.model_dump(mode="json"),
+                metrics=run_metrics(history) | self._run.config.ppo.figures,
                 source_digest=self._run.source_digest,
                 flow_run=self._run.flow_run,
             )

@@ -35,7 +35,7 @@ class LearnerFactory:
         from rlhf_core.models.loading import default_device, load_causal_lm
         from rlhf_core.ppo.learner import PPOLearner
 
-        config = _config(self._run)
+        config = self._run.config
         device = default_device()
         torch.manual_seed(config.seed)
         actor = load_causal_lm(_directory(self._run.actor), "float32", device=device)
@@ -60,7 +60,7 @@ class MakerFactory:
         from rlhf_core.rewards.verifying import asks_for_answers, judge_of
         from rlhf_core.rollout.experience import ExperienceMaker
 
-        config = _config(self._run)
+        config = self._run.config
         directory, dtype, device = _directory(self._run.actor), config.ppo.rollout_dtype, default_device()
         scores = config.ppo.reward.reward_model > 0
         reward_model = _reward_model(self._run, dtype).to(device) if scores else None
@@ -114,7 +114,7 @@ def _critic(run: PPORun, actor: PreTrainedModel, dtype: str) -> Critic | None:
     """Return the critic on a transformer of its own, or None where advantages compare samples with each other."""
     from rlhf_core.models.critic import Critic
 
-    config = _config(run).ppo
+    config = run.config.ppo
     if config.advantage_estimator != "gae":
         return None
     if config.critic_init == "reward_model":
@@ -138,7 +138,7 @@ def _reward_model(run: PPORun, dtype: str) -> RewardModel:
 
     from rlhf_core.models.reward_model import RewardModel
 
-    assert run.reward_model is not None  # the plan has seen to it
+    assert run.reward_model is not None  # the plan has checked this
     return RewardModel.from_pretrained(_directory(run.reward_model), getattr(torch, dtype))
 
 
@@ -149,17 +149,13 @@ def _demonstrations(run: PPORun) -> Demonstrations | None:
     from rlhf_core.models.loading import default_device, load_tokenizer
     from rlhf_core.ppo.ptx import Demonstrations
 
-    config = _config(run)
+    config = run.config
     if config.ppo.ptx_coef == 0:
         return None
     template = PromptTemplate(load_tokenizer(_directory(run.actor)), config.template)
     problems = problems_from_jsonl((_directory(run.dataset) / "sft.jsonl").read_bytes())
     examples = encode_demonstrations(problems, template)
     return Demonstrations(examples, batch_size=config.ppo.ptx_batch_size, seed=config.seed, device=default_device())
-
-
-def _config(run: PPORun) -> PipelineConfig:
-    return PipelineConfig.model_validate(run.config)
 
 
 def _directory(parent: Parent) -> Path:

@@ -102,7 +102,7 @@ def _sampled(
     from rlhf_core.rollout.preferences import sample_pairs
 
     judge = judge_of(config, template=template, allowed_modules=context.settings.reward_modules)
-    assert judge is not None  # `collect_preferences` has seen to it
+    assert judge is not None  # `collect_preferences` has checked this
     with closing(judge):
         progress = Progress("preferences", len(problems), "prompt")
         return sample_pairs(

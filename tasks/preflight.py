@@ -179,10 +179,10 @@ def check_trainers(config: PipelineConfig, stages: Sequence[Trained], *, gpus: i
 
 
 def check_verifier(config: PipelineConfig, allowed_modules: Sequence[str]) -> None:
-    """Check that the data's verifier has a name that leads somewhere, without importing it.
+    """Check that the data's verifier names something that exists, without importing it.
 
     Raises:
-        ConfigError: it has not, lies in a module that is not allowed, or scores another task than the data's.
+        ConfigError: there is none, its module is not allowed, or it scores another task than the data's.
     """
     from rlhf_core.rewards.verifying import EXACT, resolve_verifier
 
@@ -220,10 +220,10 @@ def check_judges(config: PipelineConfig, *, trains: Literal["ppo", "sft", "rewar
 
 
 def check_reward_functions(config: PipelineConfig, allowed_modules: Sequence[str]) -> None:
-    """Check that every reward function has a name that leads somewhere, without importing it.
+    """Check that every reward function names something that exists, without importing it.
 
     Raises:
-        ConfigError: one does not, lies in a module that is not allowed, or scores another task than the data's.
+        ConfigError: there is none, its module is not allowed, or it scores another task than the data's.
     """
     from rlhf_core.rewards.resolve import resolve_reward_function
 

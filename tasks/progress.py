@@ -43,21 +43,21 @@ def say(stage: str, text: str) -> None:
 
         record = logging.LogRecord("prefect.flow_runs", logging.INFO, "", 0, line, None, None)
         record.flow_run_id = caller
-        APILogHandler().handle(record)  # to the server alone: in the process's own log the line stands already
+        APILogHandler().handle(record)  # to the server alone: the process's own log has the line already
 
 
 def with_lines_of_stages(function: Callable[P, R]) -> Callable[P, R]:
     """Have a flow's log hold the lines of the flows that it calls: a run's page in Prefect shows its own log alone."""
 
     @wraps(function)
-    def heard(*args: P.args, **kwargs: P.kwargs) -> R:
+    def reporting(*args: P.args, **kwargs: P.kwargs) -> R:
         token = _CALLER.set(own_flow_run())
         try:
             return function(*args, **kwargs)
         finally:
             _CALLER.reset(token)
 
-    return heard
+    return reporting
 
 
 @contextmanager

@@ -6,6 +6,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from rlhf_core.config import PipelineConfig
+
 
 class Plain(BaseModel):
     """A frozen result of a few fields."""
@@ -53,8 +55,8 @@ class PPORun(Plain):
     """Name of the run's `ppo-state` artifacts and of its cluster."""
     key: str
     preset: str
-    config: dict[str, Any]
-    """The resolved `PipelineConfig`."""
+    config: PipelineConfig
+    """As it was resolved when the run began."""
     actor: Parent
     reward_model: Parent | None
     dataset: Parent
@@ -75,7 +77,7 @@ class EpisodeResult(Plain):
 
 
 class Decision(Plain):
-    """The gate's word on a policy."""
+    """What the gate decided about a policy."""
 
     promote: bool
     reason: str

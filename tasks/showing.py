@@ -34,7 +34,7 @@ def only_shows(what: str, *, deadline_s: float | None = None) -> Callable[[Calla
 
     Args:
         what: is shown, as the warning calls it.
-        deadline_s: longest wait, for what asks a server: it then has a thread of its own. None: what waits for nobody.
+        deadline_s: longest wait, for what asks a server: that then has a thread of its own. None: it asks none.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R | None]:
@@ -77,7 +77,7 @@ class _LateError(Exception):
 
 
 def _within(deadline_s: float, function: Callable[[], R]) -> R:
-    """Return what a function returns within a deadline; its thread is left to itself after that, and to the process.
+    """Return what a function returns within a deadline; its thread goes on alone after that, until the process ends.
 
     Raises:
         _LateError: it takes longer.
@@ -91,7 +91,7 @@ def _within(deadline_s: float, function: Callable[[], R]) -> R:
     def asked() -> R:
         from infra.patience import patience
 
-        with patience(limit_s / 2):  # so that it is the server's answer that is told, and no deadline of ours
+        with patience(limit_s / 2):  # so that the server's answer is reported, and not our deadline
             return function()
 
     def work() -> None:

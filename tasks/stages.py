@@ -37,8 +37,8 @@ def reuse_or_make(
 def once_in_a_run(context: Context, stage: str, make: Callable[[], StageResult]) -> StageResult:
     """Return what the stage has made or found in this run before; else what `make` returns, which is recorded.
 
-    So a run that is started again goes on behind it, whatever the key of its inputs would be now: other code has other
-    keys, and what an earlier start has trained is what the later stages of the run learnt from.
+    So a run that is started again goes on after this stage, whatever the key of its inputs would be now: other code has
+    other keys, but the later stages of the run have learnt from what an earlier start trained.
     """
     if before := made_before(context, stage):
         return before

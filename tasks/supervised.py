@@ -210,7 +210,7 @@ def _first_result(actors: Mapping[str, Any], cluster: ClusterConfig) -> Any:
 def _log_lines(leader: Any) -> bool:
     """Write what the first rank has told since into the log; return whether it told anything.
 
-    Of one that is gone nothing is asked: its own call says that better.
+    A rank that has ended is not asked: its own call reports that better.
     """
     import ray
 

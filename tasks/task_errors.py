@@ -112,7 +112,7 @@ def _signals_as_themselves() -> Iterator[None]:
 
 
 def give_memory_back() -> None:
-    """Return freed memory to the system: a flow's process lives on beside the next stage's Ray cluster.
+    """Return freed memory to the system: a flow's process stays beside the next stage's Ray cluster.
 
     glibc keeps what was freed in pieces; after a training stage that is gigabytes.
     """

@@ -26,7 +26,7 @@ def up(*, new_password: Annotated[bool, Parameter(negative="")] = False) -> int:
     left alone, what has died is started again. All state lies under RLHF_HOME (.rlhf in the checkout).
 
     Args:
-        new_password: have the Prefect server ask for another password from now on; not while flow runs live.
+        new_password: have the Prefect server ask for another password from now on; not while flow runs are at work.
     """
     from infra import services
     from infra.settings import settings

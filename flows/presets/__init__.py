@@ -19,7 +19,8 @@ from pydantic_core import ErrorDetails
 from flows.presets.keys import keys, no_such_key
 from infra.strict_yaml import load_yaml
 from rlhf_core.config import PipelineConfig, SplitsConfig
-from rlhf_core.config.sizes import BATCHES, KEYS, LEAST, Sizes, settle, shortage
+from rlhf_core.config.ppo import BATCHES
+from rlhf_core.config.sizes import KEYS, LEAST, Sizes, settle, shortage
 from rlhf_core.config.sizes import SPLITS as SPLIT_SIZES
 from rlhf_core.errors import ConfigError, Fault, refuse_together
 

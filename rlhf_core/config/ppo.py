@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
 from rlhf_core.config.base import Config, Dtype, Positive
 from rlhf_core.config.model import LoRAConfig
-from rlhf_core.config.sizes import BATCH, BATCHES, CHUNK, MICRO, batch_complaints
 from rlhf_core.config.strategy import TrainersConfig, refuse_sharded_adapters
+
+PROMPTS, CHUNK = "ppo.prompts_per_episode", "ppo.chunk_size"
+BATCH, MICRO = "ppo.train_batch_size", "ppo.micro_batch_size"
+BATCHES = (PROMPTS, CHUNK, BATCH, MICRO)
+"""Keys of the sizes that an episode's samples are cut into; `batch_complaints` says how they must fit."""
 
 
 class RewardConfig(Config):
@@ -120,6 +125,46 @@ class PPOOptions(Config):
     """Compute activations again in the backward pass instead of keeping them."""
     legacy: bool = False
     """Give upstream's numbers instead of the right ones; ADR 8 lists what changes."""
+
+
+def batch_complaints(
+    values: Mapping[str, int], *, samples_per_prompt: int = 1, num_trainers: int = 1, buffer_limit: int = 0
+) -> list[str]:
+    """Return what does not hold between an episode's prompts, its chunks and its batches, a sentence each.
+
+    Args:
+        values: by key; only relations between the given ones are looked at.
+        samples_per_prompt: of `ppo`, as the others.
+        num_trainers: processes that learn from a batch each.
+        buffer_limit: batches for which makers may run ahead; 0 sets no limit.
+    """
+    told = []
+    prompts, chunk, batch, micro = (values.get(key) for key in BATCHES)
+    samples, each = (prompts or 0) * samples_per_prompt, samples_per_prompt
+    if chunk and chunk % each:
+        told.append(f"ppo.chunk_size is {chunk}, but must be a multiple of ppo.samples_per_prompt, {each}")
+    if batch and micro and batch % micro:
+        told.append(f"ppo.train_batch_size is {batch}, but must be a multiple of ppo.micro_batch_size, {micro}")
+    told += [
+        f"{key} is {size}, but an episode has {samples} samples (prompts_per_episode x samples_per_prompt); "
+        f"choose a divisor of {samples}"
+        for key, size in ((CHUNK, chunk), (BATCH, batch))
+        if size and samples % size
+    ]
+    step = (batch or 0) * num_trainers
+    if step and samples % step and not samples % (batch or 1):
+        told.append(
+            f"ppo.num_trainers is {num_trainers} and ppo.train_batch_size {batch}, so a step learns from {step} "
+            f"samples, which do not divide an episode's {samples} (prompts_per_episode x samples_per_prompt); lower "
+            "one of them"
+        )
+    room = buffer_limit * step
+    if chunk and 0 < room < chunk:
+        told.append(
+            f"ppo.buffer_limit has room for {room} samples, less than a chunk ({chunk}): no maker could run ahead; "
+            "raise it"
+        )
+    return told
 
 
 class RolloutConfig(SamplingConfig, PPOOptions):

@@ -1,7 +1,7 @@
 """Sizes that follow the data and each other: splits, the prompts of an episode, chunks and batches.
 
-Some sizes are fixed: the user set them. The others are wishes, of a preset or a default. `settle` keeps what is fixed
-and changes the wishes as little as it can, so that all relations hold. Where fixed sizes exclude each other, it finds
+Some sizes are fixed: the user set them. The others are wanted by a preset or a default. `settle` keeps what is fixed
+and changes the others as little as it can, so that all relations hold. Where fixed sizes exclude each other, it finds
 the fewest of them that have to change, and values with which everything holds.
 """
 
@@ -11,14 +11,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from rlhf_core.config.pipeline import PipelineConfig
+from rlhf_core.config.pipeline import PipelineConfig
+from rlhf_core.config.ppo import BATCH, BATCHES, CHUNK, MICRO, PROMPTS, batch_complaints
 
-PROMPTS, CHUNK = "ppo.prompts_per_episode", "ppo.chunk_size"
-BATCH, MICRO = "ppo.train_batch_size", "ppo.micro_batch_size"
-BATCHES = (PROMPTS, CHUNK, BATCH, MICRO)
 LEAST = {"sft": 1, "preferences": 1, "ppo": 1, "evaluation": 2}
 """The fewest problems with which a stage can do anything, by split."""
 _LEAST_PAIRS = 2
@@ -145,7 +142,7 @@ def settle(sizes: Sizes, supplies: Sequence[Supply] = (), *, reads: Sequence[str
         if values is not None:
             return Settled(values, fixed, for_all=True)
     levels = sizes.fixed
-    if "ppo" not in reads:  # nobody asks for its batches
+    if "ppo" not in reads:  # no stage reads its batches
         levels = tuple(dict.fromkeys(fixed - set(BATCHES) for fixed in levels))
     for fixed in levels:
         values = _attempt(sizes, fixed, supplies, reads)
@@ -245,46 +242,6 @@ def lacking(supply: Supply, wanted: Mapping[str, int]) -> str:
         f"{supply.name} has {supply.rows} different {supply.noun} that can be used, but data.splits need "
         f"{sum(wanted.values())} ({needed})"
     )
-
-
-def batch_complaints(
-    values: Mapping[str, int], *, samples_per_prompt: int = 1, num_trainers: int = 1, buffer_limit: int = 0
-) -> list[str]:
-    """Return what does not hold between an episode's prompts, its chunks and its batches, a sentence each.
-
-    Args:
-        values: by key; only relations between the given ones are looked at.
-        samples_per_prompt: of `ppo`, as the others.
-        num_trainers: processes that learn from a batch each.
-        buffer_limit: batches for which makers may run ahead; 0 sets no limit.
-    """
-    told = []
-    prompts, chunk, batch, micro = (values.get(key) for key in BATCHES)
-    samples, each = (prompts or 0) * samples_per_prompt, samples_per_prompt
-    if chunk and chunk % each:
-        told.append(f"ppo.chunk_size is {chunk}, but must be a multiple of ppo.samples_per_prompt, {each}")
-    if batch and micro and batch % micro:
-        told.append(f"ppo.train_batch_size is {batch}, but must be a multiple of ppo.micro_batch_size, {micro}")
-    told += [
-        f"{key} is {size}, but an episode has {samples} samples (prompts_per_episode x samples_per_prompt); "
-        f"choose a divisor of {samples}"
-        for key, size in ((CHUNK, chunk), (BATCH, batch))
-        if size and samples % size
-    ]
-    step = (batch or 0) * num_trainers
-    if step and samples % step and not samples % (batch or 1):
-        told.append(
-            f"ppo.num_trainers is {num_trainers} and ppo.train_batch_size {batch}, so a step learns from {step} "
-            f"samples, which do not divide an episode's {samples} (prompts_per_episode x samples_per_prompt); lower "
-            "one of them"
-        )
-    room = buffer_limit * step
-    if chunk and 0 < room < chunk:
-        told.append(
-            f"ppo.buffer_limit has room for {room} samples, less than a chunk ({chunk}): no maker could run ahead; "
-            "raise it"
-        )
-    return told
 
 
 def _attempt(

@@ -46,7 +46,7 @@ class TrainersConfig(Config):
 
 
 def refuse_sharded_adapters(stage: str, strategy: str, adapters: object) -> None:
-    """See that adapters are not asked of a strategy that shards the weights they adapt.
+    """Check that adapters are not asked of a strategy that shards the weights they adapt.
 
     Raises:
         ValueError: if they are.

@@ -179,7 +179,7 @@ def _extend(encoded: EncodedConversation, tokenizer: Any, before: str, after: st
         return
     ids = tokenizer(after, add_special_tokens=False).input_ids
     known = len(encoded.ids)
-    # where a token would cross the boundary, generation starts behind it all the same: so does the text here
+    # where a token would cross the boundary, generation still starts behind it: so does the text here
     fresh = (
         ids[known:]
         if ids[:known] == encoded.ids

@@ -75,7 +75,7 @@ def response_to_learn(problem: Problem, template: PromptTemplate) -> str:
 
 
 def refuse_nothing_to_learn(problems: Iterable[Problem], *, where: str) -> None:
-    """See that there is something to learn.
+    """Check that there is something to learn.
 
     Args:
         problems: of the split for supervised fine-tuning.

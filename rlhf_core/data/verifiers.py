@@ -23,7 +23,7 @@ class Verdict(NamedTuple):
 def verify(response: str, answer: str, *, ended: bool, tag: str) -> Verdict:
     """Return whether a response is `<tag>...</tag>` and nothing else, and holds the answer.
 
-    White space around the tags is forgiven. The two texts are compared word by word: numbers by value
+    White space around the tags makes no difference. The two texts are compared word by word: numbers by value
     ("1,000", "1000" and "1000.0" are equal, and a minus sign is a hyphen), everything else letter by letter.
     A comma between groups of three digits may be the thousands' separator or part a list; any other comma is
     white space; the response is right if one reading of it equals one reading of the answer.

@@ -59,7 +59,7 @@ def legacy_sequence_reward(
         reward = score - kl_coef * mean_t (exp(d_t) - 1 - d_t)
 
     The mean is over the response's own tokens. The term is k3 with the ratio upside down (k3 of tokens from pi is
-    exp(-d) - 1 + d), so that it does not estimate KL(pi || pi_ref); it is never negative all the same.
+    exp(-d) - 1 + d), so that it does not estimate KL(pi || pi_ref); it is still never negative.
 
     Args:
         scores: one per response; not clamped.

@@ -23,7 +23,7 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # where the model is inside peft's wrapper
 _FACTORS = ("lora_A", "lora_B")
-# what peft can do and we cannot: none of it may be left out in silence
+# what peft can do and we cannot: a directory that asks for it is refused
 _UNKNOWN = (
     "use_dora",
     "use_rslora",

@@ -13,7 +13,7 @@ from rlhf_core.models.trunk import unwrapped
 
 
 def check_same_tokenizer(first: Any, second: Any, *, what: str) -> None:
-    """See that token ids mean the same to both; nothing else would tell, as any id below the vocabulary is an input.
+    """Check that token ids mean the same to both; nothing else would tell, as any id below the vocabulary is an input.
 
         tokenizer and tokenizer    the same tokens under the same ids
         model and tokenizer        an embedding for each token; more is padding to a round number
@@ -48,7 +48,7 @@ def check_same_tokenizer(first: Any, second: Any, *, what: str) -> None:
 
 
 def check_vocabulary(ids: Tensor, size: int | None, *, what: str) -> None:
-    """See that the model knows every token id; past its embedding, a GPU stops without a word.
+    """Check that the model knows every token id; past its embedding, a GPU stops without a word.
 
     Args:
         ids: in host memory.

@@ -1,7 +1,7 @@
 """Models and tokenizers on disk: read whole or refused in one sentence, measured, and known by a digest.
 
 A model is data: what transformers would unpickle or run because a directory asks for it is refused before it looks.
-The module is also the front door of this package.
+Other packages import the functions of this package from here.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _into_own_memory(model: PreTrainedModel) -> None:
 
 
 def check_harmless(directory: Path) -> None:
-    """See that loading a model's directory reads its own JSON and safetensors, and nothing else.
+    """Check that loading a model's directory reads its own JSON and safetensors, and nothing else.
 
     `trust_remote_code=False` and `use_safetensors=True` do not cover it: an index may name pickled shards or files
     elsewhere, adapters are unpickled where they are not in safetensors, and a configuration may name code of the hub.

@@ -90,7 +90,7 @@ def _from_hub(name: str) -> Path:
 
 
 def find_fetched(name: str) -> Path | None:
-    """Return the directory of a hub model that was fetched whole before; asks nobody."""
+    """Return the directory of a hub model that was fetched whole before; asks no server."""
     try:
         directory = Path(snapshot_download(name, allow_patterns=list(HUB_FILES), local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError, OSError):

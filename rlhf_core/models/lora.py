@@ -127,7 +127,7 @@ def load_trainable_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 
 def check_trainable_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """See that a state has the names and shapes of the model's trainable weights.
+    """Check that a state has the names and shapes of the model's trainable weights.
 
     Raises:
         ModelError: if it has not.

@@ -1,22 +1,31 @@
 """Does this machine hold the model? Arithmetic from the configuration alone, before anything is fetched.
 
 What is counted is what must be there: weights, gradients and optimizer state. Activations and the libraries
-themselves come on top, so that a machine that is refused could never have done it.
+themselves come on top, so that a machine that is refused could never have done it. Not counted either: buffers in which
+gradients or weights travel, of a bounded size; what fills a tensor or chunk up to a multiple of W; one number per
+weight, Adam's count of steps.
 
-    learner:             what a trainer holds of one model under the run's strategy (rlhf_core.strategy.memory_model);
-                         with plain, per trained parameter 4 (fp32) + 4 (gradient) + 8 (Adam's two moments) = 16 bytes;
-                         with adapters, per parameter of the base 4 (fp32, frozen: updates smaller than bfloat16's steps
-                         would be lost when the adapters are merged; zero2 keeps 2 in half precision), and 16 per
-                         parameter of the adapters, of which there are at most 2 r N^(2/3)
+A learner is what one rank holds to train one model (`bytes_per_rank`), by strategy:
+
+    strategy      weights   gradients   master     moments      P parameters, T of them trained, W ranks
+    plain, ddp    4 P       4 T         -          8 T
+    zero2         w P       w T / W     4 T / W    8 T / W      w: 4 in fp32, 2 in bf16 and fp16
+    zero2_cpu     w P       w T / W     4 T / W    8 T / W      master and moments in host memory
+    gemini        w P / W   w T / W     4 T / W    8 T / W      no master in fp32, where the weights are exact
+
+The frozen base under adapters is held in fp32 too: updates smaller than bfloat16's steps would be lost when the
+adapters are merged (zero2 keeps 2 bytes in half precision). There are at most 2 r N^(2/3) parameters of adapters: a
+matrix of d x d has r (d + d) of them, a share 2 r / d, and d exceeds N^(1/3) in every decoder in use (SmolLM2-135M:
+576 > 513; Llama-2 7B: 4096 > 1889).
+
+A stage needs:
+
     PPO, each trainer:   two learners (actor and critic); or, while they are made, both models whole in fp32, and beside
                          them the reward model, if the critic is made from it
     PPO, first trainer:  also the weights of both in the rollout dtype, on their way to the makers
     PPO, each maker:     actor, critic, initial model and, where it has weight, reward model, in the rollout dtype
                          (advantages that compare samples with each other need no critic, here and there)
     SFT, reward model:   one learner for each trainer; or, while it is made, the model whole in fp32
-
-The bound on adapters: a matrix of d x d has r (d + d) of them, a share 2 r / d, and d exceeds N^(1/3) in every
-decoder in use (SmolLM2-135M: 576 > 513; Llama-2 7B: 4096 > 1889).
 """
 
 from __future__ import annotations
@@ -28,9 +37,9 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import psutil
 
+from rlhf_core.config.strategy import GEMINI, SAME_STRATEGY, StrategyName
 from rlhf_core.counting import counted
 from rlhf_core.errors import ModelError
-from rlhf_core.strategy.memory_model import RankMemory, bytes_per_rank
 
 if TYPE_CHECKING:
     from rlhf_core.config import LoRAConfig, PipelineConfig, PPOConfig, RewardModelConfig, SFTConfig
@@ -40,11 +49,68 @@ if TYPE_CHECKING:
 
 GB = 10**9
 BYTES = {"float32": 4, "bfloat16": 2}
+_EXACT = 4  # bytes of a float32
+_MOMENTS = 8  # Adam's two, in float32
 _MADE_IN = 4  # bytes per parameter of a model that is being made
 _DISAGREE = 2  # a head that is stored twice makes a file of a small model half as large again, not twice as large
 _PRECISIONS: dict[str, Precision] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 # where a container's limit stands: version 2, then version 1 of Linux's control groups
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+class RankMemory(NamedTuple):
+    """Bytes of one rank; what is held throughout a step."""
+
+    weights: int
+    gradients: int
+    master: int
+    """Exact copies of weights that are kept in another precision, or of this rank's part of them."""
+    moments: int
+    offloaded: bool = False
+    """Whether master and moments are in host memory, wherever the rest is."""
+
+    @property
+    def device(self) -> int:
+        """Return the bytes where the model is trained."""
+        return self.weights + self.gradients + (0 if self.offloaded else self.master + self.moments)
+
+    @property
+    def host(self) -> int:
+        """Return the bytes in host memory besides."""
+        return self.master + self.moments if self.offloaded else 0
+
+
+def bytes_per_rank(
+    strategy: StrategyName, *, parameters: int, trained: int, world_size: int = 1, precision: Precision = "fp32"
+) -> RankMemory:
+    """Return what one rank holds of one model.
+
+    Args:
+        strategy: by name; `3d` has no formula yet.
+        parameters: of the model, adapters and heads among them; tied ones once.
+        trained: of these.
+        world_size: ranks that train together.
+        precision: of forward passes; under ZeRO and Gemini of the working weights and gradients too.
+
+    Raises:
+        ValueError: for `3d`.
+
+    Example:
+        >>> bytes_per_rank("zero2", parameters=1000, trained=1000, world_size=4, precision="bf16")
+        RankMemory(weights=2000, gradients=500, master=1000, moments=2000, offloaded=False)
+    """
+    if strategy == "3d":
+        raise ValueError("strategy 3d comes in a later release; what its ranks hold is not known yet")
+    name = SAME_STRATEGY.get(strategy, strategy)
+    if name in {"plain", "ddp"}:
+        return RankMemory(_EXACT * parameters, _EXACT * trained, 0, _MOMENTS * trained)
+    working = _EXACT if precision == "fp32" else 2
+    shard = -(-trained // world_size)
+    master = 0 if strategy in GEMINI and precision == "fp32" else _EXACT * shard
+    weights = -(-parameters // world_size) if strategy in GEMINI else parameters
+    return RankMemory(
+        working * weights, working * shard, master, _MOMENTS * shard, offloaded=name == "colossalai_zero2_cpu"
+    )
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ def _gguf() -> Path:
 
 def _read_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     try:
-        with quiet(), redirect_stderr(StringIO()):  # one of the progress bars obeys no setting
+        with quiet(), redirect_stderr(StringIO()):  # no setting switches one of the progress bars off
             tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
             model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     except (OSError, ValueError, RuntimeError) as error:

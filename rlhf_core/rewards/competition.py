@@ -84,7 +84,7 @@ def _at_most(limit_s: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)  # once more: the alarm may have come before the first
         signal.signal(signal.SIGALRM, handler)
-        if left_s:  # another's alarm, which comes as if nothing had been
+        if left_s:  # an alarm that the caller had set: it comes when it was due
             signal.setitimer(signal.ITIMER_REAL, max(left_s - (time.monotonic() - began), 1e-3), every_s)
 
 

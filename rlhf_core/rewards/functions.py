@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_core.rewards import competition, math_answers
+from rlhf_core.rewards.competition import math_competition_score
+from rlhf_core.rewards.math_answers import gsm8k_score
 from rlhf_core.rewards.structure import Tags, is_of_tag
 
 
@@ -37,7 +38,7 @@ def gsm8k_reward_fn(
     """
     place = (response_start, response_end, tokenizer)
     text = response_text(input_ids, attention_mask, *place, tags=tags, stop_ids=kwargs.get("stop_ids"))
-    return torch.tensor(math_answers.gsm8k_score("", text, gt_answer, tags=tags), device=input_ids.device)
+    return torch.tensor(gsm8k_score("", text, gt_answer, tags=tags), device=input_ids.device)
 
 
 def math_competition_reward_fn(
@@ -68,7 +69,7 @@ def math_competition_reward_fn(
     """
     place = (response_start, response_end, tokenizer)
     text = response_text(input_ids, attention_mask, *place, tags=tags, stop_ids=kwargs.get("stop_ids"))
-    return torch.tensor(competition.math_competition_score("", text, gt_answer, tags=tags), device=input_ids.device)
+    return torch.tensor(math_competition_score("", text, gt_answer, tags=tags), device=input_ids.device)
 
 
 def response_text(

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from rlhf_core.errors import ConfigError
-from rlhf_core.rewards import functions
+from rlhf_core.rewards.functions import gsm8k_reward_fn, math_competition_reward_fn, response_text
 from rlhf_core.rewards.process import RewardProcess, call_each
 from rlhf_core.rewards.resolve import RewardFunction, resolve_reward_function
 from rlhf_core.rewards.structure import check_tags
 
 _OURS = {
-    functions.gsm8k_reward_fn: "gsm8k_reward_fn",
-    functions.math_competition_reward_fn: "math_competition_reward_fn",
+    gsm8k_reward_fn: "gsm8k_reward_fn",
+    math_competition_reward_fn: "math_competition_reward_fn",
 }
 
 
@@ -124,7 +124,7 @@ class RLVRRewardModel:
     def _text(self, row: tuple[Any, ...]) -> str:
         ids, mask, start, end = row[:4]
         tags, stop_ids = self.kwargs.get("tags"), self.kwargs.get("stop_ids")
-        return functions.response_text(ids, mask, start, end, self.kwargs["tokenizer"], tags=tags, stop_ids=stop_ids)
+        return response_text(ids, mask, start, end, self.kwargs["tokenizer"], tags=tags, stop_ids=stop_ids)
 
     def _adapt(self, function: Callable[..., Any]) -> RewardFunction:
         name = getattr(function, "__name__", type(function).__name__)

@@ -1,25 +1,33 @@
-"""The owner's side of the process that runs reward functions: what fails costs its row a zero. Imports no torch."""
+"""Reward functions run in a process of their own: it may hang, crash or be killed, and nothing else is lost.
+
+`RewardProcess` is the owner's side: it starts the process, asks it, and kills it when a call takes too long; what fails
+costs its row a zero. `serve` is what the process runs: it reads pickled requests from its owner, answers in lines of
+JSON, and ends with its owner, whatever it is doing then. Neither imports torch, unless a function does.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import math
 import os
 import pickle
+import resource
 import select
 import signal
+import struct
 import subprocess
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from importlib import import_module
+from typing import IO, Any, NamedTuple
 
 from rlhf_core.errors import RlhfError
-from rlhf_core.rewards.child import HEADER
 from rlhf_core.rewards.resolve import RewardFunction
 
 _log = logging.getLogger(__name__)
@@ -28,7 +36,14 @@ LOAD_S = 120.0
 """Longest time for starting the process and importing a function with all that it imports."""
 FLOAT32_MAX = 3.4028234663852886e38
 """Scores are float32: what is larger would be infinite there."""
-_BOOT = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from rlhf_core.rewards.child import main; main({})"
+_HEADER = struct.Struct(">Q")
+"""Of a request: its length in bytes."""
+_MEMORY_BYTES = 8 << 30
+"""A function may take no more: an answer like 9^{9^{9^9}} is not to cost the machine its memory."""
+_LONGEST_REASON = 300
+_BOOT = (
+    "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from rlhf_core.rewards.process import serve; serve({})"
+)
 
 
 class RewardFunctionError(RlhfError):
@@ -101,7 +116,7 @@ class RewardProcess:
         deadline = time.monotonic() + limit_s
         content = pickle.dumps(request)
         try:
-            _write(running.requests, HEADER.pack(len(content)) + content, deadline)
+            _write(running.requests, _HEADER.pack(len(content)) + content, deadline)
             reply = json.loads(_read_line(running.replies, deadline))
         except TimeoutError:
             self.close()
@@ -127,7 +142,7 @@ class RewardProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 pass_fds=(theirs,),
-                start_new_session=True,  # Ctrl-C is the owner's to hear; and what a function starts is ended with it
+                start_new_session=True,  # Ctrl-C reaches the owner alone; and what a function starts is ended with it
             )
         except OSError:
             os.close(ours)
@@ -216,3 +231,80 @@ def _await(descriptor: int, event: int, deadline: float) -> None:
     waiting.register(descriptor, event)
     if not waiting.poll(max(0.0, deadline - time.monotonic()) * 1000):
         raise TimeoutError
+
+
+# --- in the process: what the owner's requests are answered by
+
+
+def serve(lifeline: int) -> None:
+    """Answer requests until the owner closes its end: what the child runs.
+
+    Args:
+        lifeline: file descriptor of a pipe whose other end the owner holds open as long as it runs.
+    """
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)  # what functions print is no reply
+    _end_with_owner(lifeline)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY_BYTES, _MEMORY_BYTES))
+    functions: dict[int, Callable[..., Any]] = {}
+    while (request := _read_request(requests)) is not None:
+        try:
+            reply = _answer(functions, *pickle.loads(request))
+        except BaseException as error:  # also SystemExit: nothing that a function does ends the service
+            reply = {"error": f"it raised {type(error).__name__}: {error}"[:_LONGEST_REASON]}
+        replies.write(json.dumps(reply).encode() + b"\n")
+        replies.flush()
+
+
+def _answer(functions: dict[int, Callable[..., Any]], kind: str, number: int, content: Any) -> dict[str, Any]:
+    if kind == "load":
+        functions[number] = _load(**content)
+        return {"value": 0.0}
+    value = functions[number](*content)
+    try:
+        return {"value": float(value)}
+    except (TypeError, ValueError):
+        return {"error": f"it returned {value!r}, which is not a number"[:_LONGEST_REASON]}
+
+
+def _load(target: str | bytes, form: str, arguments: dict[str, Any]) -> Callable[..., Any]:
+    if isinstance(target, bytes):
+        function, arguments = pickle.loads(target)
+    else:
+        module, _, attribute = target.partition(":")
+        function = getattr(import_module(module), attribute)
+
+    if form != "tokens":
+        return lambda *given: function(*given, **arguments)
+    import torch  # noqa: PLC0415  # seconds, which only functions of tokens take, and no response's time limit
+
+    def call_with_tensors(ids: list[int], mask: list[int], start: int, end: int, answer: str | None) -> Any:
+        return function(
+            torch.tensor(ids), torch.tensor(mask), response_start=start, response_end=end, gt_answer=answer, **arguments
+        )
+
+    return call_with_tensors
+
+
+def _read_request(stream: IO[bytes]) -> bytes | None:
+    header = stream.read(_HEADER.size)
+    if len(header) < _HEADER.size:
+        return None
+    (length,) = _HEADER.unpack(header)
+    content = stream.read(length)
+    return content if len(content) == length else None
+
+
+def _end_with_owner(lifeline: int) -> None:
+    """Have the kernel end this process when the owner's end of the pipe closes.
+
+    A thread that waits for it would wait for ever where a function holds the interpreter (a regular
+    expression that never comes back); SIGIO's default action asks no interpreter.
+    """
+    signal.signal(signal.SIGIO, signal.SIG_DFL)
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+    if select.select([lifeline], [], [], 0)[0]:  # it closed before the kernel was asked
+        sys.exit(0)

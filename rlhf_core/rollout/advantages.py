@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from rlhf_core.config import RolloutConfig
-from rlhf_core.functional.advantages import clip_scores, gae, token_rewards
-from rlhf_core.functional.groups import (
+from rlhf_core.functional.advantages import (
+    clip_scores,
     dr_grpo_advantages,
+    gae,
     grpo_advantages,
     reinforce_pp_advantages,
     rloo_advantages,
+    token_rewards,
 )
 from rlhf_core.functional.kl import kl
 from rlhf_core.functional.legacy import legacy_advantages, legacy_sequence_reward, legacy_token_rewards

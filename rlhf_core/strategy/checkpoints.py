@@ -137,7 +137,7 @@ def read_optimizer(path: str | Path, expected: Sequence[Sequence[torch.Size]]) -
 
 
 def write_scheduler(scheduler: Any, path: str | Path) -> None:
-    """Write a schedule's state, without the functions in it, which the configuration makes anew."""
+    """Write a schedule's state, without the functions in it, which the configuration makes again."""
     state = {name: value for name, value in scheduler.state_dict().items() if name != "lr_lambdas"}
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps(state))

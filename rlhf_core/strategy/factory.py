@@ -33,7 +33,7 @@ def check_strategy(
     adapters: bool = False,
     accumulates: bool = False,
 ) -> None:
-    """See, before anything is loaded, that a strategy can do what is asked of it. Imports no torch.
+    """Check, before anything is loaded, that a strategy can do what is asked of it. Imports no torch.
 
     Args:
         strategy: by name.
@@ -73,7 +73,7 @@ def check_strategy(
 
 
 def check_optimizer(strategy: StrategyName, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """See that a strategy takes an optimizer that the caller made for a model.
+    """Check that a strategy takes an optimizer that the caller made for a model.
 
     Raises:
         ConfigError: if it does not; one sentence.
@@ -196,7 +196,7 @@ def _joined(strategy: str, ranks: Ranks | None) -> Ranks:
 
 
 def _check_device(strategy: str, device: torch.device, ranks: Ranks) -> None:
-    """See that the model is where ColossalAI puts it, which asks nobody, and that the ranks can talk there."""
+    """Check that the model is where ColossalAI puts it without asking, and that the ranks can communicate there."""
     import torch  # noqa: PLC0415
     import torch.distributed as dist  # noqa: PLC0415
 

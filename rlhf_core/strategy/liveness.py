@@ -103,7 +103,7 @@ class Liveness:
         """Tell the ranks that may wait for this one that it takes part no more, and why."""
         self._reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
-    def hang_up(self, error: BaseException) -> None:
+    def close_connections(self, error: BaseException) -> None:
         """Close gloo's connections, so that nobody waits until the deadline for this rank, which takes part no more.
 
         gloo fails only the rank that waits for the other end of a broken connection, and cannot break off a wait.
@@ -211,7 +211,7 @@ class Liveness:
             while not self._over.wait(BEAT_S):
                 self._exchange()
             self._store.set(f"left/{self.rank}", self._reason or "its work was done")
-        except RuntimeError:  # torch's; without the store nobody can say or hear anything
+        except RuntimeError:  # torch's; without the store no rank can tell the others anything
             self._unreachable = True
 
     def _exchange(self) -> None:
@@ -276,12 +276,12 @@ def is_connection_error(error: BaseException) -> bool:
 
 
 def former_place() -> tuple[int, int] | None:
-    """Return the rank and world size that this process had in the group that it hung up on; None if it did not."""
+    """Return the rank and world size that this process had in the group whose connections it closed; None if none."""
     return (_current.rank, _current.world_size) if _current is not None and _current.has_hung_up else None
 
 
 def _misses_group(error: BaseException) -> bool:
-    """Whether PyTorch raised it because this rank has hung up."""
+    """Whether PyTorch raised it because this rank has closed its connections."""
     return former_place() is not None and isinstance(error, ValueError) and "group" in str(error).lower()
 
 
@@ -303,7 +303,7 @@ def naming_lost_rank(ranks: _Group) -> Iterator[None]:
             raise
         if _current is not None and (is_connection_error(error) or _misses_group(error)):
             sentence = _current.who_is_lost()
-            _current.hang_up(error)
+            _current.close_connections(error)
             raise LostRankError(sentence) from error
         if not is_connection_error(error):
             if _current is not None:

@@ -161,7 +161,7 @@ class CheckedOptimizer(ABC):
 
     @abstractmethod
     def _clip(self, limit: float | None) -> None:
-        """See that the next step is from gradients scaled as torch's `clip_grads_with_norm_` scales them."""
+        """Make sure that the next step is from gradients scaled as torch's `clip_grads_with_norm_` scales them."""
 
     @abstractmethod
     def _step(self) -> None:

@@ -53,7 +53,7 @@ class HeldoutPrompts:
         self._all = frozenset(ranks.gather(digests).tolist())
 
     def refuse(self, micro: PairBatch) -> None:
-        """See that a batch of training pairs has no such prompt.
+        """Check that a batch of training pairs has no such prompt.
 
         Raises:
             DataError: if it has one.

@@ -161,7 +161,7 @@ class SaveDir:
         self._branches = False
 
     def prepare(self) -> None:
-        """See, before a fit, that checkpoints can be written, and not among those of another run.
+        """Check, before a fit, that checkpoints can be written, and not among those of another run.
 
         Raises:
             ConfigError: if nothing can be written there, or there are checkpoints that this run neither wrote nor
@@ -249,7 +249,7 @@ def training_form(optimizer: Any, scheduler: Any) -> dict[str, Any]:
 
 
 def check_training_form(stored: Mapping[str, Any], own: Mapping[str, Any], *, where: Path) -> None:
-    """See that optimizer and schedule were built as for the run that wrote the checkpoint, before anything is loaded.
+    """Check that optimizer and schedule were built as for the run that wrote the checkpoint, before anything is loaded.
 
     Args:
         stored: what `training_form` returned then.
@@ -314,7 +314,7 @@ def _publish(save_dir: Path, name: str, held: Mapping[str, Path]) -> None:
 
 
 def _set_aside(save_dir: Path, name: str, roles: Sequence[str]) -> list[Path]:
-    """Rename what has this name already: left by a run that was gone on with from an earlier checkpoint."""
+    """Rename what has this name already: left by a run that was continued from an earlier checkpoint."""
     moved = []
     for role in roles:
         path, aside = save_dir / role / name, save_dir / role / f"{_REPLACED}{name}"

@@ -53,7 +53,7 @@ class CycledLoader:
     from the global ones; a dataset that draws random numbers in `__getitem__` is not repeated to the bit.
 
     Args:
-        loader: what `iter` gives batches of, each pass anew: a DataLoader, or a list.
+        loader: what `iter` gives batches of, each pass from the start: a DataLoader, or a list.
         what: names it in messages.
 
     Raises:
@@ -170,7 +170,7 @@ class CycledLoader:
         return LoaderPlace(self.state(), [generator.get_state() for generator in self._generators()])
 
     def go_back(self, place: LoaderPlace) -> bool:
-        """Deal again what came after `place`; what can be gone through only once goes on where it stands.
+        """Give again the batches that came after `place`; a loader that can be gone through only once goes on.
 
         Args:
             place: from this loader.

@@ -191,7 +191,7 @@ def _norm_of(optimizer: Any) -> float:
 
 
 def follow(scheduler: Any, optimizer: Any) -> None:
-    """Let the schedule set the rates of the groups that are stepped, where boosting built the optimizer anew."""
+    """Let the schedule set the rates of the groups that are stepped, where boosting built another optimizer."""
     if scheduler.optimizer.param_groups is optimizer.param_groups:
         return
     scheduler.optimizer = optimizer

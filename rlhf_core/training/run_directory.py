@@ -41,7 +41,7 @@ def checkpoint_names(save_dir: Path) -> list[str]:
 
 
 def check_writable(directory: Path, *, what: str) -> None:
-    """Make a directory with its parents, and see that files can be written in it.
+    """Make a directory with its parents, and check that files can be written in it.
 
     Args:
         directory: to write in.
@@ -62,7 +62,7 @@ def check_writable(directory: Path, *, what: str) -> None:
 
 
 def check_no_other_run(save_dir: Path, *, what: str, way_on: Callable[[str], str]) -> None:
-    """See that a directory holds no checkpoints.
+    """Check that a directory holds no checkpoints.
 
     Args:
         save_dir: for those of a new run.

@@ -135,7 +135,7 @@ def _check(role: str, trained: Trained, state: TrainedState) -> None:
 
 
 def _check_facts(role: str, trained: Trained, facts: Any) -> None:
-    """See that schedule and loss scale are there, and for as many groups of weights."""
+    """Check that schedule and loss scale are there, and for as many groups of weights."""
     own = _schedule(trained)
     held = facts.get("schedule") if isinstance(facts, Mapping) else None
     if not isinstance(held, Mapping) or own.keys() - held.keys():
@@ -165,7 +165,7 @@ def _check_random(tensors: Mapping[str, Tensor], device: torch.device) -> None:
 
 
 def _schedule(trained: Trained) -> dict[str, Any]:
-    """Return the schedule's state without its functions, which the configuration makes anew."""
+    """Return the schedule's state without its functions, which the configuration makes again."""
     state: dict[str, Any] = trained.scheduler.state_dict()
     return {name: value for name, value in state.items() if name != "lr_lambdas"}
 

@@ -168,7 +168,7 @@ class MeanMeter:
 
 
 def check_tracking(log_dir: str | Path | None, *, use_wandb: bool) -> None:
-    """See that metrics can go where they are asked to go.
+    """Check that metrics can go where they are asked to go.
 
     Raises:
         ConfigError: if a hosted tracker is asked for and none is installed, or there is no log directory.

@@ -164,7 +164,7 @@ def view(received: Sequence[Tensor], slot: TensorSlot) -> Tensor:
 
 
 def verify(publication: Publication, received: Sequence[Tensor]) -> None:
-    """See that every bucket has arrived, and as it was sent.
+    """Check that every bucket has arrived, and as it was sent.
 
     Raises:
         WeightsError: if one is missing or its checksum differs.

@@ -67,7 +67,7 @@ class ObjectStoreSender:
         """Its references go with it."""
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Free the memory."""
         self._buffers = []
 
 

@@ -12,12 +12,11 @@ import ray
 import torch
 from torch import Tensor
 
-from rlhf_core.weights import shared_memory
 from rlhf_core.weights.buckets import BucketWriter, Difference, Publication, lay_out
 from rlhf_core.weights.difference import cast, changes, checksums
 from rlhf_core.weights.nccl import NcclSender, own_device
 from rlhf_core.weights.object_store import ObjectStoreSender
-from rlhf_core.weights.shared_memory import SharedMemorySender
+from rlhf_core.weights.shared_memory import SharedMemorySender, has_shared_memory
 
 Transport = Literal["shared_memory", "objects", "nccl"]
 
@@ -32,7 +31,7 @@ class Sender(Protocol):
         """Take back the writer of a publication that nobody needs, and its buckets."""
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Free everything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +145,7 @@ class Publisher:
         is_local = set(nodes) <= here
         transport = self._transport
         if transport == "auto":
-            transport = "shared_memory" if is_local and shared_memory.is_available() else "objects"
+            transport = "shared_memory" if is_local and has_shared_memory() else "objects"
         address = "" if transport != "nccl" else "127.0.0.1" if is_local else ray.util.get_node_ip_address()
         key = f"{transport} {address}"
         if key not in self._senders:

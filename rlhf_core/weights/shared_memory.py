@@ -1,6 +1,6 @@
 """Buckets in memory that the processes of a node share: files that have no name, and so cannot be left behind.
 
-`memfd_create` makes memory that lives as long as somebody has it open. Makers open it by way of the trainer's own
+`memfd_create` makes memory that is there as long as a process has it open. Makers open it by way of the trainer's own
 descriptor in /proc. Whoever is killed, at whatever moment: the last one to go takes the memory along. Nothing has
 to be swept up, and the size of /dev/shm, which containers keep small, is no limit.
 """
@@ -40,7 +40,7 @@ class SharedMemoryPlace:
     """First byte of each bucket."""
 
 
-def is_available() -> bool:
+def has_shared_memory() -> bool:
     """Return whether this system has such files."""
     return hasattr(os, "memfd_create")
 
@@ -64,7 +64,7 @@ class SharedFile:
         self._end = 0
 
     def begin(self) -> bool:
-        """Start anew at the first byte; return whether that can be: not while a maker reads or has weights here."""
+        """Start again at the first byte; return whether that can be: not while a maker reads or has weights here."""
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -96,7 +96,7 @@ class SharedFile:
         return SharedMemoryPlace(os.getpid(), self._descriptor, self._label, tuple(self._offsets))
 
     def release(self) -> None:
-        """Let go of the file: its memory is free once no maker has it open."""
+        """Close the file: its memory is free once no maker has it open."""
         self._map = None
         os.close(self._descriptor)
 
@@ -125,14 +125,14 @@ class SharedMemorySender:
         return file
 
     def free(self, file: SharedFile) -> None:
-        """Keep a file for a later publication, once no maker has weights there any more; let go of the oldest."""
+        """Keep a file for a later publication, once no maker has weights there any more; close the oldest."""
         self._free.append(file)
         for former in self._free[:-_SPARE]:
             former.release()
         self._free = self._free[-_SPARE:]
 
     def close(self) -> None:
-        """Let go of the files that are free."""
+        """Close the files that are free."""
         for file in self._free:
             file.release()
         self._free = []
@@ -224,7 +224,7 @@ class SharedMemoryReceiver:
         self._in_use = None
 
     def close(self) -> None:
-        """Let go of all files; the one that weights are in stays as long as they do."""
+        """Close all files; the one that weights are in stays as long as they do."""
         self._in_use = None
         self._attached.clear()
 

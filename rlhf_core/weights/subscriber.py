@@ -31,7 +31,7 @@ class Receiver(Protocol):
         """Return the context of what has been `Received`; nobody writes the buckets while it lasts."""
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Free everything."""
 
 
 class Subscriber:
@@ -89,7 +89,7 @@ class Subscriber:
         return publication.version
 
     def close(self) -> None:
-        """Let go of all buckets; the models keep their weights."""
+        """Free all buckets; the models keep their weights."""
         for receiver in self._receivers.values():
             receiver.close()
         self._receivers.clear()
@@ -123,7 +123,7 @@ class Subscriber:
         return is_right
 
     def _replace(self, publication: Publication, own: Mapping[str, Tensor], received: Received) -> None:
-        self.version = None  # nothing is known to fail from here on; if it does all the same, no version is held
+        self.version = None  # should anything fail from here on, no version is held
         new = {slot.name: view(received.buckets, slot) for slot in publication.slots}
         # An update is small, and would keep its file beside that of the weights which it leaves out.
         can_keep = publication.fully and received.keep is not None
@@ -174,7 +174,7 @@ def _is_alike(weight: Tensor, received: Tensor) -> bool:
 
 
 def _check_fit(publication: Publication, own: Mapping[str, Tensor]) -> None:
-    """See that the models have all tensors that are published, in their shapes, and that none is missing.
+    """Check that the models have all tensors that are published, in their shapes, and that none is missing.
 
     Of a publication that is not full at least adapters and heads must be there: half an adapter is another model.
 

@@ -215,5 +215,5 @@ def _levels(evaluations: Mapping[str, Mapping[str, Any]], name: str) -> tuple[Re
     return tuple(
         Reference(f"{role}, greedy", float(metrics[name]))
         for role, metrics in evaluations.items()
-        if isinstance(metrics.get(name), int | float) and "accuracy" in metrics  # a reward model knows no form
+        if isinstance(metrics.get(name), int | float) and "accuracy" in metrics  # no form from a reward model
     )

@@ -14,7 +14,7 @@ _NEWLINE = re.compile(r"\r\n|\r|\n")
 
 
 def code(text: str, limit: int = SHOWN_LENGTH) -> str:
-    """Return text as a code span on one line, so that tags, stars and backticks are shown and not obeyed.
+    """Return text as a code span on one line, so that tags, stars and backticks are shown and have no effect.
 
     >>> code("a ` b"), code("one" + chr(10) + "two"), code("abcdefgh", limit=4)
     ('``a ` b``', '`one ⏎ two`', '`ab … 4 characters … gh`')

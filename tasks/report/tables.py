@@ -41,9 +41,9 @@ EPISODE_TABLES = (
 )
 """Headings by name in an episode's row, a table each."""
 JUDGED = {"verifier", "accuracy_given_form", "well_formed"}
-"""Of these, what a verifier says."""
+"""The columns that come from a verifier."""
 OVERLAP = {"staleness", "queue_depth", "idle_trainer", "idle_makers"}
-"""Of these, what says little where trainer and makers work in turns."""
+"""The columns that say little where trainer and makers work in turns."""
 MOST_EPISODES = 30
 """Rows of a table that is still read."""
 _LONGEST_CONSTANT = 40
@@ -118,7 +118,7 @@ def constant_sentence(evaluations: dict[str, StageResult]) -> str:
 
 def episode_tables(episodes: Sequence[Metrics]) -> str:
     """Return the figures of each episode; of many, of the first, the last and evenly spaced ones between."""
-    unknown = set() if any("raw/verifier" in row for row in episodes) else JUDGED  # 0 where nobody judged
+    unknown = set() if any("raw/verifier" in row for row in episodes) else JUDGED  # 0 where no verifier judged
     if not any(row.get("staleness") for row in episodes):
         unknown = unknown | OVERLAP
     shown, parts = _evenly(episodes), []

@@ -90,7 +90,7 @@ def report_pictures(facts: Facts) -> dict[str, bytes]:
 @only_shows(_WHAT)
 def evaluations_picture(evaluations: Mapping[str, StageResult]) -> bytes:
     """Return the held-out scores of the policies that were compared, by role."""
-    from tasks.pictures.evaluation import draw_evaluations
+    from tasks.pictures.figures import draw_evaluations
     from tasks.pictures.style import png
 
     return png(draw_evaluations({role: result.metrics for role, result in evaluations.items()}))
@@ -99,7 +99,7 @@ def evaluations_picture(evaluations: Mapping[str, StageResult]) -> bytes:
 @only_shows(_WHAT)
 def episodes_picture(rows: Sequence[Row], *, compared: dict[str, Row]) -> bytes:
     """Return the curves of a PPO run."""
-    from tasks.pictures.episodes import draw_episodes
+    from tasks.pictures.figures import draw_episodes
     from tasks.pictures.style import png
 
     return png(draw_episodes(rows, evaluations=compared))
@@ -110,8 +110,8 @@ def training_picture(stage: StageResult, rows: Sequence[Row]) -> bytes | None:
     """Return the curves of a supervised stage; None for any other, and where nothing was kept to draw."""
     if stage.stage not in TRAINING:
         return None
+    from tasks.pictures.figures import draw_reward_model, draw_sft
     from tasks.pictures.style import png
-    from tasks.pictures.training import draw_reward_model, draw_sft
 
     figure = draw_sft(rows) if stage.stage == "sft" else draw_reward_model(rows, stage.metrics)
     return None if figure is None else png(figure)

@@ -208,7 +208,7 @@ def _await_makers(run: PPORun, folder: PlanFolder) -> list[int]:
 
     found: list[int] = []
     deadline = time.monotonic() + MAKERS_TIMEOUT_S
-    for index in range(run.config["ppo"]["cluster"]["num_makers"]):
+    for index in range(run.config.ppo.cluster.num_makers):
         while True:
             assert time.monotonic() < deadline, f"waited {MAKERS_TIMEOUT_S:.0f} s for maker-{index} to take weights"
             with suppress(ray.exceptions.RayError, TimeoutError):

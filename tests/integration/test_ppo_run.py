@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +54,9 @@ def undisturbed() -> dict[str, Any]:
 
 
 def test_what_is_wrong_inside_an_actor_is_told_in_its_own_sentence(run: Run) -> None:
-    config = deepcopy(run.plan.config)
-    config["ppo"]["cluster"]["num_makers"] = 1  # enough for this
+    ppo = run.plan.config.ppo
+    cluster = ppo.cluster.model_copy(update={"num_makers": 1})  # enough for this
+    config = run.plan.config.model_copy(update={"ppo": ppo.model_copy(update={"cluster": cluster})})
     broken = run.plan.model_copy(update={"config": config, "actor": Parent(uri="sft/gone@1", digest="0" * 64)})
     with pytest.raises(StoreError, match="sft/gone") as caught:
         ppo_episode.fn(broken, 0)

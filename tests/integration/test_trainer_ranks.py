@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flows.presets import resolve
-from rlhf_core.config import PipelineConfig
+from rlhf_core.config import PipelineConfig, PPOConfig
 from rlhf_core.errors import LostRankError, TrainingError
 from tasks.failures import passes
 from tasks.ppo import ppo_episode
@@ -76,7 +76,8 @@ def undisturbed() -> dict[str, Any]:
 def with_ppo(run: Run, **changes: Any) -> None:
     """Give the run, which keeps its name and with it its cluster, another configuration."""
     ppo = {**run.config.model_dump(mode="json")["ppo"], **changes}
-    run.plan = run.plan.model_copy(update={"config": {**run.plan.config, "ppo": ppo}})
+    config = run.plan.config.model_copy(update={"ppo": PPOConfig.model_validate(ppo)})
+    run.plan = run.plan.model_copy(update={"config": config})
 
 
 def test_two_ranks_of_which_one_is_killed_learn_what_one_does_with_batches_of_twice_the_size(

@@ -175,8 +175,7 @@ def train_reward_model(config: PipelineConfig, pairs: Parent, policy: Parent) ->
 @stage_task(name="episode")
 def ppo_episode(run: PPORun, episode: int) -> EpisodeResult:
     """Commit an episode's state under the run's name."""
-    config = PipelineConfig.model_validate(run.config)
-    work = Work(config, "ppo")
+    work = Work(run.config, "ppo")
     work.context.store.commit(
         "ppo-state",
         run.name,
@@ -191,8 +190,7 @@ def ppo_episode(run: PPORun, episode: int) -> EpisodeResult:
 
 def publish_policy(run: PPORun) -> StageResult:
     """Store a policy that is better than its SFT model, or worse, as the data say."""
-    config = PipelineConfig.model_validate(run.config)
-    work = Work(config, "ppo")
+    work = Work(run.config, "ppo")
     gain = work.context.store.read_json(work.manifest(run.dataset), PROMPTS)["gain"]
     score = int(str(work.manifest(run.actor).metrics[SCORE])) + int(gain)
     parents = [run.actor, run.dataset, *([run.reward_model] if run.reward_model else [])]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf_core.strategy.memory_model import bytes_per_rank
+from rlhf_core.models.memory import bytes_per_rank
 from tests.parallel.ranks import Found, run_on_ranks
 
 pytestmark = pytest.mark.parallel

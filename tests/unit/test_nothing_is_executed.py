@@ -14,8 +14,7 @@ SOURCES = sorted(
 )
 PICKLES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "jsonpickle"}
 MAY_PICKLE = {
-    "rlhf_core/rewards/process.py": "asks its own child over a pipe",
-    "rlhf_core/rewards/child.py": "answers its owner over a pipe",
+    "rlhf_core/rewards/process.py": "asks its own child over a pipe, which answers",
     "rlhf_core/rewards/model.py": "hands that child a function of the running program",
 }
 UNPICKLERS = {

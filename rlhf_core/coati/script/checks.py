@@ -33,7 +33,7 @@ _LORA_KEYS = {
 
 
 def check_arguments(args: Namespace) -> None:
-    """See that the flags can be run together.
+    """Check that the flags can be run together.
 
     Raises:
         ConfigError: if they cannot; one sentence with the flags' names.
@@ -165,7 +165,7 @@ def read_lora(path: str) -> dict[str, Any]:
 
 
 def check_places(args: Namespace) -> None:
-    """See that what is read is there, and make what is written to.
+    """Check that what is read is there, and make what is written to.
 
     Raises:
         ConfigError: naming the flag, if a directory is missing, cannot be written to, or holds another run.
@@ -209,7 +209,7 @@ def checkpoint_step(args: Namespace) -> Path | None:
 
 
 def _check_no_other_run(args: Namespace) -> None:
-    """Allow the checkpoints of the run that is gone on with: one that goes on elsewhere may not mix with another."""
+    """Allow the checkpoints of the run that is continued: one that goes on elsewhere may not mix with another."""
     root, step = Path(args.save_path), checkpoint_step(args)
     if step is not None and step.parent.parent == root.resolve():
         return

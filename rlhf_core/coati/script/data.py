@@ -94,7 +94,7 @@ def _shown(dialogues: Sequence[Dialogue], template: PromptTemplate, tell: Callab
 
 
 def _check_answers(args: Namespace, dialogues: Sequence[Dialogue], tell: Callable[[str], None]) -> None:
-    """See that functions which compare a response with an answer have answers to compare with."""
+    """Check that functions which compare a response with an answer have answers to compare with."""
     comparing = [name for name in args.reward_functions or () if name in BUILT_IN]
     without = [dialogue for dialogue in dialogues if not (dialogue.answer or "").strip()]
     if not comparing or not without:

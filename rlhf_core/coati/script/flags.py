@@ -33,7 +33,7 @@ def end_with(sentence: str, *, program: str, status: int) -> int:
     """Say why a command line failed, and return its exit status; torchrun is told too, and repeats it last.
 
     Args:
-        sentence: for the person who can mend it.
+        sentence: for the person who can correct it.
         program: the command's name.
         status: above 0.
     """

@@ -21,8 +21,7 @@ from transformers import PreTrainedModel
 from rlhf_core.coati.ppo_trainer import PPOTrainer
 from rlhf_core.coati.script.checks import checkpoint_step
 from rlhf_core.coati.script.data import Loaders, build_loaders
-from rlhf_core.coati.script.models import Models, build_models
-from rlhf_core.coati.script.outputs import Trainees, save_outputs
+from rlhf_core.coati.script.models import Models, Trainees, build_models, save_outputs
 from rlhf_core.config import PPOOptions, RewardConfig
 from rlhf_core.counting import counted, ordinal
 from rlhf_core.data.conversation import setup_conversation_template
@@ -39,13 +38,8 @@ from rlhf_core.training.optim import Trained, make_trained, warmup_then_cosine
 from rlhf_core.types import Experience
 
 if TYPE_CHECKING:
-    from argparse import Namespace
-    from collections.abc import Callable
-
-    from rlhf_core.coati.script.data import Loaders
     from rlhf_core.config.strategy import StrategyName
     from rlhf_core.data.conversation import Conversation
-    from rlhf_core.strategy.ranks import Ranks
 
 Precision = Literal["fp16", "bf16"]
 
@@ -171,7 +165,7 @@ def tell_differences(record: dict[str, Any], run: Path, tell: Callable[[str], No
 
     Args:
         record: of this command line.
-        run: directory of the run that is gone on with.
+        run: directory of the run that is continued.
         tell: takes the line.
     """
     try:

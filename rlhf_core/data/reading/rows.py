@@ -59,7 +59,7 @@ Scan = Iterator[Row | RejectedRow]
 
 
 class RowError(DataError):
-    """A row that cannot be learnt from; the rows after it can be read all the same."""
+    """A row that cannot be learnt from; the rows after it can still be read."""
 
     def __init__(self, detail: str, reason: str) -> None:
         """Take the whole sentence, and the category of the fault."""

@@ -182,7 +182,7 @@ class GeminiOptimizer(ColossalOptimizer):
         return found
 
     def _check_steps(self, counts: Mapping[str, Tensor]) -> None:
-        """See that HybridAdam can go on from these counts: on a GPU it has one for each group.
+        """Check that HybridAdam can go on from these counts: on a GPU it has one for each group.
 
         Raises:
             ModelError: if not.
@@ -348,7 +348,7 @@ class GeminiBooster(ColossalBooster):
 
 
 def _check(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """See that Gemini can train the model.
+    """Check that Gemini can train the model.
 
     Raises:
         ConfigError: if it cannot.

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from flows.cli.artifacts import app
-from flows.cli.artifacts.looking import print_list
+from flows.cli.artifacts import app, print_list
 from infra.artifacts import ArtifactStore, open_default_store
 from infra.errors import ReferenceNotFoundError
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.ppo import BATCHES
 from rlhf_core.config.sizes import (
-    BATCHES,
     KEYS,
     LEAST,
     Settled,

@@ -22,7 +22,7 @@ from prefect.settings import PREFECT_CLIENT_CUSTOM_HEADERS, temporary_settings
 from prefect.states import Completed, Crashed, Failed, Pending, Running, Scheduled, State
 
 from flows import cli
-from flows.cli import following
+from flows.cli import run as verb
 from infra.artifacts import open_default_store
 from infra.process_record import ProcessRecord
 from infra.services.automations import RESTARTING, RESUMES
@@ -134,7 +134,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("RLHF_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("RLHF_ENV_FILE", str(tmp_path / ".env"))
     monkeypatch.setenv("RLHF_STORE_URL", (tmp_path / "store").as_uri())
-    monkeypatch.setattr(following, "LOOK_S", 0.01)
+    monkeypatch.setattr(verb, "LOOK_S", 0.01)
     return tmp_path / "home"
 
 
@@ -294,8 +294,8 @@ def test_a_server_that_stays_away_is_told_with_the_runs_name(
     server: Server, rlhf_run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = SimpleNamespace(monotonic=lambda: float(server.looks))  # a second a look, however busy the machine is
-    monkeypatch.setattr(following, "time", clock)
-    monkeypatch.setattr(following, "AWAY_LIMIT_S", 3.0)
+    monkeypatch.setattr(verb, "time", clock)
+    monkeypatch.setattr(verb, "AWAY_LIMIT_S", 3.0)
     server.failures = [0] * 10_000
     status, _, error = rlhf_run()
     assert status == 1
@@ -327,8 +327,8 @@ def test_a_run_that_nobody_starts_is_said_once_and_given_up_in_the_end(
     state: State[Any],
     notice: str,
 ) -> None:
-    monkeypatch.setattr(following, "UNTAKEN_NOTICE_S", 0.05)
-    monkeypatch.setattr(following, "UNSTARTED_LIMIT_S", 0.3)
+    monkeypatch.setattr(verb, "UNTAKEN_NOTICE_S", 0.05)
+    monkeypatch.setattr(verb, "UNSTARTED_LIMIT_S", 0.3)
     server.states = [state]
     status, out, error = rlhf_run()
     assert status == 1
@@ -341,7 +341,7 @@ def test_a_run_that_has_started_may_wait_for_its_next_try(
     server: Server, rlhf_run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for limit in ("UNTAKEN_NOTICE_S", "UNSTARTED_LIMIT_S"):
-        monkeypatch.setattr(following, limit, 0.0)
+        monkeypatch.setattr(verb, limit, 0.0)
     server.states = [Running(), Scheduled(name="AwaitingRetry"), Completed()]
     status, out, _ = rlhf_run()
     assert status == 0
@@ -367,7 +367,7 @@ def test_a_crash_that_a_busy_server_sees_late_is_waited_for(
     server: Server, rlhf_run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = SimpleNamespace(monotonic=lambda: 10.0 * server.looks)
-    monkeypatch.setattr(following, "time", clock)
+    monkeypatch.setattr(verb, "time", clock)
     server.tags = [RESUMES]
     server.states = [Running(), *[Crashed()] * 4, Crashed(name=RESTARTING, message="again"), Scheduled(), Completed()]
     assert rlhf_run()[0] == 0
@@ -390,7 +390,7 @@ def test_a_crashed_run_that_is_not_started_again_has_ended(
     limit: str | None,
 ) -> None:
     if limit is not None:
-        monkeypatch.setattr(following, limit, 0.05)
+        monkeypatch.setattr(verb, limit, 0.05)
     server.tags, server.states = tags, [Running(), state]
     status, out, _ = rlhf_run()
     assert status == 1
@@ -401,7 +401,7 @@ def test_a_crashed_run_that_is_not_started_again_has_ended(
 def test_a_run_that_crashed_with_its_server_has_ended(
     server: Server, rlhf_run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(following, "CRASH_LIMIT_S", 60.0)
+    monkeypatch.setattr(verb, "CRASH_LIMIT_S", 60.0)
     server.tags, server.states = [RESUMES], [Crashed(message="gone")]
     answer = server.answer
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_core.functional.advantages import token_rewards
-from rlhf_core.functional.groups import (
+from rlhf_core.functional.advantages import (
     dr_grpo_advantages,
     grpo_advantages,
     reinforce_pp_advantages,
     rloo_advantages,
+    token_rewards,
 )
 from tests.reference import definitions
 from tests.unit.functional.ragged import assert_close, mask, pad, random_rows, unpad

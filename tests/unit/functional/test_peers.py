@@ -13,12 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_core.functional.advantages import clip_scores, gae, token_rewards
-from rlhf_core.functional.groups import (
+from rlhf_core.functional.advantages import (
+    clip_scores,
     dr_grpo_advantages,
+    gae,
     grpo_advantages,
     reinforce_pp_advantages,
     rloo_advantages,
+    token_rewards,
 )
 from rlhf_core.functional.kl import KLEstimator, adaptive_kl_coef, kl
 from rlhf_core.functional.logprobs import logprobs_and_entropy, logprobs_from_logits

@@ -8,8 +8,7 @@ import torch
 from rlhf_core.config import SFTConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.supervised.batches import MaskedTokens, as_masked
-from rlhf_core.supervised.packing import SHORT, check_packing, packed_batches
-from rlhf_core.supervised.sft import train_sft
+from rlhf_core.supervised.sft import SHORT, check_packing, packed_batches, train_sft
 from rlhf_core.supervised.step import token_loss
 from tests.tiny_llama import tiny_llama
 from tests.unit.models.architectures import WINDOW, tiny_causal_lm

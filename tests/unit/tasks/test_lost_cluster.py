@@ -12,6 +12,7 @@ import pytest
 from infra.clusters import ClusterManifest, is_lost, lease
 from infra.errors import ClusterError
 from infra.process_record import ProcessRecord
+from rlhf_core.config import DataConfig, PipelineConfig
 from rlhf_core.errors import LostRankError
 from tasks import ppo, ppo_group
 from tasks.results import Parent, PPORun
@@ -22,7 +23,7 @@ RUN = PPORun(
     name="night",
     key="k",
     preset="quickstart",
-    config={},
+    config=PipelineConfig(name="night", data=DataConfig(task="chain_sum")),
     actor=Parent(uri="model/base", digest="0" * 64),
     reward_model=None,
     dataset=Parent(uri="dataset/d@1", digest="0" * 64),

@@ -10,11 +10,9 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from tasks.pictures.episodes import draw_episodes
-from tasks.pictures.evaluation import draw_evaluations
+from tasks.pictures.figures import draw_episodes, draw_evaluations, draw_reward_model, draw_sft
 from tasks.pictures.panels import CONSTANT, START, curves, seconds_by_phase
 from tasks.pictures.style import png
-from tasks.pictures.training import draw_reward_model, draw_sft
 from tests.unit.tasks.episodes import WIDTH, episode, size
 
 LARGEST_BYTES = 100_000

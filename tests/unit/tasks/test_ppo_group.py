@@ -26,7 +26,7 @@ def test_a_policy_is_looked_at_once_however_many_episodes_lease_the_cluster(
         name="night",
         key="k",
         preset="night",
-        config=config.model_dump(mode="json"),
+        config=config,
         actor=Parent(uri="sft/night@1", digest="0" * 64),
         reward_model=None,
         dataset=Parent(uri="dataset/night@1", digest="0" * 64),

@@ -46,7 +46,7 @@ def run_of(directories: dict[str, Path], **ppo: Any) -> PPORun:
     uris = {"actor": "sft/tiny@1", "reward_model": "reward-model/tiny@1", "dataset": "dataset/none@1"}
     parents = {name: Parent(uri=uri, digest="0" * 64) for name, uri in uris.items()}
     return PPORun.model_validate(
-        {"name": "r", "key": "a" * 64, "preset": "llama7b", "config": config.model_dump(mode="json"),
+        {"name": "r", "key": "a" * 64, "preset": "llama7b", "config": config,
          "source_digest": "s", "flow_run": None, **parents}
     )  # fmt: skip
 
@@ -66,7 +66,7 @@ def test_a_maker_that_took_the_trainers_weights_computes_what_the_trainer_does(
     models = {"actor": maker.actor, "critic": maker.critic}
     subscriber, publisher = Subscriber(lambda: models), Publisher(transport="shared_memory", dtype=torch.float32)
     try:
-        config = PipelineConfig.model_validate(run.config).ppo
+        config = run.config.ppo
         tensors = list(weights_to_publish(learner, config))
         publication = publisher.publish(tensors, version=1, fully=not adapters_alone)
         assert subscriber.take(publication, timeout_s=10) == 1

@@ -93,7 +93,7 @@ def test_an_episode_has_one_name_as_a_task_and_in_the_log(
     config = PipelineConfig(name="test", data=DataConfig(task="chain_sum"))
     config = config.model_copy(update={"ppo": config.ppo.model_copy(update={"episodes": 3})})
     run = PPORun(
-        name="test-1", key="1", preset="test", config=config.model_dump(mode="json"),
+        name="test-1", key="1", preset="test", config=config,
         actor=Parent(uri="sft/test@1", digest="1"), reward_model=None, dataset=Parent(uri="dataset/test@1", digest="1"),
         source_digest="1", flow_run=None,
     )  # fmt: skip

@@ -13,7 +13,8 @@ from rlhf_core.config import DataConfig, PipelineConfig
 from tasks import showing
 from tasks.pictures import style
 from tasks.promote import gate, promote
-from tasks.report import facts, page, show_episodes, show_evaluations, show_training, write, write_report
+from tasks.report import facts, page, write
+from tasks.report.write import show_episodes, show_evaluations, show_training, write_report
 from tasks.results import Decision, StageResult
 from tasks.stages import stage_result
 from tests.unit.tasks.episodes import WIDTH, episode, size

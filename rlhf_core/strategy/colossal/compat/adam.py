@@ -79,7 +79,7 @@ def _made(groups: list[dict[str, Any]], betas: tuple[float, float]) -> torch.opt
 
 
 def check_nvcc() -> None:
-    """See that CUDA's compiler is there, of the release that torch was built with.
+    """Check that CUDA's compiler is there, of the release that torch was built with.
 
     Raises:
         KernelError: if not.

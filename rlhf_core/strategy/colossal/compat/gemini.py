@@ -297,7 +297,7 @@ def _hold(chunk: Any) -> None:
 
 
 def _forget(manager: Any, chunk: Any) -> None:
-    """Give back the memory of a chunk of gradients; the next pass takes it anew."""
+    """Give back the memory of a chunk of gradients; the next pass takes it again."""
     _hold(chunk)
     for kind, used in chunk.memory_usage.items():
         manager.total_mem[kind] -= used

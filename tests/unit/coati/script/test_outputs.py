@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.coati.script.outputs import replace
+from rlhf_core.coati.script.models import replace_directory
 
 
 def _write(text: str, directory: Path) -> None:
     def write(fresh: Path) -> None:
         (fresh / "weights").write_text(text)
 
-    replace(directory, write)
+    replace_directory(directory, write)
 
 
 def _renames(monkeypatch: pytest.MonkeyPatch, *, until: int) -> None:
@@ -41,7 +41,7 @@ def test_a_directory_is_as_it_was_after_its_writer_was_ended(
         with pytest.raises(KeyboardInterrupt):
             _write("second", place)
     with pytest.raises(OSError, match="full"):
-        replace(place, _fails)
+        replace_directory(place, _fails)
     assert (place / "weights").read_text() == "first"
     _write("third", place)
     assert (place / "weights").read_text() == "third"

@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf_core.coati.script import models as models_of_script
 from rlhf_core.coati.script.flags import build_parser
-from rlhf_core.coati.script.models import build_models
-from rlhf_core.coati.script.outputs import save_outputs
+from rlhf_core.coati.script.models import build_models, save_outputs
 from rlhf_core.coati.script.run import Plugin, _trainees
 from rlhf_core.config import LoRAConfig
 from rlhf_core.data.gym import entry_to_json

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from rlhf_core.supervised.packing import pack_rows
+from rlhf_core.supervised.sft import pack_rows
 
 
 def test_each_sequence_goes_into_the_first_row_with_room_longest_first() -> None:

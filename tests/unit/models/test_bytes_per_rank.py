@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.strategy.memory_model import bytes_per_rank
+from rlhf_core.models.memory import bytes_per_rank
 
 # parameters 1000, of which 600 are trained, on 4 ranks: weights, gradients, master, moments
 BY_HAND: dict[tuple[Any, Any], tuple[int, int, int, int]] = {

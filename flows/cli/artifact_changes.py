@@ -1,56 +1,114 @@
-"""Keeping the store in order: verify, collect."""
+"""The verbs of `rlhf artifacts` that change the store: promote and rollback move aliases, collect deletes."""
 
 from __future__ import annotations
 
+import getpass
 import re
+import socket
 from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from flows.cli.artifacts.output import Json, console, print_rows, size, when, write_json, write_lines
+from flows.cli.output import Flag, Json, console, print_rows, size, when, write_json
 from rlhf_core.counting import counted
 
 if TYPE_CHECKING:
-    from infra.artifacts import ArtifactRef, ArtifactStore, Collection, Verification
+    from infra.artifacts import Collection, Manifest
 
-Flag = Annotated[bool, Parameter(negative="")]
+Why = Annotated[str, Parameter(name="--why", show_default=False)]
+_MODELS = ("sft", "reward-model", "policy")
+_CHAMPION = "champion"
 LONGEST_GRACE_H = 24 * 365 * 100
 _HOURS = {"": 1, "h": 1, "d": 24}
 
 
-def verify(reference: str | None = None, /, *, quick: Flag = False, as_json: Json = False) -> int:
-    """Look for anything that is not as it should be: manifests, parents, aliases, keys, and every byte of the blobs.
-
-    Each problem is a line. The exit status is 1 if there is one.
+def promote(reference: str, /, alias: str = _CHAMPION, *, why: Why = "", as_json: Json = False) -> None:
+    """Point an alias at a version. Where it pointed, who moved it, when and why is kept.
 
     Args:
-        reference: check this version only; the whole store when left out.
-        quick: look at the sizes of blobs only, not at their content.
+        reference: `kind/name` (the latest), `kind/name@version` or `kind/name@alias`.
+        alias: what is moved; `champion` is for models.
+        why: the reason, for the history; it must be given.
         as_json: print JSON.
     """
     from infra.artifacts import open_default_store
 
+    reason = _reason(why)
     store = open_default_store()
-    which = None if reference is None else store.resolve(reference).ref  # before a bar is there
-    found = _verified(store, which, quick=quick)
+    target = store.resolve(reference)
+    _refuse_other_champions(target, alias)
+    before = store.promote(target.ref, alias, why=reason, who=_who())
     if as_json:
-        facts = {"versions": found.versions, "blobs": found.blobs, "bytes": found.bytes, "quick": quick}
-        facts |= {"removed_parents": found.removed_parents, "stale_keys": found.stale_keys}
-        write_json(facts | {"problems": found.problems})
-        return int(bool(found.problems))
-    write_lines(found.problems)
-    held = f"{counted(found.versions, 'version')}, {counted(found.blobs, 'blob')}, {size(found.bytes)}"
-    depth = "of which only the sizes were looked at" if quick else "read and hashed"
-    console().print(
-        f"{which or store.url}: {held}, {depth}: "
-        f"{counted(len(found.problems), 'problem') if found.problems else 'all is well'}",
-        markup=False,
+        return write_json({"uri": target.uri, "alias": alias, "before": before, "moved": before != target.uri})
+    what = f"{alias} of {target.kind}/{target.name}"
+    moved = f"{what} points at {target.uri} now; before, at {before or 'nothing'}"
+    console().print(f"{what} points at {target.uri} already" if before == target.uri else moved, markup=False)
+    return None
+
+
+def rollback(artifact: str, /, alias: str = _CHAMPION, *, why: Why = "", as_json: Json = False) -> None:
+    """Point an alias at the version before, as far as that is still in the store; its history is kept.
+
+    A second rollback goes one further back.
+
+    Args:
+        artifact: `kind/name`.
+        alias: what is moved.
+        why: the reason, for the history; it must be given.
+        as_json: print JSON.
+    """
+    from infra.artifacts import open_default_store
+    from infra.artifacts.ref import LATEST, parse_reference
+    from infra.errors import StoreError
+
+    reference = parse_reference(artifact)
+    if reference.selector != LATEST:
+        raise StoreError(
+            f"{artifact!r} is a version, but an alias is rolled back: "
+            f"write rlhf artifacts rollback {reference.kind}/{reference.name} ALIAS"
+        )
+    reason = _reason(why)
+    store = open_default_store()
+    before = store.alias(reference.kind, reference.name, alias)
+    if before is None:
+        store.resolve(artifact)  # of an unknown one it says what there is instead
+    target = store.rollback(reference.kind, reference.name, alias, why=reason, who=_who())
+    if as_json:
+        return write_json({"uri": target.uri, "alias": alias, "before": before})
+    what = f"{alias} of {reference.kind}/{reference.name}"
+    console().print(f"{what} points at {target.uri} again; before, at {before}", markup=False)
+    return None
+
+
+def _refuse_other_champions(target: Manifest, alias: str) -> None:
+    """Refuse to make the champion of what is no model: runs look for theirs among models, and would not see it."""
+    from infra.errors import StoreError
+
+    if alias != _CHAMPION or target.kind in _MODELS:
+        return
+    models = [parent.uri for parent in target.parents if parent.uri.partition("/")[0] == "policy"]
+    raise StoreError(
+        f"{target.uri} is a {target.kind}, but the champion is a model; "
+        f"promote {' or '.join(models) or 'a policy'}, or name another alias: rlhf artifacts promote {target.uri} ALIAS"
     )
-    if found.stale_keys:
-        entries = counted(found.stale_keys, "entry", "entries")
-        console().print(f"{entries} of the key index of versions that are gone: no problem", markup=False)
-    return int(bool(found.problems))
+
+
+def _reason(why: str) -> str:
+    from infra.errors import StoreError
+
+    if not why.strip():
+        raise StoreError('a move of an alias needs a reason, for whoever reads its history; give one: --why "..."')
+    return why.strip()
+
+
+def _who() -> str:
+    """Return who moves the alias: user and machine."""
+    try:
+        user = getpass.getuser()
+    except (OSError, KeyError):  # a container may have a number only
+        user = "somebody"
+    return f"{user}@{socket.gethostname()}"
 
 
 def collect(
@@ -98,18 +156,6 @@ def _duration(text: str) -> timedelta:
             f"{text!r} is no grace time; expected hours or days, such as 36, 36h or 2d, and at most {LONGEST_GRACE_H}h"
         )
     return timedelta(hours=hours)
-
-
-def _verified(store: ArtifactStore, which: ArtifactRef | None, *, quick: bool) -> Verification:
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    screen = console(stderr=True)
-    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
-        task = bar.add_task("", total=None)
-        return store.verify(
-            which, quick=quick, progress=lambda read, total: bar.update(task, advance=read, total=total)
-        )
 
 
 def _show(found: Collection) -> None:

@@ -1,4 +1,4 @@
-"""How the verbs of `rlhf artifacts` print: for people, and as JSON."""
+"""How verbs print: for people, and as JSON."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from cyclopts import Parameter
 if TYPE_CHECKING:
     from rich.console import Console
 
+Flag = Annotated[bool, Parameter(negative="")]
 Json = Annotated[bool, Parameter(name="--json", negative="")]
 PIPE_WIDTH = 160
 

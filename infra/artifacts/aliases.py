@@ -12,8 +12,7 @@ from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from infra.artifacts import clock
-from infra.artifacts.backend import Backend
+from infra.artifacts.backend import Backend, clock
 from infra.artifacts.leases import Claim, Lease, lease
 from infra.artifacts.lineage import trace, walk
 from infra.artifacts.manifest import SCHEMA_VERSION, Manifest, SchemaVersion, first_complaint

@@ -27,224 +27,21 @@ from uuid import uuid4
 
 from infra.artifacts.backend import Backend
 from infra.artifacts.download import MISSING, Downloads, Wanted, flaw
-from infra.artifacts.locks import own, try_lock, unlock
 from infra.artifacts.manifest import FileEntry, Manifest
-from infra.artifacts.placing import put_copy, put_link, target_of
+from infra.artifacts.shared_files import own, put_copy, put_link, target_of, try_lock, unlock
 from infra.errors import StoreError
 
 HOLDS = "holds"
 _NAMES = "names"
-
-
-class Hold:
-    """What a living process uses; nobody evicts it. It ends with `end`, or with the last process that has it open."""
-
-    def __init__(self, root: Path, names: Iterable[str]) -> None:
-        """Begin to hold; whoever evicts must be kept away meanwhile.
-
-        Args:
-            root: of the cache.
-            names: hashes of files, digests of artifacts.
-        """
-        self.scratch = root / HOLDS / uuid4().hex
-        """A directory on the cache's file system for what is being made; it goes when the hold ends."""
-        self.scratch.mkdir(parents=True)
-        self._descriptor = os.open(self.scratch / _NAMES, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-        self._names: set[str] = set()
-        try:
-            try_lock(self._descriptor)  # nobody else knows of it yet
-            self.add(names)
-        except BaseException:
-            self.end()
-            raise
-
-    def add(self, names: Iterable[str]) -> None:
-        """Hold these too; whoever evicts must be kept away meanwhile."""
-        more = set(names) - self._names
-        data = "".join(f"\n{name}" for name in sorted(more)).encode()
-        while data:
-            data = data[os.write(self._descriptor, data) :]
-        self._names |= more
-
-    def has(self, names: Iterable[str]) -> bool:
-        """Return whether all of these are held, and nobody has removed the file in which that stands."""
-        return self._names.issuperset(names) and (self.scratch / _NAMES).exists()
-
-    def end(self) -> None:
-        """Let go."""
-        unlock(self._descriptor)
-        shutil.rmtree(self.scratch, ignore_errors=True)
-
-
-class LifelongHolds:
-    """The holds that last as long as this process, one for each cache."""
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._holds: dict[Path, Hold] = {}
-        os.register_at_fork(after_in_child=self._start_anew)
-
-    def hold(self, root: Path, names: Iterable[str], begin: Callable[[Callable[[], Hold]], Hold]) -> Hold:
-        """Hold these until the process ends.
-
-        Args:
-            root: of the cache.
-            names: hashes of files, digests of artifacts.
-            begin: calls what it is given while nobody evicts.
-        """
-        names = set(names)
-        with self._lock:
-            known = self._holds.get(root)
-            if known is not None and known.has(names):
-                return known
-            self._holds[root] = begin(lambda: _extended(known, root, names))
-            return self._holds[root]
-
-    def _start_anew(self) -> None:
-        """Leave the parent's holds to the parent: a child has its own, and keeps the parent's open besides."""
-        self._lock = Lock()
-        self._holds = {}
-
-
-def _extended(known: Hold | None, root: Path, names: set[str]) -> Hold:
-    if known is not None and not known.has(()):  # somebody has cleared the cache
-        known.end()
-        known = None
-    if known is None:
-        return Hold(root, names)
-    known.add(names)
-    return known
-
-
-def names_in_use(root: Path) -> set[str]:
-    """Return what living processes hold; what the dead have left is removed.
-
-    Raises:
-        OSError: if it cannot be told whether somebody is living: what he holds must not be taken for nobody's.
-    """
-    names: set[str] = set()
-    for folder in (root / HOLDS).glob("*"):
-        held = _names_of_living(folder / _NAMES)
-        if held is None:
-            shutil.rmtree(folder, ignore_errors=True)
-        else:
-            names |= held
-    return names
-
-
-def _names_of_living(path: Path) -> set[str] | None:
-    """Return what stands in a hold's file, or None if no process has it."""
-    try:
-        descriptor = os.open(path, os.O_RDWR)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    with open(descriptor, encoding="ascii") as file:
-        return None if try_lock(descriptor) else set(file.read().split())
-
-
 FILES, PARTS = "files", "parts"
 _TREE = re.compile(r"[0-9a-f]{64}")
 _BLOCK_BYTES = 512
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """Something that may be removed."""
-
-    used_at: float
-    size: int
-    remove: Callable[[], None]
-
-
-@dataclass(slots=True)
-class _Contents:
-    """What a cache holds."""
-
-    size: int = 0
-    """Bytes of everything; a file with several names counts once."""
-    entries: list[_Entry] = field(default_factory=list)
-
-
-def evict(root: Path, limit_bytes: int, room_bytes: int = 0) -> None:
-    """Remove what was used least recently until a cache is within its limit; nobody may begin to hold meanwhile.
-
-    Args:
-        root: of the cache.
-        limit_bytes: how large it may be.
-        room_bytes: how much has to be free on its disk.
-    """
-    contents = _look(root, names_in_use(root))
-    size, removed = contents.size, 0
-    for entry in sorted(contents.entries, key=lambda entry: entry.used_at):
-        if size <= limit_bytes and shutil.disk_usage(root).free >= room_bytes:
-            break
-        with suppress(PermissionError):  # another user's
-            entry.remove()
-            size -= entry.size
-            removed += 1
-    if removed:
-        log.info("removed %d of %d files from the cache %s", removed, len(contents.entries), root)
-
-
-def _look(root: Path, used: set[str]) -> _Contents:
-    """Return what a cache holds, and of that what nobody uses."""
-    contents = _Contents()
-    kept = {path.parent.name + path.name: found for path, found in _files_under(root / FILES)}
-    inodes = {found.st_ino for found in kept.values()}
-    trees: dict[int, list[Path]] = {}
-    for tree in (path for path in root.glob("*") if _TREE.fullmatch(path.name)):
-        found = [stat for _, stat in _files_under(tree)]
-        for inode in {stat.st_ino for stat in found} & inodes:
-            trees.setdefault(inode, []).append(tree)
-        own = [stat for stat in found if stat.st_ino not in inodes]  # copies, where files cannot be linked
-        if own:
-            size, used_at = sum(stat.st_size for stat in own), max(stat.st_atime for stat in own)
-            _add(contents, tree.name in used, _Entry(used_at, size, partial(_remove_trees, root, [tree])))
-    for name, stat in kept.items():
-        remove = partial(_remove_file, root, name, trees.get(stat.st_ino, []))
-        _add(contents, name in used, _Entry(stat.st_atime, stat.st_size, remove))
-    for path, stat in _files_under(root / PARTS):
-        remove = partial(path.unlink, missing_ok=True)
-        _add(contents, path.name in used, _Entry(stat.st_mtime, stat.st_blocks * _BLOCK_BYTES, remove))
-    return contents
-
-
-def _add(contents: _Contents, is_used: bool, entry: _Entry) -> None:
-    contents.size += entry.size
-    if not is_used:
-        contents.entries.append(entry)
-
-
-def _files_under(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    for path in folder.rglob("*"):
-        with suppress(FileNotFoundError, NotADirectoryError):  # it got its proper name since it was listed
-            if not path.is_dir() or path.is_symlink():
-                yield path, path.lstat()
-
-
-def _remove_file(root: Path, name: str, trees: list[Path]) -> None:
-    """Remove a file with the directories that have it too: with a name left, it would still take its place."""
-    (root / FILES / name[:2] / name[2:]).unlink(missing_ok=True)
-    _remove_trees(root, trees)
-
-
-def _remove_trees(root: Path, trees: list[Path]) -> None:
-    """Remove artifacts' directories, each at once for whoever looks."""
-    for tree in trees:
-        gone = root / HOLDS / uuid4().hex  # without a lock: another cleans it up should we be killed
-        with suppress(FileNotFoundError):
-            tree.rename(gone)
-        shutil.rmtree(gone, ignore_errors=True)
-
-
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-
 LIMIT_GB = 50.0
 GB = 10**9
 LOCK_PATIENCE_S = 120.0
 """Whoever evicts is waited for so long: it lists the cache and removes files."""
-_lifelong = LifelongHolds()
 
 
 class Cache:
@@ -400,3 +197,202 @@ class Cache:
 def _names(manifest: Manifest) -> Iterable[str]:
     """Return what is used while an artifact is: its directory and its files."""
     return [manifest.digest, *(entry.sha256 for entry in manifest.files)]
+
+
+def evict(root: Path, limit_bytes: int, room_bytes: int = 0) -> None:
+    """Remove what was used least recently until a cache is within its limit; nobody may begin to hold meanwhile.
+
+    Args:
+        root: of the cache.
+        limit_bytes: how large it may be.
+        room_bytes: how much has to be free on its disk.
+    """
+    contents = _look(root, names_in_use(root))
+    size, removed = contents.size, 0
+    for entry in sorted(contents.entries, key=lambda entry: entry.used_at):
+        if size <= limit_bytes and shutil.disk_usage(root).free >= room_bytes:
+            break
+        with suppress(PermissionError):  # another user's
+            entry.remove()
+            size -= entry.size
+            removed += 1
+    if removed:
+        log.info("removed %d of %d files from the cache %s", removed, len(contents.entries), root)
+
+
+def _look(root: Path, used: set[str]) -> _Contents:
+    """Return what a cache holds, and of that what nobody uses."""
+    contents = _Contents()
+    kept = {path.parent.name + path.name: found for path, found in _files_under(root / FILES)}
+    inodes = {found.st_ino for found in kept.values()}
+    trees: dict[int, list[Path]] = {}
+    for tree in (path for path in root.glob("*") if _TREE.fullmatch(path.name)):
+        found = [stat for _, stat in _files_under(tree)]
+        for inode in {stat.st_ino for stat in found} & inodes:
+            trees.setdefault(inode, []).append(tree)
+        own = [stat for stat in found if stat.st_ino not in inodes]  # copies, where files cannot be linked
+        if own:
+            size, used_at = sum(stat.st_size for stat in own), max(stat.st_atime for stat in own)
+            _add(contents, tree.name in used, _Entry(used_at, size, partial(_remove_trees, root, [tree])))
+    for name, stat in kept.items():
+        remove = partial(_remove_file, root, name, trees.get(stat.st_ino, []))
+        _add(contents, name in used, _Entry(stat.st_atime, stat.st_size, remove))
+    for path, stat in _files_under(root / PARTS):
+        remove = partial(path.unlink, missing_ok=True)
+        _add(contents, path.name in used, _Entry(stat.st_mtime, stat.st_blocks * _BLOCK_BYTES, remove))
+    return contents
+
+
+def _add(contents: _Contents, is_used: bool, entry: _Entry) -> None:
+    contents.size += entry.size
+    if not is_used:
+        contents.entries.append(entry)
+
+
+def _files_under(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError, NotADirectoryError):  # it got its proper name since it was listed
+            if not path.is_dir() or path.is_symlink():
+                yield path, path.lstat()
+
+
+def _remove_file(root: Path, name: str, trees: list[Path]) -> None:
+    """Remove a file with the directories that have it too: with a name left, it would still take its place."""
+    (root / FILES / name[:2] / name[2:]).unlink(missing_ok=True)
+    _remove_trees(root, trees)
+
+
+def _remove_trees(root: Path, trees: list[Path]) -> None:
+    """Remove artifacts' directories, each at once for whoever looks."""
+    for tree in trees:
+        gone = root / HOLDS / uuid4().hex  # without a lock: another cleans it up should we be killed
+        with suppress(FileNotFoundError):
+            tree.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """Something that may be removed."""
+
+    used_at: float
+    size: int
+    remove: Callable[[], None]
+
+
+@dataclass(slots=True)
+class _Contents:
+    """What a cache holds."""
+
+    size: int = 0
+    """Bytes of everything; a file with several names counts once."""
+    entries: list[_Entry] = field(default_factory=list)
+
+
+class Hold:
+    """What a living process uses; nobody evicts it. It ends with `end`, or with the last process that has it open."""
+
+    def __init__(self, root: Path, names: Iterable[str]) -> None:
+        """Begin to hold; whoever evicts must be kept away meanwhile.
+
+        Args:
+            root: of the cache.
+            names: hashes of files, digests of artifacts.
+        """
+        self.scratch = root / HOLDS / uuid4().hex
+        """A directory on the cache's file system for what is being made; it goes when the hold ends."""
+        self.scratch.mkdir(parents=True)
+        self._descriptor = os.open(self.scratch / _NAMES, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        self._names: set[str] = set()
+        try:
+            try_lock(self._descriptor)  # nobody else knows of it yet
+            self.add(names)
+        except BaseException:
+            self.end()
+            raise
+
+    def add(self, names: Iterable[str]) -> None:
+        """Hold these too; whoever evicts must be kept away meanwhile."""
+        more = set(names) - self._names
+        data = "".join(f"\n{name}" for name in sorted(more)).encode()
+        while data:
+            data = data[os.write(self._descriptor, data) :]
+        self._names |= more
+
+    def has(self, names: Iterable[str]) -> bool:
+        """Return whether all of these are held, and nobody has removed the file in which that stands."""
+        return self._names.issuperset(names) and (self.scratch / _NAMES).exists()
+
+    def end(self) -> None:
+        """Let go."""
+        unlock(self._descriptor)
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+
+class LifelongHolds:
+    """The holds that last as long as this process, one for each cache."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._holds: dict[Path, Hold] = {}
+        os.register_at_fork(after_in_child=self._start_anew)
+
+    def hold(self, root: Path, names: Iterable[str], begin: Callable[[Callable[[], Hold]], Hold]) -> Hold:
+        """Hold these until the process ends.
+
+        Args:
+            root: of the cache.
+            names: hashes of files, digests of artifacts.
+            begin: calls what it is given while nobody evicts.
+        """
+        names = set(names)
+        with self._lock:
+            known = self._holds.get(root)
+            if known is not None and known.has(names):
+                return known
+            self._holds[root] = begin(lambda: _extended(known, root, names))
+            return self._holds[root]
+
+    def _start_anew(self) -> None:
+        """Leave the parent's holds to the parent: a child has its own, and keeps the parent's open besides."""
+        self._lock = Lock()
+        self._holds = {}
+
+
+def _extended(known: Hold | None, root: Path, names: set[str]) -> Hold:
+    if known is not None and not known.has(()):  # somebody has cleared the cache
+        known.end()
+        known = None
+    if known is None:
+        return Hold(root, names)
+    known.add(names)
+    return known
+
+
+def names_in_use(root: Path) -> set[str]:
+    """Return what living processes hold; what the dead have left is removed.
+
+    Raises:
+        OSError: if it cannot be told whether somebody is living: what he holds must not be taken for nobody's.
+    """
+    names: set[str] = set()
+    for folder in (root / HOLDS).glob("*"):
+        held = _names_of_living(folder / _NAMES)
+        if held is None:
+            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            names |= held
+    return names
+
+
+def _names_of_living(path: Path) -> set[str] | None:
+    """Return what stands in a hold's file, or None if no process has it."""
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    with open(descriptor, encoding="ascii") as file:
+        return None if try_lock(descriptor) else set(file.read().split())
+
+
+_lifelong = LifelongHolds()

@@ -10,14 +10,11 @@ from itertools import groupby
 from typing import NamedTuple
 from uuid import uuid4
 
-from infra.artifacts import clock
 from infra.artifacts.aliases import list_aliases
-from infra.artifacts.backend import Backend
-from infra.artifacts.catalog import Catalog
-from infra.artifacts.download import in_parallel
-from infra.artifacts.exclusive import old_run_locks
-from infra.artifacts.index import KeyIndex, keys_of
+from infra.artifacts.backend import Backend, clock, in_parallel
+from infra.artifacts.catalog import Catalog, KeyIndex, keys_of
 from infra.artifacts.leases import INTENT_LIFE, LEASE_LIFE, Claim, claims, live_leases
+from infra.artifacts.locks import old_run_locks
 from infra.artifacts.manifest import BlobEntry, Manifest
 from infra.artifacts.ref import (
     ALIASES,
@@ -40,6 +37,11 @@ NEVER = "run"
 ALL = "all"
 _DEFAULT = {"ppo-state": 2}
 _EXAMPLE = "ppo-state=3,policy=50"
+LEFTOVER = rf"^{PROBES}[A-Za-z0-9][A-Za-z0-9._-]*$"
+"""What the key of a leftover looks like: anything else is not ours to delete."""
+_FOLDER, _REST = re.compile(r"[0-9a-f]{2}"), re.compile(r"[0-9a-f]{62}")
+DELETE_LIMIT_S = 60.0
+"""Nothing is deleted later than this after the intent; what is left then is the next deletion's to finish."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,55 +106,6 @@ class Retention:
         return ", ".join(f"{kind}={count}" for kind, count in self.newest.items()) or "nothing is retired"
 
 
-def reached(roots: Iterable[str], manifests: Iterable[Manifest]) -> set[str]:
-    """Return the references of some versions and of all that they came from.
-
-    Args:
-        roots: references of versions, there or not.
-        manifests: of all versions.
-    """
-    parents = {manifest.uri: [parent.uri for parent in manifest.parents] for manifest in manifests}
-    found: set[str] = set()
-    pending = list(roots)
-    while pending:
-        uri = pending.pop()
-        if uri not in found:
-            found.add(uri)
-            pending += parents.get(uri, ())
-    return found
-
-
-LEFTOVER = rf"^{PROBES}[A-Za-z0-9][A-Za-z0-9._-]*$"
-"""What the key of a leftover looks like: anything else is not ours to delete."""
-_FOLDER, _REST = re.compile(r"[0-9a-f]{2}"), re.compile(r"[0-9a-f]{62}")
-
-
-@dataclass(frozen=True, slots=True)
-class Survey:
-    """What could go."""
-
-    retired: list[Manifest]
-    """Versions that the rules no longer keep."""
-    freed: dict[str, list[BlobEntry]]
-    """The blobs that only they reach, by the kind of the first that does."""
-    orphans: list[BlobEntry]
-    """The blobs that no version and no lease reaches: of writers that were killed, mostly."""
-    leftovers: list[str]
-    """Keys of what openings of the store left when they were killed."""
-    stale_keys: list[str]
-    """Entries of the key index that lead to nothing; they need no grace time, for nothing is lost with them."""
-    old_locks: list[str]
-    """Keys of the locks of runs that ended long ago: nobody starts them again."""
-    stale_leases: int
-    unfinished: int
-    """Deletions whose process was killed."""
-
-    @property
-    def blob_bytes(self) -> dict[str, int]:
-        """Size of every blob that could go, by its hash."""
-        return {blob.sha256: blob.size for blobs in (self.orphans, *self.freed.values()) for blob in blobs}
-
-
 def survey(backend: Backend, catalog: Catalog, retention: Retention) -> Survey:
     """Return what the rules, aliases and leases no longer keep.
 
@@ -180,6 +133,32 @@ def survey(backend: Backend, catalog: Catalog, retention: Retention) -> Survey:
         stale_leases=sum(age > LEASE_LIFE for _, _, age in leases),
         unfinished=sum(age > INTENT_LIFE for _, _, age in claims(backend, DELETING)),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What could go."""
+
+    retired: list[Manifest]
+    """Versions that the rules no longer keep."""
+    freed: dict[str, list[BlobEntry]]
+    """The blobs that only they reach, by the kind of the first that does."""
+    orphans: list[BlobEntry]
+    """The blobs that no version and no lease reaches: of writers that were killed, mostly."""
+    leftovers: list[str]
+    """Keys of what openings of the store left when they were killed."""
+    stale_keys: list[str]
+    """Entries of the key index that lead to nothing; they need no grace time, for nothing is lost with them."""
+    old_locks: list[str]
+    """Keys of the locks of runs that ended long ago: nobody starts them again."""
+    stale_leases: int
+    unfinished: int
+    """Deletions whose process was killed."""
+
+    @property
+    def blob_bytes(self) -> dict[str, int]:
+        """Size of every blob that could go, by its hash."""
+        return {blob.sha256: blob.size for blobs in (self.orphans, *self.freed.values()) for blob in blobs}
 
 
 def every_manifest(backend: Backend, catalog: Catalog) -> list[Manifest]:
@@ -213,6 +192,24 @@ def staying(backend: Backend, leased: Claim, manifests: Iterable[Manifest]) -> s
     pointed = in_parallel(lambda artifact: list_aliases(backend, *artifact), with_aliases(backend))
     roots = {alias.uri for aliases in pointed for alias in aliases.values()}
     return reached(roots.union(each.uri for each in known if leased.covers(each.uri)), known)
+
+
+def reached(roots: Iterable[str], manifests: Iterable[Manifest]) -> set[str]:
+    """Return the references of some versions and of all that they came from.
+
+    Args:
+        roots: references of versions, there or not.
+        manifests: of all versions.
+    """
+    parents = {manifest.uri: [parent.uri for parent in manifest.parents] for manifest in manifests}
+    found: set[str] = set()
+    pending = list(roots)
+    while pending:
+        uri = pending.pop()
+        if uri not in found:
+            found.add(uri)
+            pending += parents.get(uri, ())
+    return found
 
 
 def with_aliases(backend: Backend) -> list[tuple[str, str]]:
@@ -255,17 +252,6 @@ def _sized(backend: Backend, hashes: Iterable[str]) -> list[BlobEntry]:
     return [BlobEntry(size=n, sha256=digest) for digest, n in zip(listed, sizes, strict=True) if n is not None]
 
 
-DELETE_LIMIT_S = 60.0
-"""Nothing is deleted later than this after the intent; what is left then is the next deletion's to finish."""
-
-
-class Deleted(NamedTuple):
-    """What was deleted."""
-
-    versions: list[Manifest]
-    blobs: list[str]
-
-
 def delete_unreached(
     backend: Backend,
     catalog: Catalog,
@@ -306,6 +292,13 @@ def delete_unreached(
         for key in [*(key for key, _ in orphaned), intent.key]:
             backend.delete(key)
     return Deleted(gone, [digest for digest, is_gone in zip(ordered, deleted, strict=True) if is_gone])
+
+
+class Deleted(NamedTuple):
+    """What was deleted."""
+
+    versions: list[Manifest]
+    blobs: list[str]
 
 
 class _Intent:

@@ -16,98 +16,17 @@ from threading import Event
 from types import TracebackType
 from typing import Self, TypeVar
 
-from infra.artifacts.backend import Backend
-from infra.artifacts.locks import own
+from infra.artifacts.backend import THREADS, Backend
 from infra.artifacts.manifest import BlobEntry, FileEntry, Manifest
 from infra.artifacts.ref import blob_key
+from infra.artifacts.shared_files import READ_BYTES, STALL_S, own
 from infra.errors import StoreError
-
-THREADS = 4
-"""For small requests, which wait more than they work."""
-BODIES = min(8, max(2, os.cpu_count() or 2))
-"""For bodies of blobs, of which each is in memory: hashing them keeps a core busy."""
-
-
-def in_parallel(function: Callable[[T], R], items: Iterable[T], threads: int = THREADS) -> list[R]:
-    """Return the function's result for each item, in order; the first error ends it all."""
-    with ThreadPoolExecutor(threads, thread_name_prefix="artifacts") as pool:
-        futures = [pool.submit(function, item) for item in items]
-        try:
-            return [future.result() for future in futures]
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-
 
 T = TypeVar("T")
 R = TypeVar("R")
-STALL_S = 1200.0
-"""Another process that downloads a file is waited for this long after it last wrote: longer than it waits for the store
-itself (RLHF_STORE_PATIENCE_S)."""
-READ_BYTES = 1 << 20
 ATTEMPTS = 2
 """A body may be damaged on its way; one that comes so twice is damaged in the store."""
 MISSING = "is missing"
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """A file of an artifact that is to be had on this machine."""
-
-    manifest: Manifest
-    entry: FileEntry
-
-    def __str__(self) -> str:
-        return f"{self.entry.path!r} of {self.manifest.uri}"
-
-    def blob(self, blob: BlobEntry) -> str:
-        """Return how messages name one of its blobs."""
-        return f"{self} (blob {blob_key(blob.sha256)})"
-
-
-def flaw(path: Path, entry: FileEntry) -> str | None:
-    """Return what is wrong with a file on disk, as the end of a sentence; None if every byte is right."""
-    try:
-        with path.open("rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size != entry.size:
-                return f"has {size} B instead of {entry.size}"
-            right = hashlib.file_digest(file, "sha256").hexdigest() == entry.sha256
-    except (FileNotFoundError, NotADirectoryError):
-        return MISSING
-    except OSError as error:
-        return f"cannot be read ({error.strerror})"
-    return None if right else "is damaged"
-
-
-def stored_body(backend: Backend, blob: BlobEntry, where: str) -> Iterator[bytes]:
-    """Yield a blob as it comes from the store; its reader hashes it.
-
-    Args:
-        backend: where from.
-        blob: which.
-        where: what messages call it.
-
-    Raises:
-        StoreError: if it is missing or has another size.
-    """
-    key = blob_key(blob.sha256)
-    size = backend.size(key)
-    if size is None:
-        raise StoreError(f"{where} is missing from the store; restore it from a backup, or commit it again")
-    if size != blob.size:
-        raise StoreError(f"{where} has {size} B instead of {blob.size}; restore it from a backup")
-    yield from backend.download(key, size)
-
-
-def damaged(where: str, found: str) -> StoreError:
-    """Return the error for a blob whose content is not what its name says."""
-    return StoreError(f"{where} is damaged: its content hashes to {found}; restore it from a backup")
-
-
-def inconsistent(wanted: Wanted) -> StoreError:
-    """Return the error for a file whose blobs are right, but are not that file's."""
-    return StoreError(f"{wanted} does not hash to {wanted.entry.sha256}: its manifest is damaged")
 
 
 class Downloads:
@@ -302,3 +221,63 @@ def _read_range(path: Path, start: int, size: int) -> Iterator[bytes]:
                 yield chunk
     except OSError:
         return
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A file of an artifact that is to be had on this machine."""
+
+    manifest: Manifest
+    entry: FileEntry
+
+    def __str__(self) -> str:
+        return f"{self.entry.path!r} of {self.manifest.uri}"
+
+    def blob(self, blob: BlobEntry) -> str:
+        """Return how messages name one of its blobs."""
+        return f"{self} (blob {blob_key(blob.sha256)})"
+
+
+def flaw(path: Path, entry: FileEntry) -> str | None:
+    """Return what is wrong with a file on disk, as the end of a sentence; None if every byte is right."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != entry.size:
+                return f"has {size} B instead of {entry.size}"
+            right = hashlib.file_digest(file, "sha256").hexdigest() == entry.sha256
+    except (FileNotFoundError, NotADirectoryError):
+        return MISSING
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    return None if right else "is damaged"
+
+
+def stored_body(backend: Backend, blob: BlobEntry, where: str) -> Iterator[bytes]:
+    """Yield a blob as it comes from the store; its reader hashes it.
+
+    Args:
+        backend: where from.
+        blob: which.
+        where: what messages call it.
+
+    Raises:
+        StoreError: if it is missing or has another size.
+    """
+    key = blob_key(blob.sha256)
+    size = backend.size(key)
+    if size is None:
+        raise StoreError(f"{where} is missing from the store; restore it from a backup, or commit it again")
+    if size != blob.size:
+        raise StoreError(f"{where} has {size} B instead of {blob.size}; restore it from a backup")
+    yield from backend.download(key, size)
+
+
+def damaged(where: str, found: str) -> StoreError:
+    """Return the error for a blob whose content is not what its name says."""
+    return StoreError(f"{where} is damaged: its content hashes to {found}; restore it from a backup")
+
+
+def inconsistent(wanted: Wanted) -> StoreError:
+    """Return the error for a file whose blobs are right, but are not that file's."""
+    return StoreError(f"{wanted} does not hash to {wanted.entry.sha256}: its manifest is damaged")

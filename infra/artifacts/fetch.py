@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from infra.artifacts.backend import Backend
+from infra.artifacts.backend import Backend, in_parallel
 from infra.artifacts.cache import Cache
-from infra.artifacts.download import Downloads, Wanted, damaged, flaw, in_parallel, inconsistent, stored_body
+from infra.artifacts.download import Downloads, Wanted, damaged, flaw, inconsistent, stored_body
 from infra.artifacts.manifest import FileEntry, Manifest
-from infra.artifacts.placing import discard_parts, is_inside, is_part, part_of, put_copy, put_link, target_of
 from infra.artifacts.ref import enumerate_names
+from infra.artifacts.shared_files import discard_parts, is_inside, is_part, part_of, put_copy, put_link, target_of
 from infra.errors import StoreError
 
 COPIED_BYTES = 10**6

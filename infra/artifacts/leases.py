@@ -24,8 +24,7 @@ from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
 from typing import Any
 
-from infra.artifacts import clock
-from infra.artifacts.backend import Backend
+from infra.artifacts.backend import Backend, clock
 from infra.artifacts.ref import DELETING, LEASES
 from infra.errors import StoreError, VersionExistsError
 

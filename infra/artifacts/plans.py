@@ -7,9 +7,7 @@ from datetime import datetime
 
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
-from infra.artifacts import clock
-from infra.artifacts.backend import Backend
-from infra.artifacts.download import in_parallel
+from infra.artifacts.backend import Backend, clock, in_parallel
 from infra.artifacts.manifest import SCHEMA_VERSION, SchemaVersion, first_complaint
 from infra.artifacts.ref import PLANS, plan_key, plan_prefix
 from infra.errors import StoreError, StoreNotReadyError

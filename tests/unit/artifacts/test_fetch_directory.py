@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.artifacts.locks import try_lock
+from infra.artifacts.shared_files import try_lock
 from infra.errors import StoreError
 from tests.unit.artifacts.cache_place import LARGE, PIECE, Place, blobs_of, flip, place_fixture  # noqa: F401 - a fixture
 from tests.unit.artifacts.store_contract import sha256

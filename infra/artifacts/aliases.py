@@ -1,4 +1,4 @@
-"""Pointers that move, and back: each with the history of where it pointed, why it moved, and who moved it."""
+"""Aliases of versions: reading, promoting and rolling them back, each with a history of where, why and by whom."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """The local cache of fetched artifacts, shared by all processes of this machine, and kept within its limit.
 
-Its unit is the file, under its SHA-256 and read-only; an artifact's directory is made of links to its files. What
-the cache holds is not trusted: every byte is hashed whenever it is asked for, and what is wrong is fetched again.
-What was used least recently goes first; what is used never goes: users write it in a locked file, so that the system
-takes it back with their process.
+Its unit is the file, under its SHA-256 and read-only. An artifact's directory is made of links to its files. The cache
+does not trust what it holds: every byte is hashed whenever it is asked for, and what is wrong is fetched again.
+
+What was used least recently is removed first; what is in use is never removed. A process writes what it uses in a
+locked file, and the system releases the lock when the process ends.
 
     files/ab/cdef...    whole files           <digest>/       artifacts' directories
     parts/abcdef...     unfinished ones       holds/<id>/     what living processes use
@@ -41,7 +42,7 @@ log = logging.getLogger(__name__)
 LIMIT_GB = 50.0
 GB = 10**9
 LOCK_PATIENCE_S = 120.0
-"""Whoever evicts is waited for so long: it lists the cache and removes files."""
+"""How long we wait for a process that evicts: it lists the cache and removes files."""
 
 
 class Cache:
@@ -52,7 +53,7 @@ class Cache:
 
         Args:
             root: its directory.
-            limit_bytes: what it may hold after a fetch, but for what is in use.
+            limit_bytes: what it may hold after a fetch, besides what is in use.
         """
         self._root = root.absolute()
         self._limit_bytes = limit_bytes
@@ -109,7 +110,7 @@ class Cache:
         entries = {entry.sha256: entry for entry in manifest.files}.values()
         missing_bytes = sum(entry.size for entry in entries if not self.path(entry).exists())
         disk = shutil.disk_usage(self._root)
-        if disk.free < missing_bytes <= disk.total:  # what no disk holds makes no room, but an error
+        if disk.free < missing_bytes <= disk.total:  # no eviction makes room for more than the disk
             self.evict(room_bytes=missing_bytes)
         with Downloads(backend) as downloads:
             found = downloads.each(lambda entry: self._keep_file(downloads, Wanted(manifest, entry)), entries)
@@ -124,7 +125,7 @@ class Cache:
         self._while_nobody_evicts(lambda: evict(self._root, self._limit_bytes, room_bytes))
 
     def _tidy(self) -> None:
-        """Evict after a fetch, which has succeeded whatever becomes of this."""
+        """Evict after a fetch; the fetch has succeeded even if this fails."""
         try:
             self.evict()
         except (OSError, StoreError) as error:
@@ -140,7 +141,7 @@ class Cache:
                 log.warning("the cached copy of %s %s; it is mended from the store", wanted, wrong)
             part = self._root / PARTS / entry.sha256
             downloads.make(wanted, kept, part, donors=(kept, elsewhere), read_only=True)
-        with suppress(OSError):  # another user's file: its time does not matter much
+        with suppress(OSError):  # another user's file: its time matters little
             os.utime(kept, ns=(time.time_ns(), kept.stat().st_mtime_ns))
         return wrong is not None
 
@@ -263,7 +264,7 @@ def _remove_file(root: Path, name: str, trees: list[Path]) -> None:
 
 
 def _remove_trees(root: Path, trees: list[Path]) -> None:
-    """Remove artifacts' directories, each at once for whoever looks."""
+    """Remove artifacts' directories, each in one step for everyone who looks."""
     for tree in trees:
         gone = root / HOLDS / uuid4().hex  # without a lock: another cleans it up should we be killed
         with suppress(FileNotFoundError):
@@ -293,7 +294,7 @@ class Hold:
     """What a living process uses; nobody evicts it. It ends with `end`, or with the last process that has it open."""
 
     def __init__(self, root: Path, names: Iterable[str]) -> None:
-        """Begin to hold; whoever evicts must be kept away meanwhile.
+        """Begin to hold; nobody may evict meanwhile.
 
         Args:
             root: of the cache.
@@ -312,7 +313,7 @@ class Hold:
             raise
 
     def add(self, names: Iterable[str]) -> None:
-        """Hold these too; whoever evicts must be kept away meanwhile."""
+        """Hold these too; nobody may evict meanwhile."""
         more = set(names) - self._names
         data = "".join(f"\n{name}" for name in sorted(more)).encode()
         while data:
@@ -324,7 +325,7 @@ class Hold:
         return self._names.issuperset(names) and (self.scratch / _NAMES).exists()
 
     def end(self) -> None:
-        """Let go."""
+        """Release them."""
         unlock(self._descriptor)
         shutil.rmtree(self.scratch, ignore_errors=True)
 
@@ -373,7 +374,7 @@ def names_in_use(root: Path) -> set[str]:
     """Return what living processes hold; what the dead have left is removed.
 
     Raises:
-        OSError: if it cannot be told whether somebody is living: what he holds must not be taken for nobody's.
+        OSError: if it cannot be told whether a holder lives: what it holds must not count as unused.
     """
     names: set[str] = set()
     for folder in (root / HOLDS).glob("*"):

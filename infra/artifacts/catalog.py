@@ -1,7 +1,7 @@
 """Finding manifests: by version, by reference or all of them, and by the key or the content that they were made from.
 
 The versions of a name are listed, and the highest is the newest. A *hint* holds a number that they have reached: the
-list of a long history begins there. Whoever commits leaves a hint when the list has become long. The list decides,
+list of a long history begins there. A commit leaves a hint when the list has become long. The list decides,
 never the hint: one that is missing, behind or altered by hand costs requests, and hides nothing.
 
 The *key index* has an entry for what was made from some inputs, and one for each content. The entry of a content is
@@ -52,7 +52,7 @@ _CONTENT = re.compile(r"content-[0-9a-f]{64}\.json")
 
 
 class Catalog:
-    """The manifests of a store. What exists is listed anew each time; what a manifest says never changes."""
+    """The manifests of a store. What exists is listed each time; what a manifest says never changes."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -139,7 +139,7 @@ class Catalog:
         """Return the names of a kind; in a directory, one that has lost its last version stays.
 
         Raises:
-            StoreError: if there is something else: whoever deletes must not pass over what it cannot read.
+            StoreError: if there is something else: a deletion must not ignore what it cannot read.
         """
         folder = f"{VERSIONS}{check_kind(kind)}/"
         names = self._backend.children(folder)
@@ -215,7 +215,7 @@ def highest_version(backend: Backend, kind: str, name: str, *, leave_hint: bool 
         backend: where.
         kind: of the artifact.
         name: of the artifact.
-        leave_hint: leave a hint for others if the way was long; for whoever writes anyway.
+        leave_hint: leave a hint for others if the list was long; for callers that write anyway.
     """
     prefix = versions_prefix(kind, name)
     first = backend.children(prefix, most=FEW)

@@ -1,6 +1,6 @@
-"""Collection in two phases: what is not needed is listed, and deleted if it still is not after a grace time.
+"""Collection in two phases: what nothing needs is listed, and deleted after a grace time if still nothing needs it.
 
-The lists stand in the store until then.
+The lists stay in the store until then.
 """
 
 from __future__ import annotations

@@ -24,12 +24,12 @@ Source = Path | bytes
 PIECE_BYTES = 64 << 20
 """Size of the largest blob: the unit of sharing, parallelism, resumption and repair."""
 NUMBER_ATTEMPTS = 1000
-"""How many numbers a writer tries that others take from it; time does not count, for it may be stopped."""
+"""How many numbers a writer tries when others take each one first; a limit in time would count its stops too."""
 LOOKS = 5
-"""How often a writer finds a version with its content that has gone before it could be claimed."""
+"""How often a writer looks again when a version with its content went before it could be claimed."""
 Sources = Mapping[str, Source]
 ATTEMPTS = 5
-"""How often a writer begins anew when it was stopped until its lease had run out."""
+"""How often a writer begins again when it was stopped until its lease had run out."""
 
 
 def gather_sources(files: Mapping[str, Source] | Path) -> dict[str, Source]:
@@ -64,7 +64,7 @@ def commit(
 
     Args:
         backend: where to.
-        draft: the manifest, or what it will be but for its number.
+        draft: the manifest, or what it will be except for its number.
         sources: the body of each of its files.
         claim: the versions that it may become, and the entries of the key index that will lead to it.
         write: writes the manifest and returns it, or the one of another writer who was first with the same.
@@ -97,7 +97,7 @@ def send_missing(backend: Backend, bodies: Mapping[str, Body]) -> list[str]:
 def resend(backend: Backend, bodies: Mapping[str, Body], doubtful: Collection[str]) -> None:
     """Upload those that were in the store before the manifest was, and are no longer.
 
-    A lease that ran out while its writer was stopped protects nothing, and hands delete what they like.
+    A lease that ran out while its writer was stopped protects nothing, and a person may delete anything.
     """
     if doubtful:
         await_deletions(backend, Claim(frozenset(doubtful)))
@@ -181,13 +181,13 @@ def write_numbered(backend: Backend, catalog: Catalog, draft: Manifest, held: Le
 def write_next(backend: Backend, catalog: Catalog, draft: Manifest, held: Lease) -> Manifest:
     """Write the manifest under the next free number, or return the version that a commit would only repeat.
 
-    The lease is there before the numbers are listed: so none above the highest was ever given, and those that others
-    take meanwhile are not deleted. The entry of the content stands before the manifest does.
+    The lease is written before the numbers are listed: so no number above the highest was ever given, and those that
+    others take meanwhile are not deleted. The entry of the content is written before the manifest.
 
     Args:
         backend: where to.
         catalog: the manifests that are there.
-        draft: the manifest but for its number.
+        draft: the manifest except for its number.
         held: the lease.
 
     Returns:
@@ -219,7 +219,7 @@ def _same(backend: Backend, catalog: Catalog, draft: Manifest, held: Lease) -> M
 
 
 def _stays(catalog: Catalog, found: Manifest, held: Lease) -> bool:
-    """Claim a version, and return whether it is there still: whoever was about to delete it has ended by then."""
+    """Claim a version, and return whether it is still there: a deletion that was under way has ended by then."""
     held.cover(Claim(versions=frozenset({found.uri})))
     return catalog.read(found.kind, found.name, found.version) is not None
 
@@ -227,7 +227,7 @@ def _stays(catalog: Catalog, found: Manifest, held: Lease) -> bool:
 def _create(backend: Backend, draft: Manifest, held: Lease) -> Manifest | None:
     """Write a manifest unless one is there; return the one that is there then.
 
-    A conditional write is refused to its own winner when its answer was lost: so read back who wrote it.
+    When the answer to a conditional write was lost, its own winner is refused the next time: so read back who wrote it.
     """
     key = version_key(draft.kind, draft.name, draft.version)
     held.check()
@@ -262,7 +262,7 @@ def describe(path: str, source: Source) -> FileEntry:
         if blobs:
             whole.update(piece)
         else:
-            whole = digest.copy()  # it begins as the first blob's: most files are hashed once
+            whole = digest.copy()  # a copy of the first blob's hash: most files are one blob, and hashed once
         blobs.append(BlobEntry(size=len(piece), sha256=digest.hexdigest()))
     size = sum(blob.size for blob in blobs)
     return FileEntry(path=path, size=size, sha256=whole.hexdigest(), blobs=tuple(blobs) if len(blobs) > 1 else ())

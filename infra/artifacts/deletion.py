@@ -1,4 +1,7 @@
-"""What is kept, what nothing reaches, and deleting that without taking what others reach (the protocol: leases.py)."""
+"""What may be deleted, and deleting it: versions that the rules no longer keep, and blobs that nothing reaches.
+
+The protocol of leases.py protects what somebody is about to rely on.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ from infra.artifacts.ref import (
 from infra.errors import StoreError
 
 NEVER = "run"
-"""Reports are small, and what a team looks back to: they are never retired."""
+"""Reports are small, and teams look back at them: they are never retired."""
 ALL = "all"
 _DEFAULT = {"ppo-state": 2}
 _EXAMPLE = "ppo-state=3,policy=50"
@@ -148,7 +151,7 @@ class Survey:
     leftovers: list[str]
     """Keys of what openings of the store left when they were killed."""
     stale_keys: list[str]
-    """Entries of the key index that lead to nothing; they need no grace time, for nothing is lost with them."""
+    """Entries of the key index that lead to nothing. They need no grace time, because nothing is lost with them."""
     old_locks: list[str]
     """Keys of the locks of runs that ended long ago: nobody starts them again."""
     stale_leases: int
@@ -162,7 +165,7 @@ class Survey:
 
 
 def every_manifest(backend: Backend, catalog: Catalog) -> list[Manifest]:
-    """Return all manifests: whoever deletes must know what each of them reaches.
+    """Return all manifests: a deletion must know what each of them reaches.
 
     Raises:
         StoreError: if there may be some that this release cannot read.
@@ -184,7 +187,7 @@ def staying(backend: Backend, leased: Claim, manifests: Iterable[Manifest]) -> s
     """Return the references of all versions that an alias or a lease reaches through parents.
 
     Args:
-        backend: where the aliases are; they are read after the leases, for a mover's ends when its move is done.
+        backend: where the aliases are; they are read after the leases, because a mover's lease ends after its move.
         leased: what somebody relies on by lease.
         manifests: of all versions.
     """
@@ -302,7 +305,7 @@ class Deleted(NamedTuple):
 
 
 class _Intent:
-    """Tells others what is about to be deleted, and deletes it while they believe that.
+    """Tells others what is about to be deleted, and deletes it while the intent counts.
 
     Args:
         backend: where.
@@ -333,6 +336,6 @@ def _entries(keys: Iterable[str], versions: Iterable[Manifest]) -> frozenset[str
 
 
 def _delete_entries(backend: Backend, catalog: Catalog, intent: _Intent, entries: Iterable[str]) -> None:
-    """Delete the entries of the key index that lead to nothing; of those that time does not suffice for, the next."""
+    """Delete the entries of the key index that lead to nothing; what time is too short for, the next deletion takes."""
     index = KeyIndex(backend, catalog)
     in_parallel(lambda key: index.is_stale(key) and intent.delete(key), sorted(entries))

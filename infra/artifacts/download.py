@@ -67,12 +67,12 @@ class Downloads:
         return [future.result() for future in futures]
 
     def _give_up(self, error: BaseException) -> None:
-        """Tell what is under way that it is for nothing."""
+        """Tell what is under way that it has become useless."""
         self._errors.append(error)
         self._given_up.set()
 
     def _go_on(self, wanted: Wanted) -> None:
-        """Raise StoreError if what is under way is for nothing."""
+        """Raise StoreError if what is under way has become useless."""
         if self._given_up.is_set():
             raise StoreError(f"{wanted} was not fetched to its end: something else could not be fetched")
 
@@ -105,12 +105,14 @@ class Downloads:
             try:
                 self._fill(descriptor, wanted, donors)
                 if read_only:
-                    with suppress(PermissionError):  # another user has begun it, and it is his
+                    with suppress(PermissionError):  # another user has begun it, and owns it
                         os.fchmod(descriptor, 0o444)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 os.replace(part, target)
             except (OSError, StoreError) as error:
-                if any(isinstance(each, OSError) for each in (error, *self._errors)):  # the disk gave out, or beside us
+                if any(
+                    isinstance(each, OSError) for each in (error, *self._errors)
+                ):  # the disk failed or is full, here or in another thread
                     part.unlink(missing_ok=True)
                 raise
 

@@ -84,7 +84,7 @@ def _filling(
     Args:
         directory: made if need be.
         manifest: of the artifact.
-        is_mended: whether a file that is there is put right by others, if it is not as it should be.
+        is_mended: whether the cache mends a file that is there, should it be wrong.
 
     Yields:
         The files that are to be put there: those that are there already are left alone, if they are right.
@@ -126,7 +126,7 @@ def _refuse_strangers(directory: Path, manifest: Manifest) -> None:
 
 
 def _refuse_altered(directory: Path, manifest: Manifest, there: set[str]) -> None:
-    """Look at the files that would stay: what a user has edited is not taken from him, nor given out as fetched."""
+    """Refuse files that would stay and are wrong: a user's edits are neither overwritten nor returned as fetched."""
     entries = [entry for entry in manifest.files if entry.path in there]
     flaws = in_parallel(lambda entry: flaw(directory / entry.path, entry), entries)
     if altered := [entry.path for entry, wrong in zip(entries, flaws, strict=True) if wrong is not None]:

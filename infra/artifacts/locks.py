@@ -1,21 +1,21 @@
-"""Locks in the store: one process at a time does what a name stands for, whatever is stopped, killed or away meanwhile.
+"""Locks in the store: one process at a time does the work that a name stands for, even if processes stop or die.
 
-A lock is one JSON object under `locks/`. It says who holds it and, when that one has ended, how. Every change of it
-compares and swaps: of many that try, one gets it. A lock is never deleted by those who use it, for a delete has no
-condition; it ends, and stays.
+A lock is one JSON object under `locks/`. It says who holds it and, when that holder has ended, how. Every change of a
+lock is a compare-and-swap: of many that try, one gets it. Its users never delete a lock, because a delete has no
+condition: the lock ends, and stays.
 
-Whether a holder lives is asked of its machine where that can be: by process id, time of its start, and boot. So a
-process that was stopped, or slept with its machine, keeps its lock however long that took. From elsewhere (another
-machine, or another container of this one) a holder lives as long as a number in the lock goes up, which a thread of
-the holder counts; it is taken for dead when that number has stood still for SILENT_S on the observer's own clock, while
-the observer saw it again and again. Clocks are never compared, and a time in which the observer itself saw nothing,
-since it slept or the store was away, does not count.
+On the holder's own machine the system says whether the holder lives, by process id, start time and boot. So a process
+that was stopped, or slept with its machine, keeps its lock however long that took. Seen from elsewhere (another
+machine, or another container of this one) a holder lives as long as a number in the lock goes up, which a thread of the
+holder counts. It counts as dead when that number has stood still for SILENT_S on the observer's own clock, while the
+observer read it again and again. Clocks are never compared. A time in which the observer itself read nothing, because
+it slept or the store was away, does not count.
 
 A holder that was silent for so long without being dead finds at its next beat or check that another has the lock. It
-asks before it commits anything (`Held.check`), and leaves the rest to the other.
+checks before it commits anything (`Held.check`), and leaves the rest to the other.
 
-A store without conditional writes is for one writer, as its user has promised: there a lock is a look before the write
-and one after it, and two who take it in the same moment are told apart at the next beat.
+A store without conditional writes is for one writer, as its user has promised: there a lock is one read before the
+write and one after it, and of two who take it at the same moment one finds out at the next beat.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ BEAT_S = 15.0
 SILENT_S = 120.0
 """How long a holder elsewhere is watched before it is taken for dead; several beats, and the longest single request."""
 GAP_S = 30.0
-"""An observer that saw nothing for longer than this begins anew: it cannot tell who else was silent meanwhile."""
+"""An observer that saw nothing for longer than this begins again: it cannot tell who else was silent meanwhile."""
 RELEASE_S = 10.0
-"""How long a process that ends waits for a store that is away to let go of its lock; those who come later find out."""
+"""How long a process that ends tries to release its lock in a store that is away; later ones find that it is dead."""
 
 OLD = timedelta(days=30)
 """Age at which the lock of a run that has ended may go."""
@@ -140,7 +140,7 @@ class Seen(NamedTuple):
 
 
 def new_record(run: str, run_name: str, *, by_process: bool = True, since: datetime | None = None) -> Record:
-    """Return what takes a lock.
+    """Return the record with which a lock is taken.
 
     Args:
         run: id of the run that it is taken for.
@@ -209,14 +209,14 @@ class Lock:
     def take(self, seen: Seen | None, record: Record, *, beat_s: float | None = BEAT_S) -> Held | None:
         """Take the lock in place of what was seen; None if another was faster.
 
-        Whether the one that was seen may be passed over is for the caller to know (`Observer`).
+        The caller knows whether the holder that was seen may be passed over (`Observer`).
 
         Args:
             seen: the lock as it was read.
             record: who takes it.
             beat_s: how often its thread counts; None: there is no thread, and the holder calls `Held.beat`.
         """
-        _HELD_HERE.add(record.incarnation)  # first: another thread that reads it must not take it for a dead one's
+        _HELD_HERE.add(record.incarnation)  # first: to another thread that reads it, it must not look dead
         if self.swap(seen, record):
             return Held(self, record, beat_s)
         _HELD_HERE.discard(record.incarnation)
@@ -277,7 +277,7 @@ class Held:
                 self._recognise(after.record)
 
     def release(self, how: How, said: str | None = None, *, timeout_s: float | None = RELEASE_S) -> None:
-        """Let go, and say how it ended.
+        """Release the lock, and say how its holder ended.
 
         Args:
             how: as of `Ending`.
@@ -323,7 +323,7 @@ class Held:
 
 
 _HELD_HERE: set[str] = set()
-"""Incarnations that live in this process: it may have let go of others without a word, and is no reason to wait."""
+"""Incarnations that live in this process: it may have dropped others without a release, and nobody waits for those."""
 
 
 class Observer:
@@ -374,7 +374,7 @@ def old_run_locks(backend: Backend) -> list[str]:
     """Return the keys of the locks of runs that ended at least OLD ago.
 
     Those of deployments stay. A run that somebody starts again after all, just when its lock is deleted, takes the lock
-    anew at its next beat.
+    again at its next beat.
     """
     names = [file.removesuffix(".json") for file in backend.children(LOCKS) if file.startswith(RUN_LOCK)]
     old = []

@@ -29,7 +29,7 @@ from infra.artifacts.s3_requests import ABSENT, CONDITION_FAILED, FORBIDDEN, Pat
 from infra.errors import StoreError
 
 BLOCK_BYTES = 256 << 10
-"""Larger blocks cost fresh memory each, smaller ones a call each: at 16 KiB or 1 MiB a third of the speed is lost."""
+"""Larger blocks cost new memory each, smaller ones a call each: 16 KiB or 1 MiB lose a third of the speed."""
 CONNECTIONS = 16
 _Known = dict[tuple[int, S3Options, Patience], Any]
 _files: _Known = {}
@@ -72,7 +72,7 @@ class S3Backend:
             enforced = enforced_conditions(self)
         except RefusedError as error:
             if error.code in FORBIDDEN:
-                return  # whoever may only read can open the store; the first write says what is missing
+                return  # a user who may only read can open the store; the first write says what is missing
             raise
         if enforced != BOTH and not self._options.single_writer:
             raise StoreError(
@@ -201,7 +201,7 @@ class S3Backend:
         return answer
 
     def _only_writer(self) -> threading.Lock:
-        """Return what keeps this process's threads apart where the server does not; a child has a lock of its own."""
+        """Return the lock that keeps this process's threads apart where the server does not; a child has its own."""
         return self._locks.setdefault(os.getpid(), threading.Lock())
 
     def _files(self) -> s3fs.S3FileSystem:
@@ -247,7 +247,7 @@ class Answer(Protocol):
         """Return so many bytes; fewer only where the body ends."""
 
     def close(self) -> None:
-        """Let go of the connection, which is used again if all of the body has been read."""
+        """Release the connection, which is used again if all of the body has been read."""
 
 
 class Outgoing(BytesIO):

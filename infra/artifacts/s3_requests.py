@@ -42,9 +42,9 @@ LONGEST_PAUSE_S = 5.0
 QUIET_S = 5.0
 """What takes no longer than this to pass is not worth a line in the log."""
 LATE_S = 5.0
-"""What lasts longer than its time by more than this was stopped with its process, as when a laptop sleeps."""
+"""A request that exceeds its limit by more than this was stopped with its process, as when a laptop sleeps."""
 LONGEST_STOP_S = 1800.0
-"""So long a request may be stopped, in all: a writer's lease holds an hour longer than the writer relies on it."""
+"""How long a request may be stopped in all, uncounted: a writer's lease holds an hour longer than it relies on it."""
 REQUEST_ERRORS = (OSError, BotoCoreError, ClientError, ResponseParserError, AioHttpError, Urllib3Error)
 """All that a request may raise: what breaks off in the body of an answer is not always botocore's own error."""
 
@@ -58,13 +58,13 @@ class Patience:
     """For the next bytes of an answer."""
     attempt_s: float = 40.0
     """For one request as a whole, and more for a body: see `slowest`. Nothing else ends a small write to a server that
-    hangs: before its body it waits for a word (100 Continue), and `read_s` does not count that."""
+    hangs: before its body it waits for an answer (100 Continue), and `read_s` does not count that."""
     deadline_s: float = 120.0
     """For an answer, over all attempts: a server that is away for a minute delays a run, it does not end it."""
     slowest: float = 100e3
     """Bytes a second at which a body is still waited for; one without any bytes is not, after `read_s`."""
     open_s: float = 8.0
-    """The deadline when a store is opened for the first time: that an address is wrong is said soon."""
+    """The deadline when a store is opened for the first time: a wrong address is reported soon."""
 
     delete_s: float = 120.0
     """The longest deadline of a deletion, however patient everything else is: `leases.DELETION_LIFE` counts on it."""
@@ -75,7 +75,7 @@ class Patience:
 
         Args:
             deadline_s: for an answer, over all attempts.
-            patient: whether it holds for the first opening, too: where nobody waits for a word.
+            patient: whether it holds for the first opening, too: where nobody waits at a screen.
         """
         usual = cls()
         deadline_s = usual.deadline_s if deadline_s is None else deadline_s
@@ -180,7 +180,7 @@ class _Waiting:
 
 FORBIDDEN = {"AccessDenied", "AllAccessDisabled", "403"}
 CONDITION_FAILED = {"PreconditionFailed", "412", "NotImplemented", "501"}
-"""Those of S3 that know no conditions refuse each of them."""
+"""Servers that know no conditions refuse each of them."""
 ABSENT = {"NoSuchKey", "404"}
 _PASSING_CODES = {
     "BadDigest",  # the body was damaged on its way
@@ -194,7 +194,7 @@ _PASSING_CODES = {
 }
 _FULL_CODES = {"QuotaExceeded", "InsufficientStorage", "XMinioStorageFull"}
 _SKEWED = "RequestTimeTooSkewed"
-"""It passes, but not within a request: the clock of a machine that has just woken is soon set by NTP."""
+"""It passes, but not within one request: NTP soon sets the clock of a machine that has just woken."""
 _UNKNOWN_KEY = "the S3 server {server} does not know our access key; check RLHF_S3_ACCESS_KEY"
 _EXPIRED = "our temporary keys for the S3 server {server} have expired; get new ones, with their session token"
 _ELSEWHERE = "the bucket {bucket!r} is not in the region that we asked in; set RLHF_S3_REGION to its own"
@@ -227,7 +227,7 @@ _SILENCES = (
     BotoConnectionError,
     HTTPClientError,
     IncompleteReadError,
-    CredentialRetrievalError,  # whoever hands them out is away
+    CredentialRetrievalError,  # the service that issues them is away
 )
 """Those of botocore; its others complain of our settings."""
 
@@ -240,7 +240,7 @@ class RefusedError(StoreError):
         self.code = code
 
     def __reduce__(self) -> tuple[type[Self], tuple[str, str]]:
-        """Say how it is made again in another process: Exception would hand over the message alone."""
+        """Say how to make it again in another process: Exception would pass on the message alone."""
         return type(self), (str(self), self.code)
 
 

@@ -48,25 +48,25 @@ def open_store(
     patient: bool = False,
     deadline_s: float | None = None,
 ) -> ArtifactStore:
-    """Open a store and see that it answers, and keeps what its protocol rests on (backend.py).
+    """Open a store, and check that it answers and does what every place must do (backend.py).
 
-    Who may not write opens it all the same, and reads; the first write says what is missing.
+    A user who may only read can open it too; the first write says what is missing.
 
     Args:
         url: `s3://bucket`, `s3://bucket/prefix` or `file:///directory` (made if need be).
         cache_dir: where `fetch` and `cached` keep what they fetched.
         cache_limit_gb: how much they keep, in GB of 1e9 bytes.
         s3: server and credentials; None takes those of the environment.
-        patient: wait for an absent server as long as any request does; else that it is away is said within
+        patient: wait for an absent server as long as any request does. Otherwise its absence is an error within
             seconds, unless it has answered this process before.
-        deadline_s: how long an absent server is waited for; None: as long as a person would wait.
+        deadline_s: how long we wait for an absent server; None: as long as a person would wait.
 
     Raises:
-        StoreError: if the address is none, the server is away, the secret is wrong, the bucket is missing, the
+        StoreError: if the address is wrong, the server is away, the secret is wrong, the bucket is missing, the
             server's clock is not ours, or it does not enforce conditional writes; or if the directory is not there.
     """
     parts = _parts(url)
-    scheme = "" if parts.query or parts.fragment else parts.scheme  # or what follows a # would be left out in silence
+    scheme = "" if parts.query or parts.fragment else parts.scheme  # else what follows a # would be ignored
     if scheme == "s3" and parts.netloc:
         backend = _open_bucket(url, s3 or S3Options(), patient=patient, deadline_s=deadline_s)
     elif scheme == "file" and parts.netloc in {"", "localhost"} and parts.path.startswith("/"):
@@ -173,8 +173,9 @@ class ArtifactStore:
             version: None takes the next free number.
 
         Returns:
-            The reference of the version. An explicit version that is there with the same files is that one; without
-            a version, so is one of the same name, files, configuration and parents that was numbered so too.
+            The reference of the version. If an explicit version is there with the same files, it is that one. Without a
+            version, it may be an older one with the same name, files, configuration and parents, if that one took the
+            next free number too.
 
         Raises:
             VersionExistsError: if the explicit version is there with other files, or has been there: a number is
@@ -217,8 +218,8 @@ class ArtifactStore:
     def fetch(self, reference: str | ArtifactRef, directory: Path, *, keep: bool = True) -> Path:
         """Put an artifact's files into an empty directory, made if need be, and return it.
 
-        Files larger than 1 MB are links to the local cache, where that is on the same file system: read-only, for
-        whoever makes one writable and writes to it alters the cache's too. Smaller ones are copies, to be edited.
+        Files larger than 1 MB are links to the local cache, if that is on the same file system. They are read-only:
+        writing to one would alter the cache's file too. Smaller ones are copies, which may be edited.
 
         Args:
             reference: which.

@@ -1,4 +1,4 @@
-"""Looking through a store, or one version, for anything that is not as it should be, in manifests and in bodies."""
+"""Checking a store or one version: all that is written about artifacts is read, and the body of each blob hashed."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ from infra.errors import ReferenceNotFoundError, StoreError
 Progress = Callable[[int, int], None]
 """Is told how many bytes have been read since it was told last, and how many there are in all; from any thread."""
 _STALE = ""
-"""Of an entry that leads to nothing: no problem, but counted."""
+"""Says of an entry that it leads to nothing: no problem, but counted."""
 _ByUri = Mapping[str, Manifest | None]
-"""What is in the store, by reference; None is what cannot be read, and is told of already."""
+"""What is in the store, by reference; None is what cannot be read, which is reported already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ def _strangers(backend: Backend, prefix: str) -> list[str]:
 
 def _manifest(backend: Backend, catalog: Catalog, version: tuple[str, str, int]) -> Manifest | str | None:
     try:
-        return catalog.read(*version)  # anew: what is remembered says nothing about the store
+        return catalog.read(*version)  # read again: what is remembered says nothing about the store
     except StoreError as error:
         return problem_of(backend, error)
 

@@ -1,8 +1,11 @@
 """Leases on a user's own cluster: the run's actors and placement groups are ours, and nothing else is ever touched.
 
-They are told from others by a Ray namespace that no other lease has had, and that a watcher on the head ends when this
+What is ours is in a Ray namespace that no other lease has had. A watcher on the cluster's head ends it when this
 process is gone or stopped, which may happen on any node at any moment; the head is there as long as the cluster is. The
-watcher's name is the run's: who holds it holds the run, whichever node he is on.
+watcher has the run's name: the process that holds the watcher holds the run, on whichever node.
+
+All nodes must have the code that this process has, because Ray compares only its own version and Python's. A trainer of
+another commit would at best fail to load, and at worst train on other numbers than its run's key says.
 """
 
 from __future__ import annotations
@@ -107,7 +110,7 @@ def existing_resources(address: str) -> dict[str, float]:
 
 
 def _check_address(address: str) -> None:
-    """Refuse what is no address of a control server.
+    """Check that an address is that of a control server.
 
     Raises:
         ClusterError: if it is not.
@@ -205,7 +208,7 @@ class _ExistingLease:
             disconnect()
 
     def forget(self) -> None:
-        """Let the parent beat on alone."""
+        """Leave the beats to the parent."""
         self._closed.set()
 
     def _unanswered(self, error: Exception) -> ClusterError:
@@ -227,7 +230,7 @@ class _ExistingLease:
         ).remote(self._charge)
 
     def _make_way(self, waited_s: float) -> None:
-        """End the watcher of a driver that is gone; its own way to the end may take longer.
+        """End the watcher of a driver that is gone, because the watcher itself may take longer to end.
 
         Raises:
             ClusterError: if the driver is alive, or the name is not free in time.
@@ -254,11 +257,11 @@ class _ExistingLease:
                 ray.get(self._watcher.beat.remote(), timeout=self._beats_every_s)
             except ray.exceptions.ActorDiedError:
                 self._replace_watcher()
-            except Exception as error:  # late, restarting, or the cluster is away: it is told again
+            except Exception as error:  # late, restarting, or the cluster is away: the next beat follows
                 logger.debug("the watcher of run %r: %s", self.manifest.name, error)
 
     def _replace_watcher(self) -> None:
-        """Start another watcher; whoever was stopped for so long that another took the name has lost the lease."""
+        """Start another watcher; if this process was stopped until another took the name, the lease is lost."""
         if self._closed.is_set():
             return
         logger.warning("the watcher of run %r was ended; starting another", self.manifest.name)
@@ -304,7 +307,7 @@ class Watcher:
             try:
                 self._server.end_runs(self._charge.namespace.__eq__, _END_S)
                 self._server.kill(self._server.actors(lambda actor: bool(actor.actor_id == self._me)))
-            except Exception as error:  # whatever it is: nobody else would end the run
+            except Exception as error:  # whatever it is, go on: nobody else would end the run
                 logger.error("%r; trying again", error)  # noqa: TRY400 - one sentence says it
             time.sleep(_CHECK_S)
 
@@ -312,22 +315,22 @@ class Watcher:
         """Return why the run must end, once it must."""
         while True:
             time.sleep(_CHECK_S)
-            # Looks are counted, not seconds: were this process stopped, it would find words it has not read yet.
+            # Looks are counted, not seconds: after a stop, this process has beats that it has not read yet.
             self._silent_looks += 1
             if self._silent_looks * _CHECK_S > self._charge.stalled_after_s:
                 return f"its driver has been silent for {self._charge.stalled_after_s:g} s"
             try:
                 if self._server.job(self._charge.job).is_over:
                     return "its driver is gone"
-            except Exception as error:  # as of a control server that is away for a while: the watch goes on
+            except Exception as error:  # a control server may be away for a while: the watch goes on
                 logger.warning("%r; looking again", error)
 
 
 def check_same_code(packages: Iterable[str], *, timeout_s: float) -> None:
-    """Check on every node of the connected cluster that packages are there, and have this process's code.
+    """Check that every node of the connected cluster has some packages, with this process's code.
 
     Raises:
-        ClusterError: if a node lacks one, has other code, or does not say so in time; it is named.
+        ClusterError: if a node lacks one, has other code, or does not answer in time; the message names it.
     """
     packages = list(packages)
     calls = {_asked(node["NodeID"], packages): node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
@@ -355,7 +358,7 @@ def check_same_code(packages: Iterable[str], *, timeout_s: float) -> None:
 
 
 def _asked(node: str, packages: list[str]) -> Any:
-    """Ask a node, with a function that travels whole: our packages may not be there."""
+    """Ask a node, with a function that is sent by value: our packages may not be there."""
     here = sys.modules[__name__]
     ray.cloudpickle.register_pickle_by_value(here)
     try:
@@ -367,7 +370,7 @@ def _asked(node: str, packages: list[str]) -> Any:
 
 
 def code_digests(packages: Iterable[str]) -> dict[str, str]:
-    """Return a digest of the Python files of each package; an empty one where there is no such package."""
+    """Return a digest of the Python files of each package; an empty one if there is no such package."""
     found = {}
     for package in packages:
         spec = importlib.util.find_spec(package)

@@ -26,10 +26,10 @@ from threading import Lock
 from typing import TypeVar
 from uuid import uuid4
 
-from infra.artifacts.backend import Backend
-from infra.artifacts.download import MISSING, Downloads, Wanted, flaw
+from infra.artifacts.backend import Backend, in_parallel
+from infra.artifacts.download import MISSING, Downloads, Wanted, filling, flaw
 from infra.artifacts.manifest import FileEntry, Manifest
-from infra.artifacts.shared_files import own, put_copy, put_link, target_of, try_lock, unlock
+from infra.artifacts.shared_files import own, part_of, put_copy, put_link, target_of, try_lock, unlock
 from infra.errors import StoreError
 
 HOLDS = "holds"
@@ -41,6 +41,8 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 LIMIT_GB = 50.0
 GB = 10**9
+COPIED_BYTES = 10**6
+"""Files of at most this size are copied for their user, who may edit them: configurations, tokenizers."""
 LOCK_PATIENCE_S = 120.0
 """How long we wait for a process that evicts: it lists the cache and removes files."""
 
@@ -81,6 +83,24 @@ class Cache:
             directory = self._directory(manifest, hold.scratch, renewed)
         if renewed:
             self._tidy()
+        return directory
+
+    def fetch(self, backend: Backend, manifest: Manifest, directory: Path) -> Path:
+        """Give a directory an artifact's files: links to those of the cache, or copies of the small ones.
+
+        Raises:
+            StoreError: as `fetch_directly`.
+        """
+        with filling(directory, manifest, is_mended=self.has) as lacking:
+            needed = manifest.model_copy(update={"files": tuple(lacking)})
+            with self.holding(backend, needed) as scratch:
+
+                def put(entry: FileEntry) -> None:
+                    kept, target = self.path(entry), target_of(directory, entry, manifest.uri)
+                    if entry.size <= COPIED_BYTES or not put_link(kept, target, scratch):
+                        put_copy(kept, target, part_of(target, entry))
+
+                in_parallel(put, lacking)
         return directory
 
     @contextmanager

@@ -25,7 +25,7 @@ from infra.artifacts.commit import Source, commit, describe_all, gather_sources,
 from infra.artifacts.credentials import S3Options, options_of
 from infra.artifacts.deletion import Retention, delete_unreached, every_manifest, staying
 from infra.artifacts.diff import Difference, compare
-from infra.artifacts.fetch import checked_pieces, fetch_directly, fetch_through
+from infra.artifacts.download import checked_pieces, fetch_directly
 from infra.artifacts.leases import Claim, Lease
 from infra.artifacts.lineage import Descent, Lineage, descend, trace
 from infra.artifacts.local import LocalBackend
@@ -233,7 +233,7 @@ class ArtifactStore:
         """
         manifest = self.resolve(reference)
         if keep:
-            return fetch_through(self._backend, manifest, directory, self._cache)
+            return self._cache.fetch(self._backend, manifest, directory)
         return fetch_directly(self._backend, manifest, directory)
 
     def cached(self, reference: str | ArtifactRef) -> Path:

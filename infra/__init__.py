@@ -1,1 +1,1 @@
-"""What it runs on."""
+"""What the pipeline runs on: settings, the artifact store, Ray clusters, the local services."""

@@ -1,7 +1,6 @@
-"""Certificates by which programs of one user know each other, and refuse everybody else.
+"""Certificates by which programs of one user recognise each other, and refuse everybody else.
 
-Whoever is to speak with such a program shows the same certificate, and trusts no other one: there is no authority whose
-key could sign more of them.
+All such programs show the same certificate, and trust no other one: there is no authority whose key could sign more.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 NEVER = datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)
 """RFC 5280's date for a certificate that never expires. SeaweedFS cannot load a new one while it runs."""
 _LONG_AGO = datetime(2000, 1, 1, tzinfo=UTC)
-"""A clock that was set back must not have them refuse each other."""
+"""They must not refuse each other when a clock was set back."""
 
 
 def own_certificate(name: str) -> str:
     """Draw a private key, and return it and a certificate for it that it signed itself, both as PEM in one text.
 
     Args:
-        name: says what it is for; the address that it is good for is this machine's loopback.
+        name: says what it is for; it is valid for the loopback address of this machine.
     """
     key, subject = ec.generate_private_key(ec.SECP256R1()), x509.NameAttribute(NameOID.COMMON_NAME, name)
     here = [x509.DNSName("localhost"), x509.IPAddress(ip_address("127.0.0.1"))]

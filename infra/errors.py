@@ -1,4 +1,4 @@
-"""Exceptions of the ground we run on: each message is one sentence for the person who can mend it."""
+"""Exceptions of infra: each message is one sentence for the person who can fix it."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ AWAY_ERRNOS = frozenset(
         errno.ENETRESET,
         errno.ENETUNREACH,
         errno.ENOTCONN,
-        errno.ESTALE,  # a file system over the network whose server has started anew
+        errno.ESTALE,  # a file system over the network whose server has restarted
         errno.ETIMEDOUT,
     }
 )
 """What an operating system says of a network that is away. A disk that is full (ENOSPC) or broken (EIO) is not among
-them: it stays so until a person has seen to it."""
+them: it stays so until a person fixes it."""
 
 
 def is_untrusted(error: BaseException) -> bool:
     """Return whether a server's certificate was refused: libraries call that a connection that failed.
 
-    It does not pass: somebody has to trust it, or to renew it.
+    That does not pass: somebody has to trust the certificate, or to renew it.
 
     Args:
         error: what came of a request; the refusal is behind it, as cause, context or reason.
@@ -46,7 +46,7 @@ class InfraError(Exception):
     """A service, store or cluster is not as it should be, told in one sentence; shown without a traceback."""
 
     passes: ClassVar[bool] = False
-    """Whether the same attempt may go well later, with nobody having mended anything."""
+    """Whether the same attempt may succeed later, although nobody fixes anything."""
 
 
 class SettingsError(InfraError):
@@ -64,7 +64,7 @@ class StoreAwayError(StoreError):
 
 
 class StoreNotReadyError(StoreError):
-    """The artifact store cannot do it just now: others are at it, its file system is away, or a clock is wrong."""
+    """The artifact store cannot do it just now: others use it, its file system is away, or a clock is wrong."""
 
     passes = True
 

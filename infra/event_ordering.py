@@ -1,14 +1,14 @@
-"""How the Prefect server keeps its events in order: across its own death, and without counting its absence as silence.
+"""How the Prefect server keeps its events in order after it was killed, and does not count its absence as silence.
 
-The server evaluates its automations on events that follow one another: a crash follows the run's start. What Prefect
-brings along remembers in memory which events it has seen. A server that was killed, and started anew, therefore parks
-the first event of each run for a quarter of an hour, as it waits for one that came before; and a second kill forgets
-what was parked. Here an event that came in before this server began is past, parked events lie in the database, and no
-event waits longer than half a minute for another one.
+The server evaluates its automations on events that follow one another: a crash follows the run's start. Prefect's own
+ordering remembers in memory which events it has seen. A server that was killed and started again therefore parks the
+first event of each run for a quarter of an hour, because it waits for an earlier one; and a second kill forgets what
+was parked. Here an event that came before this server began is past, parked events are in the database, and no event
+waits longer than half a minute for another one.
 
-An automation that waits for signs of life (each of which begins the waiting anew) would take every run for dead when
-the server comes back, as no sign came while nobody listened. So their times begin anew when the server does, and when
-it was stopped for a while, as when a laptop sleeps.
+An automation may wait for signs of life, and each sign starts the waiting again. When the server comes back, such an
+automation would take every run for dead, because no sign came while nobody listened. So its time starts again when the
+server does, and when the server was stopped for a while, as when a laptop sleeps.
 
 The server loads this module when PREFECT_SERVER_EVENTS_CAUSAL_ORDERING names it.
 """
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 LEADER_S = 30.0
 """How long an event waits for the one that it follows. Within one server that is a matter of seconds."""
 STOPPED_S = 60.0
-"""The server looks at its automations every few seconds: one that has not for so long was not there."""
+"""The server looks at its automations every few seconds: if it has not for so long, it was away."""
 GRACE_S = 120.0
-"""What is left for a sign of life once the server is back: flows give one every 30 s, and find the server in 10."""
+"""Time for a sign of life once the server is back: flows give one every 30 s, and find the server within 10."""
 _TRIES = 5
 _BEGAN = now("UTC")
 
@@ -61,7 +61,7 @@ class CausalOrdering(memory.CausalOrdering):
         self._recalled = False
 
     async def event_has_been_seen(self, event: UUID | Event) -> bool:
-        """Whether this very server has evaluated an event; it is asked before each, and so begins to listen here."""
+        """Whether this server has evaluated an event; Prefect asks before each one, so listening begins here."""
         await LISTENING.note()
         await self._recall()
         return await super().event_has_been_seen(event)
@@ -96,7 +96,7 @@ class CausalOrdering(memory.CausalOrdering):
 
     async def forget_follower(self, follower: ReceivedEvent) -> None:
         """Forget an event that has been evaluated, if it was parked."""
-        if follower.id not in self._waitlist:  # as nearly all: to write for each would keep others from the database
+        if follower.id not in self._waitlist:  # as nearly all: a write for each would keep others from the database
             return
         db = provide_database_interface()
         parked = db.AutomationEventFollower
@@ -123,7 +123,7 @@ class CausalOrdering(memory.CausalOrdering):
         return sorted(lost, key=lambda event: event.occurred)
 
     async def _recall(self) -> None:
-        """Remember, once, what a former server had parked."""
+        """Load, once, what a former server had parked."""
         if self._recalled:
             return
         db = provide_database_interface()
@@ -140,21 +140,21 @@ class CausalOrdering(memory.CausalOrdering):
 
 
 class Listening:
-    """Whether the server was there all the while; where it was not, signs of life have time to come."""
+    """Whether the server was there all the time; if it was not, signs of life get more time."""
 
     def __init__(self) -> None:
         self._latest = 0.0
         self._lock: asyncio.Lock | None = None
 
     async def note(self) -> None:
-        """Tell that the server listens: before it looks at an event, and before it looks for silence.
+        """Note that the server listens: before it looks at an event, and before it looks for silence.
 
-        Until its automations are loaded it does not.
+        It does not listen until its automations are loaded.
         """
         if time.time() - self._latest > STOPPED_S:
             self._lock = self._lock or asyncio.Lock()
             async with self._lock:
-                if time.time() - self._latest > STOPPED_S:  # nobody else has seen to it meanwhile
+                if time.time() - self._latest > STOPPED_S:  # nobody else has done it meanwhile
                     if not await _begin_anew():
                         return
                     self._latest = time.time()
@@ -165,7 +165,7 @@ LISTENING = Listening()
 
 
 async def _begin_anew() -> bool:
-    """Let no automation that waits for signs of life have waited for all of its time; False if none is loaded yet."""
+    """Give automations that wait for signs of life more time, if little is left; False if none is loaded yet."""
     watching = [trigger.id for trigger in triggers.triggers.values() if _waits_for_signs(trigger)]
     if not watching:
         return bool(triggers.triggers)
@@ -195,8 +195,8 @@ async def _is_past(leader: UUID) -> bool:
 async def automations_session(begin_transaction: bool = False) -> AsyncIterator[AsyncSession]:
     """Give a session in which automations are evaluated; on sqlite it takes the lock before it reads.
 
-    Prefect's reads first. Where others write meanwhile the database then refuses it at once, and an event that was
-    refused four times is lost: a run was taken for one that had not begun.
+    Prefect's own session reads first. If others write meanwhile, the database then refuses its write at once, and an
+    event that was refused four times is lost: a run then counted as not begun.
 
     Args:
         begin_transaction: whether a transaction is begun.

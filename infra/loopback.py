@@ -1,4 +1,4 @@
-"""The loopback address: what goes there takes no proxy, and whose port it is can be seen before anything is said."""
+"""The loopback address: connections to it take no proxy, and check who listens before anything is sent."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from urllib.request import HTTPSHandler, ProxyHandler, Request, build_opener
 
 ADDRESS = "127.0.0.1"
 HOSTS = (ADDRESS, "localhost")
-"""Names of it; `localhost` may be [::1] as well, where a stack does not listen and another user can."""
+"""Its names; `localhost` may also be [::1], where a stack does not listen and another user can."""
 _TABLE = Path("/proc/net/tcp")
 _HERE = f"{int.from_bytes(socket.inet_aton(ADDRESS), sys.byteorder):08X}"
 _LISTENS = "0A"
 
 
 def open_url(request: str | Request, *, timeout_s: float, tls: ssl.SSLContext | None = None) -> HTTPResponse:
-    """Open an address as `urlopen` does, but one of this machine without the proxy that the environment may name.
+    """Open an address as `urlopen` does; an address of this machine is opened without a proxy.
 
     Args:
         request: or its address.
         timeout_s: longest wait for the connection, and for each piece of the answer.
-        tls: how an https server is known; None: by the system's certificates.
+        tls: how an https server is recognised; None: by the system's certificates.
     """
     url = request if isinstance(request, str) else request.full_url
     handlers: list[Any] = [HTTPSHandler(context=tls)] if tls else []
@@ -38,7 +38,7 @@ def open_url(request: str | Request, *, timeout_s: float, tls: ssl.SSLContext | 
 
 
 def without_proxy(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that keep a process from going to this machine by way of a proxy.
+    """Return the variables that keep a process from using a proxy to this machine.
 
     Args:
         variables: its environment.
@@ -51,9 +51,9 @@ def without_proxy(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def expect(users: Collection[int], port: int) -> None:
-    """Look who listens on a port, where the system tells it (Linux).
+    """Check who listens on a port, if the system tells it (Linux).
 
-    It is also refused where nobody listens: a stranger may, a moment later.
+    A port where nobody listens is refused too: a stranger may listen there a moment later.
 
     Args:
         users: their ids.
@@ -75,9 +75,9 @@ def expect(users: Collection[int], port: int) -> None:
 
 
 def always_expect(users: Collection[int], port: int) -> None:
-    """Have every connection that this process opens to a port look first who listens there; it stays so.
+    """Make every connection of this process to a port check first who listens there, from now on.
 
-    Whatever opens it: Prefect has a client for calls, another one for calls that do not wait, and web sockets.
+    This holds for all clients: Prefect has a client for calls, another one for calls that do not wait, and web sockets.
 
     Args:
         users: as `expect` takes them.

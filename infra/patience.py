@@ -1,13 +1,13 @@
 """Clients of Prefect that wait for a server that is away.
 
-Prefect's own waits 2, 4, 8 ... seconds without bound, and at a refused connection not at all before its first success:
-each task, subflow and page has a client of its own, which then fails at once and the run with it. These ask again every
-few seconds, so that a run goes on as soon as the server is back, for a quarter of an hour; then they raise as
-Prefect's do. Workers and flows are told so by their environment (`prefect_plugin.py`); a command that a person types
-is not.
+Prefect's own clients wait 2, 4, 8 ... seconds without bound. Before their first success they do not wait at all when a
+connection is refused: each task, subflow and page has its own client, which then fails at once, and the run with it.
+The clients here ask again every few seconds for a quarter of an hour, so that a run goes on as soon as the server is
+back. After that they raise what Prefect's raise. The environment tells workers and flows to use them
+(`prefect_plugin.py`); a command that a person types does not.
 
-What a server has done before its answer was lost is not done twice: Prefect gives each proposal of a state an id, and
-here each run that is made has a key. A line of a log, or a page, may be there twice.
+What a server did before its answer was lost is not done twice: Prefect gives each proposal of a state an id, and here
+each run that is made has a key. A line of a log, or a page, may be there twice.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ AWAY = frozenset(
         HTTPStatus.GATEWAY_TIMEOUT,
     ]
 )
-"""What a server, or the proxy before it, answers when it would rather be asked later."""
+"""What a server, or a proxy before it, answers when it wants to be asked later."""
 FAULTY_S = 60.0
-"""For how long an answer of 500 is not believed: a server that is ending gives it; one with a fault goes on so."""
+"""How long an answer of 500 is ignored: a server that is ending gives it; a server with a fault keeps giving it."""
 LONGEST_WAIT_S = 5.0
-"""Between two attempts: so late at most a run notices that the server is back."""
+"""Between two attempts: a run notices so late, at most, that the server is back."""
 _FIRST_WAIT_S = 0.5
 _LONGEST_ATTEMPT_S = 60.0
 """An attempt that lasted longer was stopped with its process, as when a laptop sleeps: it did not wait so long."""
 _NOTICE_S = 10.0
 _MAKING_RUNS = ("/flow_runs/", "/create_flow_run")
 _AFTERWARDS_S = 30.0
-"""Once a call has waited in vain, later calls wait no longer than this, so that the run can end."""
+"""Once a call has waited without an answer, later calls wait no longer than this, so that the run can end."""
 _limit_s: ContextVar[float | None] = ContextVar("limit_s", default=None)
 
 
 @contextmanager
 def patience(limit_s: float) -> Iterator[None]:
-    """Wait for the server no longer than this within the block, as is right for what only shows things.
+    """Wait for the server no longer than this within the block, for what only shows something.
 
-    Where clients do not wait at all it changes nothing.
+    If clients do not wait at all, it changes nothing.
 
     Args:
         limit_s: how long a call may wait for a server that is away.
@@ -151,11 +151,11 @@ class Attempts:
         return wait_s
 
     def is_to_be_repeated(self, answer: httpx.Response, retry_codes: Collection[int]) -> bool:
-        """Whether an answer says that the server would rather be asked later.
+        """Whether an answer says that the server wants to be asked later.
 
         Args:
             answer: what came.
-            retry_codes: codes that Prefect asks again at, further to ours.
+            retry_codes: further codes, at which Prefect asks again.
         """
         if answer.status_code in AWAY or answer.status_code in retry_codes or answer.is_server_error:
             return True

@@ -1,4 +1,4 @@
-"""Who we are to a Prefect server: what it asks for, by its address, so that no server is told another's password."""
+"""Who we are to a Prefect server: credentials by its address, so that no server is told another's password."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ _FURTHER_HOMES: dict[Path, None] = {}
 
 
 class Access(NamedTuple):
-    """What a server is told, and how it is known."""
+    """What a server is told, and how it is recognised."""
 
     auth_string: str | None
     """user:password."""
     api_key: str | None
     """In place of it; not used where there is one."""
     headers: dict[str, str]
-    """Further ones, as the user has set them for his own server."""
+    """Further ones that the user has set for a server of their own."""
     cert_file: Path | None
-    """Certificates that an https server is known by; None: the system's."""
+    """Certificates by which an https server is recognised; None: the system's."""
     skip_verify: bool
     """Whether the server's certificate is not checked."""
     source: str | None
-    """Where the password or key stands, for people; None without one."""
+    """Where the password or key was set, for people; None without one."""
 
     @property
     def all_headers(self) -> dict[str, str]:
-        """Return the headers that say who we are, as Prefect's own client sends them: the user's own win."""
+        """Return the headers that say who we are, as Prefect's own client sends them; the user's own override them."""
         if self.auth_string:
             said = {"Authorization": f"Basic {b64encode(self.auth_string.encode()).decode()}"}
         else:
@@ -51,7 +51,7 @@ class Access(NamedTuple):
         return {**said, **{name.capitalize(): value for name, value in self.headers.items()}}
 
     def tls(self) -> ssl.SSLContext:
-        """Return how an https server is known.
+        """Return how an https server is recognised.
 
         Raises:
             ServiceError: if there are no certificates where they should be.
@@ -82,7 +82,7 @@ class OwnServer(NamedTuple):
     """Who may listen there: root, and whose file holds the password."""
 
     def look(self) -> None:
-        """Look who listens there, before anything is said.
+        """Check who listens there, before anything is sent.
 
         Raises:
             ConnectionRefusedError: if it is neither of these users.
@@ -91,7 +91,7 @@ class OwnServer(NamedTuple):
 
 
 def know_stack_of(home: Path) -> None:
-    """Have calls to the server of this home's stack carry its password, in a process whose settings name another.
+    """Make calls to the server of this home's stack carry its password, in a process whose settings name another.
 
     Args:
         home: of a stack that is there or will be; what `rlhf up` writes in it is read at each call.
@@ -148,7 +148,7 @@ def origin(variable: str) -> str:
 
 
 def refusal(api_url: str, access: Access) -> str:
-    """Return what a person is told whom a server answers with 401, and what to do."""
+    """Return what to tell a person when a server answers 401, and what to do."""
     own = own_server(api_url)
     line = f"the line in {own.home / PASSWORD_FILE}" if own else "its user:password"
     if access.source is None:

@@ -1,12 +1,12 @@
-"""What is done first in every process of Prefect's: a worker and its flows learn to wait for a server that is away.
+"""What is done first in every process of Prefect: a worker and its flows learn to wait for a server that is away.
 
-A `prefect` command that a person types in the checkout does not wait: where no server answers it, or one refuses, it
-says one sentence. Prefect's own answer is a traceback of eighty lines or, where no server is known, a temporary one
-without deployments. The local server's password, which `.env` has, is kept from another server whose address was
-exported, from a proxy, and from another user who listens at the server's port while it is away.
+A `prefect` command that a person types in the checkout does not wait: if no server answers, or one refuses, it prints
+one sentence. Prefect alone would print a traceback of eighty lines or, if no server is known, start a temporary one
+without deployments. The local server's password is in `.env`. It is never sent to another server whose address was
+exported, to a proxy, or to another user who listens at the server's port while the server is away.
 
-This is a plugin for Prefect: pyproject.toml names it, and lets it be loaded by what is started in the checkout; workers
-are told to load it by their environment (`infra/services/worker.py`).
+This is a plugin for Prefect: pyproject.toml names it, so that it is loaded by what starts in the checkout. The
+environment of workers tells them to load it (`infra/services/worker.py`).
 """
 
 from __future__ import annotations
@@ -65,19 +65,19 @@ _WORKERS_S = 24 * 3600.0
 
 @register_hook
 def setup_environment(*, ctx: HookContext) -> SetupResult | None:
-    """Let a worker or flow wait for its server; end a command that would not find its own, or be refused there.
+    """Let a worker or flow wait for its server; end a command that would not find its server or be refused there.
 
     Args:
         ctx: what Prefect tells its plugins when it starts.
 
     Returns:
-        That no password is told, where the one that is set is not of this server; how the local stack's is reached.
+        Settings that withhold a password of another server, and those that reach the local stack's server.
 
     Raises:
         SystemExit: with the sentence.
     """
     if limit_s := patience_s(inherited_environment()):
-        from infra.patience import install  # noqa: PLC0415 - half of Prefect: no typed command need load it
+        from infra.patience import install  # noqa: PLC0415 - half of Prefect: a typed command does not need it
 
         install(limit_s)
         outlive_readers()
@@ -101,7 +101,7 @@ def setup_environment(*, ctx: HookContext) -> SetupResult | None:
 
 
 class _Output(io.RawIOBase):
-    """Where a process writes to, and nowhere once nobody reads it any more."""
+    """Where a process writes to, and nowhere once nobody reads it."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -126,7 +126,7 @@ class _Output(io.RawIOBase):
 
 
 def outlive_readers() -> None:
-    """Let this process write on when nobody reads what it writes: a flow's lines go through a pipe to its worker.
+    """Let this process go on writing when nobody reads it: a flow's lines go through a pipe to its worker.
 
     A worker that is killed leaves its flows to finish, and the next line that one of them logs would end it.
     """
@@ -137,7 +137,7 @@ def outlive_readers() -> None:
 
 
 def patience_s(variables: Mapping[str, str]) -> float:
-    """Return how long a process is to wait for a server that is away; 0 for one that no worker has started, nor is one.
+    """Return how long a process waits for a server that is away; 0 unless it is a worker, or a worker started it.
 
     A run ends when the server stays away. Its worker waits on: it has to tell what became of the run.
 
@@ -164,7 +164,7 @@ def asks_the_server(words: Sequence[str]) -> bool:
 
 
 def fault_of(api_url: str | None, access: Access | None = None) -> str | None:
-    """Return what keeps a command from its server; None where nothing is known to.
+    """Return what keeps a command from its server; None if nothing is known to.
 
     Args:
         api_url: the server's, as Prefect's settings have it.
@@ -202,7 +202,7 @@ def _prefects_access() -> Access:
 
 
 def _refusal(api_url: str, access: Access) -> str | None:
-    """Return what is told of a server that does not take who we are; None where it does, or nothing is known."""
+    """Return what to say of a server that refuses our credentials; None if it takes them, or nothing is known."""
     request = Request(f"{api_url.rstrip('/')}/admin/version")
     for name, value in access.all_headers.items():
         request.add_unredirected_header(name, value)
@@ -231,7 +231,7 @@ def _listens(api_url: str) -> bool:
 
 
 def _is_another_program(api_url: str) -> bool:
-    """Whether something else than a Prefect server answers; one that is busy may take its time."""
+    """Whether something other than a Prefect server answers; a busy server may take its time."""
     try:
         with open_url(f"{api_url.rstrip('/')}/health", timeout_s=_TIMEOUT_S) as answer:
             return json.loads(answer.read()) is not True

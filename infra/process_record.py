@@ -1,6 +1,6 @@
-"""Processes that are not our children: named for ever, found by what stands in their environment, described.
+"""Processes that are not our children: named for ever, found by a variable in their environment, described.
 
-An id alone is given to another process some day, and the wall clock is set while processes run: a process is known
+An id alone is given to another process some day, and the wall clock is set while processes run. So a process is known
 by its id, the boot of the machine, and the time from that boot to its start.
 """
 
@@ -28,11 +28,11 @@ def _boot() -> str:
 
 
 def here() -> str:
-    """Return what two processes have in common when the id of one means the same process to the other.
+    """Return what two processes share when the id of one means the same process to the other.
 
     That is the boot of the machine and the namespace of its process ids: a container has its own, in which the ids of
-    another say nothing. A namespace's number is given again only when all processes in it are gone. Where the system
-    has no id of its boot, the machine's name and network address stand for that: the first namespace has the same
+    another mean nothing. A namespace's number is given again only when all processes in it are gone. If the system has
+    no id of its boot, the machine's name and network address replace it, because the first namespace has the same
     number everywhere.
     """
     with suppress(OSError):
@@ -75,7 +75,7 @@ class ProcessRecord(BaseModel):
 
 
 def is_live(process: psutil.Process) -> bool:
-    """Whether a process still runs; one that only waits for its parent to ask after it does not."""
+    """Whether a process still runs; a zombie does not."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:

@@ -1,8 +1,8 @@
 """The settings of this installation: the one module that reads environment variables.
 
-Later sources yield to earlier ones: the environment, `.env` in the checkout (the user's lines), `stack.env` in
-the home directory (written by `rlhf up`, mode 0600, holds what the local store and the local Prefect server ask for),
-the `AWS_*` variables.
+Earlier sources win over later ones: the environment, `.env` in the checkout (the user's lines), `stack.env` in the home
+directory (written by `rlhf up`, mode 0600, with the credentials of the local store and the local Prefect server), the
+`AWS_*` variables.
 """
 
 from __future__ import annotations
@@ -242,10 +242,10 @@ class _StackFile(_AllAtOnce):
         fields |= {name.upper(): fields.pop(name) for name in _ALIASED if name in fields}
         if any(self.current_state.get(name) not in (None, fields.get(name)) for name in _CHOICES):
             for name in ("store_url", *_S3_FIELDS):
-                fields.pop(name, None)  # another store than the local one: its keys are no use there
+                fields.pop(name, None)  # a store other than the local one: the local keys are useless there
         if any(self.current_state.get(name) for name in _OTHER_KEYS):
             for name in _KEY_FIELDS:
-                fields.pop(name, None)  # the user says otherwise who he is
+                fields.pop(name, None)  # the user names other credentials
         return fields
 
 
@@ -254,7 +254,7 @@ class _AwsVariables(_AllAtOnce):
 
     def __call__(self) -> dict[str, Any]:
         if any(self.current_state.get(name) for name in _KEY_FIELDS):
-            return {}  # a key of one source with an endpoint or secret of another helps nobody
+            return {}  # a key of one source must not meet an endpoint or secret of another
         found: dict[str, Any] = {}
         for field, names in _AWS_NAMES.items():
             value = next((os.environ[name] for name in names if os.environ.get(name)), None)
@@ -268,14 +268,14 @@ class _AwsVariables(_AllAtOnce):
 
 
 def settings() -> Settings:
-    """Return the settings as they are now; nothing is cached, for `rlhf up` changes them.
+    """Return the settings as they are now; nothing is cached, because `rlhf up` changes them.
 
     Raises:
         SettingsError: if a variable holds what it must not.
     """
     try:
         return Settings(_env_file=env_file(), _env_file_encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:  # read_env_file has words of its own
+    except (OSError, UnicodeDecodeError) as error:  # read_env_file has its own sentence
         raise _unreadable(env_file(), error) from None
     except ValidationError as error:
         first = error.errors()[0]
@@ -315,17 +315,17 @@ def why(error: OSError | UnicodeDecodeError) -> str:
 
 
 def same_server(url: str | None, other: str | None) -> bool:
-    """Whether two addresses, whatever their paths, are of one server as far as their words tell."""
+    """Whether two addresses, whatever their paths, seem to be of one server."""
     return bool(url and other) and _server(str(url)) == _server(str(other))
 
 
 def is_of_another_server(password: str | None, url: str | None, home: Path) -> bool:
-    """Whether a password was written down beside the address of a server, and of none but others than this one.
+    """Whether a password was written beside the addresses of other servers, and not beside this one's.
 
     Args:
         password: user:password.
         url: of the server that would be told it.
-        home: of a stack; what `rlhf up` wrote there is looked at, and the checkout's `.env`, perhaps another stack's.
+        home: of a stack; what `rlhf up` wrote there is read, and the checkout's `.env`, which may be another stack's.
     """
     files = [read_env_file(path) for path in (home / STACK_ENV, env_file())]
     beside = [each.get("PREFECT_API_URL") for each in files if password == each.get("PREFECT_API_AUTH_STRING")]
@@ -347,5 +347,5 @@ def _server(url: str) -> tuple[str, str | None, int | None]:
 
 
 def inherited_environment(*, without_prefixes: tuple[str, ...] = ()) -> dict[str, str]:
-    """Return a copy of this process's environment for a child, less the variables so prefixed, in capitals or not."""
+    """Return a copy of this process's environment for a child, without variables of these prefixes, in any case."""
     return {name: value for name, value in os.environ.items() if not name.upper().startswith(without_prefixes)}

@@ -1,13 +1,13 @@
-"""What keeps a Prefect server on sqlite answering: two things that hold it up for minutes, or for good.
+"""What keeps a Prefect server on sqlite answering: two things stop it for minutes, or for ever.
 
-*Garbage.* A collection runs in whatever thread happens to allocate, mostly that of the event loop. Where it finds a
-cursor, it waits for the cursor's connection, and that one may wait for the database's lock, up to a minute; whoever
-holds the lock waits for the event loop. Nothing goes on until the connection gives up with `database is locked`. It was
-seen with each server that a few runs kept busy on two cores. A thread of its own may wait as long as it likes.
+*Garbage.* A collection runs in whatever thread happens to allocate, mostly in that of the event loop. If it finds a
+cursor, it waits for the cursor's connection. That connection may wait for the database's lock, up to a minute, and the
+holder of the lock waits for the event loop. Nothing goes on until the connection gives up with `database is locked`.
+It was seen with each server that a few runs kept busy on two cores. A separate thread may wait as long as it needs.
 
-*Web sockets.* On sqlite Prefect answers a hundred requests at a time, and takes each open web socket for one of them. A
-run holds several. With some thirty runs begun at once, as after a power cut, all hundred are taken by sockets, and no
-request is answered until processes end: those wait for an answer.
+*Web sockets.* On sqlite Prefect answers a hundred requests at a time, and counts each open web socket as one of them. A
+run holds several. When some thirty runs begin at once, as after a power cut, sockets take all hundred. Then no request
+is answered until processes end, and those wait for an answer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from prefect.server.api.server import RequestLimitMiddleware
 
 EVERY_S = 1.0
 ALL_EVERY = 60
-"""Of so many collections one looks at old objects too, for which all of the server waits a fraction of a second."""
+"""One of so many collections looks at old objects too; the whole server waits a fraction of a second for it."""
 _started = threading.Lock()
 _within_the_limit = RequestLimitMiddleware.__call__
 
@@ -32,7 +32,7 @@ def count_requests_alone() -> None:
 
 
 def collect_in_a_thread() -> None:
-    """Collect the garbage of this process from now on in a thread; what is there already is taken for lasting."""
+    """Collect the garbage of this process from now on in a thread; what is there already counts as lasting."""
     if not _started.acquire(blocking=False):
         return
     gc.disable()

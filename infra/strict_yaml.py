@@ -1,4 +1,4 @@
-"""YAML in which no key stands twice in one mapping: the usual loaders keep the last one without a word."""
+"""YAML in which no mapping has a key twice: the usual loaders silently keep the last one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MERGE = "tag:yaml.org,2002:merge"
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses keys that stand twice, at any depth; `<<` may bring in a key that the mapping has itself."""
+    """Refuses duplicate keys, at any depth; `<<` may add a key that the mapping has itself."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)

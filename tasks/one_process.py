@@ -25,8 +25,8 @@ from prefect.context import FlowRunContext
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled, Completed
 
-from infra.artifacts import clock
-from infra.artifacts.exclusive import (
+from infra.artifacts.backend import clock
+from infra.artifacts.locks import (
     DEPLOYMENT_LOCK,
     GAP_S,
     RUN_LOCK,

@@ -12,7 +12,7 @@ from infra.errors import LockLostError
 from tasks.progress import say
 
 if TYPE_CHECKING:
-    from infra.artifacts.exclusive import Held
+    from infra.artifacts.locks import Held
 
 HELD: ContextVar[Held | None] = ContextVar("held", default=None)
 """The lock of the run that goes on here; `tasks.one_process` takes it."""

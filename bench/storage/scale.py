@@ -10,9 +10,8 @@ from statistics import median
 from typing import Any
 
 from infra.artifacts import ArtifactRef, ArtifactStore
-from infra.artifacts.backend import Backend
+from infra.artifacts.backend import Backend, in_parallel
 from infra.artifacts.catalog import highest_version
-from infra.artifacts.download import in_parallel
 from infra.artifacts.local import LocalBackend
 from infra.artifacts.manifest import FileEntry, Manifest
 from infra.artifacts.ref import version_key

@@ -192,7 +192,7 @@ def lineage(
         as_json: print JSON.
     """
     from infra.artifacts import open_default_store
-    from infra.artifacts.tree import draw
+    from infra.artifacts.lineage import draw
 
     store = open_default_store()
     root = store.descendants(reference) if down else store.lineage(reference)

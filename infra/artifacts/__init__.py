@@ -6,9 +6,8 @@ from infra.artifacts.deletion import Retention
 from infra.artifacts.diff import Difference
 from infra.artifacts.lineage import Descent, Lineage
 from infra.artifacts.manifest import FileEntry, Manifest
-from infra.artifacts.opening import open_default_store, open_store
 from infra.artifacts.ref import KINDS, ArtifactRef
-from infra.artifacts.store import ArtifactStore
+from infra.artifacts.store import ArtifactStore, open_default_store, open_store
 from infra.artifacts.verify import Verification
 
 __all__ = [

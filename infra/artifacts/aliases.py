@@ -1,4 +1,4 @@
-"""Pointers that move, and back: each with the history of where it pointed, why it moved, and who moved it."""
+"""Aliases of versions: reading, promoting and rolling them back, each with a history of where, why and by whom."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from infra.artifacts import clock
-from infra.artifacts.backend import Backend
+from infra.artifacts.backend import Backend, clock
 from infra.artifacts.leases import Claim, Lease, lease
 from infra.artifacts.lineage import trace, walk
 from infra.artifacts.manifest import SCHEMA_VERSION, Manifest, SchemaVersion, first_complaint

@@ -1,18 +1,31 @@
-"""What the store needs of the place where it keeps its objects, tried out each time that one is opened."""
+"""The place where a store keeps its objects: what it must be able to do, which every opening of a store tries out.
+
+All requests to it take the time from `clock`, and several at once go through `in_parallel`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 from uuid import uuid4
 
 from infra.artifacts.ref import PROBES
 from infra.errors import StoreNotReadyError
 
+T = TypeVar("T")
+R = TypeVar("R")
+
 CHUNK_BYTES = 8 << 20
 """How much of a large object is held in memory at a time, per thread."""
+THREADS = 4
+"""For small requests, which wait more than they work."""
+BODIES = min(8, max(2, os.cpu_count() or 2))
+"""For bodies of blobs, each of which is in memory: hashing them keeps a core busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +82,34 @@ class Backend(Protocol):
         """Yield an object of known size piece by piece."""
 
 
+def in_parallel(function: Callable[[T], R], items: Iterable[T], threads: int = THREADS) -> list[R]:
+    """Return the function's result for each item, in order; the first error ends it all."""
+    with ThreadPoolExecutor(threads, thread_name_prefix="artifacts") as pool:
+        futures = [pool.submit(function, item) for item in items]
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+class Clock:
+    """What time it is, and waiting: one object for all, so that a test can let hours pass between two calls."""
+
+    def now(self) -> datetime:
+        """Return the time of day, in UTC: for what other machines read."""
+        return datetime.now(UTC)
+
+    def boottime(self) -> float:
+        """Return seconds on a clock that goes on while the machine sleeps: for how long something took."""
+        return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+    def pause(self, seconds: float) -> None:
+        """Wait."""
+        time.sleep(seconds)
+
+
+clock = Clock()
 CLOCK_LIMIT = timedelta(minutes=5)
 """Leases and intents say when they began: clocks further apart than this could make them end too soon."""
 

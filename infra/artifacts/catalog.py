@@ -1,18 +1,24 @@
-"""Finding manifests: by version, by reference, or all of them; the newest of many versions in a few requests.
+"""Finding manifests: by version, by reference or all of them, and by the key or the content that they were made from.
 
-A hint holds a number that the versions of a name have reached: where to begin to list them. Whoever commits leaves one
-when the listing has become long. What is listed decides, never the hint: one that is missing, behind or altered by
-hand costs requests, and hides nothing.
+The versions of a name are listed, and the highest is the newest. A *hint* holds a number that they have reached: the
+list of a long history begins there. A commit leaves a hint when the list has become long. The list decides,
+never the hint: one that is missing, behind or altered by hand costs requests, and hides nothing.
+
+The *key index* has an entry for what was made from some inputs, and one for each content. The entry of a content is
+written before the manifest that it leads to, so that a writer who is killed after the manifest finds it again. The
+entry of a key is written after the manifest, because what it leads to counts as finished. An entry that leads to
+nothing, or to other content, says nothing: the next writer of the same replaces it, and a collection removes it.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from contextlib import suppress
+from pathlib import PurePosixPath
 
 from infra.artifacts.aliases import list_aliases, read_alias
-from infra.artifacts.backend import Backend, Stored
-from infra.artifacts.download import in_parallel
+from infra.artifacts.backend import Backend, Stored, in_parallel
 from infra.artifacts.manifest import Manifest
 from infra.artifacts.ref import (
     KINDS,
@@ -21,9 +27,11 @@ from infra.artifacts.ref import (
     ArtifactRef,
     Reference,
     check_kind,
+    content_key,
     did_you_mean,
     enumerate_names,
     hint_key,
+    index_key,
     is_name,
     parse_reference,
     version_key,
@@ -33,66 +41,18 @@ from infra.artifacts.ref import (
 )
 from infra.errors import ReferenceNotFoundError, StoreError
 
-FEW = 50
-"""So many names are listed without a hint; when the newest hint is as far behind, there will be another."""
-_HIGHEST = 99_999_999
-
-
-def highest_version(backend: Backend, kind: str, name: str, *, leave_hint: bool = False) -> int:
-    """Return the highest number of an artifact's versions, or 0 if there is none.
-
-    Args:
-        backend: where.
-        kind: of the artifact.
-        name: of the artifact.
-        leave_hint: leave a hint for others if the way was long; for whoever writes anyway.
-    """
-    prefix = versions_prefix(kind, name)
-    first = backend.children(prefix, most=FEW)
-    found = version_numbers(first)
-    if len(first) == FEW:  # else these are all: fewer, or more from a place that lists all at once
-        hint = _read(backend, hint_key(kind, name))
-        reached = None if hint is None else hinted_number(hint)
-        later = [] if reached is None else version_numbers(backend.children(prefix, after=f"{reached:08d}"))
-        later = later or version_numbers(backend.children(prefix, after=first[-1]))
-        if leave_hint and len(later) > FEW:
-            _leave(backend, hint_key(kind, name), max(later), hint)
-        found += later
-    return max(found, default=0)
-
-
-def hinted_number(hint: Stored) -> int | None:
-    """Return what a hint says, or None if it was altered."""
-    try:
-        number = json.loads(hint.data)["version"]
-    except (ValueError, KeyError, TypeError):
-        return None
-    return number if isinstance(number, int) and 0 <= number <= _HIGHEST else None
-
-
-def _read(backend: Backend, key: str) -> Stored | None:
-    """Return a hint, or None if there is none, or it cannot be read: then all is listed."""
-    with suppress(StoreError):
-        return backend.read(key)
-    return None
-
-
-def _leave(backend: Backend, key: str, number: int, old: Stored | None) -> None:
-    """Write a hint, if it can be written; if another was faster, his will do."""
-    data = json.dumps({"version": number}).encode()
-    with suppress(StoreError):
-        if old is None:
-            backend.create(key, data)
-        else:
-            backend.replace(key, data, old.tag)
-
-
 LOOKS = 5
-"""How often what was removed between two requests is looked for in its new place."""
+"""How often we look for something in its new place, when it was removed between two requests."""
+FEW = 50
+"""So many names are listed without a hint; a new hint is left when the newest one is this far behind."""
+ATTEMPTS = 5
+"""How often an entry is read again that others change between two requests; to miss one costs one more version."""
+_HIGHEST = 99_999_999
+_CONTENT = re.compile(r"content-[0-9a-f]{64}\.json")
 
 
 class Catalog:
-    """The manifests of a store. What exists is listed anew each time; what a manifest says never changes."""
+    """The manifests of a store. What exists is listed each time; what a manifest says never changes."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -179,7 +139,7 @@ class Catalog:
         """Return the names of a kind; in a directory, one that has lost its last version stays.
 
         Raises:
-            StoreError: if there is something else: whoever deletes must not pass over what it cannot read.
+            StoreError: if there is something else: a deletion must not ignore what it cannot read.
         """
         folder = f"{VERSIONS}{check_kind(kind)}/"
         names = self._backend.children(folder)
@@ -246,3 +206,129 @@ class Catalog:
         aliases = [LATEST, *list_aliases(self._backend, kind, name)]
         hint = did_you_mean(reference.selector, aliases)
         return f"{hint}; the aliases of {kind}/{name} are {enumerate_names(aliases)}, and its versions {numbers}"
+
+
+def highest_version(backend: Backend, kind: str, name: str, *, leave_hint: bool = False) -> int:
+    """Return the highest number of an artifact's versions, or 0 if there is none.
+
+    Args:
+        backend: where.
+        kind: of the artifact.
+        name: of the artifact.
+        leave_hint: leave a hint for others if the list was long; for callers that write anyway.
+    """
+    prefix = versions_prefix(kind, name)
+    first = backend.children(prefix, most=FEW)
+    found = version_numbers(first)
+    if len(first) == FEW:  # else these are all: fewer, or more from a place that lists all at once
+        hint = _read(backend, hint_key(kind, name))
+        reached = None if hint is None else hinted_number(hint)
+        later = [] if reached is None else version_numbers(backend.children(prefix, after=f"{reached:08d}"))
+        later = later or version_numbers(backend.children(prefix, after=first[-1]))
+        if leave_hint and len(later) > FEW:
+            _leave(backend, hint_key(kind, name), max(later), hint)
+        found += later
+    return max(found, default=0)
+
+
+def hinted_number(hint: Stored) -> int | None:
+    """Return what a hint says, or None if it was altered."""
+    try:
+        number = json.loads(hint.data)["version"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return number if isinstance(number, int) and 0 <= number <= _HIGHEST else None
+
+
+def _read(backend: Backend, key: str) -> Stored | None:
+    """Return a hint, or None if there is none, or it cannot be read: then all is listed."""
+    with suppress(StoreError):
+        return backend.read(key)
+    return None
+
+
+def _leave(backend: Backend, key: str, number: int, old: Stored | None) -> None:
+    """Write a hint, if it can be written; another writer's hint is as good."""
+    data = json.dumps({"version": number}).encode()
+    with suppress(StoreError):
+        if old is None:
+            backend.create(key, data)
+        else:
+            backend.replace(key, data, old.tag)
+
+
+class KeyIndex:
+    """The entries of a store, by where they stand."""
+
+    def __init__(self, backend: Backend, catalog: Catalog) -> None:
+        self._backend = backend
+        self._catalog = catalog
+
+    def find(self, key: str) -> Manifest | None:
+        """Return what an entry leads to, or None if it leads to nothing or is not there.
+
+        Raises:
+            StoreError: if it cannot be read.
+        """
+        stored = self._backend.read(key)
+        return None if stored is None else self._follow(key, stored.data)
+
+    def enter(self, manifest: Manifest, key: str) -> Manifest | None:
+        """Let an entry lead to a version, written or about to be, unless it leads to another that is there.
+
+        Returns:
+            That other one, which keeps the place, or None.
+
+        Raises:
+            StoreError: if the entry cannot be read.
+        """
+        data = json.dumps({"uri": manifest.uri, "digest": manifest.digest}).encode()
+        for _ in range(ATTEMPTS):
+            if self._backend.create(key, data):
+                return None
+            stored = self._backend.read(key)
+            if stored is None:  # removed since: there was nothing where it led
+                continue
+            if stored.data == data:
+                return None
+            found = self._follow(key, stored.data)
+            if found is not None or self._backend.replace(key, data, stored.tag):
+                return found
+        return None
+
+    def is_stale(self, key: str) -> bool:
+        """Return whether an entry leads to nothing; not of one that cannot be read, which verification tells."""
+        stored = self._backend.read(key)
+        if stored is None or parse_entry(key, stored.data) is None:
+            return False
+        return self._follow(key, stored.data) is None
+
+    def _follow(self, key: str, data: bytes) -> Manifest | None:
+        ref = parse_entry(key, data)
+        if ref is None:
+            raise StoreError(f"{key} in the artifact store cannot be read; remove it, and it is made anew")
+        found = self._catalog.held(ref)
+        return found if found is not None and (not is_of_content(key) or key in keys_of(found)) else None
+
+
+def keys_of(manifest: Manifest) -> list[str]:
+    """Return the entries that may lead to a version because of what its manifest says."""
+    of_content = content_key(manifest.kind, manifest.identity)
+    return [of_content] if manifest.key is None else [of_content, index_key(manifest.kind, manifest.key)]
+
+
+def is_of_content(key: str) -> bool:
+    """Return whether an entry is found by a version's content: it may lead to a number that another took."""
+    return _CONTENT.fullmatch(PurePosixPath(key).name) is not None
+
+
+def parse_entry(key: str, data: bytes) -> ArtifactRef | None:
+    """Return what an entry says that it leads to; None if it cannot be read or leads to another kind than its own."""
+    try:
+        entry = json.loads(data)
+        ref = ArtifactRef(entry["uri"], entry["digest"])
+        reference = parse_reference(ref.uri)
+    except (ValueError, KeyError, TypeError, AttributeError, ReferenceNotFoundError):
+        return None
+    is_whole = reference.version is not None and isinstance(ref.digest, str) and ref.digest
+    return ref if is_whole and reference.kind == PurePosixPath(key).parent.name else None

@@ -13,10 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from infra.artifacts.backend import Backend
-from infra.artifacts.catalog import Catalog, highest_version
-from infra.artifacts.download import BODIES, in_parallel
-from infra.artifacts.index import KeyIndex
+from infra.artifacts.backend import BODIES, Backend, in_parallel
+from infra.artifacts.catalog import Catalog, KeyIndex, highest_version
 from infra.artifacts.leases import Claim, Lease, LeaseOutlivedError, await_deletions, lease
 from infra.artifacts.manifest import BlobEntry, FileEntry, Manifest, check_path
 from infra.artifacts.ref import blob_key, content_key, version_key
@@ -25,67 +23,125 @@ from infra.errors import StoreError, StoreNotReadyError, VersionExistsError
 Source = Path | bytes
 PIECE_BYTES = 64 << 20
 """Size of the largest blob: the unit of sharing, parallelism, resumption and repair."""
+NUMBER_ATTEMPTS = 1000
+"""How many numbers a writer tries when others take each one first; a limit in time would count its stops too."""
+LOOKS = 5
+"""How often a writer looks again when a version with its content went before it could be claimed."""
+Sources = Mapping[str, Source]
+ATTEMPTS = 5
+"""How often a writer begins again when it was stopped until its lease had run out."""
 
 
-def describe(path: str, source: Source) -> FileEntry:
-    """Return size and hash of a file that is to be stored, and of the blobs that it is cut into.
+def gather_sources(files: Mapping[str, Source] | Path) -> dict[str, Source]:
+    """Return what is to be stored, by its path in the artifact.
+
+    Raises:
+        StoreError: if a file or the directory is not there, nothing is given, or a path leads out.
+    """
+    if isinstance(files, Path):
+        if not files.is_dir():
+            raise StoreError(f"cannot store {files}: expected a directory; give a file as {{name: path}}")
+        found = (path for path in sorted(files.rglob("*")) if path.is_file())
+        files = {path.relative_to(files).as_posix(): path for path in found}
+    if not files:
+        raise StoreError("cannot store an artifact without files; give at least one")
+    for path, source in files.items():
+        check_path(path)
+        if isinstance(source, Path) and not source.is_file():
+            raise StoreError(f"cannot store {source} as {path!r}: there is no such file")
+    return dict(files)
+
+
+def describe_all(sources: Sources) -> tuple[FileEntry, ...]:
+    """Return path, size and hashes of each source, in the order of the paths."""
+    return tuple(in_parallel(lambda path: describe(path, sources[path]), sorted(sources), BODIES))
+
+
+def commit(
+    backend: Backend, draft: Manifest, sources: Sources, claim: Claim, write: Callable[[Lease], Manifest]
+) -> Manifest:
+    """Send the blobs that are not there, then write the manifest.
 
     Args:
-        path: of the file in its artifact.
-        source: its body, or where it lies.
+        backend: where to.
+        draft: the manifest, or what it will be except for its number.
+        sources: the body of each of its files.
+        claim: the versions that it may become, and the entries of the key index that will lead to it.
+        write: writes the manifest and returns it, or the one of another writer who was first with the same.
 
     Raises:
-        StoreError: if the file cannot be read.
+        VersionExistsError: if the version is taken by other content.
+        StoreError: if the store cannot be written.
     """
-    whole = hashlib.sha256()
-    blobs: list[BlobEntry] = []
-    for piece in _read_pieces(source):
-        digest = hashlib.sha256(piece)
-        if blobs:
-            whole.update(piece)
-        else:
-            whole = digest.copy()  # it begins as the first blob's: most files are hashed once
-        blobs.append(BlobEntry(size=len(piece), sha256=digest.hexdigest()))
-    size = sum(blob.size for blob in blobs)
-    return FileEntry(path=path, size=size, sha256=whole.hexdigest(), blobs=tuple(blobs) if len(blobs) > 1 else ())
+    bodies = _bodies(draft, sources)
+    claim = claim.join(Claim(frozenset(bodies), frozenset(parent.uri for parent in draft.parents)))
+    for attempt in range(ATTEMPTS):
+        try:
+            with lease(backend, draft.writer, claim) as held:
+                skipped = send_missing(backend, bodies)
+                manifest = write(held)
+                resend(backend, bodies, list(bodies) if held.is_outlived else skipped)
+                return manifest
+        except LeaseOutlivedError:
+            if attempt == ATTEMPTS - 1:
+                raise
+    raise AssertionError("the last attempt returns or raises")
 
 
-def read_piece(source: Source, start: int, size: int) -> bytes:
-    """Return the bytes of one blob of a file; fewer if the file has become shorter.
+def send_missing(backend: Backend, bodies: Mapping[str, Body]) -> list[str]:
+    """Upload the blobs that the store does not hold; return the hashes of those that it does."""
+    found = in_parallel(lambda body: _send(backend, body), bodies.values(), BODIES)
+    return [digest for digest, was_there in zip(bodies, found, strict=True) if was_there]
 
-    Raises:
-        StoreError: if the file cannot be read.
+
+def resend(backend: Backend, bodies: Mapping[str, Body], doubtful: Collection[str]) -> None:
+    """Upload those that were in the store before the manifest was, and are no longer.
+
+    A lease that ran out while its writer was stopped protects nothing, and a person may delete anything.
     """
-    if isinstance(source, bytes):
-        return source[start : start + size]
-    with _opened(source) as file:
-        file.seek(start)
-        return file.read(size)
+    if doubtful:
+        await_deletions(backend, Claim(frozenset(doubtful)))
+        send_missing(backend, {digest: bodies[digest] for digest in doubtful})
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
-    """Open a file that is to be stored."""
-    try:
-        with path.open("rb") as file:
-            yield file
-    except OSError as error:
-        raise StoreError(f"cannot store {path}: {error.strerror or error}") from None
+def _bodies(draft: Manifest, sources: Sources) -> dict[str, Body]:
+    """Return where the body of each blob is, by its hash."""
+    bodies = {}
+    for entry in draft.files:
+        start = 0
+        for blob in entry.pieces:
+            bodies[blob.sha256] = Body(blob, sources[entry.path], start)
+            start += blob.size
+    return bodies
 
 
-def _read_pieces(source: Source) -> Iterator[bytes]:
-    if isinstance(source, bytes):
-        yield from (source[start : start + PIECE_BYTES] for start in range(0, len(source), PIECE_BYTES))
-        return
-    with _opened(source) as file:
-        while piece := file.read(PIECE_BYTES):
-            yield piece
+@dataclass(frozen=True, slots=True)
+class Body:
+    """Where the body of one blob is: at this place in its source."""
+
+    blob: BlobEntry
+    source: Source
+    start: int
+
+    def read(self) -> bytes:
+        """Return the body.
+
+        Raises:
+            StoreError: if it is no longer what it was when it was described.
+        """
+        body = read_piece(self.source, self.start, self.blob.size)
+        if isinstance(self.source, Path) and hashlib.sha256(body).hexdigest() != self.blob.sha256:
+            raise StoreError(f"{self.source} changed while it was stored")
+        return body
 
 
-NUMBER_ATTEMPTS = 1000
-"""How many numbers a writer tries that others take from it; time does not count, for it may be stopped."""
-LOOKS = 5
-"""How often a writer finds a version with its content that has gone before it could be claimed."""
+def _send(backend: Backend, body: Body) -> bool:
+    """Upload a blob unless it is there; return whether it was."""
+    key = blob_key(body.blob.sha256)
+    if backend.size(key) == body.blob.size:
+        return True
+    backend.upload(key, body.read())
+    return False
 
 
 def numbered(backend: Backend, catalog: Catalog, draft: Manifest) -> Manifest | None:
@@ -125,13 +181,13 @@ def write_numbered(backend: Backend, catalog: Catalog, draft: Manifest, held: Le
 def write_next(backend: Backend, catalog: Catalog, draft: Manifest, held: Lease) -> Manifest:
     """Write the manifest under the next free number, or return the version that a commit would only repeat.
 
-    The lease is there before the numbers are listed: so none above the highest was ever given, and those that others
-    take meanwhile are not deleted. The entry of the content stands before the manifest does.
+    The lease is written before the numbers are listed: so no number above the highest was ever given, and those that
+    others take meanwhile are not deleted. The entry of the content is written before the manifest.
 
     Args:
         backend: where to.
         catalog: the manifests that are there.
-        draft: the manifest but for its number.
+        draft: the manifest except for its number.
         held: the lease.
 
     Returns:
@@ -163,7 +219,7 @@ def _same(backend: Backend, catalog: Catalog, draft: Manifest, held: Lease) -> M
 
 
 def _stays(catalog: Catalog, found: Manifest, held: Lease) -> bool:
-    """Claim a version, and return whether it is there still: whoever was about to delete it has ended by then."""
+    """Claim a version, and return whether it is still there: a deletion that was under way has ended by then."""
     held.cover(Claim(versions=frozenset({found.uri})))
     return catalog.read(found.kind, found.name, found.version) is not None
 
@@ -171,7 +227,7 @@ def _stays(catalog: Catalog, found: Manifest, held: Lease) -> bool:
 def _create(backend: Backend, draft: Manifest, held: Lease) -> Manifest | None:
     """Write a manifest unless one is there; return the one that is there then.
 
-    A conditional write is refused to its own winner when its answer was lost: so read back who wrote it.
+    When the answer to a conditional write was lost, its own winner is refused the next time: so read back who wrote it.
     """
     key = version_key(draft.kind, draft.name, draft.version)
     held.check()
@@ -189,118 +245,56 @@ def _taken(found: Manifest) -> VersionExistsError:
     )
 
 
-Sources = Mapping[str, Source]
-ATTEMPTS = 5
-"""How often a writer begins anew when it was stopped until its lease had run out."""
-
-
-@dataclass(frozen=True, slots=True)
-class Body:
-    """Where the body of one blob is: at this place in its source."""
-
-    blob: BlobEntry
-    source: Source
-    start: int
-
-    def read(self) -> bytes:
-        """Return the body.
-
-        Raises:
-            StoreError: if it is no longer what it was when it was described.
-        """
-        body = read_piece(self.source, self.start, self.blob.size)
-        if isinstance(self.source, Path) and hashlib.sha256(body).hexdigest() != self.blob.sha256:
-            raise StoreError(f"{self.source} changed while it was stored")
-        return body
-
-
-def gather_sources(files: Mapping[str, Source] | Path) -> dict[str, Source]:
-    """Return what is to be stored, by its path in the artifact.
-
-    Raises:
-        StoreError: if a file or the directory is not there, nothing is given, or a path leads out.
-    """
-    if isinstance(files, Path):
-        if not files.is_dir():
-            raise StoreError(f"cannot store {files}: expected a directory; give a file as {{name: path}}")
-        found = (path for path in sorted(files.rglob("*")) if path.is_file())
-        files = {path.relative_to(files).as_posix(): path for path in found}
-    if not files:
-        raise StoreError("cannot store an artifact without files; give at least one")
-    for path, source in files.items():
-        check_path(path)
-        if isinstance(source, Path) and not source.is_file():
-            raise StoreError(f"cannot store {source} as {path!r}: there is no such file")
-    return dict(files)
-
-
-def describe_all(sources: Sources) -> tuple[FileEntry, ...]:
-    """Return path, size and hashes of each source, in the order of the paths."""
-    return tuple(in_parallel(lambda path: describe(path, sources[path]), sorted(sources), BODIES))
-
-
-def commit(
-    backend: Backend, draft: Manifest, sources: Sources, claim: Claim, write: Callable[[Lease], Manifest]
-) -> Manifest:
-    """Send the blobs that are not there, then write the manifest.
+def describe(path: str, source: Source) -> FileEntry:
+    """Return size and hash of a file that is to be stored, and of the blobs that it is cut into.
 
     Args:
-        backend: where to.
-        draft: the manifest, or what it will be but for its number.
-        sources: the body of each of its files.
-        claim: the versions that it may become, and the entries of the key index that will lead to it.
-        write: writes the manifest and returns it, or the one of another writer who was first with the same.
+        path: of the file in its artifact.
+        source: its body, or where it lies.
 
     Raises:
-        VersionExistsError: if the version is taken by other content.
-        StoreError: if the store cannot be written.
+        StoreError: if the file cannot be read.
     """
-    bodies = _bodies(draft, sources)
-    claim = claim.join(Claim(frozenset(bodies), frozenset(parent.uri for parent in draft.parents)))
-    for attempt in range(ATTEMPTS):
-        try:
-            with lease(backend, draft.writer, claim) as held:
-                skipped = send_missing(backend, bodies)
-                manifest = write(held)
-                resend(backend, bodies, list(bodies) if held.is_outlived else skipped)
-                return manifest
-        except LeaseOutlivedError:
-            if attempt == ATTEMPTS - 1:
-                raise
-    raise AssertionError("the last attempt returns or raises")
+    whole = hashlib.sha256()
+    blobs: list[BlobEntry] = []
+    for piece in _read_pieces(source):
+        digest = hashlib.sha256(piece)
+        if blobs:
+            whole.update(piece)
+        else:
+            whole = digest.copy()  # a copy of the first blob's hash: most files are one blob, and hashed once
+        blobs.append(BlobEntry(size=len(piece), sha256=digest.hexdigest()))
+    size = sum(blob.size for blob in blobs)
+    return FileEntry(path=path, size=size, sha256=whole.hexdigest(), blobs=tuple(blobs) if len(blobs) > 1 else ())
 
 
-def send_missing(backend: Backend, bodies: Mapping[str, Body]) -> list[str]:
-    """Upload the blobs that the store does not hold; return the hashes of those that it does."""
-    found = in_parallel(lambda body: _send(backend, body), bodies.values(), BODIES)
-    return [digest for digest, was_there in zip(bodies, found, strict=True) if was_there]
+def read_piece(source: Source, start: int, size: int) -> bytes:
+    """Return the bytes of one blob of a file; fewer if the file has become shorter.
 
-
-def resend(backend: Backend, bodies: Mapping[str, Body], doubtful: Collection[str]) -> None:
-    """Upload those that were in the store before the manifest was, and are no longer.
-
-    A lease that ran out while its writer was stopped protects nothing, and hands delete what they like.
+    Raises:
+        StoreError: if the file cannot be read.
     """
-    if doubtful:
-        await_deletions(backend, Claim(frozenset(doubtful)))
-        send_missing(backend, {digest: bodies[digest] for digest in doubtful})
+    if isinstance(source, bytes):
+        return source[start : start + size]
+    with _opened(source) as file:
+        file.seek(start)
+        return file.read(size)
 
 
-def _bodies(draft: Manifest, sources: Sources) -> dict[str, Body]:
-    """Return where the body of each blob is, by its hash."""
-    bodies = {}
-    for entry in draft.files:
-        start = 0
-        for blob in entry.pieces:
-            bodies[blob.sha256] = Body(blob, sources[entry.path], start)
-            start += blob.size
-    return bodies
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """Open a file that is to be stored."""
+    try:
+        with path.open("rb") as file:
+            yield file
+    except OSError as error:
+        raise StoreError(f"cannot store {path}: {error.strerror or error}") from None
 
 
-def _send(backend: Backend, body: Body) -> bool:
-    """Upload a blob unless it is there; return whether it was."""
-    key = blob_key(body.blob.sha256)
-    if backend.size(key) == body.blob.size:
-        return True
-    backend.upload(key, body.read())
-    return False
+def _read_pieces(source: Source) -> Iterator[bytes]:
+    if isinstance(source, bytes):
+        yield from (source[start : start + PIECE_BYTES] for start in range(0, len(source), PIECE_BYTES))
+        return
+    with _opened(source) as file:
+        while piece := file.read(PIECE_BYTES):
+            yield piece

@@ -24,10 +24,10 @@ class S3Options:
     profile: str | None = None
     """A profile of `~/.aws`, in place of keys."""
     single_writer: bool = False
-    """The user's promise that nobody else writes: conditions that the server does not enforce are done without."""
+    """The user's promise that nobody else writes: the server need not enforce conditions then."""
 
     def __post_init__(self) -> None:
-        """Refuse a key without its other: botocore would pass over both and take whatever else it finds."""
+        """Refuse a key without its other: botocore would ignore both and take whatever else it finds."""
         if bool(self.access_key) != bool(self.secret_key):
             have, lack = ("an access key", "secret key") if self.access_key else ("a secret key", "access key")
             raise SettingsError(
@@ -60,7 +60,7 @@ def options_of(known: Settings) -> S3Options:
 
     Raises:
         SettingsError: if several sources of credentials are named, or half a pair of keys.
-        StoreError: if the Prefect block that is named cannot be had, or holds no keys.
+        StoreError: if the Prefect block that is named cannot be read, or holds no keys.
     """
     sources = {
         "RLHF_S3_ACCESS_KEY": known.s3_access_key,

@@ -1,4 +1,7 @@
-"""What is kept, what nothing reaches, and deleting that without taking what others reach (the protocol: leases.py)."""
+"""What may be deleted, and deleting it: versions that the rules no longer keep, and blobs that nothing reaches.
+
+The protocol of leases.py protects what somebody is about to rely on.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,11 @@ from itertools import groupby
 from typing import NamedTuple
 from uuid import uuid4
 
-from infra.artifacts import clock
 from infra.artifacts.aliases import list_aliases
-from infra.artifacts.backend import Backend
-from infra.artifacts.catalog import Catalog
-from infra.artifacts.download import in_parallel
-from infra.artifacts.exclusive import old_run_locks
-from infra.artifacts.index import KeyIndex, keys_of
+from infra.artifacts.backend import Backend, clock, in_parallel
+from infra.artifacts.catalog import Catalog, KeyIndex, keys_of
 from infra.artifacts.leases import INTENT_LIFE, LEASE_LIFE, Claim, claims, live_leases
+from infra.artifacts.locks import old_run_locks
 from infra.artifacts.manifest import BlobEntry, Manifest
 from infra.artifacts.ref import (
     ALIASES,
@@ -36,10 +36,15 @@ from infra.artifacts.ref import (
 from infra.errors import StoreError
 
 NEVER = "run"
-"""Reports are small, and what a team looks back to: they are never retired."""
+"""Reports are small, and teams look back at them: they are never retired."""
 ALL = "all"
 _DEFAULT = {"ppo-state": 2}
 _EXAMPLE = "ppo-state=3,policy=50"
+LEFTOVER = rf"^{PROBES}[A-Za-z0-9][A-Za-z0-9._-]*$"
+"""What the key of a leftover looks like: anything else is not ours to delete."""
+_FOLDER, _REST = re.compile(r"[0-9a-f]{2}"), re.compile(r"[0-9a-f]{62}")
+DELETE_LIMIT_S = 60.0
+"""Nothing is deleted later than this after the intent; what is left then is the next deletion's to finish."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,55 +109,6 @@ class Retention:
         return ", ".join(f"{kind}={count}" for kind, count in self.newest.items()) or "nothing is retired"
 
 
-def reached(roots: Iterable[str], manifests: Iterable[Manifest]) -> set[str]:
-    """Return the references of some versions and of all that they came from.
-
-    Args:
-        roots: references of versions, there or not.
-        manifests: of all versions.
-    """
-    parents = {manifest.uri: [parent.uri for parent in manifest.parents] for manifest in manifests}
-    found: set[str] = set()
-    pending = list(roots)
-    while pending:
-        uri = pending.pop()
-        if uri not in found:
-            found.add(uri)
-            pending += parents.get(uri, ())
-    return found
-
-
-LEFTOVER = rf"^{PROBES}[A-Za-z0-9][A-Za-z0-9._-]*$"
-"""What the key of a leftover looks like: anything else is not ours to delete."""
-_FOLDER, _REST = re.compile(r"[0-9a-f]{2}"), re.compile(r"[0-9a-f]{62}")
-
-
-@dataclass(frozen=True, slots=True)
-class Survey:
-    """What could go."""
-
-    retired: list[Manifest]
-    """Versions that the rules no longer keep."""
-    freed: dict[str, list[BlobEntry]]
-    """The blobs that only they reach, by the kind of the first that does."""
-    orphans: list[BlobEntry]
-    """The blobs that no version and no lease reaches: of writers that were killed, mostly."""
-    leftovers: list[str]
-    """Keys of what openings of the store left when they were killed."""
-    stale_keys: list[str]
-    """Entries of the key index that lead to nothing; they need no grace time, for nothing is lost with them."""
-    old_locks: list[str]
-    """Keys of the locks of runs that ended long ago: nobody starts them again."""
-    stale_leases: int
-    unfinished: int
-    """Deletions whose process was killed."""
-
-    @property
-    def blob_bytes(self) -> dict[str, int]:
-        """Size of every blob that could go, by its hash."""
-        return {blob.sha256: blob.size for blobs in (self.orphans, *self.freed.values()) for blob in blobs}
-
-
 def survey(backend: Backend, catalog: Catalog, retention: Retention) -> Survey:
     """Return what the rules, aliases and leases no longer keep.
 
@@ -182,8 +138,34 @@ def survey(backend: Backend, catalog: Catalog, retention: Retention) -> Survey:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What could go."""
+
+    retired: list[Manifest]
+    """Versions that the rules no longer keep."""
+    freed: dict[str, list[BlobEntry]]
+    """The blobs that only they reach, by the kind of the first that does."""
+    orphans: list[BlobEntry]
+    """The blobs that no version and no lease reaches: of writers that were killed, mostly."""
+    leftovers: list[str]
+    """Keys of what openings of the store left when they were killed."""
+    stale_keys: list[str]
+    """Entries of the key index that lead to nothing. They need no grace time, because nothing is lost with them."""
+    old_locks: list[str]
+    """Keys of the locks of runs that ended long ago: nobody starts them again."""
+    stale_leases: int
+    unfinished: int
+    """Deletions whose process was killed."""
+
+    @property
+    def blob_bytes(self) -> dict[str, int]:
+        """Size of every blob that could go, by its hash."""
+        return {blob.sha256: blob.size for blobs in (self.orphans, *self.freed.values()) for blob in blobs}
+
+
 def every_manifest(backend: Backend, catalog: Catalog) -> list[Manifest]:
-    """Return all manifests: whoever deletes must know what each of them reaches.
+    """Return all manifests: a deletion must know what each of them reaches.
 
     Raises:
         StoreError: if there may be some that this release cannot read.
@@ -205,7 +187,7 @@ def staying(backend: Backend, leased: Claim, manifests: Iterable[Manifest]) -> s
     """Return the references of all versions that an alias or a lease reaches through parents.
 
     Args:
-        backend: where the aliases are; they are read after the leases, for a mover's ends when its move is done.
+        backend: where the aliases are; they are read after the leases, because a mover's lease ends after its move.
         leased: what somebody relies on by lease.
         manifests: of all versions.
     """
@@ -213,6 +195,24 @@ def staying(backend: Backend, leased: Claim, manifests: Iterable[Manifest]) -> s
     pointed = in_parallel(lambda artifact: list_aliases(backend, *artifact), with_aliases(backend))
     roots = {alias.uri for aliases in pointed for alias in aliases.values()}
     return reached(roots.union(each.uri for each in known if leased.covers(each.uri)), known)
+
+
+def reached(roots: Iterable[str], manifests: Iterable[Manifest]) -> set[str]:
+    """Return the references of some versions and of all that they came from.
+
+    Args:
+        roots: references of versions, there or not.
+        manifests: of all versions.
+    """
+    parents = {manifest.uri: [parent.uri for parent in manifest.parents] for manifest in manifests}
+    found: set[str] = set()
+    pending = list(roots)
+    while pending:
+        uri = pending.pop()
+        if uri not in found:
+            found.add(uri)
+            pending += parents.get(uri, ())
+    return found
 
 
 def with_aliases(backend: Backend) -> list[tuple[str, str]]:
@@ -253,17 +253,6 @@ def _sized(backend: Backend, hashes: Iterable[str]) -> list[BlobEntry]:
     listed = list(hashes)
     sizes = in_parallel(lambda digest: backend.size(blob_key(digest)), listed)
     return [BlobEntry(size=n, sha256=digest) for digest, n in zip(listed, sizes, strict=True) if n is not None]
-
-
-DELETE_LIMIT_S = 60.0
-"""Nothing is deleted later than this after the intent; what is left then is the next deletion's to finish."""
-
-
-class Deleted(NamedTuple):
-    """What was deleted."""
-
-    versions: list[Manifest]
-    blobs: list[str]
 
 
 def delete_unreached(
@@ -308,8 +297,15 @@ def delete_unreached(
     return Deleted(gone, [digest for digest, is_gone in zip(ordered, deleted, strict=True) if is_gone])
 
 
+class Deleted(NamedTuple):
+    """What was deleted."""
+
+    versions: list[Manifest]
+    blobs: list[str]
+
+
 class _Intent:
-    """Tells others what is about to be deleted, and deletes it while they believe that.
+    """Tells others what is about to be deleted, and deletes it while the intent counts.
 
     Args:
         backend: where.
@@ -340,6 +336,6 @@ def _entries(keys: Iterable[str], versions: Iterable[Manifest]) -> frozenset[str
 
 
 def _delete_entries(backend: Backend, catalog: Catalog, intent: _Intent, entries: Iterable[str]) -> None:
-    """Delete the entries of the key index that lead to nothing; of those that time does not suffice for, the next."""
+    """Delete the entries of the key index that lead to nothing; what time is too short for, the next deletion takes."""
     index = KeyIndex(backend, catalog)
     in_parallel(lambda key: index.is_stale(key) and intent.delete(key), sorted(entries))

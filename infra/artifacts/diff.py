@@ -13,7 +13,7 @@ SAME, CHANGED, ADDED, REMOVED = "same", "changed", "added", "removed"
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A value that is another, or that only one of the two has."""
+    """A value that differs, or that only one of the two has."""
 
     name: str
     """Dotted, as configuration overrides are written."""
@@ -60,7 +60,7 @@ class Difference:
         return self.before.partition("/")[0] != self.after.partition("/")[0]
 
     def tells_of(self, change: Change | FileChange) -> bool:
-        """Whether a person is told of a change; not where it only says of which kind each of the two is."""
+        """Whether a person is told of a change; not of one that only comes from two different kinds."""
         return not self.is_of_two_kinds or change.what not in {ADDED, REMOVED}
 
     def as_dict(self) -> dict[str, Any]:

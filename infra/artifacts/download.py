@@ -1,4 +1,7 @@
-"""Downloading files: several blobs at a time, each checked, into a part file from which a killed download goes on."""
+"""Downloading an artifact's files: every byte is counted and hashed before anybody sees it under its name.
+
+Several blobs come at a time, each checked, into a part file from which a killed download goes on.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -16,98 +19,114 @@ from threading import Event
 from types import TracebackType
 from typing import Self, TypeVar
 
-from infra.artifacts.backend import Backend
-from infra.artifacts.locks import own
+from infra.artifacts.backend import THREADS, Backend, in_parallel
 from infra.artifacts.manifest import BlobEntry, FileEntry, Manifest
-from infra.artifacts.ref import blob_key
+from infra.artifacts.ref import blob_key, enumerate_names
+from infra.artifacts.shared_files import READ_BYTES, STALL_S, discard_parts, is_inside, is_part, own, part_of, target_of
 from infra.errors import StoreError
-
-THREADS = 4
-"""For small requests, which wait more than they work."""
-BODIES = min(8, max(2, os.cpu_count() or 2))
-"""For bodies of blobs, of which each is in memory: hashing them keeps a core busy."""
-
-
-def in_parallel(function: Callable[[T], R], items: Iterable[T], threads: int = THREADS) -> list[R]:
-    """Return the function's result for each item, in order; the first error ends it all."""
-    with ThreadPoolExecutor(threads, thread_name_prefix="artifacts") as pool:
-        futures = [pool.submit(function, item) for item in items]
-        try:
-            return [future.result() for future in futures]
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-
 
 T = TypeVar("T")
 R = TypeVar("R")
-STALL_S = 1200.0
-"""Another process that downloads a file is waited for this long after it last wrote: longer than it waits for the store
-itself (RLHF_STORE_PATIENCE_S)."""
-READ_BYTES = 1 << 20
 ATTEMPTS = 2
 """A body may be damaged on its way; one that comes so twice is damaged in the store."""
 MISSING = "is missing"
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """A file of an artifact that is to be had on this machine."""
-
-    manifest: Manifest
-    entry: FileEntry
-
-    def __str__(self) -> str:
-        return f"{self.entry.path!r} of {self.manifest.uri}"
-
-    def blob(self, blob: BlobEntry) -> str:
-        """Return how messages name one of its blobs."""
-        return f"{self} (blob {blob_key(blob.sha256)})"
-
-
-def flaw(path: Path, entry: FileEntry) -> str | None:
-    """Return what is wrong with a file on disk, as the end of a sentence; None if every byte is right."""
-    try:
-        with path.open("rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size != entry.size:
-                return f"has {size} B instead of {entry.size}"
-            right = hashlib.file_digest(file, "sha256").hexdigest() == entry.sha256
-    except (FileNotFoundError, NotADirectoryError):
-        return MISSING
-    except OSError as error:
-        return f"cannot be read ({error.strerror})"
-    return None if right else "is damaged"
-
-
-def stored_body(backend: Backend, blob: BlobEntry, where: str) -> Iterator[bytes]:
-    """Yield a blob as it comes from the store; its reader hashes it.
-
-    Args:
-        backend: where from.
-        blob: which.
-        where: what messages call it.
+def fetch_directly(backend: Backend, manifest: Manifest, directory: Path) -> Path:
+    """Download an artifact's files into a directory, past the cache; each appears whole and checked.
 
     Raises:
-        StoreError: if it is missing or has another size.
+        StoreError: if the directory holds other files, or some that were altered, or cannot be written; if a path
+            leads out of it (through a link, say), or a blob is not what it should be.
     """
-    key = blob_key(blob.sha256)
-    size = backend.size(key)
-    if size is None:
-        raise StoreError(f"{where} is missing from the store; restore it from a backup, or commit it again")
-    if size != blob.size:
-        raise StoreError(f"{where} has {size} B instead of {blob.size}; restore it from a backup")
-    yield from backend.download(key, size)
+    with filling(directory, manifest) as lacking, Downloads(backend) as downloads:
+
+        def download(entry: FileEntry) -> None:
+            target = target_of(directory, entry, manifest.uri)
+            downloads.make(Wanted(manifest, entry), target, part_of(target, entry))
+
+        downloads.each(download, lacking)
+    return directory
 
 
-def damaged(where: str, found: str) -> StoreError:
-    """Return the error for a blob whose content is not what its name says."""
-    return StoreError(f"{where} is damaged: its content hashes to {found}; restore it from a backup")
+@contextmanager
+def filling(
+    directory: Path, manifest: Manifest, is_mended: Callable[[Path, FileEntry], bool] = lambda *_: False
+) -> Iterator[list[FileEntry]]:
+    """Prepare a directory for an artifact; where the disk gives out, nothing new stays in it.
+
+    Args:
+        directory: made if need be.
+        manifest: of the artifact.
+        is_mended: whether the cache mends a file that is there, should it be wrong.
+
+    Yields:
+        The files that are to be put there: those that are there already are left alone, if they are right.
+
+    Raises:
+        StoreError: if it holds other files, or some that were altered, or cannot be written.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        _refuse_strangers(directory, manifest)
+        there = {entry.path for entry in manifest.files if os.path.lexists(directory / entry.path)}
+        lacking = [each for each in manifest.files if each.path not in there or is_mended(directory / each.path, each)]
+        _refuse_altered(directory, manifest, there.difference(entry.path for entry in lacking))
+        try:
+            yield lacking
+        except OSError:
+            for target in (directory / entry.path for entry in lacking if entry.path not in there):
+                if is_inside(target, directory):
+                    target.unlink(missing_ok=True)
+            raise
+        discard_parts(directory)
+    except OSError as error:
+        raise StoreError(f"cannot write {manifest.uri} to {directory}: {error.strerror or error}") from error
 
 
-def inconsistent(wanted: Wanted) -> StoreError:
-    """Return the error for a file whose blobs are right, but are not that file's."""
-    return StoreError(f"{wanted} does not hash to {wanted.entry.sha256}: its manifest is damaged")
+def _refuse_strangers(directory: Path, manifest: Manifest) -> None:
+    known = {entry.path for entry in manifest.files}
+    if unfinished := sorted(path for path in known if is_part(Path(path))):
+        raise StoreError(
+            f"{manifest.uri} has files that are called as unfinished ones are ({enumerate_names(unfinished)}), and "
+            "cannot be fetched into a directory; commit it again without them"
+        )
+    files = (path for path in directory.rglob("*") if not path.is_dir() and not is_part(path))
+    if strangers := sorted({path.relative_to(directory).as_posix() for path in files} - known):
+        raise StoreError(
+            f"{directory} holds files that are not of {manifest.uri} ({enumerate_names(strangers)}); "
+            "fetch into an empty directory"
+        )
+
+
+def _refuse_altered(directory: Path, manifest: Manifest, there: set[str]) -> None:
+    """Refuse files that would stay and are wrong: a user's edits are neither overwritten nor returned as fetched."""
+    entries = [entry for entry in manifest.files if entry.path in there]
+    flaws = in_parallel(lambda entry: flaw(directory / entry.path, entry), entries)
+    if altered := [entry.path for entry, wrong in zip(entries, flaws, strict=True) if wrong is not None]:
+        raise StoreError(
+            f"{directory} holds files that are not as {manifest.uri} has them ({enumerate_names(altered)}); "
+            "fetch into an empty directory, or remove them first"
+        )
+
+
+def checked_pieces(backend: Backend, manifest: Manifest, entry: FileEntry) -> Iterator[bytes]:
+    """Yield a file's body; the end is reached only if size and hash are those of the manifest.
+
+    Raises:
+        StoreError: if the blob is missing, truncated or altered; the message names file and blob.
+    """
+    wanted, whole = Wanted(manifest, entry), hashlib.sha256()
+    for blob in entry.pieces:
+        digest = hashlib.sha256()
+        for chunk in stored_body(backend, blob, wanted.blob(blob)):
+            digest.update(chunk)
+            whole.update(chunk)
+            yield chunk
+        if digest.hexdigest() != blob.sha256:
+            raise damaged(wanted.blob(blob), digest.hexdigest())
+    if whole.hexdigest() != entry.sha256:
+        raise inconsistent(wanted)
 
 
 class Downloads:
@@ -148,12 +167,12 @@ class Downloads:
         return [future.result() for future in futures]
 
     def _give_up(self, error: BaseException) -> None:
-        """Tell what is under way that it is for nothing."""
+        """Tell what is under way that it has become useless."""
         self._errors.append(error)
         self._given_up.set()
 
     def _go_on(self, wanted: Wanted) -> None:
-        """Raise StoreError if what is under way is for nothing."""
+        """Raise StoreError if what is under way has become useless."""
         if self._given_up.is_set():
             raise StoreError(f"{wanted} was not fetched to its end: something else could not be fetched")
 
@@ -186,12 +205,14 @@ class Downloads:
             try:
                 self._fill(descriptor, wanted, donors)
                 if read_only:
-                    with suppress(PermissionError):  # another user has begun it, and it is his
+                    with suppress(PermissionError):  # another user has begun it, and owns it
                         os.fchmod(descriptor, 0o444)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 os.replace(part, target)
             except (OSError, StoreError) as error:
-                if any(isinstance(each, OSError) for each in (error, *self._errors)):  # the disk gave out, or beside us
+                if any(
+                    isinstance(each, OSError) for each in (error, *self._errors)
+                ):  # the disk failed or is full, here or in another thread
                     part.unlink(missing_ok=True)
                 raise
 
@@ -302,3 +323,63 @@ def _read_range(path: Path, start: int, size: int) -> Iterator[bytes]:
                 yield chunk
     except OSError:
         return
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A file of an artifact that is to be had on this machine."""
+
+    manifest: Manifest
+    entry: FileEntry
+
+    def __str__(self) -> str:
+        return f"{self.entry.path!r} of {self.manifest.uri}"
+
+    def blob(self, blob: BlobEntry) -> str:
+        """Return how messages name one of its blobs."""
+        return f"{self} (blob {blob_key(blob.sha256)})"
+
+
+def flaw(path: Path, entry: FileEntry) -> str | None:
+    """Return what is wrong with a file on disk, as the end of a sentence; None if every byte is right."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != entry.size:
+                return f"has {size} B instead of {entry.size}"
+            right = hashlib.file_digest(file, "sha256").hexdigest() == entry.sha256
+    except (FileNotFoundError, NotADirectoryError):
+        return MISSING
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    return None if right else "is damaged"
+
+
+def stored_body(backend: Backend, blob: BlobEntry, where: str) -> Iterator[bytes]:
+    """Yield a blob as it comes from the store; its reader hashes it.
+
+    Args:
+        backend: where from.
+        blob: which.
+        where: what messages call it.
+
+    Raises:
+        StoreError: if it is missing or has another size.
+    """
+    key = blob_key(blob.sha256)
+    size = backend.size(key)
+    if size is None:
+        raise StoreError(f"{where} is missing from the store; restore it from a backup, or commit it again")
+    if size != blob.size:
+        raise StoreError(f"{where} has {size} B instead of {blob.size}; restore it from a backup")
+    yield from backend.download(key, size)
+
+
+def damaged(where: str, found: str) -> StoreError:
+    """Return the error for a blob whose content is not what its name says."""
+    return StoreError(f"{where} is damaged: its content hashes to {found}; restore it from a backup")
+
+
+def inconsistent(wanted: Wanted) -> StoreError:
+    """Return the error for a file whose blobs are right, but are not that file's."""
+    return StoreError(f"{wanted} does not hash to {wanted.entry.sha256}: its manifest is damaged")

@@ -1,17 +1,17 @@
-"""Who is about to rely on what, and who is about to delete it.
+"""Who is about to rely on what, and who is about to delete it: writers and deletions see each other.
 
-A writer leases the blobs and versions that it is about to name, then looks for deletions under way; a deletion
-states its intent, then looks for leases, aliases and manifests. Whichever comes second sees the other: nothing is
-relied on by one while the other deletes it.
+A writer leases the blobs and versions that it is about to name, then looks for deletions under way. A deletion states
+its intent, then looks for leases, aliases and manifests. Whichever comes second sees the other, so nobody relies on
+what another deletes.
 
-Both are taken for dead in the end. Whoever deletes looks at its clock before each request, and so does whoever relies
-on a lease before the request that counts. What is assumed is that such a request is not underway, nor its sender
-stopped within it, for hours (a lease) or minutes (a deletion).
+Leases and intents expire, because their process may be dead. A deletion looks at its clock before each request, and so
+does the holder of a lease before the request that relies on it. We assume that such a request, or its sender, is not
+stopped in between for hours (a lease) or minutes (a deletion).
 
-A writer that finds that it need write nothing claims the version that it found, as it did the rest: lease, look for
-deletions, and only then look whether it is (still) there. So it is not about to go when its reference is returned. An
-entry of the key index is claimed too: whoever deletes one that leads to nothing must not meet a writer that lets it
-lead to something.
+A writer may find a version that has its content already. It claims that version as it did the rest: it leases it, looks
+for deletions, and only then looks whether the version is still there. So the version is not about to go when its
+reference is returned. Entries of the key index are claimed too: a deletion of an entry that leads to nothing must not
+meet a writer that makes the entry lead to something.
 """
 
 from __future__ import annotations
@@ -24,21 +24,20 @@ from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
 from typing import Any
 
-from infra.artifacts import clock
-from infra.artifacts.backend import Backend
+from infra.artifacts.backend import Backend, clock
 from infra.artifacts.ref import DELETING, LEASES
 from infra.errors import StoreError, VersionExistsError
 
 log = logging.getLogger(__name__)
 
 DELETION_LIFE = timedelta(minutes=4)
-"""Whoever deletes has ended this long after its intent: its limit, one request's deadline, and some."""
+"""A deletion has ended this long after its intent: its limit, the deadline of one request, and a margin."""
 INTENT_LIFE = timedelta(minutes=15)
-"""By the clock of another machine, which may be ten minutes ahead, it is taken for dead this long after."""
+"""By the clock of another machine, which may be ten minutes ahead, a deletion counts as dead this long after."""
 LEASE_LIFE = timedelta(hours=12)
-"""The lease of a writer that was killed protects nothing any longer than this."""
+"""A lease protects for so long, even if its writer was killed."""
 TRUST_LIFE = timedelta(hours=11)
-"""No holder relies on its own lease any longer than this; the clocks of those who delete may be ahead of its own."""
+"""A holder relies on its own lease for no longer than this: the clock of a deletion may be ahead of its own."""
 POLL_S = 0.2
 
 
@@ -91,7 +90,7 @@ class Lease:
 
     Args:
         backend: where.
-        holder: the random id of whoever names what it claims.
+        holder: the random id of the process that names what it claims.
     """
 
     def __init__(self, backend: Backend, holder: str) -> None:
@@ -107,13 +106,13 @@ class Lease:
         await_deletions(self._backend, claim)
 
     def end(self) -> None:
-        """Let go of all that is claimed."""
+        """Release all that is claimed."""
         for key in self._notes:
             self._backend.delete(key)
 
     @property
     def is_outlived(self) -> bool:
-        """Whether others may have taken the holder for dead, and deleted what it claims."""
+        """Whether the holder may have counted as dead, so that others have deleted what it claims."""
         return clock.boottime() - self._begun > TRUST_LIFE.total_seconds()
 
     def check(self) -> None:
@@ -131,7 +130,7 @@ def lease(backend: Backend, holder: str, claim: Claim) -> Iterator[Lease]:
 
     Args:
         backend: where.
-        holder: the random id of whoever names it.
+        holder: the random id of the process that names it.
         claim: what it is.
 
     Yields:
@@ -156,7 +155,7 @@ def lease(backend: Backend, holder: str, claim: Claim) -> Iterator[Lease]:
 def await_deletions(backend: Backend, claim: Claim) -> None:
     """Wait until nobody who is alive deletes anything of the claim.
 
-    Whoever states its intent after the first look sees the lease, or the manifest, that was written before it.
+    A deletion that states its intent after the first look sees the lease, or the manifest, that was written before.
     """
     deadline = clock.boottime() + DELETION_LIFE.total_seconds()
     found = claims(backend, DELETING)

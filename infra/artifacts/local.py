@@ -33,7 +33,7 @@ class LocalBackend:
         self._root = root
         self._temporary = root / "tmp"
         self._entered: set[Path] = set()
-        """What has its entry on the disk: another process may have made a folder, and been killed before it had."""
+        """What has its entry on the disk: whoever made a folder may have been killed before that."""
 
     def probe(self) -> None:
         """Make the directory, try it, and clear what killed writers left; a store that may only be read is left."""
@@ -53,7 +53,7 @@ class LocalBackend:
             )
         with self._explained("open"):
             for leftover in self._temporary.iterdir():
-                with suppress(OSError):  # gone, or not ours: what cannot be cleared is in nobody's way
+                with suppress(OSError):  # gone, or not ours: what cannot be cleared does no harm
                     if time.time() - leftover.stat().st_mtime > STALE_S:
                         leftover.unlink()
 
@@ -152,7 +152,7 @@ class LocalBackend:
             self._entered.update(entered)
 
     def _check_clock(self) -> None:
-        """Compare our clock with that of whoever keeps the files, who may be another machine."""
+        """Compare our clock with that of the machine that keeps the files, which may be another one."""
         path = self._write_temporary(b"")
         written = path.stat().st_mtime
         path.unlink()

@@ -44,6 +44,7 @@ PACKAGES = (
     "math-verify",
 )
 """What the numbers of an artifact depend on; their versions stand in its manifest."""
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
 SCHEMA_VERSION = "1.0"
 """Major and minor: a later minor version only adds fields, which an older release passes over."""
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
@@ -298,3 +299,19 @@ def installed_packages() -> dict[str, str]:
         with suppress(PackageNotFoundError):
             found[package] = version(package)
     return found
+
+
+def manifest_schema() -> dict[str, Any]:
+    """Return the JSON schema of the manifests that this release reads.
+
+    Fields that it does not know are allowed: a later minor version may have them.
+    """
+    schema = Manifest.model_json_schema(mode="validation")
+    return {"$schema": DIALECT, "title": f"rlhf-flows manifest, version {SCHEMA_VERSION}"} | {
+        name: value for name, value in schema.items() if name != "title"
+    }
+
+
+def schema_text() -> str:
+    """Return the schema as docs/manifest.schema.json holds it."""
+    return json.dumps(manifest_schema(), indent=2, ensure_ascii=False) + "\n"

@@ -1,4 +1,4 @@
-"""What a run resolved when it first began: each question once, and the first answer stands for ever."""
+"""What a run resolved when it first began: it asks each question once, and the first answer stays."""
 
 from __future__ import annotations
 
@@ -7,23 +7,21 @@ from datetime import datetime
 
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
-from infra.artifacts import clock
-from infra.artifacts.backend import Backend
-from infra.artifacts.download import in_parallel
+from infra.artifacts.backend import Backend, clock, in_parallel
 from infra.artifacts.manifest import SCHEMA_VERSION, SchemaVersion, first_complaint
 from infra.artifacts.ref import PLANS, plan_key, plan_prefix
 from infra.errors import StoreError, StoreNotReadyError
 
 
 class Answer(BaseModel):
-    """What a run was told when it first asked; what a later minor version adds is passed over."""
+    """What a run was told when it first asked; fields that a later minor version adds are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="constants", use_attribute_docstrings=True)
 
     schema_version: SchemaVersion = SCHEMA_VERSION
     """As of manifests."""
     flow_run: str
-    """Of the run that asked: an answer that was copied from another run's is none."""
+    """Of the run that asked: an answer that was copied from another run does not count."""
     question: str
     """In words."""
     when: datetime

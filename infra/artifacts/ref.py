@@ -1,4 +1,4 @@
-"""Names of artifacts, and where things stand in the store: how a reference is read, and what was probably meant."""
+"""How artifacts are named, and where the store keeps everything: references, the names that are allowed, all keys."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def did_you_mean(text: str, known: Iterable[str]) -> str:
 
 
 def enumerate_names(names: Iterable[str]) -> str:
-    """Return the names in a row, the first few of many."""
+    """Return the names with commas between them; of many, the first few."""
     known = list(names)
     rest = len(known) - _SHOWN
     return ", ".join(known[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
@@ -158,13 +158,13 @@ def enumerate_names(names: Iterable[str]) -> str:
 VERSIONS = "versions/"
 LEASES = "leases/"
 LOCKS = "locks/"
-"""Which process a run is worked on by, and which run a deployment is taken by."""
+"""Which process works on a run, and which run has a deployment."""
 TRASH = "trash/"
 """Lists of what a collection found unreachable, and will delete after its grace time."""
 DELETING = "trash/deleting/"
 """Intents of deletions under way."""
 PROBES = "probe/"
-"""What opening a store wrote to try it, left by those who were killed meanwhile."""
+"""What an opening of the store writes to try it; it stays if that process is killed."""
 BLOBS = "blobs/sha256/"
 KEYS = "keys/"
 ALIASES = "aliases/"
@@ -217,17 +217,17 @@ def version_numbers(names: Iterable[str]) -> list[int]:
 
 
 def hint_key(kind: str, name: str) -> str:
-    """Return where it stands which number the versions of an artifact have reached."""
+    """Return where the hint is that says which number the versions of an artifact have reached."""
     return f"{HINTS}{check_kind(kind)}/{check_name(name)}.json"
 
 
 def index_key(kind: str, key: str) -> str:
-    """Return where it stands what was made from these inputs."""
+    """Return where the entry is that says what was made from these inputs."""
     return f"{KEYS}{check_kind(kind)}/{check_key(key)}.json"
 
 
 def content_key(kind: str, identity: str) -> str:
-    """Return where it stands which version holds this content, made with this configuration from these parents."""
+    """Return where the entry is of the version with this content, made with this configuration from these parents."""
     return f"{KEYS}{check_kind(kind)}/content-{identity}.json"
 
 
@@ -242,7 +242,7 @@ def alias_key(kind: str, name: str, alias: str) -> str:
 
 
 def plan_prefix(run: str) -> str:
-    """Return where it stands what a run was told.
+    """Return where the answers are that a run got.
 
     Raises:
         StoreError: if no run could have that id.
@@ -251,7 +251,7 @@ def plan_prefix(run: str) -> str:
 
 
 def plan_key(run: str, question: str) -> str:
-    """Return where it stands what a run was told when it first asked.
+    """Return where the answer is that a run got when it first asked a question.
 
     Raises:
         StoreError: if run or question could not have that name.

@@ -1,7 +1,7 @@
 """The store in a bucket: s3fs for small requests, plain connections for bodies.
 
-Both say the same to the server, keep to the same limits in time, and make one attempt each: retries are retrier.py's.
-Bodies of blobs do not pass through s3fs: an event loop, and its changes of threads, halve the speed (docs/store.md).
+Both say the same to the server and keep the same limits in time. Both make one attempt each: `Retrier` makes the next.
+Bodies of blobs do not go through s3fs, because its event loop and changes of threads halve the speed (docs/store.md).
 """
 
 from __future__ import annotations
@@ -25,146 +25,17 @@ from fsspec.asyn import sync
 
 from infra.artifacts.backend import BOTH, Stored, check_clock, enforced_conditions
 from infra.artifacts.credentials import S3Options
-from infra.artifacts.retrier import Patience, Retrier
-from infra.artifacts.s3_errors import ABSENT, CONDITION_FAILED, FORBIDDEN, RefusedError
+from infra.artifacts.s3_requests import ABSENT, CONDITION_FAILED, FORBIDDEN, Patience, RefusedError, Retrier
 from infra.errors import StoreError
 
 BLOCK_BYTES = 256 << 10
-"""Larger blocks cost fresh memory each, smaller ones a call each: at 16 KiB or 1 MiB a third of the speed is lost."""
-
-
-class Answer(Protocol):
-    """The body of an answer, as botocore returns it."""
-
-    def read(self, amt: int, /) -> bytes:
-        """Return so many bytes; fewer only where the body ends."""
-
-    def close(self) -> None:
-        """Let go of the connection, which is used again if all of the body has been read."""
-
-
-class Outgoing(BytesIO):
-    """A body that is sent block by block: sent as a whole, all of it would have to pass within one block's limit."""
-
-    def __init__(self, body: bytes, timeout: float) -> None:
-        """Describe a body.
-
-        Args:
-            body: all of it.
-            timeout: in seconds, for all of it.
-        """
-        super().__init__(body)
-        self._deadline, self._timeout = time.monotonic() + timeout, timeout
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        """Return the next block: what sends it asks for 16 KiB.
-
-        Raises:
-            TimeoutError: if the body has taken too long already.
-        """
-        if time.monotonic() > self._deadline:
-            raise TimeoutError(f"a body was not sent within {self._timeout:.0f} s")
-        return super().read(size if size is None or size < 0 else max(size, BLOCK_BYTES))
-
-
-def read_through(
-    ask: Callable[[int], Answer], run: Callable[[Callable[[float], bytes]], bytes], size: int
-) -> Iterator[bytes]:
-    """Yield an object block by block; it comes in one answer, unless that breaks off.
-
-    Args:
-        ask: asks for the object from a byte on.
-        run: makes attempts until one returns.
-        size: of the object, in bytes.
-    """
-    answer: Answer | None = None
-    done = 0
-
-    def attempt(_: float) -> bytes:
-        nonlocal answer
-        answer = answer or ask(done)
-        try:
-            return answer.read(min(BLOCK_BYTES, size - done))
-        except BaseException:
-            answer.close()
-            answer = None
-            raise
-
-    try:
-        while done < size and (block := run(attempt)):
-            done += len(block)
-            yield block
-    finally:
-        if answer is not None:
-            answer.close()
-
-
+"""Larger blocks cost new memory each, smaller ones a call each: 16 KiB or 1 MiB lose a third of the speed."""
 CONNECTIONS = 16
 _Known = dict[tuple[int, S3Options, Patience], Any]
 _files: _Known = {}
 _bodies: _Known = {}
 """One of each per process and server, for all stores: it takes a tenth of a second to make."""
 _making: dict[int, threading.Lock] = {}
-
-
-def files(options: S3Options, patience: Patience) -> s3fs.S3FileSystem:
-    """Return this process's file system: its event loop and sockets do not survive a fork.
-
-    The parent's stays in the child's table: collecting it would wait for the loop that is not there.
-    """
-    return _known(_files, options, patience, _open_files)
-
-
-def bodies(options: S3Options, patience: Patience) -> Any:
-    """Return this process's plain client, for all threads: `put_object` and `get_object` of botocore."""
-    return _known(_bodies, options, patience, _open_bodies)
-
-
-def _known(table: _Known, options: S3Options, patience: Patience, make: Callable[[S3Options, Patience], Any]) -> Any:
-    place = (os.getpid(), options, patience)
-    if place not in table:
-        with _making.setdefault(os.getpid(), threading.Lock()):
-            table[place] = table.get(place) or make(options, patience)
-    return table[place]
-
-
-def _open_files(options: S3Options, patience: Patience) -> s3fs.S3FileSystem:
-    arguments = options.arguments() | {"config_kwargs": _config(options, patience)}
-    opened = s3fs.S3FileSystem(**arguments, use_listings_cache=False, skip_instance_cache=True)
-    opened.retries = 1
-    return opened
-
-
-def _open_bodies(options: S3Options, patience: Patience) -> Any:
-    # urllib3 has a new connection bear the limit for connecting while it sends: a body needs the longer one
-    config = _config(options, patience) | {"connect_timeout": patience.read_s}
-    return botocore.session.Session(profile=options.profile).create_client(
-        "s3",
-        region_name=options.region,
-        endpoint_url=options.endpoint_url,
-        aws_access_key_id=options.access_key,
-        aws_secret_access_key=options.secret_key,
-        aws_session_token=options.session_token,
-        config=Config(**config),
-    )
-
-
-def _config(options: S3Options, patience: Patience) -> dict[str, Any]:
-    for name in ("botocore", "aiobotocore", "urllib3"):  # at DEBUG they write headers out, session tokens among them
-        logging.getLogger(name).setLevel(max(logging.getLogger(name).level, logging.INFO))
-    return {
-        # Content-MD5 is signed and holds the body: hashing it once more for the signature would prove nothing new
-        "s3": options.arguments().get("config_kwargs", {}).get("s3", {}) | {"payload_signing_enabled": False},
-        "connect_timeout": patience.connect_s,
-        "read_timeout": patience.read_s,
-        "retries": {"total_max_attempts": 1},
-        "max_pool_connections": CONNECTIONS,
-        # the newer default checksums are unknown to many servers; Content-MD5 is known to all
-        "request_checksum_calculation": "when_required",
-        "response_checksum_validation": "when_required",
-    }
-
-
 _answered: set[tuple[str, str]] = set()
 """Servers and buckets that this process has had an answer from: it waits for them from then on."""
 
@@ -201,7 +72,7 @@ class S3Backend:
             enforced = enforced_conditions(self)
         except RefusedError as error:
             if error.code in FORBIDDEN:
-                return  # whoever may only read can open the store; the first write says what is missing
+                return  # a user who may only read can open the store; the first write says what is missing
             raise
         if enforced != BOTH and not self._options.single_writer:
             raise StoreError(
@@ -330,12 +201,136 @@ class S3Backend:
         return answer
 
     def _only_writer(self) -> threading.Lock:
-        """Return what keeps this process's threads apart where the server does not; a child has a lock of its own."""
+        """Return the lock that keeps this process's threads apart where the server does not; a child has its own."""
         return self._locks.setdefault(os.getpid(), threading.Lock())
 
     def _files(self) -> s3fs.S3FileSystem:
         return files(self._options, self._patience)
 
 
+def read_through(
+    ask: Callable[[int], Answer], run: Callable[[Callable[[float], bytes]], bytes], size: int
+) -> Iterator[bytes]:
+    """Yield an object block by block; it comes in one answer, unless that breaks off.
+
+    Args:
+        ask: asks for the object from a byte on.
+        run: makes attempts until one returns.
+        size: of the object, in bytes.
+    """
+    answer: Answer | None = None
+    done = 0
+
+    def attempt(_: float) -> bytes:
+        nonlocal answer
+        answer = answer or ask(done)
+        try:
+            return answer.read(min(BLOCK_BYTES, size - done))
+        except BaseException:
+            answer.close()
+            answer = None
+            raise
+
+    try:
+        while done < size and (block := run(attempt)):
+            done += len(block)
+            yield block
+    finally:
+        if answer is not None:
+            answer.close()
+
+
+class Answer(Protocol):
+    """The body of an answer, as botocore returns it."""
+
+    def read(self, amt: int, /) -> bytes:
+        """Return so many bytes; fewer only where the body ends."""
+
+    def close(self) -> None:
+        """Release the connection, which is used again if all of the body has been read."""
+
+
+class Outgoing(BytesIO):
+    """A body that is sent block by block: sent as a whole, all of it would have to pass within one block's limit."""
+
+    def __init__(self, body: bytes, timeout: float) -> None:
+        """Describe a body.
+
+        Args:
+            body: all of it.
+            timeout: in seconds, for all of it.
+        """
+        super().__init__(body)
+        self._deadline, self._timeout = time.monotonic() + timeout, timeout
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """Return the next block: what sends it asks for 16 KiB.
+
+        Raises:
+            TimeoutError: if the body has taken too long already.
+        """
+        if time.monotonic() > self._deadline:
+            raise TimeoutError(f"a body was not sent within {self._timeout:.0f} s")
+        return super().read(size if size is None or size < 0 else max(size, BLOCK_BYTES))
+
+
 def _base64(digest: bytes) -> str:
     return base64.b64encode(digest).decode()
+
+
+def files(options: S3Options, patience: Patience) -> s3fs.S3FileSystem:
+    """Return this process's file system: its event loop and sockets do not survive a fork.
+
+    The parent's stays in the child's table: collecting it would wait for the loop that is not there.
+    """
+    return _known(_files, options, patience, _open_files)
+
+
+def bodies(options: S3Options, patience: Patience) -> Any:
+    """Return this process's plain client, for all threads: `put_object` and `get_object` of botocore."""
+    return _known(_bodies, options, patience, _open_bodies)
+
+
+def _known(table: _Known, options: S3Options, patience: Patience, make: Callable[[S3Options, Patience], Any]) -> Any:
+    place = (os.getpid(), options, patience)
+    if place not in table:
+        with _making.setdefault(os.getpid(), threading.Lock()):
+            table[place] = table.get(place) or make(options, patience)
+    return table[place]
+
+
+def _open_files(options: S3Options, patience: Patience) -> s3fs.S3FileSystem:
+    arguments = options.arguments() | {"config_kwargs": _config(options, patience)}
+    opened = s3fs.S3FileSystem(**arguments, use_listings_cache=False, skip_instance_cache=True)
+    opened.retries = 1
+    return opened
+
+
+def _open_bodies(options: S3Options, patience: Patience) -> Any:
+    # urllib3 has a new connection bear the limit for connecting while it sends: a body needs the longer one
+    config = _config(options, patience) | {"connect_timeout": patience.read_s}
+    return botocore.session.Session(profile=options.profile).create_client(
+        "s3",
+        region_name=options.region,
+        endpoint_url=options.endpoint_url,
+        aws_access_key_id=options.access_key,
+        aws_secret_access_key=options.secret_key,
+        aws_session_token=options.session_token,
+        config=Config(**config),
+    )
+
+
+def _config(options: S3Options, patience: Patience) -> dict[str, Any]:
+    for name in ("botocore", "aiobotocore", "urllib3"):  # at DEBUG they write headers out, session tokens among them
+        logging.getLogger(name).setLevel(max(logging.getLogger(name).level, logging.INFO))
+    return {
+        # Content-MD5 is signed and holds the body: hashing it once more for the signature would prove nothing new
+        "s3": options.arguments().get("config_kwargs", {}).get("s3", {}) | {"payload_signing_enabled": False},
+        "connect_timeout": patience.connect_s,
+        "read_timeout": patience.read_s,
+        "retries": {"total_max_attempts": 1},
+        "max_pool_connections": CONNECTIONS,
+        # the newer default checksums are unknown to many servers; Content-MD5 is known to all
+        "request_checksum_calculation": "when_required",
+        "response_checksum_validation": "when_required",
+    }

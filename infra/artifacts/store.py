@@ -1,4 +1,7 @@
-"""The artifact store: what every stage reads from and writes to (docs/adr/0002-manifest-last.md)."""
+"""The artifact store: how it is opened by its address, and what every stage reads from it and writes to it.
+
+A version appears whole or not at all, because its manifest is written last (docs/adr/0002-manifest-last.md).
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from pydantic import JsonValue
 
@@ -15,23 +19,116 @@ from infra.artifacts import plans
 from infra.artifacts.aliases import UNSET, Alias, Unset, list_aliases, move_alias, read_alias, roll_back
 from infra.artifacts.backend import Backend
 from infra.artifacts.cache import GB, LIMIT_GB, Cache
-from infra.artifacts.catalog import Catalog, highest_version
+from infra.artifacts.catalog import Catalog, KeyIndex, highest_version, keys_of
 from infra.artifacts.collect import LEAST_GRACE, Collection, collect
 from infra.artifacts.commit import Source, commit, describe_all, gather_sources, numbered, write_next, write_numbered
+from infra.artifacts.credentials import S3Options, options_of
 from infra.artifacts.deletion import Retention, delete_unreached, every_manifest, staying
 from infra.artifacts.diff import Difference, compare
-from infra.artifacts.exclusive import Lock
-from infra.artifacts.fetch import checked_pieces, fetch_directly, fetch_through
-from infra.artifacts.index import KeyIndex, keys_of
+from infra.artifacts.download import checked_pieces, fetch_directly
 from infra.artifacts.leases import Claim, Lease
 from infra.artifacts.lineage import Descent, Lineage, descend, trace
+from infra.artifacts.local import LocalBackend
+from infra.artifacts.locks import Lock
 from infra.artifacts.manifest import Manifest
 from infra.artifacts.plans import Answer
 from infra.artifacts.ref import ArtifactRef, check_key, check_kind, check_name, index_key, parse_reference, version_uri
 from infra.artifacts.verify import Progress, Verification, verify_store, verify_version
-from infra.errors import ReferenceNotFoundError, StoreError
+from infra.errors import ReferenceNotFoundError, SettingsError, StoreError
 
 CHAMPION = "champion"
+
+
+def open_store(
+    url: str,
+    *,
+    cache_dir: Path,
+    cache_limit_gb: float = LIMIT_GB,
+    s3: S3Options | None = None,
+    patient: bool = False,
+    deadline_s: float | None = None,
+) -> ArtifactStore:
+    """Open a store, and check that it answers and does what every place must do (backend.py).
+
+    A user who may only read can open it too; the first write says what is missing.
+
+    Args:
+        url: `s3://bucket`, `s3://bucket/prefix` or `file:///directory` (made if need be).
+        cache_dir: where `fetch` and `cached` keep what they fetched.
+        cache_limit_gb: how much they keep, in GB of 1e9 bytes.
+        s3: server and credentials; None takes those of the environment.
+        patient: wait for an absent server as long as any request does. Otherwise its absence is an error within
+            seconds, unless it has answered this process before.
+        deadline_s: how long we wait for an absent server; None: as long as a person would wait.
+
+    Raises:
+        StoreError: if the address is wrong, the server is away, the secret is wrong, the bucket is missing, the
+            server's clock is not ours, or it does not enforce conditional writes; or if the directory is not there.
+    """
+    parts = _parts(url)
+    scheme = "" if parts.query or parts.fragment else parts.scheme  # else what follows a # would be ignored
+    if scheme == "s3" and parts.netloc:
+        backend = _open_bucket(url, s3 or S3Options(), patient=patient, deadline_s=deadline_s)
+    elif scheme == "file" and parts.netloc in {"", "localhost"} and parts.path.startswith("/"):
+        backend = LocalBackend(url, Path(unquote(parts.path)))
+    else:
+        raise StoreError(
+            f"{url!r} is no address of an artifact store; set RLHF_STORE_URL to s3://bucket/prefix or file:///directory"
+        )
+    backend.probe()
+    return ArtifactStore(backend, cache_dir, cache_limit_gb)
+
+
+def open_default_store(*, patient: bool = False, in_run: bool = False) -> ArtifactStore:
+    """Open the store that the settings name.
+
+    Args:
+        patient: as for `open_store`: for what runs unattended.
+        in_run: wait for an absent server as long as a run waits (RLHF_STORE_PATIENCE_S).
+
+    Raises:
+        StoreError: as `open_store`.
+        SettingsError: if no store is named, or several sources of credentials, or half a pair of keys.
+    """
+    from infra.settings import settings  # noqa: PLC0415 - reads the environment: only when asked
+
+    known = settings()
+    if not known.model_fields_set & {"store_url", "s3_endpoint_url"}:
+        raise SettingsError(
+            "no artifact store is named: `rlhf up` starts one on this machine; or set RLHF_STORE_URL to "
+            "s3://bucket/prefix or file:///directory"
+        )
+    s3 = options_of(known) if known.store_url.startswith("s3://") else None
+    return open_store(
+        known.store_url,
+        cache_dir=known.cache_dir,
+        cache_limit_gb=known.cache_limit_gb,
+        s3=s3,
+        patient=patient,
+        deadline_s=known.store_patience_s if in_run else None,
+    )
+
+
+def _parts(url: str) -> SplitResult:
+    """Return the parts of an address; one that may hold a password is not shown."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # brackets, in which only IPv6 may stand; its text shows the address
+        raise StoreError("RLHF_STORE_URL cannot be read; set it to s3://bucket/prefix or file:///directory") from None
+    if "@" in parts.netloc:
+        raise StoreError(
+            "the address of the artifact store (RLHF_STORE_URL) must not hold a user or password; keys are set in "
+            "RLHF_S3_ACCESS_KEY and RLHF_S3_SECRET_KEY"
+        )
+    return parts
+
+
+def _open_bucket(url: str, options: S3Options, *, patient: bool, deadline_s: float | None) -> Backend:
+    from infra.artifacts.s3 import S3Backend  # noqa: PLC0415
+    from infra.artifacts.s3_requests import Patience  # noqa: PLC0415 - s3fs takes a second to import
+
+    parts = urlsplit(url)
+    return S3Backend(url, parts.netloc, parts.path.strip("/"), options, Patience.of(deadline_s, patient=patient))
 
 
 class ArtifactStore:
@@ -76,8 +173,9 @@ class ArtifactStore:
             version: None takes the next free number.
 
         Returns:
-            The reference of the version. An explicit version that is there with the same files is that one; without
-            a version, so is one of the same name, files, configuration and parents that was numbered so too.
+            The reference of the version. If an explicit version is there with the same files, it is that one. Without a
+            version, it may be an older one with the same name, files, configuration and parents, if that one took the
+            next free number too.
 
         Raises:
             VersionExistsError: if the explicit version is there with other files, or has been there: a number is
@@ -120,8 +218,8 @@ class ArtifactStore:
     def fetch(self, reference: str | ArtifactRef, directory: Path, *, keep: bool = True) -> Path:
         """Put an artifact's files into an empty directory, made if need be, and return it.
 
-        Files larger than 1 MB are links to the local cache, where that is on the same file system: read-only, for
-        whoever makes one writable and writes to it alters the cache's too. Smaller ones are copies, to be edited.
+        Files larger than 1 MB are links to the local cache, if that is on the same file system. They are read-only:
+        writing to one would alter the cache's file too. Smaller ones are copies, which may be edited.
 
         Args:
             reference: which.
@@ -135,7 +233,7 @@ class ArtifactStore:
         """
         manifest = self.resolve(reference)
         if keep:
-            return fetch_through(self._backend, manifest, directory, self._cache)
+            return self._cache.fetch(self._backend, manifest, directory)
         return fetch_directly(self._backend, manifest, directory)
 
     def cached(self, reference: str | ArtifactRef) -> Path:

@@ -1,4 +1,4 @@
-"""Looking through a store, or one version, for anything that is not as it should be, in manifests and in bodies."""
+"""Checking a store or one version: all that is written about artifacts is read, and the body of each blob hashed."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from functools import partial
 from typing import Any
 
 from infra.artifacts.aliases import Alias, list_aliases
-from infra.artifacts.backend import Backend
-from infra.artifacts.catalog import Catalog, hinted_number
+from infra.artifacts.backend import Backend, in_parallel
+from infra.artifacts.catalog import Catalog, hinted_number, is_of_content, parse_entry
 from infra.artifacts.collect import open_lists
 from infra.artifacts.deletion import with_aliases
-from infra.artifacts.download import in_parallel
-from infra.artifacts.exclusive import damaged_locks
-from infra.artifacts.index import is_of_content, parse_entry
 from infra.artifacts.leases import claims
+from infra.artifacts.locks import damaged_locks
 from infra.artifacts.manifest import BlobEntry, FileEntry, Manifest
 from infra.artifacts.plans import check_plans
 from infra.artifacts.ref import (
@@ -39,113 +37,10 @@ from infra.errors import ReferenceNotFoundError, StoreError
 
 Progress = Callable[[int, int], None]
 """Is told how many bytes have been read since it was told last, and how many there are in all; from any thread."""
-
-
-def problem_of(backend: Backend, error: StoreError) -> str:
-    """Return an error as a problem of the one thing that was read.
-
-    Raises:
-        StoreError: if the store as a whole has gone away.
-    """
-    _ensure_there(backend)
-    return str(error)
-
-
-def _ensure_there(backend: Backend) -> None:
-    """Raise StoreError if the store has gone away, as a disk does: it would look as if all were missing."""
-    if not backend.children(VERSIONS):
-        raise StoreError(f"the artifact store {backend.url} has gone away while it was looked through; try again")
-
-
-def check_blobs(backend: Backend, manifests: list[Manifest], *, quick: bool, progress: Progress) -> list[str]:
-    """Return what is wrong with the bodies of files; a file that several versions have is read once."""
-    files = {(entry.sha256, entry.pieces): entry for manifest in manifests for entry in manifest.files}
-    total = sum(entry.size for entry in files.values())
-    progress(0, total)
-    check = partial(_check_file, backend, quick=quick, read=lambda count: progress(count, total))
-    complaints: dict[str, str] = {}
-    for found in in_parallel(check, files.values()):
-        complaints |= found
-    if not complaints:
-        return []
-    _ensure_there(backend)
-    users = _users(backend, manifests, complaints.keys())
-    return [
-        f"{complaint}: {users[digest][0]}{f' and {more} more' if (more := len(users[digest]) - 1) else ''} "
-        "cannot be fetched; restore it, or remove the blob, if it is there, and commit the same again"
-        for digest, complaint in complaints.items()
-        if digest in users
-    ]
-
-
-def _check_file(backend: Backend, entry: FileEntry, *, quick: bool, read: Callable[[int], None]) -> dict[str, str]:
-    """Return what is wrong with the blobs of a file, or with the file as a whole, by hash."""
-    whole = hashlib.sha256()
-    complaints = {}
-    for blob in entry.pieces:
-        if complaint := _check_blob(backend, blob, None if quick else whole):
-            complaints[blob.sha256] = complaint
-        read(blob.size)
-    if not (quick or complaints) and whole.hexdigest() != entry.sha256:
-        complaints[entry.sha256] = f"the blobs of {entry.path!r} do not make up what hashes to {entry.sha256}"
-    return complaints
-
-
-def _check_blob(backend: Backend, blob: BlobEntry, whole: Any) -> str | None:
-    """Return what is wrong with a blob; its content is hashed where the hash of the whole file is given."""
-    key = blob_key(blob.sha256)
-    try:
-        size = backend.size(key)
-        if size is None:
-            return f"{key} is missing"
-        if size != blob.size:
-            return f"{key} has {size} B instead of {blob.size}"
-        return None if whole is None else _check_content(backend, blob, whole)
-    except StoreError as error:
-        problem = problem_of(backend, error)
-        if _is_missing(backend, key):
-            return f"{key} is missing"
-        cause = error.__cause__
-        return f"{key} cannot be read ({(isinstance(cause, OSError) and cause.strerror) or problem})"
-
-
-def _check_content(backend: Backend, blob: BlobEntry, whole: Any) -> str | None:
-    key, digest = blob_key(blob.sha256), hashlib.sha256()
-    for chunk in backend.download(key, blob.size):
-        digest.update(chunk)
-        whole.update(chunk)
-    found = digest.hexdigest()
-    return None if found == blob.sha256 else f"{key} is damaged, its content hashes to {found}"
-
-
-def _is_missing(backend: Backend, key: str) -> bool:
-    """Return whether a blob that could not be read has just been taken by a deletion."""
-    try:
-        return backend.size(key) is None
-    except StoreError:
-        return False
-
-
-def _users(backend: Backend, manifests: list[Manifest], damaged: Collection[str]) -> dict[str, list[str]]:
-    """Return which files need each hash, of the versions that have not been removed since they were read."""
-    found: dict[str, list[str]] = {}
-    for manifest in manifests:
-        needs = [
-            (digest, f"{entry.path!r} of {manifest.uri}")
-            for entry in manifest.files
-            for digest in {entry.sha256, *(blob.sha256 for blob in entry.pieces)}.intersection(damaged)
-        ]
-        key = version_key(manifest.kind, manifest.name, manifest.version)
-        if needs and backend.read(key) is not None:
-            for digest, what in needs:
-                found.setdefault(digest, []).append(what)
-    return found
-
-
 _STALE = ""
-"""Of an entry that leads to nothing: no problem, but counted."""
+"""Says of an entry that it leads to nothing: no problem, but counted."""
 _ByUri = Mapping[str, Manifest | None]
-"""What is in the store, by reference; None is what cannot be read, and is told of already."""
+"""What is in the store, by reference; None is what cannot be read, which is reported already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,12 +126,6 @@ def _read_manifests(backend: Backend, catalog: Catalog) -> tuple[_ByUri, list[st
     return by_uri, problems + unread
 
 
-def _sorted_out(found: Mapping[str, Manifest | str | None]) -> tuple[_ByUri, list[str]]:
-    """Return what is there, and why some of it cannot be read."""
-    there = {uri: each if isinstance(each, Manifest) else None for uri, each in found.items() if each is not None}
-    return there, [each for each in found.values() if isinstance(each, str)]
-
-
 def _versions(backend: Backend, catalog: Catalog, artifact: tuple[str, str]) -> list[int] | str:
     try:
         return catalog.versions(*artifact)
@@ -251,9 +140,15 @@ def _strangers(backend: Backend, prefix: str) -> list[str]:
 
 def _manifest(backend: Backend, catalog: Catalog, version: tuple[str, str, int]) -> Manifest | str | None:
     try:
-        return catalog.read(*version)  # anew: what is remembered says nothing about the store
+        return catalog.read(*version)  # read again: what is remembered says nothing about the store
     except StoreError as error:
         return problem_of(backend, error)
+
+
+def _sorted_out(found: Mapping[str, Manifest | str | None]) -> tuple[_ByUri, list[str]]:
+    """Return what is there, and why some of it cannot be read."""
+    there = {uri: each if isinstance(each, Manifest) else None for uri, each in found.items() if each is not None}
+    return there, [each for each in found.values() if isinstance(each, str)]
 
 
 def _parent(backend: Backend, catalog: Catalog, parent: ArtifactRef) -> Manifest | str | None:
@@ -388,3 +283,104 @@ def _check_notes(backend: Backend) -> Iterator[str]:
     except StoreError as error:
         yield problem_of(backend, error)
     yield from damaged_locks(backend)
+
+
+def check_blobs(backend: Backend, manifests: list[Manifest], *, quick: bool, progress: Progress) -> list[str]:
+    """Return what is wrong with the bodies of files; a file that several versions have is read once."""
+    files = {(entry.sha256, entry.pieces): entry for manifest in manifests for entry in manifest.files}
+    total = sum(entry.size for entry in files.values())
+    progress(0, total)
+    check = partial(_check_file, backend, quick=quick, read=lambda count: progress(count, total))
+    complaints: dict[str, str] = {}
+    for found in in_parallel(check, files.values()):
+        complaints |= found
+    if not complaints:
+        return []
+    _ensure_there(backend)
+    users = _users(backend, manifests, complaints.keys())
+    return [
+        f"{complaint}: {users[digest][0]}{f' and {more} more' if (more := len(users[digest]) - 1) else ''} "
+        "cannot be fetched; restore it, or remove the blob, if it is there, and commit the same again"
+        for digest, complaint in complaints.items()
+        if digest in users
+    ]
+
+
+def _check_file(backend: Backend, entry: FileEntry, *, quick: bool, read: Callable[[int], None]) -> dict[str, str]:
+    """Return what is wrong with the blobs of a file, or with the file as a whole, by hash."""
+    whole = hashlib.sha256()
+    complaints = {}
+    for blob in entry.pieces:
+        if complaint := _check_blob(backend, blob, None if quick else whole):
+            complaints[blob.sha256] = complaint
+        read(blob.size)
+    if not (quick or complaints) and whole.hexdigest() != entry.sha256:
+        complaints[entry.sha256] = f"the blobs of {entry.path!r} do not make up what hashes to {entry.sha256}"
+    return complaints
+
+
+def _check_blob(backend: Backend, blob: BlobEntry, whole: Any) -> str | None:
+    """Return what is wrong with a blob; its content is hashed where the hash of the whole file is given."""
+    key = blob_key(blob.sha256)
+    try:
+        size = backend.size(key)
+        if size is None:
+            return f"{key} is missing"
+        if size != blob.size:
+            return f"{key} has {size} B instead of {blob.size}"
+        return None if whole is None else _check_content(backend, blob, whole)
+    except StoreError as error:
+        problem = problem_of(backend, error)
+        if _is_missing(backend, key):
+            return f"{key} is missing"
+        cause = error.__cause__
+        return f"{key} cannot be read ({(isinstance(cause, OSError) and cause.strerror) or problem})"
+
+
+def _check_content(backend: Backend, blob: BlobEntry, whole: Any) -> str | None:
+    key, digest = blob_key(blob.sha256), hashlib.sha256()
+    for chunk in backend.download(key, blob.size):
+        digest.update(chunk)
+        whole.update(chunk)
+    found = digest.hexdigest()
+    return None if found == blob.sha256 else f"{key} is damaged, its content hashes to {found}"
+
+
+def _is_missing(backend: Backend, key: str) -> bool:
+    """Return whether a blob that could not be read has just been taken by a deletion."""
+    try:
+        return backend.size(key) is None
+    except StoreError:
+        return False
+
+
+def _users(backend: Backend, manifests: list[Manifest], damaged: Collection[str]) -> dict[str, list[str]]:
+    """Return which files need each hash, of the versions that have not been removed since they were read."""
+    found: dict[str, list[str]] = {}
+    for manifest in manifests:
+        needs = [
+            (digest, f"{entry.path!r} of {manifest.uri}")
+            for entry in manifest.files
+            for digest in {entry.sha256, *(blob.sha256 for blob in entry.pieces)}.intersection(damaged)
+        ]
+        key = version_key(manifest.kind, manifest.name, manifest.version)
+        if needs and backend.read(key) is not None:
+            for digest, what in needs:
+                found.setdefault(digest, []).append(what)
+    return found
+
+
+def problem_of(backend: Backend, error: StoreError) -> str:
+    """Return an error as a problem of the one thing that was read.
+
+    Raises:
+        StoreError: if the store as a whole has gone away.
+    """
+    _ensure_there(backend)
+    return str(error)
+
+
+def _ensure_there(backend: Backend) -> None:
+    """Raise StoreError if the store has gone away, as a disk does: it would look as if all were missing."""
+    if not backend.children(VERSIONS):
+        raise StoreError(f"the artifact store {backend.url} has gone away while it was looked through; try again")

@@ -1,6 +1,6 @@
 """Ray clusters and their leases: a cluster lives exactly as long as the process that leased it.
 
-On a cluster that is there already, `lease_existing` holds what a run has there, with the same end.
+On a cluster that is there already, `lease_existing` holds what a run has there, and ends it in the same way.
 
     manifest = lease_cluster("ppo-llama7b", directory=..., num_cpus=4, ...)
     connect(manifest)          # this process is now a Ray driver

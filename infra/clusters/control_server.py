@@ -1,7 +1,7 @@
-"""Questions to a cluster's control server, and its orders: each with a deadline, none of them through a driver.
+"""Questions and orders to a cluster's control server: each with a deadline, and without a driver.
 
-Ray's own functions need a connected driver and may wait for ever; they also show no actor of another's, named or not,
-and end none without its handle. What a run left on a cluster must be found and ended by whoever is left to do it.
+Ray's own functions need a connected driver and may wait for ever. They also show no actor of another driver, and end
+none without its handle. But what a run left on a cluster must be found and ended by any process that is left.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PASSING = frozenset(
         grpc.StatusCode.ABORTED,
     }
 )
-"""Answers, and silences, after which the same question may be answered later."""
+"""Answers, and silences, after which the same question may succeed later."""
 
 
 class Job(NamedTuple):
@@ -58,7 +58,7 @@ class ControlServer:
     """The control server of a cluster, asked with the token that this process has loaded (`driver.credentials`)."""
 
     def __init__(self, address: str, *, called: str | None = None, timeout_s: float = ANSWER_S) -> None:
-        """Take up the line.
+        """Open the connection.
 
         Args:
             address: host and port.
@@ -74,7 +74,7 @@ class ControlServer:
         self._workers = gcs_service_pb2_grpc.WorkerInfoGcsServiceStub(self._channel)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._channel.close()
 
     def nodes(self) -> list[Any]:
@@ -95,7 +95,7 @@ class ControlServer:
         return total
 
     def job(self, job_id: str) -> Job:
-        """Return what is known of a driver by its job; one that was forgotten is over."""
+        """Return what is known of a driver by its job; an unknown one is over."""
         request = gcs_service_pb2.GetAllJobInfoRequest(
             job_or_submission_id=job_id, skip_submission_job_info_field=True, skip_is_running_tasks_field=True
         )
@@ -108,13 +108,13 @@ class ControlServer:
         return Job(True, "a process that is gone")
 
     def actors(self, wanted: Callable[[Any], bool]) -> list[Any]:
-        """Return the actors that are not dead and wanted, those without a name and of other drivers included."""
+        """Return the wanted actors that are not dead, also those without a name and those of other drivers."""
         answer = self._ask(self._actors.GetAllActorInfo, gcs_service_pb2.GetAllActorInfoRequest())
         dead = gcs_pb2.ActorTableData.DEAD
         return [actor for actor in answer.actor_table_data if actor.state != dead and wanted(actor)]
 
     def kill(self, actors: Iterable[Any]) -> None:
-        """Have actors ended for good; Ray ends the process of a stopped one after some seconds."""
+        """End actors for good; Ray ends the process of a stopped one after some seconds."""
         for actor in actors:
             request = gcs_service_pb2.KillActorViaGcsRequest(actor_id=actor.actor_id, force_kill=True, no_restart=True)
             self._ask(self._actors.KillActorViaGcs, request, forgives=grpc.StatusCode.NOT_FOUND)
@@ -126,7 +126,7 @@ class ControlServer:
             ClusterError: if something is left; it is named.
         """
         deadline, workers, clean_looks = time.monotonic() + timeout_s, set[bytes](), 0
-        while clean_looks < 2:  # noqa: PLR2004 - what was created during one look may have been missed
+        while clean_looks < 2:  # noqa: PLR2004 - one look may miss what was created during it
             left = self._left(is_ours)
             at_work = {node.node_id for node in self.nodes()}
             workers = {worker for worker in workers if self._runs(worker, at_work)}
@@ -151,7 +151,7 @@ class ControlServer:
         )
 
     def _runs(self, worker: bytes, nodes: Collection[bytes]) -> bool:
-        """Whether a process is there; of one whose node is gone nobody tells the control server."""
+        """Whether a process is there; nobody tells the control server of one whose node is gone."""
         request = gcs_service_pb2.GetWorkerInfoRequest(worker_id=worker)
         answer = self._ask(self._workers.GetWorkerInfo, request, forgives=grpc.StatusCode.NOT_FOUND)
         if answer is None:

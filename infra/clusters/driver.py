@@ -1,4 +1,4 @@
-"""Makes this process a driver of a leased cluster, and lets it go again."""
+"""Connecting this process to a leased cluster as its driver, and leaving the cluster again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from infra.errors import ClusterError, ClusterNotReadyError
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _ENVIRONMENT = {
-    # Ray ends this whole process when the control server has been away for so long (60 s by default). The flow is to
+    # Ray ends this whole process when the control server has been away for so long (60 s by default). The flow should
     # live on, see the loss and start another cluster; but calls that Ray never gives up must not hang for ever.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "300",
     # Tries of `ray.init`, each of up to 40 s; the probe before it has its own deadline.
@@ -30,7 +30,7 @@ _ENVIRONMENT = {
 
 
 def connect(manifest: ClusterManifest, timeout_s: float = 30.0, environment: Mapping[str, str] | None = None) -> None:
-    """Connect this process to a cluster as a Ray driver; done already is fine.
+    """Connect this process to a cluster as a Ray driver; do nothing if it is connected.
 
     The handlers of SIGTERM and SIGINT stay what they were (Ray would replace the first, and a cancelled flow would
     crash), and Ray's settings are in the environment only while this function runs.
@@ -47,7 +47,7 @@ def connect(manifest: ClusterManifest, timeout_s: float = 30.0, environment: Map
     if ray.is_initialized():
         _check_connection(manifest)
         return
-    # Or a thread that calls Ray a moment after this process has left would start a cluster of its own.
+    # Without it, a thread that calls Ray after this process has left would start another cluster.
     auto_init_hook.enable_auto_connect = False
     ours = manifest if manifest.kind == "local" else None
     with credentials(ours), _for_ray(), _at_its_address(manifest), _signal_handlers():
@@ -72,10 +72,10 @@ def connect(manifest: ClusterManifest, timeout_s: float = 30.0, environment: Map
 
 
 def disconnect(timeout_s: float = 60.0) -> None:
-    """Leave the cluster; detached actors stay. Not connected is fine.
+    """Leave the cluster, if connected; detached actors stay.
 
     Raises:
-        ClusterError: if Ray does not let go in time, as can happen when the control server died under a call.
+        ClusterError: if Ray does not leave in time, as can happen when the control server died during a call.
     """
     if not ray.is_initialized():
         return
@@ -91,14 +91,14 @@ def disconnect(timeout_s: float = 60.0) -> None:
 
 @contextmanager
 def credentials(ours: ClusterManifest | None) -> Iterator[None]:
-    """Have Ray use the secrets of a cluster while this runs, and remember them.
+    """Make Ray use the secrets of a cluster while this runs, and remember them.
 
-    It takes them from the environment alone. A process that is connected keeps what it connected with.
+    Ray takes them only from the environment. A connected process keeps those that it connected with.
 
     Args:
-        ours: a cluster that was started here; None takes what the user has set, as it stands: RAY_USE_TLS and what
-            belongs to it, RAY_AUTH_MODE, RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, `~/.ray/auth_token`. Only where no mode
-            was set, a token is reason to send it.
+        ours: a cluster that was started here; None takes what the user has set: RAY_USE_TLS and its variables,
+            RAY_AUTH_MODE, RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, `~/.ray/auth_token`. A token is sent without a mode only
+            if no mode was set.
 
     Raises:
         ClusterError: if the user's token cannot be read.
@@ -128,7 +128,7 @@ def _has_token() -> bool:
 
 
 def _read_environment() -> None:
-    """Have Ray look again: it remembers an earlier cluster's token."""
+    """Make Ray read its token again: it remembers an earlier cluster's."""
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
 
@@ -139,10 +139,10 @@ def _for_ray() -> AbstractContextManager[None]:
 
 @contextmanager
 def _at_its_address(manifest: ClusterManifest) -> Iterator[None]:
-    """Have Ray take the loopback address of a cluster of ours for what it is, and listen there itself.
+    """Make Ray use the loopback address of a cluster of ours, and listen there itself.
 
-    It would go to the host's address instead; the variable that says otherwise (`ray_head.ON_LOOPBACK`) was read when
-    Ray was imported.
+    By default it uses the host's address; it read the variable that changes this (`ray_head.ON_LOOPBACK`) when Ray was
+    imported.
     """
     before = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = before and manifest.kind != "local"
@@ -175,13 +175,13 @@ def _variables(wanted: Mapping[str, str], hidden: Iterable[str]) -> Iterator[Non
 
 
 def _check_manifest(manifest: ClusterManifest) -> None:
-    """Refuse at once a cluster that is known not to run: Ray would try for many minutes.
+    """Refuse a cluster at once that is known not to run: Ray would try for many minutes.
 
     Raises:
         ClusterError: if it has not started, or lacks a process or its token.
     """
     if manifest.kind == "existing":
-        return  # its processes and its token are its owner's
+        return  # only its owner sees its processes and its token
     fault = None
     if not manifest.address:
         fault = "has not finished starting"
@@ -204,7 +204,7 @@ def _check_connection(manifest: ClusterManifest) -> None:
     context = ray.get_runtime_context()
     if manifest.kind == "local":
         is_it, as_what = context.gcs_address == manifest.address, ""
-    else:  # its address may have been given with another name of the host, but no other has the namespace
+    else:  # the address may have another name of the host, but no other cluster has the namespace
         is_it, as_what = context.namespace == manifest.namespace, f" as run {manifest.name!r}"
     if not is_it:
         raise ClusterError(
@@ -228,9 +228,9 @@ def _probe(manifest: ClusterManifest, timeout_s: float) -> None:
 
 @contextmanager
 def _signal_handlers() -> Iterator[None]:
-    """Put back this process's signal handlers, and let them answer a signal that came while Ray's stood there.
+    """Restore this process's signal handlers, and let them handle a signal that came while Ray's were set.
 
-    Python allows that, and Ray its change, in the main thread only.
+    Python allows that only in the main thread, and Ray changes them only there.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -249,7 +249,7 @@ def _signal_handlers() -> Iterator[None]:
 
 def _put_back(handlers: Mapping[signal.Signals, Any]) -> None:
     for number, handler in handlers.items():
-        if handler is not None:  # None: set by something other than Python, out of reach
+        if handler is not None:  # None: not set by Python, so it cannot be restored
             signal.signal(number, handler)
 
 
@@ -261,5 +261,5 @@ def _described(manifest: ClusterManifest) -> str:
 
 
 def _in_one_line(error: Exception) -> str:
-    """Return what Ray says up to its first empty line, such as both sides of a mismatch of versions."""
+    """Return Ray's message up to its first empty line, such as both sides of a mismatch of versions."""
     return " ".join(str(error).strip().partition("\n\n")[0].split()) or type(error).__name__

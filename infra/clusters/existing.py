@@ -1,25 +1,32 @@
 """Leases on a user's own cluster: the run's actors and placement groups are ours, and nothing else is ever touched.
 
-They are told from others by a Ray namespace that no other lease has had, and that a watcher on the head ends when this
+What is ours is in a Ray namespace that no other lease has had. A watcher on the cluster's head ends it when this
 process is gone or stopped, which may happen on any node at any moment; the head is there as long as the cluster is. The
-watcher's name is the run's: who holds it holds the run, whichever node he is on.
+watcher has the run's name: the process that holds the watcher holds the run, on whichever node.
+
+All nodes must have the code that this process has, because Ray compares only its own version and Python's. A trainer of
+another commit would at best fail to load, and at worst train on other numbers than its run's key says.
 """
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
 import logging
 import os
 import re
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import closing, suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from infra.clusters.code_version import check_same_code
 from infra.clusters.control_server import ControlServer
 from infra.clusters.driver import connect, credentials, disconnect
 from infra.clusters.lease import held_lease, hold, release_cluster
@@ -33,66 +40,103 @@ HEAD = {"node:__internal_head__": 0.001}
 """Ray gives its head a resource of this name, and no other node."""
 _CHECK_S = 1.0
 _END_S = 30.0
-
-
-class Charge(NamedTuple):
-    """What is watched."""
-
-    namespace: str
-    """Of the run's actors and placement groups."""
-    job: str
-    """The driver's."""
-    stalled_after_s: float
-    """Silence after which the driver counts as stopped."""
-
-
-class Watcher:
-    """Ends a run's actors and placement groups, then itself, when the run's driver is gone or silent."""
-
-    def __init__(self, charge: Charge) -> None:
-        self._charge = charge
-        self._silent_looks = 0
-        # Its worker process was given the cluster's token: nothing is to be loaded.
-        self._server = ControlServer(ray.get_runtime_context().gcs_address)
-        self._me = bytes.fromhex(ray.get_runtime_context().get_actor_id())
-        threading.Thread(target=self._watch, name="watch", daemon=True).start()
-
-    def beat(self) -> None:
-        """Hear that the driver runs."""
-        self._silent_looks = 0
-
-    def _watch(self) -> None:
-        reason = self._reason()
-        logger.warning("ending what the run in %s left: %s", self._charge.namespace, reason)
-        while True:
-            try:
-                self._server.end_runs(self._charge.namespace.__eq__, _END_S)
-                self._server.kill(self._server.actors(lambda actor: bool(actor.actor_id == self._me)))
-            except Exception as error:  # whatever it is: nobody else would end the run
-                logger.error("%r; trying again", error)  # noqa: TRY400 - one sentence says it
-            time.sleep(_CHECK_S)
-
-    def _reason(self) -> str:
-        """Return why the run must end, once it must."""
-        while True:
-            time.sleep(_CHECK_S)
-            # Looks are counted, not seconds: were this process stopped, it would find words it has not read yet.
-            self._silent_looks += 1
-            if self._silent_looks * _CHECK_S > self._charge.stalled_after_s:
-                return f"its driver has been silent for {self._charge.stalled_after_s:g} s"
-            try:
-                if self._server.job(self._charge.job).is_over:
-                    return "its driver is gone"
-            except Exception as error:  # as of a control server that is away for a while: the watch goes on
-                logger.warning("%r; looking again", error)
-
-
 logger = logging.getLogger(__name__)
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):\d{1,5}")
 _HEARTBEAT_S = 5.0
 _LOOK_S = 0.2
 _GRACE_S = 5.0
 """How long a driver that was just killed may still count as alive."""
+
+
+def lease_existing(
+    name: str,
+    *,
+    address: str,
+    environment: Mapping[str, str] | None = None,
+    packages: Iterable[str] = (),
+    start_timeout_s: float = 120.0,
+    stalled_after_s: float = 120.0,
+) -> ClusterManifest:
+    """Return this process's lease of a run on a cluster that somebody else started, and connect to it.
+
+    What the run has there ends when `release_cluster` is called, when this process ends in whatever way (within
+    seconds), and when it is stopped for `stalled_after_s`. The cluster, and all that others run on it, stay.
+
+    Args:
+        name: of the run; one process at a time can hold it on a cluster.
+        address: host and port of the control server.
+        environment: variables of the run's actors, such as credentials of the artifact store; who has the cluster's
+            token can read them from its head.
+        packages: must be on every node, with the code that they have here; `infra` must be there in any case.
+        start_timeout_s: longest wait for each step.
+        stalled_after_s: silence after which this process counts as stopped.
+
+    Raises:
+        ClusterError: if the cluster does not answer or fit, or another live process holds the name.
+    """
+    _check_address(address)
+    checked_name(name)
+    with held_lease(name) as held:
+        if isinstance(held, _ExistingLease) and held.is_good(address):
+            return held.manifest
+        release_cluster(name)
+        manifest = _manifest(name, address)
+        connect(manifest, environment=environment)
+        try:
+            check_same_code({"infra", *packages}, timeout_s=start_timeout_s)
+            charge = Charge(manifest.namespace, ray.get_runtime_context().get_job_id(), stalled_after_s)
+            lease = _ExistingLease(manifest, charge, start_timeout_s)
+        except BaseException:
+            disconnect()
+            raise
+        try:
+            lease.take()
+        except BaseException:
+            lease.end(start_timeout_s)
+            raise
+        hold(lease)
+        return manifest
+
+
+def existing_resources(address: str) -> dict[str, float]:
+    """Return what the nodes of a cluster have together, free or not; this process need not be connected to it.
+
+    Raises:
+        ClusterError: if the cluster does not answer.
+    """
+    _check_address(address)
+    with credentials(None), closing(ControlServer(address)) as server:
+        return server.resources()
+
+
+def _check_address(address: str) -> None:
+    """Check that an address is that of a control server.
+
+    Raises:
+        ClusterError: if it is not.
+    """
+    if not _ADDRESS.fullmatch(address):
+        raise ClusterError(
+            f"{address!r} is no address of a Ray cluster: host and port of its control server are wanted, as "
+            "`ray start --head` prints them, such as 10.0.0.5:6379"
+        )
+
+
+def _manifest(name: str, address: str) -> ClusterManifest:
+    mark = secrets.token_hex(8)
+    return ClusterManifest(
+        kind="existing",
+        name=name,
+        mark=mark,
+        owner=ProcessRecord.of(os.getpid()),
+        address=address,
+        namespace=_namespace(name, mark),
+    )
+
+
+def _namespace(name: str, mark: str) -> str:
+    """Return the namespace of a lease: names have no colon, so no two are taken for each other."""
+    return f"rlhf:{name}:{mark}"
 
 
 class _ExistingLease:
@@ -164,7 +208,7 @@ class _ExistingLease:
             disconnect()
 
     def forget(self) -> None:
-        """Let the parent beat on alone."""
+        """Leave the beats to the parent."""
         self._closed.set()
 
     def _unanswered(self, error: Exception) -> ClusterError:
@@ -186,7 +230,7 @@ class _ExistingLease:
         ).remote(self._charge)
 
     def _make_way(self, waited_s: float) -> None:
-        """End the watcher of a driver that is gone; its own way to the end may take longer.
+        """End the watcher of a driver that is gone, because the watcher itself may take longer to end.
 
         Raises:
             ClusterError: if the driver is alive, or the name is not free in time.
@@ -213,11 +257,11 @@ class _ExistingLease:
                 ray.get(self._watcher.beat.remote(), timeout=self._beats_every_s)
             except ray.exceptions.ActorDiedError:
                 self._replace_watcher()
-            except Exception as error:  # late, restarting, or the cluster is away: it is told again
+            except Exception as error:  # late, restarting, or the cluster is away: the next beat follows
                 logger.debug("the watcher of run %r: %s", self.manifest.name, error)
 
     def _replace_watcher(self) -> None:
-        """Start another watcher; whoever was stopped for so long that another took the name has lost the lease."""
+        """Start another watcher; if this process was stopped until another took the name, the lease is lost."""
         if self._closed.is_set():
             return
         logger.warning("the watcher of run %r was ended; starting another", self.manifest.name)
@@ -230,92 +274,109 @@ class _ExistingLease:
             logger.debug("the watcher of run %r: %s", self.manifest.name, error)
 
 
-def lease_existing(
-    name: str,
-    *,
-    address: str,
-    environment: Mapping[str, str] | None = None,
-    packages: Iterable[str] = (),
-    start_timeout_s: float = 120.0,
-    stalled_after_s: float = 120.0,
-) -> ClusterManifest:
-    """Return this process's lease of a run on a cluster that somebody else started, and connect to it.
+class Charge(NamedTuple):
+    """What is watched."""
 
-    What the run has there ends when `release_cluster` is called, when this process ends in whatever way (within
-    seconds), and when it is stopped for `stalled_after_s`. The cluster, and all that others run on it, stay.
+    namespace: str
+    """Of the run's actors and placement groups."""
+    job: str
+    """The driver's."""
+    stalled_after_s: float
+    """Silence after which the driver counts as stopped."""
 
-    Args:
-        name: of the run; one process at a time can hold it on a cluster.
-        address: host and port of the control server.
-        environment: variables of the run's actors, such as credentials of the artifact store; who has the cluster's
-            token can read them from its head.
-        packages: must be on every node, with the code that they have here; `infra` must be there in any case.
-        start_timeout_s: longest wait for each step.
-        stalled_after_s: silence after which this process counts as stopped.
+
+class Watcher:
+    """Ends a run's actors and placement groups, then itself, when the run's driver is gone or silent."""
+
+    def __init__(self, charge: Charge) -> None:
+        self._charge = charge
+        self._silent_looks = 0
+        # Its worker process was given the cluster's token: nothing is to be loaded.
+        self._server = ControlServer(ray.get_runtime_context().gcs_address)
+        self._me = bytes.fromhex(ray.get_runtime_context().get_actor_id())
+        threading.Thread(target=self._watch, name="watch", daemon=True).start()
+
+    def beat(self) -> None:
+        """Hear that the driver runs."""
+        self._silent_looks = 0
+
+    def _watch(self) -> None:
+        reason = self._reason()
+        logger.warning("ending what the run in %s left: %s", self._charge.namespace, reason)
+        while True:
+            try:
+                self._server.end_runs(self._charge.namespace.__eq__, _END_S)
+                self._server.kill(self._server.actors(lambda actor: bool(actor.actor_id == self._me)))
+            except Exception as error:  # whatever it is, go on: nobody else would end the run
+                logger.error("%r; trying again", error)  # noqa: TRY400 - one sentence says it
+            time.sleep(_CHECK_S)
+
+    def _reason(self) -> str:
+        """Return why the run must end, once it must."""
+        while True:
+            time.sleep(_CHECK_S)
+            # Looks are counted, not seconds: after a stop, this process has beats that it has not read yet.
+            self._silent_looks += 1
+            if self._silent_looks * _CHECK_S > self._charge.stalled_after_s:
+                return f"its driver has been silent for {self._charge.stalled_after_s:g} s"
+            try:
+                if self._server.job(self._charge.job).is_over:
+                    return "its driver is gone"
+            except Exception as error:  # a control server may be away for a while: the watch goes on
+                logger.warning("%r; looking again", error)
+
+
+def check_same_code(packages: Iterable[str], *, timeout_s: float) -> None:
+    """Check that every node of the connected cluster has some packages, with this process's code.
 
     Raises:
-        ClusterError: if the cluster does not answer or fit, or another live process holds the name.
+        ClusterError: if a node lacks one, has other code, or does not answer in time; the message names it.
     """
-    _check_address(address)
-    checked_name(name)
-    with held_lease(name) as held:
-        if isinstance(held, _ExistingLease) and held.is_good(address):
-            return held.manifest
-        release_cluster(name)
-        manifest = _manifest(name, address)
-        connect(manifest, environment=environment)
+    packages = list(packages)
+    calls = {_asked(node["NodeID"], packages): node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+    ours, deadline = code_digests(packages), time.monotonic() + timeout_s
+    for call, node in calls.items():
         try:
-            check_same_code({"infra", *packages}, timeout_s=start_timeout_s)
-            charge = Charge(manifest.namespace, ray.get_runtime_context().get_job_id(), stalled_after_s)
-            lease = _ExistingLease(manifest, charge, start_timeout_s)
-        except BaseException:
-            disconnect()
-            raise
-        try:
-            lease.take()
-        except BaseException:
-            lease.end(start_timeout_s)
-            raise
-        hold(lease)
-        return manifest
+            theirs = ray.get(call, timeout=max(0.0, deadline - time.monotonic()))
+        except ray.exceptions.GetTimeoutError as error:
+            raise ClusterNotReadyError(
+                f"waited {timeout_s:g} s for node {node} of the Ray cluster to say what code it has, and it did not; "
+                "raise ppo.cluster.start_timeout_s, or see the logs of that cluster"
+            ) from error
+        except ray.exceptions.RayError as error:
+            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ClusterNotReadyError(
+                f"node {node} of the Ray cluster cannot run anything for this process: {first}"
+            ) from error
+        for package in packages:
+            if theirs[package] != ours[package]:
+                fault = "other code of" if theirs[package] else "no"
+                raise ClusterError(
+                    f"node {node} of the Ray cluster has {fault} package {package}; install this commit there (the "
+                    "same checkout, `pip install -e .`) and start its Ray anew"
+                )
 
 
-def existing_resources(address: str) -> dict[str, float]:
-    """Return what the nodes of a cluster have together, free or not; this process need not be connected to it.
-
-    Raises:
-        ClusterError: if the cluster does not answer.
-    """
-    _check_address(address)
-    with credentials(None), closing(ControlServer(address)) as server:
-        return server.resources()
-
-
-def _check_address(address: str) -> None:
-    """Refuse what is no address of a control server.
-
-    Raises:
-        ClusterError: if it is not.
-    """
-    if not _ADDRESS.fullmatch(address):
-        raise ClusterError(
-            f"{address!r} is no address of a Ray cluster: host and port of its control server are wanted, as "
-            "`ray start --head` prints them, such as 10.0.0.5:6379"
-        )
+def _asked(node: str, packages: list[str]) -> Any:
+    """Ask a node, with a function that is sent by value: our packages may not be there."""
+    here = sys.modules[__name__]
+    ray.cloudpickle.register_pickle_by_value(here)
+    try:
+        where = NodeAffinitySchedulingStrategy(node, soft=False)
+        task = ray.remote(code_digests).options(num_cpus=0, max_retries=0, scheduling_strategy=where)
+        return task.remote(packages)
+    finally:
+        ray.cloudpickle.unregister_pickle_by_value(here)
 
 
-def _manifest(name: str, address: str) -> ClusterManifest:
-    mark = secrets.token_hex(8)
-    return ClusterManifest(
-        kind="existing",
-        name=name,
-        mark=mark,
-        owner=ProcessRecord.of(os.getpid()),
-        address=address,
-        namespace=_namespace(name, mark),
-    )
-
-
-def _namespace(name: str, mark: str) -> str:
-    """Return the namespace of a lease: names have no colon, so no two are taken for each other."""
-    return f"rlhf:{name}:{mark}"
+def code_digests(packages: Iterable[str]) -> dict[str, str]:
+    """Return a digest of the Python files of each package; an empty one if there is no such package."""
+    found = {}
+    for package in packages:
+        spec = importlib.util.find_spec(package)
+        digest = hashlib.sha256()
+        for root in (spec.submodule_search_locations or ()) if spec else ():
+            for file in sorted(Path(root).rglob("*.py")):
+                digest.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes() + b"\0")
+        found[package] = digest.hexdigest() if spec else ""
+    return found

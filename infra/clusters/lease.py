@@ -1,4 +1,4 @@
-"""Leases: a cluster that this process started, holds, and takes with it when it goes.
+"""Leases: a cluster that this process started and holds, and that ends when this process does.
 
 What a process holds on a cluster that it did not start (`infra.clusters.existing`) is kept and released here as well.
 """
@@ -35,7 +35,7 @@ class Lease(Protocol):
         """End what is held, and wait until nothing of it is left."""
 
     def forget(self) -> None:
-        """Let go without ending anything: this process is a forked child, and the lease its parent's."""
+        """Forget it without ending anything: this process is a forked child, and the lease is its parent's."""
 
 
 @dataclass
@@ -57,7 +57,7 @@ class _LocalLease:
         """Until the lease is closed: tell the watchdog that this process runs, and replace it if it was killed."""
         while not self.closed.wait(min(_HEARTBEAT_S, self.stalled_after_s / 4)):
             try:
-                with self.guard, suppress(BlockingIOError):  # stopped: what it has not read yet will do
+                with self.guard, suppress(BlockingIOError):  # stopped: it has beats that it has not read yet
                     if not self.closed.is_set():
                         os.write(self.watch.heartbeats, b".")
             except OSError:  # nobody reads
@@ -74,7 +74,7 @@ class _LocalLease:
             if self.closed.is_set() or self.watch.process.process() is not None:
                 return
             if self.manifest.head and not self.manifest.is_running:
-                return  # it did its work; what is left is found when the cluster is leased or released
+                return  # it has ended the cluster; what is left is found at the next lease or release
             logger.warning("the watchdog of cluster %r was killed; starting another", self.manifest.name)
             former = self.watch
             self.watch = _start_watch(self.path, self.manifest, self.stalled_after_s)
@@ -84,7 +84,7 @@ class _LocalLease:
 
     def close(self) -> None:
         """Tell the watchdog that the lease has ended."""
-        with self.guard:  # or a beat could go to whatever file gets the descriptor's number next
+        with self.guard:  # first, or a beat could go to the next file with the descriptor's number
             self.closed.set()
             os.close(self.watch.heartbeats)
 
@@ -96,7 +96,7 @@ class _LocalLease:
             _end(self, timeout_s)
 
     def forget(self) -> None:
-        """Close the pipes: were a forked child to keep them, the owner's end would go unnoticed."""
+        """Close the pipes: if a forked child kept them, nobody would notice the owner's end."""
         self.closed.set()
         for descriptor in (self.watch.heartbeats, self.watch.reports):
             with suppress(OSError):
@@ -119,11 +119,11 @@ def lease_cluster(
     environment: Mapping[str, str] | None = None,
     stalled_after_s: float = 120.0,
 ) -> ClusterManifest:
-    """Return this process's cluster of a name, warm if it runs, else started now.
+    """Return this process's cluster of a name; start it unless it runs.
 
     It ends when `release_cluster` is called, when this process ends in whatever way (at once), when this process is
     stopped for `stalled_after_s`, and when it loses one of Ray's own two processes: its actors then end too, and the
-    next lease starts it anew.
+    next lease starts it again.
 
     Args:
         name: names its manifest and logs; one per run.
@@ -168,15 +168,15 @@ def lease_cluster(
 def is_lost(name: str) -> bool:
     """Whether this process's cluster of a name has lost one of Ray's own processes, and is ended by its watchdog.
 
-    Ray's calls are then not to be made: one that asks the control server is tried for a minute, and Ray may end this
-    process after it. `release_cluster` and `lease_cluster` leave such a cluster within seconds.
+    Then do not call Ray: it asks the control server for a minute, and may end this process after that.
+    `release_cluster` and `lease_cluster` leave such a cluster within seconds.
     """
     held = _LEASES.get(name)
     return isinstance(held, _LocalLease) and bool(held.manifest.head) and not held.manifest.is_running
 
 
 def release_cluster(name: str, timeout_s: float = 30.0) -> None:
-    """End this process's cluster of a name and wait until nothing of it is left; none held is fine.
+    """End this process's cluster of a name, if any, and wait until nothing of it is left.
 
     Of a cluster that this process did not start, only what the run has there is ended.
 
@@ -192,7 +192,7 @@ def release_cluster(name: str, timeout_s: float = 30.0) -> None:
 
 @contextmanager
 def held_lease(name: str) -> Iterator[Lease | None]:
-    """Give the lease of a name, or None, and let no other thread change it meanwhile."""
+    """Yield the lease of a name, or None, and let no other thread change it meanwhile."""
     with _LOCK:
         yield _LEASES.get(name)
 
@@ -225,12 +225,12 @@ def reap_orphans(directory: Path) -> list[str]:
 
 
 def call_before_end(manifest: ClusterManifest, goodbye: Callable[[], None]) -> None:
-    """Have something called before a cluster of this process is ended: a driver that stays connected is ended too."""
+    """Register a call before a cluster of this process is ended: Ray ends a driver that stays connected."""
     _BEFORE_END[manifest.mark] = goodbye
 
 
 def _open(name: str, path: Path, stalled_after_s: float) -> _LocalLease:
-    """Write the manifest and start the watchdog: from here on, nothing that is started can be forgotten."""
+    """Write the manifest and start the watchdog: from here on, whatever is started will be ended."""
     mark = secrets.token_hex(16)
     log_dir = path.parent / "logs" / f"{name}-{mark[:8]}"
     log_dir.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""What is known of a leased cluster: enough to reach it, and enough to end it without anybody's help."""
+"""What is known of a leased cluster: enough to reach it, and to end it without help."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class ClusterManifest(BaseModel):
     temp_dir: Path = _NOWHERE
     """Ray's sockets, logs and spilled objects, token and certificate; mode 0700. An existing cluster has its own."""
     log_dir: Path = _NOWHERE
-    """What is kept when the cluster is gone: the output of `ray start`, the watchdog's and Ray's logs."""
+    """Kept when the cluster is gone: the output of `ray start`, the watchdog's and Ray's logs."""
     created: datetime = Field(default_factory=lambda: datetime.now(UTC))
 
     @property
     def ray_dir(self) -> Path:
-        """Ray's own part of the temp dir, which it opens to every user: hence the closed one around it."""
+        """Ray's own part of the temp dir. Ray opens it to every user, so a closed one is around it."""
         return self.temp_dir / "r"
 
     @property
@@ -127,10 +127,10 @@ def manifest_path(directory: Path, name: str) -> Path:
 
 
 def checked_name(name: str) -> str:
-    """Return a cluster's name, which may stand in a file's and in a namespace.
+    """Return a cluster's name if it can be part of a file's name and of a namespace.
 
     Raises:
-        ClusterError: if it may not.
+        ClusterError: if it cannot.
     """
     if not _NAME.fullmatch(name):
         raise ClusterError(

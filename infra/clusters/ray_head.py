@@ -1,8 +1,8 @@
 """Starts the head of a Ray cluster in its own session, with its own ports, token, certificate and temp dir.
 
-The token alone is not enough: some of what Ray's ports answer they answer to anyone, and a call to
-`RaySyncer.StartSync` without the metadata that Ray itself sends ends the control server before a token is asked for.
-With TLS on both sides there is no answer at all without the cluster's certificate.
+The token alone is not enough: Ray's ports answer some calls of anyone, and a call to `RaySyncer.StartSync` without the
+metadata that Ray itself sends ends the control server before it asks for a token. With TLS on both sides nothing
+answers without the cluster's certificate.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ MIN_OBJECT_STORE_MB = 80
 _LONGEST_TEMP_DIR = 40
 """A Unix socket's path has at most 107 bytes (103 on macOS), and 63 or fewer are appended to the temp dir."""
 _NOT_INHERITED = ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_JOB_ID", "RAY_RAYLET_PID", "RAY_CLIENT_MODE")
-"""They would tie the new cluster to another one that the starting process belongs to."""
+"""They would connect the new cluster to another one, to which the starting process belongs."""
 _FOR_PREFECT = (
     *("PREFECT_API_AUTH_STRING", "PREFECT_API_KEY", "PREFECT_CLIENT_CUSTOM_HEADERS"),
     *("PREFECT_SERVER_API_AUTH_STRING", "PREFECT_SERVER_DATABASE_", "RLHF_DATABASE_URL"),
 )
-"""Actors have no business with the Prefect server, and none with its database; where they read the store's keys at the
-server, they are told anew what that takes."""
+"""Actors do not use the Prefect server or its database. If they read the store's keys from the server, they get what
+that takes separately."""
 SILENT_NODE = {
     "RAY_health_check_initial_delay_ms": "5000",
     "RAY_health_check_period_ms": "2000",
     "RAY_health_check_timeout_ms": "4000",
     "RAY_health_check_failure_threshold": "4",
 }
-"""Have the control server give up a machine that is silent for 24 s, which Ray does after 65: before those who wait
-30 s for an answer of an actor on it do, so that their next attempt finds its actors gone and their names free. Shorter,
-and a machine whose cores are all taken for a while would be given up too. Only the head reads them."""
+"""Make the control server give up a machine that is silent for 24 s; Ray's default is 65. Callers wait 30 s for an
+actor's answer: their next attempt then finds the machine's actors gone and their names free. A shorter time would also
+give up a machine whose cores are all busy for a while. Only the head reads them."""
 ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-"""Have a cluster of one machine use the loopback address, and listen on no other: so Ray does by itself on the systems
-that the name says. Left alone it takes the host's address and listens on all, whatever `--node-ip-address` says."""
+"""Make a cluster of one machine use the loopback address and listen on no other, as Ray does on the systems in the
+name. By default it takes the host's address and listens on all, whatever `--node-ip-address` says."""
 
 
 class Head(NamedTuple):
@@ -143,7 +143,7 @@ def _run(manifest: ClusterManifest, command: list[str], timeout_s: float, enviro
         code = starter.wait(timeout_s)
     except BaseException as error:
         starter.kill()
-        starter.wait()  # at once: it was killed, and left alone it would stay a zombie
+        starter.wait()  # at once: it was killed, and would stay a zombie
         if isinstance(error, subprocess.TimeoutExpired):
             raise ClusterNotReadyError(
                 f"Ray cluster {manifest.name!r} did not start within {timeout_s:g} s; raise start_timeout_s, "
@@ -159,10 +159,10 @@ def _run(manifest: ClusterManifest, command: list[str], timeout_s: float, enviro
 
 
 def _environment(manifest: ClusterManifest, extra: Mapping[str, str]) -> dict[str, str]:
-    """Return this process's environment, made fit for the cluster; nothing of it is read as a setting."""
+    """Return this process's environment, changed for the cluster; nothing of it is read as a setting."""
     return {
         **inherited_environment(without_prefixes=(*_NOT_INHERITED, *_FOR_PREFECT)),
-        # Actors start within a second without workers in waiting, of which Ray keeps one of 80 MB per CPU.
+        # Actors start within a second without idle workers, of which Ray keeps one of 80 MB per CPU.
         "RAY_prestart_worker_first_driver": "0",
         **SILENT_NODE,
         **extra,

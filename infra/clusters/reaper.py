@@ -1,4 +1,4 @@
-"""Ends every process of a cluster and clears away its files, from whichever process is left to do it.
+"""Ending every process of a cluster and removing its files, from any process that is left to do it.
 
 What belongs to a cluster is found by its mark in the environment, which all descendants of `ray start` inherit,
 by the recorded ids, and by descent: nothing depends on Ray, or on anyone having kept a list.
@@ -24,13 +24,13 @@ logger = logging.getLogger(__name__)
 TEMP_PREFIX = "rf-"
 GRACE_S = 2.0
 """Between SIGTERM and SIGKILL: enough for an actor to unlink its shared memory. Ray's own processes take 10 s and
-more to leave on SIGTERM, and have nothing to save."""
+more to end on SIGTERM, and have nothing to save."""
 _KEPT_LOGS = 20
 """Clusters whose logs stay in the directory."""
 
 
 def leftover_processes(mark: str, records: Iterable[ProcessRecord] = ()) -> list[psutil.Process]:
-    """Return the live processes of a cluster: marked ones, recorded ones, and all that descend from them."""
+    """Return the live processes of a cluster: marked ones, recorded ones, and all their descendants."""
     roots = marked_processes(MARK_VARIABLE, mark)
     roots += [process for record in records if (process := record.process()) is not None]
     found = {process.pid: process for process in roots}
@@ -78,7 +78,7 @@ def _end_processes(manifest: ClusterManifest, timeout_s: float) -> list[psutil.P
     clean_looks = 0
     while time.monotonic() - start < timeout_s:
         left = leftover_processes(manifest.mark, manifest.head)
-        # One look is not enough: a process forked during it may have been missed.
+        # One look is not enough: it may miss a process that is forked during it.
         clean_looks = 0 if left else clean_looks + 1
         if clean_looks == 2:  # noqa: PLR2004
             return []

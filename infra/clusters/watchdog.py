@@ -1,8 +1,8 @@
 """The process that ends a cluster when its owner is gone: `python -m infra.clusters.watchdog`.
 
 It holds the read end of a pipe that only the owner can write to. End of file means that the owner is gone or has
-given the lease back; silence means that it is stopped. It asks neither a server nor a store, imports neither Ray nor
-torch, and is nobody's child: whoever ends the owner with its group, session or descendants does not meet it.
+released the lease; silence means that the owner is stopped. The watchdog asks no server and no store, and imports
+neither Ray nor torch. It is nobody's child, so it survives when the owner's group, session or descendants are ended.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def start_watchdog(path: Path, manifest: ClusterManifest, *, stalled_after_s: fl
     arguments = [str(path), str(heard), str(told), str(stalled_after_s)]
     log = manifest.log_dir / "watchdog.log"
     try:
-        log.parent.mkdir(parents=True, exist_ok=True)  # somebody may have tidied it away
+        log.parent.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
         with log.open("ab") as output:
-            # -P: a folder named `infra` where the flow happens to run must not be taken for ours.
+            # -P: a folder named `infra` in the flow's working directory must not be imported.
             subprocess.run(
                 [sys.executable, "-P", "-m", __name__, *arguments],
                 pass_fds=(heard, told),
@@ -130,7 +130,7 @@ def main(arguments: list[str]) -> int:
     if os.fork():
         return 0  # the caller waits for this process; the watchdog itself is an orphan
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # it leaves when the owner does, and then by itself
+        signal.signal(number, signal.SIG_IGN)  # it ends after the owner does, by itself
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     os.chdir("/")  # the owner's folder may be unmounted before the owner ends
     manifest = ClusterManifest.load(Path(path))

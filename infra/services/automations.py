@@ -1,13 +1,14 @@
 """The automations that start a crashed run again: as the same flow run, a few times, and then no more.
 
-They live in the Prefect server, so that no process of ours need survive whatever ended the run. A crash first becomes
-`Restarting`, and only after some quiet `Scheduled`: the worker tells each crash twice, seconds apart, and its second
-word would otherwise crash the run that has just begun anew. How often a run was started is Prefect's own count, which
-each crash tells. There is one automation for each count, which acts on a run once: on sqlite an event may be looked at
-twice. It may also be lost, where a trigger reads its count before it writes it and others write meanwhile; so those
-that wait for silence are not told of crashes, and those that are told of them write first. A server that is killed may
-take a crash along that it was about to act on: `catch_up` acts on it when the next one has started. A run that ended as
-Failed (a mistake, which a restart repeats) or Cancelled (a person's will) is never touched.
+They live in the Prefect server, so that no process of ours has to survive what ended the run. A crash first becomes
+`Restarting`, and `Scheduled` only after a quiet time: the worker reports each crash twice, seconds apart, and its
+second report would otherwise crash the run that has just begun again. Prefect itself counts how often a run was
+started, and each crash event has that count. There is one automation for each count, which acts on a run once, because
+on sqlite an event may be handled twice. An event may also be lost, when a trigger reads its count before it writes it
+and others write meanwhile. So the triggers that wait for silence ignore crashes, and those that get them write first. A
+server that is killed may lose a crash that it was about to handle: `catch_up` handles it when the next server has
+started. A run that ended as Failed (a mistake, which a restart repeats) or Cancelled (a person's decision) is never
+touched.
 """
 
 from __future__ import annotations
@@ -27,15 +28,14 @@ SKIPPED = "Skipped"
 """Name of the state, of type CANCELLED, of a run that was due while another of its deployment was not done."""
 RESTARTS = 3
 QUIET_S = 30.0
-"""From a crash to the restart. The worker's second word comes after three seconds, on a busy machine after half a
-minute; where the run waits for its new process by then, it does no harm. The watchdog of its Ray cluster is done."""
+"""From a crash to the restart. The worker's second report comes after three seconds, on a busy machine after half a
+minute; it does no harm if the run waits for its new process by then. The watchdog of its Ray cluster is done."""
 LOST_AFTER_S = 1200.0
-"""Silence after which a run counts as crashed. Flows tell the server every 30 s that they live, and ride out a server
-that is away for sixteen minutes: a shorter time would take such runs for dead when the server comes back, if it is one
-that does not know that it was away (`infra/event_ordering.py`). Who runs `rlhf up` after a loss need not wait so long.
-"""
+"""Silence after which a run counts as crashed. Flows tell the server every 30 s that they live, and wait sixteen
+minutes for a server that is away. With a shorter time such runs would count as dead when the server comes back, if it
+does not know that it was away (`infra/event_ordering.py`). `rlhf up` after a loss does not wait so long."""
 _OURS = "rlhf-flows:restarts"
-"""Tag of our automations: whatever has it is ours to change and to delete."""
+"""Tag of our automations: we may change and delete whatever has it."""
 _FORMER = "rlhf"
 """Their tag in earlier versions, which a user's own may have too: of those, only what has one of our names is ours."""
 _SETTLED_S = 15.0
@@ -44,7 +44,7 @@ _YEAR_S = 365 * 24 * 3600.0
 _STATE = "prefect.flow-run."
 _ENDS = ("Completed", "Failed", "Cancelled", SKIPPED)
 _TIMES = ("before it began", "once", "twice", "three times")
-"""In the names of automations. A server knows its automations by them, so they stay; what is counted are starts."""
+"""In the names of automations. A server knows its automations by name, so the word stays; it counts starts."""
 _RESTART = "A crashed run is started again"
 _END = "A run that crashes again and again is given up"
 
@@ -102,7 +102,7 @@ def wanted(*, lost_after_s: float = LOST_AFTER_S, quiet_s: float = QUIET_S) -> l
 
 
 def install(api_url: str, automations: list[dict[str, Any]] | None = None) -> str:
-    """Bring the server's automations to what they should be, and return what was done, for people.
+    """Make the server's automations what they should be, and return what was done, for people.
 
     One that is as it should be stays as it is, its counts included; so does one that a person switched off.
 
@@ -134,13 +134,12 @@ def install(api_url: str, automations: list[dict[str, Any]] | None = None) -> st
 def catch_up(api_url: str, *, server_began: float) -> list[str]:
     """Do what a server that was killed had still to do about crashes, and return the names of their runs.
 
-    It may have died between a crash and what its automations make of it, before they knew or while they acted; nothing
-    tells the next server. What has been acted on is left alone, and so is what crashed before the automations were
-    there: `remove` ended its waiting.
+    It may have died between a crash and the action of its automations, and nothing tells the next server. Crashes that
+    were handled are left alone, and so are those from before the automations were there: `remove` ended their waiting.
 
     Args:
         api_url: the Prefect server's.
-        server_began: when it started, as seconds since the epoch; what crashed later is its own affair.
+        server_began: when it started, as seconds since the epoch; it handles later crashes itself.
 
     Raises:
         ServiceError: if the server does not answer.
@@ -166,7 +165,9 @@ def catch_up(api_url: str, *, server_began: float) -> list[str]:
         if run["state"]["name"] != RESTARTING and (state := _due(api_url, run, found)):
             _set_state(api_url, run, state)
             done.append(str(run["name"]))
-    for run in _still_waiting(api_url, waiting):  # told again: whoever waits for their silence has not heard of them
+    for run in _still_waiting(
+        api_url, waiting
+    ):  # told again: the triggers that wait for silence have not heard of them
         _set_state(api_url, run, {key: run["state"][key] for key in ("type", "name", "message")})
         done.append(str(run["name"]))
     return done
@@ -175,8 +176,8 @@ def catch_up(api_url: str, *, server_began: float) -> list[str]:
 def _still_waiting(api_url: str, runs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yield the runs that are `Restarting` although the server has had the time to start them again.
 
-    Most of them it knows: their quiet is over when it comes back, and it starts them again within seconds. One that is
-    told to wait anew meanwhile would start twice.
+    The server knows most of them: their quiet time is over when it comes back, and it starts them again within seconds.
+    A run that is told to wait again meanwhile would start twice.
     """
     deadline = time.monotonic() + (_SETTLED_S if runs else 0.0)
     while runs and time.monotonic() < deadline:
@@ -258,7 +259,7 @@ def _crash_name(starts: int) -> str:
 
 
 def _when(starts: int) -> str:
-    """Return in which start a run crashed. A start that only waited for another process counts, and is no crash."""
+    """Return in which start a run crashed. A start that only waited for another process counts, but is no crash."""
     return f"in start {starts}" if starts else "before it began"
 
 
@@ -268,9 +269,9 @@ def _automation(name: str, description: str, trigger: dict[str, Any], action: di
 
 
 def _at_crash(starts: int) -> dict[str, Any]:
-    """Return a trigger that fires when a run crashes that was started so often, and then not again for a year.
+    """Return a trigger that fires when a run crashes in its start of this number, and then not again for a year.
 
-    Once: a run that crashes anew before it could begin stays as it is, or it would be started again for ever.
+    It fires once: a run that crashes again before it could begin stays as it is, or it would be started for ever.
     """
     return _trigger(posture="Reactive", run_count=str(starts), expect=_events("Crashed"), threshold=1, within=_YEAR_S)
 
@@ -281,7 +282,7 @@ def _at_silence(silence_s: float, *, after: tuple[str, ...], signs: tuple[str, .
 
 
 def _trigger(run_count: str | None = None, **further: Any) -> dict[str, Any]:
-    """Return a trigger that looks at each run of our deployments by itself.
+    """Return a trigger that looks at each run of our deployments separately.
 
     Subflows have no deployment: it is the run around them that is started again.
     """
@@ -313,7 +314,7 @@ def _found(api_url: str) -> list[dict[str, Any]]:
 
 
 def _agrees(new: Any, found: Any) -> bool:
-    """Whether the server's answer says all that was told; it adds ids and defaults, and keeps no order in sets."""
+    """Whether the server's answer has all that was sent; it adds ids and defaults, and keeps no order in sets."""
     if isinstance(new, dict):
         return isinstance(found, dict) and all(_agrees(value, found.get(key)) for key, value in new.items())
     if isinstance(new, list):

@@ -36,7 +36,7 @@ def assignment(name: str, value: str) -> str:
 def write_block(path: Path, variables: Mapping[str, str]) -> int | None:
     """Put the variables into our block of the file, at its end, so that they win; leave all else as it is.
 
-    One of them is a password: the file is for its owner's eyes from then on.
+    One of them is a password: only the owner can read the file from then on.
 
     Returns:
         The mode that the file had, if others could read or write it; else None.
@@ -115,11 +115,11 @@ class _BringingUp:
         self.checkout = checkout
         self.state = StackState.load(self.home)
         self.is_down = not processes.marked(self.state.id)
-        """Nothing of the stack lives that knows an address, so that it may have the usual ones back."""
+        """No process of the stack that knows an address lives, so the stack may have the usual addresses again."""
         self.started: list[psutil.Process] = []
         self.password = ""
         self.refusal: ServiceError | None = None
-        """What was not done, to be told once all else is."""
+        """What was not done, reported once all else is done."""
         know_stack_of(self.home)
 
     def go(self, *, new_password: bool) -> None:
@@ -165,7 +165,7 @@ class _BringingUp:
         self.state.save(self.home)
 
     def _password(self, *, new: bool) -> str:
-        """Return the password that the server is to ask for: the user's, another one, the one that is kept, or a first.
+        """Return the password that the server asks for: the user's, a new one, the one that is kept, or a first one.
 
         Raises:
             ServiceError: if it is none, others may know it, or flow runs live that would not know it.
@@ -195,7 +195,7 @@ class _BringingUp:
         former = _held(process) if process else None
         if process is None or former in (None, wanted):
             return None
-        processes.end([process], grace_s=0.0)  # from here on no run begins that would not know the new one
+        processes.end([process], grace_s=0.0)  # from here on no run begins without the new one
         try:
             self._check_runs_know(wanted)
         except ServiceError as error:
@@ -216,7 +216,7 @@ class _BringingUp:
         return password.checked(found, f"what was found in place of {self.home / PASSWORD_FILE}")
 
     def _check_runs_know(self, wanted: str) -> None:
-        """Refuse a password that a live flow run does not hold: the server would know that run no more."""
+        """Refuse a password that a live flow run does not hold: the server would refuse that run."""
         others = [run for run in runs.engines(self.state.id) if _held(run) not in (wanted, None)]
         if others:
             held, ended = ("runs hold", "they have") if len(others) > 1 else ("run holds", "it has")
@@ -262,11 +262,11 @@ class _BringingUp:
         return demanded in (None, port) and record is not None and record.process() is not None
 
     def _spawn_unless_well(self, service: Service) -> psutil.Process | None:
-        """Return the new process of a service, or None when the old one is well."""
+        """Return the new process of a service, or None when the old one works."""
         return None if self._stays(service) else self._spawn(service)
 
     def _stays(self, service: Service) -> bool:
-        """Return whether a service's process is well; one that is not is ended."""
+        """Return whether a service's process works; one that does not is ended."""
         record = self.state.services.get(service.name)
         process = record.process() if record else None
         if record and process:
@@ -316,7 +316,7 @@ class _BringingUp:
         variables |= {"PREFECT_API_URL": api_url, _AUTH: self.password}
         if store:
             for name in ("RLHF_S3_SESSION_TOKEN", "RLHF_S3_PROFILE", "RLHF_S3_CREDENTIALS_BLOCK"):
-                variables.pop(name, None)  # whoever they name is a stranger here
+                variables.pop(name, None)  # what they name is unknown here
             variables |= {
                 "RLHF_STORE_URL": f"s3://{seaweed.BUCKET}",
                 "RLHF_S3_ENDPOINT_URL": store.address,
@@ -327,7 +327,7 @@ class _BringingUp:
         return variables
 
     def _write_files(self, variables: dict[str, str]) -> None:
-        """Tell the commands that are typed later: all of it in our own file, how to reach the server in `.env`."""
+        """Write for later commands: everything in our own file, and in `.env` how to reach the server."""
         server = {name: variables[name] for name in ("PREFECT_API_URL", _AUTH)}
         ours = variables if self.settings.wants_local_store else server
         kept = {name: value for name, value in ours.items() if name != "RLHF_HOME"}
@@ -345,7 +345,7 @@ class _BringingUp:
         self._warn_of_exports(told)
 
     def _write_stack_env(self, variables: Mapping[str, str]) -> None:
-        """Write our own file, and say what others may know who could read the former one."""
+        """Write our own file, and report which secrets others could read in the former one."""
         path = self.home / STACK_ENV
         fault = exposure_of(path)
         before = read_env_file(path) if fault else {}

@@ -46,8 +46,8 @@ def deploy(
 ) -> dict[str, bool]:
     """Register all deployments of a checkout, and return what the file says of each schedule's being active.
 
-    A schedule that a person has switched on or off since stays so, unless the file has changed its mind. Runs that wait
-    to begin stay too, those of nights that were due while no worker ran among them.
+    A schedule that a person has switched on or off since stays so, unless the file has changed. Runs that wait to begin
+    stay too, also those of nights that were due while no worker ran.
 
     Args:
         checkout: where `prefect.yaml` lies.
@@ -80,10 +80,10 @@ def deploy(
 
 
 def _keep_waiting_runs(api_url: str, name: str) -> None:
-    """Keep a new registration from deleting the deployment's runs that have not begun, less those of nights to come.
+    """Keep a new registration from deleting the deployment's runs that have not begun, except those of nights to come.
 
     Prefect deletes every one that is Scheduled, unless it waits for a slot: the state that they are given here. A
-    worker takes them from it as from any other. Nights to come are scheduled anew, with what the file says now.
+    worker takes them from it as from any other. Nights to come are scheduled again, as the file says now.
     """
     where = {
         "deployments": {"name": {"any_": [name.partition("/")[2]]}},

@@ -191,7 +191,7 @@ def _environment(settings: Settings) -> Iterator[Finding]:
 
 
 def _password(settings: Settings) -> Iterator[Finding]:
-    """Whether others may know the password of the stack's server, from our files or from `.env`."""
+    """Whether others could read the password of the stack's server, in our files or in `.env`."""
     try:
         kept = read_password(settings.home)
     except InfraError as error:
@@ -213,7 +213,7 @@ def _password(settings: Settings) -> Iterator[Finding]:
 
 
 def _secrets(settings: Settings) -> Iterator[Finding]:
-    """Whether others may know what else of the stack's is secret."""
+    """Whether others could read another secret of the stack."""
     advice = {
         STACK_ENV: "run `rlhf up`, which closes it and says what to change",
         SECRET_FILE: "run `rlhf down` and `rlhf up`, which draws another secret",
@@ -245,7 +245,7 @@ def _services(settings: Settings) -> Iterator[Finding]:
     api_url = settings.prefect_api_url
     if api_url is None:
         return
-    try:  # told who we are: a server of one's own may be behind a gateway that asks
+    try:  # with our credentials: a server of one's own may be behind a gateway that asks for them
         answers = prefect_api.call(api_url, "GET", "/health", timeout_s=3.0) is True
     except (InfraError, ValueError):
         answers = False
@@ -266,7 +266,7 @@ def _restarts(settings: Settings) -> Iterator[Finding]:
     try:
         faults = automations.faults(api_url)
     except InfraError:
-        return  # a server that does not answer has a line of its own
+        return  # a server that does not answer has its own line
     name = "restarts"
     if not faults:
         yield Finding(name, "well", f"runs that crash are started again, {automations.RESTARTS} times at most")

@@ -1,4 +1,4 @@
-"""The password of the local Prefect server: drawn once, kept in a file that its owner alone reads."""
+"""The password of the local Prefect server: drawn once, kept in a file that only its owner can read."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from infra.services.state import exposure, write_private
 
 USER = "rlhf"
 _FORM = re.compile(r"[!-9;-~]+:[!-~]+")
-"""Visible ASCII with a colon in it: whatever else there is, Prefect answers 500 to it or its clients cannot send it."""
+"""Visible ASCII with a colon in it: Prefect answers 500 to anything else, or its clients cannot send it."""
 ANOTHER = "`rlhf up --new-password` draws another"
 
 
 def draw() -> str:
-    """Return a new password, as user:secret, in characters that no shell and no file treats as its own."""
+    """Return a new password, as user:secret, in characters that are special in no shell and no file."""
     return f"{USER}:{secrets.token_hex(20)}"
 
 
@@ -26,8 +26,8 @@ def checked(password: str, where: str) -> str:
     """Return a password as it is, if a server and all its clients can take it.
 
     Args:
-        password: it is not told to anybody.
-        where: it stands, for people.
+        password: no message shows it.
+        where: it was set, for people.
 
     Raises:
         ServiceError: if they cannot.
@@ -75,5 +75,5 @@ def read_password(home: Path) -> str | None:
 
 
 def keep_password(home: Path, password: str) -> None:
-    """Keep a password in a home directory, for its owner's eyes."""
+    """Keep a password in a home directory, readable by its owner alone."""
     write_private(home / PASSWORD_FILE, f"{password}\n")

@@ -12,7 +12,7 @@ from infra import loopback
 from infra.errors import ServiceError
 
 _BELOW_THE_EPHEMERAL = range(15_000, 32_000)
-"""No outgoing connection takes a port from here between our look and the service's bind."""
+"""No outgoing connection takes a port from here between our check and the service's bind."""
 
 
 def is_free(port: int) -> bool:
@@ -47,13 +47,13 @@ def choose_port(
     preferred: Sequence[int | None],
     taken: Collection[int] = (),
 ) -> int:
-    """Return the port for a service: the demanded one or none; else the first preferred one that is free, or any.
+    """Return the port for a service: only the demanded one; without one, the first preferred one that is free, or any.
 
     Args:
         what: the service, for the message.
         demanded: the port that the user set, if any.
         variable: where the user sets it.
-        preferred: the usual port and that of the last time, as far as there are any.
+        preferred: the usual port and that of the last time, if there are any.
         taken: ports already given to others.
 
     Raises:
@@ -73,7 +73,7 @@ def choose_port(
 
 
 def holder(port: int) -> psutil.Process | None:
-    """Return the process that listens on a port of this machine; None where the system does not tell."""
+    """Return the process that listens on a port of this machine; None if the system does not tell."""
     try:
         listening = [each for each in psutil.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
         pids = [each.pid for each in listening if each.laddr and each.laddr.port == port and each.pid]
@@ -83,7 +83,7 @@ def holder(port: int) -> psutil.Process | None:
 
 
 def are_listening(processes: Collection[psutil.Process], port: int) -> bool:
-    """Whether these processes listen on a port of the loopback address, and no others; True where nobody tells."""
+    """Whether these processes listen on a port of the loopback address, and no others; True if nobody knows."""
     try:
         found = psutil.net_connections("tcp4")
     except psutil.Error:

@@ -17,16 +17,16 @@ from infra.loopback import open_url
 from infra.prefect_access import access_to, own_server, refusal
 
 ANSWER_S = 60.0
-"""A server that was away for minutes is busy with all who waited for it, and answers late."""
+"""A server that was away for minutes is busy with all that waited for it, and answers late."""
 _PAGE = 200
 """Flow runs that the server hands out at once, at most."""
 
 
 def call(api_url: str, method: str, path: str, body: Any = None, *, timeout_s: float = ANSWER_S) -> Any:
-    """Return the server's answer, or None where there is no such thing.
+    """Return the server's answer, or None if there is no such thing.
 
-    A server whose database is busy answers 503, and is asked again, as Prefect's own client does. Each server is told
-    who we are as its own address says: see `prefect_access`; a local stack's only while its owner listens there.
+    A server whose database is busy answers 503, and is asked again, as Prefect's own client does. Each server gets the
+    credentials of its own address (`prefect_access`); a local stack's gets them only while its owner listens there.
 
     Raises:
         ServiceError: if the server does not answer, or refuses.
@@ -38,7 +38,7 @@ def call(api_url: str, method: str, path: str, body: Any = None, *, timeout_s: f
     headers = {"Content-Type": "application/json"}
     request = Request(f"{api_url}{quote(path, safe='/?=')}", data=data, method=method, headers=headers)
     for name, value in access.all_headers.items():
-        request.add_unredirected_header(name, value)  # whom the server points at may be anybody
+        request.add_unredirected_header(name, value)  # a redirect may lead to anybody
     tls = access.tls() if urlsplit(api_url).scheme == "https" else None
     deadline = time.monotonic() + timeout_s
     while True:
@@ -62,7 +62,7 @@ def call(api_url: str, method: str, path: str, body: Any = None, *, timeout_s: f
 
 
 def is_healthy(api_url: str) -> bool:
-    """Whether something answers the health check as a server does; it is not told who we are."""
+    """Whether something answers the health check as a server does; it gets no credentials."""
     try:
         tls = access_to(api_url).tls() if urlsplit(api_url).scheme == "https" else None
         with open_url(f"{api_url}/health", timeout_s=3.0, tls=tls) as answer:
@@ -72,7 +72,7 @@ def is_healthy(api_url: str) -> bool:
 
 
 def flow_runs(api_url: str, where: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return all flow runs that a filter lets through, however many pages of the server they are.
+    """Return all flow runs that match a filter, from all pages of the server.
 
     Args:
         api_url: the Prefect server's.

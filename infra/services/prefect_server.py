@@ -30,19 +30,19 @@ DECIDED = (
 
 
 def prefect_environment(home: Path, api_url: str) -> dict[str, str]:
-    """Return what Prefect's programs of this stack are told: server, worker, deployments, flow runs."""
+    """Return the settings of Prefect's programs in this stack: server, worker, deployments, flow runs."""
     return {
         "PREFECT_HOME": str(home / "prefect"),
         "PREFECT_API_URL": api_url,
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "DO_NOT_TRACK": "1",
         "PREFECT_LOGGING_COLORS": "false",  # they would be escape codes in files
-        "PREFECT_SERVER_EPHEMERAL_ENABLED": "false",  # a run must never end up on a server that nobody sees
+        "PREFECT_SERVER_EPHEMERAL_ENABLED": "false",  # a run must never go to a server that nobody sees
     }
 
 
 def _users_own() -> dict[str, str]:
-    """Return what the user says of his Prefect server, in the environment or in `.env`, less what the stack decides."""
+    """Return the user's settings of the Prefect server, from the environment or `.env`, without what the stack sets."""
     said = {**read_env_file(env_file()), **inherited_environment()}
     return {
         name.upper(): value
@@ -67,12 +67,12 @@ def prefect_server(home: Path, port: int, database_url: str | None, password: st
         "PREFECT_SERVER_DATABASE_CONNECTION_URL": database_url or f"sqlite+aiosqlite:///{home}/prefect/prefect.db",
         "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
         "PREFECT_SERVER_EVENTS_CAUSAL_ORDERING": "infra.event_ordering",  # automations that survive the server
-        # Runs of schedules are made ahead, and none for a time that has passed: so many nights may a stack be down.
+        # Runs of schedules are made ahead, and none for a time that has passed: a stack may be down for so many nights.
         "PREFECT_SERVER_SERVICES_SCHEDULER_MIN_RUNS": "31",
         "PREFECT_SERVER_API_AUTH_STRING": password,
-        # Pages from elsewhere have no business here, nor has one by the name of localhost: that may be another user's.
+        # Pages from elsewhere may not call it, nor may one by the name of localhost: that may be another user's.
         "PREFECT_SERVER_API_CORS_ALLOWED_ORIGINS": address,
-        # Nobody's browser sends the password by itself, as it would a cookie; and our own calls know no CSRF token.
+        # No browser sends the password by itself, as it would send a cookie; and our own calls have no CSRF token.
         "PREFECT_SERVER_API_CSRF_PROTECTION_ENABLED": "false",
     }
     return Service(

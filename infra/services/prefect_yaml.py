@@ -1,4 +1,4 @@
-"""The rules of `prefect.yaml`: keys that Prefect drops without a word (unknown or duplicate) are refused here."""
+"""The rules of `prefect.yaml`: keys that Prefect silently drops (unknown or duplicate) are refused here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from infra.strict_yaml import load_yaml
 
 FILE_NAME = "prefect.yaml"
 ONE_AT_A_TIME = "one-at-a-time"
-"""Tag of the deployments of which a run is skipped while another is not done (`tasks.one_process`)."""
+"""Tag of deployments that skip a run while another of their runs is not done (`tasks.one_process`)."""
 _Name = r"^[a-z0-9][a-z0-9-]*$"
 
 
@@ -32,7 +32,7 @@ class WorkPoolEntry(_Strict):
 
 
 class ScheduleEntry(_Strict):
-    """When a deployment runs by itself: always with a time zone, always explicit about being active."""
+    """When a deployment runs by itself; it must name its time zone, and say whether it is active."""
 
     slug: str = Field(pattern=_Name)
     cron: str
@@ -53,7 +53,7 @@ class DeploymentEntry(_Strict):
     work_pool: WorkPoolEntry
     schedules: tuple[ScheduleEntry, ...] = ()
     concurrency_limit: None = None
-    """Only to say what stands in its place."""
+    """Only here so that its error says what to use instead."""
 
     @field_validator("concurrency_limit", mode="before")
     @classmethod

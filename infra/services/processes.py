@@ -15,11 +15,11 @@ import psutil
 from infra.process_record import is_live, marked_processes
 
 STACK_VARIABLE = "RLHF_STACK"
-"""Stands in the environment of every process of a stack, those of its runs included."""
+"""A variable in the environment of every process of a stack, also of those of its runs."""
 
 
 def spawn(command: Sequence[str], *, environment: Mapping[str, str], cwd: Path, log: Path) -> psutil.Process:
-    """Start a program in a session of its own, its output in a log file; the log before it is kept as `.1`.
+    """Start a program in its own session, with its output in a log file; the former log is kept as `.1`.
 
     Raises:
         OSError: if it cannot be started.
@@ -41,7 +41,7 @@ def spawn(command: Sequence[str], *, environment: Mapping[str, str], cwd: Path, 
 
 
 def marked(stack_id: str) -> list[psutil.Process]:
-    """Return the live processes of a stack, less this one and those that it descends from."""
+    """Return the live processes of a stack, except this one and its ancestors."""
     found = marked_processes(STACK_VARIABLE, stack_id)
     ours = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
     return [process for process in found if process.pid not in ours]
@@ -55,7 +55,7 @@ def tree(process: psutil.Process) -> list[psutil.Process]:
 
 
 def end(processes: Iterable[psutil.Process], *, grace_s: float, kill_timeout_s: float = 10.0) -> list[psutil.Process]:
-    """Ask processes to end, make those that have not within the grace time, and return those that are left even so."""
+    """Ask processes to end, kill those that have not within the grace time, and return those that are still left."""
     asked = [process for process in processes if is_live(process)]
     for process in asked:
         with suppress(psutil.Error):
@@ -68,9 +68,9 @@ def end(processes: Iterable[psutil.Process], *, grace_s: float, kill_timeout_s: 
 
 
 def _await_end(processes: Sequence[psutil.Process], timeout_s: float) -> list[psutil.Process]:
-    """Return those that still live after the timeout, or none, earlier.
+    """Return those that still live after the timeout; return earlier when none does.
 
-    Not psutil's own: that waits for zombies too, which stay for ever where process 1 does not collect them.
+    psutil's own function waits for zombies too, which stay for ever if process 1 does not collect them.
     """
     deadline = time.monotonic() + timeout_s
     while (left := [process for process in processes if is_live(process)]) and time.monotonic() < deadline:

@@ -22,14 +22,14 @@ def engines(stack_id: str) -> list[psutil.Process]:
 def settle_lost_runs(api_url: str, *, for_good: bool) -> list[str]:
     """Settle all runs of our pool that were taken by a worker and have no process; return a sentence for each.
 
-    A worker that is told to end takes its runs' processes along without a word to the server, which would show
-    them as running for ever. One that is killed leaves runs behind that it had taken and not begun: nothing of them
-    is lost, and they are due again. To be called while no worker runs: one may just have taken a run, without a process
-    yet.
+    A worker that is told to end also ends the processes of its runs, and does not tell the server, which would show
+    them as running for ever. A worker that is killed leaves runs that it had taken and not begun: nothing of them is
+    lost, and they are due again. Call this only while no worker runs: a worker may just have taken a run that has no
+    process yet.
 
     Args:
         api_url: the Prefect server's.
-        for_good: whether a person ends them: what was begun before is not begun again.
+        for_good: whether a person ends them: runs that had begun are not started again.
 
     Raises:
         ServiceError: if the server does not answer.

@@ -1,13 +1,12 @@
 """The local object store: SeaweedFS, S3 on the loopback address, and the keys that its parts show each other.
 
-By default SeaweedFS's master gives a token to write with to whoever asks, and its shell opens every file. Without these
-keys a connection to any port but two is refused (mutual TLS). One of the two is S3's, which asks for a signature. On
-the other the volume server hands out bytes, and asks for a signed token: TLS there would halve what is read in a
-second. Sockets are treated as ports are. What says that the store lives answers everyone (docs/security.md has the
-list).
+By default SeaweedFS's master gives anybody a token to write with, and its shell opens every file. With these keys a
+connection to any port but two is refused (mutual TLS). One of the two is S3's, which asks for a signature. On the other
+the volume server sends bytes, and asks for a signed token: TLS there would halve the speed of reading. Sockets are
+treated like ports. The health check answers everybody (docs/security.md has the list).
 
 The keys are one file: a private key, and a certificate signed by itself, which is the only one that each part trusts.
-The keys that sign tokens are computed from it. Nothing that is stored depends on them: lost ones are made anew.
+The keys that sign tokens are computed from it. Nothing that is stored depends on them: lost keys are made again.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ def make_keys(home: Path, report: Report) -> None:
     """Make the keys of a store unless they are there and good; those that others could read are replaced.
 
     Args:
-        home: they lie in it, readable by their owner alone.
-        report: is told what was wrong with the former ones.
+        home: where they lie, readable by their owner alone.
+        report: takes a line on what was wrong with the former ones.
 
     Raises:
         ServiceError: if they cannot be written.
@@ -115,20 +114,20 @@ CLOSED: Mapping[str, object] = {
     "admin.ui": "false",
     "webdav": "false",
 }
-"""The flags that leave S3 alone of all that SeaweedFS offers; the keys close what its parts say to each other."""
+"""The flags that switch off all of SeaweedFS but S3; the keys protect what its parts say to each other."""
 
 _MEMORY_LIMIT = "400MiB"
 _SOCKETS = Path("/tmp")
-"""SeaweedFS puts its internal sockets here; there is no flag for it. Who connects needs a certificate there too."""
+"""SeaweedFS puts its internal sockets here, without a flag to change it. Clients need a certificate there too."""
 SECRET_FILE = "store.secret"
 
 
 def prepare(home: Path, report: Report, *, is_down: bool) -> None:
-    """Make the store's directory and keys, as far as they are not there or no longer good.
+    """Make the store's directory and keys, unless they are there and valid.
 
     Args:
         home: all of the store lies under it.
-        report: takes a line for what is made anew.
+        report: takes a line for what is made again.
         is_down: whether nothing of the stack runs that knows S3's secret.
 
     Raises:
@@ -136,7 +135,7 @@ def prepare(home: Path, report: Report, *, is_down: bool) -> None:
     """
     data = home / "store"
     data.mkdir(mode=0o700, exist_ok=True)
-    # SeaweedFS reads the first that it finds of its directory's, the user's and the system's: theirs are for others.
+    # SeaweedFS reads the first of its directory's, the user's and the system's; the last two are not for this store.
     write_private(data / "security.toml", "# The environment says it all.\n")
     make_keys(home, report)
     secret = home / SECRET_FILE
@@ -217,7 +216,7 @@ def seaweed(home: Path, ports: Mapping[str, int], socket_dir: Path) -> Service:
     return Service(
         name="store",
         title="the object store (SeaweedFS)",
-        # What it says is in our log, and else in a file in /tmp as well, which others can read.
+        # Its output is in our log; by default it is also in a file in /tmp, which others can read.
         command=(_weed(), "-logtostderr=true", "mini", *(f"-{name}={value}" for name, value in flags.items())),
         environment={
             "AWS_ACCESS_KEY_ID": ACCESS_KEY,  # SeaweedFS makes these its administrator's
@@ -269,7 +268,7 @@ def is_healthy(address: str) -> bool:
 
 
 def configure(home: Path, ports: Mapping[str, int], *, timeout_s: float = 60.0) -> None:
-    """Have every write reach the disk before it is acknowledged, and wait until the bucket is there.
+    """Make every write reach the disk before it is acknowledged, and wait until the bucket is there.
 
     Args:
         home: the keys lie in it.
@@ -294,12 +293,12 @@ def configure(home: Path, ports: Mapping[str, int], *, timeout_s: float = 60.0) 
 
 
 def remove_sockets(ports: Mapping[str, int]) -> None:
-    """Remove the sockets that SeaweedFS leaves behind, as far as they are ours."""
+    """Remove those sockets that SeaweedFS left which are ours."""
     grpc = {name: ports.get(f"{name}_grpc") for name in ("master", "filer", "volume", "s3")}
     grpc["admin"] = ports["admin"] + ADMIN_GRPC_OFFSET if "admin" in ports else None
     for name, port in grpc.items():
         if port is not None:
-            with suppress(OSError):  # anybody can foresee the name, and put something of his own there
+            with suppress(OSError):  # anybody can guess the name, and put something else there
                 (_SOCKETS / f"seaweedfs-{name}-grpc-{port}.sock").unlink()
 
 

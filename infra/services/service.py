@@ -1,4 +1,4 @@
-"""One service of the stack: how it is started, and how one knows that it works."""
+"""One service of the stack: how it is started, and how we see that it works."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _NOT_INHERITED = (
     ),
     *("RLHF_S3_", "RLHF_STORE_URL", "RLHF_DATABASE_URL"),
 )
-"""A user's other server, another run's identity, other credentials: what a service needs of these is set anew.
+"""A user's other server, another run's identity, other credentials: what a service needs of these is set again.
 
-What he says of this server (PREFECT_SERVER_...) the server alone is told: see `prefect_server`.
+The user's settings of this server (PREFECT_SERVER_...) are for the server alone: see `prefect_server`.
 """
 
 
@@ -57,7 +57,7 @@ class Service:
     """Returns None when the service works, else what is missing."""
     start_timeout_s: float
     settle_timeout_s: float
-    """How long a running one that does not answer is waited for before it is taken for broken."""
+    """How long we wait for a running one that does not answer, before it counts as broken."""
 
     @property
     def fingerprint(self) -> str:
@@ -80,7 +80,7 @@ class Service:
             ) from None
 
     def record(self, process: psutil.Process) -> ServiceRecord:
-        """Return what is remembered of a started service."""
+        """Return the record of a started service."""
         return ServiceRecord(
             identity=ProcessRecord.of(process.pid),
             fingerprint=self.fingerprint,
@@ -109,7 +109,7 @@ class Service:
 def stack_environment(stack_id: str, variables: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a process of the stack: this one's, our programs first on the path, the variables.
 
-    No proxy that this one uses is told what goes to the stack.
+    Calls to the stack do not go through a proxy that this process uses.
     """
     inherited = inherited_environment(without_prefixes=(*_NOT_INHERITED, "WEED_"))  # SeaweedFS's: ours are all it gets
     return {
@@ -122,7 +122,7 @@ def stack_environment(stack_id: str, variables: Mapping[str, str]) -> dict[str, 
 
 
 def answers_itself(process: psutil.Process, port: int, *, healthy: bool) -> str | None:
-    """Return what a service lacks that should answer on a port: None if it does, and nobody else in its place.
+    """Return what is wrong with a service that should answer on a port: None if it answers, and nobody else does.
 
     Args:
         process: the service's.

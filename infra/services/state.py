@@ -1,4 +1,4 @@
-"""What a stack knows about itself: `stack.json` in the home directory, and the lock around changing it."""
+"""What is recorded of a stack: `stack.json` in the home directory, and the lock around changing it."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class ServiceRecord(BaseModel):
 
     identity: ProcessRecord
     fingerprint: str
-    """Digest of command and environment: another one means that the service wants restarting."""
+    """Digest of command and environment: if it changes, the service must be restarted."""
     address: str
     log: Path
 
     @property
     def pid(self) -> int:
-        """Its process id; that of another process, perhaps, once the service is gone."""
+        """Its process id; it may be another process's once the service is gone."""
         return self.identity.pid
 
     def process(self) -> psutil.Process | None:
@@ -51,7 +51,7 @@ class StackState(BaseModel):
     socket_dir: Path | None = None
     """Short, private, in the system's temp folder: a Unix socket's name has at most 107 bytes."""
     ports: dict[str, int] = Field(default_factory=dict)
-    """Kept while the stack is down: where the usual ports are occupied, the addresses stay as they were."""
+    """Kept while the stack is down: if the usual ports are occupied, the addresses stay as they were."""
     services: dict[str, ServiceRecord] = Field(default_factory=dict)
     deployed: str | None = None
     """Digest of what the deployments were made from."""
@@ -103,7 +103,7 @@ def write_private(path: Path, text: str) -> None:
 
 
 def exposure(there: os.stat_result) -> str | None:
-    """Return what is wrong with a file that its owner alone should read, for people; None: nothing."""
+    """Return what is wrong with a file that only its owner should read, for people; None: nothing."""
     if there.st_uid != os.geteuid():
         return "belongs to another user"
     if there.st_mode & _OTHERS:
@@ -112,7 +112,7 @@ def exposure(there: os.stat_result) -> str | None:
 
 
 def exposure_of(path: Path) -> str | None:
-    """Return the same of the file at a path, and nothing where there is none."""
+    """Return the same for the file at a path; None if there is none."""
     try:
         return exposure(path.stat())
     except OSError:
@@ -120,7 +120,7 @@ def exposure_of(path: Path) -> str | None:
 
 
 def is_private_directory(path: Path) -> bool:
-    """Whether a path is a directory, no link to one, which nobody but its owner enters: us."""
+    """Whether a path is a directory, and no link to one, that is ours and that nobody else can enter."""
     try:
         there = path.lstat()
     except OSError:

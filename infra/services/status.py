@@ -62,7 +62,7 @@ def running_api_url(settings: Settings) -> str | None:
 
 
 def how_to_open_the_ui(settings: Settings, address: str) -> str:
-    """Return where the Prefect UI is, and where the password stands that it asks for.
+    """Return where the Prefect UI is, and where its password is kept.
 
     Args:
         settings: of the stack.
@@ -89,7 +89,7 @@ def _is_well(name: str, state: StackState, process: psutil.Process) -> bool:
     if name == "store":
         return store_is_healthy(state.services[name].address)
     server = state.services.get("server")
-    if server is None or server.process() is None:  # whoever is at its port now is told nothing
+    if server is None or server.process() is None:  # what listens at its port now must get no credentials
         return False
     api_url = f"{server.address}/api"
     return prefect_api.is_healthy(api_url) if name == "server" else missing_worker(api_url, process) is None

@@ -39,7 +39,7 @@ def down(settings: Settings, report: Report) -> int:
         state = StackState.load(settings.home)
         live = {name: process for name, record in state.services.items() if (process := record.process())}
         if "server" in live:
-            with suppress(ServiceError):  # a run that is ended here would be started again; `up` installs them anew
+            with suppress(ServiceError):  # a run that is ended here would be started again; `up` installs them again
                 automations.remove(f"{state.services['server'].address}/api")
         _end_runs(state, live, report)
         for name, process in live.items():
@@ -64,7 +64,7 @@ def remove_sockets(state: StackState) -> None:
 
 
 def _end_runs(state: StackState, live: dict[str, psutil.Process], report: Report) -> None:
-    """End flow runs before the worker, and the worker before the server, which hears what became of them."""
+    """End flow runs before the worker, and the worker before the server, so that the server hears how they ended."""
     if flows := runs.engines(state.id):
         report(f"ending {len(flows)} flow run{'s' if len(flows) > 1 else ''}")
         processes.end(flows, grace_s=_RUNS_GRACE_S)
@@ -73,13 +73,13 @@ def _end_runs(state: StackState, live: dict[str, psutil.Process], report: Report
         _end(processes.tree(worker), _SERVICES_GRACE_S)
     _await_clusters(state, list(live.values()), report)
     if "server" in live:
-        with suppress(ServiceError):  # a server that is ill must not keep us from ending it
+        with suppress(ServiceError):  # a broken server must not keep us from ending it
             for settled in runs.settle_lost_runs(f"{state.services['server'].address}/api", for_good=True):
                 report(settled)
 
 
 def _await_clusters(state: StackState, services: Sequence[psutil.Process], report: Report) -> None:
-    """Let the watchdogs of Ray clusters do their work; what remains after it is ended like everything else."""
+    """Let the watchdogs of Ray clusters do their work; what remains is ended like everything else."""
     deadline = time.monotonic() + _CLUSTERS_GRACE_S
     said = False
     while time.monotonic() < deadline:

@@ -18,8 +18,8 @@ from infra.services.service import Service
 WORK_POOL = "rlhf"
 WORKER_NAME = "local"
 PATIENCE_S = 960.0
-"""How long a run waits for a server that is away: one that is away for a quarter of an hour costs no run. The worker
-waits for a day, and tells then what became of its runs."""
+"""How long a run waits for a server that is away: no run is lost if the server is away for a quarter of an hour. The
+worker waits for a day, and then reports how its runs ended."""
 EVERY_WORKER = {
     # Its clients wait for a server that is away (infra/patience.py) where the plugin is loaded.
     "PREFECT_PLUGINS_ENABLED": "true",
@@ -33,7 +33,7 @@ EVERY_WORKER = {
     "PREFECT_LOGGING_EXTRA_LOGGERS": "infra",
     "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
 }
-"""What a worker and its flows are told wherever they run; the files of infra/deploy say the same."""
+"""Environment of a worker and its flows wherever they run; the files of infra/deploy have the same."""
 _HEARTBEAT_S = 5
 _STALE_S = 60.0
 

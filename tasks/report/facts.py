@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from infra.artifacts import ArtifactRef
-from infra.artifacts.tree import draw
+from infra.artifacts.lineage import draw
 from rlhf_core.ppo.former_names import current_names
 from tasks.context import Context
 from tasks.evaluate import OUTCOMES

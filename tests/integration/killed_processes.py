@@ -71,7 +71,7 @@ class DeadlyBackend:
 def play(url: str, options: S3Options | None, directory: Path, parts: Sequence[Part]) -> dict[Part, list[str]]:
     """Run all parts at once, and return the references that each said it had committed."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["infra.artifacts.opening", "infra.artifacts.s3"])
+    context.set_forkserver_preload(["infra.artifacts.store", "infra.artifacts.s3"])
     opened = context.Barrier(len(parts))  # with no grace time, a collector takes what others try the place with
     running = []
     for part in parts:

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from infra.artifacts.exclusive import RUN_LOCK
+from infra.artifacts.locks import RUN_LOCK
 from infra.errors import ServiceError
 from infra.services import automations
 from infra.services.automations import RESTARTING

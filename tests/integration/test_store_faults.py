@@ -16,8 +16,8 @@ import pytest
 
 from infra.artifacts import ArtifactStore
 from infra.artifacts.ref import blob_key
-from infra.artifacts.retrier import Patience
 from infra.artifacts.s3 import S3Backend
+from infra.artifacts.s3_requests import Patience
 from infra.errors import StoreError
 from tests.integration.flaky_proxy import FlakyProxy
 from tests.integration.s3_stores import (  # noqa: F401 - fixtures

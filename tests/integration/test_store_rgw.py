@@ -15,8 +15,8 @@ import pytest
 from infra.artifacts import ArtifactStore, S3Options, open_store
 from infra.artifacts.backend import Backend, Enforced
 from infra.artifacts.commit import PIECE_BYTES
-from infra.artifacts.retrier import Patience
 from infra.artifacts.s3 import S3Backend
+from infra.artifacts.s3_requests import Patience
 from infra.errors import StoreError
 from tests.integration.radosgw import Radosgw, radosgw_server  # noqa: F401 - a fixture
 from tests.unit.artifacts.alias_contract import AliasContract

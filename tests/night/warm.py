@@ -84,7 +84,7 @@ def serve(address: str) -> None:
     import prefect.engine
     import prefect.flow_engine
 
-    import infra.artifacts.retrier
+    import infra.artifacts.s3_requests
     import tasks.ppo_keeper
     import tests.night.stages
     from tasks.source import source_digest

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from infra.artifacts import ArtifactStore, aliases, clock
+from infra.artifacts import ArtifactStore, aliases
+from infra.artifacts.backend import clock
 from infra.errors import StoreError
 from tests.unit.artifacts.store_contract import at_once
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.artifacts import ArtifactStore, Collection, Retention, clock, open_store
-from infra.artifacts.backend import Backend
+from infra.artifacts import ArtifactStore, Collection, Retention, open_store
+from infra.artifacts.backend import Backend, clock
 from infra.artifacts.local import LocalBackend
 
 KEEP_TWO = Retention.parse("policy=2")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from infra.artifacts import ArtifactStore, clock, exclusive
-from infra.artifacts.exclusive import GAP_S, SILENT_S, Held, Life, Observer, Record, new_record
+from infra.artifacts import ArtifactStore, locks
+from infra.artifacts.backend import clock
+from infra.artifacts.locks import GAP_S, SILENT_S, Held, Life, Observer, Record, new_record
 from infra.errors import LockLostError, StoreError
 from tests.unit.artifacts.store_contract import at_once
 
@@ -176,4 +177,4 @@ class LockContract:
         seen = lock.look()
         assert seen is not None
         assert seen.record.holder == "the run 'fancy-otter'"
-        assert exclusive.process_lives(seen.record) is None
+        assert locks.process_lives(seen.record) is None

@@ -11,8 +11,8 @@ import pytest
 
 from infra.artifacts import ArtifactStore, Retention
 from infra.artifacts.backend import Backend
-from infra.artifacts.exclusive import OLD, new_record
 from infra.artifacts.leases import LEASE_LIFE, Claim, lease
+from infra.artifacts.locks import OLD, new_record
 from infra.artifacts.ref import blob_key
 from infra.errors import StoreError
 from tests.unit.artifacts.collecting import (  # noqa: F401 - fixtures

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from infra.artifacts import ArtifactStore, Retention, clock, collect, deletion
-from infra.artifacts.backend import Backend
+from infra.artifacts import ArtifactStore, Retention, collect, deletion
+from infra.artifacts.backend import Backend, clock
 from infra.artifacts.leases import INTENT_LIFE
 from infra.artifacts.ref import blob_key
 from infra.errors import StoreError

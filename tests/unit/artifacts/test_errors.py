@@ -8,7 +8,7 @@ import pickle
 import pkgutil
 
 import infra
-from infra.artifacts.s3_errors import RefusedError
+from infra.artifacts.s3_requests import RefusedError
 from infra.errors import InfraError
 
 

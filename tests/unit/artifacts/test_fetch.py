@@ -18,9 +18,9 @@ import pytest
 
 from infra.artifacts import commit, download, open_store
 from infra.artifacts.download import Downloads
-from infra.artifacts.locks import try_lock
 from infra.artifacts.manifest import BlobEntry, FileEntry, Manifest
 from infra.artifacts.ref import blob_key, version_key
+from infra.artifacts.shared_files import try_lock
 from infra.errors import StoreError
 from tests.unit.artifacts.cache_place import LARGE, PIECE, Place, blobs_of, flip, leftovers, place_fixture  # noqa: F401 - a fixture
 from tests.unit.artifacts.store_contract import at_once, sha256

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from infra.artifacts.locks import try_lock
+from infra.artifacts.shared_files import try_lock
 from infra.errors import StoreError
 from tests.unit.artifacts.cache_place import LARGE, PIECE, Place, blobs_of, flip, place_fixture  # noqa: F401 - a fixture
 from tests.unit.artifacts.store_contract import sha256
 
 
 def test_a_fetch_links_what_is_large_and_copies_what_people_edit(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infra.artifacts.fetch.COPIED_BYTES", PIECE)
+    monkeypatch.setattr("infra.artifacts.cache.COPIED_BYTES", PIECE)
     place.store.commit("policy", "p", {"w": LARGE, "config.json": b"{}"})
     out = place.store.fetch("policy/p", place.root / "out")
     assert (out / "w").samefile(place.kept(LARGE))
@@ -58,7 +58,7 @@ def test_what_a_user_has_edited_is_named_and_left_alone_and_what_is_right_stays(
 def test_a_link_to_the_cache_that_was_written_through_is_mended_with_it(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("infra.artifacts.fetch.COPIED_BYTES", 0)
+    monkeypatch.setattr("infra.artifacts.cache.COPIED_BYTES", 0)
     ref = place.store.commit("policy", "p", {"w": LARGE})
     out = place.store.fetch(ref, place.root / "out")
     place.downloaded.clear()
@@ -127,7 +127,7 @@ def test_where_files_cannot_be_linked_they_are_copied(
 
     ref = place.store.commit("policy", "p", {"w": LARGE})
     monkeypatch.setattr(os, "link", refuse)
-    monkeypatch.setattr("infra.artifacts.fetch.COPIED_BYTES", 0)
+    monkeypatch.setattr("infra.artifacts.cache.COPIED_BYTES", 0)
     out, directory = place.store.fetch(ref, place.root / "out"), place.store.cached(ref)
     assert (out / "w").read_bytes() == (directory / "w").read_bytes() == LARGE
     inode = (directory / "w").stat().st_ino

@@ -10,9 +10,8 @@ import pytest
 
 from infra.artifacts import ArtifactRef, ArtifactStore, open_store
 from infra.artifacts.commit import describe
-from infra.artifacts.lineage import descend, trace, walk
+from infra.artifacts.lineage import descend, draw, trace, walk
 from infra.artifacts.manifest import Manifest
-from infra.artifacts.tree import draw
 
 
 @pytest.fixture

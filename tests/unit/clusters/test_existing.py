@@ -1,8 +1,9 @@
-"""Whether a lease on a user's own cluster still stands, as its watcher says."""
+"""Whether a lease on a user's own cluster still stands, as its watcher says; and whether its nodes have our code."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import ray
 
 from infra.clusters import existing
-from infra.clusters.existing import Charge, _ExistingLease
+from infra.clusters.existing import Charge, _ExistingLease, code_digests
 from infra.clusters.manifest import ClusterManifest
 from infra.errors import ClusterError
 from infra.process_record import ProcessRecord
@@ -57,3 +58,22 @@ def test_a_watcher_that_does_not_answer_is_told_in_one_sentence(
     answers(monkeypatch, ray.exceptions.GetTimeoutError("too late"))
     with pytest.raises(ClusterError, match=r"watcher of run 'night' did not answer within 7 s .*10\.0\.0\.5.*too late"):
         lease.is_good(ADDRESS)
+
+
+def test_a_package_is_known_by_the_content_and_place_of_its_python_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "made_up_package"
+    (package / "inner").mkdir(parents=True)
+    (package / "__init__.py").write_text("raise RuntimeError('it is read, not run')")
+    (package / "inner" / "a.py").write_text("A = 1")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    seen = [code_digests([package.name])[package.name]]
+    (package / "data.json").write_text("{}")
+    assert code_digests([package.name])[package.name] == seen[0]  # no code
+    (package / "inner" / "a.py").write_text("A = 2")
+    seen.append(code_digests([package.name])[package.name])
+    (package / "inner" / "a.py").rename(package / "inner" / "b.py")
+    seen.append(code_digests([package.name])[package.name])
+    assert len(set(seen)) == 3
+    assert code_digests(["no_such_package"]) == {"no_such_package": ""}

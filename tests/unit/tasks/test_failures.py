@@ -20,7 +20,7 @@ from huggingface_hub.errors import OfflineModeIsEnabled
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.states import Failed
 
-from infra.artifacts.s3_errors import RefusedError
+from infra.artifacts.s3_requests import RefusedError
 from infra.errors import (
     ClusterError,
     ClusterNotReadyError,

@@ -15,8 +15,9 @@ from prefect.context import FlowRunContext
 from prefect.exceptions import Abort
 from prefect.states import Cancelled, Completed, Crashed, Failed, Paused, Pending, Running, Scheduled
 
-from infra.artifacts import ArtifactStore, clock, open_store
-from infra.artifacts.exclusive import SILENT_S, Held, new_record
+from infra.artifacts import ArtifactStore, open_store
+from infra.artifacts.backend import clock
+from infra.artifacts.locks import SILENT_S, Held, new_record
 from infra.errors import StoreAwayError, StoreError
 from infra.services.automations import RESTARTING, RESUMES
 from infra.services.prefect_yaml import ONE_AT_A_TIME

@@ -10,9 +10,8 @@ from typing import Any
 
 from infra.artifacts import ArtifactStore
 from infra.artifacts.backend import Backend
-from infra.artifacts.catalog import Catalog
+from infra.artifacts.catalog import Catalog, KeyIndex, keys_of
 from infra.artifacts.deletion import Retention
-from infra.artifacts.index import KeyIndex, keys_of
 from infra.artifacts.leases import LeaseOutlivedError
 from infra.errors import ReferenceNotFoundError, StoreError, VersionExistsError
 from tests.unit.artifacts.histories.ledger import Ledger, LossError

@@ -17,8 +17,8 @@ from uuid import UUID
 import pytest
 from greenlet import getcurrent, greenlet
 
-from infra.artifacts import aliases, clock, collect, deletion, download, leases, local, manifest
-from infra.artifacts.backend import Backend, Stored
+from infra.artifacts import aliases, backend, collect, deletion, leases, local, manifest
+from infra.artifacts.backend import Backend, Stored, clock
 
 POLL_S = 20.0
 """In time of the stage; nobody waits in ours."""
@@ -273,7 +273,7 @@ def stage() -> Iterator[StageClock]:
             patch.setattr(clock, name, getattr(own, name))
         for module in (aliases, collect, deletion, manifest):
             patch.setattr(module, "uuid4", lambda: UUID(int=next(numbers)))
-        patch.setattr(download, "ThreadPoolExecutor", SerialExecutor)
+        patch.setattr(backend, "ThreadPoolExecutor", SerialExecutor)
         patch.setattr(leases, "POLL_S", POLL_S)
         patch.setattr(local.os, "fsync", lambda _: None)
         yield own

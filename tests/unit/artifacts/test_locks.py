@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from infra.artifacts import ArtifactStore, clock, exclusive, open_store
-from infra.artifacts.backend import Backend
-from infra.artifacts.exclusive import GAP_S, SILENT_S, Held, Life, Lock, Observer, Process, Record, new_record
+from infra.artifacts import ArtifactStore, locks, open_store
+from infra.artifacts.backend import Backend, clock
 from infra.artifacts.local import LocalBackend
+from infra.artifacts.locks import GAP_S, SILENT_S, Held, Life, Lock, Observer, Process, Record, new_record
 from infra.artifacts.ref import lock_key
 from infra.errors import LockLostError
 from infra.process_record import ProcessRecord, here
@@ -49,12 +49,12 @@ def test_a_process_that_is_stopped_lives_and_one_that_is_killed_does_not() -> No
                 "process": Process(pid=there.pid, started=there.started, boot=there.boot, place=here(), host="this one")
             }
         )
-        assert exclusive.process_lives(record) is True
+        assert locks.process_lives(record) is True
         process.send_signal(19)
-        assert exclusive.process_lives(record) is True
+        assert locks.process_lives(record) is True
         process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # a zombie, as its parent has not asked after it
-        assert exclusive.process_lives(record) is False
+        assert locks.process_lives(record) is False
 
 
 @pytest.mark.skipif(not Path("/proc/self/ns/pid").exists(), reason="there are no namespaces of process ids")
@@ -62,7 +62,7 @@ def test_an_id_of_another_container_says_nothing_here() -> None:
     record = new_record("a", "name")
     assert record.process is not None
     there = record.process.model_copy(update={"place": record.process.place.replace("pid:[", "pid:[9")})
-    assert exclusive.process_lives(record.model_copy(update={"process": there})) is None
+    assert locks.process_lives(record.model_copy(update={"process": there})) is None
 
 
 class Worker:
@@ -364,7 +364,7 @@ def test_a_dangerous_history_ends_well(play_one: Callable[[History], None]) -> N
         (one_falls_silent_elsewhere, Held, "check", lambda _: None),
         (one_falls_silent_elsewhere, Observer, "_judge_count", lambda *_: Life.DEAD),
         (one_sleeps_and_both_look_at_the_same_time, MemoryBackend, "replace", overwrite),
-        (a_machine_sleeps, exclusive, "GAP_S", 1e9),
+        (a_machine_sleeps, locks, "GAP_S", 1e9),
     ],
     ids=["nobody checks", "whoever is elsewhere is dead", "a swap does not compare", "a gap counts"],
 )

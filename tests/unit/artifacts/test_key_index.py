@@ -9,7 +9,7 @@ import pytest
 
 from infra.artifacts import ArtifactStore, collect
 from infra.artifacts.backend import Backend
-from infra.artifacts.index import keys_of
+from infra.artifacts.catalog import keys_of
 from infra.artifacts.leases import Claim, LeaseOutlivedError, lease
 from infra.errors import StoreAwayError
 from tests.unit.artifacts.collecting import at_once, backend_fixture, store_fixture, uris  # noqa: F401 - fixtures

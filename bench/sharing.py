@@ -22,6 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.storage import difference, episodes
 from infra.artifacts import ArtifactStore, open_default_store
+from rlhf_core.ppo.episode import Position
 from rlhf_core.ppo.state import EpisodeRecord, TrainingState
 from tasks.ppo_keeper import StoreKeeper
 from tasks.results import Parent, PPORun
@@ -52,7 +53,8 @@ def measure(what: str, start: Path, count: int, directory: Path) -> dict[str, An
     for number, state in enumerate(episodes.states(start, config, count), start=1):
         right = sum(sample.verifier for sample in state.samples) / len(state.samples)
         history = (*history, EpisodeRecord(number - 1, number, "bench", {"verifier": right}, {}))
-        keeper.commit_state(TrainingState(state.tensors, state.facts, history), state.samples)
+        place = Position(number, 0, number)
+        keeper.commit_state(TrainingState(place, state.facts, None, state.tensors, history=history), state.samples)
         sys.stderr.write(f"{what}: episode {number} of {count}, {right:.2f} right\n")
         del state
         if number in {2, count}:

@@ -1,4 +1,4 @@
-"""Where a trainer's states and policy go: the artifact store, opened inside the trainer's process."""
+"""Commits a trainer's states and policy; a trainer that was thought dead finds its episode taken, and stores nothing."""
 
 from __future__ import annotations
 

@@ -286,7 +286,7 @@ class RunTrainer(GroupMember):
         metrics = episode_metrics(samples, now.controls, ALONE) | step_means(steps)
         metrics |= staleness(rows.policy_version, learnt_at=episode)
         figures = self._figures(now.seconds, now.waited_s)
-        record = EpisodeRecord(episode, episode + 1, self._incarnation, metrics, now.seconds, figures)
+        record = EpisodeRecord(episode, self._loop.episode, self._incarnation, metrics, now.seconds, figures)
         self._history = (*self._history, record)
         state = TrainingState(
             self._loop.learner.position, learner, self._controls.state(), snapshot, history=self._history,

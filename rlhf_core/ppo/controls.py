@@ -1,4 +1,4 @@
-"""What an episode's rewards are made with, set once for all of its chunks: the KL coefficient, the scale of scores."""
+"""The KL coefficient and the scale of scores: changed after each episode, and the same for all chunks of one."""
 
 from __future__ import annotations
 

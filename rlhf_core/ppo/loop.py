@@ -1,4 +1,4 @@
-"""The loop of PPO: collect, learn, publish, keep the state; episode after episode, under every front.
+"""The loop of PPO: collect, learn, publish the next version of the policy, keep the state; under every front.
 
 `PPOTrainer`, the trainer of the flow and coati's detached trainers run it. Each says what the four phases are for it.
 """

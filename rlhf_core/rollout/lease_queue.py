@@ -1,4 +1,6 @@
-"""The lease queue of a run: which chunks are due, on lease, made and learnt. It knows neither Ray nor tensors.
+"""The lease queue: which chunks are due, on lease, made, learnt, lost with their maker, or too old to learn from.
+
+It knows neither Ray nor tensors.
 
 An episode is a fixed set of units, numbered from 0; what is learnt in it depends on no maker. A unit is *due* until it
 is leased, *out* while a maker has it, *waiting* once it is made, and *learnt* when its episode has been. A maker that

@@ -1,4 +1,4 @@
-"""Commits a trainer's states and policy; a trainer that was thought dead finds its episode taken, and stores nothing."""
+"""Commits a trainer's states and policy; one that was thought dead finds its episode taken, and stores nothing."""
 
 from __future__ import annotations
 

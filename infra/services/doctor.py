@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from typing import Literal, NamedTuple
 import psutil
 
 from infra.errors import InfraError
+from infra.lock_file import locked_packages
 from infra.prefect_access import PASSWORD_FILE, access_to
 from infra.services import automations, prefect_api
 from infra.services.password import read_password
@@ -65,8 +65,9 @@ def diagnose(settings: Settings, *, checkout: Path = CHECKOUT) -> list[Finding]:
 
 def _python() -> Iterator[Finding]:
     seen = ".".join(str(part) for part in sys.version_info[:3])
-    good = sys.version_info[:2] == (3, 11)
-    yield Finding("python", "well" if good else "wrong", seen, "" if good else "use Python 3.11, then `make setup`")
+    good = (3, 11) <= sys.version_info[:2] <= (3, 13)
+    advice = "" if good else "use Python 3.11, 3.12 or 3.13: `make setup PYTHON=PATH`"
+    yield Finding("python", "well" if good else "wrong", seen, advice)
 
 
 def _compiler() -> Iterator[Finding]:
@@ -112,23 +113,18 @@ def _shared_memory() -> Iterator[Finding]:
 
 def _pins(checkout: Path) -> Iterator[Finding]:
     wrong = []
-    for name, wanted in _pinned(checkout / "requirements.txt"):
+    for package in locked_packages(checkout / "requirements.txt"):
         try:
-            found = version(name)
+            found = version(package.name)
         except PackageNotFoundError:
             found = "missing"
+        wanted = str(package.specifier).removeprefix("==")
         if found.partition("+")[0] != wanted:  # torch's CPU and CUDA builds differ behind the plus sign
-            wrong.append(f"{name} {found} instead of {wanted}")
+            wrong.append(f"{package.name} {found} instead of {wanted}")
     if wrong:
         yield Finding("packages", "wrong", "; ".join(wrong[:5]), "run `make setup`, which installs the locked versions")
     else:
         yield Finding("packages", "well", "as locked in requirements.txt")
-
-
-def _pinned(path: Path) -> Iterator[tuple[str, str]]:
-    for line in path.read_text(encoding="utf-8").splitlines():
-        if match := re.fullmatch(r"([\w.-]+)==([\w.!+-]+)", line.strip()):
-            yield match[1], match[2]
 
 
 def _ports(settings: Settings) -> Iterator[Finding]:

@@ -13,27 +13,35 @@ import pytest
 from infra.settings import CHECKOUT
 from rlhf_core.strategy.factory import INSTALL
 
-TOOLS = ("cat", "dirname", "grep", "mkdir", "rm", "sed", "sh", "sleep", "tail", "tr")
+TOOLS = ("cat", "chmod", "dirname", "grep", "mkdir", "rm", "sed", "sh", "sleep", "tail", "tr")
 NEEDED = ("requirements.txt", "requirements-dev.txt", "pyproject.toml", "infra/setup.sh", "Makefile")
-PYTHON_311 = """#!/bin/sh
+ANSWERS = """#!/bin/sh
 case "$*" in
+    *version_info*) echo {version} ;;
     *ensurepip*) exit {ensurepip} ;;
     *hashlib*) echo digest ;;
-    *--version*) echo Python 3.11.0 ;;
+    *--version*) echo Python {version}.0 ;;
 esac
 """
 
 SETS_UP = """#!/bin/sh
 case "$*" in
+    *version_info*) echo {version}; exit 0 ;;
+    *--version*) echo Python {version}.0; exit 0 ;;
     *ensurepip*) exit 0 ;;
-    *"-m venv"*) exec {python} -c "
-import os, pathlib
-venv = pathlib.Path('.venv')
-(venv / 'bin').mkdir(parents=True, exist_ok=True)
-(venv / 'pyvenv.cfg').write_text('command = python3 -m venv --clear ' + os.path.abspath(venv) + chr(10))
-(venv / 'bin' / 'python').write_text('#!/bin/sh' + chr(10) + 'true >.venv/bin/rlhf; chmod +x .venv/bin/rlhf' + chr(10))
-(venv / 'bin' / 'python').chmod(0o755)
-" ;;
+    *hashlib*) echo {version}; exec {python} "$@" ;;
+    *"-m venv"*)
+        rm -rf .venv
+        mkdir -p .venv/bin
+        printf '%s\\n' 'version = {version}.0' "executable = $0" "command = -m venv $(pwd -P)/.venv" >.venv/pyvenv.cfg
+        cat >.venv/bin/python <<'END'
+#!/bin/sh
+[ "$1" = -c ] && exec {python} "$@"
+true >.venv/bin/rlhf
+chmod +x .venv/bin/rlhf
+END
+        chmod +x .venv/bin/python
+        exit 0 ;;
 esac
 exec {python} "$@"
 """
@@ -73,10 +81,9 @@ def setup(checkout: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def ready_to_install(checkout: Path) -> None:
+def ready_to_install(checkout: Path, python: str = "python3", version: str = "3.11") -> None:
     program(checkout, "c++", "#!/bin/sh\n")
-    program(checkout, "python3", SETS_UP.format(python=sys.executable))
-    (checkout.parent / "bin" / "chmod").symlink_to(shutil.which("chmod") or "")
+    program(checkout, python, SETS_UP.format(python=sys.executable, version=version))
 
 
 def refuses(result: subprocess.CompletedProcess[str], sentence: str) -> bool:
@@ -86,7 +93,8 @@ def refuses(result: subprocess.CompletedProcess[str], sentence: str) -> bool:
 def test_a_machine_without_python_is_told_what_to_install(checkout: Path) -> None:
     assert refuses(
         setup(checkout),
-        "python3 is missing; install Python 3.11 (for instance: apt-get install python3.11 python3.11-venv)",
+        "python3 is missing; install Python 3.11, 3.12 or 3.13 "
+        "(for instance: apt-get install python3.11 python3.11-venv)",
     )
 
 
@@ -94,26 +102,27 @@ def test_another_python_is_named_with_its_version(checkout: Path) -> None:
     program(checkout, "python3", '#!/bin/sh\n[ "$1" = --version ] && echo Python 3.9.2 && exit 0\nexit 1\n')
     assert refuses(
         setup(checkout),
-        "python3 is Python 3.9.2, but Python 3.11 is needed; install it, or name it: "
+        "python3 is Python 3.9.2, but Python 3.11, 3.12 or 3.13 is needed; install one, or name it: "
         "make setup PYTHON=/path/to/python3.11",
     )
 
 
-def test_a_python_without_venv_is_told_what_to_install(checkout: Path) -> None:
-    program(checkout, "python3", PYTHON_311.format(ensurepip=1))
+@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
+def test_a_python_without_venv_is_told_what_to_install(checkout: Path, version: str) -> None:
+    program(checkout, "python3", ANSWERS.format(version=version, ensurepip=1))
     assert refuses(
         setup(checkout),
-        "python3 has no venv or ensurepip; install them (for instance: apt-get install python3.11-venv)",
+        f"python3 has no venv or ensurepip; install them (for instance: apt-get install python{version}-venv)",
     )
 
 
 def test_a_machine_without_a_compiler_is_told_what_to_install(checkout: Path) -> None:
-    program(checkout, "python3", PYTHON_311.format(ensurepip=0))
+    program(checkout, "python3", ANSWERS.format(version="3.11", ensurepip=0))
     assert refuses(setup(checkout), "a C++ compiler is missing; install g++ (for instance: apt-get install g++)")
 
 
 def test_when_nothing_has_changed_nothing_is_done(checkout: Path) -> None:
-    program(checkout, "python3", PYTHON_311.format(ensurepip=0))
+    program(checkout, "python3", ANSWERS.format(version="3.11", ensurepip=0))
     program(checkout, "c++", "#!/bin/sh\n")
     (checkout / ".venv" / "bin").mkdir(parents=True)
     (checkout / ".venv" / "bin" / "rlhf").symlink_to(shutil.which("true") or "")
@@ -141,6 +150,33 @@ def test_an_environment_of_this_place_is_kept_when_the_lock_files_change(checkou
     result = setup(checkout)
     assert "making .venv" not in result.stdout
     assert "installing" in result.stdout
+
+
+@pytest.mark.parametrize("newer", ["3.12", "3.13"])
+def test_an_environment_keeps_its_python_until_another_is_named(checkout: Path, newer: str) -> None:
+    ready_to_install(checkout, f"python{newer}", newer)
+    assert f"making .venv with Python {newer}.0" in setup(checkout).stdout, "it is the only one there"
+    ready_to_install(checkout, "python3.11", "3.11")
+    assert setup(checkout).stdout == "setup: up to date\n"
+    assert "making .venv with Python 3.11.0" in setup(checkout, PYTHON="python3.11").stdout
+    assert setup(checkout).stdout == "setup: up to date\n"
+
+
+@pytest.mark.parametrize("other", ["3.10", "3.14"])
+def test_the_first_python_that_will_do_is_taken(checkout: Path, other: str) -> None:
+    ready_to_install(checkout, "python3", other)
+    ready_to_install(checkout, "python3.13", "3.13")
+    ready_to_install(checkout, "python3.12", "3.12")
+    assert "making .venv with Python 3.12.0" in setup(checkout, PYTHON="python3").stdout
+
+
+def test_what_is_locked_for_another_python_is_not_counted(checkout: Path) -> None:
+    ready_to_install(checkout)
+    (checkout / "requirements.txt").write_text(
+        'a==1\nb==1; python_version < "3"\nc==1; python_version < "3.11"\nd==1; python_version >= "3.11"\n'
+    )
+    (checkout / "requirements-dev.txt").write_text("uv==1\n")
+    assert "setup: installing 3 packages of the lock files" in setup(checkout).stdout.splitlines()
 
 
 @pytest.mark.parametrize("home", [None, "elsewhere/home"])
@@ -178,7 +214,7 @@ def test_a_python_whose_path_has_spaces_is_taken(checkout: Path) -> None:
 
 
 def test_a_failing_installation_shows_the_end_of_its_log_and_leaves_no_stamp(checkout: Path) -> None:
-    program(checkout, "python3", PYTHON_311.format(ensurepip=0))
+    program(checkout, "python3", ANSWERS.format(version="3.11", ensurepip=0))
     program(checkout, "c++", "#!/bin/sh\n")
     (checkout / ".venv" / "bin").mkdir(parents=True)
     pip = checkout / ".venv" / "bin" / "python"

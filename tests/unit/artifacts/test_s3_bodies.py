@@ -1,13 +1,22 @@
-"""Bodies that come whole, break off, or are given up half-way; and what is sent block by block."""
+"""Bodies that come whole, break off, or are given up half-way; what is sent block by block, and until when."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from io import BytesIO
+from itertools import chain, repeat
 
 import pytest
 
-from infra.artifacts.s3 import BLOCK_BYTES, Outgoing, read_through
+from infra.artifacts.credentials import S3Options
+from infra.artifacts.s3 import BLOCK_BYTES, Outgoing, S3Backend, read_through
+from infra.artifacts.s3_requests import Patience
 
 OBJECT = bytes(range(256)) * (BLOCK_BYTES // 100)  # two and a half blocks
 
@@ -94,3 +103,55 @@ def test_a_body_is_sent_in_blocks_and_again_from_its_beginning() -> None:
 def test_a_body_that_takes_too_long_is_given_up() -> None:
     with pytest.raises(TimeoutError, match="was not sent within"):
         Outgoing(OBJECT, timeout=-1.0).read(16384)
+
+
+SENT = bytes(16 << 20)
+"""More than the sockets of a connection hold: who sends it notices that nobody reads."""
+
+
+@contextmanager
+def reading_server(pauses_s: list[float]) -> Iterator[str]:
+    """Yield the address of a server that takes each body in small pieces, with the next of these pauses after each."""
+    released = threading.Event()
+
+    def take(connection: socket.socket, pause_s: float) -> None:
+        with connection:
+            head, _, body = connection.recv(1 << 16).partition(b"\r\n\r\n")
+            connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+            found = re.search(rb"(?i)content-length: (\d+)", head)
+            left = int(found[1]) - len(body) if found else 0
+            while left > 0 and not released.wait(pause_s) and (piece := connection.recv(1 << 18)):
+                left -= len(piece)
+            if left <= 0:
+                tag = hashlib.md5(SENT, usedforsecurity=False).hexdigest().encode()
+                connection.sendall(b'HTTP/1.1 200 OK\r\nETag: "%s"\r\nContent-Length: 0\r\n\r\n' % tag)
+
+    def accept() -> None:
+        with suppress(OSError):  # the test is over
+            for pause_s in chain(pauses_s, repeat(pauses_s[-1])):
+                connection = listener.accept()[0]
+                threads.append(threading.Thread(target=take, args=(connection, pause_s), daemon=True))
+                threads[-1].start()
+
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        threads = [threading.Thread(target=accept, daemon=True)]
+        threads[0].start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            released.set()
+            listener.shutdown(socket.SHUT_RDWR)
+        for each in threads:
+            each.join(10.0)
+
+
+@pytest.mark.parametrize("pauses_s", [[0.02], [60.0, 0.0]], ids=["a slow line", "a line that stalls, once"])
+def test_a_body_is_sent_as_long_as_it_moves_and_again_soon_after_it_stops(pauses_s: list[float]) -> None:
+    patience = Patience(read_s=0.5, deadline_s=20.0, slowest=1e9)
+    with reading_server(pauses_s) as url:
+        started = time.monotonic()
+        S3Backend("s3://b", "b", "", S3Options(url, "key", "secret", "us-east-1"), patience).upload("k", SENT)
+        assert 0.5 < time.monotonic() - started < 15.0

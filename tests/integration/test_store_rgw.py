@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.s3]
 def backend(radosgw: Radosgw) -> Backend:
     prefix = f"test-{uuid4().hex[:8]}"
     options = replace(radosgw.options, single_writer=True)
-    patience = Patience.of_the_unattended()  # the first requests of a cluster that has just started take long
+    patience = Patience.of(None, patient=True)  # the first requests of a cluster that has just started take long
     return S3Backend(f"s3://{radosgw.bucket}/{prefix}", radosgw.bucket, prefix, options, patience)
 
 

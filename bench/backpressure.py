@@ -30,7 +30,7 @@ import ray
 from ray._private.internal_api import node_stats
 
 from tasks.pictures.style import COLOURS, INK, SMALL, dress, new_figure, png
-from tests.integration.rollout_runs import WAIT_S, DealtRun, cluster, config, dealt_run
+from tests.integration.rollout_runs import WAIT_S, RolloutRun, cluster, config, rollout_run
 
 CHUNK_S, STEP_S = 0.3, 0.5
 """Four chunks by two makers in 0.6 seconds, six steps in three: five times as long."""
@@ -57,7 +57,7 @@ class Watch:
         run: that is up.
     """
 
-    def __init__(self, run: DealtRun) -> None:
+    def __init__(self, run: RolloutRun) -> None:
         pids = {name: ray.get(actor.ping.remote(), timeout=WAIT_S) for name, actor in run.makers.items()}
         pids["trainer"] = ray.get(run.trainer.ping.remote(), timeout=WAIT_S)
         self._processes = {name: psutil.Process(pid) for name, pid in pids.items()}
@@ -126,7 +126,7 @@ def main() -> None:
         cluster={"num_makers": 2},
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder, cluster(Path(folder) / "cluster"):
-        with dealt_run(
+        with rollout_run(
             settings, Path(folder) / "run", chunk_s=CHUNK_S, step_s=STEP_S, sample_bytes=SAMPLE_BYTES
         ) as run:
             run.run([0, 1])  # from here on, everything has been loaded
@@ -134,8 +134,8 @@ def main() -> None:
                 records = run.run(range(2, asked.episodes))
         if asked.picture is not None:
             asked.picture.write_bytes(draw(watch.rows))
-    books = {name.removeprefix("chunks_"): value for name, value in records[-1].rollouts.items() if "chunks_" in name}
-    line = {"bench": "backpressure", "quarters_mb": quarters(watch.rows), "books": books}
+    counts = {name.removeprefix("chunks_"): value for name, value in records[-1].rollouts.items() if "chunks_" in name}
+    line = {"bench": "backpressure", "quarters_mb": quarters(watch.rows), "counts": counts}
     print(json.dumps(line))  # noqa: T201 - the benchmark's line
 
 

@@ -5,7 +5,7 @@
 Real actors of the `ppo` flow on a leased cluster, one trainer and two makers, all as fast: an episode is learnt in
 about the time in which the makers make its four chunks. The model is tiny and each chunk and step is stretched to a
 fixed time by sleeping, so that the machine's other work changes little; what the actors do between chunks and steps
-(weights, books, snapshots, calls of Ray) is as it is. Shares are means over warm episodes: neither the first two, nor
+(weights, counts, snapshots, calls of Ray) is as it is. Shares are means over warm episodes: neither the first two, nor
 the last, beside which makers have nothing left to begin.
 """
 
@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("RAY_worker_niceness", "0")
 from rlhf_core.ppo.state import EpisodeRecord
 from tasks.pictures.style import COLOURS, FAINT, INK, SMALL, dress, new_figure, png
-from tests.integration.rollout_runs import CHUNKS, STEPS, cluster, config, dealt_run
+from tests.integration.rollout_runs import CHUNKS, STEPS, cluster, config, rollout_run
 
 CHUNK_S, STEP_S = 3.0, 1.0
 """Four chunks by two makers, and six steps: six seconds each."""
@@ -40,7 +40,7 @@ def warm(records: list[EpisodeRecord]) -> list[EpisodeRecord]:
 def play(max_staleness: int, directory: Path) -> list[EpisodeRecord]:
     """Run all episodes."""
     settings = config(episodes=EPISODES, max_staleness=max_staleness, cluster={"num_makers": 2})
-    with dealt_run(settings, directory, chunk_s=CHUNK_S, step_s=STEP_S) as run:
+    with rollout_run(settings, directory, chunk_s=CHUNK_S, step_s=STEP_S) as run:
         return run.run()
 
 

@@ -290,7 +290,7 @@ class PPOTrainer(OLTrainer):
         )  # fmt: skip
         self.log.open(log_dir, use_wandb)
         try:
-            if self._places is not None and self.episode.learning is None:  # an error may have ended the collecting
+            if self._places is not None and not self.episode.has_begun:  # an error may have ended the collecting
                 feed.go_back(self._places)
             self.checkpoints.resume(feed.loaders)
             places = feed.places()
@@ -343,7 +343,7 @@ class PPOTrainer(OLTrainer):
     def _after_fit(self) -> None:
         self.log.close()
         self.experience_maker.close()
-        if self.episode.learning is None:  # an error ended the collecting, which another fit begins anew
+        if not self.episode.has_begun:  # an error ended the collecting, which another fit begins anew
             self._forget_episode()
 
     def _forget_episode(self) -> None:

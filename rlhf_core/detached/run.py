@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,9 +20,10 @@ from rlhf_core.config import PPOConfig
 from rlhf_core.counting import counted, ordinal
 from rlhf_core.data import Problem
 from rlhf_core.detached.rollouts import Rollouts
+from rlhf_core.errors import TrainingError
 from rlhf_core.phases import reached
 from rlhf_core.ppo.controls import RewardControls
-from rlhf_core.ppo.episode import EpisodeLearner, Position, learn_episode
+from rlhf_core.ppo.episode import EpisodeLearner, learn_episode
 from rlhf_core.ppo.learner import PPOLearner, PPOStats
 from rlhf_core.ppo.loop import Collected, Loop
 from rlhf_core.ppo.metrics import episode_metrics, staleness, step_means
@@ -174,7 +175,8 @@ class RunTrainer(GroupMember):
             self._learner, seed=self._seed, train_batch_size=self._config.train_batch_size, is_shared=True,
             keep=self._keep_batch,
         )  # fmt: skip
-        episodes.position = Position(len(self._history), 0, self._learner.steps)
+        if state is not None:
+            episodes.position = state.position
         self._loop = Loop(
             episodes, collect=self._collect, publish=self._publish, keep=self._keep, peers=self._with_peers,
             controls=self._controls,
@@ -211,11 +213,17 @@ class RunTrainer(GroupMember):
 
         Raises:
             ValueError: another episode is due.
-            RlhfError: makers or a rank were lost, a number was not finite, or the commit before this one failed.
+            RlhfError: makers or a rank were lost, a number was not finite, or the commit before this one failed; or
+                such an error ended this episode before.
         """
         if episode != len(self._history):
             raise ValueError(
                 f"episode {ordinal(len(self._history))} is due, but episode {ordinal(episode)} was asked for"
+            )
+        if self._loop.episode != episode or self._loop.learner.has_begun:
+            raise TrainingError(
+                f"this trainer failed in episode {ordinal(episode)} once it had begun to learn it; build it anew, from "
+                "its last state"
             )
         self._loop.run_episode(self._config.max_epochs)
         self._progress = f"episode {ordinal(episode)}: done"
@@ -289,10 +297,11 @@ class RunTrainer(GroupMember):
         record = EpisodeRecord(episode, self._loop.episode, self._incarnation, metrics, now.seconds, figures)
         self._history = (*self._history, record)
         state = TrainingState(
-            self._loop.learner.position, learner, self._controls.state(), snapshot, history=self._history,
+            replace(self._loop.learner.position), learner, self._controls.state(), snapshot, history=self._history,
             rollouts=self._rollouts.state(),
         )  # fmt: skip
         self._commit = self._committer.submit(self._keeper.commit_state, state, samples)
+        del self._episode  # its rows, before the next ones come
 
     def _send(self, version: int, *, completed: int | None) -> float:
         """Publish the weights as `version`, which makers take before their next chunk; return the seconds waited."""

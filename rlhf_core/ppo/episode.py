@@ -127,7 +127,7 @@ class EpisodeLearner:
         """
         what = "score its responses by finite numbers"
         try:
-            together(self.learner.ranks, lambda: check_finite(experience), what=what)
+            together(self.learner.ranks, lambda: check_finite(experience, samples), what=what)
         except TrainingError as error:
             raise self._kept(error, experience, samples) from error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from math import isfinite
 from pathlib import Path
 
 import torch
@@ -17,8 +18,8 @@ KeepBatch = Callable[[Callable[[Path], None]], str]
 """Is given what writes a failed batch to a directory; returns the end of a sentence that says where the batch is."""
 
 
-def check_finite(experience: Experience) -> None:
-    """See that every number of an experience that counts is one.
+def check_finite(experience: Experience, samples: Sequence[Sample]) -> None:
+    """Check that every number of an experience that counts is one, and every score before it was clipped.
 
     Raises:
         TrainingError: naming the first field with NaN or infinity, and the rows.
@@ -34,6 +35,11 @@ def check_finite(experience: Experience) -> None:
                 f"the {name} of {len(rows)} of {len(experience)} responses is not a finite number (rows "
                 f"{', '.join(map(str, rows[:5]))}); look at what scored them"
             )
+    if not all(isfinite(sample.score) and isfinite(sample.kl) for sample in samples):
+        raise TrainingError(
+            "a score or divergence of the episode is not finite, so that no later reward could be set by it; look at "
+            "the reward functions and the policy"
+        )
 
 
 def keep_in(directory: Path | None, name: str) -> KeepBatch:

@@ -47,8 +47,8 @@ class Learner(Protocol):
 class Loop:
     """Runs episodes, and knows at any time which phase is due.
 
-    With several ranks every method is called by all of them. After an error the next call goes on with what failed: an
-    episode that is learnt in part is not collected again, and one that is learnt is published before anything else.
+    With several ranks every method is called by all of them. After an error `run` goes on with what failed: an episode
+    that is learnt in part is not collected again, and one that is learnt is published before anything else.
 
     Args:
         learner: learns from what is collected; its position is the loop's.

@@ -49,7 +49,7 @@ class EpisodeRecord:
 
 @dataclass(frozen=True, slots=True)
 class RolloutState:
-    """What the makers were at when the state was taken; a chunk that was leased then is leased again."""
+    """Experience that is made and not learnt from, and the makers' counts; a chunk on lease is leased again."""
 
     counts: Mapping[str, int] = field(default_factory=dict)
     """As `LeaseQueue.facts` returned them; empty where none were kept."""
@@ -67,7 +67,7 @@ class TrainingState:
 
     position: Position
     learner: Mapping[str, Any]
-    """The learner's small facts: schedules and counters."""
+    """The learner's small facts: with its tensors what `PPOLearner.state` returned, without them `PPOLearner.facts`."""
     controls: Mapping[str, Any] | None
     """As `RewardControls.state` returned them; None where no rewards were set yet."""
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
@@ -220,16 +220,16 @@ def _of_every_front(facts: Facts, tensors: Tensors) -> tuple[Facts, Tensors]:
     for row in facts["history"]:
         renamed = {("rollouts" if name == "dealing" else name): value for name, value in row.items()}
         history.append({**renamed, "metrics": current_names(row["metrics"])})
-    counts = {"counts": dealing["books"], "controls": dealing["controls"], "waiting": dealing["waiting"], "pushed": 0}
+    rollouts = {"counts": dealing["books"], "controls": dealing["controls"], "waiting": dealing["waiting"], "pushed": 0}
     steps = learner.get("learner", {}).get("steps", 0)
     position = asdict(Position(len(history), 0, steps))
-    return _third(position, learner, controls, history=history, rollouts=counts), tensors
+    return _facts_of_format_3(position, learner, controls, history=history, rollouts=rollouts), tensors
 
 
 def _of_a_trainer(facts: Facts, tensors: Tensors) -> tuple[Facts, Tensors]:
     own = ("world_size", "shapes", "meter", "forms", "settings")
     front = {name: facts[name] for name in own}
-    return _third(facts["position"], facts["learner"], facts["controls"], front=front), tensors
+    return _facts_of_format_3(facts["position"], facts["learner"], facts["controls"], front=front), tensors
 
 
 def _of_a_detached_trainer(facts: Facts, tensors: Tensors) -> tuple[Facts, Tensors]:
@@ -242,7 +242,7 @@ def _of_a_detached_trainer(facts: Facts, tensors: Tensors) -> tuple[Facts, Tenso
         "pushed": facts["waiting"],
     }
     steps = facts["learner"].get("learner", {}).get("steps", 0)
-    found = _third(
+    found = _facts_of_format_3(
         asdict(Position(position["episode"], 0, steps)), facts["learner"], controls["now"], rollouts=rollouts,
         front=front | {"train_batch_size": facts["train_batch_size"]},
     )  # fmt: skip
@@ -253,7 +253,7 @@ def _of_a_detached_trainer(facts: Facts, tensors: Tensors) -> tuple[Facts, Tenso
     return found, renamed
 
 
-def _third(position: Facts, learner: Facts, controls: Facts | None, **others: Any) -> Facts:
+def _facts_of_format_3(position: Facts, learner: Facts, controls: Facts | None, **others: Any) -> Facts:
     """Return facts of format 3."""
     empty = {"history": [], "rollouts": {"counts": {}, "controls": {}, "waiting": [], "pushed": 0}, "front": {}}
     return {"format": 3, "position": position, "learner": learner, "controls": controls, **empty, **others}

@@ -176,7 +176,7 @@ def save_policy(_learner: PPOLearner, weights: dict[str, torch.Tensor], director
 @contextmanager
 def cluster(directory: Path, cpus: int = 6) -> Iterator[None]:
     """A cluster for several runs, one after the other."""
-    name = f"dealt-{directory.name}"
+    name = f"rollouts-{directory.name}"
     manifest = lease_cluster(name, directory=directory, num_cpus=cpus, object_store_mb=200)
     try:
         connect(manifest)
@@ -186,7 +186,7 @@ def cluster(directory: Path, cpus: int = 6) -> Iterator[None]:
         release_cluster(name)
 
 
-class DealtRun:
+class RolloutRun:
     """The actors of one run.
 
     Args:
@@ -271,9 +271,9 @@ class DealtRun:
 
 
 @contextmanager
-def dealt_run(settings: PPOConfig, directory: Path, **options: Any) -> Iterator[DealtRun]:
+def rollout_run(settings: PPOConfig, directory: Path, **options: Any) -> Iterator[RolloutRun]:
     """A run that is up, and ended afterwards."""
-    run = DealtRun(settings, directory, **options)
+    run = RolloutRun(settings, directory, **options)
     try:
         run.start()
         yield run

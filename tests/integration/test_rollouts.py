@@ -15,7 +15,7 @@ import torch
 from rlhf_core.ppo.state import EpisodeRecord
 from tests.integration import equality
 from tests.integration.rollout_reference import Reference, alone
-from tests.integration.rollout_runs import WAIT_S, cluster, config, dealt_run
+from tests.integration.rollout_runs import WAIT_S, cluster, config, rollout_run
 from tests.parallel.ranks import run_on_ranks
 
 pytestmark = pytest.mark.integration
@@ -50,7 +50,7 @@ def test_in_lockstep_any_number_of_makers_gives_the_numbers_of_ppotrainer(
     makers: int, reference: Reference, tmp_path: Path
 ) -> None:
     assert len(reference.steps) == 5 * 3 * 2
-    with dealt_run(config(cluster={"num_makers": makers}), tmp_path, chunk_s=0.2) as run:
+    with rollout_run(config(cluster={"num_makers": makers}), tmp_path, chunk_s=0.2) as run:
         records = run.run()
         steps, policy = run.finish()
     assert losses(steps) == losses(reference.steps)  # to the bit
@@ -63,7 +63,7 @@ def test_in_lockstep_any_number_of_makers_gives_the_numbers_of_ppotrainer(
 
 def test_with_staleness_one_makers_work_beside_the_learner_and_between_episodes(tmp_path: Path) -> None:
     settings = config(max_staleness=1, correction="truncated", cluster={"num_makers": 2})
-    with dealt_run(settings, tmp_path, chunk_s=0.3, step_s=0.1) as run:
+    with rollout_run(settings, tmp_path, chunk_s=0.3, step_s=0.1) as run:
         (first,) = run.run([0])
         run.await_depth(16)  # no call of the trainer is under way: makers make all that they may begin
         (second,) = run.run([1])
@@ -84,7 +84,7 @@ def test_what_became_too_old_beside_a_slow_trainer_is_dropped_and_made_again(tmp
     settings = config(
         max_staleness=1, stale_samples="drop", buffer_limit=6, correction="decoupled", cluster={"num_makers": 2}
     )
-    with dealt_run(settings, tmp_path, step_s=0.4) as run:
+    with rollout_run(settings, tmp_path, step_s=0.4) as run:
         records = run.run()
     assert all(record.metrics["staleness_max"] <= 1 for record in records)
     final = counts(records[-1])
@@ -96,7 +96,7 @@ def test_what_became_too_old_beside_a_slow_trainer_is_dropped_and_made_again(tmp
 
 @pytest.mark.parallel
 def test_a_maker_that_dies_costs_the_trainer_nothing(reference: Reference, tmp_path: Path) -> None:
-    with dealt_run(config(cluster={"num_makers": 2}), tmp_path, chunk_s=0.3) as run:
+    with rollout_run(config(cluster={"num_makers": 2}), tmp_path, chunk_s=0.3) as run:
         run.run([0])
         victim = ray.get(run.makers["maker-0"].ping.remote(), timeout=WAIT_S)
         episode = run.trainer.run_episode.remote(1)
@@ -116,7 +116,7 @@ def test_a_maker_that_dies_costs_the_trainer_nothing(reference: Reference, tmp_p
 def test_two_trainer_ranks_give_the_numbers_of_ppotrainer_on_two_ranks(makers: int, tmp_path: Path) -> None:
     (expected, _) = (found["two_ranks"] for found in _two_ranks(tmp_path / "reference"))
     settings = config(max_epochs=1, strategy="ddp", num_trainers=2, train_batch_size=4, cluster={"num_makers": makers})
-    with dealt_run(settings, tmp_path / "run") as run:
+    with rollout_run(settings, tmp_path / "run") as run:
         records = run.run()
         steps, policy = run.finish()
     assert len(steps) == 5 * 2

@@ -280,8 +280,8 @@ class DetachedPPOTrainer(DetachedTrainer):
     def _collect(self, episode: int) -> Collected:
         """Wait for all of an episode, and return its rows in the order of their samples' keys."""
         assert self._source is not None
-        self._stats, self._learning_episodes.is_shared = [], self._source.is_shared
         batches = list(self._source.episode(episode, self._update_steps))
+        self._stats, self._learning_episodes.is_shared = [], self._source.is_shared
         whole = in_key_order((batch.experience, batch.samples) for batch in batches)
         if self._source.is_shared and self._ranks.is_first:
             self._shelf.put(episode, whole.to_numpy)
@@ -330,7 +330,9 @@ class DetachedPPOTrainer(DetachedTrainer):
             kept = {}
             if self._restored is not None and self._restored.controls is not None:
                 current.load_state(self._restored.controls)
-                kept = controls_kept(self._restored, self.dealing.max_staleness)
+                kept = controls_kept(
+                    self._restored, completed=self._loop.episode, max_staleness=self.dealing.max_staleness
+                )
             self._controls_by_episode = ControlsByEpisode(
                 current, max_staleness=self.dealing.max_staleness, completed=self._loop.episode, kept=kept
             )
@@ -430,7 +432,10 @@ class DetachedPPOTrainer(DetachedTrainer):
             ConfigError: if it is of another train_batch_size.
         """
         state, demonstrations = read_trainer_state(Path(path), self.strategy.ranks)
-        batch, began, version = (state.front.get(name) for name in ("train_batch_size", "fit_began", "version"))
+        try:
+            batch, began, version = (state.front[name] for name in ("train_batch_size", "fit_began", "version"))
+        except KeyError as error:
+            raise ModelError(f"{path} holds no state of a detached trainer, but one without {error}") from error
         if batch != self.train_batch_size:
             raise ConfigError(
                 f"the state in {path} was learnt with train_batch_size {batch}, but this trainer has "
@@ -438,12 +443,16 @@ class DetachedPPOTrainer(DetachedTrainer):
             )
         self.learner.load_state(state.tensors, state.learner)
         self._buffer.restore(state.rollouts.pushed)
-        self._restored, self._controls_by_episode, self._source = replace(state, tensors={}), None, None
+        self._restored, self._controls_by_episode, self._source = (
+            replace(state, tensors={}, rollouts=replace(state.rollouts, pushed=())),
+            None,
+            None,
+        )
         self._loop.is_unpublished, self._loop.controls = False, None
         self._learning_episodes.forget()
         self._learning_episodes.position = state.position
         self._fit_began = began
-        self._weights.restore(int(version or 0))
+        self._weights.restore(version)
         if self._demonstrations is not None and demonstrations is not None:
             self._demonstrations.load_state(*demonstrations)
 
@@ -468,13 +477,13 @@ class DetachedPPOTrainer(DetachedTrainer):
         return trained
 
 
-def controls_kept(state: TrainingState, max_staleness: int) -> dict[int, EpisodeControls]:
+def controls_kept(state: TrainingState, *, completed: int, max_staleness: int) -> dict[int, EpisodeControls]:
     """Return the episodes' controls of a state that was loaded.
 
     States of earlier releases name those of an episode that no chunk was leased of by the number of episodes that
     were learnt when makers might first begin it ("after").
     """
-    of, completed = dict(state.rollouts.controls), state.position.episode
+    of = dict(state.rollouts.controls)
     after = {int(key): EpisodeControls(*values) for key, *values in state.front.get("after", ())}
     for episode in range(completed, completed + max_staleness + 1):
         if after and episode not in of:

@@ -102,7 +102,7 @@ class ScheduledExperience(Source):
     ) -> None:
         self.queue, self.scheduler = queue, scheduler
         self._version, self._timeout_s = version, timeout_s
-        self._staleness: Mapping[str, float] = {}
+        self._staleness = {"staleness": 0.0, "staleness_max": 0.0}
         self._waited_s = self._makers_idle_s = self._idle_before = 0.0
         self.is_shared = is_shared
         scheduler.start()

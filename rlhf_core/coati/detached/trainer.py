@@ -62,16 +62,16 @@ class StepLearner:
 
     def learn(self, passes: int) -> list[dict[str, Any]]:
         """Take the episode's steps, and return the metrics of each."""
-        tell, taken = self._trainer._tell, []
+        tell, metrics = self._trainer._tell, []
         batches: list[Experience] = []
         for epoch in range(passes):
             tell("on_epoch_start", epoch)
             for batch in self._coming if epoch == 0 else self._in_another_order(batches, epoch):
                 if epoch == 0:
                     batches.append(batch)
-                taken.append(self._step(batch))
+                metrics.append(self._step(batch))
             tell("on_epoch_end", epoch)
-        return taken
+        return metrics
 
     def finish(self) -> None:
         """Go on to the next episode."""
@@ -327,7 +327,7 @@ class DetachedTrainer(ABC):
         if not makers:
             return PushedExperience(self._buffer, self.dealing.experience_timeout_s)
         self._check_makers(makers)
-        return self._dealt(production, began, makers)
+        return self._scheduled(production, began, makers)
 
     def _is_pushed(self) -> bool:
         """Return whether somebody has put experience into the buffer."""
@@ -346,7 +346,7 @@ class DetachedTrainer(ABC):
         """Return what an episode's rewards are made with; None leaves it to the makers."""
         return None
 
-    def _dealt(self, production: Production, began: int, makers: Sequence[MakerFacts]) -> ScheduledExperience:
+    def _scheduled(self, production: Production, began: int, makers: Sequence[MakerFacts]) -> ScheduledExperience:
         fit = ScheduledFit(
             first_episode=began,
             completed=self._loop.episode,

@@ -102,7 +102,7 @@ def encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, max_toke
     return Encoded(prompts, cut)
 
 
-def dealt_rows(number: int, count: int, *, rows: int, seed: int) -> list[int]:
+def next_rows(number: int, count: int, *, rows: int, seed: int) -> list[int]:
     """Return the rows that come from a place on: passes over all of them, each pass in its own seeded order.
 
     Args:

@@ -18,7 +18,7 @@ from rlhf_core.coati.roles.base import BasePPORole, TrainablePPORole
 from rlhf_core.coati.roles.composition import Array, MadeSequences, ScoreArrays, as_array
 from rlhf_core.coati.roles.flags import check_can_be_written
 from rlhf_core.coati.roles.models import load_policy, load_reward_model
-from rlhf_core.coati.roles.prompts import dealt_rows, encode
+from rlhf_core.coati.roles.prompts import encode, next_rows
 from rlhf_core.errors import ConfigError, TrainingError
 from rlhf_core.models.critic import Critic
 from rlhf_core.ray_tools.group import GROUPS
@@ -133,7 +133,7 @@ class RayPPOActor(TrainablePPORole):
     def _next_prompts(self, step: int) -> list[Prompt]:
         count = self._settings.experience_batch_size
         first = (step * self._world_size + self._rank) * count
-        rows = dealt_rows(first, count, rows=len(self._prompts), seed=self._settings.seed)
+        rows = next_rows(first, count, rows=len(self._prompts), seed=self._settings.seed)
         return [self._prompts[row] for row in rows]
 
 

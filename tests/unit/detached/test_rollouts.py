@@ -1,4 +1,4 @@
-"""What a run deals, and what a training state keeps of it: without makers, whose part the test plays."""
+"""What a run leases, and what a training state keeps of it: without makers, whose part the test plays."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_in_lockstep_an_episode_has_the_controls_of_all_before_it() -> None:
     assert ours.controls_of(1) == controls.current() != EpisodeControls(0.1)
 
 
-def test_what_waits_is_learnt_after_a_restart_and_what_was_out_is_dealt_again_under_the_same_controls() -> None:
+def test_what_waits_is_learnt_after_a_restart_and_what_was_out_is_leased_again_under_the_same_controls() -> None:
     controls = RewardControls(CONFIG, ALONE)
     ours = rollouts(controls)
     make(ours, 0), make(ours, 0)

@@ -115,7 +115,7 @@ def test_a_failure_reaches_whoever_collects() -> None:
         queue.collect(0, version=0, timeout_s=60, on_progress=quiet)
 
 
-def test_a_restored_ledger_has_what_waited_and_deals_again_what_was_out() -> None:
+def test_a_restored_queue_has_what_waited_and_leases_again_what_was_out() -> None:
     queue = queue_of(max_staleness=1)
     make(queue, 0)
     make(queue, 0)

@@ -95,4 +95,4 @@ def test_a_state_of_the_release_before_formats_had_numbers_is_read(tmp_path: Pat
     (pushed,) = state.rollouts.pushed
     assert all(torch.equal(pushed.tensors()[name.split(".", 2)[2]], tensor) for name, tensor in rows.items())
     # The fourth episode's controls are stored; the fifth's are those of the second that was learnt.
-    assert controls_kept(state, max_staleness=1) == {3: EpisodeControls(0.125), 4: EpisodeControls(0.25)}
+    assert controls_kept(state, completed=3, max_staleness=1) == {3: EpisodeControls(0.125), 4: EpisodeControls(0.25)}

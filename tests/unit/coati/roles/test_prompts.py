@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlhf_core.coati.roles.prompts import dealt_rows, encode, read_prompts
+from rlhf_core.coati.roles.prompts import encode, next_rows, read_prompts
 from rlhf_core.data.problems import problem_key
 from rlhf_core.errors import DataError
 from tests.tiny_llama import tiny_tokenizer
@@ -103,10 +103,10 @@ def test_every_row_is_dealt_before_one_comes_again_whoever_asks_for_how_many() -
     dealt = []
     for step in range(14):
         for rank in range(ranks):
-            dealt += dealt_rows((step * ranks + rank) * batch, batch, rows=rows, seed=5)
+            dealt += next_rows((step * ranks + rank) * batch, batch, rows=rows, seed=5)
     for start in range(0, len(dealt), rows):
         assert sorted(dealt[start : start + rows]) == list(range(rows))
     assert set(Counter(dealt).values()) == {12}
     assert dealt[:rows] == np.random.default_rng([5, 0]).permutation(rows).tolist()
     assert dealt[:rows] != dealt[rows : 2 * rows]
-    assert dealt_rows(0, 30, rows=2, seed=5)[:4] in ([0, 1, 0, 1], [0, 1, 1, 0], [1, 0, 0, 1], [1, 0, 1, 0])
+    assert next_rows(0, 30, rows=2, seed=5)[:4] in ([0, 1, 0, 1], [0, 1, 1, 0], [1, 0, 0, 1], [1, 0, 1, 0])

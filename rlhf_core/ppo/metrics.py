@@ -240,9 +240,10 @@ def episode_metrics(samples: Sequence[Sample], controls: EpisodeControls, ranks:
         ranks: who collected together; all have the same sources of reward.
 
     Returns:
-        The number of `samples`; means per response of `score`, what the `verifier` and the reward model (`rm_score`) say of it, `kl`
-        (nats) and `length` (tokens); the shares that `ended` with a stop token and are `well_formed`; the mean of each
-        source's raw value; `judgement_metrics`; and `kl_coef` and `score_scale`, by which scores were divided.
+        The number of `samples`; means per response of `score`, of what the `verifier` and the reward model (`rm_score`)
+        say, of `kl` (nats) and `length` (tokens); the shares that `ended` with a stop token and are `well_formed`; the
+        mean of each source's raw value; `judgement_metrics`; and `kl_coef` and `score_scale`, by which scores were
+        divided.
     """
     columns = {
         "score": [sample.score for sample in samples],

@@ -34,7 +34,7 @@ from rlhf_core.coati.detached.weight_sender import BUCKET_BYTES, WeightSender
 from rlhf_core.coati.ppo_setup import rollout_config
 from rlhf_core.config import PPOOptions
 from rlhf_core.counting import ordinal
-from rlhf_core.errors import ConfigError, RlhfError
+from rlhf_core.errors import ConfigError, ModelError, RlhfError
 from rlhf_core.ppo.controls import ControlsByEpisode, RewardControls
 from rlhf_core.ppo.episode import EpisodeLearner, Hooks
 from rlhf_core.ppo.failed_batch import keep_in
@@ -443,11 +443,8 @@ class DetachedPPOTrainer(DetachedTrainer):
             )
         self.learner.load_state(state.tensors, state.learner)
         self._buffer.restore(state.rollouts.pushed)
-        self._restored, self._controls_by_episode, self._source = (
-            replace(state, tensors={}, rollouts=replace(state.rollouts, pushed=())),
-            None,
-            None,
-        )
+        self._restored = replace(state, tensors={}, rollouts=replace(state.rollouts, pushed=()))
+        self._controls_by_episode = self._source = None
         self._loop.is_unpublished, self._loop.controls = False, None
         self._learning_episodes.forget()
         self._learning_episodes.position = state.position

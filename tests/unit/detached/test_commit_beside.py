@@ -12,6 +12,7 @@ import torch
 from rlhf_core.config import PPOConfig
 from rlhf_core.detached import run
 from rlhf_core.detached.run import RunTrainer, _Episode
+from rlhf_core.errors import TrainingError
 from rlhf_core.ppo.episode import Position
 from rlhf_core.ppo.loop import Collected, Loop
 from rlhf_core.ppo.state import RolloutState
@@ -70,16 +71,35 @@ class IdleLearner:
         self.position.episode += 1
 
 
-def test_an_episode_is_collected_while_the_one_before_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "episode_metrics", lambda *_: {})
-    keeper = SlowKeeper()
+def trainer(keeper: SlowKeeper) -> Any:
     ours = IdleTrainer((), None, [], PPOConfig(), 0, keeper, None)
     ours._learner = SimpleNamespace(state=lambda: ({}, {}))
     ours._rollouts = SimpleNamespace(state=RolloutState)
     ours._loop = Loop(IdleLearner(), collect=ours._collect, publish=ours._publish, keep=ours._keep)
     ours.seen = []
+    return ours
+
+
+def test_an_episode_is_collected_while_the_one_before_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "episode_metrics", lambda *_: {})
+    keeper = SlowKeeper()
+    ours = trainer(keeper)
     for episode in range(3):
         ours.run_episode(episode)
     assert ours.await_commit() == 3
     assert ours.seen[:2] == [[], []]  # episode 0's state was not stored yet when episode 1 began
     assert keeper.stored == [1, 2, 3]  # one after the other
+
+
+def test_an_episode_that_failed_once_it_was_learnt_is_not_run_again_as_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    def away(*_: Any, **__: Any) -> float:
+        raise RuntimeError("nobody answers")
+
+    keeper = SlowKeeper()
+    ours = trainer(keeper)
+    monkeypatch.setattr(ours, "_send", away)
+    with pytest.raises(RuntimeError, match="nobody answers"):
+        ours.run_episode(0)
+    with pytest.raises(TrainingError, match="failed in episode 1 once it had begun to learn it; build it anew"):
+        ours.run_episode(0)
+    assert (ours.seen, keeper.stored) == ([[]], [])

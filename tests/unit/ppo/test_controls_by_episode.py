@@ -10,6 +10,8 @@ import torch
 from rlhf_core.coati.detached.ppo_trainer import controls_kept
 from rlhf_core.config import RolloutConfig
 from rlhf_core.ppo.controls import ControlsByEpisode, RewardControls
+from rlhf_core.ppo.episode import Position
+from rlhf_core.ppo.state import RolloutState, TrainingState
 from rlhf_core.strategy.ranks import ALONE
 from rlhf_core.types import EpisodeControls
 
@@ -35,7 +37,10 @@ def test_chunks_that_are_made_again_agree_with_the_others_of_their_episode() -> 
 
 
 def test_a_state_of_an_earlier_release_has_the_controls_that_it_began_with() -> None:
-    old = {"of": [[3, 0.3, 0.0, 1.0]], "after": [[1, 0.1, 0.0, 1.0], [2, 0.2, 0.0, 1.0]]}
+    old = TrainingState(
+        Position(2), {}, None, rollouts=RolloutState(controls={3: EpisodeControls(0.3)}),
+        front={"after": [[1, 0.1, 0.0, 1.0], [2, 0.2, 0.0, 1.0]]},
+    )  # fmt: skip
     assert controls_kept(old, completed=2, max_staleness=1) == {
         2: EpisodeControls(0.1), 3: EpisodeControls(0.3)
     }  # fmt: skip

@@ -168,6 +168,7 @@ def test_importing_the_package_and_its_configuration_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=240).returncode == 0
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("module", "absent"),
     [("rlhf_core.strategy.factory", "torch transformers colossalai"), ("rlhf_core.strategy.strategy", "colossalai")],
@@ -177,6 +178,7 @@ def test_strategies_import_colossalai_only_once_one_is_made(module: str, absent:
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=240).returncode == 0
 
 
+@pytest.mark.integration
 def test_importing_what_trains_says_nothing() -> None:
     code = "import rlhf_core.models.lora"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=240)

@@ -47,6 +47,7 @@ def from_the_former_form(facts: dict[str, Any], tensors: dict[str, torch.Tensor]
     return state_from_json(former, tensors, **said)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_that_ended_after_three_steps_goes_on_as_if_it_had_not(
     name: str, ended: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -75,6 +76,7 @@ def test_a_run_that_ended_after_three_steps_goes_on_as_if_it_had_not(
     assert [line["step"] for line in before] == [1, 2, 3]
 
 
+@pytest.mark.integration
 def test_a_checkpoint_holds_what_coatis_does(ended: Path) -> None:
     saved = directory(ended, "between episodes, all weights, demonstrations") / "saved"
     (found,) = list_checkpoints(saved)

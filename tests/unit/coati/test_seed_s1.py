@@ -45,6 +45,7 @@ trainer.fit(
 """
 
 
+@pytest.mark.integration
 def test_the_example_runs_with_only_its_import_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built = trainer(make_actor=brief_llama, lr=1e-6)  # for its models, optimizers and boosters
     actor, critic = (built.checkpoints._roles[role] for role in ("actor", "critic"))

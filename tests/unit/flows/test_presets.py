@@ -376,6 +376,7 @@ def test_flows_and_commands_import_without_what_is_slow() -> None:
     assert done.stdout.split() == []
 
 
+@pytest.mark.integration
 def test_what_an_actor_builds_with_imports_no_orchestrator() -> None:
     code = "import sys, tasks.ppo_models, tasks.ppo_keeper; sys.exit('prefect' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=300).returncode == 0

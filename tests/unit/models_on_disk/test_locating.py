@@ -108,6 +108,7 @@ def models_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
 
 
+@pytest.mark.integration
 def test_smollm2_is_converted_once_and_answers(models_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert find_local(smollm2.NAME, models_dir=models_dir) is None
     directory = locate_model(smollm2.NAME, models_dir=models_dir)

@@ -22,6 +22,8 @@ from infra.services.state import ServiceRecord, StackState
 from infra.services.worker import EVERY_WORKER
 from infra.settings import CHECKOUT, inherited_environment
 
+pytestmark = pytest.mark.integration  # processes of their own
+
 PREFECT = str(Path(sys.executable).with_name("prefect"))
 
 

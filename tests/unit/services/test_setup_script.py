@@ -230,6 +230,7 @@ def test_a_failing_installation_shows_the_end_of_its_log_and_leaves_no_stamp(che
     assert not (checkout / ".venv" / "set-up-for").exists()
 
 
+@pytest.mark.integration
 def test_make_test_fails_when_no_test_ran(checkout: Path) -> None:
     make = shutil.which("make")
     assert make is not None

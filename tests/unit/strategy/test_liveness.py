@@ -24,6 +24,7 @@ def further(*values: object) -> object:
     return pytest.param(*values, marks=pytest.mark.parallel)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(("world_size", "victim"), [further(2, 0), further(2, 1), (3, 0), (3, 1), further(4, 1)])
 def test_a_killed_rank_is_named_by_all_others_long_before_the_deadline(world_size: int, victim: int) -> None:
     told = play(Fate(victim, "SIGKILL"), world_size=world_size, deadline_s=DEADLINE_S)
@@ -72,6 +73,7 @@ def test_where_torchrun_keeps_the_store_it_is_the_same() -> None:
     assert told[0].sentence.startswith("LostRankError: rank 0 of 2 has ended")
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(("world_size", "victim"), [(3, 1), further(2, 0)])
 def test_a_rank_that_hangs_ends_the_others_at_the_deadline_and_is_named(world_size: int, victim: int) -> None:
     told = play(Fate(victim, "SIGSTOP"), world_size=world_size, deadline_s=3.0)
@@ -81,6 +83,7 @@ def test_a_rank_that_hangs_ends_the_others_at_the_deadline_and_is_named(world_si
         assert 2.0 < each.after_s < 3.0 + SECONDS
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("failing", [further(0), 1])
 def test_a_rank_that_fails_by_itself_is_named_with_its_reason(failing: int) -> None:
     for each in play(Fate(failing, "raises"), world_size=3, deadline_s=DEADLINE_S):

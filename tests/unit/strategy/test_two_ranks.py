@@ -14,6 +14,8 @@ from tests.parallel.closeness import assert_fp32
 from tests.parallel.ranks import Found, run_on_ranks
 from tests.parallel.test_strategy_memory import assert_memory
 
+pytestmark = pytest.mark.integration  # processes of their own
+
 torch.set_num_threads(1)
 
 STRATEGIES = ("ddp", "zero2", "gemini")

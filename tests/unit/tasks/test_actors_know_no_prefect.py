@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.integration  # processes of their own
+
 IN_ACTORS = {
     "ranks of SFT and reward model": ("rlhf_core.ray_tools.group", "tasks.sft", "tasks.reward_model"),
     "trainers and makers of PPO": (

@@ -52,6 +52,7 @@ def resume(case: str, directory: Path) -> None:
     (directory / "stats.json").write_text(json.dumps(stats))
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("case", CASES)
 def test_two_steps_saved_and_two_more_in_another_process_equal_four(case: str, tmp_path: Path) -> None:
     torch.manual_seed(11)

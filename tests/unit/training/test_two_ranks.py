@@ -12,6 +12,8 @@ from rlhf_core.strategy.ranks import ALONE
 from tests.parallel import supervised_cases, trainer_cases
 from tests.parallel.ranks import run_on_ranks
 
+pytestmark = pytest.mark.integration  # processes of their own
+
 
 def test_ranks_with_unequal_work_make_equal_passes_which_change_nothing(tmp_path: Path) -> None:
     """The second rank has nothing in the last of the learner's steps, and fewer micro-batches with dropout in SFT's."""
@@ -38,7 +40,7 @@ def test_ppo_goes_on_with_one_rank_where_two_stood_and_says_what_it_leaves_out(
         found = trainer_cases.gone_on(ALONE, "plain", str(tmp_path / "run"), "epoch-0_step-2")
     assert [record.message for record in caplog.records if "go on" in record.message] == [
         "the checkpoint epoch-0_step-2 is of 2 ranks, and 1 go on: loaders behind as many samples as all ranks had "
-        "dealt"
+        "given"
     ]
     for figure in ("critic_loss", "entropy", "actor_grad_norm", "critic_grad_norm"):
         assert found.numbers[f"0.{figure}"] == pytest.approx(whole[case].numbers[f"2.{figure}"], rel=1e-5)

@@ -146,6 +146,7 @@ def test_a_kernel_is_built_once_and_says_so(sources: Path, tmp_path: Path, caplo
     assert [path.suffix for path in sorted((tmp_path / "cache").iterdir())] == [".lock", ".so"]
 
 
+@pytest.mark.integration
 def test_of_several_processes_one_builds(sources: Path, tmp_path: Path) -> None:
     program = (
         "import logging; from pathlib import Path; logging.basicConfig(level=logging.INFO, format='%(message)s')\n"
@@ -166,6 +167,7 @@ def test_whoever_waits_too_long_says_for_whom(sources: Path, tmp_path: Path) -> 
         load_kernel(sources, cache=tmp_path / "cache", deadline_s=0.2)
 
 
+@pytest.mark.integration
 def test_a_lock_goes_with_the_process_that_held_it(tmp_path: Path) -> None:
     lock = tmp_path / "lock"
     program = (

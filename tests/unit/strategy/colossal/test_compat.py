@@ -29,6 +29,7 @@ Upstream: Any = upstream("colossalai.zero").LowLevelZeroOptimizer
 accelerator = upstream("colossalai.accelerator")
 
 
+@pytest.mark.integration
 def test_boosters_are_imported_without_a_word_and_only_when_asked_for() -> None:
     program = """
 import sys
@@ -40,6 +41,7 @@ import rlhf_core.strategy.colossal.ddp, rlhf_core.strategy.colossal.zero
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+@pytest.mark.integration
 @pytest.mark.skipif(find_spec("galore_torch") is not None, reason="galore_torch is installed, and taken as it is")
 def test_what_nobody_uses_need_not_be_installed_and_nothing_stays_in_its_place() -> None:
     program = """

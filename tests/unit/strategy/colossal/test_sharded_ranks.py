@@ -12,6 +12,8 @@ from tests.parallel import zero_cases
 from tests.parallel.ranks import run_on_ranks
 from tests.parallel.zero_model import OTHER_LR, STEPS
 
+pytestmark = pytest.mark.integration  # processes of their own
+
 torch.set_num_threads(1)
 
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from rlhf_core.config import PPOConfig
-from rlhf_core.detached import run
 from rlhf_core.detached.run import RunTrainer, _Episode
 from rlhf_core.errors import TrainingError
 from rlhf_core.ppo.episode import Position
 from rlhf_core.ppo.loop import Collected, Loop
 from rlhf_core.ppo.state import RolloutState
 from rlhf_core.types import EpisodeControls
+from tests.unit.ppo.test_loop import SAMPLE
 
 WAIT_S = 30.0
 CONTROLS = EpisodeControls(0.1, 0.0, 1.0)
@@ -36,7 +36,7 @@ class SlowKeeper:
 
 
 class IdleTrainer(Trainer):  # type: ignore[misc]
-    """Episodes of no samples."""
+    """Episodes of one sample."""
 
     seen: list[list[int]]
 
@@ -44,7 +44,7 @@ class IdleTrainer(Trainer):  # type: ignore[misc]
         self.seen.append(list(self._keeper.stored))
         if episode:
             self._keeper.may_finish.set()
-        self._episode = _Episode(Collected(SimpleNamespace(policy_version=torch.zeros(1)), []), CONTROLS, {})
+        self._episode = _Episode(Collected(SimpleNamespace(policy_version=torch.zeros(1)), [SAMPLE]), CONTROLS, {})
         return self._episode.collected
 
     def _send(self, *_: Any, **__: Any) -> float:
@@ -80,8 +80,7 @@ def trainer(keeper: SlowKeeper) -> Any:
     return ours
 
 
-def test_an_episode_is_collected_while_the_one_before_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "episode_metrics", lambda *_: {})
+def test_an_episode_is_collected_while_the_one_before_is_stored() -> None:
     keeper = SlowKeeper()
     ours = trainer(keeper)
     for episode in range(3):

@@ -11,7 +11,7 @@ EPISODES = 2
 """Of the runs that are asked."""
 STAGES = ("sft", "reward-model", "ppo", "evaluate")
 """The flows that a pipeline calls, in order."""
-STAGE_TIMEOUT_S = 300.0
+STAGE_TIMEOUT_S = 600.0
 
 
 def at_stage(stack: LocalStack, run: str, stage: str) -> None:

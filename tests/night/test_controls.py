@@ -17,7 +17,7 @@ from tests.night.table import markdown, show
 from tests.night.typed import LOST_AFTER_S, WITHOUT_ORDER
 from tests.night.year import Year, restarted_for_nothing, send_signal, year
 
-pytestmark = [pytest.mark.night, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.night, pytest.mark.xdist_group("beside the year"), pytest.mark.timeout(1500)]
 
 PERIOD_S = 120.0
 """Twice the year's, which is played beside it."""
@@ -95,8 +95,10 @@ def books(tmp_path_factory: pytest.TempPathFactory) -> Books:
         )
         outage(made, [sites[NO_WAITS], sites[f"whole-{NO_WAITS}"]])
         crash_after_the_server(made, sites[f"whole-{NO_ORDER}"], {})
-        for name in (NO_WAITS, f"whole-{NO_WAITS}", f"whole-{NO_ORDER}"):
-            switch_off(made.stack.api_url, sites[name])  # what follows would cost them a night, too
+        beside = [sites[name] for name in (NO_WAITS, f"whole-{NO_WAITS}", f"whole-{NO_ORDER}")]
+        for site in beside:
+            switch_off(made.stack.api_url, site)  # what follows would cost them a night, too
+        made.settle(*beside)  # or a restart that is still due
         crash_after_the_server(made, sites[NO_ORDER], {WITHOUT_ORDER: "1"})
         made.end()
         made.settle()

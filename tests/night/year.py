@@ -146,19 +146,19 @@ class Year:
                     written[site.name] = site.day(now)
             time.sleep(0.2)
 
-    def settle(self) -> None:
-        """Wait until no run is under way any longer, and none will be."""
+    def settle(self, *sites: Site) -> None:
+        """Wait until no run of these sites, or of any, is under way any longer, and none will be."""
 
         def is_over() -> bool:
             with suppress(ServiceError):
-                return not self.under_way()
+                return not self.under_way(*sites)
             return False
 
         wait_for(is_over, "the last nights to be over", timeout_s=SETTLE_TIMEOUT_S)
 
-    def under_way(self) -> list[str]:
-        """Return runs that are not over; one that has crashed is not, for a while."""
-        found = [run for site in self.sites for run in runs_of(self.stack.api_url, site) if _is_open(run)]
+    def under_way(self, *sites: Site) -> list[str]:
+        """Return runs of these sites, or of all, that are not over; one that has crashed is not, for a while."""
+        found = [run for site in sites or self.sites for run in runs_of(self.stack.api_url, site) if _is_open(run)]
         return [f"{run['name']} {run['state']['name']}" for run in found]
 
     def books(self, *, may_fail: Iterable[str] = ()) -> Books:

@@ -25,8 +25,6 @@ SCHEDULING_S = 15.0
 """The server makes a new deployment's runs within five seconds."""
 LEFT_OUT_BY = "NIGHT_WITHOUT"
 """Names to a run of a control which safeguard it does without."""
-BAD_DAYS = 5
-"""Every so many days' data make the model worse, so that it is not promoted."""
 
 
 @dataclass
@@ -41,6 +39,8 @@ class Site:
     first_s: float = math.inf
     last_s: float = math.inf
     """From when to when its schedule was active."""
+    bad_days: int | None = None
+    """Every so many days' data make the model worse, so that it is not promoted; None: never."""
 
     def due(self) -> list[float]:
         """Return the times at which its nights were due: arithmetic, not Prefect's."""
@@ -62,7 +62,8 @@ class Site:
     def write_data(self, now: float, **further: Any) -> None:
         """Put the data of a day there."""
         day = self.day(now)
-        self.desk.write_data(site=self.name, day=day, gain=-1 if day % BAD_DAYS == 0 else 1, **further)
+        is_bad = self.bad_days is not None and day % self.bad_days == 0
+        self.desk.write_data(site=self.name, day=day, gain=-1 if is_bad else 1, **further)
 
 
 @dataclass(frozen=True)
@@ -86,10 +87,10 @@ class Start:
         return command | ({"env": self.environment} if self.environment else {})
 
 
-def make_sites(names: Sequence[str], period_s: float, home: Path) -> list[Site]:
+def make_sites(names: Sequence[str], period_s: float, home: Path, bad_days: int | None) -> list[Site]:
     """Return installations whose nights are spread evenly over the period."""
     return [
-        Site(name, Desk(home / "night" / name).open(), period_s, each * period_s / len(names))
+        Site(name, Desk(home / "night" / name).open(), period_s, each * period_s / len(names), bad_days=bad_days)
         for each, name in enumerate(names)
     ]
 

@@ -19,6 +19,7 @@ from tests.night.year import HELD_TIMEOUT_S, Year, drawn, failed_for_nothing, ki
 
 pytestmark = [pytest.mark.night, pytest.mark.timeout(3600)]
 
+BAD_DAYS = 5
 SITES, PERIOD_S = 12, 60.0
 NIGHTS = int(os.environ.get("NIGHTS", "300"))
 """At least so many are due; fewer for a short look, which still meets every mishap."""
@@ -34,7 +35,7 @@ def test_no_night_of_a_year_is_lost_or_doubled(tmp_path: Path) -> None:
     services, flows = service_mishaps(chance), flow_mishaps(chance)
     names = [f"site-{number:02d}" for number in range(1, SITES + 1)]
     cold = {name: Start(cold=True) for name in names[-COLD:]}  # not those whose flows are killed time and again
-    with year(tmp_path, names, period_s=PERIOD_S, starts=cold) as made:
+    with year(tmp_path, names, period_s=PERIOD_S, starts=cold, bad_days=BAD_DAYS) as made:
         books = play(made, services, flows, nights=NIGHTS)
         keep(made, books)
     assert len(books.nights) >= NIGHTS

@@ -220,7 +220,14 @@ def send_signal(pid: int, number: int) -> None:
 
 
 @contextmanager
-def year(directory: Path, names: Sequence[str], *, period_s: float, starts: Mapping[str, Start]) -> Iterator[Year]:
+def year(
+    directory: Path,
+    names: Sequence[str],
+    *,
+    period_s: float,
+    starts: Mapping[str, Start],
+    bad_days: int | None = None,
+) -> Iterator[Year]:
     """Bring a stack up with sites on it; end all of it, and see that nothing is left.
 
     Args:
@@ -228,9 +235,10 @@ def year(directory: Path, names: Sequence[str], *, period_s: float, starts: Mapp
         names: of the sites.
         period_s: from night to night.
         starts: how flows are started, by site; the others' are forked, and not imported for each.
+        bad_days: every so many days' data are bad; None: no day's, where a site has too few nights to meet a good one.
     """
     with night_stack(directory) as stack:
-        made = Year(stack, make_sites(names, period_s, stack.home), directory / "warm")
+        made = Year(stack, make_sites(names, period_s, stack.home, bad_days), directory / "warm")
         try:
             made.warm_up()
             made.deploy(starts)

@@ -214,7 +214,7 @@ class Peers:
                 ray.get(reference, timeout=0)
             except RayActorError:
                 return f"rank {rank} of {len(calls) + 1} ({name})"
-            except Exception:  # another one's trouble
+            except Exception:  # this rank lives; it failed because another one is gone
                 continue
         return f"one of {', '.join(self.names)}"
 

@@ -148,7 +148,8 @@ def test_a_run_whose_process_is_gone_starts_again_once(runs: Runs, name: str) ->
     without_repetition = [
         state for state, before in zip(run.history(), ["", *run.history()], strict=False) if state != before
     ]
-    assert without_repetition == ["Scheduled", *ONE_START, *STARTED_AGAIN, *ONE_START, "Completed"]
+    told = [f"{state['timestamp']} {state['name']}: {state['message']}" for state in run.stack.states(run.id)]
+    assert without_repetition == ["Scheduled", *ONE_START, *STARTED_AGAIN, *ONE_START, "Completed"], "\n".join(told)
 
 
 def test_a_run_that_was_being_cancelled_is_cancelled(own_stack: LocalStack, runs: Runs) -> None:

@@ -157,29 +157,29 @@ def catch_up(api_url: str, *, server_began: float) -> list[str]:
         "deployments": {"tags": {"all_": [RESUMES]}},
     }
     runs = prefect_api.flow_runs(api_url, filters)
-    waiting = [
-        run for run in runs if run["state"]["name"] == RESTARTING and _is_older(found.get(_RESTART), run["state"])
-    ]
+    restart = found.get(_RESTART)
+    waiting = [run for run in runs if run["state"]["name"] == RESTARTING and _is_older(restart, run["state"])]
     done = []
     for run in runs:
         if run["state"]["name"] != RESTARTING and (state := _due(api_url, run, found)):
             _set_state(api_url, run, state)
             done.append(str(run["name"]))
-    for run in _still_waiting(
-        api_url, waiting
-    ):  # told again: the triggers that wait for silence have not heard of them
-        _set_state(api_url, run, {key: run["state"][key] for key in ("type", "name", "message")})
-        done.append(str(run["name"]))
+    if restart and waiting:
+        for run in _still_waiting(api_url, waiting, quiet_s=restart["trigger"]["within"]):
+            _set_state(api_url, run, _state_of(restart))  # its trigger has not heard of them
+            done.append(str(run["name"]))
     return done
 
 
-def _still_waiting(api_url: str, runs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _still_waiting(api_url: str, runs: list[dict[str, Any]], *, quiet_s: float) -> Iterator[dict[str, Any]]:
     """Yield the runs that are `Restarting` although the server has had the time to start them again.
 
-    The server knows most of them: their quiet time is over when it comes back, and it starts them again within seconds.
-    A run that is told to wait again meanwhile would start twice.
+    The server knows most of them, and starts them again within seconds once their quiet time is over. One that is
+    scheduled here in the same moment would start twice, so all are left alone until well after it.
     """
-    deadline = time.monotonic() + (_SETTLED_S if runs else 0.0)
+    since = max(datetime.fromisoformat(run["state"]["timestamp"]).timestamp() for run in runs)
+    quiet_left_s = min(max(since + quiet_s - time.time(), 0.0), quiet_s)  # whatever the clock says
+    deadline = time.monotonic() + quiet_left_s + _SETTLED_S
     while runs and time.monotonic() < deadline:
         time.sleep(0.5)
         runs = [run for run in runs if _is_as_it_was(api_url, run)]
@@ -202,7 +202,12 @@ def _due(api_url: str, run: dict[str, Any], found: dict[str, Any]) -> dict[str, 
             return None  # it crashed again before it could begin again
         if state["type"] == "RUNNING":
             break
-    action = its["actions"][0]
+    return _state_of(its)
+
+
+def _state_of(automation: dict[str, Any]) -> dict[str, Any]:
+    """Return the state that an automation gives to a run."""
+    action = automation["actions"][0]
     return {"type": action["state"], **{key: action[key] for key in ("name", "message") if action[key]}}
 
 

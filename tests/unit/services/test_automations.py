@@ -257,7 +257,7 @@ TO_RESTART = [("CRASHED", automations.RESTARTING)]
             TO_RESTART,
             "The run crashed in start 2.",
         ),
-        (["Running", "Crashed", "Restarting"], 1, TO_RESTART, "as it was"),
+        (["Running", "Crashed", "Restarting"], 1, [("SCHEDULED", None)], "Started again after a crash"),
         (["Running", "Crashed"], 4, [("FAILED", None)], "The run crashed in start 4 and is not started again"),
     ],
 )
@@ -282,6 +282,22 @@ def test_a_run_that_the_server_starts_again_by_itself_is_not_told_to_wait_anew(
     monkeypatch.setattr(time, "sleep", lambda _: None)
     assert automations.catch_up(URL, server_began=BEGAN) == []
     assert server.set == []
+
+
+def test_a_run_whose_quiet_time_goes_on_is_left_to_the_server_until_well_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server = CrashedRuns("Running", "Crashed", "Restarting", starts=1)
+    since = datetime.fromisoformat(server.states[-1]["timestamp"]).timestamp()
+    clock = [since + 10]
+    with monkeypatch.context() as patch:
+        patch.setattr(prefect_api, "call", server.call)
+        patch.setattr(time, "time", lambda: clock[0])
+        patch.setattr(time, "monotonic", lambda: clock[0])
+        patch.setattr(time, "sleep", lambda seconds: clock.append(clock.pop() + seconds))
+        assert automations.catch_up(URL, server_began=BEGAN) == ["owl"]
+    assert server.set == [("SCHEDULED", None)]
+    assert 45 <= clock[0] - since < 47  # 30 s of quiet, and 15 s in which the server would have done it
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ test-clusters: setup  ## owners of clusters ended in every way, lost ranks, clus
 	@$(BIN)/python -m pytest -m clusters $(PYTEST_ARGS)
 
 test-night: setup  ## a year in small: 300 nights, every service and every stage struck, with a table; and what each safeguard is for
-	@$(BIN)/python -m pytest -m night -n 2 --dist loadgroup --max-worker-restart 0 -rP $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -m night -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -rP $(PYTEST_ARGS)
 
 test-outages: setup  ## runs whose server or store is away, or whose machine sleeps, for minutes, in every stage
 	@$(BIN)/python -m pytest -m outages $(PYTEST_ARGS)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.guard import stand_guard
+from tests.warm import warm_processes
 
 # Before torch is imported. Two workers with a thread for each core wait for each other most of the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -22,6 +24,7 @@ if MEMORY.is_dir() and min(shutil.disk_usage(MEMORY).free, psutil.virtual_memory
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
 FIRST = (
+    "test_year",
     "test_chain",
     "test_stack_mishaps",
     "test_ppo_run",
@@ -33,7 +36,8 @@ FIRST = (
     "test_train_prompts_on_ray",
 )
 """Files of minutes: a worker that met one of them last would keep the other waiting. In this order one worker has most
-of the files that share a stack, and the other those that need none."""
+of the files that share a stack, and the other those that need none. A worker with two tests left is given the next
+file: one of minutes that begins alone has three."""
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -44,3 +48,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the longest files first; all else stays in its order."""
     rank = {name: place for place, name in enumerate(FIRST)}
     items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
+
+
+@pytest.fixture(scope="session")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The address of a server that forks flows, and processes of actors."""
+    address = tmp_path_factory.mktemp("warm") / "s"
+    with warm_processes(address, "tests.warm_to_learn"):
+        yield address

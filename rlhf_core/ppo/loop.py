@@ -1,6 +1,7 @@
 """The loop of PPO: collect, learn, publish the next version of the policy, keep the state; under every front.
 
-`PPOTrainer`, the trainer of the flow and coati's detached trainers run it. Each says what the four phases are for it.
+`PPOTrainer`, the trainer of the flow, coati's detached trainers and its role groups run it. Each says what the phases
+are for it.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ MAKER_PHASES = frozenset({"generate", "score", "send", "swap"})
 """A maker comes there; to all others the first trainer rank does, and to these every trainer rank:"""
 RANK_PHASES = frozenset({"learn", "between_steps", "snapshot"})
 
-DEALING_PHASES = frozenset({"lease", "generate", "score", "send", "buffer"})
+COLLECTING_PHASES = frozenset({"lease", "generate", "score", "send", "buffer"})
 """These may be over when an episode begins: makers go on as soon as they may. In the last one none may be left."""
 
 Victim = Literal["maker", "all makers", "trainer", "second rank", "raylet", "head", "driver", "flow", "store", "disk"]

@@ -22,7 +22,7 @@ from infra.errors import ReferenceNotFoundError
 from rlhf_core.config import PipelineConfig
 from tasks.ppo_keeper import SAMPLES
 from tests.chaos.driver import Driver, Played, Stage
-from tests.chaos.plan import DEALING_PHASES, Aim, PlanFolder
+from tests.chaos.plan import COLLECTING_PHASES, Aim, PlanFolder
 from tests.chaos.table import ROWS, Row, parted, revivals
 from tests.integration.cluster_processes import wait_until_nothing_is_left
 from tests.integration.ppo_runs import TINY_RUN, Run
@@ -96,7 +96,7 @@ class Campaign:
         """Play the episode that is due, with a kill in it, and hold its state to the undisturbed one's."""
         if self.has_diverged:
             self.begin()
-        if self.due >= self.config.ppo.episodes - (aim.phase in DEALING_PHASES):
+        if self.due >= self.config.ppo.episodes - (aim.phase in COLLECTING_PHASES):
             self.finish()
             self.begin()
         started = time.time()
@@ -180,7 +180,7 @@ def campaign(
     config: PipelineConfig,
     directory: Path,
     *,
-    workers: str,
+    workers: Mapping[str, str],
     environment: Mapping[str, str] | None = None,
     known: Campaign | None = None,
     repeats: bool = True,
@@ -191,7 +191,7 @@ def campaign(
     Args:
         config: of the run.
         directory: for all that it writes.
-        workers: address of the server that forks the actors' processes; empty: they start as usual.
+        workers: variables of a driver whose actors' processes are forked; empty: they start as usual.
         environment: further variables, such as those of another store.
         known: the same run, whose undisturbed digests are these ones too; then it is not played.
         repeats: whether it comes to the same bits every time, as in lockstep; else nothing is played or compared.

@@ -55,14 +55,14 @@ def parted(events: Sequence[dict[str, Any]], since: float) -> tuple[float, set[i
 
 
 def _recovery(aim: Aim, before: set[int], after: Sequence[dict[str, Any]]) -> tuple[str, float | None]:
-    """Return from what the run went on, and when it did: its trainer deals again, or its new maker has weights."""
+    """Return from what the run went on, and when it did: its trainer collects again, or its new maker has weights."""
     restored = [event for event in after if "restored" in event]
     if restored:
         last = restored[-1]
         own = [event for event in after if event["time"] >= last["time"]]
-        deals = [event["time"] for event in own if event.get("phase") == "lease"]
+        leases = [event["time"] for event in own if event.get("phase") == "lease"]
         swaps = [event["time"] for event in own if event.get("phase") == "swap"]
-        ready = deals[0] if deals else max(swaps, default=None)
+        ready = leases[0] if leases else max(swaps, default=None)
         how = {
             "raylet": "cluster started anew",
             "head": "cluster started anew",

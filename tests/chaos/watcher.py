@@ -19,10 +19,9 @@ from infra.artifacts import ArtifactStore, open_default_store
 from rlhf_core import phases
 from rlhf_core.ppo.state import RolloutState, TrainingState
 from rlhf_core.strategy.ranks import current_ranks
-from tasks import ppo_group, ppo_keeper, ppo_models
+from tasks import ppo_keeper, ppo_models
 from tasks.results import PPORun
 from tests.chaos.plan import Plan, PlanFolder
-from tests.chaos.warm_workers import executable
 
 Forgotten = Literal["", "moments", "controls", "value line"]
 """What a keeper loses of the state that it reads back: for controls, which must notice."""
@@ -128,13 +127,12 @@ class _WatchedBackend:
         return bool(self._backend.create(key, data))
 
 
-def wire(directory: Path, forgets: Forgotten, workers: str) -> None:
+def wire(directory: Path, forgets: Forgotten) -> None:
     """Have the tasks of this process start watched actors.
 
     Args:
         directory: of the plan.
         forgets: what a restored trainer loses.
-        workers: address of the server that forks the actors' processes; empty: Ray starts them as usual.
     """
 
     def watched(role: str, factory: Callable[[PPORun], Any]) -> Callable[[PPORun], WatchedFactory]:
@@ -144,14 +142,6 @@ def wire(directory: Path, forgets: Forgotten, workers: str) -> None:
     modules[0].LearnerFactory = watched("trainer", ppo_models.LearnerFactory)
     modules[0].MakerFactory = watched("maker", ppo_models.MakerFactory)
     modules[1].StoreKeeper = partial(WatchedKeeper, directory, forgets)
-    if workers:
-        usual = ppo_group.resources
-
-        def forked(threads: int, gpus: float) -> dict[str, Any]:
-            options = usual(threads, gpus)
-            return {**options, "runtime_env": {**options["runtime_env"], "py_executable": executable(workers)}}
-
-        cast(Any, ppo_group).resources = forked
 
 
 def _fill(ballast: Path) -> None:

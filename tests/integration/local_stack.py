@@ -23,7 +23,9 @@ from infra.clusters import ClusterManifest
 from infra.process_record import marked_processes
 from infra.services import prefect_api, processes
 from infra.services.state import StackState
+from infra.services.worker import WORK_POOL
 from infra.settings import CHECKOUT, inherited_environment, read_env_file
+from tests.warm import actors, python
 
 T = TypeVar("T")
 S = TypeVar("S", bound="LocalStack")
@@ -169,6 +171,19 @@ class LocalStack:
             result = self.type("rlhf", verb)
         assert result.returncode == 0, result.stdout + result.stderr
         return result.stdout
+
+    def fork_flows(self, warm: Path) -> None:
+        """Have flows forked from now on, and their actors.
+
+        Args:
+            warm: address of the server that forks them.
+        """
+        path = f"/work_pools/{WORK_POOL}"
+        template = prefect_api.call(self.api_url, "GET", path)["base_job_template"]
+        variables = template["variables"]["properties"]
+        variables["command"]["default"] = f"{python(warm)} -m prefect.engine"
+        variables["env"]["default"] = actors(warm)
+        prefect_api.call(self.api_url, "PATCH", path, {"base_job_template": template})
 
     def pids(self) -> dict[str, int]:
         """Return the process of each service that runs."""

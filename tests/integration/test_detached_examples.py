@@ -16,6 +16,7 @@ from tests.unit.coati.ppo_trainers import reward_model
 from tests.unit.coati.script.brief_llama import brief_llama
 
 pytestmark = [
+    pytest.mark.usefixtures("warm_actors", "on_a_cluster"),
     pytest.mark.integration,
     pytest.mark.parallel,
     pytest.mark.timeout(1800),
@@ -67,7 +68,7 @@ BATCH = 200
 PROMPTS = [f"{number % 10}+{number % 7}" for number in range(BATCH)]
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def on_a_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("here"))  # a relative path is one of the actor's, which stands where we did

@@ -38,7 +38,7 @@ from tests.integration.detached_models import (
 )
 from tests.unit.coati.ppo_trainers import demonstrations, record_stats, trainer
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("warm_actors", "on_a_cluster")]
 
 LR = 1e-3
 FIT = (20, 4, 3)
@@ -49,7 +49,7 @@ GROUPS = OPTIONS.model_copy(
 COMBINED = {"options": GROUPS, "ptx_coef": 0.3, "accumulation_steps": 3}
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def on_a_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with cluster(tmp_path_factory.mktemp("clusters")):
         yield

@@ -33,13 +33,13 @@ from tests.integration.detached_models import (
 from tests.parallel.processes import free_port
 from tests.unit.coati.ppo_trainers import record_stats, trainer
 
-pytestmark = [pytest.mark.integration, pytest.mark.parallel]
+pytestmark = [pytest.mark.integration, pytest.mark.parallel, pytest.mark.usefixtures("warm_actors", "on_a_cluster")]
 
 LR = 1e-3
 TRAINERS = ["trainer_0", "trainer_1"]
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def on_a_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with cluster(tmp_path_factory.mktemp("clusters")):
         yield

@@ -21,7 +21,7 @@ from tasks.results import EpisodeResult, Parent
 from tests.integration.ppo_runs import TINY_RUN, Run, kill_when, on_a_cluster
 from tests.tiny_llama import write_tiny_llama
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("warm_actors")]
 
 EPISODES = 3
 

@@ -20,7 +20,7 @@ from rlhf_core.weights import Publication, Publisher, Subscriber, WeightsError
 from tests.integration.cluster_processes import wait_until_nothing_is_left
 from tests.unit.weights.published import held, models, weights
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("warm_actors")]
 
 WAIT_S = 120.0
 WIDTH = 10_000

@@ -18,14 +18,14 @@ from tests.integration.rollout_reference import Reference, alone
 from tests.integration.rollout_runs import WAIT_S, cluster, config, rollout_run
 from tests.parallel.ranks import run_on_ranks
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("warm_actors", "on_a_cluster")]
 
 LR = 1e-3
 LOSSES = ("actor_loss", "critic_loss")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+@pytest.fixture(scope="module")
+def on_a_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     torch.set_num_threads(1)
     with cluster(tmp_path_factory.mktemp("rollouts")):
         yield

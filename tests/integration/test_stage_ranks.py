@@ -27,7 +27,7 @@ from tasks.results import Parent, StageResult
 from tasks.supervised import train_reward_model, train_sft
 from tests.tiny_llama import write_tiny_llama
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("warm_actors")]
 
 LR = 1e-3
 NOISE = {"bias", "score_mean"}

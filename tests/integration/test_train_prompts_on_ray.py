@@ -39,7 +39,7 @@ from tests.unit.coati.roles.reference import (
     write_inputs,
 )
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("warm_actors")]
 
 CPUS = 6 + 2
 RLHF = str(Path(sys.executable).parent / "rlhf")

@@ -19,7 +19,7 @@ from tasks.ppo_group import TRAINER
 from tests.integration.ppo_runs import Run, kill_when, on_a_cluster
 from tests.tiny_llama import write_tiny_llama
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("warm_actors")]
 
 PEER = "trainer-1"
 LR = 1e-3

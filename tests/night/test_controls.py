@@ -17,7 +17,7 @@ from tests.night.table import markdown, show
 from tests.night.typed import LOST_AFTER_S, WITHOUT_ORDER
 from tests.night.year import Year, restarted_for_nothing, send_signal, year
 
-pytestmark = [pytest.mark.night, pytest.mark.xdist_group("beside the year"), pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.night, pytest.mark.timeout(1500)]
 
 PERIOD_S = 120.0
 """Twice the year's, which is played beside it."""

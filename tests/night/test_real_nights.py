@@ -22,7 +22,7 @@ from tests.night.table import markdown, show
 from tests.night.year import NightStack, night_stack, send_signal
 from tests.tiny_llama import write_tiny_llama
 
-pytestmark = [pytest.mark.night, pytest.mark.xdist_group("beside the year"), pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.night, pytest.mark.timeout(1500)]
 
 NAME = "small"
 NIGHT_TIMEOUT_S = 600.0

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -15,7 +16,7 @@ from tests.night.mishaps import MAY_FAIL, Mishap, flow_mishaps, service_mishaps
 from tests.night.sites import Site, Start
 from tests.night.stages import STAGES
 from tests.night.table import kills_table, sentences, show, table
-from tests.night.year import HELD_TIMEOUT_S, Year, drawn, failed_for_nothing, kills, restarted_for_nothing, year
+from tests.night.year import HELD_TIMEOUT_S, Deed, Year, drawn, failed_for_nothing, kills, restarted_for_nothing, year
 
 pytestmark = [pytest.mark.night, pytest.mark.timeout(3600)]
 
@@ -30,19 +31,38 @@ SEED = 16
 LEAST_AHEAD_S = 2.0
 
 
-def test_no_night_of_a_year_is_lost_or_doubled(tmp_path: Path) -> None:
+class Played(NamedTuple):
+    """A year that is over."""
+
+    books: Books
+    deeds: list[Deed]
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Played:
+    """The year that all tests look at."""
     chance = drawn(SEED)
     services, flows = service_mishaps(chance), flow_mishaps(chance)
     names = [f"site-{number:02d}" for number in range(1, SITES + 1)]
     cold = {name: Start(cold=True) for name in names[-COLD:]}  # not those whose flows are killed time and again
-    with year(tmp_path, names, period_s=PERIOD_S, starts=cold, bad_days=BAD_DAYS) as made:
+    with year(tmp_path_factory.mktemp("year"), names, period_s=PERIOD_S, starts=cold, bad_days=BAD_DAYS) as made:
         books = play(made, services, flows, nights=NIGHTS)
         keep(made, books)
-    assert len(books.nights) >= NIGHTS
-    assert books.faults == []
-    causes = {cause for told, cause in MAY_FAIL.items() for night in books.nights if night.says.startswith(told)}
-    assert causes == set(MAY_FAIL.values()), "each mishap after which a night may fail has made one fail"
-    for victim, counts in kills(made.deeds).items():
+    return Played(books, made.deeds)
+
+
+def test_no_night_of_a_year_is_lost_or_doubled(played: Played) -> None:
+    assert len(played.books.nights) >= NIGHTS
+    assert played.books.faults == []
+
+
+def test_each_mishap_after_which_a_night_may_fail_has_made_one_fail(played: Played) -> None:
+    says = [night.says for night in played.books.nights]
+    assert {cause for told, cause in MAY_FAIL.items() for each in says if each.startswith(told)} == {*MAY_FAIL.values()}
+
+
+def test_the_flow_and_every_service_were_killed_often_and_in_every_stage(played: Played) -> None:
+    for victim, counts in kills(played.deeds).items():
         assert counts.total() >= KILLS, f"{victim} was killed {counts.total()} times"
         assert set(counts) >= set(STAGES), f"{victim} was killed in {', '.join(counts)} alone"
 

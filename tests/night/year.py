@@ -22,7 +22,7 @@ from tests.integration.local_stack import PROGRAMS, LocalStack, running, turn, u
 from tests.night.books import Books, balance, read_champion
 from tests.night.notes import Note
 from tests.night.sites import Site, Start, deployments, make_sites, runs_of, switch_off, switch_on
-from tests.night.warm import command, warm_flows
+from tests.warm import python, warm_processes
 
 T = TypeVar("T")
 Victim = Literal["flow", "server", "worker", "store"]
@@ -96,7 +96,7 @@ class Year:
             site.write_data(time.time())
         file = self.stack.home / "night.yaml"
         every = {site.name: starts.get(site.name, Start()) for site in self.sites}
-        file.write_text(deployments(self.sites, every, command(self.warm)))
+        file.write_text(deployments(self.sites, every, f"{python(self.warm)} -m prefect.engine"))
         self.stack.deploy_tiny_flows(CHECKOUT, str(file))
         for site in self.sites:
             switch_on(self.stack.api_url, site)
@@ -107,12 +107,11 @@ class Year:
         worker = self.stack.service("worker")
         assert worker is not None
         told = {name: value for name, value in worker.environ().items() if name != processes.STACK_VARIABLE}
-        self._stack_of_warmth.enter_context(warm_flows(self.warm, told))
+        self._stack_of_warmth.enter_context(warm_processes(self.warm, "tests.night.warm", told))
 
     def cool_down(self) -> None:
         """End it."""
         self._stack_of_warmth.close()
-        self.warm.unlink(missing_ok=True)
 
     def await_the_first_nights(self) -> None:
         """Wait until nights count at every site, and none that was due before is under way: it is in no books."""

@@ -35,7 +35,7 @@ def batches(ranks: Ranks, *, texts: list[str] | None = None) -> list[dict[str, A
 
 
 def two_batches(ranks: Ranks) -> list[dict[str, Any]]:
-    """What the loaders of all ranks deal in a pass: a batch for an episode, and another for the next."""
+    """What the loaders of all ranks give in a pass: a batch for an episode, and another for the next."""
     share = len(TEXTS) // ranks.world_size
     mine = slice(share * ranks.rank, share * (ranks.rank + 1))
     return [padded(encoded(texts[mine])) for texts in (TEXTS, OTHERS)]

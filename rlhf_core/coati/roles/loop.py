@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 from statistics import fmean
@@ -22,12 +22,14 @@ from rlhf_core.coati.roles.settings import RoleSettings
 from rlhf_core.coati.roles.spans import Span
 from rlhf_core.coati.roles.waiting import results
 from rlhf_core.counting import counted, ordinal
+from rlhf_core.ppo.episode import Position
+from rlhf_core.ppo.loop import Collected, Loop
+from rlhf_core.types import Sample
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
     from rlhf_core.ppo.metrics import PPOStats
-    from rlhf_core.types import Sample
 
 Tell = Callable[[str], None]
 ROLES = ("actor", "critic", "initial", "reward")
@@ -131,28 +133,67 @@ class Groups:
         return group
 
 
-def run_rounds(args: Namespace, groups: Groups, tell: Tell) -> Iterator[Round]:
-    """Yield each round when it is learnt.
+class RoundLearner:
+    """The learner of `Loop`: the processes of the actor and the critic, which learn a round's experience together."""
+
+    def __init__(self, groups: Groups) -> None:
+        self.position = Position()
+        self._groups = groups
+        self._made: list[Any] = []
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a round's experience is taken in, and not learnt yet."""
+        return bool(self._made)
+
+    def begin(self, collected: dict[Any, str], _: Sequence[Sample], /) -> None:
+        """Take in the references of a round's experience."""
+        self._made = list(collected)
+
+    def learn(self, _passes: int) -> list[list[PPOStats]]:
+        """Have it learnt, as often as the flags say; return the actor's steps, and the critic's."""
+        actor, critic = self._groups.actor, self._groups.critic
+        calls = [
+            call
+            for group in (actor, critic)
+            for call in group.async_learn_on_experiences(self._made, self.position.episode)
+        ]
+        found = self._groups.answers(dict(zip(calls, actor.names + critic.names, strict=True)), "to learn")
+        return [found[0], found[actor.world_size]]
+
+    def finish(self) -> None:
+        """Forget the round."""
+        self._made = []
+        self.position.episode += 1
+
+
+def run_rounds(args: Namespace, groups: Groups, tell: Tell) -> list[Round]:
+    """Run all rounds, and return them.
 
     A round is `--update_timesteps` time steps; the last one has what is left. All of its calls are made at once: the
     actor draws the next time step while the others work on the one before.
     """
     steps = range(args.num_episodes * args.max_timesteps)
-    starts = range(0, len(steps), args.update_timesteps)
-    for number, first in enumerate(starts):
+    starts = steps[:: args.update_timesteps]
+    rounds: list[Round] = []
+    started, samples = 0.0, list[Sample]()
+
+    def collect(number: int) -> Collected:
+        nonlocal started, samples
         started = time.monotonic()
-        due = steps[first : first + args.update_timesteps]
+        due = steps[starts[number] :][: args.update_timesteps]
         made = _assembled(groups, _composed(groups, due, number))
-        calls = [
-            (group, group.async_learn_on_experiences(list(made), number)) for group in (groups.actor, groups.critic)
-        ]
-        named = {call: name for group, asked in calls for call, name in zip(asked, group.names, strict=True)}
-        found = groups.answers(named, "to learn")
-        collected: list[MadeArrays] = groups.answers(made, "to hand over experience")
-        samples = [sample for each in collected for sample in each.samples]
-        done = Round(number, len(samples), found[0], found[groups.actor.world_size])
+        found: list[MadeArrays] = groups.answers(made, "to hand over experience")
+        samples = [sample for each in found for sample in each.samples]
+        return Collected(made, samples)
+
+    def keep(number: int, learnt: Sequence[list[PPOStats]]) -> None:
+        done = Round(number, len(samples), *learnt)
         tell(_line(done, samples, len(starts), time.monotonic() - started))
-        yield done
+        rounds.append(done)
+
+    Loop(RoundLearner(groups), collect=collect, keep=keep).run(len(starts), args.max_epochs)
+    return rounds
 
 
 def _composed(groups: Groups, steps: Sequence[int], number: int) -> list[ExperienceCompositionRefs]:

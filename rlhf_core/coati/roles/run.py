@@ -62,8 +62,7 @@ def _train(args: Namespace, groups: Groups, prompts: list[str], tell: Tell) -> O
     cut = groups.load(RoleSettings.from_args(args), prompts)
     if cut:
         tell(f"prompts longer than {args.max_prompt_tokens} tokens, whose ends are cut off: {cut} of {len(prompts)}")
-    outcome = Outcome()
-    outcome.rounds.extend(run_rounds(args, groups, tell))
+    outcome = Outcome(rounds=run_rounds(args, groups, tell))
     outcome.written = save(args, groups)
     tell(f"stored {' and '.join(outcome.written)}")
     for group in groups.all:

@@ -1,4 +1,4 @@
-"""The buffer releases by key, drops the oldest, and deals the minibatches that everyone deals."""
+"""The buffer releases by key, drops the oldest, and gives the minibatches that everyone gives."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_a_torch_loader_deals_the_buffer() -> None:
     buffer = NaiveExperienceBuffer(sample_batch_size=2)
     buffer.append(experience(rows=4, prompt=2, actions=2, start=0))
     loader = torch.utils.data.DataLoader(buffer, batch_size=2, collate_fn=buffer.collate_fn)  # type: ignore[arg-type, var-annotated]
-    assert [versions(dealt) for dealt in loader] == [[0, 1], [2, 3]]
+    assert [versions(given) for given in loader] == [[0, 1], [2, 3]]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

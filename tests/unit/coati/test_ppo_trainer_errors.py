@@ -113,7 +113,7 @@ def test_a_seed_that_is_set_between_an_error_and_a_fit_on_another_loader_counts(
     assert same(ours, straight())
 
 
-def test_a_new_loader_after_a_log_that_could_not_be_opened_is_dealt_from_its_beginning(tmp_path: Path) -> None:
+def test_a_new_loader_after_a_log_that_could_not_be_opened_is_read_from_its_beginning(tmp_path: Path) -> None:
     ours, loader = trainer(), prompts(shuffle=False)
     ours.fit(1, 2, 1, prompts())
     (tmp_path / "file").touch()

@@ -42,8 +42,18 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def from_the_former_form(facts: dict[str, Any], tensors: dict[str, torch.Tensor], **said: str) -> TrainingState:
-    """Read a state as if the release had written it whose states had no number."""
-    former = {name: facts[name] for name in ("position", "controls", "learner")} | facts["front"]
+    """Read a state as if the release had written it whose states had no number; its names are never to be changed."""
+    front = facts["front"]
+    former = {
+        "position": facts["position"],
+        "controls": facts["controls"],
+        "learner": facts["learner"],
+        "world_size": front["world_size"],
+        "shapes": front["shapes"],
+        "meter": front["meter"],
+        "forms": front["forms"],
+        "settings": front["settings"],
+    }
     return state_from_json(former, tensors, **said)
 
 

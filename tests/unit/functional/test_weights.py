@@ -40,7 +40,7 @@ def test_weights_by_hand() -> None:
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_the_mean_agrees_with_its_definition_however_rows_are_dealt_to_ranks(aggregation: Aggregation) -> None:
+def test_the_mean_agrees_with_its_definition_however_rows_are_split_over_ranks(aggregation: Aggregation) -> None:
     rows = random_rows(1)
     values, counts = pad(rows), mask()
     for ranks in ([slice(0, 3)], [slice(0, 1), slice(1, 3)], [slice(0, 1), slice(1, 2), slice(2, 3)]):

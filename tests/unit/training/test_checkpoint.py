@@ -133,7 +133,7 @@ def loader(*, generator: torch.Generator | None = None) -> CycledLoader:
     return CycledLoader(DataLoader(data, batch_size=3, shuffle=True, generator=generator), what="prompts")  # type: ignore[arg-type]
 
 
-def dealt(cycled: CycledLoader, count: int) -> list[list[int]]:
+def given(cycled: CycledLoader, count: int) -> list[list[int]]:
     return [cycled.next()["input_ids"].tolist() for _ in range(count)]
 
 
@@ -145,15 +145,15 @@ def test_a_shuffling_loader_goes_on_where_it_was(own_generator: bool, before: in
 
     torch.manual_seed(5)
     first = loader(generator=generator())
-    dealt(first, before)
+    given(first, before)
     torch.rand(3)  # training draws too
     state, states = first.state(), random_states()
-    expected = dealt(first, 8)
+    expected = given(first, 8)
     torch.manual_seed(99)
     second = loader(generator=generator())
     second.load_state(state.facts, state.tensors)
     set_random_states(states)
-    assert dealt(second, 8) == expected
+    assert given(second, 8) == expected
     assert second.samples_given == first.samples_given
 
 
@@ -161,7 +161,7 @@ def test_every_pass_of_a_distributed_sampler_is_another() -> None:
     sampler = torch.utils.data.DistributedSampler(range(8), num_replicas=2, rank=0, shuffle=True)  # type: ignore[arg-type, var-annotated]
     data = [{"input_ids": number} for number in range(8)]
     cycled = CycledLoader(DataLoader(data, batch_size=4, sampler=sampler), what="prompts")  # type: ignore[arg-type]
-    assert len({tuple(batch) for batch in dealt(cycled, 4)}) > 1
+    assert len({tuple(batch) for batch in given(cycled, 4)}) > 1
 
 
 def test_an_empty_loader_and_one_that_has_shrunk_are_refused_in_a_sentence() -> None:

@@ -1,4 +1,4 @@
-"""Prompts of a CSV file: what is read, what is refused in one sentence, and in which order rows are dealt."""
+"""Prompts of a CSV file: what is read, what is refused in one sentence, and in which order rows come."""
 
 from __future__ import annotations
 
@@ -98,15 +98,15 @@ def test_prompts_are_the_text_as_it_stands_and_lose_what_is_too_long() -> None:
         encode([""], tiny_tokenizer(), max_tokens=4)
 
 
-def test_every_row_is_dealt_before_one_comes_again_whoever_asks_for_how_many() -> None:
+def test_every_row_comes_before_one_comes_again_whoever_asks_for_how_many() -> None:
     rows, batch, ranks = 7, 2, 3
-    dealt = []
+    given = []
     for step in range(14):
         for rank in range(ranks):
-            dealt += next_rows((step * ranks + rank) * batch, batch, rows=rows, seed=5)
-    for start in range(0, len(dealt), rows):
-        assert sorted(dealt[start : start + rows]) == list(range(rows))
-    assert set(Counter(dealt).values()) == {12}
-    assert dealt[:rows] == np.random.default_rng([5, 0]).permutation(rows).tolist()
-    assert dealt[:rows] != dealt[rows : 2 * rows]
+            given += next_rows((step * ranks + rank) * batch, batch, rows=rows, seed=5)
+    for start in range(0, len(given), rows):
+        assert sorted(given[start : start + rows]) == list(range(rows))
+    assert set(Counter(given).values()) == {12}
+    assert given[:rows] == np.random.default_rng([5, 0]).permutation(rows).tolist()
+    assert given[:rows] != given[rows : 2 * rows]
     assert next_rows(0, 30, rows=2, seed=5)[:4] in ([0, 1, 0, 1], [0, 1, 1, 0], [1, 0, 0, 1], [1, 0, 1, 0])

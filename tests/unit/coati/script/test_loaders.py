@@ -38,9 +38,9 @@ def _encode(messages: Sequence[dict[str, str]]) -> list[int]:
 def test_ranks_share_an_epochs_rows_without_overlap(ranks: int) -> None:
     samplers = [StatefulDistributedSampler(range(10), ranks, rank, seed=5) for rank in range(ranks)]
     shares = [list(sampler) for sampler in samplers]
-    dealt = [row for share in shares for row in share]
+    given = [row for share in shares for row in share]
     assert {len(share) for share in shares} == {10 // ranks} == {len(sampler) for sampler in samplers}
-    assert len(set(dealt)) == len(dealt)
+    assert len(set(given)) == len(given)
 
 
 def test_order_depends_on_seed_and_epoch_alone() -> None:

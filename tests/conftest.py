@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tests.guard import stand_guard
-from tests.warm import warm_processes
+from tests.warm import warm_processes, with_forked_actors
 
 # Before torch is imported. Two workers with a thread for each core wait for each other most of the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -36,8 +36,8 @@ FIRST = (
     "test_train_prompts_on_ray",
 )
 """Files of minutes: a worker that met one of them last would keep the other waiting. In this order one worker has most
-of the files that share a stack, and the other those that need none. A worker with two tests left is given the next
-file: one of minutes that begins alone has three."""
+of the files that share a stack, and the other those that need none. A worker is given its next
+file as soon as it has two tests left: a file that shall have a worker to itself for minutes needs three."""
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -54,5 +54,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The address of a server that forks flows, and processes of actors."""
     address = tmp_path_factory.mktemp("warm") / "s"
-    with warm_processes(address, "tests.warm_to_learn"):
+    with warm_processes(address, "tests.learning_imports"):
         yield address
+
+
+@pytest.fixture(scope="session")
+def forked(warm: Path) -> dict[str, str]:
+    """Variables of a driver whose actors' processes are forked, too."""
+    return with_forked_actors(warm)

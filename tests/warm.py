@@ -1,11 +1,13 @@
 """Processes forked from one that has imported what they need: a second or two of a core in place of nine.
 
 A night, a hundred kills, or the runs of one test file need so many new processes that two cores would do little else
-than import. Whoever starts them runs, in place of Python, a caller, which hands arguments, environment and files to a
-server of ours, passes signals on, and ends as the process ends. That one looks, from outside, like any other: its
-environment is written over the one it was forked with, and a module's name on its command line, as the product knows
-its processes by these. What reads its settings once, when it is imported, as Prefect and Ray do, is imported beforehand
-only by a server that has the settings of all.
+than import. Whoever starts one runs, in place of Python, a caller, which hands arguments, environment and files to a
+server of ours, passes SIGTERM and SIGINT on, and ends as the process ends. The process looks from outside like any
+other: its own environment is written over the one it was forked with, and so is its command line where it runs a
+module, as the product knows its processes by these.
+
+Ray is never imported beforehand, and Prefect only where the server has the worker's settings: both read their settings
+once, when they are imported. What Python itself reads when it starts is the server's, so all have one hash seed.
 """
 
 from __future__ import annotations
@@ -22,24 +24,27 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-_LENGTH_BYTES = 8
+_NUMBER_BYTES = 8
 _FILES = 3
 _ENVIRONMENT_ROOM = 16384
 """For the environment of a process, which is longer than the server's."""
-_MODULE_ROOM = len("prefect.engine")
+_ARGUMENTS_ROOM = 32
 START_TIMEOUT_S = 300.0
 
 
-def python(address: Path) -> str:
-    """Return what stands for Python in a command: arguments of Python follow, a file of code or `-m` and a module."""
+def forking_python(address: Path) -> str:
+    """Return what stands for Python in a command.
+
+    A file of code follows, or `-mMODULE`: as one word, or the caller would look like a process of the module, too.
+    """
     return f"{sys.executable} -I -S {__file__} call {address}"
 
 
-def actors(address: Path) -> dict[str, str]:
+def with_forked_actors(address: Path) -> dict[str, str]:
     """Return the variables of a driver whose actors' processes are forked: its job's runtime environment says so."""
-    return {"RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"runtime_env": {"py_executable": python(address)}})}
+    return {"RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"runtime_env": {"py_executable": forking_python(address)}})}
 
 
 @contextmanager
@@ -54,8 +59,8 @@ def warm_processes(address: Path, imported: str, environment: Mapping[str, str] 
     import subprocess
 
     server = subprocess.Popen(
-        [sys.executable, "-m", "tests.warm", "serve", str(address), imported, "." * _MODULE_ROOM],
-        env={**environment, "ROOM": "." * _ENVIRONMENT_ROOM, "SPT_NOENV": "1"},  # Ray's titles leave the environment
+        [sys.executable, "-m", "tests.warm", "serve", str(address), imported, "." * _ARGUMENTS_ROOM],
+        env={**environment, "ROOM": "." * _ENVIRONMENT_ROOM, "PYTHONUNBUFFERED": "1"},
         start_new_session=True,
         stdin=subprocess.DEVNULL,
     )
@@ -73,16 +78,25 @@ def warm_processes(address: Path, imported: str, environment: Mapping[str, str] 
 
 
 def call(address: str, arguments: list[str]) -> int:
-    """Have a process forked, and end as it ends."""
+    """Have a process forked, and end as it ends.
+
+    Raises:
+        ConnectionError: if nobody says how it ended.
+    """
     words = json.dumps({"arguments": arguments, "environment": dict(os.environ), "cwd": os.getcwd()}).encode()
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(address)
-        socket.send_fds(server, [len(words).to_bytes(_LENGTH_BYTES, "big")], range(_FILES))
+        socket.send_fds(server, [len(words).to_bytes(_NUMBER_BYTES, "big")], range(_FILES))
         server.sendall(words)
-        process = int.from_bytes(server.recv(_LENGTH_BYTES), "big")
+        process = _number(server)
+
+        def pass_on(told: int, _: object) -> None:
+            with suppress(ProcessLookupError):  # it has just ended
+                os.kill(process, told)
+
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda told, _: os.kill(process, told))
-        status = int.from_bytes(server.recv(_LENGTH_BYTES), "big", signed=True)  # a signal does not end the wait
+            signal.signal(number, pass_on)
+        status = _number(server)  # a signal does not end the wait
     if status < 0:
         if -status != signal.SIGKILL:
             signal.signal(-status, signal.SIG_DFL)
@@ -90,10 +104,15 @@ def call(address: str, arguments: list[str]) -> int:
     return status
 
 
+def _number(server: socket.socket) -> int:
+    if not (found := server.recv(_NUMBER_BYTES)):
+        raise ConnectionError("the server of processes does not say what became of one")
+    return int.from_bytes(found, "big", signed=True)
+
+
 def serve(address: str, imported: str) -> None:
     """Fork a process for everyone who calls, until this process is ended."""
     importlib.import_module(imported)
-    assert "ray" not in sys.modules
     gc.freeze()  # what all share is not looked through, and so not copied, each time one collects its garbage
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody is waited for here
     with socket.socket(socket.AF_UNIX) as listener:
@@ -105,59 +124,50 @@ def serve(address: str, imported: str) -> None:
             if os.fork() == 0:
                 listener.close()
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                _watch(caller)
+                try:
+                    _watch(caller)
+                finally:
+                    os._exit(1)
             caller.close()
 
 
 def _watch(caller: socket.socket) -> NoReturn:
     """Fork the process, and tell the caller how it ended, whoever ended it; it does not outlive a caller's kill."""
-    length, files, *_ = socket.recv_fds(caller, _LENGTH_BYTES, _FILES)
+    length, files, *_ = socket.recv_fds(caller, _NUMBER_BYTES, _FILES)
     words = bytearray()
     while len(words) < int.from_bytes(length, "big"):
-        words += caller.recv(1 << 16)
+        if not (piece := caller.recv(1 << 16)):
+            os._exit(1)  # the caller was killed
+        words += piece
     process = os.fork()
     if process == 0:
         caller.close()
-        _process(json.loads(words), files)
+        _process(bytes(words), files)
     for file in files:
         os.close(file)
-    caller.sendall(process.to_bytes(_LENGTH_BYTES, "big"))
+    _tell(caller, process)
     ended = os.pidfd_open(process)
     if ended not in select.select([caller, ended], [], [])[0]:
-        os.kill(process, signal.SIGKILL)
+        os.kill(process, signal.SIGKILL)  # the caller was killed
     _, status = os.waitpid(process, 0)
-    with suppress(OSError):  # the caller was killed
-        caller.sendall(os.waitstatus_to_exitcode(status).to_bytes(_LENGTH_BYTES, "big", signed=True))
+    _tell(caller, os.waitstatus_to_exitcode(status))
     os._exit(0)
 
 
-def _process(wanted: dict[str, Any], files: list[int]) -> NoReturn:
-    import random
-    import runpy
+def _tell(caller: socket.socket, number: int) -> None:
+    with suppress(OSError):  # the caller was killed
+        caller.sendall(number.to_bytes(_NUMBER_BYTES, "big", signed=True))
 
-    os.setsid()  # Ray kills the whole group of a worker
-    for number, file in enumerate(files):
-        os.dup2(file, number)
-        os.close(file)
-    arguments, environment = wanted["arguments"], wanted["environment"]
-    os.environ.clear()
-    os.environ.update(environment)
-    _write_environment(environment)
-    os.chdir(wanted["cwd"])
-    random.seed()  # two processes with the same jitter would meet again and again
-    if torch := sys.modules.get("torch"):
-        torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", os.cpu_count())))  # read when it was imported
+
+def _process(words: bytes, files: list[int]) -> NoReturn:
+    """Be the process that a caller wants."""
     code = 1
     try:
-        if arguments[0] == "-m":
-            _write_arguments([sys.executable, *arguments])
-            sys.argv = arguments[1:]
-            sys.modules.pop(sys.argv[0], None)
-            runpy.run_module(sys.argv[0], run_name="__main__")
-        else:
-            sys.argv = arguments
-            sys.path.insert(0, os.path.dirname(sys.argv[0]))
-            runpy.run_path(sys.argv[0], run_name="__main__")
+        os.setsid()  # Ray kills the whole group of a worker
+        for number, file in enumerate(files):
+            os.dup2(file, number)
+            os.close(file)
+        _run(**json.loads(words))
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -172,21 +182,34 @@ def _process(wanted: dict[str, Any], files: list[int]) -> NoReturn:
         os._exit(code)
 
 
-def _write_arguments(arguments: list[str]) -> None:
-    """Write over the command line that others see of this process."""
-    _write_over(48, arguments)
+def _run(arguments: list[str], environment: dict[str, str], cwd: str) -> None:
+    import random
+    import runpy
 
-
-def _write_environment(environment: Mapping[str, str]) -> None:
-    """Write over the environment that others see of this process."""
+    os.environ.clear()  # and not item by item: titles that Ray gives would lie where the former environment did
+    os.environ.update(environment)
     _write_over(50, [f"{name}={value}" for name, value in environment.items()])
+    os.chdir(cwd)
+    random.seed()  # two processes with the same jitter would meet again and again
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", os.cpu_count())))  # read when it was imported
+    first = arguments[0]
+    if first.startswith("-m"):
+        module = first.removeprefix("-m")
+        _write_over(48, [sys.executable, "-m", module, *arguments[1:]])
+        sys.argv, sys.path[0] = [module, *arguments[1:]], cwd
+        sys.modules.pop(module, None)
+        runpy.run_module(module, run_name="__main__")
+    else:
+        sys.argv, sys.path[0] = arguments, os.path.dirname(first)
+        runpy.run_path(first, run_name="__main__")
 
 
 def _write_over(field: int, parts: list[str]) -> None:
-    """Write over a part of this process's memory.
+    """Write over what others see of this process: its command line, or its environment.
 
     Args:
-        field: of /proc/PID/stat, as its manual page counts: where the part begins. The next one is where it ends.
+        field: of /proc/PID/stat, as its manual page counts: where that begins. The next field is where it ends.
         parts: what to write.
     """
     import ctypes

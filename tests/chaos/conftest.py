@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.chaos.runs import Campaign, campaign, tiny_config
 from tests.chaos.table import ROWS, lines
-from tests.warm import actors
 
 
 @pytest.fixture(scope="package")
-def workers(warm: Path) -> dict[str, str]:
-    """Variables of a driver whose actors' processes are forked."""
-    return actors(warm)
-
-
-@pytest.fixture(scope="package")
-def lockstep(workers: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Campaign]:
+def lockstep(forked: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Campaign]:
     """A run of one trainer and two makers in lockstep, played once undisturbed; tests go on with it or begin again."""
     directory = tmp_path_factory.mktemp("lockstep")
-    with campaign(tiny_config(directory), directory, workers=workers) as made:
+    with campaign(tiny_config(directory), directory, environment=forked) as made:
         yield made
 
 

@@ -11,7 +11,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
@@ -37,8 +37,6 @@ class Stage:
     directory: Path
     """Of plans and the log."""
     forgets: Forgotten = ""
-    workers: Mapping[str, str] = field(default_factory=dict)
-    """Further variables by which the actors' processes are forked."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +115,7 @@ def _context() -> Any:
 
 
 def _flow(stage: Stage, parameters: dict[str, Any]) -> None:
-    os.environ.update({**stage.environment, **stage.workers})
+    os.environ.update(stage.environment)
     wire(stage.directory, stage.forgets)
     from flows.ppo import ppo
 
@@ -127,7 +125,7 @@ def _flow(stage: Stage, parameters: dict[str, Any]) -> None:
 def _obey(stage: Stage, run: PPORun, orders: Connection) -> None:
     from tasks.ppo import end_cluster
 
-    os.environ.update({**stage.environment, **stage.workers})
+    os.environ.update(stage.environment)
     wire(stage.directory, stage.forgets)
     doings: dict[str, Callable[..., Played]] = {"play": _play, "stand": _stand, "store the policy": _store_policy}
     try:

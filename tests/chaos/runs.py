@@ -180,7 +180,6 @@ def campaign(
     config: PipelineConfig,
     directory: Path,
     *,
-    workers: Mapping[str, str],
     environment: Mapping[str, str] | None = None,
     known: Campaign | None = None,
     repeats: bool = True,
@@ -191,8 +190,7 @@ def campaign(
     Args:
         config: of the run.
         directory: for all that it writes.
-        workers: variables of a driver whose actors' processes are forked; empty: they start as usual.
-        environment: further variables, such as those of another store.
+        environment: further variables, such as those of another store, or by which actors' processes are forked.
         known: the same run, whose undisturbed digests are these ones too; then it is not played.
         repeats: whether it comes to the same bits every time, as in lockstep; else nothing is played or compared.
         run_type: plans the run.
@@ -208,7 +206,6 @@ def campaign(
             **(environment or {}),
         },
         plans,
-        workers=workers,
     )
     with surroundings(stage):
         made = run_type(config, directory)

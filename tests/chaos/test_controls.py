@@ -20,9 +20,9 @@ def test_weights_differ_after_every_episode(lockstep: Campaign) -> None:
     assert len(set(lockstep.digests)) == lockstep.config.ppo.episodes
 
 
-def test_another_seed_gives_other_weights(lockstep: Campaign, tmp_path: Path) -> None:
+def test_another_seed_gives_other_weights(lockstep: Campaign, forked: dict[str, str], tmp_path: Path) -> None:
     lockstep.driver.end()
-    with campaign(tiny_config(tmp_path, seed=1), tmp_path, workers=lockstep.stage.workers) as other:
+    with campaign(tiny_config(tmp_path, seed=1), tmp_path, environment=forked) as other:
         assert not {*other.digests, other.policy} & {*lockstep.digests, lockstep.policy}
 
 

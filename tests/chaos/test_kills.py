@@ -40,21 +40,21 @@ TWO_TRAINERS = seeded(("second rank",))
 
 
 @pytest.fixture(scope="module")
-def one_maker(lockstep: Campaign, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Campaign]:
+def one_maker(
+    lockstep: Campaign, forked: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Campaign]:
     """The same run with one process less: the numbers depend on no maker."""
     lockstep.driver.end()
     directory = tmp_path_factory.mktemp("solo")
-    with campaign(
-        tiny_config(directory, cluster__num_makers=1), directory, known=lockstep, workers=lockstep.stage.workers
-    ) as made:
+    with campaign(tiny_config(directory, cluster__num_makers=1), directory, known=lockstep, environment=forked) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
-def two_trainers(lockstep: Campaign, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Campaign]:
+def two_trainers(forked: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Campaign]:
     directory = tmp_path_factory.mktemp("two")
     config = tiny_config(directory, strategy="ddp", num_trainers=2, train_batch_size=4, cluster__num_makers=1)
-    with campaign(config, directory, workers=lockstep.stage.workers) as made:
+    with campaign(config, directory, environment=forked) as made:
         yield made
 
 

@@ -40,7 +40,7 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Campaign]:
         "ppo.micro_batch_size": 16,
     }
     config = resolve("quickstart", episodes=EPISODES, overrides=overrides)
-    with campaign(config, tmp_path_factory.mktemp("smollm2"), repeats=False, run_type=FromTheBase, workers={}) as made:
+    with campaign(config, tmp_path_factory.mktemp("smollm2"), repeats=False, run_type=FromTheBase) as made:
         yield made
 
 

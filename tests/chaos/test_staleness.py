@@ -34,7 +34,7 @@ AIMS = _aims()
 
 
 @pytest.fixture(scope="module")
-def ahead(lockstep: Campaign, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Campaign]:
+def ahead(lockstep: Campaign, forked: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Campaign]:
     lockstep.driver.end()
     directory = tmp_path_factory.mktemp("ahead")
     config = tiny_config(
@@ -45,7 +45,7 @@ def ahead(lockstep: Campaign, tmp_path_factory: pytest.TempPathFactory) -> Itera
         chunk_size=2,
         train_batch_size=4,
     )
-    with campaign(config, directory, repeats=False, workers=lockstep.stage.workers) as made:
+    with campaign(config, directory, repeats=False, environment=forked) as made:
         yield made
 
 

@@ -24,9 +24,12 @@ DEED_TIMEOUT_S = 600.0
 
 
 @pytest.fixture(scope="module")
-def on_seaweed(lockstep: Campaign, seaweed: Seaweed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Campaign]:
+def on_seaweed(
+    lockstep: Campaign, forked: dict[str, str], seaweed: Seaweed, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Campaign]:
     directory = tmp_path_factory.mktemp("seaweed")
     environment = {
+        **forked,
         "RLHF_STORE_URL": f"s3://{seaweed.bucket}/chaos",
         "RLHF_S3_ENDPOINT_URL": seaweed.endpoint_url,
         "RLHF_S3_ACCESS_KEY": seaweed.access_key,
@@ -34,9 +37,7 @@ def on_seaweed(lockstep: Campaign, seaweed: Seaweed, tmp_path_factory: pytest.Te
         "RLHF_S3_REGION": "us-east-1",
     }
     lockstep.driver.end()
-    with campaign(
-        lockstep.config, directory, environment=environment, known=lockstep, workers=lockstep.stage.workers
-    ) as made:
+    with campaign(lockstep.config, directory, environment=environment, known=lockstep) as made:
         yield made
 
 
@@ -73,14 +74,16 @@ def test_a_store_that_is_away_for_half_a_minute_delays_a_run(
 
 
 @pytest.fixture(scope="module")
-def on_a_small_disk(lockstep: Campaign, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Campaign]:
+def on_a_small_disk(
+    lockstep: Campaign, forked: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Campaign]:
     if os.geteuid():
         pytest.skip("only root can mount a small disk")
     directory = tmp_path_factory.mktemp("disk")
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "chaos", directory], check=True)
     try:
         lockstep.driver.end()
-        with campaign(lockstep.config, directory, known=lockstep, workers=lockstep.stage.workers) as made:
+        with campaign(lockstep.config, directory, environment=forked, known=lockstep) as made:
             yield made
     finally:
         subprocess.run(["umount", "--lazy", directory], check=True)  # this process holds locks of the cache there

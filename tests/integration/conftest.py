@@ -11,23 +11,19 @@ from tests.integration.behind_proxies import proxy_of_store
 from tests.integration.equality import ROWS, lines
 from tests.integration.flaky_proxy import FlakyProxy, flaky_proxy
 from tests.integration.local_stack import LocalStack, run_beside_usual_ports
-from tests.warm import actors
 
 
 @pytest.fixture(scope="session")
-def stack(tmp_path_factory: pytest.TempPathFactory, warm: Path) -> Iterator[LocalStack]:
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
     """A whole local stack for the session, brought up while the usual ports are occupied; do not take it down."""
     with run_beside_usual_ports(tmp_path_factory.mktemp("stack")) as running:
-        running.fork_flows(warm)
         yield running
 
 
 @pytest.fixture(scope="module")
-def warm_actors(warm: Path) -> Iterator[None]:
-    """Have the actors of clusters that tests connect to run in forked processes."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in actors(warm).items():
-            patch.setenv(name, value)
+def forked_flows(stack: LocalStack, warm: Path) -> Iterator[None]:
+    """Have the stack's flows and their actors run in forked processes; elsewhere they start as in production."""
+    with stack.forked_flows(warm):
         yield
 
 

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,7 +26,7 @@ from infra.services import prefect_api, processes
 from infra.services.state import StackState
 from infra.services.worker import WORK_POOL
 from infra.settings import CHECKOUT, inherited_environment, read_env_file
-from tests.warm import actors, python
+from tests.warm import forking_python, with_forked_actors
 
 T = TypeVar("T")
 S = TypeVar("S", bound="LocalStack")
@@ -172,18 +173,26 @@ class LocalStack:
         assert result.returncode == 0, result.stdout + result.stderr
         return result.stdout
 
-    def fork_flows(self, warm: Path) -> None:
-        """Have flows forked from now on, and their actors.
+    @contextmanager
+    def forked_flows(self, warm: Path) -> Iterator[None]:
+        """Have flows, and their actors, forked from a server's process.
+
+        What a flow forgets to import, and what it costs to import it, is not seen then.
 
         Args:
-            warm: address of the server that forks them.
+            warm: address of the server.
         """
         path = f"/work_pools/{WORK_POOL}"
-        template = prefect_api.call(self.api_url, "GET", path)["base_job_template"]
-        variables = template["variables"]["properties"]
-        variables["command"]["default"] = f"{python(warm)} -m prefect.engine"
-        variables["env"]["default"] = actors(warm)
-        prefect_api.call(self.api_url, "PATCH", path, {"base_job_template": template})
+        usual = prefect_api.call(self.api_url, "GET", path)["base_job_template"]
+        forking = deepcopy(usual)
+        variables = forking["variables"]["properties"]
+        variables["command"]["default"] = f"{forking_python(warm)} -mprefect.engine"
+        variables["env"]["default"] = with_forked_actors(warm)
+        prefect_api.call(self.api_url, "PATCH", path, {"base_job_template": forking})
+        try:
+            yield
+        finally:
+            prefect_api.call(self.api_url, "PATCH", path, {"base_job_template": usual})
 
     def pids(self) -> dict[str, int]:
         """Return the process of each service that runs."""

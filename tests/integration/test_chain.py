@@ -20,7 +20,7 @@ from infra.services.automations import RESTARTING
 from tests.integration.local_stack import LocalStack, read_json, wait_for
 from tests.tiny_llama import write_tiny_llama
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("forked_flows")]
 
 EPISODES = 3
 MADE_ONCE = ("dataset", "sft", "reward-model", "ppo-state", "policy", "evaluation")

@@ -19,7 +19,7 @@ from infra.settings import settings
 from tests.integration.local_stack import LocalStack
 from tests.tiny_llama import write_tiny_llama
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("forked_flows")]
 
 SMALL = {
     "ppo.prompts_per_episode": 8,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ from tests.unit.coati.ppo_trainers import reward_model
 from tests.unit.coati.script.brief_llama import brief_llama
 
 pytestmark = [
-    pytest.mark.usefixtures("warm_actors", "on_a_cluster"),
     pytest.mark.integration,
     pytest.mark.parallel,
     pytest.mark.timeout(1800),
@@ -68,11 +68,11 @@ BATCH = 200
 PROMPTS = [f"{number % 10}+{number % 7}" for number in range(BATCH)]
 
 
-@pytest.fixture(scope="module")
-def on_a_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+@pytest.fixture(scope="module", autouse=True)
+def on_a_cluster(tmp_path_factory: pytest.TempPathFactory, forked: dict[str, str]) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("here"))  # a relative path is one of the actor's, which stands where we did
-        with cluster(tmp_path_factory.mktemp("clusters")):
+        with patch.dict(os.environ, forked), cluster(tmp_path_factory.mktemp("clusters")):
             yield
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import ray
@@ -18,7 +20,7 @@ from rlhf_core.training.callbacks import TrainerCallback
 from rlhf_core.types import Experience
 from tests.integration.detached_models import actor, batches, cluster, end, maker, notes, run
 
-pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("warm_actors", "on_a_cluster")]
+pytestmark = pytest.mark.integration
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "detached.md"
 TEXTS = [f"{number}+{number}" for number in range(8)]  # of one length: no padding
@@ -46,9 +48,9 @@ class Shares(TrainerCallback):
             file.write(f'{{"share": {(drawn < LIKED).float().mean().item()}, "loss": {metrics["loss"]}}}\n')
 
 
-@pytest.fixture(scope="module")
-def on_a_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with cluster(tmp_path_factory.mktemp("clusters")):
+@pytest.fixture(scope="module", autouse=True)
+def on_a_cluster(tmp_path_factory: pytest.TempPathFactory, forked: dict[str, str]) -> Iterator[None]:
+    with patch.dict(os.environ, forked), cluster(tmp_path_factory.mktemp("clusters")):
         yield
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import ray
@@ -38,7 +40,7 @@ from tests.integration.detached_models import (
 )
 from tests.unit.coati.ppo_trainers import demonstrations, record_stats, trainer
 
-pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("warm_actors", "on_a_cluster")]
+pytestmark = pytest.mark.integration
 
 LR = 1e-3
 FIT = (20, 4, 3)
@@ -49,9 +51,9 @@ GROUPS = OPTIONS.model_copy(
 COMBINED = {"options": GROUPS, "ptx_coef": 0.3, "accumulation_steps": 3}
 
 
-@pytest.fixture(scope="module")
-def on_a_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with cluster(tmp_path_factory.mktemp("clusters")):
+@pytest.fixture(scope="module", autouse=True)
+def on_a_cluster(tmp_path_factory: pytest.TempPathFactory, forked: dict[str, str]) -> Iterator[None]:
+    with patch.dict(os.environ, forked), cluster(tmp_path_factory.mktemp("clusters")):
         yield
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import ray
@@ -33,15 +35,15 @@ from tests.integration.detached_models import (
 from tests.parallel.processes import free_port
 from tests.unit.coati.ppo_trainers import record_stats, trainer
 
-pytestmark = [pytest.mark.integration, pytest.mark.parallel, pytest.mark.usefixtures("warm_actors", "on_a_cluster")]
+pytestmark = [pytest.mark.integration, pytest.mark.parallel]
 
 LR = 1e-3
 TRAINERS = ["trainer_0", "trainer_1"]
 
 
-@pytest.fixture(scope="module")
-def on_a_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with cluster(tmp_path_factory.mktemp("clusters")):
+@pytest.fixture(scope="module", autouse=True)
+def on_a_cluster(tmp_path_factory: pytest.TempPathFactory, forked: dict[str, str]) -> Iterator[None]:
+    with patch.dict(os.environ, forked), cluster(tmp_path_factory.mktemp("clusters")):
         yield
 
 

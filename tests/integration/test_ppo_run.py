@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import ray
@@ -21,7 +23,7 @@ from tasks.results import EpisodeResult, Parent
 from tests.integration.ppo_runs import TINY_RUN, Run, kill_when, on_a_cluster
 from tests.tiny_llama import write_tiny_llama
 
-pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("warm_actors")]
+pytestmark = pytest.mark.integration
 
 EPISODES = 3
 
@@ -42,9 +44,9 @@ def config(model: Path) -> PipelineConfig:
 
 
 @pytest.fixture(scope="module")
-def run(config: PipelineConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+def run(config: PipelineConfig, forked: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """The run, and its cluster, on which all tests play it."""
-    with on_a_cluster(config, tmp_path_factory.mktemp("run")) as made:
+    with patch.dict(os.environ, forked), on_a_cluster(config, tmp_path_factory.mktemp("run")) as made:
         yield made
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import ray
@@ -20,7 +21,7 @@ from rlhf_core.weights import Publication, Publisher, Subscriber, WeightsError
 from tests.integration.cluster_processes import wait_until_nothing_is_left
 from tests.unit.weights.published import held, models, weights
 
-pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("warm_actors")]
+pytestmark = pytest.mark.integration
 
 WAIT_S = 120.0
 WIDTH = 10_000
@@ -85,11 +86,12 @@ def asked(reference: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def makers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Any]]:
+def makers(forked: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Any]]:
     directory: Path = tmp_path_factory.mktemp("clusters")
     manifest = lease_cluster(CLUSTER, directory=directory, num_cpus=1, object_store_mb=80)
     try:
-        connect(manifest)
+        with patch.dict(os.environ, forked):
+            connect(manifest)
         yield [Maker.options(num_cpus=0).remote() for _ in range(2)]  # type: ignore[attr-defined]
     finally:
         disconnect()

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import ray
@@ -18,16 +19,16 @@ from tests.integration.rollout_reference import Reference, alone
 from tests.integration.rollout_runs import WAIT_S, cluster, config, rollout_run
 from tests.parallel.ranks import run_on_ranks
 
-pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("warm_actors", "on_a_cluster")]
+pytestmark = pytest.mark.integration
 
 LR = 1e-3
 LOSSES = ("actor_loss", "critic_loss")
 
 
-@pytest.fixture(scope="module")
-def on_a_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+@pytest.fixture(scope="module", autouse=True)
+def on_a_cluster(tmp_path_factory: pytest.TempPathFactory, forked: dict[str, str]) -> Iterator[None]:
     torch.set_num_threads(1)
-    with cluster(tmp_path_factory.mktemp("rollouts")):
+    with patch.dict(os.environ, forked), cluster(tmp_path_factory.mktemp("rollouts")):
         yield
 
 

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 import pytest
@@ -27,7 +28,7 @@ from tasks.results import Parent, StageResult
 from tasks.supervised import train_reward_model, train_sft
 from tests.tiny_llama import write_tiny_llama
 
-pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("warm_actors")]
+pytestmark = pytest.mark.integration
 
 LR = 1e-3
 NOISE = {"bias", "score_mean"}
@@ -40,12 +41,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ArtifactStore]:
+def store(tmp_path: Path, forked: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[ArtifactStore]:
     """A store, in a home of whose stages nothing is left behind."""
     (tmp_path / "store").mkdir()
     monkeypatch.setenv("RLHF_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("RLHF_STORE_URL", f"file://{tmp_path}/store")
-    yield open_default_store()
+    with patch.dict(os.environ, forked):
+        yield open_default_store()
     deadline = time.monotonic() + 5  # the watchdog says that all is gone, and then goes
     while processes_of(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from itertools import combinations
 from pathlib import Path
+from unittest.mock import patch
 
 import psutil
 import pytest
@@ -39,7 +40,7 @@ from tests.unit.coati.roles.reference import (
     write_inputs,
 )
 
-pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("warm_actors")]
+pytestmark = pytest.mark.integration
 
 CPUS = 6 + 2
 RLHF = str(Path(sys.executable).parent / "rlhf")
@@ -50,10 +51,10 @@ CLOSE = {"rel": 1e-4, "abs": 1e-5}
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterManifest]:
+def cluster(forked: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterManifest]:
     """Two nodes and one logical GPU, which four models cannot have one each of."""
     directory = tmp_path_factory.mktemp("clusters")
-    with as_users_start_them():
+    with as_users_start_them(), patch.dict(os.environ, forked):
         manifest = lease_cluster("roles", directory=directory, num_cpus=6, num_gpus=1, object_store_mb=100)
         try:
             add_node(manifest, num_cpus=2)

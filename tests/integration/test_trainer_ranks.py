@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from tasks.ppo_group import TRAINER
 from tests.integration.ppo_runs import Run, kill_when, on_a_cluster
 from tests.tiny_llama import write_tiny_llama
 
-pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("warm_actors")]
+pytestmark = pytest.mark.integration
 
 PEER = "trainer-1"
 LR = 1e-3
@@ -63,8 +65,8 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> PipelineConfig:
 
 
 @pytest.fixture(scope="module")
-def run(config: PipelineConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    with on_a_cluster(config, tmp_path_factory.mktemp("run")) as made:
+def run(config: PipelineConfig, forked: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    with patch.dict(os.environ, forked), on_a_cluster(config, tmp_path_factory.mktemp("run")) as made:
         yield made
 
 

@@ -22,7 +22,7 @@ from tests.integration.local_stack import PROGRAMS, LocalStack, running, turn, u
 from tests.night.books import Books, balance, read_champion
 from tests.night.notes import Note
 from tests.night.sites import Site, Start, deployments, make_sites, runs_of, switch_off, switch_on
-from tests.warm import python, warm_processes
+from tests.warm import forking_python, warm_processes
 
 T = TypeVar("T")
 Victim = Literal["flow", "server", "worker", "store"]
@@ -96,7 +96,7 @@ class Year:
             site.write_data(time.time())
         file = self.stack.home / "night.yaml"
         every = {site.name: starts.get(site.name, Start()) for site in self.sites}
-        file.write_text(deployments(self.sites, every, f"{python(self.warm)} -m prefect.engine"))
+        file.write_text(deployments(self.sites, every, f"{forking_python(self.warm)} -mprefect.engine"))
         self.stack.deploy_tiny_flows(CHECKOUT, str(file))
         for site in self.sites:
             switch_on(self.stack.api_url, site)
@@ -107,7 +107,7 @@ class Year:
         worker = self.stack.service("worker")
         assert worker is not None
         told = {name: value for name, value in worker.environ().items() if name != processes.STACK_VARIABLE}
-        self._stack_of_warmth.enter_context(warm_processes(self.warm, "tests.night.warm", told))
+        self._stack_of_warmth.enter_context(warm_processes(self.warm, "tests.night.imports", told))
 
     def cool_down(self) -> None:
         """End it."""

@@ -47,6 +47,14 @@ class Round(NamedTuple):
     """Of each optimizer step; what concerns the actor is 0."""
 
 
+class Learnt(NamedTuple):
+    """What a round was learnt from, and what it came to."""
+
+    samples: list[Sample]
+    actor: list[PPOStats]
+    critic: list[PPOStats]
+
+
 @dataclass
 class Outcome:
     """What a run leaves behind, besides its files."""
@@ -139,31 +147,30 @@ class RoundLearner:
     def __init__(self, groups: Groups) -> None:
         self.position = Position()
         self._groups = groups
-        self._made: list[Any] = []
+        self._made: dict[Any, str] = {}
 
     @property
     def has_begun(self) -> bool:
         """Whether a round's experience is taken in, and not learnt yet."""
         return bool(self._made)
 
-    def begin(self, collected: dict[Any, str], _: Sequence[Sample], /) -> None:
-        """Take in the references of a round's experience."""
-        self._made = list(collected)
+    def begin(self, made: dict[Any, str], _: Sequence[Sample], /) -> None:
+        """Take in a round's experience: references, and who made each. Nobody has handed over the samples yet."""
+        self._made = made
 
-    def learn(self, _passes: int) -> list[list[PPOStats]]:
-        """Have it learnt, as often as the flags say; return the actor's steps, and the critic's."""
+    def learn(self, _passes: int) -> list[Learnt]:
+        """Have it learnt, as often as each process was told at its start."""
         actor, critic = self._groups.actor, self._groups.critic
-        calls = [
-            call
-            for group in (actor, critic)
-            for call in group.async_learn_on_experiences(self._made, self.position.episode)
-        ]
+        number = self.position.episode
+        calls = [call for each in (actor, critic) for call in each.async_learn_on_experiences([*self._made], number)]
         found = self._groups.answers(dict(zip(calls, actor.names + critic.names, strict=True)), "to learn")
-        return [found[0], found[actor.world_size]]
+        collected: list[MadeArrays] = self._groups.answers(self._made, "to hand over experience")
+        samples = [sample for each in collected for sample in each.samples]
+        return [Learnt(samples, found[0], found[actor.world_size])]
 
     def finish(self) -> None:
         """Forget the round."""
-        self._made = []
+        self._made = {}
         self.position.episode += 1
 
 
@@ -176,20 +183,17 @@ def run_rounds(args: Namespace, groups: Groups, tell: Tell) -> list[Round]:
     steps = range(args.num_episodes * args.max_timesteps)
     starts = steps[:: args.update_timesteps]
     rounds: list[Round] = []
-    started, samples = 0.0, list[Sample]()
+    began = [time.monotonic()]
 
     def collect(number: int) -> Collected:
-        nonlocal started, samples
-        started = time.monotonic()
         due = steps[starts[number] :][: args.update_timesteps]
-        made = _assembled(groups, _composed(groups, due, number))
-        found: list[MadeArrays] = groups.answers(made, "to hand over experience")
-        samples = [sample for each in found for sample in each.samples]
-        return Collected(made, samples)
+        return Collected(_assembled(groups, _composed(groups, due, number)), [])
 
-    def keep(number: int, learnt: Sequence[list[PPOStats]]) -> None:
-        done = Round(number, len(samples), *learnt)
-        tell(_line(done, samples, len(starts), time.monotonic() - started))
+    def keep(number: int, learnt: Sequence[Learnt]) -> None:
+        [(samples, actor, critic)] = learnt
+        done = Round(number, len(samples), actor, critic)
+        began.append(time.monotonic())
+        tell(_line(done, samples, len(starts), began[-1] - began[-2]))
         rounds.append(done)
 
     Loop(RoundLearner(groups), collect=collect, keep=keep).run(len(starts), args.max_epochs)

@@ -115,7 +115,7 @@ def test_a_random_batch_has_no_row_twice_and_is_another_each_time_and_the_same_f
     assert drawn(0) == first != drawn(1)
 
 
-def test_a_torch_loader_deals_the_buffer() -> None:
+def test_a_torch_loader_gives_the_buffer() -> None:
     buffer = NaiveExperienceBuffer(sample_batch_size=2)
     buffer.append(experience(rows=4, prompt=2, actions=2, start=0))
     loader = torch.utils.data.DataLoader(buffer, batch_size=2, collate_fn=buffer.collate_fn)  # type: ignore[arg-type, var-annotated]

@@ -57,7 +57,7 @@ def test_a_pass_that_cannot_be_shared_evenly_passes_over_up_to_a_batch_of_each_r
     assert not {*first} & {*rest}
 
 
-def test_samples_that_were_dealt_twice_to_fill_up_a_pass_are_not_missed_by_fewer_ranks() -> None:
+def test_samples_that_were_given_twice_to_fill_up_a_pass_are_not_missed_by_fewer_ranks() -> None:
     stood = [loader(rank, 2, rows=7) for rank in range(2)]  # four each: one of the seven is given twice
     for each in stood:
         given(each, 2)
@@ -75,7 +75,7 @@ def test_a_pass_that_others_have_begun_is_gone_on_with() -> None:
     assert ours.state().facts["pass"] == -1
 
 
-def test_data_with_fewer_samples_than_were_dealt_are_other_data() -> None:
+def test_data_with_fewer_samples_than_were_given_are_other_data() -> None:
     stood = loader(0, 1)
     given(stood, 12)
     ours = loader(0, 2, rows=8)

@@ -2,8 +2,6 @@
 
 # ruff: noqa: F401 - imported for those that are forked
 
-import sys
-
 import transformers.models.auto.modeling_auto
 import transformers.models.llama.modeling_llama
 
@@ -12,5 +10,3 @@ import rlhf_core.models.lora
 import rlhf_core.ppo.learner
 import rlhf_core.rollout.experience
 import tasks.ppo_models
-
-assert "ray" not in sys.modules

@@ -113,6 +113,7 @@ def _number(server: socket.socket) -> int:
 def serve(address: str, imported: str) -> None:
     """Fork a process for everyone who calls, until this process is ended."""
     importlib.import_module(imported)
+    assert "ray" not in sys.modules
     gc.freeze()  # what all share is not looked through, and so not copied, each time one collects its garbage
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody is waited for here
     with socket.socket(socket.AF_UNIX) as listener:

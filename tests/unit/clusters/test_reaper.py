@@ -1,5 +1,6 @@
 import os
 import secrets
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -80,7 +81,8 @@ def test_a_process_that_ignores_sigterm_ends_all_the_same(
 def test_a_stopped_process_ends_all_the_same(start: Start, manifest: ClusterManifest, tmp_path: Path) -> None:
     process = start(SLEEP, manifest.mark)
     assert _line(process) == "up"
-    psutil.Process(process.pid).suspend()
+    process.send_signal(signal.SIGSTOP)
+    os.waitpid(process.pid, os.WUNTRACED)  # until it has stopped: of two signals that wait, the lower one comes first
     end_cluster(tmp_path / "night.json", manifest)
     assert process.wait(timeout=10) == -9
 

@@ -47,6 +47,10 @@ _TIMES = ("before it began", "once", "twice", "three times")
 """In the names of automations. A server knows its automations by name, so the word stays; it counts starts."""
 _RESTART = "A crashed run is started again"
 _END = "A run that crashes again and again is given up"
+_NOT_STARTED_AGAIN = {
+    "type": "CRASHED",
+    "message": "The run crashed, and the local stack was ended before it was started again.",
+}
 
 
 def wanted(*, lost_after_s: float = LOST_AFTER_S, quiet_s: float = QUIET_S) -> list[dict[str, Any]]:
@@ -147,16 +151,7 @@ def catch_up(api_url: str, *, server_began: float) -> list[str]:
     found = {each["name"]: each for each in _found(api_url) if each["enabled"]}
     if not found:
         return []
-    oldest = min(each["created"] for each in found.values())
-    began = datetime.fromtimestamp(server_began, UTC).isoformat()
-    filters = {
-        "flow_runs": {
-            "state": {"name": {"any_": ["Crashed", RESTARTING]}},
-            "end_time": {"after_": oldest, "before_": began},
-        },
-        "deployments": {"tags": {"all_": [RESUMES]}},
-    }
-    runs = prefect_api.flow_runs(api_url, filters)
+    runs = _crashed(api_url, found, before_s=server_began)
     restart = found.get(_RESTART)
     waiting = [run for run in runs if run["state"]["name"] == RESTARTING and _is_older(restart, run["state"])]
     done = []
@@ -169,6 +164,16 @@ def catch_up(api_url: str, *, server_began: float) -> list[str]:
             _set_state(api_url, run, _state_of(restart))  # its trigger has not heard of them
             done.append(str(run["name"]))
     return done
+
+
+def _crashed(api_url: str, found: dict[str, Any], *, before_s: float) -> list[dict[str, Any]]:
+    """Return the runs that have crashed since the first of our automations was there, and before a time."""
+    ended = {
+        "after_": min(each["created"] for each in found.values()),
+        "before_": datetime.fromtimestamp(before_s, UTC).isoformat(),
+    }
+    where = {"state": {"name": {"any_": ["Crashed", RESTARTING]}}, "end_time": ended}
+    return prefect_api.flow_runs(api_url, {"flow_runs": where, "deployments": {"tags": {"all_": [RESUMES]}}})
 
 
 def _still_waiting(api_url: str, runs: list[dict[str, Any]], *, quiet_s: float) -> Iterator[dict[str, Any]]:
@@ -222,22 +227,38 @@ def _is_older(automation: Any, crash: dict[str, Any]) -> bool:
     return datetime.fromisoformat(automation["created"]) < datetime.fromisoformat(crash["timestamp"])
 
 
-def remove(api_url: str) -> None:
-    """Remove our automations, and let no run wait for them; one that a person switched off stays.
+def remove(api_url: str) -> dict[str, Any]:
+    """Remove our automations, let no run wait for them, and return them by name; one that a person switched off stays.
 
     Raises:
         ServiceError: if the server does not answer, or refuses.
     """
-    for each in _found(api_url):
-        if each["enabled"]:
-            prefect_api.call(api_url, "DELETE", f"/automations/{each['id']}")
-    waiting = {"flow_runs": {"state": {"name": {"any_": [RESTARTING]}}}}
-    state = {
-        "type": "CRASHED",
-        "message": "The run crashed, and the local stack was ended before it was started again.",
-    }
-    for run in prefect_api.flow_runs(api_url, waiting):
-        _set_state(api_url, run, state)
+    removed = {each["name"]: each for each in _found(api_url) if each["enabled"]}
+    for each in removed.values():
+        prefect_api.call(api_url, "DELETE", f"/automations/{each['id']}")
+    for run in prefect_api.flow_runs(api_url, {"flow_runs": {"state": {"name": {"any_": [RESTARTING]}}}}):
+        _set_state(api_url, run, _NOT_STARTED_AGAIN)
+    return removed
+
+
+def give_up(api_url: str, removed: dict[str, Any]) -> None:
+    """Say of each run that crashed and is not seen to by automations any more that it is not started again.
+
+    A crash may be told just before they are removed, or later, as the runs are ended. Call this when nobody tells of
+    crashes any more.
+
+    Args:
+        api_url: the Prefect server's.
+        removed: as `remove` returned them.
+
+    Raises:
+        ServiceError: if the server does not answer, or refuses.
+    """
+    for run in _crashed(api_url, removed, before_s=time.time()) if removed else []:
+        restarting = run["state"]["name"] == RESTARTING  # an automation was at work when it was removed
+        state = _NOT_STARTED_AGAIN if restarting else _due(api_url, run, removed)
+        if state:
+            _set_state(api_url, run, _NOT_STARTED_AGAIN if state.get("name") == RESTARTING else state)
 
 
 def faults(api_url: str) -> list[str]:

@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 import psutil
 
@@ -38,10 +39,11 @@ def down(settings: Settings, report: Report) -> int:
     with locked(settings.home, report):
         state = StackState.load(settings.home)
         live = {name: process for name, record in state.services.items() if (process := record.process())}
+        removed: dict[str, Any] = {}
         if "server" in live:
             with suppress(ServiceError):  # a run that is ended here would be started again; `up` installs them again
-                automations.remove(f"{state.services['server'].address}/api")
-        _end_runs(state, live, report)
+                removed = automations.remove(f"{state.services['server'].address}/api")
+        _end_runs(state, live, removed, report)
         for name, process in live.items():
             if is_live(process):
                 report(f"ending the {name}")
@@ -63,8 +65,15 @@ def remove_sockets(state: StackState) -> None:
     state.socket_dir = None
 
 
-def _end_runs(state: StackState, live: dict[str, psutil.Process], report: Report) -> None:
-    """End flow runs before the worker, and the worker before the server, so that the server hears how they ended."""
+def _end_runs(state: StackState, live: dict[str, psutil.Process], removed: dict[str, Any], report: Report) -> None:
+    """End flow runs before the worker, and the worker before the server, so that the server hears how they ended.
+
+    Args:
+        state: of the stack.
+        live: its services.
+        removed: the automations that would have started crashed runs again.
+        report: takes a line for each thing that is done.
+    """
     if flows := runs.engines(state.id):
         report(f"ending {len(flows)} flow run{'s' if len(flows) > 1 else ''}")
         processes.end(flows, grace_s=_RUNS_GRACE_S)
@@ -73,8 +82,10 @@ def _end_runs(state: StackState, live: dict[str, psutil.Process], report: Report
         _end(processes.tree(worker), _SERVICES_GRACE_S)
     _await_clusters(state, list(live.values()), report)
     if "server" in live:
+        api_url = f"{state.services['server'].address}/api"
         with suppress(ServiceError):  # a broken server must not keep us from ending it
-            for settled in runs.settle_lost_runs(f"{state.services['server'].address}/api", for_good=True):
+            automations.give_up(api_url, removed)
+            for settled in runs.settle_lost_runs(api_url, for_good=True):
                 report(settled)
 
 

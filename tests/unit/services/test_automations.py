@@ -329,3 +329,30 @@ def test_a_server_without_automations_is_let_be(monkeypatch: pytest.MonkeyPatch)
     server.automations.clear()
     monkeypatch.setattr(prefect_api, "call", server.call)
     assert automations.catch_up(URL, server_began=BEGAN) == []
+
+
+NOT_AGAIN = "The run crashed, and the local stack was ended before it was started again."
+
+
+@pytest.mark.parametrize(
+    ("states", "starts", "becomes", "says"),
+    [
+        (["Running", "Crashed"], 1, [("CRASHED", None)], NOT_AGAIN),
+        (["Running", "Crashed", "Restarting"], 1, [("CRASHED", None)], NOT_AGAIN),
+        (["Running", "Crashed"], 4, [("FAILED", None)], "The run crashed in start 4 and is not started again"),
+        (["Running", "Crashed", "Restarting", "Scheduled", "Crashed"], 1, [], ""),
+        (["Running", "Completed"], 1, [], ""),
+    ],
+)
+def test_what_crashed_while_automations_were_removed_says_that_it_is_not_started_again(
+    monkeypatch: pytest.MonkeyPatch, states: list[str], starts: int, becomes: list[tuple[str, str | None]], says: str
+) -> None:
+    server = CrashedRuns(*states, starts=starts)
+    monkeypatch.setattr(prefect_api, "call", server.call)
+    removed = {each["name"]: each for each in server.automations}
+    automations.give_up(URL, removed)
+    assert server.set == becomes
+    assert not says or server.message.startswith(says)
+    server.set.clear()
+    automations.give_up(URL, {})
+    assert server.set == []

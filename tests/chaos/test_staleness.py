@@ -6,6 +6,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Iterator
+from itertools import zip_longest
 from typing import Any
 
 import pytest
@@ -27,7 +28,9 @@ ACCOUNTS = ("learnt", "dropped", "lost", "out", "waiting")
 def _aims() -> list[Aim]:
     aims = [Aim(VICTIMS[place % len(VICTIMS)], phase) for place, phase in enumerate(PHASES)]
     random.Random(SEED).shuffle(aims)
-    return aims
+    # In turn: a maker that dies four times and makes nothing in between is given up, and a new trainer counts anew.
+    by_victim = [[aim for aim in aims if aim.victim == victim] for victim in VICTIMS]
+    return [aim for turn in zip_longest(*by_victim) for aim in turn if aim]
 
 
 AIMS = _aims()

@@ -36,8 +36,8 @@ FIRST = (
     "test_train_prompts_on_ray",
 )
 """Files of minutes: a worker that met one of them last would keep the other waiting. In this order one worker has most
-of the files that share a stack, and the other those that need none. A worker is given its next
-file as soon as it has two tests left: a file that shall have a worker to itself for minutes needs three."""
+of the files that share a stack, and the other those that need none. A worker is given its next file as soon as it has
+two tests left: a file that shall have a worker to itself for minutes needs three."""
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -255,8 +255,8 @@ def give_up(api_url: str, removed: dict[str, Any]) -> None:
         ServiceError: if the server does not answer, or refuses.
     """
     for run in _crashed(api_url, removed, before_s=time.time()) if removed else []:
-        restarting = run["state"]["name"] == RESTARTING  # an automation was at work when it was removed
-        state = _NOT_STARTED_AGAIN if restarting else _due(api_url, run, removed)
+        # one that is `Restarting` was told so by an automation that was at work when it was removed
+        state = run["state"] if run["state"]["name"] == RESTARTING else _due(api_url, run, removed)
         if state:
             _set_state(api_url, run, _NOT_STARTED_AGAIN if state.get("name") == RESTARTING else state)
 

@@ -148,6 +148,7 @@ def test_down_ends_a_run_its_live_cluster_and_all_else_and_data_are_kept(own_sta
     assert own_stack.state.ports == before | usual, "the usual ports are taken back, all others stay"
     assert f"127.0.0.1:{own_stack.state.ports['prefect']}/" in own_stack.env_file.read_text()
     assert own_stack.run_state(run) == "CRASHED"
+    assert "ended with the local stack" in own_stack.message(run) or "local stack was ended" in own_stack.message(run)
     store = own_stack.store(tmp_path / "cache")
     assert store.read_bytes(store.resolve("dataset/kept@1"), "rows") == b"1"
 

@@ -2,6 +2,8 @@
 BIN := .venv/bin
 PYTEST_ARGS ?=
 export PYTHON
+# Hundreds of processes import the same packages: without bytecode on disk each compiles them anew, which doubles its start.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup run test test-fast test-parallel test-s3 test-clusters test-night test-outages chaos test-gpu check fmt lint types bench
 

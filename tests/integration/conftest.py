@@ -20,6 +20,17 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
         yield running
 
 
+@pytest.fixture(scope="session")
+def own_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
+    """A stack whose services may be stopped and killed, and whose password may change; each test leaves it up.
+
+    Nobody takes the port of a server that was killed, as it is none of the usual ones.
+    """
+    with run_beside_usual_ports(tmp_path_factory.mktemp("own")) as running:
+        running.deploy_tiny_flows()
+        yield running
+
+
 @pytest.fixture(scope="module")
 def forked_flows(stack: LocalStack, warm: Path) -> Iterator[None]:
     """Have the stack's flows and their actors run in forked processes; elsewhere they start as in production."""

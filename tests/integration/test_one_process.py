@@ -18,7 +18,7 @@ from infra.errors import ServiceError
 from infra.services import automations
 from infra.services.automations import RESTARTING
 from tasks.one_process import SKIPPED
-from tests.integration.local_stack import TINY_FLOWS, LocalStack, run_local_stack, wait_for
+from tests.integration.local_stack import TINY_FLOWS, LocalStack, wait_for
 from tests.integration.waiting_run import WaitingRun, stopped
 from tests.unit.artifacts.lock_contract import elsewhere
 
@@ -78,12 +78,12 @@ class WorkingRun(WaitingRun):
 
 
 @pytest.fixture(scope="module")
-def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
+def own(own_stack: LocalStack) -> Iterator[LocalStack]:
     """A stack whose server and worker may be stopped, and that takes a run for lost after less than a minute."""
-    with run_local_stack(tmp_path_factory.mktemp("own")) as running:
-        running.deploy_tiny_flows(TINY_FLOWS, "working.yaml")
-        automations.install(running.api_url, automations.wanted(lost_after_s=LOST_AFTER_S, quiet_s=QUIET_S))
-        yield running
+    own_stack.deploy_tiny_flows(TINY_FLOWS, "working.yaml")
+    automations.install(own_stack.api_url, automations.wanted(lost_after_s=LOST_AFTER_S, quiet_s=QUIET_S))
+    yield own_stack
+    automations.install(own_stack.api_url)
 
 
 def sleep_through(stack: LocalStack, run: WorkingRun) -> int:
@@ -185,7 +185,9 @@ def test_of_a_deployment_that_takes_one_run_at_a_time_another_is_skipped_while_o
     first.at_work()
     beside = WorkingRun(own, tmp_path / "beside", "alone")
     beside.await_state(SKIPPED)
-    automations.install(own.api_url, automations.wanted(lost_after_s=LOST_AFTER_S, quiet_s=3 * QUIET_S))
+    # the quiet time ends well before the run would be lost: a restart in that moment would crash again, uncounted
+    slower = automations.wanted(lost_after_s=4 * LOST_AFTER_S, quiet_s=3 * QUIET_S)
+    automations.install(own.api_url, slower)
     first.kill_at_work()
     first.await_state(RESTARTING)
     meanwhile = WorkingRun(own, tmp_path / "meanwhile", "alone")

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from base64 import b64encode
-from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from infra.clusters import leftover_processes
 from infra.errors import ServiceError
 from infra.services import prefect_api
 from tests.integration.browser import browser
-from tests.integration.local_stack import LocalStack, read_json, run_local_stack, wait_for
+from tests.integration.local_stack import LocalStack, read_json, wait_for
 
 pytestmark = pytest.mark.integration
 
@@ -54,15 +54,6 @@ def walk(routes, prefix):
 
 print(json.dumps(list(walk(create_app().routes, ""))))
 """
-HEARTBEAT = "prefect.flow-run.heartbeat"
-
-
-@pytest.fixture(scope="module")
-def own_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
-    """A stack whose password may change."""
-    with run_local_stack(tmp_path_factory.mktemp("own")) as running:
-        running.deploy_tiny_flows()
-        yield running
 
 
 @pytest.fixture(scope="module")
@@ -186,15 +177,16 @@ def test_the_password_is_in_two_files_of_the_home_and_in_the_env_file_and_only_t
 
 
 def test_a_run_is_started_followed_and_heard_of_by_everything_that_has_the_password(own_stack: LocalStack) -> None:
-    followed = own_stack.type("rlhf", "run", "tiny/tiny", "-p", "sleep_s=35")
+    since = datetime.now(UTC).isoformat()
+    followed = own_stack.type("rlhf", "run", "tiny/tiny")
     assert followed.returncode == 0, followed.stdout + followed.stderr
     assert followed.stdout.splitlines()[-1] == "finished"
     command = ("prefect", "deployment", "run", "tiny/tiny", "--watch")
     started = own_stack.type(*command, cwd=own_stack.env_file.parent)
     assert started.returncode == 0, started.stdout + started.stderr
-    where = {"filter": {"event": {"name": [HEARTBEAT]}}}
+    where = {"filter": {"event": {"name": ["tiny.began"]}, "occurred": {"since": since}}}
     path = "/events/filter"
-    wait_for(lambda: prefect_api.call(own_stack.api_url, "POST", path, where)["events"], "a flow's heartbeat")
+    wait_for(lambda: prefect_api.call(own_stack.api_url, "POST", path, where)["total"] == 2, "the events of both runs")
     installed = own_stack.type("rlhf", "automations")
     assert installed.returncode == 0, installed.stderr
     assert "are as they should be" in installed.stdout

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -12,7 +11,7 @@ import pytest
 
 from infra.services import automations, prefect_api
 from infra.services.automations import RESTARTING, RESTARTS
-from tests.integration.local_stack import TINY_FLOWS, LocalStack, run_local_stack, wait_for
+from tests.integration.local_stack import TINY_FLOWS, LocalStack, wait_for
 from tests.integration.waiting_run import ONE_START, STARTED_AGAIN, WaitingRun
 
 pytestmark = pytest.mark.integration
@@ -25,11 +24,10 @@ def resuming(stack: LocalStack) -> LocalStack:
 
 
 @pytest.fixture(scope="module")
-def own_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
+def resuming_alone(own_stack: LocalStack) -> LocalStack:
     """A stack whose worker may be killed."""
-    with run_local_stack(tmp_path_factory.mktemp("own")) as running:
-        running.deploy_tiny_flows(TINY_FLOWS, "resuming.yaml")
-        yield running
+    own_stack.deploy_tiny_flows(TINY_FLOWS, "resuming.yaml")
+    return own_stack
 
 
 @pytest.mark.clusters  # test_chain kills a real run of PPO
@@ -102,17 +100,17 @@ def test_a_run_that_is_killed_four_times_has_failed(resuming: LocalStack, tmp_pa
 
 @pytest.mark.clusters
 def test_a_run_that_is_lost_with_its_worker_is_noticed_and_goes_on_with_the_next_worker(
-    own_stack: LocalStack, tmp_path: Path
+    resuming_alone: LocalStack, tmp_path: Path
 ) -> None:
-    automations.install(own_stack.api_url, automations.wanted(lost_after_s=45))
-    run = WaitingRun(own_stack, tmp_path)
+    automations.install(resuming_alone.api_url, automations.wanted(lost_after_s=45))
+    run = WaitingRun(resuming_alone, tmp_path)
     run.await_start(1)
-    psutil.Process(own_stack.pids()["worker"]).kill()
+    psutil.Process(resuming_alone.pids()["worker"]).kill()
     run.kill(1)
     run.await_state("SCHEDULED", timeout_s=180)
-    assert own_stack.history(run.id)[-3:] == STARTED_AGAIN
-    own_stack.up()
-    assert automations.faults(own_stack.api_url) == [], "`rlhf up` has put back what the test had changed"
+    assert resuming_alone.history(run.id)[-3:] == STARTED_AGAIN
+    resuming_alone.up()
+    assert automations.faults(resuming_alone.api_url) == [], "`rlhf up` has put back what the test had changed"
     wait_for(lambda: len(run.starts()) == 2, "the second start", timeout_s=90)
     run.let_go()
     run.await_state("COMPLETED")
@@ -120,21 +118,21 @@ def test_a_run_that_is_lost_with_its_worker_is_noticed_and_goes_on_with_the_next
 
 @pytest.mark.clusters
 def test_a_run_that_is_lost_with_its_worker_goes_on_after_up_and_one_that_down_ends_does_not(
-    own_stack: LocalStack, tmp_path: Path
+    resuming_alone: LocalStack, tmp_path: Path
 ) -> None:
-    run = WaitingRun(own_stack, tmp_path)
+    run = WaitingRun(resuming_alone, tmp_path)
     run.await_start(1)
-    psutil.Process(own_stack.pids()["worker"]).kill()
+    psutil.Process(resuming_alone.pids()["worker"]).kill()
     run.kill(1)
-    own_stack.up()
+    resuming_alone.up()
     wait_for(lambda: len(run.starts()) == 2, "the second start", timeout_s=120)
-    crashed = own_stack.start_run("waiting/waiting", directory=str(tmp_path))
+    crashed = resuming_alone.start_run("waiting/waiting", directory=str(tmp_path))
     wait_for(lambda: len(run.starts()) == 3, "the start of another run", timeout_s=90)
     os.kill(run.starts()[2][0], signal.SIGKILL)
-    wait_for(lambda: own_stack.history(crashed)[-1] == RESTARTING, "the other run's crash", timeout_s=30)
-    own_stack.down()
-    own_stack.up()
+    wait_for(lambda: resuming_alone.history(crashed)[-1] == RESTARTING, "the other run's crash", timeout_s=30)
+    resuming_alone.down()
+    resuming_alone.up()
     for each in (run.id, crashed):
-        assert own_stack.run_state(each) == "CRASHED"
-    wait_for(lambda: automations.faults(own_stack.api_url) == [], "the automations", timeout_s=1)
-    assert {own_stack.history(each)[-1] for each in (run.id, crashed)} == {"Crashed"}
+        assert resuming_alone.run_state(each) == "CRASHED"
+    wait_for(lambda: automations.faults(resuming_alone.api_url) == [], "the automations", timeout_s=1)
+    assert {resuming_alone.history(each)[-1] for each in (run.id, crashed)} == {"Crashed"}

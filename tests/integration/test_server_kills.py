@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from infra.services import automations, prefect_api
 from infra.services.automations import RESTARTING
 from infra.services.prefect_yaml import read_prefect_yaml
 from infra.settings import CHECKOUT
-from tests.integration.local_stack import TINY_FLOWS, LocalStack, run_beside_usual_ports
+from tests.integration.local_stack import TINY_FLOWS, LocalStack
 from tests.integration.waiting_run import ONE_START, STARTED_AGAIN, WaitingRun
 
 pytestmark = pytest.mark.integration
@@ -69,17 +69,10 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def own_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
-    """A stack whose server may be killed; nobody takes its port meanwhile, as it is none of the usual ones."""
-    with run_beside_usual_ports(tmp_path_factory.mktemp("killed")) as running:
-        running.deploy_tiny_flows(TINY_FLOWS, "resuming.yaml")
-        yield running
-
-
-@pytest.fixture(scope="module")
 def runs(own_stack: LocalStack, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """Runs that have lived through a server that was killed, away, and killed again while crashes were pending."""
     stack, directory = own_stack, tmp_path_factory.mktemp("runs")
+    stack.deploy_tiny_flows(TINY_FLOWS, "resuming.yaml")
 
     def start(name: str, flow: str = "waiting") -> WaitingRun:
         return WaitingRun(stack, directory / name, flow=flow)

@@ -5,7 +5,7 @@ export PYTHON
 # Hundreds of processes import the same packages: without bytecode on disk each compiles them anew, which doubles its start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup run test test-fast test-parallel test-s3 test-clusters test-night test-outages chaos test-gpu check fmt lint types bench
+.PHONY: setup run test test-fast test-parallel test-s3 test-clusters test-stack test-night test-outages chaos test-gpu check fmt lint types bench
 
 setup:  ## make .venv hold what the lock files name
 	@sh infra/setup.sh
@@ -15,12 +15,12 @@ run: setup  ## the local stack, then the quickstart pipeline, followed live
 	@$(BIN)/rlhf run quickstart
 
 test: setup  ## all tests that need no GPU; fails too when none ran
-	@$(BIN)/python -m pytest -m "not gpu and not parallel and not s3 and not chaos and not clusters and not night and not outages" \
+	@$(BIN)/python -m pytest -m "not gpu and not parallel and not s3 and not chaos and not clusters and not stack and not night and not outages" \
 		-n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(PYTEST_ARGS)
 
 test-fast: setup  ## what starts no server, no cluster and no other rank: what one runs all day
 	@$(BIN)/python -m pytest tests/unit rlhf_core/functional \
-		-m "not integration and not gpu and not parallel and not s3 and not chaos and not clusters and not night and not outages" \
+		-m "not integration and not gpu and not parallel and not s3 and not chaos and not clusters and not stack and not night and not outages" \
 		-n 2 --max-worker-restart 0 $(PYTEST_ARGS)
 
 test-parallel: setup  ## two ranks and more under every strategy, and the topologies of trainers, makers and groups
@@ -29,8 +29,11 @@ test-parallel: setup  ## two ranks and more under every strategy, and the topolo
 test-s3: setup  ## the artifact store in full: every fault of every request, an outage, a second server, 1,000 histories
 	@$(BIN)/python -m pytest -m s3 -n 2 --dist worksteal $(PYTEST_ARGS)
 
-test-clusters: setup  ## owners of clusters ended in every way, lost ranks, clusters of the user's own, several machines, restarts
+test-clusters: setup  ## owners of clusters ended in every way, lost ranks, clusters of the user's own, several machines
 	@$(BIN)/python -m pytest -m clusters $(PYTEST_ARGS)
+
+test-stack: setup  ## the local stack in full: passwords, killed services, restarts, one process for a run
+	@$(BIN)/python -m pytest -m stack -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(PYTEST_ARGS)
 
 test-night: setup  ## a year in small: 300 nights, every service and every stage struck, with a table; and what each safeguard is for
 	@$(BIN)/python -m pytest -m night -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -rP $(PYTEST_ARGS)

@@ -12,6 +12,7 @@ once, when they are imported. What Python itself reads when it starts is the ser
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import json
@@ -20,6 +21,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -177,6 +179,9 @@ def _process(words: bytes, files: list[int]) -> NoReturn:
 
         traceback.print_exc()
     finally:
+        with suppress(BaseException):  # what Python does at its end: Prefect sends what it has not sent yet
+            threading._shutdown()
+            atexit._run_exitfuncs()
         with suppress(OSError):
             sys.stdout.flush()
             sys.stderr.flush()

@@ -51,6 +51,7 @@ _NOT_STARTED_AGAIN = {
     "type": "CRASHED",
     "message": "The run crashed, and the local stack was ended before it was started again.",
 }
+_ENDED = {"type": "CRASHED", "message": "The process of this run was ended with the local stack."}
 
 
 def wanted(*, lost_after_s: float = LOST_AFTER_S, quiet_s: float = QUIET_S) -> list[dict[str, Any]]:
@@ -148,8 +149,7 @@ def catch_up(api_url: str, *, server_began: float) -> list[str]:
     Raises:
         ServiceError: if the server does not answer.
     """
-    found = {each["name"]: each for each in _found(api_url) if each["enabled"]}
-    if not found:
+    if not (found := enabled(api_url)):
         return []
     runs = _crashed(api_url, found, before_s=server_began)
     restart = found.get(_RESTART)
@@ -227,21 +227,28 @@ def _is_older(automation: Any, crash: dict[str, Any]) -> bool:
     return datetime.fromisoformat(automation["created"]) < datetime.fromisoformat(crash["timestamp"])
 
 
-def remove(api_url: str) -> dict[str, Any]:
-    """Remove our automations, let no run wait for them, and return them by name; one that a person switched off stays.
+def enabled(api_url: str) -> dict[str, Any]:
+    """Return our automations by name, without those that a person switched off.
+
+    Raises:
+        ServiceError: if the server does not answer.
+    """
+    return {each["name"]: each for each in _found(api_url) if each["enabled"]}
+
+
+def remove(api_url: str) -> None:
+    """Remove our automations, and let no run wait for them; one that a person switched off stays.
 
     Raises:
         ServiceError: if the server does not answer, or refuses.
     """
-    removed = {each["name"]: each for each in _found(api_url) if each["enabled"]}
-    for each in removed.values():
+    for each in enabled(api_url).values():
         prefect_api.call(api_url, "DELETE", f"/automations/{each['id']}")
     for run in prefect_api.flow_runs(api_url, {"flow_runs": {"state": {"name": {"any_": [RESTARTING]}}}}):
         _set_state(api_url, run, _NOT_STARTED_AGAIN)
-    return removed
 
 
-def give_up(api_url: str, removed: dict[str, Any]) -> None:
+def give_up(api_url: str, removed: dict[str, Any], *, ended_since: float) -> None:
     """Say of each run that crashed and is not seen to by automations any more that it is not started again.
 
     A crash may be told just before they are removed, or later, as the runs are ended. Call this when nobody tells of
@@ -249,15 +256,18 @@ def give_up(api_url: str, removed: dict[str, Any]) -> None:
 
     Args:
         api_url: the Prefect server's.
-        removed: as `remove` returned them.
+        removed: what `enabled` returned before they were removed.
+        ended_since: when the processes of runs began to be ended, as seconds since the epoch.
 
     Raises:
         ServiceError: if the server does not answer, or refuses.
     """
     for run in _crashed(api_url, removed, before_s=time.time()) if removed else []:
+        crash = run["state"]
+        if crash["name"] != RESTARTING and datetime.fromisoformat(crash["timestamp"]).timestamp() >= ended_since:
+            _set_state(api_url, run, _ENDED)
         # one that is `Restarting` was told so by an automation that was at work when it was removed
-        state = run["state"] if run["state"]["name"] == RESTARTING else _due(api_url, run, removed)
-        if state:
+        elif state := crash if crash["name"] == RESTARTING else _due(api_url, run, removed):
             _set_state(api_url, run, _NOT_STARTED_AGAIN if state.get("name") == RESTARTING else state)
 
 

@@ -42,7 +42,9 @@ def down(settings: Settings, report: Report) -> int:
         removed: dict[str, Any] = {}
         if "server" in live:
             with suppress(ServiceError):  # a run that is ended here would be started again; `up` installs them again
-                removed = automations.remove(f"{state.services['server'].address}/api")
+                api_url = f"{state.services['server'].address}/api"
+                removed = automations.enabled(api_url)
+                automations.remove(api_url)
         _end_runs(state, live, removed, report)
         for name, process in live.items():
             if is_live(process):
@@ -74,6 +76,7 @@ def _end_runs(state: StackState, live: dict[str, psutil.Process], removed: dict[
         removed: the automations that would have started crashed runs again.
         report: takes a line for each thing that is done.
     """
+    ended_since = time.time()
     if flows := runs.engines(state.id):
         report(f"ending {len(flows)} flow run{'s' if len(flows) > 1 else ''}")
         processes.end(flows, grace_s=_RUNS_GRACE_S)
@@ -83,8 +86,10 @@ def _end_runs(state: StackState, live: dict[str, psutil.Process], removed: dict[
     _await_clusters(state, list(live.values()), report)
     if "server" in live:
         api_url = f"{state.services['server'].address}/api"
-        with suppress(ServiceError):  # a broken server must not keep us from ending it
-            automations.give_up(api_url, removed)
+        # a broken server must not keep us from ending it
+        with suppress(ServiceError):
+            automations.give_up(api_url, removed, ended_since=ended_since)
+        with suppress(ServiceError):
             for settled in runs.settle_lost_runs(api_url, for_good=True):
                 report(settled)
 

@@ -177,7 +177,8 @@ class LocalStack:
     def forked_flows(self, warm: Path) -> Iterator[None]:
         """Have flows, and their actors, forked from a server's process.
 
-        What a flow forgets to import, and what it costs to import it, is not seen then.
+        What a flow forgets to import, and what it costs to import it, is not seen then; and the worker of Prefect
+        starts a command that it is given by another way than its own.
 
         Args:
             warm: address of the server.

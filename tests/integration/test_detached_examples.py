@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import ray
@@ -70,9 +71,9 @@ PROMPTS = [f"{number % 10}+{number % 7}" for number in range(BATCH)]
 
 @pytest.fixture(scope="module", autouse=True)
 def on_a_cluster(tmp_path_factory: pytest.TempPathFactory, forked: dict[str, str]) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path_factory.mktemp("here"))  # a relative path is one of the actor's, which stands where we did
-        with patch.dict(os.environ, forked), cluster(tmp_path_factory.mktemp("clusters")):
+    with pytest.MonkeyPatch.context() as here, patch.dict(os.environ, forked):
+        here.chdir(tmp_path_factory.mktemp("here"))  # a relative path is one of the actor's, which stands where we did
+        with cluster(tmp_path_factory.mktemp("clusters")):
             yield
 
 

@@ -47,6 +47,7 @@ def starts(directory: Path) -> list[int]:
     return [int(line) for line in (directory / "attempts").read_text().splitlines()]
 
 
+@pytest.mark.stack
 def test_a_store_that_is_away_too_long_crashes_a_run_which_goes_on_when_it_is_back(
     deployed: LocalStack, store_proxy: FlakyProxy, tmp_path: Path
 ) -> None:

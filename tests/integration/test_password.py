@@ -21,7 +21,7 @@ from infra.clusters import leftover_processes
 from infra.errors import ServiceError
 from infra.services import prefect_api
 from tests.integration.browser import browser
-from tests.integration.local_stack import LocalStack, read_json, wait_for
+from tests.integration.local_stack import LocalStack, read_json, turn, usual_ports_occupied, wait_for
 
 pytestmark = pytest.mark.integration
 
@@ -221,7 +221,7 @@ REFUSED = {"v2": "Invalid credentials", "v1": "Authentication failed"}
 """What the two versions of the UI say of a wrong password."""
 
 
-@pytest.mark.parametrize("version", ["v2", "v1"])
+@pytest.mark.parametrize("version", ["v2", pytest.param("v1", marks=pytest.mark.stack)])
 def test_the_ui_asks_for_the_password_and_says_that_a_wrong_one_is_wrong(
     own_stack: LocalStack, tmp_path: Path, version: str
 ) -> None:
@@ -252,6 +252,7 @@ def test_the_ui_asks_for_the_password_and_says_that_a_wrong_one_is_wrong(
         window.picture(tmp_path / "run.png")
 
 
+@pytest.mark.stack
 def test_a_password_is_not_changed_beside_a_live_run_which_goes_on(own_stack: LocalStack) -> None:
     run = own_stack.start_run("tiny/tiny", sleep_s=15)
     wait_for(lambda: own_stack.run_state(run) == "RUNNING", "the run to start")
@@ -278,7 +279,9 @@ def test_a_password_file_that_is_lost_is_written_again_and_nothing_is_started_an
     assert (own_stack.password, own_stack.pids()) == (before, pids), "the processes know it"
 
 
-@pytest.mark.parametrize("content", [None, "rlhf", "rlhf:geheimnüs", ""])
+@pytest.mark.parametrize(
+    "content", [None, "rlhf", *(pytest.param(text, marks=pytest.mark.stack) for text in ("rlhf:geheimnüs", ""))]
+)
 def test_a_password_file_that_others_read_or_that_holds_none_is_refused_and_nothing_is_touched(
     own_stack: LocalStack, content: str | None
 ) -> None:
@@ -299,6 +302,7 @@ def test_a_password_file_that_others_read_or_that_holds_none_is_refused_and_noth
     assert "starting" not in own_stack.up()
 
 
+@pytest.mark.stack
 def test_an_env_file_that_others_could_read_is_closed_and_that_is_said(own_stack: LocalStack) -> None:
     own_stack.env_file.chmod(0o644)
     said = "".join(own_stack.up().splitlines())
@@ -307,6 +311,7 @@ def test_an_env_file_that_others_could_read_is_closed_and_that_is_said(own_stack
     assert own_stack.env_file.stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.stack
 def test_an_exported_password_of_another_server_is_told_and_ours_work_all_the_same(own_stack: LocalStack) -> None:
     elsewhere = {"PREFECT_API_AUTH_STRING": "me:elsewhere"}
     up = own_stack.type("rlhf", "up", **elsewhere)
@@ -315,6 +320,7 @@ def test_an_exported_password_of_another_server_is_told_and_ours_work_all_the_sa
     assert own_stack.type("rlhf", "run", "tiny/tiny", **elsewhere).returncode == 0
 
 
+@pytest.mark.stack
 def test_after_a_change_the_former_password_is_refused_everywhere_and_all_works_with_the_new_one(
     own_stack: LocalStack, routes: list[tuple[str, str, str]]
 ) -> None:
@@ -328,6 +334,7 @@ def test_after_a_change_the_former_password_is_refused_everywhere_and_all_works_
     test_a_run_is_started_followed_and_heard_of_by_everything_that_has_the_password(own_stack)
 
 
+@pytest.mark.stack
 def test_a_password_of_ones_own_and_settings_of_ones_own_are_taken_but_not_those_that_open_the_server(
     own_stack: LocalStack,
 ) -> None:
@@ -354,11 +361,13 @@ def test_a_password_of_ones_own_and_settings_of_ones_own_are_taken_but_not_those
     assert own_stack.type("rlhf", "run", "tiny/tiny").returncode == 0
 
 
+@pytest.mark.stack
 def test_the_stack_comes_back_with_its_password_after_it_was_down(own_stack: LocalStack) -> None:
     before = own_stack.password
     own_stack.down()
     with pytest.raises(ServiceError, match="does not answer"):
         prefect_api.call(f"http://127.0.0.1:{own_stack.state.ports['prefect']}/api", "GET", "/version")
-    own_stack.up()
+    with turn(), usual_ports_occupied():  # it keeps off them, as it did before
+        own_stack.up()
     assert own_stack.password == before
     assert own_stack.type("rlhf", "status").returncode == 0

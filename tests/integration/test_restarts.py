@@ -11,7 +11,7 @@ import pytest
 
 from infra.services import automations, prefect_api
 from infra.services.automations import RESTARTING, RESTARTS
-from tests.integration.local_stack import TINY_FLOWS, LocalStack, wait_for
+from tests.integration.local_stack import TINY_FLOWS, LocalStack, turn, usual_ports_occupied, wait_for
 from tests.integration.waiting_run import ONE_START, STARTED_AGAIN, WaitingRun
 
 pytestmark = pytest.mark.integration
@@ -30,7 +30,7 @@ def resuming_alone(own_stack: LocalStack) -> LocalStack:
     return own_stack
 
 
-@pytest.mark.clusters  # test_chain kills a real run of PPO
+@pytest.mark.stack  # test_chain kills a real run of PPO
 def test_a_killed_run_is_started_again_once_as_the_same_run_and_ends_well(resuming: LocalStack, tmp_path: Path) -> None:
     run = WaitingRun(resuming, tmp_path)
     run.kill(1)
@@ -87,7 +87,7 @@ def run_of_nobody(stack: LocalStack) -> str:
     return str(prefect_api.call(stack.api_url, "POST", path, {"parameters": {"directory": "-"}, "state": later})["id"])
 
 
-@pytest.mark.clusters
+@pytest.mark.stack
 def test_a_run_that_is_killed_four_times_has_failed(resuming: LocalStack, tmp_path: Path) -> None:
     run = WaitingRun(resuming, tmp_path)
     for start in range(1, RESTARTS + 2):
@@ -98,7 +98,7 @@ def test_a_run_that_is_killed_four_times_has_failed(resuming: LocalStack, tmp_pa
     assert [number for _, number in run.starts()] == [1, 2, 3, 4]
 
 
-@pytest.mark.clusters
+@pytest.mark.stack
 def test_a_run_that_is_lost_with_its_worker_is_noticed_and_goes_on_with_the_next_worker(
     resuming_alone: LocalStack, tmp_path: Path
 ) -> None:
@@ -116,7 +116,7 @@ def test_a_run_that_is_lost_with_its_worker_is_noticed_and_goes_on_with_the_next
     run.await_state("COMPLETED")
 
 
-@pytest.mark.clusters
+@pytest.mark.stack
 def test_a_run_that_is_lost_with_its_worker_goes_on_after_up_and_one_that_down_ends_does_not(
     resuming_alone: LocalStack, tmp_path: Path
 ) -> None:
@@ -131,7 +131,8 @@ def test_a_run_that_is_lost_with_its_worker_goes_on_after_up_and_one_that_down_e
     os.kill(run.starts()[2][0], signal.SIGKILL)
     wait_for(lambda: resuming_alone.history(crashed)[-1] == RESTARTING, "the other run's crash", timeout_s=30)
     resuming_alone.down()
-    resuming_alone.up()
+    with turn(), usual_ports_occupied():  # it keeps off them, as it did before
+        resuming_alone.up()
     for each in (run.id, crashed):
         assert resuming_alone.run_state(each) == "CRASHED"
     wait_for(lambda: automations.faults(resuming_alone.api_url) == [], "the automations", timeout_s=1)

@@ -69,7 +69,7 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def runs(own_stack: LocalStack, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def runs(own_stack: LocalStack, warm: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """Runs that have lived through a server that was killed, away, and killed again while crashes were pending."""
     stack, directory = own_stack, tmp_path_factory.mktemp("runs")
     stack.deploy_tiny_flows(TINY_FLOWS, "resuming.yaml")
@@ -77,10 +77,11 @@ def runs(own_stack: LocalStack, tmp_path_factory: pytest.TempPathFactory) -> Run
     def start(name: str, flow: str = "waiting") -> WaitingRun:
         return WaitingRun(stack, directory / name, flow=flow)
 
-    begun = {name: start(name, "riding") for name in ("asking", "dying")}
-    begun |= {name: start(name) for name in ("silent", "ending", "crashed", "cancelled")}
-    for run in begun.values():
-        run.await_starts(1)
+    with stack.forked_flows(warm):  # six at once; those that are started again start as in production
+        begun = {name: start(name, "riding") for name in ("asking", "dying")}
+        begun |= {name: start(name) for name in ("silent", "ending", "crashed", "cancelled")}
+        for run in begun.values():
+            run.await_starts(1)
     due = WaitingRun(stack, directory / "due", due_in_s=8)
     taken = start("taken")
     made = Runs(**begun, taken=taken, due=due)

@@ -30,8 +30,7 @@ MAY_FAIL = {
     FAULT: SPOILT,
     "The run crashed in start 4": GIVEN_UP,
     "The process of this run ended with the local stack": DOWN,
-    "Process exited with status code: -15": DOWN,  # Prefect's own words, where worker or process told it first
-    "Execution was aborted by a termination signal": DOWN,
+    "The process of this run was ended with the local stack": DOWN,
     "The run crashed, and the local stack was ended before": DOWN,
 }
 """How the sentence begins with which a night may fail, and what must have befallen it."""

@@ -350,9 +350,28 @@ def test_what_crashed_while_automations_were_removed_says_that_it_is_not_started
     server = CrashedRuns(*states, starts=starts)
     monkeypatch.setattr(prefect_api, "call", server.call)
     removed = {each["name"]: each for each in server.automations}
-    automations.give_up(URL, removed)
+    automations.give_up(URL, removed, ended_since=time.time())
     assert server.set == becomes
     assert not says or server.message.startswith(says)
     server.set.clear()
-    automations.give_up(URL, {})
+    automations.give_up(URL, {}, ended_since=BEGAN)
     assert server.set == []
+
+
+@pytest.mark.parametrize(
+    ("states", "starts"),
+    [
+        (["Running", "Crashed"], 1),
+        (["Running", "Crashed"], 4),
+        (["Running", "Crashed", "Restarting", "Scheduled", "Crashed"], 1),
+    ],
+)
+def test_a_run_that_crashed_as_it_was_ended_with_the_stack_says_so_and_has_not_failed(
+    monkeypatch: pytest.MonkeyPatch, states: list[str], starts: int
+) -> None:
+    server = CrashedRuns(*states, starts=starts)
+    monkeypatch.setattr(prefect_api, "call", server.call)
+    crashed_at = datetime.fromisoformat(server.states[-1]["timestamp"]).timestamp()
+    automations.give_up(URL, {each["name"]: each for each in server.automations}, ended_since=crashed_at - 1)
+    assert server.set == [("CRASHED", None)]
+    assert server.message == "The process of this run was ended with the local stack."

@@ -5,6 +5,7 @@
 import transformers.models.auto.modeling_auto
 import transformers.models.llama.modeling_llama
 
+import infra.artifacts.s3
 import rlhf_core.models.loading
 import rlhf_core.models.lora
 import rlhf_core.ppo.learner

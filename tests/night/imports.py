@@ -2,10 +2,11 @@
 
 # ruff: noqa: F401 - imported for those that are forked
 
+import prefect.deployments.steps
 import prefect.engine
 import prefect.flow_engine
 
-import infra.artifacts.s3_requests
+import infra.artifacts.s3
 import tasks.ppo_keeper
 import tests.night.stages
 from tasks.source import source_digest

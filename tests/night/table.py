@@ -61,7 +61,7 @@ def sentences(books: Books) -> list[str]:
 def _without_names(says: str) -> str:
     import re
 
-    return re.sub(r"[0-9a-f]{8}-[0-9a-f-]{27}|\d{2}:\d{2}(:\d{2})?|site-\d+", "...", says)[:240]
+    return re.sub(r"[0-9a-f]{8}-[0-9a-f-]{27}|\d{2}:\d{2}(:\d{2})?|site-\d+|(?<=the run ')[a-z-]+", "...", says)[:240]
 
 
 def show(lines: Iterable[str]) -> None:

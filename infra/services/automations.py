@@ -263,11 +263,14 @@ def give_up(api_url: str, removed: dict[str, Any], *, ended_since: float) -> Non
         ServiceError: if the server does not answer, or refuses.
     """
     for run in _crashed(api_url, removed, before_s=time.time()) if removed else []:
-        crash = run["state"]
-        if crash["name"] != RESTARTING and datetime.fromisoformat(crash["timestamp"]).timestamp() >= ended_since:
-            _set_state(api_url, run, _ENDED)
-        # one that is `Restarting` was told so by an automation that was at work when it was removed
-        elif state := crash if crash["name"] == RESTARTING else _due(api_url, run, removed):
+        state: dict[str, Any] | None = run["state"]
+        if run["state"]["name"] == RESTARTING:
+            pass  # told so by an automation that was at work when it was removed
+        elif datetime.fromisoformat(run["state"]["timestamp"]).timestamp() >= ended_since:
+            state = _ENDED
+        else:
+            state = _due(api_url, run, removed)
+        if state:
             _set_state(api_url, run, _NOT_STARTED_AGAIN if state.get("name") == RESTARTING else state)
 
 

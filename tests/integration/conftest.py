@@ -10,7 +10,7 @@ import pytest
 from tests.integration.behind_proxies import proxy_of_store
 from tests.integration.equality import ROWS, lines
 from tests.integration.flaky_proxy import FlakyProxy, flaky_proxy
-from tests.integration.local_stack import LocalStack, run_beside_usual_ports
+from tests.integration.local_stack import TINY_FLOWS, LocalStack, run_beside_usual_ports
 
 
 @pytest.fixture(scope="session")
@@ -28,6 +28,7 @@ def own_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
     """
     with run_beside_usual_ports(tmp_path_factory.mktemp("own")) as running:
         running.deploy_tiny_flows()
+        running.deploy_tiny_flows(TINY_FLOWS, "resuming.yaml")
         yield running
 
 

@@ -23,13 +23,6 @@ def resuming(stack: LocalStack) -> LocalStack:
     return stack
 
 
-@pytest.fixture(scope="module")
-def resuming_alone(own_stack: LocalStack) -> LocalStack:
-    """A stack whose worker may be killed."""
-    own_stack.deploy_tiny_flows(TINY_FLOWS, "resuming.yaml")
-    return own_stack
-
-
 @pytest.mark.stack  # test_chain kills a real run of PPO
 def test_a_killed_run_is_started_again_once_as_the_same_run_and_ends_well(resuming: LocalStack, tmp_path: Path) -> None:
     run = WaitingRun(resuming, tmp_path)
@@ -100,17 +93,17 @@ def test_a_run_that_is_killed_four_times_has_failed(resuming: LocalStack, tmp_pa
 
 @pytest.mark.stack
 def test_a_run_that_is_lost_with_its_worker_is_noticed_and_goes_on_with_the_next_worker(
-    resuming_alone: LocalStack, tmp_path: Path
+    own_stack: LocalStack, tmp_path: Path
 ) -> None:
-    automations.install(resuming_alone.api_url, automations.wanted(lost_after_s=45))
-    run = WaitingRun(resuming_alone, tmp_path)
+    automations.install(own_stack.api_url, automations.wanted(lost_after_s=45))
+    run = WaitingRun(own_stack, tmp_path)
     run.await_start(1)
-    psutil.Process(resuming_alone.pids()["worker"]).kill()
+    psutil.Process(own_stack.pids()["worker"]).kill()
     run.kill(1)
     run.await_state("SCHEDULED", timeout_s=180)
-    assert resuming_alone.history(run.id)[-3:] == STARTED_AGAIN
-    resuming_alone.up()
-    assert automations.faults(resuming_alone.api_url) == [], "`rlhf up` has put back what the test had changed"
+    assert own_stack.history(run.id)[-3:] == STARTED_AGAIN
+    own_stack.up()
+    assert automations.faults(own_stack.api_url) == [], "`rlhf up` has put back what the test had changed"
     wait_for(lambda: len(run.starts()) == 2, "the second start", timeout_s=90)
     run.let_go()
     run.await_state("COMPLETED")
@@ -118,22 +111,22 @@ def test_a_run_that_is_lost_with_its_worker_is_noticed_and_goes_on_with_the_next
 
 @pytest.mark.stack
 def test_a_run_that_is_lost_with_its_worker_goes_on_after_up_and_one_that_down_ends_does_not(
-    resuming_alone: LocalStack, tmp_path: Path
+    own_stack: LocalStack, tmp_path: Path
 ) -> None:
-    run = WaitingRun(resuming_alone, tmp_path)
+    run = WaitingRun(own_stack, tmp_path)
     run.await_start(1)
-    psutil.Process(resuming_alone.pids()["worker"]).kill()
+    psutil.Process(own_stack.pids()["worker"]).kill()
     run.kill(1)
-    resuming_alone.up()
+    own_stack.up()
     wait_for(lambda: len(run.starts()) == 2, "the second start", timeout_s=120)
-    crashed = resuming_alone.start_run("waiting/waiting", directory=str(tmp_path))
+    crashed = own_stack.start_run("waiting/waiting", directory=str(tmp_path))
     wait_for(lambda: len(run.starts()) == 3, "the start of another run", timeout_s=90)
     os.kill(run.starts()[2][0], signal.SIGKILL)
-    wait_for(lambda: resuming_alone.history(crashed)[-1] == RESTARTING, "the other run's crash", timeout_s=30)
-    resuming_alone.down()
+    wait_for(lambda: own_stack.history(crashed)[-1] == RESTARTING, "the other run's crash", timeout_s=30)
+    own_stack.down()
     with turn(), usual_ports_occupied():  # it keeps off them, as it did before
-        resuming_alone.up()
+        own_stack.up()
     for each in (run.id, crashed):
-        assert resuming_alone.run_state(each) == "CRASHED"
-    wait_for(lambda: automations.faults(resuming_alone.api_url) == [], "the automations", timeout_s=1)
-    assert {resuming_alone.history(each)[-1] for each in (run.id, crashed)} == {"Crashed"}
+        assert own_stack.run_state(each) == "CRASHED"
+    wait_for(lambda: automations.faults(own_stack.api_url) == [], "the automations", timeout_s=1)
+    assert {own_stack.history(each)[-1] for each in (run.id, crashed)} == {"Crashed"}

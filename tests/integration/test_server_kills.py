@@ -72,7 +72,6 @@ class Runs:
 def runs(own_stack: LocalStack, warm: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """Runs that have lived through a server that was killed, away, and killed again while crashes were pending."""
     stack, directory = own_stack, tmp_path_factory.mktemp("runs")
-    stack.deploy_tiny_flows(TINY_FLOWS, "resuming.yaml")
 
     def start(name: str, flow: str = "waiting") -> WaitingRun:
         return WaitingRun(stack, directory / name, flow=flow)

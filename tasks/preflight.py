@@ -19,6 +19,7 @@ from tasks.parents import (
     settle_policy,
     settle_reward_model,
 )
+from tasks.progress import say
 from tasks.task_errors import stage_task
 
 Trained = Literal["sft", "reward_model", "ppo"]
@@ -36,6 +37,39 @@ class Models(NamedTuple):
 
 
 _PRECISIONS: dict[str, Literal["fp32", "bf16", "fp16"]] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+_ARITHMETIC = {"sft": ("dtype",), "reward_model": ("dtype",), "ppo": ("dtype", "rollout_dtype")}
+
+
+def settle_arithmetic(config: PipelineConfig, stages: Sequence[Trained]) -> PipelineConfig:
+    """Return a configuration that computes in float32 where nobody set bfloat16 and this processor is slow with it.
+
+    Args:
+        config: the preset with the run's parameters, which knows what of it was set.
+        stages: that train in the run; without any there is nothing to settle.
+
+    Raises:
+        ClusterError: nobody answers at the address of the user's own cluster.
+    """
+    from rlhf_core.models.loading import has_fast_bfloat16
+
+    address = address_of(config.ppo.cluster) if any(leaves_process(config, stage) for stage in stages) else None
+    if not stages or available_gpus(address) or has_fast_bfloat16():
+        return config
+    sections, changed, kept = {}, [], []
+    for name, keys in _ARITHMETIC.items():
+        section = getattr(config, name)
+        slow = [key for key in keys if getattr(section, key) == "bfloat16"]
+        free = [key for key in slow if key not in section.model_fields_set]
+        sections[name] = section.model_copy(update=dict.fromkeys(free, "float32"))
+        changed += [f"{name}.{key}" for key in free]
+        kept += [f"{name}.{key}" for key in slow if key not in free]
+    if changed:
+        say("machine", f"this processor has no fast bfloat16: float32 for {', '.join(changed)}")
+    if kept:
+        say("machine", f"this processor is many times faster with float32 than with bfloat16: {', '.join(kept)}")
+    return config.model_copy(update=sections)
 
 
 @stage_task(name="preflight")

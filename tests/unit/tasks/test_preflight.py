@@ -8,8 +8,10 @@ import pytest
 
 from rlhf_core.config import DataConfig, EvaluationConfig, PipelineConfig, PPOConfig
 from rlhf_core.errors import ConfigError
+from rlhf_core.models import loading
+from tasks import preflight
 from tasks.parents import wants_reward_model
-from tasks.preflight import check_judges, check_ppo, check_trainers, check_verifier
+from tasks.preflight import check_judges, check_ppo, check_trainers, check_verifier, settle_arithmetic
 
 
 def preset(**changes: object) -> PipelineConfig:
@@ -128,3 +130,41 @@ def test_a_strategy_that_cannot_be_is_refused_for_the_stage_that_trains(
 def test_strategies_that_can_be_pass(strategy: str, gpus: int) -> None:
     for stage in ("sft", "reward_model", "ppo"):
         check_trainers(of_trainers(stage, strategy=strategy, num_trainers=2), [stage], gpus=gpus)  # type: ignore[list-item]
+
+
+def arithmetic(config: PipelineConfig) -> list[str]:
+    return [config.sft.dtype, config.reward_model.dtype, config.ppo.dtype, config.ppo.rollout_dtype]
+
+
+@pytest.fixture
+def slow_bfloat16(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Have this processor be one without fast bfloat16, and return what is said to people."""
+    said: list[str] = []
+    monkeypatch.setattr(loading, "has_fast_bfloat16", lambda: False)
+    monkeypatch.setattr(preflight, "available_gpus", lambda _: 0)
+    monkeypatch.setattr(preflight, "say", lambda _, text: said.append(text))
+    return said
+
+
+def test_where_bfloat16_is_slow_a_run_computes_in_float32_and_says_so(slow_bfloat16: list[str]) -> None:
+    assert arithmetic(settle_arithmetic(preset(), ["sft", "ppo"])) == ["float32"] * 4
+    changed = "sft.dtype, reward_model.dtype, ppo.dtype, ppo.rollout_dtype"
+    assert slow_bfloat16 == [f"this processor has no fast bfloat16: float32 for {changed}"]
+
+
+def test_arithmetic_that_somebody_set_is_kept_and_its_price_is_told(slow_bfloat16: list[str]) -> None:
+    asked = preset(dtype="float16", rollout_dtype="bfloat16")
+    assert arithmetic(settle_arithmetic(asked, ["ppo"])) == ["float32", "float32", "float16", "bfloat16"]
+    assert slow_bfloat16[-1] == (
+        "this processor is many times faster with float32 than with bfloat16: ppo.rollout_dtype"
+    )
+
+
+@pytest.mark.parametrize("elsewhere", ["a GPU", "a processor that has it", "nothing trains"])
+def test_elsewhere_it_stays_as_it_is(slow_bfloat16: list[str], monkeypatch: pytest.MonkeyPatch, elsewhere: str) -> None:
+    if elsewhere == "a GPU":
+        monkeypatch.setattr(preflight, "available_gpus", lambda _: 1)
+    if elsewhere == "a processor that has it":
+        monkeypatch.setattr(loading, "has_fast_bfloat16", lambda: True)
+    assert settle_arithmetic(preset(), [] if elsewhere == "nothing trains" else ["ppo"]) == preset()
+    assert slow_bfloat16 == []

@@ -20,6 +20,7 @@ import os
 import select
 import signal
 import socket
+import ssl
 import sys
 import threading
 import time
@@ -116,6 +117,8 @@ def serve(address: str, imported: str) -> None:
     """Fork a process for everyone who calls, until this process is ended."""
     importlib.import_module(imported)
     assert "ray" not in sys.modules
+    context = ssl.create_default_context()
+    ssl.create_default_context = lambda *_, **__: context  # else each client of Prefect reads 140 certificates, unused
     gc.freeze()  # what all share is not looked through, and so not copied, each time one collects its garbage
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody is waited for here
     with socket.socket(socket.AF_UNIX) as listener:

@@ -32,6 +32,8 @@ from infra.certificate import own_certificate
 UID = 54321
 """Nobody's: no file of the system is his, and he is in no group."""
 ANSWER_S = 10.0
+HTTP_ANSWER_S = 60.0
+"""A server of HTTP does answer, if late where sixteen ask at once; others may say nothing to what they do not know."""
 NO_ANSWER = "no answer"
 """What comes of a connection that is refused, broken off, or no conversation of the kind."""
 
@@ -44,7 +46,7 @@ def http(url: str, method: str = "GET", headers: dict[str, str] | None = None, b
     nobody_is_checked.check_hostname, nobody_is_checked.verify_mode = False, ssl.CERT_NONE
     secure = {"context": nobody_is_checked} if parts.scheme == "https" else {}
     kind: Any = HTTPSConnection if secure else HTTPConnection
-    connection = kind(parts.hostname, parts.port, timeout=ANSWER_S, **secure)
+    connection = kind(parts.hostname, parts.port, timeout=HTTP_ANSWER_S, **secure)
     try:
         connection.request(method, f"{parts.path}?{parts.query}", body or None, headers or {})
         answer = connection.getresponse()

@@ -2,8 +2,6 @@
 
 # ruff: noqa: F401 - imported for those that are forked
 
-import ssl
-
 import prefect.deployments.steps
 import prefect.engine
 import prefect.flow_engine
@@ -14,5 +12,3 @@ import tests.night.stages
 from tasks.source import source_digest
 
 source_digest()  # what it finds of the core is remembered
-_context = ssl.create_default_context()
-ssl.create_default_context = lambda *_, **__: _context  # else each of Prefect's clients reads 140 certificates, unused

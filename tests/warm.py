@@ -87,19 +87,20 @@ def call(address: str, arguments: list[str]) -> int:
         ConnectionError: if nobody says how it ended.
     """
     words = json.dumps({"arguments": arguments, "environment": dict(os.environ), "cwd": os.getcwd()}).encode()
+    woken, wakes = socket.socketpair()
+    wakes.setblocking(False)
+    signal.set_wakeup_fd(wakes.fileno())  # a handler that passed one on would not be run if it came just before a wait
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(address)
         socket.send_fds(server, [len(words).to_bytes(_NUMBER_BYTES, "big")], range(_FILES))
         server.sendall(words)
         process = _number(server)
-
-        def pass_on(told: int, _: object) -> None:
+        while woken in select.select([server, woken], [], [])[0]:
             with suppress(ProcessLookupError):  # it has just ended
-                os.kill(process, told)
-
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, pass_on)
-        status = _number(server)  # a signal does not end the wait
+                os.kill(process, woken.recv(1)[0])
+        status = _number(server)
     if status < 0:
         if -status != signal.SIGKILL:
             signal.signal(-status, signal.SIG_DFL)

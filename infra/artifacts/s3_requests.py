@@ -120,13 +120,16 @@ class Retrier:
         body_s = size / self._patience.slowest
         limit_s = body_s + (self._patience.deadline_s if limit_s is None else limit_s)
         waiting = _Waiting(forgives_s=0.0 if stops_count else LONGEST_STOP_S)
-        pause_s, told = FIRST_PAUSE_S, False
+        attempt_s = self._patience.attempt_s + body_s
+        pause_s, told, reason = FIRST_PAUSE_S, False, ""
         while True:
-            given_s = max(0.1, min(self._patience.attempt_s + body_s, limit_s - waiting.seconds))
+            given_s = max(0.1, min(attempt_s, limit_s - waiting.seconds))
             try:
                 result = attempt(given_s)
             except REQUEST_ERRORS as error:
-                reason = reason_to_retry(error, what, self._server, self._bucket)
+                latest = reason_to_retry(error, what, self._server, self._bucket)
+                if not reason or given_s == attempt_s or _is_answer(latest):  # else it was hardly given the time
+                    reason = latest
             else:
                 if told:
                     log.warning("the S3 server %s answers again: %s", self._server, what)
@@ -146,7 +149,7 @@ class Retrier:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def _unanswered(self, what: str, limit_s: float, reason: str) -> str:
-        if reason.startswith("it answered"):
+        if _is_answer(reason):
             return (
                 f"the S3 server {self._server} could not do what we asked within {limit_s:.0f} s, {what} in the bucket "
                 f"{self._bucket!r}: {reason}; look into its log, and whether its disk is full"
@@ -155,6 +158,10 @@ class Retrier:
             f"the S3 server {self._server} did not answer within {limit_s:.0f} s while {what} in the bucket "
             f"{self._bucket!r} ({reason}); check that it runs and that RLHF_S3_ENDPOINT_URL is its address"
         )
+
+
+def _is_answer(reason: str) -> bool:
+    return reason.startswith("it answered")
 
 
 class _Waiting:

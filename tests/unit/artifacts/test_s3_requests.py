@@ -128,6 +128,21 @@ def test_a_refusal_that_breaks_off_is_no_answer(garbled: str) -> None:
         list(backend.download("k", 10))
 
 
+def test_an_attempt_that_the_deadline_cut_short_does_not_hide_the_answer_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Sleeper(monkeypatch)
+
+    def attempt(given_s: float) -> None:
+        if clock.now_s == 0.0:
+            raise ClientError({"Error": {"Code": "503"}, "ResponseMetadata": {"HTTPStatusCode": 503}}, "GetObject")
+        clock.now_s += given_s
+        raise TimeoutError
+
+    with pytest.raises(StoreError, match=r"could not do what we asked within 2 s, reading x .*: it answered 503"):
+        Retrier("http://store:8333", "b", Patience(deadline_s=2.0)).run("reading x", attempt)
+
+
 @pytest.mark.parametrize(
     ("error", "reason"), [(ServerDisconnectedError(), "ServerDisconnectedError"), (SSLError("secret"), "no TLS")]
 )

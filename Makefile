@@ -32,8 +32,8 @@ test-s3: setup  ## the artifact store in full: every fault of every request, an 
 test-clusters: setup  ## owners of clusters ended in every way, lost ranks, clusters of the user's own, several machines
 	@$(BIN)/python -m pytest -m clusters $(PYTEST_ARGS)
 
-test-stack: setup  ## the local stack in full: passwords, killed services, restarts, one process for a run
-	@$(BIN)/python -m pytest -m stack -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(PYTEST_ARGS)
+test-stack: setup  ## the local stack in full: passwords, another user's tries, killed services, restarts, runs that are killed
+	@$(BIN)/python -m pytest -m "stack and not outages" -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(PYTEST_ARGS)
 
 test-night: setup  ## a year in small: 300 nights, every service and every stage struck, with a table; and what each safeguard is for
 	@$(BIN)/python -m pytest -m night -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -rP $(PYTEST_ARGS)

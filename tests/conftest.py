@@ -26,13 +26,12 @@ if MEMORY.is_dir() and min(shutil.disk_usage(MEMORY).free, psutil.virtual_memory
 FIRST = (
     "test_year",
     "test_chain",
+    "test_security",
     "test_stack_mishaps",
     "test_ppo_run",
-    "test_trainer_ranks",
+    "test_server_kills",
     "test_stack",
     "test_clusters",
-    "test_stage_ranks",
-    "test_cluster_endings",
     "test_train_prompts_on_ray",
 )
 """Files of minutes: a worker that met one of them last would keep the other waiting. In this order one worker has most

@@ -130,6 +130,7 @@ def test_the_pipelines_page_has_every_stages_lines_and_its_own_keys(
     assert {"quickstart-report", "quickstart-ppo-curves", "quickstart-ppo-episodes"} <= stack.artifact_keys()
 
 
+@pytest.mark.stack
 def test_a_second_run_reuses_every_stage_and_meets_the_champion_of_the_first(
     stack: LocalStack, model: Path, first: subprocess.CompletedProcess[str], store: ArtifactStore
 ) -> None:
@@ -186,6 +187,7 @@ def test_lineage_leads_from_the_policy_to_the_base_model(
     assert read_json(stack.type("rlhf", "artifacts", "list", "policy", "--json"))
 
 
+@pytest.mark.stack
 def test_a_run_killed_in_mid_ppo_is_started_again_by_itself_and_goes_on_as_it_began(
     stack: LocalStack, model: Path, first: subprocess.CompletedProcess[str], store: ArtifactStore, tmp_path: Path
 ) -> None:

@@ -81,7 +81,8 @@ def test_a_cluster_ends_with_its_owner_however_that_ends(
     assert (manifest.log_dir / "ray" / "gcs_server.out").exists()
 
 
-@pytest.mark.parametrize("whole_group", [pytest.param(False, marks=pytest.mark.clusters), True])
+@pytest.mark.clusters
+@pytest.mark.parametrize("whole_group", [False, True])
 def test_a_stopped_owner_loses_its_cluster_after_the_time_it_was_given(owners: Owners, *, whole_group: bool) -> None:
     owner, manifest = owners.start(stalled_after_s=2)
     signalled = partial(os.killpg if whole_group else os.kill, owner.pid)
@@ -96,7 +97,8 @@ def test_a_stopped_owner_loses_its_cluster_after_the_time_it_was_given(owners: O
     assert owner.wait(timeout=30) == 0
 
 
-@pytest.mark.parametrize("watchdog", ["killed", pytest.param("slow", marks=pytest.mark.clusters)])
+@pytest.mark.clusters
+@pytest.mark.parametrize("watchdog", ["killed", "slow"])
 def test_whoever_takes_a_dead_owners_name_ends_the_cluster_that_it_left(owners: Owners, watchdog: str) -> None:
     first, left = owners.start()
     os.kill(left.watchdog_pid, signal.SIGKILL if watchdog == "killed" else signal.SIGSTOP)
@@ -122,6 +124,7 @@ def _wait_for_end(record: ProcessRecord) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.clusters
 def test_an_owner_killed_while_its_cluster_starts_leaves_nothing(owners: Owners) -> None:
     owner = run(OWNER, str(owners.directory), "waits", "120")
     deadline = time.monotonic() + 60
@@ -146,6 +149,7 @@ def test_without_its_watchdog_the_owner_cleans_up_alone(owners: Owners) -> None:
     assert not manifest.temp_dir.exists()
 
 
+@pytest.mark.clusters
 def test_without_owner_and_watchdog_the_orphan_is_reaped_by_whoever_looks(owners: Owners) -> None:
     owner, manifest = owners.start()
     assert reap_orphans(owners.directory) == []

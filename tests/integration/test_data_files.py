@@ -92,6 +92,7 @@ def sources(reference: str, role: str) -> list[str]:
     return [source["path"] for source in config[role]]
 
 
+@pytest.mark.stack
 def test_a_reward_model_is_trained_on_a_preference_file(run: Callable[..., Any], preferences: Path) -> None:
     pairs, scorer = run(reward_model, preferences)
     assert scorer.metrics["heldout_pairs"] > 0
@@ -104,6 +105,7 @@ def test_a_reward_model_is_trained_on_a_preference_file(run: Callable[..., Any],
     assert report["splits"]["sft"]["sample"][0]["response"]
 
 
+@pytest.mark.stack
 def test_ppo_runs_on_a_problem_file_with_its_verifier(run: Callable[..., Any], problems: Path) -> None:
     policy = run(ppo, problems, episodes=1)
     assert policy.metrics["episodes"] == 1

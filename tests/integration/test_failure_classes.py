@@ -66,6 +66,7 @@ def test_a_store_that_is_away_too_long_crashes_a_run_which_goes_on_when_it_is_ba
     assert any("did not answer within" in line for line in deployed.log(run))
 
 
+@pytest.mark.stack
 def test_a_store_that_is_away_for_a_while_is_waited_for_and_the_runs_log_says_so(
     deployed: LocalStack, store_proxy: FlakyProxy, tmp_path: Path
 ) -> None:
@@ -95,6 +96,7 @@ def test_what_is_final_stops_a_run_at_once_with_its_sentence(
     assert starts(tmp_path) == [1]
 
 
+@pytest.mark.stack
 def test_a_cluster_without_room_is_asked_again_within_the_run(
     deployed: LocalStack, store_proxy: FlakyProxy, tmp_path: Path
 ) -> None:

@@ -41,6 +41,7 @@ def test_a_machine_that_cannot_hold_the_model_says_so_within_a_minute(stack: Loc
     assert "Traceback" not in result.stdout + result.stderr
 
 
+@pytest.mark.stack
 def test_with_a_small_llama_on_disk_it_completes_on_a_cpu(stack: LocalStack, tmp_path: Path) -> None:
     model = write_tiny_llama(tmp_path / "small-llama")
     result = stack.type(*TYPED, "-p", f"model={model}", "-p", "episodes=1", cwd=stack.env_file.parent, timeout_s=300)

@@ -22,7 +22,7 @@ from tests.integration.local_stack import TINY_FLOWS, LocalStack, wait_for
 from tests.integration.waiting_run import WaitingRun, stopped
 from tests.unit.artifacts.lock_contract import elsewhere
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.stack]
 
 LOST_AFTER_S, QUIET_S = 45.0, 10.0
 """Stand for the 1200 s and 30 s of every day: flows say every 30 s that they live."""
@@ -115,7 +115,6 @@ def test_a_run_that_slept_with_its_worker_is_worked_on_by_one_process(own: Local
     assert run.said("has come to its end (completed)") == 1
 
 
-@pytest.mark.stack
 def test_a_process_whose_run_another_machine_has_taken_over_leaves_and_commits_nothing(
     own: LocalStack, tmp_path: Path
 ) -> None:
@@ -135,7 +134,6 @@ def test_a_process_whose_run_another_machine_has_taken_over_leaves_and_commits_n
     assert run.workers() == [first, second]
 
 
-@pytest.mark.stack
 def test_the_second_start_goes_on_if_the_first_dies_after_all(own: LocalStack, tmp_path: Path) -> None:
     run = WorkingRun(own, tmp_path / "run")
     first = sleep_through(own, run)
@@ -150,7 +148,6 @@ def test_the_second_start_goes_on_if_the_first_dies_after_all(own: LocalStack, t
     assert run.history()[-1] == "Completed"
 
 
-@pytest.mark.stack
 def test_a_run_that_ends_before_it_is_started_again_is_not_started_again(own: LocalStack, tmp_path: Path) -> None:
     run = WorkingRun(own, tmp_path / "run")
     process = run.at_work()
@@ -178,7 +175,6 @@ def test_a_run_that_has_done_its_work_is_not_done_again_and_says_so(own: LocalSt
     assert len(run.starts()) == 1
 
 
-@pytest.mark.stack
 def test_of_a_deployment_that_takes_one_run_at_a_time_another_is_skipped_while_one_waits_for_its_restart(
     own: LocalStack, tmp_path: Path
 ) -> None:
@@ -208,7 +204,6 @@ def test_of_a_deployment_that_takes_one_run_at_a_time_another_is_skipped_while_o
     later.await_state("Completed")
 
 
-@pytest.mark.stack
 @pytest.mark.parametrize("fate", ["cancelled", "deleted", "failed"])
 def test_a_deployment_is_free_once_its_run_is_over_for_good(own: LocalStack, tmp_path: Path, fate: str) -> None:
     first = WorkingRun(own, tmp_path / "first", "alone")

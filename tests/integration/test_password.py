@@ -122,7 +122,9 @@ def refuses_everywhere(stack: LocalStack, routes: list[tuple[str, str, str]], pa
         assert socket_says(stack, path, told) == "ConnectionClosedError", path
 
 
-@pytest.mark.parametrize("password", [None, "rlhf:wrong", "rlhf:"])
+@pytest.mark.parametrize(
+    "password", [None, *(pytest.param(wrong, marks=pytest.mark.stack) for wrong in ("rlhf:wrong", "rlhf:"))]
+)
 def test_every_route_and_socket_refuses_whoever_does_not_know_the_password(
     own_stack: LocalStack, routes: list[tuple[str, str, str]], password: str | None
 ) -> None:
@@ -155,6 +157,7 @@ def test_a_page_from_elsewhere_may_not_ask(own_stack: LocalStack, origin: str) -
     assert allowed.headers["access-control-allow-origin"] == ours
 
 
+@pytest.mark.stack
 def test_the_password_is_in_two_files_of_the_home_and_in_the_env_file_and_only_their_owner_reads_them(
     own_stack: LocalStack,
 ) -> None:
@@ -192,6 +195,7 @@ def test_a_run_is_started_followed_and_heard_of_by_everything_that_has_the_passw
     assert "are as they should be" in installed.stdout
 
 
+@pytest.mark.stack
 def test_a_runs_ray_cluster_is_not_told_the_password(own_stack: LocalStack, tmp_path: Path) -> None:
     run, manifest = own_stack.start_cluster_run(tmp_path)
     try:
@@ -221,7 +225,8 @@ REFUSED = {"v2": "Invalid credentials", "v1": "Authentication failed"}
 """What the two versions of the UI say of a wrong password."""
 
 
-@pytest.mark.parametrize("version", ["v2", pytest.param("v1", marks=pytest.mark.stack)])
+@pytest.mark.stack
+@pytest.mark.parametrize("version", ["v2", "v1"])
 def test_the_ui_asks_for_the_password_and_says_that_a_wrong_one_is_wrong(
     own_stack: LocalStack, tmp_path: Path, version: str
 ) -> None:
@@ -268,6 +273,7 @@ def test_a_password_is_not_changed_beside_a_live_run_which_goes_on(own_stack: Lo
     assert own_stack.history(run)[-2:] == ["Running", "Completed"]
 
 
+@pytest.mark.stack
 def test_a_password_file_that_is_lost_is_written_again_and_nothing_is_started_anew(own_stack: LocalStack) -> None:
     before, pids = own_stack.password, own_stack.pids()
     (own_stack.home / "prefect.password").unlink()
@@ -279,9 +285,8 @@ def test_a_password_file_that_is_lost_is_written_again_and_nothing_is_started_an
     assert (own_stack.password, own_stack.pids()) == (before, pids), "the processes know it"
 
 
-@pytest.mark.parametrize(
-    "content", [None, "rlhf", *(pytest.param(text, marks=pytest.mark.stack) for text in ("rlhf:geheimnüs", ""))]
-)
+@pytest.mark.stack
+@pytest.mark.parametrize("content", [None, "rlhf", "rlhf:geheimnüs", ""])
 def test_a_password_file_that_others_read_or_that_holds_none_is_refused_and_nothing_is_touched(
     own_stack: LocalStack, content: str | None
 ) -> None:

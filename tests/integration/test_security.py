@@ -40,7 +40,7 @@ from tests.integration.stranger import NO_ANSWER, UID
 from tests.integration.test_chain import small
 from tests.tiny_llama import write_tiny_llama
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.stack]
 
 OUTSIDE = "10.88.0.1"
 """An address of this machine that others could reach."""

@@ -20,7 +20,7 @@ from infra.settings import CHECKOUT
 from tests.integration.local_stack import TINY_FLOWS, LocalStack
 from tests.integration.waiting_run import ONE_START, STARTED_AGAIN, WaitingRun
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.stack]
 
 NIGHTLY = "pipeline/nightly"
 RESTART_S = 60.0

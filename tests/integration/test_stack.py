@@ -74,6 +74,7 @@ def test_the_prefect_command_finds_the_server_through_the_env_file(stack: LocalS
         assert name in result.stdout
 
 
+@pytest.mark.stack
 def test_secrets_stand_in_no_command_line_and_in_no_file_that_others_read(stack: LocalStack, tmp_path: Path) -> None:
     secret = (stack.home / "store.secret").read_text().strip()
     assert len(secret) >= 32

@@ -22,7 +22,7 @@ from tests.integration.local_stack import (
     wait_for,
 )
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.stack]
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,6 @@ def kill(process: psutil.Process) -> None:
         process.wait(timeout=20)
 
 
-@pytest.mark.stack
 @pytest.mark.parametrize("service", ["store", "server", "worker"])
 def test_a_killed_service_is_started_again_by_the_next_up(own_stack: LocalStack, service: str) -> None:
     before = own_stack.pids()
@@ -53,7 +52,6 @@ def test_a_killed_service_is_started_again_by_the_next_up(own_stack: LocalStack,
     assert prefect_api.deployment(own_stack.api_url, "tiny/tiny") is not None, "the server's data are still there"
 
 
-@pytest.mark.stack
 def test_a_run_whose_processes_are_killed_does_not_count_as_running_for_ever(own_stack: LocalStack) -> None:
     run = own_stack.start_run("tiny/tiny", sleep_s=120)
     wait_for(lambda: own_stack.run_state(run) == "RUNNING", "the run to start")
@@ -65,7 +63,6 @@ def test_a_run_whose_processes_are_killed_does_not_count_as_running_for_ever(own
     assert own_stack.run_state(run) == "CRASHED"
 
 
-@pytest.mark.stack
 def test_a_run_that_a_killed_worker_had_taken_is_due_again_unless_it_has_a_process(own_stack: LocalStack) -> None:
     living = own_stack.start_run("tiny/tiny", sleep_s=30)
     wait_for(lambda: own_stack.run_state(living) == "RUNNING", "the run to start")
@@ -81,7 +78,6 @@ def test_a_run_that_a_killed_worker_had_taken_is_due_again_unless_it_has_a_proce
     assert own_stack.history(living) == ["Scheduled", "Pending", "Submitting", "Running", "Pending", "Completed"]
 
 
-@pytest.mark.stack
 def test_a_run_that_had_been_taken_is_due_again_after_up_itself_has_ended_the_worker(own_stack: LocalStack) -> None:
     run = own_stack.start_run("tiny/tiny", sleep_s=0, at="2100-01-01T00:00:00Z")
     for state in ("RUNNING", "PENDING"):  # it was started again after a crash
@@ -94,7 +90,6 @@ def test_a_run_that_had_been_taken_is_due_again_after_up_itself_has_ended_the_wo
     wait_for(lambda: own_stack.run_state(run) == "COMPLETED", "the run to end", timeout_s=90)
 
 
-@pytest.mark.stack
 def test_down_ends_for_good_what_had_begun_and_a_run_that_had_not_is_due_after_the_next_up(
     own_stack: LocalStack,
 ) -> None:
@@ -109,7 +104,6 @@ def test_down_ends_for_good_what_had_begun_and_a_run_that_had_not_is_due_after_t
     assert own_stack.run_state(begun) == "CRASHED"
 
 
-@pytest.mark.stack
 def test_schedules_that_a_person_switched_on_and_runs_that_wait_stay_when_deployments_change(
     own_stack: LocalStack,
 ) -> None:
@@ -130,7 +124,6 @@ def test_schedules_that_a_person_switched_on_and_runs_that_wait_stay_when_deploy
     own_stack.delete_run(waiting)
 
 
-@pytest.mark.stack
 def test_down_ends_a_run_its_live_cluster_and_all_else_and_data_are_kept(own_stack: LocalStack, tmp_path: Path) -> None:
     own_stack.store(tmp_path / "cache").commit("dataset", "kept", {"rows": b"1"})
     run, manifest = own_stack.start_cluster_run(tmp_path)
@@ -156,7 +149,6 @@ def test_down_ends_a_run_its_live_cluster_and_all_else_and_data_are_kept(own_sta
     assert store.read_bytes(store.resolve("dataset/kept@1"), "rows") == b"1"
 
 
-@pytest.mark.stack
 def test_down_ends_a_cluster_whose_run_and_watchdog_were_killed(own_stack: LocalStack, tmp_path: Path) -> None:
     _, manifest = own_stack.start_cluster_run(tmp_path)
     kill(psutil.Process(manifest.watchdog_pid))
@@ -168,7 +160,6 @@ def test_down_ends_a_cluster_whose_run_and_watchdog_were_killed(own_stack: Local
     own_stack.up()
 
 
-@pytest.mark.stack
 def test_a_run_is_followed_through_a_restart_of_the_server(own_stack: LocalStack, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with out.open("w") as said:

@@ -80,6 +80,7 @@ def test_a_home_of_an_earlier_release_comes_up_with_its_data(home: Path, monkeyp
         assert get(address, home, "new") == "200"
 
 
+@pytest.mark.stack
 def test_keys_and_secret_that_are_lost_or_damaged_take_nothing_with_them(home: Path) -> None:
     with running(home, of_this_release) as address:
         put(address, home, "kept")

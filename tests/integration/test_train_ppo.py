@@ -109,12 +109,15 @@ def test_gemini_goes_on_from_what_zero2_left(inputs: Path, zero2_run: subprocess
     ("flags", "complaint"),
     [
         ("--wrong x", "error: unrecognized arguments: --wrong x; --help lists the flags"),
-        ("--conversation_template_config nowhere.json", "error: nowhere.json cannot be read"),
+        pytest.param(
+            "--conversation_template_config nowhere.json",
+            "error: nowhere.json cannot be read",
+            marks=pytest.mark.parallel,
+        ),
         ("--plugin 3d", "error: --plugin 3d splits one model over ranks"),
-        (
-            "--pretrain math_prompts",
-            "{inputs}/math_prompts is not a model",
-        ),  # found by both ranks, once torch is loaded and they have met
+        pytest.param(  # found by both ranks, once torch is loaded and they have met
+            "--pretrain math_prompts", "{inputs}/math_prompts is not a model", marks=pytest.mark.parallel
+        ),
     ],
 )
 def test_torchruns_report_of_a_mistake_ends_with_our_sentence(inputs: Path, flags: str, complaint: str) -> None:
@@ -141,6 +144,7 @@ def _last_words(told: str, sentence: str) -> None:
     assert lines.index(lines[-1]) < lines.index("Traceback (most recent call last):")
 
 
+@pytest.mark.parallel
 @pytest.mark.integration
 def test_a_rank_that_dies_is_named_by_the_one_that_lives(inputs: Path, tmp_path: Path) -> None:
     """As on several machines: on one, torchrun itself ends the others and says which was first."""

@@ -82,6 +82,7 @@ def with_ppo(run: Run, **changes: Any) -> None:
     run.plan = run.plan.model_copy(update={"config": config})
 
 
+@pytest.mark.clusters
 def test_two_ranks_of_which_one_is_killed_learn_what_one_does_with_batches_of_twice_the_size(
     run: Run, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -222,9 +222,11 @@ print([str(path) for path in Path("small").rglob("*") if path.is_file() and path
         pytest.skip("this machine lets nobody mount a file system for himself")
     command = [*alone, "sh", "-c", mount, sys.executable]
     told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
-    assert told.stdout.splitlines() == [
+    *said, left = told.stdout.splitlines()
+    assert said == [
         f"StoreError: cannot keep policy/p@1 in the cache {tmp_path}/small/artifacts: No space left on device; see "
         "that it can be written and has 0.003 GB free, or choose another directory (RLHF_HOME)",
         "StoreError: cannot write policy/p@1 to small/out: No space left on device",
-        "['small/artifacts/files/6b/86b273ff34fce19d6b804eff5a3f5747ada4eaa22f1d49c01e52ddb7875b4b']",
     ], told.stderr
+    # the small file is there as a whole, or was given up with the large one
+    assert left in ("[]", "['small/artifacts/files/6b/86b273ff34fce19d6b804eff5a3f5747ada4eaa22f1d49c01e52ddb7875b4b']")

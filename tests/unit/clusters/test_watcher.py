@@ -32,7 +32,7 @@ def in_turn(*steps: Any) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("error", [ClusterError("it is away"), KeyError("a surprise")])
 def test_a_watch_that_meets_an_error_goes_on(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    monkeypatch.setattr(existing, "_LOOK_S", 0.001)
+    monkeypatch.setattr(existing, "_CHECK_S", 0.001)
     watch = Watcher.__new__(Watcher)  # without a cluster
     watch._charge, watch._silent_looks, watch._me = Charge("rlhf:night:m", "job", 120.0), 0, b"me"
     server: Any = SimpleNamespace(

@@ -149,7 +149,7 @@ def test_changes_are_told_by_key() -> None:
 size = st.integers(1, 40)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     wanted=st.fixed_dictionaries(dict.fromkeys(KEYS, size)),
     fixed=st.sets(st.sampled_from(KEYS)),

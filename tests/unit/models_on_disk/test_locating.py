@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 from pathlib import Path
 
@@ -103,13 +104,15 @@ def test_a_missing_package_says_how_to_get_it(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.fixture(scope="module")
-def models_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Converting takes 20 seconds: once is enough for the tests that need the real model."""
-    return tmp_path_factory.mktemp("models")
+def models_dir(pytestconfig: pytest.Config) -> Path:
+    """Where the next run of the tests finds the real model, too: converting takes 20 seconds."""
+    assert pytestconfig.cache
+    return pytestconfig.cache.mkdir("models")
 
 
 @pytest.mark.integration
 def test_smollm2_is_converted_once_and_answers(models_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    shutil.rmtree(models_dir)
     assert find_local(smollm2.NAME, models_dir=models_dir) is None
     directory = locate_model(smollm2.NAME, models_dir=models_dir)
     assert capfd.readouterr() == ("", "")

@@ -47,6 +47,17 @@ def galore_stood_in() -> Iterator[None]:
             del sys.modules[name]
 
 
+@contextmanager
+def left_uncompiled() -> Iterator[None]:
+    """Let ColossalAI's kernels in 8 bits be: they are for GPUs, and torch's compiler takes two seconds to import."""
+    known = torch.compile
+    torch.compile = lambda model=None, **_: (lambda function: function) if model is None else model
+    try:
+        yield
+    finally:
+        torch.compile = known
+
+
 def _stand_in(name: str, classes: tuple[str, ...]) -> ModuleType:
     module = ModuleType(name)
     module.__spec__ = ModuleSpec(name, None)
@@ -108,9 +119,10 @@ def upstream(module: str) -> Any:
         ConfigError: if ColossalAI is not installed, or does not run with the packages that are.
     """
     try:
-        with quiet(), galore_stood_in():
+        has_gpu = torch.cuda.is_available()
+        with quiet(), galore_stood_in(), nullcontext() if has_gpu else left_uncompiled():
             found = importlib.import_module(module)
-            if not torch.cuda.is_available():
+            if not has_gpu:
                 use_cpu(importlib.import_module("colossalai.accelerator"))
     except ImportError as error:
         raise ConfigError(

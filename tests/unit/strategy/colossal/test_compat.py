@@ -45,10 +45,12 @@ import rlhf_core.strategy.colossal.ddp, rlhf_core.strategy.colossal.zero
 @pytest.mark.skipif(find_spec("galore_torch") is not None, reason="galore_torch is installed, and taken as it is")
 def test_what_nobody_uses_need_not_be_installed_and_nothing_stays_in_its_place() -> None:
     program = """
-import sys
+import sys, torch
 from rlhf_core.strategy.colossal.compat import upstream
+known = torch.compile
 assert upstream("colossalai.nn.optimizer").HybridAdam
 assert not {"galore_torch", "bitsandbytes"} & sys.modules.keys()
+assert torch.compile is known
 """
     subprocess.run([sys.executable, "-c", program], check=True)
     done = subprocess.run(

@@ -51,7 +51,8 @@ def galore_stood_in() -> Iterator[None]:
 def left_uncompiled() -> Iterator[None]:
     """Let ColossalAI's kernels in 8 bits be: they are for GPUs, and torch's compiler takes two seconds to import."""
     known = torch.compile
-    torch.compile = lambda model=None, **_: (lambda function: function) if model is None else model
+    as_it_is: Any = lambda model=None, **_: (lambda function: function) if model is None else model  # noqa: E731
+    torch.compile = as_it_is
     try:
         yield
     finally:

@@ -13,7 +13,7 @@ from tasks.context import Context, open_context
 from tasks.data import SPLITS, check_data, is_dataset, prepare_data, settle_dataset, settled, with_data
 from tasks.parents import wants_reward_model
 from tasks.plan import recalled, recorded, told_at
-from tasks.preflight import Trained, preflight, settle_arithmetic, settle_models
+from tasks.preflight import Trained, preflight, settle_models
 from tasks.progress import say
 from tasks.results import StageResult
 
@@ -71,9 +71,8 @@ def begin(
     values = recalled(context, _question(preset), dict[str, Any], by_all=True) or preset_values(preset)
     draft = _draft(context, preset, data, values, parameters)
     stages = _training(draft.config, trains, reads, **given)
-    draft = draft._replace(config=settle_arithmetic(draft.config, stages))
-    config = draft.config
-    preflight(config, trains=trains, stages=stages, **given)
+    config = preflight(draft.config, trains=trains, stages=stages, **given)
+    draft = draft._replace(config=config)
     # Only from here on: a mistake in the preset, which was refused above, can be corrected and the run tried again.
     recorded(context, _question(preset), dict[str, Any], values, by_all=True)
     if not is_dataset(data):  # of a stored one nothing can change; of files, what their rows are for is seen in them

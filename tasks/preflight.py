@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import ConfigError, Fault, refuse_together
 from tasks.clusters import address_of
-from tasks.context import open_context
+from tasks.context import Context, open_context
 from tasks.evaluate import judged_by_reward_model, nobody_judges
 from tasks.gpu_allocation import available_gpus
 from tasks.parents import (
@@ -19,6 +19,7 @@ from tasks.parents import (
     settle_policy,
     settle_reward_model,
 )
+from tasks.plan import settled_once
 from tasks.progress import say
 from tasks.task_errors import stage_task
 
@@ -42,34 +43,45 @@ _PRECISIONS: dict[str, Literal["fp32", "bf16", "fp16"]] = {"float32": "fp32", "b
 _ARITHMETIC = {"sft": ("dtype",), "reward_model": ("dtype",), "ppo": ("dtype", "rollout_dtype")}
 
 
-def settle_arithmetic(config: PipelineConfig, stages: Sequence[Trained]) -> PipelineConfig:
-    """Return a configuration that computes in float32 where nobody set bfloat16 and this processor is slow with it.
+def settle_arithmetic(context: Context, config: PipelineConfig, stages: Sequence[Trained]) -> PipelineConfig:
+    """Return a configuration that computes in float32 where nobody set bfloat16 and the processor is slow with it.
+
+    It is this machine's processor that is asked, though stages may train on a cluster elsewhere; all flows of a run,
+    and its restarts, go by the first answer.
 
     Args:
+        context: the open context.
         config: the preset with the run's parameters, which knows what of it was set.
-        stages: that train in the run; without any there is nothing to settle.
+        stages: that train in the run.
 
     Raises:
         ClusterError: nobody answers at the address of the user's own cluster.
     """
-    from rlhf_core.models.loading import has_fast_bfloat16
+    slow = {
+        name: [key for key in _ARITHMETIC[name] if getattr(getattr(config, name), key) == "bfloat16"] for name in stages
+    }
+    free = {
+        name: [key for key in keys if key not in getattr(config, name).model_fields_set] for name, keys in slow.items()
+    }
 
-    address = address_of(config.ppo.cluster) if any(leaves_process(config, stage) for stage in stages) else None
-    if not stages or available_gpus(address) or has_fast_bfloat16():
+    def is_slow() -> bool:
+        from rlhf_core.models.loading import has_fast_bfloat16
+
+        address = address_of(config.ppo.cluster) if any(leaves_process(config, stage) for stage in stages) else None
+        if has_fast_bfloat16() or available_gpus(address):
+            return False
+        if changed := [f"{name}.{key}" for name, keys in free.items() for key in keys]:
+            say("machine", f"this processor has no fast bfloat16: float32 for {', '.join(changed)}")
+        if kept := [f"{name}.{key}" for name, keys in slow.items() for key in keys if key not in free[name]]:
+            say("machine", f"this processor is many times faster with float32 than with bfloat16: {', '.join(kept)}")
+        return True
+
+    if not any(slow.values()) or not settled_once(context, "whether bfloat16 is slow", bool, is_slow, by_all=True):
         return config
-    sections, changed, kept = {}, [], []
-    for name, keys in _ARITHMETIC.items():
-        section = getattr(config, name)
-        slow = [key for key in keys if getattr(section, key) == "bfloat16"]
-        free = [key for key in slow if key not in section.model_fields_set]
-        sections[name] = section.model_copy(update=dict.fromkeys(free, "float32"))
-        changed += [f"{name}.{key}" for key in free]
-        kept += [f"{name}.{key}" for key in slow if key not in free]
-    if changed:
-        say("machine", f"this processor has no fast bfloat16: float32 for {', '.join(changed)}")
-    if kept:
-        say("machine", f"this processor is many times faster with float32 than with bfloat16: {', '.join(kept)}")
-    return config.model_copy(update=sections)
+    changed: dict[str, object] = {
+        name: getattr(config, name).model_copy(update=dict.fromkeys(keys, "float32")) for name, keys in free.items()
+    }
+    return config.model_copy(update=changed)
 
 
 @stage_task(name="preflight")
@@ -80,7 +92,7 @@ def preflight(
     stages: Sequence[Trained] = (),
     actor: str | None = None,
     reward_model: str | None = None,
-) -> None:
+) -> PipelineConfig:
     """Check a run's parameters against the machine and the store: memory first, references after.
 
     Args:
@@ -89,6 +101,9 @@ def preflight(
         stages: all stages that train in the run; their strategies must be possible here.
         actor: policy that was named.
         reward_model: reward model that was named.
+
+    Returns:
+        The configuration, with the arithmetic that suits the machine.
 
     Raises:
         ClusterError: nobody answers at the address of the user's own cluster.
@@ -101,22 +116,24 @@ def preflight(
     from rlhf_core.models.locating import find_local
     from rlhf_core.models.memory import check_memory_for
 
+    context = open_context()
     if trains == "ppo":
         check_ppo(config)
         check_reward_functions(config, settings().reward_modules)
     check_verifier(config, settings().reward_modules)
     if find_local(config.model.path, models_dir=settings().models_dir) is None:
         check_judges(config, trains=trains)  # with the model at hand, the data say it together with all else
+    config = settle_arithmetic(context, config, stages)
     address = address_of(config.ppo.cluster)
     for stage in stages:
         check_trainers(config, [stage], gpus=available_gpus(address if leaves_process(config, stage) else None))
     elsewhere = address is not None and any(leaves_process(config, stage) for stage in stages)
     check_memory_for(config, settings().models_dir, trains=None if elsewhere else trains)
-    context = open_context()
     if actor is not None and actor != BASE_MODEL:
         resolve_policy(context, config, actor)
     if reward_model is not None:
         resolve_reward_model(context, config, reward_model)
+    return config
 
 
 def settle_models(

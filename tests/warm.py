@@ -20,7 +20,6 @@ import os
 import select
 import signal
 import socket
-import ssl
 import sys
 import threading
 import time
@@ -118,8 +117,7 @@ def serve(address: str, imported: str) -> None:
     """Fork a process for everyone who calls, until this process is ended."""
     importlib.import_module(imported)
     assert "ray" not in sys.modules
-    context = ssl.create_default_context()
-    ssl.create_default_context = lambda *_, **__: context  # else each client of Prefect reads 140 certificates, unused
+    _share_certificates()
     gc.freeze()  # what all share is not looked through, and so not copied, each time one collects its garbage
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody is waited for here
     with socket.socket(socket.AF_UNIX) as listener:
@@ -136,6 +134,17 @@ def serve(address: str, imported: str) -> None:
                 finally:
                     os._exit(1)
             caller.close()
+
+
+def _share_certificates() -> None:
+    """Read the 140 certificates of certifi here: each client of Prefect reads them, though its server has none."""
+    import ssl
+
+    import certifi
+
+    known, usual = ssl.create_default_context, {"cafile": certifi.where()}
+    context = known(**usual)
+    ssl.create_default_context = lambda *args, **given: context if given == usual else known(*args, **given)
 
 
 def _watch(caller: socket.socket) -> NoReturn:

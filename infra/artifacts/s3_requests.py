@@ -128,7 +128,8 @@ class Retrier:
                 result = attempt(given_s)
             except REQUEST_ERRORS as error:
                 latest = reason_to_retry(error, what, self._server, self._bucket)
-                if not reason or given_s == attempt_s or _is_answer(latest):  # else it was hardly given the time
+                # an attempt that the deadline cut short tells less than the answer before it
+                if given_s == attempt_s or latest != _NO_ANSWER or not _is_answer(reason):
                     reason = latest
             else:
                 if told:
@@ -185,6 +186,7 @@ class _Waiting:
         self.seconds += took_s - forgiven_s
 
 
+_NO_ANSWER = "no answer in time"
 FORBIDDEN = {"AccessDenied", "AllAccessDisabled", "403"}
 CONDITION_FAILED = {"PreconditionFailed", "412", "NotImplemented", "501"}
 """Servers that know no conditions refuse each of them."""
@@ -329,8 +331,8 @@ def _kind(error: Exception) -> str:
     words = {
         "EndpointConnectionError": "no connection",
         "ConnectTimeoutError": "no connection in time",
-        "ReadTimeoutError": "no answer in time",
-        "FSTimeoutError": "no answer in time",
+        "ReadTimeoutError": _NO_ANSWER,
+        "FSTimeoutError": _NO_ANSWER,
         "ConnectionClosedError": "the connection was closed",
         "SSLError": "no TLS connection",
         "ClientPayloadError": "its answer broke off",

@@ -252,11 +252,12 @@ def check_memory(
     if fits and max(need.trainer - beside, need.maker) <= largest:
         return
     others = f", {_gb(need.other_trainer)} for each other trainer" if need.num_other_trainers else ""
+    halved = "set ppo.rollout_dtype to bfloat16, " if config.rollout_dtype == "float32" else ""
     raise ModelError(
         f"PPO on {model} ({_many(num_parameters)} parameters{doubt}) needs at least {_gb(need.total)} "
         f"({_gb(need.trainer)} for the {'first ' if others else ''}trainer{others}, {_gb(need.maker)} for each of "
-        f"{counted(need.num_makers, 'maker')}), but this machine has {machine}; take a smaller model (`-p model=PATH`) "
-        "or a bigger machine"
+        f"{counted(need.num_makers, 'maker')}), but this machine has {machine}; {halved}take a smaller "
+        "model (`-p model=PATH`) or a bigger machine"
     )
 
 

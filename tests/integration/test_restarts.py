@@ -23,7 +23,6 @@ def resuming(stack: LocalStack) -> LocalStack:
     return stack
 
 
-@pytest.mark.stack  # test_chain kills a real run of PPO
 def test_a_killed_run_is_started_again_once_as_the_same_run_and_ends_well(resuming: LocalStack, tmp_path: Path) -> None:
     run = WaitingRun(resuming, tmp_path)
     run.kill(1)

@@ -121,7 +121,6 @@ def assert_alike(store: ArtifactStore, both: StageResult, alone: StageResult) ->
             )
 
 
-@pytest.mark.parallel
 def test_sft_on_two_ranks_learns_what_it_does_alone_with_batches_of_twice_the_size(
     store: ArtifactStore, model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -279,7 +279,7 @@ REPLACED: tuple[tuple[Any, str, Any], ...] = (
     (tasks.plan, "asker_of", asker_of := _asked_by_flow(tasks.plan.asker_of)),
     (tasks.ppo, "asker_of", asker_of),
     (tasks.task_errors, "give_memory_back", nothing),
-    (flows.begin, "preflight", nothing),
+    (flows.begin, "preflight", lambda config, **_: config),
     (flows.begin, "settle_models", settle_models),
     (flows.begin, "prepare_data", prepare_data),
     (flows.begin, "check_data", nothing),

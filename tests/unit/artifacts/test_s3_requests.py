@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from aiohttp import ServerDisconnectedError
-from botocore.exceptions import ClientError
+from botocore.exceptions import ClientError, ReadTimeoutError
 from urllib3.exceptions import SSLError
 
 from infra.artifacts import S3Options, open_store, s3_requests
@@ -137,9 +137,21 @@ def test_an_attempt_that_the_deadline_cut_short_does_not_hide_the_answer_before_
         if clock.now_s == 0.0:
             raise ClientError({"Error": {"Code": "503"}, "ResponseMetadata": {"HTTPStatusCode": 503}}, "GetObject")
         clock.now_s += given_s
-        raise TimeoutError
+        raise ReadTimeoutError(endpoint_url="http://store:8333")
 
     with pytest.raises(StoreError, match=r"could not do what we asked within 2 s, reading x .*: it answered 503"):
+        Retrier("http://store:8333", "b", Patience(deadline_s=2.0)).run("reading x", attempt)
+
+
+def test_a_server_that_answered_and_is_gone_is_told_to_be_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Sleeper(monkeypatch)
+
+    def attempt(_: float) -> None:
+        if clock.now_s == 0.0:
+            raise ClientError({"Error": {"Code": "503"}, "ResponseMetadata": {"HTTPStatusCode": 503}}, "GetObject")
+        raise ConnectionRefusedError
+
+    with pytest.raises(StoreError, match=r"did not answer within 2 s while reading x"):
         Retrier("http://store:8333", "b", Patience(deadline_s=2.0)).run("reading x", attempt)
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
+import hashlib
 import socket
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -107,19 +110,28 @@ def test_a_missing_package_says_how_to_get_it(tmp_path: Path, monkeypatch: pytes
 def models_dir(pytestconfig: pytest.Config) -> Path:
     """Where the next run of the tests finds the real model, too: converting takes 20 seconds."""
     assert pytestconfig.cache
-    return pytestconfig.cache.mkdir("models")
+    return pytestconfig.cache.mkdir(f"models-{hashlib.sha256(Path(smollm2.__file__).read_bytes()).hexdigest()[:8]}")
+
+
+@pytest.fixture
+def empty_dir(models_dir: Path) -> Iterator[Path]:
+    """Another one; what is converted there serves the tests that follow."""
+    with TemporaryDirectory(dir=models_dir) as empty:
+        yield Path(empty)
+        for made in Path(empty).iterdir():
+            with suppress(OSError):  # it is there already
+                made.rename(models_dir / made.name)
 
 
 @pytest.mark.integration
-def test_smollm2_is_converted_once_and_answers(models_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    shutil.rmtree(models_dir)
-    assert find_local(smollm2.NAME, models_dir=models_dir) is None
-    directory = locate_model(smollm2.NAME, models_dir=models_dir)
+def test_smollm2_is_converted_once_and_answers(empty_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert find_local(smollm2.NAME, models_dir=empty_dir) is None
+    directory = locate_model(smollm2.NAME, models_dir=empty_dir)
     assert capfd.readouterr() == ("", "")
-    assert directory.parent == models_dir
-    assert list(models_dir.iterdir()) == [directory], "nothing else is left behind"
+    assert directory.parent == empty_dir
+    assert list(empty_dir.iterdir()) == [directory], "nothing else is left behind"
     made = (directory / "config.json").stat().st_mtime_ns
-    assert locate_model(smollm2.NAME, models_dir=models_dir) == directory
+    assert locate_model(smollm2.NAME, models_dir=empty_dir) == directory
     assert (directory / "config.json").stat().st_mtime_ns == made
     model, tokenizer = load_causal_lm(directory, "float32"), load_tokenizer(directory)
     assert model.num_parameters() == count_built(directory) == smollm2.NUM_PARAMETERS

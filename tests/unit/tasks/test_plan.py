@@ -23,6 +23,7 @@ from infra.artifacts import ArtifactRef, ArtifactStore
 from infra.errors import ReferenceNotFoundError, StoreError
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import ConfigError, DataError
+from rlhf_core.models import loading
 from tasks import context as contexts
 from tasks import plan, ppo
 from tasks.context import open_context
@@ -305,6 +306,21 @@ class TestData:
         first = called_by("pipeline", str(rows))
         edit(own_presets, seed=77)
         assert called_by("ppo-00", first.dataset.uri).config.seed == first.config.seed != 77
+
+    @pytest.mark.usefixtures("own_presets")
+    def test_all_flows_and_starts_of_a_run_compute_alike(
+        self, as_run: Any, rows: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def begun_by(call: str, *, is_fast: bool) -> Begun:
+            monkeypatch.setattr(plan, "asker_of", lambda _: Asker("one", call))
+            monkeypatch.setattr(loading, "has_fast_bfloat16", lambda: is_fast)
+            return begin(rows, model)
+
+        as_run("one")
+        slow = begun_by("pipeline", is_fast=False)
+        assert slow.config.sft.dtype == "float32"
+        assert begun_by("pipeline", is_fast=True) == slow
+        assert begun_by("sft-00", is_fast=True).config.sft.dtype == "float32"
 
     def test_a_mistake_is_not_recorded(self, as_run: Any, rows: Path, model: Path, own_presets: Path) -> None:
         as_run("one")

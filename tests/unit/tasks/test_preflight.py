@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from rlhf_core.config import DataConfig, EvaluationConfig, PipelineConfig, PPOCo
 from rlhf_core.errors import ConfigError
 from rlhf_core.models import loading
 from tasks import preflight
+from tasks.context import Context
 from tasks.parents import wants_reward_model
 from tasks.preflight import check_judges, check_ppo, check_trainers, check_verifier, settle_arithmetic
 
@@ -146,25 +149,48 @@ def slow_bfloat16(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return said
 
 
-def test_where_bfloat16_is_slow_a_run_computes_in_float32_and_says_so(slow_bfloat16: list[str]) -> None:
-    assert arithmetic(settle_arithmetic(preset(), ["sft", "ppo"])) == ["float32"] * 4
-    changed = "sft.dtype, reward_model.dtype, ppo.dtype, ppo.rollout_dtype"
+def test_where_bfloat16_is_slow_a_run_computes_in_float32_and_says_so(
+    context: Context, slow_bfloat16: list[str]
+) -> None:
+    assert arithmetic(settle_arithmetic(context, preset(), ["sft", "ppo"])) == [
+        "float32", "bfloat16", "float32", "float32",
+    ]  # fmt: skip
+    changed = "sft.dtype, ppo.dtype, ppo.rollout_dtype"
     assert slow_bfloat16 == [f"this processor has no fast bfloat16: float32 for {changed}"]
 
 
-def test_arithmetic_that_somebody_set_is_kept_and_its_price_is_told(slow_bfloat16: list[str]) -> None:
+def test_arithmetic_that_somebody_set_is_kept_and_its_price_is_told(context: Context, slow_bfloat16: list[str]) -> None:
     asked = preset(dtype="float16", rollout_dtype="bfloat16")
-    assert arithmetic(settle_arithmetic(asked, ["ppo"])) == ["float32", "float32", "float16", "bfloat16"]
+    assert arithmetic(settle_arithmetic(context, asked, ["ppo"])) == ["bfloat16", "bfloat16", "float16", "bfloat16"]
     assert slow_bfloat16[-1] == (
         "this processor is many times faster with float32 than with bfloat16: ppo.rollout_dtype"
     )
 
 
 @pytest.mark.parametrize("elsewhere", ["a GPU", "a processor that has it", "nothing trains"])
-def test_elsewhere_it_stays_as_it_is(slow_bfloat16: list[str], monkeypatch: pytest.MonkeyPatch, elsewhere: str) -> None:
+def test_elsewhere_it_stays_as_it_is(
+    context: Context, slow_bfloat16: list[str], monkeypatch: pytest.MonkeyPatch, elsewhere: str
+) -> None:
     if elsewhere == "a GPU":
         monkeypatch.setattr(preflight, "available_gpus", lambda _: 1)
     if elsewhere == "a processor that has it":
         monkeypatch.setattr(loading, "has_fast_bfloat16", lambda: True)
-    assert settle_arithmetic(preset(), [] if elsewhere == "nothing trains" else ["ppo"]) == preset()
+    assert settle_arithmetic(context, preset(), [] if elsewhere == "nothing trains" else ["ppo"]) == preset()
     assert slow_bfloat16 == []
+
+
+def test_it_is_this_machines_gpus_that_count_unless_the_stage_trains_on_a_cluster_elsewhere(
+    context: Context, slow_bfloat16: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str | None] = []
+    monkeypatch.setattr(preflight, "available_gpus", lambda address: asked.append(address) or 1)
+    elsewhere = preset(cluster={"address": "10.0.0.1:6379"})
+    for stage in ("sft", "ppo"):
+        settle_arithmetic(context, elsewhere, [stage])  # type: ignore[list-item]
+    assert asked == [None, "10.0.0.1:6379"]
+    assert slow_bfloat16 == []
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists() or platform.machine() != "x86_64", reason="Linux tells it")
+def test_a_processor_without_avx512_is_slow_with_bfloat16() -> None:
+    assert loading.has_fast_bfloat16() == ("avx512bw" in Path("/proc/cpuinfo").read_text())

@@ -49,9 +49,12 @@ def galore_stood_in() -> Iterator[None]:
 
 @contextmanager
 def left_uncompiled() -> Iterator[None]:
-    """Let ColossalAI's kernels in 8 bits be: they are for GPUs, and torch's compiler takes two seconds to import."""
+    """Have `torch.compile` return what it is given: ColossalAI decorates functions for GPUs, which takes seconds."""
     known = torch.compile
-    as_it_is: Any = lambda model=None, **_: (lambda function: function) if model is None else model  # noqa: E731
+
+    def as_it_is(model: Any = None, **_: Any) -> Any:
+        return (lambda function: function) if model is None else model
+
     torch.compile = as_it_is
     try:
         yield

@@ -51,6 +51,7 @@ known = torch.compile
 assert upstream("colossalai.nn.optimizer").HybridAdam
 assert not {"galore_torch", "bitsandbytes"} & sys.modules.keys()
 assert torch.compile is known
+assert torch.cuda.is_available() or "torch._inductor.compile_fx" not in sys.modules  # the compiler
 """
     subprocess.run([sys.executable, "-c", program], check=True)
     done = subprocess.run(

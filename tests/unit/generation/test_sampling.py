@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from fractions import Fraction
+from functools import cache
 
 import numpy as np
 import pytest
@@ -56,9 +57,15 @@ def test_uniforms_are_spread_evenly_over_the_unit_interval() -> None:
     assert chi_square < 27.9  # 0.1 % point of 9 degrees of freedom
 
 
+@cache
+def drawn(n: int) -> torch.Tensor:
+    """The first number of each of many prompts."""
+    return uniforms([f"p{i}" for i in range(n)], [0] * n, length=1)[:, 0]
+
+
 def test_samples_follow_the_softmax_at_a_temperature() -> None:
     logits, temperature, n = torch.tensor([2.0, 0.0, -1.0, 0.5, 1.0, -torch.inf]), 0.7, 20_000
-    draws = uniforms([f"p{i}" for i in range(n)], [0] * n, length=1)[:, 0]
+    draws = drawn(n)
     tokens = choose_sampled(logits=logits.expand(n, -1), uniforms=draws, temperature=temperature).tokens
     weights = np.exp(logits.numpy().astype(np.float64) / temperature)
     expected = n * weights / weights.sum()
@@ -122,7 +129,7 @@ def cut_distribution(logits: torch.Tensor, temperature: float, top_k: int, top_p
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (4, 1.0), (0, 0.8), (7, 0.9), (1, 1.0), (0, 1e-6), (100, 0.99)])
 def test_samples_follow_the_softmax_cut_to_top_k_and_top_p(top_k: int, top_p: float) -> None:
     logits, temperature, n = torch.randn(12, generator=torch.Generator().manual_seed(1)) * 2, 0.8, 20_000
-    draws = uniforms([f"q{i}" for i in range(n)], [0] * n, length=1)[:, 0]
+    draws = drawn(n)
     choice = choose_sampled(
         logits=logits.expand(n, -1), uniforms=draws, temperature=temperature, top_k=top_k, top_p=top_p
     )

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from infra.artifacts import ArtifactStore, Manifest
 from infra.artifacts.aliases import Alias
 from infra.services.automations import SKIPPED
-from tests.night.notes import Note
+from tests.night.notes import AFTER, Note
 from tests.night.sites import Site
 
 Outcome = Literal["completed", "skipped", "failed", "lost"]
@@ -213,8 +213,7 @@ def _line(site: Site, store: ArtifactStore, alias: Alias | None, nights: Sequenc
 def _champion_behind(store: ArtifactStore, policy: Manifest) -> str | None:
     """Return the policy that a night's SFT model went on from."""
     [model] = [parent for parent in policy.parents if parent.uri.startswith("sft/")]
-    parents = [parent.uri for parent in store.resolve(model.uri).parents if parent.uri.startswith("policy/")]
-    return parents[0] if parents else None
+    return str(store.resolve(model.uri).metrics[AFTER]) or None
 
 
 def _skips(nights: Sequence[Night], runs: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -16,6 +16,9 @@ from typing import Any
 
 HOLD_TIMEOUT_S = 600.0
 
+AFTER = "after"
+"""The figure of an SFT model that names the policy it went on from."""
+
 
 @dataclass(frozen=True)
 class Note:

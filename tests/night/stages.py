@@ -42,7 +42,7 @@ from tasks.preflight import Models
 from tasks.results import Decision, EpisodeResult, Parent, PPORun, StageResult
 from tasks.stages import commit_stage, once_in_a_run, reuse_or_make, stage_key, stage_result
 from tasks.task_errors import stage_task
-from tests.night.notes import Desk
+from tests.night.notes import AFTER, Desk
 
 STAGES = ("data", "sft", "reward-model", "ppo", "evaluate", "gate", "promote", "report")
 """Where a night can be held and struck. At the last one the champion's alias has moved."""
@@ -150,12 +150,13 @@ def train_sft(config: PipelineConfig, dataset: Parent, actor: str | None = None)
     del actor
     work = Work(config, "sft")
     champion = work.context.store.alias("policy", config.name, "champion")
-    parents, score = [dataset, BASE], 0
+    score, after = 0, ""
     if champion is not None:
         crowned = work.context.store.resolve(champion)
-        parents = [dataset, Parent(uri=crowned.ref.uri, digest=crowned.digest)]
-        score = int(str(crowned.metrics[SCORE]))
-    return once_in_a_run(work.context, "sft", lambda: work.stored("sft", parents, {"score": score}, **{SCORE: score}))
+        score, after = int(str(crowned.metrics[SCORE])), crowned.ref.uri
+    # told by a figure and no parent: as the product's, a night's lineage ends at the base model, and does not grow
+    figures = {SCORE: score, AFTER: after}
+    return once_in_a_run(work.context, "sft", lambda: work.stored("sft", [dataset, BASE], figures, **figures))
 
 
 def sample_pairs(

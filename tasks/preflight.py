@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from rlhf_core.config import PipelineConfig
@@ -43,22 +43,21 @@ _PRECISIONS: dict[str, Literal["fp32", "bf16", "fp16"]] = {"float32": "fp32", "b
 _ARITHMETIC = {"sft": ("dtype",), "reward_model": ("dtype",), "ppo": ("dtype", "rollout_dtype")}
 
 
-def settle_arithmetic(context: Context, config: PipelineConfig, stages: Sequence[Trained]) -> PipelineConfig:
+def settle_arithmetic(context: Context, config: PipelineConfig, gpus: Mapping[Trained, int]) -> PipelineConfig:
     """Return a configuration that computes in float32 where nobody set bfloat16 and the processor is slow with it.
 
-    It is this machine's processor that is asked, though stages may train on a cluster elsewhere; all flows of a run,
+    It is this machine's processor that is asked, though a stage may train on a cluster elsewhere; all flows of a run,
     and its restarts, go by the first answer.
 
     Args:
         context: the open context.
         config: the preset with the run's parameters, which knows what of it was set.
-        stages: that train in the run.
-
-    Raises:
-        ClusterError: nobody answers at the address of the user's own cluster.
+        gpus: how many there are for each stage that trains in the run.
     """
     slow = {
-        name: [key for key in _ARITHMETIC[name] if getattr(getattr(config, name), key) == "bfloat16"] for name in stages
+        name: [key for key in _ARITHMETIC[name] if getattr(getattr(config, name), key) == "bfloat16"]
+        for name, count in gpus.items()
+        if not count
     }
     free = {
         name: [key for key in keys if key not in getattr(config, name).model_fields_set] for name, keys in slow.items()
@@ -67,8 +66,7 @@ def settle_arithmetic(context: Context, config: PipelineConfig, stages: Sequence
     def is_slow() -> bool:
         from rlhf_core.models.loading import has_fast_bfloat16
 
-        address = address_of(config.ppo.cluster) if any(leaves_process(config, stage) for stage in stages) else None
-        if has_fast_bfloat16() or available_gpus(address):
+        if has_fast_bfloat16():
             return False
         if changed := [f"{name}.{key}" for name, keys in free.items() for key in keys]:
             say("machine", f"this processor has no fast bfloat16: float32 for {', '.join(changed)}")
@@ -116,17 +114,18 @@ def preflight(
     from rlhf_core.models.locating import find_local
     from rlhf_core.models.memory import check_memory_for
 
-    context = open_context()
     if trains == "ppo":
         check_ppo(config)
         check_reward_functions(config, settings().reward_modules)
     check_verifier(config, settings().reward_modules)
     if find_local(config.model.path, models_dir=settings().models_dir) is None:
         check_judges(config, trains=trains)  # with the model at hand, the data say it together with all else
-    config = settle_arithmetic(context, config, stages)
     address = address_of(config.ppo.cluster)
+    gpus = {stage: available_gpus(address if leaves_process(config, stage) else None) for stage in stages}
+    context = open_context()
+    config = settle_arithmetic(context, config, gpus)
     for stage in stages:
-        check_trainers(config, [stage], gpus=available_gpus(address if leaves_process(config, stage) else None))
+        check_trainers(config, [stage], gpus=gpus[stage])
     elsewhere = address is not None and any(leaves_process(config, stage) for stage in stages)
     check_memory_for(config, settings().models_dir, trains=None if elsewhere else trains)
     if actor is not None and actor != BASE_MODEL:

@@ -15,7 +15,8 @@ import pytest
 from tests.warm import forking_python, warm_processes
 
 WAITING = """
-import atexit, os, sys, time
+import atexit, os, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell started the tests in the background
 atexit.register(print, "at the end")
 print(os.getpid(), flush=True)
 for _ in range(600):  # a signal may come just before a sleep, and does not end it then

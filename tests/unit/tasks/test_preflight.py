@@ -144,7 +144,6 @@ def slow_bfloat16(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Have this processor be one without fast bfloat16, and return what is said to people."""
     said: list[str] = []
     monkeypatch.setattr(loading, "has_fast_bfloat16", lambda: False)
-    monkeypatch.setattr(preflight, "available_gpus", lambda _: 0)
     monkeypatch.setattr(preflight, "say", lambda _, text: said.append(text))
     return said
 
@@ -152,7 +151,7 @@ def slow_bfloat16(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_where_bfloat16_is_slow_a_run_computes_in_float32_and_says_so(
     context: Context, slow_bfloat16: list[str]
 ) -> None:
-    assert arithmetic(settle_arithmetic(context, preset(), ["sft", "ppo"])) == [
+    assert arithmetic(settle_arithmetic(context, preset(), {"sft": 0, "ppo": 0})) == [
         "float32", "bfloat16", "float32", "float32",
     ]  # fmt: skip
     changed = "sft.dtype, ppo.dtype, ppo.rollout_dtype"
@@ -161,34 +160,23 @@ def test_where_bfloat16_is_slow_a_run_computes_in_float32_and_says_so(
 
 def test_arithmetic_that_somebody_set_is_kept_and_its_price_is_told(context: Context, slow_bfloat16: list[str]) -> None:
     asked = preset(dtype="float16", rollout_dtype="bfloat16")
-    assert arithmetic(settle_arithmetic(context, asked, ["ppo"])) == ["bfloat16", "bfloat16", "float16", "bfloat16"]
+    assert arithmetic(settle_arithmetic(context, asked, {"ppo": 0})) == ["bfloat16", "bfloat16", "float16", "bfloat16"]
     assert slow_bfloat16[-1] == (
         "this processor is many times faster with float32 than with bfloat16: ppo.rollout_dtype"
     )
 
 
-@pytest.mark.parametrize("elsewhere", ["a GPU", "a processor that has it", "nothing trains"])
-def test_elsewhere_it_stays_as_it_is(
-    context: Context, slow_bfloat16: list[str], monkeypatch: pytest.MonkeyPatch, elsewhere: str
-) -> None:
-    if elsewhere == "a GPU":
-        monkeypatch.setattr(preflight, "available_gpus", lambda _: 1)
-    if elsewhere == "a processor that has it":
-        monkeypatch.setattr(loading, "has_fast_bfloat16", lambda: True)
-    assert settle_arithmetic(context, preset(), [] if elsewhere == "nothing trains" else ["ppo"]) == preset()
-    assert slow_bfloat16 == []
+def test_a_stage_with_gpus_stays_as_it_is_beside_one_without(context: Context, slow_bfloat16: list[str]) -> None:
+    found = settle_arithmetic(context, preset(), {"sft": 0, "ppo": 1})
+    assert arithmetic(found) == ["float32", "bfloat16", "bfloat16", "bfloat16"]
+    assert slow_bfloat16 == ["this processor has no fast bfloat16: float32 for sft.dtype"]
+    assert settle_arithmetic(context, preset(), {}) == preset()
 
 
-def test_it_is_this_machines_gpus_that_count_unless_the_stage_trains_on_a_cluster_elsewhere(
-    context: Context, slow_bfloat16: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[str | None] = []
-    monkeypatch.setattr(preflight, "available_gpus", lambda address: asked.append(address) or 1)
-    elsewhere = preset(cluster={"address": "10.0.0.1:6379"})
-    for stage in ("sft", "ppo"):
-        settle_arithmetic(context, elsewhere, [stage])  # type: ignore[list-item]
-    assert asked == [None, "10.0.0.1:6379"]
-    assert slow_bfloat16 == []
+@pytest.mark.usefixtures("slow_bfloat16")
+def test_a_processor_that_has_it_stays_as_it_is(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "has_fast_bfloat16", lambda: True)
+    assert settle_arithmetic(context, preset(), {"ppo": 0}) == preset()
 
 
 @pytest.mark.skipif(not Path("/proc/cpuinfo").exists() or platform.machine() != "x86_64", reason="Linux tells it")

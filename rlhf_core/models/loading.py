@@ -68,7 +68,7 @@ def default_device() -> torch.device:
 def has_fast_bfloat16() -> bool:
     """Return whether PyTorch has oneDNN multiply bfloat16 on this processor: its plain loops take twenty times as long.
 
-    A build without oneDNN does not tell, and is believed to be fast.
+    Where PyTorch does not tell, as in a build without oneDNN, the answer is yes: nothing is changed unasked.
     """
     tells = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
     return tells is None or bool(tells())

@@ -335,3 +335,10 @@ def test_a_packaged_model_is_judged_before_it_is_converted(tmp_path: Path, monke
 def test_a_path_that_leads_nowhere_is_told_at_once(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="does not exist"):
         check_memory_for(pipeline(str(tmp_path / "no" / "model")), tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rollouts_in_float32_are_told_what_halves_them(dtype: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        check_memory(PPOConfig(rollout_dtype=dtype), GB, model="m", machine=MachineMemory(GB))  # type: ignore[arg-type]
+    assert ("; set ppo.rollout_dtype to bfloat16, take a smaller model" in str(caught.value)) == (dtype == "float32")

@@ -1,5 +1,7 @@
 """What is done first in every process of Prefect: a worker and its flows learn to wait for a server that is away.
 
+A worker also learns not to report a crash of a run that has been scheduled again since.
+
 A `prefect` command that a person types in the checkout does not wait: if no server answers, or one refuses, it prints
 one sentence. Prefect alone would print a traceback of eighty lines or, if no server is known, start a temporary one
 without deployments. The local server's password is in `.env`. It is never sent to another server whose address was
@@ -35,6 +37,8 @@ from infra.prefect_access import Access, origin, own_server, refusal
 from infra.settings import inherited_environment, is_of_another_server, settings
 
 if TYPE_CHECKING:
+    from prefect.client.orchestration import PrefectClient
+    from prefect.client.schemas.objects import FlowRun
     from prefect.plugins import HookContext
 
 ASKING = frozenset(
@@ -81,6 +85,8 @@ def setup_environment(*, ctx: HookContext) -> SetupResult | None:
 
         install(limit_s)
         outlive_readers()
+        if _is_worker(inherited_environment()):
+            withhold_late_crashes()
     asks = not limit_s and asks_the_server(sys.argv)
     access = _prefects_access()
     told: dict[str, str] = {}
@@ -145,7 +151,47 @@ def patience_s(variables: Mapping[str, str]) -> float:
         variables: the process's environment.
     """
     limit_s = float(variables.get("RLHF_SERVER_PATIENCE_S") or 0)
-    return max(limit_s, _WORKERS_S) if limit_s and "PREFECT__FLOW_RUN_ID" not in variables else limit_s
+    return max(limit_s, _WORKERS_S) if limit_s and _is_worker(variables) else limit_s
+
+
+def _is_worker(variables: Mapping[str, str]) -> bool:
+    """Whether a process that was told to wait for its server is a worker, not a flow."""
+    return "PREFECT__FLOW_RUN_ID" not in variables
+
+
+def withhold_late_crashes() -> None:
+    """Let this worker report no crash of a run that has been scheduled again since.
+
+    Prefect's worker reports a crash at once, and a second time when it has loaded the flow to look for its hooks: on a
+    busy machine that takes longer than the time from a crash to the restart. The server would take the second report
+    for another crash, of a run that has not begun, and such a run is not started again.
+    """
+    from prefect.workers.base import BaseWorker  # noqa: PLC0415 - a second, which no flow needs
+
+    report = BaseWorker._propose_crashed_state
+
+    async def unless_late(self: Any, flow_run: FlowRun, message: str, client: PrefectClient | None = None) -> None:
+        try:
+            late = is_past(flow_run, await (client or self.client).read_flow_run(flow_run.id))
+        except Exception:  # the report meets the same error, and knows what to do
+            late = False
+        if not late:
+            await report(self, flow_run, message, client)
+
+    BaseWorker._propose_crashed_state = unless_late  # type: ignore[method-assign]
+
+
+def is_past(start: FlowRun, now: FlowRun) -> bool:
+    """Return whether a run has been scheduled again, or more, since one of its starts.
+
+    Args:
+        start: the run as a worker was given it for this start; Prefect counts a start when the flow runs.
+        now: the run as the server has it.
+    """
+    if now.state is None:
+        return False
+    own = 0 if now.state.is_pending() else 1
+    return now.state.is_scheduled() or now.run_count - start.run_count > own
 
 
 def asks_the_server(words: Sequence[str]) -> bool:

@@ -1,8 +1,8 @@
 """The automations that start a crashed run again: as the same flow run, a few times, and then no more.
 
 They live in the Prefect server, so that no process of ours has to survive what ended the run. A crash first becomes
-`Restarting`, and `Scheduled` only after a quiet time: the worker reports each crash twice, seconds apart, and its
-second report would otherwise crash the run that has just begun again. Prefect itself counts how often a run was
+`Restarting`, and `Scheduled` only after a quiet time: the worker reports each crash twice, seconds apart, and the
+second report of a worker without our plugin would crash the run that has just begun again. Prefect itself counts how often a run was
 started, and each crash event has that count. There is one automation for each count, which acts on a run once, because
 on sqlite an event may be handled twice. An event may also be lost, when a trigger reads its count before it writes it
 and others write meanwhile. So the triggers that wait for silence ignore crashes, and those that get them write first. A
@@ -28,8 +28,8 @@ SKIPPED = "Skipped"
 """Name of the state, of type CANCELLED, of a run that was due while another of its deployment was not done."""
 RESTARTS = 3
 QUIET_S = 30.0
-"""From a crash to the restart. The worker's second report comes after three seconds, on a busy machine after half a
-minute; it does no harm if the run waits for its new process by then. The watchdog of its Ray cluster is done."""
+"""From a crash to the restart: the watchdog of the run's Ray cluster is done by then. A second report that comes later
+is withheld by the worker (`infra/prefect_plugin.py`)."""
 LOST_AFTER_S = 1200.0
 """Silence after which a run counts as crashed. Flows tell the server every 30 s that they live, and wait sixteen
 minutes for a server that is away. With a shorter time such runs would count as dead when the server comes back, if it

@@ -80,6 +80,24 @@ def run_of_nobody(stack: LocalStack) -> str:
 
 
 @pytest.mark.stack
+def test_a_worker_that_reports_a_crash_once_more_when_the_run_goes_on_does_not_end_it(
+    resuming: LocalStack, tmp_path: Path
+) -> None:
+    run = WaitingRun(resuming, tmp_path, flow="late")
+    run.kill(1)
+    run.await_starts(2)
+    told = {"event": {"name": ["prefect.worker.executed-flow-run"]}, "related": {"id": [f"prefect.flow-run.{run.id}"]}}
+    wait_for(
+        lambda: prefect_api.call(resuming.api_url, "POST", "/events/filter", {"filter": told})["events"],
+        "the worker to be done with the first start",
+        timeout_s=120,
+    )
+    run.let_go()
+    run.await_state("COMPLETED")
+    assert run.history() == ["Scheduled", *ONE_START, *STARTED_AGAIN, *ONE_START, "Completed"]
+
+
+@pytest.mark.stack
 def test_a_run_that_is_killed_four_times_has_failed(resuming: LocalStack, tmp_path: Path) -> None:
     run = WaitingRun(resuming, tmp_path)
     for start in range(1, RESTARTS + 2):

@@ -23,6 +23,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -118,6 +119,9 @@ def serve(address: str, imported: str) -> None:
     importlib.import_module(imported)
     assert "ray" not in sys.modules
     _share_certificates()
+    _complete_models()
+    for each in weakref.finalize._registry:
+        each.atexit = False  # what this process made is not for others to take down
     gc.freeze()  # what all share is not looked through, and so not copied, each time one collects its garbage
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody is waited for here
     with socket.socket(socket.AF_UNIX) as listener:
@@ -145,6 +149,17 @@ def _share_certificates() -> None:
     known, usual = ssl.create_default_context, {"cafile": certifi.where()}
     context = known(**usual)
     ssl.create_default_context = lambda *args, **given: context if given == usual else known(*args, **given)
+
+
+def _complete_models() -> None:
+    """Build the models of pydantic that each process would build at their first use."""
+    pydantic = sys.modules.get("pydantic")
+    models = [pydantic.BaseModel] if pydantic else []
+    while models:
+        model = models.pop()
+        models += model.__subclasses__()
+        with suppress(Exception):  # some never can be
+            model.model_rebuild()
 
 
 def _watch(caller: socket.socket) -> NoReturn:

@@ -148,12 +148,19 @@ def switch_off(api_url: str, site: Site) -> None:
     site.last_s = time.time()
 
 
-def runs_of(api_url: str, site: Site) -> Iterator[dict[str, Any]]:
-    """Yield all runs of a site that the server knows."""
+def runs_of(api_url: str, *sites: Site, **which: Any) -> Iterator[dict[str, Any]]:
+    """Yield the runs of sites that the server knows.
+
+    Args:
+        api_url: the server's.
+        sites: one or more.
+        which: the filter of runs, as the server takes it; the server has a hundred of a site that are still to come.
+    """
     page = 200
     for offset in range(0, 100 * page, page):
         body = {
-            "deployments": {"name": {"any_": [site.name]}},
+            "deployments": {"name": {"any_": [site.name for site in sites]}},
+            "flow_runs": which,
             "sort": "EXPECTED_START_TIME_ASC",
             "limit": page,
             "offset": offset,

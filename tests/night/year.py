@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -31,7 +31,7 @@ HELD_TIMEOUT_S = 500.0
 SETTLE_TIMEOUT_S = 600.0
 GIVEN_UP_S = 60.0
 """So long after its crash nobody starts a run again: that takes a quarter of a minute, or half on a busy machine."""
-UNDER_WAY = {"SCHEDULED", "PENDING", "RUNNING", "PAUSED", "CANCELLING"}
+UNDER_WAY = ("SCHEDULED", "PENDING", "RUNNING", "PAUSED", "CANCELLING")
 
 
 @dataclass(frozen=True)
@@ -115,14 +115,15 @@ class Year:
 
     def await_the_first_nights(self) -> None:
         """Wait until nights count at every site, and none that was due before is under way: it is in no books."""
-        time.sleep(max(0.0, max(site.first_s for site in self.sites) - time.time()))
+        last_s = max(site.first_s for site in self.sites)
+        time.sleep(max(0.0, last_s - time.time()))
 
         def are_over() -> bool:
             with suppress(ServiceError):  # the first mishap has begun
                 return not any(
-                    _is_open(run) and datetime.fromisoformat(run["expected_start_time"]).timestamp() < site.first_s
+                    datetime.fromisoformat(run["expected_start_time"]).timestamp() < site.first_s
                     for site in self.sites
-                    for run in runs_of(self.stack.api_url, site)
+                    for run in self._open(site, due_before=last_s)
                 )
             return False
 
@@ -157,8 +158,13 @@ class Year:
 
     def under_way(self, *sites: Site) -> list[str]:
         """Return runs of these sites, or of all, that are not over; one that has crashed is not, for a while."""
-        found = [run for site in sites or self.sites for run in runs_of(self.stack.api_url, site) if _is_open(run)]
-        return [f"{run['name']} {run['state']['name']}" for run in found]
+        return [f"{run['name']} {run['state']['name']}" for run in self._open(*sites or self.sites)]
+
+    def _open(self, *sites: Site, due_before: float | None = None) -> list[dict[str, Any]]:
+        which: dict[str, Any] = {"state": {"type": {"any_": [*UNDER_WAY, "CRASHED"]}}}
+        if due_before is not None:
+            which["expected_start_time"] = {"before_": datetime.fromtimestamp(due_before, UTC).isoformat()}
+        return [run for run in runs_of(self.stack.api_url, *sites, **which) if _is_open(run)]
 
     def books(self, *, may_fail: Iterable[str] = ()) -> Books:
         """Return what became of the nights."""

@@ -1,6 +1,6 @@
 """What is done first in every process of Prefect: a worker and its flows learn to wait for a server that is away.
 
-A worker also learns not to report a crash of a run that has been scheduled again since.
+A worker also learns to report each crash once.
 
 A `prefect` command that a person types in the checkout does not wait: if no server answers, or one refuses, it prints
 one sentence. Prefect alone would print a traceback of eighty lines or, if no server is known, start a temporary one
@@ -160,7 +160,7 @@ def _is_worker(variables: Mapping[str, str]) -> bool:
 
 
 def withhold_late_crashes() -> None:
-    """Let this worker report no crash of a run that has been scheduled again since.
+    """Let this worker report no crash of a start of a run that is over for the server.
 
     Prefect's worker reports a crash at once, and a second time when it has loaded the flow to look for its hooks: on a
     busy machine that takes longer than the time from a crash to the restart. The server would take the second report
@@ -170,19 +170,19 @@ def withhold_late_crashes() -> None:
 
     report = BaseWorker._propose_crashed_state
 
-    async def unless_late(self: Any, flow_run: FlowRun, message: str, client: PrefectClient | None = None) -> None:
+    async def unless_over(self: Any, flow_run: FlowRun, message: str, client: PrefectClient | None = None) -> None:
         try:
-            late = is_past(flow_run, await (client or self.client).read_flow_run(flow_run.id))
+            over = is_over(flow_run, await (client or self.client).read_flow_run(flow_run.id))
         except Exception:  # the report meets the same error, and knows what to do
-            late = False
-        if not late:
+            over = False
+        if not over:
             await report(self, flow_run, message, client)
 
-    BaseWorker._propose_crashed_state = unless_late  # type: ignore[method-assign]
+    BaseWorker._propose_crashed_state = unless_over  # type: ignore[method-assign]
 
 
-def is_past(start: FlowRun, now: FlowRun) -> bool:
-    """Return whether a run has been scheduled again, or more, since one of its starts.
+def is_over(start: FlowRun, now: FlowRun) -> bool:
+    """Return whether a start of a run is over for the server, which may have scheduled the run again since.
 
     Args:
         start: the run as a worker was given it for this start; Prefect counts a start when the flow runs.
@@ -191,7 +191,7 @@ def is_past(start: FlowRun, now: FlowRun) -> bool:
     if now.state is None:
         return False
     own = 0 if now.state.is_pending() else 1
-    return now.state.is_scheduled() or now.run_count - start.run_count > own
+    return now.state.is_final() or now.state.is_scheduled() or now.run_count - start.run_count > own
 
 
 def asks_the_server(words: Sequence[str]) -> bool:

@@ -28,8 +28,8 @@ SKIPPED = "Skipped"
 """Name of the state, of type CANCELLED, of a run that was due while another of its deployment was not done."""
 RESTARTS = 3
 QUIET_S = 30.0
-"""From a crash to the restart: the watchdog of the run's Ray cluster is done by then. A second report that comes later
-is withheld by the worker (`infra/prefect_plugin.py`)."""
+"""From a crash to the restart: the watchdog of the run's Ray cluster is done by then. Our workers report each crash
+once (`infra/prefect_plugin.py`); others do so again, after seconds."""
 LOST_AFTER_S = 1200.0
 """Silence after which a run counts as crashed. Flows tell the server every 30 s that they live, and wait sixteen
 minutes for a server that is away. With a shorter time such runs would count as dead when the server comes back, if it

@@ -13,7 +13,7 @@ import pytest
 
 from tests.night.books import Books
 from tests.night.mishaps import MAY_FAIL, Mishap, flow_mishaps, service_mishaps
-from tests.night.sites import Site, Start
+from tests.night.sites import Site
 from tests.night.stages import STAGES
 from tests.night.table import kills_table, sentences, show, table
 from tests.night.year import HELD_TIMEOUT_S, Deed, Year, drawn, failed_for_nothing, kills, restarted_for_nothing, year
@@ -24,8 +24,6 @@ BAD_DAYS = 5
 SITES, PERIOD_S = 12, 60.0
 NIGHTS = int(os.environ.get("NIGHTS", "300"))
 """At least so many are due; fewer for a short look, which still meets every mishap."""
-COLD = 1
-"""So many sites' flows start as in production: each imports all it needs."""
 KILLS = 10
 SEED = 16
 LEAST_AHEAD_S = 2.0
@@ -44,8 +42,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Played:
     chance = drawn(SEED)
     services, flows = service_mishaps(chance), flow_mishaps(chance)
     names = [f"site-{number:02d}" for number in range(1, SITES + 1)]
-    cold = {name: Start(cold=True) for name in names[-COLD:]}  # not those whose flows are killed time and again
-    with year(tmp_path_factory.mktemp("year"), names, period_s=PERIOD_S, starts=cold, bad_days=BAD_DAYS) as made:
+    with year(tmp_path_factory.mktemp("year"), names, period_s=PERIOD_S, starts={}, bad_days=BAD_DAYS) as made:
         books = play(made, services, flows, nights=NIGHTS)
         keep(made, books)
     return Played(books, made.deeds)

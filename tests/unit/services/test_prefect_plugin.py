@@ -18,7 +18,7 @@ from uuid import uuid4
 import pytest
 from prefect.client.schemas.objects import FlowRun, State, StateType
 
-from infra.prefect_plugin import asks_the_server, fault_of, is_past, patience_s
+from infra.prefect_plugin import asks_the_server, fault_of, is_over, patience_s
 from infra.process_record import ProcessRecord
 from infra.services.state import ServiceRecord, StackState
 from infra.services.worker import EVERY_WORKER
@@ -247,23 +247,23 @@ def test_who_waits_for_a_server_that_is_away(variables: dict[str, str], limit_s:
 
 
 @pytest.mark.parametrize(
-    ("starts", "state", "past"),
+    ("starts", "state", "over"),
     [
         (0, "PENDING", False),  # it did not come to run
         (1, "RUNNING", False),
         (1, "CANCELLING", False),
-        (1, "CRASHED", False),  # as the worker has reported: the server takes no second report
+        (1, "CRASHED", True),  # and may be scheduled again before the report arrives
         (1, "SCHEDULED", True),
         (1, "PENDING", True),
         (2, "RUNNING", True),
         (2, "CRASHED", True),
     ],
 )
-def test_what_a_worker_may_still_say_of_a_runs_first_start(starts: int, state: str, *, past: bool) -> None:
+def test_what_is_over_of_a_run_has_no_crash_to_report(starts: int, state: str, *, over: bool) -> None:
     def run(count: int, kind: str) -> FlowRun:
         return FlowRun(flow_id=uuid4(), run_count=count, state=State(type=StateType(kind)))
 
-    assert is_past(run(0, "SCHEDULED"), run(starts, state)) is past
+    assert is_over(run(0, "SCHEDULED"), run(starts, state)) is over
 
 
 def test_a_process_of_the_stack_connects_to_nobody_in_its_servers_place(

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request, getproxies, proxy_bypass
+from weakref import WeakValueDictionary
 
 from prefect.plugins import SetupResult, register_hook
 from prefect.settings import get_current_settings
@@ -38,8 +39,9 @@ from infra.settings import inherited_environment, is_of_another_server, settings
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import PrefectClient
-    from prefect.client.schemas.objects import FlowRun
+    from prefect.client.schemas.objects import FlowRun, State
     from prefect.plugins import HookContext
+    from prefect.runner._state_proposer import StateProposer
 
 ASKING = frozenset(
     [
@@ -86,7 +88,7 @@ def setup_environment(*, ctx: HookContext) -> SetupResult | None:
         install(limit_s)
         outlive_readers()
         if _is_worker(inherited_environment()):
-            withhold_late_crashes()
+            withhold_second_reports()
     asks = not limit_s and asks_the_server(sys.argv)
     access = _prefects_access()
     told: dict[str, str] = {}
@@ -159,39 +161,30 @@ def _is_worker(variables: Mapping[str, str]) -> bool:
     return "PREFECT__FLOW_RUN_ID" not in variables
 
 
-def withhold_late_crashes() -> None:
-    """Let this worker report no crash of a start of a run that is over for the server.
+def withhold_second_reports() -> None:
+    """Let this worker report each crash once.
 
-    Prefect's worker reports a crash at once, and a second time when it has loaded the flow to look for its hooks: on a
-    busy machine that takes longer than the time from a crash to the restart. The server would take the second report
-    for another crash, of a run that has not begun, and such a run is not started again.
+    Prefect's worker reports the crash of a process at once, loads the flow to look for its hooks, and then reports it
+    again. On a busy machine the run may have been scheduled again by then. The server would take the second report for
+    another crash, of a run that has not begun, and such a run is not started again.
     """
-    from prefect.workers.base import BaseWorker  # noqa: PLC0415 - a second, which no flow needs
+    from prefect.runner._state_proposer import StateProposer  # noqa: PLC0415 - a second, which no flow needs
+    from prefect.workers.base import BaseWorker  # noqa: PLC0415
 
-    report = BaseWorker._propose_crashed_state
+    first, second = StateProposer.propose_crashed, BaseWorker._propose_crashed_state
+    reported: WeakValueDictionary[int, FlowRun] = WeakValueDictionary()  # both have the same object for one start
 
-    async def unless_over(self: Any, flow_run: FlowRun, message: str, client: PrefectClient | None = None) -> None:
-        try:
-            over = is_over(flow_run, await (client or self.client).read_flow_run(flow_run.id))
-        except Exception:  # the report meets the same error, and knows what to do
-            over = False
-        if not over:
-            await report(self, flow_run, message, client)
+    async def report(self: StateProposer, flow_run: FlowRun, message: str) -> State[Any] | None:
+        if state := await first(self, flow_run, message):
+            reported[id(flow_run)] = flow_run
+        return state
 
-    BaseWorker._propose_crashed_state = unless_over  # type: ignore[method-assign]
+    async def report_again(self: Any, flow_run: FlowRun, message: str, client: PrefectClient | None = None) -> None:
+        if id(flow_run) not in reported:
+            await second(self, flow_run, message, client)
 
-
-def is_over(start: FlowRun, now: FlowRun) -> bool:
-    """Return whether a start of a run is over for the server, which may have scheduled the run again since.
-
-    Args:
-        start: the run as a worker was given it for this start; Prefect counts a start when the flow runs.
-        now: the run as the server has it.
-    """
-    if now.state is None:
-        return False
-    own = 0 if now.state.is_pending() else 1
-    return now.state.is_final() or now.state.is_scheduled() or now.run_count - start.run_count > own
+    StateProposer.propose_crashed = report  # type: ignore[method-assign]
+    BaseWorker._propose_crashed_state = report_again  # type: ignore[method-assign]
 
 
 def asks_the_server(words: Sequence[str]) -> bool:

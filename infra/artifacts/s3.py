@@ -61,10 +61,10 @@ class S3Backend:
         """Check that the bucket is there and lets us in, that its clock is ours, and that it keeps conditions."""
         place = (self._retrier.server, self._bucket)
         known = place in _answered
-        files, page = self._files(), {"Prefix": self._prefix, "MaxKeys": 1}
+        page = {"Prefix": self._prefix, "MaxKeys": 1}
         answer = self._retrier.run(
             "looking around",
-            lambda timeout: files.call_s3("list_objects_v2", Bucket=self._bucket, timeout=timeout, **page),
+            lambda timeout: self._files().call_s3("list_objects_v2", Bucket=self._bucket, timeout=timeout, **page),
             limit_s=None if known else min(self._patience.open_s, self._patience.deadline_s),
         )
         _answered.add(place)
@@ -325,17 +325,13 @@ def _open_bodies(options: S3Options, patience: Patience) -> Any:
 
 def _session(kind: type[Session], profile: str | None) -> Session:
     made = kind(profile=profile)
-    made.register_component("data_loader", described_services(made.get_config_variable("data_path")))
+    made.register_component("data_loader", _loader(made.get_config_variable("data_path")))
     return made
 
 
 @cache
-def described_services(data_path: str | None = None) -> Loader:
-    """Return what knows botocore's descriptions of services: reading them takes two tenths of a second.
-
-    Args:
-        data_path: where to look besides.
-    """
+def _loader(data_path: str | None) -> Loader:
+    """Return what reads botocore's files on S3, and remembers them: that takes two tenths of a second."""
     return create_loader(data_path)
 
 

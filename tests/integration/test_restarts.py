@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from datetime import datetime
 from pathlib import Path
 
 import psutil
@@ -80,18 +81,19 @@ def run_of_nobody(stack: LocalStack) -> str:
 
 
 @pytest.mark.stack
-def test_a_worker_that_reports_a_crash_once_more_when_the_run_goes_on_does_not_end_it(
+def test_a_worker_that_is_done_with_a_crash_late_does_not_end_the_next_start(
     resuming: LocalStack, tmp_path: Path
 ) -> None:
     run = WaitingRun(resuming, tmp_path, flow="late")
     run.kill(1)
     run.await_starts(2)
     told = {"event": {"name": ["prefect.worker.executed-flow-run"]}, "related": {"id": [f"prefect.flow-run.{run.id}"]}}
-    wait_for(
+    [done] = wait_for(
         lambda: prefect_api.call(resuming.api_url, "POST", "/events/filter", {"filter": told})["events"],
         "the worker to be done with the first start",
         timeout_s=120,
     )
+    assert datetime.fromisoformat(done["occurred"]).timestamp() > run.times("Running")[1]
     run.let_go()
     run.await_state("COMPLETED")
     assert run.history() == ["Scheduled", *ONE_START, *STARTED_AGAIN, *ONE_START, "Completed"]

@@ -154,7 +154,7 @@ def runs_of(api_url: str, *sites: Site, **which: Any) -> Iterator[dict[str, Any]
     Args:
         api_url: the server's.
         sites: one or more.
-        which: the filter of runs, as the server takes it; the server has a hundred of a site that are still to come.
+        which: the filter of runs, as the server takes it. Without one there are a hundred runs to come for each site.
     """
     page = 200
     for offset in range(0, 100 * page, page):

@@ -1,6 +1,7 @@
-"""What each safeguard is for: with one left out, a mishap costs a night that costs none where nothing is left out.
+"""What each safeguard is for: with one left out, a mishap costs a night.
 
-The year beside it has the same mishaps, but for two, which befall a twin here that has all safeguards.
+The year beside it has the same mishaps and all safeguards, and loses none. Two mishaps are not in the year: a twin with
+all safeguards meets them here.
 """
 
 from __future__ import annotations

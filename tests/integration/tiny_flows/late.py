@@ -11,7 +11,7 @@ from prefect import flow
 from prefect.runtime import flow_run
 
 if "hook" in sys.argv:
-    time.sleep(45)  # more than from a crash to the restart, and less than until the second start ends
+    time.sleep(60)  # more than from a crash to the restart
 
 
 @flow

@@ -13,12 +13,10 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from urllib.parse import urlsplit
-from uuid import uuid4
 
 import pytest
-from prefect.client.schemas.objects import FlowRun, State, StateType
 
-from infra.prefect_plugin import asks_the_server, fault_of, is_over, patience_s
+from infra.prefect_plugin import asks_the_server, fault_of, patience_s
 from infra.process_record import ProcessRecord
 from infra.services.state import ServiceRecord, StackState
 from infra.services.worker import EVERY_WORKER
@@ -244,26 +242,6 @@ def test_another_program_on_the_servers_port_is_told(answering: tuple[str, dict[
 )
 def test_who_waits_for_a_server_that_is_away(variables: dict[str, str], limit_s: float) -> None:
     assert patience_s(variables) == limit_s
-
-
-@pytest.mark.parametrize(
-    ("starts", "state", "over"),
-    [
-        (0, "PENDING", False),  # it did not come to run
-        (1, "RUNNING", False),
-        (1, "CANCELLING", False),
-        (1, "CRASHED", True),  # and may be scheduled again before the report arrives
-        (1, "SCHEDULED", True),
-        (1, "PENDING", True),
-        (2, "RUNNING", True),
-        (2, "CRASHED", True),
-    ],
-)
-def test_what_is_over_of_a_run_has_no_crash_to_report(starts: int, state: str, *, over: bool) -> None:
-    def run(count: int, kind: str) -> FlowRun:
-        return FlowRun(flow_id=uuid4(), run_count=count, state=State(type=StateType(kind)))
-
-    assert is_over(run(0, "SCHEDULED"), run(starts, state)) is over
 
 
 def test_a_process_of_the_stack_connects_to_nobody_in_its_servers_place(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import socket
@@ -13,10 +14,15 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from urllib.parse import urlsplit
+from uuid import uuid4
 
 import pytest
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.runner._state_proposer import StateProposer
+from prefect.states import Crashed
+from prefect.workers.base import BaseWorker
 
-from infra.prefect_plugin import asks_the_server, fault_of, patience_s
+from infra.prefect_plugin import asks_the_server, fault_of, patience_s, withhold_second_reports
 from infra.process_record import ProcessRecord
 from infra.services.state import ServiceRecord, StackState
 from infra.services.worker import EVERY_WORKER
@@ -242,6 +248,31 @@ def test_another_program_on_the_servers_port_is_told(answering: tuple[str, dict[
 )
 def test_who_waits_for_a_server_that_is_away(variables: dict[str, str], limit_s: float) -> None:
     assert patience_s(variables) == limit_s
+
+
+def test_a_worker_reports_a_crash_again_only_where_its_first_report_came_to_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers, told = [Crashed(), None, Crashed()], []
+
+    async def first(*_: object) -> State | None:
+        return answers.pop(0)
+
+    async def second(_self: object, run: FlowRun, message: str, _client: object = None) -> None:
+        told.append((run, message))
+
+    monkeypatch.setattr(StateProposer, "propose_crashed", first)
+    monkeypatch.setattr(BaseWorker, "_propose_crashed_state", second)
+    withhold_second_reports()
+
+    async def crash(start: FlowRun) -> None:
+        await StateProposer.propose_crashed(None, start, "at once")  # type: ignore[arg-type]
+        await BaseWorker._propose_crashed_state(None, start, "later")  # type: ignore[arg-type]
+
+    starts = [FlowRun(flow_id=uuid4()) for _ in answers]
+    for start in starts:
+        asyncio.run(crash(start))
+    assert [(run is starts[1], message) for run, message in told] == [(True, "later")]
 
 
 def test_a_process_of_the_stack_connects_to_nobody_in_its_servers_place(

@@ -52,24 +52,24 @@ def kill(*victims: Victim, away_s: float) -> Callable[[Year, Site, str], None]:
     """Return a strike that kills services while a night is at its stage, and starts them again after a time."""
 
     def strike(year: Year, site: Site, stage: str) -> None:
-        year.held(site, stage)
-        year.kill(*victims)
-        site.desk.let_go()
-        time.sleep(away_s)
-        year.stack.up()
+        with year.in_turn(site, stage):
+            year.kill(*victims)
+            site.desk.let_go()
+            time.sleep(away_s)
+            year.stack.up()
 
     return strike
 
 
 def kill_all(year: Year, site: Site, stage: str) -> None:
     """Strike as a power cut does: services and flows are gone at once."""
-    year.held(site, stage)
-    year.kill(*SERVICES)
-    for process in year.stack.processes():
-        send_signal(process.pid, signal.SIGKILL)
-    site.desk.let_go()
-    time.sleep(3)
-    year.stack.up()
+    with year.in_turn(site, stage):
+        year.kill(*SERVICES)
+        for process in year.stack.processes():
+            send_signal(process.pid, signal.SIGKILL)
+        site.desk.let_go()
+        time.sleep(3)
+        year.stack.up()
 
 
 def kill_flow(year: Year, site: Site, stage: str) -> None:
@@ -88,46 +88,54 @@ def kill_again_and_again(year: Year, site: Site, stage: str) -> None:
     site.desk.let_go()
 
 
-def stop(*victims: Victim, for_s: float = STOPPED_S) -> Callable[[Year, Site, str], None]:
-    """Return a strike that stops processes for longer than a run may be silent, as a laptop's sleep does."""
+def stopped(pids: list[int], for_s: float) -> None:
+    """Stop processes for a time, in this order, and let them go on in the other."""
+    for pid in pids:
+        send_signal(pid, signal.SIGSTOP)
+    try:
+        time.sleep(for_s)
+    finally:
+        for pid in reversed(pids):
+            send_signal(pid, signal.SIGCONT)
+
+
+def stop_flow(*, for_s: float = STOPPED_S) -> Callable[[Year, Site, str], None]:
+    """Return a strike that stops a flow for longer than a run may be silent."""
 
     def strike(year: Year, site: Site, stage: str) -> None:
-        note = year.held(site, stage)
-        services = [process for name in victims if name != "flow" and (process := year.stack.service(name))]
-        pids = [process.pid for process in services] + [note.pid] * ("flow" in victims)
-        for pid in pids:
-            send_signal(pid, signal.SIGSTOP)
-        try:
-            time.sleep(for_s)
-        finally:
-            for pid in reversed(pids):
-                send_signal(pid, signal.SIGCONT)
+        stopped([year.held(site, stage).pid], for_s)
         site.desk.let_go()
+
+    return strike
+
+
+def stop(victim: Victim) -> Callable[[Year, Site, str], None]:
+    """Return a strike that stops a service for as long."""
+
+    def strike(year: Year, site: Site, stage: str) -> None:
+        with year.in_turn(site, stage):
+            process = year.stack.service(victim)
+            assert process is not None, f"the {victim} does not run"
+            stopped([process.pid], STOPPED_S)
+            site.desk.let_go()
 
     return strike
 
 
 def sleep_through(year: Year, site: Site, stage: str) -> None:
     """Stop everything: services and all flows, as when the lid is closed."""
-    year.held(site, stage)
-    site.desk.let_go()
-    stopped = year.stack.processes()
-    for process in stopped:
-        send_signal(process.pid, signal.SIGSTOP)
-    try:
-        time.sleep(STOPPED_S)
-    finally:
-        for process in reversed(stopped):
-            send_signal(process.pid, signal.SIGCONT)
+    with year.in_turn(site, stage):
+        site.desk.let_go()
+        stopped([process.pid for process in year.stack.processes()], STOPPED_S)
 
 
 def down_and_up(year: Year, site: Site, stage: str) -> None:
     """End the stack as a person does, a night being at work, and start it again after every site has missed one."""
-    year.held(site, stage)
-    year.stack.rlhf("down")
-    site.desk.let_go()
-    time.sleep(site.period_s)
-    year.stack.up()
+    with year.in_turn(site, stage):
+        year.stack.rlhf("down")
+        site.desk.let_go()
+        time.sleep(site.period_s)
+        year.stack.up()
 
 
 def linger(year: Year, site: Site, stage: str) -> None:
@@ -185,7 +193,7 @@ def service_mishaps(chance: random.Random) -> list[Mishap]:
 def flow_mishaps(chance: random.Random) -> list[Mishap]:
     """Return what befalls flows alone, in a drawn order."""
     found = [Mishap("flow killed", stage, kill_flow, killed=("flow",)) for stage in STAGES]
-    found += [Mishap("flow stopped", stage, stop("flow")) for stage in STOPPED_AT]
+    found += [Mishap("flow stopped", stage, stop_flow()) for stage in STOPPED_AT]
     found += [Mishap("night lasts into the next", stage, linger, spares_flows=True) for stage in STOPPED_AT[1:]]
     found += [Mishap("an error that passes", stage, meet_an_error, spares_flows=True) for stage in STOPPED_AT]
     found += [Mishap(SPOILT, "data", spoil) for _ in range(3)]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from tests.night.books import Books
-from tests.night.mishaps import MAY_FAIL, kill_flow, linger, meet_an_error, stop
+from tests.night.mishaps import MAY_FAIL, kill_flow, linger, meet_an_error, stop_flow
 from tests.night.sites import LEFT_OUT_BY, Site, Start, switch_off
 from tests.night.table import markdown, show
 from tests.night.typed import LOST_AFTER_S, WITHOUT_ORDER
@@ -51,7 +51,7 @@ CONTROLS = {
         "one process works on a run",
         leaving_out("lock of the run"),
         "ppo",
-        stop("flow", for_s=2 * LOST_AFTER_S),  # until it has been started again, however busy the machine is
+        stop_flow(for_s=2 * LOST_AFTER_S),  # until it has been started again, however busy the machine is
     ),
     "no-turns": Control("one run at a time", Start(less_tags=("one-at-a-time",)), "ppo", linger, spares_flows=True),
     "no-restarts": Control("a crashed run is started again", Start(less_tags=("resumes",)), "ppo", kill_flow),

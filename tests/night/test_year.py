@@ -66,7 +66,6 @@ def test_the_flow_and_every_service_were_killed_often_and_in_every_stage(played:
 
 def play(made: Year, services: list[Mishap], flows: list[Mishap], *, nights: int) -> Books:
     """Let nights pass while mishaps come, until there were enough of both; return the books."""
-    for_flows, for_services = made.sites[::2], made.sites[1::2]
     troubles: list[BaseException] = []
     over = threading.Event()
     began = max(site.first_s for site in made.sites)
@@ -90,9 +89,14 @@ def play(made: Year, services: list[Mishap], flows: list[Mishap], *, nights: int
             troubles.append(error)
             over.set()
 
+    struck = [
+        (flows, made.sites[::2], True),
+        (services[::2], made.sites[1::4], False),
+        (services[1::2], made.sites[3::4], False),
+    ]
     threads = [
-        threading.Thread(target=strike, args=(services, for_services), kwargs={"alone": False}, daemon=True),
-        threading.Thread(target=strike, args=(flows, for_flows), kwargs={"alone": True}, daemon=True),
+        threading.Thread(target=strike, args=(mishaps, sites), kwargs={"alone": alone}, daemon=True)
+        for mishaps, sites, alone in struck
     ]
     for thread in threads:
         thread.start()

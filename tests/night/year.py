@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -84,6 +85,7 @@ class Year:
     sites: list[Site]
     warm: Path
     deeds: list[Deed] = field(default_factory=list)
+    _services: threading.Lock = field(default_factory=threading.Lock)
     _stack_of_warmth: ExitStack = field(default_factory=ExitStack)
 
     def deploy(self, starts: Mapping[str, Start]) -> None:
@@ -197,6 +199,20 @@ class Year:
             return next((each for each in list(site.desk.notes())[known:] if each.what == "held"), None)
 
         return wait_for(look, f"a night of {site.name} to come to {stage}", timeout_s=HELD_TIMEOUT_S)
+
+    @contextmanager
+    def in_turn(self, site: Site, stage: str) -> Iterator[None]:
+        """Hold a site's next night at a stage, and keep the services to the block, in which they are struck.
+
+        Nights are waited for side by side: that takes longer than most strikes do. One that another strike has ended
+        meanwhile is no longer at its stage, and the next one is held.
+        """
+        while True:
+            note = self.held(site, stage)
+            with self._services:
+                if psutil.pid_exists(note.pid):
+                    yield
+                    return
 
     def kill(self, *names: Victim) -> None:
         """Kill services."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, NamedTuple
 from urllib.parse import urlsplit
 
 from dotenv import dotenv_values
@@ -267,12 +267,41 @@ class _AwsVariables(_AllAtOnce):
         return found
 
 
+class _Known(NamedTuple):
+    """Settings, and all that they were read from."""
+
+    settings: Settings
+    environment: dict[str, str]
+    files: list[bytes | None]
+
+
+_known: _Known | None = None
+
+
 def settings() -> Settings:
-    """Return the settings as they are now; nothing is cached, because `rlhf up` changes them.
+    """Return the settings as they are now: they are read anew when the environment or a file has changed.
 
     Raises:
         SettingsError: if a variable holds what it must not.
     """
+    global _known  # noqa: PLW0603 - each task asks a dozen times, and pydantic-settings takes 15 ms for an answer
+    home = _known.settings.home if _known else Settings.model_fields["home"].default
+    environment, files = dict(os.environ), [_bytes(env_file()), _bytes(home / STACK_ENV)]  # before they are read
+    if _known and (_known.environment, _known.files) == (environment, files):
+        return _known.settings
+    found = _read()
+    _known = _Known(found, environment, files if found.home == home else [])
+    return found
+
+
+def _bytes(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except OSError:  # none, or one that cannot be read: told where it is parsed
+        return None
+
+
+def _read() -> Settings:
     try:
         return Settings(_env_file=env_file(), _env_file_encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:  # read_env_file has its own sentence

@@ -117,9 +117,13 @@ def _context() -> Any:
 def _flow(stage: Stage, parameters: dict[str, Any]) -> None:
     os.environ.update(stage.environment)
     wire(stage.directory, stage.forgets)
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
     from flows.ppo import ppo
 
-    ppo(**parameters)
+    # Prefect read the environment when the forking server imported it, and would start a server of its own here
+    with temporary_settings({PREFECT_API_URL: stage.environment["PREFECT_API_URL"]}):
+        ppo(**parameters)
 
 
 def _obey(stage: Stage, run: PPORun, orders: Connection) -> None:

@@ -118,6 +118,7 @@ class StoreContract:
             assert isinstance(result, ArtifactRef)
             assert store.resolve(result.uri).ref == result
 
+    @pytest.mark.integration
     def test_writers_in_several_processes_get_a_version_each(self, store: ArtifactStore) -> None:
         code = self.in_another_process(
             store,

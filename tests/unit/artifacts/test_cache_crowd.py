@@ -13,6 +13,7 @@ from tests.unit.artifacts import cache_crowd
 
 
 @pytest.mark.parametrize("processes", [50, pytest.param(2000, marks=pytest.mark.s3)])
+@pytest.mark.integration
 def test_processes_that_fetch_evict_and_are_killed_at_once_leave_a_cache_that_is_whole(
     tmp_path: Path, processes: int
 ) -> None:

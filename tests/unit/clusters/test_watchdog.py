@@ -14,6 +14,8 @@ from infra.process_record import ProcessRecord
 
 ME = ProcessRecord.of(os.getpid())
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.fixture
 def ended() -> ProcessRecord:

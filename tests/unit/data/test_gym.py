@@ -101,6 +101,7 @@ def test_what_the_librarys_scorer_cannot_read_is_no_answer() -> None:
     assert scored(problem, "twelve times three") == 0.0
 
 
+@pytest.mark.integration
 def test_each_of_a_composites_problems_is_judged_by_its_own_task() -> None:
     template = PromptTemplate(tiny_tokenizer(), TemplateConfig())
     problems = draw_problems("composite", MIXTURE, seed=2, count=40)

@@ -369,6 +369,7 @@ def test_what_elsewhere_counts_otherwise_is_said() -> None:
 SLOW = {"torch", "colossalai", "ray", "transformers", "datasets", "pyarrow", "reasoning_gym", "matplotlib", "numpy"}
 
 
+@pytest.mark.integration
 def test_flows_and_commands_import_without_what_is_slow() -> None:
     verbs = [f"flows.cli.{file.stem}" for file in (CHECKOUT / "flows" / "cli").glob("*.py") if file.stem != "__init__"]
     code = f"import sys, flows.pipeline, {', '.join(verbs)}; print(*sorted({SLOW} & sys.modules.keys()))"

@@ -27,6 +27,7 @@ def rows(*texts: str) -> tuple[torch.Tensor, torch.Tensor, list[int], list[int]]
     return ids, mask, [len(prompt)] * len(said), [len(prompt + row) - 1 for row in said]
 
 
+@pytest.mark.integration
 def test_scores_are_the_raw_sum_of_all_functions_each_as_often_as_given() -> None:
     def counts(input_ids, attention_mask, *, response_start, response_end, gt_answer, bonus, **kwargs):
         del input_ids, attention_mask, gt_answer, kwargs
@@ -42,6 +43,7 @@ def test_scores_are_the_raw_sum_of_all_functions_each_as_often_as_given() -> Non
     model.close()
 
 
+@pytest.mark.integration
 def test_functions_of_one_name_are_kept_apart() -> None:
     def says(value):
         def judge(*_, **__):
@@ -67,6 +69,7 @@ def _weighted(*_, weight, **__):
     return weight
 
 
+@pytest.mark.integration
 def test_a_failing_function_costs_the_row_its_part_alone(caplog: pytest.LogCaptureFixture) -> None:
     def picky(input_ids, attention_mask, *, gt_answer, **kwargs):
         del input_ids, attention_mask, kwargs

@@ -165,6 +165,7 @@ def test_a_judge_does_not_outlive_the_scorer_that_comes_to_nothing() -> None:
             os.kill(child, 0)
 
 
+@pytest.mark.integration
 def test_a_task_scores_by_its_own_record() -> None:
     problem = draw_problems("countdown", {}, seed=1, count=1)[0]
     scorer = build_scorer(
@@ -180,6 +181,7 @@ def test_a_task_scores_by_its_own_record() -> None:
     scorer.close()
 
 
+@pytest.mark.integration
 def test_our_short_form_of_sorting_is_read_as_the_librarys_list() -> None:
     problem = draw_problems("number_sorting", {}, seed=1, count=1)[0]
     config = RewardConfig(verifier=0.0, functions={"reasoning_gym:number_sorting": 1.0})

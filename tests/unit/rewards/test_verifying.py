@@ -116,6 +116,7 @@ def test_a_prompt_without_an_answer_is_refused(make: Make, name: str) -> None:
         make(name).judge([row(RIGHT), row(RIGHT, answer=None)])
 
 
+@pytest.mark.integration
 def test_a_problem_without_its_tasks_record_is_refused(make: Make) -> None:
     with pytest.raises(DataError, match=r"reasoning_gym:countdown needs the record .* draw the data from that task"):
         judged(make("reasoning_gym:countdown"), RIGHT)

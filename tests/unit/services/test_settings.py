@@ -71,6 +71,24 @@ def test_the_environment_wins_over_the_env_file(tmp_path: Path, home: Path, monk
     assert settings().prefect_port == 5001
 
 
+def test_what_has_changed_since_the_last_answer_is_in_the_next(
+    tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = settings()
+    assert settings() is settings()
+    (home / STACK_ENV).write_text("RLHF_S3_ENDPOINT_URL='http://127.0.0.1:9999'\n")
+    assert (first.s3_endpoint_url, settings().s3_endpoint_url) == ("http://127.0.0.1:8333", "http://127.0.0.1:9999")
+    (tmp_path / ".env").write_text("RLHF_RETENTION=ppo-state=3\n")
+    assert settings().retention == "ppo-state=3"
+    monkeypatch.setenv("RLHF_RETENTION", "ppo-state=4")
+    assert settings().retention == "ppo-state=4"
+    monkeypatch.setenv("RLHF_HOME", str(tmp_path))
+    assert settings().s3_endpoint_url is None
+    (tmp_path / ".env").unlink()
+    monkeypatch.delenv("RLHF_RETENTION")
+    assert settings().retention is None
+
+
 def test_the_users_choice_of_a_wrong_secret_is_kept_so_that_it_can_be_refused(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

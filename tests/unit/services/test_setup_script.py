@@ -13,6 +13,8 @@ import pytest
 from infra.settings import CHECKOUT
 from rlhf_core.strategy.factory import INSTALL
 
+pytestmark = pytest.mark.integration  # shells and Pythons
+
 TOOLS = ("cat", "chmod", "dirname", "grep", "mkdir", "rm", "sed", "sh", "sleep", "tail", "tr")
 NEEDED = ("requirements.txt", "requirements-dev.txt", "pyproject.toml", "infra/setup.sh", "Makefile")
 ANSWERS = """#!/bin/sh

@@ -163,6 +163,7 @@ def resume(case: str, checkpoint: str, result: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.integration
 def test_going_on_from_the_middle_of_an_epoch_equals_not_having_stopped(case: str, tmp_path: Path) -> None:
     torch.manual_seed(11)
     straight = trainer(case, max_epochs=3, accumulation_steps=2, save_interval=3, save_dir=tmp_path)

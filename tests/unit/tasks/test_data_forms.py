@@ -75,6 +75,7 @@ def test_a_mixture_has_its_weights_and_each_source_its_own_columns(
         assert problem.answer == str(int(first) + int(second))
 
 
+@pytest.mark.integration
 def test_a_composites_problems_are_drawn_and_its_scorers_asked(preset: Callable[..., PipelineConfig]) -> None:
     parts = [
         {"name": "spell_backward", "weight": 3, "config": {"max_word_len": 5}},

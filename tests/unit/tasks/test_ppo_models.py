@@ -52,6 +52,7 @@ def run_of(directories: dict[str, Path], **ppo: Any) -> PPORun:
 
 
 @pytest.mark.parametrize("adapters_alone", [False, True])
+@pytest.mark.integration
 def test_a_maker_that_took_the_trainers_weights_computes_what_the_trainer_does(
     directories: dict[str, Path], adapters_alone: bool
 ) -> None:

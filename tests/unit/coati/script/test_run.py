@@ -180,6 +180,7 @@ def test_biases_train_beside_adapters_against_a_reference_of_its_own(inputs: Pat
     assert main(_flags(inputs, tmp_path / "out", lora_config=str(tmp_path / "lora.json"))) == 0
 
 
+@pytest.mark.integration
 def test_functions_of_the_users_and_of_a_task_judge_where_they_are_allowed(inputs: Path, tmp_path: Path) -> None:
     item = reasoning_gym.create_dataset("number_sorting", size=1, seed=1)[0]
     rows = [{"question": f"{n}: {item['question']}", "answer": "", "entry": entry_to_json(item)} for n in range(4)]

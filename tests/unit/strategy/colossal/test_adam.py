@@ -134,6 +134,7 @@ def on_x86(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel.platform, "machine", lambda: "x86_64")
 
 
+@pytest.mark.integration
 def test_a_kernel_is_built_once_and_says_so(sources: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         load_kernel(sources, cache=tmp_path / "cache")
@@ -159,6 +160,7 @@ def test_of_several_processes_one_builds(sources: Path, tmp_path: Path) -> None:
     assert "".join(told).count("built HybridAdam's kernel") == 1
 
 
+@pytest.mark.integration
 def test_whoever_waits_too_long_says_for_whom(sources: Path, tmp_path: Path) -> None:
     (tmp_path / "cache").mkdir()
     monkey = load_kernel(sources, cache=tmp_path / "other")  # tells the file's name

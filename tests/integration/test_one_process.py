@@ -70,7 +70,11 @@ class WorkingRun(WaitingRun):
 
     def engines(self) -> list[int]:
         """Return the processes of the run that are there, those that only wait among them."""
-        return [each.pid for each in self.stack.processes_of(self.id) if "prefect.engine" in each.cmdline()]
+        found = []
+        for process in self.stack.processes_of(self.id):
+            with suppress(psutil.Error):  # one that has just ended
+                found += [process.pid] if "prefect.engine" in process.cmdline() else []
+        return found
 
     def await_end(self) -> None:
         """Wait until no process of the run is left, and the worker has had its say on the last."""

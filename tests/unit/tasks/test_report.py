@@ -119,6 +119,7 @@ def test_what_is_only_read_of_a_report_may_be_missing_with_a_warning_and_its_fig
 ) -> None:
     del shown  # stands for Prefect
     monkeypatch.setattr(showing, "_told", set())
+    monkeypatch.setattr(style, "png", lambda figure: bool(figure) * b"a picture")  # the test above draws them
     monkeypatch.setattr(module, name, broken)
     manifest = store.resolve(reported(made))
     kept = store.read_json(manifest, "report.json")

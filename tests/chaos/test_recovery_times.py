@@ -8,6 +8,7 @@ import pytest
 
 from flows.presets import resolve
 from infra.artifacts import open_default_store
+from rlhf_core.models.loading import has_fast_bfloat16
 from tasks.data import prepare_data
 from tasks.ppo import plan_ppo
 from tests.chaos.plan import Aim
@@ -31,7 +32,7 @@ class FromTheBase(Run):
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Campaign]:
     """The preset quickstart with fewer prompts."""
-    overrides = {
+    overrides: dict[str, object] = {
         "data.demonstrations": [],
         "ppo.reward": {"verifier": 1.0, "reward_model": 0.0},
         "ppo.prompts_per_episode": 32,
@@ -39,6 +40,8 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Campaign]:
         "ppo.train_batch_size": 16,
         "ppo.micro_batch_size": 16,
     }
+    if not has_fast_bfloat16():  # as a flow's preflight settles it
+        overrides |= {"ppo.dtype": "float32", "ppo.rollout_dtype": "float32"}
     config = resolve("quickstart", episodes=EPISODES, overrides=overrides)
     with campaign(config, tmp_path_factory.mktemp("smollm2"), repeats=False, run_type=FromTheBase) as made:
         yield made

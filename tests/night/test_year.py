@@ -89,8 +89,11 @@ def play(made: Year, services: list[Mishap], flows: list[Mishap], *, nights: int
             troubles.append(error)
             over.set()
 
-    lists = ((flows, made.sites[::2], True), (services, made.sites[1::2], False))
-    struck = [(mishaps[half::2], sites[half::2], alone) for mishaps, sites, alone in lists for half in (0, 1)]
+    struck = [
+        (flows, made.sites[::2], True),
+        (services[::2], made.sites[1::4], False),
+        (services[1::2], made.sites[3::4], False),
+    ]
     threads = [
         threading.Thread(target=strike, args=(mishaps, sites), kwargs={"alone": alone}, daemon=True)
         for mishaps, sites, alone in struck

@@ -18,7 +18,7 @@ test: setup  ## all tests that need no GPU; fails too when none ran
 	@$(BIN)/python -m pytest -m "not gpu and not parallel and not s3 and not chaos and not clusters and not stack and not night and not outages" \
 		-n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(PYTEST_ARGS)
 
-test-fast: setup  ## what starts no server, no cluster and no other rank: what one runs all day
+test-fast: setup  ## what starts no server, cluster or rank, nor a process that takes seconds: what one runs all day
 	@$(BIN)/python -m pytest tests/unit rlhf_core/functional \
 		-m "not integration and not gpu and not parallel and not s3 and not chaos and not clusters and not stack and not night and not outages" \
 		-n 2 --max-worker-restart 0 $(PYTEST_ARGS)

@@ -255,12 +255,8 @@ class LocalStack:
         prefect_api.call(self.api_url, "POST", f"/flow_runs/{run_id}/set_state", body)
 
     def history(self, run_id: str) -> list[str]:
-        """Return the names of the states that a run has had.
-
-        `Scheduled` twice running counts once: a busy server may carry out an automation's action twice.
-        """
-        names = [str(state["name"]) for state in self.states(run_id)]
-        return [name for name, before in zip(names, ["", *names], strict=False) if (name, before) != ("Scheduled",) * 2]
+        """Return the names of the states that a run has had."""
+        return [str(state["name"]) for state in self.states(run_id)]
 
     def states(self, run_id: str) -> list[dict[str, Any]]:
         """Return the states that a run has had, first to last."""

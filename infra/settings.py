@@ -284,7 +284,7 @@ def settings() -> Settings:
     Raises:
         SettingsError: if a variable holds what it must not.
     """
-    global _known  # noqa: PLW0603 - each task asks a dozen times, and pydantic-settings takes 15 ms for an answer
+    global _known  # noqa: PLW0603 - a run asks again and again, and pydantic-settings takes 5 ms for an answer
     home = _known.settings.home if _known else Settings.model_fields["home"].default
     environment, files = dict(os.environ), [_bytes(env_file()), _bytes(home / STACK_ENV)]  # before they are read
     if _known and (_known.environment, _known.files) == (environment, files):

@@ -18,6 +18,8 @@ from tests.night.year import HELD_TIMEOUT_S, SERVICES, Victim, Year, send_signal
 
 POWER_CUTS = 2
 """With these, and a kill in each of the eight stages, each victim is killed ten times at least."""
+TOGETHER = 4
+"""In so many stages all services are killed at once; in the others one alone, and then the other two."""
 AWAY_S = (0.0, 3.0, 10.0)
 STOPPED_S = LOST_AFTER_S + 15
 LONG_AWAY_S: dict[Victim, float] = {"server": LOST_AFTER_S + 15, "worker": 30.0, "store": 30.0}
@@ -150,7 +152,8 @@ def spoil(year: Year, site: Site, stage: str) -> None:
     note = year.held(site, stage)
     site.write_data(time.time(), fault=FAULT)
     site.desk.let_go()
-    wait_for(lambda: not psutil.pid_exists(note.pid), f"a night of {site.name} with spoilt data to end", timeout_s=60)
+    what = f"a night of {site.name} with spoilt data to end"
+    wait_for(lambda: not psutil.pid_exists(note.pid), what, timeout_s=HELD_TIMEOUT_S)
     site.write_data(time.time())
 
 
@@ -167,10 +170,15 @@ def meet_an_error(year: Year, site: Site, stage: str) -> None:
 
 
 def service_mishaps(chance: random.Random) -> list[Mishap]:
-    """Return what befalls services, in a drawn order: in each stage each is killed, one alone and two together."""
-    found = []
+    """Return what befalls services, in a drawn order: each is killed in each stage."""
     long_away = dict(zip(chance.sample(STOPPED_AT, len(SERVICES)), SERVICES, strict=True))
-    for stage in STAGES:
+    together = chance.sample([stage for stage in STAGES if stage not in long_away], TOGETHER)
+    all_names = f"{', '.join(SERVICES[:-1])} and {SERVICES[-1]}"
+    found = [
+        Mishap(f"{all_names} killed", stage, kill(*SERVICES, away_s=chance.choice(AWAY_S)), SERVICES, spares_flows=True)
+        for stage in together
+    ]
+    for stage in [stage for stage in STAGES if stage not in together]:
         alone = long_away.get(stage) or chance.choice(SERVICES)
         others = tuple(victim for victim in SERVICES if victim != alone)
         away_s = LONG_AWAY_S[alone] if stage in long_away else chance.choice(AWAY_S)

@@ -6,6 +6,7 @@ import json
 import os
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,7 +71,7 @@ def play(made: Year, services: list[Mishap], flows: list[Mishap], *, nights: int
     over = threading.Event()
     began = max(site.first_s for site in made.sites)
 
-    def strike(mishaps: list[Mishap], sites: list[Site], *, alone: bool) -> None:
+    def strike(mishaps: Iterator[Mishap], sites: list[Site], *, alone: bool) -> None:
         try:
             made.await_the_first_nights()
             for mishap in mishaps:
@@ -89,11 +90,10 @@ def play(made: Year, services: list[Mishap], flows: list[Mishap], *, nights: int
             troubles.append(error)
             over.set()
 
-    struck = [
-        (flows, made.sites[::2], True),
-        (services[::2], made.sites[1::4], False),
-        (services[1::2], made.sites[3::4], False),
-    ]
+    # whoever is free takes the next mishap; flows are struck at every second site, services at the others
+    flows_to_come, services_to_come = iter(flows), iter(services)
+    struck = [(flows_to_come, made.sites[first::6], True) for first in (0, 2, 4)]
+    struck += [(services_to_come, made.sites[first::4], False) for first in (1, 3)]
     threads = [
         threading.Thread(target=strike, args=(mishaps, sites), kwargs={"alone": alone}, daemon=True)
         for mishaps, sites, alone in struck

@@ -27,7 +27,7 @@ import sqlalchemy as sa
 from prefect.logging import get_logger
 from prefect.server.database import PrefectDBInterface, provide_database_interface
 from prefect.server.events import triggers
-from prefect.server.events.ordering import memory
+from prefect.server.events.ordering import EventArrivedEarly, memory
 from prefect.server.events.schemas.automations import EventTrigger, Posture
 from prefect.types._datetime import now
 
@@ -78,7 +78,11 @@ class CausalOrdering(memory.CausalOrdering):
         known = await self.event_has_been_seen(leader) or await self.event_has_started_processing(leader)
         if not known and await _is_past(leader):
             return
-        await super().wait_for_leader(event)
+        try:
+            await super().wait_for_leader(event)
+        except EventArrivedEarly:
+            if not await self.event_has_been_seen(leader):  # or it came while this one was parked, and looked for none
+                raise
 
     async def record_follower(self, event: ReceivedEvent) -> None:
         """Park an event; one that comes again is parked once."""
@@ -207,7 +211,21 @@ async def automations_session(begin_transaction: bool = False) -> AsyncIterator[
         yield session
 
 
+_evaluate_event = triggers.reactive_evaluation
 _evaluate = triggers.evaluate_proactive_triggers
+
+
+async def reactive_evaluation(event: ReceivedEvent, depth: int = 0) -> None:
+    """Evaluate an event, as Prefect does, but once.
+
+    A parked event is found twice: with the one that it follows, and because it has waited too long. Evaluated again, it
+    would begin the waiting for signs of life anew after they had come, and the run would be scheduled twice.
+    """
+    ordering = CausalOrdering("triggers")
+    if await ordering.event_has_been_seen(event):
+        await ordering.forget_follower(event)
+    else:
+        await _evaluate_event(event, depth)
 
 
 async def evaluate_proactive_triggers() -> None:
@@ -216,6 +234,7 @@ async def evaluate_proactive_triggers() -> None:
     await _evaluate()
 
 
+triggers.reactive_evaluation = reactive_evaluation
 triggers.evaluate_proactive_triggers = evaluate_proactive_triggers
 vars(triggers)["automations_session"] = automations_session
 count_requests_alone()  # before runs come back to a server that was killed, each with its sockets

@@ -272,7 +272,8 @@ class _Known(NamedTuple):
 
     settings: Settings
     environment: dict[str, str]
-    files: list[bytes | None]
+    files: list[bytes | int | None]
+    """What each holds, or why it cannot be read."""
 
 
 _known: _Known | None = None
@@ -290,15 +291,15 @@ def settings() -> Settings:
     if _known and (_known.environment, _known.files) == (environment, files):
         return _known.settings
     found = _read()
-    _known = _Known(found, environment, files if found.home == home else [])
+    _known = _Known(found, environment, files if found.home == home else [])  # else the next call reads that home's
     return found
 
 
-def _bytes(path: Path) -> bytes | None:
+def _bytes(path: Path) -> bytes | int | None:
     try:
         return path.read_bytes()
-    except OSError:  # none, or one that cannot be read: told where it is parsed
-        return None
+    except OSError as error:
+        return error.errno
 
 
 def _read() -> Settings:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Literal, NamedTuple
 
 from rlhf_core.config import PipelineConfig
@@ -40,9 +41,6 @@ class Models(NamedTuple):
 _PRECISIONS: dict[str, Literal["fp32", "bf16", "fp16"]] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
-_ARITHMETIC = {"sft": ("dtype",), "reward_model": ("dtype",), "ppo": ("dtype", "rollout_dtype")}
-
-
 def settle_arithmetic(context: Context, config: PipelineConfig, gpus: Mapping[Trained, int]) -> PipelineConfig:
     """Return a configuration that computes in float32 where nobody set bfloat16 and the processor is slow with it.
 
@@ -54,32 +52,46 @@ def settle_arithmetic(context: Context, config: PipelineConfig, gpus: Mapping[Tr
         config: the preset with the run's parameters, which knows what of it was set.
         gpus: how many there are for each stage that trains in the run.
     """
-    slow = {
-        name: [key for key in _ARITHMETIC[name] if getattr(getattr(config, name), key) == "bfloat16"]
-        for name, count in gpus.items()
-        if not count
-    }
-    free = {
-        name: [key for key in keys if key not in getattr(config, name).model_fields_set] for name, keys in slow.items()
-    }
+    slow = [name for name in _on_processors(config, gpus) if attrgetter(name)(config) == "bfloat16"]
+    free = [name for name in slow if not _is_set(config, name)]
 
     def is_slow() -> bool:
         from rlhf_core.models.loading import has_fast_bfloat16
 
         if has_fast_bfloat16():
             return False
-        if changed := [f"{name}.{key}" for name, keys in free.items() for key in keys]:
-            say("machine", f"this processor has no fast bfloat16: float32 for {', '.join(changed)}")
-        if kept := [f"{name}.{key}" for name, keys in slow.items() for key in keys if key not in free[name]]:
+        if free:
+            say("machine", f"this processor has no fast bfloat16: float32 for {', '.join(free)}")
+        if kept := [name for name in slow if name not in free]:
             say("machine", f"this processor is many times faster with float32 than with bfloat16: {', '.join(kept)}")
         return True
 
-    if not any(slow.values()) or not settled_once(context, "whether bfloat16 is slow", bool, is_slow, by_all=True):
+    if not slow or not settled_once(context, "whether bfloat16 is slow", bool, is_slow, by_all=True):
         return config
-    changed: dict[str, object] = {
-        name: getattr(config, name).model_copy(update=dict.fromkeys(keys, "float32")) for name, keys in free.items()
-    }
-    return config.model_copy(update=changed)
+    for name in free:
+        section, key = name.split(".")
+        changed = getattr(config, section).model_copy(update={key: "float32"})
+        config = config.model_copy(update={section: changed})
+    return config
+
+
+def _on_processors(config: PipelineConfig, gpus: Mapping[Trained, int]) -> list[str]:
+    """Return the keys of the arithmetic that processors, and no GPU, are to do."""
+    cluster = config.ppo.cluster
+    found = [
+        f"{stage}.dtype"
+        for stage, count in gpus.items()
+        if not count or (cluster.trainer_gpus == 0 and leaves_process(config, stage))
+    ]
+    samples_pairs = "reward_model" in gpus and not available_gpus()  # in the flow's own process
+    if samples_pairs or ("ppo" in gpus and (not gpus["ppo"] or cluster.maker_gpus == 0)):
+        found.append("ppo.rollout_dtype")
+    return found
+
+
+def _is_set(config: PipelineConfig, name: str) -> bool:
+    section, key = name.split(".")
+    return key in getattr(config, section).model_fields_set
 
 
 @stage_task(name="preflight")
@@ -91,7 +103,7 @@ def preflight(
     actor: str | None = None,
     reward_model: str | None = None,
 ) -> PipelineConfig:
-    """Check a run's parameters against the machine and the store: memory first, references after.
+    """Check a run's parameters against the machine and the store, and settle the arithmetic.
 
     Args:
         config: the resolved preset.

@@ -51,7 +51,7 @@ _NOT_STARTED_AGAIN = {
     "type": "CRASHED",
     "message": "The run crashed, and the local stack was ended before it was started again.",
 }
-_ENDED = {"type": "CRASHED", "message": "The process of this run was ended with the local stack."}
+_ENDED = {"type": "CRASHED", "message": "The process of this run ended with the local stack."}
 
 
 def wanted(*, lost_after_s: float = LOST_AFTER_S, quiet_s: float = QUIET_S) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Collection, Coroutine, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -26,7 +26,7 @@ from prefect.server.events import triggers
 from prefect.server.events.models.automations import automations_session as prefects_session
 from prefect.server.events.models.automations import create_automation
 from prefect.server.events.ordering import CausalOrdering, EventArrivedEarly, memory
-from prefect.server.events.schemas.automations import Automation, Firing
+from prefect.server.events.schemas.automations import Automation, EventTrigger, Firing
 from prefect.server.events.schemas.events import Event, ReceivedEvent
 from prefect.server.events.storage.database import write_events
 from prefect.settings import PREFECT_API_DATABASE_CONNECTION_URL, temporary_settings
@@ -279,6 +279,56 @@ def test_what_was_parked_when_the_server_was_killed_is_looked_at_by_the_next(fir
         await triggers.periodic_evaluation(ago(0))
 
     load(CRASHED)
+    run(scenario())
+    assert fired == [CRASHED]
+
+
+def test_an_event_that_waited_is_looked_at_once_however_it_is_come_by(
+    fired: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_id = uuid4()
+    crash = event("Crashed", run_id, follows=uuid4(), at=ago(LATER_S))
+    restarting = event("Restarting", run_id, follows=crash.id, at=ago(LATER_S))
+    found = triggers.find_interested_triggers
+    looked_at: list[UUID] = []
+
+    def note(each: ReceivedEvent) -> Collection[EventTrigger]:
+        looked_at.append(each.id)
+        return found(each)
+
+    async def scenario() -> None:
+        for each in (crash, restarting):
+            await _ours().record_follower(each)
+        await triggers.periodic_evaluation(ago(0))  # both have waited too long, and one follows the other
+        await _ours().record_follower(restarting)  # as if the database had refused to forget it
+        await triggers.periodic_evaluation(ago(0))
+        assert await parked() == []
+
+    load(CRASHED)
+    monkeypatch.setattr(triggers, "find_interested_triggers", note)
+    run(scenario())
+    assert looked_at == [crash.id, restarting.id]
+    assert fired == [CRASHED]
+
+
+def test_an_event_whose_leader_is_done_while_it_is_parked_is_looked_at_at_once(
+    fired: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_id = uuid4()
+    running = event("Running", run_id)
+    crash = event("Crashed", run_id, follows=running.id)
+    park = event_ordering.CausalOrdering.record_follower
+
+    async def park_as_the_leader_ends(ordering: event_ordering.CausalOrdering, follower: ReceivedEvent) -> None:
+        await ordering.record_event_as_seen(running)
+        await park(ordering, follower)
+
+    async def scenario() -> None:
+        await triggers.reactive_evaluation(crash)
+        assert await parked() == []
+
+    load(CRASHED)
+    monkeypatch.setattr(event_ordering.CausalOrdering, "record_follower", park_as_the_leader_ends)
     run(scenario())
     assert fired == [CRASHED]
 

@@ -163,3 +163,31 @@ def test_the_server_answers_beside_more_web_sockets_than_it_serves_requests_at_a
             assert json.loads(line.recv(timeout=20))["type"] == "auth_success"
         found = prefect_api.call(stack.api_url, "POST", "/flow_runs/count", {}, timeout_s=20)
     assert isinstance(found, int)
+
+
+def test_the_run_command_refuses_in_one_sentence_what_the_deployment_does_not_take(stack: LocalStack) -> None:
+    elsewhere = {"PREFECT_API_URL": "http://127.0.0.1:9/api"}  # exported for another server
+    result = stack.type("rlhf", "run", "quickstart", "-p", "seed=many", **elsewhere)
+    assert result.returncode == 1
+    assert result.stderr == 'rlhf: pipeline/quickstart: seed must be a whole number or null, but it is "many"\n'
+    assert f"the run goes to {stack.api_url}" in "".join(result.stdout.splitlines())
+
+    misspelt = stack.type("rlhf", "run", "quickstart", "-p", "epsiodes=3")
+    assert misspelt.returncode == 1
+    sentence = (
+        "rlhf: pipeline/quickstart has no parameter 'epsiodes' (did you mean episodes?); its parameters are preset"
+    )
+    assert misspelt.stderr.startswith(sentence), misspelt.stderr
+    assert len(misspelt.stderr.splitlines()) == 1
+
+
+def test_a_service_that_cannot_start_is_told_with_its_log_and_nothing_is_left(tmp_path: Path) -> None:
+    stack = LocalStack(tmp_path / "home", tmp_path / ".env")
+    result = stack.type("rlhf", "up", RLHF_DATABASE_URL="postgresql+asyncpg://nobody@127.0.0.1:1/none")
+    assert result.returncode == 1
+    assert result.stderr.startswith("rlhf: the Prefect server ended while it started: ")
+    assert str(stack.home / "logs" / "server.log") in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert stack.processes() == []
+    assert stack.state.services == {}
+    assert stack.state.socket_dir is None

@@ -174,31 +174,3 @@ def test_a_run_is_followed_through_a_restart_of_the_server(own_stack: LocalStack
             follower.kill()
             follower.wait()
     assert out.read_text().splitlines()[-1] == "finished"
-
-
-def test_the_run_command_refuses_in_one_sentence_what_the_deployment_does_not_take(stack: LocalStack) -> None:
-    elsewhere = {"PREFECT_API_URL": "http://127.0.0.1:9/api"}  # exported for another server
-    result = stack.type("rlhf", "run", "quickstart", "-p", "seed=many", **elsewhere)
-    assert result.returncode == 1
-    assert result.stderr == 'rlhf: pipeline/quickstart: seed must be a whole number or null, but it is "many"\n'
-    assert f"the run goes to {stack.api_url}" in "".join(result.stdout.splitlines())
-
-    misspelt = stack.type("rlhf", "run", "quickstart", "-p", "epsiodes=3")
-    assert misspelt.returncode == 1
-    sentence = (
-        "rlhf: pipeline/quickstart has no parameter 'epsiodes' (did you mean episodes?); its parameters are preset"
-    )
-    assert misspelt.stderr.startswith(sentence), misspelt.stderr
-    assert len(misspelt.stderr.splitlines()) == 1
-
-
-def test_a_service_that_cannot_start_is_told_with_its_log_and_nothing_is_left(tmp_path: Path) -> None:
-    stack = LocalStack(tmp_path / "home", tmp_path / ".env")
-    result = stack.type("rlhf", "up", RLHF_DATABASE_URL="postgresql+asyncpg://nobody@127.0.0.1:1/none")
-    assert result.returncode == 1
-    assert result.stderr.startswith("rlhf: the Prefect server ended while it started: ")
-    assert str(stack.home / "logs" / "server.log") in result.stderr
-    assert len(result.stderr.splitlines()) == 1
-    assert stack.processes() == []
-    assert stack.state.services == {}
-    assert stack.state.socket_dir is None

@@ -32,7 +32,6 @@ MAY_FAIL = {
     FAULT: SPOILT,
     "The run crashed in start 4": GIVEN_UP,
     "The process of this run ended with the local stack": DOWN,
-    "The process of this run was ended with the local stack": DOWN,
     "The run crashed, and the local stack was ended before": DOWN,
 }
 """How the sentence begins with which a night may fail, and what must have befallen it."""

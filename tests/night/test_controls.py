@@ -1,7 +1,7 @@
 """What each safeguard is for: with one left out, a mishap costs a night.
 
-The year beside it has the same mishaps and all safeguards, and loses none. Two mishaps are not in the year: a twin with
-all safeguards meets them here.
+The year beside it has mishaps of these kinds and all safeguards, and loses none. Two are not in the year: a twin with
+all safeguards meets them here. One twin is started as the controls are that leave something out, with nothing left out.
 """
 
 from __future__ import annotations
@@ -78,14 +78,14 @@ COSTS = {
 }
 """What each costs, in words of the books; one of them."""
 WHOLE = [f"whole-{name}" for name in (NO_WAITS, NO_ORDER)]
-"""Their twins: nothing is left out, they start as cold, and the same befalls them."""
+"""Their twins: nothing is left out, and the same befalls them."""
 
 
 @pytest.fixture(scope="module")
 def books(tmp_path_factory: pytest.TempPathFactory) -> Books:
     """What became of the nights of all controls and their twins."""
     starts = {name: control.start for name, control in CONTROLS.items()} | {NO_WAITS: IMPATIENT}
-    starts[f"whole-{NO_WAITS}"] = replace(IMPATIENT, environment={})
+    starts |= {f"whole-{NO_WAITS}": replace(IMPATIENT, environment={}), f"whole-{NO_ORDER}": Start(entrypoint=WITHOUT)}
     names = [*CONTROLS, NO_WAITS, NO_ORDER, *WHOLE]
     with year(tmp_path_factory.mktemp("controls"), names, period_s=PERIOD_S, starts=starts) as made:
         sites = {site.name: site for site in made.sites}

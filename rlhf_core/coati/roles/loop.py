@@ -47,7 +47,7 @@ class Round(NamedTuple):
     """Of each optimizer step; what concerns the actor is 0."""
 
 
-class Learnt(NamedTuple):
+class LearntRound(NamedTuple):
     """What a round was learnt from, and what it came to."""
 
     samples: list[Sample]
@@ -158,7 +158,7 @@ class RoundLearner:
         """Take in a round's experience: references, and who made each. Nobody has handed over the samples yet."""
         self._made = made
 
-    def learn(self, _passes: int) -> list[Learnt]:
+    def learn(self, _passes: int) -> list[LearntRound]:
         """Have it learnt, as often as each process was told at its start."""
         actor, critic = self._groups.actor, self._groups.critic
         number = self.position.episode
@@ -166,7 +166,7 @@ class RoundLearner:
         found = self._groups.answers(dict(zip(calls, actor.names + critic.names, strict=True)), "to learn")
         collected: list[MadeArrays] = self._groups.answers(self._made, "to hand over experience")
         samples = [sample for each in collected for sample in each.samples]
-        return [Learnt(samples, found[0], found[actor.world_size])]
+        return [LearntRound(samples, found[0], found[actor.world_size])]
 
     def finish(self) -> None:
         """Forget the round."""
@@ -183,18 +183,18 @@ def run_rounds(args: Namespace, groups: Groups, tell: Tell) -> list[Round]:
     steps = range(args.num_episodes * args.max_timesteps)
     starts = steps[:: args.update_timesteps]
     rounds: list[Round] = []
-    began = [time.monotonic()]
+    began = time.monotonic()
 
     def collect(number: int) -> Collected:
         due = steps[starts[number] :][: args.update_timesteps]
         return Collected(_assembled(groups, _composed(groups, due, number)), [])
 
-    def keep(number: int, learnt: Sequence[Learnt]) -> None:
+    def keep(number: int, learnt: Sequence[LearntRound]) -> None:
+        nonlocal began
         [(samples, actor, critic)] = learnt
-        done = Round(number, len(samples), actor, critic)
-        began.append(time.monotonic())
-        tell(_line(done, samples, len(starts), began[-1] - began[-2]))
-        rounds.append(done)
+        before, began = began, time.monotonic()
+        rounds.append(Round(number, len(samples), actor, critic))
+        tell(_line(rounds[-1], samples, len(starts), began - before))
 
     Loop(RoundLearner(groups), collect=collect, keep=keep).run(len(starts), args.max_epochs)
     return rounds

@@ -115,12 +115,9 @@ def models_dir(pytestconfig: pytest.Config) -> Path:
 
 @pytest.fixture
 def empty_dir(models_dir: Path) -> Iterator[Path]:
-    """Another one; what is converted there serves the tests that follow."""
+    """Another one, beside it."""
     with TemporaryDirectory(dir=models_dir) as empty:
         yield Path(empty)
-        for made in Path(empty).iterdir():
-            with suppress(OSError):  # it is there already
-                made.rename(models_dir / made.name)
 
 
 @pytest.mark.integration
@@ -144,6 +141,8 @@ def test_smollm2_is_converted_once_and_answers(empty_dir: Path, capfd: pytest.Ca
     question = tokenizer("<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n")
     answer = model.generate(**question.convert_to_tensors("pt", prepend_batch_axis=True), max_new_tokens=12)
     assert "Paris" in tokenizer.decode(answer[0, len(question.input_ids) :])
+    with suppress(OSError):  # it is there already; else it is right, and serves the tests that follow
+        directory.rename(empty_dir.parent / directory.name)
 
 
 def test_the_packaged_model_is_shown_roles_and_contents_of_messages_alone(models_dir: Path) -> None:

@@ -374,4 +374,4 @@ def test_a_run_that_crashed_as_it_was_ended_with_the_stack_says_so_and_has_not_f
     crashed_at = datetime.fromisoformat(server.states[-1]["timestamp"]).timestamp()
     automations.give_up(URL, {each["name"]: each for each in server.automations}, ended_since=crashed_at - 1)
     assert server.set == [("CRASHED", None)]
-    assert server.message == "The process of this run was ended with the local stack."
+    assert server.message == "The process of this run ended with the local stack."

@@ -173,6 +173,24 @@ def test_a_stage_with_gpus_stays_as_it_is_beside_one_without(context: Context, s
     assert settle_arithmetic(context, preset(), {}) == preset()
 
 
+def test_processes_that_are_given_no_gpu_compute_on_processors(context: Context, slow_bfloat16: list[str]) -> None:
+    found = settle_arithmetic(context, preset(cluster={"trainer_gpus": 0.0}), {"sft": 1, "ppo": 1})
+    assert arithmetic(found) == ["bfloat16", "bfloat16", "float32", "bfloat16"]
+    found = settle_arithmetic(context, preset(cluster={"maker_gpus": 0.0}), {"ppo": 1})
+    assert arithmetic(found) == ["bfloat16", "bfloat16", "bfloat16", "float32"]
+    assert slow_bfloat16[0] == "this processor has no fast bfloat16: float32 for ppo.dtype"
+
+
+@pytest.mark.usefixtures("slow_bfloat16")
+@pytest.mark.parametrize(("own_gpus", "arithmetic_of_pairs"), [(0, "float32"), (1, "bfloat16")])
+def test_pairs_for_the_reward_model_are_sampled_where_its_flow_is(
+    context: Context, monkeypatch: pytest.MonkeyPatch, own_gpus: int, arithmetic_of_pairs: str
+) -> None:
+    monkeypatch.setattr(preflight, "available_gpus", lambda: own_gpus)
+    found = settle_arithmetic(context, preset(), {"reward_model": 1})
+    assert arithmetic(found) == ["bfloat16", "bfloat16", "bfloat16", arithmetic_of_pairs]
+
+
 @pytest.mark.usefixtures("slow_bfloat16")
 def test_a_processor_that_has_it_stays_as_it_is(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "has_fast_bfloat16", lambda: True)

@@ -197,17 +197,21 @@ async def _is_past(leader: UUID) -> bool:
 
 @asynccontextmanager
 async def automations_session(begin_transaction: bool = False) -> AsyncIterator[AsyncSession]:
-    """Give a session in which automations are evaluated; on sqlite it takes the lock before it reads.
+    """Give a session in which automations are evaluated: a transaction that takes the lock before it reads.
 
-    Prefect's own session reads first. If others write meanwhile, the database then refuses its write at once, and an
-    event that was refused four times is lost: a run then counted as not begun.
+    Prefect's own session reads first. If others write meanwhile, sqlite then refuses its write at once, and an event
+    that was refused four times is lost: a run then counted as not begun. And when silence has made an automation act,
+    what the action brings may be evaluated before it is written down that it acted. It then acts again: a run was
+    scheduled twice.
 
     Args:
-        begin_transaction: whether a transaction is begun.
+        begin_transaction: whether Prefect would begin one; here there always is one.
     """
+    del begin_transaction
     db = provide_database_interface()
-    told = {"begin_transaction": begin_transaction, "with_for_update": begin_transaction}
-    async with db.session_context(**told) as session:
+    async with db.session_context(begin_transaction=True, with_for_update=True) as session:
+        if db.dialect.name != "sqlite":
+            await session.execute(sa.text(f"LOCK TABLE {db.AutomationBucket.__tablename__} IN EXCLUSIVE MODE"))
         yield session
 
 

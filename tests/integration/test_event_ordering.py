@@ -420,6 +420,30 @@ def test_on_sqlite_an_event_is_not_lost_where_others_write(fired: list[str], mon
     assert fired == []
 
 
+def test_a_restart_that_the_server_sees_before_it_has_noted_it_is_no_second_one(
+    fired: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_id = uuid4()
+    note = triggers.act
+    seen: list[asyncio.Task[None]] = []
+
+    async def act_and_see(firing: Firing) -> None:
+        await note(firing)
+        seen.append(asyncio.create_task(triggers.reactive_evaluation(event("Scheduled", run_id))))
+        await asyncio.wait(seen, timeout=1)  # as much time as it needs, if nothing keeps it waiting
+
+    async def scenario() -> None:
+        await triggers.reactive_evaluation(event("Restarting", run_id, at=ago(LATER_S)))
+        await triggers.reactive_evaluation(event("heartbeat", uuid4()))  # the server goes by the time of what it hears
+        await event_ordering.evaluate_proactive_triggers()
+        await asyncio.gather(*seen)
+
+    load(RESTART)
+    monkeypatch.setattr(triggers, "act", act_and_see)
+    run(scenario())
+    assert fired == [RESTART]
+
+
 def test_a_server_that_was_stopped_has_heard_nothing(fired: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [1e9]
     monkeypatch.setattr(time, "time", lambda: clock[0])

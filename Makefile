@@ -30,19 +30,19 @@ test-s3: setup  ## the artifact store in full: every fault of every request, an 
 	@$(BIN)/python -m pytest -m s3 -n 2 --dist worksteal $(PYTEST_ARGS)
 
 test-clusters: setup  ## owners of clusters ended in every way, lost ranks, clusters of the user's own, several machines
-	@$(BIN)/python -m pytest -m clusters $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest tests/integration -m clusters $(PYTEST_ARGS)
 
 test-stack: setup  ## the local stack in full: passwords, another user's tries, killed services, restarts, runs that are killed
-	@$(BIN)/python -m pytest -m "stack and not outages" -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest tests/integration -m "stack and not outages" -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(PYTEST_ARGS)
 
 test-night: setup  ## a year in small: 300 nights, every service and every stage struck, with a table; and what each safeguard is for
-	@$(BIN)/python -m pytest -m night -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -rP $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest tests/night -m night -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -rP $(PYTEST_ARGS)
 
 test-outages: setup  ## runs whose server or store is away, or whose machine sleeps, for minutes, in every stage
-	@$(BIN)/python -m pytest -m outages $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest tests/integration -m outages $(PYTEST_ARGS)
 
 chaos: setup  ## every process of a run killed at every phase, with a table of it
-	@$(BIN)/python -m pytest -m chaos $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest tests/chaos -m chaos $(PYTEST_ARGS)
 
 test-gpu: setup  ## the tests that need a CUDA device
 	@$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)

@@ -18,11 +18,11 @@ from tests.night.year import HELD_TIMEOUT_S, SERVICES, Victim, Year, send_signal
 
 POWER_CUTS = 2
 """With these, and a kill in each of the eight stages, each victim is killed ten times at least."""
-TOGETHER = 5
+TOGETHER = 4
 """In so many stages all services are killed at once; in the others one alone, and then the other two."""
 AWAY_S = (0.0, 3.0, 10.0)
 STOPPED_S = LOST_AFTER_S + 15
-LONG_AWAY_S = LOST_AFTER_S + 15
+LONG_AWAY_S: dict[Victim, float] = {"server": LOST_AFTER_S + 15, "worker": 30.0, "store": 30.0}
 STOPPED_AT = ("sft", "ppo", "evaluate")
 STARTS = 4
 """So often is a run that crashes begun, before it is given up."""
@@ -110,12 +110,17 @@ def stop_flow(*, for_s: float = STOPPED_S) -> Callable[[Year, Site, str], None]:
     return strike
 
 
-def stop_services(year: Year, site: Site, stage: str) -> None:
-    """Stop server and worker, and no flow, for as long."""
-    with year.in_turn(site, stage):
-        found = [year.stack.service("server"), year.stack.service("worker")]
-        stopped([process.pid for process in found if process], STOPPED_S)
-        site.desk.let_go()
+def stop(victim: Victim) -> Callable[[Year, Site, str], None]:
+    """Return a strike that stops a service for as long."""
+
+    def strike(year: Year, site: Site, stage: str) -> None:
+        with year.in_turn(site, stage):
+            process = year.stack.service(victim)
+            assert process is not None, f"the {victim} does not run"
+            stopped([process.pid], STOPPED_S)
+            site.desk.let_go()
+
+    return strike
 
 
 def sleep_through(year: Year, site: Site, stage: str) -> None:
@@ -165,23 +170,26 @@ def meet_an_error(year: Year, site: Site, stage: str) -> None:
 
 def service_mishaps(chance: random.Random) -> list[Mishap]:
     """Return what befalls services, in a drawn order: each is killed in each stage."""
-    together = chance.sample(STAGES, TOGETHER)
-    found = []
+    long_away = dict(zip(chance.sample(STOPPED_AT, len(SERVICES)), SERVICES, strict=True))
+    together = chance.sample([stage for stage in STAGES if stage not in long_away], TOGETHER)
     all_names = f"{', '.join(SERVICES[:-1])} and {SERVICES[-1]}"
-    for stage, away_s in zip(together, [LONG_AWAY_S, *chance.choices(AWAY_S, k=TOGETHER - 1)], strict=True):
-        told = f"{all_names} killed" + (", and long away" if away_s == LONG_AWAY_S else "")
-        found.append(Mishap(told, stage, kill(*SERVICES, away_s=away_s), killed=SERVICES, spares_flows=True))
+    found = [
+        Mishap(f"{all_names} killed", stage, kill(*SERVICES, away_s=chance.choice(AWAY_S)), SERVICES, spares_flows=True)
+        for stage in together
+    ]
     for stage in [stage for stage in STAGES if stage not in together]:
-        alone = chance.choice(SERVICES)
+        alone = long_away.get(stage) or chance.choice(SERVICES)
         others = tuple(victim for victim in SERVICES if victim != alone)
-        strike = kill(alone, away_s=chance.choice(AWAY_S))
-        found.append(Mishap(f"{alone} killed", stage, strike, killed=(alone,), spares_flows=True))
+        away_s = LONG_AWAY_S[alone] if stage in long_away else chance.choice(AWAY_S)
+        told = f"{alone} killed, and long away" if stage in long_away else f"{alone} killed"
+        found.append(Mishap(told, stage, kill(alone, away_s=away_s), killed=(alone,), spares_flows=True))
         strike = kill(*others, away_s=chance.choice(AWAY_S))
         found.append(Mishap(f"{' and '.join(others)} killed", stage, strike, killed=others, spares_flows=True))
     stages = chance.sample(STAGES, POWER_CUTS)
     found += [Mishap("power cut", stage, kill_all, killed=(*SERVICES, "flow")) for stage in stages]
     found += [
-        Mishap("server and worker stopped", chance.choice(STOPPED_AT), stop_services, spares_flows=True),
+        Mishap("server stopped", chance.choice(STOPPED_AT), stop("server"), spares_flows=True),
+        Mishap("worker stopped", chance.choice(STOPPED_AT), stop("worker"), spares_flows=True),
         Mishap("machine asleep", chance.choice(STOPPED_AT), sleep_through),
         Mishap(DOWN, chance.choice(STOPPED_AT), down_and_up),
     ]

@@ -22,7 +22,7 @@ from tests.night.year import HELD_TIMEOUT_S, Deed, Year, drawn, failed_for_nothi
 pytestmark = [pytest.mark.night, pytest.mark.timeout(3600)]
 
 BAD_DAYS = 5
-SITES, PERIOD_S = 14, 60.0
+SITES, PERIOD_S = 12, 58.0
 NIGHTS = int(os.environ.get("NIGHTS", "300"))
 """At least so many are due; fewer for a short look, which still meets every mishap."""
 KILLS = 10

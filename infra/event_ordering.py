@@ -19,6 +19,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from datetime import timedelta
 from typing import TYPE_CHECKING
 from uuid import UUID
@@ -35,6 +36,7 @@ from infra.sqlite_server import collect_in_a_thread, count_requests_alone
 
 if TYPE_CHECKING:
     from prefect.server.events.schemas.events import Event, ReceivedEvent
+    from prefect.types._datetime import DateTime
     from sqlalchemy.ext.asyncio import AsyncSession
 
 LEADER_S = 30.0
@@ -45,6 +47,7 @@ GRACE_S = 120.0
 """Time for a sign of life once the server is back: flows give one every 30 s, and find the server within 10."""
 _TRIES = 5
 _BEGAN = now("UTC")
+_LOOKS_FOR_SILENCE = ContextVar("_LOOKS_FOR_SILENCE", default=False)
 
 
 class CausalOrdering(memory.CausalOrdering):
@@ -197,7 +200,7 @@ async def _is_past(leader: UUID) -> bool:
 
 @asynccontextmanager
 async def automations_session(begin_transaction: bool = False) -> AsyncIterator[AsyncSession]:
-    """Give a session in which automations are evaluated: a transaction that takes the lock before it reads.
+    """Give a session for automations; one in which they are evaluated takes the lock before it reads.
 
     Prefect's own session reads first. If others write meanwhile, sqlite then refuses its write at once, and an event
     that was refused four times is lost: a run then counted as not begun. And when silence has made an automation act,
@@ -205,17 +208,18 @@ async def automations_session(begin_transaction: bool = False) -> AsyncIterator[
     scheduled twice.
 
     Args:
-        begin_transaction: whether Prefect would begin one; here there always is one.
+        begin_transaction: whether an event is evaluated.
     """
-    del begin_transaction
+    locks = begin_transaction or _LOOKS_FOR_SILENCE.get()
     db = provide_database_interface()
-    async with db.session_context(begin_transaction=True, with_for_update=True) as session:
-        if db.dialect.name != "sqlite":
+    async with db.session_context(begin_transaction=locks, with_for_update=locks) as session:
+        if locks and db.dialect.name != "sqlite":
             await session.execute(sa.text(f"LOCK TABLE {db.AutomationBucket.__tablename__} IN EXCLUSIVE MODE"))
         yield session
 
 
 _evaluate_event = triggers.reactive_evaluation
+_evaluate_silence = triggers.proactive_evaluation
 _evaluate = triggers.evaluate_proactive_triggers
 
 
@@ -232,6 +236,15 @@ async def reactive_evaluation(event: ReceivedEvent, depth: int = 0) -> None:
         await _evaluate_event(event, depth)
 
 
+async def proactive_evaluation(trigger: EventTrigger, as_of: DateTime) -> DateTime:
+    """Look for silence in what an automation waits for, as Prefect does, but under the lock."""
+    token = _LOOKS_FOR_SILENCE.set(True)
+    try:
+        return await _evaluate_silence(trigger, as_of)
+    finally:
+        _LOOKS_FOR_SILENCE.reset(token)
+
+
 async def evaluate_proactive_triggers() -> None:
     """Look for silence, as Prefect does, once it is known whether anybody listened."""
     await LISTENING.note()
@@ -239,6 +252,7 @@ async def evaluate_proactive_triggers() -> None:
 
 
 triggers.reactive_evaluation = reactive_evaluation
+triggers.proactive_evaluation = proactive_evaluation
 triggers.evaluate_proactive_triggers = evaluate_proactive_triggers
 vars(triggers)["automations_session"] = automations_session
 count_requests_alone()  # before runs come back to a server that was killed, each with its sockets

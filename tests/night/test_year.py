@@ -72,14 +72,11 @@ def play(made: Year, services: list[Mishap], flows: list[Mishap], *, nights: int
     over = threading.Event()
     began = max(site.first_s for site in made.sites)
 
-    def may_strike_services() -> bool:  # a flow's mishap takes long where services are down every minute
-        return over.is_set() or len(made.deeds) >= len(flows) // 2
-
     def strike(mishaps: Iterator[Mishap], sites: list[Site], *, alone: bool) -> None:
         try:
             made.await_the_first_nights()
-            if not alone:
-                wait_for(may_strike_services, "half of the flows' mishaps", timeout_s=HELD_TIMEOUT_S)
+            first = 0 if alone else len(flows) // 2  # a flow's mishap takes long where services are down every minute
+            wait_for(lambda: over.is_set() or len(made.deeds) >= first, "flows' mishaps", timeout_s=HELD_TIMEOUT_S)
             for mishap in mishaps:
                 if over.is_set():
                     return

@@ -300,8 +300,14 @@ class LocalStack:
         return str(prefect_api.call(self.api_url, "GET", f"/flow_runs/{run_id}")["state"]["type"])
 
 
-def wait_for(look: Callable[[], T | None], what: str, *, timeout_s: float = 60.0) -> T:
+def wait_for(look: Callable[[], T | None], what: str, *, timeout_s: float = 60.0, every_s: float = 0.2) -> T:
     """Return what is seen as soon as it is true.
+
+    Args:
+        look: returns it.
+        what: is awaited.
+        timeout_s: longest wait.
+        every_s: from look to look.
 
     Raises:
         AssertionError: if it was not in time; names what was awaited.
@@ -309,7 +315,7 @@ def wait_for(look: Callable[[], T | None], what: str, *, timeout_s: float = 60.0
     deadline = time.monotonic() + timeout_s
     while not (seen := look()):
         assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}"
-        time.sleep(0.2)
+        time.sleep(every_s)
     return seen
 
 

@@ -30,6 +30,8 @@ Victim = Literal["flow", "server", "worker", "store"]
 SERVICES: tuple[Victim, ...] = ("server", "worker", "store")
 HELD_TIMEOUT_S = 900.0
 SETTLE_TIMEOUT_S = 600.0
+EVERY_S = 2.0
+"""From look to look at all runs, each of which the server works for."""
 GIVEN_UP_S = 60.0
 """So long after its crash nobody starts a run again: that takes a quarter of a minute, or half on a busy machine."""
 UNDER_WAY = ("SCHEDULED", "PENDING", "RUNNING", "PAUSED", "CANCELLING")
@@ -131,7 +133,9 @@ class Year:
                 )
             return False
 
-        wait_for(are_over, "the nights before the first that count to be over", timeout_s=SETTLE_TIMEOUT_S)
+        wait_for(
+            are_over, "the nights before the first that count to be over", timeout_s=SETTLE_TIMEOUT_S, every_s=EVERY_S
+        )
 
     def end(self) -> None:
         """Switch the schedules off that are still on."""
@@ -158,7 +162,7 @@ class Year:
                 return not self.under_way(*sites)
             return False
 
-        wait_for(is_over, "the last nights to be over", timeout_s=SETTLE_TIMEOUT_S)
+        wait_for(is_over, "the last nights to be over", timeout_s=SETTLE_TIMEOUT_S, every_s=EVERY_S)
 
     def under_way(self, *sites: Site) -> list[str]:
         """Return runs of these sites, or of all, that are not over; one that has crashed is not, for a while."""

@@ -28,7 +28,7 @@ import sqlalchemy as sa
 from prefect.logging import get_logger
 from prefect.server.database import PrefectDBInterface, provide_database_interface
 from prefect.server.events import triggers
-from prefect.server.events.ordering import EventArrivedEarly, memory
+from prefect.server.events.ordering import EventArrivedEarly, MaxDepthExceeded, memory
 from prefect.server.events.schemas.automations import EventTrigger, Posture
 from prefect.types._datetime import now
 
@@ -214,6 +214,7 @@ async def automations_session(begin_transaction: bool = False) -> AsyncIterator[
     db = provide_database_interface()
     async with db.session_context(begin_transaction=locks, with_for_update=locks) as session:
         if locks and db.dialect.name != "sqlite":
+            await session.execute(sa.text("SET LOCAL idle_in_transaction_session_timeout = '30s'"))  # if this host dies
             await session.execute(sa.text(f"LOCK TABLE {db.AutomationBucket.__tablename__} IN EXCLUSIVE MODE"))
         yield session
 
@@ -224,16 +225,24 @@ _evaluate = triggers.evaluate_proactive_triggers
 
 
 async def reactive_evaluation(event: ReceivedEvent, depth: int = 0) -> None:
-    """Evaluate an event, as Prefect does, but once.
+    """Evaluate an event, as Prefect does, but once in a server's life.
 
     A parked event is found twice: with the one that it follows, and because it has waited too long. Evaluated again, it
-    would begin the waiting for signs of life anew after they had come, and the run would be scheduled twice.
+    would begin the waiting for signs of life anew after they had come, and the run would be scheduled twice. One that
+    cannot be evaluated stays parked, and keeps no other from its turn.
     """
     ordering = CausalOrdering("triggers")
     if await ordering.event_has_been_seen(event):
         await ordering.forget_follower(event)
-    else:
+        return
+    try:
         await _evaluate_event(event, depth)
+    except (EventArrivedEarly, MaxDepthExceeded):
+        raise
+    except Exception:
+        if event.id not in ordering._waitlist:  # its message comes again
+            raise
+        get_logger(__name__).exception("Event %r (%s) stays parked: it could not be evaluated", event.event, event.id)
 
 
 async def proactive_evaluation(trigger: EventTrigger, as_of: DateTime) -> DateTime:

@@ -11,7 +11,7 @@ from rlhf_core.errors import ConfigError, Fault, refuse_together
 from tasks.clusters import address_of
 from tasks.context import Context, open_context
 from tasks.evaluate import judged_by_reward_model, nobody_judges
-from tasks.gpu_allocation import available_gpus
+from tasks.gpu_allocation import available_gpus, gpu_shares, trainer_share
 from tasks.parents import (
     BASE_MODEL,
     ppo_wants_reward_model,
@@ -78,15 +78,17 @@ def settle_arithmetic(context: Context, config: PipelineConfig, gpus: Mapping[Tr
 def _on_processors(config: PipelineConfig, gpus: Mapping[Trained, int]) -> list[str]:
     """Return the keys of the arithmetic that processors, and no GPU, are to do."""
     cluster = config.ppo.cluster
-    found = [
-        f"{stage}.dtype"
+    shares: dict[str, float] = {
+        f"{stage}.dtype": trainer_share(cluster, count, getattr(config, stage).num_trainers)
+        if leaves_process(config, stage)
+        else count
         for stage, count in gpus.items()
-        if not count or (cluster.trainer_gpus == 0 and leaves_process(config, stage))
-    ]
-    samples_pairs = "reward_model" in gpus and not available_gpus()  # in the flow's own process
-    if samples_pairs or ("ppo" in gpus and (not gpus["ppo"] or cluster.maker_gpus == 0)):
-        found.append("ppo.rollout_dtype")
-    return found
+    }
+    if "ppo" in gpus:
+        shares["ppo.dtype"], shares["ppo.rollout_dtype"] = gpu_shares(cluster, gpus["ppo"], config.ppo.num_trainers)
+    elif "reward_model" in gpus and not config.data.preferences:  # the flow's own process samples pairs
+        shares["ppo.rollout_dtype"] = available_gpus()
+    return [name for name, share in shares.items() if not share]
 
 
 def _is_set(config: PipelineConfig, name: str) -> bool:

@@ -4,11 +4,11 @@ They live in the Prefect server, so that no process of ours has to survive what 
 `Restarting`, and `Scheduled` only after a quiet time: Prefect's worker reports each crash twice, seconds apart, and
 without our plugin the second report would crash the run that has just begun again. Prefect itself counts how often a
 run was started, and each crash event has that count. There is one automation for each count, which acts on a run once,
-because on sqlite an event may be handled twice. An event may also be lost, when a trigger reads its count before it
-writes it and others write meanwhile. So the triggers that wait for silence ignore crashes, and those that get them
-write first. A server that is killed may lose a crash that it was about to handle: `catch_up` handles it when the next
-server has started. A run that ended as Failed (a mistake, which a restart repeats) or Cancelled (a person's decision)
-is never touched.
+because a server that follows a killed one may handle an event again. An event may also be lost, when a trigger reads
+its count before it writes it and others write meanwhile. So the triggers that wait for silence ignore crashes, and
+those that get them write first. A server that is killed may lose a crash that it was about to handle: `catch_up`
+handles it when the next server has started. A run that ended as Failed (a mistake, which a restart repeats) or
+Cancelled (a person's decision) is never touched.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Collection, Coroutine, Iterator
 from contextlib import closing, contextmanager, nullcontext
+from contextvars import copy_context
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -346,6 +347,32 @@ def test_a_parked_event_that_cannot_be_looked_at_is_given_up(fired: list[str]) -
     run(scenario())
 
 
+def test_a_parked_event_that_cannot_be_looked_at_keeps_no_other_from_its_turn(
+    fired: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad, good = (event("Crashed", uuid4(), follows=uuid4(), at=ago(LATER_S)) for _ in range(2))
+    found = triggers.find_interested_triggers
+
+    def fail(each: ReceivedEvent) -> Collection[EventTrigger]:
+        if each.id == bad.id:
+            raise sa.exc.OperationalError("select", {}, Exception("database is locked"))
+        return found(each)
+
+    async def scenario() -> None:
+        for each in (bad, good):
+            await _ours().record_follower(each)
+        await triggers.periodic_evaluation(ago(0))
+        assert await parked() == [bad.id]
+        for _ in range(5):
+            await triggers.periodic_evaluation(ago(0))
+        assert await parked() == []
+
+    load(CRASHED)
+    monkeypatch.setattr(triggers, "find_interested_triggers", fail)
+    run(scenario())
+    assert fired == [CRASHED]
+
+
 def test_silence_while_no_server_listened_is_no_silence(fired: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     alive, dead = uuid4(), uuid4()
     long_ago = ago(LOST_AFTER_S + 200)
@@ -425,11 +452,13 @@ def test_a_restart_that_the_server_sees_before_it_has_noted_it_is_no_second_one(
 ) -> None:
     run_id = uuid4()
     note = triggers.act
+    outside = copy_context()
     seen: list[asyncio.Task[None]] = []
 
     async def act_and_see(firing: Firing) -> None:
         await note(firing)
-        seen.append(asyncio.create_task(triggers.reactive_evaluation(event("Scheduled", run_id))))
+        sign = triggers.reactive_evaluation(event("Scheduled", run_id))
+        seen.append(asyncio.create_task(sign, context=outside))  # as whoever takes the server's messages does
         await asyncio.wait(seen, timeout=1)  # as much time as it needs, if nothing keeps it waiting
 
     async def scenario() -> None:

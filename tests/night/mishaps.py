@@ -19,7 +19,7 @@ from tests.night.year import HELD_TIMEOUT_S, SERVICES, Victim, Year, send_signal
 POWER_CUTS = 2
 """With these, and a kill in each of the eight stages, each victim is killed ten times at least."""
 TOGETHER = 4
-"""In so many stages all services are killed at once; in the others one alone, and then the other two."""
+"""In so many stages all services are killed at once; in the others one alone, and the other two."""
 AWAY_S = (0.0, 3.0, 10.0)
 STOPPED_S = LOST_AFTER_S + 15
 LONG_AWAY_S: dict[Victim, float] = {"server": LOST_AFTER_S + 15, "worker": 30.0, "store": 30.0}

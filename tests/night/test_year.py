@@ -1,4 +1,4 @@
-"""Three hundred nights, struck forty times: each is completed, or skipped or failed with a sentence, and none twice."""
+"""Three hundred nights, struck often: each is completed, or skipped or failed with a sentence, and none twice."""
 
 from __future__ import annotations
 

@@ -176,8 +176,9 @@ def test_a_stage_with_gpus_stays_as_it_is_beside_one_without(context: Context, s
 def test_processes_that_are_given_no_gpu_compute_on_processors(context: Context, slow_bfloat16: list[str]) -> None:
     found = settle_arithmetic(context, preset(cluster={"trainer_gpus": 0.0}), {"sft": 1, "ppo": 1})
     assert arithmetic(found) == ["bfloat16", "bfloat16", "float32", "bfloat16"]
-    found = settle_arithmetic(context, preset(cluster={"maker_gpus": 0.0}), {"ppo": 1})
-    assert arithmetic(found) == ["bfloat16", "bfloat16", "bfloat16", "float32"]
+    for cluster in ({"maker_gpus": 0.0}, {"trainer_gpus": 1.0}):  # the trainer has the only one
+        found = settle_arithmetic(context, preset(cluster=cluster), {"ppo": 1})
+        assert arithmetic(found) == ["bfloat16", "bfloat16", "bfloat16", "float32"]
     assert slow_bfloat16[0] == "this processor has no fast bfloat16: float32 for ppo.dtype"
 
 
@@ -189,6 +190,7 @@ def test_pairs_for_the_reward_model_are_sampled_where_its_flow_is(
     monkeypatch.setattr(preflight, "available_gpus", lambda: own_gpus)
     found = settle_arithmetic(context, preset(), {"reward_model": 1})
     assert arithmetic(found) == ["bfloat16", "bfloat16", "bfloat16", arithmetic_of_pairs]
+    assert arithmetic(settle_arithmetic(context, preset(), {"reward_model": 1, "ppo": 2})) == ["bfloat16"] * 4
 
 
 @pytest.mark.usefixtures("slow_bfloat16")

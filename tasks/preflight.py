@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from operator import attrgetter
 from typing import Literal, NamedTuple
 
 from rlhf_core.config import PipelineConfig
@@ -52,8 +51,9 @@ def settle_arithmetic(context: Context, config: PipelineConfig, gpus: Mapping[Tr
         config: the preset with the run's parameters, which knows what of it was set.
         gpus: how many there are for each stage that trains in the run.
     """
-    slow = [name for name in _on_processors(config, gpus) if attrgetter(name)(config) == "bfloat16"]
-    free = [name for name in slow if not _is_set(config, name)]
+    keys = _on_processors(config, gpus)
+    slow = [(section, key) for section, key in keys if getattr(getattr(config, section), key) == "bfloat16"]
+    free = [(section, key) for section, key in slow if key not in getattr(config, section).model_fields_set]
 
     def is_slow() -> bool:
         from rlhf_core.models.loading import has_fast_bfloat16
@@ -61,39 +61,37 @@ def settle_arithmetic(context: Context, config: PipelineConfig, gpus: Mapping[Tr
         if has_fast_bfloat16():
             return False
         if free:
-            say("machine", f"this processor has no fast bfloat16: float32 for {', '.join(free)}")
-        if kept := [name for name in slow if name not in free]:
-            say("machine", f"this processor is many times faster with float32 than with bfloat16: {', '.join(kept)}")
+            say("machine", f"this processor has no fast bfloat16: float32 for {_told(free)}")
+        if kept := [each for each in slow if each not in free]:
+            say("machine", f"this processor is many times faster with float32 than with bfloat16: {_told(kept)}")
         return True
 
     if not slow or not settled_once(context, "whether bfloat16 is slow", bool, is_slow, by_all=True):
         return config
-    for name in free:
-        section, key = name.split(".")
+    for section, key in free:
         changed = getattr(config, section).model_copy(update={key: "float32"})
         config = config.model_copy(update={section: changed})
     return config
 
 
-def _on_processors(config: PipelineConfig, gpus: Mapping[Trained, int]) -> list[str]:
+def _on_processors(config: PipelineConfig, gpus: Mapping[Trained, int]) -> list[tuple[str, str]]:
     """Return the keys of the arithmetic that processors, and no GPU, are to do."""
     cluster = config.ppo.cluster
-    shares: dict[str, float] = {
-        f"{stage}.dtype": trainer_share(cluster, count, getattr(config, stage).num_trainers)
+    shares: dict[tuple[str, str], float] = {
+        (stage, "dtype"): trainer_share(cluster, count, getattr(config, stage).num_trainers)
         if leaves_process(config, stage)
         else count
         for stage, count in gpus.items()
     }
     if "ppo" in gpus:
-        shares["ppo.dtype"], shares["ppo.rollout_dtype"] = gpu_shares(cluster, gpus["ppo"], config.ppo.num_trainers)
+        _, shares["ppo", "rollout_dtype"] = gpu_shares(cluster, gpus["ppo"], config.ppo.num_trainers)
     elif "reward_model" in gpus and not config.data.preferences:  # the flow's own process samples pairs
-        shares["ppo.rollout_dtype"] = available_gpus()
-    return [name for name, share in shares.items() if not share]
+        shares["ppo", "rollout_dtype"] = available_gpus()
+    return [key for key, share in shares.items() if not share]
 
 
-def _is_set(config: PipelineConfig, name: str) -> bool:
-    section, key = name.split(".")
-    return key in getattr(config, section).model_fields_set
+def _told(keys: Sequence[tuple[str, str]]) -> str:
+    return ", ".join(map(".".join, keys))
 
 
 @stage_task(name="preflight")

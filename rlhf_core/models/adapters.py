@@ -1,10 +1,14 @@
-"""Adapters on disk, in peft's own format: `PeftModel.from_pretrained` loads what is written here."""
+"""Adapters on disk, in peft's own format: `PeftModel.from_pretrained` loads what is written here.
+
+Frozen adapters, below those that were trained, lie in a directory of their own beside them, `below`: the bytes of what
+an earlier stage trained are the same in each later one. `read_joined` makes one set of both.
+"""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import LoraConfig
@@ -13,14 +17,29 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from rlhf_core.config import LoRAConfig
 from rlhf_core.errors import ModelError
-from rlhf_core.models.lora import adapter_config, attach_lora, load_trainable_state, trainable_state
+from rlhf_core.models.lora import (
+    Adapters,
+    adapter_config,
+    attach_lora,
+    frozen_adapters,
+    join_adapters,
+    load_trainable_state,
+    put_below,
+    trainable_state,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from transformers import PreTrainedModel
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
+BELOW = "below"
+"""Directory of the frozen adapters."""
 _PREFIX = "base_model.model."  # where the model is inside peft's wrapper
 _FACTORS = ("lora_A", "lora_B")
 # what peft can do and we cannot: a directory that asks for it is refused
@@ -41,7 +60,7 @@ def is_adapter_directory(directory: Path) -> bool:
 
 
 def save_adapters(model: PreTrainedModel, directory: Path, *, base: str | None = None) -> None:
-    """Write a model's adapters as peft does: `adapter_config.json`, and the factors in safetensors.
+    """Write a model's adapters as peft does: `adapter_config.json`, and the factors in safetensors; so the frozen ones.
 
     Args:
         model: a causal language model or a trunk with adapters.
@@ -56,28 +75,84 @@ def save_adapters(model: PreTrainedModel, directory: Path, *, base: str | None =
         raise ModelError("this model has no adapters to save; use save_merged for its weights")
     if config.init == "pissa":
         raise ModelError("adapters of lora.init pissa are of no use without the weights that they changed; save merged")
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    settings: dict[str, Any] = {
+        "fan_in_fan_out": any(layer.fan_in_fan_out for layer in _layers(model)),  # GPT-2 keeps weights transposed
+        "task_type": None if model.get_output_embeddings() is None else "CAUSAL_LM",
+        "base_model_name_or_path": base or model.name_or_path or None,
+    }
+    own = {_peft_name(name): tensor for name, tensor in trainable_state(model).items()}
+    layers = {name.removeprefix(_PREFIX).rpartition(f".{_FACTORS[0]}.")[0] for name in own if _FACTORS[0] in name}
+    _write(
+        directory, own, r=config.r, lora_alpha=config.alpha, lora_dropout=config.dropout, bias=config.bias,
+        target_modules=sorted(layers), **settings,
+    )  # fmt: skip
+    if (below := frozen_adapters(model)) is not None:
+        write_adapters(below, directory / BELOW, **settings)
+
+
+def write_adapters(adapters: Adapters, directory: Path, **settings: Any) -> None:
+    """Write adapters apart from their model.
+
+    Args:
+        adapters: what is written.
+        directory: made if absent.
+        **settings: further ones of peft's configuration.
+    """
+    tensors = {
+        f"{_PREFIX}{layer}.{factor}.weight": tensor
+        for layer, both in adapters.factors.items()
+        for factor, tensor in zip(_FACTORS, both, strict=True)
+    }
+    _write(
+        directory, tensors, r=adapters.rank, lora_alpha=adapters.alpha, target_modules=sorted(adapters.factors),
+        **settings,
+    )  # fmt: skip
+
+
+def _write(directory: Path, tensors: Mapping[str, Tensor], **settings: Any) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    LoraConfig(
-        r=config.r,
-        lora_alpha=config.alpha,
-        lora_dropout=config.dropout,
-        bias=config.bias,
-        target_modules=sorted(layers),
-        fan_in_fan_out=any(layer.fan_in_fan_out for layer in layers.values()),  # GPT-2 keeps weights transposed
-        task_type=None if model.get_output_embeddings() is None else "CAUSAL_LM",
-        base_model_name_or_path=base or model.name_or_path or None,
-        inference_mode=True,
-    ).save_pretrained(directory)
-    state = {_peft_name(name): tensor.contiguous() for name, tensor in trainable_state(model).items()}
+    LoraConfig(inference_mode=True, **settings).save_pretrained(directory)
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     save_file(state, directory / WEIGHTS_FILE, metadata={"format": "pt"})
+
+
+def read_adapters(directory: Path) -> Adapters:
+    """Return stored adapters apart from their model, those below them not among them.
+
+    Raises:
+        ModelError: if the directory holds none, or some of a kind that we do not know, or with biases.
+    """
+    tensors = _read_weights(directory / WEIGHTS_FILE)
+    config = _read_config(directory / CONFIG_FILE, ())
+    if config.bias != "none":
+        raise ModelError(f"{directory} holds adapters with biases, which cannot be frozen below others; merge them")
+    factors = {
+        name.removeprefix(_PREFIX).rpartition(f".{_FACTORS[0]}.")[0]: (tensor, tensors[_partner(name)])
+        for name, tensor in tensors.items()
+        if f".{_FACTORS[0]}." in name and _partner(name) in tensors
+    }
+    if 2 * len(factors) != len(tensors):
+        raise ModelError(f"{directory / WEIGHTS_FILE} holds tensors that are not pairs of low-rank factors")
+    return Adapters(config.r, config.alpha, dict(sorted(factors.items())))
+
+
+def _partner(name: str) -> str:
+    return name.replace(f".{_FACTORS[0]}.", f".{_FACTORS[1]}.")
+
+
+def read_joined(directory: Path) -> Adapters:
+    """Return stored adapters and those below them as one set; raises what `read_adapters` raises."""
+    below = [read_adapters(directory / BELOW)] if is_adapter_directory(directory / BELOW) else []
+    return join_adapters(*below, read_adapters(directory))
 
 
 def load_adapters(model: PreTrainedModel, directory: Path) -> None:
     """Put stored adapters on a model, in place, or their weights into the adapters that it has.
 
+    Frozen adapters beside them go below them.
+
     Args:
-        model: what they were trained on.
+        model: what they were trained on, without adapters or with those that are stored.
         directory: written by `save_adapters`, or by peft.
 
     Raises:
@@ -87,6 +162,8 @@ def load_adapters(model: PreTrainedModel, directory: Path) -> None:
     targets = {name.rpartition(f".{_FACTORS[0]}.")[0].removeprefix(_PREFIX) for name in tensors if _FACTORS[0] in name}
     stored = _read_config(directory / CONFIG_FILE, tuple(sorted(targets)))
     own = adapter_config(model)
+    if is_adapter_directory(directory / BELOW) and frozen_adapters(model) is None and own is None:
+        put_below(model, read_adapters(directory / BELOW))
     if own is None:
         attach_lora(model, stored, seed=0)
     elif (own.r, own.alpha, own.bias) != (stored.r, stored.alpha, stored.bias):
@@ -95,6 +172,10 @@ def load_adapters(model: PreTrainedModel, directory: Path) -> None:
             f"model's have {own.r}, {own.alpha:g} and {own.bias}; build the model with the stored configuration"
         )
     load_trainable_state(model, {_own_name(name): tensor for name, tensor in tensors.items()})
+
+
+def _layers(model: PreTrainedModel) -> list[LoraLayer]:
+    return [module for module in model.modules() if isinstance(module, LoraLayer)]
 
 
 def _read_config(file: Path, targets: tuple[str, ...]) -> LoRAConfig:

@@ -56,6 +56,7 @@ _READ_ERRORS = (
 )
 
 _SAFE = ".safetensors"
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # by safetensors' names
 # what decides a model's outputs; README files and caches do not
 _DIGESTED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
 
@@ -91,7 +92,13 @@ def load_causal_lm(directory: Path, dtype: str | torch.dtype, device: str | torc
 
 
 def load_whole(
-    kind: type, directory: Path, dtype: str | torch.dtype, *, what: str, device: str | torch.device = "cpu"
+    kind: type,
+    directory: Path,
+    dtype: str | torch.dtype,
+    *,
+    what: str,
+    device: str | torch.device = "cpu",
+    mapped: bool = False,
 ) -> PreTrainedModel:
     """Return the model in a directory, all of whose weights are there.
 
@@ -101,6 +108,7 @@ def load_whole(
         dtype: of the weights.
         what: the model, in words, for messages.
         device: where the weights go, out of the file.
+        mapped: leave them in the file, if they are on the CPU and it holds them in this dtype.
 
     Raises:
         ModelError: if there is none, a file is damaged, or weights are missing.
@@ -126,7 +134,7 @@ def load_whole(
             f"{directory} lacks {counted(len(missing), 'weight')} of its model, such as {missing[0]}; it is incomplete"
         )
     loaded: PreTrainedModel = model
-    if torch.device(device).type == "cpu":
+    if torch.device(device).type == "cpu" and not mapped:
         _into_own_memory(loaded)
     return loaded.to(device)
 
@@ -211,10 +219,23 @@ def count_parameters(directory: Path) -> int:
     Raises:
         ModelError: if there is none, or one is truncated.
     """
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise ModelError(f"{directory} holds no weights in safetensors; convert the model to that format first")
-    return sum(_elements(file) for file in files)
+    return sum(_product(tensor["shape"]) for file in _weight_files(directory) for tensor in _tensors_of(file))
+
+
+def published_dtype(directory: Path) -> torch.dtype:
+    """Return the dtype in which a model's safetensors files hold most of its weights.
+
+    Raises:
+        ModelError: if there is none, or one is truncated.
+    """
+    held: dict[str, int] = {}
+    for file in _weight_files(directory):
+        for tensor in _tensors_of(file):
+            held[tensor["dtype"]] = held.get(tensor["dtype"], 0) + _product(tensor["shape"])
+    kind = max(held, key=lambda name: held[name], default="")
+    if kind not in _DTYPES:
+        raise ModelError(f"{directory} holds weights of dtype {kind or 'none'}; expected one of {', '.join(_DTYPES)}")
+    return _DTYPES[kind]
 
 
 def count_built(directory: Path) -> int | None:
@@ -241,10 +262,15 @@ def count_built(directory: Path) -> int | None:
     return int(model.num_parameters())
 
 
-def _elements(file: Path) -> int:
-    header = _header(file)
-    tensors = [entry for name, entry in header.items() if name != "__metadata__"]
-    return sum(_product(tensor["shape"]) for tensor in tensors)
+def _weight_files(directory: Path) -> list[Path]:
+    files = sorted(directory.glob(f"*{_SAFE}"))
+    if not files:
+        raise ModelError(f"{directory} holds no weights in safetensors; convert the model to that format first")
+    return files
+
+
+def _tensors_of(file: Path) -> list[dict[str, Any]]:
+    return [entry for name, entry in _header(file).items() if name != "__metadata__"]
 
 
 def _header(file: Path) -> dict[str, Any]:

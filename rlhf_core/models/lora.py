@@ -17,6 +17,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from rlhf_core.config import LoRAConfig
 from rlhf_core.counting import counted
@@ -24,6 +25,8 @@ from rlhf_core.errors import ModelError
 from rlhf_core.models.saving import SHARD_SIZE, quiet
 
 _ADAPTER = "default"
+_BELOW = "below"
+"""Frozen adapters under those that are trained: what earlier stages learnt over the same base."""
 _ADAPTER_MARK = ".lora_"
 _BASE_MARK = ".base_layer"
 _CONFIG = "lora_config"  # attribute of each adapted layer: what it was made by
@@ -42,7 +45,7 @@ def attach_lora(model: PreTrainedModel, config: LoRAConfig, *, seed: int) -> Non
     """Put adapters on the model's linear layers, in place, and freeze everything else in it.
 
     Adapters are float32 whatever the model is in; at first they change nothing, as one factor is zero (or, with
-    `init` pissa, up to rounding, as what they hold is taken out of the weights below).
+    `init` pissa, up to rounding, as what they hold is taken out of the weights below). Frozen adapters stay below them.
 
     Args:
         model: a causal language model or a trunk, in any dtype.
@@ -50,41 +53,165 @@ def attach_lora(model: PreTrainedModel, config: LoRAConfig, *, seed: int) -> Non
         seed: of the random factor; the global random state is left as it was.
 
     Raises:
-        ModelError: if the model has adapters already, or none of its layers has a target's name.
+        ModelError: if the model has adapters that are trained, or none of its layers has a target's name.
     """
-    if _adapted_layers(model):
-        raise ModelError("this model has adapters already; merge them (save_merged) and load the result first")
-    targets = config.target_modules
+    if _having(model, _ADAPTER):
+        raise ModelError(
+            "this model has adapters already; merge them (save_merged) and load the result first, or freeze them"
+        )
+    targets: str | list[str] = config.target_modules if isinstance(config.target_modules, str) else [*config.target_modules]
+    if targets == "all-linear" and _adapted_layers(model):  # peft would take the layers of adapters for the model's own
+        targets = _linear_layers(model)
     settings = LoraConfig(
         r=config.r,
         lora_alpha=config.alpha,
         lora_dropout=config.dropout,
-        target_modules=targets if isinstance(targets, str) else list(targets),
+        target_modules=targets,
         init_lora_weights=True if config.init == "kaiming_uniform" else config.init,
         bias=config.bias,
     )
-    with torch.random.fork_rng(), warnings.catch_warnings():
-        # GPT-2 keeps its weights transposed; peft sees it, says so, and does the right thing.
-        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")
+    with torch.random.fork_rng():
         torch.manual_seed(seed)
         try:
-            inject_adapter_in_model(settings, model, adapter_name=_ADAPTER)
+            _inject(model, settings, _ADAPTER)
         except ValueError as error:
             raise ModelError(
-                f"{type(model).__name__} has no layer named like {targets!r}; name some of its linear "
+                f"{type(model).__name__} has no layer named like {config.target_modules!r}; name some of its linear "
                 "layers as target_modules, or say 'all-linear'"
             ) from error
-    for layer in _adapted_layers(model).values():
+    for layer in _having(model, _ADAPTER).values():
         setattr(layer, _CONFIG, config)
+
+
+def freeze_adapters(model: PreTrainedModel) -> None:
+    """Make the model's adapters frozen ones, in place, over which others may be trained; joined with those below them.
+
+    Ranks are joined: the product of the joined factors is the sum of the products. The model answers as before, up to
+    the order of sums.
+
+    Raises:
+        ModelError: if the adapters have changed the weights below them, or biases.
+    """
+    config = adapter_config(model)
+    if config is None:
+        return
+    if config.init == "pissa" or config.bias != "none":
+        raise ModelError(
+            f"adapters of lora.init {config.init} and lora.bias {config.bias} have changed the weights that they are "
+            "on, which others share; merge them (save_merged) and load the result"
+        )
+    joined = join_adapters(*(_held(model, name) for name in (_BELOW, _ADAPTER) if _having(model, name)))
+    for name, layer in _adapted_layers(model).items():
+        model.set_submodule(name, layer.get_base_layer())
+    _forget_peft(model)
+    put_below(model, joined)
+
+
+class Adapters(NamedTuple):
+    """Adapters apart from their model."""
+
+    rank: int
+    alpha: float
+    factors: Mapping[str, tuple[Tensor, Tensor]]
+    """A [rank I] and B [O rank] by the name of their layer."""
+
+
+def join_adapters(*parts: Adapters) -> Adapters:
+    """Return one set of adapters that adds what these add together, by joining ranks.
+
+    Factors of the first part's scale stay as they are; those of another are rescaled.
+    """
+    first, *others = parts
+    scale = first.alpha / first.rank
+    joined = dict(first.factors)
+    rank = first.rank
+    for part in others:
+        factor = part.alpha / part.rank / scale
+        both = {}
+        for layer in joined.keys() | part.factors.keys():
+            a, b = part.factors.get(layer) or _nothing(joined[layer], part.rank)
+            below_a, below_b = joined.get(layer) or _nothing(part.factors[layer], rank)
+            both[layer] = torch.cat([below_a, a]), torch.cat([below_b, b * factor], dim=1)
+        joined, rank = both, rank + part.rank
+    return Adapters(rank, scale * rank, dict(sorted(joined.items())))
+
+
+def put_below(model: PreTrainedModel, adapters: Adapters) -> None:
+    """Put frozen adapters on a model that has none, in place.
+
+    Raises:
+        ModelError: if the model lacks a layer of theirs, or has it in another shape.
+    """
+    settings = LoraConfig(r=adapters.rank, lora_alpha=adapters.alpha, target_modules=sorted(adapters.factors))
+    with torch.random.fork_rng():
+        try:
+            _inject(model, settings, _BELOW)
+        except ValueError as error:
+            raise _other_model(model, min(adapters.factors)) from error
+    layers = _having(model, _BELOW)
+    with torch.no_grad():
+        for name, (a, b) in adapters.factors.items():
+            if name not in layers:
+                raise _other_model(model, name)
+            own = layers[name].lora_A[_BELOW].weight, layers[name].lora_B[_BELOW].weight
+            if (own[0].shape, own[1].shape) != (a.shape, b.shape):
+                raise _other_model(model, name)
+            for mine, given in zip(own, (a, b), strict=True):
+                mine.copy_(given)
+
+
+def _other_model(model: nn.Module, layer: str) -> ModelError:
+    return ModelError(
+        f"adapters for {layer} do not fit this {type(model).__name__}, which has no such layer, or of another shape; "
+        "give the model that they were trained on"
+    )
+
+
+def _held(model: nn.Module, adapter: str) -> Adapters:
+    """Return one set of a model's adapters; the tensors are the model's own."""
+    layers = _having(model, adapter)
+    one = next(iter(layers.values()))
+    factors = {
+        name: (layer.lora_A[adapter].weight.detach(), layer.lora_B[adapter].weight.detach())
+        for name, layer in layers.items()
+    }
+    return Adapters(one.r[adapter], one.lora_alpha[adapter], factors)
+
+
+def frozen_adapters(model: nn.Module) -> Adapters | None:
+    """Return the frozen adapters below those that are trained; None if there are none."""
+    return _held(model, _BELOW) if _having(model, _BELOW) else None
+
+
+def _nothing(like: tuple[Tensor, Tensor], rank: int) -> tuple[Tensor, Tensor]:
+    """Return factors that add nothing, for the layer of others."""
+    a, b = like
+    return a.new_zeros(rank, a.shape[1]), b.new_zeros(b.shape[0], rank)
+
+
+def _inject(model: PreTrainedModel, settings: LoraConfig, adapter: str) -> None:
+    """Have peft put adapters on a model, all of which are active then; `default` alone is trained.
+
+    Raises:
+        ValueError: if no layer has a target's name.
+    """
+    with warnings.catch_warnings():
+        # GPT-2 keeps its weights transposed; peft sees it, says so, and does the right thing.
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")
+        warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
+        inject_adapter_in_model(settings, model, adapter_name=adapter)
+    for layer in _adapted_layers(model).values():
+        layer._active_adapter = [name for name in (_BELOW, _ADAPTER) if name in layer.lora_A]  # set_adapter trains both
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and _ADAPTER_MARK in name:
+        if _ADAPTER_MARK in name:
+            parameter.requires_grad_(f".{_ADAPTER}." in name)
             parameter.data = parameter.data.float()
     model.train(model.training)  # the new layers come in training mode, whatever the model is in
 
 
 def adapter_config(model: nn.Module) -> LoRAConfig | None:
-    """Return what the model's adapters were made by; None if it has none."""
-    configs = {getattr(layer, _CONFIG) for layer in _adapted_layers(model).values()}
+    """Return what the model's trained adapters were made by; None if it has none."""
+    configs = {getattr(layer, _CONFIG) for layer in _having(model, _ADAPTER).values()}
     return configs.pop() if configs else None
 
 
@@ -96,9 +223,13 @@ def merge_adapters(model: nn.Module) -> None:
     with torch.no_grad():
         for name, layer in _adapted_layers(model).items():
             base = layer.get_base_layer()
-            base.weight.copy_(base.weight.float() + layer.get_delta_weight(_ADAPTER).float())
+            base.weight.copy_(_sum(base.weight, layer))
             model.set_submodule(name, base)
     model.requires_grad_(requires_grad=True)
+    _forget_peft(model)
+
+
+def _forget_peft(model: nn.Module) -> None:
     for module in model.modules():
         if hasattr(module, "peft_config"):  # peft's note that there are adapters
             del module.peft_config
@@ -169,7 +300,7 @@ def each_merged(model: nn.Module) -> Iterator[MergedWeight]:
         layer_name, _, leaf = name.rpartition(_BASE_MARK + ".")
         is_sum = leaf == "weight" and layer_name in layers
         if is_sum:
-            weight = weight.float() + layers[layer_name].get_delta_weight(_ADAPTER).detach().float()
+            weight = _sum(weight, layers[layer_name]).detach()
         yield MergedWeight(name.replace(_BASE_MARK, ""), weight, is_sum)
 
 
@@ -200,13 +331,13 @@ def save_merged(
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Run the block with the adapters switched off: the model is then what it was before training.
+    """Run the block with the trained adapters switched off: the model is then what it was before training.
 
     Raises:
         ModelError: if the model has no adapters, or they changed more than themselves (the base by pissa, biases
             by training), as the block would then silently use other weights.
     """
-    layers = _adapted_layers(model)
+    layers = _having(model, _ADAPTER)
     config = adapter_config(model)
     if config is None:
         raise ModelError("this model has no adapters to switch off; give an initial_model of its own")
@@ -216,12 +347,12 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
             "it was before training; give an initial_model of its own"
         )
     for layer in layers.values():
-        layer._disable_adapters = True  # enable_adapters() would also change what is trainable
+        layer._active_adapter = [name for name in (_BELOW,) if name in layer.lora_A]  # set_adapter would train them
     try:
         yield
     finally:
         for layer in layers.values():
-            layer._disable_adapters = False
+            layer._active_adapter = [name for name in (_BELOW, _ADAPTER) if name in layer.lora_A]
 
 
 def set_adapter_dropout(model: nn.Module, *, active: bool) -> None:
@@ -232,3 +363,28 @@ def set_adapter_dropout(model: nn.Module, *, active: bool) -> None:
 
 def _adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+
+
+def _having(model: nn.Module, adapter: str) -> dict[str, LoraLayer]:
+    return {name: layer for name, layer in _adapted_layers(model).items() if adapter in layer.lora_A}
+
+
+def _linear_layers(model: PreTrainedModel) -> list[str]:
+    """Return the names of the linear layers of a model that has adapters, as peft counts them in one that has none."""
+    adapted, head = _adapted_layers(model), model.get_output_embeddings()
+    inside = tuple(f"{name}." for name in adapted)
+    return [
+        name
+        for name, module in model.named_modules()
+        if name in adapted
+        or (isinstance(module, (nn.Linear, Conv1D)) and module is not head and not name.startswith(inside))
+    ]
+
+
+def _sum(weight: Tensor, layer: LoraLayer) -> Tensor:
+    """Return a layer's weight with its adapters added in, in float32."""
+    total = weight.float()
+    for adapter in (_BELOW, _ADAPTER):
+        if adapter in layer.lora_A:
+            total = total + layer.get_delta_weight(adapter).float()
+    return total

@@ -1,0 +1,243 @@
+"""One frozen base: a model's weights in a read-only file of our own, which every process of a machine maps.
+
+However many processes and roles use it, the system holds it in memory once: actor, critic, reference and reward model
+are adapters and heads over the same tensors. The file is a copy of the model's weights:
+
+    cut        at the borders of tensors, each of which begins at a multiple of 64 bytes
+    order      the model's own, but weights before biases: q, k and v stand side by side, and so do gate and up
+    dtype      as it is computed in, where that is bfloat16; else as the model was published
+    mode       read-only, whole or not there, in a directory that is called after the model's digest
+
+A mapped file that is truncated ends its readers by a bus error, and one that is written to changes their weights in
+silence. So a copy's inode, size and time are compared (`check_unchanged`) before anything is made of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import TypeVar
+
+import torch
+from filelock import FileLock, Timeout
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from rlhf_core.errors import ModelError
+from rlhf_core.models.loading import load_whole, published_dtype
+from rlhf_core.models.saving import quiet
+from rlhf_core.models.upcast import compute_in_float32
+
+WEIGHTS = "model.safetensors"
+ALIGNMENT = 64
+"""Of a tensor in the file: that of PyTorch's own memory."""
+COPY_TIMEOUT_S = 1800.0
+"""Longest wait for another process that makes the same copy."""
+UNUSED_DAYS = 7
+"""A copy that nobody has used for so long goes when another is made."""
+_FORM = 1
+"""Of the file; a copy of another form is made anew."""
+_PAGE = 4096
+_COPIES, _USED, _FACTS, _GAP = "bases", "used", "base.json", "gap."
+_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}  # of dtypes, in safetensors
+_Module = TypeVar("_Module", bound=nn.Module)
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """A copy of a model's weights on this machine."""
+
+    directory: Path
+    digest: str
+    """Of the model that it is a copy of."""
+    dtype: torch.dtype
+    file: tuple[int, int, int]
+    """Inode, bytes and time of change of the file of weights, as they were when it was opened."""
+
+    def check_unchanged(self) -> None:
+        """Check that the file is what it was when it was opened.
+
+        Raises:
+            ModelError: if it is gone, or another, or was written to.
+        """
+        with suppress(OSError):  # another user's
+            os.utime(self.directory / _USED)
+        if _facts(self.directory / WEIGHTS) != self.file:
+            raise ModelError(
+                f"{self.directory / WEIGHTS}, the base that the models of this run share, was changed or removed while "
+                "it was in use; what was committed before is safe: leave the file alone, and start the run again"
+            )
+
+
+def open_base(source: Path, digest: str, *, arithmetic: torch.dtype, models_dir: Path) -> Base:
+    """Return the base of a model, whose copy is made first if need be.
+
+    Args:
+        source: the model's directory, as `save_pretrained` writes it.
+        digest: of the model.
+        arithmetic: in which it is computed.
+        models_dir: the copies lie in `bases` there.
+
+    Raises:
+        ModelError: if the model cannot be read, or the disk has no room for its copy.
+    """
+    published = published_dtype(source)
+    dtype = torch.bfloat16 if arithmetic == torch.bfloat16 else published
+    name = str(dtype).removeprefix("torch.")
+    directory = models_dir / _COPIES / f"{digest[:32]}-{name}"
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(f"{directory}.lock", timeout=COPY_TIMEOUT_S):
+            if not _is_whole(directory):
+                _make_room(directory.parent, keep=directory)
+                _copy(source, directory, dtype)
+    except Timeout as error:
+        raise ModelError(
+            f"another process has been copying {source} to {directory} for {COPY_TIMEOUT_S:.0f} s; end it, and try again"
+        ) from error
+    with suppress(OSError):  # another user's
+        os.utime(directory / _USED)
+    return Base(directory, digest, dtype, _facts(directory / WEIGHTS))
+
+
+def load_base(base: Base, *, arithmetic: torch.dtype, device: str | torch.device = "cpu") -> PreTrainedModel:
+    """Return the frozen model, its weights mapped from the file; on a GPU, copied there.
+
+    Args:
+        base: what `open_base` returned.
+        arithmetic: float32 over weights of 16 bits widens them as they are used; else they are used as they are.
+        device: where they go.
+
+    Raises:
+        ModelError: if the copy cannot be read.
+    """
+    model = load_whole(
+        AutoModelForCausalLM, base.directory, base.dtype, what="causal language model", device=device, mapped=True
+    )
+    model.eval().requires_grad_(requires_grad=False)
+    if arithmetic == torch.float32 != base.dtype:
+        compute_in_float32(model)
+    return model
+
+
+def share(model: _Module) -> _Module:
+    """Return another model over the very same weights: adapters that one gets, the other has not."""
+    same: dict[int, Tensor] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, same)  # type: ignore[arg-type]  # a memo also holds what is not to be copied
+
+
+# --- the copy
+
+
+def _copy(source: Path, directory: Path, dtype: torch.dtype) -> None:
+    """Write the copy under another name, and rename it when it is whole."""
+    workplace = Path(mkdtemp(prefix=".copying-", dir=directory.parent))
+    try:
+        model = load_whole(
+            AutoModelForCausalLM, source, published_dtype(source), what="causal language model", mapped=True
+        )
+        tensors = _in_order(model)
+        size = sum(tensor.numel() * dtype.itemsize for tensor in tensors.values())
+        if (free := shutil.disk_usage(workplace).free) < size:
+            raise ModelError(
+                f"the base of {source} takes {size / 1e9:.3g} GB in {directory.parent}, where {free / 1e9:.3g} GB are "
+                "free; make room, or choose another directory (RLHF_HOME)"
+            )
+        with quiet():
+            config = copy.deepcopy(model.config)
+            config.dtype = dtype
+            config.save_pretrained(workplace)
+        _write(workplace / WEIGHTS, tensors, dtype)
+        (workplace / _FACTS).write_text(json.dumps({"form": _FORM, "file": _facts(workplace / WEIGHTS)}))
+        (workplace / _USED).touch()
+        workplace.chmod(0o755)  # mkdtemp's 0700 is for secrets
+        shutil.rmtree(directory, ignore_errors=True)  # one that was changed
+        workplace.rename(directory)
+    except OSError as error:
+        raise ModelError(f"the base of {source} cannot be copied to {directory}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(workplace, ignore_errors=True)
+
+
+def _in_order(model: nn.Module) -> dict[str, Tensor]:
+    """Return all weights by name: those of one layer's parts together, weights before biases; then what is kept so.
+
+    Tied weights come once.
+    """
+    kept = model.state_dict(keep_vars=True)
+    named = [*model.named_parameters(), *((name, each) for name, each in model.named_buffers() if name in kept)]
+    first: dict[str, int] = {}
+
+    def place(number: int, name: str) -> tuple[int, bool, int]:
+        around = name.rpartition(".")[0].rpartition(".")[0]  # of model.layers.0.mlp.up_proj.weight, the mlp
+        return first.setdefault(around, number), name.endswith(".bias"), number
+
+    places = {name: place(number, name) for number, (name, _) in enumerate(named)}
+    return dict(sorted(named, key=lambda entry: places[entry[0]]))
+
+
+def _write(file: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    """Write a safetensors file whose tensors begin at multiples of `ALIGNMENT`."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, tensor in tensors.items():
+        if gap := -offset % ALIGNMENT:  # the format allows no holes, but any number of tensors
+            header[f"{_GAP}{offset}"] = {"dtype": "U8", "shape": [gap], "data_offsets": [offset, offset + gap]}
+            offset += gap
+        kind = dtype if tensor.is_floating_point() else tensor.dtype
+        end = offset + tensor.numel() * kind.itemsize
+        header[name] = {"dtype": _NAMES[kind], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-(8 + len(text)) % _PAGE)
+    with file.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        begin = stream.tell()
+        for name, tensor in tensors.items():
+            stream.write(bytes(-(stream.tell() - begin) % ALIGNMENT))
+            for part in _parts(tensor, dtype):
+                stream.write(part)
+        stream.flush()
+        os.fsync(stream.fileno())
+    file.chmod(0o444)
+
+
+def _parts(tensor: Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
+    """Yield a tensor's bytes in a dtype, a few megabytes at a time."""
+    flat = tensor.detach().reshape(-1)
+    for part in flat.split(1 << 22):
+        yield memoryview(part.to(dtype).contiguous().view(torch.uint8).numpy())
+
+
+def _facts(file: Path) -> tuple[int, int, int]:
+    try:
+        found = file.stat()
+    except OSError:
+        return 0, 0, 0
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _is_whole(directory: Path) -> bool:
+    """Return whether a copy is there, and is what was written."""
+    try:
+        written = json.loads((directory / _FACTS).read_bytes())
+        return written["form"] == _FORM and tuple(written["file"]) == _facts(directory / WEIGHTS)
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+
+
+def _make_room(copies: Path, *, keep: Path) -> None:
+    """Remove the copies that nobody has used for a week; a mapped one lives on in its processes until they end."""
+    long_ago = time.time() - UNUSED_DAYS * 86_400
+    for used in copies.glob(f"*/{_USED}"):
+        with suppress(OSError):  # another process was quicker, or it is another user's
+            if used.parent != keep and used.stat().st_mtime < long_ago:
+                shutil.rmtree(used.parent)

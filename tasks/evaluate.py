@@ -11,6 +11,7 @@ from infra.artifacts.ref import EXTERNAL_PREFIX
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import ConfigError
 from tasks.context import Context, materialise, open_context
+from tasks.models import base_of, load_policy
 from tasks.parents import ancestors, base_model, resolve_reward_model
 from tasks.plan import settled_once
 from tasks.progress import Progress, say
@@ -163,13 +164,14 @@ def _asked(
     from rlhf_core.data import PromptTemplate
     from rlhf_core.evaluation import best_constant
     from rlhf_core.evaluation import evaluate_policy as evaluate
-    from rlhf_core.models.loading import default_device, load_causal_lm, load_tokenizer
+    from rlhf_core.models.loading import load_tokenizer
 
     directory = materialise(context, policy)
     template = PromptTemplate(load_tokenizer(directory), config.template)
     progress = Progress("evaluate", len(problems), f"{policy.uri} problem")
     with _judge(context, config, template, scorer) as judge:
-        model = load_causal_lm(directory, "float32", device=default_device())
+        base = base_of(context, policy, lambda: base_model(context, config))
+        model = load_policy(context, policy, base, "float32")
         outcomes = evaluate(
             model, template, problems, config.evaluation, judge, on_progress=lambda done, _total: progress.step(done)
         )

@@ -10,6 +10,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.counting import ordinal
 from rlhf_core.errors import RlhfError
 from tasks.context import Context, open_context
+from tasks.models import base_of
 from tasks.parents import base_model, ppo_wants_reward_model, resolve_policy, resolve_reward_model
 from tasks.plan import asker_of, recalled, recorded, settled_once
 from tasks.progress import duration, say
@@ -39,11 +40,13 @@ def plan_ppo(config: PipelineConfig, actor: str | None, reward_model: str | None
     def find() -> PPORun:
         policy = resolve_policy(context, config, actor)
         scorer = resolve_reward_model(context, config, reward_model) if ppo_wants_reward_model(config) else None
-        return _run_of(context, config, _elsewhere(policy), scorer, dataset)
+        run = _run_of(context, config, policy, scorer, dataset)
+        assert run.base is not None  # every new one has it
+        return run.model_copy(update={"actor": _elsewhere(run.actor), "base": _elsewhere(run.base)})
 
     before: PPORun = settled_once(context, "run", PPORun, find)
     is_base = before.actor.uri.startswith(EXTERNAL_PREFIX)
-    policy = base_model(context, before.config) if is_base else _elsewhere(before.actor)
+    policy = base_model(context, before.config) if is_base else before.actor
     now = _run_of(context, before.config, policy, before.reward_model, before.dataset)
     return _with_code_of_now(context, before, now)
 
@@ -59,11 +62,15 @@ def _run_of(context: Context, config: PipelineConfig, policy: Parent, scorer: Pa
     from rlhf_core.rewards.verifying import asks_for_answers, judge_facts
 
     source = source_digest(*MODULES)
+    ppo = config.ppo
+    ppo = ppo.model_copy(update={"update_lora_weights": ppo.shares_base or bool(ppo.update_lora_weights)})
+    config = config.model_copy(update={"ppo": ppo})
     facts = config.model_dump(mode="json", include={"template", "ppo"})
     facts["verifier"] = judge_facts(config) if asks_for_answers(config.data) else None
     facts["functions"] = {name: code_digest(name) for name in config.ppo.reward.functions}
     # The makers, where they run and how long is waited change no number; the number of threads does.
     facts["ppo"]["cluster"] = {name: facts["ppo"]["cluster"][name] for name in ("trainer_threads", "maker_threads")}
+    base = base_of(context, policy, lambda: base_model(context, config))
     inputs = [policy.digest, scorer.digest if scorer else "", dataset.digest]
     key = stage_key("ppo", config=facts, inputs=inputs, seed=config.seed, source=source)
     return PPORun(
@@ -74,6 +81,7 @@ def _run_of(context: Context, config: PipelineConfig, policy: Parent, scorer: Pa
         actor=policy,
         reward_model=scorer,
         dataset=dataset,
+        base=base,
         source_digest=source,
         flow_run=context.flow_run,
     )
@@ -85,10 +93,11 @@ def _with_code_of_now(context: Context, before: PPORun, now: PPORun) -> PPORun:
     What other code makes of it, in whole or in part, has a name and a key that hold the flow run's id: no other run
     finds that in place of what one code alone would have made.
     """
+    here = {"actor": now.actor, "base": None if before.base is None else now.base}  # with paths of this machine
     question = "run with other code"
     other: PPORun | None = recalled(context, question, PPORun)
     if other is None and (now.key == before.key or find_made(context, "policy", before.preset, before.key)):
-        return before.model_copy(update={"actor": now.actor})
+        return before.model_copy(update=here)
     if other is None:
         mixed = {"goes on from": before.key, "in": str(asker_of(context))}
         key = stage_key("ppo", config=mixed, inputs=[], seed=0, source="")
@@ -101,7 +110,7 @@ def _with_code_of_now(context: Context, before: PPORun, now: PPORun) -> PPORun:
         f"{now.source_digest[:12]}): it goes on from its last commit with the code of now, as ppo-state/{other.name}, "
         "which no other run takes up",
     )
-    return other.model_copy(update={"actor": now.actor, "source_digest": now.source_digest})
+    return other.model_copy(update=here | {"source_digest": now.source_digest})
 
 
 def finished_policy(run: PPORun, *, reused: bool) -> StageResult | None:

@@ -154,7 +154,7 @@ def _start(run: PPORun, context: Context) -> tuple[Mapping[str, Any], Mapping[st
     trainers = {
         TRAINER: first.options(name=TRAINER, lifetime="detached", **placed[TRAINER]).remote(
             _maker_names(run), learner_fn, problems, config.ppo, config.seed, StoreKeeper(run), PolicySaver(run),
-            peers=_peer_names(run),
+            peers=_peer_names(run), weights_dtype="float32" if run.shares_base else None,
         )
     }  # fmt: skip
     trainers |= {
@@ -184,20 +184,22 @@ def _placed(run: PPORun) -> dict[str, dict[str, Any]]:
 
 
 def _object_store_mb(run: PPORun) -> int:
-    from rlhf_core.models.memory import BYTES
+    from rlhf_core.models.memory import BYTES, adapter_parameters
 
     ppo = run.config.ppo
     models = PUBLISHED * (1.5 if ppo.cluster.sparse_weights else 1.0)  # a difference, of half at most, beside the whole
-    published = models * BYTES[ppo.rollout_dtype] * _parameters(run.actor)
-    return 128 + math.ceil(1.1 * published / 1e6)
+    size = BYTES[ppo.rollout_dtype] * _parameters(run.base or run.actor)
+    if run.shares_base and ppo.lora is not None:
+        size = BYTES["float32"] * adapter_parameters(_parameters(run.base or run.actor), ppo.lora.r)
+    return 128 + math.ceil(1.1 * models * size / 1e6)
 
 
 @cache
-def _parameters(actor: Parent) -> int:
-    """Return how many parameters a policy has. Once for a run: each look hashes all of its files."""
+def _parameters(model: Parent) -> int:
+    """Return how many parameters a whole model has. Once for a run: each look hashes all of its files."""
     from rlhf_core.models.loading import count_parameters
 
-    return count_parameters(materialise(open_context(), actor))
+    return count_parameters(materialise(open_context(), model))
 
 
 def _peer_names(run: PPORun) -> tuple[str, ...]:

@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING
 
 from rlhf_core.config import PipelineConfig
 from tasks.context import actors_context, materialise
+from tasks.models import load_frozen, load_own, opened_base, write_base
 from tasks.results import Parent, PPORun
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor
     from transformers import PreTrainedModel
 
     from rlhf_core.models.critic import Critic
@@ -32,13 +30,14 @@ class LearnerFactory:
         """Return the learner at its starting weights."""
         import torch
 
-        from rlhf_core.models.loading import default_device, load_causal_lm
+        from rlhf_core.models.loading import default_device
         from rlhf_core.ppo.learner import PPOLearner
 
         config = self._run.config
         device = default_device()
         torch.manual_seed(config.seed)
-        actor = load_causal_lm(_directory(self._run.actor), "float32", device=device)
+        arithmetic = config.ppo.dtype if self._run.shares_base else "float32"
+        actor = _policy(self._run, arithmetic)
         critic = _critic(self._run, actor, "float32")
         _attach_lora(config, actor, critic)
         ptx = _demonstrations(self._run)
@@ -55,20 +54,20 @@ class MakerFactory:
         """Return the maker with the weights of version 0."""
         from infra.settings import settings
         from rlhf_core.data import PromptTemplate
-        from rlhf_core.models.loading import default_device, load_causal_lm, load_tokenizer
+        from rlhf_core.models.loading import default_device, load_tokenizer
         from rlhf_core.rewards.scoring import build_scorer
         from rlhf_core.rewards.verifying import asks_for_answers, judge_of
         from rlhf_core.rollout.experience import ExperienceMaker
 
-        config = self._run.config
-        directory, dtype, device = _directory(self._run.actor), config.ppo.rollout_dtype, default_device()
+        run, config = self._run, self._run.config
+        dtype, device = config.ppo.rollout_dtype, default_device()
         scores = config.ppo.reward.reward_model > 0
-        reward_model = _reward_model(self._run, dtype).to(device) if scores else None
-        actor = load_causal_lm(directory, dtype, device=device)
-        critic = _critic(self._run, actor, dtype)
+        reward_model = _reward_model(run, dtype).to(device) if scores else None
+        actor = _policy(run, dtype)
+        critic = _critic(run, actor, dtype)
         if config.ppo.update_lora_weights:
             _attach_lora(config, actor, critic)
-        template, allowed = PromptTemplate(load_tokenizer(directory), config.template), settings().reward_modules
+        template, allowed = PromptTemplate(load_tokenizer(_directory(run.actor)), config.template), settings().reward_modules
         judge = judge_of(config, template=template, allowed_modules=allowed) if asks_for_answers(config.data) else None
         return ExperienceMaker(
             actor=actor,
@@ -81,7 +80,7 @@ class MakerFactory:
                 allowed_modules=allowed,
                 scaled=not config.ppo.legacy,
             ),
-            initial_model=load_causal_lm(directory, dtype, device=device),
+            initial_model=None if run.shares_base else _policy(run, dtype),  # None: the actor without PPO's adapters
             template=template,
             config=config.ppo,
             seed=config.seed,
@@ -90,36 +89,58 @@ class MakerFactory:
 
 
 class PolicySaver:
-    """Writes the finished policy, adapters merged, as a directory that transformers loads."""
+    """Writes the finished policy: its adapters, or a whole model that transformers loads, adapters merged."""
 
     def __init__(self, run: PPORun) -> None:
         self._run = run
 
-    def __call__(self, learner: PPOLearner, weights: Mapping[str, Tensor], directory: Path) -> None:
-        """Write weights, configuration and tokenizer to `directory`.
+    def __call__(self, actor: PreTrainedModel, directory: Path) -> None:
+        """Write the policy with its tokenizer.
 
         Args:
-            learner: whose actor has the configuration.
-            weights: of the actor, merged.
-            directory: where they go.
+            actor: with its exact weights.
+            directory: where it goes.
         """
+        from rlhf_core.models.adapters import save_adapters
         from rlhf_core.models.loading import load_tokenizer, save_weights
-        from rlhf_core.models.trunk import unwrapped
+        from rlhf_core.models.lora import merged_parameters
 
-        source = _directory(self._run.actor)
-        save_weights(unwrapped(learner.actor).config, weights, load_tokenizer(source), directory)
+        tokenizer = load_tokenizer(_directory(self._run.actor))
+        if not self._run.shares_base:
+            save_weights(actor.config, merged_parameters(actor), tokenizer, directory)
+            return
+        assert self._run.base is not None  # which is what is shared
+        save_adapters(actor, directory, base=self._run.base.uri)
+        write_base(directory, self._run.base)
+        tokenizer.save_pretrained(directory)
+
+
+def _policy(run: PPORun, dtype: str) -> PreTrainedModel:
+    """Return the policy that the run began from: frozen, over the base that all share, or in memory of its own."""
+    from rlhf_core.models.loading import default_device
+
+    context, base = actors_context(None), run.base or run.actor
+    if not run.shares_base:
+        return load_own(context, run.actor, base, dtype)
+    copy = opened_base(context, base, run.config.ppo.rollout_dtype)
+    return load_frozen(context, run.actor, copy, dtype, device=default_device())
 
 
 def _critic(run: PPORun, actor: PreTrainedModel, dtype: str) -> Critic | None:
-    """Return the critic on a transformer of its own, or None where advantages compare samples with each other."""
+    """Return the critic on a transformer of its own, or None where advantages compare samples with each other.
+
+    With a base that all share, its weights are those of the actor, as far as both are frozen.
+    """
+    from rlhf_core.models.base import share
     from rlhf_core.models.critic import Critic
+    from rlhf_core.models.trunk import trunk_of
 
     config = run.config.ppo
     if config.advantage_estimator != "gae":
         return None
     if config.critic_init == "reward_model":
         return Critic.from_reward_model(_reward_model(run, dtype), keep_head=True)
-    return Critic.from_causal_lm(actor)
+    return Critic(share(trunk_of(actor))) if run.shares_base else Critic.from_causal_lm(actor)
 
 
 def _attach_lora(config: PipelineConfig, actor: PreTrainedModel, critic: Critic | None) -> None:

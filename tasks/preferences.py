@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from contextlib import closing
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.counting import counted
 from rlhf_core.errors import DataError
 from tasks.context import Context, materialise, open_context
+from tasks.models import base_of, load_policy
+from tasks.parents import base_model
 from tasks.progress import Progress, say
 from tasks.results import PAIRS, Parent, StageResult
 from tasks.source import source_digest
@@ -76,7 +77,7 @@ def _sample_pairs(
     directory = materialise(context, policy)
     template = PromptTemplate(load_tokenizer(directory), config.template)
     problems = problems_from_jsonl((materialise(context, dataset) / "preferences.jsonl").read_bytes())
-    made = _sampled(context, config, directory, template, problems)
+    made = _sampled(context, config, policy, template, problems)
     metrics: dict[str, Any] = {**made.figures, "seconds": time.perf_counter() - started}
     say("preferences", f"{counted(len(made.pairs), 'pair')} from {counted(len(problems), 'prompt')}")
     return commit_stage(
@@ -94,19 +95,19 @@ def _sample_pairs(
 
 
 def _sampled(
-    context: Context, config: PipelineConfig, directory: Path, template: PromptTemplate, problems: Sequence[Problem]
+    context: Context, config: PipelineConfig, policy: Parent, template: PromptTemplate, problems: Sequence[Problem]
 ) -> SampledPairs:
     """Return pairs of the policy's samples, ordered by the data's verifier."""
-    from rlhf_core.models.loading import default_device, load_causal_lm
     from rlhf_core.rewards.verifying import judge_of
     from rlhf_core.rollout.preferences import sample_pairs
 
     judge = judge_of(config, template=template, allowed_modules=context.settings.reward_modules)
     assert judge is not None  # `collect_preferences` has checked this
+    base = base_of(context, policy, lambda: base_model(context, config))
     with closing(judge):
         progress = Progress("preferences", len(problems), "prompt")
         return sample_pairs(
-            load_causal_lm(directory, config.ppo.rollout_dtype, device=default_device()),
+            load_policy(context, policy, base, config.ppo.rollout_dtype),
             template,
             problems,
             config.reward_model,

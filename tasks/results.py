@@ -60,10 +60,18 @@ class PPORun(Plain):
     actor: Parent
     reward_model: Parent | None
     dataset: Parent
+    base: Parent | None = None
+    """Whole model that the actor is, or is adapters over; None in a run that began in an earlier release."""
     source_digest: str
     flow_run: str | None
     continues: str | None = None
     """Name of the run whose last state it goes on from while it has none of its own: code was changed in mid-run."""
+
+    @property
+    def shares_base(self) -> bool:
+        """Whether all of its models are adapters and heads over one mapped base; else each process has its own models,
+        as in every run that began in an earlier release, and goes on so."""
+        return self.base is not None and self.config.ppo.shares_base
 
 
 class EpisodeResult(Plain):

@@ -34,3 +34,8 @@ class LoRAConfig(Config):
     then the adapters switched off are not the reference, which has to be a model of its own."""
     bias: Literal["none", "all", "lora_only"] = "none"
     """Biases that are trained beside the adapters; with any, too, the reference has to be a model of its own."""
+
+    @property
+    def keeps_base(self) -> bool:
+        """Whether a model with its adapters switched off is what it was before."""
+        return self.init != "pissa" and self.bias == "none"

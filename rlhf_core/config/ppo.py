@@ -237,8 +237,9 @@ class OverlapConfig(Config):
     buffer_limit: int = Field(0, ge=0)
     """Batches (train_batch_size x num_trainers samples) that may be made or in the making for later episodes; then the
     makers wait. 0 sets no limit but that of max_staleness."""
-    update_lora_weights: bool = False
-    """Send makers only adapters and heads, which they hold beside the frozen weights, instead of merged weights."""
+    update_lora_weights: bool | None = None
+    """Send makers only adapters and heads, which they hold beside the frozen weights, instead of merged weights. None
+    does so where trainers and makers of a run share one frozen base: with adapters, under plain and ddp."""
 
 
 class PPOConfig(RolloutConfig, LearningConfig, TrainersConfig, OverlapConfig):
@@ -286,3 +287,13 @@ class PPOConfig(RolloutConfig, LearningConfig, TrainersConfig, OverlapConfig):
     def _trains_adapters_unsharded(self) -> Self:
         refuse_sharded_adapters("ppo", self.strategy, self.lora)
         return self
+
+    @property
+    def shares_base(self) -> bool:
+        """Whether all models of a run are adapters and heads over one frozen base, which no process changes."""
+        return (
+            self.lora is not None
+            and self.lora.keeps_base
+            and self.strategy in {"plain", "ddp"}
+            and self.update_lora_weights is not False
+        )

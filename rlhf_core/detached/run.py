@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import ray
 import torch
+from transformers import PreTrainedModel
 
 from rlhf_core.config import PPOConfig
 from rlhf_core.counting import counted, ordinal
@@ -111,8 +112,9 @@ class RunTrainer(GroupMember):
         config: the run's configuration.
         seed: seed of prompts' order, sampling and minibatches.
         keeper: where states, the policy and failed batches go.
-        save_policy: writes the learner's finished policy, whose merged weights it is given, to a directory.
+        save_policy: writes the finished policy, which it is given with its exact weights, to a directory.
         peers: names of the other ranks, in their order, looked up in this actor's namespace.
+        weights_dtype: what makers are sent weights in; None takes their `rollout_dtype`.
     """
 
     def __init__(
@@ -123,8 +125,9 @@ class RunTrainer(GroupMember):
         config: PPOConfig,
         seed: int,
         keeper: StateKeeper,
-        save_policy: Callable[[PPOLearner, Mapping[str, torch.Tensor], Path], None],
+        save_policy: Callable[[PreTrainedModel, Path], None],
         peers: Sequence[str] = (),
+        weights_dtype: str | None = None,
     ) -> None:
         self._maker_names = tuple(makers)
         self._learner_fn = learner_fn
@@ -140,7 +143,7 @@ class RunTrainer(GroupMember):
         self._publisher = Publisher(
             transport=config.cluster.weights_transport,
             bucket_bytes=config.cluster.bucket_bytes,
-            dtype=getattr(torch, config.rollout_dtype),
+            dtype=getattr(torch, weights_dtype or config.rollout_dtype),
             sparse=config.cluster.sparse_weights,
         )
         self._peers = Peers(peers, config.cluster.collective_timeout_s)
@@ -251,11 +254,10 @@ class RunTrainer(GroupMember):
 
     @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]
     def commit_policy(self) -> None:
-        """Store the finished policy, as a directory that `AutoModelForCausalLM.from_pretrained` loads."""
+        """Store the finished policy, in the form that `save_policy` gives it."""
         self._progress = "storing the policy"
-        with self._peers.taking_part("policy"):
-            weights = self._learner.merged_weights("actor")
-        self._keeper.commit_policy(partial(self._save_policy, self._learner, weights), history=self._history)
+        with self._peers.taking_part("policy"), self._learner.exact("actor") as actor:
+            self._keeper.commit_policy(partial(self._save_policy, actor), history=self._history)
 
     def _collect(self, episode: int) -> Collected:
         def report(done: int, total: int) -> None:
@@ -381,7 +383,8 @@ class TrainerRank(GroupMember):
     def policy(self) -> None:
         """Take part in gathering the finished policy's weights."""
         with self._working():
-            self._learner.merged_weights("actor")
+            with self._learner.exact("actor"):
+                pass
 
 
 @ray.remote(concurrency_groups=worker.GROUPS)

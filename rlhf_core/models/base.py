@@ -46,6 +46,7 @@ UNUSED_DAYS = 7
 _FORM = 1
 """Of the file; a copy of another form is made anew."""
 _PAGE = 4096
+_MARK = "of_shared_base"  # attribute of each weight
 _COPIES, _USED, _FACTS, _GAP = "bases", "used", "base.json", "gap."
 _NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}  # of dtypes, in safetensors
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -123,9 +124,21 @@ def load_base(base: Base, *, arithmetic: torch.dtype, device: str | torch.device
         AutoModelForCausalLM, base.directory, base.dtype, what="causal language model", device=device, mapped=True
     )
     model.eval().requires_grad_(requires_grad=False)
+    for parameter in model.parameters():
+        setattr(parameter, _MARK, True)
     if arithmetic == torch.float32 != base.dtype:
         compute_in_float32(model)
     return model
+
+
+def is_shared(tensor: Tensor) -> bool:
+    """Return whether a weight is of a base: the same in every process, and never to be written."""
+    return bool(getattr(tensor, _MARK, False))
+
+
+def own_tensors(model: nn.Module) -> Iterator[Tensor]:
+    """Yield the weights and buffers of a model that are its process's own."""
+    yield from (tensor for tensor in (*model.parameters(), *model.buffers()) if not is_shared(tensor))
 
 
 def share(model: _Module) -> _Module:

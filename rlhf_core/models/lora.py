@@ -95,7 +95,7 @@ def freeze_adapters(model: PreTrainedModel) -> None:
     config = adapter_config(model)
     if config is None:
         return
-    if config.init == "pissa" or config.bias != "none":
+    if not config.keeps_base:
         raise ModelError(
             f"adapters of lora.init {config.init} and lora.bias {config.bias} have changed the weights that they are "
             "on, which others share; merge them (save_merged) and load the result"
@@ -341,7 +341,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
     config = adapter_config(model)
     if config is None:
         raise ModelError("this model has no adapters to switch off; give an initial_model of its own")
-    if config.init == "pissa" or config.bias != "none":
+    if not config.keeps_base:
         raise ModelError(
             f"with lora.init {config.init} and lora.bias {config.bias}, the model without its adapters is not what "
             "it was before training; give an initial_model of its own"

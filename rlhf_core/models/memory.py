@@ -184,8 +184,13 @@ def required_memory(config: PPOConfig, num_parameters: int) -> MemoryNeed:
     )
 
 
+def adapter_parameters(num_parameters: int, rank: int) -> int:
+    """Return how many parameters adapters on all linear layers of a model have at most; the module says why."""
+    return min(num_parameters, round(2 * rank * power(num_parameters, 2 / 3)))
+
+
 def _per_rank(config: _Trains, num_parameters: int, lora: LoRAConfig | None) -> RankMemory:
-    adapters = 0 if lora is None else min(num_parameters, round(2 * lora.r * power(num_parameters, 2 / 3)))
+    adapters = 0 if lora is None else adapter_parameters(num_parameters, lora.r)
     return bytes_per_rank(
         config.strategy,
         parameters=num_parameters + adapters,

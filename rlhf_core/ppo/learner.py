@@ -304,6 +304,10 @@ class PPOLearner:
         with exact(booster, model) as whole:
             return {} if whole is None else merged_parameters(whole, dtype=dtype)
 
+    def exact(self, role: Literal["actor", "critic"]) -> AbstractContextManager[Any]:
+        """Return the context of the plain model with its exact weights on the first rank, of None on the others."""
+        return exact(self._roles[role].booster, self._roles[role].model)
+
     def trained(self, role: Literal["actor", "critic"]) -> Trained | None:
         """Return actor or critic with what trains it; None where there is no such model."""
         return self._roles.get(role)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rlhf_core.models.base import own_tensors
 from rlhf_core.models.lora import trainable_parameters
 from rlhf_core.strategy import checkpoints
 from rlhf_core.strategy.base_booster import BaseBooster
@@ -191,7 +192,7 @@ class PlainBooster(BaseBooster):
     ) -> tuple[nn.Module, Any, Callable[..., Any] | None, Any, Any]:
         """Give every rank the weights of rank 0, and return all five as they are, the optimizer wrapped."""
         if self.ranks.world_size > 1:
-            for tensor in (*model.parameters(), *model.buffers()):
+            for tensor in own_tensors(model):
                 self.ranks.broadcast(tensor)
         wrapped = None
         if optimizer is not None:

@@ -173,6 +173,10 @@ def _is_alike(weight: Tensor, received: Tensor) -> bool:
     return weight.dtype == received.dtype and weight.device == received.device and weight.is_contiguous()
 
 
+def _is_trained(name: str, weight: Tensor) -> bool:
+    return name.startswith(HEAD) or (_ADAPTER_MARK in name and weight.requires_grad)  # those below are frozen
+
+
 def _check_fit(publication: Publication, own: Mapping[str, Tensor]) -> None:
     """Check that the models have all tensors that are published, in their shapes, and that none is missing.
 
@@ -182,7 +186,7 @@ def _check_fit(publication: Publication, own: Mapping[str, Tensor]) -> None:
         WeightsError: if it does not fit.
     """
     published = {slot.name: slot.shape for slot in publication.slots}
-    due = own.keys() if publication.fully else {name for name in own if _ADAPTER_MARK in name or name.startswith(HEAD)}
+    due = own.keys() if publication.fully else {name for name in own if _is_trained(name, own[name])}
     unknown, missing = sorted(published.keys() - own.keys()), sorted(due - published.keys())
     reshaped = sorted(name for name in published.keys() & own.keys() if published[name] != tuple(own[name].shape))
     if unknown or missing or reshaped:

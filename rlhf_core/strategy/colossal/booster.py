@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlhf_core.errors import ConfigError
+from rlhf_core.models.base import own_tensors
 from rlhf_core.models.lora import trainable_parameters
 from rlhf_core.strategy import checkpoints
 from rlhf_core.strategy.base_booster import BaseBooster
@@ -173,7 +174,7 @@ class ColossalBooster(BaseBooster):
         if self._shapes:
             raise ConfigError("this booster has a model already; make one booster for each model")
         members = None if optimizer is None else _members(model, optimizer)
-        for tensor in (*model.parameters(), *model.buffers()):
+        for tensor in own_tensors(model):
             self.ranks.broadcast(tensor)
         self._shapes = checkpoints.shapes(model)
         boosted, wrapped = self._boosted(model, optimizer)

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from rlhf_core.models.base import is_shared
 from rlhf_core.strategy import plain
 from rlhf_core.strategy.booster import Moments
 from rlhf_core.strategy.colossal.booster import ColossalBooster, ColossalOptimizer, Members
@@ -33,6 +35,12 @@ class DDPBooster(ColossalBooster):
             find_unused_parameters=False,
             gradient_as_bucket_view=True,  # else each gradient is held twice
         )
+
+    def _boosted(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[nn.Module, Any]:
+        # else the first rank's base would be written over that of the others, which is theirs alone from then on
+        shared = [name for name, parameter in model.named_parameters() if is_shared(parameter)]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, shared)
+        return super()._boosted(model, optimizer)
 
     def _adapted(self, optimizer: Any, members: Members) -> DDPOptimizer:
         return DDPOptimizer(

@@ -14,7 +14,7 @@ from rlhf_core.models.loading import load_causal_lm
 from rlhf_core.models.reward_model import RewardModel
 from rlhf_core.ppo.published_weights import weights_to_publish
 from rlhf_core.weights import Publisher, Subscriber
-from tasks import ppo_models
+from tasks import models, ppo_models
 from tasks.ppo_models import LearnerFactory, MakerFactory
 from tasks.results import Parent, PPORun
 from tests.tiny_llama import write_tiny_llama
@@ -30,10 +30,12 @@ def directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Pa
     RewardModel.from_causal_lm(load_causal_lm(model, "float32")).save_pretrained(tmp_path / "scorer")
     found = {"sft/tiny@1": model, "reward-model/tiny@1": tmp_path / "scorer"}
     monkeypatch.setattr(ppo_models, "_directory", lambda parent: found[parent.uri])
+    monkeypatch.setattr(models, "materialise", lambda _context, parent: found[parent.uri])
+    monkeypatch.setenv("RLHF_HOME", str(tmp_path / "home"))
     return found
 
 
-def run_of(directories: dict[str, Path], **ppo: Any) -> PPORun:
+def run_of(directories: dict[str, Path], *, has_base: bool = False, **ppo: Any) -> PPORun:
     config: PipelineConfig = resolve(
         "llama7b",
         model=str(directories["sft/tiny@1"]),
@@ -44,6 +46,7 @@ def run_of(directories: dict[str, Path], **ppo: Any) -> PPORun:
         },
     )
     uris = {"actor": "sft/tiny@1", "reward_model": "reward-model/tiny@1", "dataset": "dataset/none@1"}
+    uris |= {"base": uris["actor"]} if has_base else {}
     parents = {name: Parent(uri=uri, digest="0" * 64) for name, uri in uris.items()}
     return PPORun.model_validate(
         {"name": "r", "key": "a" * 64, "preset": "llama7b", "config": config,
@@ -51,12 +54,13 @@ def run_of(directories: dict[str, Path], **ppo: Any) -> PPORun:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("adapters_alone", [False, True])
+@pytest.mark.parametrize(("adapters_alone", "has_base"), [(False, False), (True, False), (True, True)])
 @pytest.mark.integration
 def test_a_maker_that_took_the_trainers_weights_computes_what_the_trainer_does(
-    directories: dict[str, Path], adapters_alone: bool
+    directories: dict[str, Path], adapters_alone: bool, has_base: bool
 ) -> None:
-    run = run_of(directories, update_lora_weights=adapters_alone)
+    run = run_of(directories, has_base=has_base, update_lora_weights=adapters_alone, dtype="float32")
+    assert run.shares_base == has_base
     learner, maker = LearnerFactory(run)(), MakerFactory(run)()
     assert maker.critic is not None
     with torch.no_grad():
@@ -64,8 +68,8 @@ def test_a_maker_that_took_the_trainers_weights_computes_what_the_trainer_does(
             for name, weight in getattr(learner, role).named_parameters():
                 if weight.requires_grad:  # as if it had learnt
                     weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(len(name))) / 10)
-    models = {"actor": maker.actor, "critic": maker.critic}
-    subscriber, publisher = Subscriber(lambda: models), Publisher(transport="shared_memory", dtype=torch.float32)
+    held = {"actor": maker.actor, "critic": maker.critic}
+    subscriber, publisher = Subscriber(lambda: held), Publisher(transport="shared_memory", dtype=torch.float32)
     try:
         config = run.config.ppo
         tensors = list(weights_to_publish(learner, config))

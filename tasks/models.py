@@ -1,0 +1,153 @@
+"""A stage's models: whole ones, or adapters over a base. Where their files are, and how they are loaded.
+
+An artifact of adapters names its base in `base.json`, by reference and digest; it is a parent of it, too. Actors import
+this: no Prefect.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+
+from infra.artifacts.ref import EXTERNAL_PREFIX
+from rlhf_core.errors import ModelError
+from tasks.context import Context, materialise
+from tasks.results import Parent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    import torch
+    from transformers import PreTrainedModel
+
+    from rlhf_core.models.base import Base
+
+BASE_FILE = "base.json"
+
+
+def write_base(directory: Path, base: Parent) -> None:
+    """Note beside adapters what they are over."""
+    (directory / BASE_FILE).write_text(json.dumps({"uri": base.uri, "digest": base.digest}))
+
+
+def read_base(directory: Path, *, uri: str) -> Parent | None:
+    """Return what a model's adapters are over; None if it is a whole model.
+
+    Args:
+        directory: of the model.
+        uri: of the model, for the error.
+
+    Raises:
+        ModelError: if the note cannot be read.
+    """
+    file = directory / BASE_FILE
+    if not file.is_file():
+        return None
+    try:
+        return Parent.model_validate_json(file.read_bytes())
+    except ValidationError as error:
+        raise ModelError(f"{BASE_FILE} of {uri} does not say what its adapters are over; it is damaged") from error
+
+
+def base_of(context: Context, model: Parent, preset_model: Callable[[], Parent]) -> Parent:
+    """Return what a model's adapters are over; a whole model is its own base.
+
+    Args:
+        context: the open context.
+        model: whole, or adapters.
+        preset_model: returns the preset's base model, on this machine; asked if the base is not in the store.
+
+    Raises:
+        ModelError: if the adapters are over a model that is not in the store, and not this one.
+    """
+    if model.path:
+        return model
+    base = read_base(materialise(context, model), uri=model.uri) or model
+    if not base.uri.startswith(EXTERNAL_PREFIX):
+        return base
+    external = preset_model()
+    if base.digest != external.digest:
+        raise ModelError(
+            f"{model.uri} was trained over {base.uri} (digest {base.digest[:12]}), but the preset's model.path leads to "
+            f"{external.path} (digest {external.digest[:12]}); give the model that it was trained over, with "
+            "`-p model=PATH`"
+        )
+    return external
+
+
+def opened_base(context: Context, base: Parent, arithmetic: str) -> Base:
+    """Return a base, whose copy on this machine is made first if need be.
+
+    Args:
+        context: the open context.
+        base: a whole model.
+        arithmetic: in which it is computed: float32 or bfloat16.
+    """
+    import torch
+
+    from rlhf_core.models.base import open_base
+
+    return open_base(
+        materialise(context, base), base.digest, arithmetic=getattr(torch, arithmetic),
+        models_dir=context.settings.models_dir,
+    )  # fmt: skip
+
+
+def load_frozen(
+    context: Context, model: Parent, base: Base, arithmetic: str, *, device: torch.device
+) -> PreTrainedModel:
+    """Return a frozen policy over a mapped base; its own adapters are frozen, and others may be trained over them.
+
+    Args:
+        context: the open context.
+        model: whole, or adapters.
+        base: the copy of what `base_of` returned.
+        arithmetic: of its passes.
+        device: of the model.
+    """
+    import torch
+
+    from rlhf_core.models.adapters import load_adapters
+    from rlhf_core.models.base import load_base
+    from rlhf_core.models.lora import freeze_adapters
+
+    loaded = load_base(base, arithmetic=getattr(torch, arithmetic), device=device)
+    if model.digest != base.digest:
+        load_adapters(loaded, materialise(context, model))
+        freeze_adapters(loaded)
+    return loaded
+
+
+def load_policy(context: Context, model: Parent, base: Parent, arithmetic: str) -> PreTrainedModel:
+    """Return a policy that answers: a whole model in memory of its own, or adapters over a mapped base.
+
+    Args:
+        context: the open context.
+        model: whole, or adapters.
+        base: what `base_of` returned.
+        arithmetic: float32 or bfloat16.
+    """
+    from rlhf_core.models.loading import default_device, load_causal_lm
+
+    if model.uri == base.uri:
+        return load_causal_lm(materialise(context, model), arithmetic, device=default_device())
+    return load_frozen(context, model, opened_base(context, base, arithmetic), arithmetic, device=default_device())
+
+
+def load_own(context: Context, model: Parent, base: Parent, dtype: str) -> PreTrainedModel:
+    """Return a model in memory of its own, all of whose weights may be trained; adapters merged, and rounded once."""
+    import torch
+
+    from rlhf_core.models.adapters import load_adapters
+    from rlhf_core.models.loading import default_device, load_causal_lm
+    from rlhf_core.models.lora import merge_adapters
+
+    if model.uri == base.uri:
+        return load_causal_lm(materialise(context, model), dtype, device=default_device())
+    loaded = load_causal_lm(materialise(context, base), "float32", device=default_device())
+    load_adapters(loaded, materialise(context, model))
+    merge_adapters(loaded)
+    return loaded.to(getattr(torch, dtype))

@@ -11,8 +11,8 @@ from infra.artifacts.ref import EXTERNAL_PREFIX
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import ConfigError
 from tasks.context import Context, materialise, open_context
-from tasks.models import base_of, load_policy
-from tasks.parents import ancestors, base_model, resolve_reward_model
+from tasks.models import load_policy, load_reward_model
+from tasks.parents import ancestors, base_model, base_of, resolve_reward_model
 from tasks.plan import settled_once
 from tasks.progress import Progress, say
 from tasks.results import SHOWN_CONFIDENCE, Parent, StageResult
@@ -46,7 +46,7 @@ def evaluate_policy(
     from rlhf_core.rewards.verifying import judge_facts
 
     context = open_context()
-    source = source_digest("evaluate")
+    source = source_digest("evaluate", "models")
     scorer = reward_model if judged_by_reward_model(config) else None
     facts = config.model_dump(mode="json", include={"template", "evaluation"})
     facts["verifier"] = None if scorer else judge_facts(config)
@@ -170,7 +170,7 @@ def _asked(
     template = PromptTemplate(load_tokenizer(directory), config.template)
     progress = Progress("evaluate", len(problems), f"{policy.uri} problem")
     with _judge(context, config, template, scorer) as judge:
-        base = base_of(context, policy, lambda: base_model(context, config))
+        base = base_of(context, config, policy)
         model = load_policy(context, policy, base, "float32")
         outcomes = evaluate(
             model, template, problems, config.evaluation, judge, on_progress=lambda done, _total: progress.step(done)
@@ -186,18 +186,15 @@ def _judge(context: Context, config: PipelineConfig, template: PromptTemplate, s
         ConfigError: if there is neither.
         ModelError: if the reward model reads other tokens than the policy.
     """
-    import torch
-
     from rlhf_core.models.compatibility import check_same_tokenizer
     from rlhf_core.models.loading import default_device, load_tokenizer
-    from rlhf_core.models.reward_model import RewardModel
     from rlhf_core.rewards.verifying import judge_of
 
     if scorer is not None:
         directory = materialise(context, scorer)
         # it is given the policy's token ids, and any id is an input
         check_same_tokenizer(template.tokenizer, load_tokenizer(directory), what=f"the policy and {scorer.uri}")
-        yield RewardModel.from_pretrained(directory, torch.float32).to(default_device())
+        yield load_reward_model(context, scorer, base_of(context, config, scorer), "float32").to(default_device())
         return
     if judged_by_reward_model(config):
         raise ConfigError(nobody_judges(config))

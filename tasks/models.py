@@ -11,19 +11,20 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from infra.artifacts.ref import EXTERNAL_PREFIX
 from rlhf_core.errors import ModelError
 from tasks.context import Context, materialise
 from tasks.results import Parent
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Sequence
     from pathlib import Path
 
     import torch
     from transformers import PreTrainedModel
 
+    from rlhf_core.config import RewardModelConfig, SFTConfig
     from rlhf_core.models.base import Base
+    from rlhf_core.models.reward_model import RewardModel
 
 BASE_FILE = "base.json"
 
@@ -52,32 +53,6 @@ def read_base(directory: Path, *, uri: str) -> Parent | None:
         raise ModelError(f"{BASE_FILE} of {uri} does not say what its adapters are over; it is damaged") from error
 
 
-def base_of(context: Context, model: Parent, preset_model: Callable[[], Parent]) -> Parent:
-    """Return what a model's adapters are over; a whole model is its own base.
-
-    Args:
-        context: the open context.
-        model: whole, or adapters.
-        preset_model: returns the preset's base model, on this machine; asked if the base is not in the store.
-
-    Raises:
-        ModelError: if the adapters are over a model that is not in the store, and not this one.
-    """
-    if model.path:
-        return model
-    base = read_base(materialise(context, model), uri=model.uri) or model
-    if not base.uri.startswith(EXTERNAL_PREFIX):
-        return base
-    external = preset_model()
-    if base.digest != external.digest:
-        raise ModelError(
-            f"{model.uri} was trained over {base.uri} (digest {base.digest[:12]}), but the preset's model.path leads to "
-            f"{external.path} (digest {external.digest[:12]}); give the model that it was trained over, with "
-            "`-p model=PATH`"
-        )
-    return external
-
-
 def opened_base(context: Context, base: Parent, arithmetic: str) -> Base:
     """Return a base, whose copy on this machine is made first if need be.
 
@@ -104,7 +79,7 @@ def load_frozen(
     Args:
         context: the open context.
         model: whole, or adapters.
-        base: the copy of what `base_of` returned.
+        base: the copy of what `parents.base_of` returned.
         arithmetic: of its passes.
         device: of the model.
     """
@@ -127,7 +102,7 @@ def load_policy(context: Context, model: Parent, base: Parent, arithmetic: str) 
     Args:
         context: the open context.
         model: whole, or adapters.
-        base: what `base_of` returned.
+        base: what `parents.base_of` returned.
         arithmetic: float32 or bfloat16.
     """
     from rlhf_core.models.loading import default_device, load_causal_lm
@@ -135,6 +110,23 @@ def load_policy(context: Context, model: Parent, base: Parent, arithmetic: str) 
     if model.uri == base.uri:
         return load_causal_lm(materialise(context, model), arithmetic, device=default_device())
     return load_frozen(context, model, opened_base(context, base, arithmetic), arithmetic, device=default_device())
+
+
+def load_to_train(
+    context: Context, model: Parent, base: Parent, config: SFTConfig | RewardModelConfig
+) -> PreTrainedModel:
+    """Return what a stage trains: a model in memory of its own; or a frozen one over a mapped base, for adapters."""
+    from rlhf_core.models.loading import default_device
+
+    if not config.shares_base:
+        return load_own(context, model, base, "float32")
+    copy = opened_base(context, base, config.dtype)
+    return load_frozen(context, model, copy, config.dtype, device=default_device())
+
+
+def with_base(parents: Sequence[Parent], base: Parent) -> list[Parent]:
+    """Return what an artifact came from, its base among it: the last, where it is not there anyway."""
+    return [*parents, *([] if base.uri in {parent.uri for parent in parents} else [base])]
 
 
 def load_own(context: Context, model: Parent, base: Parent, dtype: str) -> PreTrainedModel:
@@ -151,3 +143,28 @@ def load_own(context: Context, model: Parent, base: Parent, dtype: str) -> PreTr
     load_adapters(loaded, materialise(context, model))
     merge_adapters(loaded)
     return loaded.to(getattr(torch, dtype))
+
+
+def load_reward_model(context: Context, model: Parent, base: Parent, arithmetic: str) -> RewardModel:
+    """Return a reward model: a whole one in memory of its own, or adapters and a head over a mapped base.
+
+    Its own adapters can be trained, which a critic that starts from it does.
+
+    Args:
+        context: the open context.
+        model: the reward model.
+        base: what `parents.base_of` returned.
+        arithmetic: float32 or bfloat16.
+    """
+    import torch
+
+    from rlhf_core.models.base import load_base
+    from rlhf_core.models.loading import default_device
+    from rlhf_core.models.reward_model import RewardModel
+    from rlhf_core.models.trunk import trunk_of
+
+    directory, dtype = materialise(context, model), getattr(torch, arithmetic)
+    if model.uri == base.uri:
+        return RewardModel.from_pretrained(directory, dtype)
+    trunk = trunk_of(load_base(opened_base(context, base, arithmetic), arithmetic=dtype, device=default_device()))
+    return RewardModel.over(trunk, directory)

@@ -10,8 +10,9 @@ from infra.artifacts.ref import EXTERNAL_PREFIX, parse_reference
 from infra.errors import ReferenceNotFoundError
 from rlhf_core.config import PipelineConfig
 from rlhf_core.counting import counted
-from rlhf_core.errors import ConfigError
-from tasks.context import Context, open_context
+from rlhf_core.errors import ConfigError, ModelError
+from tasks.context import Context, materialise, open_context
+from tasks.models import read_base
 from tasks.plan import settled_once
 from tasks.progress import say
 from tasks.results import Parent
@@ -47,6 +48,32 @@ def base_model(context: Context, config: PipelineConfig) -> Parent:
             "put back what was there, or start a new run, which takes the model as it is now"
         )
     return base.model_copy(update={"path": str(directory)})
+
+
+def base_of(context: Context, config: PipelineConfig, model: Parent) -> Parent:
+    """Return what a model's adapters are over; a whole model is its own base.
+
+    Args:
+        context: the open context.
+        config: the preset, whose base model it may be.
+        model: whole, or adapters.
+
+    Raises:
+        ModelError: if the adapters are over a model that is not in the store, and not the preset's.
+    """
+    if model.path:
+        return model
+    base = read_base(materialise(context, model), uri=model.uri) or model
+    if not base.uri.startswith(EXTERNAL_PREFIX):
+        return base
+    external = base_model(context, config)
+    if base.digest != external.digest:
+        raise ModelError(
+            f"{model.uri} was trained over {base.uri} (digest {base.digest[:12]}), but model.path leads to "
+            f"{external.path} (digest {external.digest[:12]}); give the model that it was trained over, with "
+            "`-p model=PATH`"
+        )
+    return external
 
 
 def settle_policy(context: Context, config: PipelineConfig, reference: str | None, *, trained: bool) -> str:

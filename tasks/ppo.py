@@ -10,8 +10,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.counting import ordinal
 from rlhf_core.errors import RlhfError
 from tasks.context import Context, open_context
-from tasks.models import base_of
-from tasks.parents import base_model, ppo_wants_reward_model, resolve_policy, resolve_reward_model
+from tasks.parents import base_model, base_of, ppo_wants_reward_model, resolve_policy, resolve_reward_model
 from tasks.plan import asker_of, recalled, recorded, settled_once
 from tasks.progress import duration, say
 from tasks.results import EpisodeResult, Parent, PPORun, StageResult
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from infra.artifacts import ArtifactStore, Manifest
     from rlhf_core.ppo.state import EpisodeRecord
 
-MODULES = ("ppo", "ppo_group", "ppo_keeper", "ppo_models", "gpu_allocation")
+MODULES = ("ppo", "ppo_group", "ppo_keeper", "ppo_models", "models", "gpu_allocation")
 
 
 @stage_task(name="plan-ppo")
@@ -41,8 +40,8 @@ def plan_ppo(config: PipelineConfig, actor: str | None, reward_model: str | None
         policy = resolve_policy(context, config, actor)
         scorer = resolve_reward_model(context, config, reward_model) if ppo_wants_reward_model(config) else None
         run = _run_of(context, config, policy, scorer, dataset)
-        assert run.base is not None  # every new one has it
-        return run.model_copy(update={"actor": _elsewhere(run.actor), "base": _elsewhere(run.base)})
+        inputs = {name: getattr(run, name) for name in ("actor", "base", "reward_model_base")}
+        return run.model_copy(update={name: each and _elsewhere(each) for name, each in inputs.items()})
 
     before: PPORun = settled_once(context, "run", PPORun, find)
     is_base = before.actor.uri.startswith(EXTERNAL_PREFIX)
@@ -70,7 +69,7 @@ def _run_of(context: Context, config: PipelineConfig, policy: Parent, scorer: Pa
     facts["functions"] = {name: code_digest(name) for name in config.ppo.reward.functions}
     # The makers, where they run and how long is waited change no number; the number of threads does.
     facts["ppo"]["cluster"] = {name: facts["ppo"]["cluster"][name] for name in ("trainer_threads", "maker_threads")}
-    base = base_of(context, policy, lambda: base_model(context, config))
+    base = base_of(context, config, policy)
     inputs = [policy.digest, scorer.digest if scorer else "", dataset.digest]
     key = stage_key("ppo", config=facts, inputs=inputs, seed=config.seed, source=source)
     return PPORun(
@@ -82,6 +81,7 @@ def _run_of(context: Context, config: PipelineConfig, policy: Parent, scorer: Pa
         reward_model=scorer,
         dataset=dataset,
         base=base,
+        reward_model_base=None if scorer is None else base_of(context, config, scorer),
         source_digest=source,
         flow_run=context.flow_run,
     )
@@ -93,7 +93,10 @@ def _with_code_of_now(context: Context, before: PPORun, now: PPORun) -> PPORun:
     What other code makes of it, in whole or in part, has a name and a key that hold the flow run's id: no other run
     finds that in place of what one code alone would have made.
     """
-    here = {"actor": now.actor, "base": None if before.base is None else now.base}  # with paths of this machine
+    # with paths of this machine
+    here = {"actor": now.actor, "base": now.base, "reward_model_base": now.reward_model_base}
+    if before.base is None:
+        here |= {"base": None, "reward_model_base": None}
     question = "run with other code"
     other: PPORun | None = recalled(context, question, PPORun)
     if other is None and (now.key == before.key or find_made(context, "policy", before.preset, before.key)):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rlhf_core.config import PipelineConfig
 from tasks.context import actors_context, materialise
-from tasks.models import load_frozen, load_own, opened_base, write_base
+from tasks.models import load_frozen, load_own, load_reward_model, opened_base, write_base
 from tasks.results import Parent, PPORun
 
 if TYPE_CHECKING:
@@ -67,7 +67,10 @@ class MakerFactory:
         critic = _critic(run, actor, dtype)
         if config.ppo.update_lora_weights:
             _attach_lora(config, actor, critic)
-        template, allowed = PromptTemplate(load_tokenizer(_directory(run.actor)), config.template), settings().reward_modules
+        template, allowed = (
+            PromptTemplate(load_tokenizer(_directory(run.actor)), config.template),
+            settings().reward_modules,
+        )
         judge = judge_of(config, template=template, allowed_modules=allowed) if asks_for_answers(config.data) else None
         return ExperienceMaker(
             actor=actor,
@@ -155,12 +158,9 @@ def _attach_lora(config: PipelineConfig, actor: PreTrainedModel, critic: Critic 
 
 
 def _reward_model(run: PPORun, dtype: str) -> RewardModel:
-    import torch
-
-    from rlhf_core.models.reward_model import RewardModel
-
     assert run.reward_model is not None  # the plan has checked this
-    return RewardModel.from_pretrained(_directory(run.reward_model), getattr(torch, dtype))
+    base = run.reward_model_base or run.reward_model
+    return load_reward_model(actors_context(None), run.reward_model, base, dtype)
 
 
 def _demonstrations(run: PPORun) -> Demonstrations | None:

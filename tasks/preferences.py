@@ -10,8 +10,8 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.counting import counted
 from rlhf_core.errors import DataError
 from tasks.context import Context, materialise, open_context
-from tasks.models import base_of, load_policy
-from tasks.parents import base_model
+from tasks.models import load_policy
+from tasks.parents import base_of
 from tasks.progress import Progress, say
 from tasks.results import PAIRS, Parent, StageResult
 from tasks.source import source_digest
@@ -46,7 +46,7 @@ def collect_preferences(config: PipelineConfig, dataset: Parent, policy: Parent)
             f"{dataset.uri} holds no preference pairs, and no verifier is known by which samples could be ordered; "
             "give data.preferences, or problems with answers and data.verifier"
         )
-    source = source_digest("preferences")
+    source = source_digest("preferences", "models")
     facts = {
         "verifier": verifier,
         "template": config.template.model_dump(mode="json"),
@@ -103,7 +103,7 @@ def _sampled(
 
     judge = judge_of(config, template=template, allowed_modules=context.settings.reward_modules)
     assert judge is not None  # `collect_preferences` has checked this
-    base = base_of(context, policy, lambda: base_model(context, config))
+    base = base_of(context, config, policy)
     with closing(judge):
         progress = Progress("preferences", len(problems), "prompt")
         return sample_pairs(

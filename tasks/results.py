@@ -62,6 +62,8 @@ class PPORun(Plain):
     dataset: Parent
     base: Parent | None = None
     """Whole model that the actor is, or is adapters over; None in a run that began in an earlier release."""
+    reward_model_base: Parent | None = None
+    """The same of the reward model."""
     source_digest: str
     flow_run: str | None
     continues: str | None = None
@@ -69,8 +71,7 @@ class PPORun(Plain):
 
     @property
     def shares_base(self) -> bool:
-        """Whether all of its models are adapters and heads over one mapped base; else each process has its own models,
-        as in every run that began in an earlier release, and goes on so."""
+        """Whether its models are adapters and heads over a mapped base; a run of an earlier release goes on without."""
         return self.base is not None and self.config.ppo.shares_base
 
 

@@ -14,6 +14,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.counting import counted
 from rlhf_core.errors import DataError
 from tasks.context import Context, actors_context, materialise
+from tasks.models import load_to_train, with_base, write_base
 from tasks.progress import Progress, say, telling
 from tasks.results import PAIRS, SHOWN_CONFIDENCE, Parent, StageResult
 from tasks.scratch import scratch_directory
@@ -38,6 +39,7 @@ class RewardModelTraining:
     config: PipelineConfig
     pairs: Parent
     policy: Parent
+    base: Parent
     key: str
     source: str
     flow_run: str | None
@@ -65,14 +67,18 @@ class RewardModelTraining:
         training, heldout = _encoded(
             config, PromptTemplate(tokenizer, config.template), materialise(context, self.pairs) / PAIRS
         )
-        trained, history, metrics = _fit(config, directory, training, heldout)
+        trained, history, metrics = self._fit(context, training, heldout)
         with scratch_directory(context.settings.home) as folder:
             with exact(trained.booster, trained.model) as whole:  # every rank's part; the first is given the model
                 if whole is None:
                     return None
                 model = whole.to(default_device())  # a copy of sharded weights lies in host memory
                 metrics |= _measured(config, model, heldout, dropped=metrics.pop("dropped"))
-                model.save_pretrained(folder)
+                if config.reward_model.shares_base:
+                    model.save_adapters(folder, base=self.base.uri)
+                    write_base(folder, self.base)
+                else:
+                    model.save_pretrained(folder)
             metrics["seconds"] = time.perf_counter() - started
             say("reward-model", _summary(metrics))
             tokenizer.save_pretrained(folder)
@@ -84,11 +90,47 @@ class RewardModelTraining:
                 name=config.name,
                 files=folder,
                 key=self.key,
-                parents=[self.policy, self.pairs],
+                parents=with_base([self.policy, self.pairs], self.base),
                 config=config,
                 metrics=metrics,
                 source=self.source,
             )
+
+    def _fit(
+        self, context: Context, training: list[EncodedPair], heldout: list[EncodedPair]
+    ) -> tuple[Trained, list[dict[str, Any]], dict[str, Any]]:
+        """Return a reward model on the policy's trunk, what every step said, and the training's figures."""
+        import torch
+
+        from rlhf_core.models.lora import attach_lora
+        from rlhf_core.models.reward_model import RewardModel
+        from rlhf_core.models.trunk import trunk_of
+        from rlhf_core.supervised.reward_model import train_reward_model
+
+        settings, seed = self.config.reward_model, self.config.seed
+        dtype = getattr(torch, settings.dtype)
+        if all(pair.longest > settings.max_length for pair in heldout):
+            raise DataError(
+                f"every held-out pair ({len(heldout)}) is longer than reward_model.max_length, {settings.max_length} "
+                "tokens, so no accuracy could be measured; raise it"
+            )
+        torch.manual_seed(seed)  # the head starts from random numbers
+        model = RewardModel(trunk_of(load_to_train(context, self.policy, self.base, settings)))
+        if settings.lora is not None:
+            attach_lora(model.trunk, settings.lora, seed=seed)
+        batch_size = settings.batch_size * settings.num_trainers
+        progress = Progress("reward-model", settings.epochs * -(-len(training) // batch_size), "step")
+        run = train_reward_model(
+            model,
+            training,
+            settings,
+            seed=seed,
+            autocast_dtype=dtype,
+            on_step=lambda step: progress.step(int(step["step"]), loss=step["loss"], accuracy=step["accuracy"]),
+        )
+        rows = [{"step": int(step["step"]), "loss": step["loss"], "accuracy": step["accuracy"]} for step in run.history]
+        figures = {"pairs": len(training) - run.dropped, **settings.figures, "dropped": run.dropped}
+        return run.trained, rows, {"steps": len(rows), **figures, **_curve(run.history)}
 
 
 def _encoded(
@@ -108,39 +150,6 @@ def _encoded(
         )
     refuse_shared_prompts(split.training, split.heldout)
     return encode_pairs(split.training, template), encode_pairs(split.heldout, template)
-
-
-def _fit(
-    config: PipelineConfig, directory: Path, training: list[EncodedPair], heldout: list[EncodedPair]
-) -> tuple[Trained, list[dict[str, Any]], dict[str, Any]]:
-    """Return a reward model on the policy's trunk, what every step said, and the training's figures."""
-    import torch
-
-    from rlhf_core.models.loading import default_device, load_causal_lm
-    from rlhf_core.models.reward_model import RewardModel
-    from rlhf_core.supervised.reward_model import train_reward_model
-
-    settings, dtype = config.reward_model, getattr(torch, config.reward_model.dtype)
-    if all(pair.longest > settings.max_length for pair in heldout):
-        raise DataError(
-            f"every held-out pair ({len(heldout)}) is longer than reward_model.max_length, {settings.max_length} "
-            "tokens, so no accuracy could be measured; raise it"
-        )
-    torch.manual_seed(config.seed)  # the head starts from random numbers
-    model = RewardModel.from_causal_lm(load_causal_lm(directory, "float32", device=default_device()))
-    batch_size = settings.batch_size * settings.num_trainers
-    progress = Progress("reward-model", settings.epochs * -(-len(training) // batch_size), "step")
-    run = train_reward_model(
-        model,
-        training,
-        settings,
-        seed=config.seed,
-        autocast_dtype=dtype,
-        on_step=lambda step: progress.step(int(step["step"]), loss=step["loss"], accuracy=step["accuracy"]),
-    )
-    rows = [{"step": int(step["step"]), "loss": step["loss"], "accuracy": step["accuracy"]} for step in run.history]
-    figures = {"pairs": len(training) - run.dropped, **settings.figures, "dropped": run.dropped}
-    return run.trained, rows, {"steps": len(rows), **figures, **_curve(run.history)}
 
 
 def _curve(history: Sequence[Mapping[str, float]]) -> dict[str, float]:

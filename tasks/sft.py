@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_core.config import PipelineConfig
 from rlhf_core.counting import counted
 from tasks.context import Context, actors_context, materialise
+from tasks.models import load_to_train, with_base, write_base
 from tasks.progress import Progress, say, telling
 from tasks.results import Parent, StageResult
 from tasks.scratch import scratch_directory
@@ -35,6 +36,7 @@ class SFTTraining:
     config: PipelineConfig
     dataset: Parent
     start: Parent
+    base: Parent
     key: str
     source: str
     flow_run: str | None
@@ -55,6 +57,7 @@ class SFTTraining:
         from rlhf_core.data.encoding import encode_demonstrations
         from rlhf_core.data.jsonl import to_jsonl
         from rlhf_core.data.problems import of_the_same_kind
+        from rlhf_core.models.adapters import save_adapters
         from rlhf_core.models.loading import load_tokenizer
         from rlhf_core.models.lora import save_merged
         from rlhf_core.training.boosted import exact
@@ -65,14 +68,18 @@ class SFTTraining:
         template = PromptTemplate(tokenizer, config.template)
         problems = problems_of(data, "sft")
         unseen = _short_enough(config, template, of_the_same_kind(problems_of(data, "evaluation"), problems))
-        trained, history, metrics = _train(config, directory, encode_demonstrations(problems, template), unseen)
+        trained, history, metrics = self._train(context, encode_demonstrations(problems, template), unseen)
         metrics["seconds"] = time.perf_counter() - started
         with scratch_directory(context.settings.home) as folder:
             with exact(trained.booster, trained.model) as whole:  # every rank's part; the first is given the model
                 if whole is None:
                     return None
                 say("sft", _summary(metrics))
-                save_merged(whole, folder)
+                if config.sft.shares_base:
+                    save_adapters(whole, folder, base=self.base.uri)
+                    write_base(folder, self.base)
+                else:
+                    save_merged(whole, folder)
             tokenizer.save_pretrained(folder)
             (folder / METRICS).write_bytes(to_jsonl(history))
             return commit_stage(
@@ -82,11 +89,43 @@ class SFTTraining:
                 name=config.name,
                 files=folder,
                 key=self.key,
-                parents=[self.start, self.dataset],
+                parents=with_base([self.start, self.dataset], self.base),
                 config=config,
                 metrics=metrics,
                 source=self.source,
             )
+
+    def _train(
+        self, context: Context, examples: Sequence[EncodedConversation], unseen: Sequence[EncodedConversation]
+    ) -> tuple[Trained, list[dict[str, Any]], dict[str, Any]]:
+        """Return a model as the demonstrations have made it, what every step said, and the training's figures."""
+        import torch
+
+        from rlhf_core.supervised.sft import heldout_loss
+        from rlhf_core.supervised.sft import train_sft as train
+
+        config, dtype = self.config, getattr(torch, self.config.sft.dtype)
+        model = load_to_train(context, self.start, self.base, config.sft)
+        before = heldout_loss(model, unseen, config.sft, autocast_dtype=dtype).loss if unseen else None
+        batch_size = config.sft.batch_size * config.sft.num_trainers
+        progress = Progress("sft", config.sft.epochs * -(-len(examples) // batch_size), "step")
+        history, trained = train(
+            model,
+            examples,
+            config.sft,
+            seed=config.seed,
+            autocast_dtype=dtype,
+            on_step=lambda step: progress.step(int(step["step"]), loss=step["loss"]),
+            heldout=unseen,
+        )
+        figures: dict[str, Any] = {"steps": len(history), "demonstrations": len(examples), **config.sft.figures}
+        figures |= _curve([step["loss"] for step in history])
+        if before is not None:
+            figures |= {"heldout_loss_before": before, "heldout_loss": history[-1]["heldout_loss"]}
+            figures["heldout_demonstrations"] = len(unseen)
+        names = ("loss", "lr", "heldout_loss")
+        rows = [{"step": int(step["step"])} | {name: step[name] for name in names if name in step} for step in history]
+        return trained, rows, figures
 
 
 def problems_of(data: Path, split: str) -> list[Problem]:
@@ -105,43 +144,6 @@ def _short_enough(
 
     encoded = encode_demonstrations(problems[:HELDOUT], template)
     return [each for each in encoded if len(each.ids) <= config.sft.max_length]
-
-
-def _train(
-    config: PipelineConfig,
-    directory: Path,
-    examples: Sequence[EncodedConversation],
-    unseen: Sequence[EncodedConversation],
-) -> tuple[Trained, list[dict[str, Any]], dict[str, Any]]:
-    """Return a model as the demonstrations have made it, what every step said, and the training's figures."""
-    import torch
-
-    from rlhf_core.models.loading import default_device, load_causal_lm
-    from rlhf_core.supervised.sft import heldout_loss
-    from rlhf_core.supervised.sft import train_sft as train
-
-    dtype = getattr(torch, config.sft.dtype)
-    model = load_causal_lm(directory, "float32", device=default_device())
-    before = heldout_loss(model, unseen, config.sft, autocast_dtype=dtype).loss if unseen else None
-    batch_size = config.sft.batch_size * config.sft.num_trainers
-    progress = Progress("sft", config.sft.epochs * -(-len(examples) // batch_size), "step")
-    history, trained = train(
-        model,
-        examples,
-        config.sft,
-        seed=config.seed,
-        autocast_dtype=dtype,
-        on_step=lambda step: progress.step(int(step["step"]), loss=step["loss"]),
-        heldout=unseen,
-    )
-    figures: dict[str, Any] = {"steps": len(history), "demonstrations": len(examples), **config.sft.figures}
-    figures |= _curve([step["loss"] for step in history])
-    if before is not None:
-        figures |= {"heldout_loss_before": before, "heldout_loss": history[-1]["heldout_loss"]}
-        figures["heldout_demonstrations"] = len(unseen)
-    names = ("loss", "lr", "heldout_loss")
-    rows = [{"step": int(step["step"])} | {name: step[name] for name in names if name in step} for step in history]
-    return trained, rows, figures
 
 
 def _curve(losses: Sequence[float]) -> dict[str, float]:

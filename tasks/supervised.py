@@ -12,7 +12,7 @@ from tasks.clusters import address_of, lease_for
 from tasks.context import Context, materialise, open_context
 from tasks.failures import first_line
 from tasks.gpu_allocation import ADVICE, available_gpus, trainer_share
-from tasks.parents import BASE_MODEL, resolve_policy
+from tasks.parents import BASE_MODEL, base_of, resolve_policy
 from tasks.progress import say
 from tasks.results import Parent, StageResult
 from tasks.reward_model import RewardModelTraining
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rlhf_core.config import ClusterConfig, TrainersConfig
     from rlhf_core.ray_tools.group import Tell
 
-MODULES = ("supervised", "gpu_allocation")
+MODULES = ("supervised", "models", "gpu_allocation")
 """Besides what the stage's own module is called."""
 ANSWER_S = 30.0
 """Longest wait for an actor that has nothing to do but answer."""
@@ -54,7 +54,7 @@ def train_sft(config: PipelineConfig, dataset: Parent, actor: str | None = None)
     source = source_digest("sft", *MODULES)
     facts = config.model_dump(mode="json", include={"template", "sft"})
     key = stage_key("sft", config=facts, inputs=[dataset.digest, start.digest], seed=config.seed, source=source)
-    work = SFTTraining(config, dataset, start, key, source, context.flow_run)
+    work = SFTTraining(config, dataset, start, base_of(context, config, start), key, source, context.flow_run)
     return _found_or_trained(work, stage="sft", trainers=config.sft, context=context)
 
 
@@ -66,7 +66,7 @@ def train_reward_model(config: PipelineConfig, pairs: Parent, policy: Parent) ->
     facts = config.model_dump(mode="json", include={"template", "reward_model"})
     inputs = [pairs.digest, policy.digest]
     key = stage_key("reward-model", config=facts, inputs=inputs, seed=config.seed, source=source)
-    work = RewardModelTraining(config, pairs, policy, key, source, context.flow_run)
+    work = RewardModelTraining(config, pairs, policy, base_of(context, config, policy), key, source, context.flow_run)
     return _found_or_trained(work, stage="reward-model", trainers=config.reward_model, context=context)
 
 

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from rlhf_core.config.base import Config, Dtype, Positive
 from rlhf_core.config.model import LoRAConfig
-from rlhf_core.config.strategy import TrainersConfig, refuse_sharded_adapters
+from rlhf_core.config.strategy import AdapterTrainersConfig, refuse_sharded_adapters
 
 PROMPTS, CHUNK = "ppo.prompts_per_episode", "ppo.chunk_size"
 BATCH, MICRO = "ppo.train_batch_size", "ppo.micro_batch_size"
@@ -242,7 +242,7 @@ class OverlapConfig(Config):
     does so where trainers and makers of a run share one frozen base: with adapters, under plain and ddp."""
 
 
-class PPOConfig(RolloutConfig, LearningConfig, TrainersConfig, OverlapConfig):
+class PPOConfig(RolloutConfig, LearningConfig, AdapterTrainersConfig, OverlapConfig):
     """One PPO run."""
 
     episodes: Positive = 6
@@ -291,9 +291,4 @@ class PPOConfig(RolloutConfig, LearningConfig, TrainersConfig, OverlapConfig):
     @property
     def shares_base(self) -> bool:
         """Whether all models of a run are adapters and heads over one frozen base, which no process changes."""
-        return (
-            self.lora is not None
-            and self.lora.keeps_base
-            and self.strategy in {"plain", "ddp"}
-            and self.update_lora_weights is not False
-        )
+        return super().shares_base and self.update_lora_weights is not False

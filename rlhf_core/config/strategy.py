@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from rlhf_core.config.base import Config, Positive
+from rlhf_core.config.model import LoRAConfig
 
 StrategyName = Literal[
     "plain",
@@ -43,6 +44,18 @@ class TrainersConfig(Config):
     def figures(self) -> dict[str, int | str]:
         """By how many processes and how a model is trained, for a stage's figures; nothing for one on its own."""
         return {} if self.is_alone else {"trainers": self.num_trainers, "strategy": self.strategy}
+
+
+class AdapterTrainersConfig(TrainersConfig):
+    """Trainers of a model that is trained whole, or through adapters."""
+
+    lora: LoRAConfig | None = None
+    """None trains all weights."""
+
+    @property
+    def shares_base(self) -> bool:
+        """Whether what is trained are adapters over a frozen base that no process changes, and that others map too."""
+        return self.lora is not None and self.lora.keeps_base and self.strategy in {"plain", "ddp"}
 
 
 def refuse_sharded_adapters(stage: str, strategy: str, adapters: object) -> None:

@@ -7,11 +7,10 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from rlhf_core.config.base import Dtype, Positive
-from rlhf_core.config.model import LoRAConfig
-from rlhf_core.config.strategy import TrainersConfig, refuse_sharded_adapters
+from rlhf_core.config.strategy import AdapterTrainersConfig, refuse_sharded_adapters
 
 
-class SFTConfig(TrainersConfig):
+class SFTConfig(AdapterTrainersConfig):
     """Supervised fine-tuning on demonstrations."""
 
     epochs: Positive = 1
@@ -30,8 +29,6 @@ class SFTConfig(TrainersConfig):
     """Put several demonstrations of a batch into one row of `max_length` tokens; none of them sees another."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass instead of keeping them."""
-    lora: LoRAConfig | None = None
-    """None trains all weights."""
     dtype: Dtype = "bfloat16"
     """Arithmetic of the forward pass (autocast over float32 weights)."""
 
@@ -41,7 +38,7 @@ class SFTConfig(TrainersConfig):
         return self
 
 
-class RewardModelConfig(TrainersConfig):
+class RewardModelConfig(AdapterTrainersConfig):
     """Bradley-Terry training on preference pairs."""
 
     samples_per_prompt: int = Field(4, ge=2)
@@ -73,3 +70,8 @@ class RewardModelConfig(TrainersConfig):
     """Arithmetic of the forward pass (autocast over float32 weights)."""
     max_length: Positive = 512
     """Tokens of prompt and response together; a longer pair is dropped and counted."""
+
+    @model_validator(mode="after")
+    def _trains_adapters_unsharded(self) -> Self:
+        refuse_sharded_adapters("reward_model", self.strategy, self.lora)
+        return self

@@ -382,9 +382,8 @@ class TrainerRank(GroupMember):
     @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]
     def policy(self) -> None:
         """Take part in gathering the finished policy's weights."""
-        with self._working():
-            with self._learner.exact("actor"):
-                pass
+        with self._working(), self._learner.exact("actor"):
+            pass
 
 
 @ray.remote(concurrency_groups=worker.GROUPS)

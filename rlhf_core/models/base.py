@@ -102,7 +102,8 @@ def open_base(source: Path, digest: str, *, arithmetic: torch.dtype, models_dir:
                 _copy(source, directory, dtype)
     except Timeout as error:
         raise ModelError(
-            f"another process has been copying {source} to {directory} for {COPY_TIMEOUT_S:.0f} s; end it, and try again"
+            f"another process has been copying {source} to {directory} for {COPY_TIMEOUT_S:.0f} s; end it, and try "
+            "again"
         ) from error
     with suppress(OSError):  # another user's
         os.utime(directory / _USED)
@@ -144,7 +145,7 @@ def own_tensors(model: nn.Module) -> Iterator[Tensor]:
 def share(model: _Module) -> _Module:
     """Return another model over the very same weights: adapters that one gets, the other has not."""
     same: dict[int, Tensor] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    return copy.deepcopy(model, same)  # type: ignore[arg-type]  # a memo also holds what is not to be copied
+    return copy.deepcopy(model, dict(same))
 
 
 # --- the copy
@@ -214,7 +215,7 @@ def _write(file: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Non
     with file.open("wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
         begin = stream.tell()
-        for name, tensor in tensors.items():
+        for tensor in tensors.values():
             stream.write(bytes(-(stream.tell() - begin) % ALIGNMENT))
             for part in _parts(tensor, dtype):
                 stream.write(part)
@@ -226,7 +227,7 @@ def _write(file: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Non
 def _parts(tensor: Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
     """Yield a tensor's bytes in a dtype, a few megabytes at a time."""
     flat = tensor.detach().reshape(-1)
-    for part in flat.split(1 << 22):
+    for part in torch.split(flat, 1 << 22):
         yield memoryview(part.to(dtype).contiguous().view(torch.uint8).numpy())
 
 

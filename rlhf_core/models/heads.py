@@ -58,6 +58,11 @@ def save_with_head(
 ) -> None:
     """Write the trunk (adapters merged) as transformers does, and the head with `extra` tensors beside it."""
     save_merged(trunk, directory, max_shard_size=max_shard_size)
+    save_head(head, extra, directory)
+
+
+def save_head(head: nn.Linear, extra: Mapping[str, Tensor], directory: Path) -> None:
+    """Write the head with `extra` tensors."""
     named = {"weight": head.weight, "bias": head.bias, **extra}
     tensors = {name: tensor.detach().cpu().clone() for name, tensor in named.items()}
     save_file(tensors, directory / HEAD_FILE)
@@ -77,15 +82,30 @@ def load_with_head(
     Raises:
         ModelError: if there is no head, it is another's, a file is damaged, or weights are missing.
     """
-    if not (directory / HEAD_FILE).is_file():
-        raise ModelError(
-            f"{directory} holds no {kind}, as it has no {HEAD_FILE}; give the directory of a stored {kind}"
-        )
+    _expect_head(directory, kind)
+    trunk = load_whole(AutoModel, directory, dtype, what="transformer").eval()
+    return TrunkAndHead(trunk, *load_head(directory, trunk, kind=kind, extra=extra))
+
+
+def load_head(
+    directory: Path, trunk: PreTrainedModel, *, kind: str, extra: Mapping[str, Tensor] = MappingProxyType({})
+) -> tuple[nn.Linear, dict[str, Tensor]]:
+    """Return the head that `save_head` wrote, in float32, and what stands beside it.
+
+    Args:
+        directory: holds it.
+        trunk: what it is for.
+        kind: what is wanted, in words, for messages.
+        extra: tensors that must stand beside the head, by name, to tell their shapes.
+
+    Raises:
+        ModelError: if there is no head, it is another's, or the file is damaged.
+    """
+    _expect_head(directory, kind)
     try:
         tensors = load_file(directory / HEAD_FILE)
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{directory / HEAD_FILE} cannot be read; it is truncated or no safetensors file") from error
-    trunk = load_whole(AutoModel, directory, dtype, what="transformer")
     head = zero_head(trunk)
     wanted = {"weight": head.weight, "bias": head.bias, **extra}
     wrong = [name for name, like in wanted.items() if name not in tensors or tensors[name].shape != like.shape]
@@ -95,4 +115,11 @@ def load_with_head(
             f"of a stored {kind}"
         )
     head.load_state_dict({name: tensors.pop(name) for name in ("weight", "bias")})
-    return TrunkAndHead(trunk.eval(), head, tensors)
+    return head, tensors
+
+
+def _expect_head(directory: Path, kind: str) -> None:
+    if not (directory / HEAD_FILE).is_file():
+        raise ModelError(
+            f"{directory} holds no {kind}, as it has no {HEAD_FILE}; give the directory of a stored {kind}"
+        )

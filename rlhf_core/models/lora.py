@@ -59,7 +59,9 @@ def attach_lora(model: PreTrainedModel, config: LoRAConfig, *, seed: int) -> Non
         raise ModelError(
             "this model has adapters already; merge them (save_merged) and load the result first, or freeze them"
         )
-    targets: str | list[str] = config.target_modules if isinstance(config.target_modules, str) else [*config.target_modules]
+    targets: str | list[str] = (
+        config.target_modules if isinstance(config.target_modules, str) else [*config.target_modules]
+    )
     if targets == "all-linear" and _adapted_layers(model):  # peft would take the layers of adapters for the model's own
         targets = _linear_layers(model)
     settings = LoraConfig(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Self
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlhf_core.models.heads import apply_head, load_with_head, random_head, save_with_head
+from rlhf_core.models.adapters import load_adapters, save_adapters
+from rlhf_core.models.heads import apply_head, load_head, load_with_head, random_head, save_head, save_with_head
 from rlhf_core.models.saving import SHARD_SIZE
 from rlhf_core.models.trunk import copy_trunk, hidden_states
 
@@ -58,8 +61,41 @@ class RewardModel(nn.Module):
 
     def save_pretrained(self, directory: Path, *, max_shard_size: str = SHARD_SIZE) -> None:
         """Write the transformer (adapters merged) as its own library does, and the head beside it."""
-        statistics = {"score_mean": self.score_mean, "score_std": self.score_std}
-        save_with_head(self.trunk, self.head, statistics, directory, max_shard_size)
+        save_with_head(self.trunk, self.head, self._statistics, directory, max_shard_size)
+
+    def save_adapters(self, directory: Path, *, base: str | None = None) -> None:
+        """Write the transformer's adapters in peft's format, and the head beside them.
+
+        Args:
+            directory: made if absent.
+            base: path or name of what they are over.
+        """
+        save_adapters(self.trunk, directory, base=base)
+        save_head(self.head, self._statistics, directory)
+
+    @classmethod
+    def over(cls, trunk: PreTrainedModel, directory: Path) -> Self:
+        """Return the reward model whose adapters and head `save_adapters` wrote.
+
+        Args:
+            trunk: the transformer that they are over; it gets the adapters, which stay trainable.
+            directory: of the adapters and the head.
+
+        Raises:
+            ModelError: if they are not a reward model's, or not for this transformer.
+        """
+        load_adapters(trunk, directory)
+        head, statistics = load_head(directory, trunk, kind="reward model", extra=_STATISTICS)
+        return cls(trunk, head)._with(statistics)
+
+    @property
+    def _statistics(self) -> dict[str, Tensor]:
+        return {"score_mean": self.score_mean, "score_std": self.score_std}
+
+    def _with(self, statistics: Mapping[str, Tensor]) -> Self:
+        self.score_mean.copy_(statistics["score_mean"])
+        self.score_std.copy_(statistics["score_std"])
+        return self
 
     @classmethod
     def from_pretrained(cls, directory: Path, dtype: torch.dtype) -> Self:
@@ -68,10 +104,9 @@ class RewardModel(nn.Module):
         Raises:
             ModelError: if the directory holds no reward model.
         """
-        number = torch.zeros(())
-        statistics_like = {"score_mean": number, "score_std": number}
-        trunk, head, statistics = load_with_head(directory, dtype, kind="reward model", extra=statistics_like)
-        model = cls(trunk, head)
-        model.score_mean.copy_(statistics["score_mean"])
-        model.score_std.copy_(statistics["score_std"])
-        return model
+        trunk, head, statistics = load_with_head(directory, dtype, kind="reward model", extra=_STATISTICS)
+        return cls(trunk, head)._with(statistics)
+
+
+_STATISTICS = MappingProxyType({"score_mean": torch.zeros(()), "score_std": torch.zeros(())})
+"""What stands beside a reward model's head, to tell the shapes."""

@@ -44,7 +44,7 @@ class _Product(torch.autograd.Function):
         (weight,) = ctx.saved_tensors
         (gradient,) = gradients
         pieces = _pieces(weight)
-        parts = gradient.split([len(piece) for piece in pieces], dim=-1)
+        parts = torch.split(gradient, [len(piece) for piece in pieces], dim=-1)
         result = parts[0] @ pieces[0].float()
         for part, piece in zip(parts[1:], pieces[1:], strict=True):
             result += part @ piece.float()
@@ -53,12 +53,17 @@ class _Product(torch.autograd.Function):
 
 def _pieces(weight: Tensor) -> tuple[Tensor, ...]:
     rows = len(weight) if weight.is_cuda else max(1, PIECE_BYTES // (4 * weight.shape[1]))
-    return weight.split(rows)
+    return torch.split(weight, rows)
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    product: Tensor = _Product.apply(x.float(), weight)  # type: ignore[no-untyped-call]
+    return product
 
 
 class _WideLinear(nn.Linear):
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's name)
-        product: Tensor = _Product.apply(input.float(), self.weight)
+    def forward(self, input: Tensor) -> Tensor:
+        product = _product(input, self.weight)
         return product if self.bias is None else product + self.bias
 
 
@@ -66,12 +71,11 @@ class _WideConv1D(Conv1D):  # type: ignore[misc]  # transformers is not typed
     """GPT-2's layer, which keeps its weights transposed."""
 
     def forward(self, x: Tensor) -> Tensor:
-        product: Tensor = _Product.apply(x.float(), self.weight.T)
-        return product + self.bias
+        return _product(x, self.weight.T) + self.bias
 
 
 class _WideEmbedding(nn.Embedding):
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's name)
+    def forward(self, input: Tensor) -> Tensor:
         return super().forward(input).float()
 
 

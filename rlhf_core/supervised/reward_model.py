@@ -107,7 +107,8 @@ def train_reward_model(
     """Train a reward model to score the chosen sequence above the rejected; in place, unless weights are sharded.
 
     Args:
-        reward_model: on its device, in float32. Whoever needs it afterwards takes it from the result's booster.
+        reward_model: on its device, what is trained of it in float32. Whoever needs it afterwards takes it from the
+            result's booster.
         pairs: token ids, and by how much the scores should differ; the same on every rank.
         config: epochs, batch sizes (of one rank), learning rates of trunk and head, form of the loss.
         seed: of the order and of dropout.

@@ -39,7 +39,9 @@ class DDPBooster(ColossalBooster):
     def _boosted(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[nn.Module, Any]:
         # else the first rank's base would be written over that of the others, which is theirs alone from then on
         shared = [name for name, parameter in model.named_parameters() if is_shared(parameter)]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, shared)
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(  # type: ignore[no-untyped-call]
+            model, shared
+        )
         return super()._boosted(model, optimizer)
 
     def _adapted(self, optimizer: Any, members: Members) -> DDPOptimizer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -111,7 +112,7 @@ def test_tensors_are_aligned_and_what_is_joined_lies_side_by_side(architecture: 
     for parts in (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")):
         names = [f"model.layers.1.{part}.weight" for part in parts]
         if names[0] in places and names[-1] in places:
-            for first, second in zip(names, names[1:], strict=False):
+            for first, second in pairwise(names):
                 assert places[first][1] == places[second][0], (first, second)
 
 
@@ -189,7 +190,7 @@ def test_adapters_of_stages_are_joined_by_rank(tmp_path: Path) -> None:
 
 
 def test_stored_adapters_come_back_with_those_below_and_joined_for_peft(tmp_path: Path) -> None:
-    from peft import PeftModel  # noqa: PLC0415 (slow)
+    from peft import PeftModel
 
     model = randomised(stages(tmp_path, arithmetic=torch.float32), seed=5)
     save_adapters(model, tmp_path / "policy")
@@ -231,9 +232,7 @@ def test_a_copy_that_is_removed_is_missed(tmp_path: Path) -> None:
         base.check_unchanged()
 
 
-def test_a_disk_without_room_is_told_before_anything_is_copied(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_without_room_is_told_before_anything_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bases.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000})())
     with pytest.raises(ModelError, match="GB are free; make room"):
         opened(tmp_path)

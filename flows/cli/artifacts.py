@@ -153,24 +153,32 @@ def show(reference: str, /, *, as_json: Json = False) -> None:
 
 
 @app.command
-def fetch(reference: str, directory: Path, /, *, as_json: Json = False) -> None:
+def fetch(reference: str, directory: Path, /, *, merged: Flag = False, as_json: Json = False) -> None:
     """Put an artifact's files into a directory, each checked against its hash.
 
-    Files larger than 1 MB are links to the local cache, and read-only: copy one before you change it.
+    Files larger than 1 MB are links to the local cache, and read-only: copy one before you change it. Of a model that
+    is adapters, all sets of them come joined to one, as `AutoPeftModelForCausalLM.from_pretrained` loads it: with the
+    absolute path of its base, which lies in `base` beside it, if the store holds it.
 
     Args:
         reference: `kind/name` (the latest), `kind/name@version` or `kind/name@alias`.
         directory: an empty directory, or one with files of the same version; made if it is not there.
+        merged: of a model that is adapters, the whole model, as `AutoModelForCausalLM.from_pretrained` loads it.
         as_json: print JSON.
     """
     from infra.artifacts import open_default_store
+    from infra.settings import settings
+    from tasks.export import export, has_adapters
 
     store = open_default_store()
     manifest = store.resolve(reference)
     with console(stderr=True).status(f"fetching {manifest.uri}, {size(manifest.size)}"):
-        store.fetch(manifest.ref, directory)
+        if has_adapters(manifest):
+            export(store, settings(), manifest, directory, merged=merged)
+        else:
+            store.fetch(manifest.ref, directory)
     if as_json:
-        files = [entry.path for entry in manifest.files]
+        files = sorted(str(each.relative_to(directory)) for each in directory.rglob("*") if each.is_file())
         return write_json({"uri": manifest.uri, "digest": manifest.digest, "directory": str(directory), "files": files})
     console().print(
         f"{manifest.uri}: {counted(len(manifest.files), 'file')}, {size(manifest.size)}, in {directory}", markup=False

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from shutil import copyfile
 from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 from pydantic import ValidationError
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlhf_core.config import LoRAConfig
 from rlhf_core.errors import ModelError
+from rlhf_core.models.loading import SAFE, read_header
 from rlhf_core.models.lora import (
     Adapters,
     adapter_config,
@@ -30,6 +32,7 @@ from rlhf_core.models.lora import (
     put_below,
     trainable_state,
 )
+from rlhf_core.models.saving import SHARD_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -144,6 +147,68 @@ def read_joined(directory: Path) -> Adapters:
     """Return stored adapters and those below them as one set; raises what `read_adapters` raises."""
     below = [read_adapters(directory / BELOW)] if is_adapter_directory(directory / BELOW) else []
     return join_adapters(*below, read_adapters(directory))
+
+
+def write_merged(source: Path, adapters: Adapters, directory: Path, *, transposed: bool = False) -> None:
+    """Write a model with adapters merged, from the model's files, a shard at a time: it is never in memory as a whole.
+
+    Args:
+        source: the model, as `save_pretrained` writes it; of a transformer alone, or with its head.
+        adapters: of the model.
+        directory: is made if it is not there; gets weights and configuration in the source's dtype.
+        transposed: whether the model's layers keep their weights transposed, as GPT-2's do.
+
+    Raises:
+        ModelError: if the adapters are of another model, or a file is damaged.
+    """
+    places: dict[str, Path] = {}
+    sizes: dict[str, int] = {}
+    for file in sorted(source.glob(f"*{SAFE}")):
+        for name, entry in read_header(file).items():
+            if name != "__metadata__":
+                places[name], sizes[name] = file, entry["data_offsets"][1] - entry["data_offsets"][0]
+    layers = {name: layer for name in places if (layer := _layer_of(name, adapters)) is not None}
+    if missing := sorted(adapters.factors.keys() - layers.values()):
+        raise ModelError(f"adapters for {missing[0]} do not fit {source}, which has no such layer")
+    groups: list[list[str]] = [[]]
+    filled = 0
+    for name in places:
+        if groups[-1] and filled + sizes[name] > SHARD_BYTES:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += sizes[name]
+    directory.mkdir(parents=True, exist_ok=True)
+    held: dict[str, str] = {}
+    for number, names in enumerate(groups, start=1):
+        shard = f"model-{number:05d}-of-{len(groups):05d}{SAFE}" if len(groups) > 1 else f"model{SAFE}"
+        tensors = {}
+        for name in names:
+            with safe_open(places[name], "pt") as opened:
+                tensor = opened.get_tensor(name)
+            if name in layers:
+                a, b = adapters.factors[layers[name]]
+                product = adapters.alpha / adapters.rank * (b @ a)
+                tensor = (tensor.float() + (product.T if transposed else product)).to(tensor.dtype)
+            tensors[name] = tensor.contiguous()
+        save_file(tensors, directory / shard, metadata={"format": "pt"})
+        held |= dict.fromkeys(names, shard)
+    if len(groups) > 1:
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": held}
+        (directory / f"model{SAFE}.index.json").write_text(json.dumps(index, indent=2))
+    for name in ("config.json", "generation_config.json"):
+        if (source / name).is_file():
+            copyfile(source / name, directory / name)
+
+
+def _layer_of(name: str, adapters: Adapters) -> str | None:
+    """Return the layer whose weight a tensor of a model's file is; a transformer's layers have names without prefix."""
+    layer, _, leaf = name.rpartition(".")
+    while leaf == "weight" and layer:
+        if layer in adapters.factors:
+            return layer
+        _, _, layer = layer.partition(".")
+    return None
 
 
 def load_adapters(model: PreTrainedModel, directory: Path) -> None:

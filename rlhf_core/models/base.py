@@ -228,7 +228,7 @@ def _parts(tensor: Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
     """Yield a tensor's bytes in a dtype, a few megabytes at a time."""
     flat = tensor.detach().reshape(-1)
     for part in torch.split(flat, 1 << 22):
-        yield memoryview(part.to(dtype).contiguous().view(torch.uint8).numpy())
+        yield part.to(dtype).contiguous().view(torch.uint8).numpy().data
 
 
 def _facts(file: Path) -> tuple[int, int, int]:

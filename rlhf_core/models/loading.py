@@ -55,7 +55,7 @@ _READ_ERRORS = (
     SafetensorError,
 )
 
-_SAFE = ".safetensors"
+SAFE = ".safetensors"
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # by safetensors' names
 # what decides a model's outputs; README files and caches do not
 _DIGESTED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
@@ -158,13 +158,13 @@ def check_harmless(directory: Path) -> None:
     Raises:
         ModelError: if a file of it leads to a pickle, to code, or out of the directory.
     """
-    for index in sorted(directory.rglob(f"*{_SAFE}.index.json")):
+    for index in sorted(directory.rglob(f"*{SAFE}.index.json")):
         for shard in _shards_of(index):
-            if PurePosixPath(shard).name != shard or not shard.endswith(_SAFE):
+            if PurePosixPath(shard).name != shard or not shard.endswith(SAFE):
                 raise ModelError(
                     f"{index} names {shard!r}, which is no safetensors file beside it; give a model in safetensors"
                 )
-    if (directory / "adapter_config.json").is_file() and not (directory / f"adapter_model{_SAFE}").is_file():
+    if (directory / "adapter_config.json").is_file() and not (directory / f"adapter_model{SAFE}").is_file():
         raise ModelError(
             f"the adapters in {directory} are not in safetensors, and nothing is unpickled here; "
             "convert them, or merge them into their model"
@@ -263,17 +263,17 @@ def count_built(directory: Path) -> int | None:
 
 
 def _weight_files(directory: Path) -> list[Path]:
-    files = sorted(directory.glob(f"*{_SAFE}"))
+    files = sorted(directory.glob(f"*{SAFE}"))
     if not files:
         raise ModelError(f"{directory} holds no weights in safetensors; convert the model to that format first")
     return files
 
 
 def _tensors_of(file: Path) -> list[dict[str, Any]]:
-    return [entry for name, entry in _header(file).items() if name != "__metadata__"]
+    return [entry for name, entry in read_header(file).items() if name != "__metadata__"]
 
 
-def _header(file: Path) -> dict[str, Any]:
+def read_header(file: Path) -> dict[str, Any]:
     """Return the header: eight bytes of length, then that many of JSON, then the tensors."""
     try:
         with file.open("rb") as stream:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 SHARD_SIZE = "64MB"  # the unit of sharing and of parallel transfer in the artifact store
+SHARD_BYTES = 64 * 10**6
+"""The same as a number."""
 
 
 @contextmanager

@@ -71,7 +71,8 @@ class _WideConv1D(Conv1D):  # type: ignore[misc]  # transformers is not typed
     """GPT-2's layer, which keeps its weights transposed."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return _product(x, self.weight.T) + self.bias
+        bias: Tensor = self.bias
+        return _product(x, self.weight.T) + bias
 
 
 class _WideEmbedding(nn.Embedding):

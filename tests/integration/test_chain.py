@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from infra.artifacts import ArtifactRef, ArtifactStore, Manifest
@@ -148,13 +149,20 @@ def test_a_second_run_reuses_every_stage_and_meets_the_champion_of_the_first(
     assert len(store.list("run")) == 2  # each run has a report of its own
 
 
+@pytest.mark.parametrize("merged", [False, True])
 def test_a_fetched_policy_loads_and_answers_as_in_its_stored_evaluation(
-    stack: LocalStack, first: subprocess.CompletedProcess[str], store: ArtifactStore, tmp_path: Path
+    stack: LocalStack,
+    first: subprocess.CompletedProcess[str],
+    store: ArtifactStore,
+    tmp_path: Path,
+    merged: bool,
 ) -> None:
     assert first.returncode == 0
-    fetched = stack.type("rlhf", "artifacts", "fetch", "policy/quickstart@latest", str(tmp_path / "policy"))
+    whole = ["--merged"] if merged else []
+    fetched = stack.type("rlhf", "artifacts", "fetch", "policy/quickstart@latest", str(tmp_path / "policy"), *whole)
     assert fetched.returncode == 0, fetched.stderr
-    policy = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", dtype=torch.float32)
+    loader = AutoModelForCausalLM if merged else AutoPeftModelForCausalLM
+    policy = loader.from_pretrained(tmp_path / "policy", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "policy")
     outcomes = outcomes_of(store, "policy/quickstart@1")[:10]
     assert len(outcomes) == 10
@@ -162,7 +170,8 @@ def test_a_fetched_policy_loads_and_answers_as_in_its_stored_evaluation(
         # the quickstart's template, written out here
         text = f"<|im_start|>user\n{outcome['prompt']}<|im_end|>\n<|im_start|>assistant\n"
         ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
-        out = policy.generate(ids, max_new_tokens=28, do_sample=False, pad_token_id=0)[0, ids.shape[1] :].tolist()
+        found = policy.generate(input_ids=ids, max_new_tokens=28, do_sample=False, pad_token_id=0)
+        out = found[0, ids.shape[1] :].tolist()
         response = out[: out.index(tokenizer.eos_token_id)] if tokenizer.eos_token_id in out else out
         assert tokenizer.decode(response) == outcome["response"]
 

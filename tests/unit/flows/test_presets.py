@@ -335,7 +335,7 @@ def test_a_mistake_is_told_in_one_sentence(preset: str, overrides: dict[str, obj
         ("ppo.warmup_ratio", "ppo.warmup_steps"),
         ("target_kl", "ppo.kl_target"),
         ("ppo.lora_rank", "ppo.lora.r"),
-        ("lora_alpha", "sft.lora.alpha ppo.lora.alpha"),
+        ("lora_alpha", "sft.lora.alpha reward_model.lora.alpha ppo.lora.alpha"),
         ("ppo.bf16", "ppo.dtype"),
         ("world_size", "sft.num_trainers reward_model.num_trainers ppo.num_trainers"),
         ("model_name_or_path", "model.path"),

@@ -1,0 +1,91 @@
+"""Takes a model out of the store in a form that others load: adapters joined to one set, or merged into their base."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from shutil import copytree, ignore_patterns
+from typing import TYPE_CHECKING
+
+from infra.artifacts import ArtifactRef
+from infra.artifacts.ref import EXTERNAL_PREFIX
+from infra.errors import StoreError
+from rlhf_core.config import PipelineConfig
+from rlhf_core.errors import ModelError
+from tasks.models import BASE_FILE, read_base
+from tasks.scratch import scratch_directory
+
+if TYPE_CHECKING:
+    from infra.artifacts import ArtifactStore, Manifest
+    from infra.settings import Settings
+    from tasks.results import Parent
+
+BASE = "base"
+"""Directory of a base that is in the store, beside the adapters over it."""
+
+
+def has_adapters(manifest: Manifest) -> bool:
+    """Return whether an artifact is adapters over a base, and no whole model."""
+    return any(entry.path == BASE_FILE for entry in manifest.files)
+
+
+def export(store: ArtifactStore, known: Settings, manifest: Manifest, directory: Path, *, merged: bool) -> None:
+    """Put a model of adapters into a directory.
+
+    Args:
+        store: holds it.
+        known: the settings.
+        manifest: of the model.
+        directory: an empty one; made if it is not there.
+        merged: a whole model that transformers loads; else one set of adapters that peft loads, with the absolute path
+            of its base, which is put beside it if the store holds it.
+
+    Raises:
+        ModelError: if the base is not in the store, and not on this machine.
+        StoreError: if the directory holds anything, or the store does not give what it holds.
+    """
+    if directory.is_dir() and any(directory.iterdir()):
+        raise StoreError(f"{directory} is not empty; give an empty directory, or a new one, for {manifest.uri}")
+    files = store.cached(manifest.ref)
+    base = read_base(files, uri=manifest.uri)
+    assert base is not None  # `has_adapters` has looked
+    source = _base_directory(store, known, manifest, base, beside=None if merged else directory / BASE)
+    with scratch_directory(known.home) as folder:
+        _write(files, source, folder / "model", merged=merged)
+        copytree(folder / "model", directory, dirs_exist_ok=True)
+
+
+def _write(files: Path, source: Path, folder: Path, *, merged: bool) -> None:
+    from rlhf_core.models.adapters import BELOW, CONFIG_FILE, WEIGHTS_FILE, read_joined, write_adapters, write_merged
+
+    stored = json.loads((files / CONFIG_FILE).read_bytes())
+    adapters, transposed = read_joined(files), bool(stored.get("fan_in_fan_out"))
+    copytree(files, folder, ignore=ignore_patterns(BELOW, CONFIG_FILE, WEIGHTS_FILE, *([BASE_FILE] if merged else [])))
+    if merged:
+        write_merged(source, adapters, folder, transposed=transposed)
+        return
+    write_adapters(
+        adapters, folder, base_model_name_or_path=str(source), task_type=stored.get("task_type"),
+        fan_in_fan_out=transposed,
+    )  # fmt: skip
+
+
+def _base_directory(
+    store: ArtifactStore, known: Settings, manifest: Manifest, base: Parent, *, beside: Path | None
+) -> Path:
+    """Return where the base is: beside the adapters, in the cache, or where the preset of the model found it."""
+    from rlhf_core.models.loading import model_digest
+    from rlhf_core.models.locating import locate_model
+
+    if not base.uri.startswith(EXTERNAL_PREFIX):
+        reference = ArtifactRef(base.uri, base.digest)
+        return store.cached(reference) if beside is None else store.fetch(reference, beside).absolute()
+    path = PipelineConfig.model_validate(manifest.config).model.path
+    directory = locate_model(path, models_dir=known.models_dir)
+    digest = model_digest(directory, models_dir=known.models_dir)
+    if digest != base.digest:
+        raise ModelError(
+            f"{manifest.uri} was trained over {base.uri} (digest {base.digest[:12]}), but {path} holds another model "
+            f"by now ({digest[:12]}); put back what was there"
+        )
+    return directory.absolute()

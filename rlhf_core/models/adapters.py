@@ -35,7 +35,7 @@ from rlhf_core.models.lora import (
 from rlhf_core.models.saving import SHARD_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from transformers import PreTrainedModel
 
@@ -161,44 +161,62 @@ def write_merged(source: Path, adapters: Adapters, directory: Path, *, transpose
     Raises:
         ModelError: if the adapters are of another model, or a file is damaged.
     """
-    places: dict[str, Path] = {}
-    sizes: dict[str, int] = {}
-    for file in sorted(source.glob(f"*{SAFE}")):
-        for name, entry in read_header(file).items():
-            if name != "__metadata__":
-                places[name], sizes[name] = file, entry["data_offsets"][1] - entry["data_offsets"][0]
-    layers = {name: layer for name in places if (layer := _layer_of(name, adapters)) is not None}
-    if missing := sorted(adapters.factors.keys() - layers.values()):
+    stored = [
+        (name, file, entry["data_offsets"][1] - entry["data_offsets"][0])
+        for file in sorted(source.glob(f"*{SAFE}"))
+        for name, entry in read_header(file).items()
+        if name != "__metadata__"
+    ]
+    layers = {name: _layer_of(name, adapters) for name, _, _ in stored}
+    if missing := sorted(adapters.factors.keys() - set(layers.values())):
         raise ModelError(f"adapters for {missing[0]} do not fit {source}, which has no such layer")
-    groups: list[list[str]] = [[]]
-    filled = 0
-    for name in places:
-        if groups[-1] and filled + sizes[name] > SHARD_BYTES:
-            groups.append([])
-            filled = 0
-        groups[-1].append(name)
-        filled += sizes[name]
     directory.mkdir(parents=True, exist_ok=True)
+    shards = _cut(stored)
     held: dict[str, str] = {}
-    for number, names in enumerate(groups, start=1):
-        shard = f"model-{number:05d}-of-{len(groups):05d}{SAFE}" if len(groups) > 1 else f"model{SAFE}"
-        tensors = {}
-        for name in names:
-            with safe_open(places[name], "pt") as opened:
-                tensor = opened.get_tensor(name)
-            if name in layers:
-                a, b = adapters.factors[layers[name]]
-                product = adapters.alpha / adapters.rank * (b @ a)
-                tensor = (tensor.float() + (product.T if transposed else product)).to(tensor.dtype)
-            tensors[name] = tensor.contiguous()
+    for number, names in enumerate(shards, start=1):
+        shard = f"model-{number:05d}-of-{len(shards):05d}{SAFE}" if len(shards) > 1 else f"model{SAFE}"
+        tensors = {
+            name: _merged(tensor, adapters, layers[name], transposed=transposed) for name, tensor in _read(names)
+        }
         save_file(tensors, directory / shard, metadata={"format": "pt"})
-        held |= dict.fromkeys(names, shard)
-    if len(groups) > 1:
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": held}
+        held |= dict.fromkeys(tensors, shard)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": sum(size for _, _, size in stored)}, "weight_map": held}
         (directory / f"model{SAFE}.index.json").write_text(json.dumps(index, indent=2))
     for name in ("config.json", "generation_config.json"):
         if (source / name).is_file():
             copyfile(source / name, directory / name)
+
+
+_Stored = tuple[str, Path, int]  # a tensor's name, its file and its bytes
+
+
+def _cut(stored: Sequence[_Stored]) -> list[list[_Stored]]:
+    """Return tensors by the shard that they go to, in their order."""
+    shards: list[list[_Stored]] = [[]]
+    filled = 0
+    for entry in stored:
+        if shards[-1] and filled + entry[2] > SHARD_BYTES:
+            shards.append([])
+            filled = 0
+        shards[-1].append(entry)
+        filled += entry[2]
+    return shards
+
+
+def _read(stored: Sequence[_Stored]) -> Iterator[tuple[str, Tensor]]:
+    for name, file, _ in stored:
+        with safe_open(file, "pt") as opened:
+            yield name, opened.get_tensor(name)
+
+
+def _merged(tensor: Tensor, adapters: Adapters, layer: str | None, *, transposed: bool) -> Tensor:
+    """Return a weight with a layer's adapters added in float32, rounded once."""
+    if layer is None:
+        return tensor
+    a, b = adapters.factors[layer]
+    product = adapters.alpha / adapters.rank * (b @ a)
+    return (tensor.float() + (product.T if transposed else product)).to(tensor.dtype).contiguous()
 
 
 def _layer_of(name: str, adapters: Adapters) -> str | None:

@@ -32,6 +32,12 @@ class ModelError(RlhfError):
     """A model cannot be found, read, or held by this machine."""
 
 
+class BaseChangedError(ModelError):
+    """The file of a base was changed while models were mapped from it; it is copied anew, and nothing stored is lost."""
+
+    passes = True
+
+
 class TrainingError(RlhfError):
     """Training cannot go on: a loss or gradient is not a finite number, or there is nothing to learn from."""
 

@@ -8,11 +8,12 @@ from shutil import copytree, ignore_patterns
 from typing import TYPE_CHECKING
 
 from infra.artifacts import ArtifactRef
+from infra.artifacts.manifest import BASE_FILE
 from infra.artifacts.ref import EXTERNAL_PREFIX
 from infra.errors import StoreError
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import ModelError
-from tasks.models import BASE_FILE, read_base
+from tasks.models import read_base
 from tasks.scratch import scratch_directory
 
 if TYPE_CHECKING:
@@ -22,11 +23,6 @@ if TYPE_CHECKING:
 
 BASE = "base"
 """Directory of a base that is in the store, beside the adapters over it."""
-
-
-def has_adapters(manifest: Manifest) -> bool:
-    """Return whether an artifact is adapters over a base, and no whole model."""
-    return any(entry.path == BASE_FILE for entry in manifest.files)
 
 
 def export(store: ArtifactStore, known: Settings, manifest: Manifest, directory: Path, *, merged: bool) -> None:
@@ -48,7 +44,7 @@ def export(store: ArtifactStore, known: Settings, manifest: Manifest, directory:
         raise StoreError(f"{directory} is not empty; give an empty directory, or a new one, for {manifest.uri}")
     files = store.cached(manifest.ref)
     base = read_base(files, uri=manifest.uri)
-    assert base is not None  # `has_adapters` has looked
+    assert base is not None  # the manifest names the file
     source = _base_directory(store, known, manifest, base, beside=None if merged else directory / BASE)
     with scratch_directory(known.home) as folder:
         _write(files, source, folder / "model", merged=merged)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
+from infra.artifacts.manifest import BASE_FILE
 from rlhf_core.errors import ModelError
 from tasks.context import Context, materialise
 from tasks.results import Parent
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from rlhf_core.config import RewardModelConfig, SFTConfig
     from rlhf_core.models.base import Base
     from rlhf_core.models.reward_model import RewardModel
-
-BASE_FILE = "base.json"
 
 
 def write_base(directory: Path, base: Parent) -> None:

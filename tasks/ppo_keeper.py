@@ -22,6 +22,7 @@ from rlhf_core.ppo.state import (
     state_to_json,
 )
 from rlhf_core.types import Sample
+from tasks.models import with_base
 from tasks.results import PPORun
 from tasks.scratch import scratch_directory
 
@@ -145,6 +146,8 @@ class StoreKeeper:
         parents = [self._run.actor, self._run.dataset]
         if self._run.reward_model is not None:
             parents.insert(1, self._run.reward_model)
+        if self._run.base is not None:
+            parents = with_base(parents, self._run.base)
         refs = [ArtifactRef(parent.uri, parent.digest) for parent in parents]
         return refs if self._continued is None else [*refs, self._continued]
 

@@ -107,8 +107,8 @@ def preflight(
 
     Args:
         config: the resolved preset.
-        trains: the largest stage of the run; its models must fit. None trains nothing.
-        stages: all stages that train in the run; their strategies must be possible here.
+        trains: the last stage of the run that trains. None trains nothing.
+        stages: all stages that train in the run; their models must fit, and their strategies be possible here.
         actor: policy that was named.
         reward_model: reward model that was named.
 
@@ -138,8 +138,8 @@ def preflight(
     config = settle_arithmetic(context, config, gpus)
     for stage in stages:
         check_trainers(config, [stage], gpus=gpus[stage])
-    elsewhere = address is not None and any(leaves_process(config, stage) for stage in stages)
-    check_memory_for(config, settings().models_dir, trains=None if elsewhere else trains)
+    here = [stage for stage in stages if address is None or not leaves_process(config, stage)]
+    check_memory_for(config, settings().models_dir, stages=here)
     if actor is not None and actor != BASE_MODEL:
         resolve_policy(context, config, actor)
     if reward_model is not None:

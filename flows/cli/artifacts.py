@@ -168,12 +168,12 @@ def fetch(reference: str, directory: Path, /, *, merged: Flag = False, as_json: 
     """
     from infra.artifacts import open_default_store
     from infra.settings import settings
-    from tasks.export import export, has_adapters
+    from tasks.export import export
 
     store = open_default_store()
     manifest = store.resolve(reference)
     with console(stderr=True).status(f"fetching {manifest.uri}, {size(manifest.size)}"):
-        if has_adapters(manifest):
+        if manifest.has_adapters:
             export(store, settings(), manifest, directory, merged=merged)
         else:
             store.fetch(manifest.ref, directory)

@@ -184,7 +184,7 @@ def refuse_unknown_kinds(backend: Backend) -> None:
 
 
 def staying(backend: Backend, leased: Claim, manifests: Iterable[Manifest]) -> set[str]:
-    """Return the references of all versions that an alias or a lease reaches through parents.
+    """Return the references of all versions that an alias or a lease reaches through parents, and of adapters' bases.
 
     Args:
         backend: where the aliases are; they are read after the leases, because a mover's lease ends after its move.
@@ -194,6 +194,7 @@ def staying(backend: Backend, leased: Claim, manifests: Iterable[Manifest]) -> s
     known = list(manifests)
     pointed = in_parallel(lambda artifact: list_aliases(backend, *artifact), with_aliases(backend))
     roots = {alias.uri for aliases in pointed for alias in aliases.values()}
+    roots |= {base.uri for manifest in known for base in manifest.bases}
     return reached(roots.union(each.uri for each in known if leased.covers(each.uri)), known)
 
 

@@ -126,6 +126,11 @@ class FileEntry(BaseModel):
         return self.blobs or (BlobEntry(size=self.size, sha256=self.sha256),)
 
 
+BASE_FILE = "base.json"
+"""The file in which a model of adapters names its base."""
+_POLICIES = ("sft", "policy")
+
+
 class Manifest(BaseModel):
     """What one version of an artifact is; it is written after all that it names, and never changes."""
 
@@ -187,6 +192,17 @@ class Manifest(BaseModel):
     def size(self) -> int:
         """Bytes of all its files."""
         return sum(entry.size for entry in self.files)
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether it is adapters over a base, and no whole model."""
+        return any(entry.path == BASE_FILE for entry in self.files)
+
+    @property
+    def bases(self) -> tuple[ArtifactRef, ...]:
+        """The parents that its adapters may be over: without them it is of no use."""
+        models = [parent for parent in self.parents if parent.uri.partition("/")[0] in _POLICIES]
+        return tuple(models) if self.has_adapters else ()
 
     @property
     def blobs(self) -> tuple[BlobEntry, ...]:

@@ -22,6 +22,7 @@ from rlhf_core.counting import counted, ordinal
 from rlhf_core.data import Problem
 from rlhf_core.detached.rollouts import Rollouts
 from rlhf_core.errors import TrainingError
+from rlhf_core.models.base import check_bases
 from rlhf_core.phases import reached
 from rlhf_core.ppo.controls import RewardControls
 from rlhf_core.ppo.episode import EpisodeLearner, learn_episode
@@ -228,6 +229,7 @@ class RunTrainer(GroupMember):
                 f"this trainer failed in episode {ordinal(episode)} once it had begun to learn it; build it anew, from "
                 "its last state"
             )
+        self._check_bases()
         self._loop.run_episode(self._config.max_epochs)
         self._progress = f"episode {ordinal(episode)}: done"
         return self._history[-1]
@@ -276,7 +278,13 @@ class RunTrainer(GroupMember):
     def _keep_batch(self, save: Callable[[Path], None]) -> str:
         return f"the batch is kept in {self._keeper.keep_failed_batch(save)}"
 
+    def _check_bases(self) -> None:
+        """Check that nobody has changed what the models are mapped from: before an episode, publication and commit."""
+        trained = (self._learner.trained(role) for role in ("actor", "critic"))
+        check_bases(*(None if each is None else each.model for each in trained))
+
     def _publish(self, version: int) -> None:
+        self._check_bases()
         self._episode.ends("learn")
         self._progress = f"episode {ordinal(version - 1)}: publishing weights, version {version}"
         self._episode.waited_s += self._send(version, completed=version)
@@ -287,6 +295,7 @@ class RunTrainer(GroupMember):
         started = time.perf_counter()
         self.await_commit()  # the one before: it had all of this episode's time, and no third state is in memory
         self._episode.waited_s += time.perf_counter() - started
+        self._check_bases()
         with self._peers.taking_part("state"):
             reached("snapshot")
             snapshot, learner = self._learner.state()  # the learner's only pause

@@ -31,7 +31,7 @@ from filelock import FileLock, Timeout
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from rlhf_core.errors import ModelError
+from rlhf_core.errors import BaseChangedError, ModelError
 from rlhf_core.models.loading import load_whole, published_dtype
 from rlhf_core.models.saving import quiet
 from rlhf_core.models.upcast import compute_in_float32
@@ -46,7 +46,7 @@ UNUSED_DAYS = 7
 _FORM = 1
 """Of the file; a copy of another form is made anew."""
 _PAGE = 4096
-_MARK = "of_shared_base"  # attribute of each weight
+_MARK, _BASE = "of_shared_base", "shared_base"  # attributes of each weight, and of the transformer
 _COPIES, _USED, _FACTS, _GAP = "bases", "used", "base.json", "gap."
 _NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}  # of dtypes, in safetensors
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -67,14 +67,14 @@ class Base:
         """Check that the file is what it was when it was opened.
 
         Raises:
-            ModelError: if it is gone, or another, or was written to.
+            BaseChangedError: if it is gone, or another, or was written to.
         """
         with suppress(OSError):  # another user's
             os.utime(self.directory / _USED)
         if _facts(self.directory / WEIGHTS) != self.file:
-            raise ModelError(
+            raise BaseChangedError(
                 f"{self.directory / WEIGHTS}, the base that the models of this run share, was changed or removed while "
-                "it was in use; what was committed before is safe: leave the file alone, and start the run again"
+                "it was in use; leave it alone: it is copied anew, and the run goes on from its last commit"
             )
 
 
@@ -127,6 +127,7 @@ def load_base(base: Base, *, arithmetic: torch.dtype, device: str | torch.device
     model.eval().requires_grad_(requires_grad=False)
     for parameter in model.parameters():
         setattr(parameter, _MARK, True)
+    setattr(model.base_model, _BASE, base)  # of the transformer, which a critic has without the rest
     if arithmetic == torch.float32 != base.dtype:
         compute_in_float32(model)
     return model
@@ -135,6 +136,18 @@ def load_base(base: Base, *, arithmetic: torch.dtype, device: str | torch.device
 def is_shared(tensor: Tensor) -> bool:
     """Return whether a weight is of a base: the same in every process, and never to be written."""
     return bool(getattr(tensor, _MARK, False))
+
+
+def check_bases(*models: nn.Module | None) -> None:
+    """Check that the bases of models are what they were when these were loaded; nothing, for models without.
+
+    Raises:
+        BaseChangedError: if one is not.
+    """
+    for model in models:
+        for module in () if model is None else model.modules():
+            if (base := getattr(module, _BASE, None)) is not None:
+                base.check_unchanged()
 
 
 def own_tensors(model: nn.Module) -> Iterator[Tensor]:

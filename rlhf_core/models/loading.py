@@ -238,6 +238,14 @@ def published_dtype(directory: Path) -> torch.dtype:
     return _DTYPES[kind]
 
 
+def published_bytes(directory: Path) -> int:
+    """Return the bytes of a weight as a model's files hold most of them, or four where they hold another kind."""
+    try:
+        return published_dtype(directory).itemsize
+    except ModelError:  # quantised, say: its weights are made wide when they are read
+        return torch.float32.itemsize
+
+
 def count_built(directory: Path) -> int | None:
     """Return the number of parameters that a model's configuration builds, whatever its files hold; tied ones once.
 

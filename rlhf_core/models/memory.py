@@ -13,10 +13,13 @@ A learner is what one rank holds to train one model (`bytes_per_rank`), by strat
     zero2_cpu     w P       w T / W     4 T / W    8 T / W      master and moments in host memory
     gemini        w P / W   w T / W     4 T / W    8 T / W      no master in fp32, where the weights are exact
 
-The frozen base under adapters is held in fp32 too: updates smaller than bfloat16's steps would be lost when the
-adapters are merged (zero2 keeps 2 bytes in half precision). There are at most 2 r N^(2/3) parameters of adapters: a
-matrix of d x d has r (d + d) of them, a share 2 r / d, and d exceeds N^(1/3) in every decoder in use (SmolLM2-135M:
-576 > 513; Llama-2 7B: 4096 > 1889).
+With adapters the frozen base lies in a file that all processes of a machine map: it counts once, in the dtype that it
+is computed in, or was published in if that is smaller; on GPUs it counts for each process. Where it cannot be shared
+(`PPOConfig.shares_base`), each process holds weights of its own, in fp32 where they are trained: updates smaller than
+bfloat16's steps would be lost when the adapters are merged (zero2 keeps 2 bytes in half precision).
+
+There are at most 2 r N^(2/3) parameters of adapters: a matrix of d x d has r (d + d) of them, a share 2 r / d, and d
+exceeds N^(1/3) in every decoder in use (SmolLM2-135M: 576 > 513; Llama-2 7B: 4096 > 1889).
 
 A stage needs:
 
@@ -26,11 +29,17 @@ A stage needs:
     PPO, each maker:     actor, critic, initial model and, where it has weight, reward model, in the rollout dtype
                          (advantages that compare samples with each other need no critic, here and there)
     SFT, reward model:   one learner for each trainer; or, while it is made, the model whole in fp32
+
+Over a shared base, A parameters of adapters for each of actor and critic:
+
+    PPO, each trainer:   16 A (weights, gradients, moments); the first one also 4 A, on their way to the makers
+    PPO, each maker:     4 A; and 4 A of the reward model's, or the whole of one without adapters
+    SFT, reward model:   16 A for each trainer
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import pow as power
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -42,6 +51,8 @@ from rlhf_core.counting import counted
 from rlhf_core.errors import ModelError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rlhf_core.config import LoRAConfig, PipelineConfig, PPOConfig, RewardModelConfig, SFTConfig
     from rlhf_core.strategy.booster import Precision
 
@@ -127,11 +138,21 @@ class MemoryNeed:
     num_other_trainers: int = 0
     offloaded: int = 0
     """Of each trainer's, what is in host memory wherever the rest is."""
+    shared: int = 0
+    """What all of them map, besides."""
 
     @property
     def total(self) -> int:
-        """Of trainers and makers together."""
-        return self.trainer + self.num_other_trainers * self.other_trainer + self.num_makers * self.maker
+        """Of trainers and makers together, on a machine without GPUs."""
+        own = self.trainer + self.num_other_trainers * self.other_trainer + self.num_makers * self.maker
+        return own + self.shared
+
+    def on_gpus(self) -> MemoryNeed:
+        """Return the need where each process has what is shared to itself."""
+        other = self.other_trainer + self.shared if self.num_other_trainers else 0
+        return replace(
+            self, trainer=self.trainer + self.shared, maker=self.maker + self.shared, other_trainer=other, shared=0
+        )
 
     @property
     def total_offloaded(self) -> int:
@@ -153,12 +174,16 @@ class MachineMemory:
         return f"{_gb(self.ram)} and {gpus}"
 
 
-def required_memory(config: PPOConfig, num_parameters: int) -> MemoryNeed:
+def required_memory(
+    config: PPOConfig, num_parameters: int, *, published_bytes: int = _EXACT, reward_adapters: bool = False
+) -> MemoryNeed:
     """Return what one PPO run needs, all of it on one machine; the formula is this module's docstring.
 
     Args:
         config: of the run.
         num_parameters: of the model.
+        published_bytes: of a weight in the model's files.
+        reward_adapters: whether the reward model is adapters and a head.
 
     Example:
         >>> from rlhf_core.config import PPOConfig
@@ -166,6 +191,8 @@ def required_memory(config: PPOConfig, num_parameters: int) -> MemoryNeed:
         >>> (need.trainer, need.maker, need.num_makers)
         (36000, 6000, 2)
     """
+    if config.shares_base:
+        return _need_over_base(config, num_parameters, published_bytes, reward_adapters=reward_adapters)
     rollout = BYTES[config.rollout_dtype] * num_parameters
     has_critic = config.advantage_estimator == "gae"
     models_of_a_learner = 2 if has_critic else 1
@@ -182,6 +209,32 @@ def required_memory(config: PPOConfig, num_parameters: int) -> MemoryNeed:
         num_other_trainers=config.num_trainers - 1,
         offloaded=models_of_a_learner * per_rank.host,
     )
+
+
+def _need_over_base(
+    config: PPOConfig, num_parameters: int, published_bytes: int, *, reward_adapters: bool
+) -> MemoryNeed:
+    assert config.lora is not None  # nothing would be over a base
+    adapters = adapter_parameters(num_parameters, config.lora.r)
+    rollout, has_critic = BYTES[config.rollout_dtype] * num_parameters, config.advantage_estimator == "gae"
+    models = 2 if has_critic else 1
+    # a critic that starts from a whole reward model has a transformer of its own
+    own_critic = has_critic and config.critic_init == "reward_model" and not reward_adapters
+    scorer = (_EXACT * adapters if reward_adapters else rollout) if config.reward.reward_model > 0 else 0
+    learner = models * (2 * _EXACT + _MOMENTS) * adapters + (_EXACT * num_parameters if own_critic else 0)
+    return MemoryNeed(
+        trainer=learner + models * _EXACT * adapters,
+        maker=models * _EXACT * adapters + scorer + (rollout if own_critic else 0),
+        num_makers=config.cluster.num_makers,
+        other_trainer=learner if config.num_trainers > 1 else 0,
+        num_other_trainers=config.num_trainers - 1,
+        shared=_base_bytes(config.rollout_dtype, published_bytes) * num_parameters,
+    )
+
+
+def _base_bytes(arithmetic: str, published_bytes: int) -> int:
+    """Return the bytes of a weight of the base."""
+    return min(BYTES[arithmetic], published_bytes)
 
 
 def adapter_parameters(num_parameters: int, rank: int) -> int:
@@ -226,6 +279,8 @@ def check_memory(
     model: str,
     machine: MachineMemory | None = None,
     doubt: str = "",
+    published_bytes: int = _EXACT,
+    reward_adapters: bool = False,
 ) -> None:
     """Check that a PPO run fits on this machine.
 
@@ -235,6 +290,8 @@ def check_memory(
         model: its name, for the error.
         machine: None measures this one.
         doubt: what the error says of the number, such as that two ways to count do not agree.
+        published_bytes: as for `required_memory`, as is the next.
+        reward_adapters: see there.
 
     Raises:
         ModelError: if there are too few GPUs or too little memory.
@@ -248,28 +305,31 @@ def check_memory(
             f"{counted(gpus, 'GPU')}, but this machine has {len(machine.gpus)}; lower ppo.num_trainers, "
             "ppo.cluster.trainer_gpus, maker_gpus or num_makers, or take a bigger machine"
         )
-    need = required_memory(config, num_parameters)
+    need = required_memory(config, num_parameters, published_bytes=published_bytes, reward_adapters=reward_adapters)
+    need = need.on_gpus() if machine.gpus else need
     place = sum(machine.gpus) or machine.ram
     largest = max(machine.gpus, default=machine.ram)
     # Without GPUs, what is offloaded is in the same memory as the rest.
     beside, beside_all = (need.offloaded, need.total_offloaded) if machine.gpus else (0, 0)
     fits = need.total - beside_all <= place and beside_all <= machine.ram
-    if fits and max(need.trainer - beside, need.maker) <= largest:
+    if fits and need.shared + max(need.trainer - beside, need.maker) <= largest:
         return
+    base = f"{_gb(need.shared)} for the base that all share, " if need.shared else ""
     others = f", {_gb(need.other_trainer)} for each other trainer" if need.num_other_trainers else ""
-    halved = "set ppo.rollout_dtype to bfloat16, " if config.rollout_dtype == "float32" else ""
+    advice = "set ppo.rollout_dtype to bfloat16, " if config.rollout_dtype == "float32" else ""
+    advice += "" if config.lora else "set ppo.lora, "
     raise ModelError(
         f"PPO on {model} ({_many(num_parameters)} parameters{doubt}) needs at least {_gb(need.total)} "
-        f"({_gb(need.trainer)} for the {'first ' if others else ''}trainer{others}, {_gb(need.maker)} for each of "
-        f"{counted(need.num_makers, 'maker')}), but this machine has {machine}; {halved}take a smaller "
-        "model (`-p model=PATH`) or a bigger machine"
+        f"({base}{_gb(need.trainer)} for the {'first ' if others else ''}trainer{others}, {_gb(need.maker)} for each "
+        f"of {counted(need.num_makers, 'maker')}), but this machine has {machine}; {advice}take a smaller model "
+        "(`-p model=PATH`) or a bigger machine"
     )
 
 
 def check_memory_for(
-    config: PipelineConfig, models_dir: Path, *, trains: Literal["ppo", "sft", "reward-model"] | None = "ppo"
+    config: PipelineConfig, models_dir: Path, *, stages: Sequence[Literal["sft", "reward_model", "ppo"]] = ("ppo",)
 ) -> None:
-    """Check that this machine can run a preset's largest stage, before any model or reference is fetched.
+    """Check that this machine can run stages of a preset, before any model or reference is fetched.
 
     If the model is on this machine, its size is the larger of what its configuration builds and what its files hold:
     the one fills memory first, the other is what is loaded. Else it is the preset's `model.num_parameters`. Where
@@ -278,36 +338,44 @@ def check_memory_for(
     Args:
         config: the resolved preset.
         models_dir: where packaged models are kept.
-        trains: the largest stage of the run; None only looks whether the model's path leads anywhere.
+        stages: those that train; none only looks whether the model's path leads anywhere.
 
     Raises:
         ModelError: if the model's path leads nowhere, or the machine cannot hold it.
     """
     size = _size(config, models_dir)
-    if size is None or trains is None:
+    if size is None:
         return
-    num_parameters, doubt = size
-    if trains == "ppo":
-        check_memory(config.ppo, num_parameters, model=config.model.path, doubt=doubt)
-        return
-    _check_stage(config, trains, num_parameters, doubt)
+    for stage in stages:
+        if stage != "ppo":
+            _check_stage(config, stage, size)
+            continue
+        check_memory(
+            config.ppo, size.num_parameters, model=config.model.path, doubt=size.doubt,
+            published_bytes=size.published_bytes, reward_adapters=config.reward_model.shares_base,
+        )  # fmt: skip
 
 
-def _check_stage(
-    config: PipelineConfig, stage: Literal["sft", "reward-model"], num_parameters: int, doubt: str
-) -> None:
+def _check_stage(config: PipelineConfig, stage: Literal["sft", "reward_model"], size: _Size) -> None:
     settings = config.sft if stage == "sft" else config.reward_model
-    per_rank = _per_rank(settings, num_parameters, config.sft.lora if stage == "sft" else None)
     machine = machine_memory()
-    offloaded = per_rank.host if machine.gpus else 0
-    one = max(_MADE_IN * num_parameters, per_rank.device + per_rank.host - offloaded)
-    place = sum(machine.gpus) or machine.ram
-    fits = settings.num_trainers * one <= place and settings.num_trainers * offloaded <= machine.ram
+    shared = offloaded = 0
+    if settings.lora is not None and settings.shares_base:
+        shared = _base_bytes(settings.dtype, size.published_bytes) * size.num_parameters
+        one = (2 * _EXACT + _MOMENTS) * adapter_parameters(size.num_parameters, settings.lora.r)
+        one, shared = (one + shared, 0) if machine.gpus else (one, shared)
+    else:
+        per_rank = _per_rank(settings, size.num_parameters, settings.lora)
+        offloaded = per_rank.host if machine.gpus else 0
+        one = max(_MADE_IN * size.num_parameters, per_rank.device + per_rank.host - offloaded)
+    place, count = sum(machine.gpus) or machine.ram, settings.num_trainers
+    fits = shared + count * one <= place and count * offloaded <= machine.ram
     if not fits or one > max(machine.gpus, default=machine.ram):
+        advice = "" if settings.lora else f"set {stage}.lora, "
         raise ModelError(
-            f"training the stage {stage} on {config.model.path} ({_many(num_parameters)} parameters{doubt}) needs at "
-            f"least {_gb(settings.num_trainers * (one + offloaded))}, but this machine has {machine}; take a "
-            "smaller model (`-p model=PATH`) or a bigger machine"
+            f"training the stage {stage.replace('_', '-')} on {config.model.path} ({_many(size.num_parameters)} "
+            f"parameters{size.doubt}) needs at least {_gb(shared + count * (one + offloaded))}, but this machine has "
+            f"{machine}; {advice}take a smaller model (`-p model=PATH`) or a bigger machine"
         )
 
 
@@ -315,6 +383,8 @@ class _Size(NamedTuple):
     num_parameters: int
     doubt: str = ""
     """What an error says of the number beside it."""
+    published_bytes: int = _EXACT
+    """Of a weight in the files."""
 
 
 def _size(config: PipelineConfig, models_dir: Path) -> _Size | None:
@@ -332,15 +402,15 @@ def _size(config: PipelineConfig, models_dir: Path) -> _Size | None:
 
 
 def _size_on_disk(directory: Path) -> _Size:
-    from rlhf_core.models.loading import count_built, count_parameters  # noqa: PLC0415
+    from rlhf_core.models.loading import count_built, count_parameters, published_bytes  # noqa: PLC0415
 
     stored = count_parameters(directory)
     built = count_built(directory) or stored
-    if max(stored, built) <= _DISAGREE * min(stored, built):
-        return _Size(max(stored, built))
-    if built > stored:
-        return _Size(built, f", which its config.json builds; its files hold {_many(stored)}")
-    return _Size(stored, f", which its files hold; its config.json builds {_many(built)}")
+    doubt = ""
+    if max(stored, built) > _DISAGREE * min(stored, built):
+        more, less = ("its config.json builds", "its files hold")[:: 1 if built > stored else -1]
+        doubt = f", which {more}; {less} {_many(min(stored, built))}"
+    return _Size(max(stored, built), doubt, published_bytes(directory))
 
 
 def _many(count: int) -> str:

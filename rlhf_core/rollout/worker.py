@@ -11,6 +11,7 @@ import ray
 from torch import nn
 
 from rlhf_core.errors import RlhfError
+from rlhf_core.models.base import check_bases
 from rlhf_core.phases import reached
 from rlhf_core.rollout.experience import ExperienceMaker, to_prompts
 from rlhf_core.rollout.samples import MadeChunk
@@ -87,6 +88,7 @@ class MakerActor:
         if version != self._version:
             held = "no weights" if self._version is None else f"policy version {self._version}"
             raise StaleWeightsError(f"{self._name} holds {held}, but version {version} was asked for")
+        check_bases(maker.actor, maker.critic)
         self._before_making()
         started = time.perf_counter()
         prompts, samples = self._prompts(unit)

@@ -15,10 +15,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rlhf_core.config import LoRAConfig
-from rlhf_core.errors import ModelError
+from rlhf_core.errors import BaseChangedError, ModelError
 from rlhf_core.models import base as bases
 from rlhf_core.models.adapters import load_adapters, read_joined, save_adapters, write_adapters
-from rlhf_core.models.base import ALIGNMENT, WEIGHTS, Base, load_base, open_base, share
+from rlhf_core.models.base import ALIGNMENT, WEIGHTS, Base, check_bases, load_base, open_base, share
+from rlhf_core.models.critic import Critic
 from rlhf_core.models.loading import load_causal_lm, model_digest
 from rlhf_core.models.lora import (
     adapters_off,
@@ -28,6 +29,7 @@ from rlhf_core.models.lora import (
     merged_parameters,
     trainable_parameters,
 )
+from rlhf_core.models.trunk import trunk_of
 from tests.unit.models.architectures import ARCHITECTURES, tiny_causal_lm
 
 torch.set_num_threads(1)
@@ -213,13 +215,15 @@ def test_adapters_of_another_model_do_not_go_below(tmp_path: Path) -> None:
 def test_a_copy_is_made_once_and_again_when_it_was_changed(tmp_path: Path) -> None:
     first = opened(tmp_path)
     assert opened(tmp_path) == first
+    role = Critic(share(trunk_of(load_base(first, arithmetic=torch.bfloat16))))
+    check_bases(role, None)
     file = first.directory / WEIGHTS
     assert file.stat().st_mode & 0o777 == 0o444
     file.chmod(0o644)
     with file.open("r+b") as stream:
         stream.truncate(5000)
-    with pytest.raises(ModelError, match="was changed or removed while it was in use"):
-        first.check_unchanged()
+    with pytest.raises(BaseChangedError, match="was changed or removed while it was in use"):
+        check_bases(role)
     second = opened(tmp_path)
     second.check_unchanged()
     assert torch.isfinite(load_base(second, arithmetic=torch.bfloat16)(IDS).logits).all()
@@ -228,7 +232,7 @@ def test_a_copy_is_made_once_and_again_when_it_was_changed(tmp_path: Path) -> No
 def test_a_copy_that_is_removed_is_missed(tmp_path: Path) -> None:
     base = opened(tmp_path)
     (base.directory / WEIGHTS).unlink()
-    with pytest.raises(ModelError, match=r"model\.safetensors, the base that the models of this run share"):
+    with pytest.raises(BaseChangedError, match=r"model\.safetensors, the base that the models of this run share"):
         base.check_unchanged()
 
 

@@ -58,9 +58,26 @@ def test_group_baselines_need_no_memory_for_a_critic() -> None:
 def test_adapters_on_a_billion_parameters_by_hand() -> None:
     reward = RewardConfig(verifier=1, reward_model=0.5)
     config = PPOConfig(lora=LoRAConfig(r=8), dtype="bfloat16", rollout_dtype="float32", reward=reward)
+    # N^(2/3) is a million: 2 x 8 x 10^6 adapter parameters, for actor and critic
+    adapters = 16 * 10**6
     need = required_memory(config, GB)
-    # N^(2/3) is a million: 2 x 8 x 10^6 adapter parameters of 16 bytes, on 4 GB of float32, for actor and critic;
-    # and 4 GB each to publish
+    assert need.shared == 4 * GB
+    assert need.trainer == pytest.approx(2 * (16 + 4) * adapters, rel=1e-6)
+    assert need.maker == pytest.approx(2 * 4 * adapters + 4 * GB, rel=1e-6)  # and a whole reward model
+    assert need.total == need.trainer + 2 * need.maker + 4 * GB
+    narrow = required_memory(config, GB, published_bytes=2, reward_adapters=True)
+    assert narrow.shared == 2 * GB  # float32 arithmetic widens what was published in 16 bits as it is used
+    assert narrow.maker == pytest.approx(3 * 4 * adapters, rel=1e-6)
+    alone = narrow.on_gpus()
+    assert alone.total == narrow.total + 2 * 2 * GB  # trainer and two makers, each with a base to itself
+
+
+def test_adapters_whose_base_cannot_be_shared_have_weights_of_their_own() -> None:
+    reward = RewardConfig(verifier=1, reward_model=0.5)
+    lora = LoRAConfig(r=8, init="pissa")
+    config = PPOConfig(lora=lora, dtype="bfloat16", rollout_dtype="float32", reward=reward)
+    need = required_memory(config, GB)
+    # 2 x 8 x 10^6 adapter parameters of 16 bytes, on 4 GB of float32, for actor and critic; and 4 GB each to publish
     assert need.trainer == pytest.approx(2 * (4 * GB + 16 * 16 * 10**6 + 4 * GB), rel=1e-6)
     assert need.maker == 4 * 4 * GB  # actor, critic, initial model and reward model
 
@@ -90,26 +107,37 @@ def test_a_model_is_whole_while_it_is_made_and_the_critics_reward_model_is_besid
     copied = required_memory(config.model_copy(update={"critic_init": "reward_model"}), GB)
     assert (copied.other_trainer, copied.trainer) == (3 * 4 * GB, 3 * 4 * GB)
     assert copied.maker == need.maker
-    adapters = PPOConfig(lora=LoRAConfig(r=8), num_trainers=2, critic_init="reward_model", dtype="bfloat16")
+    adapters = PPOConfig(
+        lora=LoRAConfig(r=8, init="pissa"), num_trainers=2, critic_init="reward_model", dtype="bfloat16"
+    )
     assert required_memory(adapters, GB).other_trainer == 3 * 4 * GB  # more than the two models with adapters
+    shared = adapters.model_copy(update={"lora": LoRAConfig(r=8)})
+    # the critic starts from a whole reward model: 4 GB of its own, and 16 bytes for each of 16 million twice
+    assert required_memory(shared, GB).other_trainer == pytest.approx(4 * GB + 2 * 16 * 16 * 10**6, rel=1e-6)
 
 
 def test_the_bound_on_adapters_holds_for_a_real_model() -> None:
     # SmolLM2-135M, r 16: per layer q and o 576+576, k and v 576+192, gate, up and down 576+1536; 30 layers
     real = 30 * 16 * (2 * (576 + 576) + 2 * (576 + 192) + 3 * (576 + 1536))
     n = 134_515_008
-    base_only = 2 * (4 + 2) * n
-    bound = (required_memory(PPOConfig(lora=LoRAConfig(r=16)), n).trainer - base_only) / (2 * 16)
+    bound = required_memory(PPOConfig(lora=LoRAConfig(r=16)), n).trainer / (2 * (16 + 4))
     assert real <= bound < 2 * real
 
 
 def test_a_machine_that_is_too_small_gets_need_machine_and_remedy() -> None:
     with pytest.raises(ModelError) as caught:
-        check_memory(PPOConfig(), 6_738_415_616, model="llama-7b", machine=MachineMemory(23 * GB))
+        check_memory(PPOConfig(lora=None), 6_738_415_616, model="llama-7b", machine=MachineMemory(23 * GB))
     message = str(caught.value)
     assert "\n" not in message
-    for part in ("llama-7b (6.74 billion", "at least 165 GB", "has 23 GB and no GPU", "`-p model=PATH`"):
+    for part in ("llama-7b (6.74 billion", "at least 323 GB", "has 23 GB and no GPU", "`-p model=PATH`"):
         assert part in message
+
+
+def test_seven_billion_parameters_are_let_in_with_adapters_on_24_gb_and_not_on_16() -> None:
+    config = resolve("llama7b").ppo
+    check_memory(config, 6_738_415_616, model="llama-7b", machine=MachineMemory(24 * GB))
+    with pytest.raises(ModelError, match=r"\(13\.5 GB for the base that all share, 4\.57 GB for the trainer"):
+        check_memory(config, 6_738_415_616, model="llama-7b", machine=MachineMemory(16 * GB))
 
 
 def test_a_machine_that_is_large_enough_passes_by_a_byte() -> None:
@@ -148,17 +176,19 @@ def test_several_trainers_have_their_gpus_each_and_their_need_in_the_message() -
         check_memory(config, GB, model="m", machine=MachineMemory(GB, (GB, GB, GB)))
 
 
-@pytest.mark.parametrize("stage", ["sft", "reward-model"])
+@pytest.mark.parametrize("stage", ["sft", "reward_model"])
 def test_the_trainers_of_a_stage_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
     stages = {"sft": SFTConfig(strategy="zero2", num_trainers=2), "reward_model": RewardModelConfig(num_trainers=2)}
     config = pipeline("some/model", GB).model_copy(update=stages)
     # zero2: 2 GB of bfloat16 weights, half of 2 + 4 + 8; plain: 16 each
     need = 2 * (9 if stage == "sft" else 16) * GB
     monkeypatch.setattr(memory, "machine_memory", lambda: MachineMemory(need))
-    check_memory_for(config, tmp_path, trains=stage)  # type: ignore[arg-type]
+    check_memory_for(config, tmp_path, stages=[stage])  # type: ignore[list-item]
     monkeypatch.setattr(memory, "machine_memory", lambda: MachineMemory(need - 1))
-    with pytest.raises(ModelError, match=f"training the stage {stage} on some/model .* at least {need // GB} GB"):
-        check_memory_for(config, tmp_path, trains=stage)  # type: ignore[arg-type]
+    with pytest.raises(
+        ModelError, match=f"training the stage {stage.replace('_', '-')} on some/model .* at least {need // GB} GB"
+    ):
+        check_memory_for(config, tmp_path, stages=[stage])  # type: ignore[list-item]
 
 
 def test_more_gpus_than_there_are_is_refused() -> None:
@@ -217,7 +247,7 @@ LLAMA_70B = {
 BUILT_70B = 2 * 128256 * 8192 + 80 * (2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28672 + 2 * 8192) + 8192
 
 
-@pytest.mark.parametrize("stage", ["ppo", "sft", "reward-model"])
+@pytest.mark.parametrize("stage", ["ppo", "sft", "reward_model"])
 def test_a_configuration_of_70b_over_small_files_counts_what_it_builds(tmp_path: Path, stage: Any) -> None:
     directory = write_tiny_llama(tmp_path / "tiny")
     held = count_parameters(directory)
@@ -227,7 +257,7 @@ def test_a_configuration_of_70b_over_small_files_counts_what_it_builds(tmp_path:
         ModelError,
         match=rf"\(70\.6 billion parameters, which its config\.json builds; its files hold {held:,}\)",
     ):
-        check_memory_for(pipeline(str(directory)), tmp_path, trains=stage)
+        check_memory_for(pipeline(str(directory)), tmp_path, stages=[stage])
 
 
 def test_files_that_hold_more_than_the_configuration_builds_count(
@@ -327,8 +357,8 @@ def test_the_presets_numbers_are_what_their_configurations_build(tmp_path: Path)
 
 def test_a_packaged_model_is_judged_before_it_is_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "machine_memory", lambda: MachineMemory(GB))
-    with pytest.raises(ModelError, match=r"135 million parameters"):
-        check_memory_for(pipeline("smollm2-135m-instruct"), tmp_path)
+    with pytest.raises(ModelError, match=r"the stage sft on smollm2-135m-instruct \(135 million parameters"):
+        check_memory_for(pipeline("smollm2-135m-instruct"), tmp_path, stages=["ppo", "sft"])
     assert list(tmp_path.iterdir()) == []
 
 

@@ -33,7 +33,7 @@ class ModelError(RlhfError):
 
 
 class BaseChangedError(ModelError):
-    """The file of a base was changed while models were mapped from it; it is copied anew, and nothing stored is lost."""
+    """The file of a base was changed while models were mapped from it; it is copied anew, and nothing is lost."""
 
     passes = True
 

@@ -144,7 +144,9 @@ def load_own(context: Context, model: Parent, base: Parent, dtype: str) -> PreTr
     return loaded.to(getattr(torch, dtype))
 
 
-def load_reward_model(context: Context, model: Parent, base: Parent, arithmetic: str) -> RewardModel:
+def load_reward_model(
+    context: Context, model: Parent, base: Parent, arithmetic: str, *, merged: bool = False
+) -> RewardModel:
     """Return a reward model: a whole one in memory of its own, or adapters and a head over a mapped base.
 
     Its own adapters can be trained, which a critic that starts from it does.
@@ -154,16 +156,23 @@ def load_reward_model(context: Context, model: Parent, base: Parent, arithmetic:
         model: the reward model.
         base: what `parents.base_of` returned.
         arithmetic: float32 or bfloat16.
+        merged: have a whole one in any case, its adapters merged, and rounded once.
     """
     import torch
 
     from rlhf_core.models.base import load_base
-    from rlhf_core.models.loading import default_device
+    from rlhf_core.models.loading import default_device, load_causal_lm
+    from rlhf_core.models.lora import merge_adapters
     from rlhf_core.models.reward_model import RewardModel
     from rlhf_core.models.trunk import trunk_of
 
     directory, dtype = materialise(context, model), getattr(torch, arithmetic)
     if model.uri == base.uri:
         return RewardModel.from_pretrained(directory, dtype)
+    if merged:
+        whole = RewardModel.over(trunk_of(load_causal_lm(materialise(context, base), "float32")), directory)
+        merge_adapters(whole.trunk)
+        whole.trunk.to(dtype)  # the head stays as it is
+        return whole
     trunk = trunk_of(load_base(opened_base(context, base, arithmetic), arithmetic=dtype, device=default_device()))
     return RewardModel.over(trunk, directory)

@@ -147,20 +147,20 @@ def _critic(run: PPORun, actor: PreTrainedModel, dtype: str) -> Critic | None:
 
 
 def _attach_lora(config: PipelineConfig, actor: PreTrainedModel, critic: Critic | None) -> None:
-    """Put the run's adapters on both models, if it has any."""
-    from rlhf_core.models.lora import attach_lora
+    """Put the run's adapters on both models, if it has any; a critic may have those of the reward model."""
+    from rlhf_core.models.lora import adapter_config, attach_lora
 
     if config.ppo.lora is None:
         return
     attach_lora(actor, config.ppo.lora, seed=config.seed)
-    if critic is not None:
+    if critic is not None and adapter_config(critic.trunk) is None:
         attach_lora(critic.trunk, config.ppo.lora, seed=config.seed)
 
 
 def _reward_model(run: PPORun, dtype: str) -> RewardModel:
     assert run.reward_model is not None  # the plan has checked this
     base = run.reward_model_base or run.reward_model
-    return load_reward_model(actors_context(None), run.reward_model, base, dtype)
+    return load_reward_model(actors_context(None), run.reward_model, base, dtype, merged=not run.shares_base)
 
 
 def _demonstrations(run: PPORun) -> Demonstrations | None:

@@ -7,11 +7,16 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from flows.presets import resolve
 from infra.services import prefect_api
+from rlhf_core.models.adapters import BELOW, WEIGHTS_FILE
 from rlhf_core.models.memory import machine_memory, required_memory
 from tests.integration.local_stack import LocalStack
+from tests.integration.test_chain import small
 from tests.tiny_llama import write_tiny_llama
 
 pytestmark = pytest.mark.integration
@@ -54,3 +59,43 @@ def test_with_a_small_llama_on_disk_it_completes_on_a_cpu(stack: LocalStack, tmp
     assert result.returncode == 0, result.stdout + result.stderr
     listed = stack.type("rlhf", "artifacts", "list", "policy/llama7b")
     assert "policy/llama7b@1" in listed.stdout
+
+
+@pytest.mark.stack
+def test_a_chain_of_adapters_stores_the_base_nowhere_and_its_models_load_elsewhere(
+    stack: LocalStack, tmp_path: Path
+) -> None:
+    """SFT, reward model and policy over one base that lies outside the store."""
+    model = write_tiny_llama(tmp_path / "small-llama")
+    pairs = tmp_path / "pairs.jsonl"  # the model is never right, so its samples would make none
+    rows = [{"prompt": f"Sort {n} and 1", "chosen": f"1, {n}", "rejected": f"{n}, 1"} for n in range(2, 30)]
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lora = {"sft.lora": {"r": 16}, "reward_model.lora": {"r": 4}, "ppo.critic_init": "reward_model"}
+    rewards = {"ppo.reward": {"verifier": 1.0, "reward_model": 0.1}, "data.preferences": str(pairs)}
+    overrides = small(**lora, **rewards, **{"sft.epochs": 1})
+    typed = ["rlhf", "run", "quickstart", "-p", f"model={model}", "-p", "episodes=2"]
+    result = stack.type(*typed, "-p", f"overrides={json.dumps(overrides)}", timeout_s=400)
+    assert result.returncode == 0, result.stdout + result.stderr
+    store = stack.store(tmp_path / "cache")
+    for kind in ("sft", "reward-model", "policy"):
+        manifest = store.resolve(f"{kind}/quickstart")
+        assert manifest.has_adapters
+        assert "model/small-llama" in {parent.uri for parent in manifest.parents}
+        assert not [each.path for each in manifest.files if each.path.startswith("model")]
+    sft, policy = store.resolve("sft/quickstart"), store.resolve("policy/quickstart")
+    below = {each.path: each.sha256 for each in policy.files}[f"{BELOW}/{WEIGHTS_FILE}"]
+    assert below == {each.path: each.sha256 for each in sft.files}[WEIGHTS_FILE]  # stored once
+    for form, loader in (("joined", AutoPeftModelForCausalLM), ("merged", AutoModelForCausalLM)):
+        whole = ["--merged"] if form == "merged" else []
+        fetched = stack.type("rlhf", "artifacts", "fetch", "policy/quickstart", str(tmp_path / form), *whole)
+        assert fetched.returncode == 0, fetched.stderr
+        loaded = loader.from_pretrained(tmp_path / form)
+        assert loaded(input_ids=torch.tensor([[5, 6, 7]])).logits.isfinite().all()
+    again = stack.type("rlhf", "artifacts", "fetch", "policy/quickstart", str(tmp_path / "joined"))
+    assert again.returncode == 1
+    assert "is not empty; give an empty directory" in again.stderr
+    write_tiny_llama(tmp_path / "small-llama", initializer_range=0.3)
+    changed = stack.type("rlhf", "artifacts", "fetch", "policy/quickstart", str(tmp_path / "elsewhere"))
+    assert changed.returncode == 1
+    assert "holds another model by now" in changed.stderr
+    assert stack.type("rlhf", "artifacts", "verify").returncode == 0

@@ -35,19 +35,18 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def tiny_llama(*, seed: int = 0, initializer_range: float = 0.02) -> LlamaForCausalLM:
+def tiny_llama(*, seed: int = 0, initializer_range: float = 0.02, **sizes: int) -> LlamaForCausalLM:
     """Return a float32 Llama of 2 layers and hidden size 64 with random weights that depend on `seed` alone.
 
     Args:
         seed: seed of the weights; the global random state is left as it was.
         initializer_range: standard deviation of the weights; a larger one gives a less uniform model.
+        **sizes: of its configuration, where it is to be larger.
     """
     tokenizer = tiny_tokenizer()
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
+        **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, **sizes},
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=1024,
@@ -62,8 +61,8 @@ def tiny_llama(*, seed: int = 0, initializer_range: float = 0.02) -> LlamaForCau
         return LlamaForCausalLM(config).eval()
 
 
-def write_tiny_llama(directory: Path, *, seed: int = 0, initializer_range: float = 0.02) -> Path:
+def write_tiny_llama(directory: Path, *, seed: int = 0, initializer_range: float = 0.02, **sizes: int) -> Path:
     """Write model and tokenizer to `directory`, as `AutoModelForCausalLM` and `AutoTokenizer` load them."""
-    tiny_llama(seed=seed, initializer_range=initializer_range).save_pretrained(directory)
+    tiny_llama(seed=seed, initializer_range=initializer_range, **sizes).save_pretrained(directory)
     tiny_tokenizer().save_pretrained(directory)
     return directory

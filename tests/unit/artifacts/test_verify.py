@@ -208,6 +208,13 @@ def test_a_parent_that_is_another_by_now_is_told(store: ArtifactStore) -> None:
         assert problem.startswith("policy/p@2 came from dataset/d@1 with digest ffffffffffff, but that version has")
 
 
+def test_adapters_whose_base_is_gone_are_told(store: ArtifactStore) -> None:
+    store.commit("policy", "p", {"base.json": b"{}"}, parents=[ArtifactRef("sft/gone@1", "f" * 64)])
+    for reference in (None, "policy/p"):
+        [problem] = store.verify(reference).problems
+        assert problem == "policy/p@2 is adapters over what sft/gone@1 held, which is gone"
+
+
 def test_a_parent_that_is_no_reference_or_cannot_be_read_is_told(store: ArtifactStore, tmp_path: Path) -> None:
     path = tmp_path / "store" / "versions" / "policy" / "p" / "00000001.json"
     removed = {reference: store.verify(reference).removed_parents for reference in (None, "policy/p@1")}

@@ -497,11 +497,23 @@ class TestOtherCode:
         monkeypatch.setattr("rlhf_core.rewards.verifying.judge_facts", lambda *_: {"code": "edited"})
         assert planned("one", "a").continues == first.name
 
+    def test_a_run_of_an_earlier_release_goes_on_with_models_of_its_own(self, planned: Any, as_run: Any) -> None:
+        first = planned("one", "a")
+        assert first.shares_base
+        facts = first.model_dump(mode="json", exclude={"base", "reward_model_base"})
+        facts["config"]["ppo"]["update_lora_weights"] = False  # as it stood in every record
+        as_run("old")
+        recorded(open_context(), "run", PPORun, PPORun.model_validate(facts))
+        for code in "ab":
+            again = planned("old", code)
+            assert (again.base, again.reward_model_base, again.shares_base) == (None, None, False)
+            assert again.config.ppo.update_lora_weights is False
+
     def test_the_record_leads_to_no_directory(self, planned: Any, store: ArtifactStore, model: Path) -> None:
         assert planned("one", "a").actor.path == str(model)
         [recorded_run] = [each.answer for each in store.plan("one") if each.question == "run"]
         assert isinstance(recorded_run, dict)
-        assert str(model.parent) not in json.dumps(recorded_run["actor"])
+        assert str(model.parent) not in json.dumps([recorded_run["actor"], recorded_run["base"]])
 
 
 def test_a_stage_that_was_done_is_not_done_again_with_other_code(as_run: Any, store: ArtifactStore) -> None:

@@ -10,12 +10,14 @@ import torch
 
 from flows.presets import resolve
 from rlhf_core.config import PipelineConfig
-from rlhf_core.models.loading import load_causal_lm
+from rlhf_core.errors import ModelError
+from rlhf_core.models.adapters import load_adapters
+from rlhf_core.models.loading import load_causal_lm, load_tokenizer
 from rlhf_core.models.reward_model import RewardModel
 from rlhf_core.ppo.published_weights import weights_to_publish
 from rlhf_core.weights import Publisher, Subscriber
 from tasks import models, ppo_models
-from tasks.ppo_models import LearnerFactory, MakerFactory
+from tasks.ppo_models import LearnerFactory, MakerFactory, PolicySaver
 from tasks.results import Parent, PPORun
 from tests.tiny_llama import write_tiny_llama
 
@@ -94,3 +96,62 @@ def test_a_maker_that_took_the_trainers_weights_computes_what_the_trainer_does(
             for critic in (learner.critic, maker.critic)
         ]
         torch.testing.assert_close(*values, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("has_base", [False, True])
+@pytest.mark.integration
+def test_a_finished_policy_is_adapters_over_the_base_or_a_whole_model(
+    directories: dict[str, Path], has_base: bool, tmp_path: Path
+) -> None:
+    """A run of an earlier release, which has no base, ends in the form in which it began."""
+    run = run_of(directories, has_base=has_base, update_lora_weights=has_base, dtype="float32")
+    learner = LearnerFactory(run)()
+    with torch.no_grad():
+        for weight in learner.actor.parameters():
+            if weight.requires_grad:
+                weight.add_(0.05)
+        expected = learner.actor(input_ids=SEQUENCES).logits
+        with learner.exact("actor") as actor:
+            PolicySaver(run)(actor, tmp_path / "policy")
+        if not has_base:
+            found = load_causal_lm(tmp_path / "policy", "float32")
+        else:
+            assert models.read_base(tmp_path / "policy", uri="policy") == run.base
+            found = load_causal_lm(directories["sft/tiny@1"], "float32")
+            load_adapters(found, tmp_path / "policy")
+        torch.testing.assert_close(found(input_ids=SEQUENCES).logits, expected, rtol=1e-4, atol=1e-4)
+    assert load_tokenizer(tmp_path / "policy")
+
+
+def test_a_reference_of_a_base_that_cannot_be_read_is_told_in_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "base.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"base\.json of policy/x@1 does not say what its adapters are over"):
+        models.read_base(tmp_path, uri="policy/x@1")
+
+
+def own_bytes() -> int:
+    """Return the memory that this process has to itself; pages of files that it maps are not among it."""
+    [line] = [
+        line for line in Path("/proc/self/smaps_rollup").read_text().splitlines() if line.startswith("Anonymous:")
+    ]
+    return 1024 * int(line.split()[1])
+
+
+@pytest.mark.integration
+def test_trainer_and_makers_own_adapters_and_heads_however_large_the_base_is(
+    directories: dict[str, Path], tmp_path: Path
+) -> None:
+    large = write_tiny_llama(tmp_path / "large", hidden_size=512, intermediate_size=2048, num_hidden_layers=8)
+    whole = sum(weight.nbytes for weight in load_causal_lm(large, "float32").parameters())
+    assert whole > 100 * 10**6
+    directories["sft/tiny@1"] = large
+    no_scorer = {"reward": {"verifier": 1.0, "reward_model": 0.0}, "lora": {"r": 4}, "dtype": "float32"}
+    built, grew = [], []
+    for factory in (LearnerFactory, MakerFactory, MakerFactory):
+        before = own_bytes()
+        built.append(factory(run_of(directories, has_base=True, **no_scorer))())
+        grew.append(own_bytes() - before)
+    assert max(grew) < 0.2 * whole, grew
+    before = own_bytes()
+    built.append(MakerFactory(run_of(directories, update_lora_weights=False, **no_scorer))())
+    assert own_bytes() - before > 2 * whole  # what it would be, with actor, critic and initial model

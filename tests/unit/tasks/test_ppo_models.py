@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tasks import models, ppo_models
 from tasks.ppo_models import LearnerFactory, MakerFactory, PolicySaver
 from tasks.results import Parent, PPORun
 from tests.tiny_llama import write_tiny_llama
+from tests.unit.ppo.experience import tiny_experience
 
 torch.set_num_threads(1)
 
@@ -156,3 +158,26 @@ def test_trainer_and_makers_own_adapters_and_heads_however_large_the_base_is(
     before = own_bytes()
     built.append(MakerFactory(run_of(directories, update_lora_weights=False, **no_scorer))())
     assert own_bytes() - before > 2 * whole  # what it would be, with actor, critic and initial model
+
+
+@pytest.mark.integration
+def test_learning_over_a_base_of_16_bits_is_finite_and_changes_nothing_but_adapters_and_heads(
+    directories: dict[str, Path],
+) -> None:
+    run = run_of(
+        directories, has_base=True, dtype="bfloat16", rollout_dtype="bfloat16", gradient_checkpointing=True,
+        micro_batch_size=2, train_batch_size=4, reward={"verifier": 1.0, "reward_model": 0.0},
+    )  # fmt: skip
+    learner = LearnerFactory(run)()
+    for role in ("actor", "critic"):
+        dtypes = {"lora_" in name or "head" in name: set() for name, _ in getattr(learner, role).named_parameters()}
+        for name, weight in getattr(learner, role).named_parameters():
+            dtypes["lora_" in name or "head" in name].add((weight.dtype, weight.requires_grad))
+        assert dtypes == {True: {(torch.float32, True)}, False: {(torch.bfloat16, False)}}
+    before = {name: weight.clone() for name, weight in learner.actor.named_parameters()}
+    experience = tiny_experience()
+    stats = learner.training_step(learner.recompute(experience))
+    assert all(math.isfinite(value) for value in stats if isinstance(value, float))
+    changed = {name for name, weight in learner.actor.named_parameters() if not torch.equal(weight, before[name])}
+    assert changed
+    assert all(".default." in name for name in changed)

@@ -40,6 +40,8 @@ def plan_ppo(config: PipelineConfig, actor: str | None, reward_model: str | None
         policy = resolve_policy(context, config, actor)
         scorer = resolve_reward_model(context, config, reward_model) if ppo_wants_reward_model(config) else None
         run = _run_of(context, config, policy, scorer, dataset)
+        if config.ppo.lora is not None and not run.shares_base:
+            say("ppo", f"each process holds weights of its own below its adapters: {config.ppo.not_shared}")
         inputs = {name: getattr(run, name) for name in ("actor", "base", "reward_model_base")}
         return run.model_copy(update={name: each and _elsewhere(each) for name, each in inputs.items()})
 

@@ -289,6 +289,6 @@ class PPOConfig(RolloutConfig, LearningConfig, AdapterTrainersConfig, OverlapCon
         return self
 
     @property
-    def shares_base(self) -> bool:
-        """Whether all models of a run are adapters and heads over one frozen base, which no process changes."""
-        return super().shares_base and self.update_lora_weights is not False
+    def not_shared(self) -> str | None:
+        """What keeps the processes of a run from sharing a base, in words; None if nothing does."""
+        return super().not_shared or ("update_lora_weights is false" if self.update_lora_weights is False else None)

@@ -55,7 +55,16 @@ class AdapterTrainersConfig(TrainersConfig):
     @property
     def shares_base(self) -> bool:
         """Whether what is trained are adapters over a frozen base that no process changes, and that others map too."""
-        return self.lora is not None and self.lora.keeps_base and self.strategy in {"plain", "ddp"}
+        return self.not_shared is None
+
+    @property
+    def not_shared(self) -> str | None:
+        """What keeps processes from sharing a base, in words; None if nothing does."""
+        if self.lora is None:
+            return "all weights are trained"
+        if not self.lora.keeps_base:
+            return f"lora.init {self.lora.init} with lora.bias {self.lora.bias} changes what is below the adapters"
+        return None if self.strategy in {"plain", "ddp"} else f"strategy {self.strategy} lays out weights itself"
 
 
 def refuse_sharded_adapters(stage: str, strategy: str, adapters: object) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
@@ -20,9 +21,12 @@ import torch
 from safetensors.torch import load
 
 from infra.artifacts import ArtifactStore, open_default_store
+from infra.settings import settings
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data import PreferencePair, Problem, pairs_to_jsonl, problems_to_jsonl
 from rlhf_core.errors import DataError, LostRankError
+from rlhf_core.models.loading import load_causal_lm
+from tasks.export import export
 from tasks.failures import passes
 from tasks.results import Parent, StageResult
 from tasks.supervised import train_reward_model, train_sft
@@ -98,6 +102,10 @@ def reward_model(store: ArtifactStore, model: Path, **settings: Any) -> StageRes
 
 def weights(store: ArtifactStore, made: StageResult) -> dict[str, torch.Tensor]:
     manifest = store.resolve(made.uri)
+    if manifest.has_adapters:
+        with TemporaryDirectory() as folder:
+            export(store, settings(), manifest, Path(folder), merged=True)
+            return dict(load_causal_lm(Path(folder), "float32").named_parameters())
     files = [entry.path for entry in manifest.files if entry.path.endswith(".safetensors")]
     return {name: tensor for file in files for name, tensor in load(store.read_bytes(manifest, file)).items()}
 
@@ -158,9 +166,12 @@ def test_sft_under_every_strategy(store: ArtifactStore, model: Path, strategy: s
 
 @pytest.mark.parallel
 @pytest.mark.parametrize("strategy", ["ddp", "zero2"])
-def test_adapters_are_merged_wherever_they_were_trained(store: ArtifactStore, model: Path, strategy: str) -> None:
+def test_adapters_learn_the_same_over_a_shared_base_and_merged_into_one_of_their_own(
+    store: ArtifactStore, model: Path, strategy: str
+) -> None:
     adapters = {"lora": {"r": 4}, "epochs": 2}
     both = sft(store, model, strategy=strategy, num_trainers=2, batch_size=4, **adapters)
+    assert store.resolve(both.uri).has_adapters == (strategy == "ddp")
     assert_alike(store, both, sft(store, model, batch_size=8, **adapters))
 
 

@@ -63,9 +63,6 @@ def _run_of(context: Context, config: PipelineConfig, policy: Parent, scorer: Pa
     from rlhf_core.rewards.verifying import asks_for_answers, judge_facts
 
     source = source_digest(*MODULES)
-    ppo = config.ppo
-    ppo = ppo.model_copy(update={"update_lora_weights": ppo.shares_base or bool(ppo.update_lora_weights)})
-    config = config.model_copy(update={"ppo": ppo})
     facts = config.model_dump(mode="json", include={"template", "ppo"})
     facts["verifier"] = judge_facts(config) if asks_for_answers(config.data) else None
     facts["functions"] = {name: code_digest(name) for name in config.ppo.reward.functions}

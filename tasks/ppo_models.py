@@ -65,7 +65,7 @@ class MakerFactory:
         reward_model = _reward_model(run, dtype).to(device) if scores else None
         actor = _policy(run, dtype)
         critic = _critic(run, actor, dtype)
-        if config.ppo.update_lora_weights:
+        if config.ppo.sends_adapters:
             _attach_lora(config, actor, critic)
         template, allowed = (
             PromptTemplate(load_tokenizer(_directory(run.actor)), config.template),

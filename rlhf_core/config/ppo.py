@@ -292,3 +292,8 @@ class PPOConfig(RolloutConfig, LearningConfig, AdapterTrainersConfig, OverlapCon
     def not_shared(self) -> str | None:
         """What keeps the processes of a run from sharing a base, in words; None if nothing does."""
         return super().not_shared or ("update_lora_weights is false" if self.update_lora_weights is False else None)
+
+    @property
+    def sends_adapters(self) -> bool:
+        """Whether makers are sent adapters and heads alone."""
+        return self.shares_base or bool(self.update_lora_weights)

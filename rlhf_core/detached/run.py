@@ -324,7 +324,7 @@ class RunTrainer(GroupMember):
             publication = self._publisher.publish(
                 weights_to_publish(self._learner, self._config),
                 version=version,
-                fully=not self._config.update_lora_weights,
+                fully=not self._config.sends_adapters,
                 nodes=scheduler.nodes,
             )
         return self._rollouts.publish(publication, completed=completed)

@@ -82,9 +82,9 @@ def load_with_head(
     Raises:
         ModelError: if there is no head, it is another's, a file is damaged, or weights are missing.
     """
-    _expect_head(directory, kind)
+    tensors = _read_head(directory, kind)
     trunk = load_whole(AutoModel, directory, dtype, what="transformer").eval()
-    return TrunkAndHead(trunk, *load_head(directory, trunk, kind=kind, extra=extra))
+    return TrunkAndHead(trunk, *_fitted(tensors, trunk, extra, directory, kind))
 
 
 def load_head(
@@ -101,11 +101,12 @@ def load_head(
     Raises:
         ModelError: if there is no head, it is another's, or the file is damaged.
     """
-    _expect_head(directory, kind)
-    try:
-        tensors = load_file(directory / HEAD_FILE)
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"{directory / HEAD_FILE} cannot be read; it is truncated or no safetensors file") from error
+    return _fitted(_read_head(directory, kind), trunk, extra, directory, kind)
+
+
+def _fitted(
+    tensors: dict[str, Tensor], trunk: PreTrainedModel, extra: Mapping[str, Tensor], directory: Path, kind: str
+) -> tuple[nn.Linear, dict[str, Tensor]]:
     head = zero_head(trunk)
     wanted = {"weight": head.weight, "bias": head.bias, **extra}
     wrong = [name for name, like in wanted.items() if name not in tensors or tensors[name].shape != like.shape]
@@ -118,8 +119,12 @@ def load_head(
     return head, tensors
 
 
-def _expect_head(directory: Path, kind: str) -> None:
+def _read_head(directory: Path, kind: str) -> dict[str, Tensor]:
     if not (directory / HEAD_FILE).is_file():
         raise ModelError(
             f"{directory} holds no {kind}, as it has no {HEAD_FILE}; give the directory of a stored {kind}"
         )
+    try:
+        return dict(load_file(directory / HEAD_FILE))
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{directory / HEAD_FILE} cannot be read; it is truncated or no safetensors file") from error

@@ -28,6 +28,8 @@ _ADAPTER = "default"
 _BELOW = "below"
 """Frozen adapters under those that are trained: what earlier stages learnt over the same base."""
 _ADAPTER_MARK = ".lora_"
+FROZEN_MARK = f".{_BELOW}."
+"""In the names of frozen adapters' weights."""
 _BASE_MARK = ".base_layer"
 _CONFIG = "lora_config"  # attribute of each adapted layer: what it was made by
 

@@ -64,7 +64,7 @@ def weights_to_publish(learner: PPOLearner, config: PPOConfig) -> Iterator[tuple
         learner: whose weights.
         config: says which.
     """
-    if config.update_lora_weights:
+    if config.sends_adapters:
         return trained_weights(learner)
     return published_weights(learner, getattr(torch, config.rollout_dtype))
 

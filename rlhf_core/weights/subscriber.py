@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from rlhf_core.models.lora import FROZEN_MARK
 from rlhf_core.phases import reached
 from rlhf_core.weights.buckets import HEAD, Difference, Publication, Received, WeightsError, verify, view
 from rlhf_core.weights.difference import applies_to, apply, by_name
@@ -173,8 +174,8 @@ def _is_alike(weight: Tensor, received: Tensor) -> bool:
     return weight.dtype == received.dtype and weight.device == received.device and weight.is_contiguous()
 
 
-def _is_trained(name: str, weight: Tensor) -> bool:
-    return name.startswith(HEAD) or (_ADAPTER_MARK in name and weight.requires_grad)  # those below are frozen
+def _is_trained(name: str) -> bool:
+    return name.startswith(HEAD) or (_ADAPTER_MARK in name and FROZEN_MARK not in name)
 
 
 def _check_fit(publication: Publication, own: Mapping[str, Tensor]) -> None:
@@ -186,7 +187,7 @@ def _check_fit(publication: Publication, own: Mapping[str, Tensor]) -> None:
         WeightsError: if it does not fit.
     """
     published = {slot.name: slot.shape for slot in publication.slots}
-    due = own.keys() if publication.fully else {name for name in own if _is_trained(name, own[name])}
+    due = own.keys() if publication.fully else {name for name in own if _is_trained(name)}
     unknown, missing = sorted(published.keys() - own.keys()), sorted(due - published.keys())
     reshaped = sorted(name for name in published.keys() & own.keys() if published[name] != tuple(own[name].shape))
     if unknown or missing or reshaped:

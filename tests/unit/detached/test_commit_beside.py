@@ -73,7 +73,7 @@ class IdleLearner:
 
 def trainer(keeper: SlowKeeper) -> Any:
     ours = IdleTrainer((), None, [], PPOConfig(), 0, keeper, None)
-    ours._learner = SimpleNamespace(state=lambda: ({}, {}))
+    ours._learner = SimpleNamespace(state=lambda: ({}, {}), trained=lambda _role: None)
     ours._rollouts = SimpleNamespace(state=RolloutState)
     ours._loop = Loop(IdleLearner(), collect=ours._collect, publish=ours._publish, keep=ours._keep)
     ours.seen = []

@@ -25,6 +25,7 @@ from rlhf_core.models.loading import load_causal_lm
 from rlhf_core.models.reward_model import RewardModel
 from tasks.context import open_context
 from tasks.data import prepare_data
+from tasks.export import export
 from tasks.ppo import end_cluster, finished_policy, next_episode, plan_ppo, ppo_episode, publish_policy
 from tasks.ppo_group import TRAINER, lease
 from tasks.results import PPORun
@@ -92,16 +93,16 @@ class Run:
         return {path: entry.sha256 for path, entry in self._policy().items()}
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        from safetensors.torch import load
-
+        """The policy's weights as a whole model's, in whichever form it is stored."""
         done = finished_policy(self.plan, reused=True)
         assert done is not None
         manifest = self.store.resolve(done.uri)
-        return {
-            name: tensor
-            for path in self._policy()
-            for name, tensor in load(self.store.read_bytes(manifest, path)).items()
-        }
+        with TemporaryDirectory() as folder:
+            if manifest.has_adapters:
+                export(self.store, settings(), manifest, Path(folder), merged=True)
+            else:
+                self.store.fetch(manifest.ref, Path(folder))
+            return dict(load_causal_lm(Path(folder), "float32").named_parameters())
 
     def numbers(self) -> list[dict[str, float]]:
         """Every episode's figures but for its times."""

@@ -40,8 +40,10 @@ def export(store: ArtifactStore, known: Settings, manifest: Manifest, directory:
         ModelError: if the base is not in the store, and not on this machine.
         StoreError: if the directory holds anything, or the store does not give what it holds.
     """
-    if directory.is_dir() and any(directory.iterdir()):
-        raise StoreError(f"{directory} is not empty; give an empty directory, or a new one, for {manifest.uri}")
+    if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
+        raise StoreError(
+            f"{directory} is not an empty directory; give an empty directory, or a new one, for {manifest.uri}"
+        )
     files = store.cached(manifest.ref)
     base = read_base(files, uri=manifest.uri)
     assert base is not None  # the manifest names the file

@@ -135,17 +135,25 @@ def load_own(context: Context, model: Parent, base: Parent, dtype: str) -> PreTr
     from rlhf_core.models.adapters import load_adapters
     from rlhf_core.models.loading import default_device, load_causal_lm
     from rlhf_core.models.lora import merge_adapters
+    from rlhf_core.models.trunk import cast_weights
 
     if model.uri == base.uri:
         return load_causal_lm(materialise(context, model), dtype, device=default_device())
     loaded = load_causal_lm(materialise(context, base), "float32", device=default_device())
     load_adapters(loaded, materialise(context, model))
     merge_adapters(loaded)
-    return loaded.to(getattr(torch, dtype))
+    cast_weights(loaded, getattr(torch, dtype))
+    return loaded
 
 
 def load_reward_model(
-    context: Context, model: Parent, base: Parent, arithmetic: str, *, merged: bool = False
+    context: Context,
+    model: Parent,
+    base: Parent,
+    arithmetic: str,
+    *,
+    copied_for: str | None = None,
+    merged: bool = False,
 ) -> RewardModel:
     """Return a reward model: a whole one in memory of its own, or adapters and a head over a mapped base.
 
@@ -156,6 +164,7 @@ def load_reward_model(
         model: the reward model.
         base: what `parents.base_of` returned.
         arithmetic: float32 or bfloat16.
+        copied_for: the arithmetic by which the base's copy is chosen, if that is another.
         merged: have a whole one in any case, its adapters merged, and rounded once.
     """
     import torch
@@ -164,7 +173,7 @@ def load_reward_model(
     from rlhf_core.models.loading import default_device, load_causal_lm
     from rlhf_core.models.lora import merge_adapters
     from rlhf_core.models.reward_model import RewardModel
-    from rlhf_core.models.trunk import trunk_of
+    from rlhf_core.models.trunk import cast_weights, trunk_of
 
     directory, dtype = materialise(context, model), getattr(torch, arithmetic)
     if model.uri == base.uri:
@@ -172,7 +181,8 @@ def load_reward_model(
     if merged:
         whole = RewardModel.over(trunk_of(load_causal_lm(materialise(context, base), "float32")), directory)
         merge_adapters(whole.trunk)
-        whole.trunk.to(dtype)  # the head stays as it is
+        cast_weights(whole.trunk, dtype)  # the head stays as it is
         return whole
-    trunk = trunk_of(load_base(opened_base(context, base, arithmetic), arithmetic=dtype, device=default_device()))
+    copy = opened_base(context, base, copied_for or arithmetic)
+    trunk = trunk_of(load_base(copy, arithmetic=dtype, device=default_device()))
     return RewardModel.over(trunk, directory)

@@ -38,7 +38,7 @@ class LearnerFactory:
         torch.manual_seed(config.seed)
         arithmetic = config.ppo.dtype if self._run.shares_base else "float32"
         actor = _policy(self._run, arithmetic)
-        critic = _critic(self._run, actor, "float32")
+        critic = _critic(self._run, actor, arithmetic, own_dtype="float32")
         _attach_lora(config, actor, critic)
         ptx = _demonstrations(self._run)
         return PPOLearner.build(actor, critic, config.ppo, device=device, ptx=ptx, seed=config.seed)
@@ -64,7 +64,7 @@ class MakerFactory:
         scores = config.ppo.reward.reward_model > 0
         reward_model = _reward_model(run, dtype).to(device) if scores else None
         actor = _policy(run, dtype)
-        critic = _critic(run, actor, dtype)
+        critic = _critic(run, actor, dtype, own_dtype=dtype)
         if config.ppo.sends_adapters:
             _attach_lora(config, actor, critic)
         template, allowed = (
@@ -129,10 +129,14 @@ def _policy(run: PPORun, dtype: str) -> PreTrainedModel:
     return load_frozen(context, run.actor, copy, dtype, device=default_device())
 
 
-def _critic(run: PPORun, actor: PreTrainedModel, dtype: str) -> Critic | None:
-    """Return the critic on a transformer of its own, or None where advantages compare samples with each other.
+def _critic(run: PPORun, actor: PreTrainedModel, arithmetic: str, *, own_dtype: str) -> Critic | None:
+    """Return the critic, or None where advantages compare samples with each other.
 
-    With a base that all share, its weights are those of the actor, as far as both are frozen.
+    Args:
+        run: the run.
+        actor: with whose base, as far as it is shared, a critic that starts from the policy goes on.
+        arithmetic: of a critic over a shared base.
+        own_dtype: of a critic with a transformer of its own.
     """
     from rlhf_core.models.base import share
     from rlhf_core.models.critic import Critic
@@ -141,9 +145,12 @@ def _critic(run: PPORun, actor: PreTrainedModel, dtype: str) -> Critic | None:
     config = run.config.ppo
     if config.advantage_estimator != "gae":
         return None
-    if config.critic_init == "reward_model":
-        return Critic.from_reward_model(_reward_model(run, dtype), keep_head=True)
-    return Critic(share(trunk_of(actor))) if run.shares_base else Critic.from_causal_lm(actor)
+    if config.critic_init != "reward_model":
+        return Critic(share(trunk_of(actor))) if run.shares_base else Critic.from_causal_lm(actor)
+    if run.shares_base and run.reward_model != run.reward_model_base:  # adapters, loaded for this critic alone
+        model = _reward_model(run, arithmetic)
+        return Critic(model.trunk, model.head)
+    return Critic.from_reward_model(_reward_model(run, own_dtype), keep_head=True)
 
 
 def _attach_lora(config: PipelineConfig, actor: PreTrainedModel, critic: Critic | None) -> None:
@@ -160,7 +167,9 @@ def _attach_lora(config: PipelineConfig, actor: PreTrainedModel, critic: Critic 
 def _reward_model(run: PPORun, dtype: str) -> RewardModel:
     assert run.reward_model is not None  # the plan has checked this
     base = run.reward_model_base or run.reward_model
-    return load_reward_model(actors_context(None), run.reward_model, base, dtype, merged=not run.shares_base)
+    rollout = run.config.ppo.rollout_dtype
+    context, merged = actors_context(None), not run.shares_base
+    return load_reward_model(context, run.reward_model, base, dtype, copied_for=rollout, merged=merged)
 
 
 def _demonstrations(run: PPORun) -> Demonstrations | None:

@@ -58,6 +58,7 @@ class RewardModelTraining:
     def _train_and_store(self, context: Context) -> StageResult | None:
         from rlhf_core.data import PromptTemplate
         from rlhf_core.data.jsonl import to_jsonl
+        from rlhf_core.models.base import check_bases
         from rlhf_core.models.loading import default_device, load_tokenizer
         from rlhf_core.training.boosted import exact
 
@@ -74,6 +75,7 @@ class RewardModelTraining:
                     return None
                 model = whole.to(default_device())  # a copy of sharded weights lies in host memory
                 metrics |= _measured(config, model, heldout, dropped=metrics.pop("dropped"))
+                check_bases(model)
                 if config.reward_model.shares_base:
                     model.save_adapters(folder, base=self.base.uri)
                     write_base(folder, self.base)

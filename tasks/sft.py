@@ -58,6 +58,7 @@ class SFTTraining:
         from rlhf_core.data.jsonl import to_jsonl
         from rlhf_core.data.problems import of_the_same_kind
         from rlhf_core.models.adapters import save_adapters
+        from rlhf_core.models.base import check_bases
         from rlhf_core.models.loading import load_tokenizer
         from rlhf_core.models.lora import save_merged
         from rlhf_core.training.boosted import exact
@@ -75,6 +76,7 @@ class SFTTraining:
                 if whole is None:
                     return None
                 say("sft", _summary(metrics))
+                check_bases(whole)
                 if config.sft.shares_base:
                     save_adapters(whole, folder, base=self.base.uri)
                     write_base(folder, self.base)

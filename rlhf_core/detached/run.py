@@ -229,7 +229,7 @@ class RunTrainer(GroupMember):
                 f"this trainer failed in episode {ordinal(episode)} once it had begun to learn it; build it anew, from "
                 "its last state"
             )
-        self._check_bases()
+        _check_bases(self._learner)
         self._loop.run_episode(self._config.max_epochs)
         self._progress = f"episode {ordinal(episode)}: done"
         return self._history[-1]
@@ -278,13 +278,8 @@ class RunTrainer(GroupMember):
     def _keep_batch(self, save: Callable[[Path], None]) -> str:
         return f"the batch is kept in {self._keeper.keep_failed_batch(save)}"
 
-    def _check_bases(self) -> None:
-        """Check that nobody has changed what the models are mapped from: before an episode, publication and commit."""
-        trained = (self._learner.trained(role) for role in ("actor", "critic"))
-        check_bases(*(None if each is None else each.model for each in trained))
-
     def _publish(self, version: int) -> None:
-        self._check_bases()
+        _check_bases(self._learner)
         self._episode.ends("learn")
         self._progress = f"episode {ordinal(version - 1)}: publishing weights, version {version}"
         self._episode.waited_s += self._send(version, completed=version)
@@ -295,7 +290,7 @@ class RunTrainer(GroupMember):
         started = time.perf_counter()
         self.await_commit()  # the one before: it had all of this episode's time, and no third state is in memory
         self._episode.waited_s += time.perf_counter() - started
-        self._check_bases()
+        _check_bases(self._learner)
         with self._peers.taking_part("state"):
             reached("snapshot")
             snapshot, learner = self._learner.state()  # the learner's only pause
@@ -335,6 +330,12 @@ class RunTrainer(GroupMember):
         return self._rollouts.figures(busy_s=busy_s - waited_s)
 
 
+def _check_bases(learner: PPOLearner) -> None:
+    """Check that nobody has changed what the models are mapped from: before an episode, publication and commit."""
+    trained = (learner.trained(role) for role in ("actor", "critic"))
+    check_bases(*(None if each is None else each.model for each in trained))
+
+
 @ray.remote(concurrency_groups=GROUPS)
 class TrainerRank(GroupMember):
     """Holds this rank's part of the learner, and nothing that the first rank does not have: it commits nothing.
@@ -372,6 +373,7 @@ class TrainerRank(GroupMember):
         with self._working():
             (arrays,) = ray.get(list(experience), timeout=self._config.cluster.collective_timeout_s)
             rows = Experience.from_numpy(arrays)
+            _check_bases(self._learner)
             learn_episode(self._learner, rows, seed=self._seed, episode=episode)
 
     @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]

@@ -222,11 +222,12 @@ def _merged(tensor: Tensor, adapters: Adapters, layer: str | None, *, transposed
 def _layer_of(name: str, adapters: Adapters) -> str | None:
     """Return the layer whose weight a tensor of a model's file is; a transformer's layers have names without prefix."""
     layer, _, leaf = name.rpartition(".")
-    while leaf == "weight" and layer:
-        if layer in adapters.factors:
-            return layer
+    if leaf != "weight":
+        return None
+    longer = [name for name in adapters.factors if name.endswith(f".{layer}")]  # a file may have no prefix, as GPT-2's
+    while layer and layer not in adapters.factors:
         _, _, layer = layer.partition(".")
-    return None
+    return layer or (longer[0] if len(longer) == 1 else None)
 
 
 def load_adapters(model: PreTrainedModel, directory: Path) -> None:

@@ -48,7 +48,11 @@ _FORM = 1
 _PAGE = 4096
 _MARK, _BASE = "of_shared_base", "shared_base"  # attributes of each weight, and of the transformer
 _COPIES, _USED, _FACTS, _GAP = "bases", "used", "base.json", "gap."
-_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}  # of dtypes, in safetensors
+_NAMES = {
+    torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64", torch.int32: "I32",
+    torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+"""Of dtypes, in safetensors; buffers may be of the last ones."""
 _Module = TypeVar("_Module", bound=nn.Module)
 
 
@@ -94,19 +98,22 @@ def open_base(source: Path, digest: str, *, arithmetic: torch.dtype, models_dir:
     dtype = torch.bfloat16 if arithmetic == torch.bfloat16 else published
     name = str(dtype).removeprefix("torch.")
     directory = models_dir / _COPIES / f"{digest[:32]}-{name}"
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(f"{directory}.lock", timeout=COPY_TIMEOUT_S):
-            if not _is_whole(directory):
-                _make_room(directory.parent, keep=directory)
-                _copy(source, directory, dtype)
-    except Timeout as error:
-        raise ModelError(
-            f"another process has been copying {source} to {directory} for {COPY_TIMEOUT_S:.0f} s; end it, and try "
-            "again"
-        ) from error
-    with suppress(OSError):  # another user's
-        os.utime(directory / _USED)
+    if not _is_in_use(directory):
+        try:
+            directory.parent.mkdir(parents=True, exist_ok=True)
+            with _lock(directory, timeout=COPY_TIMEOUT_S):
+                if not _is_in_use(directory):
+                    _make_room(directory)
+                    _copy(source, directory, dtype)
+        except Timeout as error:
+            raise ModelError(
+                f"another process has been copying {source} to {directory} for {COPY_TIMEOUT_S:.0f} s; end it, and try "
+                "again"
+            ) from error
+        except OSError as error:
+            raise ModelError(
+                f"the base of {source} cannot be copied to {directory}: {error.strerror or error}"
+            ) from error
     return Base(directory, digest, dtype, _facts(directory / WEIGHTS))
 
 
@@ -166,7 +173,9 @@ def share(model: _Module) -> _Module:
 
 def _copy(source: Path, directory: Path, dtype: torch.dtype) -> None:
     """Write the copy under another name, and rename it when it is whole."""
-    workplace = Path(mkdtemp(prefix=".copying-", dir=directory.parent))
+    for left in directory.parent.glob(f"{_part(directory)}*"):  # by processes that were killed: the lock is ours
+        shutil.rmtree(left, ignore_errors=True)
+    workplace = Path(mkdtemp(prefix=_part(directory), dir=directory.parent))
     try:
         model = load_whole(
             AutoModelForCausalLM, source, published_dtype(source), what="causal language model", mapped=True
@@ -188,8 +197,6 @@ def _copy(source: Path, directory: Path, dtype: torch.dtype) -> None:
         workplace.chmod(0o755)  # mkdtemp's 0700 is for secrets
         shutil.rmtree(directory, ignore_errors=True)  # one that was changed
         workplace.rename(directory)
-    except OSError as error:
-        raise ModelError(f"the base of {source} cannot be copied to {directory}: {error.strerror or error}") from error
     finally:
         shutil.rmtree(workplace, ignore_errors=True)
 
@@ -230,7 +237,7 @@ def _write(file: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Non
         begin = stream.tell()
         for tensor in tensors.values():
             stream.write(bytes(-(stream.tell() - begin) % ALIGNMENT))
-            for part in _parts(tensor, dtype):
+            for part in _parts(tensor, dtype if tensor.is_floating_point() else tensor.dtype):
                 stream.write(part)
         stream.flush()
         os.fsync(stream.fileno())
@@ -261,10 +268,28 @@ def _is_whole(directory: Path) -> bool:
         return False
 
 
-def _make_room(copies: Path, *, keep: Path) -> None:
+def _is_in_use(directory: Path) -> bool:
+    """Return whether a copy is there as it was written, and note that it is used."""
+    with suppress(OSError):  # another user's, or not there
+        os.utime(directory / _USED)
+    return _is_whole(directory)
+
+
+def _make_room(kept: Path) -> None:
     """Remove the copies that nobody has used for a week; a mapped one lives on in its processes until they end."""
     long_ago = time.time() - UNUSED_DAYS * 86_400
-    for used in copies.glob(f"*/{_USED}"):
-        with suppress(OSError):  # another process was quicker, or it is another user's
-            if used.parent != keep and used.stat().st_mtime < long_ago:
-                shutil.rmtree(used.parent)
+    for used in kept.parent.glob(f"*/{_USED}"):
+        with suppress(OSError, Timeout):  # another process was quicker or copies it, or it is another user's
+            if used.parent != kept and used.stat().st_mtime < long_ago:
+                with _lock(used.parent, timeout=0):
+                    if used.stat().st_mtime < long_ago:
+                        shutil.rmtree(used.parent)
+
+
+def _lock(directory: Path, *, timeout: float) -> FileLock:
+    return FileLock(f"{directory}.lock", timeout=timeout)
+
+
+def _part(directory: Path) -> str:
+    """Return how the names of unfinished copies begin."""
+    return f".copying-{directory.name}-"

@@ -140,6 +140,8 @@ class MemoryNeed:
     """Of each trainer's, what is in host memory wherever the rest is."""
     shared: int = 0
     """What all of them map, besides."""
+    maker_bases: int = 1
+    """How often a maker has that to itself, on a GPU: for its scorer once more."""
 
     @property
     def total(self) -> int:
@@ -151,7 +153,11 @@ class MemoryNeed:
         """Return the need where each process has what is shared to itself."""
         other = self.other_trainer + self.shared if self.num_other_trainers else 0
         return replace(
-            self, trainer=self.trainer + self.shared, maker=self.maker + self.shared, other_trainer=other, shared=0
+            self,
+            trainer=self.trainer + self.shared,
+            maker=self.maker + self.maker_bases * self.shared,
+            other_trainer=other,
+            shared=0,
         )
 
     @property
@@ -229,6 +235,7 @@ def _need_over_base(
         other_trainer=learner if config.num_trainers > 1 else 0,
         num_other_trainers=config.num_trainers - 1,
         shared=_base_bytes(config.rollout_dtype, published_bytes) * num_parameters,
+        maker_bases=2 if reward_adapters and config.reward.reward_model > 0 else 1,
     )
 
 

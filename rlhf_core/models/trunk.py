@@ -107,6 +107,12 @@ def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
     return torch.autocast(device_type=device.type, dtype=dtype, enabled=dtype != torch.float32)
 
 
+def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """Round a model's weights to `dtype`, in place; buffers stay, as rotary angles need their float32."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Run the block with the model in evaluation mode, and put each part of it back as it was."""

@@ -57,7 +57,8 @@ def _pieces(weight: Tensor) -> tuple[Tensor, ...]:
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:
-    product: Tensor = _Product.apply(x.float(), weight)  # type: ignore[no-untyped-call]
+    with torch.autocast(device_type=x.device.type, enabled=False):
+        product: Tensor = _Product.apply(x.float(), weight)  # type: ignore[no-untyped-call]
     return product
 
 

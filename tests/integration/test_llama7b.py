@@ -93,7 +93,7 @@ def test_a_chain_of_adapters_stores_the_base_nowhere_and_its_models_load_elsewhe
         assert loaded(input_ids=torch.tensor([[5, 6, 7]])).logits.isfinite().all()
     again = stack.type("rlhf", "artifacts", "fetch", "policy/quickstart", str(tmp_path / "joined"))
     assert again.returncode == 1
-    assert "is not empty; give an empty directory" in again.stderr
+    assert "is not an empty directory; give an empty" in again.stderr
     write_tiny_llama(tmp_path / "small-llama", initializer_range=0.3)
     changed = stack.type("rlhf", "artifacts", "fetch", "policy/quickstart", str(tmp_path / "elsewhere"))
     assert changed.returncode == 1

@@ -27,7 +27,7 @@ from rlhf_core.models.loading import load_causal_lm, load_tokenizer, locate_mode
 from rlhf_core.models.lora import attach_lora, merge_adapters, save_merged
 from rlhf_core.models.reward_model import RewardModel
 from rlhf_core.models.saving import save_model
-from rlhf_core.models.trunk import disable_dropout
+from rlhf_core.models.trunk import cast_weights, disable_dropout
 from rlhf_core.strategy.ranks import Ranks, together
 from rlhf_core.training.optim import Trained
 
@@ -125,7 +125,8 @@ def load_policy(directory: Path, dtype: torch.dtype, device: torch.device) -> Pr
     model = load_causal_lm(_base_of(directory), torch.float32, device)
     load_adapters(model, directory)
     merge_adapters(model)  # summed in float32, rounded once
-    return model.to(dtype)
+    cast_weights(model, dtype)
+    return model
 
 
 def _base_of(adapter: Path) -> Path:

@@ -249,3 +249,25 @@ def test_copies_that_nobody_used_for_a_week_go(tmp_path: Path) -> None:
     opened(tmp_path, "opt")
     assert not old.directory.exists()
     assert kept.directory.exists()
+
+
+def test_what_a_killed_copy_left_goes_and_a_directory_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+    base = opened(tmp_path)
+    left = base.directory.parent / f".copying-{base.directory.name}-abc"
+    left.mkdir()
+    (left / WEIGHTS).write_bytes(b"half")
+    (base.directory / WEIGHTS).unlink()
+    opened(tmp_path)
+    assert not left.exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(ModelError, match=r"the base of .* cannot be copied to .*: Not a directory"):
+        open_base(tmp_path / "llama-torch.bfloat16", "d", arithmetic=torch.bfloat16, models_dir=tmp_path / "file")
+
+
+def test_arithmetic_in_float32_is_kept_under_autocast(tmp_path: Path) -> None:
+    model = load_base(opened(tmp_path, arithmetic=torch.float32), arithmetic=torch.float32)
+    embedded = torch.randn(1, 4, model.config.hidden_size, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(inputs_embeds=embedded).logits.square().mean()
+    loss.backward()
+    assert embedded.grad is not None

@@ -10,11 +10,14 @@ import pytest
 import torch
 
 from flows.presets import resolve
-from rlhf_core.config import PipelineConfig
+from rlhf_core.config import LoRAConfig, PipelineConfig
 from rlhf_core.errors import ModelError
-from rlhf_core.models.adapters import load_adapters
+from rlhf_core.models.adapters import load_adapters, save_adapters
+from rlhf_core.models.base import is_shared
 from rlhf_core.models.loading import load_causal_lm, load_tokenizer
+from rlhf_core.models.lora import attach_lora
 from rlhf_core.models.reward_model import RewardModel
+from rlhf_core.models.trunk import trunk_of
 from rlhf_core.ppo.published_weights import weights_to_publish
 from rlhf_core.weights import Publisher, Subscriber
 from tasks import models, ppo_models
@@ -181,3 +184,57 @@ def test_learning_over_a_base_of_16_bits_is_finite_and_changes_nothing_but_adapt
     changed = {name for name, weight in learner.actor.named_parameters() if not torch.equal(weight, before[name])}
     assert changed
     assert all(".default." in name for name in changed)
+
+
+@pytest.fixture
+def adapted(directories: dict[str, Path], tmp_path: Path) -> dict[str, Any]:
+    """An SFT model and a reward model of adapters, over a base of 16 bits; returns what a run says of them."""
+    model = load_causal_lm(directories["sft/tiny@1"], "bfloat16")
+    model.save_pretrained(tmp_path / "narrow")
+    load_tokenizer(directories["sft/tiny@1"]).save_pretrained(tmp_path / "narrow")
+    base = Parent(uri="sft/narrow@1", digest="1" * 64)
+    directories[base.uri] = tmp_path / "narrow"
+    policy, scorer = (load_causal_lm(tmp_path / "narrow", "bfloat16") for _ in range(2))
+    attach_lora(policy, LoRAConfig(r=2), seed=3)
+    reward_model = RewardModel(trunk_of(scorer))
+    attach_lora(reward_model.trunk, LoRAConfig(r=2), seed=4)
+    with torch.no_grad():
+        for weight in (*policy.parameters(), *reward_model.trunk.parameters()):
+            if weight.requires_grad:
+                weight.add_(0.02)
+    save_adapters(policy, tmp_path / "policy")
+    reward_model.save_adapters(tmp_path / "reward-model")
+    load_tokenizer(tmp_path / "narrow").save_pretrained(tmp_path / "policy")
+    directories |= {"sft/tiny@2": tmp_path / "policy", "reward-model/tiny@2": tmp_path / "reward-model"}
+    return {
+        "actor": Parent(uri="sft/tiny@2", digest="2" * 64), "base": base,
+        "reward_model": Parent(uri="reward-model/tiny@2", digest="3" * 64), "reward_model_base": base,
+    }  # fmt: skip
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_critic_that_starts_from_an_adapted_reward_model_shares_the_base_and_learns(
+    directories: dict[str, Path], adapted: dict[str, Any], dtype: str
+) -> None:
+    settings = {"dtype": dtype, "rollout_dtype": dtype, "critic_init": "reward_model", "micro_batch_size": 4}
+    run = run_of(directories, has_base=True, train_batch_size=8, **settings).model_copy(update=adapted)
+    learner, maker = LearnerFactory(run)(), MakerFactory(run)()
+    for critic in (learner.critic, maker.critic):
+        assert sum(is_shared(weight) for weight in critic.parameters()) > 10
+    stats = learner.training_step(learner.recompute(tiny_experience()))
+    assert math.isfinite(stats.critic_loss)
+    assert maker.initial_model is None
+
+
+@pytest.mark.integration
+def test_adapters_that_are_merged_for_a_process_of_its_own_leave_rotary_angles_alone(
+    directories: dict[str, Path], adapted: dict[str, Any]
+) -> None:
+    own = {"update_lora_weights": False, "rollout_dtype": "bfloat16", "critic_init": "reward_model"}
+    maker = MakerFactory(run_of(directories, has_base=True, **own).model_copy(update=adapted))()
+    assert maker.critic is not None
+    expected = load_causal_lm(directories["sft/narrow@1"], "bfloat16").model.rotary_emb.inv_freq
+    for trunk in (maker.actor.model, maker.critic.trunk, maker.initial_model.model):
+        assert torch.equal(trunk.rotary_emb.inv_freq, expected)
+        assert trunk.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16

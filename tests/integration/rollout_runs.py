@@ -20,6 +20,7 @@ from rlhf_core.config import PPOConfig, TemplateConfig
 from rlhf_core.data import Problem, PromptTemplate
 from rlhf_core.detached.run import RunMaker, RunTrainer, TrainerRank
 from rlhf_core.models.critic import Critic
+from rlhf_core.models.lora import merged_parameters
 from rlhf_core.ppo.learner import PPOLearner
 from rlhf_core.ppo.state import EpisodeRecord, TrainingState
 from rlhf_core.ray_tools.group import form_group
@@ -168,9 +169,9 @@ class MemoryKeeper:
         return "nowhere"
 
 
-def save_policy(_learner: PPOLearner, weights: dict[str, torch.Tensor], directory: Path) -> None:
+def save_policy(actor: torch.nn.Module, directory: Path) -> None:
     """Write the weights."""
-    torch.save(weights, directory / "policy.pt")
+    torch.save(merged_parameters(actor), directory / "policy.pt")
 
 
 @contextmanager

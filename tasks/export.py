@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from shutil import copytree, ignore_patterns
+from shutil import copytree, ignore_patterns, rmtree
 from typing import TYPE_CHECKING
 
 from infra.artifacts import ArtifactRef
@@ -47,10 +47,14 @@ def export(store: ArtifactStore, known: Settings, manifest: Manifest, directory:
     files = store.cached(manifest.ref)
     base = read_base(files, uri=manifest.uri)
     assert base is not None  # the manifest names the file
-    source = _base_directory(store, known, manifest, base, beside=None if merged else directory / BASE)
-    with scratch_directory(known.home) as folder:
-        _write(files, source, folder / "model", merged=merged)
-        copytree(folder / "model", directory, dirs_exist_ok=True)
+    try:
+        source = _base_directory(store, known, manifest, base, beside=None if merged else directory / BASE)
+        with scratch_directory(known.home) as folder:
+            _write(files, source, folder / "model", merged=merged)
+            copytree(folder / "model", directory, dirs_exist_ok=True)
+    except BaseException:
+        rmtree(directory, ignore_errors=True)  # it was empty: the next try finds nothing of this one
+        raise
 
 
 def _write(files: Path, source: Path, folder: Path, *, merged: bool) -> None:

@@ -162,7 +162,7 @@ def fetch(reference: str, directory: Path, /, *, merged: Flag = False, as_json: 
 
     Args:
         reference: `kind/name` (the latest), `kind/name@version` or `kind/name@alias`.
-        directory: an empty directory, or one with files of the same version; made if it is not there.
+        directory: an empty directory, or one with files of the same version of a whole model; made if it is not there.
         merged: of a model that is adapters, the whole model, as `AutoModelForCausalLM.from_pretrained` loads it.
         as_json: print JSON.
     """
@@ -177,12 +177,12 @@ def fetch(reference: str, directory: Path, /, *, merged: Flag = False, as_json: 
             export(store, settings(), manifest, directory, merged=merged)
         else:
             store.fetch(manifest.ref, directory)
+    written = sorted(each for each in directory.rglob("*") if each.is_file())
     if as_json:
-        files = sorted(str(each.relative_to(directory)) for each in directory.rglob("*") if each.is_file())
+        files = [str(each.relative_to(directory)) for each in written]
         return write_json({"uri": manifest.uri, "digest": manifest.digest, "directory": str(directory), "files": files})
-    console().print(
-        f"{manifest.uri}: {counted(len(manifest.files), 'file')}, {size(manifest.size)}, in {directory}", markup=False
-    )
+    total = size(sum(each.stat().st_size for each in written))
+    console().print(f"{manifest.uri}: {counted(len(written), 'file')}, {total}, in {directory}", markup=False)
     return None
 
 

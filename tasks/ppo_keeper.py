@@ -176,16 +176,16 @@ def _shards(tensors: Mapping[str, Any]) -> dict[str, Path | bytes]:
     """
     from safetensors.torch import save
 
-    groups: list[dict[str, Any]] = [{}]
-    filled = 0
-    for name in sorted(tensors):
-        size = tensors[name].numel() * tensors[name].element_size() + len(name) + _HEADER_BYTES
-        if groups[-1] and filled + size > SHARD_BYTES:
-            groups.append({})
-            filled = 0
-        groups[-1][name] = tensors[name].contiguous()
-        filled += size
-    return {f"training-{index:05d}.safetensors": save(group) for index, group in enumerate(groups)}
+    from rlhf_core.models.saving import in_shards
+
+    def size_of(name: str) -> int:
+        return int(tensors[name].numel() * tensors[name].element_size()) + len(name) + _HEADER_BYTES
+
+    shards = in_shards(sorted(tensors), size_of, most=SHARD_BYTES)
+    return {
+        f"training-{index:05d}.safetensors": save({name: tensors[name].contiguous() for name in names})
+        for index, names in enumerate(shards)
+    }
 
 
 def _jsonl(rows: list[dict[str, Any]]) -> bytes:

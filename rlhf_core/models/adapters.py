@@ -32,7 +32,7 @@ from rlhf_core.models.lora import (
     put_below,
     trainable_state,
 )
-from rlhf_core.models.saving import SHARD_BYTES
+from rlhf_core.models.saving import SHARD_BYTES, in_shards
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -171,7 +171,7 @@ def write_merged(source: Path, adapters: Adapters, directory: Path, *, transpose
     if missing := sorted(adapters.factors.keys() - set(layers.values())):
         raise ModelError(f"adapters for {missing[0]} do not fit {source}, which has no such layer")
     directory.mkdir(parents=True, exist_ok=True)
-    shards = _cut(stored)
+    shards = in_shards(stored, lambda entry: entry[2], most=SHARD_BYTES)
     held: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         shard = f"model-{number:05d}-of-{len(shards):05d}{SAFE}" if len(shards) > 1 else f"model{SAFE}"
@@ -189,19 +189,6 @@ def write_merged(source: Path, adapters: Adapters, directory: Path, *, transpose
 
 
 _Stored = tuple[str, Path, int]  # a tensor's name, its file and its bytes
-
-
-def _cut(stored: Sequence[_Stored]) -> list[list[_Stored]]:
-    """Return tensors by the shard that they go to, in their order."""
-    shards: list[list[_Stored]] = [[]]
-    filled = 0
-    for entry in stored:
-        if shards[-1] and filled + entry[2] > SHARD_BYTES:
-            shards.append([])
-            filled = 0
-        shards[-1].append(entry)
-        filled += entry[2]
-    return shards
 
 
 def _read(stored: Sequence[_Stored]) -> Iterator[tuple[str, Tensor]]:

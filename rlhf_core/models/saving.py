@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -18,6 +18,24 @@ if TYPE_CHECKING:
 SHARD_SIZE = "64MB"  # the unit of sharing and of parallel transfer in the artifact store
 SHARD_BYTES = 64 * 10**6
 """The same as a number."""
+T = TypeVar("T")
+
+
+def in_shards(items: Iterable[T], size_of: Callable[[T], int], *, most: int) -> list[list[T]]:
+    """Return items by shard, in their order: a shard ends before what would make it larger than `most` bytes.
+
+    A larger item has a shard of its own; of nothing, one shard is made.
+    """
+    shards: list[list[T]] = [[]]
+    filled = 0
+    for item in items:
+        size = size_of(item)
+        if shards[-1] and filled + size > most:
+            shards.append([])
+            filled = 0
+        shards[-1].append(item)
+        filled += size
+    return shards
 
 
 @contextmanager

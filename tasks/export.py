@@ -25,7 +25,15 @@ BASE = "base"
 """Directory of a base that is in the store, beside the adapters over it."""
 
 
-def export(store: ArtifactStore, known: Settings, manifest: Manifest, directory: Path, *, merged: bool) -> None:
+def export(
+    store: ArtifactStore,
+    known: Settings,
+    manifest: Manifest,
+    directory: Path,
+    *,
+    merged: bool,
+    model: str | None = None,
+) -> None:
     """Put a model of adapters into a directory.
 
     Args:
@@ -35,6 +43,7 @@ def export(store: ArtifactStore, known: Settings, manifest: Manifest, directory:
         directory: an empty one; made if it is not there.
         merged: a whole model that transformers loads; else one set of adapters that peft loads, with the absolute path
             of its base, which is put beside it if the store holds it.
+        model: a base that the store does not hold; None looks where the run found it.
 
     Raises:
         ModelError: if the base is not in the store, and not on this machine.
@@ -48,7 +57,7 @@ def export(store: ArtifactStore, known: Settings, manifest: Manifest, directory:
     base = read_base(files, uri=manifest.uri)
     assert base is not None  # the manifest names the file
     try:
-        source = _base_directory(store, known, manifest, base, beside=None if merged else directory / BASE)
+        source = _base_directory(store, known, manifest, base, model, beside=None if merged else directory / BASE)
         with scratch_directory(known.home) as folder:
             _write(files, source, folder / "model", merged=merged)
             copytree(folder / "model", directory, dirs_exist_ok=True)
@@ -73,21 +82,27 @@ def _write(files: Path, source: Path, folder: Path, *, merged: bool) -> None:
 
 
 def _base_directory(
-    store: ArtifactStore, known: Settings, manifest: Manifest, base: Parent, *, beside: Path | None
+    store: ArtifactStore, known: Settings, manifest: Manifest, base: Parent, model: str | None, *, beside: Path | None
 ) -> Path:
-    """Return where the base is: beside the adapters, in the cache, or where the preset of the model found it."""
+    """Return where the base is: beside the adapters, in the cache, or outside the store."""
     from rlhf_core.models.loading import model_digest
     from rlhf_core.models.locating import locate_model
 
     if not base.uri.startswith(EXTERNAL_PREFIX):
         reference = ArtifactRef(base.uri, base.digest)
         return store.cached(reference) if beside is None else store.fetch(reference, beside).absolute()
-    path = PipelineConfig.model_validate(manifest.config).model.path
-    directory = locate_model(path, models_dir=known.models_dir)
+    path = model or PipelineConfig.model_validate(manifest.config).model.path
+    try:
+        directory = locate_model(path, models_dir=known.models_dir)
+    except ModelError as error:
+        raise ModelError(
+            f"{manifest.uri} is adapters over {base.uri}, which the store does not hold: {error}; say with --model "
+            "where it is"
+        ) from error
     digest = model_digest(directory, models_dir=known.models_dir)
     if digest != base.digest:
         raise ModelError(
             f"{manifest.uri} was trained over {base.uri} (digest {base.digest[:12]}), but {path} holds another model "
-            f"by now ({digest[:12]}); put back what was there"
+            f"by now ({digest[:12]}); put back what was there, or say with --model where it is"
         )
     return directory.absolute()

@@ -23,7 +23,7 @@ from infra.errors import (
     StoreNotReadyError,
     is_untrusted,
 )
-from rlhf_core.errors import DataAwayError, NoRoomError, RlhfError
+from rlhf_core.errors import DataAwayError, LostRankError, NoRoomError, RlhfError
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun
@@ -73,6 +73,11 @@ def further_attempts(error: BaseException) -> int | None:
     if isinstance(error, RlhfError | InfraError):
         return FEW if error.passes else None
     return FEW if isinstance(error, TimeoutError) or _is_of(error, _DIED) else None
+
+
+def has_died(error: BaseException) -> bool:
+    """Return whether a process of the run's cluster has ended, and could not say why."""
+    return isinstance(error, LostRankError) or _is_of(error, _DIED)
 
 
 def passes_in(_task: Any, task_run: Any, state: Any) -> bool:

@@ -9,7 +9,9 @@ from infra.errors import ClusterError, InfraError
 from rlhf_core.config import PipelineConfig
 from rlhf_core.counting import ordinal
 from rlhf_core.errors import RlhfError
+from tasks.clusters import address_of
 from tasks.context import Context, open_context
+from tasks.models import opened_base
 from tasks.parents import base_model, base_of, ppo_wants_reward_model, resolve_policy, resolve_reward_model
 from tasks.plan import asker_of, recalled, recorded, settled_once
 from tasks.progress import duration, say
@@ -23,6 +25,7 @@ from tasks.task_errors import stage_task
 
 if TYPE_CHECKING:
     from infra.artifacts import ArtifactStore, Manifest
+    from rlhf_core.models.base import Base
     from rlhf_core.ppo.state import EpisodeRecord
 
 MODULES = ("ppo", "ppo_group", "ppo_keeper", "ppo_models", "models", "gpu_allocation")
@@ -189,7 +192,7 @@ def ppo_episode(run: PPORun, episode: int) -> EpisodeResult:
     context = open_context()
     leave_if_taken_over()
     config = run.config.ppo
-    with _EndingTheGroupOnFailure(run):
+    with _EndingTheGroupOnFailure(run, _base_here(context, run)):
         trainer = trainer_for(run, episode, context)
         peers = peers_of(run)
         position = ask(trainer.position, ANSWER_S)
@@ -219,7 +222,7 @@ def publish_policy(run: PPORun) -> StageResult:
     context = open_context()
     leave_if_taken_over()
     config = run.config.ppo
-    with _EndingTheGroupOnFailure(run):
+    with _EndingTheGroupOnFailure(run, _base_here(context, run)):
         trainer = trainer_for(run, config.episodes, context)
         storing = trainer.commit_policy.remote()
         limit_s = config.cluster.commit_timeout_s
@@ -246,33 +249,50 @@ def end_cluster(run: PPORun) -> None:
         run_logger().warning("the cluster of %s has not ended yet: %s", run.name, error)
 
 
-class _EndingTheGroupOnFailure:
-    """Ends the actors when an attempt fails, so that the next one restores committed state and nothing else."""
+def _base_here(context: Context, run: PPORun) -> Base | None:
+    """Return the base that the run's processes map, copied first if need be; None if they map none, or none here."""
+    if run.base is None or not run.shares_base or address_of(run.config.ppo.cluster) is not None:
+        return None
+    return opened_base(context, run.base, run.config.ppo.rollout_dtype)
 
-    def __init__(self, run: PPORun) -> None:
-        self._run = run
+
+class _EndingTheGroupOnFailure:
+    """Ends the actors when an attempt fails, so that the next one restores committed state and nothing else.
+
+    Args:
+        run: whose attempt it is.
+        base: that its processes map. One whose file was cut off dies by a bus error, and says nothing.
+    """
+
+    def __init__(self, run: PPORun, base: Base | None = None) -> None:
+        self._run, self._base = run, base
 
     def __enter__(self) -> None:
         """Begin the attempt."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """End the group if the attempt failed; a cancelled run's cluster ends as a whole."""
+        """End the group if the attempt failed; a cancelled run's cluster ends as a whole.
+
+        Raises:
+            BaseChangedError: in place of what a process died of.
+        """
         import ray
 
         from infra.clusters import is_lost
-        from tasks.failures import first_line, passes
+        from tasks.failures import first_line, has_died, passes
         from tasks.ppo_group import end_group
 
         if not isinstance(error, Exception):
             return
         if passes(error):
             run_logger().warning("the actors of %s are ended: %s", self._run.name, first_line(error))
-        if is_lost(self._run.name):  # with all its actors; the next attempt starts another
-            return
-        try:
-            end_group(self._run)
-        except (ray.exceptions.RayError, InfraError, RlhfError, RuntimeError, OSError) as trouble:
-            run_logger().warning("the trainer group of %s could not be ended: %s", self._run.name, trouble)
+        if not is_lost(self._run.name):  # with all its actors; the next attempt starts another
+            try:
+                end_group(self._run)
+            except (ray.exceptions.RayError, InfraError, RlhfError, RuntimeError, OSError) as trouble:
+                run_logger().warning("the trainer group of %s could not be ended: %s", self._run.name, trouble)
+        if self._base is not None and has_died(error):
+            self._base.check_unchanged()
 
 
 def _log_progress(doing: str) -> None:

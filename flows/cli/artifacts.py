@@ -153,7 +153,9 @@ def show(reference: str, /, *, as_json: Json = False) -> None:
 
 
 @app.command
-def fetch(reference: str, directory: Path, /, *, merged: Flag = False, as_json: Json = False) -> None:
+def fetch(
+    reference: str, directory: Path, /, *, merged: Flag = False, model: str | None = None, as_json: Json = False
+) -> None:
     """Put an artifact's files into a directory, each checked against its hash.
 
     Files larger than 1 MB are links to the local cache, and read-only: copy one before you change it. Of a model that
@@ -164,6 +166,7 @@ def fetch(reference: str, directory: Path, /, *, merged: Flag = False, as_json: 
         reference: `kind/name` (the latest), `kind/name@version` or `kind/name@alias`.
         directory: an empty directory, or one with files of the same version of a whole model; made if it is not there.
         merged: of a model that is adapters, the whole model, as `AutoModelForCausalLM.from_pretrained` loads it.
+        model: what adapters are over, where the store does not hold it and it has moved since they were trained.
         as_json: print JSON.
     """
     from infra.artifacts import open_default_store
@@ -174,7 +177,7 @@ def fetch(reference: str, directory: Path, /, *, merged: Flag = False, as_json: 
     manifest = store.resolve(reference)
     with console(stderr=True).status(f"fetching {manifest.uri}, {size(manifest.size)}"):
         if manifest.has_adapters:
-            export(store, settings(), manifest, directory, merged=merged)
+            export(store, settings(), manifest, directory, merged=merged, model=model)
         else:
             store.fetch(manifest.ref, directory)
     written = sorted(each for each in directory.rglob("*") if each.is_file())

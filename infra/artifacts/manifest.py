@@ -199,10 +199,10 @@ class Manifest(BaseModel):
         return any(entry.path == BASE_FILE for entry in self.files)
 
     @property
-    def bases(self) -> tuple[ArtifactRef, ...]:
-        """The parents that its adapters may be over: without them it is of no use."""
+    def base(self) -> ArtifactRef | None:
+        """The parent that its adapters are over, the last of its models: without it, it is of no use."""
         models = [parent for parent in self.parents if parent.uri.partition("/")[0] in _POLICIES]
-        return tuple(models) if self.has_adapters else ()
+        return models[-1] if self.has_adapters and models else None
 
     @property
     def blobs(self) -> tuple[BlobEntry, ...]:

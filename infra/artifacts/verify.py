@@ -171,7 +171,7 @@ def _check_parents(manifests: list[Manifest], by_uri: _ByUri) -> tuple[int, list
             found = by_uri.get(parent.uri)
             if parent.uri not in by_uri and not parent.is_external:
                 gone.add(parent.uri)
-                if parent in manifest.bases:
+                if parent == manifest.base:
                     problems.append(f"{manifest.uri} is adapters over what {parent.uri} held, which is gone")
             elif found is not None and parent.digest and found.digest != parent.digest:
                 problems.append(

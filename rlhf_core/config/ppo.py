@@ -26,7 +26,7 @@ class RewardConfig(Config):
     """Weight of the reward model's score, in its standard deviations on held-out samples."""
     functions: dict[str, float] = Field(default_factory=dict)
     """Weights of reward functions, by name (`gsm8k_reward_fn`) or by path (`package.module:function`)."""
-    timeout_s: float = Field(10.0, gt=0)
+    timeout_s: float = Field(10.0, gt=0, le=86_400)
     """Longest time that a reward function may take over one response; then that response gets a zero."""
 
     @model_validator(mode="after")

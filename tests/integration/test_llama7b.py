@@ -94,8 +94,17 @@ def test_a_chain_of_adapters_stores_the_base_nowhere_and_its_models_load_elsewhe
     again = stack.type("rlhf", "artifacts", "fetch", "policy/quickstart", str(tmp_path / "joined"))
     assert again.returncode == 1
     assert "is not an empty directory; give an empty" in again.stderr
+    (tmp_path / "small-llama").rename(tmp_path / "moved")
+    there = ["rlhf", "artifacts", "fetch", "policy/quickstart"]
+    gone = stack.type(*there, str(tmp_path / "elsewhere"))
+    assert gone.returncode == 1
+    assert "which the store does not hold: model" in gone.stderr
+    found = stack.type(*there, str(tmp_path / "found"), "--merged", "--model", str(tmp_path / "moved"))
+    assert found.returncode == 0, found.stderr
     write_tiny_llama(tmp_path / "small-llama", initializer_range=0.3)
     changed = stack.type("rlhf", "artifacts", "fetch", "policy/quickstart", str(tmp_path / "elsewhere"))
     assert changed.returncode == 1
     assert "holds another model by now" in changed.stderr
+    (tmp_path / "small-llama").rename(tmp_path / "other")
+    (tmp_path / "moved").rename(tmp_path / "small-llama")
     assert stack.type("rlhf", "artifacts", "verify").returncode == 0

@@ -15,6 +15,7 @@ import ray
 from flows.presets import resolve
 from infra.errors import StoreError
 from rlhf_core.config import PipelineConfig
+from rlhf_core.errors import BaseChangedError
 from tasks.context import open_context
 from tasks.failures import passes
 from tasks.ppo import next_episode, ppo_episode
@@ -94,6 +95,13 @@ def test_a_run_whose_processes_were_killed_ends_with_the_same_bits(run: Run, und
         kill_when(attempt, "episode 2: learning")
         with pytest.raises(ray.exceptions.RayActorError):
             attempt.result(timeout=120)
+    # Somebody cuts the base's file off: its readers end by a bus error, and the next attempt copies it anew.
+    trainer_for(run.plan, 1, open_context())
+    (weights,) = (open_context().settings.models_dir / "bases").glob("*/model.safetensors")
+    weights.chmod(0o644)
+    os.truncate(weights, 5000)
+    with pytest.raises(BaseChangedError, match="the base that the models of this run share, was changed or removed"):
+        ppo_episode.fn(run.plan, 1)
     # An attempt at the committed episode, as after a death between its commit and its answer, finds it done.
     done = ppo_episode.fn(run.plan, 0)
     assert done == EpisodeResult(

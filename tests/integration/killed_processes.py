@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import threading
@@ -18,6 +17,7 @@ from typing import Any
 from infra.artifacts import ArtifactStore, S3Options, deletion, leases, open_store
 from infra.artifacts.deletion import Retention
 from infra.errors import StoreError
+from tests.forked import FORKED
 
 END_TIMEOUT_S = 120.0
 LIMIT_S, LIFE = 2.0, timedelta(seconds=4)
@@ -70,13 +70,11 @@ class DeadlyBackend:
 
 def play(url: str, options: S3Options | None, directory: Path, parts: Sequence[Part]) -> dict[Part, list[str]]:
     """Run all parts at once, and return the references that each said it had committed."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["infra.artifacts.store", "infra.artifacts.s3"])
-    opened = context.Barrier(len(parts))  # with no grace time, a collector takes what others try the place with
+    opened = FORKED.Barrier(len(parts))  # with no grace time, a collector takes what others try the place with
     running = []
     for part in parts:
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_act, args=(url, options, directory, part, opened, theirs))
+        ours, theirs = FORKED.Pipe(duplex=False)
+        process = FORKED.Process(target=_act, args=(url, options, directory, part, opened, theirs))
         process.start()
         theirs.close()
         running.append((part, process, ours))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +15,8 @@ from rlhf_core.config import LoRAConfig
 from rlhf_core.errors import ConfigError, ModelError, TrainingError
 from rlhf_core.ppo.state import TrainingState, state_from_json
 from rlhf_core.training.checkpoint import list_checkpoints
-from tests.unit.coati import ppo_resume_cases
-from tests.unit.coati.ppo_resume_cases import CASES, ENDS_AFTER, build, directory, fit
+from tests.forked import exit_of
+from tests.unit.coati.ppo_resume_cases import CASES, ENDS_AFTER, build, directory, fit, leave_checkpoints
 from tests.unit.coati.ppo_trainers import (
     differences,
     first_difference,
@@ -33,11 +31,7 @@ from tests.unit.coati.ppo_trainers import (
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return where a process left its checkpoints of all cases before it died."""
     root = tmp_path_factory.mktemp("ended")
-    done = subprocess.run(
-        [sys.executable, "-m", ppo_resume_cases.__name__, str(root)],
-        check=False, timeout=120, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 9, done.stderr
+    assert exit_of(leave_checkpoints, root) == 9
     return root
 
 

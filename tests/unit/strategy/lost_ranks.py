@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import multiprocessing
 import os
 import signal
 import threading
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from rlhf_core.strategy.liveness import naming_lost_rank
 from rlhf_core.strategy.ranks import join
 from rlhf_core.strategy.rendezvous import Rendezvous, open_rendezvous
+from tests.forked import FORKED
 
 END_S = 60.0
 
@@ -49,8 +49,6 @@ def play(fate: Fate, *, world_size: int, deadline_s: float, agent: bool = False,
         agent: whether somebody else than the first rank keeps the store, as torchrun does.
         in_a_row: whether each rank waits for the one before it alone, instead of all for all.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
     listener = open_rendezvous("127.0.0.1")
     port = listener.getsockname()[1]
     store = None
@@ -60,10 +58,10 @@ def play(fate: Fate, *, world_size: int, deadline_s: float, agent: bool = False,
             "127.0.0.1", port, is_master=True, timeout=wait, wait_for_workers=False, master_listen_fd=listener.detach()
         )
     listener.close()
-    ours, theirs = context.Pipe(duplex=False)
-    when = context.Value("d", 0.0)
+    ours, theirs = FORKED.Pipe(duplex=False)
+    when = FORKED.Value("d", 0.0)
     processes = [
-        context.Process(
+        FORKED.Process(
             target=_rank, args=(rank, world_size, port, deadline_s, fate, when, theirs, agent, in_a_row), daemon=True
         )
         for rank in range(world_size)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from rlhf_core.errors import LostRankError
 from rlhf_core.strategy.ranks import ALONE, choose_backend, current_ranks, join, join_alone, leave
 from rlhf_core.strategy.rendezvous import Rendezvous, open_rendezvous
+from tests.forked import FORKED
 
 
 def test_alone_everything_is_as_it_was() -> None:
@@ -55,9 +55,7 @@ def test_the_backend_follows_from_the_gpus_that_the_ranks_see(devices: list[str]
 
 def in_a_process(work: Callable[[], Any]) -> Any:
     """Return what `work` returns in a process of its own: a process joins once."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    with context.Pool(1) as pool:
+    with FORKED.Pool(1) as pool:
         return pool.apply_async(work).get(timeout=60)
 
 

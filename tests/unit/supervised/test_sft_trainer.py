@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ from rlhf_core.models.lora import attach_lora
 from rlhf_core.strategy.plain import PlainBooster
 from rlhf_core.supervised.batches import as_masked, token_batch
 from rlhf_core.supervised.sft import SFTTrainer, mean_token_loss
+from tests.forked import exit_of
 from tests.tiny_llama import tiny_llama
 from tests.unit.coati.ppo_trainers import differences, first_difference
 
@@ -172,13 +171,8 @@ def test_going_on_from_the_middle_of_an_epoch_equals_not_having_stopped(case: st
     arguments = (case, str(tmp_path / "epoch-1_step-3"), str(tmp_path / "resumed"))
     if case == "full":
         resume(*arguments)
-    else:  # in another process, which costs seconds
-        code = (
-            "import sys, torch; torch.set_num_threads(1); "
-            "from tests.unit.supervised.test_sft_trainer import resume; resume(*sys.argv[1:])"
-        )
-        root = Path(__file__).parents[3]
-        subprocess.run([sys.executable, "-c", code, *arguments], check=True, cwd=root, timeout=300)
+    else:
+        assert exit_of(resume, *arguments) == 0
     history = json.loads((tmp_path / "resumed.json").read_text())
     resumed = load_file(tmp_path / "resumed.safetensors")
     said = f"{first_difference(straight.history[3:], history)} {differences(weights(straight), resumed)}".strip()

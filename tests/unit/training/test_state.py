@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from rlhf_core.config import LoRAConfig
 from rlhf_core.errors import ModelError
 from rlhf_core.ppo.episode import learn_episode
 from rlhf_core.ppo.learner import PPOLearner
+from tests.forked import exit_of
 from tests.unit.ppo.experience import tiny_experience
 from tests.unit.ppo.test_learner import learner
 
@@ -65,12 +64,7 @@ def test_two_steps_saved_and_two_more_in_another_process_equal_four(case: str, t
     broken_off = build(case)
     run(broken_off, 0)
     save(broken_off, tmp_path)
-    code = (
-        "import sys, pathlib, torch; torch.set_num_threads(1); from tests.unit.training.test_state import resume; "
-        "resume(sys.argv[1], pathlib.Path(sys.argv[2]))"
-    )
-    root = Path(__file__).parents[3]
-    subprocess.run([sys.executable, "-c", code, case, str(tmp_path)], check=True, cwd=root, timeout=120)
+    assert exit_of(resume, case, tmp_path) == 0
 
     assert [tuple(step) for step in json.loads((tmp_path / "stats.json").read_text())] == expected
     resumed = load_file(tmp_path / "state.safetensors")

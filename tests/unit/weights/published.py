@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -13,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_core.weights import Publication, Subscriber
+from tests.forked import FORKED
 
-CONTEXT = get_context("forkserver")
-CONTEXT.set_forkserver_preload([__name__])  # importing torch and Ray takes seconds: once for all processes
 WAIT_S = 60.0
 
 
@@ -48,8 +46,8 @@ class Maker:
     """A maker's process: takes what it is told, and says what it then holds."""
 
     def __init__(self, *, device: str | None = None, name: str | None = None) -> None:
-        self._pipe, theirs = CONTEXT.Pipe()
-        self.process: BaseProcess = CONTEXT.Process(target=_make, args=(theirs, device, name), daemon=True)
+        self._pipe, theirs = FORKED.Pipe()
+        self.process: BaseProcess = FORKED.Process(target=_make, args=(theirs, device, name), daemon=True)
         self.process.start()
         theirs.close()
 

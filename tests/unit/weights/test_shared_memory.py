@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from rlhf_core.phases import watch
 from rlhf_core.weights import Publisher, Subscriber, WeightsError
 from rlhf_core.weights.shared_memory import SharedMemoryReceiver, SharedMemorySender
-from tests.unit.weights.published import CONTEXT, WAIT_S, Maker, assert_holds, held, models, weights
+from tests.forked import FORKED
+from tests.unit.weights.published import WAIT_S, Maker, assert_holds, held, models, weights
 
 BUCKETS = 6
 """Of one byte at most, so that each tensor has its own."""
@@ -64,8 +65,8 @@ def holders(label: str) -> set[int]:
 
 @pytest.mark.parametrize("stop_at", [0, 3, BUCKETS])
 def test_a_trainer_killed_between_two_buckets_leaves_makers_on_the_old_version(maker: Maker, stop_at: int) -> None:
-    pipe, theirs = CONTEXT.Pipe()
-    trainer = CONTEXT.Process(target=_publish, args=(theirs, stop_at), daemon=True)
+    pipe, theirs = FORKED.Pipe()
+    trainer = FORKED.Process(target=_publish, args=(theirs, stop_at), daemon=True)
     trainer.start()
     assert pipe.poll(WAIT_S)
     first = pipe.recv()
@@ -88,8 +89,8 @@ def test_a_trainer_killed_between_two_buckets_leaves_makers_on_the_old_version(m
 
 
 def test_the_memory_of_a_killed_trainer_is_free_once_no_maker_has_it_open(maker: Maker) -> None:
-    pipe, theirs = CONTEXT.Pipe()
-    trainer = CONTEXT.Process(target=_publish, args=(theirs, BUCKETS), daemon=True)
+    pipe, theirs = FORKED.Pipe()
+    trainer = FORKED.Process(target=_publish, args=(theirs, BUCKETS), daemon=True)
     names = set(os.listdir("/dev/shm"))
     trainer.start()
     assert pipe.poll(WAIT_S)

@@ -190,7 +190,9 @@ def _object_store_mb(run: PPORun) -> int:
     models = PUBLISHED * (1.5 if ppo.cluster.sparse_weights else 1.0)  # a difference, of half at most, beside the whole
     size = BYTES[ppo.rollout_dtype] * _parameters(run.base or run.actor)
     if run.shares_base and ppo.lora is not None:
-        size = BYTES["float32"] * adapter_parameters(_parameters(run.base or run.actor), ppo.lora.r)
+        scorer = run.config.reward_model.lora if ppo.critic_init == "reward_model" else None
+        rank = max(ppo.lora.r, scorer.r if scorer else 0)  # of a critic that has the reward model's adapters
+        size = BYTES["float32"] * adapter_parameters(_parameters(run.base or run.actor), rank)
     return 128 + math.ceil(1.1 * models * size / 1e6)
 
 

@@ -68,19 +68,19 @@ class StoreKeeper:
         files: dict[str, Path | bytes] = {
             STATE: json.dumps(state_to_json(state)).encode(),
             SAMPLES: _jsonl([asdict(sample) for sample in samples]),
-            **_shards(state_tensors(state)),
         }
-        self._store.commit(
-            "ppo-state",
-            self._run.name,
-            files,
-            version=len(state.history),
-            parents=self._parents(),
-            config=self._run.config.model_dump(mode="json"),
-            metrics=state.history[-1].as_row(),
-            source_digest=self._run.source_digest,
-            flow_run=self._run.flow_run,
-        )
+        with scratch_directory(settings().home) as directory:
+            self._store.commit(
+                "ppo-state",
+                self._run.name,
+                files | _shards(state_tensors(state), directory),
+                version=len(state.history),
+                parents=self._parents(),
+                config=self._run.config.model_dump(mode="json"),
+                metrics=state.history[-1].as_row(),
+                source_digest=self._run.source_digest,
+                flow_run=self._run.flow_run,
+            )
         try:
             keep = Retention.parse(settings().retention).newest.get("ppo-state")
             if keep is not None:
@@ -169,12 +169,13 @@ def run_metrics(history: tuple[EpisodeRecord, ...]) -> dict[str, Any]:
     }
 
 
-def _shards(tensors: Mapping[str, Any]) -> dict[str, Path | bytes]:
-    """Return safetensors files, cut at tensor borders in the order of the names.
+def _shards(tensors: Mapping[str, Any], directory: Path) -> dict[str, Path]:
+    """Write safetensors files, cut at tensor borders in the order of the names, and return them by name.
 
-    Each is one blob of the store, of at most 64 MiB; a larger tensor has a file of its own.
+    Each is one blob of the store, of at most 64 MiB; a larger tensor has a file of its own. They are written one by
+    one: all at once would take the memory of the state a second time.
     """
-    from safetensors.torch import save
+    from safetensors.torch import save_file
 
     from rlhf_core.models.saving import in_shards
 
@@ -182,10 +183,12 @@ def _shards(tensors: Mapping[str, Any]) -> dict[str, Path | bytes]:
         return int(tensors[name].numel() * tensors[name].element_size()) + len(name) + _HEADER_BYTES
 
     shards = in_shards(sorted(tensors), size_of, most=SHARD_BYTES)
-    return {
-        f"training-{index:05d}.safetensors": save({name: tensors[name].contiguous() for name in names})
-        for index, names in enumerate(shards)
-    }
+    files = {}
+    for index, names in enumerate(shards):
+        file = directory / f"training-{index:05d}.safetensors"
+        save_file({name: tensors[name].contiguous() for name in names}, file)
+        files[file.name] = file
+    return files
 
 
 def _jsonl(rows: list[dict[str, Any]]) -> bytes:

@@ -22,6 +22,7 @@ from rlhf_core.counting import counted, ordinal
 from rlhf_core.data import Problem
 from rlhf_core.detached.rollouts import Rollouts
 from rlhf_core.errors import TrainingError
+from rlhf_core.freed_memory import give_back
 from rlhf_core.models.base import check_bases
 from rlhf_core.phases import reached
 from rlhf_core.ppo.controls import RewardControls
@@ -291,6 +292,7 @@ class RunTrainer(GroupMember):
         self.await_commit()  # the one before: it had all of this episode's time, and no third state is in memory
         self._episode.waited_s += time.perf_counter() - started
         _check_bases(self._learner)
+        give_back()  # what the passes needed, before the snapshot comes
         with self._peers.taking_part("state"):
             reached("snapshot")
             snapshot, learner = self._learner.state()  # the learner's only pause

@@ -1,9 +1,10 @@
-"""Does this machine hold the model? Arithmetic from the configuration alone, before anything is fetched.
+"""Does this machine hold the model? Twice: from the configuration alone, and once the data's lengths are known.
 
-What is counted is what must be there: weights, gradients and optimizer state. Activations and the libraries
-themselves come on top, so that a machine that is refused could never have done it. Not counted either: buffers in which
-gradients or weights travel, of a bounded size; what fills a tensor or chunk up to a multiple of W; one number per
-weight, Adam's count of steps.
+First, before anything is fetched, what must be there: weights, gradients and optimizer state. A machine that is refused
+could never have done it. Not counted: buffers in which gradients or weights travel, of a bounded size; what fills a
+tensor or chunk up to a multiple of W; one number per weight, Adam's count of steps.
+
+Then, before anything is trained, all of it (`models/working_memory.py`).
 
 A learner is what one rank holds to train one model (`bytes_per_rank`), by strategy:
 
@@ -18,8 +19,9 @@ is computed in, or was published in if that is smaller; on GPUs it counts for ea
 (`PPOConfig.shares_base`), each process holds weights of its own, in fp32 where they are trained: updates smaller than
 bfloat16's steps would be lost when the adapters are merged (zero2 keeps 2 bytes in half precision).
 
-There are at most 2 r N^(2/3) parameters of adapters: a matrix of d x d has r (d + d) of them, a share 2 r / d, and d
-exceeds N^(1/3) in every decoder in use (SmolLM2-135M: 576 > 513; Llama-2 7B: 4096 > 1889).
+Where a model's shape is not known, it has at most 2 r N^(2/3) parameters of adapters: a matrix of d x d has r (d + d)
+of them, a share 2 r / d, and d exceeds N^(1/3) in every decoder in use (SmolLM2-135M: 576 > 513; Llama-2 7B: 4096 >
+1889).
 
 A stage needs:
 
@@ -49,6 +51,7 @@ import psutil
 from rlhf_core.config.strategy import GEMINI, SAME_STRATEGY, StrategyName
 from rlhf_core.counting import counted
 from rlhf_core.errors import ModelError
+from rlhf_core.models.shape import Shape, shape_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -176,12 +179,17 @@ class MachineMemory:
     """Bytes of each CUDA device."""
 
     def __str__(self) -> str:
-        gpus = f"{counted(len(self.gpus), 'GPU')} with {_gb(sum(self.gpus))} together" if self.gpus else "no GPU"
-        return f"{_gb(self.ram)} and {gpus}"
+        gpus = f"{counted(len(self.gpus), 'GPU')} with {gigabytes(sum(self.gpus))} together" if self.gpus else "no GPU"
+        return f"{gigabytes(self.ram)} and {gpus}"
 
 
 def required_memory(
-    config: PPOConfig, num_parameters: int, *, published_bytes: int = _EXACT, reward_adapters: bool = False
+    config: PPOConfig,
+    num_parameters: int,
+    *,
+    published_bytes: int = _EXACT,
+    reward_adapters: bool = False,
+    shape: Shape | None = None,
 ) -> MemoryNeed:
     """Return what one PPO run needs, all of it on one machine; the formula is this module's docstring.
 
@@ -190,6 +198,7 @@ def required_memory(
         num_parameters: of the model.
         published_bytes: of a weight in the model's files.
         reward_adapters: whether the reward model is adapters and a head.
+        shape: of the model, if it is known.
 
     Example:
         >>> from rlhf_core.config import PPOConfig
@@ -198,12 +207,13 @@ def required_memory(
         (36000, 6000, 2)
     """
     if config.shares_base:
-        return _need_over_base(config, num_parameters, published_bytes, reward_adapters=reward_adapters)
+        adapters = adapter_parameters(num_parameters, config.lora.r, shape) if config.lora else 0
+        return _need_over_base(config, num_parameters, adapters, published_bytes, reward_adapters=reward_adapters)
     rollout = BYTES[config.rollout_dtype] * num_parameters
     has_critic = config.advantage_estimator == "gae"
     models_of_a_learner = 2 if has_critic else 1
     models_of_a_maker = models_of_a_learner + (2 if config.reward.reward_model > 0 else 1)
-    per_rank = _per_rank(config, num_parameters, config.lora)
+    per_rank = _per_rank(config, num_parameters, config.lora, shape)
     copied = 1 if has_critic and config.critic_init == "reward_model" else 0
     made = (models_of_a_learner + copied) * _MADE_IN * num_parameters
     held = models_of_a_learner * (per_rank.device + per_rank.host)
@@ -218,10 +228,8 @@ def required_memory(
 
 
 def _need_over_base(
-    config: PPOConfig, num_parameters: int, published_bytes: int, *, reward_adapters: bool
+    config: PPOConfig, num_parameters: int, adapters: int, published_bytes: int, *, reward_adapters: bool
 ) -> MemoryNeed:
-    assert config.lora is not None  # nothing would be over a base
-    adapters = adapter_parameters(num_parameters, config.lora.r)
     rollout, has_critic = BYTES[config.rollout_dtype] * num_parameters, config.advantage_estimator == "gae"
     models = 2 if has_critic else 1
     # a critic that starts from a whole reward model has a transformer of its own
@@ -234,23 +242,25 @@ def _need_over_base(
         num_makers=config.cluster.num_makers,
         other_trainer=learner if config.num_trainers > 1 else 0,
         num_other_trainers=config.num_trainers - 1,
-        shared=_base_bytes(config.rollout_dtype, published_bytes) * num_parameters,
+        shared=base_bytes(config.rollout_dtype, published_bytes) * num_parameters,
         maker_bases=2 if reward_adapters and config.reward.reward_model > 0 else 1,
     )
 
 
-def _base_bytes(arithmetic: str, published_bytes: int) -> int:
-    """Return the bytes of a weight of the base."""
+def base_bytes(arithmetic: str, published_bytes: int) -> int:
+    """Return the bytes of a weight of the base that is shared."""
     return min(BYTES[arithmetic], published_bytes)
 
 
-def adapter_parameters(num_parameters: int, rank: int) -> int:
-    """Return how many parameters adapters on all linear layers of a model have at most; the module says why."""
+def adapter_parameters(num_parameters: int, rank: int, shape: Shape | None = None) -> int:
+    """Return how many parameters adapters on all linear layers of a model have, at most where its shape is unknown."""
+    if shape is not None:
+        return shape.adapter_parameters(rank)
     return min(num_parameters, round(2 * rank * power(num_parameters, 2 / 3)))
 
 
-def _per_rank(config: _Trains, num_parameters: int, lora: LoRAConfig | None) -> RankMemory:
-    adapters = 0 if lora is None else adapter_parameters(num_parameters, lora.r)
+def _per_rank(config: _Trains, num_parameters: int, lora: LoRAConfig | None, shape: Shape | None) -> RankMemory:
+    adapters = 0 if lora is None else adapter_parameters(num_parameters, lora.r, shape)
     return bytes_per_rank(
         config.strategy,
         parameters=num_parameters + adapters,
@@ -288,6 +298,7 @@ def check_memory(
     doubt: str = "",
     published_bytes: int = _EXACT,
     reward_adapters: bool = False,
+    shape: Shape | None = None,
 ) -> None:
     """Check that a PPO run fits on this machine.
 
@@ -297,8 +308,9 @@ def check_memory(
         model: its name, for the error.
         machine: None measures this one.
         doubt: what the error says of the number, such as that two ways to count do not agree.
-        published_bytes: as for `required_memory`, as is the next.
+        published_bytes: as for `required_memory`, as are the next.
         reward_adapters: see there.
+        shape: see there.
 
     Raises:
         ModelError: if there are too few GPUs or too little memory.
@@ -312,7 +324,9 @@ def check_memory(
             f"{counted(gpus, 'GPU')}, but this machine has {len(machine.gpus)}; lower ppo.num_trainers, "
             "ppo.cluster.trainer_gpus, maker_gpus or num_makers, or take a bigger machine"
         )
-    need = required_memory(config, num_parameters, published_bytes=published_bytes, reward_adapters=reward_adapters)
+    need = required_memory(
+        config, num_parameters, published_bytes=published_bytes, reward_adapters=reward_adapters, shape=shape
+    )
     need = need.on_gpus() if machine.gpus else need
     place = sum(machine.gpus) or machine.ram
     largest = max(machine.gpus, default=machine.ram)
@@ -321,15 +335,15 @@ def check_memory(
     fits = need.total - beside_all <= place and beside_all <= machine.ram
     if fits and need.shared + max(need.trainer - beside, need.maker) <= largest:
         return
-    base = f"{_gb(need.shared)} for the base that all share, " if need.shared else ""
-    others = f", {_gb(need.other_trainer)} for each other trainer" if need.num_other_trainers else ""
+    base = f"{gigabytes(need.shared)} for the base that all share, " if need.shared else ""
+    others = f", {gigabytes(need.other_trainer)} for each other trainer" if need.num_other_trainers else ""
     advice = "set ppo.rollout_dtype to bfloat16, " if config.rollout_dtype == "float32" else ""
     advice += "" if config.lora else "set ppo.lora, "
     raise ModelError(
-        f"PPO on {model} ({_many(num_parameters)} parameters{doubt}) needs at least {_gb(need.total)} "
-        f"({base}{_gb(need.trainer)} for the {'first ' if others else ''}trainer{others}, {_gb(need.maker)} for each "
-        f"of {counted(need.num_makers, 'maker')}), but this machine has {machine}; {advice}take a smaller model "
-        "(`-p model=PATH`) or a bigger machine"
+        f"PPO on {model} ({many(num_parameters)} parameters{doubt}) needs at least {gigabytes(need.total)} "
+        f"({base}{gigabytes(need.trainer)} for the {'first ' if others else ''}trainer{others}, "
+        f"{gigabytes(need.maker)} for each of {counted(need.num_makers, 'maker')}), but this machine has {machine}; "
+        f"{advice}take a smaller model (`-p model=PATH`) or a bigger machine"
     )
 
 
@@ -350,7 +364,7 @@ def check_memory_for(
     Raises:
         ModelError: if the model's path leads nowhere, or the machine cannot hold it.
     """
-    size = _size(config, models_dir)
+    size = size_of(config, models_dir)
     if size is None:
         return
     for stage in stages:
@@ -359,56 +373,74 @@ def check_memory_for(
             continue
         check_memory(
             config.ppo, size.num_parameters, model=config.model.path, doubt=size.doubt,
-            published_bytes=size.published_bytes, reward_adapters=config.reward_model.shares_base,
+            published_bytes=size.published_bytes, reward_adapters=config.reward_model.shares_base, shape=size.shape,
         )  # fmt: skip
 
 
-def _check_stage(config: PipelineConfig, stage: Literal["sft", "reward_model"], size: _Size) -> None:
+def stage_memory(settings: SFTConfig | RewardModelConfig, size: ModelSize, *, on_gpus: bool) -> StageMemory:
+    """Return what a stage needs that trains one model."""
+    if settings.lora is not None and settings.shares_base:
+        shared = base_bytes(settings.dtype, size.published_bytes) * size.num_parameters
+        one = (2 * _EXACT + _MOMENTS) * adapter_parameters(size.num_parameters, settings.lora.r, size.shape)
+        return StageMemory(one + shared, 0) if on_gpus else StageMemory(one, 0, shared)
+    per_rank = _per_rank(settings, size.num_parameters, settings.lora, size.shape)
+    offloaded = per_rank.host if on_gpus else 0
+    return StageMemory(max(_MADE_IN * size.num_parameters, per_rank.device + per_rank.host - offloaded), offloaded)
+
+
+def _check_stage(config: PipelineConfig, stage: Literal["sft", "reward_model"], size: ModelSize) -> None:
     settings = config.sft if stage == "sft" else config.reward_model
     machine = machine_memory()
-    shared = offloaded = 0
-    if settings.lora is not None and settings.shares_base:
-        shared = _base_bytes(settings.dtype, size.published_bytes) * size.num_parameters
-        one = (2 * _EXACT + _MOMENTS) * adapter_parameters(size.num_parameters, settings.lora.r)
-        one, shared = (one + shared, 0) if machine.gpus else (one, shared)
-    else:
-        per_rank = _per_rank(settings, size.num_parameters, settings.lora)
-        offloaded = per_rank.host if machine.gpus else 0
-        one = max(_MADE_IN * size.num_parameters, per_rank.device + per_rank.host - offloaded)
-    place, count = sum(machine.gpus) or machine.ram, settings.num_trainers
-    fits = shared + count * one <= place and count * offloaded <= machine.ram
-    if not fits or one > max(machine.gpus, default=machine.ram):
+    need, count = stage_memory(settings, size, on_gpus=bool(machine.gpus)), settings.num_trainers
+    place = sum(machine.gpus) or machine.ram
+    fits = need.shared + count * need.trainer <= place and count * need.offloaded <= machine.ram
+    if not fits or need.trainer > max(machine.gpus, default=machine.ram):
         advice = "" if settings.lora else f"set {stage}.lora, "
         raise ModelError(
-            f"training the stage {stage.replace('_', '-')} on {config.model.path} ({_many(size.num_parameters)} "
-            f"parameters{size.doubt}) needs at least {_gb(shared + count * (one + offloaded))}, but this machine has "
-            f"{machine}; {advice}take a smaller model (`-p model=PATH`) or a bigger machine"
+            f"training the stage {stage.replace('_', '-')} on {config.model.path} ({many(size.num_parameters)} "
+            f"parameters{size.doubt}) needs at least {gigabytes(need.shared + count * (need.trainer + need.offloaded))}"
+            f", but this machine has {machine}; {advice}take a smaller model (`-p model=PATH`) or a bigger machine"
         )
 
 
-class _Size(NamedTuple):
+class StageMemory(NamedTuple):
+    """Bytes that SFT or the reward model needs at least."""
+
+    trainer: int
+    """Of each."""
+    offloaded: int
+    """Of each, in host memory."""
+    shared: int = 0
+    """What all of them map, besides."""
+
+
+class ModelSize(NamedTuple):
+    """How large a model is."""
+
     num_parameters: int
     doubt: str = ""
     """What an error says of the number beside it."""
     published_bytes: int = _EXACT
     """Of a weight in the files."""
+    shape: Shape | None = None
 
 
-def _size(config: PipelineConfig, models_dir: Path) -> _Size | None:
+def size_of(config: PipelineConfig, models_dir: Path) -> ModelSize | None:
+    """Return how large a preset's model is; None where that is not known."""
     # imports torch and transformers, which `required_memory` does without
     from rlhf_core.models import locating, smollm2  # noqa: PLC0415
 
     path = config.model.path
     directory = locating.find_local(path, models_dir=models_dir)
     if directory is None and path == smollm2.NAME:
-        return _Size(smollm2.NUM_PARAMETERS)
+        return ModelSize(smollm2.NUM_PARAMETERS)
     directory = directory or locating.find_fetched(path)
     if directory is not None:
         return _size_on_disk(directory)
-    return None if config.model.num_parameters is None else _Size(config.model.num_parameters)
+    return None if config.model.num_parameters is None else ModelSize(config.model.num_parameters)
 
 
-def _size_on_disk(directory: Path) -> _Size:
+def _size_on_disk(directory: Path) -> ModelSize:
     from rlhf_core.models.loading import count_built, count_parameters, published_bytes  # noqa: PLC0415
 
     stored = count_parameters(directory)
@@ -416,16 +448,19 @@ def _size_on_disk(directory: Path) -> _Size:
     doubt = ""
     if max(stored, built) > _DISAGREE * min(stored, built):
         more, less = ("its config.json builds", "its files hold")[:: 1 if built > stored else -1]
-        doubt = f", which {more}; {less} {_many(min(stored, built))}"
-    return _Size(max(stored, built), doubt, published_bytes(directory))
+        doubt = f", which {more}; {less} {many(min(stored, built))}"
+    shape = None if doubt else shape_of(directory)
+    return ModelSize(max(stored, built), doubt, published_bytes(directory), shape)
 
 
-def _many(count: int) -> str:
+def many(count: int) -> str:
+    """Return a count as a person reads it."""
     for unit, word in ((10**9, "billion"), (10**6, "million")):
         if count >= unit:
             return f"{count / unit:.3g} {word}"
     return f"{count:,}"
 
 
-def _gb(size: int) -> str:
+def gigabytes(size: int) -> str:
+    """Return bytes as a person reads them."""
     return f"{size / GB:.3g} GB"

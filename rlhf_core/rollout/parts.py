@@ -19,6 +19,9 @@ from rlhf_core.rollout.advantages import Forwards, LegacyForm, estimate
 from rlhf_core.rollout.samples import MadeExperience, describe
 from rlhf_core.types import EpisodeControls, Experience, Prompt
 
+LOGITS_BYTES = 1 << 30
+"""Of all logits at once, in float32: more rows are scored in several passes."""
+
 
 def draw(
     actor: PreTrainedModel,
@@ -73,16 +76,22 @@ def read(
 
 def token_logprobs(model: PreTrainedModel, batch: ScoringBatch, *, temperature: float, config: RolloutConfig) -> Tensor:
     """Return what a policy thinks of each response token, [B A] on the CPU, zero on padding."""
-    device = device_of(model)
+    device, width = device_of(model), batch.action_mask.shape[1]
+    rows = max(1, LOGITS_BYTES // (4 * width * model.config.get_text_config().vocab_size))
     with torch.no_grad(), autocast(device, getattr(torch, config.rollout_dtype)):
-        found = response_logprobs(
-            model,
-            sequences=batch.sequences.to(device),
-            attention_mask=batch.attention_mask.to(device),
-            num_actions=batch.action_mask.shape[1],
-            temperature=temperature,
-        )
-    return torch.where(batch.action_mask, found.cpu(), 0.0)
+        found = [
+            response_logprobs(
+                model,
+                sequences=sequences.to(device),
+                attention_mask=mask.to(device),
+                num_actions=width,
+                temperature=temperature,
+            ).cpu()
+            for sequences, mask in zip(
+                *(torch.split(each, rows) for each in (batch.sequences, batch.attention_mask)), strict=True
+            )
+        ]
+    return torch.where(batch.action_mask, torch.cat(found), 0.0)
 
 
 def state_values(critic: nn.Module | None, batch: ScoringBatch, *, config: RolloutConfig) -> Tensor:

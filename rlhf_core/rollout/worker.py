@@ -11,6 +11,7 @@ import ray
 from torch import nn
 
 from rlhf_core.errors import RlhfError
+from rlhf_core.freed_memory import give_back
 from rlhf_core.models.base import check_bases
 from rlhf_core.phases import reached
 from rlhf_core.rollout.experience import ExperienceMaker, to_prompts
@@ -97,6 +98,7 @@ class MakerActor:
         )
         seconds = {"generate": maker.generate_seconds}
         seconds["score"] = time.perf_counter() - started - seconds["generate"]
+        give_back()
         self._after_making(experience)
         self._before_sending()
         reached("send")

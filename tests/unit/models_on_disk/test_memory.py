@@ -34,6 +34,7 @@ from rlhf_core.models.memory import (
     machine_memory,
     required_memory,
 )
+from rlhf_core.models.shape import shape_of
 from tests.tiny_llama import tiny_llama, write_tiny_llama
 
 GB = 10**9
@@ -228,7 +229,7 @@ def test_a_hub_model_is_judged_by_the_presets_number(tmp_path: Path) -> None:
 def test_a_model_on_this_machine_is_judged_by_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = write_tiny_llama(tmp_path / "tiny")
     check_memory_for(pipeline(str(directory), 10**15), tmp_path)
-    need = required_memory(PPOConfig(), tiny_llama().num_parameters()).total
+    need = required_memory(PPOConfig(), tiny_llama().num_parameters(), shape=shape_of(directory)).total
     monkeypatch.setattr(memory, "machine_memory", lambda: MachineMemory(need - 1))
     with pytest.raises(ModelError, match=f"PPO on {directory}"):
         check_memory_for(pipeline(str(directory), 1000), tmp_path)
@@ -291,11 +292,12 @@ def test_where_a_configuration_builds_nothing_the_files_count(
     directory = write_tiny_llama(tmp_path / "tiny")
     write_config(directory, **changes)
     assert count_built(directory) is None
-    need = required_memory(PPOConfig(), count_parameters(directory)).total
+    need = required_memory(PPOConfig(), count_parameters(directory), shape=shape_of(directory)).total
     monkeypatch.setattr(memory, "machine_memory", lambda: MachineMemory(need - 1))
     with pytest.raises(ModelError, match=r"\([\d,]+ parameters\) needs"):
         check_memory_for(pipeline(str(directory)), tmp_path)
     (directory / "config.json").unlink()  # as beside adapters alone
+    need = required_memory(PPOConfig(), count_parameters(directory)).total
     with pytest.raises(ModelError, match=r"\([\d,]+ parameters\) needs"):
         check_memory_for(pipeline(str(directory)), tmp_path)
 

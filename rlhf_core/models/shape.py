@@ -1,0 +1,103 @@
+"""A decoder's shape, and the memory that follows from it: of adapters, and of a pass through the model.
+
+For n tokens at once, L layers of width d and inner width f, q and k wide queries and keys, V words:
+
+    adapters of rank r    L r (7 d + 2 q + 2 k + 3 f)            parameters, on all linear layers
+    kept for backward     n L (a d + b k + c f)                  bytes; a, b, c are in `_KEPT`
+      computed again      n L 4 d, and one layer's of the above  (gradient_checkpointing)
+    logits                8 m V                                  bytes for m tokens that are learnt, with their gradient
+    scoring               4 m V, and one layer's of the above    bytes
+    keys and values       2 n L k                                numbers, as long as responses are sampled
+
+a, b and c were counted: they are what PyTorch keeps of a Llama's layer (tests/unit/models_on_disk/test_shape.py).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_KEPT = {
+    ("float32", True): (24, 8, 16),
+    ("float32", False): (36, 8, 16),
+    ("bfloat16", True): (24, 4, 8),
+    ("bfloat16", False): (34, 4, 8),
+}
+"""Bytes for each unit of width, by arithmetic and by whether adapters are trained; float16 as bfloat16."""
+
+
+class Rows(NamedTuple):
+    """What goes through a model at once."""
+
+    number: int
+    prompt: int
+    """Tokens of each."""
+    response: int
+    """Tokens after them, which are learnt."""
+
+    @property
+    def tokens(self) -> int:
+        """Return how many there are."""
+        return self.number * (self.prompt + self.response)
+
+
+class Shape(NamedTuple):
+    """A decoder's shape."""
+
+    layers: int
+    width: int
+    inner: int
+    queries: int
+    """Width of all heads together."""
+    keys: int
+    """As `queries`; values are as wide."""
+    words: int
+
+    def adapter_parameters(self, rank: int) -> int:
+        """Return how many parameters adapters on all linear layers have."""
+        return self.layers * rank * (7 * self.width + 2 * self.queries + 2 * self.keys + 3 * self.inner)
+
+    def learning_bytes(self, rows: Rows, arithmetic: str, *, adapters: bool, checkpointing: bool, head: bool) -> int:
+        """Return what one micro-batch needs on its way forward and backward.
+
+        Args:
+            rows: of the micro-batch.
+            arithmetic: float32, bfloat16 or float16.
+            adapters: whether they are trained, or else all weights.
+            checkpointing: whether activations are computed again.
+            head: whether there are logits.
+        """
+        layer = self._layer_bytes(rows.tokens, arithmetic, adapters=adapters)
+        kept = rows.tokens * self.layers * 4 * self.width + layer if checkpointing else self.layers * layer
+        return kept + (8 * rows.number * rows.response * self.words if head else 0)
+
+    def sampling_bytes(self, rows: Rows, arithmetic: str) -> int:
+        """Return what sampling and then scoring rows need."""
+        cached = 2 * rows.tokens * self.layers * self.keys * _bytes(arithmetic)
+        logits = 4 * rows.number * rows.response * self.words
+        return max(cached, self._layer_bytes(rows.tokens, arithmetic, adapters=True) + logits)
+
+    def _layer_bytes(self, tokens: int, arithmetic: str, *, adapters: bool) -> int:
+        width, keys, inner = _KEPT["float32" if arithmetic == "float32" else "bfloat16", adapters]
+        return tokens * (width * self.width + keys * self.keys + inner * self.inner)
+
+
+def _bytes(arithmetic: str) -> int:
+    return 4 if arithmetic == "float32" else 2
+
+
+def shape_of(directory: Path) -> Shape | None:
+    """Return the shape of a model by its configuration; None if that does not say it."""
+    from transformers import AutoConfig  # noqa: PLC0415 (seconds, which a formula should not cost)
+
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False).get_text_config()
+        width, heads = int(config.hidden_size), int(config.num_attention_heads)
+        size = int(getattr(config, "head_dim", None) or width // heads)
+        inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * width
+        keys = size * int(getattr(config, "num_key_value_heads", None) or heads)
+        return Shape(int(config.num_hidden_layers), width, int(inner), size * heads, keys, int(config.vocab_size))
+    except Exception:  # a configuration may hold anything
+        return None

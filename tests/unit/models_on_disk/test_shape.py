@@ -1,0 +1,68 @@
+"""A decoder's shape by its configuration, and what PyTorch keeps of it against the formula."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
+
+from rlhf_core.config import LoRAConfig
+from rlhf_core.models.lora import attach_lora, trainable_parameters
+from rlhf_core.models.shape import Rows, Shape, shape_of
+from rlhf_core.models.trunk import autocast
+
+CONFIG = LlamaConfig(
+    hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2,
+    vocab_size=50,
+)  # fmt: skip
+SHAPE = Shape(layers=2, width=128, inner=384, queries=128, keys=32, words=50)
+ROWS = Rows(4, 10, 6)
+
+
+def test_the_shape_stands_in_the_configuration(tmp_path: Path) -> None:
+    CONFIG.save_pretrained(tmp_path)
+    assert shape_of(tmp_path) == SHAPE
+    GPT2Config(n_embd=64, n_layer=3, n_head=4, vocab_size=70).save_pretrained(tmp_path)
+    assert shape_of(tmp_path) == Shape(layers=3, width=64, inner=256, queries=64, keys=64, words=70)
+    (tmp_path / "config.json").write_text("{}")
+    assert shape_of(tmp_path) is None
+
+
+@pytest.mark.parametrize("adapters", [True, False])
+@pytest.mark.parametrize("arithmetic", ["float32", "bfloat16"])
+def test_what_is_kept_for_the_backward_pass(arithmetic: str, adapters: bool) -> None:
+    dtype = getattr(torch, arithmetic)
+    model = LlamaForCausalLM(CONFIG)
+    if adapters:
+        model = model.to(dtype)
+        attach_lora(model, LoRAConfig(r=4), seed=0)
+        trained = sum(weight.numel() for weight in trainable_parameters(model).values())
+        assert SHAPE.adapter_parameters(4) == trained
+    own = {weight.untyped_storage().data_ptr() for weight in (*model.parameters(), *model.buffers())}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        is_cast_weight = tensor.ndim == 2 and tensor.shape[0] > ROWS.tokens  # by autocast, once for all passes
+        if storage.data_ptr() not in own and not is_cast_weight:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    ids = torch.zeros(ROWS.number, ROWS.prompt + ROWS.response, dtype=torch.long)
+    with saved_tensors_hooks(keep, lambda tensor: tensor), autocast(torch.device("cpu"), dtype):
+        hidden = model.model(ids).last_hidden_state
+    assert hidden.requires_grad
+    expected = SHAPE.learning_bytes(ROWS, arithmetic, adapters=adapters, checkpointing=False, head=False)
+    assert sum(kept.values()) == pytest.approx(expected, rel=0.1)
+
+
+def test_what_is_computed_again_is_not_kept() -> None:
+    whole, again = (
+        SHAPE.learning_bytes(ROWS, "float32", adapters=True, checkpointing=each, head=False) for each in (False, True)
+    )
+    assert again == whole // 2 + ROWS.tokens * 2 * 4 * 128  # a layer of two, and the layers' inputs
+    with_logits = SHAPE.learning_bytes(ROWS, "float32", adapters=True, checkpointing=False, head=True)
+    assert with_logits - whole == 8 * 4 * 6 * 50

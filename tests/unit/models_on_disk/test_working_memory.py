@@ -1,0 +1,85 @@
+"""What a stage needs once the data's lengths are known: refused with what would fit, warned of, or let in."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from flows.presets import resolve
+from rlhf_core.config import PipelineConfig
+from rlhf_core.errors import ModelError
+from rlhf_core.models.memory import MachineMemory, ModelSize
+from rlhf_core.models.shape import Shape
+from rlhf_core.models.working_memory import TOLERANCE, Lengths, check_working_memory, working_memory
+
+GB = 10**9
+LLAMA_7B = Shape(layers=32, width=4096, inner=11008, queries=4096, keys=4096, words=32000)
+SIZE = ModelSize(6_738_415_616, published_bytes=2, shape=LLAMA_7B)
+PROMPTS = Lengths(prompt=33, response=0)
+FLOAT32 = {f"{stage}.dtype": "float32" for stage in ("sft", "reward_model", "ppo")} | {"ppo.rollout_dtype": "float32"}
+
+
+def llama7b(**overrides: Any) -> PipelineConfig:
+    return resolve("llama7b", overrides=FLOAT32 | {name.replace("__", "."): each for name, each in overrides.items()})
+
+
+def test_ppo_on_seven_billion_parameters_by_hand() -> None:
+    found = working_memory(llama7b(), "ppo", SIZE, LLAMA_7B, PROMPTS, on_gpus=False)
+    adapters = 32 * 16 * (11 * 4096 + 3 * 11008)  # 40 million
+    base = 2 * 6_738_415_616
+    # actor and critic: weights, gradients, moments; on their way, and the maker's
+    assert found.held == base + 2 * (16 + 4 + 4) * adapters
+    sampled = 16 * (33 + 32) * 2 * 32 * 4096 * 4  # keys and values of a chunk: more than two rows of the trainer's
+    learnt = 2 * 65 * 32 * (32 * 4096 + 16 * 11008) + 8 * 2 * 32 * 32000
+    assert found.passes == max(sampled, learnt) == learnt
+    assert found.programs == 2 * 400_000_000 + 1_300_000_000 + 2 * 12 * adapters
+    assert 19 * GB < found.held + found.passes + found.programs < 20 * GB
+
+
+def test_a_stage_that_does_not_fit_is_refused_with_what_would() -> None:
+    machine = MachineMemory(24 * GB)
+    assert check_working_memory(llama7b(), "ppo", SIZE, PROMPTS, machine=machine) == ""
+    large = llama7b(ppo__micro_batch_size=32, ppo__chunk_size=32)
+    with pytest.raises(ModelError) as refused:
+        check_working_memory(large, "ppo", SIZE, PROMPTS, machine=machine)
+    assert "the stage ppo on meta-llama/Llama-2-7b-hf needs about 41" in str(refused.value)
+    assert "this machine has 24 GB and no GPU" in str(refused.value)
+    found = re.search(r"with these overrides it should fit: \{\"ppo\.micro_batch_size\": (\d+)\}$", str(refused.value))
+    assert found, refused.value
+    mended = llama7b(ppo__micro_batch_size=int(found[1]), ppo__chunk_size=32)
+    assert check_working_memory(mended, "ppo", SIZE, PROMPTS, machine=machine) == ""
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward_model", "ppo"])
+def test_between_the_estimate_and_its_tolerance_it_is_only_named(stage: Any) -> None:
+    lengths = Lengths(33, 14)
+    found = working_memory(llama7b(), stage, SIZE, LLAMA_7B, lengths, on_gpus=False)
+    total = found.held + found.passes + found.programs
+    assert check_working_memory(llama7b(), stage, SIZE, lengths, machine=MachineMemory(total)) == ""
+    named = check_working_memory(llama7b(), stage, SIZE, lengths, machine=MachineMemory(total - 1))
+    assert "which may not be enough" in named
+    least = MachineMemory(int(total / (1 + TOLERANCE)) - 1)
+    with pytest.raises(ModelError):
+        check_working_memory(llama7b(), stage, SIZE, lengths, machine=least)
+
+
+def test_on_gpus_the_largest_process_must_fit_on_one() -> None:
+    found = working_memory(llama7b(), "ppo", SIZE, LLAMA_7B, PROMPTS, on_gpus=True)
+    two = (found.largest, found.largest)
+    assert check_working_memory(llama7b(), "ppo", SIZE, PROMPTS, machine=MachineMemory(64 * GB, two)) == ""
+    with pytest.raises(ModelError, match="2 GPUs"):
+        check_working_memory(llama7b(), "ppo", SIZE, PROMPTS, machine=MachineMemory(64 * GB, (12 * GB, 12 * GB)))
+
+
+def test_demonstrations_in_packed_rows_are_as_long_as_rows_may_be() -> None:
+    rows = [
+        working_memory(llama7b(sft__packing=each), "sft", SIZE, LLAMA_7B, Lengths(33, 14), on_gpus=False).passes
+        for each in (False, True)
+    ]
+    assert rows[1] > 5 * rows[0]
+
+
+def test_nothing_is_said_of_a_model_whose_shape_is_unknown() -> None:
+    assert check_working_memory(llama7b(), "ppo", SIZE._replace(shape=None), PROMPTS, machine=MachineMemory(1)) == ""

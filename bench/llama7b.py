@@ -57,7 +57,7 @@ FULL = (16, 32)
 """Samples and new tokens that an episode's limit is for."""
 LONGEST_ANSWER = 32
 """Tokens of the held-out answers, at most."""
-LOOK_S = 2.0
+LOOK_S = 5.0
 LONGEST_EPISODE_S = 4 * 3600.0
 NAMED_MB = 50
 """Processes that have more to themselves are named."""
@@ -273,7 +273,6 @@ def settings_of(samples: int, tokens: int, *, timeout_s: float) -> dict[str, Any
         "ppo.prompts_per_episode": samples,
         "ppo.chunk_size": samples,
         "ppo.train_batch_size": samples,
-        "ppo.micro_batch_size": min(samples, 4),
         "ppo.max_new_tokens": tokens,
         "ppo.cluster.episode_timeout_s": LONGEST_EPISODE_S,
         "ppo.reward.timeout_s": timeout_s,

@@ -10,10 +10,10 @@ from infra.errors import ReferenceNotFoundError
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import ConfigError
 from tasks.context import Context, open_context
-from tasks.data import SPLITS, check_data, is_dataset, prepare_data, settle_dataset, settled, with_data
+from tasks.data import SPLITS, check_data, check_rows_fit, is_dataset, prepare_data, settle_dataset, settled, with_data
 from tasks.parents import wants_reward_model
 from tasks.plan import recalled, recorded, told_at
-from tasks.preflight import Trained, check_lengths_fit, preflight, settle_models
+from tasks.preflight import Trained, preflight, settle_models
 from tasks.progress import say
 from tasks.results import StageResult
 
@@ -89,7 +89,8 @@ def begin(
     if missing is not None:
         raise missing
     begun = Begun(settled(config, draft.sizes, dataset, data, reads=needed), dataset, *models)
-    check_lengths_fit(begun.config, dataset.parent, stages)
+    if stages:
+        check_rows_fit(begun.config, dataset.parent, stages)
     return recorded(context, BEGAN_WITH, Begun, begun)
 
 

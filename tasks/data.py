@@ -16,9 +16,11 @@ from rlhf_core.config.sizes import SPLITS as SIZES_OF_SPLITS
 from rlhf_core.config.sizes import Sizes, as_they_are, settle, shortage, told_changes, with_sizes
 from rlhf_core.counting import counted
 from rlhf_core.errors import ConfigError, DataError, Fault, refuse_together
+from tasks.clusters import address_of
 from tasks.context import Context, data_access, materialise, open_context
 from tasks.parents import base_model
 from tasks.plan import recalled, recorded, settled_once
+from tasks.preflight import Trained, leaves_process
 from tasks.progress import say
 from tasks.report.page import show_markdown
 from tasks.results import PAIRS, Parent, StageResult
@@ -28,11 +30,12 @@ from tasks.stages import commit_stage, made_before, once_in_a_run, reuse_or_make
 from tasks.task_errors import stage_task
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
 
     from rlhf_core.data import PromptTemplate
-    from rlhf_core.data.preparing import Prepared
+    from rlhf_core.data.preparing import Prepared, TokenMeter
     from rlhf_core.data.reading import ReadSet
+    from rlhf_core.models.working_memory import LongestRow
 
 SPLITS = ("sft", "preferences", "ppo", "evaluation")
 _DATA = "data"
@@ -260,6 +263,52 @@ def check_data(config: PipelineConfig, dataset: Parent, *, reads: tuple[str, ...
     if PAIRS in held and "preferences" in reads:
         pairs = pairs_from_jsonl((directory / PAIRS).read_bytes())
     refuse_unfit(splits, pairs, config, TokenMeter(_template(context, config)), reads=reads)
+
+
+@stage_task(name="check-memory")
+def check_rows_fit(config: PipelineConfig, dataset: Parent, stages: Sequence[Trained]) -> None:
+    """Refuse stages for whose longest rows this machine has no memory, by an estimate; warn where it is not sure.
+
+    Args:
+        config: as it follows from the data.
+        dataset: of the run.
+        stages: all that train in the run.
+
+    Raises:
+        ModelError: one does not fit, with overrides that make it fit, if any do.
+    """
+    from rlhf_core.data.preparing import TokenMeter
+    from rlhf_core.models.memory import size_of
+    from rlhf_core.models.working_memory import check_working_memory
+
+    context, address = open_context(), address_of(config.ppo.cluster)
+    size = size_of(config, context.settings.models_dir)
+    here = [stage for stage in stages if address is None or not leaves_process(config, stage)]
+    if size is None or size.shape is None or not here:
+        return
+    directory, meter = materialise(context, dataset), TokenMeter(_template(context, config))
+    for stage in here:
+        row = _longest_row(directory, config, stage, meter)
+        if row is not None and (warning := check_working_memory(config, stage, size, row)):
+            say(stage.replace("_", "-"), warning)
+
+
+def _longest_row(directory: Path, config: PipelineConfig, stage: Trained, meter: TokenMeter) -> LongestRow | None:
+    """Return the longest row that a stage learns from; None if the dataset has none."""
+    from rlhf_core.data import pairs_from_jsonl, problems_from_jsonl
+    from rlhf_core.models.working_memory import LongestRow
+
+    name = {"sft": "sft.jsonl", "reward_model": "preferences.jsonl", "ppo": "ppo.jsonl"}[stage]
+    if stage == "reward_model" and (directory / PAIRS).is_file():
+        pairs = meter.pairs(pairs_from_jsonl((directory / PAIRS).read_bytes()))
+        rows = [LongestRow(each.prompt, max(each.chosen, each.rejected)) for each in pairs]
+        rows = [each for each in rows if sum(each) <= config.reward_model.max_length]
+    elif (directory / name).is_file():
+        problems = meter.problems(problems_from_jsonl((directory / name).read_bytes()))
+        rows = [LongestRow(each.prompt, (each.response or 0) if stage == "sft" else 0) for each in problems]
+    else:
+        return None
+    return max(rows, key=sum, default=None)
 
 
 def _template(context: Context, config: PipelineConfig) -> PromptTemplate:

@@ -50,6 +50,7 @@ _OFFLINE = {"huggingface_hub.errors": ("OfflineModeIsEnabled",)}
 """A connection that failed, as its class has it: but the user has asked for none."""
 _DIED = {"ray.exceptions": ("RayActorError", "OutOfMemoryError", "NodeDiedError", "ObjectLostError")}
 """The second: Ray ended the process, for room. Nodes die, too: they are preempted."""
+_MAKERS: Mapping[str, tuple[str, ...]] = {"rlhf_core.rollout.lease_queue": ("MakersLostError",)}
 _IS_UNATTENDED: ContextVar[bool] = ContextVar("is_unattended", default=False)
 
 
@@ -77,7 +78,8 @@ def further_attempts(error: BaseException) -> int | None:
 
 def has_died(error: BaseException) -> bool:
     """Return whether a process of the run's cluster has ended, and could not say why."""
-    return isinstance(error, LostRankError) or _is_of(error, _DIED)
+    error = _inner(error)
+    return isinstance(error, LostRankError) or _is_of(error, {**_DIED, **_MAKERS})
 
 
 def passes_in(_task: Any, task_run: Any, state: Any) -> bool:

@@ -9,9 +9,7 @@ from infra.errors import ClusterError, InfraError
 from rlhf_core.config import PipelineConfig
 from rlhf_core.counting import ordinal
 from rlhf_core.errors import RlhfError
-from tasks.clusters import address_of
 from tasks.context import Context, open_context
-from tasks.models import opened_base
 from tasks.parents import base_model, base_of, ppo_wants_reward_model, resolve_policy, resolve_reward_model
 from tasks.plan import asker_of, recalled, recorded, settled_once
 from tasks.progress import duration, say
@@ -192,8 +190,9 @@ def ppo_episode(run: PPORun, episode: int) -> EpisodeResult:
     context = open_context()
     leave_if_taken_over()
     config = run.config.ppo
-    with _EndingTheGroupOnFailure(run, _base_here(context, run)):
+    with _EndingTheGroupOnFailure(run) as attempt:
         trainer = trainer_for(run, episode, context)
+        attempt.note_bases(context)
         peers = peers_of(run)
         position = ask(trainer.position, ANSWER_S)
         record = position.last  # an attempt that ended after its commit leaves nothing to run
@@ -222,8 +221,9 @@ def publish_policy(run: PPORun) -> StageResult:
     context = open_context()
     leave_if_taken_over()
     config = run.config.ppo
-    with _EndingTheGroupOnFailure(run, _base_here(context, run)):
+    with _EndingTheGroupOnFailure(run) as attempt:
         trainer = trainer_for(run, config.episodes, context)
+        attempt.note_bases(context)
         storing = trainer.commit_policy.remote()
         limit_s = config.cluster.commit_timeout_s
         follow(storing, trainer.progress, limit_s, tell=_log_progress, members=peers_of(run))
@@ -249,26 +249,23 @@ def end_cluster(run: PPORun) -> None:
         run_logger().warning("the cluster of %s has not ended yet: %s", run.name, error)
 
 
-def _base_here(context: Context, run: PPORun) -> Base | None:
-    """Return the base that the run's processes map, copied first if need be; None if they map none, or none here."""
-    if run.base is None or not run.shares_base or address_of(run.config.ppo.cluster) is not None:
-        return None
-    return opened_base(context, run.base, run.config.ppo.rollout_dtype)
-
-
 class _EndingTheGroupOnFailure:
-    """Ends the actors when an attempt fails, so that the next one restores committed state and nothing else.
+    """Ends the actors when an attempt fails, so that the next one restores committed state and nothing else."""
 
-    Args:
-        run: whose attempt it is.
-        base: that its processes map. One whose file was cut off dies by a bus error, and says nothing.
-    """
+    def __init__(self, run: PPORun) -> None:
+        self._run = run
+        self._bases: list[Base] = []
 
-    def __init__(self, run: PPORun, base: Base | None = None) -> None:
-        self._run, self._base = run, base
+    def note_bases(self, context: Context) -> None:
+        """Note what the actors map: one whose file is cut off dies, and says nothing."""
+        from rlhf_core.models.base import copies_of
 
-    def __enter__(self) -> None:
+        if self._run.base is not None and self._run.shares_base:
+            self._bases = copies_of(self._run.base.digest, context.settings.models_dir)
+
+    def __enter__(self) -> _EndingTheGroupOnFailure:
         """Begin the attempt."""
+        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         """End the group if the attempt failed; a cancelled run's cluster ends as a whole.
@@ -291,8 +288,9 @@ class _EndingTheGroupOnFailure:
                 end_group(self._run)
             except (ray.exceptions.RayError, InfraError, RlhfError, RuntimeError, OSError) as trouble:
                 run_logger().warning("the trainer group of %s could not be ended: %s", self._run.name, trouble)
-        if self._base is not None and has_died(error):
-            self._base.check_unchanged()
+        if has_died(error):
+            for base in self._bases:
+                base.check_unchanged()
 
 
 def _log_progress(doing: str) -> None:

@@ -175,7 +175,7 @@ def _shards(tensors: Mapping[str, Any], directory: Path) -> dict[str, Path]:
     Each is one blob of the store, of at most 64 MiB; a larger tensor has a file of its own. They are written one by
     one: all at once would take the memory of the state a second time.
     """
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     from rlhf_core.models.saving import in_shards
 
@@ -186,7 +186,13 @@ def _shards(tensors: Mapping[str, Any], directory: Path) -> dict[str, Path]:
     files = {}
     for index, names in enumerate(shards):
         file = directory / f"training-{index:05d}.safetensors"
-        save_file({name: tensors[name].contiguous() for name in names}, file)
+        try:
+            file.write_bytes(save({name: tensors[name].contiguous() for name in names}))
+        except OSError as error:
+            raise StoreError(
+                f"the training state cannot be written to {directory}: {error.strerror or error}; make room there, and "
+                "start the run again: it goes on from its last commit"
+            ) from error
         files[file.name] = file
     return files
 

@@ -9,7 +9,6 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import ConfigError, Fault, refuse_together
 from tasks.clusters import address_of
 from tasks.context import Context, open_context
-from tasks.data import FACTS
 from tasks.evaluate import judged_by_reward_model, nobody_judges
 from tasks.gpu_allocation import available_gpus, gpu_shares, trainer_share
 from tasks.parents import (
@@ -22,7 +21,6 @@ from tasks.parents import (
 )
 from tasks.plan import settled_once
 from tasks.progress import say
-from tasks.results import Parent
 from tasks.task_errors import stage_task
 
 Trained = Literal["sft", "reward_model", "ppo"]
@@ -147,47 +145,6 @@ def preflight(
     if reward_model is not None:
         resolve_reward_model(context, config, reward_model)
     return config
-
-
-@stage_task(name="check-memory")
-def check_lengths_fit(config: PipelineConfig, dataset: Parent, stages: Sequence[Trained]) -> None:
-    """Refuse stages that this machine cannot hold with rows as long as the data's.
-
-    Args:
-        config: as it follows from the data.
-        dataset: of the run.
-        stages: all that train in the run.
-
-    Raises:
-        ModelError: one does not fit, with what would make it fit.
-    """
-    from rlhf_core.models.memory import size_of
-    from rlhf_core.models.working_memory import Lengths, check_working_memory
-
-    context, address = open_context(), address_of(config.ppo.cluster)
-    size = size_of(config, context.settings.models_dir)
-    splits = _lengths_of(context, dataset)
-    drawn = {"reward_model": splits.get("preferences"), "ppo": splits.get("ppo"), "sft": splits.get("sft")}
-    for stage in stages:
-        lengths = (splits.get("pairs") if stage == "reward_model" else None) or drawn[stage]
-        elsewhere = address is not None and leaves_process(config, stage)
-        if size is None or lengths is None or elsewhere:
-            continue
-        if warning := check_working_memory(config, stage, size, Lengths(*lengths)):
-            say(stage.replace("_", "-"), warning)
-
-
-def _lengths_of(context: Context, dataset: Parent) -> dict[str, tuple[int, int]]:
-    """Return the longest prompt and response of each split that has prompts, in tokens, by its report if it has one."""
-    manifest = context.store.resolve(dataset.uri)
-    if FACTS not in {entry.path for entry in manifest.files}:
-        return {}
-    splits = context.store.read_json(manifest, FACTS)["splits"]
-    longest = {
-        name: tuple((split[f"{what}_tokens"] or {"longest": 0})["longest"] for what in ("prompt", "response"))
-        for name, split in splits.items()
-    }
-    return {name: (prompt, response) for name, (prompt, response) in longest.items() if prompt}
 
 
 def settle_models(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,9 +18,10 @@ def scratch_directory(home: Path) -> Iterator[Path]:
     """Yield an empty directory that is removed afterwards; also removes those whose process was killed.
 
     Args:
-        home: RLHF_HOME; models are too large for the system's folder of temporary files.
+        home: RLHF_HOME; models are too large for the system's folder of temporary files. Machines may share it: each
+            has a folder there.
     """
-    root = home / "scratch"
+    root = home / "scratch" / socket.gethostname()
     root.mkdir(parents=True, exist_ok=True)
     for left in root.iterdir():
         owner = left.name.partition("-")[0]

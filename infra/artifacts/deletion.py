@@ -194,7 +194,7 @@ def staying(backend: Backend, leased: Claim, manifests: Iterable[Manifest]) -> s
     known = list(manifests)
     pointed = in_parallel(lambda artifact: list_aliases(backend, *artifact), with_aliases(backend))
     roots = {alias.uri for aliases in pointed for alias in aliases.values()}
-    roots |= {manifest.base.uri for manifest in known if manifest.base}
+    roots |= {each.base.uri for each in known if each.base and not each.base.is_external}
     return reached(roots.union(each.uri for each in known if leased.covers(each.uri)), known)
 
 

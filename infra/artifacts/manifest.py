@@ -200,8 +200,8 @@ class Manifest(BaseModel):
 
     @property
     def base(self) -> ArtifactRef | None:
-        """The parent that its adapters are over, the last of its models: without it, it is of no use."""
-        models = [parent for parent in self.parents if parent.uri.partition("/")[0] in _POLICIES]
+        """The parent that its adapters are over, the last of its policies: without it, it is of no use."""
+        models = [each for each in self.parents if each.is_external or each.uri.partition("/")[0] in _POLICIES]
         return models[-1] if self.has_adapters and models else None
 
     @property

@@ -157,6 +157,20 @@ def check_bases(*models: nn.Module | None) -> None:
                 base.check_unchanged()
 
 
+def copies_of(digest: str, models_dir: Path) -> list[Base]:
+    """Return this machine's copies of a model, as they were when they were made.
+
+    For whoever waits for processes that map them: where a mapped file becomes shorter, the system ends its readers by a
+    bus error, and they say nothing.
+    """
+    found = []
+    for facts in (models_dir / _COPIES).glob(f"{digest[:32]}-*/{_FACTS}"):
+        with suppress(OSError, ValueError, LookupError, TypeError):  # one that is made anew, or of another form
+            dtype = getattr(torch, facts.parent.name.rpartition("-")[2])
+            found.append(Base(facts.parent, digest, dtype, tuple(json.loads(facts.read_bytes())["file"])))
+    return found
+
+
 def own_tensors(model: nn.Module) -> Iterator[Tensor]:
     """Yield the weights and buffers of a model that are its process's own."""
     yield from (tensor for tensor in (*model.parameters(), *model.buffers()) if not is_shared(tensor))

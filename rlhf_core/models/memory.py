@@ -248,8 +248,8 @@ def _need_over_base(
 
 
 def base_bytes(arithmetic: str, published_bytes: int) -> int:
-    """Return the bytes of a weight of the base that is shared."""
-    return min(BYTES[arithmetic], published_bytes)
+    """Return the bytes of a weight of the base that is shared, as `models/base.py` copies it."""
+    return BYTES["bfloat16"] if arithmetic == "bfloat16" else published_bytes
 
 
 def adapter_parameters(num_parameters: int, rank: int, shape: Shape | None = None) -> int:

@@ -1,15 +1,16 @@
 """A decoder's shape, and the memory that follows from it: of adapters, and of a pass through the model.
 
-For n tokens at once, L layers of width d and inner width f, q and k wide queries and keys, V words:
+For n tokens at once, L layers of hidden size d and intermediate size f, all heads' queries together q wide, keys k:
 
     adapters of rank r    L r (7 d + 2 q + 2 k + 3 f)            parameters, on all linear layers
-    kept for backward     n L (a d + b k + c f)                  bytes; a, b, c are in `_KEPT`
+    kept for backward     n L (a d + b q + c f)                  bytes; a, b, c are in `_KEPT`
       computed again      n L 4 d, and one layer's of the above  (gradient_checkpointing)
-    logits                8 m V                                  bytes for m tokens that are learnt, with their gradient
-    scoring               4 m V, and one layer's of the above    bytes
-    keys and values       2 n L k                                numbers, as long as responses are sampled
+    logits                2 m V w                                bytes, with their gradient, for m tokens that are
+                                                                 learnt, a vocabulary of V, and w bytes a number
+    scoring               4 m V up to `LOGITS_BYTES`, and one layer's of what is kept
+    keys and values       2 n L k w                              bytes, as long as responses are sampled
 
-a, b and c were counted: they are what PyTorch keeps of a Llama's layer (tests/unit/models_on_disk/test_shape.py).
+a, b and c were counted: they are what PyTorch keeps of a layer of Llama's (tests/unit/models_on_disk/test_shape.py).
 """
 
 from __future__ import annotations
@@ -19,17 +20,19 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from pathlib import Path
 
+LOGITS_BYTES = 1 << 30
+"""Of all logits at once where nothing is learnt, in float32: more rows are scored in several passes."""
 _KEPT = {
     ("float32", True): (24, 8, 16),
-    ("float32", False): (36, 8, 16),
+    ("float32", False): (32, 8, 16),
     ("bfloat16", True): (24, 4, 8),
-    ("bfloat16", False): (34, 4, 8),
+    ("bfloat16", False): (30, 4, 8),
 }
-"""Bytes for each unit of width, by arithmetic and by whether adapters are trained; float16 as bfloat16."""
+"""Bytes, by arithmetic and by whether adapters are trained; float16 as bfloat16."""
 
 
-class Rows(NamedTuple):
-    """What goes through a model at once."""
+class PassRows(NamedTuple):
+    """Rows that go through a model at once."""
 
     number: int
     prompt: int
@@ -47,19 +50,21 @@ class Shape(NamedTuple):
     """A decoder's shape."""
 
     layers: int
-    width: int
-    inner: int
+    hidden: int
+    intermediate: int
     queries: int
     """Width of all heads together."""
     keys: int
     """As `queries`; values are as wide."""
-    words: int
+    vocabulary: int
 
     def adapter_parameters(self, rank: int) -> int:
         """Return how many parameters adapters on all linear layers have."""
-        return self.layers * rank * (7 * self.width + 2 * self.queries + 2 * self.keys + 3 * self.inner)
+        return self.layers * rank * (7 * self.hidden + 2 * self.queries + 2 * self.keys + 3 * self.intermediate)
 
-    def learning_bytes(self, rows: Rows, arithmetic: str, *, adapters: bool, checkpointing: bool, head: bool) -> int:
+    def learning_bytes(
+        self, rows: PassRows, arithmetic: str, *, adapters: bool, checkpointing: bool, head: bool
+    ) -> int:
         """Return what one micro-batch needs on its way forward and backward.
 
         Args:
@@ -70,21 +75,22 @@ class Shape(NamedTuple):
             head: whether there are logits.
         """
         layer = self._layer_bytes(rows.tokens, arithmetic, adapters=adapters)
-        kept = rows.tokens * self.layers * 4 * self.width + layer if checkpointing else self.layers * layer
-        return kept + (8 * rows.number * rows.response * self.words if head else 0)
+        kept = rows.tokens * self.layers * 4 * self.hidden + layer if checkpointing else self.layers * layer
+        return kept + (2 * _width(arithmetic) * rows.number * rows.response * self.vocabulary if head else 0)
 
-    def sampling_bytes(self, rows: Rows, arithmetic: str) -> int:
-        """Return what sampling and then scoring rows need."""
-        cached = 2 * rows.tokens * self.layers * self.keys * _bytes(arithmetic)
-        logits = 4 * rows.number * rows.response * self.words
+    def sampling_bytes(self, rows: PassRows, arithmetic: str) -> int:
+        """Return what sampling rows and then scoring them needs."""
+        cached = 2 * rows.tokens * self.layers * self.keys * _width(arithmetic)
+        row = 4 * rows.response * self.vocabulary
+        logits = min(rows.number * row, max(LOGITS_BYTES, row))
         return max(cached, self._layer_bytes(rows.tokens, arithmetic, adapters=True) + logits)
 
     def _layer_bytes(self, tokens: int, arithmetic: str, *, adapters: bool) -> int:
-        width, keys, inner = _KEPT["float32" if arithmetic == "float32" else "bfloat16", adapters]
-        return tokens * (width * self.width + keys * self.keys + inner * self.inner)
+        hidden, queries, intermediate = _KEPT["float32" if arithmetic == "float32" else "bfloat16", adapters]
+        return tokens * (hidden * self.hidden + queries * self.queries + intermediate * self.intermediate)
 
 
-def _bytes(arithmetic: str) -> int:
+def _width(arithmetic: str) -> int:
     return 4 if arithmetic == "float32" else 2
 
 
@@ -94,10 +100,10 @@ def shape_of(directory: Path) -> Shape | None:
 
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False).get_text_config()
-        width, heads = int(config.hidden_size), int(config.num_attention_heads)
-        size = int(getattr(config, "head_dim", None) or width // heads)
-        inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * width
+        hidden, heads = int(config.hidden_size), int(config.num_attention_heads)
+        size = int(getattr(config, "head_dim", None) or hidden // heads)
+        inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * hidden
         keys = size * int(getattr(config, "num_key_value_heads", None) or heads)
-        return Shape(int(config.num_hidden_layers), width, int(inner), size * heads, keys, int(config.vocab_size))
+        return Shape(int(config.num_hidden_layers), hidden, int(inner), size * heads, keys, int(config.vocab_size))
     except Exception:  # a configuration may hold anything
         return None

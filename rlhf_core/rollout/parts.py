@@ -13,14 +13,12 @@ from rlhf_core.data import PromptTemplate
 from rlhf_core.generation import Generation, GenerationSettings, make_engine, sample_uniforms
 from rlhf_core.models.actor import response_logprobs
 from rlhf_core.models.critic import response_values
-from rlhf_core.models.trunk import autocast, device_of
+from rlhf_core.models.shape import LOGITS_BYTES
+from rlhf_core.models.trunk import autocast, device_of, forward_takes, unwrapped
 from rlhf_core.rewards.scoring import Scorer, Scores, ScoringBatch
 from rlhf_core.rollout.advantages import Forwards, LegacyForm, estimate
 from rlhf_core.rollout.samples import MadeExperience, describe
 from rlhf_core.types import EpisodeControls, Experience, Prompt
-
-LOGITS_BYTES = 1 << 30
-"""Of all logits at once, in float32: more rows are scored in several passes."""
 
 
 def draw(
@@ -77,7 +75,8 @@ def read(
 def token_logprobs(model: PreTrainedModel, batch: ScoringBatch, *, temperature: float, config: RolloutConfig) -> Tensor:
     """Return what a policy thinks of each response token, [B A] on the CPU, zero on padding."""
     device, width = device_of(model), batch.action_mask.shape[1]
-    rows = max(1, LOGITS_BYTES // (4 * width * model.config.get_text_config().vocab_size))
+    positions = width if forward_takes(model, "logits_to_keep") else batch.sequences.shape[1]
+    rows = max(1, LOGITS_BYTES // (4 * positions * unwrapped(model).config.get_text_config().vocab_size))
     with torch.no_grad(), autocast(device, getattr(torch, config.rollout_dtype)):
         found = [
             response_logprobs(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -136,7 +136,12 @@ def on_a_cluster(config: PipelineConfig, directory: Path) -> Iterator[Run]:
 
 
 def kill_when(attempt: Future[Any], doing: str, victim: str = TRAINER, number: int = signal.SIGKILL) -> None:
-    """Kill an actor while the trainer says that it is doing something, such as `episode 2: learning`.
+    """Kill an actor while the trainer says that it is doing something, such as `episode 2: learning`."""
+    act_when(attempt, doing, lambda pid: os.kill(pid, number), victim)
+
+
+def act_when(attempt: Future[Any], doing: str, act: Callable[[int], None], actor: str = TRAINER) -> None:
+    """Call a function with the process of an actor while the trainer says that it is doing something.
 
     The group that lost a process is ended and built anew first, so for a time the name has no answer.
     """
@@ -145,9 +150,9 @@ def kill_when(attempt: Future[Any], doing: str, victim: str = TRAINER, number: i
         assert time.monotonic() < deadline, f"waited 120 s for {doing!r}"
         try:
             trainer = ray.get_actor(TRAINER)
-            pid = ray.get(ray.get_actor(victim).ping.remote(), timeout=120)
+            pid = ray.get(ray.get_actor(actor).ping.remote(), timeout=120)
             if ray.get(trainer.progress.remote(), timeout=120).startswith(doing):
-                os.kill(pid, number)
+                act(pid)
                 return
         except (ValueError, ray.exceptions.RayActorError):
             pass

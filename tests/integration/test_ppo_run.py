@@ -21,7 +21,7 @@ from tasks.failures import passes
 from tasks.ppo import next_episode, ppo_episode
 from tasks.ppo_group import trainer_for
 from tasks.results import EpisodeResult, Parent
-from tests.integration.ppo_runs import TINY_RUN, Run, kill_when, on_a_cluster
+from tests.integration.ppo_runs import TINY_RUN, Run, act_when, kill_when, on_a_cluster
 from tests.tiny_llama import write_tiny_llama
 
 pytestmark = pytest.mark.integration
@@ -96,12 +96,14 @@ def test_a_run_whose_processes_were_killed_ends_with_the_same_bits(run: Run, und
         with pytest.raises(ray.exceptions.RayActorError):
             attempt.result(timeout=120)
     # Somebody cuts the base's file off: its readers end by a bus error, and the next attempt copies it anew.
-    trainer_for(run.plan, 1, open_context())
     (weights,) = (open_context().settings.models_dir / "bases").glob("*/model.safetensors")
     weights.chmod(0o644)
-    os.truncate(weights, 5000)
-    with pytest.raises(BaseChangedError, match="the base that the models of this run share, was changed or removed"):
-        ppo_episode.fn(run.plan, 1)
+    with ThreadPoolExecutor(1) as pool:
+        attempt = pool.submit(ppo_episode.fn, run.plan, 1)
+        act_when(attempt, "episode 2: learning", lambda _: os.truncate(weights, 5000))
+        with pytest.raises(BaseChangedError, match="that the models of this run share, was changed or removed") as cut:
+            attempt.result(timeout=120)
+    assert isinstance(cut.value.__context__, ray.exceptions.RayActorError)  # the trainer itself could not say it
     # An attempt at the committed episode, as after a death between its commit and its answer, finds it done.
     done = ppo_episode.fn(run.plan, 0)
     assert done == EpisodeResult(

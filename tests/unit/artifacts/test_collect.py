@@ -128,7 +128,8 @@ def test_what_an_alias_reaches_through_parents_stays(store: ArtifactStore) -> No
 
 def test_the_base_of_adapters_stays_however_old_it_is(store: ArtifactStore) -> None:
     sft = [store.commit("sft", "s", {"f": b"s%d" % step}) for step in range(3)]
-    store.commit("policy", "p", {"base.json": b"{}"}, parents=[sft[0], "model/base"])
+    store.commit("policy", "p", {"base.json": b"{}"}, parents=[sft[1], sft[0]])  # over the last, which has adapters too
+    store.commit("policy", "p", {"base.json": b"{1}"}, parents=[sft[1], "model/base"])
     store.commit("policy", "p", {"whole": b"p"}, parents=[sft[1]])
     assert at_once(store, Retention.parse("sft=1")).versions == ["sft/s@2"]
     assert store.verify().problems == ()

@@ -11,22 +11,22 @@ from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 
 from rlhf_core.config import LoRAConfig
 from rlhf_core.models.lora import attach_lora, trainable_parameters
-from rlhf_core.models.shape import Rows, Shape, shape_of
+from rlhf_core.models.shape import LOGITS_BYTES, PassRows, Shape, shape_of
 from rlhf_core.models.trunk import autocast
 
 CONFIG = LlamaConfig(
     hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2,
     vocab_size=50,
 )  # fmt: skip
-SHAPE = Shape(layers=2, width=128, inner=384, queries=128, keys=32, words=50)
-ROWS = Rows(4, 10, 6)
+SHAPE = Shape(layers=2, hidden=128, intermediate=384, queries=128, keys=32, vocabulary=50)
+ROWS = PassRows(4, 10, 6)
 
 
 def test_the_shape_stands_in_the_configuration(tmp_path: Path) -> None:
     CONFIG.save_pretrained(tmp_path)
     assert shape_of(tmp_path) == SHAPE
     GPT2Config(n_embd=64, n_layer=3, n_head=4, vocab_size=70).save_pretrained(tmp_path)
-    assert shape_of(tmp_path) == Shape(layers=3, width=64, inner=256, queries=64, keys=64, words=70)
+    assert shape_of(tmp_path) == Shape(layers=3, hidden=64, intermediate=256, queries=64, keys=64, vocabulary=70)
     (tmp_path / "config.json").write_text("{}")
     assert shape_of(tmp_path) is None
 
@@ -52,8 +52,10 @@ def test_what_is_kept_for_the_backward_pass(arithmetic: str, adapters: bool) -> 
         return tensor
 
     ids = torch.zeros(ROWS.number, ROWS.prompt + ROWS.response, dtype=torch.long)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    mask[0, :3] = False  # padding, with which keys and values are as wide as queries
     with saved_tensors_hooks(keep, lambda tensor: tensor), autocast(torch.device("cpu"), dtype):
-        hidden = model.model(ids).last_hidden_state
+        hidden = model.model(ids, attention_mask=mask).last_hidden_state
     assert hidden.requires_grad
     expected = SHAPE.learning_bytes(ROWS, arithmetic, adapters=adapters, checkpointing=False, head=False)
     assert sum(kept.values()) == pytest.approx(expected, rel=0.1)
@@ -66,3 +68,10 @@ def test_what_is_computed_again_is_not_kept() -> None:
     assert again == whole // 2 + ROWS.tokens * 2 * 4 * 128  # a layer of two, and the layers' inputs
     with_logits = SHAPE.learning_bytes(ROWS, "float32", adapters=True, checkpointing=False, head=True)
     assert with_logits - whole == 8 * 4 * 6 * 50
+
+
+def test_more_logits_than_fit_are_not_scored_at_once() -> None:
+    wide = SHAPE._replace(vocabulary=10**6)
+    rows = PassRows(1000, 10, 6)
+    alone = SHAPE._replace(vocabulary=0).sampling_bytes(rows, "float32")
+    assert wide.sampling_bytes(rows, "float32") == alone + LOGITS_BYTES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -11,13 +12,13 @@ from flows.presets import resolve
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import ModelError
 from rlhf_core.models.memory import MachineMemory, ModelSize
-from rlhf_core.models.shape import Shape
-from rlhf_core.models.working_memory import TOLERANCE, Lengths, check_working_memory, working_memory
+from rlhf_core.models.shape import PassRows, Shape
+from rlhf_core.models.working_memory import TOLERANCE, LongestRow, check_working_memory, working_memory
 
 GB = 10**9
-LLAMA_7B = Shape(layers=32, width=4096, inner=11008, queries=4096, keys=4096, words=32000)
+LLAMA_7B = Shape(layers=32, hidden=4096, intermediate=11008, queries=4096, keys=4096, vocabulary=32000)
 SIZE = ModelSize(6_738_415_616, published_bytes=2, shape=LLAMA_7B)
-PROMPTS = Lengths(prompt=33, response=0)
+PROMPTS = LongestRow(prompt=33)
 FLOAT32 = {f"{stage}.dtype": "float32" for stage in ("sft", "reward_model", "ppo")} | {"ppo.rollout_dtype": "float32"}
 
 
@@ -54,7 +55,7 @@ def test_a_stage_that_does_not_fit_is_refused_with_what_would() -> None:
 
 @pytest.mark.parametrize("stage", ["sft", "reward_model", "ppo"])
 def test_between_the_estimate_and_its_tolerance_it_is_only_named(stage: Any) -> None:
-    lengths = Lengths(33, 14)
+    lengths = LongestRow(33, 14)
     found = working_memory(llama7b(), stage, SIZE, LLAMA_7B, lengths, on_gpus=False)
     total = found.held + found.passes + found.programs
     assert check_working_memory(llama7b(), stage, SIZE, lengths, machine=MachineMemory(total)) == ""
@@ -74,11 +75,37 @@ def test_on_gpus_the_largest_process_must_fit_on_one() -> None:
 
 
 def test_demonstrations_in_packed_rows_are_as_long_as_rows_may_be() -> None:
-    rows = [
-        working_memory(llama7b(sft__packing=each), "sft", SIZE, LLAMA_7B, Lengths(33, 14), on_gpus=False).passes
-        for each in (False, True)
-    ]
-    assert rows[1] > 5 * rows[0]
+    row = LongestRow(33, 14)
+    packed = llama7b(sft__packing=True, sft__batch_size=16, sft__max_length=256, sft__micro_batch_size=4)
+    found = working_memory(packed, "sft", SIZE, LLAMA_7B, row, on_gpus=False).passes
+    assert found == LLAMA_7B.learning_bytes(  # 16 of 47 tokens fill three rows
+        PassRows(3, 0, 256), "float32", adapters=True, checkpointing=False, head=True
+    )
+
+
+def test_half_precision_keeps_a_copy_of_weights_that_are_trained() -> None:
+    bf16 = llama7b(sft__lora=None, sft__dtype="bfloat16")
+    found = working_memory(bf16, "sft", SIZE, LLAMA_7B, LongestRow(33, 14), on_gpus=False).passes
+    rows = PassRows(4, 33, 14)
+    kept = LLAMA_7B.learning_bytes(rows, "bfloat16", adapters=False, checkpointing=False, head=True)
+    assert found == kept + 2 * 6_738_415_616
+
+
+def test_settings_that_exclude_each_other_are_not_proposed() -> None:
+    groups = {"ppo.samples_per_prompt": 5, "ppo.advantage_estimator": "grpo", "ppo.prompts_per_episode": 16}
+    sizes = {"ppo.chunk_size": 80, "ppo.micro_batch_size": 80, "ppo.train_batch_size": 80}
+    config = resolve("llama7b", overrides=FLOAT32 | groups | sizes)
+    with pytest.raises(ModelError) as refused:
+        check_working_memory(config, "ppo", SIZE, LongestRow(2000), machine=MachineMemory(24 * GB))
+    found = re.search(r"with these overrides it should fit: (.*)$", str(refused.value))
+    assert found is None or resolve("llama7b", overrides=FLOAT32 | groups | sizes | json.loads(found[1]))
+
+
+def test_a_preset_for_one_gpu_of_80_gb_is_let_in() -> None:
+    qwen = Shape(layers=24, hidden=896, intermediate=4864, queries=896, keys=128, vocabulary=151_936)
+    size = ModelSize(494_032_768, published_bytes=2, shape=qwen)
+    machine = MachineMemory(128 * GB, (80 * GB,))
+    assert check_working_memory(resolve("qwen-gsm8k"), "ppo", size, LongestRow(256), machine=machine) == ""
 
 
 def test_nothing_is_said_of_a_model_whose_shape_is_unknown() -> None:

@@ -108,7 +108,7 @@ class Planned(RuleBasedStateMachine):
         for module in (plan, ppo):
             self.patch.setattr(module, "asker_of", lambda _: self.asker)
         self.patch.setattr(ppo, "source_digest", lambda *_: self.code * 64)
-        for name in ("preflight", "prepare_data", "check_data"):
+        for name in ("preflight", "prepare_data", "check_data", "check_rows_fit"):
             self.patch.setattr(beginning, name, getattr(beginning, name).fn)
         self.patch.setattr("tasks.data._show", lambda *_: None)
         self.patch.setattr(ArtifactStore, "record", self._record_unless_killed(ArtifactStore.record))

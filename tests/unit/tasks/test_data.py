@@ -10,11 +10,14 @@ import pytest
 
 from flows.presets import draft_of, resolve
 from infra.artifacts import Manifest, open_default_store
-from rlhf_core.config import PipelineConfig
+from rlhf_core.config import ClusterConfig, PipelineConfig
 from rlhf_core.data import problems_from_jsonl
 from rlhf_core.data.preparing import SOURCES
-from rlhf_core.errors import ConfigError, DataError
-from tasks.data import SPLITS, check_data, prepare_data, settled, with_data
+from rlhf_core.errors import ConfigError, DataError, ModelError
+from rlhf_core.models import working_memory
+from rlhf_core.models.memory import MachineMemory
+from rlhf_core.models.working_memory import LongestRow
+from tasks.data import SPLITS, check_data, check_rows_fit, prepare_data, settled, with_data
 from tasks.progress import telling
 from tasks.stages import stage_result
 from tests.tiny_llama import write_tiny_llama
@@ -98,6 +101,36 @@ def test_a_set_becomes_a_dataset_with_its_report(model: Path, tmp_path: Path, ro
     again = with_data(config, made.uri)
     assert again.data == config.data
     check_data.fn(again, made.parent, reads=("ppo", "evaluation"))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("role", ["demonstrations", "preferences"])
+def test_the_longest_rows_that_a_stage_learns_from_must_fit(
+    model: Path, tmp_path: Path, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = with_data(preset(model, **NO_ANSWERS), write(tmp_path / f"{role}.jsonl", ROWS[role]))
+    made = prepare_data.fn(config, None, reads=("ppo", "evaluation"))  # type: ignore[attr-defined]
+    seen: dict[str, LongestRow] = {}
+
+    def judge(_config: PipelineConfig, stage: str, _size: object, row: LongestRow) -> str:
+        seen[stage] = row
+        return ""
+
+    with monkeypatch.context() as patched:
+        patched.setattr(working_memory, "check_working_memory", judge)
+        check_rows_fit.fn(config, made.parent, ("sft", "reward_model", "ppo"))  # type: ignore[attr-defined]
+    assert seen["ppo"].response == 0
+    # one token is one byte, and a stop token ends a response
+    if role == "preferences":
+        assert seen["reward_model"].response == len("Kind 39.") + 1
+    else:
+        assert seen["sft"].response == len("I say 39.") + 1
+    monkeypatch.setattr(working_memory, "machine_memory", lambda: MachineMemory(10**9))
+    with pytest.raises(ModelError, match=r"the stage sft on .* needs about .* programs"):
+        check_rows_fit.fn(config, made.parent, ("sft",))  # type: ignore[attr-defined]
+    elsewhere = config.model_copy(
+        update={"ppo": config.ppo.model_copy(update={"cluster": ClusterConfig(address="a:1")})}
+    )
+    check_rows_fit.fn(elsewhere, made.parent, ("ppo",))  # type: ignore[attr-defined]
 
 
 def test_a_dataset_is_found_again_by_content_not_by_path(model: Path, tmp_path: Path) -> None:

@@ -257,7 +257,7 @@ def own_presets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Pat
     """Call a flow's beginning without a server, on presets of our own; return where they lie."""
     own = shutil.copytree(presets.DIRECTORY, tmp_path / "presets", ignore=shutil.ignore_patterns("*.py", "__pycache__"))
     monkeypatch.setattr(presets, "DIRECTORY", own)
-    for name in ("preflight", "prepare_data", "check_data"):
+    for name in ("preflight", "prepare_data", "check_data", "check_rows_fit"):
         monkeypatch.setattr(beginning, name, getattr(beginning, name).fn)
     monkeypatch.setattr("tasks.data._show", lambda *_: None)
     return own

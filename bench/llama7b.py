@@ -358,7 +358,7 @@ def main() -> int:
     known, kind = settings(), processor()
     stack, store = StackState.load(known.home), open_default_store()
     api_url = f"{stack.services['server'].address}/api"
-    before = on_disk(known.home)
+    before = on_disk(known.home) - on_disk(known.models_dir)  # the base's copy counts, though it may be there
     number = time.time() % 1000 / 1000
     with Watcher(stack.id) as watcher:
         overrides = settings_of(given.samples, given.tokens, timeout_s=10 + number)

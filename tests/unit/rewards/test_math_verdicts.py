@@ -76,16 +76,25 @@ def paid(score: Callable[..., float]) -> frozenset[tuple[str, str]]:
     return frozenset(pair for pair, text in responses.items() if score("", text, spelt(pair[0])) == 10.0)
 
 
-def shares(score: Callable[..., float]) -> str:
-    """The table of disagreements: of each kind, the share of right answers refused, and of wrong ones paid."""
-    lines = ["| kind | right | refused | wrong | paid |", "|---|---:|---:|---:|---:|"]
-    table = rows()
+class Shares(NamedTuple):
+    """Of the answers of a kind, how many are right and how many wrong; the shares refused of these, and paid of those."""
+
+    right: int
+    refused: float
+    wrong: int
+    paid: float
+
+
+def shares(score: Callable[..., float]) -> dict[str, Shares]:
+    """Where the judge disagrees with the grader, by kind."""
+    table, found = rows(), {}
     for kind in [*dict.fromkeys(row.kind for row in table), "all"]:
         counts = Counter((row.right, row.pair in paid(score)) for row in table if kind in {row.kind, "all"})
         right, wrong = (counts[verdict, True] + counts[verdict, False] for verdict in (True, False))
-        refused, wrongly = counts[True, False] / max(right, 1), counts[False, True] / max(wrong, 1)
-        lines.append(f"| {kind} | {right} | {refused:.1%} | {wrong} | {wrongly:.1%} |")
-    return "\n".join(lines)
+        found[kind] = Shares(
+            right, 100 * counts[True, False] / max(right, 1), wrong, 100 * counts[False, True] / max(wrong, 1)
+        )
+    return found
 
 
 def test_the_table_is_large_and_says_everything_once() -> None:
@@ -114,8 +123,14 @@ def test_numbers_are_paid_by_the_function_for_gsm8k_in_any_notation() -> None:
 
 def test_the_shares_of_disagreement_are_those_of_the_document() -> None:
     found = shares(math_competition_score)
-    print(found)  # noqa: T201  # for `pytest -s`
-    assert found in DOCUMENT.read_text(encoding="utf-8"), found
+    print(*found.items(), sep="\n")  # noqa: T201  # for `pytest -s`
+    said = " ".join(DOCUMENT.read_text(encoding="utf-8").split())
+    every = found.pop("all")
+    assert f"Of {every.right} right answers {every.refused:.1f} % are refused" in said
+    assert f"of {every.wrong} wrong ones {every.paid:.1f} % are paid" in said
+    often = {kind: each for kind, each in found.items() if each.refused > 4}
+    assert len(often) == len(re.findall(r" % of \d+\)", said))
+    assert all(f"{kind} ({each.refused:.1f} % of {each.right})" in said for kind, each in often.items())
 
 
 def test_a_text_in_the_one_notation_stays_as_it_is() -> None:

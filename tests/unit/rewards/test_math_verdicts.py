@@ -77,7 +77,7 @@ def paid(score: Callable[..., float]) -> frozenset[tuple[str, str]]:
 
 
 class Shares(NamedTuple):
-    """Of the answers of a kind, how many are right and how many wrong; the shares refused of these, and paid of those."""
+    """Of a kind, how many answers are right and how many wrong; the shares refused of these, and paid of those."""
 
     right: int
     refused: float

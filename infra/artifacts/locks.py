@@ -240,7 +240,9 @@ class Held:
         return self._successor is not None
 
     def check(self) -> None:
-        """Make sure that the lock is still ours: to be called before anything is done that another must not do too.
+        """Make sure that the lock is still ours: to be called right before anything that another must not do too.
+
+        A process that stands still for two minutes just between the two does it all the same.
 
         Raises:
             LockLostError: if another has taken it over.

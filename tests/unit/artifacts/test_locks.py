@@ -71,7 +71,7 @@ class Worker:
     def __init__(self, pid: int, host: str, history: History) -> None:
         self.pid, self.host, self.history = pid, host, history
         self.held: Held | None = None
-        self.is_stopped = self.is_done = False
+        self.is_stopped = self.is_done = self.is_checking = False
         self.lost_answers = 0
         self.lines = [self._line("works", self._work)]
 
@@ -82,6 +82,8 @@ class Worker:
     def step(self, line: int) -> None:
         if line < len(self.lines) and not self.is_stopped and not self.lines[line].is_over:
             self.lines[line].step()
+            while self.is_checking and not self.lines[line].is_over:  # who stands still in between commits all the same
+                self.lines[line].step()
             if self.lines[line].error is not None:
                 self.history.fail(repr(self.lines[line].error))
 
@@ -110,13 +112,15 @@ class Worker:
         self.lines.append(self._line("counts", self._count))
         try:
             for _ in range(COMMITS):
+                self.is_checking = True
                 held.check()
                 self.history.commit(self)
+                self.is_checking = False
                 clock.pause(2.0)
             held.release("completed", timeout_s=None)
         except LockLostError:
             pass
-        self.is_done = True
+        self.is_done, self.is_checking = True, False
 
     def _take(self, lock: Lock, observer: Observer) -> Held | None:
         seen = lock.look()

@@ -294,8 +294,10 @@ def chain_settings(pairs: Path) -> dict[str, Any]:
     }
 
 
-def kill_in_second_episode(store: ArtifactStore, stack_id: str, known: set[str], delay_s: float) -> None:
-    """Wait for the first state that is not known, and kill the trainer a time later."""
+def kill_in_second_episode(
+    store: ArtifactStore, stack_id: str, known: set[str], delay_s: float, struck: list[int]
+) -> None:
+    """Wait for the first state that is not known, kill the trainer a time later, and note its process in `struck`."""
     until = time.monotonic() + LONGEST_EPISODE_S
     while not any(each.uri not in known for each in store.list("ppo-state")) and time.monotonic() < until:
         time.sleep(LOOK_S)
@@ -303,6 +305,7 @@ def kill_in_second_episode(store: ArtifactStore, stack_id: str, known: set[str],
     for each in processes.marked(stack_id):
         if is_live(each) and each.name().startswith("ray::RunTrainer"):
             each.send_signal(signal.SIGKILL)
+            struck.append(each.pid)
 
 
 def seconds_of_tasks(api_url: str, run_id: str) -> dict[str, float]:
@@ -335,23 +338,30 @@ def played(
     Raises:
         SystemExit: if it does not end well.
     """
-    known = {each.uri for each in store.list("ppo-state")}
+    known, struck = {each.uri for each in store.list("ppo-state")}, list[int]()
     if kill_after_s is not None:
-        waits = (store, watcher.stack_id, known, kill_after_s)
+        waits = (store, watcher.stack_id, known, kill_after_s, struck)
         threading.Thread(target=kill_in_second_episode, args=waits, daemon=True).start()
     run = typed(f"ppo/{PRESET}", model, overrides, watcher)
+    if kill_after_s is not None and not struck:
+        raise SystemExit("the run was over before its trainer could be killed")
     return run, store.resolve(f"policy/{PRESET}")
 
 
-def main() -> int:
-    """Make the model, run, print the line; the exit status is 1 if a limit is missed."""
+def arguments() -> argparse.Namespace:
+    """Return the command line's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path, help="of the model, which is made unless it is there")
     parser.add_argument("--samples", type=int, default=FULL[0], help="of an episode")
     parser.add_argument("--tokens", type=int, default=FULL[1], help="of a response")
     parser.add_argument("--no-kill", action="store_true", help="do not run a second time, with a kill")
     parser.add_argument("--chain", action="store_true", help="also SFT, reward model and evaluation")
-    given = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Make the model, run, print the line; the exit status is 1 if a limit is missed."""
+    given = arguments()
     directory = given.directory.resolve()
     if not directory.is_dir():
         make_model(directory)
@@ -384,7 +394,10 @@ def main() -> int:
             }
         if given.chain:
             pairs = known.home / "bench-pairs.jsonl"
-            chain = typed(f"pipeline/{PRESET}", directory, overrides | chain_settings(pairs), watcher)
+            try:
+                chain = typed(f"pipeline/{PRESET}", directory, overrides | chain_settings(pairs), watcher)
+            finally:
+                pairs.unlink(missing_ok=True)
             line["chain_tasks_s"] = seconds_of_tasks(api_url, chain.id)
     peak, swapped = watcher.peak, watcher.moments[-1].swapped - watcher.moments[0].swapped
     disk = on_disk(known.home) - before + on_disk(directory)

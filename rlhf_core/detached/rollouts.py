@@ -90,6 +90,7 @@ class Rollouts:
         controls: what the next episode's rewards are made with, as the trainer keeps it.
         completed: episodes that are learnt.
         kept: what a training state says of the makers' work.
+        lends: as for `Scheduler`.
         on_trouble: is told what is wrong with a maker.
     """
 
@@ -102,6 +103,7 @@ class Rollouts:
         controls: RewardControls,
         completed: int,
         kept: RolloutState,
+        lends: Callable[[], tuple[Any, ...]] = tuple,
         on_trouble: Callable[[str], None],
     ) -> None:
         self._problems, self._config, self._seed = problems, config, seed
@@ -123,6 +125,7 @@ class Rollouts:
         self.scheduler: Scheduler[Chunk, MadeChunk] = Scheduler(
             self.queue,
             controls=self._controls.of,
+            lends=lends,
             waits=Waits(start_s=cluster.start_timeout_s, chunk_s=cluster.episode_timeout_s),
             on_trouble=on_trouble,
         )

@@ -24,6 +24,8 @@ from rlhf_core.detached.rollouts import Rollouts
 from rlhf_core.errors import TrainingError
 from rlhf_core.freed_memory import give_back
 from rlhf_core.models.base import check_bases
+from rlhf_core.models.base_on_gpu import Loan, loans_of
+from rlhf_core.models.loading import default_device
 from rlhf_core.phases import reached
 from rlhf_core.ppo.controls import RewardControls
 from rlhf_core.ppo.episode import EpisodeLearner, learn_episode
@@ -163,19 +165,24 @@ class RunTrainer(GroupMember):
         if state is not None:
             self._controls.load_state(state.controls or {})
             self._history = state.history
+        on_gpu = default_device().type != "cpu"
         self._rollouts = Rollouts(
             self._problems, self._config, seed=self._seed, controls=self._controls, completed=len(self._history),
             kept=state.rollouts if state is not None else RolloutState(), on_trouble=logger.warning,
+            lends=self._lent if on_gpu else tuple,
         )  # fmt: skip
         for name in self._maker_names:
             self._rollouts.scheduler.add(name, ray.get_actor(name))
-        self._rollouts.scheduler.start()
+        if not on_gpu:
+            self._rollouts.scheduler.start()
         # Ranks start at their own pace, and the first may be done long before another has its models.
         with self._peers.taking_part("build", timeout_s=self._config.cluster.start_timeout_s):
             self._learner = self._learner_fn()
             shared = share_state(SharedState(state.tensors, state.learner) if state else None, current_ranks())
             if shared is not None:
                 self._learner.load_state(*shared)
+        if on_gpu:  # after the learner: makers on this GPU borrow its base
+            self._rollouts.scheduler.start()
         episodes = EpisodeLearner(
             self._learner, seed=self._seed, train_batch_size=self._config.train_batch_size, is_shared=True,
             keep=self._keep_batch,
@@ -262,6 +269,9 @@ class RunTrainer(GroupMember):
         with self._peers.taking_part("policy"), self._learner.exact("actor") as actor:
             self._keeper.commit_policy(partial(self._save_policy, actor), history=self._history)
 
+    def _lent(self) -> tuple[Loan, ...]:
+        return loans_of(*_models(self._learner))
+
     def _collect(self, episode: int) -> Collected:
         def report(done: int, total: int) -> None:
             self._progress = f"episode {ordinal(episode)}: {done} of {counted(total, 'chunk')} made"
@@ -281,6 +291,7 @@ class RunTrainer(GroupMember):
 
     def _publish(self, version: int) -> None:
         _check_bases(self._learner)
+        give_back()  # what the passes needed, before makers begin theirs and the snapshot comes
         self._episode.ends("learn")
         self._progress = f"episode {ordinal(version - 1)}: publishing weights, version {version}"
         self._episode.waited_s += self._send(version, completed=version)
@@ -292,7 +303,6 @@ class RunTrainer(GroupMember):
         self.await_commit()  # the one before: it had all of this episode's time, and no third state is in memory
         self._episode.waited_s += time.perf_counter() - started
         _check_bases(self._learner)
-        give_back()  # what the passes needed, before the snapshot comes
         with self._peers.taking_part("state"):
             reached("snapshot")
             snapshot, learner = self._learner.state()  # the learner's only pause
@@ -332,10 +342,14 @@ class RunTrainer(GroupMember):
         return self._rollouts.figures(busy_s=busy_s - waited_s)
 
 
+def _models(learner: PPOLearner) -> list[Any]:
+    trained = (learner.trained(role) for role in ("actor", "critic"))
+    return [each.model for each in trained if each is not None]
+
+
 def _check_bases(learner: PPOLearner) -> None:
     """Check that nobody has changed what the models are mapped from: before an episode, publication and commit."""
-    trained = (learner.trained(role) for role in ("actor", "critic"))
-    check_bases(*(None if each is None else each.model for each in trained))
+    check_bases(*_models(learner))
 
 
 @ray.remote(concurrency_groups=GROUPS)

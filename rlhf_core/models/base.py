@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rlhf_core.errors import BaseChangedError, ModelError
+from rlhf_core.models import base_on_gpu
 from rlhf_core.models.loading import load_whole, published_dtype
 from rlhf_core.models.saving import quiet
 from rlhf_core.models.upcast import compute_in_float32
@@ -118,7 +119,7 @@ def open_base(source: Path, digest: str, *, arithmetic: torch.dtype, models_dir:
 
 
 def load_base(base: Base, *, arithmetic: torch.dtype, device: str | torch.device = "cpu") -> PreTrainedModel:
-    """Return the frozen model, its weights mapped from the file; on a GPU, copied there.
+    """Return the frozen model, its weights mapped from the file; on a GPU, views of the copy that is there.
 
     Args:
         base: what `open_base` returned.
@@ -128,9 +129,9 @@ def load_base(base: Base, *, arithmetic: torch.dtype, device: str | torch.device
     Raises:
         ModelError: if the copy cannot be read.
     """
-    model = load_whole(
-        AutoModelForCausalLM, base.directory, base.dtype, what="causal language model", device=device, mapped=True
-    )
+    model = load_whole(AutoModelForCausalLM, base.directory, base.dtype, what="causal language model", mapped=True)
+    if torch.device(device).type != "cpu":
+        base_on_gpu.place(model, base.directory / WEIGHTS, base.file, torch.device(device))
     model.eval().requires_grad_(requires_grad=False)
     for parameter in model.parameters():
         setattr(parameter, _MARK, True)

@@ -56,7 +56,7 @@ _READ_ERRORS = (
 )
 
 SAFE = ".safetensors"
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # by safetensors' names
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # by safetensors' names
 # what decides a model's outputs; README files and caches do not
 _DIGESTED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
 
@@ -233,9 +233,9 @@ def published_dtype(directory: Path) -> torch.dtype:
         for tensor in _tensors_of(file):
             held[tensor["dtype"]] = held.get(tensor["dtype"], 0) + _product(tensor["shape"])
     kind = max(held, key=lambda name: held[name], default="")
-    if kind not in _DTYPES:
-        raise ModelError(f"{directory} holds weights of dtype {kind or 'none'}; expected one of {', '.join(_DTYPES)}")
-    return _DTYPES[kind]
+    if kind not in DTYPES:
+        raise ModelError(f"{directory} holds weights of dtype {kind or 'none'}; expected one of {', '.join(DTYPES)}")
+    return DTYPES[kind]
 
 
 def published_bytes(directory: Path) -> int:

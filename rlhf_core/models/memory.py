@@ -15,9 +15,10 @@ A learner is what one rank holds to train one model (`bytes_per_rank`), by strat
     gemini        w P / W   w T / W     4 T / W    8 T / W      no master in fp32, where the weights are exact
 
 With adapters the frozen base lies in a file that all processes of a machine map: it counts once, in the dtype that it
-is computed in, or was published in if that is smaller; on GPUs it counts for each process. Where it cannot be shared
-(`PPOConfig.shares_base`), each process holds weights of its own, in fp32 where they are trained: updates smaller than
-bfloat16's steps would be lost when the adapters are merged (zero2 keeps 2 bytes in half precision).
+is computed in, or was published in if that is smaller. On one GPU the makers borrow the trainer's; on several it counts
+for each process. Where it cannot be shared (`PPOConfig.shares_base`), each process holds weights of its own, in fp32
+where they are trained: updates smaller than bfloat16's steps would be lost when the adapters are merged (zero2 keeps 2
+bytes in half precision).
 
 Where a model's shape is not known, it has at most 2 r N^(2/3) parameters of adapters: a matrix of d x d has r (d + d)
 of them, a share 2 r / d, and d exceeds N^(1/3) in every decoder in use (SmolLM2-135M: 576 > 513; Llama-2 7B: 4096 >
@@ -143,8 +144,6 @@ class MemoryNeed:
     """Of each trainer's, what is in host memory wherever the rest is."""
     shared: int = 0
     """What all of them map, besides."""
-    maker_bases: int = 1
-    """How often a maker has that to itself, on a GPU: for its scorer once more."""
 
     @property
     def total(self) -> int:
@@ -152,16 +151,11 @@ class MemoryNeed:
         own = self.trainer + self.num_other_trainers * self.other_trainer + self.num_makers * self.maker
         return own + self.shared
 
-    def on_gpus(self) -> MemoryNeed:
-        """Return the need where each process has what is shared to itself."""
+    def on_gpus(self, number: int) -> MemoryNeed:
+        """Return the need where each process has what is shared to itself, but makers on the only GPU borrow it."""
         other = self.other_trainer + self.shared if self.num_other_trainers else 0
-        return replace(
-            self,
-            trainer=self.trainer + self.shared,
-            maker=self.maker + self.maker_bases * self.shared,
-            other_trainer=other,
-            shared=0,
-        )
+        maker = self.maker + (self.shared if number > 1 else 0)
+        return replace(self, trainer=self.trainer + self.shared, maker=maker, other_trainer=other, shared=0)
 
     @property
     def total_offloaded(self) -> int:
@@ -243,7 +237,6 @@ def _need_over_base(
         other_trainer=learner if config.num_trainers > 1 else 0,
         num_other_trainers=config.num_trainers - 1,
         shared=base_bytes(config.rollout_dtype, published_bytes) * num_parameters,
-        maker_bases=2 if reward_adapters and config.reward.reward_model > 0 else 1,
     )
 
 
@@ -327,7 +320,7 @@ def check_memory(
     need = required_memory(
         config, num_parameters, published_bytes=published_bytes, reward_adapters=reward_adapters, shape=shape
     )
-    need = need.on_gpus() if machine.gpus else need
+    need = need.on_gpus(len(machine.gpus)) if machine.gpus else need
     place = sum(machine.gpus) or machine.ram
     largest = max(machine.gpus, default=machine.ram)
     # Without GPUs, what is offloaded is in the same memory as the rest.

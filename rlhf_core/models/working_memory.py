@@ -3,12 +3,14 @@
 To what must be there (`models/memory.py`) come the activations and logits of a micro-batch of the longest rows, what
 sampling and scoring a chunk of them needs (`models/shape.py`), and, in host memory, the programs themselves:
 
-    PPO                  in lockstep the larger of what learning and sampling need: trainers and makers work in turn;
-                         and a copy of what is trained and its moments, which is stored beside the next episode
+    PPO                  in lockstep, and in one memory, the larger of what learning and sampling need: trainers and
+                         makers work in turn; and a copy of what is trained and its moments, which is stored beside
+                         the next episode
     SFT, reward model    what learning needs; a pair is two rows
 
-Autocast keeps a second copy of float32 weights. A stage is refused where the estimate, if it were `TOLERANCE` too high,
-would still be more than there is; where it is above what there is, a warning says so.
+On GPUs each process has what CUDA takes, besides. Autocast keeps a second copy of float32 weights. A stage is refused
+where the estimate, if it were `TOLERANCE` too high, would still be more than there is; where it is above what there is,
+a warning says so.
 """
 
 from __future__ import annotations
@@ -38,6 +40,8 @@ _SNAPSHOT = 12
 """Bytes of a trained weight and its two moments."""
 _PROGRAM = 400 * 10**6
 """Bytes of a process that learns or makes experience, before it has a model."""
+_CUDA = 500 * 10**6
+"""Bytes of a GPU for each process that uses it, before it has a model. Not measured."""
 _SERVICES = 1300 * 10**6
 """Bytes of what runs besides: server, worker, store, Ray and the flow."""
 
@@ -64,7 +68,7 @@ class WorkingMemory(NamedTuple):
 
 
 def working_memory(
-    config: PipelineConfig, stage: Stage, size: ModelSize, shape: Shape, row: LongestRow, *, on_gpus: bool
+    config: PipelineConfig, stage: Stage, size: ModelSize, shape: Shape, row: LongestRow, *, gpus: int
 ) -> WorkingMemory:
     """Return what a stage needs.
 
@@ -74,10 +78,10 @@ def working_memory(
         size: of the model.
         shape: of the model.
         row: the longest of the stage's data.
-        on_gpus: whether each process has what is shared to itself.
+        gpus: of the machine.
     """
     if stage == "ppo":
-        return _of_ppo(config, size, shape, row, on_gpus=on_gpus)
+        return _of_ppo(config, size, shape, row, gpus=gpus)
     settings = config.sft if stage == "sft" else config.reward_model
     response = row.response or config.reward_model.max_new_tokens
     number = min(settings.micro_batch_size, settings.batch_size) * (1 if stage == "sft" else 2)
@@ -87,21 +91,21 @@ def working_memory(
         number = min(config.sft.micro_batch_size, -(-config.sft.batch_size * (row.prompt + response) // length))
         rows = PassRows(number, 0, length)
     learning = _learning(settings, size, shape, rows, has_head=stage == "sft")
-    need, count = stage_memory(settings, size, on_gpus=on_gpus), settings.num_trainers
+    need, count, cuda = stage_memory(settings, size, on_gpus=gpus > 0), settings.num_trainers, _CUDA if gpus else 0
     return WorkingMemory(
-        held=need.shared + count * need.trainer,
+        held=need.shared + count * (need.trainer + cuda),
         passes=count * learning,
         programs=count * _PROGRAM + _SERVICES + count * need.offloaded,
-        largest=need.shared + need.trainer + learning,
+        largest=need.shared + need.trainer + learning + cuda,
     )
 
 
-def _of_ppo(config: PipelineConfig, size: ModelSize, shape: Shape, row: LongestRow, *, on_gpus: bool) -> WorkingMemory:
+def _of_ppo(config: PipelineConfig, size: ModelSize, shape: Shape, row: LongestRow, *, gpus: int) -> WorkingMemory:
     ppo, adapted = config.ppo, config.reward_model.shares_base
     need = required_memory(
         ppo, size.num_parameters, published_bytes=size.published_bytes, reward_adapters=adapted, shape=shape
     )
-    need = need.on_gpus() if on_gpus else need
+    need = need.on_gpus(gpus) if gpus else need
     prompt, batch = min(row.prompt, ppo.max_prompt_tokens), min(ppo.micro_batch_size, ppo.train_batch_size)
     learnt, drawn = (PassRows(number, prompt, ppo.max_new_tokens) for number in (batch, ppo.chunk_size))
     learning = _learning(ppo, size, shape, learnt, has_head=True)
@@ -110,12 +114,12 @@ def _of_ppo(config: PipelineConfig, size: ModelSize, shape: Shape, row: LongestR
     trained = size.num_parameters if ppo.lora is None else shape.adapter_parameters(ppo.lora.r)
     snapshot = _SNAPSHOT * trained * (2 if ppo.advantage_estimator == "gae" else 1)
     both = (trainers * learning, makers * sampling)
-    offloaded, all_offloaded = (need.offloaded, need.total_offloaded) if on_gpus else (0, 0)
+    offloaded, all_offloaded, cuda = (need.offloaded, need.total_offloaded, _CUDA) if gpus else (0, 0, 0)
     return WorkingMemory(
-        held=need.total - all_offloaded,
-        passes=sum(both) if on_gpus or ppo.max_staleness else max(both),
+        held=need.total - all_offloaded + (trainers + makers) * cuda,
+        passes=sum(both) if gpus > 1 or ppo.max_staleness else max(both),
         programs=(trainers + makers) * _PROGRAM + _SERVICES + snapshot + all_offloaded,
-        largest=need.shared + max(need.trainer - offloaded + learning, need.maker + sampling),
+        largest=need.shared + cuda + max(need.trainer - offloaded + learning, need.maker + sampling),
     )
 
 
@@ -148,7 +152,7 @@ def check_working_memory(
     if size.shape is None:
         return ""
     machine, shape = machine or machine_memory(), size.shape
-    found = working_memory(config, stage, size, shape, row, on_gpus=bool(machine.gpus))
+    found = working_memory(config, stage, size, shape, row, gpus=len(machine.gpus))
     excess = _excess(found, machine)
     if excess <= 1.0:
         return ""
@@ -165,7 +169,7 @@ def check_working_memory(
         changed = _with(config, stage, changes)
         if changed is None:
             continue
-        if _excess(working_memory(changed, stage, size, shape, row, on_gpus=bool(machine.gpus)), machine) <= 1.0:
+        if _excess(working_memory(changed, stage, size, shape, row, gpus=len(machine.gpus)), machine) <= 1.0:
             overrides = json.dumps({f"{stage}.{key}": value for key, value in changes.items()})
             advice = f"with these overrides it should fit: {overrides}"
             break

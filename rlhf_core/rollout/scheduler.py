@@ -79,6 +79,7 @@ class Scheduler(Generic[C, M]):
     Args:
         queue: knows what is due, and is told what became of it.
         controls: returns an episode's controls when a chunk of it is leased; None leaves them to the makers.
+        lends: returns what a maker is to build its models with, asked for anew each time.
         waits: how long is waited for a maker.
         on_trouble: is told, in a sentence, whenever something is wrong with a maker.
     """
@@ -88,11 +89,13 @@ class Scheduler(Generic[C, M]):
         queue: LeaseQueue[C, M],
         *,
         controls: Callable[[int], EpisodeControls | None] | None = None,
+        lends: Callable[[], tuple[Any, ...]] = tuple,
         waits: Waits | None = None,
         on_trouble: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.queue = queue
         self.controls = controls or (lambda _: None)
+        self.lends = lends
         self.waits = waits or Waits()
         self.tell = on_trouble
         self.publication: Published | None = None
@@ -337,7 +340,8 @@ class MakerThread(Generic[C, M]):
                 if self._scheduler.stopping.wait(_RESTART_S):
                     raise _StoppedError from error
         self.node, _ = self._done(self._maker.node.remote(), limit_s, "say where it is")
-        self._done(self._maker.build.remote(), limit_s, "build its models")
+        lent = self._scheduler.lends()
+        self._done(self._maker.build.remote(*([lent] if lent else [])), limit_s, "build its models")
         if self._state == "reviving":
             self.revivals += 1
         self._enter("idle")

@@ -13,6 +13,7 @@ from torch import nn
 from rlhf_core.errors import RlhfError
 from rlhf_core.freed_memory import give_back
 from rlhf_core.models.base import check_bases
+from rlhf_core.models.base_on_gpu import Loan, borrowing
 from rlhf_core.phases import reached
 from rlhf_core.rollout.experience import ExperienceMaker, to_prompts
 from rlhf_core.rollout.samples import MadeChunk
@@ -55,10 +56,15 @@ class MakerActor:
         return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
 
     @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]
-    def build(self) -> None:
-        """Build the maker, unless it is built; apart from `__init__`, whose errors Ray garbles."""
+    def build(self, loans: Sequence[Loan] = ()) -> None:
+        """Build the maker, unless it is built; apart from `__init__`, whose errors Ray garbles.
+
+        Args:
+            loans: of bases that the trainer has on this GPU.
+        """
         if self._built is None:
-            self._built = self._maker_fn()
+            with borrowing(loans):
+                self._built = self._maker_fn()
 
     @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]
     def load_weights(self, publication: Publication, timeout_s: float) -> int:

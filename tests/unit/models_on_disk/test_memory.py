@@ -69,9 +69,9 @@ def test_adapters_on_a_billion_parameters_by_hand() -> None:
     narrow = required_memory(config, GB, published_bytes=2, reward_adapters=True)
     assert narrow.shared == 2 * GB  # float32 arithmetic widens what was published in 16 bits as it is used
     assert narrow.maker == pytest.approx(3 * 4 * adapters, rel=1e-6)
-    alone = narrow.on_gpus()
-    # trainer and two makers, each with a base to itself, and the makers' scorers
-    assert alone.total == narrow.total + (2 + 2) * 2 * GB
+    assert narrow.on_gpus(2).total == narrow.total + 2 * 2 * GB  # trainer and two makers, each with a base to itself
+    borrowed = narrow.on_gpus(1)
+    assert (borrowed.total, borrowed.trainer) == (narrow.total, narrow.trainer + 2 * GB)
 
 
 def test_adapters_whose_base_cannot_be_shared_have_weights_of_their_own() -> None:

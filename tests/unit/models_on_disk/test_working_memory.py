@@ -27,7 +27,7 @@ def llama7b(**overrides: Any) -> PipelineConfig:
 
 
 def test_ppo_on_seven_billion_parameters_by_hand() -> None:
-    found = working_memory(llama7b(), "ppo", SIZE, LLAMA_7B, PROMPTS, on_gpus=False)
+    found = working_memory(llama7b(), "ppo", SIZE, LLAMA_7B, PROMPTS, gpus=0)
     adapters = 32 * 16 * (11 * 4096 + 3 * 11008)  # 40 million
     base = 2 * 6_738_415_616
     # actor and critic: weights, gradients, moments; on their way, and the maker's
@@ -56,7 +56,7 @@ def test_a_stage_that_does_not_fit_is_refused_with_what_would() -> None:
 @pytest.mark.parametrize("stage", ["sft", "reward_model", "ppo"])
 def test_between_the_estimate_and_its_tolerance_it_is_only_named(stage: Any) -> None:
     lengths = LongestRow(33, 14)
-    found = working_memory(llama7b(), stage, SIZE, LLAMA_7B, lengths, on_gpus=False)
+    found = working_memory(llama7b(), stage, SIZE, LLAMA_7B, lengths, gpus=0)
     total = found.held + found.passes + found.programs
     assert check_working_memory(llama7b(), stage, SIZE, lengths, machine=MachineMemory(total)) == ""
     named = check_working_memory(llama7b(), stage, SIZE, lengths, machine=MachineMemory(total - 1))
@@ -66,8 +66,16 @@ def test_between_the_estimate_and_its_tolerance_it_is_only_named(stage: Any) -> 
         check_working_memory(llama7b(), stage, SIZE, lengths, machine=least)
 
 
+def test_on_one_gpu_of_24_gb_trainer_and_maker_fit_with_one_base() -> None:
+    alone = working_memory(llama7b(), "ppo", SIZE, LLAMA_7B, PROMPTS, gpus=0)
+    found = working_memory(llama7b(), "ppo", SIZE, LLAMA_7B, PROMPTS, gpus=1)
+    assert (found.held, found.passes) == (alone.held + 2 * 500_000_000, alone.passes)
+    machine = MachineMemory(32 * GB, (24 * GB,))
+    assert check_working_memory(resolve("llama7b"), "ppo", SIZE, PROMPTS, machine=machine) == ""
+
+
 def test_on_gpus_the_largest_process_must_fit_on_one() -> None:
-    found = working_memory(llama7b(), "ppo", SIZE, LLAMA_7B, PROMPTS, on_gpus=True)
+    found = working_memory(llama7b(), "ppo", SIZE, LLAMA_7B, PROMPTS, gpus=2)
     two = (found.largest, found.largest)
     assert check_working_memory(llama7b(), "ppo", SIZE, PROMPTS, machine=MachineMemory(64 * GB, two)) == ""
     with pytest.raises(ModelError, match="2 GPUs"):
@@ -77,7 +85,7 @@ def test_on_gpus_the_largest_process_must_fit_on_one() -> None:
 def test_demonstrations_in_packed_rows_are_as_long_as_rows_may_be() -> None:
     row = LongestRow(33, 14)
     packed = llama7b(sft__packing=True, sft__batch_size=16, sft__max_length=256, sft__micro_batch_size=4)
-    found = working_memory(packed, "sft", SIZE, LLAMA_7B, row, on_gpus=False).passes
+    found = working_memory(packed, "sft", SIZE, LLAMA_7B, row, gpus=0).passes
     assert found == LLAMA_7B.learning_bytes(  # 16 of 47 tokens fill three rows
         PassRows(3, 0, 256), "float32", adapters=True, checkpointing=False, head=True
     )
@@ -85,7 +93,7 @@ def test_demonstrations_in_packed_rows_are_as_long_as_rows_may_be() -> None:
 
 def test_half_precision_keeps_a_copy_of_weights_that_are_trained() -> None:
     bf16 = llama7b(sft__lora=None, sft__dtype="bfloat16")
-    found = working_memory(bf16, "sft", SIZE, LLAMA_7B, LongestRow(33, 14), on_gpus=False).passes
+    found = working_memory(bf16, "sft", SIZE, LLAMA_7B, LongestRow(33, 14), gpus=0).passes
     rows = PassRows(4, 33, 14)
     kept = LLAMA_7B.learning_bytes(rows, "bfloat16", adapters=False, checkpointing=False, head=True)
     assert found == kept + 2 * 6_738_415_616

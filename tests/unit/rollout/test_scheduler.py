@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
+from itertools import count
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Self
 
@@ -78,6 +79,7 @@ class Maker:
         self.version: int | None = None
         self.chunks = 0
         self.builds = 0
+        self.lent: list[tuple[Any, ...]] = []
         self.killed: list[bool] = []
         self.is_silent = False
         self._pid, self._gone = 1, False
@@ -118,8 +120,9 @@ class Maker:
     def _node(self) -> tuple[str, str]:
         return f"node of {self.name}", "127.0.0.1"
 
-    def _build(self) -> None:
+    def _build(self, *lent: tuple[Any, ...]) -> None:
         self.builds += 1
+        self.lent += lent
 
     def _load_weights(self, publication: Weights, timeout_s: float) -> int:
         if self.misses_weights:
@@ -249,7 +252,18 @@ def test_an_idle_maker_whose_process_was_replaced_is_built_before_it_gets_a_chun
     ours.collect()
     ours.makers["idle"].die(down_s=0)  # so quickly that no call meets it
     until(lambda: ours.makers["idle"].version == 0)
-    assert ours.makers["idle"].builds == 2
+    assert (ours.makers["idle"].builds, ours.makers["idle"].lent) == (2, [])
+
+
+def test_a_maker_is_lent_what_it_builds_its_models_with_for_each_of_its_processes(stage: Any) -> None:
+    ours = stage("borrower", start=False)
+    borrower, numbers = ours.makers["borrower"], count()
+    ours.scheduler.lends = lambda: (next(numbers),)
+    ours.scheduler.start()
+    until(lambda: borrower.builds == 1)
+    borrower.die()
+    until(lambda: borrower.builds == 2)
+    assert borrower.lent == [(0,), (1,)]
 
 
 def test_a_maker_that_dies_again_and_again_is_given_up_and_with_the_last_the_run(stage: Any) -> None:

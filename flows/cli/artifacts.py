@@ -170,11 +170,14 @@ def fetch(
         as_json: print JSON.
     """
     from infra.artifacts import open_default_store
+    from infra.errors import StoreError
     from infra.settings import settings
     from tasks.export import export
 
     store = open_default_store()
     manifest = store.resolve(reference)
+    if model is not None and not manifest.has_adapters:
+        raise StoreError(f"{manifest.uri} is whole, not adapters over another model; leave --model out")
     with console(stderr=True).status(f"fetching {manifest.uri}, {size(manifest.size)}"):
         if manifest.has_adapters:
             export(store, settings(), manifest, directory, merged=merged, model=model)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_core.functional.logprobs import logprobs_from_logits
+from rlhf_core.functional.logprobs import LogprobsAndEntropy, logprobs_and_entropy, logprobs_from_logits
+from rlhf_core.models.head_slices import read_logits
 from rlhf_core.models.trunk import forward_takes, model_inputs
 
 
@@ -37,5 +40,29 @@ def response_logprobs(
     model: PreTrainedModel, *, sequences: Tensor, attention_mask: Tensor, num_actions: int, temperature: float
 ) -> Tensor:
     """Return the log-probability of each response token in float32, [B A]; meaningless on padding."""
-    logits = response_logits(model, sequences=sequences, attention_mask=attention_mask, num_actions=num_actions)
-    return logprobs_from_logits(logits, sequences[:, -num_actions:], temperature=temperature)
+    (found,) = read_logits(
+        model,
+        partial(response_logits, model, sequences=sequences, attention_mask=attention_mask, num_actions=num_actions),
+        sequences[:, -num_actions:],
+        lambda logits, tokens: (logprobs_from_logits(logits, tokens, temperature=temperature),),
+    )
+    return found
+
+
+def response_statistics(
+    model: PreTrainedModel,
+    *,
+    sequences: Tensor,
+    attention_mask: Tensor,
+    num_actions: int,
+    temperature: float,
+    entropy_needs_grad: bool,
+) -> LogprobsAndEntropy:
+    """Return `response_logprobs`, to the bit, and the entropy of the distribution that each token comes from."""
+    found = read_logits(
+        model,
+        partial(response_logits, model, sequences=sequences, attention_mask=attention_mask, num_actions=num_actions),
+        sequences[:, -num_actions:],
+        partial(logprobs_and_entropy, temperature=temperature, entropy_needs_grad=entropy_needs_grad),
+    )
+    return LogprobsAndEntropy(*found)

@@ -6,7 +6,8 @@ For n tokens at once, L layers of hidden size d and intermediate size f, all hea
     kept for backward     n L (a d + b q + c f)                  bytes; a, b, c are in `_KEPT`
       computed again      n L 4 d, and one layer's of the above  (gradient_checkpointing)
     logits                2 m V w                                bytes, with their gradient, for m tokens that are
-                                                                 learnt, a vocabulary of V, and w bytes a number
+                                                                 learnt, a vocabulary of V, and w bytes a number;
+                                                                 as for 4 m V = `LOGITS_BYTES` where that is less
     scoring               4 m V up to `LOGITS_BYTES`, and one layer's of what is kept
     keys and values       2 n L k w                              bytes, as long as responses are sampled
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 LOGITS_BYTES = 1 << 30
-"""Of all logits at once where nothing is learnt, in float32: more rows are scored in several passes."""
+"""Of all logits at once, if they were float32: the head goes over more in slices (`models/head_slices.py`)."""
 _KEPT = {
     ("float32", True): (24, 8, 16),
     ("float32", False): (32, 8, 16),
@@ -76,14 +77,16 @@ class Shape(NamedTuple):
         """
         layer = self._layer_bytes(rows.tokens, arithmetic, adapters=adapters)
         kept = rows.tokens * self.layers * 4 * self.hidden + layer if checkpointing else self.layers * layer
-        return kept + (2 * _width(arithmetic) * rows.number * rows.response * self.vocabulary if head else 0)
+        return kept + (_width(arithmetic) // 2 * self._logits_bytes(rows) if head else 0)
 
     def sampling_bytes(self, rows: PassRows, arithmetic: str) -> int:
         """Return what sampling rows and then scoring them needs."""
         cached = 2 * rows.tokens * self.layers * self.keys * _width(arithmetic)
-        row = 4 * rows.response * self.vocabulary
-        logits = min(rows.number * row, max(LOGITS_BYTES, row))
-        return max(cached, self._layer_bytes(rows.tokens, arithmetic, adapters=True) + logits)
+        return max(cached, self._layer_bytes(rows.tokens, arithmetic, adapters=True) + self._logits_bytes(rows))
+
+    def _logits_bytes(self, rows: PassRows) -> int:
+        """Return those of the responses' logits that are there at once, in float32."""
+        return min(4 * rows.number * rows.response * self.vocabulary, LOGITS_BYTES)
 
     def _layer_bytes(self, tokens: int, arithmetic: str, *, adapters: bool) -> int:
         hidden, queries, intermediate = _KEPT["float32" if arithmetic == "float32" else "bfloat16", adapters]

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from rlhf_core.config import LearningConfig
 from rlhf_core.errors import TrainingError
-from rlhf_core.functional.logprobs import logprobs_and_entropy, logprobs_from_logits
 from rlhf_core.functional.losses import entropy_bonus, lm_loss, policy_loss, value_loss
 from rlhf_core.functional.moments import masked_sum
-from rlhf_core.models.actor import response_logits, response_logprobs
+from rlhf_core.models.actor import response_logits, response_logprobs, response_statistics
 from rlhf_core.models.critic import response_values
 from rlhf_core.models.trunk import autocast
 from rlhf_core.phases import reached
@@ -202,18 +201,14 @@ def _learn_policy(trained: Trained, micro: Micro, denominator: Tensor, context: 
     """
     config, rows = context.config, micro.experience
     with autocast(context.device, context.dtype):
-        logits = response_logits(
+        found = response_statistics(
             trained.model,
             sequences=rows.sequences,
             attention_mask=rows.attention_mask,
             num_actions=rows.num_actions,
+            temperature=config.temperature,
+            entropy_needs_grad=config.entropy_coef > 0,
         )
-    found = logprobs_and_entropy(
-        logits,
-        rows.sequences[:, -rows.num_actions :],
-        temperature=config.temperature,
-        entropy_needs_grad=config.entropy_coef > 0,
-    )
     policy = policy_loss(
         logprobs=found.logprobs,
         old_logprobs=rows.action_log_probs,
@@ -241,10 +236,10 @@ def _learn_demonstrations(trained: Trained, batch: PaddedBatch, tokens: Tensor, 
     """Add the gradients of demonstrations; return their share of the loss."""
     width = batch.action_mask.shape[1]
     with autocast(context.device, context.dtype):
-        logits = response_logits(
-            trained.model, sequences=batch.sequences, attention_mask=batch.attention_mask, num_actions=width
-        )
-    logprobs = logprobs_from_logits(logits, batch.sequences[:, -width:], temperature=1.0)
+        logprobs = response_logprobs(
+            trained.model, sequences=batch.sequences, attention_mask=batch.attention_mask, num_actions=width,
+            temperature=1.0,
+        )  # fmt: skip
     loss = lm_loss(logprobs=logprobs, mask=batch.action_mask, denominator=tokens)
     go_backward(trained, context.config.ptx_coef * loss, context)
     return loss.detach()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal, Protocol, TypeVar
 
 import torch
@@ -13,6 +14,7 @@ from rlhf_core.config import RewardModelConfig, SFTConfig
 from rlhf_core.errors import DataError
 from rlhf_core.functional.logprobs import logprobs_from_logits
 from rlhf_core.functional.losses import lm_loss, pairwise_loss
+from rlhf_core.models.head_slices import read_logits
 from rlhf_core.models.trunk import autocast, checkpoint_gradients, forward_takes, unwrapped
 from rlhf_core.ppo.order import minibatch_order
 from rlhf_core.strategy.booster import OwnBooster
@@ -265,10 +267,14 @@ def token_loss(
     """
     # The token at position t is predicted at t - 1; where no row learns anything, no logits are computed.
     kept = batch.loss_mask.any(dim=0).nonzero().squeeze(1) - 1
-    with autocast(device, autocast_dtype):
-        logits = kept_logits(model, batch, kept, device)
     tokens, mask = (tensor[:, kept + 1].to(device) for tensor in (batch.input_ids, batch.loss_mask))
-    logprobs = logprobs_from_logits(logits, tokens, temperature=1.0)
+    with autocast(device, autocast_dtype):
+        (logprobs,) = read_logits(
+            model,
+            partial(kept_logits, model, batch, kept, device),
+            tokens,
+            lambda logits, wanted: (logprobs_from_logits(logits, wanted, temperature=1.0),),
+        )
     return lm_loss(logprobs=logprobs, mask=mask, denominator=denominator)
 
 

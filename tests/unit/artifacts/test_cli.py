@@ -11,7 +11,7 @@ from rich.console import Console
 
 from flows.cli.artifacts import app, print_list
 from infra.artifacts import ArtifactStore, open_default_store
-from infra.errors import ReferenceNotFoundError
+from infra.errors import ReferenceNotFoundError, StoreError
 
 
 @pytest.fixture
@@ -112,6 +112,8 @@ def test_fetch_writes_the_files(rlhf_artifacts: Any, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "w").read_bytes() == b"1"
     assert (tmp_path / "out" / "c" / "d").read_bytes() == b"{}"
     assert "policy/quickstart@1: 2 files, 3 B, in" in rlhf_artifacts("fetch", "policy/quickstart@1", tmp_path / "other")
+    with pytest.raises(StoreError, match="policy/quickstart@2 is whole, not adapters over another model"):
+        rlhf_artifacts("fetch", "policy/quickstart", tmp_path / "third", "--model", tmp_path)
 
 
 def test_lineage_shows_a_shared_ancestor_once_with_its_own_parents(rlhf_artifacts: Any) -> None:

@@ -157,7 +157,7 @@ class RunTrainer(GroupMember):
 
     @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]
     def build(self) -> None:
-        """Restore the last committed state and build the learner, while the makers build their models.
+        """Restore the last committed state and build the learner, beside the makers; on a GPU, before them.
 
         Apart from `__init__`, whose errors Ray garbles.
         """
@@ -165,15 +165,15 @@ class RunTrainer(GroupMember):
         if state is not None:
             self._controls.load_state(state.controls or {})
             self._history = state.history
-        on_gpu = default_device().type != "cpu"
+        lends = default_device().type != "cpu" and self._config.shares_base
         self._rollouts = Rollouts(
             self._problems, self._config, seed=self._seed, controls=self._controls, completed=len(self._history),
             kept=state.rollouts if state is not None else RolloutState(), on_trouble=logger.warning,
-            lends=self._lent if on_gpu else tuple,
+            lends=self._lent if lends else tuple,
         )  # fmt: skip
         for name in self._maker_names:
             self._rollouts.scheduler.add(name, ray.get_actor(name))
-        if not on_gpu:
+        if not lends:
             self._rollouts.scheduler.start()
         # Ranks start at their own pace, and the first may be done long before another has its models.
         with self._peers.taking_part("build", timeout_s=self._config.cluster.start_timeout_s):
@@ -181,7 +181,7 @@ class RunTrainer(GroupMember):
             shared = share_state(SharedState(state.tensors, state.learner) if state else None, current_ranks())
             if shared is not None:
                 self._learner.load_state(*shared)
-        if on_gpu:  # after the learner: makers on this GPU borrow its base
+        if lends:  # what makers on this GPU borrow is there now
             self._rollouts.scheduler.start()
         episodes = EpisodeLearner(
             self._learner, seed=self._seed, train_batch_size=self._config.train_batch_size, is_shared=True,
@@ -391,6 +391,7 @@ class TrainerRank(GroupMember):
             rows = Experience.from_numpy(arrays)
             _check_bases(self._learner)
             learn_episode(self._learner, rows, seed=self._seed, episode=episode)
+            give_back()  # what the passes needed, before makers begin theirs
 
     @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]
     def publish(self) -> None:

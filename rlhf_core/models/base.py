@@ -131,7 +131,7 @@ def load_base(base: Base, *, arithmetic: torch.dtype, device: str | torch.device
     """
     model = load_whole(AutoModelForCausalLM, base.directory, base.dtype, what="causal language model", mapped=True)
     if torch.device(device).type != "cpu":
-        base_on_gpu.place(model, base.directory / WEIGHTS, base.file, torch.device(device))
+        base_on_gpu.move_to_gpu(model, base.directory / WEIGHTS, base.file, torch.device(device))
     model.eval().requires_grad_(requires_grad=False)
     for parameter in model.parameters():
         setattr(parameter, _MARK, True)

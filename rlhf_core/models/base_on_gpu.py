@@ -1,8 +1,8 @@
 """A base on a GPU: a process copies it there once, for all of its models, and lends it to others on the same GPU.
 
-The file of `models/base.py` lies there in one piece, and weights are views of it. A process that is given a `Loan`
-opens the lender's piece through CUDA IPC, and copies nothing. The lender must outlive it: makers of a run borrow from
-its trainer, and end when that does.
+The file of `models/base.py` is copied as it is, and weights are views of the copy. A process that is given a `Loan`
+opens the lender's copy through CUDA IPC, and makes none. The lender must outlive it: makers of a run borrow from its
+first trainer, and are ended before another takes its place.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 _HELD = "base_on_gpu"  # attribute of the transformer
 
 
-class _Place(NamedTuple):
+class _Key(NamedTuple):
     """Which base, and on which GPU of those that a process sees."""
 
     file: Path
@@ -36,21 +36,21 @@ class _Place(NamedTuple):
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class _Piece:
+class _Copy:
     """A base's file in a GPU's memory, for as long as a model holds it."""
 
-    place: _Place
+    key: _Key
     memory: Tensor
 
-    def __deepcopy__(self, memo: object) -> _Piece:
+    def __deepcopy__(self, memo: object) -> _Copy:
         """Return itself: the models of a process share it."""
         return self
 
 
 class Loan(NamedTuple):
-    """What another process on the same GPU opens a piece with, once."""
+    """What another process on the same GPU opens a copy with, once."""
 
-    place: _Place
+    key: _Key
     gpu: str | None
     """Identifies the GPU, on all machines."""
     opens: Callable[..., Tensor]
@@ -58,68 +58,72 @@ class Loan(NamedTuple):
     """Arguments of `opens`."""
 
 
-_pieces: WeakValueDictionary[_Place, _Piece] = WeakValueDictionary()
+_copies: WeakValueDictionary[_Key, _Copy] = WeakValueDictionary()
 
 
-def place(model: PreTrainedModel, file: Path, facts: tuple[int, int, int], device: torch.device) -> None:
-    """Have a model's weights, mapped from a base's file, be those on a GPU instead; what else it has goes there too.
+def move_to_gpu(model: PreTrainedModel, file: Path, facts: tuple[int, int, int], device: torch.device) -> None:
+    """Move a model to a GPU, where its weights become views of the base's copy.
 
     Args:
-        model: as it was loaded, on the CPU.
+        model: its weights mapped from the file.
         file: of the base.
         facts: inode, bytes and time of change of the file.
         device: the GPU.
     """
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    where = _Place(file, facts, device)
-    piece = _pieces.get(where)
-    if piece is None:
+    key = _Key(file, facts, device)
+    copy = _copies.get(key)
+    if copy is None:
         mapped = torch.from_file(str(file), size=facts[1], dtype=torch.uint8)
-        piece = _pieces[where] = _Piece(where, mapped.to(device, copy=True))
+        copy = _copies[key] = _Copy(key, mapped.to(device, copy=True))
     header = read_header(file)
-    begin = 8 + int.from_bytes(bytes(piece.memory[:8].tolist()), "little")
+    begin = len(copy.memory) - max(each["data_offsets"][1] for name, each in header.items() if name != "__metadata__")
     for name, parameter in model.named_parameters():
         first, last = (begin + offset for offset in header[name]["data_offsets"])
-        weight = piece.memory[first:last].view(DTYPES[header[name]["dtype"]])
+        weight = copy.memory[first:last].view(DTYPES[header[name]["dtype"]])
         parameter.data = weight.view(header[name]["shape"])
-    setattr(model.base_model, _HELD, piece)
+    setattr(model.base_model, _HELD, copy)
     model.to(device)
 
 
 def loans_of(*models: nn.Module | None) -> tuple[Loan, ...]:
     """Return what lets one other process use the bases that models have on GPUs; nothing, for models on the CPU."""
     held = {
-        piece
+        copy
         for model in models
         for module in (() if model is None else model.modules())
-        if (piece := getattr(module, _HELD, None)) is not None
+        if (copy := getattr(module, _HELD, None)) is not None
     }
     try:
-        ways = [(each.place, reduce_tensor(each.memory)) for each in held]  # type: ignore[no-untyped-call]
+        ways = [(each.key, reduce_tensor(each.memory)) for each in held]  # type: ignore[no-untyped-call]
     except RuntimeError as error:  # a driver without IPC, or a part of a GPU
-        logger.warning("makers on this GPU load a base of their own, since it cannot be lent: %s", error)
+        logger.warning("the base cannot be lent, and each maker on this GPU makes a copy of its own: %s", error)
         return ()
-    return tuple(Loan(where, _gpu(where.device), opens, handle) for where, (opens, handle) in ways)
+    return tuple(Loan(key, _gpu(key.device), opens, handle) for key, (opens, handle) in ways)
 
 
 @contextmanager
 def borrowing(loans: Sequence[Loan]) -> Iterator[None]:
     """Have models that are loaded inside use what is lent, where it is on a GPU of this process.
 
-    What cannot be opened is loaded once more, with a warning.
+    What cannot be opened is copied once more, with a warning.
     """
     opened = []  # held until models hold it
     for loan in loans:
-        if loan.gpu != _gpu(loan.place.device):
+        if loan.gpu != _gpu(loan.key.device):
             continue
         try:
-            piece = _Piece(loan.place, loan.opens(*loan.handle))
+            copy = _Copy(loan.key, loan.opens(*loan.handle))
         except RuntimeError as error:
-            logger.warning("the trainer's base on this GPU cannot be opened, and is loaded once more: %s", error)
+            logger.warning(
+                "the trainer's base on this GPU cannot be opened, and %.3g GB are taken for another copy: %s",
+                loan.key.facts[1] / 1e9,
+                error,
+            )
             continue
-        _pieces[loan.place] = piece
-        opened.append(piece)
+        _copies[loan.key] = copy
+        opened.append(copy)
     yield
 
 
@@ -127,6 +131,6 @@ def _gpu(device: torch.device) -> str | None:
     """Return what identifies a GPU, under the number that this process gives it; None where it has none."""
     if device.type != "cuda":
         return str(device)
-    if (device.index or 0) >= torch.cuda.device_count():
+    if device.index >= torch.cuda.device_count():
         return None
     return str(torch.cuda.get_device_properties(device).uuid)

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from rlhf_core.models.saving import quiet
 from rlhf_core.models.shape import LOGITS_BYTES
-from rlhf_core.models.trunk import unwrapped
+from rlhf_core.models.trunk import model_inputs, unwrapped
 
-_SLICES = 4
-"""As many are at once what `LOGITS_BYTES` are: with its gradient, a slice needs more than its logits."""
-_changing: set[type] = set()
-"""Architectures that change what their head returns."""
+SLICES = 4
+"""So many slices have `LOGITS_BYTES` together: with its gradient, one needs more than its logits."""
+_known: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 def read_logits(
@@ -27,7 +29,7 @@ def read_logits(
 ) -> Sequence[Tensor]:
     """Return what is read from the logits that predict tokens: a few numbers of each.
 
-    Whether and where the positions are cut depends on the number of tokens and words alone.
+    Where the positions are cut depends on the number of rows, tokens and words alone.
 
     Args:
         model: a causal language model, maybe wrapped.
@@ -36,36 +38,52 @@ def read_logits(
         read: returns tensors of one number a token, all of one dtype, from logits [B a V] and tokens [B a].
     """
     inner = unwrapped(model)
-    row_bytes = 4 * len(tokens) * inner.config.get_text_config().vocab_size
-    if row_bytes * tokens.shape[1] <= LOGITS_BYTES or type(inner) in _changing:
+    position_bytes = 4 * len(tokens) * inner.config.get_text_config().vocab_size
+    if position_bytes * tokens.shape[1] <= LOGITS_BYTES or not _is_cut(inner):
         return read(forward(), tokens)
     head = inner.get_output_embeddings()
-    whole, size = head.forward, max(1, LOGITS_BYTES // _SLICES // row_bytes)
-    found: list[Tensor] = []
+    whole, size = head.forward, max(1, LOGITS_BYTES // SLICES // position_bytes)
 
     def part(hidden: Tensor, wanted: Tensor) -> Tensor:
         return torch.stack(tuple(read(whole(hidden), wanted)), dim=-1)
 
     def sliced(hidden: Tensor) -> Tensor:
-        if hidden.shape[:2] != tokens.shape:  # an architecture that computes the logits of all positions
-            every: Tensor = whole(hidden)
-            return every
         parts = zip(torch.split(hidden, size, dim=1), torch.split(tokens, size, dim=1), strict=True)
         if torch.is_grad_enabled():
-            read_parts = [checkpoint(part, *each, use_reentrant=False, preserve_rng_state=False) for each in parts]
-        else:
-            read_parts = [part(*each) for each in parts]
-        found.append(torch.cat(read_parts, dim=1))
-        return found[0]
+            return torch.cat([checkpoint(part, *each, use_reentrant=False) for each in parts], dim=1)
+        return torch.cat([part(*each) for each in parts], dim=1)
 
+    others = vars(head).get("forward")  # of a library that wraps modules
     head.forward = sliced
     try:
-        returned = forward()
+        found = forward()  # what the head returned: [B A n]
     finally:
         del head.forward
-    if not found:
-        return read(returned, tokens)
-    if returned.data_ptr() == found[0].data_ptr() or torch.equal(returned, found[0]):
-        return returned.unbind(dim=-1)
-    _changing.add(type(inner))
-    return read(forward(), tokens)
+        if others is not None:
+            head.forward = others
+    return found.unbind(dim=-1)
+
+
+def _is_cut(model: Any) -> bool:
+    if model not in _known:
+        _known[model] = head_is_last(model.config)
+    return _known[model]
+
+
+def head_is_last(config: PreTrainedConfig) -> bool:
+    """Return whether an architecture returns what its head does, at the positions that it is asked for.
+
+    It is tried on two tokens, without any data.
+    """
+    seen: list[Tensor] = []
+    try:
+        with quiet(), torch.device("meta"), torch.no_grad():
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
+            ).eval()
+            model.get_output_embeddings().register_forward_hook(lambda *told: seen.append(told[-1]))
+            ids = torch.zeros(1, 2, dtype=torch.long)
+            logits = model(**model_inputs(model, ids, torch.ones_like(ids)), logits_to_keep=1).logits
+    except Exception:  # each architecture's code fails in its own way
+        return False
+    return len(seen) == 1 and logits is seen[0] and logits.shape[1] == 1

@@ -7,7 +7,8 @@ For n tokens at once, L layers of hidden size d and intermediate size f, all hea
       computed again      n L 4 d, and one layer's of the above  (gradient_checkpointing)
     logits                2 m V w                                bytes, with their gradient, for m tokens that are
                                                                  learnt, a vocabulary of V, and w bytes a number;
-                                                                 as for 4 m V = `LOGITS_BYTES` where that is less
+                                                                 as for 4 m V = `LOGITS_BYTES` where that is less,
+                                                                 if the head can be cut (`models/head_slices.py`)
     scoring               4 m V up to `LOGITS_BYTES`, and one layer's of what is kept
     keys and values       2 n L k w                              bytes, as long as responses are sampled
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 LOGITS_BYTES = 1 << 30
-"""Of all logits at once, if they were float32: the head goes over more in slices (`models/head_slices.py`)."""
+"""Of all logits at once, if they were float32: more are computed in several passes, or a slice at a time."""
 _KEPT = {
     ("float32", True): (24, 8, 16),
     ("float32", False): (32, 8, 16),
@@ -58,6 +59,8 @@ class Shape(NamedTuple):
     keys: int
     """As `queries`; values are as wide."""
     vocabulary: int
+    head_is_cut: bool = False
+    """Whether the head goes over some positions at a time."""
 
     def adapter_parameters(self, rank: int) -> int:
         """Return how many parameters adapters on all linear layers have."""
@@ -77,16 +80,15 @@ class Shape(NamedTuple):
         """
         layer = self._layer_bytes(rows.tokens, arithmetic, adapters=adapters)
         kept = rows.tokens * self.layers * 4 * self.hidden + layer if checkpointing else self.layers * layer
-        return kept + (_width(arithmetic) // 2 * self._logits_bytes(rows) if head else 0)
+        logits = 4 * rows.number * rows.response * self.vocabulary if head else 0
+        return kept + _width(arithmetic) // 2 * (min(logits, LOGITS_BYTES) if self.head_is_cut else logits)
 
     def sampling_bytes(self, rows: PassRows, arithmetic: str) -> int:
         """Return what sampling rows and then scoring them needs."""
         cached = 2 * rows.tokens * self.layers * self.keys * _width(arithmetic)
-        return max(cached, self._layer_bytes(rows.tokens, arithmetic, adapters=True) + self._logits_bytes(rows))
-
-    def _logits_bytes(self, rows: PassRows) -> int:
-        """Return those of the responses' logits that are there at once, in float32."""
-        return min(4 * rows.number * rows.response * self.vocabulary, LOGITS_BYTES)
+        row = 4 * rows.response * self.vocabulary
+        logits = min(rows.number * row, max(LOGITS_BYTES, row))
+        return max(cached, self._layer_bytes(rows.tokens, arithmetic, adapters=True) + logits)
 
     def _layer_bytes(self, tokens: int, arithmetic: str, *, adapters: bool) -> int:
         hidden, queries, intermediate = _KEPT["float32" if arithmetic == "float32" else "bfloat16", adapters]
@@ -99,14 +101,21 @@ def _width(arithmetic: str) -> int:
 
 def shape_of(directory: Path) -> Shape | None:
     """Return the shape of a model by its configuration; None if that does not say it."""
-    from transformers import AutoConfig  # noqa: PLC0415 (seconds, which a formula should not cost)
+    # seconds, which a formula should not cost
+    from transformers import AutoConfig  # noqa: PLC0415
+
+    from rlhf_core.models.head_slices import head_is_last  # noqa: PLC0415
 
     try:
-        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False).get_text_config()
+        whole = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        config = whole.get_text_config()
         hidden, heads = int(config.hidden_size), int(config.num_attention_heads)
         size = int(getattr(config, "head_dim", None) or hidden // heads)
         inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * hidden
         keys = size * int(getattr(config, "num_key_value_heads", None) or heads)
-        return Shape(int(config.num_hidden_layers), hidden, int(inner), size * heads, keys, int(config.vocab_size))
+        return Shape(
+            int(config.num_hidden_layers), hidden, int(inner), size * heads, keys, int(config.vocab_size),
+            head_is_cut=head_is_last(whole),
+        )  # fmt: skip
     except Exception:  # a configuration may hold anything
         return None

@@ -13,7 +13,8 @@ from rlhf_core.data import PromptTemplate
 from rlhf_core.generation import Generation, GenerationSettings, make_engine, sample_uniforms
 from rlhf_core.models.actor import response_logprobs
 from rlhf_core.models.critic import response_values
-from rlhf_core.models.trunk import autocast, device_of
+from rlhf_core.models.shape import LOGITS_BYTES
+from rlhf_core.models.trunk import autocast, device_of, forward_takes, unwrapped
 from rlhf_core.rewards.scoring import Scorer, Scores, ScoringBatch
 from rlhf_core.rollout.advantages import Forwards, LegacyForm, estimate
 from rlhf_core.rollout.samples import MadeExperience, describe
@@ -73,16 +74,23 @@ def read(
 
 def token_logprobs(model: PreTrainedModel, batch: ScoringBatch, *, temperature: float, config: RolloutConfig) -> Tensor:
     """Return what a policy thinks of each response token, [B A] on the CPU, zero on padding."""
-    device = device_of(model)
+    device, width = device_of(model), batch.action_mask.shape[1]
+    positions = width if forward_takes(model, "logits_to_keep") else batch.sequences.shape[1]
+    rows = max(1, LOGITS_BYTES // (4 * positions * unwrapped(model).config.get_text_config().vocab_size))
     with torch.no_grad(), autocast(device, getattr(torch, config.rollout_dtype)):
-        found = response_logprobs(
-            model,
-            sequences=batch.sequences.to(device),
-            attention_mask=batch.attention_mask.to(device),
-            num_actions=batch.action_mask.shape[1],
-            temperature=temperature,
-        )
-    return torch.where(batch.action_mask, found.cpu(), 0.0)
+        found = [
+            response_logprobs(
+                model,
+                sequences=sequences.to(device),
+                attention_mask=mask.to(device),
+                num_actions=width,
+                temperature=temperature,
+            ).cpu()
+            for sequences, mask in zip(
+                *(torch.split(each, rows) for each in (batch.sequences, batch.attention_mask)), strict=True
+            )
+        ]
+    return torch.where(batch.action_mask, torch.cat(found), 0.0)
 
 
 def state_values(critic: nn.Module | None, batch: ScoringBatch, *, config: RolloutConfig) -> Tensor:

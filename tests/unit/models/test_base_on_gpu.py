@@ -1,4 +1,4 @@
-"""A base in one piece of a GPU's memory, lent to another process. Memory of the CPU stands for the GPU's here.
+"""A base in a GPU's memory, lent to another process. Memory of the CPU stands for the GPU's here.
 
 Tests with a GPU are in tests/gpu/test_base_on_gpu.py.
 """
@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rlhf_core.models.base import WEIGHTS, Base, load_base, share
-from rlhf_core.models.base_on_gpu import Loan, borrowing, loans_of, place
+from rlhf_core.models.base_on_gpu import Loan, borrowing, loans_of, move_to_gpu
 from tests.forked import exit_of
 from tests.unit.models.test_base import IDS, opened
 
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 def placed(base: Base) -> PreTrainedModel:
     model = load_base(base, arithmetic=base.dtype)
-    place(model, base.directory / WEIGHTS, base.file, CPU)
+    move_to_gpu(model, base.directory / WEIGHTS, base.file, CPU)
     return model
 
 
@@ -36,7 +36,7 @@ def addresses(model: PreTrainedModel) -> set[int]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-def test_weights_in_one_piece_are_those_of_the_file(architecture: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_weights_of_a_copy_are_those_of_the_file(architecture: str, dtype: torch.dtype, tmp_path: Path) -> None:
     base = opened(tmp_path, architecture, published=dtype, arithmetic=dtype)
     mapped, model = load_base(base, arithmetic=dtype), placed(base)
     assert addresses(model).isdisjoint(addresses(mapped))
@@ -45,7 +45,7 @@ def test_weights_in_one_piece_are_those_of_the_file(architecture: str, dtype: to
     assert torch.equal(model(IDS).logits, mapped(IDS).logits)
 
 
-def test_models_of_a_process_are_views_of_one_piece_which_goes_with_the_last(tmp_path: Path) -> None:
+def test_models_of_a_process_are_views_of_one_copy_which_goes_with_the_last(tmp_path: Path) -> None:
     base = opened(tmp_path)
     first, second = placed(base), placed(base)
     third = share(second)
@@ -91,8 +91,8 @@ def test_a_base_on_another_gpu_is_not_borrowed(tmp_path: Path) -> None:
     expected = addresses(lender)
     del lender
     gc.collect()
-    unseen = loan.place._replace(device=torch.device("cuda:7"))
-    for elsewhere in (loan._replace(gpu="GPU-1"), loan._replace(place=unseen)):
+    unseen = loan.key._replace(device=torch.device("cuda:7"))
+    for elsewhere in (loan._replace(gpu="GPU-1"), loan._replace(key=unseen)):
         with borrowing([elsewhere]):
             assert addresses(placed(base)) != expected
 
@@ -101,10 +101,10 @@ def refuse() -> NoReturn:
     raise RuntimeError("no IPC here")  # as PyTorch does
 
 
-def test_what_cannot_be_opened_is_loaded_once_more(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_be_opened_is_copied_once_more(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     base = opened(tmp_path)
     (loan,) = loans_of(placed(base))
     with caplog.at_level(logging.WARNING), borrowing([loan._replace(opens=refuse, handle=())]):
         model = placed(base)
     assert torch.equal(model(IDS).logits, load_base(base, arithmetic=torch.bfloat16)(IDS).logits)
-    assert "cannot be opened, and is loaded once more: no IPC here" in caplog.text
+    assert "are taken for another copy: no IPC here" in caplog.text

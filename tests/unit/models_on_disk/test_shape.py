@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
+from transformers import Gemma2Config, GPT2Config, LlamaConfig, LlamaForCausalLM
 
 from rlhf_core.config import LoRAConfig
 from rlhf_core.models.lora import attach_lora, trainable_parameters
@@ -18,7 +19,7 @@ CONFIG = LlamaConfig(
     hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2,
     vocab_size=50,
 )  # fmt: skip
-SHAPE = Shape(layers=2, hidden=128, intermediate=384, queries=128, keys=32, vocabulary=50)
+SHAPE = Shape(layers=2, hidden=128, intermediate=384, queries=128, keys=32, vocabulary=50, head_is_cut=True)
 ROWS = PassRows(4, 10, 6)
 
 
@@ -26,7 +27,12 @@ def test_the_shape_stands_in_the_configuration(tmp_path: Path) -> None:
     CONFIG.save_pretrained(tmp_path)
     assert shape_of(tmp_path) == SHAPE
     GPT2Config(n_embd=64, n_layer=3, n_head=4, vocab_size=70).save_pretrained(tmp_path)
-    assert shape_of(tmp_path) == Shape(layers=3, hidden=64, intermediate=256, queries=64, keys=64, vocabulary=70)
+    assert shape_of(tmp_path) == Shape(
+        3, hidden=64, intermediate=256, queries=64, keys=64, vocabulary=70, head_is_cut=True
+    )
+    Gemma2Config().save_pretrained(tmp_path)
+    assert (found := shape_of(tmp_path)) is not None
+    assert not found.head_is_cut
     (tmp_path / "config.json").write_text("{}")
     assert shape_of(tmp_path) is None
 
@@ -70,8 +76,17 @@ def test_what_is_computed_again_is_not_kept() -> None:
     assert with_logits - whole == 8 * 4 * 6 * 50
 
 
-def test_more_logits_than_fit_are_not_scored_at_once() -> None:
+def test_more_logits_than_fit_are_not_scored_or_learnt_at_once() -> None:
     wide = SHAPE._replace(vocabulary=10**6)
+    many = PassRows(1000, 10, 6)
+    learnt = partial(SHAPE.learning_bytes, many, "float32", adapters=True, checkpointing=False)
+    whole, cut = (wide._replace(head_is_cut=each) for each in (False, True))
+    assert whole.learning_bytes(many, "float32", adapters=True, checkpointing=False, head=True) == (
+        learnt(head=False) + 2 * 4 * 6000 * 10**6
+    )
+    assert cut.learning_bytes(many, "float32", adapters=True, checkpointing=False, head=True) == (
+        learnt(head=False) + 2 * LOGITS_BYTES
+    )
     rows = PassRows(1000, 10, 6)
     alone = SHAPE._replace(vocabulary=0).sampling_bytes(rows, "float32")
     assert wide.sampling_bytes(rows, "float32") == alone + LOGITS_BYTES

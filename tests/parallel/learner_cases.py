@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from rlhf_core.config import LoRAConfig, PPOConfig
+from rlhf_core.models import head_slices
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.lora import attach_lora, trainable_parameters
 from rlhf_core.ppo.controls import RewardControls
@@ -128,6 +129,16 @@ def small_buckets(ranks: Ranks) -> Found:
         return step(ranks)
     finally:
         plain.BUCKET_ELEMENTS = kept
+
+
+def sliced(ranks: Ranks, strategy: str = "plain") -> Found:
+    """The head goes over a token of each row at a time, where there are more than two."""
+    kept = head_slices.LOGITS_BYTES
+    head_slices.LOGITS_BYTES = 4 * CONFIG.micro_batch_size * tiny_llama().config.vocab_size * 2
+    try:
+        return step(ranks, strategy, ptx_coef=0.3, entropy_coef=0.05)
+    finally:
+        head_slices.LOGITS_BYTES = kept
 
 
 def sequence_mean(ranks: Ranks) -> Found:

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.parallel
 
 EQUAL = (
     "whole", "adapters", "mixed", "sequence_mean", "constant_length", "from_reward_model", "no_tokens_here",
-    "unequal_micro_batches", "controls", "bare_optimizer", "small_buckets",
+    "unequal_micro_batches", "controls", "bare_optimizer", "small_buckets", "sliced",
 )  # fmt: skip
 EPISODES = ("episode", "uneven", "whole_from_reward_model", "checkpointed")
 OTHERS = ("uneven_adapters", "agreement", "waiting")
@@ -35,7 +35,7 @@ STRICT_TROUBLES = ("exploding", "nan_gradient", "critic_gradient")
 STRATEGIES = ("ddp", "zero2", "gemini")
 SHARED = [
     *(f"{case}:{strategy}" for strategy in STRATEGIES for case in ("whole", "mixed", "unequal_micro_batches")),
-    *(f"from_reward_model:{strategy}" for strategy in STRATEGIES),
+    *(f"{case}:{strategy}" for strategy in STRATEGIES for case in ("sliced", "from_reward_model")),
     "adapters:ddp", "adapters:zero2",
 ]  # fmt: skip
 SHARED_EPISODES = [f"{case}:{strategy}" for strategy in STRATEGIES for case in ("uneven", "checkpointed")]

@@ -178,6 +178,15 @@ def test_an_architecture_that_computes_all_logits_gives_the_same_tokens() -> Non
     assert responses(decode(model, uniforms=numbers())) == expected
 
 
+def test_the_head_gets_the_last_positions_as_rows_side_by_side() -> None:
+    model = tiny_causal_lm("llama")
+    seen: list[torch.Tensor] = []
+    model.lm_head.register_forward_pre_hook(lambda _head, given: seen.append(given[0]))
+    decode(model, uniforms=numbers())
+    assert {hidden.shape[1] for hidden in seen} == {1}
+    assert all(hidden.is_contiguous() for hidden in seen)
+
+
 def test_masks_padding_and_endings_fit_together() -> None:
     model = tiny_causal_lm("llama")
     stops = frequent_tokens(model, 3)

@@ -21,7 +21,7 @@ from infra.services.state import StackState
 from infra.settings import settings
 
 LIMIT_S = 15 * 60
-LIMIT_BYTES = 12e9
+LIMIT_BYTES = 5e9
 
 
 def pss(process: psutil.Process) -> int:

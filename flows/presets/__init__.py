@@ -19,7 +19,7 @@ from pydantic_core import ErrorDetails
 from flows.presets.keys import keys, no_such_key
 from infra.strict_yaml import load_yaml
 from rlhf_core.config import PipelineConfig, SplitsConfig
-from rlhf_core.config.ppo import BATCHES
+from rlhf_core.config.ppo import BATCHES, MICRO
 from rlhf_core.config.sizes import KEYS, LEAST, Sizes, settle, shortage
 from rlhf_core.config.sizes import SPLITS as SPLIT_SIZES
 from rlhf_core.errors import ConfigError, Fault, refuse_together
@@ -151,7 +151,9 @@ def _fixed(values: Mapping[str, Any], changes: Mapping[str, Any], data: str | No
     )
     in_preset = set(_leaves(values)) & set(BATCHES if other_data else KEYS)
     as_in_the_preset = data is None and not other_data and not set_here & {*KEYS, *_OF_BATCHES}
-    return (mine | in_preset,) if as_in_the_preset else (mine | in_preset, mine)
+    if as_in_the_preset:
+        return (mine | in_preset,)
+    return mine | (in_preset - {MICRO}), mine  # which changes no number, and gives way to what does
 
 
 def _sizes(values: Mapping[str, Any], fixed: tuple[frozenset[str], ...]) -> Sizes | None:

@@ -153,7 +153,7 @@ def _fixed(values: Mapping[str, Any], changes: Mapping[str, Any], data: str | No
     as_in_the_preset = data is None and not other_data and not set_here & {*KEYS, *_OF_BATCHES}
     if as_in_the_preset:
         return (mine | in_preset,)
-    return mine | (in_preset - {MICRO}), mine  # which changes no number, and gives way to what does
+    return mine | (in_preset - {MICRO}), mine  # a micro-batch changes rounding alone, and gives way
 
 
 def _sizes(values: Mapping[str, Any], fixed: tuple[frozenset[str], ...]) -> Sizes | None:

@@ -324,7 +324,9 @@ def _batches(sizes: Sizes, fixed: frozenset[str], *, most: int | None) -> dict[s
         if prompts <= wanted and _distance(prompts, wanted) >= least:
             break  # those that follow are further away still
         values = _batches_of(prompts, sizes, fixed)
-        distance = math.inf if values is None else sum(_distance(values[key], sizes.wanted[key]) for key in BATCHES)
+        # not a micro-batch's distance: it changes no number but by rounding
+        sized = [key for key in BATCHES if key != MICRO]
+        distance = math.inf if values is None else sum(_distance(values[key], sizes.wanted[key]) for key in sized)
         if distance < least:
             best, least = values, distance
     return best

@@ -157,7 +157,7 @@ class RunTrainer(GroupMember):
 
     @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]
     def build(self) -> None:
-        """Restore the last committed state and build the learner, beside the makers; on a GPU, before them.
+        """Restore the last committed state and build the learner, while makers build theirs; before, if they borrow.
 
         Apart from `__init__`, whose errors Ray garbles.
         """

@@ -78,6 +78,7 @@ def move_to_gpu(model: PreTrainedModel, file: Path, facts: tuple[int, int, int],
         mapped = torch.from_file(str(file), size=facts[1], dtype=torch.uint8)
         copy = _copies[key] = _Copy(key, mapped.to(device, copy=True))
     header = read_header(file)
+    # the file ends with the last tensor
     begin = len(copy.memory) - max(each["data_offsets"][1] for name, each in header.items() if name != "__metadata__")
     for name, parameter in model.named_parameters():
         first, last = (begin + offset for offset in header[name]["data_offsets"])

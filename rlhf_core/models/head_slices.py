@@ -1,11 +1,12 @@
 """The head over some positions at a time, where all logits of a pass would be more than `LOGITS_BYTES`.
 
 In the backward pass the logits of those positions are computed again. An architecture that changes what its head
-returns (Gemma 2 squashes it) has all its logits at once.
+returns (Gemma 2 squashes it), or that cannot be tried without data (Mixtral), has all its logits at once.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,8 +20,8 @@ from rlhf_core.models.saving import quiet
 from rlhf_core.models.shape import LOGITS_BYTES
 from rlhf_core.models.trunk import model_inputs, unwrapped
 
-SLICES = 4
-"""So many slices have `LOGITS_BYTES` together: with its gradient, one needs more than its logits."""
+_SLICES = 4
+"""As many slices have `LOGITS_BYTES` together: with its gradient, one needs more than its logits."""
 _known: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
@@ -42,10 +43,11 @@ def read_logits(
     if position_bytes * tokens.shape[1] <= LOGITS_BYTES or not _is_cut(inner):
         return read(forward(), tokens)
     head = inner.get_output_embeddings()
-    whole, size = head.forward, max(1, LOGITS_BYTES // SLICES // position_bytes)
+    whole, size = head.forward, max(1, LOGITS_BYTES // _SLICES // position_bytes)
 
     def part(hidden: Tensor, wanted: Tensor) -> Tensor:
-        return torch.stack(tuple(read(whole(hidden), wanted)), dim=-1)
+        # A view's rows would be multiplied one by one on a CPU, with a copy of the weights for each.
+        return torch.stack(tuple(read(whole(hidden.contiguous()), wanted)), dim=-1)
 
     def sliced(hidden: Tensor) -> Tensor:
         parts = zip(torch.split(hidden, size, dim=1), torch.split(tokens, size, dim=1), strict=True)
@@ -58,8 +60,9 @@ def read_logits(
     try:
         found = forward()  # what the head returned: [B A n]
     finally:
-        del head.forward
-        if others is not None:
+        if others is None:
+            del head.forward
+        else:
             head.forward = others
     return found.unbind(dim=-1)
 
@@ -71,19 +74,22 @@ def _is_cut(model: Any) -> bool:
 
 
 def head_is_last(config: PreTrainedConfig) -> bool:
-    """Return whether an architecture returns what its head does, at the positions that it is asked for.
+    """Return whether an architecture's logits are what its head returns, at the positions that are asked for.
 
-    It is tried on two tokens, without any data.
+    A model without any data is tried on two tokens.
     """
     seen: list[Tensor] = []
     try:
         with quiet(), torch.device("meta"), torch.no_grad():
             model = AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
+                copy.deepcopy(config),  # which transformers changes
+                dtype=torch.float32,
+                attn_implementation="eager",
+                trust_remote_code=False,
             ).eval()
             model.get_output_embeddings().register_forward_hook(lambda *told: seen.append(told[-1]))
             ids = torch.zeros(1, 2, dtype=torch.long)
-            logits = model(**model_inputs(model, ids, torch.ones_like(ids)), logits_to_keep=1).logits
+            logits = model(**model_inputs(model, ids, torch.ones_like(ids)), logits_to_keep=ids[0, :1]).logits
     except Exception:  # each architecture's code fails in its own way
         return False
     return len(seen) == 1 and logits is seen[0] and logits.shape[1] == 1

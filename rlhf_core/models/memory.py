@@ -15,8 +15,8 @@ A learner is what one rank holds to train one model (`bytes_per_rank`), by strat
     gemini        w P / W   w T / W     4 T / W    8 T / W      no master in fp32, where the weights are exact
 
 With adapters the frozen base lies in a file that all processes of a machine map: it counts once, in the dtype that it
-is computed in, or was published in if that is smaller. On the only GPU makers borrow the trainer's; on several GPUs it
-counts for each process. Where it cannot be shared (`PPOConfig.shares_base`), each process holds weights of its own, in
+is computed in, or was published in if that is smaller. With one GPU makers borrow the trainer's; with several it counts
+for each process. Where it cannot be shared (`PPOConfig.shares_base`), each process holds weights of its own, in
 fp32 where they are trained: updates smaller than bfloat16's steps would be lost when the adapters are merged (zero2
 keeps 2 bytes in half precision).
 

@@ -191,7 +191,7 @@ def test_a_preset_trains_with_one_plain_process_unless_told_otherwise(preset: st
         ({"ppo": {"prompts_per_episode": 48}}, (48, 24, 24, 24)),
         ({"ppo.prompts_per_episode": "48"}, (48, 24, 24, 8)),  # a text that the configuration takes as a number
         ({"ppo.chunk_size": 7}, (56, 7, 28, 7)),
-        ({"ppo.num_trainers": 3}, (63, 21, 21, 7)),
+        ({"ppo.num_trainers": 3}, (60, 30, 20, 5)),
         ({"data.splits.ppo": 20}, (20, 20, 20, 5)),
         ({"data.splits": {}}, (64, 32, 32, 8)),
     ],

@@ -1,6 +1,6 @@
 """What is done first in every process of Prefect: a worker and its flows learn to wait for a server that is away.
 
-A worker also learns to report each crash once.
+A worker also learns to report each crash once, and to end the children of a run that it had to kill.
 
 A `prefect` command that a person types in the checkout does not wait: if no server answers, or one refuses, it prints
 one sentence. Prefect alone would print a traceback of eighty lines or, if no server is known, start a temporary one
@@ -38,6 +38,8 @@ from infra.prefect_access import Access, origin, own_server, refusal
 from infra.settings import inherited_environment, is_of_another_server, settings
 
 if TYPE_CHECKING:
+    from uuid import UUID
+
     from prefect.client.orchestration import PrefectClient
     from prefect.client.schemas.objects import FlowRun, State
     from prefect.plugins import HookContext
@@ -89,6 +91,7 @@ def setup_environment(*, ctx: HookContext) -> SetupResult | None:
         outlive_readers()
         if _is_worker(inherited_environment()):
             withhold_second_reports()
+            cancel_children_too()
     asks = not limit_s and asks_the_server(sys.argv)
     access = _prefects_access()
     told: dict[str, str] = {}
@@ -185,6 +188,33 @@ def withhold_second_reports() -> None:
 
     StateProposer.propose_crashed = report  # type: ignore[method-assign]
     BaseWorker._propose_crashed_state = report_again  # type: ignore[method-assign]
+
+
+def cancel_children_too() -> None:
+    """Let this worker mark the children of a cancelled run as cancelled, where they are not done.
+
+    A run ends its children itself; one whose process did not end in time is killed, and nobody would say so of them.
+    """
+    from prefect.client.schemas.filters import FlowRunFilter  # noqa: PLC0415 - as above
+    from prefect.runner._state_proposer import StateProposer  # noqa: PLC0415
+    from prefect.states import Cancelled  # noqa: PLC0415
+
+    alone = StateProposer.propose_cancelled
+    under_way = {"type": {"any_": ["SCHEDULED", "PENDING", "RUNNING", "CANCELLING", "PAUSED"]}}
+
+    async def cancel_children(client: PrefectClient, run_id: UUID) -> None:
+        wanted = {"parent_flow_run_id": {"any_": [run_id]}, "state": under_way}
+        for child in await client.read_flow_runs(flow_run_filter=FlowRunFilter.model_validate(wanted)):
+            await cancel_children(client, child.id)
+            await client.set_flow_run_state(child.id, Cancelled(message="The run that began it was cancelled."))
+
+    async def cancel(self: StateProposer, flow_run: FlowRun, state_updates: dict[str, Any] | None = None) -> bool:
+        is_cancelled = await alone(self, flow_run, state_updates)
+        if is_cancelled:
+            await cancel_children(self._client, flow_run.id)
+        return is_cancelled
+
+    StateProposer.propose_cancelled = cancel  # type: ignore[method-assign]
 
 
 def asks_the_server(words: Sequence[str]) -> bool:

@@ -1,6 +1,7 @@
 """What is done first in every process of Prefect: a worker and its flows learn to wait for a server that is away.
 
-A worker also learns to report each crash once, and to end the children of a run that it had to kill.
+A worker also learns to report each crash once, and to end the children of a run that it had to kill; a flow, to end
+its log with its sentence.
 
 A `prefect` command that a person types in the checkout does not wait: if no server answers, or one refuses, it prints
 one sentence. Prefect alone would print a traceback of eighty lines or, if no server is known, start a temporary one
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import socket
 import sys
@@ -92,6 +94,8 @@ def setup_environment(*, ctx: HookContext) -> SetupResult | None:
         if _is_worker(inherited_environment()):
             withhold_second_reports()
             cancel_children_too()
+        else:
+            withhold_tracebacks()
     asks = not limit_s and asks_the_server(sys.argv)
     access = _prefects_access()
     told: dict[str, str] = {}
@@ -215,6 +219,17 @@ def cancel_children_too() -> None:
         return is_cancelled
 
     StateProposer.propose_cancelled = cancel  # type: ignore[method-assign]
+
+
+def withhold_tracebacks() -> None:
+    """Let this flow's log end with its sentence: Prefect adds eighty lines of its own code where a run has failed."""
+    from prefect.exceptions import CancelledRun, CrashedRun, FailedRun  # noqa: PLC0415 - as above
+
+    def is_news(record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        return not isinstance(error, CancelledRun | CrashedRun | FailedRun)  # of a state that is in the log
+
+    logging.getLogger("prefect.flow_runs").addFilter(is_news)
 
 
 def asks_the_server(words: Sequence[str]) -> bool:

@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rlhf_core.errors import BaseChangedError, ModelError
 from rlhf_core.models import base_on_gpu
-from rlhf_core.models.loading import load_whole, published_dtype
+from rlhf_core.models.loading import SAFE, load_whole, published_dtype
 from rlhf_core.models.saving import quiet
 from rlhf_core.models.upcast import compute_in_float32
 
@@ -207,6 +207,8 @@ def _copy(source: Path, directory: Path, dtype: torch.dtype) -> None:
             config.dtype = dtype
             config.save_pretrained(workplace)
         _write(workplace / WEIGHTS, tensors, dtype)
+        del model, tensors
+        _forget_pages(source)
         (workplace / _FACTS).write_text(json.dumps({"form": _FORM, "file": _facts(workplace / WEIGHTS)}))
         (workplace / _USED).touch()
         workplace.chmod(0o755)  # mkdtemp's 0700 is for secrets
@@ -214,6 +216,15 @@ def _copy(source: Path, directory: Path, dtype: torch.dtype) -> None:
         workplace.rename(directory)
     finally:
         shutil.rmtree(workplace, ignore_errors=True)
+
+
+def _forget_pages(source: Path) -> None:
+    """Let the system drop a model's files from memory, which is for the copy: both may be more than there is."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    for file in source.glob(f"*{SAFE}"):
+        with file.open("rb") as stream:
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _in_order(model: nn.Module) -> dict[str, Tensor]:

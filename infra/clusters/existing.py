@@ -165,8 +165,8 @@ class _ExistingLease:
             self._make_way(time.monotonic() - started)
             time.sleep(_LOOK_S)
         try:
-            ray.get(self._watcher.beat.remote(), timeout=self._start_timeout_s)
-        except ray.exceptions.RayError as error:
+            self._watcher.beat.remote().future().result(self._start_timeout_s)  # `ray.get` would lose a signal
+        except (ray.exceptions.RayError, TimeoutError) as error:
             raise self._unanswered(error) from error
         former = re.compile(re.escape(_namespace(name, "")) + "[0-9a-f]+")
         self._server.end_runs(
@@ -186,10 +186,10 @@ class _ExistingLease:
         if ray.get_runtime_context().get_job_id() != self._charge.job:
             return False
         try:
-            ray.get(self._watcher.beat.remote(), timeout=self._start_timeout_s)
+            self._watcher.beat.remote().future().result(self._start_timeout_s)  # `ray.get` would lose a signal
         except ray.exceptions.ActorDiedError:  # this process was stopped for long: the run has ended, or is another's
             return False
-        except ray.exceptions.RayError as error:
+        except (ray.exceptions.RayError, TimeoutError) as error:
             raise self._unanswered(error) from error
         return True
 
@@ -337,8 +337,8 @@ def check_same_code(packages: Iterable[str], *, timeout_s: float) -> None:
     ours, deadline = code_digests(packages), time.monotonic() + timeout_s
     for call, node in calls.items():
         try:
-            theirs = ray.get(call, timeout=max(0.0, deadline - time.monotonic()))
-        except ray.exceptions.GetTimeoutError as error:
+            theirs = call.future().result(max(0.0, deadline - time.monotonic()))
+        except TimeoutError as error:
             raise ClusterNotReadyError(
                 f"waited {timeout_s:g} s for node {node} of the Ray cluster to say what code it has, and it did not; "
                 "raise ppo.cluster.start_timeout_s, or see the logs of that cluster"

@@ -2,13 +2,19 @@
 
 `wait_for` is the one loop that waits. It is told what to raise when the deadline has passed, what an actor's failure
 means, which further actors must stay alive meanwhile, and what to look at between two polls.
+
+All waits here are for futures of Python's, never `ray.wait` or `ray.get`: while those wait, Ray runs the handlers of
+signals itself, and what a handler raises is lost or becomes a SystemError, unless it is KeyboardInterrupt or
+SystemExit. A flow run that is cancelled would not notice.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future
 from typing import Any, NoReturn
 
 import ray
@@ -68,27 +74,27 @@ def wait_for(
     Raises:
         Exception: what `late` or `failed` returned, or what is wrong with a member.
     """
-    waiting, until = list(calls), time.monotonic() + timeout_s
+    futures: dict[Future[Any], str] = {reference.future(): name for reference, name in calls.items()}
+    waiting, until = set(futures), time.monotonic() + timeout_s
     polls = bool(members) or look is not None
     while waiting:
         left_s = max(0.0, until - time.monotonic())
-        ready, waiting = ray.wait(waiting, timeout=min(POLL_S, left_s) if polls else left_s)
+        ready, waiting = concurrent.futures.wait(waiting, min(POLL_S, left_s) if polls else left_s, FIRST_COMPLETED)
         if ready:
-            _check(ready, calls, failed)
+            _check(ready, futures, failed)
             until = time.monotonic() + timeout_s if each else until
             continue
         if look is not None and look():
             until = time.monotonic() + timeout_s
         if time.monotonic() >= until:
-            raise late([calls[reference] for reference in waiting])
+            raise late([name for future, name in futures.items() if future in waiting])
         trouble = trouble_among(members or {}, left_s if answer_s is None else answer_s)
         if trouble is not None:
-            ready, waiting = ray.wait(waiting, timeout=GRACE_S)
+            ready, waiting = concurrent.futures.wait(waiting, GRACE_S, FIRST_COMPLETED)
             if not ready:
                 raise trouble
-            _check(ready, calls, failed)
-    found: list[Any] = ray.get(list(calls))
-    return found
+            _check(ready, futures, failed)
+    return [future.result() for future in futures]
 
 
 def ask(method: Any, timeout_s: float) -> Any:
@@ -174,7 +180,7 @@ def follow(
     return answer
 
 
-def trouble_among(members: Mapping[str, Any], answer_s: float) -> Exception | None:
+def trouble_among(members: Mapping[str, Any], answer_s: float) -> BaseException | None:
     """Return what is wrong with the first member that died, failed or is silent; None if all is well.
 
     Args:
@@ -191,20 +197,15 @@ def trouble_among(members: Mapping[str, Any], answer_s: float) -> Exception | No
     return TimeoutError(f"waited {answer_s:.0f} s for {silent} of the group, and no answer came") if silent else None
 
 
-def troubles(members: Mapping[str, Any], answer_s: float) -> dict[str, Exception | None]:
+def troubles(members: Mapping[str, Any], answer_s: float) -> dict[str, BaseException | None]:
     """Return of each actor what its method `ping` raised: `RayActorError` if it has ended, `SilentError` if silent.
 
     None means that it is alive and that its last work has not failed.
     """
-    calls = {actor.ping.remote(): name for name, actor in members.items()}
-    found: dict[str, Exception | None] = dict.fromkeys(members)
-    ready, late = ray.wait(list(calls), num_returns=len(calls), timeout=answer_s) if calls else ([], [])
-    for reference in ready:
-        try:
-            ray.get(reference)
-        except Exception as error:
-            found[calls[reference]] = error
-    return found | {calls[reference]: SilentError(f"no answer within {answer_s:g} s") for reference in late}
+    futures: dict[str, Future[Any]] = {name: actor.ping.remote().future() for name, actor in members.items()}
+    ready, _ = concurrent.futures.wait(futures.values(), answer_s)
+    silent = SilentError(f"no answer within {answer_s:g} s")
+    return {name: future.exception() if future in ready else silent for name, future in futures.items()}
 
 
 def find_actor(name: str, namespace: str | None = None) -> Any | None:
@@ -295,12 +296,15 @@ def within(timeout_s: float, work: Callable[[], object]) -> None:
         raise failed[0]
 
 
-def _check(ready: list[Any], calls: Mapping[Any, str], failed: Callable[[RayError, str], Exception | None]) -> None:
-    """Raise what the call failed with that has ended, if it failed."""
-    try:
-        ray.get(ready)
-    except RayError as error:
-        _raise(error, failed(error, calls[ready[0]]))
+def _check(
+    ready: set[Future[Any]], names: Mapping[Future[Any], str], failed: Callable[[RayError, str], Exception | None]
+) -> None:
+    """Raise what the first of the calls failed with that have ended, if one failed."""
+    for future in (each for each in names if each in ready):
+        try:
+            future.result()
+        except RayError as error:
+            _raise(error, failed(error, names[future]))
 
 
 def _raise(error: RayError, meaning: Exception | None) -> NoReturn:
@@ -312,9 +316,9 @@ def _raise(error: RayError, meaning: Exception | None) -> NoReturn:
 def _is_dead(actor: Any) -> bool:
     """Return whether Ray knows that an actor has died for good; Ray says so at once."""
     try:
-        ray.get(ray.wait([actor.__ray_ready__.remote()], timeout=_LOOK_S)[0])
+        actor.__ray_ready__.remote().future().result(_LOOK_S)
     except ActorDiedError:
         return True
-    except RayActorError:
-        return False  # it comes up again
+    except (RayActorError, TimeoutError):
+        return False  # it comes up again, or is busy
     return False

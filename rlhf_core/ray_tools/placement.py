@@ -41,9 +41,10 @@ def reserve(
         name: of the group within the run's namespace; one of that name must not be there.
     """
     reserved = placement_group([dict(bundle) for bundle in bundles], strategy=strategy, name=name)
-    is_granted = False
+    is_granted, until = False, time.monotonic() + timeout_s
     try:
-        is_granted = reserved.wait(timeout_s)
+        while not is_granted and time.monotonic() < until:
+            is_granted = reserved.wait(1)  # Ray takes whole seconds, and lets a signal wait for their end
     finally:
         if not is_granted:  # also when the wait is interrupted: the next attempt wants the name
             release(reserved)

@@ -40,6 +40,7 @@ from prefect import flow
 
 from infra.clusters import connect, lease_cluster, release_cluster
 from infra.settings import settings
+from rlhf_core.ray_tools.calls import wait_for_all
 from tasks.task_errors import in_one_sentence, stage_task
 
 
@@ -61,10 +62,10 @@ def work():
     )
     connect(manifest)
     actor = Actor.options(name="held", lifetime="detached", num_cpus=1).remote()
-    ray.get(actor.work.remote(0), timeout=60)
+    wait_for_all({actor.work.remote(0): "actor"}, 60, what="the actor", setting="none")
     (known.home / "actor-lives").touch()
     while True:
-        ray.get(actor.work.remote(2), timeout=60)
+        wait_for_all({actor.work.remote(2): "actor"}, 60, what="the actor", setting="none")
 
 
 @flow

@@ -104,8 +104,8 @@ def test_a_cancelled_run_ends_cancelled_and_nothing_of_its_cluster_is_left(stack
     stack.cancel(run)
     assert stack.run_state(run) == "CANCELLED"
     assert "Crashed" not in stack.history(run), "else it would be started again"
+    wait_for(lambda: "Flow run was cancelled." in stack.log(run), "the run to say so: it was not killed", timeout_s=10)
     [child] = stack.children(run)
-    # one that could not end itself in time, on a busy machine, was not Cancelling
     wait_for(lambda: stack.run_state(child["id"]) == "CANCELLED", "the end of the run's child", timeout_s=10)
     wait_until_nothing_is_left(manifest)
     wait_for(lambda: not stack.processes_of(run), "the end of the run's processes", timeout_s=30)

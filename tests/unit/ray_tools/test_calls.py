@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from threading import Timer
 from typing import Any
 
 import pytest
@@ -26,8 +27,15 @@ class Call:
     """A reference: answers with a value or an error once so many seconds have passed; never with None."""
 
     def __init__(self, answer: Any = None, after_s: float | None = 0.0) -> None:
-        self.answer = answer
-        self.due = None if after_s is None else time.monotonic() + after_s
+        self._future: Future[Any] = Future()
+        ends = self._future.set_exception if isinstance(answer, Exception) else self._future.set_result
+        if after_s:
+            Timer(after_s, ends, [answer]).start()
+        elif after_s is not None:
+            ends(answer)
+
+    def future(self) -> Future[Any]:
+        return self._future
 
 
 class Actor:
@@ -40,24 +48,6 @@ class Actor:
 
 @pytest.fixture(autouse=True)
 def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wait(references: list[Call], *, num_returns: int = 1, timeout: float) -> tuple[list[Call], list[Call]]:
-        until = time.monotonic() + timeout
-        while True:
-            ready = [each for each in references if each.due is not None and each.due <= time.monotonic()]
-            if len(ready) >= num_returns or time.monotonic() >= until:
-                ready = ready[:num_returns]
-                return ready, [each for each in references if each not in ready]
-            time.sleep(0.002)
-
-    def get(references: Any) -> Any:
-        if isinstance(references, list):
-            return [get(each) for each in references]
-        if isinstance(references.answer, Exception):
-            raise references.answer
-        return references.answer
-
-    monkeypatch.setattr(ray, "wait", wait)
-    monkeypatch.setattr(ray, "get", get)
     monkeypatch.setattr(calls, "POLL_S", 0.01)
     monkeypatch.setattr(calls, "GRACE_S", 0.1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -23,20 +24,10 @@ def test_a_rank_that_ended_before_it_was_called_is_named_as_lost(monkeypatch: py
         pytest.fail("nothing can be done without it")
 
 
-def test_one_that_failed_is_heard_while_another_waits_for_it_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
-    def get(references: list[str]) -> list[str]:
-        if "failed" in references:
-            raise OSError("its own reason")
-        return references
+def test_a_rank_that_does_not_answer_is_named() -> None:
+    class Silent:
+        def future(self) -> Future[Any]:
+            return Future()
 
-    def wait(references: list[str], *, num_returns: int = 1, timeout: float) -> tuple[list[str], list[str]]:
-        done = [reference for reference in references if reference == "failed"][:num_returns]
-        assert num_returns == 1, f"all are waited for, {timeout:.0f} s"
-        return done, [reference for reference in references if reference not in done]
-
-    monkeypatch.setattr(ray, "wait", wait)
-    monkeypatch.setattr(ray, "get", get)
-    with pytest.raises(OSError, match="its own reason"):
-        answers({"waits": "trainer-1", "failed": "trainer-2"}, 300.0)
     with pytest.raises(TimeoutError, match="waited 0 s for trainer-1 of the trainer group"):
-        answers({"waits": "trainer-1"}, 0.01)
+        answers({Silent(): "trainer-1"}, 0.01)

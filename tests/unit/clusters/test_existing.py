@@ -26,36 +26,36 @@ def lease(monkeypatch: pytest.MonkeyPatch) -> _ExistingLease:
         kind="existing", name="night", mark="m", owner=ProcessRecord.of(os.getpid()), address=ADDRESS
     )
     lease = _ExistingLease(manifest, Charge("rlhf:night:m", "job", 120.0), 7.0)
-    lease._watcher = SimpleNamespace(beat=SimpleNamespace(remote=lambda: "a beat"))
     return lease
 
 
-def answers(monkeypatch: pytest.MonkeyPatch, error: Exception | None) -> None:
+def answers(lease: _ExistingLease, monkeypatch: pytest.MonkeyPatch, error: Exception | None) -> None:
     """Have the watcher answer, or not."""
 
-    def get(call: str, *, timeout: float) -> None:
-        assert (call, timeout) == ("a beat", 7.0)
+    def result(timeout_s: float) -> None:
+        assert timeout_s == 7.0
         if error is not None:
             raise error
 
+    beat = SimpleNamespace(future=lambda: SimpleNamespace(result=result))
+    lease._watcher = SimpleNamespace(beat=SimpleNamespace(remote=lambda: beat))
     context: Any = SimpleNamespace(get_job_id=lambda: "job")
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
-    monkeypatch.setattr(ray, "get", get)
 
 
 @pytest.mark.parametrize(("error", "is_good"), [(None, True), (ray.exceptions.ActorDiedError(), False)])
 def test_a_lease_stands_as_long_as_its_watcher_does(
     lease: _ExistingLease, monkeypatch: pytest.MonkeyPatch, error: Exception | None, *, is_good: bool
 ) -> None:
-    answers(monkeypatch, error)
+    answers(lease, monkeypatch, error)
     assert lease.is_good(ADDRESS) is is_good
 
 
 def test_a_watcher_that_does_not_answer_is_told_in_one_sentence(
     lease: _ExistingLease, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers(monkeypatch, ray.exceptions.GetTimeoutError("too late"))
+    answers(lease, monkeypatch, TimeoutError("too late"))
     with pytest.raises(ClusterError, match=r"watcher of run 'night' did not answer within 7 s .*10\.0\.0\.5.*too late"):
         lease.is_good(ADDRESS)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -27,7 +28,7 @@ def spawn(command: Sequence[str], *, environment: Mapping[str, str], cwd: Path, 
     log.parent.mkdir(parents=True, exist_ok=True)
     if log.exists():
         log.replace(log.with_name(f"{log.name}.1"))
-    with log.open("ab") as output:
+    with log.open("ab") as output, _interrupts_heard():
         child = subprocess.Popen(  # it goes on without us
             command,
             env=dict(environment),
@@ -38,6 +39,22 @@ def spawn(command: Sequence[str], *, environment: Mapping[str, str], cwd: Path, 
             start_new_session=True,
         )
     return psutil.Process(child.pid)
+
+
+@contextmanager
+def _interrupts_heard() -> Iterator[None]:
+    """Have what is started here hear SIGINT, also where this process ignores it, as a shell's background jobs do.
+
+    Prefect's worker sends itself that signal when it is asked to end, and would go on until it is killed.
+    """
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def marked(stack_id: str) -> list[psutil.Process]:

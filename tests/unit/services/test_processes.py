@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -43,6 +44,16 @@ def test_a_started_process_leads_its_own_session_and_writes_to_its_log(log: Path
     process = spawn("import os; print('session', os.getsid(0), os.getpid())", log)
     process.wait(timeout=20)
     assert log.read_text().split() == ["session", str(process.pid), str(process.pid)]
+
+
+def test_a_started_process_hears_an_interrupt_also_where_a_shell_has_us_ignore_it(log: Path) -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a shell's background job
+    try:
+        spawn("import signal; print(signal.getsignal(signal.SIGINT) is signal.SIG_IGN)", log).wait(timeout=20)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert log.read_text() == "False\n"
 
 
 def test_the_log_before_is_kept_beside_the_new_one(log: Path) -> None:

@@ -6,7 +6,6 @@ returns (Gemma 2 squashes it), or that cannot be tried without data (Mixtral), h
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,11 +13,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from rlhf_core.models.saving import quiet
-from rlhf_core.models.shape import LOGITS_BYTES
-from rlhf_core.models.trunk import model_inputs, unwrapped
+from rlhf_core.models.shape import LOGITS_BYTES, head_is_last
+from rlhf_core.models.trunk import unwrapped
 
 _SLICES = 4
 """As many slices have `LOGITS_BYTES` together: with its gradient, one needs more than its logits."""
@@ -71,25 +68,3 @@ def _is_cut(model: Any) -> bool:
     if model not in _known:
         _known[model] = head_is_last(model.config)
     return _known[model]
-
-
-def head_is_last(config: PreTrainedConfig) -> bool:
-    """Return whether an architecture's logits are what its head returns, at the positions that are asked for.
-
-    A model without any data is tried on two tokens.
-    """
-    seen: list[Tensor] = []
-    try:
-        with quiet(), torch.device("meta"), torch.no_grad():
-            model = AutoModelForCausalLM.from_config(
-                copy.deepcopy(config),  # which transformers changes
-                dtype=torch.float32,
-                attn_implementation="eager",
-                trust_remote_code=False,
-            ).eval()
-            model.get_output_embeddings().register_forward_hook(lambda *told: seen.append(told[-1]))
-            ids = torch.zeros(1, 2, dtype=torch.long)
-            logits = model(**model_inputs(model, ids, torch.ones_like(ids)), logits_to_keep=ids[0, :1]).logits
-    except Exception:  # each architecture's code fails in its own way
-        return False
-    return len(seen) == 1 and logits is seen[0] and logits.shape[1] == 1

@@ -17,10 +17,14 @@ a, b and c were counted: they are what PyTorch keeps of a layer of Llama's (test
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from torch import Tensor
+    from transformers import PreTrainedConfig
 
 LOGITS_BYTES = 1 << 30
 """Of all logits at once, if they were float32: more are computed in several passes, or a slice at a time."""
@@ -99,12 +103,38 @@ def _width(arithmetic: str) -> int:
     return 4 if arithmetic == "float32" else 2
 
 
+def head_is_last(config: PreTrainedConfig) -> bool:
+    """Return whether an architecture's logits are what its head returns, at the positions that are asked for.
+
+    A model without any data is tried on two tokens.
+    """
+    # seconds, which a formula should not cost
+    import torch  # noqa: PLC0415
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+
+    from rlhf_core.models.saving import quiet  # noqa: PLC0415
+    from rlhf_core.models.trunk import model_inputs  # noqa: PLC0415
+
+    seen: list[Tensor] = []
+    try:
+        with quiet(), torch.device("meta"), torch.no_grad():
+            model = AutoModelForCausalLM.from_config(
+                copy.deepcopy(config),  # which transformers changes
+                dtype=torch.float32,
+                attn_implementation="eager",
+                trust_remote_code=False,
+            ).eval()
+            model.get_output_embeddings().register_forward_hook(lambda *told: seen.append(told[-1]))
+            ids = torch.zeros(1, 2, dtype=torch.long)
+            logits = model(**model_inputs(model, ids, torch.ones_like(ids)), logits_to_keep=ids[0, :1]).logits
+    except Exception:  # each architecture's code fails in its own way
+        return False
+    return len(seen) == 1 and logits is seen[0] and logits.shape[1] == 1
+
+
 def shape_of(directory: Path) -> Shape | None:
     """Return the shape of a model by its configuration; None if that does not say it."""
-    # seconds, which a formula should not cost
-    from transformers import AutoConfig  # noqa: PLC0415
-
-    from rlhf_core.models.head_slices import head_is_last  # noqa: PLC0415
+    from transformers import AutoConfig  # noqa: PLC0415 - as above
 
     try:
         whole = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)

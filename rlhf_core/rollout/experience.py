@@ -12,6 +12,7 @@ from rlhf_core.config import RolloutConfig
 from rlhf_core.counting import counted
 from rlhf_core.data import Problem, PromptTemplate
 from rlhf_core.errors import ConfigError, DataError
+from rlhf_core.freed_memory import give_back
 from rlhf_core.generation import Generation, GenerationSettings
 from rlhf_core.models.compatibility import check_same_tokenizer
 from rlhf_core.models.critic import Critic
@@ -135,6 +136,7 @@ class ExperienceMaker:
             rows = slice(start, start + size)
             reached("generate")
             drawn = self._generate(prompts[rows], samples[rows], episode)
+            give_back()  # keys and values, before the passes that score
             reached("score")
             chunks.append(self._judge_chunk(prompts[rows], samples[rows], drawn, policy_version, controls))
         made = [sample for chunk in chunks for sample in chunk.samples]

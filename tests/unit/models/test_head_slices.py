@@ -16,8 +16,8 @@ from rlhf_core.config import LoRAConfig
 from rlhf_core.functional.logprobs import LogprobsAndEntropy
 from rlhf_core.models import head_slices
 from rlhf_core.models.actor import response_logprobs, response_statistics
-from rlhf_core.models.head_slices import head_is_last
 from rlhf_core.models.lora import attach_lora
+from rlhf_core.models.shape import head_is_last
 from rlhf_core.models.trunk import autocast
 from rlhf_core.supervised.batches import MaskedTokens, token_batch
 from rlhf_core.supervised.step import TokenObjective

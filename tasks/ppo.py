@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from rlhf_core.models.base import Base
     from rlhf_core.ppo.state import EpisodeRecord
 
+HIGH_RANK = 128
+"""From this rank on the log says so: a night that begins from the policy of the night before adds its own ranks."""
 MODULES = ("ppo", "ppo_group", "ppo_keeper", "ppo_models", "models", "gpu_allocation")
 
 
@@ -233,7 +235,20 @@ def publish_policy(run: PPORun) -> StageResult:
             f"the policy of run {run.name} was stored, but is not found under its key; is the store's index intact?"
         )
     say("ppo", f"policy stored as {result.uri}")
+    _tell_of_high_rank(context.store, context.store.resolve(result.uri))
     return result
+
+
+def _tell_of_high_rank(store: ArtifactStore, policy: Manifest) -> None:
+    """Say how to begin from one whole model, where the policy's adapters and those below have a high rank together."""
+    files = [each.path for each in policy.files if each.path.rpartition("/")[2] == "adapter_config.json"]
+    rank = sum(store.read_json(policy, file)["r"] for file in files)
+    if rank >= HIGH_RANK:
+        say(
+            "ppo",
+            f"its adapters have rank {rank} in all, and every pass computes them; to begin from one whole model: "
+            f"rlhf artifacts fetch {policy.uri} DIR --merged, then -p model=DIR without -p actor",
+        )
 
 
 def end_cluster(run: PPORun) -> None:

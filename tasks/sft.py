@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 METRICS = "metrics.jsonl"
 HELDOUT = 64
 """Most held-out demonstrations whose loss is measured: over-fitting shows, and it takes seconds on a processor."""
-HIGH_RANK = 128
-"""From where on a person is told: each night that begins from the one before adds the ranks of its stages."""
 
 
 @dataclass(frozen=True)
@@ -105,18 +103,11 @@ class SFTTraining:
         """Return a model as the demonstrations have made it, what every step said, and the training's figures."""
         import torch
 
-        from rlhf_core.models.lora import frozen_adapters
         from rlhf_core.supervised.sft import heldout_loss
         from rlhf_core.supervised.sft import train_sft as train
 
         config, dtype = self.config, getattr(torch, self.config.sft.dtype)
         model = load_to_train(context, self.start, self.base, config.sft)
-        if (below := frozen_adapters(model)) is not None and below.rank >= HIGH_RANK:
-            say(
-                "sft",
-                f"the policy's adapters have rank {below.rank} by now, and every pass computes them; to begin from one "
-                f"whole model: rlhf artifacts fetch {self.start.uri} DIR --merged, then -p model=DIR",
-            )
         before = heldout_loss(model, unseen, config.sft, autocast_dtype=dtype).loss if unseen else None
         batch_size = config.sft.batch_size * config.sft.num_trainers
         progress = Progress("sft", config.sft.epochs * -(-len(examples) // batch_size), "step")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -30,6 +31,8 @@ MODULES = ("supervised", "models", "gpu_allocation")
 """Besides what the stage's own module is called."""
 ANSWER_S = 30.0
 """Longest wait for an actor that has nothing to do but answer."""
+_CALLED_BACK_S = 0.2
+"""Ray ends a future in another thread, soon after the call has ended."""
 OBJECT_STORE_MB = 80
 """As little as Ray takes: nothing goes through it."""
 
@@ -229,10 +232,8 @@ def _log_what_others_met(calls: Mapping[Any, str], first: Any) -> None:
     """Write into the log why other ranks failed: the first may say only that one did."""
     import ray
 
-    others = [reference for reference in calls if reference != first]
-    ready, _ = ray.wait(others, num_returns=len(others), timeout=0) if others else ([], [])
-    for reference in ready:
-        try:
-            ray.get(reference)
-        except ray.exceptions.RayError as error:
-            run_logger().warning("%s: %s", calls[reference], first_line(error))
+    others = {reference.future(): name for reference, name in calls.items() if reference != first}
+    for future in concurrent.futures.wait(others, timeout=_CALLED_BACK_S).done:
+        error = future.exception()
+        if isinstance(error, ray.exceptions.RayError):
+            run_logger().warning("%s: %s", others[future], first_line(error))

@@ -165,8 +165,8 @@ class _ExistingLease:
             self._make_way(time.monotonic() - started)
             time.sleep(_LOOK_S)
         try:
-            self._watcher.beat.remote().future().result(self._start_timeout_s)  # `ray.get` would lose a signal
-        except (ray.exceptions.RayError, TimeoutError) as error:
+            self._await_beat()
+        except ray.exceptions.ActorDiedError as error:
             raise self._unanswered(error) from error
         former = re.compile(re.escape(_namespace(name, "")) + "[0-9a-f]+")
         self._server.end_runs(
@@ -186,11 +186,9 @@ class _ExistingLease:
         if ray.get_runtime_context().get_job_id() != self._charge.job:
             return False
         try:
-            self._watcher.beat.remote().future().result(self._start_timeout_s)  # `ray.get` would lose a signal
+            self._await_beat()
         except ray.exceptions.ActorDiedError:  # this process was stopped for long: the run has ended, or is another's
             return False
-        except (ray.exceptions.RayError, TimeoutError) as error:
-            raise self._unanswered(error) from error
         return True
 
     def end(self, timeout_s: float) -> None:
@@ -211,11 +209,20 @@ class _ExistingLease:
         """Leave the beats to the parent."""
         self._closed.set()
 
+    def _await_beat(self) -> None:
+        """Wait for the watcher's answer; raises what Ray says of a watcher that has died, else a `ClusterError`."""
+        try:
+            self._watcher.beat.remote().future().result(self._start_timeout_s)  # `ray.get` would lose a signal
+        except ray.exceptions.ActorDiedError:
+            raise
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            raise self._unanswered(error) from error
+
     def _unanswered(self, error: Exception) -> ClusterError:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = f": {_in_a_line(error)}" if str(error).strip() else ""  # a future's own says nothing
         return ClusterError(
             f"the watcher of run {self.manifest.name!r} did not answer within {self._start_timeout_s:g} s on the head "
-            f"of the Ray cluster at {self.manifest.address}: {first}"
+            f"of the Ray cluster at {self.manifest.address}{reason}"
         )
 
     def _start_watcher(self) -> Any:
@@ -333,20 +340,20 @@ def check_same_code(packages: Iterable[str], *, timeout_s: float) -> None:
         ClusterError: if a node lacks one, has other code, or does not answer in time; the message names it.
     """
     packages = list(packages)
-    calls = {_asked(node["NodeID"], packages): node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    calls = {_asked(node["NodeID"], packages).future(): node["NodeManagerAddress"] for node in nodes}
     ours, deadline = code_digests(packages), time.monotonic() + timeout_s
     for call, node in calls.items():
         try:
-            theirs = call.future().result(max(0.0, deadline - time.monotonic()))
+            theirs = call.result(max(0.0, deadline - time.monotonic()))  # `ray.get` would lose a signal
+        except ray.exceptions.RayError as error:
+            raise ClusterNotReadyError(
+                f"node {node} of the Ray cluster cannot run anything for this process: {_in_a_line(error)}"
+            ) from error
         except TimeoutError as error:
             raise ClusterNotReadyError(
                 f"waited {timeout_s:g} s for node {node} of the Ray cluster to say what code it has, and it did not; "
                 "raise ppo.cluster.start_timeout_s, or see the logs of that cluster"
-            ) from error
-        except ray.exceptions.RayError as error:
-            first = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise ClusterNotReadyError(
-                f"node {node} of the Ray cluster cannot run anything for this process: {first}"
             ) from error
         for package in packages:
             if theirs[package] != ours[package]:
@@ -355,6 +362,10 @@ def check_same_code(packages: Iterable[str], *, timeout_s: float) -> None:
                     f"node {node} of the Ray cluster has {fault} package {package}; install this commit there (the "
                     "same checkout, `pip install -e .`) and start its Ray anew"
                 )
+
+
+def _in_a_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _asked(node: str, packages: list[str]) -> Any:

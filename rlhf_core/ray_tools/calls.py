@@ -299,7 +299,7 @@ def within(timeout_s: float, work: Callable[[], object]) -> None:
 def _check(
     ready: set[Future[Any]], names: Mapping[Future[Any], str], failed: Callable[[RayError, str], Exception | None]
 ) -> None:
-    """Raise what the first of the calls failed with that have ended, if one failed."""
+    """Of the calls that have ended, raise the error of the first that failed."""
     for future in (each for each in names if each in ready):
         try:
             future.result()

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from threading import Timer
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
-from ray.exceptions import ActorDiedError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 from infra.errors import StoreError
 from rlhf_core.errors import LostRankError, TrainingError
@@ -158,6 +159,16 @@ def test_what_an_actor_does_is_told_as_it_changes_and_last_in_the_error() -> Non
 def test_without_members_nothing_is_wrong_with_them() -> None:
     assert trouble_among({}, 0.0) is None
     assert trouble_among({"a": alive()}, 1.0) is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_dead"),
+    [(Call(ActorDiedError()), True), (Call(ActorUnavailableError("it comes up", b"0" * 16)), False),
+     (Call(after_s=None), False), (Call(7), False)],
+)  # fmt: skip
+def test_only_an_actor_that_died_for_good_is_dead(answer: Call, *, is_dead: bool) -> None:
+    actor = SimpleNamespace(__ray_ready__=SimpleNamespace(remote=lambda: answer))
+    assert calls._is_dead(actor) is is_dead
 
 
 def test_an_actor_that_comes_late_is_found_and_one_that_does_not_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,8 +25,15 @@ def test_room_that_is_not_had_is_given_back(
     monkeypatch.setattr(placement, "remove_placement_group", removed.append)
     monkeypatch.setattr(placement, "_free", lambda: "nothing")
     with pytest.raises(told):
-        placement.place({"trainer": {"num_cpus": 1}}, group="ppo", timeout_s=1)
+        placement.place({"trainer": {"num_cpus": 1}}, group="ppo", timeout_s=0.05)
     assert removed == [reserved]
+
+
+def test_room_that_becomes_free_within_the_time_is_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = iter([False, False, True])
+    reserved = SimpleNamespace(wait=lambda _: next(looks))
+    monkeypatch.setattr(placement, "placement_group", lambda *_, **__: reserved)
+    assert placement.reserve([{"CPU": 1}], strategy="PACK", timeout_s=60) is reserved
 
 
 def test_rays_warning_of_what_is_meant_is_not_passed_on_and_others_are(caplog: pytest.LogCaptureFixture) -> None:

@@ -12,6 +12,7 @@ from rlhf_core.config import LoRAConfig, RewardConfig
 from rlhf_core.errors import ModelError
 from rlhf_core.models.lora import attach_lora, trainable_parameters
 from rlhf_core.rewards.scoring import build_scorer
+from rlhf_core.rollout import experience as making
 from rlhf_core.types import Experience
 from tests.reference import definitions
 from tests.tiny_llama import tiny_tokenizer
@@ -182,6 +183,14 @@ def test_a_chunks_numbers_depend_on_nothing_outside_it() -> None:
         assert alone.samples == whole.samples[rows]
         width = alone.experience.num_actions
         assert torch.equal(whole.experience.select([start, start + 1]).values[:, :width], alone.experience.values)
+
+
+def test_what_sampling_needed_is_given_back_before_its_chunk_is_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(making, "reached", seen.append)
+    monkeypatch.setattr(making, "give_back", lambda: seen.append("give back"))
+    make(maker(chunk_size=2))
+    assert seen == ["generate", "give back", "score"] * 2
 
 
 def test_every_sample_of_a_prompt_draws_its_own_tokens() -> None:

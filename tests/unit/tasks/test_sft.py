@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -70,22 +69,6 @@ def test_it_goes_on_from_another_model_which_is_its_parent(context: Context, mod
     assert (again.reused, again.uri) == (True, further.uri)
     weights = [load_file(context.store.cached(each.uri) / "model.safetensors") for each in (further, anew)]
     assert any((weights[0][name] != weights[1][name]).any() for name in weights[0])
-
-
-def test_who_adds_adapters_to_adapters_night_by_night_is_told_of_a_way_out(
-    context: Context, model: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def says_so(made: StageResult | None, rank: int) -> bool:
-        caplog.clear()
-        nights.append(train(model, data, None if made is None else made.uri, epochs=1, lora={"r": rank}))
-        return any("--merged" in line for line in caplog.messages)
-
-    data, nights = dataset(context), list[StageResult]()
-    assert not says_so(None, 100), "its own are not below anything"
-    assert not says_so(nights[0], 28)
-    assert says_so(nights[1], 4)
-    (line,) = [line for line in caplog.messages if "--merged" in line]
-    assert re.search(rf"rank 128 by now.* fetch {nights[1].uri} DIR --merged", line)
 
 
 def test_no_demonstration_is_refused_before_any_model_is_looked_for(context: Context, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from tests.guard import stand_guard
 from tests.warm import warm_processes, with_forked_actors
 
-# Before torch is imported. Two workers with a thread for each core wait for each other most of the time.
+# Before torch is imported. Several workers with a thread for each core wait for each other most of the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Ray gives way to all others, so its actors would starve while the other worker tests; and then time is up for them.
 os.environ.setdefault("RAY_worker_niceness", "0")
@@ -36,7 +36,7 @@ FIRST = (
     "test_train_prompts_on_ray",
 )
 """Files of minutes: a worker that met one of them last would keep the other waiting. In this order one worker has most
-of the files that share a stack, and the other those that need none. A worker is given its next file as soon as it has
+of the files that share a stack, and the others those that need none. A worker is given its next file as soon as it has
 two tests left: a file that shall have a worker to itself for minutes needs three."""
 
 

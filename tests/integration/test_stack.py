@@ -15,7 +15,7 @@ from websockets.typing import Subprotocol
 
 from infra.services import prefect_api
 from tests.integration.cluster_processes import wait_until_nothing_is_left
-from tests.integration.local_stack import LocalStack, read_json, wait_for
+from tests.integration.local_stack import LocalStack, read_json, turn, wait_for
 
 pytestmark = pytest.mark.integration
 
@@ -200,7 +200,8 @@ def test_the_run_command_refuses_in_one_sentence_what_the_deployment_does_not_ta
 
 def test_a_service_that_cannot_start_is_told_with_its_log_and_nothing_is_left(tmp_path: Path) -> None:
     stack = LocalStack(tmp_path / "home", tmp_path / ".env")
-    result = stack.type("rlhf", "up", RLHF_DATABASE_URL="postgresql+asyncpg://nobody@127.0.0.1:1/none")
+    with turn():  # else another worker's stack may take a port that was just found free
+        result = stack.type("rlhf", "up", RLHF_DATABASE_URL="postgresql+asyncpg://nobody@127.0.0.1:1/none")
     assert result.returncode == 1
     assert result.stderr.startswith("rlhf: the Prefect server ended while it started: ")
     assert str(stack.home / "logs" / "server.log") in result.stderr

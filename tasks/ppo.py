@@ -15,7 +15,7 @@ from tasks.plan import asker_of, recalled, recorded, settled_once
 from tasks.progress import duration, say
 from tasks.results import EpisodeResult, Parent, PPORun, StageResult
 from tasks.run_log import run_logger
-from tasks.showing import only_shows
+from tasks.showing import DEADLINE_S, only_shows
 from tasks.source import source_digest
 from tasks.stages import find_made, stage_key, stage_result
 from tasks.taken_over import leave_if_taken_over
@@ -235,19 +235,21 @@ def publish_policy(run: PPORun) -> StageResult:
             f"the policy of run {run.name} was stored, but is not found under its key; is the store's index intact?"
         )
     say("ppo", f"policy stored as {result.uri}")
-    _tell_of_high_rank(context.store, context.store.resolve(result.uri))
+    _tell_of_high_rank(context.store, result.uri)
     return result
 
 
-def _tell_of_high_rank(store: ArtifactStore, policy: Manifest) -> None:
+@only_shows("the rank of the policy's adapters", deadline_s=DEADLINE_S)
+def _tell_of_high_rank(store: ArtifactStore, uri: str) -> None:
     """Say how to begin from one whole model, where the policy's adapters and those below have a high rank together."""
+    policy = store.resolve(uri)
     files = [each.path for each in policy.files if each.path.rpartition("/")[2] == "adapter_config.json"]
     rank = sum(store.read_json(policy, file)["r"] for file in files)
     if rank >= HIGH_RANK:
         say(
             "ppo",
             f"its adapters have rank {rank} in all, and every pass computes them; to begin from one whole model: "
-            f"rlhf artifacts fetch {policy.uri} DIR --merged, then -p model=DIR without -p actor",
+            f"rlhf artifacts fetch {uri} DIR --merged, then -p model=DIR without -p actor",
         )
 
 

@@ -25,8 +25,7 @@ def lease(monkeypatch: pytest.MonkeyPatch) -> _ExistingLease:
     manifest = ClusterManifest(
         kind="existing", name="night", mark="m", owner=ProcessRecord.of(os.getpid()), address=ADDRESS
     )
-    lease = _ExistingLease(manifest, Charge("rlhf:night:m", "job", 120.0), 7.0)
-    return lease
+    return _ExistingLease(manifest, Charge("rlhf:night:m", "job", 120.0), 7.0)
 
 
 def answers(lease: _ExistingLease, monkeypatch: pytest.MonkeyPatch, error: Exception | None) -> None:

@@ -14,14 +14,14 @@ run: setup  ## the local stack, then the quickstart pipeline, followed live
 	@$(BIN)/rlhf up
 	@$(BIN)/rlhf run quickstart
 
-test: setup  ## all tests that need no GPU; fails too when none ran
+test: setup  ## all tests that need no GPU; fails too when none ran. They wait half of the time: three on two cores
 	@$(BIN)/python -m pytest -m "not gpu and not parallel and not s3 and not chaos and not clusters and not stack and not night and not outages" \
-		-n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(PYTEST_ARGS)
+		-n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(PYTEST_ARGS)
 
 test-fast: setup  ## what starts no server, cluster or rank, nor a process that takes seconds: what one runs all day
 	@$(BIN)/python -m pytest tests/unit rlhf_core/functional \
 		-m "not integration and not gpu and not parallel and not s3 and not chaos and not clusters and not stack and not night and not outages" \
-		-n 2 --max-worker-restart 0 $(PYTEST_ARGS)
+		-n 3 --max-worker-restart 0 $(PYTEST_ARGS)
 
 test-parallel: setup  ## two ranks and more under every strategy, and the topologies of trainers, makers and groups
 	@$(BIN)/python -m pytest -m parallel $(PYTEST_ARGS)

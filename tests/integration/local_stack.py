@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,29 +148,29 @@ class LocalStack:
     def type(
         self, *command: str, cwd: Path = CHECKOUT, timeout_s: float = 300.0, **variables: str
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command line as a user would, and return what it said."""
-        return subprocess.run(
-            command,
-            cwd=cwd,
-            env={**self.environment, **variables},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-        )
+        """Run a command line as a user would, in this process's turn if it starts or ends services; return what it said."""
+        with turn() if command[:2] in {("rlhf", "up"), ("rlhf", "down")} else nullcontext():
+            return subprocess.run(
+                command,
+                cwd=cwd,
+                env={**self.environment, **variables},
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=timeout_s,
+                check=False,
+            )
 
     def up(self) -> str:
         """Bring the stack up, or what is missing of it, and return what the command said."""
-        return self._in_turn("up")
+        return self._succeed("up")
 
     def down(self) -> str:
         """Take the stack down, and return what the command said."""
-        return self._in_turn("down")
+        return self._succeed("down")
 
-    def _in_turn(self, verb: str) -> str:
-        with turn():
-            result = self.type("rlhf", verb)
+    def _succeed(self, verb: str) -> str:
+        result = self.type("rlhf", verb)
         assert result.returncode == 0, result.stdout + result.stderr
         return result.stdout
 

@@ -67,6 +67,7 @@ def test_a_system_that_does_not_tell_is_believed(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells it on Linux alone")
+@pytest.mark.integration
 @pytest.mark.parametrize("is_strange", [True, False])
 def test_no_client_of_any_kind_connects_to_another_users_port(listener: socket.socket, is_strange: bool) -> None:
     user = str(os.geteuid() + is_strange)

@@ -74,6 +74,7 @@ def borrow_and_write(loans: tuple[Loan, ...], base: Base) -> None:
         weight[0, 1] = 5.0
 
 
+@pytest.mark.integration
 def test_another_process_has_the_lenders_memory(tmp_path: Path) -> None:
     base = opened(tmp_path)
     lender = placed(base)

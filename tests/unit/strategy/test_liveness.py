@@ -34,6 +34,7 @@ def test_a_killed_rank_is_named_by_all_others_long_before_the_deadline(world_siz
         assert each.after_s < SECONDS
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("agent", [False, further(True)])
 def test_a_rank_that_waits_for_one_that_was_told_does_not_wait_to_the_deadline(agent: bool) -> None:
     told = play(Fate(0, "SIGKILL"), world_size=3, deadline_s=DEADLINE_S, in_a_row=True, agent=agent)

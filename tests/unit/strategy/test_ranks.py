@@ -68,6 +68,7 @@ def _alone() -> dict[str, Any]:
     return {"ranks": (ranks.rank, ranks.world_size, again.world_size), "places": places, "backend": backend}
 
 
+@pytest.mark.integration
 def test_a_group_of_one_is_open_to_nobody_on_the_network() -> None:
     found = in_a_process(_alone)
     assert found["ranks"] == (0, 1, 1)
@@ -84,5 +85,6 @@ def _in_vain() -> str:
     return ""
 
 
+@pytest.mark.integration
 def test_a_rank_that_does_not_come_is_named() -> None:
     assert in_a_process(_in_vain).startswith("waited 1 s for rank 1 of 3, and it did not come")

@@ -148,7 +148,7 @@ class LocalStack:
     def type(
         self, *command: str, cwd: Path = CHECKOUT, timeout_s: float = 300.0, **variables: str
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command line as a user would, in this process's turn if it starts or ends services; return what it said."""
+        """Run a command line as a user would, in turn if it starts or ends services, and return what it said."""
         with turn() if command[:2] in {("rlhf", "up"), ("rlhf", "down")} else nullcontext():
             return subprocess.run(
                 command,

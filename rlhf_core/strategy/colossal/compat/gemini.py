@@ -10,6 +10,7 @@ What differs from ColossalAI's, and why:
     train and eval       do not reach the module inside, only those within it
     forward passes       of an automatic placement without gradients are refused until one with gradients has been made
     unused weights       end in an error of two sentences and a list, long after their pass
+    time                 its log looks the caller up in all modules for a line of each pass that nobody reads: 0.14 s
     memory               a cache of functions holds every model for ever; a shard of float32 weights is held twice
     norm and clipping    its step does both in one go, too late to refuse a gradient that is not finite
     a step left out      its gradients are added to the next one's
@@ -17,6 +18,7 @@ What differs from ColossalAI's, and why:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -126,6 +128,7 @@ class ShardedModel(_UpstreamModel):  # type: ignore[misc]
         # go at this place in one pass is not the list of another.
         manager = self.gemini_manager
         manager._get_layout_info = type(manager)._get_layout_info.__wrapped__.__get__(manager)
+        self._logger = logging.getLogger(__name__)
 
     def _init_chunks(self, **config: Any) -> None:
         self.mixed_precision = self._working

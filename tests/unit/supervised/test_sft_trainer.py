@@ -161,9 +161,8 @@ def resume(case: str, checkpoint: str, result: str) -> None:
     Path(f"{result}.json").write_text(json.dumps(ours.history))
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[] if case == "full" else pytest.mark.integration) for case in CASES]
-)
+@pytest.mark.integration
+@pytest.mark.parametrize("case", CASES)
 def test_going_on_from_the_middle_of_an_epoch_equals_not_having_stopped(case: str, tmp_path: Path) -> None:
     torch.manual_seed(11)
     straight = trainer(case, max_epochs=3, accumulation_steps=2, save_interval=3, save_dir=tmp_path)

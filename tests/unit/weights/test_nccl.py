@@ -49,6 +49,7 @@ def transport_of(sender: Publisher) -> NcclSender:
     return found
 
 
+@pytest.mark.integration
 def test_each_maker_gets_what_it_asks_for_when_it_asks_for_it(sender: Publisher, makers: list[Maker]) -> None:
     first, second = makers
     older = publish(sender, 1)
@@ -65,6 +66,7 @@ def test_each_maker_gets_what_it_asks_for_when_it_asks_for_it(sender: Publisher,
     late.end()
 
 
+@pytest.mark.integration
 def test_a_maker_that_dies_costs_the_others_nothing(sender: Publisher, makers: list[Maker]) -> None:
     first, second = makers
     assert_has(first.take(publish(sender, 1)), 1)
@@ -76,6 +78,7 @@ def test_a_maker_that_dies_costs_the_others_nothing(sender: Publisher, makers: l
     revived.end()
 
 
+@pytest.mark.integration
 def test_a_trainer_that_is_silent_or_gone_is_named_at_the_deadline(sender: Publisher, makers: list[Maker]) -> None:
     maker = makers[0]
     publication = publish(sender, 1)
@@ -91,6 +94,7 @@ def test_a_trainer_that_is_silent_or_gone_is_named_at_the_deadline(sender: Publi
         successor.close()
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("written", [None, "nonsense"])
 def test_a_request_that_is_not_written_or_not_to_be_read_holds_up_nobody(
     sender: Publisher, makers: list[Maker], written: str | None, monkeypatch: pytest.MonkeyPatch
@@ -110,6 +114,7 @@ def test_a_publisher_that_nobody_asks_is_silent(sender: Publisher, capfd: pytest
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.integration
 def test_the_connection_of_a_maker_that_came_up_again_replaces_its_former_one(sender: Publisher) -> None:
     groups = []
     for version in (1, 2):

@@ -63,6 +63,7 @@ def holders(label: str) -> set[int]:
     return found
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("stop_at", [0, 3, BUCKETS])
 def test_a_trainer_killed_between_two_buckets_leaves_makers_on_the_old_version(maker: Maker, stop_at: int) -> None:
     pipe, theirs = FORKED.Pipe()
@@ -88,6 +89,7 @@ def test_a_trainer_killed_between_two_buckets_leaves_makers_on_the_old_version(m
         Subscriber(models).take(first, WAIT_S)
 
 
+@pytest.mark.integration
 def test_the_memory_of_a_killed_trainer_is_free_once_no_maker_has_it_open(maker: Maker) -> None:
     pipe, theirs = FORKED.Pipe()
     trainer = FORKED.Process(target=_publish, args=(theirs, BUCKETS), daemon=True)

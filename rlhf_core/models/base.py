@@ -15,9 +15,12 @@ silence. So a copy's inode, size and time are compared (`check_unchanged`) befor
 from __future__ import annotations
 
 import copy
+import ctypes
 import json
+import mmap
 import os
 import shutil
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -33,7 +36,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rlhf_core.errors import BaseChangedError, ModelError
 from rlhf_core.models import base_on_gpu
-from rlhf_core.models.loading import SAFE, load_whole, published_dtype
+from rlhf_core.models.loading import load_whole, published_dtype
 from rlhf_core.models.saving import quiet
 from rlhf_core.models.upcast import compute_in_float32
 
@@ -47,6 +50,8 @@ UNUSED_DAYS = 7
 _FORM = 1
 """Of the file; a copy of another form is made anew."""
 _PAGE = 4096
+_MADV_PAGEOUT = 21
+"""Of Linux; Python's `mmap` does not name it."""
 _MARK, _BASE = "of_shared_base", "shared_base"  # attributes of each weight, and of the transformer
 _COPIES, _USED, _FACTS, _GAP = "bases", "used", "base.json", "gap."
 _NAMES = {
@@ -207,8 +212,6 @@ def _copy(source: Path, directory: Path, dtype: torch.dtype) -> None:
             config.dtype = dtype
             config.save_pretrained(workplace)
         _write(workplace / WEIGHTS, tensors, dtype)
-        del model, tensors
-        _forget_pages(source)
         (workplace / _FACTS).write_text(json.dumps({"form": _FORM, "file": _facts(workplace / WEIGHTS)}))
         (workplace / _USED).touch()
         workplace.chmod(0o755)  # mkdtemp's 0700 is for secrets
@@ -218,13 +221,15 @@ def _copy(source: Path, directory: Path, dtype: torch.dtype) -> None:
         shutil.rmtree(workplace, ignore_errors=True)
 
 
-def _forget_pages(source: Path) -> None:
-    """Let the system drop a model's files from memory, which is for the copy: both may be more than there is."""
-    if not hasattr(os, "posix_fadvise"):
-        return
-    for file in source.glob(f"*{SAFE}"):
-        with file.open("rb") as stream:
-            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+def _let_go(tensor: Tensor) -> None:
+    """Drop a mapped tensor's pages from memory, which is for the copy: both may be more than there is.
+
+    What is not mapped, or is another user's, stays; so does everything on systems other than Linux.
+    """
+    begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = tensor.data_ptr() + tensor.nbytes - begin
+    if sys.platform == "linux" and size > 0:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), _MADV_PAGEOUT)
 
 
 def _in_order(model: nn.Module) -> dict[str, Tensor]:
@@ -265,6 +270,7 @@ def _write(file: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Non
             stream.write(bytes(-(stream.tell() - begin) % ALIGNMENT))
             for part in _parts(tensor, dtype if tensor.is_floating_point() else tensor.dtype):
                 stream.write(part)
+            _let_go(tensor)
         stream.flush()
         os.fsync(stream.fileno())
     file.chmod(0o444)

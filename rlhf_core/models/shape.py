@@ -4,6 +4,8 @@ For n tokens at once, L layers of hidden size d and intermediate size f, all hea
 
     adapters of rank r    L r (7 d + 2 q + 2 k + 3 f)            parameters, on all linear layers
     kept for backward     n L (a d + b q + c f)                  bytes; a, b, c are in `_KEPT`
+      scores              6 n L h s                              bytes more, in 16 bits, for h heads and rows of at
+                                                                 most `SHORT_ROW` tokens s (`models/attention.py`)
       computed again      n L 4 d, and one layer's of the above  (gradient_checkpointing)
     logits                2 m V w                                bytes, with their gradient, for m tokens that are
                                                                  learnt, a vocabulary of V, and w bytes a number;
@@ -28,6 +30,10 @@ if TYPE_CHECKING:
 
 LOGITS_BYTES = 1 << 30
 """Of all logits at once, if they were float32: more are computed in several passes, or a slice at a time."""
+SHORT_ROW = 128
+"""Tokens of a row whose scores are written out, where they are computed in 16 bits on a CPU."""
+_SCORE = 6
+"""Bytes of a score that are kept: in float32, and in 16 bits."""
 _KEPT = {
     ("float32", True): (24, 8, 16),
     ("float32", False): (32, 8, 16),
@@ -63,6 +69,7 @@ class Shape(NamedTuple):
     keys: int
     """As `queries`; values are as wide."""
     vocabulary: int
+    heads: int
     head_is_cut: bool = False
     """Whether the head goes over some positions at a time."""
 
@@ -82,7 +89,7 @@ class Shape(NamedTuple):
             checkpointing: whether activations are computed again.
             head: whether there are logits.
         """
-        layer = self._layer_bytes(rows.tokens, arithmetic, adapters=adapters)
+        layer = self._layer_bytes(rows, arithmetic, adapters=adapters)
         kept = rows.tokens * self.layers * 4 * self.hidden + layer if checkpointing else self.layers * layer
         logits = 4 * rows.number * rows.response * self.vocabulary if head else 0
         return kept + _width(arithmetic) // 2 * (min(logits, LOGITS_BYTES) if self.head_is_cut else logits)
@@ -92,11 +99,13 @@ class Shape(NamedTuple):
         cached = 2 * rows.tokens * self.layers * self.keys * _width(arithmetic)
         row = 4 * rows.response * self.vocabulary
         logits = min(rows.number * row, max(LOGITS_BYTES, row))
-        return max(cached, self._layer_bytes(rows.tokens, arithmetic, adapters=True) + logits)
+        return max(cached, self._layer_bytes(rows, arithmetic, adapters=True) + logits)
 
-    def _layer_bytes(self, tokens: int, arithmetic: str, *, adapters: bool) -> int:
+    def _layer_bytes(self, rows: PassRows, arithmetic: str, *, adapters: bool) -> int:
         hidden, queries, intermediate = _KEPT["float32" if arithmetic == "float32" else "bfloat16", adapters]
-        return tokens * (hidden * self.hidden + queries * self.queries + intermediate * self.intermediate)
+        length = rows.prompt + rows.response
+        scores = _SCORE * self.heads * length if arithmetic != "float32" and length <= SHORT_ROW else 0
+        return rows.tokens * (hidden * self.hidden + queries * self.queries + intermediate * self.intermediate + scores)
 
 
 def _width(arithmetic: str) -> int:
@@ -144,7 +153,7 @@ def shape_of(directory: Path) -> Shape | None:
         inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * hidden
         keys = size * int(getattr(config, "num_key_value_heads", None) or heads)
         return Shape(
-            int(config.num_hidden_layers), hidden, int(inner), size * heads, keys, int(config.vocab_size),
+            int(config.num_hidden_layers), hidden, int(inner), size * heads, keys, int(config.vocab_size), heads,
             head_is_cut=head_is_last(whole),
         )  # fmt: skip
     except Exception:  # a configuration may hold anything

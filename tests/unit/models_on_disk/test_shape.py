@@ -11,6 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import Gemma2Config, GPT2Config, LlamaConfig, LlamaForCausalLM
 
 from rlhf_core.config import LoRAConfig
+from rlhf_core.models.attention import attend_to_short_rows
 from rlhf_core.models.lora import attach_lora, trainable_parameters
 from rlhf_core.models.shape import LOGITS_BYTES, PassRows, Shape, shape_of
 from rlhf_core.models.trunk import autocast
@@ -19,7 +20,7 @@ CONFIG = LlamaConfig(
     hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2,
     vocab_size=50,
 )  # fmt: skip
-SHAPE = Shape(layers=2, hidden=128, intermediate=384, queries=128, keys=32, vocabulary=50, head_is_cut=True)
+SHAPE = Shape(layers=2, hidden=128, intermediate=384, queries=128, keys=32, vocabulary=50, heads=8, head_is_cut=True)
 ROWS = PassRows(4, 10, 6)
 
 
@@ -28,7 +29,7 @@ def test_the_shape_stands_in_the_configuration(tmp_path: Path) -> None:
     assert shape_of(tmp_path) == SHAPE
     GPT2Config(n_embd=64, n_layer=3, n_head=4, vocab_size=70).save_pretrained(tmp_path)
     assert shape_of(tmp_path) == Shape(
-        3, hidden=64, intermediate=256, queries=64, keys=64, vocabulary=70, head_is_cut=True
+        3, hidden=64, intermediate=256, queries=64, keys=64, vocabulary=70, heads=4, head_is_cut=True
     )
     Gemma2Config().save_pretrained(tmp_path)
     assert (found := shape_of(tmp_path)) is not None
@@ -42,6 +43,7 @@ def test_the_shape_stands_in_the_configuration(tmp_path: Path) -> None:
 def test_what_is_kept_for_the_backward_pass(arithmetic: str, adapters: bool) -> None:
     dtype = getattr(torch, arithmetic)
     model = LlamaForCausalLM(CONFIG)
+    attend_to_short_rows(model)
     if adapters:
         model = model.to(dtype)
         attach_lora(model, LoRAConfig(r=4), seed=0)

@@ -16,7 +16,7 @@ from rlhf_core.models.shape import PassRows, Shape
 from rlhf_core.models.working_memory import TOLERANCE, LongestRow, check_working_memory, working_memory
 
 GB = 10**9
-LLAMA_7B = Shape(layers=32, hidden=4096, intermediate=11008, queries=4096, keys=4096, vocabulary=32000)
+LLAMA_7B = Shape(layers=32, hidden=4096, intermediate=11008, queries=4096, keys=4096, vocabulary=32000, heads=32)
 SIZE = ModelSize(6_738_415_616, published_bytes=2, shape=LLAMA_7B)
 PROMPTS = LongestRow(prompt=33)
 FLOAT32 = {f"{stage}.dtype": "float32" for stage in ("sft", "reward_model", "ppo")} | {"ppo.rollout_dtype": "float32"}
@@ -110,7 +110,7 @@ def test_settings_that_exclude_each_other_are_not_proposed() -> None:
 
 
 def test_a_preset_for_one_gpu_of_80_gb_is_let_in() -> None:
-    qwen = Shape(layers=24, hidden=896, intermediate=4864, queries=896, keys=128, vocabulary=151_936)
+    qwen = Shape(layers=24, hidden=896, intermediate=4864, queries=896, keys=128, vocabulary=151_936, heads=14)
     size = ModelSize(494_032_768, published_bytes=2, shape=qwen)
     machine = MachineMemory(128 * GB, (80 * GB,))
     assert check_working_memory(resolve("qwen-gsm8k"), "ppo", size, LongestRow(256), machine=machine) == ""

@@ -14,7 +14,7 @@ run: setup  ## the local stack, then the quickstart pipeline, followed live
 	@$(BIN)/rlhf up
 	@$(BIN)/rlhf run quickstart
 
-test: setup  ## all tests that need no GPU; fails too when none ran. They wait half of the time: three on two cores
+test: setup  ## all tests that need no GPU; fails too when none ran. They wait half of the time, so three workers on two cores
 	@$(BIN)/python -m pytest -m "not gpu and not parallel and not s3 and not chaos and not clusters and not stack and not night and not outages" \
 		-n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(PYTEST_ARGS)
 

@@ -224,7 +224,7 @@ def _copy(source: Path, directory: Path, dtype: torch.dtype) -> None:
 def _let_go(tensor: Tensor) -> None:
     """Drop a mapped tensor's pages from memory, which is for the copy: both may be more than there is.
 
-    What is not mapped, or is another user's, stays; so does everything on systems other than Linux.
+    What another process maps, or another user owns, stays; what is not mapped may be swapped. Needs Linux 5.4.
     """
     begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     size = tensor.data_ptr() + tensor.nbytes - begin

@@ -21,7 +21,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rlhf_core.counting import counted
 from rlhf_core.errors import ModelError
-from rlhf_core.models.attention import attend_to_short_rows
 from rlhf_core.models.compatibility import check_same_tokenizer
 from rlhf_core.models.locating import find_local, locate_model
 from rlhf_core.models.saving import quiet, save_model, save_weights
@@ -135,7 +134,6 @@ def load_whole(
             f"{directory} lacks {counted(len(missing), 'weight')} of its model, such as {missing[0]}; it is incomplete"
         )
     loaded: PreTrainedModel = model
-    attend_to_short_rows(loaded)
     if torch.device(device).type == "cpu" and not mapped:
         _into_own_memory(loaded)
     return loaded.to(device)

@@ -5,7 +5,8 @@ For n tokens at once, L layers of hidden size d and intermediate size f, all hea
     adapters of rank r    L r (7 d + 2 q + 2 k + 3 f)            parameters, on all linear layers
     kept for backward     n L (a d + b q + c f)                  bytes; a, b, c are in `_KEPT`
       scores              6 n L h s                              bytes more, in 16 bits, for h heads and rows of at
-                                                                 most `SHORT_ROW` tokens s (`models/attention.py`)
+                                                                 most `SHORT_ROW` tokens s (`models/attention.py`);
+                                                                 counted on GPUs too, where they are not kept
       computed again      n L 4 d, and one layer's of the above  (gradient_checkpointing)
     logits                2 m V w                                bytes, with their gradient, for m tokens that are
                                                                  learnt, a vocabulary of V, and w bytes a number;
@@ -103,9 +104,11 @@ class Shape(NamedTuple):
 
     def _layer_bytes(self, rows: PassRows, arithmetic: str, *, adapters: bool) -> int:
         hidden, queries, intermediate = _KEPT["float32" if arithmetic == "float32" else "bfloat16", adapters]
-        length = rows.prompt + rows.response
-        scores = _SCORE * self.heads * length if arithmetic != "float32" and length <= SHORT_ROW else 0
-        return rows.tokens * (hidden * self.hidden + queries * self.queries + intermediate * self.intermediate + scores)
+        token = hidden * self.hidden + queries * self.queries + intermediate * self.intermediate
+        if arithmetic == "float32":
+            return rows.tokens * token
+        short = min(rows.prompt + rows.response, SHORT_ROW)  # others of the data's rows may be, where these are not
+        return max(rows.tokens * token, rows.number * short * (token + _SCORE * self.heads * short))
 
 
 def _width(arithmetic: str) -> int:

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rlhf_core.config import LoRAConfig
 from rlhf_core.errors import ModelError
 from rlhf_core.models.actor import response_logprobs
-from rlhf_core.models.attention import attend_to_short_rows
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.loading import check_same_tokenizer, load_causal_lm
 from rlhf_core.models.lora import attach_lora, trainable_parameters
@@ -69,21 +70,24 @@ def test_the_logits_of_a_row_depend_on_neither_padding_nor_neighbours(architectu
 
 
 @every_architecture
-def test_attention_over_short_rows_is_as_near_to_exact_ones_and_depends_on_no_neighbour(architecture: str) -> None:
-    ids, mask = torch.tensor([TOKENS, TOKENS]), torch.ones(2, len(TOKENS), dtype=torch.bool)
+def test_attention_over_short_rows_is_as_near_to_exact_and_depends_on_neither_padding_nor_neighbours(
+    architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mask = torch.ones(2, len(TOKENS), dtype=torch.bool)
     mask[0, :3] = False
 
-    def logits(arithmetic: torch.dtype, filler: int = 0, *, is_short: bool = False) -> torch.Tensor:
+    def logits(arithmetic: torch.dtype, other: int = 0) -> torch.Tensor:
+        ids = torch.tensor([TOKENS, TOKENS]).masked_fill(~mask, other)
+        ids[1, 1:] += other
         model = tiny_causal_lm(architecture)
-        if is_short:
-            attend_to_short_rows(model)
         with torch.no_grad(), autocast(torch.device("cpu"), arithmetic):
-            found = model(**model_inputs(model, ids.masked_fill(~mask, filler), mask)).logits
-        return found.float()[mask]
+            found: torch.Tensor = model(**model_inputs(model, ids, mask)).logits
+        return found.float()[0, 3:]
 
-    exact, kernels, ours = logits(torch.float32), logits(torch.bfloat16), logits(torch.bfloat16, is_short=True)
-    assert (ours - exact).norm() < 1.5 * (kernels - exact).norm()
-    assert torch.equal(ours, logits(torch.bfloat16, filler=250, is_short=True))
+    exact, ours = logits(torch.float32), logits(torch.bfloat16)
+    assert torch.equal(ours, logits(torch.bfloat16, other=50))
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", sdpa_attention_forward)
+    assert (ours - exact).norm() < 1.5 * (logits(torch.bfloat16) - exact).norm()
 
 
 @every_architecture
@@ -95,7 +99,7 @@ def test_a_stored_model_answers_to_the_bit_as_before_and_uses_the_fast_attention
     again = load_causal_lm(tmp_path, "float32")
     with torch.no_grad():
         assert torch.equal(again(torch.tensor([TOKENS])).logits, model(torch.tensor([TOKENS])).logits)
-    assert again.config._attn_implementation == ("eager" if architecture == "bloom" else "short_rows")
+    assert again.config._attn_implementation == ("eager" if architecture == "bloom" else "sdpa")
 
 
 @every_architecture

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+from psutil import Process
 from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -271,3 +274,17 @@ def test_arithmetic_in_float32_is_kept_under_autocast(tmp_path: Path) -> None:
         loss = model(inputs_embeds=embedded).logits.square().mean()
     loss.backward()
     assert embedded.grad is not None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux drops pages that are mapped")
+def test_what_was_copied_leaves_memory() -> None:
+    with TemporaryDirectory(dir="/var/tmp") as place:  # on a disk: what lies in memory has nowhere to go
+        file = Path(place) / "mapped"
+        file.write_bytes(bytes(1 << 22))
+        os.sync()  # a page that is not yet on the disk stays
+        mapped = torch.from_file(str(file), size=1 << 22, dtype=torch.uint8)
+        assert mapped.sum() == 0
+        before = Process().memory_info().shared
+        bases._let_go(mapped)
+        assert before - Process().memory_info().shared > 3 << 20
+        assert mapped.sum() == 0, "it is read again"

@@ -11,9 +11,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import Gemma2Config, GPT2Config, LlamaConfig, LlamaForCausalLM
 
 from rlhf_core.config import LoRAConfig
-from rlhf_core.models.attention import attend_to_short_rows
 from rlhf_core.models.lora import attach_lora, trainable_parameters
-from rlhf_core.models.shape import LOGITS_BYTES, PassRows, Shape, shape_of
+from rlhf_core.models.shape import LOGITS_BYTES, SHORT_ROW, PassRows, Shape, shape_of
 from rlhf_core.models.trunk import autocast
 
 CONFIG = LlamaConfig(
@@ -38,34 +37,35 @@ def test_the_shape_stands_in_the_configuration(tmp_path: Path) -> None:
     assert shape_of(tmp_path) is None
 
 
+@pytest.mark.parametrize("rows", [ROWS, PassRows(4, SHORT_ROW - 6, 6)])
 @pytest.mark.parametrize("adapters", [True, False])
 @pytest.mark.parametrize("arithmetic", ["float32", "bfloat16"])
-def test_what_is_kept_for_the_backward_pass(arithmetic: str, adapters: bool) -> None:
+def test_what_is_kept_for_the_backward_pass(arithmetic: str, adapters: bool, rows: PassRows) -> None:
     dtype = getattr(torch, arithmetic)
     model = LlamaForCausalLM(CONFIG)
-    attend_to_short_rows(model)
     if adapters:
         model = model.to(dtype)
         attach_lora(model, LoRAConfig(r=4), seed=0)
         trained = sum(weight.numel() for weight in trainable_parameters(model).values())
         assert SHAPE.adapter_parameters(4) == trained
     own = {weight.untyped_storage().data_ptr() for weight in (*model.parameters(), *model.buffers())}
+    shapes = {shape for weight in model.parameters() for shape in (weight.shape, weight.shape[::-1])}
     kept: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        is_cast_weight = tensor.ndim == 2 and tensor.shape[0] > ROWS.tokens  # by autocast, once for all passes
+        is_cast_weight = tensor.shape in shapes  # by autocast, once for all passes
         if storage.data_ptr() not in own and not is_cast_weight:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    ids = torch.zeros(ROWS.number, ROWS.prompt + ROWS.response, dtype=torch.long)
+    ids = torch.zeros(rows.number, rows.prompt + rows.response, dtype=torch.long)
     mask = torch.ones_like(ids, dtype=torch.bool)
-    mask[0, :3] = False  # padding, with which keys and values are as wide as queries
+    mask[0, :3] = False  # padding, with which the kernel's keys and values are as wide as queries
     with saved_tensors_hooks(keep, lambda tensor: tensor), autocast(torch.device("cpu"), dtype):
         hidden = model.model(ids, attention_mask=mask).last_hidden_state
     assert hidden.requires_grad
-    expected = SHAPE.learning_bytes(ROWS, arithmetic, adapters=adapters, checkpointing=False, head=False)
+    expected = SHAPE.learning_bytes(rows, arithmetic, adapters=adapters, checkpointing=False, head=False)
     assert sum(kept.values()) == pytest.approx(expected, rel=0.1)
 
 

@@ -128,7 +128,7 @@ class ShardedModel(_UpstreamModel):  # type: ignore[misc]
         # go at this place in one pass is not the list of another.
         manager = self.gemini_manager
         manager._get_layout_info = type(manager)._get_layout_info.__wrapped__.__get__(manager)
-        self._logger = logging.getLogger(__name__)
+        self._logger = logging.getLogger(__name__)  # which knows no `ranks`; upstream gives none here
 
     def _init_chunks(self, **config: Any) -> None:
         self.mixed_precision = self._working

@@ -18,7 +18,6 @@ from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel
 
 from rlhf_core.errors import ModelError
-from rlhf_core.models import attention  # noqa: F401 - which transformers then uses
 
 _BY_ATTRIBUTE = ("dropout", "layerdrop")  # parts of the names under which architectures keep a probability
 

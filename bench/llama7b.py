@@ -24,7 +24,6 @@ import argparse
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -36,21 +35,16 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
-from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, PreTrainedTokenizerFast
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from bench.llama7b_model import SUMS, make_model
 from infra.artifacts import ArtifactStore, Manifest, open_default_store
 from infra.process_record import is_live
 from infra.services import prefect_api, processes
 from infra.services.state import StackState
 from infra.settings import CHECKOUT, settings
-from rlhf_core.data.gym import draw_problems
 
 PRESET = "llama7b"
-SUMS = {"min_terms": 8, "max_terms": 8, "min_digits": 1, "max_digits": 2}
-"""Problems whose prompts have 33 tokens."""
 MOST_PSS, MOST_READ, MOST_DISK, MOST_PAUSE_S = 20e9, 1e9, 28e9, 10.0
 MOST_EPISODE_S, MOST_EPISODE_WITH_AMX_S = 25 * 60.0, 8 * 60.0
 FULL = (16, 32)
@@ -61,63 +55,6 @@ LOOK_S = 5.0
 LONGEST_EPISODE_S = 4 * 3600.0
 NAMED_MB = 50
 """Processes that have more to themselves are named."""
-
-
-# --- the model
-
-
-def make_model(directory: Path) -> None:
-    """Write Llama-2 7B's form with random weights, a layer to a file, and a tokenizer of 32,000 words at most."""
-    made = directory.with_name(f"{directory.name}.partial")
-    shutil.rmtree(made, ignore_errors=True)
-    made.mkdir(parents=True)
-    config = LlamaConfig(
-        hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32, vocab_size=32000,
-        max_position_embeddings=4096, rms_norm_eps=1e-5, dtype="bfloat16", architectures=["LlamaForCausalLM"],
-    )  # fmt: skip
-    config.save_pretrained(made)
-    width, inner = config.hidden_size, config.intermediate_size
-    layer = {f"self_attn.{name}_proj": (width, width) for name in "qkvo"}
-    layer |= {"mlp.gate_proj": (inner, width), "mlp.up_proj": (inner, width), "mlp.down_proj": (width, inner)}
-    layer |= {"input_layernorm": (width,), "post_attention_layernorm": (width,)}
-    files = [
-        {f"model.layers.{number}.{name}.weight": shape for name, shape in layer.items()}
-        for number in range(config.num_hidden_layers)
-    ]
-    words = (config.vocab_size, width)
-    files.append({"model.embed_tokens.weight": words, "model.norm.weight": (width,), "lm_head.weight": words})
-    generator = torch.Generator().manual_seed(0)
-    index: dict[str, str] = {}
-    size = 0
-    for number, shapes in enumerate(files, start=1):
-        file = f"model-{number:05}-of-{len(files):05}.safetensors"
-        tensors = {
-            name: torch.ones(shape, dtype=torch.bfloat16)
-            if len(shape) == 1
-            else torch.randn(shape, generator=generator).mul_(config.initializer_range).bfloat16()
-            for name, shape in shapes.items()
-        }
-        save_file(tensors, made / file, metadata={"format": "pt"})
-        index |= dict.fromkeys(tensors, file)
-        size += sum(tensor.nbytes for tensor in tensors.values())
-    facts = {"metadata": {"total_size": size}, "weight_map": index}
-    (made / "model.safetensors.index.json").write_text(json.dumps(facts))
-    _tokenizer().save_pretrained(made)
-    made.rename(directory)
-
-
-def _tokenizer() -> Any:
-    """Return a tokenizer that has learnt its words from the preset's problems."""
-    special = ["<unk>", "<s>", "</s>"]  # as in Llama 2
-    made = Tokenizer(models.BPE(unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    learning = trainers.BpeTrainer(
-        vocab_size=32000, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
-    )
-    problems = draw_problems("chain_sum", SUMS, seed=0, count=512)
-    made.train_from_iterator((f"Question: {each.prompt}\nAnswer:\n" for each in problems), learning)
-    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
 
 
 # --- what is measured

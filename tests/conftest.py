@@ -14,6 +14,7 @@ import pytest
 from tests.guard import stand_guard
 from tests.warm import warm_processes, with_forked_actors
 
+gc.disable()  # until all tests are collected: what is imported stays, and looking for garbage in it takes two seconds
 # Before torch is imported. Several workers with a thread for each core wait for each other most of the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Ray gives way to all others, so its actors would starve while the other worker tests; and then time is up for them.
@@ -52,6 +53,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # two million objects that were imported: a search for garbage among them takes half a second
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

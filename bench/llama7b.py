@@ -37,7 +37,7 @@ from typing import Any
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from bench.llama7b_model import SUMS, make_model
+from bench.llama.model import SUMS, make_model
 from infra.artifacts import ArtifactStore, Manifest, open_default_store
 from infra.process_record import is_live
 from infra.services import prefect_api, processes

@@ -7,7 +7,6 @@ again: the Prefect server's automations look for that state.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import sys
 from collections.abc import Callable, Iterator
@@ -118,13 +117,10 @@ def give_memory_back() -> None:
     """
     if "torch" not in sys.modules:
         return
-    import torch
+    from rlhf_core.freed_memory import give_back
 
     gc.collect()
-    if torch.cuda.is_available():  # else what is cached stays reserved while Ray's actors want it
-        torch.cuda.empty_cache()
-    with contextlib.suppress(OSError, AttributeError):  # another C library has no malloc_trim, and no need of it
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    give_back()
 
 
 def stage_task(*, name: str, **options: Any) -> Callable[[Callable[P, R]], Callable[P, R]]:

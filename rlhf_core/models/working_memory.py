@@ -41,7 +41,7 @@ _SNAPSHOT = 12
 _PROGRAM = 400 * 10**6
 """Bytes of a process that learns or makes experience, before it has a model."""
 _CUDA = 750 * 10**6
-"""Bytes of a GPU for each process that uses it, beside its tensors (640 to 770 MB on an H100)."""
+"""Bytes of a GPU for each process that uses it, without its tensors (640 to 800 MB on an H100)."""
 _SERVICES = 1300 * 10**6
 """Bytes of what runs besides: server, worker, store, Ray and the flow."""
 

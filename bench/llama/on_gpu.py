@@ -1,6 +1,6 @@
 """Llama-2 7B with adapters on one GPU: a trainer, and a maker that borrows its base; one JSON line.
 
-    python bench/llama7b_on_gpu.py DIR [--micro 2,8,16,64] [--chunk 16]
+    python bench/llama/on_gpu.py DIR [--micro 2,8,16,64] [--chunk 16,64]
 
 DIR gets a model of Llama-2 7B's form with random weights, unless it is there: 13.5 GB, and a copy beside it. Neither
 Ray nor Prefect is needed: the maker is a process that is handed the base by CUDA IPC, as a run's maker is.
@@ -19,7 +19,7 @@ import json
 import multiprocessing
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from bench.llama7b_model import make_model
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from bench.llama.model import make_model
 from flows.presets import resolve
 from rlhf_core.config import PipelineConfig, PPOConfig
 from rlhf_core.freed_memory import give_back
@@ -49,6 +49,8 @@ from rlhf_core.types import Experience, Prompt
 
 PROMPT, RESPONSE, ROWS, REPEATED = 33, 32, 64, 3
 VOCABULARY = 32_000
+MAKER_S = 300
+"""Longest wait for a chunk."""
 DEVICE = "cuda"
 
 
@@ -69,7 +71,7 @@ def models_over(base: Base, config: PPOConfig) -> Models:
     return Models(actor.to(DEVICE), critic.to(DEVICE))
 
 
-def measured(what: str, work: Any) -> dict[str, Any]:
+def measured(what: str, work: Callable[[], object]) -> dict[str, Any]:
     """Return the fewest seconds of some turns of a work, and what PyTorch held at its peak."""
     give_back()
     torch.cuda.reset_peak_memory_stats()
@@ -98,36 +100,44 @@ def taken() -> float:
 # --- maker
 
 
-def make(
-    channel: Connection, loans: Sequence[Loan], base: Base, config: PPOConfig, sizes: Sequence[int]
-) -> None:  # pragma: no cover - another process's
+def make(channel: Connection, loans: Sequence[Loan], base: Base, config: PPOConfig, sizes: Sequence[int]) -> None:
     """Draw and score a chunk of each size, and tell of each."""
     with borrowing(loans):
-        actor, critic = (model.eval() for model in models_over(base, config))
-    settings = GenerationSettings(max_new_tokens=RESPONSE, stop_ids=(), pad_id=0, temperature=config.temperature)
+        models = models_over(base, config)
+    for model in models:
+        model.eval()
     for size in sizes:
-        ids = torch.randint(3, VOCABULARY, (size, PROMPT), generator=torch.Generator().manual_seed(0)).tolist()
-        prompts = [Prompt(tuple(row), "", None, str(number)) for number, row in enumerate(ids)]
-        drawn: list[Generation] = []
-
-        def sample() -> None:
-            drawn[:] = [  # noqa: B023 - called at once, as below
-                draw(actor, prompts, [0] * size, config=config, generation=settings, tokenizer=None, seed=0, episode=0)  # noqa: B023
-            ]
-
-        def score() -> None:
-            found = drawn[0]  # noqa: B023 - as above
-            batch = ScoringBatch([], [], found.ended, found.sequences, found.attention_mask, found.action_mask)
-            token_logprobs(actor, batch, temperature=config.temperature, config=config)
-            with adapters_off(actor):
-                token_logprobs(actor, batch, temperature=config.temperature, config=config)
-            state_values(critic, batch, config=config)
-
-        channel.send(measured(f"sampling {size}", sample))
-        give_back()
-        channel.send(measured(f"scoring {size}", score))
+        for told in chunk_of(size, models, config):
+            channel.send(told)
+    give_back()
     channel.send(None)
-    channel.recv()  # lives until the trainer has measured beside it
+    channel.recv()  # the trainer measures while this process exists
+
+
+def chunk_of(size: int, models: Models, config: PPOConfig) -> Iterator[dict[str, Any]]:
+    """Draw and score a chunk, and yield what each took."""
+    settings = GenerationSettings(max_new_tokens=RESPONSE, stop_ids=(), pad_id=0, temperature=config.temperature)
+    ids = torch.randint(3, VOCABULARY, (size, PROMPT), generator=torch.Generator().manual_seed(0)).tolist()
+    prompts = [Prompt(tuple(row), "", None, str(number)) for number, row in enumerate(ids)]
+    drawn: list[Generation] = []
+
+    def sample() -> None:
+        drawn[:] = [
+            draw(
+                models.actor, prompts, [0] * size, config=config, generation=settings, tokenizer=None, seed=0, episode=0
+            )
+        ]
+
+    def score() -> None:
+        found = drawn[0]
+        batch = ScoringBatch([], [], found.ended, found.sequences, found.attention_mask, found.action_mask)
+        token_logprobs(models.actor, batch, temperature=config.temperature, config=config)
+        with adapters_off(models.actor):
+            token_logprobs(models.actor, batch, temperature=config.temperature, config=config)
+        state_values(models.critic, batch, config=config)
+
+    yield measured(f"sampling {size}", sample)
+    yield measured(f"scoring {size}", score)
 
 
 # --- trainer
@@ -150,7 +160,7 @@ def experience() -> Experience:
 
 
 def estimated(config: PipelineConfig, directory: Path) -> float:
-    """Return the estimate of what the largest process takes, in gigabytes; the maker's part has no base then."""
+    """Return the estimate for both processes, which work in turn, in gigabytes."""
     shape = shape_of(directory)
     assert shape is not None
     size = ModelSize(config.model.num_parameters or 0, published_bytes=published_bytes(directory), shape=shape)
@@ -186,11 +196,17 @@ def main() -> int:
 
     ours, theirs = multiprocessing.Pipe()
     maker = multiprocessing.get_context("spawn").Process(
-        target=make, args=(theirs, loans_of(*models), base, config.ppo, chunks)
+        target=make, args=(theirs, loans_of(*models), base, config.ppo, chunks), daemon=True
     )
     maker.start()
+    theirs.close()  # else its end would not be noticed
     line["maker"] = []
-    while ours.poll(300) and (told := ours.recv()) is not None:
+    while True:
+        if not ours.poll(MAKER_S):
+            raise SystemExit(f"the maker has not told anything for {MAKER_S} s")
+        told = ours.recv()
+        if told is None:
+            break
         line["maker"].append(told)
     give_back()
     line["trainer"] = []

@@ -17,6 +17,8 @@ from tests.warm import warm_processes, with_forked_actors
 gc.disable()  # until all tests are collected: what is imported stays, and looking for garbage in it takes two seconds
 # Before torch is imported. Several workers with a thread for each core wait for each other most of the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Threads of a run that spin until all have come would take the other workers' time: a step takes half of it so.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # Ray gives way to all others, so its actors would starve while the other worker tests; and then time is up for them.
 os.environ.setdefault("RAY_worker_niceness", "0")
 

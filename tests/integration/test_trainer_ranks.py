@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -144,9 +145,12 @@ def test_whichever_rank_is_lost_and_whenever_the_run_ends_with_the_same_bits(
     with ThreadPoolExecutor(1) as pool:
         attempt = pool.submit(ppo_episode.fn, run.plan, 1)
         kill_when(attempt, f"episode 2: {doing}", victim, number)
-        with pytest.raises(Exception, match=sentence) as caught:
-            attempt.result(timeout=180)
-    assert passes(caught.value)
+        lost = attempt.exception(timeout=180)
+    if lost is None:
+        assert doing == "publishing"  # its part was done before the signal came
+    else:
+        assert re.search(sentence, str(lost))
+        assert passes(lost)
     run.finish()
     assert run.numbers() == undisturbed["numbers"]
     assert run.weights() == undisturbed["weights"]

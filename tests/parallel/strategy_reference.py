@@ -31,7 +31,10 @@ class Written:
 
     def __init__(self, model: nn.Module, arithmetic: Arithmetic, *, lr: float, head_lr: float) -> None:
         self.model = model
-        self.working = copy.deepcopy(model).to(torch.bfloat16) if arithmetic == "weights" else model
+        self.working = copy.deepcopy(model) if arithmetic == "weights" else model
+        if arithmetic == "weights":  # not its buffers: rotary angles of 8 bits are others
+            for each in self.working.parameters():
+                each.data = each.data.bfloat16()
         self.working.train()
         self._is_exact = arithmetic == "fp32"
         named = [(name, each) for name, each in model.named_parameters() if each.requires_grad]

@@ -68,7 +68,7 @@ def experience() -> Experience:
     seen = [[False] * (left - len(p)) + [True] * (len(p) + len(r)) + [False] * (right - len(r)) for p, r in rows]
     attention_mask = torch.tensor(seen)
     mask = attention_mask[:, left:]
-    draw = torch.Generator().manual_seed(2)
+    draw = torch.Generator().manual_seed(23)  # no ratio comes as near to where it is clipped as bfloat16's roundings
 
     def table(scale: float = 1.0) -> Tensor:
         return torch.where(mask, torch.randn(mask.shape, generator=draw) * scale, 0.0)

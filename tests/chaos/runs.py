@@ -32,6 +32,9 @@ EPISODES = 5
 KEPT = "ppo-state=all"
 WAITING = "waiting."
 REVIVAL_TIMEOUT_S = 300.0
+MOST_LOST = 3
+"""Times that a maker may be killed before it has made a chunk: on a busy machine the other makes all, and a fourth time
+it would be given up."""
 MOMENT_TIMEOUT_S = 120.0
 
 
@@ -85,6 +88,8 @@ class Campaign:
     """Of the state after each episode, undisturbed."""
     policy: str = ""
     due: int = 0
+    lost: int = 0
+    """Times that makers were killed since they were built with their trainer."""
     has_diverged: bool = False
     """The last case left other bits behind; the next begins with an empty store."""
 
@@ -96,9 +101,12 @@ class Campaign:
         """Play the episode that is due, with a kill in it, and hold its state to the undisturbed one's."""
         if self.has_diverged:
             self.begin()
-        if self.due >= self.config.ppo.episodes - (aim.phase in COLLECTING_PHASES):
+        is_late = self.due >= self.config.ppo.episodes - (aim.phase in COLLECTING_PHASES)
+        strikes_makers = aim.victim in ("maker", "all makers")
+        if is_late or (strikes_makers and self.lost == MOST_LOST):
             self.finish()
             self.begin()
+        self.lost = self.lost + 1 if strikes_makers else 0
         started = time.time()
         return self.judge(aim, self.play(self.due, aim), started)
 
@@ -132,7 +140,7 @@ class Campaign:
         self.driver.order("stand", self.due)
         standing = self.driver.answer() or self._gone_on_with("stand", self.due)
         assert standing.is_done, standing.failures
-        if aim.victim in ("maker", "all makers"):
+        if self.lost:
             self._await_revival(started, 1 if aim.victim == "maker" else self.config.ppo.cluster.num_makers)
         digest = state_digest(self.made.store, self.name, self.due)
         self.has_diverged = bool(self.digests) and digest != self.digests[self.due - 1]
@@ -161,7 +169,7 @@ class Campaign:
     def begin(self) -> None:
         """Begin the run again, in an empty store."""
         self.made.begin()
-        self.due, self.has_diverged = 0, False
+        self.due, self.lost, self.has_diverged = 0, 0, False
 
     def store_policy(self) -> str:
         """Store the policy; return the SHA-256 of its weights."""

@@ -16,6 +16,16 @@ if TYPE_CHECKING:
 
 CODE = ("infra", "rlhf_core", "tasks")
 """What the nodes of a user's own cluster must have as this process has it."""
+_IMPORTED = (
+    "infra.artifacts.s3",
+    "rlhf_core.ppo.learner",
+    "rlhf_core.rollout.experience",
+    "rlhf_core.rewards.sources",
+    "tasks.ppo_keeper",
+    "tasks.ppo_models",
+    "transformers.models.auto.modeling_auto",
+)
+"""What actors import, but for Ray; on a cluster of the run's own their processes are forked from one that has."""
 _MB = 1_000_000
 
 
@@ -56,6 +66,7 @@ def lease_for(
             object_store_mb=object_store_mb,
             start_timeout_s=cluster.start_timeout_s,
             environment=environment,
+            imported=_IMPORTED,
         )
     _check_object_store(address, object_store_mb)
     return lease_existing(

@@ -11,3 +11,6 @@ import rlhf_core.models.lora
 import rlhf_core.ppo.learner
 import rlhf_core.rollout.experience
 import tasks.ppo_models
+from tests.warm import quicken
+
+quicken()

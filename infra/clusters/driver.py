@@ -16,8 +16,9 @@ from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-d
 
 from infra.clusters.control_server import ControlServer
 from infra.clusters.lease import call_before_end
-from infra.clusters.manifest import ClusterManifest
+from infra.clusters.manifest import JOB_VARIABLE, ClusterManifest
 from infra.errors import ClusterError, ClusterNotReadyError
+from infra.forked_processes import forking_python
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _ENVIRONMENT = {
@@ -57,7 +58,7 @@ def connect(manifest: ClusterManifest, timeout_s: float = 30.0, environment: Map
                 address=manifest.address,
                 namespace=manifest.namespace,
                 # Not as `env_vars`: those Ray writes into its logs and on the command line that starts a worker.
-                runtime_env={"worker_process_setup_hook": _setter(environment)} if environment else None,
+                runtime_env=_runtime_env(manifest, environment),
                 log_to_driver=False,
                 logging_level=logging.WARNING,
             )
@@ -150,6 +151,13 @@ def _at_its_address(manifest: ClusterManifest) -> Iterator[None]:
         yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+def _runtime_env(manifest: ClusterManifest, environment: Mapping[str, str] | None) -> dict[str, Any] | None:
+    """Return how this driver's actors start; None leaves it to Ray, or to whoever set the job's configuration."""
+    if manifest.kind == "local" and manifest.forking.exists() and JOB_VARIABLE not in os.environ:
+        return {"py_executable": forking_python(manifest.forking)}
+    return {"worker_process_setup_hook": _setter(environment)} if environment else None
 
 
 def _setter(environment: Mapping[str, str]) -> Callable[[], None]:

@@ -9,7 +9,7 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -117,6 +117,7 @@ def lease_cluster(
     object_store_mb: int = 1024,
     start_timeout_s: float = 120.0,
     environment: Mapping[str, str] | None = None,
+    imported: Sequence[str] = (),
     stalled_after_s: float = 120.0,
 ) -> ClusterManifest:
     """Return this process's cluster of a name; start it unless it runs.
@@ -133,6 +134,8 @@ def lease_cluster(
         object_store_mb: Ray's shared memory.
         start_timeout_s: longest wait for the start.
         environment: further variables of all its processes, such as credentials of the artifact store.
+        imported: modules that are imported once, beside the start, for all processes of actors, which are forked from
+            there; neither Ray nor Prefect can be among what they import.
         stalled_after_s: silence after which this process counts as stopped.
 
     Raises:
@@ -157,6 +160,7 @@ def lease_cluster(
                 object_store_mb=object_store_mb,
                 timeout_s=start_timeout_s,
                 environment=environment or {},
+                imported=imported,
             )
             lease.update(address=head.address, head=head.processes)
         except BaseException:

@@ -7,24 +7,28 @@ answers without the cluster's certificate.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import secrets
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
 from infra.certificate import own_certificate
-from infra.clusters.manifest import MARK_VARIABLE, ClusterManifest
+from infra.clusters.manifest import JOB_VARIABLE, MARK_VARIABLE, ClusterManifest
 from infra.clusters.reaper import TEMP_PREFIX, leftover_processes
 from infra.errors import ClusterError, ClusterNotReadyError
+from infra.forked_processes import server_command, server_environment
 from infra.process_record import ProcessRecord
 from infra.settings import inherited_environment
+
+logger = logging.getLogger(__name__)
 
 MIN_OBJECT_STORE_MB = 80
 """Ray refuses less than 75 MiB."""
@@ -82,6 +86,7 @@ def start_head(
     object_store_mb: int,
     timeout_s: float,
     environment: Mapping[str, str],
+    imported: Sequence[str] = (),
 ) -> Head:
     """Start `ray start --head` and wait until its node is up.
 
@@ -92,6 +97,7 @@ def start_head(
         object_store_mb: shared memory.
         timeout_s: longest wait.
         environment: variables for all processes of the cluster.
+        imported: modules that are imported once for all actors' processes.
 
     Returns:
         The address and Ray's own processes. On an error, processes may be left: the caller ends the cluster.
@@ -111,6 +117,8 @@ def start_head(
     }.items():
         path.touch(mode=0o600)
         path.write_text(secret)
+    if imported and JOB_VARIABLE not in os.environ:
+        _start_forking(manifest, imported, environment)
     command = _command(manifest, num_cpus, math.ceil(num_gpus), object_store_mb)
     _run(manifest, command, timeout_s, environment)
     address = (manifest.ray_dir / "ray_current_cluster").read_text().strip()
@@ -156,6 +164,22 @@ def _run(manifest: ClusterManifest, command: list[str], timeout_s: float, enviro
             f"Ray cluster {manifest.name!r} did not start: `ray start` ended with {code} and said "
             f"{lines[-1].strip()!r}; all of its output is in {log}"
         )
+
+
+def _start_forking(manifest: ClusterManifest, imported: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Start the server that actors' processes are forked from, which imports while Ray starts; or go on without it."""
+    with (manifest.log_dir / "forked-processes.log").open("wb") as output:
+        started = subprocess.run(
+            server_command(manifest.forking, imported, verb="start"),
+            env=server_environment(_environment(manifest, environment)),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            check=False,
+        )
+    if started.returncode:
+        logger.warning("actors of cluster %r import for themselves; see %s", manifest.name, output.name)
 
 
 def _environment(manifest: ClusterManifest, extra: Mapping[str, str]) -> dict[str, str]:

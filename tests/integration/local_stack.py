@@ -21,12 +21,13 @@ from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary
 from infra import prefect_access
 from infra.artifacts import ArtifactStore, S3Options, open_store
 from infra.clusters import ClusterManifest
+from infra.forked_processes import forking_python
 from infra.process_record import marked_processes
 from infra.services import prefect_api, processes
 from infra.services.state import StackState
 from infra.services.worker import WORK_POOL
 from infra.settings import CHECKOUT, inherited_environment, read_env_file
-from tests.warm import forking_python, with_forked_actors
+from tests.warm import with_forked_actors
 
 T = TypeVar("T")
 S = TypeVar("S", bound="LocalStack")

@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -77,7 +78,12 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _lease(directory: Path) -> ClusterManifest:
     return lease_cluster(
-        "shared", directory=directory, num_cpus=2, object_store_mb=80, environment={"STORE_SECRET": "xyz"}
+        "shared",
+        directory=directory,
+        num_cpus=2,
+        object_store_mb=80,
+        environment={"STORE_SECRET": "xyz"},
+        imported=["colorsys"],
     )
 
 
@@ -109,6 +115,24 @@ def test_a_detached_actor_outlives_a_killed_driver_that_does_not_hold_the_lease(
     assert ray.get(counter.add.remote(), timeout=30) == (2, int(pid), "xyz")
     assert int(pid) in {process.pid for process in leftover_processes(connected.mark)}
     ray.kill(counter)
+
+
+def test_actors_are_forked_from_a_process_that_has_imported_and_without_it_import_for_themselves(
+    connected: ClusterManifest,
+) -> None:
+    @ray.remote(num_cpus=0)
+    class Actor:
+        def known(self) -> tuple[bool, int]:
+            return "colorsys" in sys.modules, os.getpid()
+
+    with_it = Actor.remote()
+    knows, pid = ray.get(with_it.known.remote(), timeout=60)
+    server = psutil.Process(pid).parents()[1]
+    assert knows
+    assert server in leftover_processes(connected.mark)
+    server.kill()
+    assert ray.get(Actor.remote().known.remote(), timeout=60)[0] is False
+    assert ray.get(with_it.known.remote(), timeout=60) == (True, pid)
 
 
 def test_a_second_lease_of_the_name_is_the_warm_cluster(shared: ClusterManifest, directory: Path) -> None:

@@ -14,7 +14,9 @@ from infra.artifacts.s3 import bodies
 from infra.artifacts.s3_requests import Patience
 from tasks.report import write
 from tasks.source import source_digest
+from tests.warm import quicken
 
 for modules in ((), ["data"], ["preferences"], ["evaluate"], tasks.ppo.MODULES, [f"report/{n}" for n in write.MODULES]):
     source_digest(*modules)  # remembered, as is what botocore reads for its first client
+quicken()
 bodies(S3Options("http://127.0.0.1:1", "key", "secret", region="us-east-1"), Patience())

@@ -17,13 +17,14 @@ from typing import Any, Literal, TypeVar
 import psutil
 
 from infra.errors import ServiceError
+from infra.forked_processes import forking_python
 from infra.services import prefect_api, processes
 from infra.settings import CHECKOUT
 from tests.integration.local_stack import PROGRAMS, LocalStack, running, turn, usual_ports_occupied, wait_for
 from tests.night.books import Books, balance, read_champion
 from tests.night.notes import Note
 from tests.night.sites import Site, Start, deployments, make_sites, runs_of, switch_off, switch_on
-from tests.warm import forking_python, warm_processes
+from tests.warm import warm_processes
 
 T = TypeVar("T")
 Victim = Literal["flow", "server", "worker", "store"]

@@ -1,4 +1,4 @@
-"""A process that the tests' server forks ends, and looks from outside, as one that Python started."""
+"""A forked process ends, and looks from outside, as one that Python started, or Python starts it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.warm import forking_python, warm_processes
+from infra.forked_processes import forking_python, server_command, server_environment
+from infra.settings import CHECKOUT
+from tests.warm import warm_processes
 
 WAITING = """
 import atexit, os, signal, sys, time
@@ -92,3 +95,46 @@ def test_a_process_does_not_outlive_a_caller_that_is_killed(
     while process.is_running():
         assert time.monotonic() < deadline, "the process lives on"
         time.sleep(0.05)
+
+
+def _is_forked(python: list[str], directory: Path, **variables: str) -> bool:
+    """Start a process; Python itself has the caller's id."""
+    (directory / "who.py").write_text("import os\nprint(os.getpid())\n")
+    caller = subprocess.Popen(
+        [*python, "who.py"], cwd=directory, env={**os.environ, **variables}, stdout=subprocess.PIPE, text=True
+    )
+    said, _ = caller.communicate(timeout=60)
+    assert caller.returncode == 0
+    return int(said) != caller.pid
+
+
+def test_an_environment_that_does_not_fit_makes_the_caller_python(python: list[str], tmp_path: Path) -> None:
+    assert _is_forked(python, tmp_path, LARGE="x" * 10_000)
+    assert not _is_forked(python, tmp_path, LARGE="x" * 100_000)
+
+
+def test_a_server_that_is_gone_makes_the_caller_python(tmp_path: Path) -> None:
+    assert not _is_forked(forking_python(tmp_path / "s").split(), tmp_path)
+
+
+CUDA = "begun = False\nclass cuda:\n    _is_in_bad_fork = staticmethod(lambda: begun)\nset_num_threads = int\n"
+
+
+@pytest.mark.parametrize(
+    ("torch", "is_forked"),
+    [(CUDA, True), (CUDA.replace("False", "True"), False), ("raise ImportError", False)],
+    ids=["CUDA has not begun", "CUDA has begun", "its imports fail"],
+)
+def test_what_the_server_imports_decides(tmp_path: Path, torch: str, is_forked: bool) -> None:
+    (tmp_path / "torch.py").write_text(torch)
+    command = server_command(tmp_path / "s", ["torch"], verb="start")
+    environment = server_environment(os.environ) | {"PYTHONPATH": f"{tmp_path}:{CHECKOUT}"}
+    with (tmp_path / "log").open("wb") as log:
+        subprocess.run(command, env=environment, stdout=log, stderr=log, timeout=60, check=True)
+    try:
+        assert _is_forked(forking_python(tmp_path / "s").split(), tmp_path) is is_forked
+    finally:
+        for each in psutil.process_iter():
+            with suppress(psutil.Error):
+                if str(tmp_path / "s") in each.cmdline():
+                    each.kill()

@@ -1,16 +1,16 @@
 """Processes forked from a server that has imported what they need: imports are most of what their start costs.
 
-In place of Python one runs a caller, which hands arguments, environment and files to the server, passes
-SIGTERM and SIGINT on, and ends as the process ends. From outside the process looks like any other: processes are known
-by their environment and, where one runs a module, by their command line, and so its own are written over those it was
-forked with. Where the server is gone, or a process that it forks could not do what any other can, the caller becomes
-Python itself.
+A caller is run instead of Python. It hands arguments, environment and files to the server, passes SIGTERM and SIGINT
+on, and ends as the process ends. From outside the process looks like any other: processes are known by their
+environment and, where one runs a module, by their command line, so its own are written over those it was forked with.
+The caller becomes Python itself where the server is gone or silent, where CUDA has begun in the server, and where the
+environment does not fit.
 
     server     python -P -m infra.forked_processes serve SOCKET MODULE ..., or start
     caller     forking_python(SOCKET) FILE ..., or -mMODULE ...
 
-Ray and Prefect cannot be among the modules: they read their settings once, when they are imported. What Python itself
-reads when it starts is the server's, so all have one hash seed.
+Ray cannot be among the modules, and Prefect only if the server has the same settings: both read them once, when they
+are imported. What Python itself reads when it starts is the server's, so all have one hash seed.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import Mapping, Sequence
@@ -41,8 +42,11 @@ _FILES = 3
 _ROOM_BYTES = 16384
 """For what a process has more in its environment than the server."""
 _ARGUMENTS_ROOM = 32
-_BEGIN_TIMEOUT_S = 30.0
-"""Ray gives a process 60 s to come up."""
+_BEGIN_TIMEOUT_S = 20.0
+"""Until a caller becomes Python. Ray gives a process 60 s to come up."""
+_OOM_SCORE = Path("/proc/self/oom_score_adj")
+_KILL_WITH_PARENT = 1
+"""Of prctl."""
 
 
 def forking_python(address: Path) -> str:
@@ -59,14 +63,14 @@ def server_command(address: Path, modules: Sequence[str], *, verb: str = "serve"
     Args:
         address: of its socket, in a directory that is closed to others.
         modules: what it imports.
-        verb: `serve`, or `start` to leave the server behind as soon as it can be called.
+        verb: `serve`, or `start` to leave the server behind, which imports while callers wait.
     """
     return [sys.executable, "-P", "-m", __name__, verb, str(address), *modules, "." * _ARGUMENTS_ROOM]
 
 
 def server_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment that a server runs in: what is read while it imports, with room for a process's own."""
-    # Without a context of CUDA's, which a fork would break.
+    # With it transformers can ask for GPUs and CUDA does not begin: no process that is forked later could use it.
     return {**environment, "PYTORCH_NVML_BASED_CUDA_CHECK": "1", "ROOM": "." * _ROOM_BYTES}
 
 
@@ -81,11 +85,20 @@ def call(address: str, arguments: list[str]) -> int:
         try:
             process = _forked(server, address, arguments)
         except OSError:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_DFL)
+            if select.select([woken], [], [], 0)[0]:
+                os.kill(os.getpid(), woken.recv(1)[0])
             os.execv(sys.executable, [sys.executable, *arguments])
+        with suppress(OSError):  # Ray has the largest processes killed first when memory is short, and meant that one
+            _OOM_SCORE.write_text("0")
         while woken in select.select([server, woken], [], [])[0]:
             with suppress(ProcessLookupError):  # it has just ended
                 os.kill(process, woken.recv(1)[0])
-        status = _number(server)
+        try:
+            status = _number(server)
+        except ConnectionError:  # who watched the process was killed, and it with him
+            return 1
     if status < 0:
         if -status != signal.SIGKILL:
             signal.signal(-status, signal.SIG_DFL)
@@ -99,9 +112,14 @@ def _forked(server: socket.socket, address: str, arguments: list[str]) -> int:
     Raises:
         OSError: if it does not.
     """
-    words = json.dumps({"arguments": arguments, "environment": dict(os.environ), "cwd": os.getcwd()}).encode()
+    wanted = {"arguments": arguments, "environment": dict(os.environ), "cwd": os.getcwd(), "oom_score": ""}
+    with suppress(OSError):
+        wanted["oom_score"] = _OOM_SCORE.read_text()
+    words = json.dumps(wanted).encode()
+    deadline = time.monotonic() + _BEGIN_TIMEOUT_S
     server.settimeout(_BEGIN_TIMEOUT_S)
     server.connect(address)
+    server.settimeout(max(deadline - time.monotonic(), 1.0))
     socket.send_fds(server, [len(words).to_bytes(_NUMBER_BYTES, "big")], range(_FILES))
     server.sendall(words)
     process = _number(server)
@@ -121,19 +139,21 @@ def _number(server: socket.socket) -> int:
 
 
 def serve(address: str, modules: Sequence[str], *, stays: bool) -> NoReturn:
-    """Fork a process for everyone who calls, until this process is ended; callers wait while it imports.
+    """Fork a process for everyone who calls, until this process is ended.
 
     Args:
         address: of its socket.
         modules: what is imported.
-        stays: in this process, not in a child that is left behind.
+        stays: True: this process serves, and its socket is there once it has imported; False: a child does, its socket
+            is there before that, and this process ends.
     """
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"{address}.new")
         listener.listen(64)
-        os.rename(f"{address}.new", address)
-        if not stays and os.fork():
-            os._exit(0)
+        if not stays:
+            os.rename(f"{address}.new", address)
+            if os.fork():
+                os._exit(0)
         for module in modules:
             importlib.import_module(module)
         assert "ray" not in sys.modules
@@ -141,6 +161,8 @@ def serve(address: str, modules: Sequence[str], *, stays: bool) -> NoReturn:
             each.atexit = False  # what this process made is not for others to take down
         gc.freeze()  # what all share is not looked through, and so not copied, each time one collects its garbage
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody is waited for here
+        if stays:
+            os.rename(f"{address}.new", address)
         while True:
             caller, _ = listener.accept()
             if os.fork() == 0:
@@ -148,6 +170,8 @@ def serve(address: str, modules: Sequence[str], *, stays: bool) -> NoReturn:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 try:
                     _watch(caller)
+                except BaseException:
+                    traceback.print_exc()
                 finally:
                     os._exit(1)
             caller.close()
@@ -164,10 +188,15 @@ def _watch(caller: socket.socket) -> NoReturn:
     wanted = json.loads(words)
     if select.select([caller], [], [], 0)[0] or not _is_possible(wanted["environment"]):
         os._exit(1)  # it has gone, or becomes Python itself
-    process = os.fork()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the process decides when it ends
+    watcher, process = os.getpid(), os.fork()
     if process == 0:
         caller.close()
-        _process(wanted, files)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        ctypes.CDLL(None).prctl(_KILL_WITH_PARENT, signal.SIGKILL)
+        if os.getppid() != watcher:
+            os._exit(1)
+        _become(wanted, files)
     for file in files:
         os.close(file)
     _tell(caller, process)
@@ -181,7 +210,11 @@ def _watch(caller: socket.socket) -> NoReturn:
 
 
 def _is_possible(environment: Mapping[str, str]) -> bool:
-    """Whether a process can be forked: CUDA has not begun here, and there is room for its environment."""
+    """Whether a process can be forked here, watched, and do what any other can; its environment must fit."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):  # an old system, or a container that forbids it
+        return False
     torch = sys.modules.get("torch")
     start, end = _place(_ENVIRONMENT)
     return (torch is None or not torch.cuda._is_in_bad_fork()) and len(_text(environment)) <= end - start
@@ -192,7 +225,7 @@ def _tell(caller: socket.socket, number: int) -> None:
         caller.sendall(number.to_bytes(_NUMBER_BYTES, "big", signed=True))
 
 
-def _process(wanted: Mapping[str, Any], files: list[int]) -> NoReturn:
+def _become(wanted: Mapping[str, Any], files: list[int]) -> NoReturn:
     """Be the process that a caller wants."""
     code = 1
     try:
@@ -204,11 +237,14 @@ def _process(wanted: Mapping[str, Any], files: list[int]) -> NoReturn:
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if code and code is not end.code:
+            sys.stderr.write(f"{end.code}\n")
     except BaseException:
         traceback.print_exc()
     finally:
         with suppress(BaseException):  # what Python does at its end: Prefect sends what it has not sent yet
             threading._shutdown()  # type: ignore[attr-defined]
+        with suppress(BaseException):
             atexit._run_exitfuncs()
         with suppress(OSError):
             sys.stdout.flush()
@@ -216,7 +252,9 @@ def _process(wanted: Mapping[str, Any], files: list[int]) -> NoReturn:
         os._exit(code)
 
 
-def _run(arguments: list[str], environment: dict[str, str], cwd: str) -> None:
+def _run(arguments: list[str], environment: dict[str, str], cwd: str, oom_score: str) -> None:
+    with suppress(OSError):
+        _OOM_SCORE.write_text(oom_score)
     os.environ.clear()  # and not item by item: titles that Ray gives would lie where the former environment did
     os.environ.update(environment)
     _write_over(_ENVIRONMENT, _text(environment))
@@ -224,13 +262,14 @@ def _run(arguments: list[str], environment: dict[str, str], cwd: str) -> None:
     random.seed()  # two processes with the same jitter would meet again and again
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()
-    if torch := sys.modules.get("torch"):
-        torch.set_num_threads(int(environment.get("OMP_NUM_THREADS") or os.cpu_count() or 1))  # read at its import
+    threads = environment.get("OMP_NUM_THREADS", "")  # torch read the server's when it was imported
+    if (torch := sys.modules.get("torch")) and threads.isdecimal():
+        torch.set_num_threads(int(threads))
     first, *others = arguments
     if first.startswith("-m"):
         module = first.removeprefix("-m")
         words = [sys.executable, "-m", module, *others]
-        _write_over(_COMMAND, b"".join(word.encode() + b"\0" for word in words))
+        _write_over(_COMMAND, b"".join(os.fsencode(word) + b"\0" for word in words))
         sys.argv = [module, *others]
         sys.path.insert(0, cwd)
         sys.modules.pop(module, None)

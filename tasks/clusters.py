@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 CODE = ("infra", "rlhf_core", "tasks")
 """What the nodes of a user's own cluster must have as this process has it."""
-_IMPORTED = (
+IMPORTED = (
     "infra.artifacts.s3",
     "rlhf_core.ppo.learner",
     "rlhf_core.rollout.experience",
@@ -66,7 +66,7 @@ def lease_for(
             object_store_mb=object_store_mb,
             start_timeout_s=cluster.start_timeout_s,
             environment=environment,
-            imported=_IMPORTED,
+            imported=IMPORTED,
         )
     _check_object_store(address, object_store_mb)
     return lease_existing(

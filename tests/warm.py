@@ -52,7 +52,7 @@ def warm_processes(address: Path, imported: str, environment: Mapping[str, str] 
 
 
 def quicken() -> None:
-    """Do once, in a server, what each process of its would do at its first use of Prefect."""
+    """Do once, in a server, what each forked process would otherwise do at its first use of Prefect."""
     _share_certificates()
     _complete_models()
 

@@ -16,7 +16,7 @@ from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-d
 
 from infra.clusters.control_server import ControlServer
 from infra.clusters.lease import call_before_end
-from infra.clusters.manifest import JOB_VARIABLE, ClusterManifest
+from infra.clusters.manifest import JOB_CONFIG_VARIABLE, ClusterManifest
 from infra.errors import ClusterError, ClusterNotReadyError
 from infra.forked_processes import forking_python
 
@@ -57,7 +57,6 @@ def connect(manifest: ClusterManifest, timeout_s: float = 30.0, environment: Map
             ray.init(
                 address=manifest.address,
                 namespace=manifest.namespace,
-                # Not as `env_vars`: those Ray writes into its logs and on the command line that starts a worker.
                 runtime_env=_runtime_env(manifest, environment),
                 log_to_driver=False,
                 logging_level=logging.WARNING,
@@ -155,9 +154,12 @@ def _at_its_address(manifest: ClusterManifest) -> Iterator[None]:
 
 def _runtime_env(manifest: ClusterManifest, environment: Mapping[str, str] | None) -> dict[str, Any] | None:
     """Return how this driver's actors start; None leaves it to Ray, or to whoever set the job's configuration."""
-    if manifest.kind == "local" and manifest.forking.exists() and JOB_VARIABLE not in os.environ:
-        return {"py_executable": forking_python(manifest.forking)}
-    return {"worker_process_setup_hook": _setter(environment)} if environment else None
+    found: dict[str, Any] = {}
+    if manifest.kind == "local" and manifest.fork_socket.exists() and JOB_CONFIG_VARIABLE not in os.environ:
+        found["py_executable"] = forking_python(manifest.fork_socket)
+    if environment:  # not as `env_vars`: those Ray writes into its logs and on the command line that starts a worker
+        found["worker_process_setup_hook"] = _setter(environment)
+    return found or None
 
 
 def _setter(environment: Mapping[str, str]) -> Callable[[], None]:

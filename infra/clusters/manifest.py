@@ -15,7 +15,7 @@ from infra.process_record import ProcessRecord
 
 MARK_VARIABLE = "RLHF_CLUSTER"
 """Environment variable that every process of a cluster inherits; its value is the cluster's mark."""
-JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+JOB_CONFIG_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Of Ray: how a driver's actors start, if somebody has said so."""
 _NOWHERE = Path(os.devnull)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -64,7 +64,7 @@ class ClusterManifest(BaseModel):
         return self.temp_dir / "tls.pem"
 
     @property
-    def forking(self) -> Path:
+    def fork_socket(self) -> Path:
         """Socket of the server that forks actors' processes; not there if the cluster was started without."""
         return self.temp_dir / "fork"
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import psutil
 
 from infra.certificate import own_certificate
-from infra.clusters.manifest import JOB_VARIABLE, MARK_VARIABLE, ClusterManifest
+from infra.clusters.manifest import JOB_CONFIG_VARIABLE, MARK_VARIABLE, ClusterManifest
 from infra.clusters.reaper import TEMP_PREFIX, leftover_processes
 from infra.errors import ClusterError, ClusterNotReadyError
 from infra.forked_processes import server_command, server_environment
@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 MIN_OBJECT_STORE_MB = 80
 """Ray refuses less than 75 MiB."""
+_FORKING_TIMEOUT_S = 20.0
 _LONGEST_TEMP_DIR = 40
 """A Unix socket's path has at most 107 bytes (103 on macOS), and 63 or fewer are appended to the temp dir."""
 _NOT_INHERITED = ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_JOB_ID", "RAY_RAYLET_PID", "RAY_CLIENT_MODE")
@@ -117,7 +118,7 @@ def start_head(
     }.items():
         path.touch(mode=0o600)
         path.write_text(secret)
-    if imported and JOB_VARIABLE not in os.environ:
+    if imported and JOB_CONFIG_VARIABLE not in os.environ:
         _start_forking(manifest, imported, environment)
     command = _command(manifest, num_cpus, math.ceil(num_gpus), object_store_mb)
     _run(manifest, command, timeout_s, environment)
@@ -168,18 +169,21 @@ def _run(manifest: ClusterManifest, command: list[str], timeout_s: float, enviro
 
 def _start_forking(manifest: ClusterManifest, imported: Sequence[str], environment: Mapping[str, str]) -> None:
     """Start the server that actors' processes are forked from, which imports while Ray starts; or go on without it."""
-    with (manifest.log_dir / "forked-processes.log").open("wb") as output:
-        started = subprocess.run(
-            server_command(manifest.forking, imported, verb="start"),
-            env=server_environment(_environment(manifest, environment)),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            check=False,
-        )
-    if started.returncode:
-        logger.warning("actors of cluster %r import for themselves; see %s", manifest.name, output.name)
+    log = manifest.log_dir / "forked-processes.log"
+    try:
+        with log.open("wb") as output:
+            subprocess.run(
+                server_command(manifest.fork_socket, imported, verb="start"),
+                env=server_environment(_environment(manifest, environment)),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                timeout=_FORKING_TIMEOUT_S,
+                check=True,
+            )
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.warning("actors of cluster %r import for themselves (%s); see %s", manifest.name, error, log)
 
 
 def _environment(manifest: ClusterManifest, extra: Mapping[str, str]) -> dict[str, str]:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -24,6 +25,7 @@ from infra.clusters import (
 )
 from infra.clusters.ray_head import SILENT_NODE
 from infra.errors import ClusterError, ClusterNotReadyError
+from tasks.clusters import IMPORTED
 from tasks.ppo_group import ANSWER_S
 from tests.integration.cluster_processes import GONE_WITHIN_S, Owners, run, says, wait_until_nothing_is_left
 
@@ -83,7 +85,7 @@ def _lease(directory: Path) -> ClusterManifest:
         num_cpus=2,
         object_store_mb=80,
         environment={"STORE_SECRET": "xyz"},
-        imported=["colorsys"],
+        imported=IMPORTED,
     )
 
 
@@ -94,6 +96,7 @@ def shared(directory: Path) -> Iterator[ClusterManifest]:
     yield manifest
     release_cluster("shared")
     wait_until_nothing_is_left(manifest)
+    assert "forked_processes" not in (manifest.log_dir / "ray" / "raylet.err").read_text()
 
 
 @pytest.fixture
@@ -120,19 +123,20 @@ def test_a_detached_actor_outlives_a_killed_driver_that_does_not_hold_the_lease(
 def test_actors_are_forked_from_a_process_that_has_imported_and_without_it_import_for_themselves(
     connected: ClusterManifest,
 ) -> None:
-    @ray.remote(num_cpus=0)
     class Actor:
-        def known(self) -> tuple[bool, int]:
-            return "colorsys" in sys.modules, os.getpid()
+        def known(self) -> tuple[set[str], int]:
+            return set(sys.modules), os.getpid()
 
-    with_it = Actor.remote()
+    actor: Any = ray.remote(num_cpus=0)(Actor)
+    with_it = actor.remote()
     knows, pid = ray.get(with_it.known.remote(), timeout=60)
     server = psutil.Process(pid).parents()[1]
-    assert knows
+    assert knows >= set(IMPORTED)
+    assert "prefect" not in knows
     assert server in leftover_processes(connected.mark)
     server.kill()
-    assert ray.get(Actor.remote().known.remote(), timeout=60)[0] is False
-    assert ray.get(with_it.known.remote(), timeout=60) == (True, pid)
+    assert not ray.get(actor.remote().known.remote(), timeout=60)[0] & set(IMPORTED)
+    assert ray.get(with_it.known.remote(), timeout=60)[1] == pid
 
 
 def test_a_second_lease_of_the_name_is_the_warm_cluster(shared: ClusterManifest, directory: Path) -> None:

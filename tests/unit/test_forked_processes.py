@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -100,17 +102,68 @@ def test_a_process_does_not_outlive_a_caller_that_is_killed(
 def _is_forked(python: list[str], directory: Path, **variables: str) -> bool:
     """Start a process; Python itself has the caller's id."""
     (directory / "who.py").write_text("import os\nprint(os.getpid())\n")
-    caller = subprocess.Popen(
-        [*python, "who.py"], cwd=directory, env={**os.environ, **variables}, stdout=subprocess.PIPE, text=True
+    with (directory / "said").open("w") as said:  # not a pipe: a server that is silent would keep its end open
+        caller = subprocess.Popen([*python, "who.py"], cwd=directory, env={**os.environ, **variables}, stdout=said)
+        assert caller.wait(timeout=60) == 0
+    return int((directory / "said").read_text()) != caller.pid
+
+
+def test_the_process_is_the_one_that_is_ended_when_memory_is_short(python: list[str], tmp_path: Path) -> None:
+    score = "Path('/proc/self/oom_score_adj')"
+    (tmp_path / "score.py").write_text(f"from pathlib import Path\nprint({score}.read_text())\n")
+    largest = (
+        f"from pathlib import Path; import os, sys; {score}.write_text('900'); os.execv(sys.argv[1], sys.argv[1:])"
     )
-    said, _ = caller.communicate(timeout=60)
-    assert caller.returncode == 0
-    return int(said) != caller.pid
+    said = subprocess.run(
+        [sys.executable, "-c", largest, *python, "score.py"], cwd=tmp_path, capture_output=True, timeout=60, check=True
+    )
+    assert int(said.stdout) == 900
+
+
+def test_a_process_ends_with_who_watches_it(waiting: tuple[subprocess.Popen[str], psutil.Process]) -> None:
+    caller, process = waiting
+    watcher = process.parent()
+    assert watcher is not None
+    watcher.terminate()  # as all processes of a cluster are: it waits for the process
+    assert process.is_running()
+    watcher.kill()
+    assert caller.wait(timeout=60) == 1
+    process.wait(timeout=60)
 
 
 def test_an_environment_that_does_not_fit_makes_the_caller_python(python: list[str], tmp_path: Path) -> None:
     assert _is_forked(python, tmp_path, LARGE="x" * 10_000)
     assert not _is_forked(python, tmp_path, LARGE="x" * 100_000)
+
+
+@pytest.fixture
+def silent(tmp_path: Path) -> Iterator[list[str]]:
+    """What stands for Python, if the server does not answer, for a second."""
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "s"))
+        server.listen()
+        code = f"""
+import sys
+from infra import forked_processes
+forked_processes._BEGIN_TIMEOUT_S = 1
+forked_processes.call({str(tmp_path / "s")!r}, sys.argv[1:])
+"""
+        yield [sys.executable, "-c", code]
+
+
+def test_a_server_that_is_silent_makes_the_caller_python(silent: list[str], tmp_path: Path) -> None:
+    assert not _is_forked(silent, tmp_path)
+
+
+def test_a_signal_that_comes_before_a_process_is_there_is_not_lost(silent: list[str], tmp_path: Path) -> None:
+    (tmp_path / "who.py").touch()
+    caller = subprocess.Popen([*silent, "who.py"], cwd=tmp_path)
+    deadline = time.monotonic() + 60
+    while not psutil.Process(caller.pid).net_connections("unix"):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    caller.send_signal(signal.SIGTERM)
+    assert caller.wait(timeout=60) == -signal.SIGTERM
 
 
 def test_a_server_that_is_gone_makes_the_caller_python(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ from prefect import flow
 
 from flows.begin import begin
 from flows.end import finished, made
+from tasks.clusters import end_cluster
 from tasks.one_process import one_process
 from tasks.ppo import (
-    end_cluster,
     finished_policy,
     next_episode,
     plan_ppo,
@@ -67,6 +67,6 @@ def ppo(
                 ppo_episode(run, episode)
             policy = publish_policy(run)
         finally:
-            end_cluster(run)
+            end_cluster(run.name)
     show_episodes(policy, config.seed)
     return finished(policy, made(policy), see=policy.uri)

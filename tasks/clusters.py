@@ -1,4 +1,4 @@
-"""Which Ray cluster a stage runs on: one that is started for it and ends with it, or the user's own."""
+"""Which Ray cluster a stage runs on, and its end: one that is started for it and ends with it, or the user's own."""
 
 from __future__ import annotations
 
@@ -78,6 +78,19 @@ def lease_for(
 def _warn_of_trainers() -> None:
     """Say this once in a run, which is one process."""
     run_logger().warning("several trainers on one machine: any user of it can reach their ports (docs/security.md)")
+
+
+def end_cluster(name: str) -> None:
+    """End this process's cluster of a name and everything on it, and wait until it is gone; nothing if there is none.
+
+    What is left of it does not end the run in another way than its work did: the watchdog goes on trying.
+    """
+    from infra.clusters import release_cluster
+
+    try:
+        release_cluster(name)  # which leaves the cluster too, and ends it even where Ray does not end
+    except ClusterError as error:
+        run_logger().warning("the cluster of %s has not ended yet: %s", name, error)
 
 
 def _check_object_store(address: str, needed_mb: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from infra.artifacts.ref import EXTERNAL_PREFIX
-from infra.errors import ClusterError, InfraError
+from infra.errors import InfraError
 from rlhf_core.config import PipelineConfig
 from rlhf_core.counting import ordinal
 from rlhf_core.errors import RlhfError
@@ -251,19 +251,6 @@ def _tell_of_high_rank(store: ArtifactStore, uri: str) -> None:
             f"its adapters have rank {rank} in all, and every pass computes them; to begin from one whole model: "
             f"rlhf artifacts fetch {uri} DIR --merged, then -p model=DIR without -p actor",
         )
-
-
-def end_cluster(run: PPORun) -> None:
-    """End the run's cluster and everything on it, and wait until it is gone; nothing if it never started.
-
-    What is left of it does not end the run in another way than its work did: the watchdog goes on trying.
-    """
-    from infra.clusters import release_cluster
-
-    try:
-        release_cluster(run.name)  # which leaves the cluster too, and ends it even where Ray does not end
-    except ClusterError as error:
-        run_logger().warning("the cluster of %s has not ended yet: %s", run.name, error)
 
 
 class _EndingTheGroupOnFailure:

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf_core.config import PipelineConfig
-from tasks.context import actors_context, materialise
+from tasks.context import Context, actors_context, materialise
 from tasks.models import load_frozen, load_own, load_reward_model, opened_base, write_base
-from tasks.results import Parent, PPORun
+from tasks.results import PPORun
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,10 +37,11 @@ class LearnerFactory:
         device = default_device()
         torch.manual_seed(config.seed)
         arithmetic = config.ppo.dtype if self._run.shares_base else "float32"
-        actor = _policy(self._run, arithmetic)
-        critic = _critic(self._run, actor, arithmetic, own_dtype="float32")
+        context = actors_context(None)
+        actor = _policy(context, self._run, arithmetic)
+        critic = _critic(context, self._run, actor, arithmetic, own_dtype="float32")
         _attach_lora(config, actor, critic)
-        ptx = _demonstrations(self._run)
+        ptx = _demonstrations(context, self._run)
         return PPOLearner.build(actor, critic, config.ppo, device=device, ptx=ptx, seed=config.seed)
 
 
@@ -52,25 +53,22 @@ class MakerFactory:
 
     def __call__(self) -> ExperienceMaker:
         """Return the maker with the weights of version 0."""
-        from infra.settings import settings
         from rlhf_core.data import PromptTemplate
         from rlhf_core.models.loading import default_device, load_tokenizer
         from rlhf_core.rewards.scoring import build_scorer
         from rlhf_core.rewards.verifying import asks_for_answers, judge_of
         from rlhf_core.rollout.experience import ExperienceMaker
 
-        run, config = self._run, self._run.config
+        run, config, context = self._run, self._run.config, actors_context(None)
         dtype, device = config.ppo.rollout_dtype, default_device()
         scores = config.ppo.reward.reward_model > 0
-        reward_model = _reward_model(run, dtype).to(device) if scores else None
-        actor = _policy(run, dtype)
-        critic = _critic(run, actor, dtype, own_dtype=dtype)
+        reward_model = _reward_model(context, run, dtype).to(device) if scores else None
+        actor = _policy(context, run, dtype)
+        critic = _critic(context, run, actor, dtype, own_dtype=dtype)
         if config.ppo.sends_adapters:
             _attach_lora(config, actor, critic)
-        template, allowed = (
-            PromptTemplate(load_tokenizer(_directory(run.actor)), config.template),
-            settings().reward_modules,
-        )
+        template = PromptTemplate(load_tokenizer(materialise(context, run.actor)), config.template)
+        allowed = context.settings.reward_modules
         judge = judge_of(config, template=template, allowed_modules=allowed) if asks_for_answers(config.data) else None
         return ExperienceMaker(
             actor=actor,
@@ -83,7 +81,8 @@ class MakerFactory:
                 allowed_modules=allowed,
                 scaled=not config.ppo.legacy,
             ),
-            initial_model=None if run.shares_base else _policy(run, dtype),  # None: the actor without PPO's adapters
+            # without one it is the actor, PPO's adapters off
+            initial_model=None if run.shares_base else _policy(context, run, dtype),
             template=template,
             config=config.ppo,
             seed=config.seed,
@@ -108,7 +107,7 @@ class PolicySaver:
         from rlhf_core.models.loading import load_tokenizer, save_weights
         from rlhf_core.models.lora import merged_parameters
 
-        tokenizer = load_tokenizer(_directory(self._run.actor))
+        tokenizer = load_tokenizer(materialise(actors_context(None), self._run.actor))
         if not self._run.shares_base:
             save_weights(actor.config, merged_parameters(actor), tokenizer, directory)
             return
@@ -118,21 +117,22 @@ class PolicySaver:
         tokenizer.save_pretrained(directory)
 
 
-def _policy(run: PPORun, dtype: str) -> PreTrainedModel:
+def _policy(context: Context, run: PPORun, dtype: str) -> PreTrainedModel:
     """Return the policy that the run began from: frozen, over the base that all share, or in memory of its own."""
     from rlhf_core.models.loading import default_device
 
-    context, base = actors_context(None), run.base or run.actor
+    base = run.base or run.actor
     if not run.shares_base:
         return load_own(context, run.actor, base, dtype)
     copy = opened_base(context, base, run.config.ppo.rollout_dtype)
     return load_frozen(context, run.actor, copy, dtype, device=default_device())
 
 
-def _critic(run: PPORun, actor: PreTrainedModel, arithmetic: str, *, own_dtype: str) -> Critic | None:
+def _critic(context: Context, run: PPORun, actor: PreTrainedModel, arithmetic: str, *, own_dtype: str) -> Critic | None:
     """Return the critic, or None where advantages compare samples with each other.
 
     Args:
+        context: the open context.
         run: the run.
         actor: with whose base, as far as it is shared, a critic that starts from the policy goes on.
         arithmetic: of a critic over a shared base.
@@ -148,9 +148,9 @@ def _critic(run: PPORun, actor: PreTrainedModel, arithmetic: str, *, own_dtype: 
     if config.critic_init != "reward_model":
         return Critic(share(trunk_of(actor))) if run.shares_base else Critic.from_causal_lm(actor)
     if run.shares_base and run.reward_model != run.reward_model_base:  # adapters, loaded for this critic alone
-        model = _reward_model(run, arithmetic)
+        model = _reward_model(context, run, arithmetic)
         return Critic(model.trunk, model.head)
-    return Critic.from_reward_model(_reward_model(run, own_dtype), keep_head=True)
+    return Critic.from_reward_model(_reward_model(context, run, own_dtype), keep_head=True)
 
 
 def _attach_lora(config: PipelineConfig, actor: PreTrainedModel, critic: Critic | None) -> None:
@@ -164,15 +164,14 @@ def _attach_lora(config: PipelineConfig, actor: PreTrainedModel, critic: Critic 
         attach_lora(critic.trunk, config.ppo.lora, seed=config.seed)
 
 
-def _reward_model(run: PPORun, dtype: str) -> RewardModel:
+def _reward_model(context: Context, run: PPORun, dtype: str) -> RewardModel:
     assert run.reward_model is not None  # the plan has checked this
     base = run.reward_model_base or run.reward_model
     rollout = run.config.ppo.rollout_dtype
-    context, merged = actors_context(None), not run.shares_base
-    return load_reward_model(context, run.reward_model, base, dtype, copied_for=rollout, merged=merged)
+    return load_reward_model(context, run.reward_model, base, dtype, copied_for=rollout, merged=not run.shares_base)
 
 
-def _demonstrations(run: PPORun) -> Demonstrations | None:
+def _demonstrations(context: Context, run: PPORun) -> Demonstrations | None:
     """Return the dataset's demonstrations for SFT, where the policy learns them beside PPO."""
     from rlhf_core.data import PromptTemplate, problems_from_jsonl
     from rlhf_core.data.encoding import encode_demonstrations
@@ -182,11 +181,7 @@ def _demonstrations(run: PPORun) -> Demonstrations | None:
     config = run.config
     if config.ppo.ptx_coef == 0:
         return None
-    template = PromptTemplate(load_tokenizer(_directory(run.actor)), config.template)
-    problems = problems_from_jsonl((_directory(run.dataset) / "sft.jsonl").read_bytes())
+    template = PromptTemplate(load_tokenizer(materialise(context, run.actor)), config.template)
+    problems = problems_from_jsonl((materialise(context, run.dataset) / "sft.jsonl").read_bytes())
     examples = encode_demonstrations(problems, template)
     return Demonstrations(examples, batch_size=config.ppo.ptx_batch_size, seed=config.seed, device=default_device())
-
-
-def _directory(parent: Parent) -> Path:
-    return materialise(actors_context(None), parent)

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config import PipelineConfig
-from tasks.clusters import address_of, lease_for
+from tasks.clusters import address_of, end_cluster, lease_for
 from tasks.context import Context, materialise, open_context
 from tasks.failures import first_line
 from tasks.gpu_allocation import ADVICE, available_gpus, trainer_share
@@ -120,7 +120,7 @@ def run_on_ranks(
         LostRankError: if a rank died.
         TimeoutError: if one does not answer, or nothing was told for `cluster.episode_timeout_s`.
     """
-    from infra.clusters import connect, release_cluster
+    from infra.clusters import connect
 
     started, number = time.monotonic(), trainers.num_trainers
     manifest = lease_for(
@@ -139,7 +139,7 @@ def run_on_ranks(
         say(stage, f"{ranks} ready in {time.monotonic() - started:.0f} s")
         return _first_result(actors, cluster)
     finally:
-        release_cluster(name)
+        end_cluster(name)
 
 
 def _group(

@@ -28,10 +28,11 @@ def train_prompts_on_ray(*arguments: Annotated[str, Parameter(allow_leading_hyph
 @contextmanager
 def _leased(args: Namespace) -> Iterator[None]:
     """Run the block on a cluster that this process leases, unless the user names one that runs."""
-    from infra.clusters import connect, lease_cluster, release_cluster
+    from infra.clusters import connect, lease_cluster
     from infra.settings import settings
     from rlhf_core.coati.roles.cluster import OBJECT_STORE_BYTES, address_of, check_alone
-    from rlhf_core.coati.roles.loop import processes_of
+    from rlhf_core.coati.roles.flags import processes_of
+    from tasks.clusters import IMPORTED, end_cluster
     from tasks.gpu_allocation import available_gpus
 
     if address_of(args):
@@ -49,8 +50,9 @@ def _leased(args: Namespace) -> Iterator[None]:
                 object_store_mb=OBJECT_STORE_BYTES >> 20,
                 start_timeout_s=args.start_timeout_s,
                 environment=settings().child_environment(),
+                imported=IMPORTED,
             )
         )
         yield
     finally:
-        release_cluster(name)
+        end_cluster(name)

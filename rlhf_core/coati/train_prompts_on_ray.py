@@ -119,7 +119,7 @@ def cli(
 
 def _run(args: Namespace, on_cluster: OnCluster) -> Outcome:
     check_arguments(args)
-    from rlhf_core.coati.roles.run import run  # noqa: PLC0415 - torch and Ray, once the flags are known to be good
+    from rlhf_core.coati.roles.loop import run  # noqa: PLC0415 - torch and Ray, once the flags are known to be good
 
     return run(args, _tell, on_cluster)
 

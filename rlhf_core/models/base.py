@@ -8,6 +8,9 @@ are adapters and heads over the same tensors. The file is a copy of the model's 
     dtype      as it is computed in, where that is bfloat16; else as the model was published
     mode       read-only, whole or not there, in a directory that is called after the model's digest
 
+A processor without fast bfloat16 computes in float32. Weights of 16 bits stay as they are then: a matrix is widened a
+piece at a time, when it is used. The numbers are those of the model in float32, up to the order of sums.
+
 A mapped file that is truncated ends its readers by a bus error, and one that is written to changes their weights in
 silence. So a copy's inode, size and time are compared (`check_unchanged`) before anything is made of it.
 """
@@ -27,18 +30,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from filelock import FileLock, Timeout
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from rlhf_core.errors import BaseChangedError, ModelError
 from rlhf_core.models import base_on_gpu
 from rlhf_core.models.loading import load_whole, published_dtype
 from rlhf_core.models.saving import quiet
-from rlhf_core.models.upcast import compute_in_float32
 
 WEIGHTS = "model.safetensors"
 ALIGNMENT = 64
@@ -47,6 +50,9 @@ COPY_TIMEOUT_S = 1800.0
 """Longest wait for another process that makes the same copy."""
 UNUSED_DAYS = 7
 """A copy that nobody has used for so long goes when another is made."""
+PIECE_BYTES = 1 << 22
+"""Of a matrix, widened: small enough for a processor's cache, large enough for a product. For a matrix 11,008 wide this
+takes 1.3 times as long as float32, a quarter of it 2.2 times."""
 _FORM = 1
 """Of the file; a copy of another form is made anew."""
 _PAGE = 4096
@@ -142,7 +148,7 @@ def load_base(base: Base, *, arithmetic: torch.dtype, device: str | torch.device
         setattr(parameter, _MARK, True)
     setattr(model.base_model, _BASE, base)  # of the transformer, which a critic has without the rest
     if arithmetic == torch.float32 != base.dtype:
-        compute_in_float32(model)
+        _compute_in_float32(model)
     return model
 
 
@@ -325,3 +331,74 @@ def _lock(directory: Path, *, timeout: float) -> FileLock:
 def _part(directory: Path) -> str:
     """Return how the names of unfinished copies begin."""
     return f".copying-{directory.name}-"
+
+
+# --- float32 over weights of 16 bits
+
+
+def _compute_in_float32(model: nn.Module) -> None:
+    """Have a frozen model of 16-bit weights compute in float32, in place.
+
+    Linear layers and embeddings keep their weights. What else there is (norms, biases) is small, and is copied in
+    float32.
+    """
+    for module in model.modules():
+        kind = _WIDE.get(type(module))
+        if kind is not None:
+            module.__class__ = kind
+        for name, parameter in module.named_parameters(recurse=False):
+            if (kind is None or name != "weight") and parameter.dtype != torch.float32:
+                setattr(module, name, nn.Parameter(parameter.detach().float(), requires_grad=False))
+
+
+class _Product(torch.autograd.Function):
+    """x W^T in float32, [... O] from [... I], of a frozen matrix [O I] of 16 bits; a gradient for x alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return torch.cat([x @ piece.float().T for piece in _pieces(weight)], dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (weight,) = ctx.saved_tensors
+        (gradient,) = gradients
+        pieces = _pieces(weight)
+        parts = torch.split(gradient, [len(piece) for piece in pieces], dim=-1)
+        result = parts[0] @ pieces[0].float()
+        for part, piece in zip(parts[1:], pieces[1:], strict=True):
+            result += part @ piece.float()
+        return result, None
+
+
+def _pieces(weight: Tensor) -> tuple[Tensor, ...]:
+    rows = len(weight) if weight.is_cuda else max(1, PIECE_BYTES // (4 * weight.shape[1]))
+    return torch.split(weight, rows)
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    with torch.autocast(device_type=x.device.type, enabled=False):
+        product: Tensor = _Product.apply(x.float(), weight)  # type: ignore[no-untyped-call]
+    return product
+
+
+class _WideLinear(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        product = _product(input, self.weight)
+        return product if self.bias is None else product + self.bias
+
+
+class _WideConv1D(Conv1D):  # type: ignore[misc]  # transformers is not typed
+    """GPT-2's layer, which keeps its weights transposed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias: Tensor = self.bias
+        return _product(x, self.weight.T) + bias
+
+
+class _WideEmbedding(nn.Embedding):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).float()
+
+
+_WIDE: dict[type, type] = {nn.Linear: _WideLinear, Conv1D: _WideConv1D, nn.Embedding: _WideEmbedding}

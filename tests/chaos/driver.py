@@ -127,7 +127,7 @@ def _flow(stage: Stage, parameters: dict[str, Any]) -> None:
 
 
 def _obey(stage: Stage, run: PPORun, orders: Connection) -> None:
-    from tasks.ppo import end_cluster
+    from tasks.clusters import end_cluster
 
     os.environ.update(stage.environment)
     wire(stage.directory, stage.forgets)
@@ -143,7 +143,7 @@ def _obey(stage: Stage, run: PPORun, orders: Connection) -> None:
             except Exception as error:  # told, and judged by the tests
                 orders.send(RuntimeError(f"{type(error).__name__}: {error}"))
     finally:
-        end_cluster(run)
+        end_cluster(run.name)
 
 
 def _play(stage: Stage, run: PPORun, episode: int, aim: Aim | None, deed: Mapping[str, Any]) -> Played:

@@ -23,10 +23,11 @@ from infra.settings import settings
 from rlhf_core.config import PipelineConfig
 from rlhf_core.models.loading import load_causal_lm
 from rlhf_core.models.reward_model import RewardModel
+from tasks.clusters import end_cluster
 from tasks.context import open_context
 from tasks.data import prepare_data
 from tasks.export import export
-from tasks.ppo import end_cluster, finished_policy, next_episode, plan_ppo, ppo_episode, publish_policy
+from tasks.ppo import finished_policy, next_episode, plan_ppo, ppo_episode, publish_policy
 from tasks.ppo_group import TRAINER, lease
 from tasks.results import PPORun
 
@@ -130,7 +131,7 @@ def on_a_cluster(config: PipelineConfig, directory: Path) -> Iterator[Run]:
             manifest = lease(made.plan, open_context())
             yield made
         finally:
-            end_cluster(made.plan)
+            end_cluster(made.plan.name)
         assert manifest is not None
         assert leftover_processes(manifest.mark) == []
 

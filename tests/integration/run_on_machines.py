@@ -18,8 +18,9 @@ import ray
 from ray._private.state import actors
 
 from rlhf_core.config import PipelineConfig
+from tasks.clusters import end_cluster
 from tasks.failures import passes, sentence
-from tasks.ppo import end_cluster, next_episode, ppo_episode, publish_policy
+from tasks.ppo import next_episode, ppo_episode, publish_policy
 from tasks.ppo_group import TRAINER
 from tests.integration.ppo_runs import Run
 
@@ -98,7 +99,7 @@ def main(config: str, folder: str, doing: str = "", victim: str = "") -> None:
     except Exception as error:
         tell(ended=sentence(error), kind=type(error).__name__)
     finally:
-        end_cluster(run.plan)
+        end_cluster(run.plan.name)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from infra.clusters import ClusterManifest, connect, lease_cluster, release_cluster
-from rlhf_core.coati.roles.loop import ROLES, Outcome
-from rlhf_core.coati.roles.run import run
+from rlhf_core.coati.roles.flags import ROLES
+from rlhf_core.coati.roles.loop import Outcome, run
 from rlhf_core.coati.roles.spans import Span
 from rlhf_core.detached.train_prompts_on_ray import main
 from rlhf_core.errors import LostRankError

@@ -15,7 +15,7 @@ import ray
 from ray._private.grpc_utils import init_grpc_channel
 from ray._private.services import canonicalize_bootstrap_address
 
-from rlhf_core.coati.roles.loop import ROLES, processes_of
+from rlhf_core.coati.roles.flags import ROLES, processes_of
 from rlhf_core.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ from rlhf_core.counting import counted
 from rlhf_core.errors import ConfigError
 from rlhf_core.strategy.launch import launched_ranks
 
+ROLES = ("actor", "critic", "initial", "reward")
 STRATEGIES = ("ddp", "colossalai_gemini", "colossalai_zero2", "plain")
 """coati's three, then ours."""
 MODELS = ("gpt2", "bloom", "opt", "auto")
@@ -114,6 +115,11 @@ def _add_running(group: argparse._ArgumentGroup) -> None:
     add("--start_timeout_s", type=above_zero, default=120.0, metavar="S", help="longest wait for room and processes")
     add("--timeout_s", type=above_zero, default=1800.0, metavar="S", help="longest wait from one answer to the next")
     add("--timeline", type=expanduser, metavar="PNG", help="write a picture of when each process was busy")
+
+
+def processes_of(args: argparse.Namespace) -> dict[str, int]:
+    """Return how many processes each role has."""
+    return {role: getattr(args, f"num_{role}_nodes") * args.num_gpus_per_node for role in ROLES}
 
 
 def boolean(text: str) -> bool:

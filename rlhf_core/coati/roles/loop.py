@@ -1,15 +1,25 @@
-"""The rounds of a run: draw, value, judge, learn, over four groups of actors and from one process that only calls."""
+"""A run of `train_prompts_on_ray`, after its flags are known to be good: rounds over four groups of actors.
+
+A round draws, values, judges and learns; this process only calls.
+"""
 
 from __future__ import annotations
 
 import time
+from argparse import Namespace
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import cycle
+from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import ray
+
+from rlhf_core.coati.roles.cluster import connected
 from rlhf_core.coati.roles.composition import ExperienceCompositionRefs, MadeArrays
+from rlhf_core.coati.roles.flags import processes_of
 from rlhf_core.coati.roles.groups import (
     PPOActorRayActorGroup,
     PPOCriticRayActorGroup,
@@ -17,22 +27,28 @@ from rlhf_core.coati.roles.groups import (
     PPORayActorGroup,
     PPORewardRayActorGroup,
 )
-from rlhf_core.coati.roles.placement import Share
+from rlhf_core.coati.roles.models import MODELS_DIR, check_kind
+from rlhf_core.coati.roles.placement import Share, decide
+from rlhf_core.coati.roles.prompts import read_prompts
 from rlhf_core.coati.roles.settings import RoleSettings
 from rlhf_core.coati.roles.spans import Span
 from rlhf_core.coati.roles.waiting import results
 from rlhf_core.counting import counted, ordinal
+from rlhf_core.models.loading import find_local
 from rlhf_core.ppo.episode import Position
 from rlhf_core.ppo.loop import Collected, Loop
+from rlhf_core.strategy.factory import check_strategy
 from rlhf_core.types import Sample
 
 if TYPE_CHECKING:
-    from argparse import Namespace
-
+    from rlhf_core.coati.roles.placement import Decision
     from rlhf_core.ppo.metrics import PPOStats
 
 Tell = Callable[[str], None]
-ROLES = ("actor", "critic", "initial", "reward")
+_UNTRAINED = (
+    "no --rm_pretrain: the reward model is an untrained head on a copy of --pretrain, as upstream's is; its scores "
+    "mean nothing"
+)
 
 
 class Round(NamedTuple):
@@ -64,11 +80,6 @@ class Outcome:
     """When each process was busy, by the clock of its machine."""
     written: list[str] = field(default_factory=list)
     """Paths of the policy, and of its optimizer's state."""
-
-
-def processes_of(args: Namespace) -> dict[str, int]:
-    """Return how many processes each role has."""
-    return {role: getattr(args, f"num_{role}_nodes") * args.num_gpus_per_node for role in ROLES}
 
 
 class Groups:
@@ -172,6 +183,72 @@ class RoundLearner:
         """Forget the round."""
         self._made = {}
         self.position.episode += 1
+
+
+def run(
+    args: Namespace, tell: Tell, on_cluster: Callable[[Namespace], AbstractContextManager[Any]] = nullcontext
+) -> Outcome:
+    """Train, write the policy, and return what came of it; of the run's actors none is left, whatever happens.
+
+    Args:
+        args: the flags.
+        tell: takes a line.
+        on_cluster: is given the flags; the actors live in its context, which may connect to a cluster.
+
+    Raises:
+        RlhfError: a file or model is not what it should be, an actor has ended, or training cannot go on.
+        TimeoutError: something did not come in time; it is named.
+    """
+    prompts = read_prompts(args.prompt_csv_url)
+    args = _with_absolute_paths(args)
+    _check_pretrain(args)
+    with on_cluster(args), connected(args):
+        placed = _placed(args)
+        check_strategy(args.strategy, precision=args.mixed_precision, cuda=placed.share.gpus > 0)
+        for line in (placed.line, "" if args.rm_pretrain else _UNTRAINED):
+            if line:
+                tell(line)
+        groups = Groups(args, placed.share)
+        try:
+            return _train(args, groups, prompts, tell)
+        finally:
+            groups.end()
+
+
+def _train(args: Namespace, groups: Groups, prompts: list[str], tell: Tell) -> Outcome:
+    cut = groups.load(RoleSettings.from_args(args), prompts)
+    if cut:
+        tell(f"prompts longer than {args.max_prompt_tokens} tokens, whose ends are cut off: {cut} of {len(prompts)}")
+    outcome = Outcome(rounds=run_rounds(args, groups, tell))
+    outcome.written = save(args, groups)
+    tell(f"stored {' and '.join(outcome.written)}")
+    for group in groups.all:
+        outcome.spans += [span for spans in groups.results(group, group.async_spans(), "to tell") for span in spans]
+    if args.timeline:
+        from rlhf_core.coati.roles.spans import write_timeline  # noqa: PLC0415 - matplotlib, for this alone
+
+        write_timeline(outcome.spans, Path(args.timeline))
+        tell(f"drew {args.timeline}")
+    return outcome
+
+
+def _check_pretrain(args: Namespace) -> None:
+    """See, before anything is started, that the policy is of the kind that was asked for; the hub is not asked."""
+    directory = find_local(args.pretrain, models_dir=MODELS_DIR.expanduser())
+    if directory is not None:
+        check_kind(directory, args.pretrain, args.model)
+
+
+def _placed(args: Namespace) -> Decision:
+    gpus = float(ray.cluster_resources().get("GPU", 0.0))
+    return decide(processes_of(args), gpus=gpus, told=args.gpus_per_actor, threads=args.threads)
+
+
+def _with_absolute_paths(args: Namespace) -> Namespace:
+    """Return the flags with paths that the actors find too: their working directory is another."""
+    paths = {name: getattr(args, name) for name in ("pretrain", "rm_pretrain")}
+    whole = {name: str(Path(path).absolute()) for name, path in paths.items() if path and Path(path).is_dir()}
+    return Namespace(**vars(args) | whole | {"save_path": str(Path(args.save_path).expanduser().absolute())})
 
 
 def run_rounds(args: Namespace, groups: Groups, tell: Tell) -> list[Round]:

@@ -12,7 +12,7 @@ from infra.clusters import ClusterManifest, lease_cluster, reap_orphans, release
 from infra.clusters.lease import hold
 from infra.errors import ClusterError
 from infra.process_record import ProcessRecord
-from tasks.ppo import end_cluster
+from tasks.clusters import end_cluster
 
 
 def _left_behind(directory: Path, owner: ProcessRecord) -> Path:
@@ -84,6 +84,5 @@ def test_a_runs_lease_is_ended_even_where_ray_does_not_let_go(monkeypatch: pytes
     ended: list[float] = []
     lease: Any = SimpleNamespace(manifest=SimpleNamespace(name="night"), end=ended.append, forget=lambda: None)
     hold(lease)
-    run: Any = SimpleNamespace(name="night")
-    end_cluster(run)
+    end_cluster("night")
     assert len(ended) == 1

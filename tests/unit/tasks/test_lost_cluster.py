@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
+from flows.cli import train_prompts_on_ray
 from infra.clusters import ClusterManifest, is_lost, lease
 from infra.errors import ClusterError
 from infra.process_record import ProcessRecord
+from rlhf_core.coati.roles.flags import build_parser
 from rlhf_core.config import DataConfig, PipelineConfig
 from rlhf_core.errors import LostRankError
-from tasks import ppo, ppo_group
+from tasks import clusters, ppo, ppo_group, supervised
 from tasks.results import Parent, PPORun
 
 ALIVE = ProcessRecord.of(os.getpid())
@@ -68,6 +70,30 @@ def test_a_cluster_that_does_not_end_leaves_the_runs_own_end_as_it_is(
         raise ClusterError("processes of cluster 'night' are left: 7 (raylet)")
 
     monkeypatch.setattr("infra.clusters.release_cluster", stuck)
-    monkeypatch.setattr(ppo, "run_logger", lambda: logging.getLogger("run"))
-    ppo.end_cluster(RUN)
+    monkeypatch.setattr(clusters, "run_logger", lambda: logging.getLogger("run"))
+    clusters.end_cluster("night")
     assert "the cluster of night has not ended yet: processes of cluster 'night' are left: 7 (raylet)" in caplog.text
+
+
+def test_a_cluster_that_does_not_end_replaces_nothing_that_was_said_before(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def stuck(_: str) -> None:
+        raise ClusterError("processes of a cluster are left")
+
+    def said(*_: object, **__: object) -> None:
+        raise LostRankError("rank 1 has ended")
+
+    monkeypatch.setattr("infra.clusters.release_cluster", stuck)
+    monkeypatch.setattr("infra.clusters.lease_cluster", said)
+    monkeypatch.setattr("infra.clusters.connect", said)
+    monkeypatch.setattr(supervised, "lease_for", lambda *_, **__: None)
+    monkeypatch.setenv("RLHF_HOME", str(tmp_path))
+    of_run: dict[str, Any] = {"trainers": RUN.config.sft, "cluster": RUN.config.ppo.cluster, "context": None}
+    with pytest.raises(LostRankError, match="rank 1 has ended"):
+        supervised.run_on_ranks(lambda _: None, stage="sft", name="night", **of_run)
+    with (
+        pytest.raises(LostRankError, match="rank 1 has ended"),
+        train_prompts_on_ray._leased(build_parser().parse_args([])),
+    ):
+        pass

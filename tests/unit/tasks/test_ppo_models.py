@@ -22,6 +22,7 @@ from rlhf_core.models.trunk import trunk_of
 from rlhf_core.ppo.published_weights import weights_to_publish
 from rlhf_core.weights import Publisher, Subscriber
 from tasks import models, ppo_models
+from tasks.context import Context, actors_context
 from tasks.ppo_models import LearnerFactory, MakerFactory, PolicySaver
 from tasks.results import Parent, PPORun
 from tests.tiny_llama import write_tiny_llama
@@ -37,8 +38,8 @@ def directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Pa
     model = write_tiny_llama(tmp_path / "model", initializer_range=0.2)
     RewardModel.from_causal_lm(load_causal_lm(model, "float32")).save_pretrained(tmp_path / "scorer")
     found = {"sft/tiny@1": model, "reward-model/tiny@1": tmp_path / "scorer"}
-    monkeypatch.setattr(ppo_models, "_directory", lambda parent: found[parent.uri])
-    monkeypatch.setattr(models, "materialise", lambda _context, parent: found[parent.uri])
+    for module in (models, ppo_models):
+        monkeypatch.setattr(module, "materialise", lambda _context, parent: found[parent.uri])
     monkeypatch.setenv("RLHF_HOME", str(tmp_path / "home"))
     return found
 
@@ -102,6 +103,22 @@ def test_a_maker_that_took_the_trainers_weights_computes_what_the_trainer_does(
             for critic in (learner.critic, maker.critic)
         ]
         torch.testing.assert_close(*values, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("factory", [LearnerFactory, MakerFactory])
+@pytest.mark.integration
+def test_the_store_is_opened_once_for_all_models_of_a_process(
+    directories: dict[str, Path], factory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[Context] = []
+
+    def opens(run: str | None) -> Context:
+        opened.append(actors_context(run))
+        return opened[-1]
+
+    monkeypatch.setattr(ppo_models, "actors_context", opens)
+    factory(run_of(directories, has_base=True, critic_init="reward_model"))()
+    assert len(opened) == 1
 
 
 @pytest.mark.parametrize("has_base", [False, True])

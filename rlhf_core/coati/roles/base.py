@@ -95,8 +95,17 @@ class BasePPORole(DistributedTorchRayActor, ABC):
 
         Args:
             refs: what the four models contributed.
+
+        Raises:
+            TimeoutError: if one does not come in time.
         """
-        ray.wait(refs.all(), num_returns=len(refs.all()), timeout=self._settings.timeout_s)
+        limit_s = self._settings.timeout_s
+        _, late = ray.wait(refs.all(), num_returns=len(refs.all()), timeout=limit_s)
+        if late:
+            raise TimeoutError(
+                f"waited {limit_s:.0f} s for what the other models say of a batch of responses, and it did not come; "
+                "raise --timeout_s, or look into the cluster's logs"
+            )
         with self._at("assemble"):
             return packed(self._maker.make_experience(refs))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskError
 
 from rlhf_core.coati.roles import waiting
+from rlhf_core.coati.roles.base import BasePPORole
 from rlhf_core.errors import DataError, LostRankError, TrainingError
 
 
@@ -60,3 +62,11 @@ def test_who_has_ended_is_named_whoever_noticed_it(error: Any, states: dict[str,
     meaning = waiting.explained(error, "initial-0", {})
     assert isinstance(meaning, LostRankError)
     assert str(meaning).startswith("actor-1 of this run has ended (")
+
+
+def test_a_model_whose_part_of_a_batch_does_not_come_is_told_by_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "wait", lambda refs, **_: (refs[1:], refs[:1]))
+    role: Any = SimpleNamespace(_settings=SimpleNamespace(timeout_s=30.0))
+    refs: Any = SimpleNamespace(all=lambda: ["reward", "critic"])
+    with pytest.raises(TimeoutError, match="waited 30 s for what the other models say of a batch .* raise --timeout_s"):
+        BasePPORole.make_experience(role, refs)

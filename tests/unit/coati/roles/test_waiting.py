@@ -68,5 +68,5 @@ def test_a_model_whose_part_of_a_batch_does_not_come_is_told_by_its_deadline(mon
     monkeypatch.setattr(ray, "wait", lambda refs, **_: (refs[1:], refs[:1]))
     role: Any = SimpleNamespace(_settings=SimpleNamespace(timeout_s=30.0))
     refs: Any = SimpleNamespace(all=lambda: ["reward", "critic"])
-    with pytest.raises(TimeoutError, match="waited 30 s for what the other models say of a batch .* raise --timeout_s"):
+    with pytest.raises(TimeoutError, match="waited 30 s for what the other models say of a batch"):
         BasePPORole.make_experience(role, refs)

@@ -61,6 +61,17 @@ def test_a_reward_that_is_no_number_stops_the_fit_and_the_batch_is_kept(tmp_path
     assert ours.learner.steps == 1  # of the first episode
 
 
+def test_a_batch_that_was_kept_outlasts_the_states_that_are_written_later(tmp_path: Path) -> None:
+    ours = trainer(save_dir=tmp_path / "state")
+    ours.buffer_append(spoilt())
+    with pytest.raises(TrainingError, match="is kept in ") as raised:
+        ours.fit(1, 1)
+    ours.buffer_append(tiny_experience())
+    ours.fit(1, 1)  # the episode that was due, from other rows
+    assert (tmp_path / "state" / "state.json").is_file()
+    assert (Path(str(raised.value).rsplit(" kept in ", 1)[1]) / "experience.safetensors").is_file()
+
+
 def test_without_save_dir_a_failed_batch_is_not_kept_and_the_sentence_says_so() -> None:
     ours = trainer()
     ours.buffer_append(spoilt())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ DOCUMENTS = [
 ]
 GROUPS = ("artifacts", "data")
 """Commands that have commands of their own."""
+MOST_WORDS = 25_000
+"""Of all documents together."""
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -51,3 +54,11 @@ def test_every_command_that_is_shown_exists(document: Path) -> None:
 def test_every_setting_that_is_named_exists(document: Path) -> None:
     for name in re.findall(r"`(RLHF_[A-Z0-9_]+)\b", document.read_text()):
         assert name.removeprefix("RLHF_").lower() in Settings.model_fields, name
+
+
+def test_all_documents_together_keep_to_their_limit_of_words() -> None:
+    tracked = subprocess.run(["git", "ls-files", "-z", "*.md"], cwd=ROOT, capture_output=True, check=True).stdout
+    names = tracked.decode().split("\0")[:-1]
+    assert "README.md" in names
+    words = sum(len((ROOT / name).read_bytes().split()) for name in names)  # as `wc -w` counts them
+    assert words <= MOST_WORDS, "cut what is said twice"

@@ -109,7 +109,8 @@ class DetachedPPOTrainer(DetachedTrainer):
         options: choices of the algorithm; the makers' too.
         pretrain_dataloader_fn: builds the loader of this rank's demonstrations; needed if `learning.ptx_coef` is above
             0.
-        save_dir: where the whole state goes (`save_state`), each time over the one before; None keeps none.
+        save_dir: where the whole state goes (`save_state`), each time over the one before; a batch that failed goes to
+            `<save_dir>.failed` beside it. None keeps neither.
         save_interval: episodes between two states.
     """
 
@@ -298,8 +299,10 @@ class DetachedPPOTrainer(DetachedTrainer):
             self.save_state(self._save_dir)
 
     def _keep_batch(self, write: Callable[[Path], None]) -> str:
-        place = self._loop.learner.position
-        return keep_in(self._save_dir, f"episode-{place.episode}_step-{place.step}/rank-{self._ranks.rank}")(write)
+        place, state = self._loop.learner.position, self._save_dir
+        # Not in it: each state replaces the whole directory.
+        beside = None if state is None else state.with_name(f"{state.name}.failed")
+        return keep_in(beside, f"episode-{place.episode}_step-{place.step}/rank-{self._ranks.rank}")(write)
 
     def _production(self, total_steps: int, update_steps: int, train_epochs: int) -> Production:
         found = super()._production(total_steps, update_steps, train_epochs)

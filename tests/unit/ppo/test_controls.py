@@ -42,6 +42,12 @@ def test_scores_are_divided_by_the_deviation_of_all_earlier_episodes() -> None:
     assert controls.current().score_std == pytest.approx(pstdev([3.0, 7.0, 100.0, 0.0, 1.0]))
 
 
+def test_who_shares_an_episode_is_always_told() -> None:
+    """A default would be right or wrong by what was called before: ranks may meet at any time."""
+    with pytest.raises(TypeError, match="ranks"):
+        RewardControls(RolloutConfig())  # type: ignore[call-arg]
+
+
 def test_a_state_through_json_goes_on_to_the_same_bits() -> None:
     config = RolloutConfig(kl_coef=0.1, kl_target=0.7, kl_horizon=13, normalise_rewards=True)
     straight, resumed = RewardControls(config, ALONE), RewardControls(config, ALONE)

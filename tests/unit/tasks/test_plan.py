@@ -21,11 +21,12 @@ from flows.begin import Begun
 from flows.presets import Draft, draft_of, resolve
 from infra.artifacts import ArtifactRef, ArtifactStore
 from infra.errors import ReferenceNotFoundError, StoreError
+from infra.settings import CHECKOUT
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.models import loading
 from tasks import context as contexts
-from tasks import plan, ppo
+from tasks import plan, ppo, source
 from tasks.context import open_context
 from tasks.evaluate import contestants
 from tasks.parents import base_model, settle_policy, settle_reward_model
@@ -514,6 +515,79 @@ class TestOtherCode:
         [recorded_run] = [each.answer for each in store.plan("one") if each.question == "run"]
         assert isinstance(recorded_run, dict)
         assert str(model.parent) not in json.dumps([recorded_run["actor"], recorded_run["base"]])
+
+
+class TestEditedCode:
+    """A run half done is found again after an edit that changes no number, by any flow run; after another it is not."""
+
+    CORE = Path("rlhf_core/ppo/episode.py")
+
+    @pytest.fixture
+    def checkout(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+        """Return a copy of all that the digest of the code covers, which takes the place of ours."""
+        own = tmp_path / "checkout"
+        for name in ("rlhf_core", "tasks"):
+            shutil.copytree(CHECKOUT / name, own / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(CHECKOUT / "requirements.txt", own)
+        monkeypatch.setattr(source, "CHECKOUT", own)
+        yield own
+        self.forget()
+
+    @pytest.fixture
+    def planned(self, checkout: Path, as_run: Any, model: Path, store: ArtifactStore, base: Parent) -> Any:
+        """Return a function that says what PPO's run is, by flow run and by what lies in the checkout now."""
+        del checkout
+        put(store, "reward-model", b"1", base)
+        made = put(store, "dataset", b"1", base)
+        dataset = Parent(uri=made.uri, digest=made.digest)
+
+        def find(run: str) -> PPORun:
+            as_run(run)
+            self.forget()
+            return ppo.plan_ppo.fn(preset(model), "model/base", None, dataset)  # type: ignore[attr-defined,no-any-return]
+
+        return find
+
+    @staticmethod
+    def forget() -> None:
+        source.source_digest.cache_clear()
+        source._core.cache_clear()
+
+    def half_done(self, planned: Any, store: ArtifactStore) -> PPORun:
+        run: PPORun = planned("one")
+        config = run.config.model_dump(mode="json")
+        store.commit(
+            "ppo-state", run.name, {"state.json": b""}, version=3, config=config, source_digest=run.source_digest
+        )
+        return run
+
+    def edit(self, checkout: Path, old: str, new: str) -> None:
+        file = checkout / self.CORE
+        text = file.read_text()
+        assert text.count(old) == 1
+        file.write_text(text.replace(old, new))
+
+    def test_a_run_half_done_before_an_edit_of_a_comment_goes_on_after_it(
+        self, planned: Any, checkout: Path, store: ArtifactStore, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        before = self.half_done(planned, store)
+        line = "    def _take(self, window: Window) -> PPOStats:\n"
+        self.edit(checkout, line, f"    # Once.\n{line}        '''Take a step.'''\n\n")
+        for run in ("one", "two"):  # the flow run that began it, and another
+            after = planned(run)
+            assert after == before.model_copy(update={"flow_run": run})
+            assert next_episode(after) == 3
+            assert f"goes on from ppo-state/{before.name}@3: 3 of 10 episodes are done" in caplog.messages[-1]
+
+    def test_after_an_edit_of_code_another_flow_run_begins_anew(
+        self, planned: Any, checkout: Path, store: ArtifactStore, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        before = self.half_done(planned, store)
+        self.edit(checkout, "self.position.windows += 1", "self.position.windows += 2")
+        after = planned("two")
+        assert {after.name, after.key, after.source_digest}.isdisjoint({before.name, before.key, before.source_digest})
+        assert next_episode(after) == 0
+        assert f"ppo-state/{before.name}@3 is of the same configuration, but was made by other code" in caplog.text
 
 
 def test_a_stage_that_was_done_is_not_done_again_with_other_code(as_run: Any, store: ArtifactStore) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from argparse import Namespace
 from collections.abc import Sequence
@@ -141,8 +142,15 @@ def test_scores_that_are_no_numbers_are_not_learnt_from(tmp_path: Path) -> None:
     wrong = torch.full((2,), float("nan"))
     scores = ScoreArrays.of(Scores(wrong, {}, {}, None))
     made = actor.make_experience(ExperienceCompositionRefs(drawn, own, own, 0 * own, scores))
-    with pytest.raises(TrainingError, match="the reward of 2 of 2 responses is not a finite number"):
+    says = r"the reward of 2 of 2 responses is not a finite number.*kept in .*failed-batch-round-1/actor-0$"
+    with pytest.raises(TrainingError, match=says) as raised:
         actor.learn_on_experiences([made], 0)
+    kept = Path(str(raised.value).rsplit(" kept in ", 1)[1])
+    assert kept.is_relative_to(tmp_path)
+    tensors = load_file(kept / "experience.safetensors")
+    assert torch.equal(tensors["sequences"], made.unpacked()[0].sequences)
+    assert tensors["reward"].isnan().any(dim=1).all()
+    assert "is not a finite number" in json.loads((kept / "batch.json").read_text())["error"]
 
 
 def test_scores_come_out_as_they_went_in() -> None:

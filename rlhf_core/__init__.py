@@ -10,6 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rlhf_core.coati.buffer import NaiveExperienceBuffer
+    from rlhf_core.coati.callbacks import (
+        Callback,
+        ExperienceMakerPerformanceEvaluator,
+        MakerCallback,
+        PerformanceEvaluator,
+        TrainerCallback,
+        TrainerPerformanceEvaluator,
+    )
     from rlhf_core.coati.detached.building import LearningOptions
     from rlhf_core.coati.detached.factories import (
         get_actor_from_args,
@@ -31,8 +39,10 @@ if TYPE_CHECKING:
     from rlhf_core.coati.detached.scheduled_fit import DealingOptions
     from rlhf_core.coati.detached.trainer import DetachedTrainer
     from rlhf_core.coati.experience_maker import NaiveExperienceMaker
+    from rlhf_core.coati.loss import GPTLMLoss, LogExpLoss, LogSigLoss, PolicyLoss, ValueLoss
     from rlhf_core.coati.ol_trainer import OLTrainer
     from rlhf_core.coati.ppo_trainer import PPOTrainer
+    from rlhf_core.coati.strategy import Strategy, make_strategy
     from rlhf_core.config import PPOOptions
     from rlhf_core.data.conversation import Conversation, encode_conversation, setup_conversation_template
     from rlhf_core.data.loaders import (
@@ -41,7 +51,6 @@ if TYPE_CHECKING:
         StatefulDistributedSampler,
     )
     from rlhf_core.models.critic import Critic
-    from rlhf_core.models.loss import GPTLMLoss, LogExpLoss, LogSigLoss, PolicyLoss, ValueLoss
     from rlhf_core.models.reward_model import RewardModel
     from rlhf_core.ppo.learner import PPOLearner
     from rlhf_core.ppo.metrics import PPOStats
@@ -51,18 +60,9 @@ if TYPE_CHECKING:
     from rlhf_core.rollout.experience import ExperienceMaker
     from rlhf_core.strategy.booster import Booster
     from rlhf_core.strategy.plain import PlainBooster
-    from rlhf_core.strategy.strategy import Strategy, make_strategy
     from rlhf_core.supervised.batches import DataCollatorForPreferenceDataset
     from rlhf_core.supervised.reward_model import RewardModelTrainer, train_reward_model
     from rlhf_core.supervised.sft import SFTTrainer, train_sft
-    from rlhf_core.training.callbacks import (
-        Callback,
-        ExperienceMakerPerformanceEvaluator,
-        MakerCallback,
-        PerformanceEvaluator,
-        TrainerCallback,
-        TrainerPerformanceEvaluator,
-    )
     from rlhf_core.types import Experience, Sample
 
 __all__ = [
@@ -131,7 +131,7 @@ __all__ = [
 
 _HOMES = {
     "Booster": "rlhf_core.strategy.booster",
-    "Callback": "rlhf_core.training.callbacks",
+    "Callback": "rlhf_core.coati.callbacks",
     "Conversation": "rlhf_core.data.conversation",
     "Critic": "rlhf_core.models.critic",
     "DataCollatorForPreferenceDataset": "rlhf_core.supervised.batches",
@@ -144,13 +144,13 @@ _HOMES = {
     "Experience": "rlhf_core.types",
     "ExperienceMaker": "rlhf_core.rollout.experience",
     "ExperienceMakerHolder": "rlhf_core.coati.detached.holder",
-    "ExperienceMakerPerformanceEvaluator": "rlhf_core.training.callbacks",
-    "GPTLMLoss": "rlhf_core.models.loss",
+    "ExperienceMakerPerformanceEvaluator": "rlhf_core.coati.callbacks",
+    "GPTLMLoss": "rlhf_core.coati.loss",
     "LearningOptions": "rlhf_core.coati.detached.building",
     "LoRAConstructor": "rlhf_core.coati.detached.lora",
-    "LogExpLoss": "rlhf_core.models.loss",
-    "LogSigLoss": "rlhf_core.models.loss",
-    "MakerCallback": "rlhf_core.training.callbacks",
+    "LogExpLoss": "rlhf_core.coati.loss",
+    "LogSigLoss": "rlhf_core.coati.loss",
+    "MakerCallback": "rlhf_core.coati.callbacks",
     "NaiveExperienceBuffer": "rlhf_core.coati.buffer",
     "NaiveExperienceMaker": "rlhf_core.coati.experience_maker",
     "OLTrainer": "rlhf_core.coati.ol_trainer",
@@ -158,19 +158,19 @@ _HOMES = {
     "PPOOptions": "rlhf_core.config",
     "PPOStats": "rlhf_core.ppo.metrics",
     "PPOTrainer": "rlhf_core.coati.ppo_trainer",
-    "PerformanceEvaluator": "rlhf_core.training.callbacks",
+    "PerformanceEvaluator": "rlhf_core.coati.callbacks",
     "PlainBooster": "rlhf_core.strategy.plain",
-    "PolicyLoss": "rlhf_core.models.loss",
+    "PolicyLoss": "rlhf_core.coati.loss",
     "RLVRRewardModel": "rlhf_core.rewards.model",
     "RewardModel": "rlhf_core.models.reward_model",
     "RewardModelTrainer": "rlhf_core.supervised.reward_model",
     "SFTTrainer": "rlhf_core.supervised.sft",
     "Sample": "rlhf_core.types",
     "StatefulDistributedSampler": "rlhf_core.data.loaders",
-    "Strategy": "rlhf_core.strategy.strategy",
-    "TrainerCallback": "rlhf_core.training.callbacks",
-    "TrainerPerformanceEvaluator": "rlhf_core.training.callbacks",
-    "ValueLoss": "rlhf_core.models.loss",
+    "Strategy": "rlhf_core.coati.strategy",
+    "TrainerCallback": "rlhf_core.coati.callbacks",
+    "TrainerPerformanceEvaluator": "rlhf_core.coati.callbacks",
+    "ValueLoss": "rlhf_core.coati.loss",
     "encode_conversation": "rlhf_core.data.conversation",
     "get_actor_from_args": "rlhf_core.coati.detached.factories",
     "get_critic_from_args": "rlhf_core.coati.detached.factories",
@@ -183,7 +183,7 @@ _HOMES = {
     "get_world_size": "rlhf_core.coati.detached.factories",
     "gsm8k_reward_fn": "rlhf_core.rewards.functions",
     "is_rank_0": "rlhf_core.coati.detached.factories",
-    "make_strategy": "rlhf_core.strategy.strategy",
+    "make_strategy": "rlhf_core.coati.strategy",
     "math_competition_reward_fn": "rlhf_core.rewards.functions",
     "set_dist_env": "rlhf_core.coati.detached.factories",
     "setup_conversation_template": "rlhf_core.data.conversation",

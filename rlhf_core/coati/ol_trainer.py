@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.coati.callbacks import Callback, tell, tell_at_the_end
 from rlhf_core.counting import counted, ordinal
 from rlhf_core.errors import ConfigError
 from rlhf_core.ppo.loop import Loop
-from rlhf_core.training.callbacks import Callback, tell, tell_at_the_end
 from rlhf_core.training.loaders import Batches
 
 logger = logging.getLogger(__name__)

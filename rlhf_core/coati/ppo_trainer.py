@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.coati.buffer import NaiveExperienceBuffer
+from rlhf_core.coati.callbacks import Callback, tell
 from rlhf_core.coati.generate_kwargs import generation_settings_from_kwargs, is_greedy
 from rlhf_core.coati.ol_trainer import OLTrainer
 from rlhf_core.coati.ppo_checkpoint import Held, PPOCheckpoints
@@ -44,7 +45,6 @@ from rlhf_core.rollout.samples import MadeExperience
 from rlhf_core.strategy.booster import Booster
 from rlhf_core.strategy.ranks import current_ranks, together
 from rlhf_core.training.boosted import plain_model
-from rlhf_core.training.callbacks import Callback, tell
 from rlhf_core.training.loaders import Batches
 from rlhf_core.training.optim import Trained
 from rlhf_core.training.padding import PaddedBatch

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from rlhf_core.coati.callbacks import Callback
 from rlhf_core.coati.ppo_trainer import PPOTrainer
 from rlhf_core.models.critic import Critic
 from rlhf_core.strategy.plain import PlainBooster
-from rlhf_core.training.callbacks import Callback
 from rlhf_core.training.optim import make_trained, warmup_then_constant
 from tests.unit.coati.ppo_trainers import prompts, restless_llama, trainer, weights
 

@@ -18,12 +18,12 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from infra.clusters import connect, disconnect, lease_cluster, release_cluster
+from rlhf_core.coati.callbacks import MakerCallback, TrainerCallback
 from rlhf_core.coati.detached.holder import ExperienceMakerHolder
+from rlhf_core.coati.strategy import Strategy, make_strategy
 from rlhf_core.config import LoRAConfig, PPOOptions
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.lora import attach_lora
-from rlhf_core.strategy.strategy import Strategy, make_strategy
-from rlhf_core.training.callbacks import MakerCallback, TrainerCallback
 from rlhf_core.types import Experience
 from tests.tiny_llama import tiny_llama, tiny_tokenizer
 from tests.unit.coati.ppo_trainers import encoded, padded, reward_model

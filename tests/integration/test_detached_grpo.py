@@ -14,9 +14,9 @@ import ray
 import torch
 from torch import Tensor, nn
 
+from rlhf_core.coati.callbacks import TrainerCallback
 from rlhf_core.coati.detached.scheduled_fit import DealingOptions
 from rlhf_core.config import PPOOptions
-from rlhf_core.training.callbacks import TrainerCallback
 from rlhf_core.types import Experience
 from tests.integration.detached_models import actor, batches, cluster, end, maker, notes, run
 

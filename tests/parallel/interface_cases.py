@@ -9,9 +9,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from transformers import LlamaForCausalLM
 
+from rlhf_core.coati.strategy import Strategy, make_strategy
 from rlhf_core.config.strategy import StrategyName
 from rlhf_core.strategy.ranks import Ranks
-from rlhf_core.strategy.strategy import Strategy, make_strategy
 from tests.parallel.directories import directory_of_all
 from tests.parallel.ranks import Found
 from tests.tiny_llama import tiny_llama

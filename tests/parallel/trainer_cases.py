@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from rlhf_core.coati import ppo_checkpoint
+from rlhf_core.coati.callbacks import PerformanceEvaluator
 from rlhf_core.coati.ppo_trainer import PPOTrainer
 from rlhf_core.config import LoRAConfig
 from rlhf_core.errors import RlhfError
 from rlhf_core.strategy.factory import make_booster
 from rlhf_core.strategy.ranks import Ranks
-from rlhf_core.training.callbacks import PerformanceEvaluator
 from tests.parallel.directories import directory_of_all
 from tests.parallel.ranks import Found
 from tests.unit.coati.ppo_trainers import OPTIONS, encoded, padded, record_stats, trainer, weights

@@ -171,7 +171,7 @@ def test_importing_the_package_and_its_configuration_imports_no_torch() -> None:
 @pytest.mark.integration
 @pytest.mark.parametrize(
     ("module", "absent"),
-    [("rlhf_core.strategy.factory", "torch transformers colossalai"), ("rlhf_core.strategy.strategy", "colossalai")],
+    [("rlhf_core.strategy.factory", "torch transformers colossalai"), ("rlhf_core.coati.strategy", "colossalai")],
 )
 def test_strategies_import_colossalai_only_once_one_is_made(module: str, absent: str) -> None:
     code = f"import sys, {module}; sys.exit(bool(set({absent.split()}) & sys.modules.keys()))"

@@ -14,6 +14,7 @@ from rlhf_core.coati.detached.factories import get_model_numel
 from rlhf_core.coati.generate_kwargs import generation_settings_from_kwargs, is_greedy
 from rlhf_core.coati.ppo_setup import check_models, learning_config, rollout_config, scorer_of, with_precision
 from rlhf_core.coati.script.models import MODELS_DIR
+from rlhf_core.coati.strategy import Strategy
 from rlhf_core.config import LearningConfig, PPOOptions, TemplateConfig
 from rlhf_core.data import PromptTemplate
 from rlhf_core.errors import ConfigError
@@ -23,7 +24,6 @@ from rlhf_core.models.lora import adapter_config, merge_adapters
 from rlhf_core.ppo.learner import PPOLearner
 from rlhf_core.rewards.scoring import Scorer
 from rlhf_core.rollout.experience import ExperienceMaker
-from rlhf_core.strategy.strategy import Strategy
 from rlhf_core.training.optim import BETAS, Trained, fit_to_train, follow
 
 LEGACY_LR = 1e-7

@@ -13,6 +13,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrain
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from rlhf_core.coati.script.models import MODELS_DIR
+from rlhf_core.coati.strategy import Strategy, make_strategy
 from rlhf_core.config import LoRAConfig
 from rlhf_core.config.strategy import StrategyName
 from rlhf_core.errors import ConfigError
@@ -21,7 +22,6 @@ from rlhf_core.models.loading import load_causal_lm, load_tokenizer, locate_mode
 from rlhf_core.models.lora import attach_lora
 from rlhf_core.models.reward_model import RewardModel
 from rlhf_core.strategy.ranks import current_ranks
-from rlhf_core.strategy.strategy import Strategy, make_strategy
 
 FAMILIES = ("gpt2", "bloom", "opt", "llama")
 TOKENIZERS = {

@@ -11,12 +11,14 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_core.coati.callbacks import ExperienceMakerPerformanceEvaluator, MakerCallback, tell, tell_all
 from rlhf_core.coati.detached.building import MakerSettings, Models, build_maker
 from rlhf_core.coati.detached.factories import set_dist_env
 from rlhf_core.coati.detached.holders import find_actor, own_actor_name
 from rlhf_core.coati.detached.loader_line import LoaderChunk, LoaderLine
 from rlhf_core.coati.detached.registration import MakerFacts
 from rlhf_core.coati.detached.weight_sender import OwnWeights, SentWeights, take_weights
+from rlhf_core.coati.strategy import Strategy
 from rlhf_core.config import PPOOptions
 from rlhf_core.errors import ConfigError, RlhfError
 from rlhf_core.models.compatibility import vocabulary_size
@@ -24,8 +26,6 @@ from rlhf_core.ray_tools.calls import wait_for
 from rlhf_core.rewards.scoring import Scorer
 from rlhf_core.rollout.experience import ExperienceMaker
 from rlhf_core.rollout.worker import MakerActor
-from rlhf_core.strategy.strategy import Strategy
-from rlhf_core.training.callbacks import ExperienceMakerPerformanceEvaluator, MakerCallback, tell, tell_all
 from rlhf_core.training.loaders import Batches
 from rlhf_core.types import Experience, Prompt
 

@@ -12,6 +12,7 @@ from typing import Any
 import ray
 import torch
 
+from rlhf_core.coati.callbacks import TrainerCallback, TrainerPerformanceEvaluator, tell
 from rlhf_core.coati.detached.building import LearningOptions, build_learner
 from rlhf_core.coati.detached.factories import get_model_numel, set_dist_env
 from rlhf_core.coati.detached.holders import find_actor
@@ -32,6 +33,7 @@ from rlhf_core.coati.detached.trainer import DetachedTrainer
 from rlhf_core.coati.detached.trainer_state import Stored, read_trainer_state, write_trainer_state
 from rlhf_core.coati.detached.weight_sender import BUCKET_BYTES, WeightSender
 from rlhf_core.coati.ppo_setup import rollout_config
+from rlhf_core.coati.strategy import Strategy
 from rlhf_core.config import PPOOptions
 from rlhf_core.counting import ordinal
 from rlhf_core.errors import ConfigError, ModelError, RlhfError
@@ -47,8 +49,6 @@ from rlhf_core.ppo.state import RolloutState, TrainingState
 from rlhf_core.rollout.lease_queue import LeaseCounts
 from rlhf_core.strategy.liveness import naming_lost_rank
 from rlhf_core.strategy.ranks import ALONE
-from rlhf_core.strategy.strategy import Strategy
-from rlhf_core.training.callbacks import TrainerCallback, TrainerPerformanceEvaluator, tell
 from rlhf_core.training.loaders import Batches
 from rlhf_core.types import EpisodeControls, Experience
 

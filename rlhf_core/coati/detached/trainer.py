@@ -12,6 +12,7 @@ import ray
 import torch
 from torch import nn
 
+from rlhf_core.coati.callbacks import TrainerCallback, tell, tell_at_the_end
 from rlhf_core.coati.detached.holders import Holders, own_actor_name
 from rlhf_core.coati.detached.loader_line import LoaderChunk
 from rlhf_core.coati.detached.registration import (
@@ -34,7 +35,6 @@ from rlhf_core.ppo.loop import Collected, Loop
 from rlhf_core.ppo.order import minibatch_order
 from rlhf_core.rollout.samples import MadeChunk
 from rlhf_core.rollout.scheduler import Scheduler
-from rlhf_core.training.callbacks import TrainerCallback, tell, tell_at_the_end
 from rlhf_core.types import EpisodeControls, Experience, Sample
 
 logger = logging.getLogger(__name__)

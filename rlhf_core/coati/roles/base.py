@@ -17,6 +17,7 @@ from rlhf_core.coati.roles.composition import ExperienceCompositionRefs, Experie
 from rlhf_core.coati.roles.models import load_policy_tokenizer
 from rlhf_core.coati.roles.settings import RoleSettings
 from rlhf_core.coati.roles.spans import Span, Spans
+from rlhf_core.coati.strategy import make_strategy
 from rlhf_core.config import TemplateConfig
 from rlhf_core.counting import ordinal
 from rlhf_core.data import PromptTemplate
@@ -28,7 +29,6 @@ from rlhf_core.ppo.order import in_key_order
 from rlhf_core.ray_tools.group import GroupMember
 from rlhf_core.strategy.ranks import current_ranks
 from rlhf_core.strategy.rendezvous import Rendezvous
-from rlhf_core.strategy.strategy import make_strategy
 from rlhf_core.training.optim import BETAS, Trained, warmup_then_constant
 
 

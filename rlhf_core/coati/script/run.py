@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 import torch
 from transformers import PreTrainedModel
 
+from rlhf_core.coati.callbacks import Callback
 from rlhf_core.coati.ppo_trainer import PPOTrainer
 from rlhf_core.coati.script.checks import checkpoint_step
 from rlhf_core.coati.script.data import Loaders, build_loaders
@@ -33,7 +34,6 @@ from rlhf_core.rewards.scoring import Scorer, build_scorer
 from rlhf_core.strategy.factory import check_strategy, make_booster
 from rlhf_core.strategy.liveness import naming_lost_rank
 from rlhf_core.strategy.ranks import Ranks, join, leave
-from rlhf_core.training.callbacks import Callback
 from rlhf_core.training.optim import Trained, make_trained, warmup_then_cosine
 from rlhf_core.types import Experience
 

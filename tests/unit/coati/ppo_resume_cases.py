@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
+from rlhf_core.coati.callbacks import Callback
 from rlhf_core.coati.ppo_trainer import PPOTrainer
 from rlhf_core.config import LoRAConfig, PPOOptions
-from rlhf_core.training.callbacks import Callback
 from tests.unit.coati import ppo_trainers
 from tests.unit.coati.ppo_trainers import demonstrations, prompts
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from rlhf_core.coati.callbacks import Callback
 from rlhf_core.config import PPOOptions
 from rlhf_core.errors import ConfigError
 from rlhf_core.ppo.order import episode_windows
 from rlhf_core.strategy.plain import PlainBooster
-from rlhf_core.training.callbacks import Callback
 from rlhf_core.types import Experience
 from tests.tiny_llama import tiny_llama
 from tests.unit.coati.ppo_trainers import (

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from rlhf_core.coati.callbacks import Callback, PerformanceEvaluator
 from rlhf_core.errors import ConfigError, DataError, ModelError
-from rlhf_core.training.callbacks import Callback, PerformanceEvaluator
 from rlhf_core.training.checkpoint import list_checkpoints
 from rlhf_core.training.optim import make_trained
 from tests.unit.coati.ppo_trainers import demonstrations, encoded, padded, prompts, record_stats, trainer, weights

@@ -12,10 +12,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from rlhf_core.coati.callbacks import Callback
 from rlhf_core.errors import ConfigError, DataError, ModelError, TrainingError
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.reward_model import RewardModel
-from rlhf_core.training.callbacks import Callback
 from tests.unit.coati.ppo_trainers import (
     TOKENIZER,
     prompts,

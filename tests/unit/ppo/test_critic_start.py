@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from rlhf_core.coati.callbacks import Callback
 from rlhf_core.coati.ppo_trainer import PPOTrainer
 from rlhf_core.errors import ConfigError, TrainingError
 from rlhf_core.models.critic import Critic
@@ -18,7 +19,6 @@ from rlhf_core.ppo.critic_start import ValueLine, fit_line, rescale_head
 from rlhf_core.ppo.learner import PPOLearner, PPOStats
 from rlhf_core.strategy.plain import PlainBooster
 from rlhf_core.strategy.ranks import ALONE
-from rlhf_core.training.callbacks import Callback
 from rlhf_core.training.optim import make_trained, warmup_then_constant
 from rlhf_core.training.padding import PaddedBatch
 from rlhf_core.types import Experience

@@ -15,11 +15,11 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
+from rlhf_core.coati.loss import LogExpLoss, LogSigLoss
 from rlhf_core.config import LoRAConfig
 from rlhf_core.data.encoding import EncodedPair
 from rlhf_core.errors import ConfigError, DataError, ModelError, TrainingError
 from rlhf_core.models.lora import attach_lora
-from rlhf_core.models.loss import LogExpLoss, LogSigLoss
 from rlhf_core.models.reward_model import RewardModel
 from rlhf_core.strategy.plain import PlainBooster
 from rlhf_core.supervised.measures import measurement, score_sequences

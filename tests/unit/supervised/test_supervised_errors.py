@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from rlhf_core.coati.loss import LogExpLoss
 from rlhf_core.data.encoding import EncodedPair, encode_pairs
 from rlhf_core.data.preferences import PreferencePair
 from rlhf_core.errors import ConfigError, DataError, ModelError
-from rlhf_core.models.loss import LogExpLoss
 from rlhf_core.supervised.batches import (
     DataCollatorForPreferenceDataset,
     MaskedTokens,

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from rlhf_core.coati.detached.building import LearningOptions, build_learner
+from rlhf_core.coati.strategy import make_strategy
 from rlhf_core.config import PPOOptions
 from rlhf_core.errors import ModelError
-from rlhf_core.strategy.strategy import make_strategy
 from tests.tiny_llama import tiny_llama
 
 

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from rlhf_core.coati.detached.building import LearningOptions
 from rlhf_core.coati.detached.ppo_trainer import DetachedPPOTrainer
 from rlhf_core.coati.detached.scheduled_fit import DealingOptions
+from rlhf_core.coati.strategy import make_strategy
 from rlhf_core.config import PPOOptions
 from rlhf_core.errors import TrainingError
 from rlhf_core.models.critic import Critic
-from rlhf_core.strategy.strategy import make_strategy
 from rlhf_core.types import Experience
 from tests.tiny_llama import tiny_llama
 from tests.unit.ppo.experience import tiny_experience

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rlhf_core.coati.callbacks import TrainerCallback
 from rlhf_core.coati.detached.registration import (
     MakerFacts,
     MissingMakersError,
@@ -20,7 +21,6 @@ from rlhf_core.coati.detached.replay_buffer import BufferTimeoutError
 from rlhf_core.coati.detached.scheduled_fit import DealingOptions
 from rlhf_core.coati.detached.trainer import DetachedTrainer
 from rlhf_core.errors import ConfigError, RlhfError
-from rlhf_core.training.callbacks import TrainerCallback
 from rlhf_core.types import Experience
 from tests.unit.coati.detached.test_replay_buffer import numbers, rows
 

@@ -33,7 +33,7 @@ accelerator = upstream("colossalai.accelerator")
 def test_boosters_are_imported_without_a_word_and_only_when_asked_for() -> None:
     program = """
 import sys
-import rlhf_core.strategy.colossal, rlhf_core.strategy.strategy
+import rlhf_core.strategy.colossal, rlhf_core.coati.strategy
 assert not any(name.startswith("colossalai") for name in sys.modules)
 import rlhf_core.strategy.colossal.ddp, rlhf_core.strategy.colossal.zero
 """

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as nn_functional
 
-from rlhf_core.models.loss import GPTLMLoss, LogExpLoss, LogSigLoss, PolicyLoss, ValueLoss
+from rlhf_core.coati.loss import GPTLMLoss, LogExpLoss, LogSigLoss, PolicyLoss, ValueLoss
 from tests.unit.functional.ragged import assert_close
 
 MASK = torch.tensor([[1, 1, 0], [1, 0, 0]])

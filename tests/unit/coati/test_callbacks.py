@@ -8,7 +8,7 @@ from itertools import count
 
 import pytest
 
-from rlhf_core.training.callbacks import (
+from rlhf_core.coati.callbacks import (
     Callback,
     ExperienceMakerPerformanceEvaluator,
     MakerCallback,

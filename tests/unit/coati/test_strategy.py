@@ -14,12 +14,12 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rlhf_core.coati.strategy import Strategy, make_strategy
 from rlhf_core.config import LoRAConfig
 from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.lora import attach_lora
 from rlhf_core.strategy.plain import PlainBooster
-from rlhf_core.strategy.strategy import Strategy, make_strategy
 from tests.tiny_llama import tiny_llama, tiny_tokenizer
 
 assert_close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)

@@ -123,7 +123,7 @@ def run_on_ranks(
     from infra.clusters import connect, release_cluster
 
     started, number = time.monotonic(), trainers.num_trainers
-    manifest = lease_for(
+    record = lease_for(
         name,
         cluster,
         context,
@@ -132,7 +132,7 @@ def run_on_ranks(
         object_store_mb=cluster.object_store_mb or OBJECT_STORE_MB,
     )
     try:
-        connect(manifest)
+        connect(record)
         share = trainer_share(cluster, available_gpus(address_of(cluster)), number)
         actors = _group(work, stage, number, cluster, share)
         ranks = f"{number} rank{'s' if number > 1 else ''} ({trainers.strategy})"

@@ -17,7 +17,7 @@ from rlhf_core.coati.roles.groups import (
     PPORayActorGroup,
     PPORewardRayActorGroup,
 )
-from rlhf_core.coati.roles.placement import Share
+from rlhf_core.coati.roles.placement import Allotment
 from rlhf_core.coati.roles.settings import RoleSettings
 from rlhf_core.coati.roles.spans import Span
 from rlhf_core.coati.roles.waiting import results
@@ -76,7 +76,7 @@ class Groups:
 
     Args:
         args: the flags.
-        share: what each process gets.
+        allotment: what each process gets.
 
     Raises:
         TimeoutError: if there is no room for one; nothing of the run is left then.
@@ -87,10 +87,10 @@ class Groups:
     initial: PPOInitialRayActorGroup
     reward: PPORewardRayActorGroup
 
-    def __init__(self, args: Namespace, share: Share) -> None:
+    def __init__(self, args: Namespace, allotment: Allotment) -> None:
         self._timeouts = (args.start_timeout_s, args.timeout_s)
         self.all: list[PPORayActorGroup] = []
-        options: dict[str, Any] = {"share": share, "timeout_s": args.start_timeout_s}
+        options: dict[str, Any] = {"allotment": allotment, "timeout_s": args.start_timeout_s}
         per_node = args.num_gpus_per_node
         try:
             self.actor = self._kept(PPOActorRayActorGroup(args.num_actor_nodes, per_node, **options))

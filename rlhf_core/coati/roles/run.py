@@ -47,11 +47,11 @@ def run(
     _check_pretrain(args)
     with on_cluster(args), connected(args):
         placed = _placed(args)
-        check_strategy(args.strategy, precision=args.mixed_precision, cuda=placed.share.gpus > 0)
+        check_strategy(args.strategy, precision=args.mixed_precision, cuda=placed.allotment.gpus > 0)
         for line in (placed.line, "" if args.rm_pretrain else _UNTRAINED):
             if line:
                 tell(line)
-        groups = Groups(args, placed.share)
+        groups = Groups(args, placed.allotment)
         try:
             return _train(args, groups, prompts, tell)
         finally:

@@ -44,7 +44,7 @@ from rlhf_core.models.trunk import trunk_of
 from rlhf_core.models.working_memory import LongestRow, working_memory
 from rlhf_core.ppo.learner import PPOLearner
 from rlhf_core.rewards.scoring import ScoringBatch
-from rlhf_core.rollout.parts import draw, state_values, token_logprobs
+from rlhf_core.rollout.experience import draw, state_values, token_logprobs
 from rlhf_core.types import Experience, Prompt
 
 PROMPT, RESPONSE, ROWS, REPEATED = 33, 32, 64, 3

@@ -179,7 +179,7 @@ def _first_result(actors: Mapping[str, Any], cluster: ClusterConfig) -> Any:
 
     def late(_: Sequence[str]) -> Exception:
         return TimeoutError(
-            f"waited {cluster.episode_timeout_s:.0f} s for a word of {calls[first]}, and none came; raise "
+            f"waited {cluster.episode_timeout_s:.0f} s for a line from {calls[first]}, and none came; raise "
             "ppo.cluster.episode_timeout_s, or look into the cluster's log"
         )
 

@@ -150,7 +150,7 @@ class Settings(BaseSettings):
 
     @property
     def clusters_dir(self) -> Path:
-        """Manifests and logs of Ray clusters."""
+        """Records and logs of Ray clusters."""
         return self.home / "clusters"
 
     @property

@@ -10,7 +10,7 @@ from infra.settings import settings
 from tasks.run_log import run_logger
 
 if TYPE_CHECKING:
-    from infra.clusters import ClusterManifest
+    from infra.clusters import ClusterRecord
     from rlhf_core.config import ClusterConfig
     from tasks.context import Context
 
@@ -36,7 +36,7 @@ def address_of(cluster: ClusterConfig) -> str | None:
 
 def lease_for(
     name: str, cluster: ClusterConfig, context: Context, *, num_trainers: int, num_cpus: int, object_store_mb: int
-) -> ClusterManifest:
+) -> ClusterRecord:
     """Return a run's lease, held by this process: of a cluster of its own, or of its part of the user's.
 
     Args:

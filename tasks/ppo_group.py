@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from infra.clusters import ClusterManifest, connect
+from infra.clusters import ClusterRecord, connect
 from infra.errors import ClusterNotReadyError
 from rlhf_core.config import ClusterConfig
 from rlhf_core.counting import counted
@@ -31,7 +31,7 @@ PUBLISHED = 2 * 2
 """Models in the object store at once: actor and critic, of the version that goes and of the one that comes."""
 
 
-def lease(run: PPORun, context: Context) -> ClusterManifest:
+def lease(run: PPORun, context: Context) -> ClusterRecord:
     """Return the run's cluster, held by this process: started on the first call, warm afterwards."""
     config, trainers = run.config.ppo.cluster, run.config.ppo.num_trainers
     return lease_for(
@@ -50,8 +50,8 @@ def trainer_for(run: PPORun, episode: int, context: Context) -> Any:
     A group that stands exactly there is used as it is. Any other is ended, and a new one restores the
     last committed state, which may be up to two episodes behind.
     """
-    manifest = lease(run, context)
-    connect(manifest)
+    record = lease(run, context)
+    connect(record)
     trainer = _warm(run, episode)
     if trainer is not None:
         return trainer

@@ -138,7 +138,7 @@ def _critic(context: Context, run: PPORun, actor: PreTrainedModel, arithmetic: s
         arithmetic: of a critic over a shared base.
         own_dtype: of a critic with a transformer of its own.
     """
-    from rlhf_core.models.base import share
+    from rlhf_core.models.base import over_same_weights
     from rlhf_core.models.critic import Critic
     from rlhf_core.models.trunk import trunk_of
 
@@ -146,7 +146,7 @@ def _critic(context: Context, run: PPORun, actor: PreTrainedModel, arithmetic: s
     if config.advantage_estimator != "gae":
         return None
     if config.critic_init != "reward_model":
-        return Critic(share(trunk_of(actor))) if run.shares_base else Critic.from_causal_lm(actor)
+        return Critic(over_same_weights(trunk_of(actor))) if run.shares_base else Critic.from_causal_lm(actor)
     if run.shares_base and run.reward_model != run.reward_model_base:  # adapters, loaded for this critic alone
         model = _reward_model(context, run, arithmetic)
         return Critic(model.trunk, model.head)

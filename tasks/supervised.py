@@ -123,7 +123,7 @@ def run_on_ranks(
     from infra.clusters import connect
 
     started, number = time.monotonic(), trainers.num_trainers
-    manifest = lease_for(
+    record = lease_for(
         name,
         cluster,
         context,
@@ -132,7 +132,7 @@ def run_on_ranks(
         object_store_mb=cluster.object_store_mb or OBJECT_STORE_MB,
     )
     try:
-        connect(manifest)
+        connect(record)
         share = trainer_share(cluster, available_gpus(address_of(cluster)), number)
         actors = _group(work, stage, number, cluster, share)
         ranks = f"{number} rank{'s' if number > 1 else ''} ({trainers.strategy})"
@@ -179,7 +179,7 @@ def _first_result(actors: Mapping[str, Any], cluster: ClusterConfig) -> Any:
 
     def late(_: Sequence[str]) -> Exception:
         return TimeoutError(
-            f"waited {cluster.episode_timeout_s:.0f} s for a word of {calls[first]}, and none came; raise "
+            f"waited {cluster.episode_timeout_s:.0f} s for a line from {calls[first]}, and none came; raise "
             "ppo.cluster.episode_timeout_s, or look into the cluster's log"
         )
 

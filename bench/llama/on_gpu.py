@@ -33,7 +33,7 @@ from flows.presets import resolve
 from rlhf_core.config import PipelineConfig, PPOConfig
 from rlhf_core.freed_memory import give_back
 from rlhf_core.generation import Generation, GenerationSettings
-from rlhf_core.models.base import Base, load_base, open_base, share
+from rlhf_core.models.base import Base, load_base, open_base, over_same_weights
 from rlhf_core.models.base_on_gpu import Loan, borrowing, loans_of
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.loading import published_bytes
@@ -44,7 +44,7 @@ from rlhf_core.models.trunk import trunk_of
 from rlhf_core.models.working_memory import LongestRow, working_memory
 from rlhf_core.ppo.learner import PPOLearner
 from rlhf_core.rewards.scoring import ScoringBatch
-from rlhf_core.rollout.parts import draw, state_values, token_logprobs
+from rlhf_core.rollout.experience import draw, state_values, token_logprobs
 from rlhf_core.types import Experience, Prompt
 
 PROMPT, RESPONSE, ROWS, REPEATED = 33, 32, 64, 3
@@ -64,7 +64,7 @@ class Models(NamedTuple):
 def models_over(base: Base, config: PPOConfig) -> Models:
     """Return actor and critic: sets of adapters over one base."""
     actor = load_base(base, arithmetic=torch.bfloat16, device=DEVICE)
-    critic = Critic(share(trunk_of(actor)))
+    critic = Critic(over_same_weights(trunk_of(actor)))
     assert config.lora is not None
     for number, model in enumerate((actor, critic.trunk)):
         attach_lora(model, config.lora, seed=number)

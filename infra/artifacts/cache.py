@@ -32,7 +32,8 @@ from infra.artifacts.manifest import FileEntry, Manifest
 from infra.artifacts.shared_files import own, part_of, put_copy, put_link, target_of, try_lock, unlock
 from infra.errors import StoreError
 
-HOLDS = "holds"
+PINS = "holds"
+"""Name of their directory."""
 _NAMES = "names"
 FILES, PARTS = "files", "parts"
 _TREE = re.compile(r"[0-9a-f]{64}")
@@ -78,9 +79,9 @@ class Cache:
             StoreError: if a blob is not what it should be, or the cache cannot be written.
         """
         with self._explained(manifest):
-            hold = _lifelong.hold(self._root, _names(manifest), self._while_nobody_evicts)
+            pin = _lifelong.pin(self._root, _names(manifest), self._while_nobody_evicts)
             renewed = self.keep(backend, manifest)
-            directory = self._directory(manifest, hold.scratch, renewed)
+            directory = self._directory(manifest, pin.scratch, renewed)
         if renewed:
             self._tidy()
         return directory
@@ -93,7 +94,7 @@ class Cache:
         """
         with filling(directory, manifest, is_mended=self.has) as lacking:
             needed = manifest.model_copy(update={"files": tuple(lacking)})
-            with self.holding(backend, needed) as scratch:
+            with self.pinning(backend, needed) as scratch:
 
                 def put(entry: FileEntry) -> None:
                     kept, target = self.path(entry), target_of(directory, entry, manifest.uri)
@@ -104,25 +105,25 @@ class Cache:
         return directory
 
     @contextmanager
-    def holding(self, backend: Backend, manifest: Manifest) -> Iterator[Path]:
+    def pinning(self, backend: Backend, manifest: Manifest) -> Iterator[Path]:
         """Keep an artifact's files, checked, for the time being; yield a scratch directory on their file system.
 
         Raises:
             StoreError: as `directory`.
         """
         with self._explained(manifest):
-            hold = self._while_nobody_evicts(lambda: Hold(self._root, _names(manifest)))
+            pin = self._while_nobody_evicts(lambda: Pin(self._root, _names(manifest)))
         try:
             with self._explained(manifest):
                 renewed = self.keep(backend, manifest)
-            yield hold.scratch
+            yield pin.scratch
         finally:
-            hold.end()
+            pin.end()
         if renewed:
             self._tidy()
 
     def keep(self, backend: Backend, manifest: Manifest) -> set[str]:
-        """Have every file of an artifact here, checked; they must be held.
+        """Have every file of an artifact here, checked; they must be pinned.
 
         Returns:
             The hashes of those that were not here, or not as they should be.
@@ -221,7 +222,7 @@ def _names(manifest: Manifest) -> Iterable[str]:
 
 
 def evict(root: Path, limit_bytes: int, room_bytes: int = 0) -> None:
-    """Remove what was used least recently until a cache is within its limit; nobody may begin to hold meanwhile.
+    """Remove what was used least recently until a cache is within its limit; nobody may pin meanwhile.
 
     Args:
         root: of the cache.
@@ -286,7 +287,7 @@ def _remove_file(root: Path, name: str, trees: list[Path]) -> None:
 def _remove_trees(root: Path, trees: list[Path]) -> None:
     """Remove artifacts' directories, each in one step for everyone who looks."""
     for tree in trees:
-        gone = root / HOLDS / uuid4().hex  # without a lock: another cleans it up should we be killed
+        gone = root / PINS / uuid4().hex  # without a lock: another cleans it up should we be killed
         with suppress(FileNotFoundError):
             tree.rename(gone)
         shutil.rmtree(gone, ignore_errors=True)
@@ -310,18 +311,18 @@ class _Contents:
     entries: list[_Entry] = field(default_factory=list)
 
 
-class Hold:
+class Pin:
     """What a living process uses; nobody evicts it. It ends with `end`, or with the last process that has it open."""
 
     def __init__(self, root: Path, names: Iterable[str]) -> None:
-        """Begin to hold; nobody may evict meanwhile.
+        """Pin what has these names; nobody may evict meanwhile.
 
         Args:
             root: of the cache.
             names: hashes of files, digests of artifacts.
         """
-        self.scratch = root / HOLDS / uuid4().hex
-        """A directory on the cache's file system for what is being made; it goes when the hold ends."""
+        self.scratch = root / PINS / uuid4().hex
+        """A directory on the cache's file system for what is being made; it goes when the pin ends."""
         self.scratch.mkdir(parents=True)
         self._descriptor = os.open(self.scratch / _NAMES, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         self._names: set[str] = set()
@@ -333,7 +334,7 @@ class Hold:
             raise
 
     def add(self, names: Iterable[str]) -> None:
-        """Hold these too; nobody may evict meanwhile."""
+        """Pin these too; nobody may evict meanwhile."""
         more = set(names) - self._names
         data = "".join(f"\n{name}" for name in sorted(more)).encode()
         while data:
@@ -341,7 +342,7 @@ class Hold:
         self._names |= more
 
     def has(self, names: Iterable[str]) -> bool:
-        """Return whether all of these are held, and nobody has removed the file in which that stands."""
+        """Return whether all of these are pinned, and nobody has removed the file in which that stands."""
         return self._names.issuperset(names) and (self.scratch / _NAMES).exists()
 
     def end(self) -> None:
@@ -350,16 +351,16 @@ class Hold:
         shutil.rmtree(self.scratch, ignore_errors=True)
 
 
-class LifelongHolds:
-    """The holds that last as long as this process, one for each cache."""
+class LifelongPins:
+    """The pins that last as long as this process, one for each cache."""
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._holds: dict[Path, Hold] = {}
+        self._pins: dict[Path, Pin] = {}
         os.register_at_fork(after_in_child=self._start_anew)
 
-    def hold(self, root: Path, names: Iterable[str], begin: Callable[[Callable[[], Hold]], Hold]) -> Hold:
-        """Hold these until the process ends.
+    def pin(self, root: Path, names: Iterable[str], begin: Callable[[Callable[[], Pin]], Pin]) -> Pin:
+        """Pin these until the process ends.
 
         Args:
             root: of the cache.
@@ -368,36 +369,36 @@ class LifelongHolds:
         """
         names = set(names)
         with self._lock:
-            known = self._holds.get(root)
+            known = self._pins.get(root)
             if known is not None and known.has(names):
                 return known
-            self._holds[root] = begin(lambda: _extended(known, root, names))
-            return self._holds[root]
+            self._pins[root] = begin(lambda: _extended(known, root, names))
+            return self._pins[root]
 
     def _start_anew(self) -> None:
-        """Leave the parent's holds to the parent: a child has its own, and keeps the parent's open besides."""
+        """Leave the parent's pins to the parent: a child has its own, and keeps the parent's open besides."""
         self._lock = Lock()
-        self._holds = {}
+        self._pins = {}
 
 
-def _extended(known: Hold | None, root: Path, names: set[str]) -> Hold:
+def _extended(known: Pin | None, root: Path, names: set[str]) -> Pin:
     if known is not None and not known.has(()):  # somebody has cleared the cache
         known.end()
         known = None
     if known is None:
-        return Hold(root, names)
+        return Pin(root, names)
     known.add(names)
     return known
 
 
 def names_in_use(root: Path) -> set[str]:
-    """Return what living processes hold; what the dead have left is removed.
+    """Return what living processes use; what the dead have left is removed.
 
     Raises:
-        OSError: if it cannot be told whether a holder lives: what it holds must not count as unused.
+        OSError: if it cannot be told whether a process lives: what it uses must not count as unused.
     """
     names: set[str] = set()
-    for folder in (root / HOLDS).glob("*"):
+    for folder in (root / PINS).glob("*"):
         held = _names_of_living(folder / _NAMES)
         if held is None:
             shutil.rmtree(folder, ignore_errors=True)
@@ -407,7 +408,7 @@ def names_in_use(root: Path) -> set[str]:
 
 
 def _names_of_living(path: Path) -> set[str] | None:
-    """Return what stands in a hold's file, or None if no process has it."""
+    """Return what stands in a pin's file, or None if no process has it."""
     try:
         descriptor = os.open(path, os.O_RDWR)
     except (FileNotFoundError, NotADirectoryError):
@@ -416,4 +417,4 @@ def _names_of_living(path: Path) -> set[str] | None:
         return None if try_lock(descriptor) else set(file.read().split())
 
 
-_lifelong = LifelongHolds()
+_lifelong = LifelongPins()

@@ -163,7 +163,7 @@ class Downloads:
         futures = [self._files.submit(work, item) for item in items]
         wait(futures, return_when=FIRST_EXCEPTION)
         if self._errors:
-            raise self._errors[0]  # those after it may be of its making
+            raise self._errors[0]  # those after it may come of it
         return [future.result() for future in futures]
 
     def _give_up(self, error: BaseException) -> None:

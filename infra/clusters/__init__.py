@@ -2,8 +2,8 @@
 
 On a cluster that is there already, `lease_existing` holds what a run has there, and ends it in the same way.
 
-    manifest = lease_cluster("ppo-llama7b", directory=..., num_cpus=4, ...)
-    connect(manifest)          # this process is now a Ray driver
+    record = lease_cluster("ppo-llama7b", directory=..., num_cpus=4, ...)
+    connect(record)          # this process is now a Ray driver
     ...
     release_cluster("ppo-llama7b")
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from infra.clusters.driver import connect, disconnect
     from infra.clusters.existing import existing_resources, lease_existing
     from infra.clusters.lease import is_lost, lease_cluster, reap_orphans, release_cluster
-    from infra.clusters.manifest import ClusterManifest
     from infra.clusters.reaper import leftover_processes
+    from infra.clusters.record import ClusterRecord
 
 _HOME = {
-    "ClusterManifest": "manifest",
+    "ClusterRecord": "record",
     "connect": "driver",
     "disconnect": "driver",
     "existing_resources": "existing",
@@ -36,7 +36,7 @@ _HOME = {
 }
 
 __all__ = [
-    "ClusterManifest",
+    "ClusterRecord",
     "connect",
     "disconnect",
     "existing_resources",

@@ -16,7 +16,7 @@ from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-d
 
 from infra.clusters.control_server import ControlServer
 from infra.clusters.lease import call_before_end
-from infra.clusters.manifest import JOB_CONFIG_VARIABLE, ClusterManifest
+from infra.clusters.record import JOB_CONFIG_VARIABLE, ClusterRecord
 from infra.errors import ClusterError, ClusterNotReadyError
 from infra.forked_processes import forking_python
 
@@ -30,45 +30,44 @@ _ENVIRONMENT = {
 }
 
 
-def connect(manifest: ClusterManifest, timeout_s: float = 30.0, environment: Mapping[str, str] | None = None) -> None:
+def connect(record: ClusterRecord, timeout_s: float = 30.0, environment: Mapping[str, str] | None = None) -> None:
     """Connect this process to a cluster as a Ray driver; do nothing if it is connected.
 
     The handlers of SIGTERM and SIGINT stay what they were (Ray would replace the first, and a cancelled flow would
     crash), and Ray's settings are in the environment only while this function runs.
 
     Args:
-        manifest: of the cluster.
+        record: of the cluster.
         timeout_s: longest wait for the cluster's first answer.
         environment: variables of this driver's actors, for a cluster that was not started with them.
 
     Raises:
         ClusterError: if the cluster does not answer, or this process is connected to another.
     """
-    _check_manifest(manifest)  # also when connected: Ray does not say that a cluster has gone
+    _check_record(record)  # also when connected: Ray does not say that a cluster has gone
     if ray.is_initialized():
-        _check_connection(manifest)
+        _check_connection(record)
         return
     # Without it, a thread that calls Ray after this process has left would start another cluster.
     auto_init_hook.enable_auto_connect = False
-    ours = manifest if manifest.kind == "local" else None
-    with credentials(ours), _for_ray(), _at_its_address(manifest), _signal_handlers():
-        _probe(manifest, timeout_s)
+    ours = record if record.kind == "local" else None
+    with credentials(ours), _for_ray(), _at_its_address(record), _signal_handlers():
+        _probe(record, timeout_s)
         try:
             ray.init(
-                address=manifest.address,
-                namespace=manifest.namespace,
-                runtime_env=_runtime_env(manifest, environment),
+                address=record.address,
+                namespace=record.namespace,
+                runtime_env=_runtime_env(record, environment),
                 log_to_driver=False,
                 logging_level=logging.WARNING,
             )
         except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
             away = isinstance(error, ConnectionError | ray.exceptions.RayError)  # the others: versions that differ
             raise (ClusterNotReadyError if away else ClusterError)(
-                f"{_described(manifest)} does not take this process as a driver: {_in_one_line(error)}; "
-                f"see {manifest.logs}"
+                f"{_described(record)} does not take this process as a driver: {_in_one_line(error)}; see {record.logs}"
             ) from error
-    if manifest.kind == "local":
-        call_before_end(manifest, disconnect)
+    if record.kind == "local":
+        call_before_end(record, disconnect)
 
 
 def disconnect(timeout_s: float = 60.0) -> None:
@@ -90,7 +89,7 @@ def disconnect(timeout_s: float = 60.0) -> None:
 
 
 @contextmanager
-def credentials(ours: ClusterManifest | None) -> Iterator[None]:
+def credentials(ours: ClusterRecord | None) -> Iterator[None]:
     """Make Ray use the secrets of a cluster while this runs, and remember them.
 
     Ray takes them only from the environment. A connected process keeps those that it connected with.
@@ -138,25 +137,25 @@ def _for_ray() -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _at_its_address(manifest: ClusterManifest) -> Iterator[None]:
+def _at_its_address(record: ClusterRecord) -> Iterator[None]:
     """Make Ray use the loopback address of a cluster of ours, and listen there itself.
 
     By default it uses the host's address; it read the variable that changes this (`ray_head.ON_LOOPBACK`) when Ray was
     imported.
     """
     before = ray_constants.ENABLE_RAY_CLUSTER
-    ray_constants.ENABLE_RAY_CLUSTER = before and manifest.kind != "local"
+    ray_constants.ENABLE_RAY_CLUSTER = before and record.kind != "local"
     try:
         yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
 
 
-def _runtime_env(manifest: ClusterManifest, environment: Mapping[str, str] | None) -> dict[str, Any] | None:
+def _runtime_env(record: ClusterRecord, environment: Mapping[str, str] | None) -> dict[str, Any] | None:
     """Return how this driver's actors start; None leaves it to Ray, or to whoever set the job's configuration."""
     found: dict[str, Any] = {}
-    if manifest.kind == "local" and manifest.fork_socket.exists() and JOB_CONFIG_VARIABLE not in os.environ:
-        found["py_executable"] = forking_python(manifest.fork_socket)
+    if record.kind == "local" and record.fork_socket.exists() and JOB_CONFIG_VARIABLE not in os.environ:
+        found["py_executable"] = forking_python(record.fork_socket)
     if environment:  # not as `env_vars`: those Ray writes into its logs and on the command line that starts a worker
         found["worker_process_setup_hook"] = _setter(environment)
     return found or None
@@ -184,56 +183,56 @@ def _variables(wanted: Mapping[str, str], hidden: Iterable[str]) -> Iterator[Non
         os.environ.update(before)
 
 
-def _check_manifest(manifest: ClusterManifest) -> None:
+def _check_record(record: ClusterRecord) -> None:
     """Refuse a cluster at once that is known not to run: Ray would try for many minutes.
 
     Raises:
         ClusterError: if it has not started, or lacks a process or its token.
     """
-    if manifest.kind == "existing":
+    if record.kind == "existing":
         return  # only its owner sees its processes and its token
     fault = None
-    if not manifest.address:
+    if not record.address:
         fault = "has not finished starting"
-    elif not manifest.is_running:
+    elif not record.is_running:
         fault = "is gone: its processes have ended"
-    elif not manifest.token.is_file():
-        fault = f"cannot be reached: its token file {manifest.token} is not there"
-    elif not manifest.certificate.is_file():
-        fault = f"cannot be reached: its certificate {manifest.certificate} is not there"
+    elif not record.token.is_file():
+        fault = f"cannot be reached: its token file {record.token} is not there"
+    elif not record.certificate.is_file():
+        fault = f"cannot be reached: its certificate {record.certificate} is not there"
     if fault:
-        raise ClusterNotReadyError(f"{_described(manifest)} {fault}; see {manifest.logs}, or lease it again")
+        raise ClusterNotReadyError(f"{_described(record)} {fault}; see {record.logs}, or lease it again")
 
 
-def _check_connection(manifest: ClusterManifest) -> None:
-    """Raise unless this process is connected as the manifest says.
+def _check_connection(record: ClusterRecord) -> None:
+    """Raise unless this process is connected as the record says.
 
     Raises:
         ClusterError: if it is not.
     """
     context = ray.get_runtime_context()
-    if manifest.kind == "local":
-        is_it, as_what = context.gcs_address == manifest.address, ""
+    if record.kind == "local":
+        is_it, as_what = context.gcs_address == record.address, ""
     else:  # the address may have another name of the host, but no other cluster has the namespace
-        is_it, as_what = context.namespace == manifest.namespace, f" as run {manifest.name!r}"
+        is_it, as_what = context.namespace == record.namespace, f" as run {record.name!r}"
     if not is_it:
         raise ClusterError(
             f"this process is connected to the cluster at {context.gcs_address} in the namespace "
-            f"{context.namespace!r}, not to {_described(manifest)}{as_what}; call disconnect() first"
+            f"{context.namespace!r}, not to {_described(record)}{as_what}; call disconnect() first"
         )
 
 
-def _probe(manifest: ClusterManifest, timeout_s: float) -> None:
+def _probe(record: ClusterRecord, timeout_s: float) -> None:
     """Ask the control server for its nodes, within a deadline that `ray.init` does not have.
 
     Raises:
         ClusterError: if it does not answer or refuses.
     """
     try:
-        with closing(ControlServer(manifest.address, called=_described(manifest), timeout_s=timeout_s)) as server:
+        with closing(ControlServer(record.address, called=_described(record), timeout_s=timeout_s)) as server:
             server.nodes()
     except ClusterError as error:
-        raise type(error)(f"{error}; see {manifest.logs}") from error
+        raise type(error)(f"{error}; see {record.logs}") from error
 
 
 @contextmanager
@@ -263,11 +262,11 @@ def _put_back(handlers: Mapping[signal.Signals, Any]) -> None:
             signal.signal(number, handler)
 
 
-def _described(manifest: ClusterManifest) -> str:
-    if manifest.kind == "existing":
-        return f"the Ray cluster at {manifest.address}"
-    where = f" at {manifest.address}" if manifest.address else ""
-    return f"Ray cluster {manifest.name!r}{where}"
+def _described(record: ClusterRecord) -> str:
+    if record.kind == "existing":
+        return f"the Ray cluster at {record.address}"
+    where = f" at {record.address}" if record.address else ""
+    return f"Ray cluster {record.name!r}{where}"
 
 
 def _in_one_line(error: Exception) -> str:

@@ -30,7 +30,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from infra.clusters.control_server import ControlServer
 from infra.clusters.driver import connect, credentials, disconnect
 from infra.clusters.lease import held_lease, hold, release_cluster
-from infra.clusters.manifest import ClusterManifest, checked_name
+from infra.clusters.record import ClusterRecord, checked_name
 from infra.errors import ClusterError, ClusterNotReadyError
 from infra.process_record import ProcessRecord
 
@@ -56,7 +56,7 @@ def lease_existing(
     packages: Iterable[str] = (),
     start_timeout_s: float = 120.0,
     stalled_after_s: float = 120.0,
-) -> ClusterManifest:
+) -> ClusterRecord:
     """Return this process's lease of a run on a cluster that somebody else started, and connect to it.
 
     What the run has there ends when `release_cluster` is called, when this process ends in whatever way (within
@@ -78,14 +78,14 @@ def lease_existing(
     checked_name(name)
     with held_lease(name) as held:
         if isinstance(held, _ExistingLease) and held.is_good(address):
-            return held.manifest
+            return held.record
         release_cluster(name)
-        manifest = _manifest(name, address)
-        connect(manifest, environment=environment)
+        record = _record(name, address)
+        connect(record, environment=environment)
         try:
             check_same_code({"infra", *packages}, timeout_s=start_timeout_s)
-            charge = Charge(manifest.namespace, ray.get_runtime_context().get_job_id(), stalled_after_s)
-            lease = _ExistingLease(manifest, charge, start_timeout_s)
+            charge = Charge(record.namespace, ray.get_runtime_context().get_job_id(), stalled_after_s)
+            lease = _ExistingLease(record, charge, start_timeout_s)
         except BaseException:
             disconnect()
             raise
@@ -95,7 +95,7 @@ def lease_existing(
             lease.end(start_timeout_s)
             raise
         hold(lease)
-        return manifest
+        return record
 
 
 def existing_resources(address: str) -> dict[str, float]:
@@ -122,9 +122,9 @@ def _check_address(address: str) -> None:
         )
 
 
-def _manifest(name: str, address: str) -> ClusterManifest:
+def _record(name: str, address: str) -> ClusterRecord:
     mark = secrets.token_hex(8)
-    return ClusterManifest(
+    return ClusterRecord(
         kind="existing",
         name=name,
         mark=mark,
@@ -142,13 +142,13 @@ def _namespace(name: str, mark: str) -> str:
 class _ExistingLease:
     """What this process holds on somebody else's cluster."""
 
-    def __init__(self, manifest: ClusterManifest, charge: Charge, start_timeout_s: float) -> None:
-        self.manifest = manifest
+    def __init__(self, record: ClusterRecord, charge: Charge, start_timeout_s: float) -> None:
+        self.record = record
         self._charge, self._start_timeout_s = charge, start_timeout_s
-        self._server = ControlServer(manifest.address)
+        self._server = ControlServer(record.address)
         self._closed = threading.Event()
         self._beats_every_s = min(_HEARTBEAT_S, charge.stalled_after_s / 4)
-        self._beats = threading.Thread(target=self._beat, name=f"lease-{manifest.name}", daemon=True)
+        self._beats = threading.Thread(target=self._beat, name=f"lease-{record.name}", daemon=True)
         self._watcher: Any = None
 
     def take(self) -> None:
@@ -157,7 +157,7 @@ class _ExistingLease:
         Raises:
             ClusterError: if another process holds the name, or something does not answer or end in time.
         """
-        name, started = self.manifest.name, time.monotonic()
+        name, started = self.record.name, time.monotonic()
         while self._watcher is None:
             with suppress(ray.exceptions.ActorAlreadyExistsError):
                 self._watcher = self._start_watcher()
@@ -170,7 +170,7 @@ class _ExistingLease:
             raise self._unanswered(error) from error
         former = re.compile(re.escape(_namespace(name, "")) + "[0-9a-f]+")
         self._server.end_runs(
-            lambda space: space != self.manifest.namespace and bool(former.fullmatch(space)), self._start_timeout_s
+            lambda space: space != self.record.namespace and bool(former.fullmatch(space)), self._start_timeout_s
         )
         self._beats.start()
 
@@ -180,7 +180,7 @@ class _ExistingLease:
         Raises:
             ClusterError: if the cluster or the watcher does not answer.
         """
-        if self._closed.is_set() or not ray.is_initialized() or self.manifest.address != address:
+        if self._closed.is_set() or not ray.is_initialized() or self.record.address != address:
             return False
         self._server.nodes()
         if ray.get_runtime_context().get_job_id() != self._charge.job:
@@ -221,14 +221,14 @@ class _ExistingLease:
     def _unanswered(self, error: Exception) -> ClusterError:
         reason = f": {_in_a_line(error)}" if str(error).strip() else ""  # a future's own says nothing
         return ClusterError(
-            f"the watcher of run {self.manifest.name!r} did not answer within {self._start_timeout_s:g} s on the head "
-            f"of the Ray cluster at {self.manifest.address}{reason}"
+            f"the watcher of run {self.record.name!r} did not answer within {self._start_timeout_s:g} s on the head "
+            f"of the Ray cluster at {self.record.address}{reason}"
         )
 
     def _start_watcher(self) -> Any:
         actor: Any = ray.remote(Watcher)  # so decorated it has .options, which its type does not show
         return actor.options(
-            name=self.manifest.name,
+            name=self.record.name,
             namespace=WATCHERS,
             lifetime="detached",
             num_cpus=0,
@@ -242,14 +242,14 @@ class _ExistingLease:
         Raises:
             ClusterError: if the driver is alive, or the name is not free in time.
         """
-        name = self.manifest.name
+        name = self.record.name
         for watcher in self._server.actors(lambda actor: actor.ray_namespace == WATCHERS and actor.name == name):
             holder = self._server.job(watcher.job_id.hex())
             if holder.is_over:
                 self._server.kill([watcher])
             elif waited_s > _GRACE_S:
                 raise ClusterNotReadyError(
-                    f"run {name!r} is held on the Ray cluster at {self.manifest.address} by {holder.description}; wait "
+                    f"run {name!r} is held on the Ray cluster at {self.record.address} by {holder.description}; wait "
                     "until that run ends, or take another name"
                 )
         if waited_s > self._start_timeout_s:
@@ -265,20 +265,20 @@ class _ExistingLease:
             except ray.exceptions.ActorDiedError:
                 self._replace_watcher()
             except Exception as error:  # late, restarting, or the cluster is away: the next beat follows
-                logger.debug("the watcher of run %r: %s", self.manifest.name, error)
+                logger.debug("the watcher of run %r: %s", self.record.name, error)
 
     def _replace_watcher(self) -> None:
         """Start another watcher; if this process was stopped until another took the name, the lease is lost."""
         if self._closed.is_set():
             return
-        logger.warning("the watcher of run %r was ended; starting another", self.manifest.name)
+        logger.warning("the watcher of run %r was ended; starting another", self.record.name)
         try:
             self._watcher = self._start_watcher()
         except ray.exceptions.ActorAlreadyExistsError:
-            logger.warning("another process took run %r meanwhile: this one holds it no longer", self.manifest.name)
+            logger.warning("another process took run %r meanwhile: this one holds it no longer", self.record.name)
             self._closed.set()
         except Exception as error:  # tried again at the next beat
-            logger.debug("the watcher of run %r: %s", self.manifest.name, error)
+            logger.debug("the watcher of run %r: %s", self.record.name, error)
 
 
 class Charge(NamedTuple):

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from infra.clusters.manifest import ClusterManifest, manifest_path
 from infra.clusters.ray_head import new_temp_dir, start_head
 from infra.clusters.reaper import end_cluster
+from infra.clusters.record import ClusterRecord, record_path
 from infra.clusters.watchdog import CLEAN, Watch, start_watchdog, wait_for_words
 from infra.errors import ClusterError, ClusterNotReadyError
 from infra.process_record import ProcessRecord
@@ -29,7 +29,7 @@ _HEARTBEAT_S = 5.0
 class Lease(Protocol):
     """What this process holds until it releases it."""
 
-    manifest: ClusterManifest
+    record: ClusterRecord
 
     def end(self, timeout_s: float) -> None:
         """End what is held, and wait until nothing of it is left."""
@@ -40,7 +40,7 @@ class Lease(Protocol):
 
 @dataclass
 class _LocalLease:
-    manifest: ClusterManifest
+    record: ClusterRecord
     path: Path
     watch: Watch
     stalled_after_s: float
@@ -48,10 +48,10 @@ class _LocalLease:
     guard: threading.RLock = field(default_factory=threading.RLock)
 
     def update(self, **changes: object) -> None:
-        """Change the manifest, here and on disk."""
+        """Change the record, here and on disk."""
         with self.guard:
-            self.manifest = self.manifest.model_copy(update=changes)
-            self.manifest.save(self.path)
+            self.record = self.record.model_copy(update=changes)
+            self.record.save(self.path)
 
     def beat(self) -> None:
         """Until the lease is closed: tell the watchdog that this process runs, and replace it if it was killed."""
@@ -73,11 +73,11 @@ class _LocalLease:
         with self.guard:
             if self.closed.is_set() or self.watch.process.process() is not None:
                 return
-            if self.manifest.head and not self.manifest.is_running:
+            if self.record.head and not self.record.is_running:
                 return  # it has ended the cluster; what is left is found at the next lease or release
-            logger.warning("the watchdog of cluster %r was killed; starting another", self.manifest.name)
+            logger.warning("the watchdog of cluster %r was killed; starting another", self.record.name)
             former = self.watch
-            self.watch = _start_watch(self.path, self.manifest, self.stalled_after_s)
+            self.watch = _start_watch(self.path, self.record, self.stalled_after_s)
             os.close(former.heartbeats)
             os.close(former.reports)
             self.update(watchdog=self.watch.process)
@@ -91,7 +91,7 @@ class _LocalLease:
     def end(self, timeout_s: float) -> None:
         """End the cluster through its watchdog, or without it."""
         try:
-            _BEFORE_END.pop(self.manifest.mark, lambda: None)()
+            _BEFORE_END.pop(self.record.mark, lambda: None)()
         finally:
             _end(self, timeout_s)
 
@@ -119,7 +119,7 @@ def lease_cluster(
     environment: Mapping[str, str] | None = None,
     imported: Sequence[str] = (),
     stalled_after_s: float = 120.0,
-) -> ClusterManifest:
+) -> ClusterRecord:
     """Return this process's cluster of a name; start it unless it runs.
 
     It ends when `release_cluster` is called, when this process ends in whatever way (at once), when this process is
@@ -127,8 +127,8 @@ def lease_cluster(
     next lease starts it again.
 
     Args:
-        name: names its manifest and logs; one per run.
-        directory: where manifests and logs of clusters lie.
+        name: names its record and logs; one per run.
+        directory: where records and logs of clusters lie.
         num_cpus: logical CPUs that its actors can ask for.
         num_gpus: logical GPUs.
         object_store_mb: Ray's shared memory.
@@ -141,20 +141,20 @@ def lease_cluster(
     Raises:
         ClusterError: if it does not start, or another live process holds the name.
     """
-    path = manifest_path(directory.absolute(), name)
+    path = record_path(directory.absolute(), name)
     with _LOCK:
         held = _LEASES.get(name)
         if isinstance(held, _LocalLease):
-            if held.manifest.is_running:
+            if held.record.is_running:
                 held.ensure_watched()
-                return held.manifest
+                return held.record
             logger.warning("cluster %r has lost its head and is started anew", name)
         release_cluster(name)
         _make_way(path)
         lease = _open(name, path, stalled_after_s)
         try:
             head = start_head(
-                lease.manifest,
+                lease.record,
                 num_cpus=num_cpus,
                 num_gpus=num_gpus,
                 object_store_mb=object_store_mb,
@@ -166,7 +166,7 @@ def lease_cluster(
         except BaseException:
             release_cluster(name)
             raise
-        return lease.manifest
+        return lease.record
 
 
 def is_lost(name: str) -> bool:
@@ -176,7 +176,7 @@ def is_lost(name: str) -> bool:
     `release_cluster` and `lease_cluster` leave such a cluster within seconds.
     """
     held = _LEASES.get(name)
-    return isinstance(held, _LocalLease) and bool(held.manifest.head) and not held.manifest.is_running
+    return isinstance(held, _LocalLease) and bool(held.record.head) and not held.record.is_running
 
 
 def release_cluster(name: str, timeout_s: float = 30.0) -> None:
@@ -204,7 +204,7 @@ def held_lease(name: str) -> Iterator[Lease | None]:
 def hold(lease: Lease) -> None:
     """Keep a lease until it is released."""
     with _LOCK:
-        _LEASES[lease.manifest.name] = lease
+        _LEASES[lease.record.name] = lease
 
 
 def reap_orphans(directory: Path) -> list[str]:
@@ -216,53 +216,53 @@ def reap_orphans(directory: Path) -> list[str]:
     reaped = []
     for path in sorted(directory.absolute().glob("*.json")):
         try:
-            manifest = ClusterManifest.load(path)
+            record = ClusterRecord.load(path)
         except FileNotFoundError:
             continue  # its watchdog was faster
         except ClusterError as error:
             logger.warning("%s", error)
             continue
-        if manifest.owner.process() is None:
-            end_cluster(path, manifest)
-            reaped.append(manifest.name)
+        if record.owner.process() is None:
+            end_cluster(path, record)
+            reaped.append(record.name)
     return reaped
 
 
-def call_before_end(manifest: ClusterManifest, goodbye: Callable[[], None]) -> None:
+def call_before_end(record: ClusterRecord, goodbye: Callable[[], None]) -> None:
     """Register a call before a cluster of this process is ended: Ray ends a driver that stays connected."""
-    _BEFORE_END[manifest.mark] = goodbye
+    _BEFORE_END[record.mark] = goodbye
 
 
 def _open(name: str, path: Path, stalled_after_s: float) -> _LocalLease:
-    """Write the manifest and start the watchdog: from here on, whatever is started will be ended."""
+    """Write the record and start the watchdog: from here on, whatever is started will be ended."""
     mark = secrets.token_hex(16)
     log_dir = path.parent / "logs" / f"{name}-{mark[:8]}"
     log_dir.mkdir(parents=True)
-    manifest = ClusterManifest(
+    record = ClusterRecord(
         name=name,
         mark=mark,
         owner=ProcessRecord.of(os.getpid()),
         temp_dir=new_temp_dir(),
         log_dir=log_dir,
     )
-    manifest.save(path)
+    record.save(path)
     try:
-        return _hold(manifest, path, stalled_after_s)
+        return _hold(record, path, stalled_after_s)
     except BaseException:
         path.unlink(missing_ok=True)
         raise
 
 
-def _hold(manifest: ClusterManifest, path: Path, stalled_after_s: float) -> _LocalLease:
-    lease = _LocalLease(manifest, path, _start_watch(path, manifest, stalled_after_s), stalled_after_s)
-    _LEASES[manifest.name] = lease
+def _hold(record: ClusterRecord, path: Path, stalled_after_s: float) -> _LocalLease:
+    lease = _LocalLease(record, path, _start_watch(path, record, stalled_after_s), stalled_after_s)
+    _LEASES[record.name] = lease
     lease.update(watchdog=lease.watch.process)
-    threading.Thread(target=lease.beat, name=f"lease-{manifest.name}", daemon=True).start()
+    threading.Thread(target=lease.beat, name=f"lease-{record.name}", daemon=True).start()
     return lease
 
 
-def _start_watch(path: Path, manifest: ClusterManifest, stalled_after_s: float) -> Watch:
-    watch = start_watchdog(path, manifest, stalled_after_s=stalled_after_s)
+def _start_watch(path: Path, record: ClusterRecord, stalled_after_s: float) -> Watch:
+    watch = start_watchdog(path, record, stalled_after_s=stalled_after_s)
     os.set_blocking(watch.heartbeats, False)
     return watch
 
@@ -274,7 +274,7 @@ def _end(lease: _LocalLease, timeout_s: float) -> None:
     finally:
         os.close(lease.watch.reports)
     if words != CLEAN:  # the watchdog is gone or stuck
-        end_cluster(lease.path, lease.manifest, timeout_s=timeout_s / 2)
+        end_cluster(lease.path, lease.record, timeout_s=timeout_s / 2)
 
 
 def _make_way(path: Path) -> None:
@@ -284,13 +284,13 @@ def _make_way(path: Path) -> None:
         ClusterError: if that process is alive.
     """
     with suppress(FileNotFoundError):
-        manifest = ClusterManifest.load(path)
-        if manifest.owner.process() is not None:
+        record = ClusterRecord.load(path)
+        if record.owner.process() is not None:
             raise ClusterNotReadyError(
-                f"cluster {manifest.name!r} is held by process {manifest.owner.pid} since "
-                f"{manifest.created:%Y-%m-%d %H:%M} UTC; wait until that run ends, or take another name"
+                f"cluster {record.name!r} is held by process {record.owner.pid} since "
+                f"{record.created:%Y-%m-%d %H:%M} UTC; wait until that run ends, or take another name"
             )
-        end_cluster(path, manifest)
+        end_cluster(path, record)
 
 
 def _forget_after_fork() -> None:

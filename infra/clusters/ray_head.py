@@ -21,8 +21,8 @@ from typing import NamedTuple
 import psutil
 
 from infra.certificate import own_certificate
-from infra.clusters.manifest import JOB_CONFIG_VARIABLE, MARK_VARIABLE, ClusterManifest
 from infra.clusters.reaper import TEMP_PREFIX, leftover_processes
+from infra.clusters.record import JOB_CONFIG_VARIABLE, MARK_VARIABLE, ClusterRecord
 from infra.errors import ClusterError, ClusterNotReadyError
 from infra.forked_processes import server_command, server_environment
 from infra.process_record import ProcessRecord
@@ -80,7 +80,7 @@ def new_temp_dir() -> Path:
 
 
 def start_head(
-    manifest: ClusterManifest,
+    record: ClusterRecord,
     *,
     num_cpus: int,
     num_gpus: float,
@@ -92,7 +92,7 @@ def start_head(
     """Start `ray start --head` and wait until its node is up.
 
     Args:
-        manifest: says where its files go, and its mark.
+        record: says where its files go, and its mark.
         num_cpus: logical CPUs.
         num_gpus: logical GPUs; rounded up, Ray counts a node's in whole ones.
         object_store_mb: shared memory.
@@ -108,28 +108,28 @@ def start_head(
     """
     if object_store_mb < MIN_OBJECT_STORE_MB:
         raise ClusterError(
-            f"cluster {manifest.name!r} is to have an object store of {object_store_mb} MB, but Ray needs at "
+            f"cluster {record.name!r} is to have an object store of {object_store_mb} MB, but Ray needs at "
             f"least {MIN_OBJECT_STORE_MB}; raise object_store_mb"
         )
-    manifest.temp_dir.mkdir(mode=0o700)
+    record.temp_dir.mkdir(mode=0o700)
     for path, secret in {
-        manifest.token: secrets.token_hex(32),
-        manifest.certificate: own_certificate(f"rlhf cluster {manifest.mark[:8]}"),
+        record.token: secrets.token_hex(32),
+        record.certificate: own_certificate(f"rlhf cluster {record.mark[:8]}"),
     }.items():
         path.touch(mode=0o600)
         path.write_text(secret)
     if imported and JOB_CONFIG_VARIABLE not in os.environ:
-        _start_forking(manifest, imported, environment)
-    command = _command(manifest, num_cpus, math.ceil(num_gpus), object_store_mb)
-    _run(manifest, command, timeout_s, environment)
-    address = (manifest.ray_dir / "ray_current_cluster").read_text().strip()
-    return Head(address, _own_processes(manifest))
+        _start_forking(record, imported, environment)
+    command = _command(record, num_cpus, math.ceil(num_gpus), object_store_mb)
+    _run(record, command, timeout_s, environment)
+    address = (record.ray_dir / "ray_current_cluster").read_text().strip()
+    return Head(address, _own_processes(record))
 
 
-def _command(manifest: ClusterManifest, num_cpus: int, num_gpus: int, object_store_mb: int) -> list[str]:
+def _command(record: ClusterRecord, num_cpus: int, num_gpus: int, object_store_mb: int) -> list[str]:
     """Every port that is not named is chosen by the system when it is bound, so clusters cannot collide."""
     command = [sys.executable, "-P", "-m", "infra.clusters.ray_start", "start", "--head", "--port=0"]
-    command += [f"--temp-dir={manifest.ray_dir}", "--log-style=record", "--disable-usage-stats"]
+    command += [f"--temp-dir={record.ray_dir}", "--log-style=record", "--disable-usage-stats"]
     command += [f"--num-cpus={num_cpus}", f"--num-gpus={num_gpus}"]
     command += [f"--object-store-memory={object_store_mb * 1024 * 1024}"]
     # Not needed, and each costs a process of 100 MB: the autoscaler, the log monitor, the dashboard.
@@ -137,12 +137,12 @@ def _command(manifest: ClusterManifest, num_cpus: int, num_gpus: int, object_sto
     return command
 
 
-def _run(manifest: ClusterManifest, command: list[str], timeout_s: float, environment: Mapping[str, str]) -> None:
-    log = manifest.log_dir / "ray-start.log"
+def _run(record: ClusterRecord, command: list[str], timeout_s: float, environment: Mapping[str, str]) -> None:
+    log = record.log_dir / "ray-start.log"
     with log.open("wb") as output:
         starter = subprocess.Popen(
             command,
-            env=_environment(manifest, environment),
+            env=_environment(record, environment),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -155,26 +155,25 @@ def _run(manifest: ClusterManifest, command: list[str], timeout_s: float, enviro
         starter.wait()  # at once: it was killed, and would stay a zombie
         if isinstance(error, subprocess.TimeoutExpired):
             raise ClusterNotReadyError(
-                f"Ray cluster {manifest.name!r} did not start within {timeout_s:g} s; raise start_timeout_s, "
-                f"or see {log}"
+                f"Ray cluster {record.name!r} did not start within {timeout_s:g} s; raise start_timeout_s, or see {log}"
             ) from error
         raise
     if code != 0:
         lines = log.read_text(errors="replace").strip().splitlines() or ["nothing"]
         raise ClusterNotReadyError(
-            f"Ray cluster {manifest.name!r} did not start: `ray start` ended with {code} and said "
+            f"Ray cluster {record.name!r} did not start: `ray start` ended with {code} and said "
             f"{lines[-1].strip()!r}; all of its output is in {log}"
         )
 
 
-def _start_forking(manifest: ClusterManifest, imported: Sequence[str], environment: Mapping[str, str]) -> None:
+def _start_forking(record: ClusterRecord, imported: Sequence[str], environment: Mapping[str, str]) -> None:
     """Start the server that actors' processes are forked from, which imports while Ray starts; or go on without it."""
-    log = manifest.log_dir / "forked-processes.log"
+    log = record.log_dir / "forked-processes.log"
     try:
         with log.open("wb") as output:
             subprocess.run(
-                server_command(manifest.fork_socket, imported, verb="start"),
-                env=server_environment(_environment(manifest, environment)),
+                server_command(record.fork_socket, imported, verb="start"),
+                env=server_environment(_environment(record, environment)),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -183,10 +182,10 @@ def _start_forking(manifest: ClusterManifest, imported: Sequence[str], environme
                 check=True,
             )
     except (OSError, subprocess.SubprocessError) as error:
-        logger.warning("actors of cluster %r import for themselves (%s); see %s", manifest.name, error, log)
+        logger.warning("actors of cluster %r import for themselves (%s); see %s", record.name, error, log)
 
 
-def _environment(manifest: ClusterManifest, extra: Mapping[str, str]) -> dict[str, str]:
+def _environment(record: ClusterRecord, extra: Mapping[str, str]) -> dict[str, str]:
     """Return this process's environment, changed for the cluster; nothing of it is read as a setting."""
     return {
         **inherited_environment(without_prefixes=(*_NOT_INHERITED, *_FOR_PREFECT)),
@@ -195,17 +194,17 @@ def _environment(manifest: ClusterManifest, extra: Mapping[str, str]) -> dict[st
         **SILENT_NODE,
         **extra,
         **ON_LOOPBACK,
-        **manifest.secrets,
+        **record.secrets,
         "RAY_USAGE_STATS_ENABLED": "0",
-        MARK_VARIABLE: manifest.mark,
+        MARK_VARIABLE: record.mark,
         "SPT_NOENV": "1",  # or setproctitle, in Ray's agents, writes the title over the mark
     }
 
 
-def _own_processes(manifest: ClusterManifest) -> tuple[ProcessRecord, ...]:
+def _own_processes(record: ClusterRecord) -> tuple[ProcessRecord, ...]:
     """Find the control server and the raylet: without either, the cluster is lost."""
     by_name: dict[str, int] = {}
-    for process in leftover_processes(manifest.mark):
+    for process in leftover_processes(record.mark):
         try:
             by_name[process.name()] = process.pid
         except psutil.Error:
@@ -214,6 +213,6 @@ def _own_processes(manifest: ClusterManifest) -> tuple[ProcessRecord, ...]:
         return tuple(ProcessRecord.of(by_name[name]) for name in ("gcs_server", "raylet"))
     except (KeyError, psutil.Error) as error:
         raise ClusterNotReadyError(
-            f"Ray cluster {manifest.name!r} lost a process while it started: of gcs_server and raylet, only "
-            f"{sorted({'gcs_server', 'raylet'} & set(by_name))} run; see {manifest.log_dir}"
+            f"Ray cluster {record.name!r} lost a process while it started: of gcs_server and raylet, only "
+            f"{sorted({'gcs_server', 'raylet'} & set(by_name))} run; see {record.log_dir}"
         ) from error

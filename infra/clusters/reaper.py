@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from infra.clusters.manifest import MARK_VARIABLE, ClusterManifest
+from infra.clusters.record import MARK_VARIABLE, ClusterRecord
 from infra.errors import ClusterError, ClusterNotReadyError
 from infra.process_record import ProcessRecord, describe, is_live, marked_processes
 
@@ -32,7 +32,7 @@ _KEPT_LOGS = 20
 def leftover_processes(mark: str, records: Iterable[ProcessRecord] = ()) -> list[psutil.Process]:
     """Return the live processes of a cluster: marked ones, recorded ones, and all their descendants."""
     roots = marked_processes(MARK_VARIABLE, mark)
-    roots += [process for record in records if (process := record.process()) is not None]
+    roots += [process for each in records if (process := each.process()) is not None]
     found = {process.pid: process for process in roots}
     for root in roots:
         with suppress(psutil.Error):
@@ -41,43 +41,43 @@ def leftover_processes(mark: str, records: Iterable[ProcessRecord] = ()) -> list
     return [process for process in found.values() if is_live(process)]
 
 
-def end_cluster(path: Path, manifest: ClusterManifest, *, timeout_s: float = 25.0) -> None:
-    """End all processes of a cluster, then remove its temp dir, token and manifest; keep its logs.
+def end_cluster(path: Path, record: ClusterRecord, *, timeout_s: float = 25.0) -> None:
+    """End all processes of a cluster, then remove its temp dir, token and record; keep its logs.
 
     Two processes may do this at once (the watchdog and the owner): each finds less to do.
 
     Args:
-        path: the manifest's file.
-        manifest: what it said, or as much as is known.
+        path: the record's file.
+        record: what it said, or as much as is known.
         timeout_s: longest wait for the processes to end.
 
     Raises:
         ClusterError: if processes are left; the files then stay, so that the next call can go on.
     """
     with suppress(FileNotFoundError, ClusterError):
-        written = ClusterManifest.load(path)
-        manifest = written if written.mark == manifest.mark else manifest
-    left = _end_processes(manifest, timeout_s)
+        written = ClusterRecord.load(path)
+        record = written if written.mark == record.mark else record
+    left = _end_processes(record, timeout_s)
     if left:
         names = ", ".join(describe(process) for process in left)
         raise ClusterNotReadyError(
-            f"cluster {manifest.name!r} still has processes after {timeout_s:g} s and SIGKILL: {names}; "
+            f"cluster {record.name!r} still has processes after {timeout_s:g} s and SIGKILL: {names}; "
             "they are probably waiting for a device or a file system"
         )
-    _keep_logs(manifest, path.parent)
-    if manifest.temp_dir.name.startswith(TEMP_PREFIX):  # never delete what we did not create
-        shutil.rmtree(manifest.temp_dir, ignore_errors=True)
+    _keep_logs(record, path.parent)
+    if record.temp_dir.name.startswith(TEMP_PREFIX):  # never delete what we did not create
+        shutil.rmtree(record.temp_dir, ignore_errors=True)
     with suppress(FileNotFoundError, ClusterError):
-        if ClusterManifest.load(path).mark == manifest.mark:  # else a younger cluster of the same name
+        if ClusterRecord.load(path).mark == record.mark:  # else a younger cluster of the same name
             path.unlink()
 
 
-def _end_processes(manifest: ClusterManifest, timeout_s: float) -> list[psutil.Process]:
+def _end_processes(record: ClusterRecord, timeout_s: float) -> list[psutil.Process]:
     start = time.monotonic()
     asked: set[int] = set()
     clean_looks = 0
     while time.monotonic() - start < timeout_s:
-        left = leftover_processes(manifest.mark, manifest.head)
+        left = leftover_processes(record.mark, record.head)
         # One look is not enough: it may miss a process that is forked during it.
         clean_looks = 0 if left else clean_looks + 1
         if clean_looks == 2:  # noqa: PLR2004
@@ -90,28 +90,28 @@ def _end_processes(manifest: ClusterManifest, timeout_s: float) -> list[psutil.P
                     process.terminate()
                     asked.add(process.pid)
         time.sleep(0.05)
-    return leftover_processes(manifest.mark, manifest.head)
+    return leftover_processes(record.mark, record.head)
 
 
-def _keep_logs(manifest: ClusterManifest, directory: Path) -> None:
+def _keep_logs(record: ClusterRecord, directory: Path) -> None:
     """Move Ray's logs out of the temp dir, and forget those of the oldest clusters that have ended."""
-    logs = manifest.ray_dir / "session_latest" / "logs"
+    logs = record.ray_dir / "session_latest" / "logs"
     try:
         if logs.is_dir():
-            shutil.move(logs.resolve(), manifest.log_dir / "ray")
-        kept = sorted(manifest.log_dir.parent.iterdir(), key=lambda entry: entry.stat().st_mtime)
+            shutil.move(logs.resolve(), record.log_dir / "ray")
+        kept = sorted(record.log_dir.parent.iterdir(), key=lambda entry: entry.stat().st_mtime)
         in_use = _named_log_folders(directory)  # a cluster that runs for days is older than many that have ended
         for entry in kept[:-_KEPT_LOGS]:
             if entry.name not in in_use:
                 shutil.rmtree(entry, ignore_errors=True)
     except OSError as error:  # another process tidies at the same time, or the disk is full
-        logger.warning("the logs of cluster %r were not kept: %s", manifest.name, error)
+        logger.warning("the logs of cluster %r were not kept: %s", record.name, error)
 
 
 def _named_log_folders(directory: Path) -> set[str]:
-    """Return the names of the log folders of clusters that still have a manifest."""
+    """Return the names of the log folders of clusters that still have a record."""
     names = set()
     for path in directory.glob("*.json"):
         with suppress(FileNotFoundError, ClusterError):
-            names.add(ClusterManifest.load(path).log_dir.name)
+            names.add(ClusterRecord.load(path).log_dir.name)
     return names

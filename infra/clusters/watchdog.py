@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 import psutil
 
-from infra.clusters.manifest import ClusterManifest
 from infra.clusters.reaper import end_cluster
+from infra.clusters.record import ClusterRecord
 from infra.errors import ClusterError, ClusterNotReadyError
 from infra.process_record import ProcessRecord
 
@@ -42,12 +42,12 @@ class Watch(NamedTuple):
     process: ProcessRecord
 
 
-def start_watchdog(path: Path, manifest: ClusterManifest, *, stalled_after_s: float) -> Watch:
-    """Start a watchdog over the cluster of a manifest.
+def start_watchdog(path: Path, record: ClusterRecord, *, stalled_after_s: float) -> Watch:
+    """Start a watchdog over the cluster of a record.
 
     Args:
-        path: the manifest's file, already written.
-        manifest: what it says.
+        path: the record's file, already written.
+        record: what it says.
         stalled_after_s: silence after which the owner counts as stopped.
 
     Raises:
@@ -56,7 +56,7 @@ def start_watchdog(path: Path, manifest: ClusterManifest, *, stalled_after_s: fl
     heard, heartbeats = os.pipe()
     reports, told = os.pipe()
     arguments = [str(path), str(heard), str(told), str(stalled_after_s)]
-    log = manifest.log_dir / "watchdog.log"
+    log = record.log_dir / "watchdog.log"
     try:
         log.parent.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
         with log.open("ab") as output:
@@ -81,7 +81,7 @@ def start_watchdog(path: Path, manifest: ClusterManifest, *, stalled_after_s: fl
         if not isinstance(error, (subprocess.SubprocessError, OSError, ValueError, psutil.Error)):
             raise
         raise ClusterNotReadyError(
-            f"the watchdog of cluster {manifest.name!r} did not start within {_START_TIMEOUT_S:g} s; see {log}"
+            f"the watchdog of cluster {record.name!r} did not start within {_START_TIMEOUT_S:g} s; see {log}"
         ) from error
     finally:
         os.close(heard)
@@ -96,7 +96,7 @@ def wait_for_words(reports: int, *, timeout_s: float) -> bytes:
         return os.read(reports, 4096) if selector.select(timeout_s) else b""
 
 
-def watch(heartbeats: int, path: Path, manifest: ClusterManifest, *, stalled_after_s: float) -> str:
+def watch(heartbeats: int, path: Path, record: ClusterRecord, *, stalled_after_s: float) -> str:
     """Return why the cluster must end, once it must."""
     last = time.monotonic()
     with selectors.DefaultSelector() as selector:
@@ -107,21 +107,21 @@ def watch(heartbeats: int, path: Path, manifest: ClusterManifest, *, stalled_aft
                 if not os.read(heartbeats, 4096):
                     return "its owner is gone or gave it back"
                 last = time.monotonic()
-            elif manifest.owner.process() is None:  # a child that the owner forked may still hold the pipe
+            elif record.owner.process() is None:  # a child that the owner forked may still hold the pipe
                 return "its owner is gone"
             elif time.monotonic() - last > stalled_after_s:
                 return f"its owner has been silent for {stalled_after_s:g} s"
-            if not manifest.head:
-                manifest = _reread(path, manifest)
-            elif not manifest.is_running:  # drivers would wait for it, and actors linger
+            if not record.head:
+                record = _reread(path, record)
+            elif not record.is_running:  # drivers would wait for it, and actors linger
                 return "it lost one of Ray's own processes"
 
 
-def _reread(path: Path, manifest: ClusterManifest) -> ClusterManifest:
-    """Return the manifest as it is now: the owner adds the head's processes once they run."""
+def _reread(path: Path, record: ClusterRecord) -> ClusterRecord:
+    """Return the record as it is now: the owner adds the head's processes once they run."""
     with suppress(FileNotFoundError, ClusterError):
-        return ClusterManifest.load(path)
-    return manifest
+        return ClusterRecord.load(path)
+    return record
 
 
 def main(arguments: list[str]) -> int:
@@ -133,18 +133,18 @@ def main(arguments: list[str]) -> int:
         signal.signal(number, signal.SIG_IGN)  # it ends after the owner does, by itself
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     os.chdir("/")  # the owner's folder may be unmounted before the owner ends
-    manifest = ClusterManifest.load(Path(path))
+    record = ClusterRecord.load(Path(path))
     os.write(int(reports), b"%d\n" % os.getpid())
-    reason = watch(int(heartbeats), Path(path), manifest, stalled_after_s=float(stalled_after_s))
-    logger.info("ending cluster %r: %s", manifest.name, reason)
+    reason = watch(int(heartbeats), Path(path), record, stalled_after_s=float(stalled_after_s))
+    logger.info("ending cluster %r: %s", record.name, reason)
     while True:
         try:
-            end_cluster(Path(path), manifest)
+            end_cluster(Path(path), record)
         except ClusterError as error:
             logger.error("%s; trying again", error)  # noqa: TRY400 - one sentence says it
         else:
             break
-    logger.info("nothing of cluster %r is left", manifest.name)
+    logger.info("nothing of cluster %r is left", record.name)
     with suppress(BrokenPipeError):  # nobody waits
         os.write(int(reports), CLEAN)
     return 0

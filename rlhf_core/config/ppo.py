@@ -235,7 +235,7 @@ class OverlapConfig(Config):
     """wait: makers begin nothing that could become older than max_staleness; drop: they go on, and what became too old
     is thrown away and its prompts are sampled again."""
     buffer_limit: int = Field(0, ge=0)
-    """Batches (train_batch_size x num_trainers samples) that may be made or in the making for later episodes; then the
+    """Batches (train_batch_size x num_trainers samples) that may be ready or being made for later episodes; then the
     makers wait. 0 sets no limit but that of max_staleness."""
     update_lora_weights: bool | None = None
     """Send makers only adapters and heads, which they hold beside the frozen weights, instead of merged weights. None

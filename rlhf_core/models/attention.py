@@ -43,7 +43,7 @@ def attend(
         value: as `key`.
         attention_mask: [B 1 S S], True where a token is attended to; None if all before are, or all. Others are the
             kernel's.
-        dropout: of the scores' shares.
+        dropout: of the weights.
         scaling: of the scores.
         options: others, which the kernel knows.
     """
@@ -62,8 +62,8 @@ def attend(
         scores = products * (size**-0.5 if scaling is None else scaling)
         # not minus infinity: padding would become NaN
         scores = scores.masked_fill(~attention_mask[:, None], torch.finfo(torch.float32).min)
-        shares = torch.softmax(scores, dim=-1).bfloat16().view(rows, shared, -1, length)
-        found = shares @ value.bfloat16()
+        weights = torch.softmax(scores, dim=-1).bfloat16().view(rows, shared, -1, length)
+        found = weights @ value.bfloat16()
     return found.view(rows, heads, length, -1).transpose(1, 2).contiguous(), None
 
 

@@ -188,7 +188,7 @@ def own_tensors(model: nn.Module) -> Iterator[Tensor]:
     yield from (tensor for tensor in (*model.parameters(), *model.buffers()) if not is_shared(tensor))
 
 
-def share(model: _Module) -> _Module:
+def over_same_weights(model: _Module) -> _Module:
     """Return another model over the very same weights: adapters that one gets, the other has not."""
     same: dict[int, Tensor] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, dict(same))

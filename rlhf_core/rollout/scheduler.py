@@ -223,7 +223,7 @@ class Scheduler(Generic[C, M]):
                 self._raise_failure()
                 if time.monotonic() >= deadline:
                     raise TimeoutError(
-                        f"waited {timeout_s:.0f} s for {', '.join(late)} {what}, in vain; raise "
+                        f"waited {timeout_s:.0f} s for {', '.join(late)} {what}; raise "
                         f"{self.waits.start_setting}, or look into the cluster's log"
                     )
                 self._changed.wait(_LOOK_S)

@@ -17,7 +17,7 @@ from safetensors.torch import load
 
 from flows.presets import resolve
 from infra.artifacts import ArtifactStore
-from infra.clusters import ClusterManifest
+from infra.clusters import ClusterRecord
 from infra.errors import ReferenceNotFoundError
 from rlhf_core.config import PipelineConfig
 from tasks.ppo_keeper import SAMPLES
@@ -179,8 +179,8 @@ class Campaign:
             return policy_digest(self.made)
 
     @property
-    def cluster(self) -> ClusterManifest:
-        return ClusterManifest.load(self.directory / "home" / "clusters" / f"{self.name}.json")
+    def cluster(self) -> ClusterRecord:
+        return ClusterRecord.load(self.directory / "home" / "clusters" / f"{self.name}.json")
 
 
 @contextmanager

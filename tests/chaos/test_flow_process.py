@@ -13,7 +13,7 @@ import pytest
 from prefect.settings import PREFECT_API_URL
 from prefect.testing.utilities import prefect_test_harness
 
-from infra.clusters import ClusterManifest
+from infra.clusters import ClusterRecord
 from infra.errors import ClusterError
 from tests.chaos.driver import Stage, start_flow
 from tests.chaos.plan import PHASES, Aim
@@ -92,6 +92,6 @@ def _live_and_die(
             cluster = lockstep.cluster
         time.sleep(0.05)
     assert process.exitcode == -signal.SIGKILL, f"the flow ended with {process.exitcode} before {aim}"
-    assert isinstance(cluster, ClusterManifest)
+    assert isinstance(cluster, ClusterRecord)
     wait_until_nothing_is_left(cluster)
     return committed(lockstep.made) + 1, started

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from infra.clusters import ClusterManifest, leftover_processes
+from infra.clusters import ClusterRecord, leftover_processes
 
 GONE_WITHIN_S = 30.0
 
@@ -61,33 +61,33 @@ class Owners:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.started: list[tuple[subprocess.Popen[str], ClusterManifest]] = []
+        self.started: list[tuple[subprocess.Popen[str], ClusterRecord]] = []
         self.children: list[psutil.Process] = []
 
-    def start(self, then: str = "waits", stalled_after_s: float = 120) -> tuple[subprocess.Popen[str], ClusterManifest]:
+    def start(self, then: str = "waits", stalled_after_s: float = 120) -> tuple[subprocess.Popen[str], ClusterRecord]:
         process = run(OWNER, str(self.directory), then, str(stalled_after_s))
         assert says(process) == "leased"
         self.children += psutil.Process(process.pid).children()
-        self.started.append((process, ClusterManifest.load(self.directory / "night.json")))
+        self.started.append((process, ClusterRecord.load(self.directory / "night.json")))
         return self.started[-1]
 
     def end(self) -> None:
         for child in self.children:
             with suppress(psutil.NoSuchProcess):
                 child.kill()
-        for process, manifest in self.started:
+        for process, record in self.started:
             process.kill()
             process.communicate()
-            wait_until_nothing_is_left(manifest)
+            wait_until_nothing_is_left(record)
 
 
-def wait_until_nothing_is_left(manifest: ClusterManifest) -> None:
+def wait_until_nothing_is_left(record: ClusterRecord) -> None:
     """Fail unless a cluster's processes and files are gone within the 30 s that we promise."""
-    path = manifest.log_dir.parent.parent / f"{manifest.name}.json"
+    path = record.log_dir.parent.parent / f"{record.name}.json"
     deadline = time.monotonic() + GONE_WITHIN_S
     while time.monotonic() < deadline:
-        left = leftover_processes(manifest.mark, manifest.head)
-        if not left and not manifest.temp_dir.exists() and not (path.exists() and manifest.mark in path.read_text()):
+        left = leftover_processes(record.mark, record.head)
+        if not left and not record.temp_dir.exists() and not (path.exists() and record.mark in path.read_text()):
             return
         time.sleep(0.1)
-    pytest.fail(f"after {GONE_WITHIN_S:g} s cluster {manifest.name!r} has {left}, {manifest.temp_dir} or {path}")
+    pytest.fail(f"after {GONE_WITHIN_S:g} s cluster {record.name!r} has {left}, {record.temp_dir} or {path}")

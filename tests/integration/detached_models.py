@@ -37,7 +37,7 @@ TEXTS = [f"{number} plus {number * 3}" for number in range(6)] + ["0 plus 0", "1
 @contextmanager
 def cluster(directory: Path, name: str = "classes") -> Iterator[None]:
     """Run the block as a driver of a cluster of logical GPUs."""
-    manifest = lease_cluster(
+    record = lease_cluster(
         name, directory=directory, num_cpus=8, num_gpus=4, object_store_mb=128,
         environment={
             "RAY_memory_monitor_refresh_ms": "0",  # it ends actors here when others fill the machine
@@ -45,7 +45,7 @@ def cluster(directory: Path, name: str = "classes") -> Iterator[None]:
         },
     )  # fmt: skip
     try:
-        connect(manifest)
+        connect(record)
         yield
     finally:
         try:

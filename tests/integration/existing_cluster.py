@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 import ray
 
-from infra.clusters import ClusterManifest, driver, ray_head
+from infra.clusters import ClusterRecord, driver, ray_head
 from infra.clusters.control_server import ControlServer
 from infra.clusters.existing import WATCHERS
 from infra.process_record import ProcessRecord
@@ -69,7 +69,7 @@ class Bystander:
 class User(NamedTuple):
     """Whose cluster it is, and what he has on it."""
 
-    cluster: ClusterManifest
+    cluster: ClusterRecord
     server: ControlServer
     pid: int
 
@@ -107,8 +107,8 @@ def as_users_start_them() -> Iterator[None]:
         patch.setattr(ray_head, "ON_LOOPBACK", {})
         patch.setattr(driver, "_at_its_address", lambda _: nullcontext())
         both = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")
-        secrets = property(lambda manifest: dict(zip(both, ("token", str(manifest.token)), strict=True)))
-        patch.setattr(ClusterManifest, "secrets", secrets)
+        secrets = property(lambda record: dict(zip(both, ("token", str(record.token)), strict=True)))
+        patch.setattr(ClusterRecord, "secrets", secrets)
         yield
 
 

@@ -20,7 +20,7 @@ from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary
 
 from infra import prefect_access
 from infra.artifacts import ArtifactStore, S3Options, open_store
-from infra.clusters import ClusterManifest
+from infra.clusters import ClusterRecord
 from infra.forked_processes import forking_python
 from infra.process_record import marked_processes
 from infra.services import prefect_api, processes
@@ -54,14 +54,14 @@ class Actor:
 @stage_task(name="work")
 def work():
     known = settings()
-    manifest = lease_cluster(
+    record = lease_cluster(
         "held",
         directory=known.clusters_dir,
         num_cpus=1,
         object_store_mb=80,
         environment=known.child_environment(),
     )
-    connect(manifest)
+    connect(record)
     actor = Actor.options(name="held", lifetime="detached", num_cpus=1).remote()
     wait_for_all({actor.work.remote(0): "actor"}, 60, what="the actor", setting="none")
     (known.home / "actor-lives").touch()
@@ -209,7 +209,7 @@ class LocalStack:
         result = self.type(*words, cwd=directory, **self.prefect_variables)
         assert result.returncode == 0, result.stdout + result.stderr
 
-    def start_cluster_run(self, directory: Path) -> tuple[str, ClusterManifest]:
+    def start_cluster_run(self, directory: Path) -> tuple[str, ClusterRecord]:
         """Start a run that leases a Ray cluster, and return its id and the cluster once an actor lives there.
 
         Args:
@@ -222,7 +222,7 @@ class LocalStack:
         told = self.home / "actor-lives"
         wait_for(told.exists, f"the actor of run {run}", timeout_s=120)
         told.unlink()
-        return run, ClusterManifest.load(self.home / "clusters" / "held.json")
+        return run, ClusterRecord.load(self.home / "clusters" / "held.json")
 
     def start_run(self, deployment: str, *, at: str | None = None, **parameters: Any) -> str:
         """Start a run of a deployment, now or at a time, and return its id."""

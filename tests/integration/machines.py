@@ -23,8 +23,8 @@ import psutil
 import pytest
 
 from infra.clusters import leftover_processes
-from infra.clusters.manifest import MARK_VARIABLE
 from infra.clusters.ray_head import SILENT_NODE
+from infra.clusters.record import MARK_VARIABLE
 
 ROOT = Path(__file__).parents[2]
 PORT = 6379

@@ -18,7 +18,7 @@ import ray
 import torch
 
 from infra.artifacts import ArtifactStore, open_default_store
-from infra.clusters import ClusterManifest, leftover_processes
+from infra.clusters import ClusterRecord, leftover_processes
 from infra.settings import settings
 from rlhf_core.config import PipelineConfig
 from rlhf_core.models.loading import load_causal_lm
@@ -126,14 +126,14 @@ def on_a_cluster(config: PipelineConfig, directory: Path) -> Iterator[Run]:
         patch.setenv("RLHF_STORE_URL", f"file://{directory}/store")
         assert settings().home == directory / "home"
         made = Run(config, directory)
-        manifest: ClusterManifest | None = None
+        record: ClusterRecord | None = None
         try:
-            manifest = lease(made.plan, open_context())
+            record = lease(made.plan, open_context())
             yield made
         finally:
             end_cluster(made.plan.name)
-        assert manifest is not None
-        assert leftover_processes(manifest.mark) == []
+        assert record is not None
+        assert leftover_processes(record.mark) == []
 
 
 def kill_when(attempt: Future[Any], doing: str, victim: str = TRAINER, number: int = signal.SIGKILL) -> None:

@@ -11,20 +11,20 @@ from contextlib import suppress
 import psutil
 import ray
 
-from infra.clusters import ClusterManifest, leftover_processes
-from infra.clusters.manifest import MARK_VARIABLE
+from infra.clusters import ClusterRecord, leftover_processes
+from infra.clusters.record import MARK_VARIABLE
 
 
-def add_node(manifest: ClusterManifest, *, num_cpus: int) -> None:
+def add_node(record: ClusterRecord, *, num_cpus: int) -> None:
     """Let a second node join a cluster: another raylet of this machine, which ends with the cluster."""
-    command = [sys.executable, "-P", "-m", "infra.clusters.ray_start", "start", f"--address={manifest.address}"]
+    command = [sys.executable, "-P", "-m", "infra.clusters.ray_start", "start", f"--address={record.address}"]
     command += [f"--num-cpus={num_cpus}", "--num-gpus=0", f"--object-store-memory={100 << 20}", "--log-style=record"]
     command += ["--include-log-monitor=false", "--disable-usage-stats"]
     environment = {
         "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN_PATH": str(manifest.token),
+        "RAY_AUTH_TOKEN_PATH": str(record.token),
         "RAY_prestart_worker_first_driver": "0",
-        MARK_VARIABLE: manifest.mark,
+        MARK_VARIABLE: record.mark,
         "SPT_NOENV": "1",
     }
     subprocess.run(
@@ -33,10 +33,10 @@ def add_node(manifest: ClusterManifest, *, num_cpus: int) -> None:
     )  # fmt: skip
 
 
-def processes_of(manifest: ClusterManifest, actor: str) -> list[psutil.Process]:
+def processes_of(record: ClusterRecord, actor: str) -> list[psutil.Process]:
     """Return the processes of a cluster's actors of one class."""
     found = []
-    for process in leftover_processes(manifest.mark):
+    for process in leftover_processes(record.mark):
         with suppress(psutil.Error):
             if any(word.startswith(f"ray::{actor}") for word in process.cmdline()):
                 found.append(process)

@@ -178,9 +178,9 @@ def save_policy(actor: torch.nn.Module, directory: Path) -> None:
 def cluster(directory: Path, cpus: int = 6) -> Iterator[None]:
     """A cluster for several runs, one after the other."""
     name = f"rollouts-{directory.name}"
-    manifest = lease_cluster(name, directory=directory, num_cpus=cpus, object_store_mb=200)
+    record = lease_cluster(name, directory=directory, num_cpus=cpus, object_store_mb=200)
     try:
-        connect(manifest)
+        connect(record)
         yield
     finally:
         disconnect()

@@ -16,7 +16,7 @@ from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from infra.artifacts import ArtifactRef, ArtifactStore, Manifest
-from infra.clusters import ClusterManifest, leftover_processes
+from infra.clusters import ClusterRecord, leftover_processes
 from infra.services.automations import RESTARTING
 from tests.integration.local_stack import LocalStack, read_json, wait_for
 from tests.tiny_llama import write_tiny_llama
@@ -254,7 +254,7 @@ def committed_by_seed_1(store: ArtifactStore) -> Manifest | None:
     return max(states, key=lambda each: each.version, default=None)
 
 
-def the_cluster(stack: LocalStack) -> ClusterManifest:
+def the_cluster(stack: LocalStack) -> ClusterRecord:
     """Return the cluster of the run that goes on; the process in which the flow runs owns it."""
-    [manifest] = (stack.home / "clusters").glob("*.json")
-    return ClusterManifest.load(manifest)
+    [record] = (stack.home / "clusters").glob("*.json")
+    return ClusterRecord.load(record)

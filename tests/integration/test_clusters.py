@@ -16,7 +16,7 @@ import ray
 
 from infra.certificate import own_certificate
 from infra.clusters import (
-    ClusterManifest,
+    ClusterRecord,
     connect,
     disconnect,
     lease_cluster,
@@ -34,9 +34,9 @@ pytestmark = pytest.mark.integration
 DRIVER = """
 import os, sys
 from pathlib import Path
-from infra.clusters import ClusterManifest, connect
+from infra.clusters import ClusterRecord, connect
 import ray
-connect(ClusterManifest.load(Path(sys.argv[1])))
+connect(ClusterRecord.load(Path(sys.argv[1])))
 @ray.remote
 class Counter:
     def __init__(self): self.count = 0
@@ -51,15 +51,15 @@ import os, signal, sys
 from pathlib import Path
 from infra.clusters import connect, lease_cluster
 from infra.errors import ClusterError
-manifest = lease_cluster("phoenix", directory=Path(sys.argv[1]), num_cpus=1, object_store_mb=80)
-print(manifest.model_dump_json(), flush=True)
-connect(manifest)
-for record in manifest.head:
-    os.kill(record.pid, signal.SIGKILL)
-while manifest.is_running:
+record = lease_cluster("phoenix", directory=Path(sys.argv[1]), num_cpus=1, object_store_mb=80)
+print(record.model_dump_json(), flush=True)
+connect(record)
+for process in record.head:
+    os.kill(process.pid, signal.SIGKILL)
+while record.is_running:
     pass
 try:
-    connect(manifest)
+    connect(record)
 except ClusterError as error:
     print(error, flush=True)
 input()
@@ -78,7 +78,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("clusters")
 
 
-def _lease(directory: Path) -> ClusterManifest:
+def _lease(directory: Path) -> ClusterRecord:
     return lease_cluster(
         "shared",
         directory=directory,
@@ -90,24 +90,24 @@ def _lease(directory: Path) -> ClusterManifest:
 
 
 @pytest.fixture(scope="module")
-def shared(directory: Path) -> Iterator[ClusterManifest]:
+def shared(directory: Path) -> Iterator[ClusterRecord]:
     """One cluster, held by the tests' own process, for all that does not end it."""
-    manifest = _lease(directory)
-    yield manifest
+    record = _lease(directory)
+    yield record
     release_cluster("shared")
-    wait_until_nothing_is_left(manifest)
-    assert "forked_processes" not in (manifest.log_dir / "ray" / "raylet.err").read_text()
+    wait_until_nothing_is_left(record)
+    assert "forked_processes" not in (record.log_dir / "ray" / "raylet.err").read_text()
 
 
 @pytest.fixture
-def connected(shared: ClusterManifest) -> Iterator[ClusterManifest]:
+def connected(shared: ClusterRecord) -> Iterator[ClusterRecord]:
     connect(shared)
     yield shared
     disconnect()
 
 
 def test_a_detached_actor_outlives_a_killed_driver_that_does_not_hold_the_lease(
-    connected: ClusterManifest, directory: Path
+    connected: ClusterRecord, directory: Path
 ) -> None:
     driver = run(DRIVER, str(directory / "shared.json"))
     count, pid, secret = says(driver).split()
@@ -121,7 +121,7 @@ def test_a_detached_actor_outlives_a_killed_driver_that_does_not_hold_the_lease(
 
 
 def test_actors_are_forked_from_a_process_that_has_imported_and_without_it_import_for_themselves(
-    connected: ClusterManifest,
+    connected: ClusterRecord,
 ) -> None:
     class Actor:
         def known(self) -> tuple[set[str], int]:
@@ -139,7 +139,7 @@ def test_actors_are_forked_from_a_process_that_has_imported_and_without_it_impor
     assert ray.get(with_it.known.remote(), timeout=60)[1] == pid
 
 
-def test_a_second_lease_of_the_name_is_the_warm_cluster(shared: ClusterManifest, directory: Path) -> None:
+def test_a_second_lease_of_the_name_is_the_warm_cluster(shared: ClusterRecord, directory: Path) -> None:
     assert _lease(directory).head == shared.head
 
 
@@ -152,7 +152,7 @@ def _end(pid: int) -> None:
         time.sleep(0.01)
 
 
-def test_a_killed_watchdog_is_replaced_while_the_cluster_runs_on(shared: ClusterManifest, directory: Path) -> None:
+def test_a_killed_watchdog_is_replaced_while_the_cluster_runs_on(shared: ClusterRecord, directory: Path) -> None:
     deadline = time.monotonic() + GONE_WITHIN_S
     former = _lease(directory).watchdog_pid
     _end(former)
@@ -160,7 +160,7 @@ def test_a_killed_watchdog_is_replaced_while_the_cluster_runs_on(shared: Cluster
     while written.watchdog_pid in {former, shared.watchdog_pid}:
         assert time.monotonic() < deadline, "no other watchdog was started in 30 s"
         time.sleep(0.1)
-        written = ClusterManifest.load(directory / "shared.json")
+        written = ClusterRecord.load(directory / "shared.json")
     _end(written.watchdog_pid)
     again = _lease(directory)  # at once: no heartbeat is waited for
     assert again.watchdog_pid != written.watchdog_pid
@@ -169,7 +169,7 @@ def test_a_killed_watchdog_is_replaced_while_the_cluster_runs_on(shared: Cluster
     assert again.head == shared.head
 
 
-def test_a_head_gives_up_a_silent_machine_before_those_do_who_ask_its_actors(shared: ClusterManifest) -> None:
+def test_a_head_gives_up_a_silent_machine_before_those_do_who_ask_its_actors(shared: ClusterRecord) -> None:
     told = psutil.Process(shared.head_pid).environ()
     assert SILENT_NODE.items() <= told.items()
     period, answer, tries = (
@@ -178,7 +178,7 @@ def test_a_head_gives_up_a_silent_machine_before_those_do_who_ask_its_actors(sha
     assert (period + answer) * tries / 1000 < ANSWER_S
 
 
-def test_connecting_keeps_the_signal_handlers_and_the_environment(shared: ClusterManifest) -> None:
+def test_connecting_keeps_the_signal_handlers_and_the_environment(shared: ClusterRecord) -> None:
     def on_sigterm(*_: object) -> None: ...
 
     def on_sigint(*_: object) -> None: ...
@@ -201,7 +201,7 @@ def test_connecting_keeps_the_signal_handlers_and_the_environment(shared: Cluste
         signal.signal(signal.SIGINT, before[1])
 
 
-def test_a_thread_can_connect_as_tasks_do(shared: ClusterManifest) -> None:
+def test_a_thread_can_connect_as_tasks_do(shared: ClusterRecord) -> None:
     failures: list[BaseException] = []
 
     def work() -> None:
@@ -219,7 +219,7 @@ def test_a_thread_can_connect_as_tasks_do(shared: ClusterManifest) -> None:
     disconnect()
 
 
-def test_two_clusters_at_once_do_not_meet(owners: Owners, connected: ClusterManifest) -> None:
+def test_two_clusters_at_once_do_not_meet(owners: Owners, connected: ClusterRecord) -> None:
     owner, other = owners.start()
     assert other.address != connected.address
     assert ray.cluster_resources()["CPU"] == 2
@@ -240,7 +240,7 @@ def test_two_clusters_at_once_do_not_meet(owners: Owners, connected: ClusterMani
         connect(other)
 
 
-def test_a_wrong_token_is_told_in_one_sentence(shared: ClusterManifest, tmp_path: Path) -> None:
+def test_a_wrong_token_is_told_in_one_sentence(shared: ClusterRecord, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("wrong")
     shutil.copy(shared.certificate, tmp_path)
     with pytest.raises(ClusterError, match=r"'shared' at .* does not answer: .*[Aa]uth.*; see") as caught:
@@ -250,7 +250,7 @@ def test_a_wrong_token_is_told_in_one_sentence(shared: ClusterManifest, tmp_path
     disconnect()
 
 
-def test_another_certificate_is_told_in_one_sentence(shared: ClusterManifest, tmp_path: Path) -> None:
+def test_another_certificate_is_told_in_one_sentence(shared: ClusterRecord, tmp_path: Path) -> None:
     shutil.copy(shared.token, tmp_path)
     (tmp_path / "tls.pem").write_text(own_certificate("another cluster's"))
     with pytest.raises(ClusterError, match=r"'shared' at .* does not answer: .*; see") as caught:
@@ -260,7 +260,7 @@ def test_another_certificate_is_told_in_one_sentence(shared: ClusterManifest, tm
     disconnect()
 
 
-def test_an_absent_token_certificate_or_address_is_told_at_once(shared: ClusterManifest, tmp_path: Path) -> None:
+def test_an_absent_token_certificate_or_address_is_told_at_once(shared: ClusterRecord, tmp_path: Path) -> None:
     with pytest.raises(ClusterError, match=f"token file {tmp_path}/token is not there"):
         connect(shared.model_copy(update={"temp_dir": tmp_path}))
     shutil.copy(shared.token, tmp_path)
@@ -270,7 +270,7 @@ def test_an_absent_token_certificate_or_address_is_told_at_once(shared: ClusterM
         connect(shared.model_copy(update={"address": ""}))
 
 
-def test_a_control_server_that_hangs_is_told_by_the_deadline(shared: ClusterManifest) -> None:
+def test_a_control_server_that_hangs_is_told_by_the_deadline(shared: ClusterRecord) -> None:
     head = psutil.Process(shared.head_pid)
     head.suspend()
     try:
@@ -285,7 +285,7 @@ def test_a_control_server_that_hangs_is_told_by_the_deadline(shared: ClusterMani
 def test_a_cluster_that_lost_its_head_is_told_and_ended_and_another_process_starts_it_anew(tmp_path: Path) -> None:
     """In another process: Ray does not always let a driver go whose control server was killed."""
     flow = run(BEHEADED, str(tmp_path))
-    first = ClusterManifest.model_validate_json(says(flow))
+    first = ClusterRecord.model_validate_json(says(flow))
     try:
         assert "is gone: its processes have ended" in says(flow)
     finally:

@@ -197,13 +197,13 @@ def test_a_run_is_started_followed_and_heard_of_by_everything_that_has_the_passw
 
 @pytest.mark.stack
 def test_a_runs_ray_cluster_is_not_told_the_password(own_stack: LocalStack, tmp_path: Path) -> None:
-    run, manifest = own_stack.start_cluster_run(tmp_path)
+    run, record = own_stack.start_cluster_run(tmp_path)
     try:
         known = {
             process.pid: process.environ().get("PREFECT_API_AUTH_STRING") for process in own_stack.processes_of(run)
         }
-        assert known[manifest.owner.pid] == own_stack.password, "the flow's process has it"
-        ray = [process.environ() for process in leftover_processes(manifest.mark)]
+        assert known[record.owner.pid] == own_stack.password, "the flow's process has it"
+        ray = [process.environ() for process in leftover_processes(record.mark)]
         assert len([each for each in ray if each.get("RAY_AUTH_MODE") == "token"]) > 2, "there was something to look at"
         assert not [each for each in ray if own_stack.password in each.values() and "RAY_AUTH_TOKEN_PATH" in each]
     finally:

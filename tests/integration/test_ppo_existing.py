@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flows.presets import resolve
-from infra.clusters import ClusterManifest, lease_cluster, release_cluster
+from infra.clusters import ClusterRecord, lease_cluster, release_cluster
 from infra.clusters.control_server import ControlServer
 from infra.clusters.driver import credentials
 from rlhf_core.config import PipelineConfig
@@ -49,7 +49,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> PipelineConfig:
 
 
 @pytest.fixture
-def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterManifest]:
+def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterRecord]:
     """A cluster that knows nothing of the run's store; with two logical GPUs, on which nobody asked to train."""
     with as_users_start_them():
         cluster = lease_cluster("theirs", directory=tmp_path / "c", num_cpus=4, num_gpus=2, object_store_mb=200)
@@ -60,7 +60,7 @@ def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterM
 
 
 def test_a_run_on_the_users_own_cluster_has_the_same_key_and_ends_with_the_same_bits(
-    config: PipelineConfig, tmp_path: Path, theirs: ClusterManifest
+    config: PipelineConfig, tmp_path: Path, theirs: ClusterRecord
 ) -> None:
     for name in ("local", "theirs"):
         (tmp_path / name).mkdir()
@@ -73,11 +73,11 @@ def test_a_run_on_the_users_own_cluster_has_the_same_key_and_ends_with_the_same_
     )
     with on_a_cluster(there, tmp_path / "theirs") as run:
         assert run.plan.name == local.plan.name
-        manifest = lease(run.plan, open_context())
-        assert (manifest.kind, manifest.address) == ("existing", theirs.address)
+        record = lease(run.plan, open_context())
+        assert (record.kind, record.address) == ("existing", theirs.address)
         run.finish()
         with closing(ControlServer(theirs.address)) as server:
-            names = {actor.name for actor in server.actors(lambda actor: actor.ray_namespace == manifest.namespace)}
+            names = {actor.name for actor in server.actors(lambda actor: actor.ray_namespace == record.namespace)}
         assert names == {TRAINER, "maker-0", "maker-1"}
         weights = run.weights()
     assert weights == expected

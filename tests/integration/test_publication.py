@@ -88,15 +88,15 @@ def asked(reference: Any) -> Any:
 @pytest.fixture(scope="module")
 def makers(forked: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Any]]:
     directory: Path = tmp_path_factory.mktemp("clusters")
-    manifest = lease_cluster(CLUSTER, directory=directory, num_cpus=1, object_store_mb=80)
+    record = lease_cluster(CLUSTER, directory=directory, num_cpus=1, object_store_mb=80)
     try:
         with patch.dict(os.environ, forked):
-            connect(manifest)
+            connect(record)
         yield [Maker.options(num_cpus=0).remote() for _ in range(2)]  # type: ignore[attr-defined]
     finally:
         disconnect()
         release_cluster(CLUSTER)
-        wait_until_nothing_is_left(manifest)
+        wait_until_nothing_is_left(record)
 
 
 def trainer(transport: str = "auto") -> Any:

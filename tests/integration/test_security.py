@@ -27,7 +27,7 @@ from ray._private.grpc_utils import init_grpc_channel
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
 from infra.certificate import own_certificate
-from infra.clusters import ClusterManifest, leftover_processes
+from infra.clusters import ClusterRecord, leftover_processes
 from infra.clusters.control_server import ControlServer
 from infra.clusters.driver import credentials
 from infra.services import seaweed
@@ -62,14 +62,14 @@ def exposed():
     """Hold a cluster with a group of two trainers."""
     known = settings()
     try:
-        manifest = lease_cluster(
+        record = lease_cluster(
             "exposed",
             directory=known.clusters_dir,
             num_cpus=2,
             object_store_mb=80,
             environment=known.child_environment(),
         )
-        connect(manifest)
+        connect(record)
         ranks = {f"rank-{n}": RankActor.options(name=f"rank-{n}", num_cpus=1).remote(None) for n in range(2)}
         form_group(ranks, start_timeout_s=120, collective_timeout_s=120)
         (known.home / "group-stands").touch(mode=0o600)
@@ -173,7 +173,7 @@ class Exposed(NamedTuple):
     old_password: str
     runs: tuple[str, ...]
     """One with a group of two trainers and nothing else; PPO with one trainer, two makers and a reward function."""
-    clusters: tuple[ClusterManifest, ...]
+    clusters: tuple[ClusterRecord, ...]
     """Theirs."""
 
     def processes(self) -> list[psutil.Process]:
@@ -234,8 +234,8 @@ def exposed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Exposed]:
             model = write_tiny_llama(source / "tiny")
             ppo = stack.start_run("ppo/quickstart", model=str(model), episodes=EPISODES, overrides=PPO)
             wait_for(lambda: any("episode 1/" in line for line in stack.log(ppo)), "PPO's first episode", timeout_s=180)
-            manifests = sorted((stack.home / "clusters").glob("*.json"))
-            yield Exposed(stack, old, (group, ppo), tuple(map(ClusterManifest.load, manifests)))
+            records = sorted((stack.home / "clusters").glob("*.json"))
+            yield Exposed(stack, old, (group, ppo), tuple(map(ClusterRecord.load, records)))
     finally:
         shutil.rmtree(place)
 
@@ -280,7 +280,7 @@ def known_ports(exposed: Exposed) -> dict[tuple[int | None, int], tuple[str, str
     return known
 
 
-def rays_ports(cluster: ClusterManifest) -> dict[tuple[int | None, int], tuple[str, str]]:
+def rays_ports(cluster: ClusterRecord) -> dict[tuple[int | None, int], tuple[str, str]]:
     """Return the rows of a cluster's ports, as `known_ports` does: those that Ray's own record has, and trainers'."""
     row = RAY, cluster.name
     known: dict[tuple[int | None, int], tuple[str, str]] = {(None, int(cluster.address.rpartition(":")[2])): row}

@@ -77,8 +77,8 @@ def test_the_prefect_command_finds_the_server_through_the_env_file(stack: LocalS
 def test_secrets_stand_in_no_command_line_and_in_no_file_that_others_read(stack: LocalStack, tmp_path: Path) -> None:
     secret = (stack.home / "store.secret").read_text().strip()
     assert len(secret) >= 32
-    run, manifest = stack.start_cluster_run(tmp_path)  # a run, a worker and a cluster that all know the secret
-    tokens = [manifest.token.read_text()]
+    run, record = stack.start_cluster_run(tmp_path)  # a run, a worker and a cluster that all know the secret
+    tokens = [record.token.read_text()]
     try:
         for process in stack.processes():
             words = " ".join(process.cmdline())
@@ -97,7 +97,7 @@ def test_secrets_stand_in_no_command_line_and_in_no_file_that_others_read(stack:
 
 
 def test_a_cancelled_run_ends_cancelled_and_nothing_of_its_cluster_is_left(stack: LocalStack, tmp_path: Path) -> None:
-    run, manifest = stack.start_cluster_run(tmp_path)
+    run, record = stack.start_cluster_run(tmp_path)
     before = stack.processes_of(run)
     assert before
     stack.cancel(run)
@@ -106,7 +106,7 @@ def test_a_cancelled_run_ends_cancelled_and_nothing_of_its_cluster_is_left(stack
     wait_for(lambda: "Flow run was cancelled." in stack.log(run), "the run to say so: it was not killed", timeout_s=10)
     [child] = stack.children(run)
     wait_for(lambda: stack.run_state(child["id"]) == "CANCELLED", "the end of the run's child", timeout_s=10)
-    wait_until_nothing_is_left(manifest)
+    wait_until_nothing_is_left(record)
     wait_for(lambda: not stack.processes_of(run), "the end of the run's processes", timeout_s=30)
     assert stack.pids().keys() == {"store", "server", "worker"}
 
@@ -115,7 +115,7 @@ def test_a_cancelled_run_ends_cancelled_and_nothing_of_its_cluster_is_left(stack
 def test_a_cancelled_run_that_cannot_end_itself_is_killed_and_leaves_no_child_running(
     stack: LocalStack, tmp_path: Path
 ) -> None:
-    run, manifest = stack.start_cluster_run(tmp_path)
+    run, record = stack.start_cluster_run(tmp_path)
     for each in stack.processes_of(run):
         if any(part.startswith("prefect.") for part in each.cmdline()):
             each.suspend()  # takes no notice of SIGTERM
@@ -124,7 +124,7 @@ def test_a_cancelled_run_that_cannot_end_itself_is_killed_and_leaves_no_child_ru
     [child] = stack.children(run)
     wait_for(lambda: stack.run_state(child["id"]) == "CANCELLED", "the end of the run's child", timeout_s=10)
     assert stack.history(child["id"]) == ["Pending", "Running", "Cancelled"]
-    wait_until_nothing_is_left(manifest)
+    wait_until_nothing_is_left(record)
 
 
 def test_a_second_up_leaves_everything_as_it_is(stack: LocalStack) -> None:

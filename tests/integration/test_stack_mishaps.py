@@ -126,14 +126,14 @@ def test_schedules_that_a_person_switched_on_and_runs_that_wait_stay_when_deploy
 
 def test_down_ends_a_run_its_live_cluster_and_all_else_and_data_are_kept(own_stack: LocalStack, tmp_path: Path) -> None:
     own_stack.store(tmp_path / "cache").commit("dataset", "kept", {"rows": b"1"})
-    run, manifest = own_stack.start_cluster_run(tmp_path)
+    run, record = own_stack.start_cluster_run(tmp_path)
     pids = [process.pid for process in own_stack.processes()]
     sockets = own_stack.state.socket_dir
-    assert manifest.is_running
+    assert record.is_running
     own_stack.down()
-    assert own_stack.processes() == leftover_processes(manifest.mark, manifest.head) == []
+    assert own_stack.processes() == leftover_processes(record.mark, record.head) == []
     assert [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"] == []
-    assert not manifest.temp_dir.exists()
+    assert not record.temp_dir.exists()
     assert not list((own_stack.home / "clusters").glob("*.json"))
     assert sockets is not None
     assert not sockets.exists()
@@ -150,12 +150,12 @@ def test_down_ends_a_run_its_live_cluster_and_all_else_and_data_are_kept(own_sta
 
 
 def test_down_ends_a_cluster_whose_run_and_watchdog_were_killed(own_stack: LocalStack, tmp_path: Path) -> None:
-    _, manifest = own_stack.start_cluster_run(tmp_path)
-    kill(psutil.Process(manifest.watchdog_pid))
-    kill(psutil.Process(manifest.owner.pid))
+    _, record = own_stack.start_cluster_run(tmp_path)
+    kill(psutil.Process(record.watchdog_pid))
+    kill(psutil.Process(record.owner.pid))
     own_stack.down()
-    assert own_stack.processes() == leftover_processes(manifest.mark, manifest.head) == []
-    assert not manifest.temp_dir.exists()
+    assert own_stack.processes() == leftover_processes(record.mark, record.head) == []
+    assert not record.temp_dir.exists()
     assert not list((own_stack.home / "clusters").glob("*.json"))
     own_stack.up()
 

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from infra.clusters import ClusterManifest, connect, lease_cluster, release_cluster
+from infra.clusters import ClusterRecord, connect, lease_cluster, release_cluster
 from rlhf_core.coati.roles.flags import ROLES
 from rlhf_core.coati.roles.loop import Outcome, run
 from rlhf_core.coati.roles.spans import Span
@@ -51,15 +51,15 @@ CLOSE = {"rel": 1e-4, "abs": 1e-5}
 
 
 @pytest.fixture(scope="module")
-def cluster(forked: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterManifest]:
+def cluster(forked: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterRecord]:
     """Two nodes and one logical GPU, which four models cannot have one each of."""
     directory = tmp_path_factory.mktemp("clusters")
     with as_users_start_them(), patch.dict(os.environ, forked):
-        manifest = lease_cluster("roles", directory=directory, num_cpus=6, num_gpus=1, object_store_mb=100)
+        record = lease_cluster("roles", directory=directory, num_cpus=6, num_gpus=1, object_store_mb=100)
         try:
-            add_node(manifest, num_cpus=2)
-            connect(manifest)
-            yield manifest
+            add_node(record, num_cpus=2)
+            connect(record)
+            yield record
         finally:
             release_cluster("roles")
 
@@ -162,7 +162,7 @@ def test_more_nodes_than_the_cluster_has_are_waited_for_no_longer_than_told(inpu
 
 
 @pytest.mark.parallel
-def test_a_killed_critic_is_named_and_its_run_leaves_nothing(cluster: ClusterManifest, inputs: Path) -> None:
+def test_a_killed_critic_is_named_and_its_run_leaves_nothing(cluster: ClusterRecord, inputs: Path) -> None:
     def kill_after_the_first_round(line: str) -> None:
         if line.startswith("round 1/"):
             (critic,) = processes_of(cluster, "RayPPOCritic")
@@ -221,7 +221,7 @@ def test_a_command_brings_its_own_cluster_and_takes_it_with_it(
 
 @pytest.mark.clusters
 def test_a_killed_driver_of_somebody_elses_cluster_takes_its_actors_with_it(
-    cluster: ClusterManifest, inputs: Path
+    cluster: ClusterRecord, inputs: Path
 ) -> None:
     given = words(inputs, num_episodes=1000, address=cluster.address)
     environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(cluster.token)}

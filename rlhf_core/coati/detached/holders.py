@@ -88,7 +88,7 @@ class Holders:
 
     def _answers(self, calls: Mapping[str, Any], what: str) -> list[Any]:
         def late(names: Sequence[str]) -> Exception:
-            return LostMakerError(f"waited {self._timeout_s:g} s for {', '.join(names)} to {what}, in vain")
+            return LostMakerError(f"waited {self._timeout_s:g} s for {', '.join(names)} to {what}")
 
         def failed(error: RayError, name: str) -> Exception | None:
             if isinstance(error, RayActorError):

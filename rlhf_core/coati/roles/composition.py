@@ -18,7 +18,7 @@ from rlhf_core.config import PPOOptions, RolloutConfig, TemplateConfig
 from rlhf_core.generation import Generation
 from rlhf_core.rewards.scoring import Scores, ScoringBatch
 from rlhf_core.rollout.advantages import Forwards
-from rlhf_core.rollout.parts import assemble
+from rlhf_core.rollout.experience import assemble
 from rlhf_core.rollout.samples import MadeExperience
 from rlhf_core.types import EpisodeControls, Experience, Prompt, Sample
 

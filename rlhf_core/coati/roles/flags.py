@@ -6,7 +6,7 @@ import argparse
 from os.path import expanduser
 from pathlib import Path
 
-from rlhf_core.coati.script.flags import Parser, above_zero, count, non_negative, positive, seed, share
+from rlhf_core.coati.script.flags import Parser, above_zero, count, fraction, non_negative, positive, seed
 from rlhf_core.counting import counted
 from rlhf_core.errors import ConfigError
 from rlhf_core.strategy.launch import launched_ranks
@@ -83,8 +83,8 @@ def _add_learning(group: argparse._ArgumentGroup) -> None:
     add("--grad_clip", type=above_zero, default=1.0, metavar="X", help="largest norm of a gradient")
     add("--max_epochs", type=positive, default=1, metavar="N", help="passes over what a round collected")
     add("--kl_coef", type=non_negative, default=0.1, metavar="X", help="weight of the KL penalty, per nat")
-    add("--lam", type=share_or_one, default=0.95, metavar="X", help="GAE's lambda")
-    add("--eps_clip", type=share, default=0.2, metavar="X", help="half-width of the trust region on the ratio")
+    add("--lam", type=fraction_or_one, default=0.95, metavar="X", help="GAE's lambda")
+    add("--eps_clip", type=fraction, default=0.2, metavar="X", help="half-width of the trust region on the ratio")
     add("--value_clip", type=above_zero, default=0.4, metavar="X", help="half-width of that on values")
     add("--max_length", type=positive, default=128, metavar="N", help="tokens of prompt and response together")
     add("--max_prompt_tokens", type=positive, default=96, metavar="N", help="what is beyond is cut off a prompt")
@@ -130,7 +130,7 @@ def boolean(text: str) -> bool:
     return word in _TRUE
 
 
-def share_or_one(text: str) -> float:
+def fraction_or_one(text: str) -> float:
     """Return a number from 0 to 1."""
     value = non_negative(text)
     if value > 1:

@@ -9,7 +9,7 @@ from typing import Any
 import ray
 
 from rlhf_core.coati.roles.composition import ExperienceCompositionRefs
-from rlhf_core.coati.roles.placement import Room, Share
+from rlhf_core.coati.roles.placement import Allotment, Room
 from rlhf_core.coati.roles.roles import RayPPOActor, RayPPOCritic, RayPPOInitialModel, RayPPORewardModel
 from rlhf_core.coati.roles.settings import RoleSettings
 from rlhf_core.coati.roles.waiting import results
@@ -29,7 +29,7 @@ class PPORayActorGroup:
         num_nodes: machines that they are on.
         num_gpus_per_node: processes on each.
         ray_actor_type: of each process.
-        share: what each gets of the cluster; None is a GPU and a thread, as upstream has it.
+        allotment: what each gets of the cluster; None is a GPU and a thread, as upstream has it.
         timeout_s: longest wait for room, and for the first process.
 
     Raises:
@@ -42,13 +42,13 @@ class PPORayActorGroup:
         num_gpus_per_node: int,
         ray_actor_type: Any,
         *,
-        share: Share | None = None,
+        allotment: Allotment | None = None,
         timeout_s: float = START_S,
     ) -> None:
         self.role: str = ray_actor_type.__ray_metadata__.modified_class.role
         self.world_size = num_nodes * num_gpus_per_node
-        share = share or Share(1, 1.0)
-        self.room = Room(self.role, num_nodes, num_gpus_per_node, share, timeout_s=timeout_s)
+        allotment = allotment or Allotment(1, 1.0)
+        self.room = Room(self.role, num_nodes, num_gpus_per_node, allotment, timeout_s=timeout_s)
         # On one machine nobody else's business: the ranks believe whoever speaks to them.
         address, port = ("127.0.0.1" if num_nodes == 1 else None), None
         self.actors: list[Any] = []
@@ -121,7 +121,7 @@ class PPOActorRayActorGroup(TrainableModelRayActorGroup):
     Args:
         num_nodes: as for `PPORayActorGroup`, as are the others.
         num_gpus_per_node: processes on each.
-        **options: `share`, `timeout_s`.
+        **options: `allotment`, `timeout_s`.
     """
 
     def __init__(self, num_nodes: int, num_gpus_per_node: int, **options: Any) -> None:
@@ -151,7 +151,7 @@ class PPOCriticRayActorGroup(TrainableModelRayActorGroup):
     Args:
         num_nodes: as for `PPORayActorGroup`, as are the others.
         num_gpus_per_node: processes on each.
-        **options: `share`, `timeout_s`.
+        **options: `allotment`, `timeout_s`.
     """
 
     def __init__(self, num_nodes: int, num_gpus_per_node: int, **options: Any) -> None:
@@ -178,7 +178,7 @@ class PPOInitialRayActorGroup(PPORayActorGroup):
     Args:
         num_nodes: as for `PPORayActorGroup`, as are the others.
         num_gpus_per_node: processes on each.
-        **options: `share`, `timeout_s`.
+        **options: `allotment`, `timeout_s`.
     """
 
     def __init__(self, num_nodes: int, num_gpus_per_node: int, **options: Any) -> None:
@@ -196,7 +196,7 @@ class PPORewardRayActorGroup(PPORayActorGroup):
     Args:
         num_nodes: as for `PPORayActorGroup`, as are the others.
         num_gpus_per_node: processes on each.
-        **options: `share`, `timeout_s`.
+        **options: `allotment`, `timeout_s`.
     """
 
     def __init__(self, num_nodes: int, num_gpus_per_node: int, **options: Any) -> None:

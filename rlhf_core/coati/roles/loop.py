@@ -28,7 +28,7 @@ from rlhf_core.coati.roles.groups import (
     PPORewardRayActorGroup,
 )
 from rlhf_core.coati.roles.models import MODELS_DIR, check_kind
-from rlhf_core.coati.roles.placement import Share, decide
+from rlhf_core.coati.roles.placement import Allotment, decide
 from rlhf_core.coati.roles.prompts import read_prompts
 from rlhf_core.coati.roles.settings import RoleSettings
 from rlhf_core.coati.roles.spans import Span
@@ -87,7 +87,7 @@ class Groups:
 
     Args:
         args: the flags.
-        share: what each process gets.
+        allotment: what each process gets.
 
     Raises:
         TimeoutError: if there is no room for one; nothing of the run is left then.
@@ -98,10 +98,10 @@ class Groups:
     initial: PPOInitialRayActorGroup
     reward: PPORewardRayActorGroup
 
-    def __init__(self, args: Namespace, share: Share) -> None:
+    def __init__(self, args: Namespace, allotment: Allotment) -> None:
         self._timeouts = (args.start_timeout_s, args.timeout_s)
         self.all: list[PPORayActorGroup] = []
-        options: dict[str, Any] = {"share": share, "timeout_s": args.start_timeout_s}
+        options: dict[str, Any] = {"allotment": allotment, "timeout_s": args.start_timeout_s}
         per_node = args.num_gpus_per_node
         try:
             self.actor = self._kept(PPOActorRayActorGroup(args.num_actor_nodes, per_node, **options))
@@ -204,11 +204,11 @@ def run(
     _check_pretrain(args)
     with on_cluster(args), connected(args):
         placed = _placed(args)
-        check_strategy(args.strategy, precision=args.mixed_precision, cuda=placed.share.gpus > 0)
+        check_strategy(args.strategy, precision=args.mixed_precision, cuda=placed.allotment.gpus > 0)
         for line in (placed.line, "" if args.rm_pretrain else _UNTRAINED):
             if line:
                 tell(line)
-        groups = Groups(args, placed.share)
+        groups = Groups(args, placed.allotment)
         try:
             return _train(args, groups, prompts, tell)
         finally:

@@ -17,7 +17,7 @@ _WHOLE = 10_000
 """Ray shares a GPU out in so many parts."""
 
 
-class Share(NamedTuple):
+class Allotment(NamedTuple):
     """What one process gets."""
 
     threads: int
@@ -29,7 +29,7 @@ class Share(NamedTuple):
         return bundle | ({"GPU": gpus_for(self.gpus, processes)} if self.gpus else {})
 
     def options(self) -> dict[str, Any]:
-        """Return the options of an actor with this share."""
+        """Return the options of an actor with this allotment."""
         options = resources(self.threads, self.gpus)
         if not self.gpus:
             options["runtime_env"]["env_vars"]["CUDA_VISIBLE_DEVICES"] = ""
@@ -39,7 +39,7 @@ class Share(NamedTuple):
 class Decision(NamedTuple):
     """How the roles share the cluster's GPUs."""
 
-    share: Share
+    allotment: Allotment
     line: str
     """What is said of it; empty if each process has a GPU of its own, as upstream demands."""
 
@@ -67,16 +67,16 @@ def decide(processes: Mapping[str, int], *, gpus: float, told: float | None, thr
                 "0 to place all of them on CPUs"
             )
         line = f"each of {total} processes ({roles}) gets {told:g} of a GPU" if told else f"{_all(total)} work on CPUs"
-        return Decision(Share(threads, told), line)
+        return Decision(Allotment(threads, told), line)
     if gpus >= total:
-        return Decision(Share(threads, 1.0), "")
+        return Decision(Allotment(threads, 1.0), "")
     if not gpus:
-        return Decision(Share(threads, 0.0), f"the cluster has no GPU: {_all(total)} work on CPUs")
+        return Decision(Allotment(threads, 0.0), f"the cluster has no GPU: {_all(total)} work on CPUs")
     line = (
         f"the cluster has {counted(gpus, 'GPU')} for {counted(total, 'process', 'processes')} ({roles}): all of them "
         f"work on CPUs; --gpus_per_actor {math.floor(100 / math.ceil(total / gpus)) / 100:g} would share the GPUs"
     )
-    return Decision(Share(threads, 0.0), line)
+    return Decision(Allotment(threads, 0.0), line)
 
 
 def gpus_for(share: float, processes: int) -> float:
@@ -102,21 +102,21 @@ class Room:
         name: of the group, for messages.
         num_nodes: nodes, all different.
         per_node: processes on each.
-        share: of each process.
+        allotment: of each process.
         timeout_s: longest wait for the room.
 
     Raises:
         TimeoutError: if there is none; it says what was wanted, and what the cluster has.
     """
 
-    def __init__(self, name: str, num_nodes: int, per_node: int, share: Share, *, timeout_s: float) -> None:
-        self.name, self.share, self.timeout_s = name, share, timeout_s
+    def __init__(self, name: str, num_nodes: int, per_node: int, allotment: Allotment, *, timeout_s: float) -> None:
+        self.name, self.allotment, self.timeout_s = name, allotment, timeout_s
         self._in_bundle = 1 if num_nodes == 1 else per_node
         self._group: PlacementGroup | None = None
-        self._wanted = wanted(name, num_nodes, share.bundle(per_node))
+        self._wanted = wanted(name, num_nodes, allotment.bundle(per_node))
         if num_nodes * per_node == 1:
             return
-        bundles = [share.bundle(self._in_bundle)] * (num_nodes * per_node // self._in_bundle)
+        bundles = [allotment.bundle(self._in_bundle)] * (num_nodes * per_node // self._in_bundle)
         strategy = "STRICT_PACK" if num_nodes == 1 else "STRICT_SPREAD"
         self._group = reserve(bundles, strategy=strategy, timeout_s=timeout_s)
         if self._group is None:
@@ -125,8 +125,8 @@ class Room:
     def options(self, rank: int) -> dict[str, Any]:
         """Return the options of the actor of a rank."""
         if self._group is None:
-            return self.share.options()
-        return self.share.options() | in_bundle(self._group, rank // self._in_bundle)
+            return self.allotment.options()
+        return self.allotment.options() | in_bundle(self._group, rank // self._in_bundle)
 
     def lacking(self) -> str:
         """Return what the group wants and what the cluster has, with what to do."""

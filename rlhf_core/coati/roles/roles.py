@@ -23,7 +23,7 @@ from rlhf_core.errors import ConfigError, TrainingError
 from rlhf_core.models.critic import Critic
 from rlhf_core.ray_tools.group import GROUPS
 from rlhf_core.rewards.scoring import WeightedScorer
-from rlhf_core.rollout.parts import draw, judged, read, state_values, token_logprobs
+from rlhf_core.rollout.experience import draw, judged, read, state_values, token_logprobs
 from rlhf_core.strategy.ranks import together
 from rlhf_core.training.boosted import plain_model
 from rlhf_core.types import Prompt

@@ -75,6 +75,6 @@ def explained(error: RayError, name: str, members: Mapping[str, Any]) -> Excepti
 
 
 def _reason(error: BaseException) -> str:
-    """Return the line of an error that says most: of an actor that could not be made, what its making failed with."""
+    """Return the line of an error that says most: of an actor that could not be made, what its creation failed with."""
     lines = (str(error).strip() or type(error).__name__).splitlines()
     return lines[-1 if "creation task" in lines[0] else 0].strip().rstrip(".")

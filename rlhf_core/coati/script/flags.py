@@ -105,7 +105,7 @@ def non_negative(text: str) -> float:
     return value
 
 
-def share(text: str) -> float:
+def fraction(text: str) -> float:
     """Return a number of at least 0 and below 1."""
     value = _number(text)
     if not 0 <= value < 1:
@@ -266,7 +266,7 @@ def _add_objective(group: argparse._ArgumentGroup) -> None:
     add("--kl_coef", type=non_negative, default=0.1, help="weight of the KL penalty, per nat and token")
     add(
         "--ptx_coef",
-        type=share,
+        type=fraction,
         default=0.0,
         help="weight of the language-model loss on --ptx_dataset; the policy's loss gets the rest of 1",
     )

@@ -136,26 +136,26 @@ def test_a_directory_that_nobody_uses_goes_with_its_files_and_old_parts_go_too(
     dead.mkdir(parents=True)
     (dead / "names").write_text(place.store.resolve(ref).digest)
     with monkeypatch.context() as patch:
-        patch.setattr(cache, "_lifelong", cache.LifelongHolds())  # a process that ends
+        patch.setattr(cache, "_lifelong", cache.LifelongPins())  # a process that ends
         directory = place.store.cached(ref)
-        [hold] = cache._lifelong._holds.values()
-    assert [path.name for path in place.cache.glob("holds/*")] == [hold.scratch.name]
+        [pin] = cache._lifelong._pins.values()
+    assert [path.name for path in place.cache.glob("holds/*")] == [pin.scratch.name]
     tiny = place.another(limit_gb=0)
     other = place.store.commit("policy", "q", {"w": b"2"})
     tiny.fetch(other, place.root / "out")
     assert (directory / "w").exists()
     assert not part.exists()
     assert not dead.exists()
-    hold.end()
+    pin.end()
     tiny.fetch(other, place.root / "again")
     assert not directory.exists()
     assert place.bodies() == set()
 
 
-def test_a_hold_that_cannot_be_looked_at_is_nobodys_to_remove(
+def test_a_pin_that_cannot_be_looked_at_is_nobodys_to_remove(
     place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No more files may be open, say, or it is another user's: what he holds is not known, so nothing is evicted."""
+    """No more files may be open, say, or it is another user's: what he uses is not known, so nothing is evicted."""
     mine = place.store.cached(place.store.commit("policy", "p", {"w": LARGE}))
     real = os.open
 

@@ -13,7 +13,7 @@ import pytest
 import ray
 
 from infra.clusters import driver
-from infra.clusters.manifest import ClusterManifest
+from infra.clusters.record import ClusterRecord
 from infra.process_record import ProcessRecord
 
 SECRET = "xyzzy"
@@ -29,10 +29,10 @@ def test_a_jobs_secrets_travel_apart_from_what_ray_logs_and_puts_on_command_line
     monkeypatch.setattr(driver, "_probe", lambda *_: None)
     monkeypatch.setattr(ray, "init", lambda **options: given.update(options))
     monkeypatch.setenv("HIDDEN", "of this process alone")
-    manifest = ClusterManifest(
+    record = ClusterRecord(
         kind="existing", name="night", mark="m", owner=ProcessRecord.of(os.getpid()), address="10.0.0.5:6379"
     )
-    driver.connect(manifest, environment={"STORE_SECRET": SECRET})
+    driver.connect(record, environment={"STORE_SECRET": SECRET})
     ((field, hook),) = given["runtime_env"].items()
     assert field == "worker_process_setup_hook"  # a function: Ray keeps it with those of the job, and names its key
     # A worker of a node that has cloudpickle, as Ray's have, and none of our code.
@@ -69,13 +69,13 @@ def test_a_signal_that_comes_while_rays_handler_stands_is_answered_by_the_flows_
 
     monkeypatch.setattr(driver, "_probe", lambda *_: None)
     monkeypatch.setattr(ray, "init", init)
-    manifest = ClusterManifest(
+    record = ClusterRecord(
         kind="existing", name="night", mark="m", owner=ProcessRecord.of(os.getpid()), address="10.0.0.5:6379"
     )
     before = signal.signal(signal.SIGTERM, cancel)
     try:
         with pytest.raises(CancelledError):
-            driver.connect(manifest)
+            driver.connect(record)
         assert signal.getsignal(signal.SIGTERM) is cancel
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -12,7 +12,7 @@ import ray
 
 from infra.clusters import existing
 from infra.clusters.existing import Charge, _ExistingLease, code_digests
-from infra.clusters.manifest import ClusterManifest
+from infra.clusters.record import ClusterRecord
 from infra.errors import ClusterError
 from infra.process_record import ProcessRecord
 
@@ -22,10 +22,10 @@ ADDRESS = "10.0.0.5:6379"
 @pytest.fixture
 def lease(monkeypatch: pytest.MonkeyPatch) -> _ExistingLease:
     monkeypatch.setattr(existing, "ControlServer", lambda _: SimpleNamespace(nodes=list))
-    manifest = ClusterManifest(
+    record = ClusterRecord(
         kind="existing", name="night", mark="m", owner=ProcessRecord.of(os.getpid()), address=ADDRESS
     )
-    return _ExistingLease(manifest, Charge("rlhf:night:m", "job", 120.0), 7.0)
+    return _ExistingLease(record, Charge("rlhf:night:m", "job", 120.0), 7.0)
 
 
 def answers(lease: _ExistingLease, monkeypatch: pytest.MonkeyPatch, error: Exception | None) -> None:

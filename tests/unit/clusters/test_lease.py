@@ -8,7 +8,7 @@ from typing import Any
 import psutil
 import pytest
 
-from infra.clusters import ClusterManifest, lease_cluster, reap_orphans, release_cluster
+from infra.clusters import ClusterRecord, lease_cluster, reap_orphans, release_cluster
 from infra.clusters.lease import hold
 from infra.errors import ClusterError
 from infra.process_record import ProcessRecord
@@ -16,13 +16,13 @@ from tasks.clusters import end_cluster
 
 
 def _left_behind(directory: Path, owner: ProcessRecord) -> Path:
-    manifest = ClusterManifest(
+    record = ClusterRecord(
         name="night", mark="none has it", owner=owner, temp_dir=directory / "rf-1", log_dir=directory / "logs" / "n"
     )
-    manifest.temp_dir.mkdir()
-    manifest.log_dir.mkdir(parents=True)
-    manifest.save(directory / "night.json")
-    return manifest.temp_dir
+    record.temp_dir.mkdir()
+    record.log_dir.mkdir(parents=True)
+    record.save(directory / "night.json")
+    return record.temp_dir
 
 
 def test_importing_the_package_imports_neither_ray_nor_torch() -> None:
@@ -60,7 +60,7 @@ def test_only_clusters_without_an_owner_are_orphans(tmp_path: Path) -> None:
     temp_dir = _left_behind(tmp_path, me)
     assert reap_orphans(tmp_path) == []
     assert temp_dir.exists()
-    gone = ClusterManifest.load(tmp_path / "night.json").model_copy(
+    gone = ClusterRecord.load(tmp_path / "night.json").model_copy(
         update={"owner": ProcessRecord(pid=me.pid, started=me.started + 1)}
     )
     gone.save(tmp_path / "night.json")
@@ -82,7 +82,7 @@ def test_a_runs_lease_is_ended_even_where_ray_does_not_let_go(monkeypatch: pytes
 
     monkeypatch.setattr("infra.clusters.driver.disconnect", stuck)
     ended: list[float] = []
-    lease: Any = SimpleNamespace(manifest=SimpleNamespace(name="night"), end=ended.append, forget=lambda: None)
+    lease: Any = SimpleNamespace(record=SimpleNamespace(name="night"), end=ended.append, forget=lambda: None)
     hold(lease)
     end_cluster("night")
     assert len(ended) == 1

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.clusters.manifest import ClusterManifest
 from infra.clusters.ray_head import _environment
+from infra.clusters.record import ClusterRecord
 from infra.process_record import ProcessRecord
 
 FOREIGN = (
@@ -28,8 +28,8 @@ def test_no_process_of_a_cluster_is_told_what_is_for_prefect_or_of_another_clust
     for name in FOREIGN:
         monkeypatch.setenv(name, "hunter2")
     monkeypatch.setenv("HF_HOME", "/models")
-    manifest = ClusterManifest(name="night", mark="m", owner=ProcessRecord.of(os.getpid()), temp_dir=tmp_path)
-    told = _environment(manifest, {"PREFECT_API_KEY": "key"})
+    record = ClusterRecord(name="night", mark="m", owner=ProcessRecord.of(os.getpid()), temp_dir=tmp_path)
+    told = _environment(record, {"PREFECT_API_KEY": "key"})
     assert told.keys() & set(FOREIGN) == {"PREFECT_API_KEY"}, "but where the store's keys are read at the server"
     assert "hunter2" not in told.values()
     assert (told["HF_HOME"], told["RLHF_CLUSTER"]) == ("/models", "m")

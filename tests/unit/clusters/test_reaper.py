@@ -9,9 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from infra.clusters import ClusterManifest, leftover_processes
-from infra.clusters.manifest import MARK_VARIABLE
+from infra.clusters import ClusterRecord, leftover_processes
 from infra.clusters.reaper import end_cluster
+from infra.clusters.record import MARK_VARIABLE
 from infra.errors import ClusterError
 from infra.process_record import ProcessRecord
 
@@ -47,21 +47,21 @@ def start() -> Iterator[Start]:
 
 
 @pytest.fixture
-def manifest(tmp_path: Path) -> ClusterManifest:
-    manifest = ClusterManifest(
+def record(tmp_path: Path) -> ClusterRecord:
+    record = ClusterRecord(
         name="night",
         mark=secrets.token_hex(8),
         owner=ProcessRecord.of(os.getpid()),
         temp_dir=tmp_path / "rf-1",
         log_dir=tmp_path / "logs" / "night-1",
     )
-    (manifest.ray_dir / "session_1" / "logs").mkdir(parents=True)
-    (manifest.ray_dir / "session_1" / "logs" / "worker.err").write_text("a trace")
-    (manifest.ray_dir / "session_latest").symlink_to(manifest.ray_dir / "session_1")
-    manifest.token.write_text("secret")
-    manifest.log_dir.mkdir(parents=True)
-    manifest.save(tmp_path / "night.json")
-    return manifest
+    (record.ray_dir / "session_1" / "logs").mkdir(parents=True)
+    (record.ray_dir / "session_1" / "logs" / "worker.err").write_text("a trace")
+    (record.ray_dir / "session_latest").symlink_to(record.ray_dir / "session_1")
+    record.token.write_text("secret")
+    record.log_dir.mkdir(parents=True)
+    record.save(tmp_path / "night.json")
+    return record
 
 
 def _line(process: subprocess.Popen[str]) -> str:
@@ -69,110 +69,108 @@ def _line(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
-def test_a_process_that_ignores_sigterm_ends_all_the_same(
-    start: Start, manifest: ClusterManifest, tmp_path: Path
-) -> None:
-    process = start(STUBBORN, manifest.mark)
+def test_a_process_that_ignores_sigterm_ends_all_the_same(start: Start, record: ClusterRecord, tmp_path: Path) -> None:
+    process = start(STUBBORN, record.mark)
     assert _line(process) == "up"
-    end_cluster(tmp_path / "night.json", manifest)
+    end_cluster(tmp_path / "night.json", record)
     assert process.wait(timeout=10) == -9
 
 
-def test_a_stopped_process_ends_all_the_same(start: Start, manifest: ClusterManifest, tmp_path: Path) -> None:
-    process = start(SLEEP, manifest.mark)
+def test_a_stopped_process_ends_all_the_same(start: Start, record: ClusterRecord, tmp_path: Path) -> None:
+    process = start(SLEEP, record.mark)
     assert _line(process) == "up"
     process.send_signal(signal.SIGSTOP)
     os.waitpid(process.pid, os.WUNTRACED)  # until it has stopped: of two signals that wait, the lower one comes first
-    end_cluster(tmp_path / "night.json", manifest)
+    end_cluster(tmp_path / "night.json", record)
     assert process.wait(timeout=10) == -9
 
 
-def test_a_descendant_that_dropped_the_mark_is_found(start: Start, manifest: ClusterManifest, tmp_path: Path) -> None:
-    parent = start(SPAWNS_UNMARKED_CHILD, manifest.mark)
+def test_a_descendant_that_dropped_the_mark_is_found(start: Start, record: ClusterRecord, tmp_path: Path) -> None:
+    parent = start(SPAWNS_UNMARKED_CHILD, record.mark)
     child = psutil.Process(int(_line(parent)))
-    assert {process.pid for process in leftover_processes(manifest.mark)} == {parent.pid, child.pid}
-    end_cluster(tmp_path / "night.json", manifest)
+    assert {process.pid for process in leftover_processes(record.mark)} == {parent.pid, child.pid}
+    end_cluster(tmp_path / "night.json", record)
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
 
 
-def test_other_clusters_and_the_caller_are_left_alone(start: Start, manifest: ClusterManifest, tmp_path: Path) -> None:
+def test_other_clusters_and_the_caller_are_left_alone(start: Start, record: ClusterRecord, tmp_path: Path) -> None:
     other = start(SLEEP, "another mark")
     assert _line(other) == "up"
-    end_cluster(tmp_path / "night.json", manifest)
+    end_cluster(tmp_path / "night.json", record)
     assert other.poll() is None
 
 
 def test_a_recorded_id_that_now_belongs_to_another_process_is_left_alone(
-    start: Start, manifest: ClusterManifest, tmp_path: Path
+    start: Start, record: ClusterRecord, tmp_path: Path
 ) -> None:
     other = start(SLEEP, "another mark")
     assert _line(other) == "up"
     reused = ProcessRecord(pid=other.pid, started=ProcessRecord.of(other.pid).started - 1)
-    end_cluster(tmp_path / "night.json", manifest.model_copy(update={"head": (reused, reused)}))
+    end_cluster(tmp_path / "night.json", record.model_copy(update={"head": (reused, reused)}))
     assert other.poll() is None
 
 
-def test_a_recorded_process_ends_even_without_its_mark(start: Start, manifest: ClusterManifest, tmp_path: Path) -> None:
+def test_a_recorded_process_ends_even_without_its_mark(start: Start, record: ClusterRecord, tmp_path: Path) -> None:
     head = start(SLEEP, "its mark was overwritten")
     assert _line(head) == "up"
-    record = ProcessRecord.of(head.pid)
+    recorded = ProcessRecord.of(head.pid)
     (tmp_path / "night.json").unlink()
-    end_cluster(tmp_path / "night.json", manifest.model_copy(update={"head": (record, record)}))
+    end_cluster(tmp_path / "night.json", record.model_copy(update={"head": (recorded, recorded)}))
     assert head.wait(timeout=10) == -15
 
 
-def test_the_temp_dir_token_and_manifest_go_and_the_logs_stay(manifest: ClusterManifest, tmp_path: Path) -> None:
-    end_cluster(tmp_path / "night.json", manifest)
-    assert not manifest.temp_dir.exists()
+def test_the_temp_dir_token_and_record_go_and_the_logs_stay(record: ClusterRecord, tmp_path: Path) -> None:
+    end_cluster(tmp_path / "night.json", record)
+    assert not record.temp_dir.exists()
     assert not (tmp_path / "night.json").exists()
-    assert (manifest.log_dir / "ray" / "worker.err").read_text() == "a trace"
-    end_cluster(tmp_path / "night.json", manifest)  # and once more: nothing to do is fine
+    assert (record.log_dir / "ray" / "worker.err").read_text() == "a trace"
+    end_cluster(tmp_path / "night.json", record)  # and once more: nothing to do is fine
 
 
-def test_only_the_logs_of_the_newest_clusters_stay(manifest: ClusterManifest, tmp_path: Path) -> None:
+def test_only_the_logs_of_the_newest_clusters_stay(record: ClusterRecord, tmp_path: Path) -> None:
     for age in range(1, 31):
         folder = tmp_path / "logs" / f"older-{age}"
         folder.mkdir()
         os.utime(folder, (1_000_000 - age, 1_000_000 - age))
-    end_cluster(tmp_path / "night.json", manifest)
+    end_cluster(tmp_path / "night.json", record)
     kept = {entry.name for entry in (tmp_path / "logs").iterdir()}
     assert kept == {"night-1", *(f"older-{age}" for age in range(1, 20))}
 
 
-def test_the_logs_of_a_cluster_that_runs_stay_however_old_they_are(manifest: ClusterManifest, tmp_path: Path) -> None:
-    running = manifest.model_copy(update={"name": "days", "mark": "d", "log_dir": tmp_path / "logs" / "days-1"})
+def test_the_logs_of_a_cluster_that_runs_stay_however_old_they_are(record: ClusterRecord, tmp_path: Path) -> None:
+    running = record.model_copy(update={"name": "days", "mark": "d", "log_dir": tmp_path / "logs" / "days-1"})
     running.save(tmp_path / "days.json")
     (tmp_path / "broken.json").write_text("{")
     for age, name in enumerate(["days-1", "ended-1", *(f"short-{number}" for number in range(25))]):
         folder = tmp_path / "logs" / name
         folder.mkdir()
         os.utime(folder, (1_000_000 + age, 1_000_000 + age))
-    end_cluster(tmp_path / "night.json", manifest)
+    end_cluster(tmp_path / "night.json", record)
     assert running.log_dir.is_dir()
     assert not (tmp_path / "logs" / "ended-1").exists()
 
 
-def test_the_manifest_of_a_younger_cluster_of_the_name_stays(manifest: ClusterManifest, tmp_path: Path) -> None:
-    younger = manifest.model_copy(update={"mark": "younger", "temp_dir": tmp_path / "rf-2"})
+def test_the_record_of_a_younger_cluster_of_the_name_stays(record: ClusterRecord, tmp_path: Path) -> None:
+    younger = record.model_copy(update={"mark": "younger", "temp_dir": tmp_path / "rf-2"})
     younger.save(tmp_path / "night.json")
-    end_cluster(tmp_path / "night.json", manifest)
-    assert ClusterManifest.load(tmp_path / "night.json") == younger
+    end_cluster(tmp_path / "night.json", record)
+    assert ClusterRecord.load(tmp_path / "night.json") == younger
 
 
-def test_a_folder_that_is_not_named_as_ours_is_never_deleted(manifest: ClusterManifest, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_named_as_ours_is_never_deleted(record: ClusterRecord, tmp_path: Path) -> None:
     precious = tmp_path / "home"
     precious.mkdir()
     (tmp_path / "night.json").unlink()
-    end_cluster(tmp_path / "night.json", manifest.model_copy(update={"temp_dir": precious}))
+    end_cluster(tmp_path / "night.json", record.model_copy(update={"temp_dir": precious}))
     assert precious.exists()
 
 
-def test_what_cannot_be_ended_in_time_is_named_and_the_manifest_stays(
-    start: Start, manifest: ClusterManifest, tmp_path: Path
+def test_what_cannot_be_ended_in_time_is_named_and_the_record_stays(
+    start: Start, record: ClusterRecord, tmp_path: Path
 ) -> None:
-    process = start(STUBBORN, manifest.mark)
+    process = start(STUBBORN, record.mark)
     assert _line(process) == "up"
     with pytest.raises(ClusterError, match=rf"still has processes .*{process.pid}"):
-        end_cluster(tmp_path / "night.json", manifest, timeout_s=0.3)  # SIGKILL comes after two seconds
+        end_cluster(tmp_path / "night.json", record, timeout_s=0.3)  # SIGKILL comes after two seconds
     assert (tmp_path / "night.json").exists()
-    assert manifest.temp_dir.exists()
+    assert record.temp_dir.exists()

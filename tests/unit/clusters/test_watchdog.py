@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from infra.clusters.manifest import ClusterManifest
+from infra.clusters.record import ClusterRecord
 from infra.clusters.watchdog import CLEAN, start_watchdog, wait_for_words, watch
 from infra.errors import ClusterError
 from infra.process_record import ProcessRecord
@@ -31,14 +31,14 @@ def _open_descriptors() -> set[str]:
     return set(os.listdir(f"/proc/{os.getpid()}/fd"))
 
 
-def _written(tmp_path: Path) -> tuple[Path, ClusterManifest]:
-    manifest = ClusterManifest(
+def _written(tmp_path: Path) -> tuple[Path, ClusterRecord]:
+    record = ClusterRecord(
         name="night", mark="none has it", owner=ME, temp_dir=tmp_path / "rf-1", log_dir=tmp_path / "logs" / "n"
     )
-    manifest.temp_dir.mkdir()
-    manifest.log_dir.mkdir(parents=True)
-    manifest.save(tmp_path / "night.json")
-    return tmp_path / "night.json", manifest
+    record.temp_dir.mkdir()
+    record.log_dir.mkdir(parents=True)
+    record.save(tmp_path / "night.json")
+    return tmp_path / "night.json", record
 
 
 def test_a_closed_pipe_ends_the_watch_whatever_was_written_before(tmp_path: Path) -> None:
@@ -63,26 +63,26 @@ def test_silence_ends_the_watch_after_all_heartbeats_were_read(tmp_path: Path) -
 def test_an_owner_that_is_gone_ends_the_watch_though_another_holds_the_pipe(
     tmp_path: Path, ended: ProcessRecord
 ) -> None:
-    path, manifest = _written(tmp_path)
+    path, record = _written(tmp_path)
     heard, heartbeats = os.pipe()
-    reason = watch(heard, path, manifest.model_copy(update={"owner": ended}), stalled_after_s=60)
+    reason = watch(heard, path, record.model_copy(update={"owner": ended}), stalled_after_s=60)
     assert reason == "its owner is gone"
     os.close(heard)
     os.close(heartbeats)
 
 
 def test_a_head_that_was_recorded_later_and_is_gone_ends_the_watch(tmp_path: Path, ended: ProcessRecord) -> None:
-    path, manifest = _written(tmp_path)
-    manifest.model_copy(update={"head": (ME, ended)}).save(path)
+    path, record = _written(tmp_path)
+    record.model_copy(update={"head": (ME, ended)}).save(path)
     heard, heartbeats = os.pipe()
-    assert watch(heard, path, manifest, stalled_after_s=60) == "it lost one of Ray's own processes"
+    assert watch(heard, path, record, stalled_after_s=60) == "it lost one of Ray's own processes"
     os.close(heard)
     os.close(heartbeats)
 
 
 def test_the_watchdog_is_nobodys_child_and_imports_neither_ray_nor_torch(tmp_path: Path) -> None:
-    path, manifest = _written(tmp_path)
-    watch = start_watchdog(path, manifest, stalled_after_s=60)
+    path, record = _written(tmp_path)
+    watch = start_watchdog(path, record, stalled_after_s=60)
     process = psutil.Process(watch.process.pid)
     assert process not in psutil.Process().children(recursive=True)
     assert os.getsid(process.pid) != os.getsid(0)
@@ -95,9 +95,9 @@ def test_the_watchdog_is_nobodys_child_and_imports_neither_ray_nor_torch(tmp_pat
 
 
 def test_a_watchdog_starts_though_its_log_folder_was_tidied_away(tmp_path: Path) -> None:
-    path, manifest = _written(tmp_path)
-    manifest.log_dir.rmdir()
-    watch = start_watchdog(path, manifest, stalled_after_s=60)
+    path, record = _written(tmp_path)
+    record.log_dir.rmdir()
+    watch = start_watchdog(path, record, stalled_after_s=60)
     os.close(watch.heartbeats)
     assert wait_for_words(watch.reports, timeout_s=20) == CLEAN
     os.close(watch.reports)
@@ -105,21 +105,21 @@ def test_a_watchdog_starts_though_its_log_folder_was_tidied_away(tmp_path: Path)
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_the_watchdog_outlives_what_is_meant_for_its_owner(tmp_path: Path, number: signal.Signals) -> None:
-    path, manifest = _written(tmp_path)
-    watch = start_watchdog(path, manifest, stalled_after_s=60)
+    path, record = _written(tmp_path)
+    watch = start_watchdog(path, record, stalled_after_s=60)
     os.kill(watch.process.pid, number)
     os.close(watch.heartbeats)
     assert wait_for_words(watch.reports, timeout_s=20) == CLEAN
     assert not path.exists()
-    assert not manifest.temp_dir.exists()
+    assert not record.temp_dir.exists()
     os.close(watch.reports)
 
 
 def test_a_watchdog_that_cannot_start_is_named_with_its_log(tmp_path: Path) -> None:
-    path, manifest = _written(tmp_path)
-    path.unlink()  # it finds no manifest
+    path, record = _written(tmp_path)
+    path.unlink()  # it finds no record
     before = _open_descriptors()
     with pytest.raises(ClusterError, match=r"watchdog of cluster 'night' did not start .*watchdog\.log"):
-        start_watchdog(path, manifest, stalled_after_s=60)
+        start_watchdog(path, record, stalled_after_s=60)
     assert _open_descriptors() == before
-    assert "FileNotFoundError" in (manifest.log_dir / "watchdog.log").read_text()
+    assert "FileNotFoundError" in (record.log_dir / "watchdog.log").read_text()

@@ -21,7 +21,7 @@ from rlhf_core.config import LoRAConfig
 from rlhf_core.errors import BaseChangedError, ModelError
 from rlhf_core.models import base as bases
 from rlhf_core.models.adapters import load_adapters, read_joined, save_adapters, write_adapters
-from rlhf_core.models.base import ALIGNMENT, WEIGHTS, Base, check_bases, load_base, open_base, share
+from rlhf_core.models.base import ALIGNMENT, WEIGHTS, Base, check_bases, load_base, open_base, over_same_weights
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.loading import load_causal_lm, model_digest
 from rlhf_core.models.lora import (
@@ -135,7 +135,7 @@ def test_no_bit_depends_on_where_a_tensor_lies(offset: int) -> None:
 
 def test_roles_share_the_tensors_and_not_the_adapters(tmp_path: Path) -> None:
     actor = load_base(opened(tmp_path), arithmetic=torch.bfloat16)
-    other = share(actor)
+    other = over_same_weights(actor)
     before = other(IDS).logits
     attach_lora(actor, CONFIG, seed=0)
     randomised(actor)
@@ -218,7 +218,7 @@ def test_adapters_of_another_model_do_not_go_below(tmp_path: Path) -> None:
 def test_a_copy_is_made_once_and_again_when_it_was_changed(tmp_path: Path) -> None:
     first = opened(tmp_path)
     assert opened(tmp_path) == first
-    role = Critic(share(trunk_of(load_base(first, arithmetic=torch.bfloat16))))
+    role = Critic(over_same_weights(trunk_of(load_base(first, arithmetic=torch.bfloat16))))
     check_bases(role, None)
     file = first.directory / WEIGHTS
     assert file.stat().st_mode & 0o777 == 0o444

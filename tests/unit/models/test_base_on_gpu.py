@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from rlhf_core.models.base import WEIGHTS, Base, load_base, share
+from rlhf_core.models.base import WEIGHTS, Base, load_base, over_same_weights
 from rlhf_core.models.base_on_gpu import Loan, borrowing, loans_of, move_to_gpu
 from tests.forked import exit_of
 from tests.unit.models.test_base import IDS, opened
@@ -48,7 +48,7 @@ def test_weights_of_a_copy_are_those_of_the_file(architecture: str, dtype: torch
 def test_models_of_a_process_are_views_of_one_copy_which_goes_with_the_last(tmp_path: Path) -> None:
     base = opened(tmp_path)
     first, second = placed(base), placed(base)
-    third = share(second)
+    third = over_same_weights(second)
     assert addresses(first) == addresses(second) == addresses(third)
     assert len(loans_of(first, None, third)) == 1
     published = first.lm_head.weight[0, 0].clone()

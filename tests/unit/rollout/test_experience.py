@@ -8,14 +8,14 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from rlhf_core.config import LoRAConfig, RewardConfig
+from rlhf_core.config import LoRAConfig, RewardConfig, RolloutConfig
 from rlhf_core.errors import ModelError
 from rlhf_core.models.lora import attach_lora, trainable_parameters
-from rlhf_core.rewards.scoring import build_scorer
+from rlhf_core.rewards.scoring import ScoringBatch, build_scorer
 from rlhf_core.rollout import experience as making
 from rlhf_core.types import Experience
 from tests.reference import definitions
-from tests.tiny_llama import tiny_tokenizer
+from tests.tiny_llama import tiny_llama, tiny_tokenizer
 from tests.unit.rollout.makers import (
     PROBLEMS,
     PROMPTS,
@@ -228,3 +228,17 @@ def test_the_time_spent_on_sampling_is_known() -> None:
     ours = maker()
     make(ours)
     assert ours.generate_seconds > 0
+
+
+def test_logits_never_exist_for_more_rows_than_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    fp32 = RolloutConfig(rollout_dtype="float32")
+    model, width = tiny_llama(initializer_range=0.3), 3
+    sequences = torch.randint(3, 200, (5, 8), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(sequences, dtype=torch.bool)
+    batch = ScoringBatch([], [], mask[:, 0], sequences, mask, mask[:, -width:])
+    whole = making.token_logprobs(model, batch, temperature=1.0, config=fp32)
+    rows: list[int] = []
+    model.register_forward_hook(lambda _model, _inputs, output: rows.append(len(output.logits)))
+    monkeypatch.setattr(making, "LOGITS_BYTES", 2 * 4 * width * model.config.vocab_size)
+    torch.testing.assert_close(making.token_logprobs(model, batch, temperature=1.0, config=fp32), whole)
+    assert rows == [2, 2, 1]

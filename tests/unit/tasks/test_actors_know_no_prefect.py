@@ -14,7 +14,6 @@ IN_ACTORS = {
     "trainers and makers of PPO": (
         "rlhf_core.rollout.worker",
         "rlhf_core.detached.run",
-        "rlhf_core.detached.run",
         "tasks.ppo_keeper",
         "tasks.ppo_models",
     ),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from flows.cli import train_prompts_on_ray
-from infra.clusters import ClusterManifest, is_lost, lease
+from infra.clusters import ClusterRecord, is_lost, lease
 from infra.errors import ClusterError
 from infra.process_record import ProcessRecord
 from rlhf_core.coati.roles.flags import build_parser
@@ -35,11 +35,11 @@ RUN = PPORun(
 
 
 def _hold(monkeypatch: pytest.MonkeyPatch, *head: ProcessRecord) -> None:
-    manifest = ClusterManifest(
+    record = ClusterRecord(
         name=RUN.name, mark="none has it", owner=ALIVE, temp_dir=Path("/tmp/rf-1"), log_dir=Path("/tmp/logs"), head=head
     )
     held: Any = lease._LocalLease.__new__(lease._LocalLease)
-    held.manifest = manifest
+    held.record = record
     monkeypatch.setitem(lease._LEASES, RUN.name, held)
 
 

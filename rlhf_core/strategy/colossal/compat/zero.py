@@ -75,7 +75,7 @@ class OrderedZero(_Optimizer):  # type: ignore[misc]
     A backward pass reduces all weights, in all ranks' one order; `drop` takes out those that no rank used.
     """
 
-    grad_handles: list[Any] = []  # noqa: RUF012 - for the end of one whose making failed; each has its own
+    grad_handles: list[Any] = []  # noqa: RUF012 - for the end of one whose creation failed; each has its own
 
     def __init__(self, optimizer: torch.optim.Optimizer, **settings: Any) -> None:
         super().__init__(optimizer, **settings)

@@ -11,7 +11,7 @@ import ray
 
 from rlhf_core.coati.roles import groups, loop
 from rlhf_core.coati.roles.groups import PPOActorRayActorGroup, PPOCriticRayActorGroup
-from rlhf_core.coati.roles.placement import Share
+from rlhf_core.coati.roles.placement import Allotment
 
 HANGS_S = 30.0
 
@@ -94,7 +94,7 @@ def test_a_group_that_cannot_be_made_gives_its_room_back(monkeypatch: pytest.Mon
     monkeypatch.setattr(Room, "rooms", [], raising=False)
     monkeypatch.setattr(groups, "Room", Room)
     with pytest.raises(ValueError, match="no such option for 0"):
-        PPOActorRayActorGroup(1, 2, share=Share(1, 0.0))
+        PPOActorRayActorGroup(1, 2, allotment=Allotment(1, 0.0))
     assert [room.is_left for room in Room.rooms] == [True]
 
 

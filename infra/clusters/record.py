@@ -21,7 +21,7 @@ _NOWHERE = Path(os.devnull)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
-class ClusterManifest(BaseModel):
+class ClusterRecord(BaseModel):
     """A cluster's record; a local one's is on disk, from before its first process until after its last."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
@@ -97,7 +97,7 @@ class ClusterManifest(BaseModel):
     @property
     def is_running(self) -> bool:
         """Whether both of Ray's own processes are there."""
-        return bool(self.head) and all(record.process() is not None for record in self.head)
+        return bool(self.head) and all(each.process() is not None for each in self.head)
 
     def save(self, path: Path) -> None:
         """Write it whole or not at all."""
@@ -108,7 +108,7 @@ class ClusterManifest(BaseModel):
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read a manifest.
+        """Read a record.
 
         Raises:
             ClusterError: if it is not one.
@@ -118,14 +118,14 @@ class ClusterManifest(BaseModel):
             return cls.model_validate_json(path.read_bytes())
         except ValidationError as error:
             raise ClusterError(
-                f"{path} is not the manifest of a cluster of this version (faults: "
+                f"{path} is not the record of a cluster of this version (faults: "
                 f"{error.error_count()}, the first: {error.errors()[0]['msg']}); if no cluster of that name runs, "
                 "delete it"
             ) from error
 
 
-def manifest_path(directory: Path, name: str) -> Path:
-    """Return where the manifest of a cluster lies.
+def record_path(directory: Path, name: str) -> Path:
+    """Return where the record of a cluster lies.
 
     Raises:
         ClusterError: if the name could not be that of a file.

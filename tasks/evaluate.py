@@ -164,17 +164,21 @@ def _asked(
     from rlhf_core.data import PromptTemplate
     from rlhf_core.evaluation import best_constant
     from rlhf_core.evaluation import evaluate_policy as evaluate
+    from rlhf_core.models.base import check_bases
     from rlhf_core.models.loading import load_tokenizer
+    from rlhf_core.models.reward_model import RewardModel
 
     directory = materialise(context, policy)
     template = PromptTemplate(load_tokenizer(directory), config.template)
     progress = Progress("evaluate", len(problems), f"{policy.uri} problem")
     with _judge(context, config, template, scorer) as judge:
         base = base_of(context, config, policy)
-        model = load_policy(context, policy, base, "float32")
+        is_base = policy.uri == base.uri and policy.uri.startswith(EXTERNAL_PREFIX)
+        model = load_policy(context, policy, base, "float32", shares_base=is_base and config.sft.shares_base)
         outcomes = evaluate(
             model, template, problems, config.evaluation, judge, on_progress=lambda done, _total: progress.step(done)
         )
+        check_bases(model, judge if isinstance(judge, RewardModel) else None)
         return _Asked(outcomes, None if scorer else best_constant(problems, template, judge))
 
 

@@ -7,6 +7,7 @@ this: no Prefect.
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
@@ -18,7 +19,6 @@ from tasks.results import Parent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     import torch
     from transformers import PreTrainedModel
@@ -59,11 +59,22 @@ def opened_base(context: Context, base: Parent, arithmetic: str) -> Base:
         context: the open context.
         base: a whole model.
         arithmetic: in which it is computed: float32 or bfloat16.
+
+    Raises:
+        ModelError: if what lies at its path is not what was meant; or it cannot be read or copied.
     """
     import torch
 
     from rlhf_core.models.base import open_base
+    from rlhf_core.models.loading import model_digest
 
+    if base.path:
+        there = model_digest(Path(base.path), models_dir=context.settings.models_dir)
+        if there != base.digest:  # a copy under the wrong digest would be every later run's
+            raise ModelError(
+                f"{base.path} holds another model than when this run was planned (digest {there[:12]}, then "
+                f"{base.digest[:12]}); put back what was there, or start a new run, which takes it as it is now"
+            )
     return open_base(
         materialise(context, base), base.digest, arithmetic=getattr(torch, arithmetic),
         models_dir=context.settings.models_dir,
@@ -95,7 +106,9 @@ def load_frozen(
     return loaded
 
 
-def load_policy(context: Context, model: Parent, base: Parent, arithmetic: str) -> PreTrainedModel:
+def load_policy(
+    context: Context, model: Parent, base: Parent, arithmetic: str, *, shares_base: bool
+) -> PreTrainedModel:
     """Return a policy that answers: a whole model in memory of its own, or adapters over a mapped base.
 
     Args:
@@ -103,10 +116,11 @@ def load_policy(context: Context, model: Parent, base: Parent, arithmetic: str) 
         model: whole, or adapters.
         base: what `parents.base_of` returned.
         arithmetic: float32 or bfloat16.
+        shares_base: map a whole model, too: the run has trained adapters over it, and it may fit but once.
     """
     from rlhf_core.models.loading import default_device, load_causal_lm
 
-    if model.uri == base.uri:
+    if model.uri == base.uri and not shares_base:
         return load_causal_lm(materialise(context, model), arithmetic, device=default_device())
     return load_frozen(context, model, opened_base(context, base, arithmetic), arithmetic, device=default_device())
 

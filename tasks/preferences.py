@@ -98,16 +98,18 @@ def _sampled(
     context: Context, config: PipelineConfig, policy: Parent, template: PromptTemplate, problems: Sequence[Problem]
 ) -> SampledPairs:
     """Return pairs of the policy's samples, ordered by the data's verifier."""
+    from rlhf_core.models.base import check_bases
     from rlhf_core.rewards.verifying import judge_of
     from rlhf_core.rollout.preferences import sample_pairs
 
     judge = judge_of(config, template=template, allowed_modules=context.settings.reward_modules)
     assert judge is not None  # `collect_preferences` has checked this
     base = base_of(context, config, policy)
+    model = load_policy(context, policy, base, config.ppo.rollout_dtype, shares_base=config.reward_model.shares_base)
     with closing(judge):
         progress = Progress("preferences", len(problems), "prompt")
-        return sample_pairs(
-            load_policy(context, policy, base, config.ppo.rollout_dtype),
+        made = sample_pairs(
+            model,
             template,
             problems,
             config.reward_model,
@@ -115,3 +117,5 @@ def _sampled(
             on_progress=progress.step,
             judge=judge,
         )
+    check_bases(model)
+    return made

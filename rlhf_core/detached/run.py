@@ -266,6 +266,7 @@ class RunTrainer(GroupMember):
     def commit_policy(self) -> None:
         """Store the finished policy, in the form that `save_policy` gives it."""
         self._progress = "storing the policy"
+        _check_bases(self._learner)
         with self._peers.taking_part("policy"), self._learner.exact("actor") as actor:
             self._keeper.commit_policy(partial(self._save_policy, actor), history=self._history)
 
@@ -348,7 +349,7 @@ def _models(learner: PPOLearner) -> list[Any]:
 
 
 def _check_bases(learner: PPOLearner) -> None:
-    """Check that nobody has changed what the models are mapped from: before an episode, publication and commit."""
+    """Check that nobody has changed what the models are mapped from: before an episode, publication and commits."""
     check_bases(*_models(learner))
 
 

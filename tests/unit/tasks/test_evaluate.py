@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,13 @@ import psutil
 import pytest
 import torch
 
-from rlhf_core.config import PipelineConfig
+from rlhf_core import evaluation
+from rlhf_core.config import LoRAConfig, PipelineConfig
 from rlhf_core.data import Problem, problems_to_jsonl
-from rlhf_core.errors import ConfigError, DataError, ModelError
+from rlhf_core.errors import BaseChangedError, ConfigError, DataError, ModelError
 from rlhf_core.evaluation import outcomes_from_jsonl
+from rlhf_core.models.base import WEIGHTS, copies_of
+from rlhf_core.models.loading import model_digest
 from rlhf_core.models.reward_model import RewardModel
 from tasks import evaluate as evaluate_module
 from tasks.context import Context
@@ -152,3 +156,24 @@ def test_the_judge_is_the_one_that_is_named_and_none_where_the_verifier_judges(
     one = scorer(context, tmp_path / "one")
     assert find_judge.fn(config("reward_model", prompts="x.jsonl"), one.uri) == one
     assert find_judge.fn(config(problems="x.jsonl"), one.uri) is None
+
+
+def test_a_base_that_is_changed_while_it_answers_leaves_no_evaluation(
+    context: Context, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SFT's adapters are over it, so the base itself is mapped, too."""
+    base = Parent(uri="model/tiny", digest=model_digest(model), path=str(model))
+    given = config(problems="x.jsonl")
+    given = given.model_copy(update={"sft": given.sft.model_copy(update={"lora": LoRAConfig(r=2)})})
+    known = evaluation.evaluate_policy
+
+    def changed(*args: Any, **options: Any) -> Any:
+        found = known(*args, **options)
+        [copy] = copies_of(base.digest, context.settings.models_dir)
+        os.utime(copy.directory / WEIGHTS, (1, 1))
+        return found
+
+    monkeypatch.setattr(evaluation, "evaluate_policy", changed)
+    with pytest.raises(BaseChangedError, match="was changed or removed"):
+        evaluate_policy.fn(given, base, dataset(context, CLOSED))
+    assert context.store.list("evaluation", "test") == []

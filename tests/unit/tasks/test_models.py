@@ -1,0 +1,91 @@
+"""A stage's models: mapped where a run shares a base, and of what was meant."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flows.presets import resolve
+from infra.artifacts.ref import EXTERNAL_PREFIX
+from rlhf_core.config import PipelineConfig
+from rlhf_core.data import PromptTemplate
+from rlhf_core.errors import BaseChangedError, ModelError
+from rlhf_core.models.base import WEIGHTS, copies_of, is_shared
+from rlhf_core.models.loading import load_tokenizer, model_digest
+from tasks import preferences
+from tasks.context import Context
+from tasks.models import load_policy, opened_base
+from tasks.ppo import _check_one_base
+from tasks.results import Parent, PPORun
+from tests.tiny_llama import write_tiny_llama
+
+torch.set_num_threads(1)
+IDS = torch.arange(3, 15).reshape(2, 6)
+
+
+def external(directory: Path) -> Parent:
+    return Parent(uri=f"{EXTERNAL_PREFIX}llama", digest=model_digest(directory), path=str(directory))
+
+
+def test_a_whole_model_is_mapped_where_a_run_shares_it_and_answers_as_one_of_its_own(
+    context: Context, model: Path
+) -> None:
+    base = external(model)
+    own = load_policy(context, base, base, "float32", shares_base=False)
+    assert not any(is_shared(each) for each in own.parameters())
+    assert not copies_of(base.digest, context.settings.models_dir)
+    mapped = load_policy(context, base, base, "float32", shares_base=True)
+    assert all(is_shared(each) for each in mapped.parameters())
+    with torch.no_grad():
+        torch.testing.assert_close(mapped(IDS).logits, own(IDS).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_a_base_that_is_another_than_was_planned_is_not_copied(context: Context, tmp_path: Path) -> None:
+    directory = write_tiny_llama(tmp_path / "model")
+    base = external(directory)
+    write_tiny_llama(directory, initializer_range=0.3)
+    with pytest.raises(ModelError, match="holds another model than when this run was planned"):
+        opened_base(context, base, "float32")
+    assert not copies_of(base.digest, context.settings.models_dir)
+
+
+def run_of(scorer: str, its_base: str, *, base: str) -> PPORun:
+    def parent(name: str) -> Parent:
+        return Parent(uri=f"sft/{name}@1", digest=name * 64)
+
+    return PPORun.model_validate(
+        {"name": "r", "key": "a" * 64, "preset": "llama7b", "config": resolve("llama7b"), "actor": parent(base),
+         "base": parent(base), "reward_model": parent(scorer), "reward_model_base": parent(its_base),
+         "dataset": parent("d"), "source_digest": "s", "flow_run": None}
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("scorer", "its_base"), [("2", "1"), ("3", "3")], ids=["over the same base", "a whole model"])
+def test_a_reward_model_over_the_runs_base_or_a_whole_one_is_taken(scorer: str, its_base: str) -> None:
+    _check_one_base(run_of(scorer, its_base, base="1"))
+
+
+def test_adapters_of_two_bases_in_one_run_are_refused() -> None:
+    with pytest.raises(ModelError, match=r"sft/2@1 is adapters over sft/3@1, but this run's models are over sft/1@1"):
+        _check_one_base(run_of("2", "3", base="1"))
+
+
+def test_a_base_that_is_changed_while_it_is_sampled_leaves_no_pairs(
+    context: Context, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = external(model)
+
+    def changed(*_: Any, **__: Any) -> None:
+        [copy] = copies_of(base.digest, context.settings.models_dir)
+        os.utime(copy.directory / WEIGHTS, (1, 1))
+
+    monkeypatch.setattr("rlhf_core.rollout.preferences.sample_pairs", changed)
+    facts = {"name": "test", "data": {"problems": "x.jsonl"}, "reward_model": {"lora": {"r": 2}}}
+    config = PipelineConfig.model_validate(facts)
+    template = PromptTemplate(load_tokenizer(model), config.template)
+    with pytest.raises(BaseChangedError, match="was changed or removed"):
+        preferences._sampled(context, config, base, template, [])

@@ -41,7 +41,7 @@ class GroupMember:
         """Return this process's id: the actor lives and answers.
 
         Raises:
-            Exception: what its last work failed with: others may wait for it in vain.
+            Exception: what its last work failed with: others may wait for it.
         """
         if self._trouble is not None:
             raise self._trouble

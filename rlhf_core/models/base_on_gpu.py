@@ -8,6 +8,7 @@ first trainer, and are ended before another takes its place.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import reduce_tensor
 from transformers import PreTrainedModel
 
+from rlhf_core.errors import ModelError
 from rlhf_core.models.loading import DTYPES, read_header
 
 logger = logging.getLogger(__name__)
@@ -69,12 +71,21 @@ def move_to_gpu(model: PreTrainedModel, file: Path, facts: tuple[int, int, int],
         file: of the base.
         facts: inode, bytes and time of change of the file.
         device: the GPU.
+
+    Raises:
+        ModelError: if the copy does not fit.
     """
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     key = _Key(file, facts, device)
     copy = _copies.get(key)
     if copy is None:
+        if (free := _free_bytes(device)) < facts[1]:
+            raise ModelError(
+                f"a copy of the base takes {facts[1] / 1e9:.3g} GB on {device}, where {free / 1e9:.3g} GB are free; "
+                "end what else uses this GPU, or take one with more memory (a maker makes a copy of its own where the "
+                "driver has no CUDA IPC)"
+            )
         mapped = torch.from_file(str(file), size=facts[1], dtype=torch.uint8)
         copy = _copies[key] = _Copy(key, mapped.to(device, copy=True))
     header = read_header(file)
@@ -126,6 +137,10 @@ def borrowing(loans: Sequence[Loan]) -> Iterator[None]:
         _copies[loan.key] = copy
         opened.append(copy)
     yield
+
+
+def _free_bytes(device: torch.device) -> float:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else math.inf
 
 
 def _gpu(device: torch.device) -> str | None:

@@ -14,6 +14,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from rlhf_core.errors import ModelError
+from rlhf_core.models import base_on_gpu
 from rlhf_core.models.base import WEIGHTS, Base, load_base, over_same_weights
 from rlhf_core.models.base_on_gpu import Loan, borrowing, loans_of, move_to_gpu
 from tests.forked import exit_of
@@ -43,6 +45,13 @@ def test_weights_of_a_copy_are_those_of_the_file(architecture: str, dtype: torch
     for name, parameter in mapped.named_parameters():
         assert torch.equal(model.get_parameter(name), parameter), name
     assert torch.equal(model(IDS).logits, mapped(IDS).logits)
+
+
+def test_a_copy_that_does_not_fit_is_refused_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = opened(tmp_path)
+    monkeypatch.setattr(base_on_gpu, "_free_bytes", lambda _: base.file[1] - 1)
+    with pytest.raises(ModelError, match=r"a copy of the base takes .* GB on cpu, where .* GB are free; end what else"):
+        placed(base)
 
 
 def test_models_of_a_process_are_views_of_one_copy_which_goes_with_the_last(tmp_path: Path) -> None:

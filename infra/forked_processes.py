@@ -90,14 +90,14 @@ def call(address: str, arguments: list[str]) -> int:
             if select.select([woken], [], [], 0)[0]:
                 os.kill(os.getpid(), woken.recv(1)[0])
             os.execv(sys.executable, [sys.executable, *arguments])
-        with suppress(OSError):  # Ray has the largest processes killed first when memory is short, and meant that one
+        with suppress(OSError):  # Ray had this one killed first when memory is short, and meant the process
             _OOM_SCORE.write_text("0")
         while woken in select.select([server, woken], [], [])[0]:
             with suppress(ProcessLookupError):  # it has just ended
                 os.kill(process, woken.recv(1)[0])
         try:
             status = _number(server)
-        except ConnectionError:  # who watched the process was killed, and it with him
+        except ConnectionError:  # the watcher was killed, and the process ended with it
             return 1
     if status < 0:
         if -status != signal.SIGKILL:
@@ -147,6 +147,7 @@ def serve(address: str, modules: Sequence[str], *, stays: bool) -> NoReturn:
         stays: True: this process serves, and its socket is there once it has imported; False: a child does, its socket
             is there before that, and this process ends.
     """
+    os.close(os.pidfd_open(os.getpid()))  # an old system, or a container that forbids it, has no server
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"{address}.new")
         listener.listen(64)
@@ -210,11 +211,7 @@ def _watch(caller: socket.socket) -> NoReturn:
 
 
 def _is_possible(environment: Mapping[str, str]) -> bool:
-    """Whether a process can be forked here, watched, and do what any other can; its environment must fit."""
-    try:
-        os.close(os.pidfd_open(os.getpid()))
-    except (AttributeError, OSError):  # an old system, or a container that forbids it
-        return False
+    """Whether a process that is forked here can do what any other can: CUDA has not begun, its environment fits."""
     torch = sys.modules.get("torch")
     start, end = _place(_ENVIRONMENT)
     return (torch is None or not torch.cuda._is_in_bad_fork()) and len(_text(environment)) <= end - start
@@ -255,7 +252,7 @@ def _become(wanted: Mapping[str, Any], files: list[int]) -> NoReturn:
 def _run(arguments: list[str], environment: dict[str, str], cwd: str, oom_score: str) -> None:
     with suppress(OSError):
         _OOM_SCORE.write_text(oom_score)
-    os.environ.clear()  # and not item by item: titles that Ray gives would lie where the former environment did
+    os.environ.clear()  # all of it: what stayed would lie where the former one did, and there Ray writes its titles
     os.environ.update(environment)
     _write_over(_ENVIRONMENT, _text(environment))
     os.chdir(cwd)

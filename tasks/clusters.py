@@ -25,7 +25,8 @@ IMPORTED = (
     "tasks.ppo_models",
     "transformers.models.auto.modeling_auto",
 )
-"""What actors import, but for Ray; on a cluster of the run's own their processes are forked from one that has."""
+"""What actors import, but for Ray; on a cluster of the run's own their processes are forked from one that has
+imported these."""
 _MB = 1_000_000
 
 

@@ -50,6 +50,7 @@ def evaluate_policy(
     scorer = reward_model if judged_by_reward_model(config) else None
     facts = config.model_dump(mode="json", include={"template", "evaluation"})
     facts["verifier"] = None if scorer else judge_facts(config)
+    facts["shares_base"] = _is_shared(config, policy)
     inputs = [policy.digest, dataset.digest, *([scorer.digest] if scorer else [])]
     key = stage_key("evaluate", config=facts, inputs=inputs, seed=0, source=source)
 
@@ -152,6 +153,11 @@ def _make(
     )
 
 
+def _is_shared(config: PipelineConfig, policy: Parent) -> bool:
+    """Whether a whole policy is the base that SFT trains adapters over: it is mapped, and its last bits differ."""
+    return policy.uri.startswith(EXTERNAL_PREFIX) and config.sft.shares_base
+
+
 class _Asked(NamedTuple):
     outcomes: list[Outcome]
     constant: ConstantAnswer | None
@@ -173,8 +179,7 @@ def _asked(
     progress = Progress("evaluate", len(problems), f"{policy.uri} problem")
     with _judge(context, config, template, scorer) as judge:
         base = base_of(context, config, policy)
-        is_base = policy.uri == base.uri and policy.uri.startswith(EXTERNAL_PREFIX)
-        model = load_policy(context, policy, base, "float32", shares_base=is_base and config.sft.shares_base)
+        model = load_policy(context, policy, base, "float32", shares_base=_is_shared(config, policy))
         outcomes = evaluate(
             model, template, problems, config.evaluation, judge, on_progress=lambda done, _total: progress.step(done)
         )

@@ -7,6 +7,7 @@ this: no Prefect.
 from __future__ import annotations
 
 import json
+import platform
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -68,16 +69,20 @@ def opened_base(context: Context, base: Parent, arithmetic: str) -> Base:
     from rlhf_core.models.base import open_base
     from rlhf_core.models.loading import model_digest
 
-    if base.path:
-        there = model_digest(Path(base.path), models_dir=context.settings.models_dir)
-        if there != base.digest:  # a copy under the wrong digest would be every later run's
+    def check() -> None:  # an artifact is verified as it is fetched
+        if (
+            base.path
+            and (there := model_digest(Path(base.path), models_dir=context.settings.models_dir)) != base.digest
+        ):
             raise ModelError(
-                f"{base.path} holds another model than when this run was planned (digest {there[:12]}, then "
-                f"{base.digest[:12]}); put back what was there, or start a new run, which takes it as it is now"
+                f"on {platform.node()}, {base.path} holds another model than when this run was planned (digest "
+                f"{there[:12]}, then {base.digest[:12]}); put back what was there, or start a new run, which takes it "
+                "as it is now"
             )
+
     return open_base(
         materialise(context, base), base.digest, arithmetic=getattr(torch, arithmetic),
-        models_dir=context.settings.models_dir,
+        models_dir=context.settings.models_dir, check=check,
     )  # fmt: skip
 
 
@@ -116,7 +121,7 @@ def load_policy(
         model: whole, or adapters.
         base: what `parents.base_of` returned.
         arithmetic: float32 or bfloat16.
-        shares_base: map a whole model, too: the run has trained adapters over it, and it may fit but once.
+        shares_base: map a whole model, too: a stage of the run trains adapters over it, and it may fit but once.
     """
     from rlhf_core.models.loading import default_device, load_causal_lm
 

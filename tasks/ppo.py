@@ -8,7 +8,7 @@ from infra.artifacts.ref import EXTERNAL_PREFIX
 from infra.errors import InfraError
 from rlhf_core.config import PipelineConfig
 from rlhf_core.counting import ordinal
-from rlhf_core.errors import ModelError, RlhfError
+from rlhf_core.errors import RlhfError
 from tasks.context import Context, open_context
 from tasks.parents import base_model, base_of, ppo_wants_reward_model, resolve_policy, resolve_reward_model
 from tasks.plan import asker_of, recalled, recorded, settled_once
@@ -43,7 +43,6 @@ def plan_ppo(config: PipelineConfig, actor: str | None, reward_model: str | None
         policy = resolve_policy(context, config, actor)
         scorer = resolve_reward_model(context, config, reward_model) if ppo_wants_reward_model(config) else None
         run = _run_of(context, config, policy, scorer, dataset)
-        _check_one_base(run)
         if config.ppo.lora is not None and not run.shares_base:
             say("ppo", f"each process holds weights of its own below its adapters: {config.ppo.not_shared}")
         inputs = {name: getattr(run, name) for name in ("actor", "base", "reward_model_base")}
@@ -54,22 +53,6 @@ def plan_ppo(config: PipelineConfig, actor: str | None, reward_model: str | None
     policy = base_model(context, before.config) if is_base else before.actor
     now = _run_of(context, before.config, policy, before.reward_model, before.dataset)
     return _with_code_of_now(context, before, now)
-
-
-def _check_one_base(run: PPORun) -> None:
-    """Check that adapters of the reward model are over the base that all of the run's processes map.
-
-    Raises:
-        ModelError: if they are over another: memory is reckoned for one.
-    """
-    scorer, base, other = run.reward_model, run.base, run.reward_model_base
-    if not run.shares_base or scorer is None or base is None or other is None or scorer == other:
-        return  # nothing is shared, or the reward model is a whole one, which may be of any model
-    if other.digest != base.digest:
-        raise ModelError(
-            f"{scorer.uri} is adapters over {other.uri}, but this run's models are over {base.uri}; train a reward "
-            "model over that, or name another with the parameter `reward_model`"
-        )
 
 
 def _elsewhere(parent: Parent) -> Parent:

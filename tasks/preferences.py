@@ -54,6 +54,7 @@ def collect_preferences(config: PipelineConfig, dataset: Parent, policy: Parent)
         "max_new_tokens": config.reward_model.max_new_tokens,
         "pairs": config.reward_model.pairs,
         "dtype": config.ppo.rollout_dtype,
+        "shares_base": config.reward_model.shares_base,
     }
     inputs = [dataset.digest, policy.digest]
     key = stage_key("preferences", config=facts, inputs=inputs, seed=config.seed, source=source)

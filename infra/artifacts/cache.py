@@ -33,7 +33,7 @@ from infra.artifacts.shared_files import own, part_of, put_copy, put_link, targe
 from infra.errors import StoreError
 
 PINS = "holds"
-"""Name of their directory."""
+"""Name of their directory, which earlier releases that share the cache know by it."""
 _NAMES = "names"
 FILES, PARTS = "files", "parts"
 _TREE = re.compile(r"[0-9a-f]{64}")

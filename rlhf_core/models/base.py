@@ -25,7 +25,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,7 +94,14 @@ class Base:
             )
 
 
-def open_base(source: Path, digest: str, *, arithmetic: torch.dtype, models_dir: Path) -> Base:
+def open_base(
+    source: Path,
+    digest: str,
+    *,
+    arithmetic: torch.dtype,
+    models_dir: Path,
+    check: Callable[[], None] = lambda: None,
+) -> Base:
     """Return the base of a model, whose copy is made first if need be.
 
     Args:
@@ -102,6 +109,8 @@ def open_base(source: Path, digest: str, *, arithmetic: torch.dtype, models_dir:
         digest: of the model.
         arithmetic: in which it is computed.
         models_dir: the copies lie in `bases` there.
+        check: called when a copy has been made, which every later run would take for what the digest says; raises if
+            the source is another model.
 
     Raises:
         ModelError: if the model cannot be read, or the disk has no room for its copy.
@@ -116,7 +125,7 @@ def open_base(source: Path, digest: str, *, arithmetic: torch.dtype, models_dir:
             with _lock(directory, timeout=COPY_TIMEOUT_S):
                 if not _is_in_use(directory):
                     _make_room(directory)
-                    _copy(source, directory, dtype)
+                    _copy(source, directory, dtype, check)
         except Timeout as error:
             raise ModelError(
                 f"another process has been copying {source} to {directory} for {COPY_TIMEOUT_S:.0f} s; end it, and try "
@@ -197,7 +206,7 @@ def over_same_weights(model: _Module) -> _Module:
 # --- the copy
 
 
-def _copy(source: Path, directory: Path, dtype: torch.dtype) -> None:
+def _copy(source: Path, directory: Path, dtype: torch.dtype, check: Callable[[], None]) -> None:
     """Write the copy under another name, and rename it when it is whole."""
     for left in directory.parent.glob(f"{_part(directory)}*"):  # by processes that were killed: the lock is ours
         shutil.rmtree(left, ignore_errors=True)
@@ -218,6 +227,7 @@ def _copy(source: Path, directory: Path, dtype: torch.dtype) -> None:
             config.dtype = dtype
             config.save_pretrained(workplace)
         _write(workplace / WEIGHTS, tensors, dtype)
+        check()
         (workplace / _FACTS).write_text(json.dumps({"form": _FORM, "file": _facts(workplace / WEIGHTS)}))
         (workplace / _USED).touch()
         workplace.chmod(0o755)  # mkdtemp's 0700 is for secrets

@@ -1,1 +1,1 @@
-"""What all trainers need: optimizer steps, boosted models, loaders, checkpoints, callbacks, tracking."""
+"""What all trainers need: optimizer steps, boosted models, loaders, checkpoints, tracking."""

@@ -191,3 +191,13 @@ def test_what_the_server_imports_decides(tmp_path: Path, torch: str, is_forked: 
             with suppress(psutil.Error):
                 if str(tmp_path / "s") in each.cmdline():
                     each.kill()
+
+
+def test_a_system_on_which_processes_cannot_be_watched_has_no_server(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import os\ndel os.pidfd_open\n")
+    environment = server_environment(os.environ) | {"PYTHONPATH": f"{tmp_path}:{CHECKOUT}"}
+    started = subprocess.run(
+        server_command(tmp_path / "s", [], verb="start"), env=environment, capture_output=True, timeout=60, check=False
+    )
+    assert started.returncode == 1
+    assert not (tmp_path / "s").exists()

@@ -301,7 +301,7 @@ class DetachedPPOTrainer(DetachedTrainer):
     def _keep_batch(self, write: Callable[[Path], None]) -> str:
         place, state = self._loop.learner.position, self._save_dir
         # Not in it: each state replaces the whole directory.
-        beside = None if state is None else state.with_name(f"{state.name}.failed")
+        beside = None if state is None else state.absolute().with_name(f"{state.absolute().name}.failed")
         return keep_in(beside, f"episode-{place.episode}_step-{place.step}/rank-{self._ranks.rank}")(write)
 
     def _production(self, total_steps: int, update_steps: int, train_epochs: int) -> Production:

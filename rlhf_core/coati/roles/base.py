@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from rlhf_core.coati.generate_kwargs import generation_settings_from_kwargs
-from rlhf_core.coati.roles.composition import ExperienceCompositionRefs, ExperienceMaker, MadeArrays, packed
+from rlhf_core.coati.roles.composition import PARTS, ExperienceCompositionRefs, ExperienceMaker, MadeArrays, packed
 from rlhf_core.coati.roles.models import load_policy_tokenizer
 from rlhf_core.coati.roles.settings import RoleSettings
 from rlhf_core.coati.roles.spans import Span, Spans
@@ -102,9 +102,10 @@ class BasePPORole(DistributedTorchRayActor, ABC):
         limit_s = self._settings.timeout_s
         _, late = ray.wait(refs.all(), num_returns=len(refs.all()), timeout=limit_s)
         if late:
+            awaited = [name for name, each in zip(PARTS, refs.all(), strict=True) if each in late]
             raise TimeoutError(
-                f"waited {limit_s:.0f} s for what the other models say of a batch of responses, and it did not come; "
-                "raise --timeout_s, or look into the cluster's logs"
+                f"waited {limit_s:.0f} s for {', '.join(awaited)} of one batch, which did not come; raise "
+                "--timeout_s, or look into the cluster's logs"
             )
         with self._at("assemble"):
             return packed(self._maker.make_experience(refs))

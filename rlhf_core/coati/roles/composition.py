@@ -100,6 +100,16 @@ class ScoreArrays(NamedTuple):
         return Scores(torch.tensor(self.total), raw, parts, formed)
 
 
+PARTS = (
+    "the actor's responses",
+    "the actor's log-probabilities",
+    "the initial model's log-probabilities",
+    "the critic's values",
+    "the reward model's scores",
+)
+"""What `ExperienceCompositionRefs.all` returns, in words."""
+
+
 class ExperienceCompositionRefs:
     """Ray's references of what one batch of experience is made of.
 

@@ -31,7 +31,7 @@ from rlhf_core.coati.roles.models import MODELS_DIR, check_kind
 from rlhf_core.coati.roles.placement import Allotment, decide
 from rlhf_core.coati.roles.prompts import read_prompts
 from rlhf_core.coati.roles.settings import RoleSettings
-from rlhf_core.coati.roles.spans import Span
+from rlhf_core.coati.roles.spans import Span, write_timeline
 from rlhf_core.coati.roles.waiting import results
 from rlhf_core.counting import counted, ordinal
 from rlhf_core.models.loading import find_local
@@ -225,8 +225,6 @@ def _train(args: Namespace, groups: Groups, prompts: list[str], tell: Tell) -> O
     for group in groups.all:
         outcome.spans += [span for spans in groups.results(group, group.async_spans(), "to tell") for span in spans]
     if args.timeline:
-        from rlhf_core.coati.roles.spans import write_timeline  # noqa: PLC0415 - matplotlib, for this alone
-
         write_timeline(outcome.spans, Path(args.timeline))
         tell(f"drew {args.timeline}")
     return outcome

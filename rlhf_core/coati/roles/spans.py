@@ -6,10 +6,10 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 class Span(NamedTuple):
@@ -64,6 +64,9 @@ _THINNEST = 0.001
 
 def draw_timeline(spans: Sequence[Span]) -> Figure:
     """Return the figure: a line for each process, seconds from the first work on."""
+    from matplotlib.figure import Figure  # noqa: PLC0415 - for this alone: every role's process keeps spans
+    from matplotlib.patches import Patch  # noqa: PLC0415
+
     shown = [span for span in spans if span.what not in LEFT_OUT]
     lines = sorted({(span.role, span.rank) for span in shown}, key=_place)
     start = min((span.start for span in shown), default=0.0)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from flows.presets import resolve
 from infra.artifacts.ref import EXTERNAL_PREFIX
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data import PromptTemplate
@@ -19,8 +18,7 @@ from rlhf_core.models.loading import load_tokenizer, model_digest
 from tasks import preferences
 from tasks.context import Context
 from tasks.models import load_policy, opened_base
-from tasks.ppo import _check_one_base
-from tasks.results import Parent, PPORun
+from tasks.results import Parent
 from tests.tiny_llama import write_tiny_llama
 
 torch.set_num_threads(1)
@@ -53,25 +51,12 @@ def test_a_base_that_is_another_than_was_planned_is_not_copied(context: Context,
     assert not copies_of(base.digest, context.settings.models_dir)
 
 
-def run_of(scorer: str, its_base: str, *, base: str) -> PPORun:
-    def parent(name: str) -> Parent:
-        return Parent(uri=f"sft/{name}@1", digest=name * 64)
-
-    return PPORun.model_validate(
-        {"name": "r", "key": "a" * 64, "preset": "llama7b", "config": resolve("llama7b"), "actor": parent(base),
-         "base": parent(base), "reward_model": parent(scorer), "reward_model_base": parent(its_base),
-         "dataset": parent("d"), "source_digest": "s", "flow_run": None}
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(("scorer", "its_base"), [("2", "1"), ("3", "3")], ids=["over the same base", "a whole model"])
-def test_a_reward_model_over_the_runs_base_or_a_whole_one_is_taken(scorer: str, its_base: str) -> None:
-    _check_one_base(run_of(scorer, its_base, base="1"))
-
-
-def test_adapters_of_two_bases_in_one_run_are_refused() -> None:
-    with pytest.raises(ModelError, match=r"sft/2@1 is adapters over sft/3@1, but this run's models are over sft/1@1"):
-        _check_one_base(run_of("2", "3", base="1"))
+def test_a_copy_that_is_there_is_used_whatever_became_of_its_source(context: Context, tmp_path: Path) -> None:
+    directory = write_tiny_llama(tmp_path / "model")
+    base = external(directory)
+    first = opened_base(context, base, "float32")
+    write_tiny_llama(directory, initializer_range=0.3)
+    assert opened_base(context, base, "float32") == first
 
 
 def test_a_base_that_is_changed_while_it_is_sampled_leaves_no_pairs(

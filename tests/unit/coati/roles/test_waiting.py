@@ -65,8 +65,8 @@ def test_who_has_ended_is_named_whoever_noticed_it(error: Any, states: dict[str,
 
 
 def test_a_model_whose_part_of_a_batch_does_not_come_is_told_by_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray, "wait", lambda refs, **_: (refs[1:], refs[:1]))
+    monkeypatch.setattr(ray, "wait", lambda refs, **_: (refs[:3], refs[3:4]))
     role: Any = SimpleNamespace(_settings=SimpleNamespace(timeout_s=30.0))
-    refs: Any = SimpleNamespace(all=lambda: ["reward", "critic"])
-    with pytest.raises(TimeoutError, match="waited 30 s for what the other models say of a batch"):
+    refs: Any = SimpleNamespace(all=lambda: list("abcde"))
+    with pytest.raises(TimeoutError, match="waited 30 s for the critic's values of one batch, which"):
         BasePPORole.make_experience(role, refs)

@@ -19,7 +19,7 @@ from tasks.scratch import scratch_directory
 if TYPE_CHECKING:
     from infra.artifacts import ArtifactStore, Manifest
     from infra.settings import Settings
-    from tasks.results import Parent
+    from tasks.models import NotedBase
 
 BASE = "base"
 """Directory of a base that is in the store, beside the adapters over it."""
@@ -82,7 +82,13 @@ def _write(files: Path, source: Path, folder: Path, *, merged: bool) -> None:
 
 
 def _base_directory(
-    store: ArtifactStore, known: Settings, manifest: Manifest, base: Parent, model: str | None, *, beside: Path | None
+    store: ArtifactStore,
+    known: Settings,
+    manifest: Manifest,
+    base: NotedBase,
+    model: str | None,
+    *,
+    beside: Path | None,
 ) -> Path:
     """Return where the base is: beside the adapters, in the cache, or outside the store."""
     from rlhf_core.models.loading import model_digest
@@ -91,7 +97,7 @@ def _base_directory(
     if not base.uri.startswith(EXTERNAL_PREFIX):
         reference = ArtifactRef(base.uri, base.digest)
         return store.cached(reference) if beside is None else store.fetch(reference, beside).absolute()
-    path = model or PipelineConfig.model_validate(manifest.config).model.path
+    path = model or base.hub or PipelineConfig.model_validate(manifest.config).model.path
     try:
         directory = locate_model(path, models_dir=known.models_dir)
     except ModelError as error:

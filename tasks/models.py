@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from infra.artifacts.manifest import BASE_FILE
 from rlhf_core.errors import ModelError
 from tasks.context import Context, materialise
-from tasks.results import Parent
+from tasks.results import Parent, Plain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,12 +29,24 @@ if TYPE_CHECKING:
     from rlhf_core.models.reward_model import RewardModel
 
 
+class NotedBase(Plain):
+    """What adapters are over, as it is noted beside them."""
+
+    uri: str
+    digest: str
+    hub: str | None = None
+    """Of a model from the hub: its name and revision."""
+
+
 def write_base(directory: Path, base: Parent) -> None:
     """Note beside adapters what they are over."""
-    (directory / BASE_FILE).write_text(json.dumps({"uri": base.uri, "digest": base.digest}))
+    from rlhf_core.models.locating import name_on_hub
+
+    note = NotedBase(uri=base.uri, digest=base.digest, hub=name_on_hub(Path(base.path)) if base.path else None)
+    (directory / BASE_FILE).write_text(json.dumps(note.model_dump(exclude_none=True)))
 
 
-def read_base(directory: Path, *, uri: str) -> Parent | None:
+def read_base(directory: Path, *, uri: str) -> NotedBase | None:
     """Return what a model's adapters are over; None if it is a whole model.
 
     Args:
@@ -48,7 +60,7 @@ def read_base(directory: Path, *, uri: str) -> Parent | None:
     if not file.is_file():
         return None
     try:
-        return Parent.model_validate_json(file.read_bytes())
+        return NotedBase.model_validate_json(file.read_bytes())
     except ValidationError as error:
         raise ModelError(f"{BASE_FILE} of {uri} does not say what its adapters are over; it is damaged") from error
 

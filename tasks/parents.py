@@ -40,7 +40,8 @@ def base_model(context: Context, config: PipelineConfig) -> Parent:
         say("model", f"getting {config.model.path}; once, then it is kept")
     directory = locate_model(config.model.path, models_dir=context.settings.models_dir)
     digest = model_digest(directory, models_dir=context.settings.models_dir)
-    base = Parent(uri=f"{EXTERNAL_PREFIX}{Path(config.model.path).name}", digest=digest)  # a record holds no path
+    name = Path(config.model.path.partition("@")[0]).name  # in a reference a version would follow the sign
+    base = Parent(uri=f"{EXTERNAL_PREFIX}{name}", digest=digest)  # a record holds no path
     then: Parent = settled_once(context, f"model {config.model.path}", Parent, lambda: base, by_all=True)
     if then.digest != digest:
         raise ConfigError(
@@ -63,7 +64,8 @@ def base_of(context: Context, config: PipelineConfig, model: Parent) -> Parent:
     """
     if model.path:
         return model
-    base = read_base(materialise(context, model), uri=model.uri) or model
+    noted = read_base(materialise(context, model), uri=model.uri)
+    base = Parent(uri=noted.uri, digest=noted.digest) if noted else model
     if not base.uri.startswith(EXTERNAL_PREFIX):
         return base
     external = base_model(context, config)

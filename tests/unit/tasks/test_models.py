@@ -17,7 +17,7 @@ from rlhf_core.models.base import WEIGHTS, copies_of, is_shared
 from rlhf_core.models.loading import load_tokenizer, model_digest
 from tasks import preferences
 from tasks.context import Context
-from tasks.models import load_policy, opened_base
+from tasks.models import NotedBase, load_policy, opened_base, read_base, write_base
 from tasks.results import Parent
 from tests.tiny_llama import write_tiny_llama
 
@@ -74,3 +74,13 @@ def test_a_base_that_is_changed_while_it_is_sampled_leaves_no_pairs(
     template = PromptTemplate(load_tokenizer(model), config.template)
     with pytest.raises(BaseChangedError, match="was changed or removed"):
         preferences._sampled(context, config, base, template, [])
+
+
+def test_a_base_from_the_hub_is_noted_with_its_name_and_revision(tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--some--llama" / "snapshots" / "abc123"
+    snapshot.mkdir(parents=True)
+    here = Parent(uri="model/llama", digest="1" * 64, path=str(snapshot))
+    write_base(tmp_path, here)
+    assert read_base(tmp_path, uri="policy/p@1") == NotedBase(uri=here.uri, digest=here.digest, hub="some/llama@abc123")
+    write_base(tmp_path, here.model_copy(update={"path": str(tmp_path)}))
+    assert read_base(tmp_path, uri="policy/p@1") == NotedBase(uri=here.uri, digest=here.digest)

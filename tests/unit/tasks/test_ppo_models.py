@@ -139,7 +139,9 @@ def test_a_finished_policy_is_adapters_over_the_base_or_a_whole_model(
         if not has_base:
             found = load_causal_lm(tmp_path / "policy", "float32")
         else:
-            assert models.read_base(tmp_path / "policy", uri="policy") == run.base
+            assert run.base is not None
+            noted = models.NotedBase(uri=run.base.uri, digest=run.base.digest)
+            assert models.read_base(tmp_path / "policy", uri="policy") == noted
             found = load_causal_lm(directories["sft/tiny@1"], "float32")
             load_adapters(found, tmp_path / "policy")
         torch.testing.assert_close(found(input_ids=SEQUENCES).logits, expected, rtol=1e-4, atol=1e-4)

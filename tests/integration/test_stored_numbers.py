@@ -27,7 +27,7 @@ OVERRIDES = TINY_RUN | {
     "ppo.max_epochs": 1,
     "ppo.dtype": "float32",
     "ppo.rollout_dtype": "float32",
-    "ppo.lora": {"r": 2},
+    "ppo.lora": {"r": 2, "dropout": 0.1},
 }
 
 
@@ -52,6 +52,17 @@ def test_a_run_over_a_shared_base_learns_what_it_did(run: Run) -> None:
     assert run.plan.shares_base
     run.finish()
     check_learnt(run, "shared.safetensors")
+
+
+def test_another_number_of_makers_gives_the_same_bits(run: Run) -> None:
+    before = run.weights()
+    ppo = run.config.ppo
+    cluster = ppo.cluster.model_copy(update={"num_makers": 1})
+    run.config = run.config.model_copy(update={"ppo": ppo.model_copy(update={"cluster": cluster})})
+    run.begin()
+    assert run.plan.config.ppo.cluster.num_makers == 1
+    run.finish()
+    assert run.weights() == before
 
 
 def test_a_run_of_an_earlier_release_ends_with_the_numbers_that_it_would_have_had(run: Run) -> None:

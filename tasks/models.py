@@ -133,7 +133,7 @@ def load_policy(
         model: whole, or adapters.
         base: what `parents.base_of` returned.
         arithmetic: float32 or bfloat16.
-        shares_base: map a whole model, too: a stage of the run trains adapters over it, and it may fit but once.
+        shares_base: map a whole model, too: adapters are over it, and it may fit but once.
     """
     from rlhf_core.models.loading import default_device, load_causal_lm
 

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save
 
 from infra.artifacts import ArtifactStore
+from infra.errors import StoreError
 from infra.settings import settings
 from rlhf_core.config import LoRAConfig, PipelineConfig, PPOConfig
 from rlhf_core.errors import ModelError
@@ -237,6 +238,43 @@ def test_a_run_keeps_as_many_states_as_the_settings_say(
         tensors = {"w": torch.tensor([float(episode)])}
         commit(tensors, *history)
     assert [manifest.version for manifest in store.list("ppo-state")] == kept
+
+
+@pytest.mark.parametrize(("retention", "kept"), [(None, [3]), ("policy=5", [3]), ("ppo-state=2", [1, 2])])
+def test_states_go_when_the_policy_is_stored_unless_the_settings_keep_them(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch, retention: str | None, kept: list[int]
+) -> None:
+    if retention is not None:
+        monkeypatch.setenv("RLHF_RETENTION", retention)
+    history: tuple[EpisodeRecord, ...] = ()
+    for episode in range(2):
+        history += (EpisodeRecord(episode, episode + 1, "a", {"score": 0.5}, {"learn": 2.0}),)
+        commit({"w": torch.tensor([float(episode)])}, *history)
+    keeper = StoreKeeper(run())
+    keeper.commit_policy(lambda directory: (directory / "weights").write_bytes(b"w"), history=history)
+    assert [manifest.version for manifest in store.list("ppo-state")] == kept
+    assert store.resolve("policy/p").key == run().key
+    if kept == [3]:
+        ended = store.resolve("ppo-state/p-aaaaaaaaaaaa")
+        assert len(store.read_json(ended, "state.json")["history"]) == 2
+        assert [parent.uri for parent in ended.parents] == ["policy/p@1"]
+        with pytest.raises(ModelError, match=r"p-aaaaaaaaaaaa ended as policy/p@1, which the store no longer holds"):
+            keeper.last_state()
+
+
+def test_states_that_cannot_go_end_no_run_whose_policy_is_stored(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    record = EpisodeRecord(0, 1, "a", {"score": 0.5}, {"learn": 2.0})
+    commit({"w": torch.zeros(1)}, record)
+
+    def away(*_: object, **__: object) -> None:
+        raise StoreError("the store is away")
+
+    monkeypatch.setattr(ArtifactStore, "prune", away)
+    StoreKeeper(run()).commit_policy(lambda directory: (directory / "w").write_bytes(b"w"), history=(record,))
+    assert "training states of p-aaaaaaaaaaaa are still there: the store is away" in caplog.text
+    assert store.resolve("policy/p").version == 1
 
 
 def test_a_shard_is_one_blob_with_its_header(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:

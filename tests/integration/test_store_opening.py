@@ -61,7 +61,7 @@ def careless(seaweed: Seaweed, prefix: str) -> Callable[..., CarelessBackend]:
 
 
 @pytest.fixture
-def deaf_port() -> Iterator[int]:
+def taken_port() -> Iterator[int]:
     """A port at which nobody answers: it is taken, so that no other process comes to listen there."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -69,11 +69,11 @@ def deaf_port() -> Iterator[int]:
 
 
 def test_opening_says_in_one_sentence_what_is_wrong(
-    seaweed: Seaweed, deaf_port: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    seaweed: Seaweed, taken_port: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
     good, secret = seaweed.options, "wrong-secret"
-    away = f"http://127.0.0.1:{deaf_port}"
+    away = f"http://127.0.0.1:{taken_port}"
     for bucket, options, complaint in (
         ("rlhf", replace(good, secret_key=secret), "refuses our secret key; check RLHF_S3_SECRET_KEY"),
         ("rlhf", replace(good, access_key="wrong-key"), "does not know our access key; check RLHF_S3_ACCESS_KEY"),

@@ -51,6 +51,7 @@ def evaluate(
     )
     judge = find_judge(config, reward_model)
     policies = contestants(config, actor)
-    found = {role: evaluate_policy(config, policy, dataset.parent, judge) for role, policy in policies.items()}
+    new = policies["ppo"]
+    found = {role: evaluate_policy(config, each, dataset.parent, judge, beside=new) for role, each in policies.items()}
     show_evaluations(found, config.seed)
     return finished(found, made(*found.values()), see=found["ppo"].uri)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from infra.artifacts.ref import EXTERNAL_PREFIX
+from infra.artifacts.ref import EXTERNAL_PREFIX, ArtifactRef
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import ConfigError
 from tasks.context import Context, materialise, open_context
@@ -33,7 +33,11 @@ _START_ROLES = {"sft": "sft", "policy": "start"}
 
 @stage_task(name="evaluate-policy", task_run_name="evaluate {policy.uri}")
 def evaluate_policy(
-    config: PipelineConfig, policy: Parent, dataset: Parent, reward_model: Parent | None = None
+    config: PipelineConfig,
+    policy: Parent,
+    dataset: Parent,
+    reward_model: Parent | None = None,
+    beside: Parent | None = None,
 ) -> StageResult:
     """Return the stored evaluation of a policy on the dataset's held-out problems.
 
@@ -42,6 +46,7 @@ def evaluate_policy(
         policy: who answers.
         dataset: holds the problems.
         reward_model: scores the answers where `evaluation.judge` says so.
+        beside: another policy that answers; what its adapters are over is mapped for both.
     """
     from rlhf_core.rewards.verifying import judge_facts
 
@@ -50,12 +55,13 @@ def evaluate_policy(
     scorer = reward_model if judged_by_reward_model(config) else None
     facts = config.model_dump(mode="json", include={"template", "evaluation"})
     facts["verifier"] = None if scorer else judge_facts(config)
-    facts["shares_base"] = _is_shared(config, policy)
+    shares_base = _is_base_of(context, config, policy, beside)
+    facts["shares_base"] = shares_base  # the last bits differ
     inputs = [policy.digest, dataset.digest, *([scorer.digest] if scorer else [])]
     key = stage_key("evaluate", config=facts, inputs=inputs, seed=0, source=source)
 
     def make() -> StageResult:
-        return _make(context, config, policy, dataset, scorer, (key, source))
+        return _make(context, config, policy, dataset, scorer, (key, source), shares_base=shares_base)
 
     # not recorded for a restart: the same code finds it by its key, and other code asks all of them again
     found = reuse_or_make(context, stage="evaluate", kind="evaluation", name=config.name, key=key, make=make)
@@ -123,6 +129,8 @@ def _make(
     dataset: Parent,
     scorer: Parent | None,
     identity: tuple[str, str],
+    *,
+    shares_base: bool,
 ) -> StageResult:
     from rlhf_core.data import problems_from_jsonl
     from rlhf_core.evaluation import evaluation_metrics, outcomes_to_jsonl
@@ -130,7 +138,7 @@ def _make(
 
     started = time.perf_counter()
     problems = problems_from_jsonl((materialise(context, dataset) / "evaluation.jsonl").read_bytes())
-    outcomes, constant = _asked(context, config, policy, problems, scorer)
+    outcomes, constant = _asked(context, config, policy, problems, scorer, shares_base=shares_base)
     name = REWARD_MODEL if scorer else str(verifier_name(config.data))
     metrics: dict[str, Any] = {"policy": policy.uri, "policy_digest": policy.digest}
     metrics |= evaluation_metrics(outcomes, name, SHOWN_CONFIDENCE)
@@ -153,9 +161,12 @@ def _make(
     )
 
 
-def _is_shared(config: PipelineConfig, policy: Parent) -> bool:
-    """Whether a whole policy is the base that SFT trains adapters over: it is mapped, and its last bits differ."""
-    return policy.uri.startswith(EXTERNAL_PREFIX) and config.sft.shares_base
+def _is_base_of(context: Context, config: PipelineConfig, policy: Parent, beside: Parent | None) -> bool:
+    """Whether a policy is the whole model that the other's adapters are over."""
+    if beside is None or beside.path or beside.digest == policy.digest:
+        return False
+    manifest = context.store.resolve(ArtifactRef(beside.uri, beside.digest))
+    return manifest.has_adapters and base_of(context, config, beside).digest == policy.digest
 
 
 class _Asked(NamedTuple):
@@ -164,7 +175,13 @@ class _Asked(NamedTuple):
 
 
 def _asked(
-    context: Context, config: PipelineConfig, policy: Parent, problems: list[Problem], scorer: Parent | None
+    context: Context,
+    config: PipelineConfig,
+    policy: Parent,
+    problems: list[Problem],
+    scorer: Parent | None,
+    *,
+    shares_base: bool,
 ) -> _Asked:
     """Return what the policy made of each problem, and the best constant answer where a verifier judges."""
     from rlhf_core.data import PromptTemplate
@@ -179,7 +196,7 @@ def _asked(
     progress = Progress("evaluate", len(problems), f"{policy.uri} problem")
     with _judge(context, config, template, scorer) as judge:
         base = base_of(context, config, policy)
-        model = load_policy(context, policy, base, "float32", shares_base=_is_shared(config, policy))
+        model = load_policy(context, policy, base, "float32", shares_base=shares_base)
         outcomes = evaluate(
             model, template, problems, config.evaluation, judge, on_progress=lambda done, _total: progress.step(done)
         )

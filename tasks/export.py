@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from shutil import copytree, ignore_patterns, rmtree
 from typing import TYPE_CHECKING
@@ -19,7 +20,7 @@ from tasks.scratch import scratch_directory
 if TYPE_CHECKING:
     from infra.artifacts import ArtifactStore, Manifest
     from infra.settings import Settings
-    from tasks.results import Parent
+    from tasks.models import NotedBase
 
 BASE = "base"
 """Directory of a base that is in the store, beside the adapters over it."""
@@ -81,8 +82,26 @@ def _write(files: Path, source: Path, folder: Path, *, merged: bool) -> None:
     )  # fmt: skip
 
 
+def _named(known: Settings, manifest: Manifest, base: NotedBase) -> str:
+    """Return where the run had its base from, if it is there unchanged; else its name on the hub, if it has one."""
+    from rlhf_core.models.loading import model_digest
+
+    path = PipelineConfig.model_validate(manifest.config).model.path
+    directory = Path(path).expanduser()
+    with suppress(ModelError):  # no model is there
+        if directory.is_dir() and model_digest(directory, models_dir=known.models_dir) == base.digest:
+            return path
+    return base.hub or path
+
+
 def _base_directory(
-    store: ArtifactStore, known: Settings, manifest: Manifest, base: Parent, model: str | None, *, beside: Path | None
+    store: ArtifactStore,
+    known: Settings,
+    manifest: Manifest,
+    base: NotedBase,
+    model: str | None,
+    *,
+    beside: Path | None,
 ) -> Path:
     """Return where the base is: beside the adapters, in the cache, or outside the store."""
     from rlhf_core.models.loading import model_digest
@@ -91,7 +110,7 @@ def _base_directory(
     if not base.uri.startswith(EXTERNAL_PREFIX):
         reference = ArtifactRef(base.uri, base.digest)
         return store.cached(reference) if beside is None else store.fetch(reference, beside).absolute()
-    path = model or PipelineConfig.model_validate(manifest.config).model.path
+    path = model or _named(known, manifest, base)
     try:
         directory = locate_model(path, models_dir=known.models_dir)
     except ModelError as error:

@@ -11,7 +11,7 @@ import platform
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from infra.artifacts.manifest import BASE_FILE
 from rlhf_core.errors import ModelError
@@ -29,12 +29,26 @@ if TYPE_CHECKING:
     from rlhf_core.models.reward_model import RewardModel
 
 
+class NotedBase(BaseModel):
+    """What adapters are over, as it is noted beside them; what a later release adds is not read."""
+
+    model_config = ConfigDict(frozen=True)
+
+    uri: str
+    digest: str
+    hub: str | None = None
+    """Of a model from the hub: its name and revision."""
+
+
 def write_base(directory: Path, base: Parent) -> None:
     """Note beside adapters what they are over."""
-    (directory / BASE_FILE).write_text(json.dumps({"uri": base.uri, "digest": base.digest}))
+    from rlhf_core.models.locating import name_on_hub
+
+    note = NotedBase(uri=base.uri, digest=base.digest, hub=name_on_hub(Path(base.path)) if base.path else None)
+    (directory / BASE_FILE).write_text(json.dumps(note.model_dump(exclude_none=True)))
 
 
-def read_base(directory: Path, *, uri: str) -> Parent | None:
+def read_base(directory: Path, *, uri: str) -> NotedBase | None:
     """Return what a model's adapters are over; None if it is a whole model.
 
     Args:
@@ -48,7 +62,7 @@ def read_base(directory: Path, *, uri: str) -> Parent | None:
     if not file.is_file():
         return None
     try:
-        return Parent.model_validate_json(file.read_bytes())
+        return NotedBase.model_validate_json(file.read_bytes())
     except ValidationError as error:
         raise ModelError(f"{BASE_FILE} of {uri} does not say what its adapters are over; it is damaged") from error
 
@@ -121,7 +135,7 @@ def load_policy(
         model: whole, or adapters.
         base: what `parents.base_of` returned.
         arithmetic: float32 or bfloat16.
-        shares_base: map a whole model, too: a stage of the run trains adapters over it, and it may fit but once.
+        shares_base: map a whole model, too: adapters are over it, and it may fit but once.
     """
     from rlhf_core.models.loading import default_device, load_causal_lm
 

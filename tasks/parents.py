@@ -35,12 +35,16 @@ def base_model(context: Context, config: PipelineConfig) -> Parent:
         ConfigError: it holds something else than when the run began.
     """
     from rlhf_core.models.loading import find_local, locate_model, model_digest
+    from rlhf_core.models.locating import split_hub_name
 
     if find_local(config.model.path, models_dir=context.settings.models_dir) is None:
         say("model", f"getting {config.model.path}; once, then it is kept")
     directory = locate_model(config.model.path, models_dir=context.settings.models_dir)
     digest = model_digest(directory, models_dir=context.settings.models_dir)
-    base = Parent(uri=f"{EXTERNAL_PREFIX}{Path(config.model.path).name}", digest=digest)  # a record holds no path
+    given = Path(config.model.path)
+    hub, _ = split_hub_name(config.model.path)
+    name = given.name if given.expanduser().is_dir() else Path(hub).name
+    base = Parent(uri=f"{EXTERNAL_PREFIX}{name}", digest=digest)  # a record holds no path
     then: Parent = settled_once(context, f"model {config.model.path}", Parent, lambda: base, by_all=True)
     if then.digest != digest:
         raise ConfigError(
@@ -63,7 +67,8 @@ def base_of(context: Context, config: PipelineConfig, model: Parent) -> Parent:
     """
     if model.path:
         return model
-    base = read_base(materialise(context, model), uri=model.uri) or model
+    noted = read_base(materialise(context, model), uri=model.uri)
+    base = Parent(uri=noted.uri, digest=noted.digest) if noted else model
     if not base.uri.startswith(EXTERNAL_PREFIX):
         return base
     external = base_model(context, config)

@@ -25,6 +25,7 @@ from tasks.task_errors import stage_task
 
 if TYPE_CHECKING:
     from rlhf_core.config import ClusterConfig, TrainersConfig
+    from rlhf_core.config.strategy import AdapterTrainersConfig
     from rlhf_core.ray_tools.group import Tell
 
 MODULES = ("supervised", "models", "gpu_allocation")
@@ -74,12 +75,14 @@ def train_reward_model(config: PipelineConfig, pairs: Parent, policy: Parent) ->
 
 
 def _found_or_trained(
-    work: SFTTraining | RewardModelTraining, *, stage: str, trainers: TrainersConfig, context: Context
+    work: SFTTraining | RewardModelTraining, *, stage: str, trainers: AdapterTrainersConfig, context: Context
 ) -> StageResult:
     """Return a stage's result: made before in this run, held by the store under its key, or trained now."""
     name = work.config.name
 
     def make() -> StageResult:
+        if trainers.lora is not None and trainers.not_shared is not None:
+            say(stage, f"the weights below its adapters are its own, not shared: {trainers.not_shared}")
         if trainers.is_alone:
             return work.done(context)
         made: StageResult = run_on_ranks(

@@ -13,7 +13,7 @@ class ModelConfig(Config):
     """The pretrained model that a chain starts from."""
 
     path: str = "smollm2-135m-instruct"
-    """Name of a packaged model, a local directory, or a hub name."""
+    """Name of a packaged model, a local directory, or a hub name, perhaps with a revision: `org/name@revision`."""
     num_parameters: int | None = Field(None, ge=1)
     """Size for the memory check while the model is not on this machine; read from its configuration and files when it
     is."""

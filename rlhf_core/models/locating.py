@@ -17,7 +17,8 @@ PACKAGED = (smollm2.NAME,)
 HUB_TIMEOUT_S = 10.0
 # no pickles, no code, no copies of the weights in other formats
 HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
-_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w.-]+)?")
+_COMMIT = re.compile("[0-9a-f]{40}")
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +27,8 @@ def locate_model(path: str, *, models_dir: Path) -> Path:
     """Return the directory of a model, which is made or fetched first if need be.
 
     Args:
-        path: name of a packaged model, a local directory, or a hub name such as "Qwen/Qwen2.5-0.5B".
+        path: name of a packaged model, a local directory, or a hub name such as "Qwen/Qwen2.5-0.5B", perhaps with a
+            revision, "Qwen/Qwen2.5-0.5B@main": a branch, a tag or a whole commit.
         models_dir: where converted models are kept.
 
     Raises:
@@ -54,7 +56,7 @@ def find_local(path: str, *, models_dir: Path) -> Path | None:
         return directory.absolute()
     if directory.is_file():
         raise ModelError(f"model {path!r} is a file; give the directory that holds config.json and safetensors files")
-    near = _nearest(path, directory)
+    near = None if "@" in path else _nearest(path, directory)
     if near is None and _HUB_NAME.fullmatch(path) and not path.startswith("."):
         return None
     hint = f"; did you mean {near}?" if near else f"; packaged models are {', '.join(PACKAGED)}"
@@ -73,26 +75,46 @@ def _nearest(path: str, directory: Path) -> str | None:
     return str(directory.parent / near[0]) if near else None
 
 
-def _from_hub(name: str) -> Path:
-    cached = find_fetched(name)
+def name_on_hub(directory: Path) -> str | None:
+    """Return the hub name, with its exact revision, of a model in the hub's cache; None for any other directory."""
+    repository = directory.parents[1].name if directory.parent.name == "snapshots" else ""
+    kind, *name = repository.split("--")
+    is_one = kind == "models" and name and _COMMIT.fullmatch(directory.name)
+    return f"{'/'.join(name)}@{directory.name}" if is_one else None
+
+
+def _from_hub(path: str) -> Path:
+    cached = find_fetched(path)
     if cached is not None:
         return cached
+    name, revision = split_hub_name(path)
     try:
         # asked first, by itself: the download's own attempts would take a minute to give up
-        HfApi().model_info(name, timeout=HUB_TIMEOUT_S)
+        HfApi().model_info(name, revision=revision, timeout=HUB_TIMEOUT_S)
     except Exception as error:  # the client lets its transport's own errors through, whichever library that is
-        raise ModelError(_hub_sentence(name, error)) from error
-    log.info("fetching %s from the model hub", name)
+        raise ModelError(_hub_sentence(path, error)) from error
+    log.info("fetching %s from the model hub", path)
     try:
-        return Path(snapshot_download(name, allow_patterns=list(HUB_FILES), etag_timeout=HUB_TIMEOUT_S))
+        return Path(
+            snapshot_download(name, revision=revision, allow_patterns=list(HUB_FILES), etag_timeout=HUB_TIMEOUT_S)
+        )
     except Exception as error:
-        raise ModelError(f"model {name!r} could not be fetched from the model hub: {_reason(error)}") from error
+        raise ModelError(f"model {path!r} could not be fetched from the model hub: {_reason(error)}") from error
 
 
-def find_fetched(name: str) -> Path | None:
+def split_hub_name(path: str) -> tuple[str, str | None]:
+    """Return the name and the revision of a hub name."""
+    name, _, revision = path.partition("@")
+    return name, revision or None
+
+
+def find_fetched(path: str) -> Path | None:
     """Return the directory of a hub model that was fetched whole before; asks no server."""
+    name, revision = split_hub_name(path)
     try:
-        directory = Path(snapshot_download(name, allow_patterns=list(HUB_FILES), local_files_only=True))
+        directory = Path(
+            snapshot_download(name, revision=revision, allow_patterns=list(HUB_FILES), local_files_only=True)
+        )
     except (LocalEntryNotFoundError, HFValidationError, OSError):
         return None
     # a download that was cut off leaves a snapshot without its weights: it goes on from there

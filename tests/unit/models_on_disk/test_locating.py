@@ -19,6 +19,7 @@ from rlhf_core.errors import ModelError
 from rlhf_core.functional.logprobs import logprobs_and_entropy
 from rlhf_core.models import locating, smollm2
 from rlhf_core.models.loading import count_built, find_local, load_causal_lm, load_tokenizer, locate_model
+from rlhf_core.models.locating import name_on_hub
 from tests.tiny_llama import write_tiny_llama
 from tests.unit.data.chat_templates import SMOLLM2
 from tests.unit.functional.ragged import assert_close
@@ -76,18 +77,25 @@ def test_looking_for_a_hub_model_on_this_machine_asks_nobody(tmp_path: Path) -> 
     assert find_local("some/model", models_dir=tmp_path) is None
 
 
+COMMIT = "abc123" + "0" * 34
+
+
 def in_the_hubs_cache(directory: Path, name: str) -> Path:
     """Lay a model out as the hub's client keeps what it has fetched."""
     repository = directory / "cache" / f"models--{name.replace('/', '--')}"
     (repository / "refs").mkdir(parents=True)
-    (repository / "refs" / "main").write_text("abc123")
-    return write_tiny_llama(repository / "snapshots" / "abc123")
+    (repository / "refs" / "main").write_text(COMMIT)
+    return write_tiny_llama(repository / "snapshots" / COMMIT)
 
 
 @pytest.mark.usefixtures("silent_hub")
 def test_a_hub_model_that_was_fetched_before_needs_no_hub(tmp_path: Path) -> None:
     snapshot = in_the_hubs_cache(tmp_path, "some/model")
     assert locate_model("some/model", models_dir=tmp_path) == snapshot
+    assert name_on_hub(snapshot) == f"some/model@{COMMIT}"
+    (snapshot.parents[1] / "refs" / "main").write_text("d" * 40)  # the hub has another since
+    assert locate_model(f"some/model@{COMMIT}", models_dir=tmp_path) == snapshot
+    assert name_on_hub(tmp_path) is None
 
 
 @pytest.mark.usefixtures("silent_hub")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rlhf_core import evaluation
-from rlhf_core.config import LoRAConfig, PipelineConfig
+from rlhf_core.config import ModelConfig, PipelineConfig
 from rlhf_core.data import Problem, problems_to_jsonl
 from rlhf_core.errors import BaseChangedError, ConfigError, DataError, ModelError
 from rlhf_core.evaluation import outcomes_from_jsonl
@@ -161,10 +161,16 @@ def test_the_judge_is_the_one_that_is_named_and_none_where_the_verifier_judges(
 def test_a_base_that_is_changed_while_it_answers_leaves_no_evaluation(
     context: Context, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SFT's adapters are over it, so the base itself is mapped, too."""
+    """Adapters that answer, too, are over it: so it is mapped."""
     base = Parent(uri="model/tiny", digest=model_digest(model), path=str(model))
-    given = config(problems="x.jsonl")
-    given = given.model_copy(update={"sft": given.sft.model_copy(update={"lora": LoRAConfig(r=2)})})
+    given = config(problems="x.jsonl").model_copy(update={"model": ModelConfig(path=str(model))})
+    over = context.store.commit(
+        "policy", "p", {"base.json": f'{{"uri": "{base.uri}", "digest": "{base.digest}"}}'.encode()}
+    )
+    beside = Parent(uri=over.uri, digest=over.digest)
+    data = dataset(context, CLOSED)
+    evaluate_policy.fn(given, base, data)
+    assert not copies_of(base.digest, context.settings.models_dir), "nothing is over it"
     known = evaluation.evaluate_policy
 
     def changed(*args: Any, **options: Any) -> Any:
@@ -175,5 +181,5 @@ def test_a_base_that_is_changed_while_it_answers_leaves_no_evaluation(
 
     monkeypatch.setattr(evaluation, "evaluate_policy", changed)
     with pytest.raises(BaseChangedError, match="was changed or removed"):
-        evaluate_policy.fn(given, base, dataset(context, CLOSED))
-    assert context.store.list("evaluation", "test") == []
+        evaluate_policy.fn(given, base, data, beside=beside)
+    assert len(context.store.list("evaluation", "test")) == 1

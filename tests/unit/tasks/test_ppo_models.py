@@ -121,6 +121,22 @@ def test_the_store_is_opened_once_for_all_models_of_a_process(
     assert len(opened) == 1
 
 
+@pytest.mark.integration
+def test_pissas_adapters_are_over_weights_of_their_own_and_end_as_a_whole_model(
+    directories: dict[str, Path], tmp_path: Path
+) -> None:
+    run = run_of(directories, has_base=True, lora={"r": 2, "init": "pissa"}, dtype="float32")
+    assert not run.shares_base
+    learner, maker = LearnerFactory(run)(), MakerFactory(run)()
+    for model in (learner.actor, maker.actor):
+        assert not any(is_shared(weight) for weight in model.parameters())
+    assert maker.initial_model is not None, "the actor without its adapters is not the reference"
+    with learner.exact("actor") as actor, torch.no_grad():
+        PolicySaver(run)(actor, tmp_path / "policy")
+        start, found = (load_causal_lm(each, "float32") for each in (directories["sft/tiny@1"], tmp_path / "policy"))
+        torch.testing.assert_close(found(SEQUENCES).logits, start(SEQUENCES).logits, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("has_base", [False, True])
 @pytest.mark.integration
 def test_a_finished_policy_is_adapters_over_the_base_or_a_whole_model(
@@ -139,7 +155,9 @@ def test_a_finished_policy_is_adapters_over_the_base_or_a_whole_model(
         if not has_base:
             found = load_causal_lm(tmp_path / "policy", "float32")
         else:
-            assert models.read_base(tmp_path / "policy", uri="policy") == run.base
+            assert run.base is not None
+            noted = models.NotedBase(uri=run.base.uri, digest=run.base.digest)
+            assert models.read_base(tmp_path / "policy", uri="policy") == noted
             found = load_causal_lm(directories["sft/tiny@1"], "float32")
             load_adapters(found, tmp_path / "policy")
         torch.testing.assert_close(found(input_ids=SEQUENCES).logits, expected, rtol=1e-4, atol=1e-4)

@@ -71,6 +71,15 @@ def test_it_goes_on_from_another_model_which_is_its_parent(context: Context, mod
     assert any((weights[0][name] != weights[1][name]).any() for name in weights[0])
 
 
+def test_adapters_that_change_what_is_below_them_have_weights_of_their_own_and_say_so(
+    context: Context, model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = train(model, dataset(context), epochs=1, lora={"r": 2, "init": "pissa"})
+    assert "the weights below its adapters are its own, not shared: lora.init pissa" in caplog.text
+    assert not context.store.resolve(made.uri).has_adapters, "merged: its base is in no file"
+    assert not list((context.settings.models_dir / "bases").glob("*"))
+
+
 def test_no_demonstration_is_refused_before_any_model_is_looked_for(context: Context, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="dataset/test@1 has no demonstrations to learn"):
         train(tmp_path / "nowhere", dataset(context, shown=[Problem("Why?")]))

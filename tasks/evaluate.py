@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from infra.artifacts.ref import EXTERNAL_PREFIX
+from infra.artifacts.ref import EXTERNAL_PREFIX, ArtifactRef
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import ConfigError
 from tasks.context import Context, materialise, open_context
@@ -163,9 +163,10 @@ def _make(
 
 def _is_base_of(context: Context, config: PipelineConfig, policy: Parent, beside: Parent | None) -> bool:
     """Whether a policy is the whole model that the other's adapters are over."""
-    if beside is None or beside.digest == policy.digest:
+    if beside is None or beside.path or beside.digest == policy.digest:
         return False
-    return base_of(context, config, beside).digest == policy.digest
+    manifest = context.store.resolve(ArtifactRef(beside.uri, beside.digest))
+    return manifest.has_adapters and base_of(context, config, beside).digest == policy.digest
 
 
 class _Asked(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from shutil import copytree, ignore_patterns, rmtree
 from typing import TYPE_CHECKING
@@ -81,6 +82,18 @@ def _write(files: Path, source: Path, folder: Path, *, merged: bool) -> None:
     )  # fmt: skip
 
 
+def _named(known: Settings, manifest: Manifest, base: NotedBase) -> str:
+    """Return where the run had its base from, if it is there unchanged; else its name on the hub, if it has one."""
+    from rlhf_core.models.loading import model_digest
+
+    path = PipelineConfig.model_validate(manifest.config).model.path
+    directory = Path(path).expanduser()
+    with suppress(ModelError):  # no model is there
+        if directory.is_dir() and model_digest(directory, models_dir=known.models_dir) == base.digest:
+            return path
+    return base.hub or path
+
+
 def _base_directory(
     store: ArtifactStore,
     known: Settings,
@@ -97,7 +110,7 @@ def _base_directory(
     if not base.uri.startswith(EXTERNAL_PREFIX):
         reference = ArtifactRef(base.uri, base.digest)
         return store.cached(reference) if beside is None else store.fetch(reference, beside).absolute()
-    path = model or base.hub or PipelineConfig.model_validate(manifest.config).model.path
+    path = model or _named(known, manifest, base)
     try:
         directory = locate_model(path, models_dir=known.models_dir)
     except ModelError as error:

@@ -11,12 +11,12 @@ import platform
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from infra.artifacts.manifest import BASE_FILE
 from rlhf_core.errors import ModelError
 from tasks.context import Context, materialise
-from tasks.results import Parent, Plain
+from tasks.results import Parent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,8 +29,10 @@ if TYPE_CHECKING:
     from rlhf_core.models.reward_model import RewardModel
 
 
-class NotedBase(Plain):
-    """What adapters are over, as it is noted beside them."""
+class NotedBase(BaseModel):
+    """What adapters are over, as it is noted beside them; what a later release adds is not read."""
+
+    model_config = ConfigDict(frozen=True)
 
     uri: str
     digest: str

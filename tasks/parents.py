@@ -35,12 +35,15 @@ def base_model(context: Context, config: PipelineConfig) -> Parent:
         ConfigError: it holds something else than when the run began.
     """
     from rlhf_core.models.loading import find_local, locate_model, model_digest
+    from rlhf_core.models.locating import split_hub_name
 
     if find_local(config.model.path, models_dir=context.settings.models_dir) is None:
         say("model", f"getting {config.model.path}; once, then it is kept")
     directory = locate_model(config.model.path, models_dir=context.settings.models_dir)
     digest = model_digest(directory, models_dir=context.settings.models_dir)
-    name = Path(config.model.path.partition("@")[0]).name  # in a reference a version would follow the sign
+    given = Path(config.model.path)
+    hub, _ = split_hub_name(config.model.path)
+    name = given.name if given.expanduser().is_dir() else Path(hub).name
     base = Parent(uri=f"{EXTERNAL_PREFIX}{name}", digest=digest)  # a record holds no path
     then: Parent = settled_once(context, f"model {config.model.path}", Parent, lambda: base, by_all=True)
     if then.digest != digest:

@@ -17,7 +17,8 @@ PACKAGED = (smollm2.NAME,)
 HUB_TIMEOUT_S = 10.0
 # no pickles, no code, no copies of the weights in other formats
 HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
-_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w.-]+)?")
+_COMMIT = re.compile("[0-9a-f]{40}")
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +28,7 @@ def locate_model(path: str, *, models_dir: Path) -> Path:
 
     Args:
         path: name of a packaged model, a local directory, or a hub name such as "Qwen/Qwen2.5-0.5B", perhaps with a
-            revision: "Qwen/Qwen2.5-0.5B@060db64".
+            revision, "Qwen/Qwen2.5-0.5B@main": a branch, a tag or a whole commit.
         models_dir: where converted models are kept.
 
     Raises:
@@ -55,7 +56,7 @@ def find_local(path: str, *, models_dir: Path) -> Path | None:
         return directory.absolute()
     if directory.is_file():
         raise ModelError(f"model {path!r} is a file; give the directory that holds config.json and safetensors files")
-    near = _nearest(path, directory)
+    near = None if "@" in path else _nearest(path, directory)
     if near is None and _HUB_NAME.fullmatch(path) and not path.startswith("."):
         return None
     hint = f"; did you mean {near}?" if near else f"; packaged models are {', '.join(PACKAGED)}"
@@ -78,14 +79,15 @@ def name_on_hub(directory: Path) -> str | None:
     """Return the hub name, with its exact revision, of a model in the hub's cache; None for any other directory."""
     repository = directory.parents[1].name if directory.parent.name == "snapshots" else ""
     kind, *name = repository.split("--")
-    return f"{'/'.join(name)}@{directory.name}" if kind == "models" and name else None
+    is_one = kind == "models" and name and _COMMIT.fullmatch(directory.name)
+    return f"{'/'.join(name)}@{directory.name}" if is_one else None
 
 
 def _from_hub(path: str) -> Path:
     cached = find_fetched(path)
     if cached is not None:
         return cached
-    name, revision = _parts(path)
+    name, revision = split_hub_name(path)
     try:
         # asked first, by itself: the download's own attempts would take a minute to give up
         HfApi().model_info(name, revision=revision, timeout=HUB_TIMEOUT_S)
@@ -100,7 +102,7 @@ def _from_hub(path: str) -> Path:
         raise ModelError(f"model {path!r} could not be fetched from the model hub: {_reason(error)}") from error
 
 
-def _parts(path: str) -> tuple[str, str | None]:
+def split_hub_name(path: str) -> tuple[str, str | None]:
     """Return the name and the revision of a hub name."""
     name, _, revision = path.partition("@")
     return name, revision or None
@@ -108,7 +110,7 @@ def _parts(path: str) -> tuple[str, str | None]:
 
 def find_fetched(path: str) -> Path | None:
     """Return the directory of a hub model that was fetched whole before; asks no server."""
-    name, revision = _parts(path)
+    name, revision = split_hub_name(path)
     try:
         directory = Path(
             snapshot_download(name, revision=revision, allow_patterns=list(HUB_FILES), local_files_only=True)

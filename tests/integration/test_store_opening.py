@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -23,7 +24,7 @@ from tests.integration.s3_stores import (  # noqa: F401 - fixtures
     given_proxy,
     given_store,
 )
-from tests.integration.seaweed import Seaweed, free_ports, run_seaweed, seaweed_server  # noqa: F401 - a fixture
+from tests.integration.seaweed import Seaweed, run_seaweed, seaweed_server  # noqa: F401 - a fixture
 from tests.unit.artifacts.alias_contract import AliasContract
 from tests.unit.artifacts.lock_contract import LockContract
 from tests.unit.artifacts.pruning_contract import PruningContract
@@ -59,12 +60,20 @@ def careless(seaweed: Seaweed, prefix: str) -> Callable[..., CarelessBackend]:
     return make
 
 
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    """A port at which nobody answers: it is taken, so that no other process comes to listen there."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield taken.getsockname()[1]
+
+
 def test_opening_says_in_one_sentence_what_is_wrong(
-    seaweed: Seaweed, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    seaweed: Seaweed, taken_port: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
     good, secret = seaweed.options, "wrong-secret"
-    away = f"http://127.0.0.1:{free_ports(1)[0]}"
+    away = f"http://127.0.0.1:{taken_port}"
     for bucket, options, complaint in (
         ("rlhf", replace(good, secret_key=secret), "refuses our secret key; check RLHF_S3_SECRET_KEY"),
         ("rlhf", replace(good, access_key="wrong-key"), "does not know our access key; check RLHF_S3_ACCESS_KEY"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -117,16 +118,19 @@ def test_a_loss_that_is_no_number_is_told_as_by_one_process_and_is_not_tried_aga
     assert not passes(caught.value)
 
 
+LOST = r"rank 1 of 2 (\(trainer-1\) )?has ended|trainer-1 has ended"
+
+
 @pytest.mark.clusters
 @pytest.mark.parametrize("strategy", ["plain", "ddp", "zero2"])
 @pytest.mark.parametrize(
     ("victim", "number", "doing", "sentence"),
     [
         (TRAINER, signal.SIGKILL, "learning", "died"),
-        (PEER, signal.SIGKILL, "learning", "rank 1 of 2 has ended|trainer-1 has ended"),
+        (PEER, signal.SIGKILL, "learning", LOST),
         (PEER, signal.SIGSTOP, "learning", "rank 1 of 2 is stopped"),
-        (PEER, signal.SIGKILL, "", "rank 1 of 2 has ended|trainer-1 has ended"),
-        (PEER, signal.SIGKILL, "publishing", "rank 1 of 2 has ended|trainer-1 has ended"),
+        (PEER, signal.SIGKILL, "", LOST),
+        (PEER, signal.SIGKILL, "publishing", LOST),
     ],
 )
 def test_whichever_rank_is_lost_and_whenever_the_run_ends_with_the_same_bits(
@@ -148,9 +152,11 @@ def test_whichever_rank_is_lost_and_whenever_the_run_ends_with_the_same_bits(
     with ThreadPoolExecutor(1) as pool:
         attempt = pool.submit(lambda: [ppo_episode.fn(run.plan, episode) for episode in range(struck, 2)])
         kill_when(attempt, f"episode {ordinal(struck)}: {doing}", victim, number)
-        with pytest.raises(Exception, match=sentence) as caught:
-            attempt.result(timeout=180)
-    assert passes(caught.value)
+        error = attempt.exception(timeout=180)
+    if doing != "publishing" or error is not None:  # else it was found gone between the two episodes, and built anew
+        assert isinstance(error, Exception)
+        assert re.search(sentence, str(error)), error
+        assert passes(error)
     run.finish()
     assert run.numbers() == undisturbed["numbers"]
     assert run.weights() == undisturbed["weights"]

@@ -199,10 +199,17 @@ def publish_policy(run: PPORun) -> StageResult:
 
 
 def make_evaluation(
-    context: Context, config: PipelineConfig, policy: Parent, dataset: Parent, scorer: Parent | None, identity: Any
+    context: Context,
+    config: PipelineConfig,
+    policy: Parent,
+    dataset: Parent,
+    scorer: Parent | None,
+    identity: Any,
+    *,
+    shares_base: bool,
 ) -> StageResult:
     """Store the policy's score on every problem."""
-    del scorer
+    del scorer, shares_base
     score = 0 if policy.uri == BASE.uri else context.store.resolve(policy.uri).metrics[SCORE]
     figures = {"judge": "verifier", "policy": policy.uri, "policy_digest": policy.digest, SCORE: score}
     parents = [each for each in (policy, dataset) if each.path is None]

@@ -18,11 +18,13 @@ from rlhf_core.models.loading import load_tokenizer, model_digest
 from tasks import preferences
 from tasks.context import Context
 from tasks.models import NotedBase, load_policy, opened_base, read_base, write_base
+from tasks.parents import base_model
 from tasks.results import Parent
 from tests.tiny_llama import write_tiny_llama
 
 torch.set_num_threads(1)
 IDS = torch.arange(3, 15).reshape(2, 6)
+COMMIT = "abc123" + "0" * 34
 
 
 def external(directory: Path) -> Parent:
@@ -77,10 +79,19 @@ def test_a_base_that_is_changed_while_it_is_sampled_leaves_no_pairs(
 
 
 def test_a_base_from_the_hub_is_noted_with_its_name_and_revision(tmp_path: Path) -> None:
-    snapshot = tmp_path / "models--some--llama" / "snapshots" / "abc123"
+    snapshot = tmp_path / "models--some--llama" / "snapshots" / COMMIT
     snapshot.mkdir(parents=True)
     here = Parent(uri="model/llama", digest="1" * 64, path=str(snapshot))
     write_base(tmp_path, here)
-    assert read_base(tmp_path, uri="policy/p@1") == NotedBase(uri=here.uri, digest=here.digest, hub="some/llama@abc123")
+    assert read_base(tmp_path, uri="policy/p@1") == NotedBase(
+        uri=here.uri, digest=here.digest, hub=f"some/llama@{COMMIT}"
+    )
     write_base(tmp_path, here.model_copy(update={"path": str(tmp_path)}))
     assert read_base(tmp_path, uri="policy/p@1") == NotedBase(uri=here.uri, digest=here.digest)
+
+
+@pytest.mark.parametrize("name", ["ada@corp/llama", "@scratch/llama", "llama"])
+def test_a_base_in_a_directory_is_called_after_the_directory(context: Context, tmp_path: Path, name: str) -> None:
+    directory = write_tiny_llama(tmp_path / name)
+    facts = {"name": "test", "data": {"problems": "x.jsonl"}, "model": {"path": str(directory)}}
+    assert base_model(context, PipelineConfig.model_validate(facts)).uri == "model/llama"

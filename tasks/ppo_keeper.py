@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +12,7 @@ from tempfile import mkdtemp
 from typing import Any
 
 from infra.artifacts import ArtifactRef, ArtifactStore, Manifest, Retention, open_default_store
-from infra.errors import StoreError, VersionExistsError
+from infra.errors import StoreError
 from infra.settings import settings
 from rlhf_core.errors import ModelError
 from rlhf_core.ppo.state import (
@@ -31,8 +30,6 @@ from tasks.scratch import scratch_directory
 logger = logging.getLogger(__name__)
 
 STATE, SAMPLES, METRICS = "state.json", "samples.jsonl", "metrics.jsonl"
-ENDED = "ended as"
-"""In the facts of a run's last version, which has no tensors: the policy that it came to."""
 BEGIN_AGAIN = "begin the stage ppo again under another seed, which keeps what it starts from"
 SHARD_BYTES = 64 << 20
 _HEADER_BYTES = 128
@@ -40,10 +37,19 @@ _HEADER_BYTES = 128
 
 
 def last_state(store: ArtifactStore, run: PPORun) -> Manifest | None:
-    """Return the last committed state of a run, or of the one that it continues; None before the first."""
+    """Return the last committed state of a run, or of the one that it continues; None before the first.
+
+    Raises:
+        ModelError: if the states went when the run's policy was stored.
+    """
     manifest = store.latest("ppo-state", run.name)
     if manifest is None and run.continues is not None:
         manifest = store.latest("ppo-state", run.continues)
+    if manifest is not None and manifest.version > run.config.ppo.episodes:
+        raise ModelError(
+            f"the run {manifest.name} has ended, and its training states went when its policy was stored, which the "
+            f"store no longer holds; {BEGIN_AGAIN}"
+        )
     return manifest
 
 
@@ -113,18 +119,10 @@ class StoreKeeper:
                 for name, tensor in load_file(shard).items()
             }
             facts = json.loads((directory / STATE).read_text())
-        if ENDED in facts:
-            raise ModelError(
-                f"the run {manifest.name} ended as {facts[ENDED]}, which the store no longer holds, and its training "
-                f"state went when that was stored; {BEGIN_AGAIN}"
-            )
         return state_from_json(facts, tensors, where=f"the training state {manifest.uri}", otherwise=BEGIN_AGAIN)
 
     def commit_policy(self, save: Callable[[Path], None], *, history: tuple[EpisodeRecord, ...]) -> None:
-        """Store the finished policy under the run's key, with every episode's metrics and its last samples.
-
-        Then the training states go, unless RLHF_RETENTION says how many are kept.
-        """
+        """Store the finished policy under the run's key, with the metrics of every episode and its last samples."""
         last = last_state(self._store, self._run)
         with scratch_directory(settings().home) as directory:
             save(directory)
@@ -134,7 +132,7 @@ class StoreKeeper:
             files[METRICS] = _jsonl([record.as_row() for record in history])
             if last is not None:
                 files[SAMPLES] = self._store.read_bytes(last, SAMPLES)
-            policy = self._store.commit(
+            self._store.commit(
                 "policy",
                 self._run.preset,
                 files,
@@ -145,31 +143,6 @@ class StoreKeeper:
                 source_digest=self._run.source_digest,
                 flow_run=self._run.flow_run,
             )
-
-        if last is not None and last.name == self._run.name:
-            try:
-                self._let_states_go(last, policy)
-            except StoreError as error:  # the policy is stored
-                logger.warning("training states of %s are still there: %s", self._run.name, error)
-
-    def _let_states_go(self, last: Manifest, policy: ArtifactRef) -> None:
-        """Keep of a run's states what the last one says, in a version after it: a number is not given again."""
-        if "ppo-state" in (settings().retention or ""):
-            return
-        facts = json.loads(self._store.read_bytes(last, STATE)) | {ENDED: policy.uri}
-        with suppress(VersionExistsError):  # of an attempt that was taken for ended
-            self._store.commit(
-                "ppo-state",
-                self._run.name,
-                {STATE: json.dumps(facts).encode(), SAMPLES: self._store.read_bytes(last, SAMPLES)},
-                version=last.version + 1,
-                parents=[policy],
-                config=last.config,
-                metrics=last.metrics,
-                source_digest=self._run.source_digest,
-                flow_run=self._run.flow_run,
-            )
-        self._store.prune("ppo-state", self._run.name, keep=1)
 
     def keep_failed_batch(self, save: Callable[[Path], None]) -> str:
         """Write the batch under RLHF_HOME, not into the store: it is for a person to look at, and then to delete."""

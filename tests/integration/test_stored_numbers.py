@@ -36,8 +36,7 @@ def run(forked: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Ite
     directory = tmp_path_factory.mktemp("run")
     model = write_tiny_llama(tmp_path_factory.mktemp("model") / "tiny", initializer_range=0.2)
     config = resolve("llama7b", model=str(model), episodes=2, overrides=OVERRIDES)
-    kept = {"RLHF_RETENTION": "ppo-state=all"}  # else the last state would go when the policy is stored
-    with patch.dict(os.environ, forked | kept), on_a_cluster(config, directory) as made:
+    with patch.dict(os.environ, forked), on_a_cluster(config, directory) as made:
         yield made
 
 

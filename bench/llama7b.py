@@ -14,6 +14,7 @@ steps in each stage.
     own        anonymous memory of a process and dirty pages that it alone has
     pss        proportional set size: what is shared counts once, over all processes of the stack and the run
     read       from all disks, after the first episode began to collect
+    kept       what the first run left in RLHF_HOME, the base's copy apart
 
 Exits 1 if a limit is missed. They hold for 16 samples of 32 + 32 tokens on two cores.
 """
@@ -319,7 +320,8 @@ def main() -> int:
             "bench": "llama7b", "samples": given.samples, "new_tokens": given.tokens, "processor": kind,
             "model_gb": round(on_disk(directory) / 1e9, 2), "tasks_s": seconds_of_tasks(api_url, run.id),
             "episodes_s": [{phase: round(value, 1) for phase, value in each.items()} for each in episodes],
-            "policy_mb": round(policy.size / 1e6, 1), "state_mb": round(state.size / 1e6, 1),
+            "policy_mb": round(policy.size / 1e6, 1),
+            "kept_mb": round((on_disk(known.home) - on_disk(known.models_dir) - before) / 1e6),
         }  # fmt: skip
         read = watcher.read_since(collecting)
         if not given.no_kill:

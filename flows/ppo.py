@@ -11,6 +11,7 @@ from flows.end import finished, made
 from tasks.clusters import end_cluster
 from tasks.one_process import one_process
 from tasks.ppo import (
+    delete_states,
     finished_policy,
     next_episode,
     plan_ppo,
@@ -68,5 +69,6 @@ def ppo(
             policy = publish_policy(run)
         finally:
             end_cluster(run.name)
+    delete_states(run)
     show_episodes(policy, config.seed)
     return finished(policy, made(policy), see=policy.uri)

@@ -73,7 +73,8 @@ class Settings(BaseSettings):
     store_patience_s: float = Field(900.0, gt=0, allow_inf_nan=False)
     """How long a run waits for an artifact store that is away, in seconds, before it is left to be started again."""
     retention: str | None = None
-    """What is kept, by kind: `ppo-state=3,policy=50`; None: two training states of a name, and all of the others."""
+    """What is kept, by kind: `ppo-state=3,policy=50`; None: two training states of a run until its policy is stored,
+    and all of the others."""
     s3_port: int | None = Field(None, ge=1024, le=65535)
     """Port of the local SeaweedFS; None takes 8333 or, where that is occupied, a free one."""
     prefect_port: int | None = Field(None, ge=1024, le=65535)

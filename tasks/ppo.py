@@ -157,6 +157,7 @@ def left_by_other_code(store: ArtifactStore, run: PPORun) -> Manifest | None:
         manifest
         for manifest in store.list("ppo-state")
         if manifest.source_digest != run.source_digest
+        and manifest.version <= run.config.ppo.episodes  # else it has ended
         and manifest.name.startswith(f"{run.preset}-")
         and manifest.name.removeprefix(f"{run.preset}-") not in finished
         and _agree(manifest.config, config)
@@ -169,6 +170,37 @@ def _agree(old: Any, new: Any) -> bool:
     if isinstance(old, dict) and isinstance(new, dict):
         return all(_agree(old[name], new[name]) for name in old.keys() & new.keys())
     return bool(old == new)
+
+
+def delete_states(run: PPORun) -> None:
+    """Replace the training states of a run whose policy is stored, unless RLHF_RETENTION says how many are kept.
+
+    What takes their place is a version after the last episode's, without tensors: a number is not given again.
+    """
+    from infra.artifacts import Retention
+    from tasks.ppo_keeper import SAMPLES, STATE
+
+    context = open_context()
+    store, ended = context.store, run.config.ppo.episodes + 1
+    try:
+        last = store.latest("ppo-state", run.name)
+        if last is None or "ppo-state" in Retention.parse(context.settings.retention).named:
+            return
+        if last.version < ended:
+            store.commit(
+                "ppo-state",
+                run.name,
+                {file: store.read_bytes(last, file) for file in (STATE, SAMPLES)},
+                version=ended,
+                parents=last.parents,
+                config=last.config,
+                metrics=last.metrics,
+                source_digest=last.source_digest,
+                flow_run=run.flow_run,
+            )
+        store.prune("ppo-state", run.name, keep=1)
+    except InfraError as error:  # the policy is stored, and the next run of this name deletes them
+        run_logger().warning("training states of %s are still there: %s", run.name, error)
 
 
 def _episode_name(episode: int, episodes: int) -> str:
@@ -222,6 +254,8 @@ def publish_policy(run: PPORun) -> StageResult:
 
     context = open_context()
     leave_if_taken_over()
+    if done := finished_policy(run, reused=False):  # by an attempt that did not learn of it
+        return done
     config = run.config.ppo
     with _EndingTheGroupOnFailure(run) as attempt:
         trainer = trainer_for(run, config.episodes, context)

@@ -14,6 +14,7 @@ from typing import Any
 from infra.artifacts import ArtifactRef, ArtifactStore, Manifest, Retention, open_default_store
 from infra.errors import StoreError
 from infra.settings import settings
+from rlhf_core.errors import ModelError
 from rlhf_core.ppo.state import (
     EpisodeRecord,
     TrainingState,
@@ -36,10 +37,19 @@ _HEADER_BYTES = 128
 
 
 def last_state(store: ArtifactStore, run: PPORun) -> Manifest | None:
-    """Return the last committed state of a run, or of the one that it continues; None before the first."""
+    """Return the last committed state of a run, or of the one that it continues; None before the first.
+
+    Raises:
+        ModelError: if the states went when the run's policy was stored.
+    """
     manifest = store.latest("ppo-state", run.name)
     if manifest is None and run.continues is not None:
         manifest = store.latest("ppo-state", run.continues)
+    if manifest is not None and manifest.version > run.config.ppo.episodes:
+        raise ModelError(
+            f"the run {manifest.name} has ended, and its training states went when its policy was stored, which the "
+            f"store no longer holds; {BEGIN_AGAIN}"
+        )
     return manifest
 
 
@@ -92,7 +102,7 @@ class StoreKeeper:
         """Return the last committed state of the run, verified, or None before the first.
 
         Raises:
-            ModelError: if it is of a format that this release does not read.
+            ModelError: if it is of a format that this release does not read, or the run has ended.
         """
         from safetensors.torch import load_file
 

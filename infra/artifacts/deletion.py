@@ -52,6 +52,8 @@ class Retention:
     """How many of the newest versions of each name are kept, by kind; of a kind that is not named, all."""
 
     newest: Mapping[str, int] = field(default_factory=lambda: dict(_DEFAULT))
+    named: Collection[str] = ()
+    """Kinds that the rule names, those of which all are kept among them; of the others the default holds."""
 
     @classmethod
     def parse(cls, text: str | None) -> Retention:
@@ -68,7 +70,7 @@ class Retention:
             >>> Retention.parse("policy=50").newest
             {'ppo-state': 2, 'policy': 50}
         """
-        newest = dict(_DEFAULT)
+        newest, named = dict(_DEFAULT), []
         for part in (text or "").split(","):
             kind, _, count = (word.strip() for word in part.partition("="))
             if not part.strip():
@@ -78,6 +80,7 @@ class Retention:
                     f"the retention {text!r} names the kind {kind!r}, which there is not{did_you_mean(kind, KINDS)}; "
                     f"write kind=count, such as {_EXAMPLE}; the kinds are {', '.join(KINDS)}"
                 )
+            named.append(kind)
             if count == ALL:
                 newest.pop(kind, None)
                 continue
@@ -89,7 +92,7 @@ class Retention:
                     f"such as {_EXAMPLE}"
                 )
             newest[kind] = int(count)
-        return cls(newest)
+        return cls(newest, named)
 
     def retired(self, manifests: Iterable[Manifest], kept: Collection[str]) -> list[Manifest]:
         """Return the versions that are no longer wanted.

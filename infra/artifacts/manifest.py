@@ -143,7 +143,7 @@ class Manifest(BaseModel):
     name: Name
     """Of the artifact; it has versions of its own in each kind."""
     version: int = Field(ge=0, le=99_999_999)
-    """The next free number, or for a `ppo-state` the number of episodes behind it."""
+    """The next free number, or for a `ppo-state` the number of episodes behind it; one more once the run has ended."""
     digest: Sha256
     """SHA-256 over the sorted list of [path, sha256] of its files, as JSON without spaces."""
     files: tuple[FileEntry, ...]

@@ -108,7 +108,7 @@ def test_one_command_takes_a_model_through_the_whole_chain_and_shows_its_report(
         "dataset": 2,  # problems, preferences
         "sft": 1,
         "reward-model": 1,
-        "ppo-state": 2,  # the last two episodes
+        "ppo-state": 1,  # what the last one says, without its tensors
         "policy": 1,
         "evaluation": 3,  # base, sft, ppo
     }

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save
 
 from infra.artifacts import ArtifactStore
+from infra.errors import StoreError
 from infra.settings import settings
 from rlhf_core.config import LoRAConfig, PipelineConfig, PPOConfig
 from rlhf_core.errors import ModelError
@@ -27,12 +28,14 @@ from rlhf_core.rollout.samples import MadeChunk
 from rlhf_core.strategy.ranks import ALONE
 from rlhf_core.types import EpisodeControls, Sample
 from tasks import ppo_keeper
-from tasks.ppo import next_episode
+from tasks.ppo import delete_states, next_episode, publish_policy
 from tasks.ppo_keeper import StoreKeeper
 from tasks.results import Parent, PPORun
 from tests.unit.ppo.test_learner import learner
 
-CONFIG = PipelineConfig.model_validate({"name": "p", "data": {"task": "number_sorting"}}).model_dump(mode="json")
+CONFIG = PipelineConfig.model_validate(
+    {"name": "p", "data": {"task": "number_sorting"}, "ppo": {"episodes": 10}}
+).model_dump(mode="json")
 PARENT = Parent(uri="model/tiny", digest="0" * 64)
 
 FORMAT_1 = """{
@@ -239,6 +242,45 @@ def test_a_run_keeps_as_many_states_as_the_settings_say(
     assert [manifest.version for manifest in store.list("ppo-state")] == kept
 
 
+@pytest.mark.parametrize(("retention", "kept"), [(None, [11]), ("policy=5", [11]), ("ppo-state=2", [9, 10])])
+def test_states_go_when_the_policy_is_stored_unless_the_settings_keep_them(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch, retention: str | None, kept: list[int]
+) -> None:
+    if retention is not None:
+        monkeypatch.setenv("RLHF_RETENTION", retention)
+    delete_states(run())  # whose policy an earlier release stored, and whose states are gone
+    history = tuple(EpisodeRecord(each, each + 1, "a", {"score": 0.5}, {"learn": 2.0}) for each in range(10))
+    for episode in (8, 9):
+        commit({"w": torch.tensor([float(episode)])}, *history[: episode + 1])
+    keeper = StoreKeeper(run())
+    keeper.commit_policy(lambda directory: (directory / "weights").write_bytes(b"w"), history=history)
+    assert publish_policy.fn(run()).uri == "policy/p@1"  # asked again: no cluster is started
+    for _ in range(2):  # the second time, by a run that was killed meanwhile
+        delete_states(run())
+    assert [manifest.version for manifest in store.list("ppo-state")] == kept
+    if kept == [11]:
+        ended = store.resolve(f"ppo-state/{run().name}")
+        assert {entry.path for entry in ended.files} == {"state.json", "samples.jsonl"}
+        assert len(store.read_json(ended, "state.json")["history"]) == 10
+        for go_on in (lambda: next_episode(run()), keeper.last_state):  # the policy was deleted
+            with pytest.raises(ModelError, match=r"the run p-aaaaaaaaaaaa has ended, .* under another seed"):
+                go_on()
+
+
+@pytest.mark.usefixtures("store")
+def test_states_that_cannot_go_end_no_run_whose_policy_is_stored(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    commit({"w": torch.zeros(1)}, EpisodeRecord(0, 1, "a", {"score": 0.5}, {"learn": 2.0}))
+
+    def away(*_: object, **__: object) -> None:
+        raise StoreError("the store is away")
+
+    monkeypatch.setattr(ArtifactStore, "prune", away)
+    delete_states(run())
+    assert "training states of p-aaaaaaaaaaaa are still there: the store is away" in caplog.text
+
+
 def test_a_shard_is_one_blob_with_its_header(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ppo_keeper, "SHARD_BYTES", 4096)
     monkeypatch.setattr("infra.artifacts.commit.PIECE_BYTES", 4096)
@@ -338,6 +380,10 @@ class TestWhatOlderCodeLeft:
     def test_nor_is_one_that_was_finished(self, store: ArtifactStore, caplog: pytest.LogCaptureFixture) -> None:
         self.leave(store)
         store.commit("policy", "p", {"f": b""}, key="b" * 64)
+        assert "ppo-state" not in self.said(caplog)
+
+    def test_nor_is_one_whose_policy_was_deleted(self, store: ArtifactStore, caplog: pytest.LogCaptureFixture) -> None:
+        self.leave(store, version=PipelineConfig.model_validate(CONFIG).ppo.episodes + 1)
         assert "ppo-state" not in self.said(caplog)
 
     def test_a_state_of_its_own_is_gone_on_with(self, store: ArtifactStore) -> None:

@@ -14,6 +14,8 @@ steps in each stage.
     own        anonymous memory of a process and dirty pages that it alone has
     pss        proportional set size: what is shared counts once, over all processes of the stack and the run
     read       from all disks, after the first episode began to collect
+    published  weights that lay in shared memory for the makers, at most: of two versions at once
+    estimated  what preflight and the check of the data's lengths ask for
     kept       what the first run left in RLHF_HOME, the base's copy apart
 
 Exits 1 if a limit is missed. They hold for 16 samples of 32 + 32 tokens on two cores.
@@ -38,7 +40,8 @@ from typing import Any
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from bench.llama.model import SUMS, make_model
+from bench.llama.model import SUMS, estimated, make_model
+from flows.presets import resolve
 from infra.artifacts import ArtifactStore, Manifest, open_default_store
 from infra.process_record import is_live
 from infra.services import prefect_api, processes
@@ -54,6 +57,8 @@ LONGEST_ANSWER = 32
 """Tokens of the held-out answers, at most."""
 LOOK_S = 5.0
 LONGEST_EPISODE_S = 4 * 3600.0
+LABEL = "rlhf-weights-"
+"""Of memory that holds published weights."""
 NAMED_MB = 50
 """Processes that have more to themselves are named."""
 
@@ -74,6 +79,8 @@ class Moment:
     """From disks, since the machine started."""
     swapped: int
     """To disk, since the machine started."""
+    published: int
+    """In memory that trainer and makers share."""
 
     @property
     def total(self) -> int:
@@ -103,17 +110,20 @@ class Watcher:
             self.moments.append(self._look())
 
     def _look(self) -> Moment:
-        pss, own, shared = {}, {}, {}
+        pss, own, shared, published = {}, {}, {}, {}
         for each in processes.marked(self.stack_id):
             try:
                 known, name = _rollup(each.pid), f"{_what(each)} {each.pid}"
+                published |= _published(each.pid)
             except (psutil.Error, OSError, ValueError):  # it has just ended
                 continue
             pss[name] = known["Pss"]
             own[name] = max(known["Anonymous"], known["Private_Dirty"])  # anonymous pages are dirty
             shared[name] = known["Rss"] - known["Anonymous"]
         counts = _facts(Path("/proc/vmstat"))
-        return Moment(time.time(), pss, own, shared, 1024 * counts["pgpgin"], 4096 * counts["pswpout"])
+        return Moment(
+            time.time(), pss, own, shared, 1024 * counts["pgpgin"], 4096 * counts["pswpout"], sum(published.values())
+        )
 
     @property
     def peak(self) -> Moment:
@@ -135,6 +145,13 @@ def _what(process: psutil.Process) -> str:
 
 def _rollup(pid: int) -> dict[str, int]:
     return {name: 1024 * size for name, size in _facts(Path(f"/proc/{pid}/smaps_rollup")).items()}
+
+
+def _published(pid: int) -> dict[int, int]:
+    """Return the bytes of the files without a name that a process has open, by inode."""
+    open_files = Path(f"/proc/{pid}/fd").iterdir()
+    found = [file.stat() for file in open_files if os.readlink(file).startswith(f"/memfd:{LABEL}")]
+    return {each.st_ino: each.st_size for each in found}
 
 
 def _facts(file: Path) -> dict[str, int]:
@@ -338,10 +355,13 @@ def main() -> int:
             finally:
                 pairs.unlink(missing_ok=True)
             line["chain_tasks_s"] = seconds_of_tasks(api_url, chain.id)
+    need = estimated(resolve(PRESET, overrides=overrides), directory, gpus=0)
     peak, swapped = watcher.peak, watcher.moments[-1].swapped - watcher.moments[0].swapped
     disk = on_disk(known.home) - before + on_disk(directory)
     line |= {
         "peak_pss_gb": round(peak.total / 1e9, 2), "at_peak": processes_at(peak), "read_gb": round(read / 1e9, 2),
+        "published_mb": round(max(moment.published for moment in watcher.moments) / 1e6),
+        "estimated_gb": round((need.held + need.passes + need.programs) / 1e9, 2),
         "swapped_mb": round(swapped / 1e6), "disk_gb": round(disk / 1e9, 2),
     }  # fmt: skip
     longest = MOST_EPISODE_WITH_AMX_S if "amx_bf16" in kind["has"] else MOST_EPISODE_S

@@ -12,10 +12,24 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
+from rlhf_core.config import PipelineConfig
 from rlhf_core.data.gym import draw_problems
+from rlhf_core.models.loading import published_bytes
+from rlhf_core.models.memory import ModelSize
+from rlhf_core.models.shape import shape_of
+from rlhf_core.models.working_memory import LongestRow, WorkingMemory, working_memory
 
 SUMS = {"min_terms": 8, "max_terms": 8, "min_digits": 1, "max_digits": 2}
-"""Problems whose prompts have 33 tokens."""
+PROMPT = 33
+"""Tokens of such a problem's prompt."""
+
+
+def estimated(config: PipelineConfig, directory: Path, *, gpus: int) -> WorkingMemory:
+    """Return what PPO needs by our own estimate."""
+    shape = shape_of(directory)
+    assert shape is not None
+    size = ModelSize(config.model.num_parameters or 0, published_bytes=published_bytes(directory), shape=shape)
+    return working_memory(config, "ppo", size, shape, LongestRow(PROMPT), gpus=gpus)
 
 
 def make_model(directory: Path, *, device: str = "cpu", tokenizer: bool = True) -> None:

@@ -28,26 +28,22 @@ import torch
 from transformers import PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from bench.llama.model import make_model
+from bench.llama.model import PROMPT, estimated, make_model
 from flows.presets import resolve
-from rlhf_core.config import PipelineConfig, PPOConfig
+from rlhf_core.config import PPOConfig
 from rlhf_core.freed_memory import give_back
 from rlhf_core.generation import Generation, GenerationSettings
 from rlhf_core.models.base import Base, load_base, open_base, over_same_weights
 from rlhf_core.models.base_on_gpu import Loan, borrowing, loans_of
 from rlhf_core.models.critic import Critic
-from rlhf_core.models.loading import published_bytes
 from rlhf_core.models.lora import adapters_off, attach_lora
-from rlhf_core.models.memory import ModelSize
-from rlhf_core.models.shape import shape_of
 from rlhf_core.models.trunk import trunk_of
-from rlhf_core.models.working_memory import LongestRow, working_memory
 from rlhf_core.ppo.learner import PPOLearner
 from rlhf_core.rewards.scoring import ScoringBatch
 from rlhf_core.rollout.experience import draw, state_values, token_logprobs
 from rlhf_core.types import Experience, Prompt
 
-PROMPT, RESPONSE, ROWS, REPEATED = 33, 32, 64, 3
+RESPONSE, ROWS, REPEATED = 32, 64, 3
 VOCABULARY = 32_000
 MAKER_S = 300
 """Longest wait for a chunk."""
@@ -159,15 +155,6 @@ def experience() -> Experience:
     )  # fmt: skip
 
 
-def estimated(config: PipelineConfig, directory: Path) -> float:
-    """Return the estimate for both processes, which work in turn, in gigabytes."""
-    shape = shape_of(directory)
-    assert shape is not None
-    size = ModelSize(config.model.num_parameters or 0, published_bytes=published_bytes(directory), shape=shape)
-    found = working_memory(config, "ppo", size, shape, LongestRow(PROMPT), gpus=1)
-    return round((found.held + found.passes) / 1e9, 2)
-
-
 def main() -> int:
     """Measure and print the line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -215,7 +202,8 @@ def main() -> int:
         learner = PPOLearner.build(*models, ppo, device=DEVICE)
         batch = learner.recompute(experience())
         told = measured(f"step of {ROWS} rows, {micro} at once", lambda: learner.training_step(batch))  # noqa: B023
-        told["estimated_gb"] = estimated(config.model_copy(update={"ppo": ppo}), given.directory)
+        need = estimated(config.model_copy(update={"ppo": ppo}), given.directory, gpus=1)
+        told["estimated_gb"] = round((need.held + need.passes) / 1e9, 2)  # both processes, which work in turn
         line["trainer"].append(told)
         del learner
     ours.send(None)

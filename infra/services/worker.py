@@ -29,8 +29,8 @@ EVERY_WORKER = {
     "PREFECT_CLIENT_MAX_RETRIES": "7",
     "PREFECT_WORKER_ENABLE_CANCELLATION": "true",
     "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
-    # A run's log says what it waits for; what other threads say stays in the process's own.
-    "PREFECT_LOGGING_EXTRA_LOGGERS": "infra",
+    # A run's log says what it waits for, and that a base was changed; what other threads say stays in the process's.
+    "PREFECT_LOGGING_EXTRA_LOGGERS": "infra,rlhf_core.models",
     "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
 }
 """Environment of a worker and its flows wherever they run; the files of infra/deploy have the same."""

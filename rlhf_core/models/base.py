@@ -20,6 +20,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import json
+import logging
 import mmap
 import os
 import shutil
@@ -66,6 +67,8 @@ _NAMES = {
 }  # fmt: skip
 """Of dtypes, in safetensors; buffers may be of the last ones."""
 _Module = TypeVar("_Module", bound=nn.Module)
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +123,10 @@ def open_base(
     name = str(dtype).removeprefix("torch.")
     directory = models_dir / _COPIES / f"{digest[:32]}-{name}"
     if not _is_in_use(directory):
+        if (directory / WEIGHTS).exists():  # whoever read what was cut off was ended by a bus error, and said nothing
+            log.warning(
+                "%s, the base that models share, was changed since it was written: it is copied anew", directory
+            )
         try:
             directory.parent.mkdir(parents=True, exist_ok=True)
             with _lock(directory, timeout=COPY_TIMEOUT_S):

@@ -215,7 +215,7 @@ def test_adapters_of_another_model_do_not_go_below(tmp_path: Path) -> None:
         load_adapters(tiny_causal_lm("llama"), tmp_path / "policy")
 
 
-def test_a_copy_is_made_once_and_again_when_it_was_changed(tmp_path: Path) -> None:
+def test_a_copy_is_made_once_and_again_when_it_was_changed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     first = opened(tmp_path)
     assert opened(tmp_path) == first
     role = Critic(over_same_weights(trunk_of(load_base(first, arithmetic=torch.bfloat16))))
@@ -227,7 +227,9 @@ def test_a_copy_is_made_once_and_again_when_it_was_changed(tmp_path: Path) -> No
         stream.truncate(5000)
     with pytest.raises(BaseChangedError, match="was changed or removed while it was in use"):
         check_bases(role)
+    assert not caplog.messages
     second = opened(tmp_path)
+    assert f"{first.directory}, the base that models share, was changed since it was written: it is" in caplog.text
     second.check_unchanged()
     assert torch.isfinite(load_base(second, arithmetic=torch.bfloat16)(IDS).logits).all()
 

@@ -5,12 +5,50 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModel
 
 from infra.artifacts import ArtifactRef, open_store
 from infra.errors import StoreError
 from infra.settings import Settings
+from rlhf_core.config import LoRAConfig
 from rlhf_core.errors import ModelError
+from rlhf_core.models.loading import load_causal_lm
+from rlhf_core.models.lora import attach_lora, trainable_parameters
+from rlhf_core.models.reward_model import RewardModel
 from tasks.export import export
+from tasks.models import write_base
+from tasks.results import Parent
+from tests.tiny_llama import write_tiny_llama
+
+
+def test_a_reward_model_of_adapters_scores_as_before_with_peft_and_merged(tmp_path: Path) -> None:
+    store, ids = (
+        open_store((tmp_path / "store").as_uri(), cache_dir=tmp_path / "cache"),
+        torch.tensor([[5, 17, 40, 99]]),
+    )
+    base = store.commit("sft", "s", write_tiny_llama(tmp_path / "tiny"))
+    ours = RewardModel.from_causal_lm(load_causal_lm(tmp_path / "tiny", "float32"))
+    attach_lora(ours.trunk, LoRAConfig(r=4), seed=0)
+    with torch.no_grad():
+        for parameter in trainable_parameters(ours.trunk).values():
+            parameter.normal_(std=0.1, generator=torch.Generator().manual_seed(1))
+        expected = ours(ids, torch.ones_like(ids))
+    ours.save_adapters(tmp_path / "made")
+    write_base(tmp_path / "made", Parent(uri=base.uri, digest=base.digest))
+    made = store.resolve(store.commit("reward-model", "r", tmp_path / "made", parents=[base]).uri)
+    for merged in (False, True):
+        export(store, Settings(home=tmp_path / "home"), made, tmp_path / str(merged), merged=merged)
+
+    head = load_file(tmp_path / "False" / "head.safetensors")
+    with torch.no_grad():
+        trunk = PeftModel.from_pretrained(AutoModel.from_pretrained(tmp_path / "False" / "base"), tmp_path / "False")
+        theirs = trunk(ids).last_hidden_state[:, -1] @ head["weight"][0] + head["bias"]
+        whole = RewardModel.from_pretrained(tmp_path / "True", torch.float32)(ids, torch.ones_like(ids))
+    torch.testing.assert_close(theirs, expected)
+    torch.testing.assert_close(whole, expected)
 
 
 @pytest.mark.parametrize("merged", [False, True])

@@ -16,7 +16,7 @@ steps in each stage.
     read       from all disks, after the first episode began to collect
     published  weights that lay in shared memory for the makers, at most: of two versions at once
     estimated  what preflight and the check of the data's lengths ask for
-    kept       what the first run left in RLHF_HOME, the base's copy apart
+    kept       what the first run, and then the pipeline's, left in RLHF_HOME, the base's copy apart
 
 Exits 1 if a limit is missed. They hold for 16 samples of 32 + 32 tokens on two cores.
 """
@@ -323,7 +323,11 @@ def main() -> int:
     known, kind = settings(), processor()
     stack, store = StackState.load(known.home), open_default_store()
     api_url = f"{stack.services['server'].address}/api"
-    before = on_disk(known.home) - on_disk(known.models_dir)  # the base's copy counts, though it may be there
+
+    def kept() -> int:
+        return on_disk(known.home) - on_disk(known.models_dir)
+
+    before = kept()  # the base's copy counts, though it may be there
     number = time.time() % 1000 / 1000
     with Watcher(stack.id) as watcher:
         overrides = settings_of(given.samples, given.tokens, timeout_s=10 + number)
@@ -338,7 +342,7 @@ def main() -> int:
             "model_gb": round(on_disk(directory) / 1e9, 2), "tasks_s": seconds_of_tasks(api_url, run.id),
             "episodes_s": [{phase: round(value, 1) for phase, value in each.items()} for each in episodes],
             "policy_mb": round(policy.size / 1e6, 1),
-            "kept_mb": round((on_disk(known.home) - on_disk(known.models_dir) - before) / 1e6),
+            "kept_mb": round((kept() - before) / 1e6),
         }  # fmt: skip
         read = watcher.read_since(collecting)
         if not given.no_kill:
@@ -349,12 +353,14 @@ def main() -> int:
                 "same_bits": weights_of(again) == weights_of(policy),
             }
         if given.chain:
+            before_chain = kept()
             pairs = known.home / "bench-pairs.jsonl"
             try:
                 chain = typed(f"pipeline/{PRESET}", directory, overrides | chain_settings(pairs), watcher)
             finally:
                 pairs.unlink(missing_ok=True)
             line["chain_tasks_s"] = seconds_of_tasks(api_url, chain.id)
+            line["chain_kept_mb"] = round((kept() - before_chain) / 1e6)
     need = estimated(resolve(PRESET, overrides=overrides), directory, gpus=0)
     peak, swapped = watcher.peak, watcher.moments[-1].swapped - watcher.moments[0].swapped
     disk = on_disk(known.home) - before + on_disk(directory)

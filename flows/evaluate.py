@@ -31,7 +31,7 @@ def evaluate(
 
     Args:
         preset: name of a preset.
-        model: base model: packaged name, directory, or hub name.
+        model: base model: packaged name, directory, or hub name (`org/name@revision`).
         actor: policy to evaluate; default: the latest of the preset.
         reward_model: scores the answers where `evaluation.judge` is `reward_model`; default: the latest of the preset.
         data: a set by path, pattern, `s3://` address or hub name, or a `dataset/...` reference.

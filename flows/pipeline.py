@@ -41,7 +41,7 @@ def pipeline(
 
     Args:
         preset: name of a preset.
-        model: base model: packaged name, directory, or hub name.
+        model: base model: packaged name, directory, or hub name (`org/name@revision`).
         actor: SFT model to use instead of training one.
         reward_model: reward model to use instead of training one.
         data: a set by path, pattern, `s3://` address or hub name, or a `dataset/...` reference.

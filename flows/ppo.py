@@ -40,7 +40,7 @@ def ppo(
 
     Args:
         preset: name of a preset.
-        model: base model: packaged name, directory, or hub name.
+        model: base model: packaged name, directory, or hub name (`org/name@revision`).
         actor: policy to start from; default: the latest SFT model of the preset.
         reward_model: reward model; default: the latest of the preset, where the preset gives it weight.
         data: a set by path, pattern, `s3://` address or hub name, or a `dataset/...` reference.
@@ -67,8 +67,10 @@ def ppo(
             for episode in range(next_episode(run), config.ppo.episodes):
                 ppo_episode(run, episode)
             policy = publish_policy(run)
+            delete_states(run)  # while no other run can have the cluster, and build from them
         finally:
             end_cluster(run.name)
-    delete_states(run)
+    else:
+        delete_states(run)  # of a run that was killed between the two
     show_episodes(policy, config.seed)
     return finished(policy, made(policy), see=policy.uri)

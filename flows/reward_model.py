@@ -32,7 +32,7 @@ def reward_model(
 
     Args:
         preset: name of a preset.
-        model: base model: packaged name, directory, or hub name.
+        model: base model: packaged name, directory, or hub name (`org/name@revision`).
         actor: SFT model whose trunk it starts from; default: the latest of the preset.
         data: a set by path, pattern, `s3://` address or hub name, or a `dataset/...` reference.
         seed: seed of everything random.

@@ -30,7 +30,7 @@ def sft(
 
     Args:
         preset: name of a preset.
-        model: base model: packaged name, directory, or hub name.
+        model: base model: packaged name, directory, or hub name (`org/name@revision`).
         actor: SFT model or policy to go on from, such as `sft/quickstart@1`; default: the base model.
         data: a set by path, pattern, `s3://` address or hub name, or a `dataset/...` reference.
         seed: seed of everything random.

@@ -157,7 +157,7 @@ def left_by_other_code(store: ArtifactStore, run: PPORun) -> Manifest | None:
         manifest
         for manifest in store.list("ppo-state")
         if manifest.source_digest != run.source_digest
-        and manifest.version <= run.config.ppo.episodes  # else it has ended
+        and not manifest.has_ended
         and manifest.name.startswith(f"{run.preset}-")
         and manifest.name.removeprefix(f"{run.preset}-") not in finished
         and _agree(manifest.config, config)
@@ -173,33 +173,35 @@ def _agree(old: Any, new: Any) -> bool:
 
 
 def delete_states(run: PPORun) -> None:
-    """Replace the training states of a run whose policy is stored, unless RLHF_RETENTION says how many are kept.
+    """Replace the training states of a run whose policy is stored by a version after the last episode's.
 
-    What takes their place is a version after the last episode's, without tensors: a number is not given again.
+    That has no tensors; it is there because a number is not given again. They stay where RLHF_RETENTION says how many
+    states are kept, or how many policies: one that is deleted is stored again from them.
     """
     from infra.artifacts import Retention
+    from infra.artifacts.manifest import ENDED
     from tasks.ppo_keeper import SAMPLES, STATE
 
-    context = open_context()
-    store, ended = context.store, run.config.ppo.episodes + 1
     try:
+        context = open_context()
+        store, named = context.store, Retention.parse(context.settings.retention).named
         last = store.latest("ppo-state", run.name)
-        if last is None or "ppo-state" in Retention.parse(context.settings.retention).named:
+        if last is None or {"ppo-state", "policy"} & set(named):
             return
-        if last.version < ended:
+        if not last.has_ended:
             store.commit(
                 "ppo-state",
                 run.name,
                 {file: store.read_bytes(last, file) for file in (STATE, SAMPLES)},
-                version=ended,
+                version=run.config.ppo.episodes + 1,
                 parents=last.parents,
                 config=last.config,
-                metrics=last.metrics,
+                metrics={**last.metrics, ENDED: True},
                 source_digest=last.source_digest,
                 flow_run=run.flow_run,
             )
         store.prune("ppo-state", run.name, keep=1)
-    except InfraError as error:  # the policy is stored, and the next run of this name deletes them
+    except InfraError as error:  # the policy is stored; collect deletes what is left
         run_logger().warning("training states of %s are still there: %s", run.name, error)
 
 
@@ -213,16 +215,19 @@ def _task_name(parameters: dict[str, Any]) -> str:
 
 
 @stage_task(name="episode", task_run_name=_task_name)
-def ppo_episode(run: PPORun, episode: int) -> EpisodeResult:
+def ppo_episode(run: PPORun, episode: int) -> EpisodeResult | None:
     """Run one episode, and any before it whose state was lost, and return its figures.
 
-    Its state is committed beside the next episode, which ends by waiting for that before it commits its own.
+    Its state is committed beside the next episode, which ends by waiting for that before it commits its own. Nothing is
+    run, and None returned, if another flow run of the same name has stored its policy meanwhile.
     """
     from rlhf_core.ray_tools.calls import ask, follow
     from tasks.ppo_group import ANSWER_S, peers_of, trainer_for
 
     context = open_context()
     leave_if_taken_over()
+    if finished_policy(run, reused=True):
+        return None
     config = run.config.ppo
     with _EndingTheGroupOnFailure(run) as attempt:
         trainer = trainer_for(run, episode, context)

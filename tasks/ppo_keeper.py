@@ -40,16 +40,18 @@ def last_state(store: ArtifactStore, run: PPORun) -> Manifest | None:
     """Return the last committed state of a run, or of the one that it continues; None before the first.
 
     Raises:
-        ModelError: if the states went when the run's policy was stored.
+        ModelError: if its states went when its policy was stored.
     """
     manifest = store.latest("ppo-state", run.name)
+    if manifest is not None and manifest.has_ended:
+        raise ModelError(
+            f"the run {run.name} has ended, and its training states went when its policy was stored; if that was "
+            f"deleted, {BEGIN_AGAIN}"
+        )
     if manifest is None and run.continues is not None:
         manifest = store.latest("ppo-state", run.continues)
-    if manifest is not None and manifest.version > run.config.ppo.episodes:
-        raise ModelError(
-            f"the run {manifest.name} has ended, and its training states went when its policy was stored, which the "
-            f"store no longer holds; {BEGIN_AGAIN}"
-        )
+        if manifest is not None and manifest.has_ended:  # another run with that code went to its end
+            return None
     return manifest
 
 

@@ -105,7 +105,9 @@ class Retention:
         found: list[Manifest] = []
         for (kind, _), versions in groupby(ordered, key=lambda each: (each.kind, each.name)):
             if kind in self.newest:
-                found += [each for each in list(versions)[: -self.newest[kind]] if each.uri not in kept]
+                those = list(versions)
+                newest = 1 if those[-1].has_ended and kind not in self.named else self.newest[kind]
+                found += [each for each in those[:-newest] if each.uri not in kept]
         return found
 
     def __str__(self) -> str:

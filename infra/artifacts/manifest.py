@@ -128,6 +128,8 @@ class FileEntry(BaseModel):
 
 BASE_FILE = "base.json"
 """The file in which a model of adapters names its base."""
+ENDED = "ended"
+"""A figure of what takes the place of a run's training states."""
 _POLICIES = ("sft", "policy")
 
 
@@ -197,6 +199,11 @@ class Manifest(BaseModel):
     def has_adapters(self) -> bool:
         """Whether it is adapters over a base, and no whole model."""
         return any(entry.path == BASE_FILE for entry in self.files)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it took the place of a run's training states when the run's policy was stored."""
+        return self.kind == "ppo-state" and ENDED in self.metrics
 
     @property
     def base(self) -> ArtifactRef | None:

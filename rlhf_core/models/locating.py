@@ -17,7 +17,7 @@ PACKAGED = (smollm2.NAME,)
 HUB_TIMEOUT_S = 10.0
 # no pickles, no code, no copies of the weights in other formats
 HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
-_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w.-]+)?")
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
 _COMMIT = re.compile("[0-9a-f]{40}")
 
 log = logging.getLogger(__name__)
@@ -56,8 +56,9 @@ def find_local(path: str, *, models_dir: Path) -> Path | None:
         return directory.absolute()
     if directory.is_file():
         raise ModelError(f"model {path!r} is a file; give the directory that holds config.json and safetensors files")
-    near = None if "@" in path else _nearest(path, directory)
-    if near is None and _HUB_NAME.fullmatch(path) and not path.startswith("."):
+    is_hub_name = _HUB_NAME.fullmatch(path) is not None and not path.startswith(".")
+    near = None if is_hub_name and "@" in path else _nearest(path, directory)
+    if near is None and is_hub_name:
         return None
     hint = f"; did you mean {near}?" if near else f"; packaged models are {', '.join(PACKAGED)}"
     raise ModelError(f"model {path!r} does not exist{hint}")

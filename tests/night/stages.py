@@ -180,7 +180,7 @@ def ppo_episode(run: PPORun, episode: int) -> EpisodeResult:
     work.context.store.commit(
         "ppo-state",
         run.name,
-        {BODY: json.dumps({"episode": episode, "actor": run.actor.digest}).encode()},
+        {"state.json": json.dumps({"episode": episode, "actor": run.actor.digest}).encode(), "samples.jsonl": b""},
         parents=[ArtifactRef(run.actor.uri, run.actor.digest)],
         flow_run=work.context.flow_run,
         version=episode + 1,

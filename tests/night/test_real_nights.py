@@ -95,4 +95,6 @@ def test_three_nights_with_a_kill_each_are_completed_and_the_champions_line_is_w
     champion = read_champion(store, NAME)
     assert champion is not None
     assert [move.uri for move in champion.history] == [f"policy/{NAME}@{number}" for number in (1, 2, 3)]
+    states = [store.list("ppo-state", f"{NAME}-{str(policy.key)[:12]}") for policy in policies]
+    assert [[each.has_ended for each in of_one] for of_one in states] == [[True]] * 3
     assert [len(store.list(kind, NAME)) for kind in ("dataset", "sft", "policy", "run")] == [3, 3, 3, 3]

@@ -13,6 +13,7 @@ from infra.artifacts import ArtifactStore, Retention
 from infra.artifacts.backend import Backend
 from infra.artifacts.leases import LEASE_LIFE, Claim, lease
 from infra.artifacts.locks import OLD, new_record
+from infra.artifacts.manifest import ENDED
 from infra.artifacts.ref import blob_key
 from infra.errors import StoreError
 from tests.unit.artifacts.collecting import (  # noqa: F401 - fixtures
@@ -178,6 +179,14 @@ def test_by_default_two_training_states_of_each_name_are_kept_and_everything_els
         for step in range(3):
             store.commit(kind, "x", {"f": b"x%d" % step})
     assert sorted(at_once(store, Retention()).versions) == ["ppo-state/a@1", "ppo-state/b@1"]
+
+
+def test_of_a_run_that_has_ended_no_older_training_state_is_kept_by_default(store: ArtifactStore) -> None:
+    for episode in (1, 2):
+        store.commit("ppo-state", "a", {"f": b"%d" % episode}, version=episode)
+    store.commit("ppo-state", "a", {"f": b""}, version=3, metrics={ENDED: True})  # killed before it deleted them
+    assert not at_once(store, Retention.parse("ppo-state=3")).versions
+    assert sorted(at_once(store, Retention()).versions) == ["ppo-state/a@1", "ppo-state/a@2"]
 
 
 def test_a_short_grace_time_is_refused(store: ArtifactStore) -> None:

@@ -41,6 +41,14 @@ def test_a_directory_is_itself(tmp_path: Path) -> None:
     assert find_local(str(directory), models_dir=tmp_path) == directory
 
 
+def test_what_may_be_a_hub_model_with_a_revision_is_no_misspelt_directory(tmp_path: Path) -> None:
+    for path in ("org/name@main", "org/name@refs/pr/1", "name@v1.0"):
+        assert find_local(path, models_dir=tmp_path) is None
+    directory = write_tiny_llama(tmp_path / "@ada" / "llama")
+    with pytest.raises(ModelError, match=f"did you mean {directory}"):
+        find_local(str(tmp_path / "@ada" / "lama"), models_dir=tmp_path)
+
+
 def test_a_wrong_path_offers_the_nearest_model(tmp_path: Path) -> None:
     directory = write_tiny_llama(tmp_path / "tiny-llama")
     (tmp_path / "tiny-lama.txt").write_text("no model")

@@ -28,7 +28,7 @@ from rlhf_core.rollout.samples import MadeChunk
 from rlhf_core.strategy.ranks import ALONE
 from rlhf_core.types import EpisodeControls, Sample
 from tasks import ppo_keeper
-from tasks.ppo import delete_states, next_episode, publish_policy
+from tasks.ppo import delete_states, next_episode, ppo_episode, publish_policy
 from tasks.ppo_keeper import StoreKeeper
 from tasks.results import Parent, PPORun
 from tests.unit.ppo.test_learner import learner
@@ -242,7 +242,9 @@ def test_a_run_keeps_as_many_states_as_the_settings_say(
     assert [manifest.version for manifest in store.list("ppo-state")] == kept
 
 
-@pytest.mark.parametrize(("retention", "kept"), [(None, [11]), ("policy=5", [11]), ("ppo-state=2", [9, 10])])
+@pytest.mark.parametrize(
+    ("retention", "kept"), [(None, [11]), ("sft=5", [11]), ("ppo-state=2", [9, 10]), ("policy=5", [9, 10])]
+)
 def test_states_go_when_the_policy_is_stored_unless_the_settings_keep_them(
     store: ArtifactStore, monkeypatch: pytest.MonkeyPatch, retention: str | None, kept: list[int]
 ) -> None:
@@ -262,9 +264,11 @@ def test_states_go_when_the_policy_is_stored_unless_the_settings_keep_them(
         ended = store.resolve(f"ppo-state/{run().name}")
         assert {entry.path for entry in ended.files} == {"state.json", "samples.jsonl"}
         assert len(store.read_json(ended, "state.json")["history"]) == 10
-        for go_on in (lambda: next_episode(run()), keeper.last_state):  # the policy was deleted
-            with pytest.raises(ModelError, match=r"the run p-aaaaaaaaaaaa has ended, .* under another seed"):
+        for go_on in (lambda: next_episode(run()), keeper.last_state):
+            with pytest.raises(ModelError, match=r"p-aaaaaaaaaaaa has ended, .*; if that was deleted, .* another seed"):
                 go_on()
+        assert ppo_episode.fn(run(), 9) is None  # of a second flow run, which waited for the cluster of the first
+        assert next_episode(run(name="p-bbbbbbbbbbbb", continues=run().name)) == 0
 
 
 @pytest.mark.usefixtures("store")
@@ -276,9 +280,11 @@ def test_states_that_cannot_go_end_no_run_whose_policy_is_stored(
     def away(*_: object, **__: object) -> None:
         raise StoreError("the store is away")
 
-    monkeypatch.setattr(ArtifactStore, "prune", away)
-    delete_states(run())
-    assert "training states of p-aaaaaaaaaaaa are still there: the store is away" in caplog.text
+    for broken in ("prune", "latest"):
+        monkeypatch.setattr(ArtifactStore, broken, away)
+        delete_states(run())
+        assert "training states of p-aaaaaaaaaaaa are still there: the store is away" in caplog.text
+        caplog.clear()
 
 
 def test_a_shard_is_one_blob_with_its_header(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,7 +389,7 @@ class TestWhatOlderCodeLeft:
         assert "ppo-state" not in self.said(caplog)
 
     def test_nor_is_one_whose_policy_was_deleted(self, store: ArtifactStore, caplog: pytest.LogCaptureFixture) -> None:
-        self.leave(store, version=PipelineConfig.model_validate(CONFIG).ppo.episodes + 1)
+        self.leave(store, metrics={"ended": True})
         assert "ppo-state" not in self.said(caplog)
 
     def test_a_state_of_its_own_is_gone_on_with(self, store: ArtifactStore) -> None:

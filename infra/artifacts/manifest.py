@@ -128,8 +128,8 @@ class FileEntry(BaseModel):
 
 BASE_FILE = "base.json"
 """The file in which a model of adapters names its base."""
-ENDED = "ended"
-"""A figure of what takes the place of a run's training states."""
+ENDED = "states_deleted"
+"""A figure of what takes the place of a run's training states; an episode has none of the name."""
 _POLICIES = ("sft", "policy")
 
 

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save
 
 from infra.artifacts import ArtifactStore
+from infra.artifacts.manifest import ENDED
 from infra.errors import StoreError
 from infra.settings import settings
 from rlhf_core.config import LoRAConfig, PipelineConfig, PPOConfig
@@ -389,7 +390,7 @@ class TestWhatOlderCodeLeft:
         assert "ppo-state" not in self.said(caplog)
 
     def test_nor_is_one_whose_policy_was_deleted(self, store: ArtifactStore, caplog: pytest.LogCaptureFixture) -> None:
-        self.leave(store, metrics={"ended": True})
+        self.leave(store, metrics={ENDED: True})
         assert "ppo-state" not in self.said(caplog)
 
     def test_a_state_of_its_own_is_gone_on_with(self, store: ArtifactStore) -> None:

@@ -264,8 +264,10 @@ def kill_in_second_episode(
 
 
 def seconds_of_tasks(api_url: str, run_id: str) -> dict[str, float]:
-    """Return how long each task of a run took, by name."""
-    wanted = {"flow_runs": {"id": {"any_": [run_id]}}, "sort": "EXPECTED_START_TIME_ASC"}
+    """Return how long each task of a run and of its stages took, by name."""
+    stages = {"flow_runs": {"parent_flow_run_id": {"any_": [run_id]}}}
+    ids = [run_id, *(each["id"] for each in prefect_api.call(api_url, "POST", "/flow_runs/filter", stages))]
+    wanted = {"flow_runs": {"id": {"any_": ids}}, "sort": "EXPECTED_START_TIME_ASC"}
     found = prefect_api.call(api_url, "POST", "/task_runs/filter", wanted)
     return {each["name"]: round(each["total_run_time"], 1) for each in found}
 

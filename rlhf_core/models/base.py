@@ -374,18 +374,33 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(weight)
-        return torch.cat([x @ piece.float().T for piece in _pieces(weight)], dim=-1)
+        return wide_product(x, weight)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (weight,) = ctx.saved_tensors
         (gradient,) = gradients
-        pieces = _pieces(weight)
-        parts = torch.split(gradient, [len(piece) for piece in pieces], dim=-1)
-        result = parts[0] @ pieces[0].float()
-        for part, piece in zip(parts[1:], pieces[1:], strict=True):
-            result += part @ piece.float()
-        return result, None
+        return wide_gradient(gradient, weight), None
+
+
+def wide_product(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x W^T in float32, [... O] from [... I], of a matrix [O I] of 16 bits."""
+    return torch.cat([x @ piece.float().T for piece in _pieces(weight)], dim=-1)
+
+
+def wide_gradient(gradient: Tensor, weight: Tensor) -> Tensor:
+    """Return the gradient of `wide_product` for x, [... I] from [... O]."""
+    pieces = _pieces(weight)
+    parts = torch.split(gradient, [len(piece) for piece in pieces], dim=-1)
+    result = parts[0] @ pieces[0].float()
+    for part, piece in zip(parts[1:], pieces[1:], strict=True):
+        result += part @ piece.float()
+    return result
+
+
+def is_widened(layer: nn.Module) -> bool:
+    """Return whether a linear layer computes in float32 with a weight of 16 bits."""
+    return isinstance(layer, _WideLinear | _WideConv1D)
 
 
 def _pieces(weight: Tensor) -> tuple[Tensor, ...]:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners import lora
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -22,6 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from rlhf_core.config import LoRAConfig
 from rlhf_core.counting import counted
 from rlhf_core.errors import ModelError
+from rlhf_core.models.adapted_linear import AdaptedLinear
 from rlhf_core.models.saving import SHARD_SIZE, quiet
 
 _ADAPTER = "default"
@@ -206,6 +208,8 @@ def _inject(model: PreTrainedModel, settings: LoraConfig, adapter: str) -> None:
         inject_adapter_in_model(settings, model, adapter_name=adapter)
     for layer in _adapted_layers(model).values():
         layer._active_adapter = [name for name in (_BELOW, _ADAPTER) if name in layer.lora_A]  # set_adapter trains both
+        if type(layer) is lora.Linear:
+            layer.__class__ = AdaptedLinear
     for name, parameter in model.named_parameters():
         if _ADAPTER_MARK in name:
             parameter.requires_grad_(f".{_ADAPTER}." in name)

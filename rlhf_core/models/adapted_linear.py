@@ -20,6 +20,9 @@ from transformers.pytorch_utils import Conv1D
 
 from rlhf_core.models.base import is_widened, wide_gradient, wide_product
 
+JOINED = "joined by rank"
+"""How sets of adapters are computed, in words: training states note it."""
+
 
 class AdaptedLinear(lora.Linear):  # type: ignore[misc]  # peft is not typed
     """peft's layer, with a forward pass of ours."""

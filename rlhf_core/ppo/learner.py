@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from rlhf_core.config import LearningConfig, PPOConfig, RolloutConfig
 from rlhf_core.errors import ConfigError, ModelError, TrainingError
+from rlhf_core.models.adapted_linear import JOINED
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.lora import merged_parameters
 from rlhf_core.ppo.critic_start import ValueLine, start_critic
@@ -255,8 +256,12 @@ class PPOLearner:
         return LearnerState(state.tensors, state.facts | {_FACTS: self.facts()})
 
     def facts(self) -> dict[str, Any]:
-        """Return, as JSON holds them, the facts that are in neither models, optimizers nor schedules."""
-        return {"steps": self.steps, "value_line": None if self._line is None else self._line.facts()}
+        """Return, as JSON holds them, the facts that are in neither models, optimizers nor schedules.
+
+        `adapters` tells how sets of adapters are computed: two states of unlike forms differ in their last bits.
+        """
+        line = None if self._line is None else self._line.facts()
+        return {"steps": self.steps, "value_line": line, "adapters": JOINED}
 
     def load_state(self, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
         """Go on from a state that `state` returned, under this strategy or another, with as many ranks or others.

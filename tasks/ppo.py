@@ -9,6 +9,7 @@ from infra.errors import InfraError
 from rlhf_core.config import PipelineConfig
 from rlhf_core.counting import ordinal
 from rlhf_core.errors import RlhfError
+from tasks.clusters import address_of
 from tasks.context import Context, open_context
 from tasks.parents import base_model, base_of, ppo_wants_reward_model, resolve_policy, resolve_reward_model
 from tasks.plan import asker_of, recalled, recorded, settled_once
@@ -45,6 +46,7 @@ def plan_ppo(config: PipelineConfig, actor: str | None, reward_model: str | None
         run = _run_of(context, config, policy, scorer, dataset)
         if config.ppo.lora is not None and not run.shares_base:
             say("ppo", f"each process holds weights of its own below its adapters: {config.ppo.not_shared}")
+        _check_bases(run)
         inputs = {name: getattr(run, name) for name in ("actor", "base", "reward_model_base")}
         return run.model_copy(update={name: each and _elsewhere(each) for name, each in inputs.items()})
 
@@ -53,6 +55,22 @@ def plan_ppo(config: PipelineConfig, actor: str | None, reward_model: str | None
     policy = base_model(context, before.config) if is_base else before.actor
     now = _run_of(context, before.config, policy, before.reward_model, before.dataset)
     return _with_code_of_now(context, before, now)
+
+
+def _check_bases(run: PPORun) -> None:
+    """Check that this machine can hold the reward model's base besides, where that is another than the policy's.
+
+    Raises:
+        ModelError: if it cannot.
+    """
+    from infra.settings import settings
+    from rlhf_core.models.memory import check_memory_for
+
+    other = run.reward_model_base
+    if run.base is not None and other is not None and other.digest != run.base.digest:
+        say("ppo", f"the reward model is over {other.uri}, and the policy over {run.base.uri}: both are held")
+        if address_of(run.config.ppo.cluster) is None:
+            check_memory_for(run.config, settings().models_dir, one_base=False)
 
 
 def _elsewhere(parent: Parent) -> Parent:

@@ -341,7 +341,11 @@ def check_memory(
 
 
 def check_memory_for(
-    config: PipelineConfig, models_dir: Path, *, stages: Sequence[Literal["sft", "reward_model", "ppo"]] = ("ppo",)
+    config: PipelineConfig,
+    models_dir: Path,
+    *,
+    stages: Sequence[Literal["sft", "reward_model", "ppo"]] = ("ppo",),
+    one_base: bool = True,
 ) -> None:
     """Check that this machine can run stages of a preset, before any model or reference is fetched.
 
@@ -353,6 +357,7 @@ def check_memory_for(
         config: the resolved preset.
         models_dir: where packaged models are kept.
         stages: those that train; none only looks whether the model's path leads anywhere.
+        one_base: whether PPO's reward model, where it is adapters, is over the policy's base.
 
     Raises:
         ModelError: if the model's path leads nowhere, or the machine cannot hold it.
@@ -366,7 +371,8 @@ def check_memory_for(
             continue
         check_memory(
             config.ppo, size.num_parameters, model=config.model.path, doubt=size.doubt,
-            published_bytes=size.published_bytes, reward_adapters=config.reward_model.shares_base, shape=size.shape,
+            published_bytes=size.published_bytes, reward_adapters=config.reward_model.shares_base and one_base,
+            shape=size.shape,
         )  # fmt: skip
 
 

@@ -275,6 +275,22 @@ def test_files_that_hold_more_than_the_configuration_builds_count(
         check_memory_for(pipeline(str(directory)), tmp_path)
 
 
+def test_adapters_of_the_reward_model_over_another_base_need_that_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = write_tiny_llama(tmp_path / "tiny")
+    ppo = PPOConfig(lora=LoRAConfig(), reward=RewardConfig(verifier=1, reward_model=0.5))
+    config = pipeline(str(directory)).model_copy(
+        update={"ppo": ppo, "reward_model": RewardModelConfig(lora=LoRAConfig())}
+    )
+    number, shape = count_parameters(directory), shape_of(directory)
+    need = required_memory(ppo, number, published_bytes=4, reward_adapters=True, shape=shape)
+    monkeypatch.setattr(memory, "machine_memory", lambda: MachineMemory(need.total))
+    check_memory_for(config, tmp_path)
+    with pytest.raises(ModelError, match="needs at least"):
+        check_memory_for(config, tmp_path, one_base=False)
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -84,6 +84,23 @@ def test_a_reward_model_that_ppo_does_not_ask_is_neither_missed_nor_part_of_its_
     assert plan_ppo.fn(paid, actor.uri, scorer.uri, data).reward_model.uri == scorer.uri
 
 
+def test_a_reward_model_over_another_base_is_counted_besides(
+    context: Context, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: list[bool] = []
+    caplog.set_level("INFO")
+    monkeypatch.setattr("rlhf_core.models.memory.check_memory_for", lambda *_, one_base: asked.append(one_base))
+    actor, scorer, dataset = (
+        context.store.commit(kind, "test", {"x": kind.encode()}) for kind in ("sft", "reward-model", "dataset")
+    )
+    data = Parent(uri=dataset.uri, digest=dataset.digest)
+    paid = changed("ppo", reward={"reward_model": 0.5}, lora={"r": 2})
+    for name in (scorer.uri, None):
+        plan_ppo.fn(paid if name else changed("ppo", lora={"r": 2}), actor.uri, name, data)
+    assert asked == [False]
+    assert f"the reward model is over {scorer.uri}, and the policy over {actor.uri}: both are held" in caplog.text
+
+
 @pytest.mark.parametrize(
     "config",
     [

@@ -36,7 +36,7 @@ A stage needs:
 Over a shared base, A parameters of adapters for each of actor and critic:
 
     PPO, each trainer:   16 A (weights, gradients, moments); the first one also 4 A, on their way to the makers
-    PPO, each maker:     4 A; and 4 A of the reward model's, or the whole of one without adapters
+    PPO, each maker:     4 A; and 4 A of the reward model's, or the whole of one without adapters or over another base
     SFT, reward model:   16 A for each trainer
 """
 

@@ -38,7 +38,7 @@ _SCORE = 6
 _KEPT = {
     ("float32", True): (24, 8, 16),
     ("float32", False): (32, 8, 16),
-    ("bfloat16", True): (24, 4, 8),
+    ("bfloat16", True): (18, 4, 8),
     ("bfloat16", False): (30, 4, 8),
 }
 """Bytes, by arithmetic and by whether adapters are trained; float16 as bfloat16."""

@@ -52,7 +52,10 @@ def main() -> int:
     store = open_default_store()
     policy: Manifest = store.resolve(given.policy)
     config = PipelineConfig.model_validate(policy.config)
-    evaluation = next(each for each in store.list("evaluation") if each.metrics["policy"] == policy.uri)
+    evaluations = [each for each in store.list("evaluation") if each.metrics["policy"] == policy.uri]
+    if not evaluations:
+        raise SystemExit(f"{policy.uri} was never evaluated; `rlhf run quickstart` does it")
+    evaluation = evaluations[-1]
     lines = store.read_bytes(evaluation, "outcomes.jsonl").decode().splitlines()[: given.problems]
     outcomes = [json.loads(line) for line in lines]
     prompts, stored = ([each[key] for each in outcomes] for key in ("prompt", "response"))

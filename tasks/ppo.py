@@ -58,7 +58,7 @@ def plan_ppo(config: PipelineConfig, actor: str | None, reward_model: str | None
 
 
 def _check_bases(run: PPORun) -> None:
-    """Check that this machine can hold the reward model's base besides, where that is another than the policy's.
+    """Check that this machine can hold the reward model besides, where it is not over the policy's base.
 
     Raises:
         ModelError: if it cannot.
@@ -67,10 +67,13 @@ def _check_bases(run: PPORun) -> None:
     from rlhf_core.models.memory import check_memory_for
 
     other = run.reward_model_base
-    if run.base is not None and other is not None and other.digest != run.base.digest:
-        say("ppo", f"the reward model is over {other.uri}, and the policy over {run.base.uri}: both are held")
-        if address_of(run.config.ppo.cluster) is None:
-            check_memory_for(run.config, settings().models_dir, one_base=False)
+    if not run.shares_base or run.base is None or other is None or other.digest == run.base.digest:
+        return
+    is_whole = other == run.reward_model
+    what = "a whole model" if is_whole else f"adapters over {other.uri}"
+    say("ppo", f"the reward model is {what}, the policy is over {run.base.uri}: both are held")
+    if address_of(run.config.ppo.cluster) is None:
+        check_memory_for(run.config, settings().models_dir, reward_adapters=not is_whole, bases=1 if is_whole else 2)
 
 
 def _elsewhere(parent: Parent) -> Parent:

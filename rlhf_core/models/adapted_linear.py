@@ -5,7 +5,7 @@ after the other, and casts, scales and copies for each. What is trained stays ap
 joined when it is used.
 
 A set that is switched off has a B of zeros here, and not another shape: so a model whose new adapters change nothing
-gives the bits of its reference.
+gives the bits of its reference. Under dropout each set has an input of its own, and the pass is peft's.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from peft.tuners import lora
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from rlhf_core.models.base import is_widened, wide_gradient, wide_product
 
-JOINED = "joined by rank"
+JOINED, IN_TURN = "joined by rank", "one after the other"
 """How sets of adapters are computed, in words: training states note it."""
 
 
@@ -29,22 +29,25 @@ class AdaptedLinear(lora.Linear):  # type: ignore[misc]  # peft is not typed
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the layer's output, [... O] from [... I]."""
-        active = self.active_adapters
-        if not active or any(self.lora_dropout[name].training and self._drops(name) for name in active):
-            out: Tensor = super().forward(x, *args, **kwargs)  # dropout gives each set an input of its own
-            return out
+        drops = any(self.lora_dropout[name].training and self._drops(name) for name in self.active_adapters)
+        if drops or self.disable_adapters or self.merged or args or kwargs:
+            theirs: Tensor = super().forward(x, *args, **kwargs)  # dropout gives each set an input of its own
+            return theirs
         base = self.get_base_layer()
         weight = base.weight.T if isinstance(base, Conv1D) else base.weight
         factors = [each[name].weight for name in self.lora_A for each in (self.lora_A, self.lora_B)]
-        scales = tuple(self.scaling[name] if name in active else 0.0 for name in self.lora_A)
-        product: Tensor = _Adapted.apply(x, weight, base.bias, is_widened(base), scales, *factors)  # type: ignore[no-untyped-call]
-        return product
+        scales = tuple(self.scaling[name] if name in self.active_adapters else 0.0 for name in self.lora_A)
+        rows = x.reshape(-1, x.shape[-1])
+        out: Tensor = _Adapted.apply(rows, weight, base.bias, is_widened(base), scales, *factors)  # type: ignore[no-untyped-call]
+        return out.view(*x.shape[:-1], len(weight))
 
     def _drops(self, name: str) -> bool:
         return getattr(self.lora_dropout[name], "p", 0.0) > 0
 
 
 class _Adapted(torch.autograd.Function):
+    """Of rows [N I]; factors are A and B of each set in turn, and a set of scale 0 adds nothing."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -62,44 +65,55 @@ class _Adapted(torch.autograd.Function):
         else:
             weight = weight.to(dtype)
         with torch.autocast(device, enabled=False):
-            rows = x.to(dtype).reshape(-1, x.shape[-1])
-            a = _side_by_side(factors[::2], dim=0).to(dtype)
-            scaled = [each * scale for each, scale in zip(factors[1::2], scales, strict=True)]
-            b = _side_by_side(scaled, dim=1).to(dtype)
-            low = rows @ a.T
-            out = wide_product(rows, weight) if wide else rows @ weight.T
-            if bias is not None:
-                out += bias
-            out.addmm_(low, b.T)
-        ctx.save_for_backward(rows, weight, a, b, low)
-        ctx.of = (x.shape, x.dtype, wide, scales, [each.shape[0] for each in factors[::2]])
-        return out.view(*x.shape[:-1], -1)
+            rows = x.to(dtype)
+            if wide:
+                out = wide_product(rows, weight)
+                out = out if bias is None else out + bias
+            else:
+                out = nn.functional.linear(rows, weight, None if bias is None else bias.to(dtype))
+            low = None
+            if any(scales):
+                a, b = _joined(factors, scales, dtype)
+                low = rows @ a.T
+                out.addmm_(low, b.T)
+        is_trained = any(ctx.needs_input_grad[5:])
+        ctx.save_for_backward(weight, *((rows, low) if is_trained else (None, None)), *factors)
+        ctx.of = (x.dtype, dtype, wide, scales)
+        return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        rows, weight, a, b, low = ctx.saved_tensors
-        shape, x_dtype, wide, scales, ranks = ctx.of
+        weight, rows, low, *factors = ctx.saved_tensors
+        x_dtype, dtype, wide, scales = ctx.of
         needed = ctx.needs_input_grad
-        with torch.autocast(rows.device.type, enabled=False):
-            gradient = gradient.reshape(-1, gradient.shape[-1]).to(rows.dtype)
-            back = gradient @ b
+        with torch.autocast(gradient.device.type, enabled=False):
+            gradient = gradient.to(dtype)
             x = bias = None
             if needed[0]:
                 x = wide_gradient(gradient, weight) if wide else gradient @ weight
-                x = x.addmm_(back, a).view(shape).to(x_dtype)
             if needed[2]:
                 bias = gradient.sum(dim=0, dtype=torch.float32)
-            of_factors: list[Tensor | None] = []
-            at = 0
-            for rank, scale, trained in zip(ranks, scales, needed[5::2], strict=True):
-                part = slice(at, at + rank)
-                at += rank
-                of_factors += [
-                    (back[:, part].T @ rows).float() if trained else None,
-                    (gradient.T @ low[:, part]).float() * scale if trained else None,
-                ]
-        return x, None, bias, None, None, *of_factors
+            of_factors: list[Tensor | None] = [None] * len(factors)
+            if any(scales):
+                a, b = _joined(factors, scales, dtype)  # again: what was cast for each layer would wait here
+                back = gradient @ b
+                if x is not None:
+                    x.addmm_(back, a)
+                at = 0
+                for number, scale in enumerate(scales):
+                    part = slice(at, at + len(factors[2 * number]))
+                    at = part.stop
+                    if needed[5 + 2 * number]:
+                        of_factors[2 * number] = (back[:, part].T @ rows).float()
+                        of_factors[2 * number + 1] = (gradient.T @ low[:, part]).float() * scale
+        return None if x is None else x.to(x_dtype), None, bias, None, None, *of_factors
+
+
+def _joined(factors: Sequence[Tensor], scales: Sequence[float], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return A [r I] and B [O r] of all sets, B with their scales."""
+    scaled = [each * scale for each, scale in zip(factors[1::2], scales, strict=True)]
+    return _side_by_side(factors[::2], dim=0).to(dtype), _side_by_side(scaled, dim=1).to(dtype)
 
 
 def _side_by_side(tensors: Sequence[Tensor], *, dim: int) -> Tensor:

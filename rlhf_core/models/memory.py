@@ -36,8 +36,9 @@ A stage needs:
 Over a shared base, A parameters of adapters for each of actor and critic:
 
     PPO, each trainer:   16 A (weights, gradients, moments); the first one also 4 A, on their way to the makers
-    PPO, each maker:     4 A; and 4 A of the reward model's, or the whole of one without adapters or over another base
+    PPO, each maker:     4 A; and 4 A of the reward model's, or the whole of one without adapters
     SFT, reward model:   16 A for each trainer
+    all together:        the base; and that of the reward model's adapters, where it is another
 """
 
 from __future__ import annotations
@@ -183,6 +184,7 @@ def required_memory(
     *,
     published_bytes: int = _EXACT,
     reward_adapters: bool = False,
+    bases: int = 1,
     shape: Shape | None = None,
 ) -> MemoryNeed:
     """Return what one PPO run needs, all of it on one machine; the formula is this module's docstring.
@@ -192,6 +194,7 @@ def required_memory(
         num_parameters: of the model.
         published_bytes: of a weight in the model's files.
         reward_adapters: whether the reward model is adapters and a head.
+        bases: how many are shared, all as large as the model.
         shape: of the model, if it is known.
 
     Example:
@@ -202,7 +205,8 @@ def required_memory(
     """
     if config.shares_base:
         adapters = adapter_parameters(num_parameters, config.lora.r, shape) if config.lora else 0
-        return _need_over_base(config, num_parameters, adapters, published_bytes, reward_adapters=reward_adapters)
+        need = _need_over_base(config, num_parameters, adapters, published_bytes, reward_adapters=reward_adapters)
+        return replace(need, shared=bases * need.shared)
     rollout = BYTES[config.rollout_dtype] * num_parameters
     has_critic = config.advantage_estimator == "gae"
     models_of_a_learner = 2 if has_critic else 1
@@ -291,6 +295,7 @@ def check_memory(
     doubt: str = "",
     published_bytes: int = _EXACT,
     reward_adapters: bool = False,
+    bases: int = 1,
     shape: Shape | None = None,
 ) -> None:
     """Check that a PPO run fits on this machine.
@@ -303,6 +308,7 @@ def check_memory(
         doubt: what the error says of the number, such as that two ways to count do not agree.
         published_bytes: as for `required_memory`, as are the next.
         reward_adapters: see there.
+        bases: see there.
         shape: see there.
 
     Raises:
@@ -318,8 +324,9 @@ def check_memory(
             "ppo.cluster.trainer_gpus, maker_gpus or num_makers, or take a bigger machine"
         )
     need = required_memory(
-        config, num_parameters, published_bytes=published_bytes, reward_adapters=reward_adapters, shape=shape
-    )
+        config, num_parameters, published_bytes=published_bytes, reward_adapters=reward_adapters, bases=bases,
+        shape=shape,
+    )  # fmt: skip
     need = need.on_gpus(len(machine.gpus)) if machine.gpus else need
     place = sum(machine.gpus) or machine.ram
     largest = max(machine.gpus, default=machine.ram)
@@ -345,7 +352,8 @@ def check_memory_for(
     models_dir: Path,
     *,
     stages: Sequence[Literal["sft", "reward_model", "ppo"]] = ("ppo",),
-    one_base: bool = True,
+    reward_adapters: bool | None = None,
+    bases: int = 1,
 ) -> None:
     """Check that this machine can run stages of a preset, before any model or reference is fetched.
 
@@ -357,7 +365,8 @@ def check_memory_for(
         config: the resolved preset.
         models_dir: where packaged models are kept.
         stages: those that train; none only looks whether the model's path leads anywhere.
-        one_base: whether PPO's reward model, where it is adapters, is over the policy's base.
+        reward_adapters: whether PPO's reward model is adapters; None: as the configuration makes them.
+        bases: of PPO's models.
 
     Raises:
         ModelError: if the model's path leads nowhere, or the machine cannot hold it.
@@ -371,8 +380,8 @@ def check_memory_for(
             continue
         check_memory(
             config.ppo, size.num_parameters, model=config.model.path, doubt=size.doubt,
-            published_bytes=size.published_bytes, reward_adapters=config.reward_model.shares_base and one_base,
-            shape=size.shape,
+            published_bytes=size.published_bytes, bases=bases, shape=size.shape,
+            reward_adapters=config.reward_model.shares_base if reward_adapters is None else reward_adapters,
         )  # fmt: skip
 
 

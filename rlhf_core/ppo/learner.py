@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 
 from rlhf_core.config import LearningConfig, PPOConfig, RolloutConfig
 from rlhf_core.errors import ConfigError, ModelError, TrainingError
-from rlhf_core.models.adapted_linear import JOINED
+from rlhf_core.models.adapted_linear import IN_TURN, JOINED
 from rlhf_core.models.critic import Critic
-from rlhf_core.models.lora import merged_parameters
+from rlhf_core.models.lora import adapter_config, merged_parameters
 from rlhf_core.ppo.critic_start import ValueLine, start_critic
 from rlhf_core.ppo.metrics import PPOStats, stats_from
 from rlhf_core.ppo.minibatch import prepare
@@ -261,7 +261,9 @@ class PPOLearner:
         `adapters` tells how sets of adapters are computed: two states of unlike forms differ in their last bits.
         """
         line = None if self._line is None else self._line.facts()
-        return {"steps": self.steps, "value_line": line, "adapters": JOINED}
+        lora = next((adapter_config(trained.model) for trained in self._roles.values()), None)
+        form = None if lora is None else IN_TURN if lora.dropout else JOINED
+        return {"steps": self.steps, "value_line": line, "adapters": form}
 
     def load_state(self, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
         """Go on from a state that `state` returned, under this strategy or another, with as many ranks or others.

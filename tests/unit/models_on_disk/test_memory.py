@@ -288,7 +288,9 @@ def test_adapters_of_the_reward_model_over_another_base_need_that_too(
     monkeypatch.setattr(memory, "machine_memory", lambda: MachineMemory(need.total))
     check_memory_for(config, tmp_path)
     with pytest.raises(ModelError, match="needs at least"):
-        check_memory_for(config, tmp_path, one_base=False)
+        check_memory_for(config, tmp_path, bases=2)
+    monkeypatch.setattr(memory, "machine_memory", lambda: MachineMemory(need.total + need.shared))
+    check_memory_for(config, tmp_path, bases=2)
 
 
 @pytest.mark.parametrize(

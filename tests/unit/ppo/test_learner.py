@@ -267,3 +267,11 @@ def test_merged_weights_have_the_names_of_models_without_adapters() -> None:
     assert list(adapted.merged_weights("actor")) == [name for name, _ in plain.named_parameters()]
     critic_names = list(adapted.merged_weights("critic", dtype=torch.bfloat16))
     assert critic_names == [name for name, _ in Critic.from_causal_lm(plain).named_parameters()]
+
+
+@pytest.mark.parametrize(
+    ("lora", "form"),
+    [(None, None), (LORA, "joined by rank"), (LORA.model_copy(update={"dropout": 0.1}), "one after the other")],
+)
+def test_the_state_tells_how_adapters_are_computed(lora: LoRAConfig | None, form: str | None) -> None:
+    assert learner(lora=lora).facts()["adapters"] == form

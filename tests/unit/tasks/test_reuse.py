@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -84,21 +86,23 @@ def test_a_reward_model_that_ppo_does_not_ask_is_neither_missed_nor_part_of_its_
     assert plan_ppo.fn(paid, actor.uri, scorer.uri, data).reward_model.uri == scorer.uri
 
 
-def test_a_reward_model_over_another_base_is_counted_besides(
-    context: Context, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_reward_model_that_is_not_over_the_policys_base_is_counted_besides(
+    is_whole: bool, context: Context, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    asked: list[bool] = []
+    asked: list[dict[str, Any]] = []
     caplog.set_level("INFO")
-    monkeypatch.setattr("rlhf_core.models.memory.check_memory_for", lambda *_, one_base: asked.append(one_base))
-    actor, scorer, dataset = (
-        context.store.commit(kind, "test", {"x": kind.encode()}) for kind in ("sft", "reward-model", "dataset")
-    )
+    monkeypatch.setattr("rlhf_core.models.memory.check_memory_for", lambda *_, **given: asked.append(given))
+    actor, other, dataset = (context.store.commit("sft", name, {"x": name.encode()}) for name in ("a", "b", "c"))
+    note = {} if is_whole else {"base.json": json.dumps({"uri": other.uri, "digest": other.digest}).encode()}
+    scorer = context.store.commit("reward-model", "test", {"x": b"1"} | note)
     data = Parent(uri=dataset.uri, digest=dataset.digest)
     paid = changed("ppo", reward={"reward_model": 0.5}, lora={"r": 2})
     for name in (scorer.uri, None):
         plan_ppo.fn(paid if name else changed("ppo", lora={"r": 2}), actor.uri, name, data)
-    assert asked == [False]
-    assert f"the reward model is over {scorer.uri}, and the policy over {actor.uri}: both are held" in caplog.text
+    assert asked == [{"reward_adapters": not is_whole, "bases": 1 if is_whole else 2}]
+    what = "a whole model" if is_whole else f"adapters over {other.uri}"
+    assert f"the reward model is {what}, the policy is over {actor.uri}: both are held" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,9 @@ A [r I] and B [O r] hold all sets of adapters, frozen and trained, joined by ran
 after the other, and casts, scales and copies for each. What is trained stays apart, in float32, as peft made it: it is
 joined when it is used.
 
-A set that is switched off has a B of zeros here, and not another shape: so a model whose new adapters change nothing
-gives the bits of its reference. Under dropout each set has an input of its own, and the pass is peft's.
+A set that is switched off has a B of zeros here, and not another shape; where all are off, nothing is added. So a model
+whose new adapters change nothing gives the bits of its reference. Under dropout each set has an input of its own, and
+the pass is peft's.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ class AdaptedLinear(lora.Linear):  # type: ignore[misc]  # peft is not typed
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the layer's output, [... O] from [... I]."""
-        drops = any(self.lora_dropout[name].training and self._drops(name) for name in self.active_adapters)
+        dropouts = [self.lora_dropout[name] for name in self.active_adapters]  # of no dropout, an identity
+        drops = any(each.training and getattr(each, "p", 0.0) > 0 for each in dropouts)
         if drops or self.disable_adapters or self.merged or args or kwargs:
-            theirs: Tensor = super().forward(x, *args, **kwargs)  # dropout gives each set an input of its own
+            theirs: Tensor = super().forward(x, *args, **kwargs)
             return theirs
         base = self.get_base_layer()
         weight = base.weight.T if isinstance(base, Conv1D) else base.weight
@@ -40,9 +42,6 @@ class AdaptedLinear(lora.Linear):  # type: ignore[misc]  # peft is not typed
         rows = x.reshape(-1, x.shape[-1])
         out: Tensor = _Adapted.apply(rows, weight, base.bias, is_widened(base), scales, *factors)  # type: ignore[no-untyped-call]
         return out.view(*x.shape[:-1], len(weight))
-
-    def _drops(self, name: str) -> bool:
-        return getattr(self.lora_dropout[name], "p", 0.0) > 0
 
 
 class _Adapted(torch.autograd.Function):

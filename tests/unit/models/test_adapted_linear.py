@@ -129,9 +129,12 @@ def test_new_adapters_over_a_whole_model_give_the_bits_of_the_reference(architec
 
 def test_what_is_computed_again_gives_the_same_gradients() -> None:
     model = two_sets(tiny_causal_lm("llama"))
+    passes: list[object] = []
+    model.model.layers[0].self_attn.q_proj.register_forward_pre_hook(lambda *told: passes.append(told))
     whole = learnt(model)
     checkpoint_gradients(model.train())
     assert all(torch.equal(a, b) for a, b in zip(whole, learnt(model), strict=True))
+    assert len(passes) == 3, "one of the first pass, two of the second"
 
 
 def test_a_gradient_goes_through_adapters_that_are_frozen() -> None:

@@ -22,6 +22,7 @@ from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from infra.artifacts import Manifest, open_default_store
+from infra.errors import StoreError
 from rlhf_core.config import PipelineConfig
 
 LOADERS = {"adapters": AutoPeftModelForCausalLM, "merged": AutoModelForCausalLM}
@@ -50,7 +51,10 @@ def main() -> int:
     parser.add_argument("--problems", type=int, default=100)
     given = parser.parse_args()
     store = open_default_store()
-    policy: Manifest = store.resolve(given.policy)
+    try:
+        policy: Manifest = store.resolve(given.policy)
+    except StoreError as error:
+        raise SystemExit(str(error)) from None
     config = PipelineConfig.model_validate(policy.config)
     evaluations = [each for each in store.list("evaluation") if each.metrics["policy"] == policy.uri]
     if not evaluations:

@@ -7,10 +7,10 @@ from the start. `generate` draws by the same uniforms, and is slower.
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
-from jaxtyping import Float32, Int
+from jaxtyping import Float, Float32, Int
 from torch import Tensor
 from transformers import (
     DynamicCache,
@@ -23,6 +23,7 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 
 from rlhf_core.errors import ConfigError
+from rlhf_core.generation.decoder import Decoder, can_decode
 from rlhf_core.generation.responses import Responses, pad_left, watch
 from rlhf_core.generation.sampling import chooser
 from rlhf_core.models.saving import quiet
@@ -180,15 +181,29 @@ def reserve_cache(config: Any, length: int) -> DynamicCache:
     return cache
 
 
-class _Rows(NamedTuple):
-    """The rows still in the batch, and what their next forward pass needs."""
+class _Steps(Protocol):
+    """Takes in a token of each row, and gives the scores of the next: `Decoder`, or a model's own layers."""
 
-    place: Int[Tensor, " R"]
-    """Each row's place in the batch that was asked for."""
-    mask: Int[Tensor, "R S"]
-    """Ones from the prompt's first token to the end of the reserved memory."""
-    position: Int[Tensor, " R"]
-    """Of the row's newest token."""
+    def keep(self, rows: Int[Tensor, " N"]) -> None:
+        """Keep these rows, each as often as it is named."""
+
+    def next_logits(self, tokens: Int[Tensor, " R"], positions: Int[Tensor, " R"]) -> Float[Tensor, "R V"]:
+        """Take in a token of each row, and return the scores of the next."""
+
+
+class _OwnLayers:
+    """Steps through transformers' layers, of any architecture."""
+
+    def __init__(self, model: Any, cache: DynamicCache, mask: Int[Tensor, "R S"], seen: int) -> None:
+        self._model, self._cache, self._mask, self._seen = model, cache, mask, seen
+
+    def keep(self, rows: Tensor) -> None:
+        self._cache.reorder_cache(rows)
+        self._mask = self._mask[rows]
+
+    def next_logits(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        self._seen += 1
+        return _last_logits(self._model, tokens[:, None], self._mask[:, : self._seen], positions[:, None], self._cache)
 
 
 class NativeEngine:
@@ -231,30 +246,36 @@ def _decode(model: Any, prompts: Sequence[Sequence[int]], pad_id: int, choose: C
     number = {prompt: index for index, prompt in enumerate(distinct)}
     tokens, prompt_mask = pad_left(distinct, pad_id, responses.done.device)
     width = tokens.shape[1]
-    cache = reserve_cache(unwrapped(model).config, width + responses.width)
-    mask = torch.cat([prompt_mask, prompt_mask.new_ones(len(distinct), responses.width)], -1)
     positions = (prompt_mask.cumsum(-1) - 1).clamp(min=0)
-    logits = _last_logits(model, tokens, prompt_mask, positions, cache)
+    config, length = unwrapped(model).config, width + responses.width
+    if can_decode(model):
+        cache = DynamicCache(config=config)
+        logits = _last_logits(model, tokens, prompt_mask, positions, cache)
+        steps: _Steps = Decoder(model, cache, width - prompt_mask.sum(-1), length)
+    else:
+        cache = reserve_cache(config, length)
+        logits = _last_logits(model, tokens, prompt_mask, positions, cache)
+        mask = torch.cat([prompt_mask, prompt_mask.new_ones(len(distinct), responses.width)], -1)
+        steps = _OwnLayers(model, cache, mask, width)
     source = torch.tensor([number[tuple(prompt)] for prompt in prompts], device=tokens.device)
     if len(distinct) < len(prompts):
-        cache.reorder_cache(source)
-    rows = _Rows(torch.arange(len(prompts), device=tokens.device), mask[source], positions[source, -1])
-    logits = logits[source]
+        steps.keep(source)
+    logits, position = logits[source], positions[source, -1]
+    place = torch.arange(len(prompts), device=tokens.device)  # of each row, in the batch that was asked for
     for step in range(responses.width):
-        choice = choose(logits, rows.place, step)
-        responses.write(rows.place, step, choice)
-        done = responses.done[rows.place]
+        choice = choose(logits, place, step)
+        responses.write(place, step, choice)
+        done = responses.done[place]
         # a row that is done waits where it is: one step further may be past the model's last position
-        rows = rows._replace(position=rows.position + (~done).long())
+        position = position + (~done).long()
         inputs = choice.tokens
         left = (~done).nonzero()[:, 0]
         if not len(left):
             break
         if 2 * len(left) <= len(done):  # copying the cache is not free, so it is not done for every row that ends
-            cache.reorder_cache(left)
-            rows, inputs = _Rows(*(field[left] for field in rows)), inputs[left]
-        seen = rows.mask[:, : width + step + 1]
-        logits = _last_logits(model, inputs[:, None], seen, rows.position[:, None], cache)
+            steps.keep(left)
+            place, position, inputs = place[left], position[left], inputs[left]
+        logits = steps.next_logits(inputs, position)
 
 
 def _last_logits(model: Any, inputs: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> Tensor:

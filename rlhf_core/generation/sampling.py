@@ -12,6 +12,7 @@ from jaxtyping import Float, Float32, Int
 from torch import Tensor
 
 from rlhf_core.errors import ModelError
+from rlhf_core.kernels.compiled import call, has_kernels
 
 if TYPE_CHECKING:
     from rlhf_core.generation.settings import GenerationSettings
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 KEY_BITS = 128  # of Philox
 MANTISSA_BITS = 24  # of a float32: the uniforms are multiples of 2**-24, and below 1
 WEIGHT_BITS = 40  # a sum of 2**22 such weights (no vocabulary is so large) is below 2**63
+_NOT_FINITE = "the model's logits are not finite numbers; its weights have diverged, lower lr"
 
 
 class Choice(NamedTuple):
@@ -112,6 +114,8 @@ def choose_greedy(logits: Float[Tensor, "B V"]) -> Choice:
     Raises:
         ModelError: if the logits are not numbers.
     """
+    if has_kernels(logits):
+        return _chosen_by_kernel(logits, None, 1.0)
     scores = logits.float()
     tokens = scores.argmax(-1)
     return Choice(tokens, _log_probs(scores, tokens, _log_total(scores)))
@@ -156,6 +160,8 @@ def choose_sampled(
         >>> choose_sampled(logits=thirds, uniforms=torch.tensor([0.0, 0.5, 0.99]), temperature=1.0).tokens
         tensor([0, 1, 2])
     """
+    if has_kernels(logits) and not _truncates(logits.shape[-1], top_k, top_p):
+        return _chosen_by_kernel(logits, uniforms, temperature)
     scores = logits.float()
     if temperature != 1.0:
         scores = scores / temperature
@@ -167,13 +173,30 @@ def choose_sampled(
     return Choice(tokens, _log_probs(scores, tokens, log_total))
 
 
+def _chosen_by_kernel(
+    logits: Float[Tensor, "B V"], uniforms: Float32[Tensor, " B"] | None, temperature: float
+) -> Choice:
+    """Return what the two functions above say, in two passes over the logits as they are."""
+    tokens = torch.empty(len(logits), dtype=torch.long)
+    log_probs = torch.empty(len(logits))
+    numbers = None if uniforms is None else uniforms.contiguous()
+    call("draw", logits.dtype, logits.contiguous(), numbers, temperature, tokens, log_probs, *logits.shape)
+    if bool((tokens < 0).any()):
+        raise ModelError(_NOT_FINITE)
+    return Choice(tokens, log_probs)
+
+
+def _truncates(vocabulary: int, top_k: int, top_p: float) -> bool:
+    return 0 < top_k < vocabulary or top_p < 1.0
+
+
 def _truncate(scores: Float[Tensor, "B V"], top_k: int, top_p: float) -> Float[Tensor, "B V"]:
     """Return the scores with minus infinity outside the top_k, and then outside the top_p of what is left."""
     vocabulary = scores.shape[-1]
+    if not _truncates(vocabulary, top_k, top_p):
+        return scores
     if not 0 < top_k < vocabulary:
         top_k = 0
-    if top_k == 0 and top_p == 1.0:
-        return scores
     ordered = scores.topk(top_k, -1).values if top_k else scores.sort(-1, descending=True).values
     if top_k:
         scores = scores.masked_fill(scores < ordered[:, -1:], -torch.inf)
@@ -205,7 +228,7 @@ def _times_fraction(total: Int[Tensor, " B"], fraction: Float32[Tensor, " B"]) -
 def _log_total(scores: Float[Tensor, "B V"]) -> Float32[Tensor, " B"]:
     log_total = scores.logsumexp(-1)
     if not bool(log_total.isfinite().all()):
-        raise ModelError("the model's logits are not finite numbers; its weights have diverged, lower lr")
+        raise ModelError(_NOT_FINITE)
     return log_total
 
 

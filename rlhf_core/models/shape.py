@@ -14,6 +14,7 @@ For n tokens at once, L layers of hidden size d and intermediate size f, all hea
                                                                  if the head can be cut (`models/head_slices.py`)
     scoring               4 m V up to `LOGITS_BYTES`, and one layer's of what is kept
     keys and values       2 n L k w                              bytes, as long as responses are sampled
+    adapters, joined      r L (7 d + 4 q + 6 k + 5 f) w          bytes, likewise (`generation/decoder.py`)
 
 a, b and c were counted: they are what PyTorch keeps of a layer of Llama's (tests/unit/models_on_disk/test_shape.py).
 """
@@ -95,12 +96,25 @@ class Shape(NamedTuple):
         logits = 4 * rows.number * rows.response * self.vocabulary if head else 0
         return kept + _width(arithmetic) // 2 * (min(logits, LOGITS_BYTES) if self.head_is_cut else logits)
 
-    def sampling_bytes(self, rows: PassRows, arithmetic: str) -> int:
-        """Return what sampling rows and then scoring them needs."""
+    def sampling_bytes(self, rows: PassRows, arithmetic: str, *, rank: int) -> int:
+        """Return what sampling rows and then scoring them needs.
+
+        Args:
+            rows: of a chunk.
+            arithmetic: float32 or bfloat16.
+            rank: of all sets of adapters together, none of which is merged.
+        """
         cached = 2 * rows.tokens * self.layers * self.keys * _width(arithmetic)
+        cached += self.layers * rank * _width(arithmetic) * self._joined_factors
         row = 4 * rows.response * self.vocabulary
         logits = min(rows.number * row, max(LOGITS_BYTES, row))
         return max(cached, self._layer_bytes(rows, arithmetic, adapters=True) + logits)
+
+    @property
+    def _joined_factors(self) -> int:
+        """Return the numbers in a layer's adapters of rank 1, joined: those of q, k and v, and of gate and up."""
+        into = 5 * self.hidden + self.queries + self.intermediate
+        return into + 3 * (self.queries + 2 * self.keys) + 2 * 2 * self.intermediate + 2 * self.hidden
 
     def _layer_bytes(self, rows: PassRows, arithmetic: str, *, adapters: bool) -> int:
         hidden, queries, intermediate = _KEPT["float32" if arithmetic == "float32" else "bfloat16", adapters]

@@ -10,6 +10,7 @@ import torch
 from transformers import DynamicCache, GPT2LMHeadModel
 
 from rlhf_core.generation import Generation, GenerationSettings, engine, make_engine, sample_uniforms
+from rlhf_core.generation.decoder import Decoder
 from rlhf_core.generation.engine import reserve_cache
 from rlhf_core.models.trunk import forward_takes
 from tests.tiny_llama import tiny_llama
@@ -118,10 +119,10 @@ def test_both_engines_give_the_same_responses(architecture: str, sampled: bool) 
 
 
 @pytest.mark.parametrize("architecture", ["llama", "bloom", "mistral"])
-def test_the_samples_of_a_prompt_share_one_pass_over_it(architecture: str) -> None:
+def test_the_samples_of_a_prompt_share_one_pass_over_it(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, uniforms = tiny_causal_lm(architecture), numbers(samples=3)
     repeated = [prompt for prompt in PROMPTS for _ in range(3)]
-    rows = rows_of_each_pass(model)
+    rows = rows_of_each_pass(model, monkeypatch)
     together = responses(decode(model, repeated, uniforms=uniforms))
     assert rows[:2] == [5, 15]
     alone = [
@@ -145,7 +146,7 @@ def test_a_cache_of_reserved_memory_gives_the_bits_of_a_growing_one(
 
 
 def test_the_memory_of_the_cache_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, caches = tiny_causal_lm("llama"), []
+    model, caches = tiny_causal_lm("qwen3"), []
     monkeypatch.setattr(
         engine, "reserve_cache", lambda config, length: caches.append(reserve_cache(config, length)) or caches[-1]
     )
@@ -250,19 +251,29 @@ def test_the_batch_stops_when_its_last_row_has_ended() -> None:
     assert generation.ended.all()
 
 
-def rows_of_each_pass(model: Any) -> list[int]:
-    """Return a list that is filled with the rows of each forward pass to come."""
+def rows_of_each_pass(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that is filled with the rows of each forward pass to come, the decoder's too."""
     rows: list[int] = []
     model.register_forward_pre_hook(
         lambda _module, _args, inputs: rows.append(len(inputs["input_ids"])), with_kwargs=True
     )
+    step = Decoder.next_logits
+
+    def noted(decoder: Decoder, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        rows.append(len(tokens))
+        return step(decoder, tokens, positions)
+
+    monkeypatch.setattr(Decoder, "next_logits", noted)
     return rows
 
 
-def test_finished_rows_leave_the_batch_once_they_are_half_of_it() -> None:
-    model = tiny_causal_lm("llama")
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_finished_rows_leave_the_batch_once_they_are_half_of_it(
+    architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_causal_lm(architecture)
     stops = frequent_tokens(model, 3)
-    rows = rows_of_each_pass(model)
+    rows = rows_of_each_pass(model, monkeypatch)
     lengths = decode(model, stop_ids=stops).action_mask.sum(-1).tolist()
     in_batch, expected = 5, []
     for step in range(max(lengths)):

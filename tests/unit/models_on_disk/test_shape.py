@@ -90,5 +90,5 @@ def test_more_logits_than_fit_are_not_scored_or_learnt_at_once() -> None:
         learnt(head=False) + 2 * LOGITS_BYTES
     )
     rows = PassRows(1000, 10, 6)
-    alone = SHAPE._replace(vocabulary=0).sampling_bytes(rows, "float32")
-    assert wide.sampling_bytes(rows, "float32") == alone + LOGITS_BYTES
+    alone = SHAPE._replace(vocabulary=0).sampling_bytes(rows, "float32", rank=0)
+    assert wide.sampling_bytes(rows, "float32", rank=0) == alone + LOGITS_BYTES

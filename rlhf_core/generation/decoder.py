@@ -1,0 +1,239 @@
+"""The next token of each row, without transformers' layers: for models of Llama's form, such as Llama, Mistral, Qwen2.
+
+transformers has some forty calls for a layer and token, most of them for little: q, k and v are three products, gate and
+up two, norms and rotary angles ten passes each, and attention reads its heads repeated. Here a layer is four products,
+and what lies between them is one pass over memory each: a kernel's where there are kernels, else PyTorch's.
+
+Keys are kept with the tokens last, so that a query's products with them run along memory. Prompts go through
+transformers' own layers, and what these kept is taken over.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from peft.tuners import lora
+from torch import Tensor, nn
+from transformers import DynamicCache, LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM
+
+from rlhf_core.kernels.compiled import call, has_kernels
+from rlhf_core.models.adapted_linear import AdaptedLinear
+from rlhf_core.models.base import is_widened, wide_product
+from rlhf_core.models.trunk import unwrapped
+
+_FORMS = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM)
+
+
+def can_decode(model: Any) -> bool:
+    """Return whether a model is of the form that `Decoder` is for."""
+    inner = unwrapped(model)
+    if type(inner) not in _FORMS:
+        return False
+    config = inner.config
+    if config.hidden_act != "silu" or getattr(config, "sliding_window", None) is not None:
+        return False
+    linear = (each for each in inner.modules() if isinstance(each, nn.Linear | lora.LoraLayer))
+    return all(type(each) in (nn.Linear, AdaptedLinear) or is_widened(each) for each in linear)
+
+
+class Decoder:
+    """Reads a model's weights, and keeps keys and values of rows that grow by a token at a time.
+
+    Under autocast weights of another dtype are cast once, when it is made: it is for one batch, whose weights stay.
+
+    Args:
+        model: what `can_decode` says yes to, in evaluation mode.
+        prompts: keys and values of its prompts, padded left, as its own pass kept them; they are taken out of it.
+        firsts: the place of each prompt's first token.
+        length: tokens of a row at most, padding included.
+    """
+
+    def __init__(self, model: Any, prompts: DynamicCache, firsts: Int[Tensor, " R"], length: int) -> None:
+        inner = unwrapped(model)
+        one = prompts.layers[0].keys
+        kind = one.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else one.dtype
+        self._model, self._firsts = inner.model, firsts
+        self._layers = [_Layer.of(layer, dtype) for layer in inner.model.layers]
+        self._norm, self._head = _Norm.of(inner.model.norm, dtype), _Product([inner.lm_head], dtype)
+        self.length = one.shape[2]
+        """Tokens that are kept of each row."""
+        self._kept = []
+        for layer in prompts.layers:
+            rows, heads, width, size = layer.keys.shape
+            keys = layer.keys.new_zeros(rows, heads, size, length, dtype=dtype)
+            values = layer.keys.new_zeros(rows, heads, length, size, dtype=dtype)
+            keys[..., :width], values[:, :, :width] = layer.keys.transpose(2, 3), layer.values
+            layer.keys = layer.values = None
+            self._kept.append((keys, values))
+
+    def keep(self, rows: Int[Tensor, " N"]) -> None:
+        """Keep these rows, each as often as it is named."""
+        self._firsts = self._firsts[rows]
+        for number, (keys, values) in enumerate(self._kept):  # one at a time: all of them twice may not fit
+            self._kept[number] = keys.index_select(0, rows), values.index_select(0, rows)
+
+    def next_logits(self, tokens: Int[Tensor, " R"], positions: Int[Tensor, " R"]) -> Float[Tensor, "R V"]:
+        """Take in a token of each row, and return the scores of the next."""
+        with torch.autocast(tokens.device.type, enabled=False):
+            x = self._model.embed_tokens(tokens).to(self._norm.weight.dtype)
+            cosines, sines = (each[:, 0].contiguous() for each in self._model.rotary_emb(x, positions[:, None]))
+            added = None
+            for layer, kept in zip(self._layers, self._kept, strict=True):
+                attended = layer.attend(layer.before(x, added), cosines, sines, kept, self._firsts, self.length)
+                added = layer.down(_gate(layer.gate_up(layer.after(x, layer.out(attended)))))
+            self.length += 1
+            return self._head(self._norm(x, added))
+
+
+class _Norm(NamedTuple):
+    """An RMS norm, of a sum."""
+
+    weight: Tensor
+    eps: float
+
+    @classmethod
+    def of(cls, norm: Any, dtype: torch.dtype) -> _Norm:
+        return cls(norm.weight.to(dtype).contiguous(), norm.variance_epsilon)
+
+    def __call__(self, x: Tensor, added: Tensor | None) -> Tensor:
+        """Add to x, in place, and return its norm."""
+        if has_kernels(x):
+            out = torch.empty_like(x)
+            call("norm", x.dtype, x, added, self.weight, out, *x.shape, self.eps)
+            return out
+        if added is not None:
+            x += added
+        scale = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * (x.float() * scale).to(x.dtype)
+
+
+class _Product:
+    """Linear layers of one input as one product, adapters included: x W^T + b + (x A^T) B^T.
+
+    Weights that lie side by side in memory, as a shared base's do, are one matrix without a copy.
+    """
+
+    def __init__(self, layers: Sequence[Any], dtype: torch.dtype) -> None:
+        bases = [each.get_base_layer() if isinstance(each, lora.LoraLayer) else each for each in layers]
+        self._is_wide = is_widened(bases[0])
+        weights = [base.weight.detach() if self._is_wide else base.weight.detach().to(dtype) for base in bases]
+        self._held, self._weights = weights, _side_by_side(weights)  # the memory is the first ones'
+        self._bias = None
+        if any(base.bias is not None for base in bases):
+            self._bias = torch.cat([
+                weight.new_zeros(len(weight), dtype=dtype) if base.bias is None else base.bias.detach().to(dtype)
+                for base, weight in zip(bases, weights, strict=True)
+            ])  # fmt: skip
+        self._factors = _factors(layers, dtype)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return [N O] from [N I]."""
+        parts = [wide_product(x, each) if self._is_wide else nn.functional.linear(x, each) for each in self._weights]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        if self._bias is not None:
+            out += self._bias
+        for a, b in self._factors:
+            out.addmm_(x @ a, b)
+        return out
+
+
+def _factors(layers: Sequence[Any], dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    """Return A^T [I r] and B^T [r O] over all outputs, B with scales; none where no layer has adapters."""
+    ranks, widths = [], []
+    for layer in layers:
+        names = layer.active_adapters if isinstance(layer, lora.LoraLayer) and not layer.disable_adapters else ()
+        ranks.append([
+            (layer.lora_A[name].weight.detach(), layer.lora_B[name].weight.detach() * layer.scaling[name])
+            for name in names if name in layer.lora_A
+        ])  # fmt: skip
+        widths.append(layer.out_features)
+    if not any(ranks):
+        return []
+    a = torch.cat([each for sets in ranks for each, _ in sets])
+    b = a.new_zeros(len(a), sum(widths))
+    rank = begin = 0
+    for sets, width in zip(ranks, widths, strict=True):
+        for each_a, each_b in sets:
+            b[rank : rank + len(each_a), begin : begin + width] = each_b.T
+            rank += len(each_a)
+        begin += width
+    return [(a.T.to(dtype).contiguous(), b.to(dtype))]
+
+
+def _side_by_side(weights: Sequence[Tensor]) -> list[Tensor]:
+    """Return matrices as one where each begins at the end of the one before; it is valid as long as they are."""
+    first, end = weights[0], weights[0].data_ptr()
+    for each in weights:
+        if each.device.type != "cpu" or each.data_ptr() != end or not each.is_contiguous():
+            return list(weights)
+        end += each.nbytes
+    memory = (ctypes.c_char * (end - first.data_ptr())).from_address(first.data_ptr())
+    return [torch.frombuffer(memory, dtype=first.dtype).view(-1, first.shape[1])]
+
+
+class _Layer(NamedTuple):
+    """A layer's weights, and its attention."""
+
+    before: _Norm
+    qkv: _Product
+    out: _Product
+    after: _Norm
+    gate_up: _Product
+    down: _Product
+    heads: int
+    scaling: float
+
+    @classmethod
+    def of(cls, layer: Any, dtype: torch.dtype) -> _Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        return cls(
+            before=_Norm.of(layer.input_layernorm, dtype),
+            qkv=_Product([attention.q_proj, attention.k_proj, attention.v_proj], dtype),
+            out=_Product([attention.o_proj], dtype),
+            after=_Norm.of(layer.post_attention_layernorm, dtype),
+            gate_up=_Product([mlp.gate_proj, mlp.up_proj], dtype),
+            down=_Product([mlp.down_proj], dtype),
+            heads=attention.config.num_attention_heads,
+            scaling=attention.scaling,
+        )
+
+    def attend(
+        self, x: Tensor, cosines: Tensor, sines: Tensor, kept: tuple[Tensor, Tensor], firsts: Tensor, at: int
+    ) -> Tensor:
+        """Keep the new tokens' keys and values at a place, and return what each attends to, [R H D] as [R HD]."""
+        qkv, (keys, values) = self.qkv(x), kept
+        (rows, shared, size, length), heads = keys.shape, self.heads
+        if has_kernels(qkv):
+            form = (heads, shared, size, length)
+            call("turn", qkv.dtype, qkv, cosines, sines, keys, values, rows, at, *form)
+            out = qkv.new_empty(rows, heads * size)
+            call("attend", qkv.dtype, qkv, keys, values, firsts, out, rows, at + 1, self.scaling, *form)
+            return out
+        q, k, v = qkv.view(rows, -1, size).split([heads, shared, shared], dim=1)
+        q, k = (_turned(each, cosines[:, None], sines[:, None]) for each in (q, k))
+        keys[..., at], values[:, :, at] = k, v
+        scores = (q.reshape(rows, shared, -1, size) @ keys[..., : at + 1]).float() * self.scaling
+        unseen = torch.arange(at + 1, device=x.device) < firsts[:, None]
+        weights = scores.masked_fill(unseen[:, None, None], -torch.inf).softmax(-1).to(x.dtype)
+        return (weights @ values[:, :, : at + 1]).reshape(rows, heads * size)
+
+
+def _turned(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    low, high = x.chunk(2, dim=-1)
+    return x * cosines + torch.cat([-high, low], dim=-1) * sines
+
+
+def _gate(both: Tensor) -> Tensor:
+    """Return silu(gate) * up, [R F] from [R 2F]."""
+    width = both.shape[-1] // 2
+    if has_kernels(both):
+        out = both.new_empty(len(both), width)
+        call("gate", both.dtype, both, out, len(both), width)
+        return out
+    gate, up = both.split(width, dim=-1)
+    return nn.functional.silu(gate) * up

@@ -1,0 +1,269 @@
+// What lies between the products of a decoding step, each as one pass over memory: norms, rotary angles, attention to
+// what was kept, gates, and the choice of a token.
+//
+// A number is a float, or 16 bits of one (bfloat16). Arithmetic is in float; rounding to 16 bits happens where
+// transformers' layers round. A row's result depends on nothing but the row: not on other rows, nor on threads.
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace {
+
+struct Half {  // bfloat16
+    uint16_t bits;
+};
+
+inline float to_float(float x) { return x; }
+
+inline float to_float(Half x) {
+    uint32_t bits = uint32_t(x.bits) << 16;
+    float out;
+    std::memcpy(&out, &bits, 4);
+    return out;
+}
+
+inline void put(float& out, float x) { out = x; }
+
+inline void put(Half& out, float x) {  // to the nearest, to even between two; a NaN stays one
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    out.bits = uint16_t((bits & 0x7fffffff) > 0x7f800000 ? (bits >> 16) | 0x40 : rounded);
+}
+
+template <typename T>
+inline float rounded(float x) {
+    T out;
+    put(out, x);
+    return to_float(out);
+}
+
+// e^x to about one unit in the last place; 0 below -87. Written out since a call would keep a loop from vectors.
+inline float exponential(float x) {
+    float bounded = x < -87.0f ? -87.0f : (x > 88.0f ? 88.0f : x);
+    float n = std::nearbyint(bounded * 1.44269504088896341f);
+    float r = std::fma(n, -0.693359375f, bounded);
+    r = std::fma(n, 2.12194440e-4f, r);
+    float p = 1.9875691500e-4f;
+    p = std::fma(p, r, 1.3981999507e-3f);
+    p = std::fma(p, r, 8.3334519073e-3f);
+    p = std::fma(p, r, 4.1665795894e-2f);
+    p = std::fma(p, r, 1.6666665459e-1f);
+    p = std::fma(p, r, 5.0000001201e-1f);
+    p = std::fma(p, r * r, r) + 1.0f;
+    int32_t shifted = (int32_t(n) + 127) << 23;
+    float power;
+    std::memcpy(&power, &shifted, 4);
+    float out = p * power;
+    return x < -87.0f ? 0.0f : (std::isnan(x) ? x : out);
+}
+
+// x + added, which replaces x where something is added; then its norm, times a weight.
+template <typename T>
+void norm(T* x, const T* added, const T* weight, T* out, int64_t rows, int64_t width, float eps) {
+#pragma omp parallel for schedule(static)
+    for (int64_t row = 0; row < rows; ++row) {
+        T* mine = x + row * width;
+        if (added != nullptr) {
+            const T* more = added + row * width;
+#pragma omp simd
+            for (int64_t i = 0; i < width; ++i) put(mine[i], to_float(mine[i]) + to_float(more[i]));
+        }
+        float squares = 0.0f;
+#pragma omp simd reduction(+ : squares)
+        for (int64_t i = 0; i < width; ++i) squares += to_float(mine[i]) * to_float(mine[i]);
+        float scale = 1.0f / std::sqrt(squares / float(width) + eps);
+        T* to = out + row * width;
+#pragma omp simd
+        for (int64_t i = 0; i < width; ++i) put(to[i], to_float(weight[i]) * rounded<T>(to_float(mine[i]) * scale));
+    }
+}
+
+template <typename T>
+void gate(const T* both, T* out, int64_t rows, int64_t width) {
+#pragma omp parallel for schedule(static)
+    for (int64_t row = 0; row < rows; ++row) {
+        const T* gates = both + 2 * row * width;
+        const T* ups = gates + width;
+        T* to = out + row * width;
+#pragma omp simd
+        for (int64_t i = 0; i < width; ++i) {
+            float g = to_float(gates[i]);
+            put(to[i], rounded<T>(g / (1.0f + exponential(-g))) * to_float(ups[i]));
+        }
+    }
+}
+
+// Where a row's keys and values are: keys [row head size length], values [row head length size].
+struct Kept {
+    int64_t heads, shared, size, length;
+};
+
+// Turns queries and keys of one new token, and keeps its key and value.
+template <typename T>
+void turn(T* qkv, const T* cosines, const T* sines, T* keys, T* values, int64_t rows, int64_t at, Kept kept) {
+    int64_t half = kept.size / 2;
+#pragma omp parallel for schedule(static)
+    for (int64_t row = 0; row < rows; ++row) {
+        T* mine = qkv + row * (kept.heads + 2 * kept.shared) * kept.size;
+        const T* c = cosines + row * kept.size;
+        const T* s = sines + row * kept.size;
+        for (int64_t head = 0; head < kept.heads + kept.shared; ++head) {
+            T* x = mine + head * kept.size;
+#pragma omp simd
+            for (int64_t i = 0; i < half; ++i) {
+                float low = to_float(x[i]), high = to_float(x[i + half]);
+                float first = rounded<T>(low * to_float(c[i])) + rounded<T>(-high * to_float(s[i]));
+                float second = rounded<T>(high * to_float(c[i + half])) + rounded<T>(low * to_float(s[i + half]));
+                put(x[i], first);
+                put(x[i + half], second);
+            }
+        }
+        for (int64_t head = 0; head < kept.shared; ++head) {
+            const T* key = mine + (kept.heads + head) * kept.size;
+            const T* value = key + kept.shared * kept.size;
+            T* k = keys + (row * kept.shared + head) * kept.size * kept.length;
+            for (int64_t i = 0; i < kept.size; ++i) k[i * kept.length + at] = key[i];
+            T* v = values + ((row * kept.shared + head) * kept.length + at) * kept.size;
+            std::memcpy(v, value, kept.size * sizeof(T));
+        }
+    }
+}
+
+// What one token of each row attends to, of the tokens from the row's first to the last that is kept.
+template <typename T>
+void attend(const T* qkv, const T* keys, const T* values, const int64_t* firsts, T* out, int64_t rows, int64_t until,
+            float scaling, Kept kept) {
+    int64_t group = kept.heads / kept.shared, size = kept.size;
+#pragma omp parallel
+    {
+        std::vector<float> scores(until), found(size);
+#pragma omp for schedule(static)
+        for (int64_t each = 0; each < rows * kept.shared; ++each) {
+            int64_t row = each / kept.shared, shared = each % kept.shared, first = firsts[row];
+            const T* k = keys + each * size * kept.length;
+            const T* v = values + each * kept.length * size;
+            for (int64_t member = 0; member < group; ++member) {
+                int64_t head = shared * group + member;
+                const T* q = qkv + (row * (kept.heads + 2 * kept.shared) + head) * size;
+                float* s = scores.data();
+                for (int64_t t = first; t < until; ++t) s[t] = 0.0f;
+                for (int64_t i = 0; i < size; ++i) {
+                    float by = to_float(q[i]);
+                    const T* line = k + i * kept.length;
+#pragma omp simd
+                    for (int64_t t = first; t < until; ++t) s[t] = std::fma(by, to_float(line[t]), s[t]);
+                }
+                float most = -INFINITY;
+#pragma omp simd reduction(max : most)
+                for (int64_t t = first; t < until; ++t) {
+                    s[t] *= scaling;
+                    most = s[t] > most ? s[t] : most;
+                }
+                float total = 0.0f;
+#pragma omp simd reduction(+ : total)
+                for (int64_t t = first; t < until; ++t) {
+                    s[t] = exponential(s[t] - most);
+                    total += s[t];
+                }
+                float* f = found.data();
+                for (int64_t i = 0; i < size; ++i) f[i] = 0.0f;
+                for (int64_t t = first; t < until; ++t) {
+                    float by = s[t];
+                    const T* line = v + t * size;
+#pragma omp simd
+                    for (int64_t i = 0; i < size; ++i) f[i] = std::fma(by, to_float(line[i]), f[i]);
+                }
+                T* to = out + (row * kept.heads + head) * size;
+#pragma omp simd
+                for (int64_t i = 0; i < size; ++i) put(to[i], f[i] / total);
+            }
+        }
+    }
+}
+
+// The token at which the running sum of whole weights, floor(2^40 p / max p), passes the row's number in [0, 1), which
+// is a multiple of 2^-24; or without numbers the first of the likeliest. A row that is not finite has no token: -1.
+template <typename T>
+void draw(const T* logits, const float* numbers, float temperature, int64_t* tokens, float* log_probs, int64_t rows,
+          int64_t words) {
+    constexpr int64_t block = 1024;
+    int64_t blocks = (words + block - 1) / block;
+#pragma omp parallel
+    {
+        std::vector<int64_t> sums(blocks);
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < rows; ++row) {
+            const T* mine = logits + row * words;
+            float most = -INFINITY;
+            int bad = 0;
+#pragma omp simd reduction(max : most) reduction(| : bad)
+            for (int64_t i = 0; i < words; ++i) {
+                float s = to_float(mine[i]) / temperature;
+                most = s > most ? s : most;
+                bad |= !(s < INFINITY);
+            }
+            tokens[row] = -1;
+            log_probs[row] = NAN;
+            if (bad || most == -INFINITY) continue;
+            double total = 0.0;
+            int64_t whole = 0;
+            for (int64_t b = 0; b < blocks; ++b) {
+                int64_t begin = b * block, end = begin + block < words ? begin + block : words;
+                int64_t sum = 0;
+                float part = 0.0f;
+#pragma omp simd reduction(+ : sum, part)
+                for (int64_t i = begin; i < end; ++i) {
+                    float e = exponential(to_float(mine[i]) / temperature - most);
+                    part += e;
+                    sum += int64_t(e * 1099511627776.0f);
+                }
+                sums[b] = sum;
+                whole += sum;
+                total += part;
+            }
+            int64_t token = 0;
+            if (numbers == nullptr) {
+                while (to_float(mine[token]) / temperature != most) ++token;
+            } else {
+                int64_t numerator = int64_t(numbers[row] * 16777216.0f);
+                int64_t target = numerator * (whole >> 24) + ((numerator * (whole & 16777215)) >> 24), passed = 0, b = 0;
+                while (passed + sums[b] <= target) passed += sums[b++];
+                token = b * block;
+                while ((passed += int64_t(exponential(to_float(mine[token]) / temperature - most) * 1099511627776.0f)) <=
+                       target)
+                    ++token;
+            }
+            tokens[row] = token;
+            log_probs[row] = to_float(mine[token]) / temperature - most - float(std::log(total));
+        }
+    }
+}
+
+}  // namespace
+
+#define FOR_EACH_NUMBER(make) make(float, float) make(half, Half)
+
+#define ENTRIES(name, T)                                                                                             \
+    void norm_##name(T* x, const T* added, const T* weight, T* out, int64_t rows, int64_t width, float eps) {        \
+        norm<T>(x, added, weight, out, rows, width, eps);                                                            \
+    }                                                                                                                \
+    void gate_##name(const T* both, T* out, int64_t rows, int64_t width) { gate<T>(both, out, rows, width); }        \
+    void draw_##name(const T* logits, const float* numbers, float temperature, int64_t* tokens, float* log_probs,    \
+                     int64_t rows, int64_t words) {                                                                  \
+        draw<T>(logits, numbers, temperature, tokens, log_probs, rows, words);                                       \
+    }                                                                                                                \
+    void turn_##name(T* qkv, const T* cosines, const T* sines, T* keys, T* values, int64_t rows, int64_t at,         \
+                     int64_t heads, int64_t shared, int64_t size, int64_t length) {                                  \
+        turn<T>(qkv, cosines, sines, keys, values, rows, at, Kept{heads, shared, size, length});                     \
+    }                                                                                                                \
+    void attend_##name(const T* qkv, const T* keys, const T* values, const int64_t* firsts, T* out, int64_t rows,    \
+                       int64_t until, float scaling, int64_t heads, int64_t shared, int64_t size, int64_t length) {  \
+        attend<T>(qkv, keys, values, firsts, out, rows, until, scaling, Kept{heads, shared, size, length});          \
+    }
+
+extern "C" {
+FOR_EACH_NUMBER(ENTRIES)
+}

@@ -1,0 +1,116 @@
+"""The decoder gives what the model's own layers give, by kernels or without, whatever adapters and base it has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from rlhf_core.generation import Generation, GenerationSettings, decoder, engine, make_engine, sample_uniforms
+from rlhf_core.generation.sampling import Choice
+from rlhf_core.kernels import compiled
+from rlhf_core.models.base import load_base, open_base
+from rlhf_core.models.trunk import autocast
+from tests.unit.models.architectures import ARCHITECTURES, tiny_causal_lm
+from tests.unit.models.test_adapted_linear import two_sets
+
+PROMPTS = [[5, 6, 7, 8, 9], [10, 11], [12, 13, 14], [200, 100, 50, 25, 12, 6, 3], [77], [10, 11]]
+SETTINGS = GenerationSettings(max_new_tokens=12, stop_ids=(), pad_id=0)
+OURS = ("llama", "qwen2")
+
+
+@pytest.fixture(params=["kernels", "PyTorch"], autouse=True)
+def means(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    if request.param == "PyTorch":
+        monkeypatch.setattr(decoder, "has_kernels", lambda _tensor: False)
+    else:
+        assert compiled.library() is not None, "no C++ compiler: see README"
+    yield request.param
+    torch.set_num_threads(threads)
+
+
+def generated(model: Any, uniforms: torch.Tensor | None = None) -> Generation:
+    return make_engine("native", model).generate(PROMPTS, SETTINGS, uniforms=uniforms)
+
+
+def by_own_layers(model: Any, uniforms: torch.Tensor | None = None) -> Generation:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "can_decode", lambda _model: False)
+        return generated(model, uniforms)
+
+
+def numbers() -> torch.Tensor:
+    return sample_uniforms(seed=0, episode=0, keys=list("abcdef"), samples=[0] * 6, max_new_tokens=12)
+
+
+def on_a_base(model: PreTrainedModel, folder: Path, *, dtype: torch.dtype, arithmetic: torch.dtype) -> PreTrainedModel:
+    model.to(dtype).save_pretrained(folder / "model")
+    base = open_base(folder / "model", "0" * 64, arithmetic=arithmetic, models_dir=folder / "models")
+    return load_base(base, arithmetic=arithmetic)
+
+
+def check_same(model: Any) -> None:
+    assert engine.can_decode(model)
+    for uniforms in (None, numbers()):
+        ours, theirs = generated(model, uniforms), by_own_layers(model, uniforms)
+        assert torch.equal(ours.sequences, theirs.sequences)
+        torch.testing.assert_close(ours.log_probs, theirs.log_probs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("architecture", OURS)
+def test_in_float32_tokens_are_the_same(architecture: str) -> None:
+    check_same(tiny_causal_lm(architecture))
+
+
+@pytest.mark.parametrize("architecture", OURS)
+def test_over_a_base_with_two_sets_of_adapters(architecture: str, tmp_path: Path) -> None:
+    model = on_a_base(tiny_causal_lm(architecture), tmp_path, dtype=torch.float32, arithmetic=torch.float32)
+    layer = model.model.layers[0]
+    joined = decoder._Product([layer.mlp.gate_proj, layer.mlp.up_proj], torch.float32)
+    assert len(joined._weights) == 1, "gate and up lie side by side in a base's file"
+    check_same(two_sets(model))
+
+
+def test_over_a_base_of_16_bits_in_float32(tmp_path: Path) -> None:
+    model = on_a_base(tiny_causal_lm("llama"), tmp_path, dtype=torch.bfloat16, arithmetic=torch.float32)
+    check_same(two_sets(model))
+
+
+@pytest.mark.parametrize("is_cast", [True, False])
+def test_in_bfloat16_it_is_no_further_from_float32_than_the_own_layers(
+    is_cast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = torch.randint(259, (len(PROMPTS), 12), generator=torch.Generator().manual_seed(0))
+
+    def forced(logits: torch.Tensor, place: torch.Tensor, step: int) -> Choice:
+        """The tokens are given, so that all compute the same."""
+        given = tokens[place, step]
+        return Choice(given, logits.float().log_softmax(-1).gather(1, given[:, None])[:, 0])
+
+    monkeypatch.setattr(engine, "chooser", lambda *_args, **_options: forced)
+    expected = by_own_layers(two_sets(tiny_causal_lm("llama").bfloat16().float())).log_probs
+    model = two_sets(tiny_causal_lm("llama").bfloat16())
+    if is_cast:
+        model.float()
+    with autocast(torch.device("cpu"), torch.bfloat16 if is_cast else torch.float32):
+        ours, theirs = (float((run(model).log_probs - expected).abs().mean()) for run in (generated, by_own_layers))
+    assert 0 < ours < 1.3 * theirs
+
+
+def test_rows_do_not_depend_on_each_other_or_on_threads() -> None:
+    model = tiny_causal_lm("llama").bfloat16()
+    together = generated(model, numbers())
+    torch.set_num_threads(2)
+    assert all(torch.equal(a, b) for a, b in zip(generated(model, numbers()), together, strict=True))
+
+
+def test_others_go_through_their_own_layers() -> None:
+    assert [name for name in ARCHITECTURES if engine.can_decode(tiny_causal_lm(name))] == ["llama", "qwen2"]
+    squared = tiny_causal_lm("llama")
+    squared.config.hidden_act = "relu2"
+    assert not engine.can_decode(squared)

@@ -12,6 +12,7 @@ from typing import Any
 from infra.lock_file import locked_packages
 from infra.settings import CHECKOUT
 
+KERNELS = CHECKOUT / "rlhf_core" / "kernels" / "kernels.cpp"
 _OTHER_IN_OTHER_VERSIONS = frozenset(["ctx", "kind", "type_comment", "type_ignores"])
 """Parts of Python's syntax tree that say nothing of their own: where a name stands, how a string was prefixed."""
 
@@ -39,7 +40,8 @@ def _core() -> str:
     """Return what all stages share: the code of the core, and the packages that the lock file names for this Python."""
     files = sorted((CHECKOUT / "rlhf_core").rglob("*.py"))
     packages = sorted(f"{each.name}{each.specifier}" for each in locked_packages(CHECKOUT / "requirements.txt"))
-    return "\n".join([*(f"{_name(file)} {_code(file)}" for file in files), *packages])
+    kernels = hashlib.sha256(KERNELS.read_bytes()).hexdigest()
+    return "\n".join([*(f"{_name(file)} {_code(file)}" for file in files), kernels, *packages])
 
 
 def _name(file: Path) -> str:

@@ -1,8 +1,8 @@
-"""The next token of each row, without transformers' layers: for models of Llama's form, such as Llama, Mistral, Qwen2.
+"""The next token of each row, without transformers' layers: for models of Llama's form (Llama, Mistral, Qwen2).
 
-transformers has some forty calls for a layer and token, most of them for little: q, k and v are three products, gate and
-up two, norms and rotary angles ten passes each, and attention reads its heads repeated. Here a layer is four products,
-and what lies between them is one pass over memory each: a kernel's where there are kernels, else PyTorch's.
+transformers has some forty calls for a layer and token, most of them for little: q, k and v are three products, gate
+and up two, norms and rotary angles ten passes each, and attention reads its heads repeated. Here a layer is four
+products, and what lies between them is one pass over memory each: a kernel's where there are kernels, else PyTorch's.
 
 Keys are kept with the tokens last, so that a query's products with them run along memory. Prompts go through
 transformers' own layers, and what these kept is taken over.
@@ -214,7 +214,7 @@ class _Layer(NamedTuple):
             out = qkv.new_empty(rows, heads * size)
             call("attend", qkv.dtype, qkv, keys, values, firsts, out, rows, at + 1, self.scaling, *form)
             return out
-        q, k, v = qkv.view(rows, -1, size).split([heads, shared, shared], dim=1)
+        q, k, v = torch.split(qkv.view(rows, -1, size), [heads, shared, shared], dim=1)
         q, k = (_turned(each, cosines[:, None], sines[:, None]) for each in (q, k))
         keys[..., at], values[:, :, at] = k, v
         scores = (q.reshape(rows, shared, -1, size) @ keys[..., : at + 1]).float() * self.scaling
@@ -235,5 +235,6 @@ def _gate(both: Tensor) -> Tensor:
         out = both.new_empty(len(both), width)
         call("gate", both.dtype, both, out, len(both), width)
         return out
-    gate, up = both.split(width, dim=-1)
-    return nn.functional.silu(gate) * up
+    gate, up = both.chunk(2, dim=-1)
+    gated: Tensor = nn.functional.silu(gate) * up
+    return gated

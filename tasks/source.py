@@ -1,4 +1,6 @@
-"""The digest of the code that a stage's numbers depend on. A comment, a docstring or a line break is no part of it."""
+"""The digest of the code that a stage's numbers depend on. In Python, a comment, a docstring or a line break
+is no part of it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,6 @@ from typing import Any
 from infra.lock_file import locked_packages
 from infra.settings import CHECKOUT
 
-KERNELS = CHECKOUT / "rlhf_core" / "kernels" / "kernels.cpp"
 _OTHER_IN_OTHER_VERSIONS = frozenset(["ctx", "kind", "type_comment", "type_ignores"])
 """Parts of Python's syntax tree that say nothing of their own: where a name stands, how a string was prefixed."""
 
@@ -40,8 +41,10 @@ def _core() -> str:
     """Return what all stages share: the code of the core, and the packages that the lock file names for this Python."""
     files = sorted((CHECKOUT / "rlhf_core").rglob("*.py"))
     packages = sorted(f"{each.name}{each.specifier}" for each in locked_packages(CHECKOUT / "requirements.txt"))
-    kernels = hashlib.sha256(KERNELS.read_bytes()).hexdigest()
-    return "\n".join([*(f"{_name(file)} {_code(file)}" for file in files), kernels, *packages])
+    kernels = sorted((CHECKOUT / "rlhf_core").rglob("*.cpp"))
+    code = [f"{_name(file)} {_code(file)}" for file in files]
+    code += [f"{_name(file)} {hashlib.sha256(file.read_bytes()).hexdigest()}" for file in kernels]
+    return "\n".join([*code, *packages])
 
 
 def _name(file: Path) -> str:

@@ -129,7 +129,7 @@ class _Product:
                 weight.new_zeros(len(weight), dtype=dtype) if base.bias is None else base.bias.detach().to(dtype)
                 for base, weight in zip(bases, weights, strict=True)
             ])  # fmt: skip
-        self._factors = _factors(layers, dtype)
+        self._factors = _Factors.of(layers, dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return [N O] from [N I]."""
@@ -137,32 +137,40 @@ class _Product:
         out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
         if self._bias is not None:
             out += self._bias
-        for a, b in self._factors:
-            out.addmm_(x @ a, b)
+        if self._factors is not None:
+            self._factors.add(x, out)
         return out
 
 
-def _factors(layers: Sequence[Any], dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-    """Return A^T [I r] and B^T [r O] over all outputs, B with scales; none where no layer has adapters."""
-    ranks, widths = [], []
-    for layer in layers:
-        names = layer.active_adapters if isinstance(layer, lora.LoraLayer) and not layer.disable_adapters else ()
-        ranks.append([
-            (layer.lora_A[name].weight.detach(), layer.lora_B[name].weight.detach() * layer.scaling[name])
-            for name in names if name in layer.lora_A
-        ])  # fmt: skip
-        widths.append(layer.out_features)
-    if not any(ranks):
-        return []
-    a = torch.cat([each for sets in ranks for each, _ in sets])
-    b = a.new_zeros(len(a), sum(widths))
-    rank = begin = 0
-    for sets, width in zip(ranks, widths, strict=True):
-        for each_a, each_b in sets:
-            b[rank : rank + len(each_a), begin : begin + width] = each_b.T
-            rank += len(each_a)
-        begin += width
-    return [(a.T.to(dtype).contiguous(), b.to(dtype))]
+class _Factors(NamedTuple):
+    """The adapters of layers of one input, all sets of each joined by rank."""
+
+    a: Tensor
+    """A^T of all layers, [I R]."""
+    parts: list[tuple[slice, slice, Tensor]]
+    """Of each layer that has adapters: its ranks in R, its outputs in O, and B^T with scales."""
+
+    @classmethod
+    def of(cls, layers: Sequence[Any], dtype: torch.dtype) -> _Factors | None:
+        """Return the active adapters; None if there are none."""
+        every_a, parts = [], []
+        rank = begin = 0
+        for layer in layers:
+            active = layer.active_adapters if isinstance(layer, lora.LoraLayer) and not layer.disable_adapters else ()
+            names = [name for name in active if name in layer.lora_A]
+            if names:
+                every_a += [layer.lora_A[name].weight.detach() for name in names]
+                b = torch.cat([layer.lora_B[name].weight.detach() * layer.scaling[name] for name in names], dim=1)
+                ranks = slice(rank, rank := rank + b.shape[1])
+                parts.append((ranks, slice(begin, begin + len(b)), b.T.to(dtype)))
+            begin += layer.out_features
+        return cls(torch.cat(every_a).T.to(dtype), parts) if parts else None
+
+    def add(self, x: Tensor, out: Tensor) -> None:
+        """Add what the adapters do with an input to its product, in place."""
+        low = x @ self.a
+        for ranks, outputs, b in self.parts:
+            out[:, outputs].addmm_(low[:, ranks], b)
 
 
 def _side_by_side(weights: Sequence[Tensor]) -> list[Tensor]:

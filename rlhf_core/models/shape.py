@@ -14,7 +14,7 @@ For n tokens at once, L layers of hidden size d and intermediate size f, all hea
                                                                  if the head can be cut (`models/head_slices.py`)
     scoring               4 m V up to `LOGITS_BYTES`, and one layer's of what is kept
     keys and values       2 n L k w                              bytes, as long as responses are sampled
-    adapters, joined      r L (7 d + 4 q + 6 k + 5 f) w          bytes, likewise (`generation/decoder.py`)
+    adapters, joined      once more, w bytes a parameter         likewise (`generation/decoder.py`)
 
 a, b and c were counted: they are what PyTorch keeps of a layer of Llama's (tests/unit/models_on_disk/test_shape.py).
 """
@@ -105,16 +105,10 @@ class Shape(NamedTuple):
             rank: of all sets of adapters together, none of which is merged.
         """
         cached = 2 * rows.tokens * self.layers * self.keys * _width(arithmetic)
-        cached += self.layers * rank * _width(arithmetic) * self._joined_factors
+        cached += _width(arithmetic) * self.adapter_parameters(rank)
         row = 4 * rows.response * self.vocabulary
         logits = min(rows.number * row, max(LOGITS_BYTES, row))
         return max(cached, self._layer_bytes(rows, arithmetic, adapters=True) + logits)
-
-    @property
-    def _joined_factors(self) -> int:
-        """Return the numbers in a layer's adapters of rank 1, joined: those of q, k and v, and of gate and up."""
-        into = 5 * self.hidden + self.queries + self.intermediate
-        return into + 3 * (self.queries + 2 * self.keys) + 2 * 2 * self.intermediate + 2 * self.hidden
 
     def _layer_bytes(self, rows: PassRows, arithmetic: str, *, adapters: bool) -> int:
         hidden, queries, intermediate = _KEPT["float32" if arithmetic == "float32" else "bfloat16", adapters]

@@ -13,6 +13,7 @@ from rlhf_core.generation import Generation, GenerationSettings, decoder, engine
 from rlhf_core.generation.sampling import Choice
 from rlhf_core.kernels import compiled
 from rlhf_core.models.base import load_base, open_base
+from rlhf_core.models.shape import PassRows, Shape
 from rlhf_core.models.trunk import autocast
 from tests.unit.models.architectures import ARCHITECTURES, tiny_causal_lm
 from tests.unit.models.test_adapted_linear import two_sets
@@ -74,6 +75,19 @@ def test_over_a_base_with_two_sets_of_adapters(architecture: str, tmp_path: Path
     joined = decoder._Product([layer.mlp.gate_proj, layer.mlp.up_proj], torch.float32)
     assert len(joined._weights) == 1, "gate and up lie side by side in a base's file"
     check_same(two_sets(model))
+
+
+def test_adapters_joined_take_what_memory_arithmetic_says() -> None:
+    model, rank = two_sets(tiny_causal_lm("llama")), 4 + 2
+    layer = decoder._Layer.of(model.model.layers[0], torch.float32)
+    held = 0
+    for product in (layer.qkv, layer.out, layer.gate_up, layer.down):
+        assert product._factors is not None
+        held += product._factors.a.nbytes + sum(b.nbytes for _, _, b in product._factors.parts)
+    config = model.config
+    keys = config.num_key_value_heads * config.head_dim
+    shape = Shape(1, config.hidden_size, config.intermediate_size, config.hidden_size, keys, vocabulary=0, heads=4)
+    assert shape.sampling_bytes(PassRows(0, 0, 0), "float32", rank=rank) == held
 
 
 def test_over_a_base_of_16_bits_in_float32(tmp_path: Path) -> None:

@@ -32,9 +32,10 @@ def test_ppo_on_seven_billion_parameters_by_hand() -> None:
     base = 2 * 6_738_415_616
     # actor and critic: weights, gradients, moments; on their way, and the maker's
     assert found.held == base + 2 * (16 + 4 + 4) * adapters
-    sampled = 16 * (33 + 32) * 2 * 32 * 4096 * 4  # keys and values of a chunk: more than two rows of the trainer's
+    # keys and values of a chunk, and SFT's and PPO's adapters joined: more than two rows of the trainer's
+    sampled = 16 * (33 + 32) * 2 * 32 * 4096 * 4 + 4 * 2 * adapters
     learnt = 2 * 65 * 32 * (32 * 4096 + 16 * 11008) + 8 * 2 * 32 * 32000
-    assert found.passes == max(sampled, learnt) == learnt
+    assert found.passes == max(sampled, learnt) == sampled
     assert found.programs == 2 * 400_000_000 + 1_300_000_000 + 2 * 12 * adapters
     assert 19 * GB < found.held + found.passes + found.programs < 20 * GB
 

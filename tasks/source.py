@@ -1,5 +1,6 @@
-"""The digest of the code that a stage's numbers depend on. In Python, a comment, a docstring or a line break
-is no part of it.
+"""The digest of the code that a stage's numbers depend on.
+
+A comment, a docstring or a line break in Python is no part of it.
 """
 
 from __future__ import annotations

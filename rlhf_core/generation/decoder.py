@@ -36,8 +36,13 @@ def can_decode(model: Any) -> bool:
     config = inner.config
     if config.hidden_act != "silu" or getattr(config, "sliding_window", None) is not None:
         return False
-    linear = (each for each in inner.modules() if isinstance(each, nn.Linear | lora.LoraLayer))
-    return all(type(each) in (nn.Linear, AdaptedLinear) or is_widened(each) for each in linear)
+    for each in inner.modules():
+        if "forward" in vars(each) or each._forward_hooks or each._forward_pre_hooks:  # someone changed what it does
+            return False
+        is_linear = isinstance(each, nn.Linear | lora.LoraLayer)
+        if is_linear and type(each) not in (nn.Linear, AdaptedLinear) and not is_widened(each):
+            return False
+    return True
 
 
 class Decoder:

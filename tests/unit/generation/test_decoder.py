@@ -128,3 +128,6 @@ def test_others_go_through_their_own_layers() -> None:
     squared = tiny_causal_lm("llama")
     squared.config.hidden_act = "relu2"
     assert not engine.can_decode(squared)
+    watched = tiny_causal_lm("llama")
+    watched.model.layers[1].mlp.register_forward_hook(lambda *_: None)
+    assert not engine.can_decode(watched)

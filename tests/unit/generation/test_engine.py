@@ -122,7 +122,7 @@ def test_both_engines_give_the_same_responses(architecture: str, sampled: bool) 
 def test_the_samples_of_a_prompt_share_one_pass_over_it(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, uniforms = tiny_causal_lm(architecture), numbers(samples=3)
     repeated = [prompt for prompt in PROMPTS for _ in range(3)]
-    rows = rows_of_each_pass(model, monkeypatch)
+    rows = rows_of_each_pass(monkeypatch)
     together = responses(decode(model, repeated, uniforms=uniforms))
     assert rows[:2] == [5, 15]
     alone = [
@@ -251,19 +251,17 @@ def test_the_batch_stops_when_its_last_row_has_ended() -> None:
     assert generation.ended.all()
 
 
-def rows_of_each_pass(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list that is filled with the rows of each forward pass to come, the decoder's too."""
+def rows_of_each_pass(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that is filled with the rows of each pass to come, the model's own or the decoder's."""
     rows: list[int] = []
-    model.register_forward_pre_hook(
-        lambda _module, _args, inputs: rows.append(len(inputs["input_ids"])), with_kwargs=True
-    )
-    step = Decoder.next_logits
+    for place, name in ((engine, "_last_logits"), (Decoder, "next_logits")):
+        run = getattr(place, name)
 
-    def noted(decoder: Decoder, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        rows.append(len(tokens))
-        return step(decoder, tokens, positions)
+        def noted(owner: Any, tokens: torch.Tensor, *others: Any, run: Any = run) -> Any:
+            rows.append(len(tokens))
+            return run(owner, tokens, *others)
 
-    monkeypatch.setattr(Decoder, "next_logits", noted)
+        monkeypatch.setattr(place, name, noted)
     return rows
 
 
@@ -273,7 +271,7 @@ def test_finished_rows_leave_the_batch_once_they_are_half_of_it(
 ) -> None:
     model = tiny_causal_lm(architecture)
     stops = frequent_tokens(model, 3)
-    rows = rows_of_each_pass(model, monkeypatch)
+    rows = rows_of_each_pass(monkeypatch)
     lengths = decode(model, stop_ids=stops).action_mask.sum(-1).tolist()
     in_batch, expected = 5, []
     for step in range(max(lengths)):

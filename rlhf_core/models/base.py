@@ -246,7 +246,7 @@ def _copy(source: Path, directory: Path, dtype: torch.dtype, check: Callable[[],
 
 
 def _read_ahead(file: Path) -> None:
-    """Have the system read what it does not hold of a file, in the file's order: passes would wait for one page each."""
+    """Have the system read what it lacks of a file, in the file's order: passes would wait for one page each."""
     if hasattr(os, "posix_fadvise"):  # not on macOS
         with suppress(OSError), file.open("rb") as stream:  # one that cannot be read is told by who loads it
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)

@@ -31,7 +31,10 @@ _POINTER, _INTEGER, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SHAPE = (_INTEGER,) * 4
 _ARGUMENTS = {
     "norm": (*(_POINTER,) * 4, _INTEGER, _INTEGER, _FLOAT),
-    "gate": (_POINTER, _POINTER, _INTEGER, _INTEGER),
+    "norm_back": (*(_POINTER,) * 5, _INTEGER, _INTEGER, _FLOAT),
+    "gate": (*(_POINTER,) * 3, *(_INTEGER,) * 3),
+    "gate_back": (*(_POINTER,) * 5, _INTEGER, _INTEGER),
+    "rotate": (*(_POINTER,) * 4, *(_INTEGER,) * 3, _FLOAT),
     "turn": (*(_POINTER,) * 5, _INTEGER, _INTEGER, *_SHAPE),
     "attend": (*(_POINTER,) * 5, _INTEGER, _INTEGER, _FLOAT, *_SHAPE),
     "draw": (_POINTER, _POINTER, _FLOAT, _POINTER, _POINTER, _INTEGER, _INTEGER),

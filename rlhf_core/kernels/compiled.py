@@ -25,7 +25,7 @@ SOURCE = Path(__file__).with_name("kernels.cpp")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 COMPILE_TIMEOUT_S = 120.0
 COMPILER = "RLHF_CXX"
-"""Environment variable: the C++ compiler, or nothing for none; `c++` where it is not set."""
+"""Environment variable: the C++ compiler, or nothing for none; `c++` or `g++` where it is not set."""
 _SUFFIXES = {torch.float32: "float", torch.bfloat16: "half"}
 _POINTER, _INTEGER, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SHAPE = (_INTEGER,) * 4
@@ -86,7 +86,8 @@ def library() -> ctypes.CDLL | None:
 
 
 def _compiler() -> str | None:
-    return shutil.which(os.environ.get(COMPILER, "c++"))
+    named = os.environ.get(COMPILER)
+    return (shutil.which("c++") or shutil.which("g++")) if named is None else shutil.which(named)
 
 
 @cache

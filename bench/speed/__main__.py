@@ -1,0 +1,49 @@
+"""How fast the parts of a run are; one JSON line per row.
+
+    python -m bench.speed [NAME...] [--tiny] [--rounds N]
+
+    value      ours, the least of N turns; peer_value, the peer's in the same turns
+    limit      a floor from the same run, of which the settings say what it is
+    ratio      peer_value / value
+    goal, met  a goal that is missed is no failure
+
+Exits 1 if a row is not there, raised, or has no goal, or no value of the peer that it names. TRL_PATH names a directory
+with TRL in it, which is kept out of the lock:
+
+    pip install --no-deps --target SOMEWHERE trl==1.12.0
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from bench.speed.measure import Row, Run, is_complete, line_of
+from bench.speed.rows import ROWS
+
+
+def main(arguments: Sequence[str] | None = None, *, rows: Sequence[Row] = ROWS) -> int:
+    """Measure rows, print their lines, and return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="rows to measure; none takes all")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model and small numbers: shows that rows work")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each call, of which the least counts")
+    given = parser.parse_args(arguments)
+    known = {row.name: row for row in rows}
+    lines = []
+    for name in given.names or known:
+        lines.append(_line(name, known.get(name), Run(given.tiny, given.rounds)))
+        sys.stdout.write(json.dumps(lines[-1]) + "\n")
+        sys.stdout.flush()
+    return 0 if all(map(is_complete, lines)) else 1
+
+
+def _line(name: str, row: Row | None, run: Run) -> dict[str, Any]:
+    return {"name": name, "goal": None, "error": "there is no such row"} if row is None else line_of(row, run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""One PPO optimizer step of actor and critic through adapters."""
+
+from __future__ import annotations
+
+import torch
+from peft import get_peft_model
+from torch import Tensor, nn
+
+from bench.speed.measure import DEVICE, Found, Run, in_turns
+from bench.speed.models import OUR_ADAPTERS, PEFT_ADAPTERS, load, with_adapters, with_peft
+from bench.speed.products import Products
+from flows.presets import resolve
+from rlhf_core.config import PPOConfig
+from rlhf_core.functional.losses import policy_loss, value_loss
+from rlhf_core.models.critic import Critic
+from rlhf_core.models.trunk import autocast, trunk_of
+from rlhf_core.ppo.learner import PPOLearner
+from rlhf_core.types import Experience
+
+PROMPT, RESPONSE = 21, 15
+DTYPE = torch.bfloat16
+
+
+def step(run: Run) -> Found:
+    """Measure a step in micro-batches."""
+    rows, micro = (4, 2) if run.tiny else (32, 16)
+    sizes = {"lora": OUR_ADAPTERS, "train_batch_size": rows, "micro_batch_size": micro}
+    config = resolve("quickstart").ppo.model_copy(update=sizes)
+    actor = load(run, "bfloat16")
+    products = Products.of(actor, DTYPE)
+    critic = Critic.from_causal_lm(actor)
+    with_adapters(critic.trunk)
+    learner = PPOLearner.build(with_adapters(actor), critic, config, device=DEVICE)
+    made = experience(rows, PROMPT, RESPONSE, vocabulary=actor.config.vocab_size)
+    batch = learner.recompute(made)
+    peer = Peer(run, config)
+
+    def floor() -> None:
+        with torch.inference_mode():
+            for _ in range(rows // micro):
+                products.learn(micro * (PROMPT + RESPONSE), micro * RESPONSE, learns_weights=False)  # the actor
+                products.learn(micro * (PROMPT + RESPONSE), 0, learns_weights=False)  # the critic
+
+    found = in_turns(run.rounds, lambda: learner.training_step(batch), lambda: peer.step(batch), floor)
+    told = {"rows": rows, "tokens": rows * (PROMPT + RESPONSE), "micro_batch": micro, "rank": OUR_ADAPTERS.r}
+    return Found(*found, {"dtype": "bfloat16", **told, "limit": "products alone, those of adapters left out"})
+
+
+class Peer:
+    """The same step as one writes it with transformers, peft and torch: our losses, whitening and figures left out."""
+
+    def __init__(self, run: Run, config: PPOConfig) -> None:
+        self.config = config
+        self.actor = with_peft(load(run, "bfloat16"))
+        self.trunk = get_peft_model(trunk_of(load(run, "bfloat16")), PEFT_ADAPTERS)
+        self.head = nn.Linear(self.trunk.config.hidden_size, 1, device=DEVICE)
+        self._groups = [
+            [each for module in modules for each in module.parameters() if each.requires_grad]
+            for modules in ((self.actor,), (self.trunk, self.head))
+        ]
+        self._optimizers = [torch.optim.AdamW(group, lr=config.lr) for group in self._groups]
+
+    def step(self, batch: Experience) -> None:
+        """Take one step on both."""
+        tokens = batch.action_mask.sum()
+        for micro in batch.split(self.config.micro_batch_size):
+            self._policy_loss(micro, tokens).backward()
+            self._value_loss(micro, tokens).backward()
+        for group, optimizer in zip(self._groups, self._optimizers, strict=True):
+            nn.utils.clip_grad_norm_(group, self.config.grad_clip)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def _policy_loss(self, micro: Experience, tokens: Tensor) -> Tensor:
+        width = micro.num_actions
+        with autocast(DEVICE, DTYPE):
+            logits = self.actor(
+                input_ids=micro.sequences, attention_mask=micro.attention_mask.long(), logits_to_keep=width + 1
+            ).logits[:, :-1]
+        every = logits.float().log_softmax(-1)
+        return policy_loss(
+            logprobs=every.gather(-1, micro.sequences[:, -width:, None])[..., 0],
+            old_logprobs=micro.action_log_probs,
+            advantages=micro.advantages,
+            mask=micro.action_mask,
+            denominator=tokens,
+            clip_eps=self.config.eps_clip,
+        ).loss
+
+    def _value_loss(self, micro: Experience, tokens: Tensor) -> Tensor:
+        with autocast(DEVICE, DTYPE):
+            hidden = self.trunk(input_ids=micro.sequences, attention_mask=micro.attention_mask.long())[0]
+        assert micro.returns is not None
+        return value_loss(
+            values=self.head(hidden.float())[:, -micro.num_actions - 1 : -1, 0],
+            old_values=micro.values,
+            returns=micro.returns,
+            mask=micro.action_mask,
+            denominator=tokens,
+            clip_eps=self.config.value_clip,
+        ).loss
+
+
+def experience(rows: int, prompt: int, response: int, *, vocabulary: int) -> Experience:
+    """Return a minibatch of random tokens and numbers."""
+    draw = torch.Generator().manual_seed(0)
+
+    def numbers() -> Tensor:
+        return torch.randn(rows, response, generator=draw)
+
+    return Experience(
+        sequences=torch.randint(10, vocabulary, (rows, prompt + response), generator=draw),
+        action_log_probs=numbers(),
+        values=numbers(),
+        reward=numbers(),
+        kl=numbers(),
+        advantages=numbers(),
+        attention_mask=torch.ones(rows, prompt + response, dtype=torch.bool),
+        action_mask=torch.ones(rows, response, dtype=torch.bool),
+        policy_version=torch.zeros(rows, dtype=torch.long),
+        rollout_log_probs=numbers(),
+        returns=numbers(),
+    )

@@ -1,0 +1,83 @@
+"""The model that rows are measured with: SmolLM2-135M-Instruct, or a tiny one of the same form."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from bench.speed.measure import DEVICE, Run
+from infra.settings import settings
+from rlhf_core.config import LoRAConfig
+from rlhf_core.models.loading import load_causal_lm, locate_model
+from rlhf_core.models.lora import attach_lora
+from rlhf_core.models.saving import quiet
+
+OUR_ADAPTERS = LoRAConfig(r=16)
+PEFT_ADAPTERS = LoraConfig(r=OUR_ADAPTERS.r, lora_alpha=OUR_ADAPTERS.alpha, target_modules="all-linear")
+"""The same, as peft is told."""
+_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_CHAT = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def directory(run: Run) -> Path:
+    """Return the directory of model and tokenizer."""
+    if run.tiny:
+        return Path(_tiny().name)
+    return locate_model("smollm2-135m-instruct", models_dir=settings().models_dir)
+
+
+def load(run: Run, dtype: str) -> PreTrainedModel:
+    """Return the causal language model on the device."""
+    return load_causal_lm(directory(run), dtype, device=DEVICE)
+
+
+def with_adapters(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the model with our adapters on it."""
+    attach_lora(model, OUR_ADAPTERS, seed=0)
+    return model
+
+
+def with_peft(model: PreTrainedModel) -> Any:
+    """Return the model with peft's own layers on it."""
+    return get_peft_model(model, PEFT_ADAPTERS)
+
+
+def random_ids(model: PreTrainedModel, rows: int, tokens: int) -> list[list[int]]:
+    """Return rows of ordinary tokens, the same in every run."""
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = model.config.vocab_size
+    return torch.randint(len(_SPECIAL), vocabulary - 1, (rows, tokens), generator=generator).tolist()
+
+
+@cache
+def _tiny() -> TemporaryDirectory[str]:
+    """Write a Llama of two layers with random weights, and a tokenizer whose tokens are bytes."""
+    place = TemporaryDirectory(prefix="rlhf-bench-")
+    words = [*_SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE(vocab={word: number for number, word in enumerate(words)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(_SPECIAL))
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=_SPECIAL[1], eos_token=_SPECIAL[2], pad_token=_SPECIAL[0],
+        chat_template=_CHAT,
+    ).save_pretrained(place.name)  # fmt: skip
+    config = LlamaConfig(
+        vocab_size=len(words), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=1024, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]), quiet():
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).save_pretrained(place.name)
+    return place

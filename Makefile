@@ -62,5 +62,7 @@ types: setup  ## mypy, strict
 
 check: lint types test  ## everything that CI runs
 
-bench: setup  ## each benchmark prints one JSON line; bench/evidence.py and bench/llama7b.py take hours and are run by themselves
-	@for file in $(filter-out bench/evidence.py bench/llama7b.py,$(wildcard bench/*.py)); do $(BIN)/python "$$file" || exit 1; done
+bench: setup  ## every part beside its peer, then each other benchmark; bench/evidence.py and bench/llama7b.py take hours and are run by themselves
+	@status=0; $(BIN)/python -m bench.speed || status=1; \
+	for file in $(filter-out bench/evidence.py bench/llama7b.py,$(wildcard bench/*.py)); do $(BIN)/python "$$file" || exit 1; done; \
+	exit $$status

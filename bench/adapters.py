@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from bench.speed.learning import PROMPT, RESPONSE, experience
 from flows.presets import resolve
 from infra.settings import settings
 from rlhf_core.config import LoRAConfig
@@ -19,31 +21,8 @@ from rlhf_core.models.critic import Critic
 from rlhf_core.models.loading import load_causal_lm, locate_model
 from rlhf_core.models.lora import attach_lora
 from rlhf_core.ppo.learner import PPOLearner
-from rlhf_core.types import Experience
 
-ROWS, PROMPT, RESPONSE, STEPS = 32, 21, 15, 3
-
-
-def experience() -> Experience:
-    """Return a minibatch of the quickstart's shape, of random tokens."""
-    draw = torch.Generator().manual_seed(0)
-
-    def numbers() -> torch.Tensor:
-        return torch.randn(ROWS, RESPONSE, generator=draw)
-
-    return Experience(
-        sequences=torch.randint(10, 40_000, (ROWS, PROMPT + RESPONSE), generator=draw),
-        action_log_probs=numbers(),
-        values=numbers(),
-        reward=numbers(),
-        kl=numbers(),
-        advantages=numbers(),
-        attention_mask=torch.ones(ROWS, PROMPT + RESPONSE, dtype=torch.bool),
-        action_mask=torch.ones(ROWS, RESPONSE, dtype=torch.bool),
-        policy_version=torch.zeros(ROWS, dtype=torch.long),
-        rollout_log_probs=numbers(),
-        returns=numbers(),
-    )
+ROWS, STEPS = 32, 3
 
 
 def measure(directory: Path, lora: LoRAConfig | None) -> dict[str, float]:
@@ -55,7 +34,7 @@ def measure(directory: Path, lora: LoRAConfig | None) -> dict[str, float]:
         attach_lora(actor, lora, seed=0)
         attach_lora(critic.trunk, lora, seed=0)
     learner = PPOLearner.build(actor, critic, config, device="cpu")
-    batch = learner.recompute(experience())
+    batch = learner.recompute(experience(ROWS, PROMPT, RESPONSE, vocabulary=actor.config.vocab_size))
     times = []
     for _ in range(STEPS):
         started = time.perf_counter()

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
-from peft import get_peft_model
 from torch import Tensor, nn
 
 from bench.speed.measure import DEVICE, Found, Run, in_turns
-from bench.speed.models import OUR_ADAPTERS, PEFT_ADAPTERS, load, with_adapters, with_peft
+from bench.speed.models import OUR_ADAPTERS, load, with_adapters, with_peft
 from bench.speed.products import Products
 from flows.presets import resolve
 from rlhf_core.config import PPOConfig
@@ -41,9 +40,11 @@ def step(run: Run) -> Found:
                 products.learn(micro * (PROMPT + RESPONSE), micro * RESPONSE, learns_weights=False)  # the actor
                 products.learn(micro * (PROMPT + RESPONSE), 0, learns_weights=False)  # the critic
 
-    found = in_turns(run.rounds, lambda: learner.training_step(batch), lambda: peer.step(batch), floor)
+    ours, theirs, limit = in_turns(run.rounds, lambda: learner.training_step(batch), lambda: peer.step(batch), floor)
     told = {"rows": rows, "tokens": rows * (PROMPT + RESPONSE), "micro_batch": micro, "rank": OUR_ADAPTERS.r}
-    return Found(*found, {"dtype": "bfloat16", **told, "limit": "products alone, those of adapters left out"})
+    return Found(
+        ours, theirs, limit, {"dtype": "bfloat16", **told, "limit": "products alone, those of adapters left out"}
+    )
 
 
 class Peer:
@@ -52,7 +53,7 @@ class Peer:
     def __init__(self, run: Run, config: PPOConfig) -> None:
         self.config = config
         self.actor = with_peft(load(run, "bfloat16"))
-        self.trunk = get_peft_model(trunk_of(load(run, "bfloat16")), PEFT_ADAPTERS)
+        self.trunk = with_peft(trunk_of(load(run, "bfloat16")))
         self.head = nn.Linear(self.trunk.config.hidden_size, 1, device=DEVICE)
         self._groups = [
             [each for module in modules for each in module.parameters() if each.requires_grad]

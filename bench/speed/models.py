@@ -20,8 +20,6 @@ from rlhf_core.models.lora import attach_lora
 from rlhf_core.models.saving import quiet
 
 OUR_ADAPTERS = LoRAConfig(r=16)
-PEFT_ADAPTERS = LoraConfig(r=OUR_ADAPTERS.r, lora_alpha=OUR_ADAPTERS.alpha, target_modules="all-linear")
-"""The same, as peft is told."""
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _CHAT = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -49,7 +47,12 @@ def with_adapters(model: PreTrainedModel) -> PreTrainedModel:
 
 def with_peft(model: PreTrainedModel) -> Any:
     """Return the model with peft's own layers on it."""
-    return get_peft_model(model, PEFT_ADAPTERS)
+    return get_peft_model(model, peft_adapters())
+
+
+def peft_adapters() -> LoraConfig:
+    """Return our adapters as peft is told of them, a new one each time: peft writes a model's layers into it."""
+    return LoraConfig(r=OUR_ADAPTERS.r, lora_alpha=OUR_ADAPTERS.alpha, target_modules="all-linear")
 
 
 def random_ids(model: PreTrainedModel, rows: int, tokens: int) -> list[list[int]]:

@@ -68,7 +68,7 @@ def reward_step(run: Run, pairs: Sequence[EncodedPair]) -> Step:
     with quiet():
         model = AutoModelForSequenceClassification.from_pretrained(directory(run), num_labels=1, dtype=torch.float32)
     model.config.pad_token_id = 0
-    chosen, rejected = ([[*pair[side]] for pair in pairs] for side in (0, 1))
+    chosen, rejected = [[*pair.chosen] for pair in pairs], [[*pair.rejected] for pair in pairs]
     if trl_path() is not None:
         _find_trl()
         from trl import RewardConfig, RewardTrainer  # noqa: PLC0415

@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel, TrainerCallback
 
 from bench.speed.measure import DEVICE
-from bench.speed.models import PEFT_ADAPTERS, random_ids, with_adapters, with_peft
+from bench.speed.models import peft_adapters, random_ids, with_adapters, with_peft
 from rlhf_core import Callback, Critic, PlainBooster, PPOTrainer, RewardModel
 from rlhf_core.config import PPOOptions
 from rlhf_core.models.base import load_base, open_base, over_same_weights
@@ -31,7 +31,10 @@ from rlhf_core.models.loading import load_causal_lm, load_tokenizer
 from rlhf_core.models.trunk import trunk_of
 
 UPDATES = 2
+PRECISIONS: dict[str, Any] = {"bfloat16": "bf16", "float32": "fp32"}
 LR = 1e-5
+MARK = "RESULT "
+"""Before the line that is for whoever started the side: TRL prints others."""
 
 
 class Given(NamedTuple):
@@ -46,25 +49,34 @@ class Given(NamedTuple):
 
 
 class Clock:
-    """Notes when updates end, and the most that the process has held since the first of them began."""
+    """Notes when updates end, and what the process holds: before there are models, and at most in its updates."""
+
+    def __init__(self) -> None:
+        self._modules = _held("VmRSS")
+        self._times: list[float] = []
 
     def begin(self) -> None:
         """Note that the first update begins."""
-        self.times = [time.perf_counter()]
+        self._times = [time.perf_counter()]
         if DEVICE.type == "cpu":
-            Path("/proc/self/clear_refs").write_text("5")  # forget the peak of loading
+            Path("/proc/self/clear_refs").write_text("5")  # the system forgets the peak of loading
 
     def tick(self) -> None:
         """Note that an update has ended."""
-        self.times.append(time.perf_counter())
+        self._times.append(time.perf_counter())
 
     def told(self) -> dict[str, float]:
-        """Return seconds of the fastest update but the first, and the peak of memory."""
-        taken = [end - start for start, end in zip(self.times, self.times[1:], strict=False)]
-        if DEVICE.type == "cuda":
-            return {"seconds": min(taken[1:]), "megabytes": torch.cuda.max_memory_allocated() / 1e6}
-        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-        return {"seconds": min(taken[1:]), "megabytes": int(status["VmHWM"].split()[0]) * 1024 / 1e6}
+        """Return seconds of the fastest update but the first, and megabytes."""
+        taken = [end - start for start, end in zip(self._times, self._times[1:], strict=False)]
+        return {"seconds": min(taken[1:]), "megabytes": _held("VmHWM"), "modules": self._modules}
+
+
+def _held(what: str) -> float:
+    """Return megabytes of this process, VmRSS now or VmHWM at its peak; on a GPU, those of PyTorch's peak there."""
+    if DEVICE.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 1e6
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status[what].split()[0]) * 1024 / 1e6
 
 
 # --- ours
@@ -99,16 +111,16 @@ class _Told(Callback):
 
 def ours(given: Given, scratch: Path) -> dict[str, float]:
     """Let our trainer take its updates."""
+    clock = Clock()
     actor, critic, initial, reward_model = our_models(given, scratch)
     trained: dict[str, Any] = {}
     for role, model in (("actor", actor), ("critic", critic)):
         optimizer = AdamW([each for each in model.parameters() if each.requires_grad], lr=LR)
         # TRL's loop does not clip
-        booster = PlainBooster(precision={"bfloat16": "bf16", "float32": "fp32"}[given.dtype], max_norm=float("inf"))
+        booster = PlainBooster(precision=PRECISIONS[given.dtype], max_norm=float("inf"))
         boosted = booster.boost(model=model, optimizer=optimizer, lr_scheduler=LambdaLR(optimizer, lambda _: 1.0))
         names = (role, f"{role}_optim", f"{role}_lr_scheduler")
         trained |= {f"{role}_booster": booster, **dict(zip(names, (boosted[0], boosted[1], boosted[4]), strict=True))}
-    clock = Clock()
     trainer = PPOTrainer(
         **trained, reward_model=reward_model, initial_model=initial, tokenizer=load_tokenizer(Path(given.directory)),
         kl_coef=0.05, ptx_coef=0.0, train_batch_size=given.rows, callbacks=[_Told(clock)],
@@ -130,7 +142,8 @@ def our_models(given: Given, scratch: Path) -> tuple[PreTrainedModel, Critic, Pr
         arithmetic = getattr(torch, given.dtype)
         base = open_base(source, "0" * 64, arithmetic=arithmetic, models_dir=scratch)
         actor = load_base(base, arithmetic=arithmetic, device=DEVICE)
-        critic, reward_model = (kind(over_same_weights(trunk_of(actor))) for kind in (Critic, RewardModel))
+        critic = Critic(over_same_weights(trunk_of(actor)))
+        reward_model = RewardModel(over_same_weights(trunk_of(actor)))
         for model in (actor, critic.trunk, reward_model.trunk):
             with_adapters(model)
         return actor, critic, None, reward_model.requires_grad_(requires_grad=False)
@@ -157,7 +170,7 @@ def trl(given: Given, scratch: Path) -> dict[str, float]:
     """Let TRL's trainer take its updates."""
     from trl.experimental import ppo  # noqa: PLC0415 - it is not in the lock
 
-    tokenizer = load_tokenizer(Path(given.directory))
+    clock, tokenizer = Clock(), load_tokenizer(Path(given.directory))
     tokenizer.padding_side = "left"
     policy, reference, value, reward_model = trl_models(given)
     data = Dataset.from_dict({"input_ids": random_ids(reward_model, UPDATES * given.rows, given.prompt)})
@@ -169,7 +182,6 @@ def trl(given: Given, scratch: Path) -> dict[str, float]:
         response_length=given.response, stop_token=None, temperature=1.0, missing_eos_penalty=None, num_ppo_epochs=1,
         whiten_rewards=False, learning_rate=LR, dataloader_pin_memory=False,
     )  # fmt: skip
-    clock = Clock()
     ppo.PPOTrainer(
         args=config, processing_class=tokenizer, model=policy, ref_model=reference, reward_model=reward_model,
         train_dataset=data, eval_dataset=data.select(range(given.rows)), value_model=value,
@@ -190,7 +202,9 @@ def trl_models(given: Given) -> tuple[Any, Any, Any, Any]:
     reward_model = load(AutoModelForSequenceClassification, trained=False)
     if not given.adapters:
         return policy, load(AutoModelForCausalLM, trained=False), value, reward_model
-    value = inject_adapter_in_model(PEFT_ADAPTERS, value)  # not wrapped: the trainer looks inside
+    value = inject_adapter_in_model(peft_adapters(), value)  # not wrapped: the trainer looks inside
+    for parameter in value.parameters():
+        parameter.data = parameter.data.float() if parameter.requires_grad else parameter.data
     value.score.requires_grad_(requires_grad=True)
     return with_peft(policy), None, value, reward_model
 
@@ -198,4 +212,4 @@ def trl_models(given: Given) -> tuple[Any, Any, Any, Any]:
 if __name__ == "__main__":
     with TemporaryDirectory() as directory:
         side = {"ours": ours, "trl": trl}[sys.argv[1]]
-        sys.stdout.write("RESULT " + json.dumps(side(Given(**json.loads(sys.argv[2])), Path(directory))) + "\n")
+        sys.stdout.write(MARK + json.dumps(side(Given(**json.loads(sys.argv[2])), Path(directory))) + "\n")

@@ -55,14 +55,15 @@ class Products(NamedTuple):
         self.forward(tokens, scored)
         self.backward(tokens, scored, learns_weights=learns_weights)
 
-    def generate(self, prompt_tokens: int, lengths: Tensor) -> None:
+    def generate(self, prompts: int, prompt_tokens: int, lengths: Tensor) -> None:
         """Multiply as a rollout does that passes once over the prompts and leaves out rows that have ended.
 
         Args:
-            prompt_tokens: of all different prompts together.
+            prompts: different ones.
+            prompt_tokens: of all of these together.
             lengths: [B], tokens of each response.
         """
-        self.forward(prompt_tokens, len(lengths))
+        self.forward(prompt_tokens, prompts)
         for step in range(1, int(lengths.max())):
             rows = int((lengths > step).sum())
             self.forward(rows, rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -73,14 +73,14 @@ def until_stop(run: Run) -> Found:
 
     ours, theirs = in_turns(run.rounds, lambda: generate("native"), lambda: generate("hf"))
     lengths = kept["native"].action_mask.sum(1)
-    limit = _floor(run, model, sum(map(len, prompts)), lengths)
+    limit = _floor(run, model, prompts, lengths)
     return Found(ours, theirs, limit, _told(rows=len(rows), tokens=int(lengths.sum()), prompts=QUESTIONS))
 
 
 def _against_generate(run: Run, sizes: Sizes, lengths: Tensor, *, adapters: bool = False) -> Found:
     model = load(run, "bfloat16")
     prompts = random_ids(model, sizes.prompts, sizes.prompt_tokens)
-    limit = _floor(run, model, sizes.prompts * sizes.prompt_tokens, lengths)
+    limit = _floor(run, model, prompts, lengths)
     peer = with_peft(load(run, "bfloat16")) if adapters else model
     ours = with_adapters(model) if adapters else model
     stop = model.config.vocab_size - 1
@@ -95,10 +95,10 @@ def _against_generate(run: Run, sizes: Sizes, lengths: Tensor, *, adapters: bool
 
     # adapters are float32, so their products are as a run has them under autocast alone
     with torch.autocast(DEVICE.type, DTYPE, enabled=adapters):
-        seconds = in_turns(run.rounds, native, generate)
+        native_s, generate_s = in_turns(run.rounds, native, generate)
     if set(made.values()) != {int(lengths.sum())}:
         raise RuntimeError(f"expected both to make {int(lengths.sum())} tokens, got {made}")
-    return Found(*seconds, limit, _told(rows=sizes.rows, tokens=int(lengths.sum()), **sizes._asdict()))
+    return Found(native_s, generate_s, limit, _told(rows=sizes.rows, tokens=int(lengths.sum()), **sizes._asdict()))
 
 
 def _native(model: Any, prompts: list[list[int]], sizes: Sizes, lengths: Tensor, *, stop: int | None) -> int:
@@ -106,7 +106,7 @@ def _native(model: Any, prompts: list[list[int]], sizes: Sizes, lengths: Tensor,
     rows = [prompt for prompt in prompts for _ in range(sizes.samples)]
     stops = () if stop is None else (stop,)
     settings = GenerationSettings(max_new_tokens=sizes.new_tokens, stop_ids=stops, pad_id=0)
-    with _ending(lengths, stop):
+    with nullcontext() if stop is None else _ending(lengths, stop):
         found = make_engine("native", model).generate(rows, settings, uniforms=_uniforms(sizes.rows, sizes.new_tokens))
     return int(found.action_mask.sum())
 
@@ -123,7 +123,7 @@ def _generate(model: Any, prompts: list[list[int]], sizes: Sizes, lengths: Tenso
             input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
             num_return_sequences=sizes.samples, pad_token_id=0, max_new_tokens=sizes.new_tokens, **ends,
         )  # fmt: skip
-    drawn = found[:, ids.shape[1] :]
+    drawn: Tensor = found[:, ids.shape[1] :]
     if stop is None:
         return drawn.numel()
     stops = (drawn == stop).long()
@@ -131,9 +131,9 @@ def _generate(model: Any, prompts: list[list[int]], sizes: Sizes, lengths: Tenso
 
 
 @contextmanager
-def _ending(lengths: Tensor, stop: int | None) -> Iterator[None]:
+def _ending(lengths: Tensor, stop: int) -> Iterator[None]:
     """Let our engine choose the stop token where a row's length is reached, and nowhere before."""
-    real = engine.chooser
+    real = engine.chooser  # type: ignore[attr-defined]  # it is the engine's own import of it that is replaced
 
     def chooser(*arguments: Any, **options: Any) -> Chooser:
         choose: Callable[[Tensor, Tensor, int], Choice] = real(*arguments, **options)
@@ -146,7 +146,7 @@ def _ending(lengths: Tensor, stop: int | None) -> Iterator[None]:
 
         return chosen
 
-    with mock.patch.object(engine, "chooser", real if stop is None else chooser):
+    with mock.patch.object(engine, "chooser", chooser):
         yield
 
 
@@ -170,10 +170,10 @@ def _uniforms(rows: int, steps: int) -> Tensor:
     )
 
 
-def _floor(run: Run, model: Any, prompt_tokens: int, lengths: Tensor) -> float:
-    products = Products.of(model, DTYPE)
+def _floor(run: Run, model: Any, prompts: list[list[int]], lengths: Tensor) -> float:
+    products, prompt_tokens = Products.of(model, DTYPE), sum(map(len, prompts))
     with torch.inference_mode():
-        return in_turns(run.rounds, lambda: products.generate(prompt_tokens, lengths))[0]
+        return in_turns(run.rounds, lambda: products.generate(len(prompts), prompt_tokens, lengths))[0]
 
 
 def _told(**sizes: int) -> dict[str, Any]:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from bench.speed import data, learning, logprobs, padding, ppo, rollouts, starts, supervised
-from bench.speed.measure import Goal, Row
+from bench.speed.measure import Found, Goal, Row, Run
 
 GENERATE = "transformers' generate"
 PLAIN = "logits and log_softmax in PyTorch"
 PPO = "TRL's PPOTrainer"
+PADDING: dict[str, Callable[[Run], Found]] = {
+    "gsm8k_sft": partial(padding.sft, rows=data.gsm8k),
+    "gsm8k_ppo": partial(padding.scoring, rows=data.gsm8k),
+    "hh_sft": partial(padding.sft, rows=data.hh),
+    "hh_reward": padding.reward,
+    "hh_ppo": partial(padding.scoring, rows=data.hh),
+}
 
 
 def _faster(times: float) -> Goal:
@@ -36,13 +44,7 @@ ROWS = (
     ),
     *(
         Row(f"padding_{name}", "share", Goal("value", ">=", 0.95), measure)
-        for name, measure in {
-            "gsm8k_sft": partial(padding.sft, rows=data.gsm8k),
-            "gsm8k_ppo": partial(padding.scoring, rows=data.gsm8k),
-            "hh_sft": partial(padding.sft, rows=data.hh),
-            "hh_reward": padding.reward,
-            "hh_ppo": partial(padding.scoring, rows=data.hh),
-        }.items()
+        for name, measure in PADDING.items()
     ),
     *(
         Row(f"{kind}_step_{lengths}", "s", _faster(2), partial(measure, lengths=lengths), peer)

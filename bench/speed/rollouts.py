@@ -58,7 +58,10 @@ def shared_prompt(run: Run) -> Found:
 
 
 def until_stop(run: Run) -> Found:
-    """Measure rows that end where the model ends them: the same tokens from the same uniforms in both engines."""
+    """Measure rows that end where the model ends them.
+
+    Both engines draw by the same uniforms: the same tokens, but for rounding in 16 bits.
+    """
     model, tokenizer = load(run, "bfloat16"), load_tokenizer(directory(run))
     steps, samples = (6, 1) if run.tiny else (32, 4)
     questions = [f"What is {' + '.join(str(7 * term + row) for term in range(2 + row))}?" for row in range(QUESTIONS)]
@@ -72,9 +75,10 @@ def until_stop(run: Run) -> Found:
         kept[name] = make_engine(name, model).generate(rows, settings, uniforms=_uniforms(len(rows), steps))
 
     ours, theirs = in_turns(run.rounds, lambda: generate("native"), lambda: generate("hf"))
-    lengths = kept["native"].action_mask.sum(1)
+    lengths, peer_tokens = kept["native"].action_mask.sum(1), int(kept["hf"].action_mask.sum())
     limit = _floor(run, model, prompts, lengths)
-    return Found(ours, theirs, limit, _told(rows=len(rows), tokens=int(lengths.sum()), prompts=QUESTIONS))
+    told = _told(rows=len(rows), tokens=int(lengths.sum()), peer_tokens=peer_tokens, prompts=QUESTIONS)
+    return Found(ours, theirs, limit, told)
 
 
 def _against_generate(run: Run, sizes: Sizes, lengths: Tensor, *, adapters: bool = False) -> Found:

@@ -57,6 +57,8 @@ LONGEST_ANSWER = 32
 """Tokens of the held-out answers, at most."""
 LOOK_S = 5.0
 LONGEST_EPISODE_S = 4 * 3600.0
+LONGEST_SWEEP_S = 180.0
+"""Until the store has given back the room of what was deleted."""
 LABEL = "rlhf-weights-"
 """Of memory that holds published weights."""
 NAMED_MB = 50
@@ -365,7 +367,9 @@ def main() -> int:
             line["chain_kept_mb"] = round((kept() - before_chain) / 1e6)
     need = estimated(resolve(PRESET, overrides=overrides), directory, gpus=0)
     peak, swapped = watcher.peak, watcher.moments[-1].swapped - watcher.moments[0].swapped
-    disk = on_disk(known.home) - before + on_disk(directory)
+    until = time.monotonic() + LONGEST_SWEEP_S
+    while (disk := on_disk(known.home) - before + on_disk(directory)) > MOST_DISK and time.monotonic() < until:
+        time.sleep(LOOK_S)
     line |= {
         "peak_pss_gb": round(peak.total / 1e9, 2), "at_peak": processes_at(peak), "read_gb": round(read / 1e9, 2),
         "published_mb": round(max(moment.published for moment in watcher.moments) / 1e6),

@@ -19,6 +19,7 @@ from jaxtyping import Float, Int
 from peft.tuners import lora
 from torch import Tensor, nn
 from transformers import DynamicCache, LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM
+from transformers.activations import ACT2FN
 
 from rlhf_core.kernels.compiled import call, has_kernels
 from rlhf_core.models.adapted_linear import AdaptedLinear
@@ -26,29 +27,37 @@ from rlhf_core.models.base import is_widened, wide_product
 from rlhf_core.models.trunk import unwrapped
 
 _FORMS = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM)
+_SILU = type(ACT2FN["silu"])
 
 
 def can_decode(model: Any) -> bool:
-    """Return whether a model is of the form that `Decoder` is for."""
+    """Return whether a model is of the form that `Decoder` is for, and nobody changed or watches what it does."""
     inner = unwrapped(model)
-    if type(inner) not in _FORMS:
+    if type(inner) not in _FORMS or getattr(inner.config, "sliding_window", None) is not None:
         return False
-    config = inner.config
-    if config.hidden_act != "silu" or getattr(config, "sliding_window", None) is not None:
+    if any(type(each) is not nn.Parameter for each in inner.parameters()):  # shards, say, that are gathered when used
         return False
-    for each in inner.modules():
-        if "forward" in vars(each) or each._forward_hooks or each._forward_pre_hooks:  # someone changed what it does
+    if any("forward" in vars(each) or each._forward_hooks or each._forward_pre_hooks for each in inner.modules()):
+        return False
+    parts = [inner.model.norm, inner.model.rotary_emb]
+    for layer in inner.model.layers:
+        parts += [layer, layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm]
+        if type(layer.mlp.act_fn) is not _SILU:
             return False
-        is_linear = isinstance(each, nn.Linear | lora.LoraLayer)
-        if is_linear and type(each) not in (nn.Linear, AdaptedLinear) and not is_widened(each):
-            return False
-    return True
+    linear = (each for each in inner.modules() if isinstance(each, nn.Linear | lora.LoraLayer))
+    return all(type(each).__module__ == type(inner).__module__ for each in parts) and all(map(_is_known, linear))
+
+
+def _is_known(linear: Any) -> bool:
+    if isinstance(linear, lora.LoraLayer):
+        return type(linear) is AdaptedLinear and not linear.merged
+    return type(linear) is nn.Linear or is_widened(linear)
 
 
 class Decoder:
     """Reads a model's weights, and keeps keys and values of rows that grow by a token at a time.
 
-    Under autocast weights of another dtype are cast once, when it is made: it is for one batch, whose weights stay.
+    Under autocast weights of another dtype are cast once, when it is made. It serves one batch, while weights stay.
 
     Args:
         model: what `can_decode` says yes to, in evaluation mode.
@@ -60,8 +69,7 @@ class Decoder:
     def __init__(self, model: Any, prompts: DynamicCache, firsts: Int[Tensor, " R"], length: int) -> None:
         inner = unwrapped(model)
         one = prompts.layers[0].keys
-        kind = one.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else one.dtype
+        dtype = _arithmetic(inner, one)
         self._model, self._firsts = inner.model, firsts
         self._layers = [_Layer.of(layer, dtype) for layer in inner.model.layers]
         self._norm, self._head = _Norm.of(inner.model.norm, dtype), _Product([inner.lm_head], dtype)
@@ -95,6 +103,18 @@ class Decoder:
             return self._head(self._norm(x, added))
 
 
+def _arithmetic(model: Any, kept: Tensor) -> torch.dtype:
+    """Return the dtype of the products: the base's own, or autocast's, or that of what the prompts' pass kept."""
+    if is_widened(_base_of(model.lm_head)):
+        return torch.float32
+    kind = kept.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else kept.dtype
+
+
+def _base_of(layer: Any) -> Any:
+    return layer.get_base_layer() if isinstance(layer, lora.LoraLayer) else layer
+
+
 class _Norm(NamedTuple):
     """An RMS norm, of a sum."""
 
@@ -124,7 +144,7 @@ class _Product:
     """
 
     def __init__(self, layers: Sequence[Any], dtype: torch.dtype) -> None:
-        bases = [each.get_base_layer() if isinstance(each, lora.LoraLayer) else each for each in layers]
+        bases = [_base_of(each) for each in layers]
         self._is_wide = is_widened(bases[0])
         weights = [base.weight.detach() if self._is_wide else base.weight.detach().to(dtype) for base in bases]
         self._held, self._weights = weights, _side_by_side(weights)  # the memory is the first ones'
@@ -181,6 +201,8 @@ class _Factors(NamedTuple):
 def _side_by_side(weights: Sequence[Tensor]) -> list[Tensor]:
     """Return matrices as one where each begins at the end of the one before; it is valid as long as they are."""
     first, end = weights[0], weights[0].data_ptr()
+    if len(weights) == 1:
+        return [first]
     for each in weights:
         if each.device.type != "cpu" or each.data_ptr() != end or not each.is_contiguous():
             return list(weights)

@@ -177,9 +177,9 @@ def _chosen_by_kernel(
     logits: Float[Tensor, "B V"], uniforms: Float32[Tensor, " B"] | None, temperature: float
 ) -> Choice:
     """Return what the two functions above say, in two passes over the logits as they are."""
-    tokens = torch.empty(len(logits), dtype=torch.long)
-    log_probs = torch.empty(len(logits))
-    numbers = None if uniforms is None else uniforms.contiguous()
+    tokens = logits.new_empty(len(logits), dtype=torch.long)
+    log_probs = logits.new_empty(len(logits), dtype=torch.float32)
+    numbers = None if uniforms is None else uniforms.to(logits.device, torch.float32).contiguous()
     call("draw", logits.dtype, logits.contiguous(), numbers, temperature, tokens, log_probs, *logits.shape)
     if bool((tokens < 0).any()):
         raise ModelError(_NOT_FINITE)

@@ -1,8 +1,7 @@
-"""The kernels' library: compiled once for this processor, loaded into the process, and called on tensors.
+"""The kernels' library: built for this processor at first use, loaded into the process, and called on tensors.
 
-It lies in the user's cache directory under a name that says what it was compiled from, by what and for which processor.
-Where there is no compiler, or the system is not Linux, callers do in PyTorch what they would have a kernel do: a run
-notes which of both it was (`kind`), since the last bits differ.
+Where it cannot be had (no compiler, no Linux), that is logged, and callers have PyTorch do the work. Last bits differ:
+training states note which it was.
 """
 
 from __future__ import annotations
@@ -10,22 +9,18 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import logging
-import os
-import shutil
-import subprocess
 import sys
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from rlhf_core.kernels.building import KernelError, have_built, processor, user_cache
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
-COMPILE_TIMEOUT_S = 120.0
-COMPILER = "RLHF_CXX"
-"""Environment variable: the C++ compiler, or nothing for none; `c++` or `g++` where it is not set."""
 _SUFFIXES = {torch.float32: "float", torch.bfloat16: "half"}
 _POINTER, _INTEGER, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SHAPE = (_INTEGER,) * 4
@@ -43,14 +38,29 @@ _ARGUMENTS = {
 log = logging.getLogger(__name__)
 
 
-def has_kernels(tensor: Tensor) -> bool:
-    """Return whether there are kernels for numbers of a tensor's dtype, where it lies."""
-    return tensor.device.type == "cpu" and tensor.dtype in _SUFFIXES and library() is not None
+class Library(NamedTuple):
+    """The kernels as they are loaded."""
+
+    name: str
+    """A digest of what they were built from and for."""
+    functions: ctypes.CDLL
 
 
-def kind() -> str:
-    """Return what stands for the kernels in a run's notes: the start of their library's name; `none` without."""
-    return "none" if library() is None else _name(_compiler() or "")[:12]
+def has_kernels(*tensors: Tensor) -> bool:
+    """Return whether there are kernels for the numbers of tensors, where these lie.
+
+    Not for subclasses, whose memory may be elsewhere or nowhere: shards of Gemini, or tensors without data.
+    """
+    return library() is not None and all(
+        type(each) in (Tensor, nn.Parameter) and each.device.type == "cpu" and each.dtype in _SUFFIXES
+        for each in tensors
+    )
+
+
+def used_on(device: torch.device) -> str:
+    """Return what stands in a run's notes for the kernels that compute on a device: `none` where PyTorch does."""
+    loaded = library() if device.type == "cpu" else None
+    return "none" if loaded is None else loaded.name
 
 
 def call(name: str, dtype: torch.dtype, *arguments: Tensor | float | None) -> None:
@@ -58,67 +68,50 @@ def call(name: str, dtype: torch.dtype, *arguments: Tensor | float | None) -> No
     loaded = library()
     assert loaded is not None, "has_kernels comes first"
     plain = [each.data_ptr() if isinstance(each, Tensor) else each for each in arguments]
-    getattr(loaded, f"{name}_{_SUFFIXES[dtype]}")(*plain)
+    getattr(loaded.functions, f"{name}_{_SUFFIXES[dtype]}")(*plain)
 
 
 @cache
-def library() -> ctypes.CDLL | None:
-    """Return the library, compiled first if need be; None where it cannot be had, which is logged."""
-    compiler = _compiler()
-    if compiler is None or sys.platform != "linux":
+def library() -> Library | None:
+    """Return the library, built first if need be; None where it cannot be had, which is logged once."""
+    if sys.platform != "linux":
         return None
-    file = _cache_directory() / f"{_name(compiler)}.so"
     try:
-        if not file.is_file():
-            _compile(compiler, file)
-        for place in _openmp():  # the one that PyTorch has, with its threads; another would have threads of its own
-            ctypes.CDLL(place, mode=ctypes.RTLD_GLOBAL)
-        loaded = ctypes.CDLL(str(file))
-    except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or error
-        log.warning("the kernels cannot be compiled by %s, and PyTorch does their work, slower: %s", compiler, said)
+        return _load()
+    except (KernelError, OSError, AttributeError) as error:
+        log.warning("norms, gates and sampling are left to PyTorch, which takes longer: %s", error)
         return None
-    for name, types in _ARGUMENTS.items():
-        for suffix in _SUFFIXES.values():
-            function = getattr(loaded, f"{name}_{suffix}")  # kept by the library; an item would be made anew
-            function.argtypes, function.restype = types, None
-    return loaded
 
 
-def _compiler() -> str | None:
-    named = os.environ.get(COMPILER)
-    return (shutil.which("c++") or shutil.which("g++")) if named is None else shutil.which(named)
+def _load() -> Library:
+    parts = (SOURCE.read_bytes(), " ".join(FLAGS).encode(), processor().encode())
+    name = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+    file = user_cache() / f"kernels-{name}.so"
+    have_built(file, _commands, what="the kernels")
+    for place in _openmp():  # the one that PyTorch has, with its threads; another would have threads of its own
+        ctypes.CDLL(place, mode=ctypes.RTLD_GLOBAL)
+    try:
+        functions = ctypes.CDLL(str(file))
+        for kernel, types in _ARGUMENTS.items():
+            for suffix in _SUFFIXES.values():
+                function = getattr(functions, f"{kernel}_{suffix}")  # kept by the library; an item is made anew
+                function.argtypes, function.restype = types, None
+    except (OSError, AttributeError) as error:
+        raise KernelError(f"its kernel {file} cannot be loaded ({error}); delete that file") from error
+    return Library(name, functions)
 
 
-@cache
-def _name(compiler: str) -> str:
-    """Return a digest of all that the library depends on."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, timeout=COMPILE_TIMEOUT_S, check=True).stdout
-    lines = Path("/proc/cpuinfo").read_bytes().splitlines()
-    processor = next((line for line in lines if line.startswith((b"flags", b"Features"))), b"")
-    parts = (SOURCE.read_bytes(), " ".join(FLAGS).encode(), version, processor)
-    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:32]
-
-
-def _cache_directory() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlhf-flows" / "kernels"
-
-
-def _compile(compiler: str, file: Path) -> None:
-    """Compile under another name, and rename it when it is whole: several processes may do so at once."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=file.parent) as folder:
-        made, whole = Path(folder) / "kernels.o", Path(folder) / file.name
-        # linked apart: with -fopenmp the linker would name a library of threads beside PyTorch's
-        for command in (
-            [compiler, *FLAGS, "-c", str(SOURCE), "-o", str(made)],
-            [compiler, "-shared", str(made), "-o", str(whole)],
-        ):
-            subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=True)
-        whole.replace(file)
+def _commands(compiler: str, made: Path) -> list[list[str]]:
+    """Return how they are built; linked apart, since `-fopenmp` would name a library of threads beside PyTorch's."""
+    compiled = made.with_suffix(".o")
+    return [
+        [compiler, *FLAGS, "-c", str(SOURCE), "-o", str(compiled)],
+        [compiler, "-shared", str(compiled), "-o", str(made)],
+    ]
 
 
 def _openmp() -> list[str]:
     """Return the library of OpenMP that this process has loaded."""
-    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+    lines = (line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines())
+    mapped = {path for line in lines for path in line[5:]}
     return sorted(each for each in mapped if Path(each).name.startswith(("libgomp", "libiomp5", "libomp")))

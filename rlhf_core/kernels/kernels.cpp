@@ -308,10 +308,11 @@ void draw(const T* logits, const float* numbers, float temperature, int64_t* tok
             } else {
                 int64_t numerator = int64_t(numbers[row] * 16777216.0f);
                 int64_t target = numerator * (whole >> 24) + ((numerator * (whole & 16777215)) >> 24), passed = 0, b = 0;
-                while (passed + sums[b] <= target) passed += sums[b++];
+                while (b + 1 < blocks && passed + sums[b] <= target) passed += sums[b++];
                 token = b * block;
                 while ((passed += int64_t(exponential(to_float(mine[token]) / temperature - most) * 1099511627776.0f)) <=
-                       target)
+                           target &&
+                       token + 1 < words)
                     ++token;
             }
             tokens[row] = token;

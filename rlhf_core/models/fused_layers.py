@@ -2,7 +2,7 @@
 
 transformers' own take seven passes for a norm and five for an angle, and keep what each of them needs for the way back;
 these keep their inputs. transformers is given them in place of its own, in every model of a process, as it is given our
-attention: what two fronts compute is then the same to the bit.
+attention: what two fronts compute is then the same to the bit. They have one derivative, and none for `torch.func`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from transformers.activations import ACT2FN
 from transformers.models.llama import modeling_llama
 from transformers.models.mistral import modeling_mistral
 from transformers.models.qwen2 import modeling_qwen2
 
 from rlhf_core.kernels.compiled import call, has_kernels
+
+_SILU = type(ACT2FN["silu"])
 
 
 class _Norm(Function):
@@ -37,7 +40,7 @@ class _Norm(Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         gradient, to_x = gradient.contiguous(), torch.empty_like(x)
-        to_weight = torch.empty(len(weight)) if ctx.needs_input_grad[1] else None
+        to_weight = x.new_empty(len(weight), dtype=torch.float32) if ctx.needs_input_grad[1] else None
         size = (x.numel() // len(weight), len(weight), ctx.eps)
         call("norm_back", x.dtype, gradient, x, weight, to_x, to_weight, *size)
         return to_x, None if to_weight is None else to_weight.to(weight.dtype), None
@@ -93,24 +96,26 @@ def _put_in_place(modeling: Any, norm: type[nn.Module], mlp: type[nn.Module]) ->
 
     def norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
         weight: Tensor = self.weight
-        if not has_kernels(hidden_states) or weight.dtype != hidden_states.dtype:
+        x = hidden_states
+        if not has_kernels(x, weight) or x.dtype != weight.dtype or x.shape[-1:] != weight.shape:
             return their_norm(self, hidden_states)  # type: ignore[no-any-return]
-        return _Norm.apply(hidden_states, weight, self.variance_epsilon)  # type: ignore[no-any-return, no-untyped-call]
+        return _Norm.apply(x, weight, self.variance_epsilon)  # type: ignore[no-any-return, no-untyped-call]
 
     def mlp_forward(self: Any, x: Tensor) -> Tensor:
-        if self.config.hidden_act != "silu" or not has_kernels(x):
+        if type(self.act_fn) is not _SILU or not has_kernels(x):
             return their_mlp(self, x)  # type: ignore[no-any-return]
         gate, up = self.gate_proj(x), self.up_proj(x)
-        if not has_kernels(gate) or gate.dtype != up.dtype:
+        if not has_kernels(gate, up) or gate.dtype != up.dtype or gate.shape != up.shape:
             return self.down_proj(self.act_fn(gate) * up)  # type: ignore[no-any-return]
         return self.down_proj(_Gate.apply(gate, up))  # type: ignore[no-any-return, no-untyped-call]
 
     def rotation(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-        wider = torch.promote_types(
-            q.dtype, cos.dtype
-        )  # under autocast angles are float32, and what they turn becomes so
-        if unsqueeze_dim != 1 or not has_kernels(q) or not has_kernels(cos):
+        size = q.shape[-1]
+        is_known = unsqueeze_dim == 1 and cos.shape[1:] == sin.shape[1:] == (q.shape[2], size) and size % 2 == 0
+        if not is_known or not has_kernels(q, k, cos, sin):
             return their_rotation(q, k, cos, sin, unsqueeze_dim)  # type: ignore[no-any-return]
+        # Under autocast angles are float32, and what they turn becomes so.
+        wider = torch.promote_types(q.dtype, cos.dtype)
         angles = [each.to(wider).expand(len(q), -1, -1).contiguous() for each in (cos, sin)]
         return _Rotate.apply(q.to(wider), *angles), _Rotate.apply(k.to(wider), *angles)  # type: ignore[no-untyped-call]
 

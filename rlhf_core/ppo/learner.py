@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from rlhf_core.config import LearningConfig, PPOConfig, RolloutConfig
 from rlhf_core.errors import ConfigError, ModelError, TrainingError
-from rlhf_core.kernels.compiled import kind
+from rlhf_core.kernels.compiled import used_on
 from rlhf_core.models.adapted_linear import IN_TURN, JOINED
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.lora import adapter_config, merged_parameters
@@ -259,13 +259,13 @@ class PPOLearner:
     def facts(self) -> dict[str, Any]:
         """Return, as JSON holds them, the facts that are in neither models, optimizers nor schedules.
 
-        `adapters` tells how sets of adapters are computed, `kernels` what computed beside PyTorch: two states of
-        unlike forms differ in their last bits.
+        `adapters` tells how sets of adapters are computed, `kernels` which of them the learner's process has: two
+        states of unlike forms differ in their last bits.
         """
         line = None if self._line is None else self._line.facts()
         lora = next((adapter_config(trained.model) for trained in self._roles.values()), None)
         form = None if lora is None else IN_TURN if lora.dropout else JOINED
-        return {"steps": self.steps, "value_line": line, "adapters": form, "kernels": kind()}
+        return {"steps": self.steps, "value_line": line, "adapters": form, "kernels": used_on(self.device)}
 
     def load_state(self, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
         """Go on from a state that `state` returned, under this strategy or another, with as many ranks or others.

@@ -453,8 +453,8 @@ def named(ranks: Ranks, precision: str) -> Found:
 
 
 def no_kernel_on_one_rank(ranks: Ranks) -> Found:
+    from rlhf_core.kernels.building import KernelError
     from rlhf_core.strategy.colossal import gemini
-    from rlhf_core.strategy.colossal.kernel import KernelError
 
     def no_kernel(*_: Any, **__: Any) -> None:
         raise KernelError("its kernel needs a C++ compiler, and there is no g++")

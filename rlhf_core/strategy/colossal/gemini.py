@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlhf_core.errors import ConfigError, ModelError
+from rlhf_core.kernels.building import KernelError
 from rlhf_core.models.lora import adapter_config
 from rlhf_core.strategy.booster import Moments, Precision
 from rlhf_core.strategy.colossal.booster import ColossalBooster, ColossalOptimizer, Members, host_copy
@@ -25,7 +26,6 @@ from rlhf_core.strategy.colossal.compat.gemini import (
     current_device,
     rest,
 )
-from rlhf_core.strategy.colossal.kernel import KernelError
 from rlhf_core.strategy.ranks import Ranks, together
 
 

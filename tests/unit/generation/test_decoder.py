@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +26,14 @@ OURS = ("llama", "qwen2")
 
 
 @pytest.fixture(params=["kernels", "PyTorch"], autouse=True)
-def means(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     if request.param == "PyTorch":
-        monkeypatch.setattr(decoder, "has_kernels", lambda _tensor: False)
+        monkeypatch.setattr(decoder, "has_kernels", lambda *_tensors: False)
     else:
         assert compiled.library() is not None, "no C++ compiler: see README"
-    yield request.param
+    yield
     torch.set_num_threads(threads)
 
 
@@ -66,6 +68,13 @@ def check_same(model: Any) -> None:
 @pytest.mark.parametrize("architecture", OURS)
 def test_in_float32_tokens_are_the_same(architecture: str) -> None:
     check_same(tiny_causal_lm(architecture))
+
+
+def test_mistral_without_a_window() -> None:
+    model = tiny_causal_lm("mistral")
+    config = copy.deepcopy(model.config)
+    config.sliding_window = None
+    check_same(type(model)(config).eval())
 
 
 @pytest.mark.parametrize("architecture", OURS)
@@ -116,18 +125,49 @@ def test_in_bfloat16_it_is_no_further_from_float32_than_the_own_layers(
     assert 0 < ours < 1.3 * theirs
 
 
-def test_rows_do_not_depend_on_each_other_or_on_threads() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_base_of_16_bits_in_float32_under_autocast(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = on_a_base(tiny_causal_lm("llama"), tmp_path, dtype=dtype, arithmetic=torch.float32)
+    with autocast(torch.device("cpu"), torch.bfloat16):
+        generated(two_sets(model), numbers())
+
+
+def test_the_bits_do_not_depend_on_threads() -> None:
     model = tiny_causal_lm("llama").bfloat16()
     together = generated(model, numbers())
     torch.set_num_threads(2)
     assert all(torch.equal(a, b) for a, b in zip(generated(model, numbers()), together, strict=True))
 
 
-def test_others_go_through_their_own_layers() -> None:
+def test_other_architectures_go_through_their_own_layers() -> None:
     assert [name for name in ARCHITECTURES if engine.can_decode(tiny_causal_lm(name))] == ["llama", "qwen2"]
-    squared = tiny_causal_lm("llama")
-    squared.config.hidden_act = "relu2"
-    assert not engine.can_decode(squared)
-    watched = tiny_causal_lm("llama")
-    watched.model.layers[1].mlp.register_forward_hook(lambda *_: None)
-    assert not engine.can_decode(watched)
+
+
+def is_watched(model: Any) -> None:
+    model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
+
+
+def has_another_gate(model: Any) -> None:
+    model.model.layers[1].mlp.act_fn = torch.nn.ReLU()
+
+
+def has_another_norm(model: Any) -> None:
+    model.model.norm = torch.nn.RMSNorm(64)
+
+
+def is_merged(model: Any) -> None:
+    two_sets(model).model.layers[0].mlp.up_proj.merge()
+
+
+def is_sharded(model: Any) -> None:
+    class Shard(torch.nn.Parameter):
+        pass
+
+    model.lm_head.weight = Shard(model.lm_head.weight.detach())
+
+
+@pytest.mark.parametrize("change", [is_watched, has_another_gate, has_another_norm, is_merged, is_sharded])
+def test_models_that_were_changed_go_through_their_own_layers(change: Callable[[Any], None]) -> None:
+    model = tiny_causal_lm("llama")
+    change(model)
+    assert not engine.can_decode(model)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from torch import Tensor
@@ -34,7 +36,7 @@ def learnt(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> list[T
 
 def by_transformers(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused_layers, "has_kernels", lambda _tensor: False)
+        patch.setattr(fused_layers, "has_kernels", lambda *_tensors: False)
         return learnt(model, dtype)
 
 
@@ -67,6 +69,33 @@ def test_kernels_are_what_computes() -> None:
     model = tiny_causal_lm("llama").bfloat16()
     pairs = zip(learnt(model), by_transformers(model), strict=True)
     assert not all(torch.equal(ours, theirs) for ours, theirs in pairs), "the other tests would prove little"
+
+
+@pytest.mark.parametrize("angles", [(1, 5, 4), (1, 5, 8), (2, 5, 8), (1, 1, 8)])
+def test_angles_of_another_shape_are_transformers_own(angles: tuple[int, ...]) -> None:
+    modeling = sys.modules[type(tiny_causal_lm("llama")).__module__]
+    q, k, cos, sin = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8), torch.randn(angles), torch.randn(angles)
+
+    def rotated() -> list[Tensor] | str:
+        try:
+            return list(modeling.apply_rotary_pos_emb(q, k, cos, sin))
+        except RuntimeError as error:
+            return str(error)
+
+    ours = rotated()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused_layers, "has_kernels", lambda *_tensors: False)
+        theirs = rotated()
+    if isinstance(theirs, str):
+        assert ours == theirs
+    else:
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_norm_of_another_width_is_refused_by_transformers() -> None:
+    norm = tiny_causal_lm("llama").model.norm
+    with pytest.raises(RuntimeError, match="must match the size"):
+        norm(torch.zeros(1, 2 * len(norm.weight)))
 
 
 def test_frozen_weights_get_no_gradient() -> None:

@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
+from rlhf_core.kernels.building import KernelError, alone
 from rlhf_core.strategy.colossal.compat.loading import quiet, upstream
-from rlhf_core.strategy.colossal.kernel import KernelError, alone, load_kernel
+from rlhf_core.strategy.colossal.kernel import load_kernel
 
 Groups = Iterable[Mapping[str, Any]]
 _NVCC_S = 1800.0

@@ -15,10 +15,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rlhf_core.kernels.building import KernelError, alone
 from rlhf_core.strategy.colossal import kernel
 from rlhf_core.strategy.colossal.compat import upstream
 from rlhf_core.strategy.colossal.compat.adam import check_nvcc, hybrid_adam
-from rlhf_core.strategy.colossal.kernel import KernelError, load_kernel
+from rlhf_core.strategy.colossal.kernel import load_kernel
 
 BETAS = (0.9, 0.95)
 LR = 1e-2
@@ -165,7 +166,7 @@ def test_whoever_waits_too_long_says_for_whom(sources: Path, tmp_path: Path) -> 
     (tmp_path / "cache").mkdir()
     monkey = load_kernel(sources, cache=tmp_path / "other")  # tells the file's name
     lock = tmp_path / "cache" / Path(monkey.__file__).with_suffix(".lock").name
-    with kernel.alone(lock, 1.0), pytest.raises(KernelError, match=r"another process has been building .* for 0 s"):
+    with alone(lock, 1.0), pytest.raises(KernelError, match=r"another process has been building .* for 0 s"):
         load_kernel(sources, cache=tmp_path / "cache", deadline_s=0.2)
 
 
@@ -173,7 +174,7 @@ def test_whoever_waits_too_long_says_for_whom(sources: Path, tmp_path: Path) -> 
 def test_a_lock_goes_with_the_process_that_held_it(tmp_path: Path) -> None:
     lock = tmp_path / "lock"
     program = (
-        "import sys, time; from pathlib import Path; from rlhf_core.strategy.colossal.kernel import alone\n"
+        "import sys, time; from pathlib import Path; from rlhf_core.kernels.building import alone\n"
         f"with alone(Path({str(lock)!r}), 1.0): print('mine', flush=True); time.sleep(600)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
@@ -182,7 +183,7 @@ def test_a_lock_goes_with_the_process_that_held_it(tmp_path: Path) -> None:
     process.kill()
     process.wait(timeout=10)
     started = time.monotonic()
-    with kernel.alone(lock, 5.0):
+    with alone(lock, 5.0):
         assert time.monotonic() - started < 5.0
 
 

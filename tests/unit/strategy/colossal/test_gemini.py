@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from rlhf_core.config import LoRAConfig
 from rlhf_core.errors import ConfigError, ModelError
+from rlhf_core.kernels.building import KernelError
 from rlhf_core.models.lora import attach_lora
 from rlhf_core.strategy.colossal import gemini
 from rlhf_core.strategy.colossal.compat import gemini as compat
@@ -21,7 +22,6 @@ from rlhf_core.strategy.colossal.compat import upstream
 from rlhf_core.strategy.colossal.compat.adam import Memoryless
 from rlhf_core.strategy.colossal.compat.gemini import chunk_elements, padded_elements
 from rlhf_core.strategy.colossal.gemini import GeminiBooster
-from rlhf_core.strategy.colossal.kernel import KernelError
 from rlhf_core.strategy.ranks import current_ranks
 from tests.parallel.gemini_cases import BETAS, CLIP, STEPS, Run, alone, equal, groups_of, model_of, state_of
 from tests.tiny_llama import tiny_llama

@@ -26,10 +26,7 @@ _POINTER, _INTEGER, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SHAPE = (_INTEGER,) * 4
 _ARGUMENTS = {
     "norm": (*(_POINTER,) * 4, _INTEGER, _INTEGER, _FLOAT),
-    "norm_back": (*(_POINTER,) * 5, _INTEGER, _INTEGER, _FLOAT),
-    "gate": (*(_POINTER,) * 3, *(_INTEGER,) * 3),
-    "gate_back": (*(_POINTER,) * 5, _INTEGER, _INTEGER),
-    "rotate": (*(_POINTER,) * 4, *(_INTEGER,) * 3, _FLOAT),
+    "gate": (_POINTER, _POINTER, _INTEGER, _INTEGER),
     "turn": (*(_POINTER,) * 5, _INTEGER, _INTEGER, *_SHAPE),
     "attend": (*(_POINTER,) * 5, _INTEGER, _INTEGER, _FLOAT, *_SHAPE),
     "draw": (_POINTER, _POINTER, _FLOAT, _POINTER, _POINTER, _INTEGER, _INTEGER),
@@ -79,7 +76,7 @@ def library() -> Library | None:
     try:
         return _load()
     except (KernelError, OSError, AttributeError) as error:
-        log.warning("norms, gates and sampling are left to PyTorch, which takes longer: %s", error)
+        log.warning("what kernels do in sampling is left to PyTorch, which takes longer: %s", error)
         return None
 
 

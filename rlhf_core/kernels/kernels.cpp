@@ -1,10 +1,8 @@
-// What lies between the products of a transformer's layer, each as one pass over memory: norms, rotary angles and gates,
-// there and back; attention to what was kept of earlier tokens, and the choice of the next.
+// What lies between the products of a decoding step, each as one pass over memory: norms, rotary angles, attention to
+// what was kept, gates, and the choice of a token.
 //
 // A number is a float, or 16 bits of one (bfloat16). Arithmetic is in float; rounding to 16 bits happens where
 // transformers' layers round. A row's result depends on nothing but the row: not on other rows, nor on threads.
-
-#include <omp.h>
 
 #include <cmath>
 #include <cstdint>
@@ -83,93 +81,18 @@ void norm(T* x, const T* added, const T* weight, T* out, int64_t rows, int64_t w
     }
 }
 
-// The gradients of a norm for x, and for its weight where one is wanted: added up by thread, then in their order.
+// silu(gate) * up, which stand side by side.
 template <typename T>
-void norm_back(const T* gradient, const T* x, const T* weight, T* to_x, float* to_weight, int64_t rows, int64_t width,
-               float eps) {
-    std::vector<float> sums(to_weight == nullptr ? 0 : omp_get_max_threads() * width, 0.0f);
-#pragma omp parallel
-    {
-        float* mine = to_weight == nullptr ? nullptr : sums.data() + omp_get_thread_num() * width;
-#pragma omp for schedule(static)
-        for (int64_t row = 0; row < rows; ++row) {
-            const T* g = gradient + row * width;
-            const T* of = x + row * width;
-            float squares = 0.0f, along = 0.0f;
-#pragma omp simd reduction(+ : squares, along)
-            for (int64_t i = 0; i < width; ++i) {
-                float v = to_float(of[i]);
-                squares += v * v;
-                along += v * to_float(g[i]) * to_float(weight[i]);
-            }
-            float scale = 1.0f / std::sqrt(squares / float(width) + eps);
-            float share = along * scale * scale / float(width);
-            T* to = to_x + row * width;
-#pragma omp simd
-            for (int64_t i = 0; i < width; ++i)
-                put(to[i], scale * (to_float(g[i]) * to_float(weight[i]) - share * to_float(of[i])));
-            if (mine != nullptr) {
-#pragma omp simd
-                for (int64_t i = 0; i < width; ++i) mine[i] += to_float(g[i]) * rounded<T>(to_float(of[i]) * scale);
-            }
-        }
-    }
-    if (to_weight == nullptr) return;
-    for (int64_t i = 0; i < width; ++i) to_weight[i] = 0.0f;
-    for (size_t i = 0; i < sums.size(); ++i) to_weight[i % width] += sums[i];
-}
-
-// silu(gate) * up; rows of both lie a stride apart.
-template <typename T>
-void gate(const T* gates, const T* ups, T* out, int64_t rows, int64_t width, int64_t stride) {
+void gate(const T* both, T* out, int64_t rows, int64_t width) {
 #pragma omp parallel for schedule(static)
     for (int64_t row = 0; row < rows; ++row) {
-        const T* g = gates + row * stride;
-        const T* u = ups + row * stride;
+        const T* gates = both + 2 * row * width;
+        const T* ups = gates + width;
         T* to = out + row * width;
 #pragma omp simd
         for (int64_t i = 0; i < width; ++i) {
-            float v = to_float(g[i]);
-            put(to[i], rounded<T>(v / (1.0f + exponential(-v))) * to_float(u[i]));
-        }
-    }
-}
-
-template <typename T>
-void gate_back(const T* gradient, const T* gates, const T* ups, T* to_gates, T* to_ups, int64_t rows, int64_t width) {
-#pragma omp parallel for schedule(static)
-    for (int64_t row = 0; row < rows; ++row) {
-        int64_t begin = row * width;
-#pragma omp simd
-        for (int64_t i = begin; i < begin + width; ++i) {
-            float v = to_float(gates[i]), g = to_float(gradient[i]), s = 1.0f / (1.0f + exponential(-v));
-            put(to_ups[i], g * rounded<T>(v * s));
-            put(to_gates[i], rounded<T>(g * to_float(ups[i])) * s * (1.0f + v * (1.0f - s)));
-        }
-    }
-}
-
-// Heads of each token, turned by its angles, or with sign -1 back.
-template <typename T>
-void rotate(const T* x, const T* cosines, const T* sines, T* out, int64_t tokens, int64_t heads, int64_t size,
-            float sign) {
-    int64_t half = size / 2;
-#pragma omp parallel for schedule(static)
-    for (int64_t token = 0; token < tokens; ++token) {
-        const T* c = cosines + token * size;
-        const T* s = sines + token * size;
-        for (int64_t head = 0; head < heads; ++head) {
-            const T* from = x + (token * heads + head) * size;
-            T* to = out + (token * heads + head) * size;
-#pragma omp simd
-            for (int64_t i = 0; i < half; ++i) {
-                float low = to_float(from[i]), high = sign * to_float(from[i + half]);
-                // back, an angle's sine is that of the other half
-                float low_sine = to_float(sign > 0 ? s[i] : s[i + half]);
-                float high_sine = to_float(sign > 0 ? s[i + half] : s[i]);
-                put(to[i], rounded<T>(low * to_float(c[i])) + rounded<T>(-high * low_sine));
-                put(to[i + half], rounded<T>(sign * high * to_float(c[i + half])) + rounded<T>(sign * low * high_sine));
-            }
+            float g = to_float(gates[i]);
+            put(to[i], rounded<T>(g / (1.0f + exponential(-g))) * to_float(ups[i]));
         }
     }
 }
@@ -329,21 +252,7 @@ void draw(const T* logits, const float* numbers, float temperature, int64_t* tok
     void norm_##name(T* x, const T* added, const T* weight, T* out, int64_t rows, int64_t width, float eps) {        \
         norm<T>(x, added, weight, out, rows, width, eps);                                                            \
     }                                                                                                                \
-    void norm_back_##name(const T* gradient, const T* x, const T* weight, T* to_x, float* to_weight, int64_t rows,   \
-                          int64_t width, float eps) {                                                                \
-        norm_back<T>(gradient, x, weight, to_x, to_weight, rows, width, eps);                                        \
-    }                                                                                                                \
-    void gate_##name(const T* gates, const T* ups, T* out, int64_t rows, int64_t width, int64_t stride) {            \
-        gate<T>(gates, ups, out, rows, width, stride);                                                               \
-    }                                                                                                                \
-    void gate_back_##name(const T* gradient, const T* gates, const T* ups, T* to_gates, T* to_ups, int64_t rows,     \
-                          int64_t width) {                                                                           \
-        gate_back<T>(gradient, gates, ups, to_gates, to_ups, rows, width);                                           \
-    }                                                                                                                \
-    void rotate_##name(const T* x, const T* cosines, const T* sines, T* out, int64_t tokens, int64_t heads,          \
-                       int64_t size, float sign) {                                                                   \
-        rotate<T>(x, cosines, sines, out, tokens, heads, size, sign);                                                \
-    }                                                                                                                \
+    void gate_##name(const T* both, T* out, int64_t rows, int64_t width) { gate<T>(both, out, rows, width); }        \
     void draw_##name(const T* logits, const float* numbers, float temperature, int64_t* tokens, float* log_probs,    \
                      int64_t rows, int64_t words) {                                                                  \
         draw<T>(logits, numbers, temperature, tokens, log_probs, rows, words);                                       \

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rlhf_core.counting import counted
 from rlhf_core.errors import ModelError
-from rlhf_core.models import attention, fused_layers  # noqa: F401 - which transformers then uses
+from rlhf_core.models import attention  # noqa: F401 - which transformers then uses
 from rlhf_core.models.compatibility import check_same_tokenizer
 from rlhf_core.models.locating import find_local, locate_model
 from rlhf_core.models.saving import quiet, save_model, save_weights

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedConfig
 
-FUSED = ("llama", "mistral", "qwen2")
-"""Types of models whose layers have kernels."""
 LOGITS_BYTES = 1 << 30
 """Of all logits at once, if they were float32: more are computed in several passes, or a slice at a time."""
 SHORT_ROW = 128
@@ -39,17 +37,12 @@ SHORT_ROW = 128
 _SCORE = 6
 """Bytes of a score that are kept: in float32, and in 16 bits."""
 _KEPT = {
-    ("float32", True, False): (24, 8, 16),
-    ("float32", False, False): (32, 8, 16),
-    ("bfloat16", True, False): (18, 4, 8),
-    ("bfloat16", False, False): (30, 4, 8),
-    ("float32", True, True): (18, 18, 12),
-    ("float32", False, True): (20, 18, 12),
-    ("bfloat16", True, True): (8, 13, 6),
-    ("bfloat16", False, True): (20, 13, 6),
+    ("float32", True): (24, 8, 16),
+    ("float32", False): (32, 8, 16),
+    ("bfloat16", True): (18, 4, 8),
+    ("bfloat16", False): (30, 4, 8),
 }
-"""Bytes, by arithmetic and by whether adapters are trained and kernels compute (`models/fused_layers.py`); float16 as
-bfloat16."""
+"""Bytes, by arithmetic and by whether adapters are trained; float16 as bfloat16."""
 
 
 class PassRows(NamedTuple):
@@ -81,8 +74,6 @@ class Shape(NamedTuple):
     heads: int
     head_is_cut: bool = False
     """Whether the head goes over some positions at a time."""
-    has_kernels: bool = False
-    """Whether its norms, gates and rotary angles are computed by kernels here."""
 
     def adapter_parameters(self, rank: int) -> int:
         """Return how many parameters adapters on all linear layers have."""
@@ -120,8 +111,7 @@ class Shape(NamedTuple):
         return max(cached, self._layer_bytes(rows, arithmetic, adapters=True) + logits)
 
     def _layer_bytes(self, rows: PassRows, arithmetic: str, *, adapters: bool) -> int:
-        kind = "float32" if arithmetic == "float32" else "bfloat16"
-        hidden, queries, intermediate = _KEPT[kind, adapters, self.has_kernels]
+        hidden, queries, intermediate = _KEPT["float32" if arithmetic == "float32" else "bfloat16", adapters]
         token = hidden * self.hidden + queries * self.queries + intermediate * self.intermediate
         if arithmetic == "float32":
             return rows.tokens * token
@@ -164,10 +154,7 @@ def head_is_last(config: PreTrainedConfig) -> bool:
 
 def shape_of(directory: Path) -> Shape | None:
     """Return the shape of a model by its configuration; None if that does not say it."""
-    import torch  # noqa: PLC0415 - as above
-    from transformers import AutoConfig  # noqa: PLC0415
-
-    from rlhf_core.kernels.compiled import library  # noqa: PLC0415
+    from transformers import AutoConfig  # noqa: PLC0415 - as above
 
     try:
         whole = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
@@ -179,7 +166,6 @@ def shape_of(directory: Path) -> Shape | None:
         return Shape(
             int(config.num_hidden_layers), hidden, int(inner), size * heads, keys, int(config.vocab_size), heads,
             head_is_cut=head_is_last(whole),
-            has_kernels=config.model_type in FUSED and not torch.cuda.is_available() and library() is not None,
         )  # fmt: skip
     except Exception:  # a configuration may hold anything
         return None

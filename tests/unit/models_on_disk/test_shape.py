@@ -11,7 +11,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import Gemma2Config, GPT2Config, LlamaConfig, LlamaForCausalLM
 
 from rlhf_core.config import LoRAConfig
-from rlhf_core.models import fused_layers
 from rlhf_core.models.lora import attach_lora, trainable_parameters
 from rlhf_core.models.shape import LOGITS_BYTES, SHORT_ROW, PassRows, Shape, shape_of
 from rlhf_core.models.trunk import autocast
@@ -26,7 +25,7 @@ ROWS = PassRows(4, 10, 6)
 
 def test_the_shape_stands_in_the_configuration(tmp_path: Path) -> None:
     CONFIG.save_pretrained(tmp_path)
-    assert shape_of(tmp_path) == SHAPE._replace(has_kernels=not torch.cuda.is_available())
+    assert shape_of(tmp_path) == SHAPE
     GPT2Config(n_embd=64, n_layer=3, n_head=4, vocab_size=70).save_pretrained(tmp_path)
     assert shape_of(tmp_path) == Shape(
         3, hidden=64, intermediate=256, queries=64, keys=64, vocabulary=70, heads=4, head_is_cut=True
@@ -41,12 +40,7 @@ def test_the_shape_stands_in_the_configuration(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rows", [ROWS, PassRows(4, SHORT_ROW - 6, 6)])
 @pytest.mark.parametrize("adapters", [True, False])
 @pytest.mark.parametrize("arithmetic", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kernels", [True, False])
-def test_what_is_kept_for_the_backward_pass(
-    kernels: bool, arithmetic: str, adapters: bool, rows: PassRows, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not kernels:
-        monkeypatch.setattr(fused_layers, "has_kernels", lambda *_tensors: False)
+def test_what_is_kept_for_the_backward_pass(arithmetic: str, adapters: bool, rows: PassRows) -> None:
     dtype = getattr(torch, arithmetic)
     model = LlamaForCausalLM(CONFIG)
     if adapters:
@@ -71,8 +65,7 @@ def test_what_is_kept_for_the_backward_pass(
     with saved_tensors_hooks(keep, lambda tensor: tensor), autocast(torch.device("cpu"), dtype):
         hidden = model.model(ids, attention_mask=mask).last_hidden_state
     assert hidden.requires_grad
-    shape = SHAPE._replace(has_kernels=kernels)
-    expected = shape.learning_bytes(rows, arithmetic, adapters=adapters, checkpointing=False, head=False)
+    expected = SHAPE.learning_bytes(rows, arithmetic, adapters=adapters, checkpointing=False, head=False)
     assert sum(kept.values()) == pytest.approx(expected, rel=0.1)
 
 

@@ -120,9 +120,8 @@ def test_no_pair_left_is_refused_before_training(some: list[EncodedPair]) -> Non
 
 
 def test_a_tie_counts_as_wrong_and_no_pairs_are_refused() -> None:
-    model = reward_model()
-    torch.nn.init.zeros_(model.head.weight)  # every score is the bias, to the bit
-    measured = measure_pairs(model, [EncodedPair([5, 6], [5, 7])], CONFIG, autocast_dtype=FP32)
+    same = [EncodedPair([5, 6], [5, 6])]
+    measured = measure_pairs(reward_model(), same, CONFIG, autocast_dtype=FP32)
     assert (measured.correct, measured.pairs, measured.accuracy) == (0, 1, 0.0)
     with pytest.raises(DataError, match=r"expected held-out pairs .* got none \(1 were too long\)"):
         measure_pairs(reward_model(), [EncodedPair([1] * 17, [2])], CONFIG, autocast_dtype=FP32)

@@ -1,7 +1,8 @@
 """The engines that make the responses: our own decoding loop, and transformers' `generate` as a check on it.
 
 Ours makes one forward pass over the prompts, then one per token, with keys and values whose greatest length is known
-from the start. `generate` draws by the same uniforms, and is slower.
+from the start: by `Decoder` for models of Llama's form, by transformers' layers for others.
+`generate` draws by the same uniforms, and is slower.
 """
 
 from __future__ import annotations
@@ -209,10 +210,10 @@ class _OwnLayers:
 class NativeEngine:
     """Generates with a loop of its own over a key-value cache whose memory is reserved at once.
 
-    The head sees the last position only; the samples of one prompt share one pass over it; keys and values are
-    written once and never copied, except when rows that have finished leave the batch, once they are half of it.
-    All of that depends on the batch alone, so the same batch gives the same bits (for one dtype, number of
-    threads and kind of device).
+    The head sees the last position only; the samples of one prompt share one pass over it; keys and values are copied
+    when the prompts are read, and when rows that have finished leave the batch, once they are half of it. All of that
+    depends on the batch alone, so the same batch gives the same bits (for one dtype, kernels, number of threads and
+    kind of device).
 
     Args:
         model: a causal language model of transformers, or a PEFT model around one.

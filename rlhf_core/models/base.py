@@ -156,9 +156,11 @@ def load_base(base: Base, *, arithmetic: torch.dtype, device: str | torch.device
     Raises:
         ModelError: if the copy cannot be read.
     """
-    _read_ahead(base.directory / WEIGHTS)
+    on_cpu = torch.device(device).type == "cpu"
+    if on_cpu:  # on a GPU it may be there already
+        _read_ahead(base.directory / WEIGHTS)
     model = load_whole(AutoModelForCausalLM, base.directory, base.dtype, what="causal language model", mapped=True)
-    if torch.device(device).type != "cpu":
+    if not on_cpu:
         base_on_gpu.move_to_gpu(model, base.directory / WEIGHTS, base.file, torch.device(device))
     model.eval().requires_grad_(requires_grad=False)
     for parameter in model.parameters():

@@ -61,16 +61,19 @@ class Decoder:
 
     Args:
         model: what `can_decode` says yes to, in evaluation mode.
-        prompts: keys and values of its prompts, padded left, as its own pass kept them; they are taken out of it.
-        firsts: the place of each prompt's first token.
+        prompts: keys and values of its prompts, as its own pass kept them; they are taken out of it.
+        padding: of each row, in front of its tokens or, where some are shared, behind these.
         length: tokens of a row at most, padding included.
+        shared: how many tokens all prompts begin with.
     """
 
-    def __init__(self, model: Any, prompts: DynamicCache, firsts: Int[Tensor, " R"], length: int) -> None:
+    def __init__(
+        self, model: Any, prompts: DynamicCache, padding: Int[Tensor, " R"], length: int, *, shared: int = 0
+    ) -> None:
         inner = unwrapped(model)
         one = prompts.layers[0].keys
         dtype = _arithmetic(inner, one)
-        self._model, self._firsts = inner.model, firsts
+        self._model, self._firsts = inner.model, padding
         self._layers = [_Layer.of(layer, dtype) for layer in inner.model.layers]
         self._norm, self._head = _Norm.of(inner.model.norm, dtype), _Product([inner.lm_head], dtype)
         self.length = one.shape[2]
@@ -80,7 +83,8 @@ class Decoder:
             rows, heads, width, size = layer.keys.shape
             keys = layer.keys.new_zeros(rows, heads, size, length, dtype=dtype)
             values = layer.keys.new_zeros(rows, heads, length, size, dtype=dtype)
-            keys[..., :width], values[:, :, :width] = layer.keys.transpose(2, 3), layer.values
+            made = [_without_gap(each, padding, shared) for each in (layer.keys, layer.values)]
+            keys[..., :width], values[:, :, :width] = made[0].transpose(2, 3), made[1]
             layer.keys = layer.values = None
             self._kept.append((keys, values))
 
@@ -101,6 +105,16 @@ class Decoder:
                 added = layer.down(_gate(layer.gate_up(layer.after(x, layer.out(attended)))))
             self.length += 1
             return self._head(self._norm(x, added))
+
+
+def _without_gap(kept: Tensor, padding: Tensor, shared: int) -> Tensor:
+    """Return keys or values [R K W D] in which a row's padding stands in front of the tokens that all share."""
+    if not shared:
+        return kept
+    places = torch.arange(kept.shape[2], device=kept.device)
+    moved = (places - padding[:, None]).clamp(min=0)
+    source = torch.where(places < shared + padding[:, None], moved, places)
+    return kept.gather(2, source[:, None, :, None].expand(-1, kept.shape[1], -1, kept.shape[3]))
 
 
 def _arithmetic(model: Any, kept: Tensor) -> torch.dtype:

@@ -8,6 +8,7 @@ from the start: by `Decoder` for models of Llama's form, by transformers' layers
 from __future__ import annotations
 
 from contextlib import contextmanager
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
@@ -243,26 +244,16 @@ class NativeEngine:
 
 
 def _decode(model: Any, prompts: Sequence[Sequence[int]], pad_id: int, choose: Chooser, responses: Responses) -> None:
-    distinct = list(dict.fromkeys(map(tuple, prompts)))
+    distinct, device = list(dict.fromkeys(map(tuple, prompts))), responses.done.device
     number = {prompt: index for index, prompt in enumerate(distinct)}
-    tokens, prompt_mask = pad_left(distinct, pad_id, responses.done.device)
-    width = tokens.shape[1]
-    positions = (prompt_mask.cumsum(-1) - 1).clamp(min=0)
-    config, length = unwrapped(model).config, width + responses.width
-    if can_decode(model):
-        cache = DynamicCache(config=config)
-        logits = _last_logits(model, tokens, prompt_mask, positions, cache)
-        steps: _Steps = Decoder(model, cache, width - prompt_mask.sum(-1), length)
-    else:
-        cache = reserve_cache(config, length)
-        logits = _last_logits(model, tokens, prompt_mask, positions, cache)
-        mask = torch.cat([prompt_mask, prompt_mask.new_ones(len(distinct), responses.width)], -1)
-        steps = _OwnLayers(model, cache, mask, width)
-    source = torch.tensor([number[tuple(prompt)] for prompt in prompts], device=tokens.device)
+    read = _read_to_decode if can_decode(model) else _read_with_own_layers
+    steps, logits = read(model, distinct, pad_id, responses.width, device)
+    source = torch.tensor([number[tuple(prompt)] for prompt in prompts], device=device)
     if len(distinct) < len(prompts):
         steps.keep(source)
-    logits, position = logits[source], positions[source, -1]
-    place = torch.arange(len(prompts), device=tokens.device)  # of each row, in the batch that was asked for
+    logits = logits[source]
+    position = torch.tensor([max(0, len(prompt) - 1) for prompt in prompts], device=device)
+    place = torch.arange(len(prompts), device=device)  # of each row, in the batch that was asked for
     for step in range(responses.width):
         choice = choose(logits, place, step)
         responses.write(place, step, choice)
@@ -277,6 +268,41 @@ def _decode(model: Any, prompts: Sequence[Sequence[int]], pad_id: int, choose: C
             steps.keep(left)
             place, position, inputs = place[left], position[left], inputs[left]
         logits = steps.next_logits(inputs, position)
+
+
+def _read_with_own_layers(
+    model: Any, prompts: Sequence[Sequence[int]], pad_id: int, steps: int, device: torch.device
+) -> tuple[_Steps, Tensor]:
+    """Return what goes on from the prompts by so many tokens, and the scores of the first."""
+    tokens, mask = pad_left(prompts, pad_id, device)
+    width = tokens.shape[1]
+    cache = reserve_cache(unwrapped(model).config, width + steps)
+    logits = _last_logits(model, tokens, mask, (mask.cumsum(-1) - 1).clamp(min=0), cache)
+    return _OwnLayers(model, cache, torch.cat([mask, mask.new_ones(len(prompts), steps)], -1), width), logits
+
+
+def _read_to_decode(
+    model: Any, prompts: Sequence[Sequence[int]], pad_id: int, steps: int, device: torch.device
+) -> tuple[_Steps, Tensor]:
+    """Do the same for models that `Decoder` is for; what all prompts begin with is read once."""
+    shared = _shared_tokens(prompts)
+    cache = DynamicCache(config=unwrapped(model).config)
+    if shared:
+        beginning = torch.tensor([prompts[0][:shared]], device=device)
+        _last_logits(model, beginning, torch.ones_like(beginning), torch.arange(shared, device=device)[None], cache)
+        cache.batch_repeat_interleave(len(prompts))
+    tokens, mask = pad_left([prompt[shared:] for prompt in prompts], pad_id, device)
+    seen = torch.cat([mask.new_ones(len(prompts), shared), mask], dim=-1)
+    positions = (seen.cumsum(-1) - 1).clamp(min=0)[:, shared:]
+    logits = _last_logits(model, tokens, seen, positions, cache)
+    padding = tokens.shape[1] - mask.sum(-1)
+    return Decoder(model, cache, padding, seen.shape[1] + steps, shared=shared), logits
+
+
+def _shared_tokens(prompts: Sequence[Sequence[int]]) -> int:
+    """Return how many tokens several prompts begin with alike, but for the last of each, whose scores are wanted."""
+    columns = zip(*(prompt[:-1] for prompt in prompts), strict=False)  # up to the shortest one's end
+    return 0 if len(prompts) == 1 else sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
 
 
 def _last_logits(model: Any, inputs: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> Tensor:

@@ -48,7 +48,8 @@ def by_own_layers(model: Any, uniforms: torch.Tensor | None = None) -> Generatio
 
 
 def numbers() -> torch.Tensor:
-    return sample_uniforms(seed=0, episode=0, keys=list("abcdef"), samples=[0] * 6, max_new_tokens=12)
+    keys = [str(row) for row in range(len(PROMPTS))]
+    return sample_uniforms(seed=0, episode=0, keys=keys, samples=[0] * len(keys), max_new_tokens=12)
 
 
 def on_a_base(model: PreTrainedModel, folder: Path, *, dtype: torch.dtype, arithmetic: torch.dtype) -> PreTrainedModel:
@@ -68,6 +69,29 @@ def check_same(model: Any) -> None:
 @pytest.mark.parametrize("architecture", OURS)
 def test_in_float32_tokens_are_the_same(architecture: str) -> None:
     check_same(tiny_causal_lm(architecture))
+
+
+@pytest.mark.parametrize("architecture", OURS)
+@pytest.mark.parametrize(
+    "prompts", [[[5, 6, 7, 8], [5, 6, 7], [5, 6, 9, 10, 11]], [[5, 6, 7], [5, 6, 8]], [[5], [5, 6]]]
+)
+def test_what_all_prompts_begin_with_is_read_once(
+    architecture: str, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_causal_lm(architecture)
+    monkeypatch.setattr(f"{__name__}.PROMPTS", [*prompts, prompts[0], *prompts[::-1]])
+    read: list[tuple[int, ...]] = []
+    plain = engine._last_logits
+    monkeypatch.setattr(
+        engine,
+        "_last_logits",
+        lambda model, tokens, *others: read.append(tuple(tokens.shape)) or plain(model, tokens, *others),
+    )
+    generated(model)
+    shared = {4: 2, 3: 2, 1: 0}[len(prompts[0])]
+    longest = max(map(len, prompts))
+    assert read == [(1, shared)] * bool(shared) + [(len(prompts), longest - shared)]
+    check_same(model)
 
 
 def test_mistral_without_a_window() -> None:

@@ -248,7 +248,7 @@ def _flags(data: Path, ports: Mapping[str, int], socket_dir: Path) -> dict[str, 
         "master.port": ports["master"],
         "master.port.grpc": ports["master_grpc"],
         "master.telemetry": "false",
-        "master.vacuumIntervalSeconds": 60,  # a run's states are gigabytes, and deleted room came back in 14 minutes
+        "master.vacuumIntervalSeconds": 60,  # the default gave room back after 14 minutes; a run's states are gigabytes
         "filer.port": ports["filer"],
         "filer.port.grpc": ports["filer_grpc"],
         "filer.localSocket": socket_dir / "filer",

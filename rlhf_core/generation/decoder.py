@@ -39,12 +39,15 @@ def can_decode(model: Any) -> bool:
         return False
     if any("forward" in vars(each) or each._forward_hooks or each._forward_pre_hooks for each in inner.modules()):
         return False
-    parts = [inner.model.norm, inner.model.rotary_emb]
+    parts = [inner.model, inner.model.norm, inner.model.rotary_emb]
+    linear = [inner.lm_head]
     for layer in inner.model.layers:
-        parts += [layer, layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm]
-        if type(layer.mlp.act_fn) is not _SILU:
+        attention, mlp = layer.self_attn, layer.mlp
+        parts += [layer, attention, mlp, layer.input_layernorm, layer.post_attention_layernorm]
+        linear += [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
+        linear += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+        if type(mlp.act_fn) is not _SILU:
             return False
-    linear = (each for each in inner.modules() if isinstance(each, nn.Linear | lora.LoraLayer))
     return all(type(each).__module__ == type(inner).__module__ for each in parts) and all(map(_is_known, linear))
 
 
@@ -57,12 +60,13 @@ def _is_known(linear: Any) -> bool:
 class Decoder:
     """Reads a model's weights, and keeps keys and values of rows that grow by a token at a time.
 
-    Under autocast weights of another dtype are cast once, when it is made. It serves one batch, while weights stay.
+    Under autocast weights of another dtype are cast once, when it is made. Make one for each batch: weights must not
+    change while it is used.
 
     Args:
         model: what `can_decode` says yes to, in evaluation mode.
         prompts: keys and values of its prompts, as its own pass kept them; they are taken out of it.
-        padding: of each row, in front of its tokens or, where some are shared, behind these.
+        padding: tokens of it in each row: before the row's own, and behind those that all share.
         length: tokens of a row at most, padding included.
         shared: how many tokens all prompts begin with.
     """

@@ -38,6 +38,12 @@ if TYPE_CHECKING:
     from rlhf_core.generation.settings import Generation, GenerationEngine, GenerationSettings
 
 
+WORTH_A_PASS = 64
+"""Tokens that are not read again because all prompts begin with them: fewer are not worth a pass of their own."""
+_FIXED_ANGLES = ("default", "linear", "llama3")
+"""Kinds of rotary angles that do not depend on how long a pass is."""
+
+
 class HfEngine:
     """Generates with transformers' own loop and cache.
 
@@ -271,21 +277,22 @@ def _decode(model: Any, prompts: Sequence[Sequence[int]], pad_id: int, choose: C
 
 
 def _read_with_own_layers(
-    model: Any, prompts: Sequence[Sequence[int]], pad_id: int, steps: int, device: torch.device
+    model: Any, prompts: Sequence[Sequence[int]], pad_id: int, new_tokens: int, device: torch.device
 ) -> tuple[_Steps, Tensor]:
     """Return what goes on from the prompts by so many tokens, and the scores of the first."""
     tokens, mask = pad_left(prompts, pad_id, device)
     width = tokens.shape[1]
-    cache = reserve_cache(unwrapped(model).config, width + steps)
+    cache = reserve_cache(unwrapped(model).config, width + new_tokens)
     logits = _last_logits(model, tokens, mask, (mask.cumsum(-1) - 1).clamp(min=0), cache)
-    return _OwnLayers(model, cache, torch.cat([mask, mask.new_ones(len(prompts), steps)], -1), width), logits
+    return _OwnLayers(model, cache, torch.cat([mask, mask.new_ones(len(prompts), new_tokens)], -1), width), logits
 
 
 def _read_to_decode(
-    model: Any, prompts: Sequence[Sequence[int]], pad_id: int, steps: int, device: torch.device
+    model: Any, prompts: Sequence[Sequence[int]], pad_id: int, new_tokens: int, device: torch.device
 ) -> tuple[_Steps, Tensor]:
-    """Do the same for models that `Decoder` is for; what all prompts begin with is read once."""
-    shared = _shared_tokens(prompts)
+    """Return a decoder that goes on from the prompts, whose common beginning is read once, and the first scores."""
+    angles_stay = unwrapped(model).model.rotary_emb.rope_type in _FIXED_ANGLES
+    shared = _shared_tokens(prompts) if angles_stay else 0
     cache = DynamicCache(config=unwrapped(model).config)
     if shared:
         beginning = torch.tensor([prompts[0][:shared]], device=device)
@@ -296,13 +303,17 @@ def _read_to_decode(
     positions = (seen.cumsum(-1) - 1).clamp(min=0)[:, shared:]
     logits = _last_logits(model, tokens, seen, positions, cache)
     padding = tokens.shape[1] - mask.sum(-1)
-    return Decoder(model, cache, padding, seen.shape[1] + steps, shared=shared), logits
+    return Decoder(model, cache, padding, seen.shape[1] + new_tokens, shared=shared), logits
 
 
 def _shared_tokens(prompts: Sequence[Sequence[int]]) -> int:
-    """Return how many tokens several prompts begin with alike, but for the last of each, whose scores are wanted."""
+    """Return how many first tokens all prompts have in common; 0 if to read them once would save too little.
+
+    The last token of a prompt never counts: its scores are wanted.
+    """
     columns = zip(*(prompt[:-1] for prompt in prompts), strict=False)  # up to the shortest one's end
-    return 0 if len(prompts) == 1 else sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
+    shared = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
+    return shared if shared * (len(prompts) - 1) >= WORTH_A_PASS else 0
 
 
 def _last_logits(model: Any, inputs: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> Tensor:

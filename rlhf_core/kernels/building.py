@@ -58,7 +58,7 @@ def have_built(
 
     Args:
         target: the library.
-        commands: what builds it, by the compiler and the name that it gets first.
+        commands: returns the command lines, from the compiler and the temporary file that they write.
         what: the kernel, for the log.
         deadline_s: longest wait for the compiler, or for another process that builds the same.
 
@@ -103,6 +103,8 @@ def _build(
                 done = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s, check=False)
             except subprocess.TimeoutExpired as error:
                 raise KernelError(f"{compiler} was not done with its kernel after {deadline_s:.0f} s") from error
+            except OSError as error:
+                raise KernelError(f"{compiler} cannot be started for its kernel ({error})") from error
             if done.returncode:
                 raise KernelError(f"{compiler} cannot build its kernel ({_first_error(done.stderr)})")
         with made.open("rb") as stream:

@@ -48,14 +48,15 @@ def has_kernels(*tensors: Tensor) -> bool:
 
     Not for subclasses, whose memory may be elsewhere or nowhere: shards of Gemini, or tensors without data.
     """
-    return library() is not None and all(
+    are_plain = all(
         type(each) in (Tensor, nn.Parameter) and each.device.type == "cpu" and each.dtype in _SUFFIXES
         for each in tensors
     )
+    return are_plain and library() is not None
 
 
 def used_on(device: torch.device) -> str:
-    """Return what stands in a run's notes for the kernels that compute on a device: `none` where PyTorch does."""
+    """Return the name of the library that rollouts on a device are made with; `none` where PyTorch makes them."""
     loaded = library() if device.type == "cpu" else None
     return "none" if loaded is None else loaded.name
 
@@ -76,7 +77,7 @@ def library() -> Library | None:
     try:
         return _load()
     except (KernelError, OSError, AttributeError) as error:
-        log.warning("what kernels do in sampling is left to PyTorch, which takes longer: %s", error)
+        log.warning("our library is not used, and sampling takes longer: %s", error)
         return None
 
 
@@ -108,7 +109,9 @@ def _commands(compiler: str, made: Path) -> list[list[str]]:
 
 
 def _openmp() -> list[str]:
-    """Return the library of OpenMP that this process has loaded."""
+    """Return PyTorch's library of OpenMP, or else what this process has loaded of others."""
     lines = (line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines())
     mapped = {path for line in lines for path in line[5:]}
-    return sorted(each for each in mapped if Path(each).name.startswith(("libgomp", "libiomp5", "libomp")))
+    found = sorted(each for each in mapped if Path(each).name.startswith(("libgomp", "libiomp5", "libomp")))
+    own = str(Path(torch.__file__).parent)  # beside it is torch.libs
+    return [each for each in found if each.startswith(own)] or found

@@ -157,7 +157,7 @@ def load_base(base: Base, *, arithmetic: torch.dtype, device: str | torch.device
         ModelError: if the copy cannot be read.
     """
     on_cpu = torch.device(device).type == "cpu"
-    if on_cpu:  # on a GPU it may be there already
+    if on_cpu:  # a GPU may hold a copy, and then the file is not read
         _read_ahead(base.directory / WEIGHTS)
     model = load_whole(AutoModelForCausalLM, base.directory, base.dtype, what="causal language model", mapped=True)
     if not on_cpu:

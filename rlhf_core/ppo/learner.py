@@ -259,8 +259,8 @@ class PPOLearner:
     def facts(self) -> dict[str, Any]:
         """Return, as JSON holds them, the facts that are in neither models, optimizers nor schedules.
 
-        `adapters` tells how sets of adapters are computed, `kernels` which of them the learner's process has: two
-        states of unlike forms differ in their last bits.
+        `adapters` tells how sets of adapters are computed, `kernels` with what library rollouts are made on this
+        machine: where these differ, so do last bits.
         """
         line = None if self._line is None else self._line.facts()
         lora = next((adapter_config(trained.model) for trained in self._roles.values()), None)

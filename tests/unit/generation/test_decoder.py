@@ -78,7 +78,8 @@ def test_in_float32_tokens_are_the_same(architecture: str) -> None:
 def test_what_all_prompts_begin_with_is_read_once(
     architecture: str, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = tiny_causal_lm(architecture)
+    model = two_sets(tiny_causal_lm(architecture))
+    monkeypatch.setattr(engine, "WORTH_A_PASS", 1)
     monkeypatch.setattr(f"{__name__}.PROMPTS", [*prompts, prompts[0], *prompts[::-1]])
     read: list[tuple[int, ...]] = []
     plain = engine._last_logits
@@ -92,6 +93,13 @@ def test_what_all_prompts_begin_with_is_read_once(
     longest = max(map(len, prompts))
     assert read == [(1, shared)] * bool(shared) + [(len(prompts), longest - shared)]
     check_same(model)
+
+
+def test_a_few_tokens_are_not_worth_a_pass() -> None:
+    beginning = list(range(10, 42))
+    assert engine._shared_tokens([[*beginning, 1], [*beginning, 2]]) == 0
+    assert engine._shared_tokens([[*beginning, 1], [*beginning, 2], [*beginning, 3, 4]]) == 32
+    assert engine._shared_tokens([[*beginning, 1]]) == 0
 
 
 def test_mistral_without_a_window() -> None:
@@ -175,6 +183,10 @@ def has_another_gate(model: Any) -> None:
     model.model.layers[1].mlp.act_fn = torch.nn.ReLU()
 
 
+def has_another_projection(model: Any) -> None:
+    model.model.layers[1].mlp.up_proj = torch.nn.Sequential(model.model.layers[1].mlp.up_proj)
+
+
 def has_another_norm(model: Any) -> None:
     model.model.norm = torch.nn.RMSNorm(64)
 
@@ -190,7 +202,9 @@ def is_sharded(model: Any) -> None:
     model.lm_head.weight = Shard(model.lm_head.weight.detach())
 
 
-@pytest.mark.parametrize("change", [is_watched, has_another_gate, has_another_norm, is_merged, is_sharded])
+@pytest.mark.parametrize(
+    "change", [is_watched, has_another_gate, has_another_projection, has_another_norm, is_merged, is_sharded]
+)
 def test_models_that_were_changed_go_through_their_own_layers(change: Callable[[Any], None]) -> None:
     model = tiny_causal_lm("llama")
     change(model)

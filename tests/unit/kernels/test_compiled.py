@@ -68,7 +68,7 @@ def test_without_a_library_pytorch_does_the_work(
     monkeypatch.setattr(shutil, "which", partial(shutil.which, path=str(tmp_path)))
     with caplog.at_level(logging.WARNING):
         assert not compiled.has_kernels(torch.zeros(1))
-    assert re.search(f"is left to PyTorch, which takes longer: .*{said}", caplog.text)
+    assert re.search(f"our library is not used, and sampling takes longer: .*{said}", caplog.text)
     assert compiled.used_on(torch.device("cpu")) == "none"
     assert not list(tmp_path.rglob(".building-*"))
 
@@ -92,7 +92,9 @@ def test_tensors_whose_memory_is_elsewhere_have_none() -> None:
 
     assert compiled.has_kernels(torch.zeros(1), torch.nn.Parameter(torch.zeros(1)))
     assert not compiled.has_kernels(torch.zeros(1), torch.zeros(1).as_subclass(Shard))
+    compiled.library.cache_clear()
     assert not compiled.has_kernels(torch.zeros(1, device="meta"))
+    assert compiled.library.cache_info().misses == 0, "nothing is built for tensors on a GPU"
     assert not compiled.has_kernels(torch.zeros(1).half())
 
 

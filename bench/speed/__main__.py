@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bench.speed.measure import Row, Run, is_complete, line_of
@@ -32,17 +32,21 @@ def main(arguments: Sequence[str] | None = None, *, rows: Sequence[Row] = ROWS) 
     parser.add_argument("--tiny", action="store_true", help="a tiny model and small numbers: shows that rows work")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each call, of which the least counts")
     given = parser.parse_args(arguments)
+    if given.rounds < 1:
+        parser.error(f"expected at least one of --rounds, got {given.rounds}")
     known = {row.name: row for row in rows}
     lines = []
     for name in given.names or known:
-        lines.append(_line(name, known.get(name), Run(given.tiny, given.rounds)))
+        lines.append(_line(name, known, Run(given.tiny, given.rounds)))
         sys.stdout.write(json.dumps(lines[-1]) + "\n")
         sys.stdout.flush()
     return 0 if all(map(is_complete, lines)) else 1
 
 
-def _line(name: str, row: Row | None, run: Run) -> dict[str, Any]:
-    return {"name": name, "goal": None, "error": "there is no such row"} if row is None else line_of(row, run)
+def _line(name: str, known: Mapping[str, Row], run: Run) -> dict[str, Any]:
+    if name in known:
+        return line_of(known[name], run)
+    return {"name": name, "goal": None, "error": f"there is no such row; there are {', '.join(known)}"}
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ def test_a_row_that_says_less_than_it_should_is_a_failure_and_others_go_on(
 
 def test_a_row_that_is_not_there_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
     status, (line,) = printed(capsys, row(Found(1.0, 2.0)), arguments=("another",))
-    assert (status, line["name"], line["error"]) == (1, "another", "there is no such row")
+    assert (status, line["name"], line["error"]) == (1, "another", "there is no such row; there are row")
 
 
 def test_a_row_whose_data_are_not_here_is_skipped_with_a_reason(capsys: pytest.CaptureFixture[str]) -> None:

@@ -187,13 +187,13 @@ def test_a_preset_trains_with_one_plain_process_unless_told_otherwise(preset: st
 @pytest.mark.parametrize(
     ("overrides", "sizes"),
     [
-        ({"ppo.prompts_per_episode": 48}, (48, 24, 24, 8)),
+        ({"ppo.prompts_per_episode": 48}, (48, 24, 24, 12)),
         ({"ppo": {"prompts_per_episode": 48}}, (48, 24, 24, 24)),
-        ({"ppo.prompts_per_episode": "48"}, (48, 24, 24, 8)),  # a text that the configuration takes as a number
-        ({"ppo.chunk_size": 7}, (56, 7, 28, 7)),
-        ({"ppo.num_trainers": 3}, (60, 30, 20, 5)),
-        ({"data.splits.ppo": 20}, (20, 20, 20, 5)),
-        ({"data.splits": {}}, (64, 32, 32, 8)),
+        ({"ppo.prompts_per_episode": "48"}, (48, 24, 24, 12)),  # a text that the configuration takes as a number
+        ({"ppo.chunk_size": 7}, (56, 7, 28, 14)),
+        ({"ppo.num_trainers": 3}, (60, 30, 20, 10)),
+        ({"data.splits.ppo": 20}, (20, 20, 20, 10)),
+        ({"data.splits": {}}, (64, 32, 32, 16)),
     ],
 )
 def test_batches_that_nobody_set_follow_those_that_are(overrides: dict[str, Any], sizes: tuple[int, ...]) -> None:

@@ -175,7 +175,9 @@ def _uniforms(rows: int, steps: int) -> Tensor:
 
 
 def _floor(run: Run, model: Any, prompts: list[list[int]], lengths: Tensor) -> float:
-    products, prompt_tokens = Products.of(model, DTYPE), sum(map(len, prompts))
+    products = Products.of(model, DTYPE)
+    # a token must be read once for each beginning that it stands behind
+    prompt_tokens = len({tuple(prompt[:end]) for prompt in prompts for end in range(1, len(prompt) + 1)})
     with torch.inference_mode():
         return in_turns(run.rounds, lambda: products.generate(len(prompts), prompt_tokens, lengths))[0]
 

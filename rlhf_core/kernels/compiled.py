@@ -43,16 +43,13 @@ class Library(NamedTuple):
     functions: ctypes.CDLL
 
 
-def has_kernels(*tensors: Tensor) -> bool:
-    """Return whether there are kernels for the numbers of tensors, where these lie.
+def has_kernels(tensor: Tensor) -> bool:
+    """Return whether there are kernels for a tensor's numbers, where it lies.
 
     Not for subclasses, whose memory may be elsewhere or nowhere: shards of Gemini, or tensors without data.
     """
-    are_plain = all(
-        type(each) in (Tensor, nn.Parameter) and each.device.type == "cpu" and each.dtype in _SUFFIXES
-        for each in tensors
-    )
-    return are_plain and library() is not None
+    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu" and tensor.dtype in _SUFFIXES
+    return is_plain and library() is not None
 
 
 def used_on(device: torch.device) -> str:

@@ -30,7 +30,7 @@ def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Itera
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     if request.param == "PyTorch":
-        monkeypatch.setattr(decoder, "has_kernels", lambda *_tensors: False)
+        monkeypatch.setattr(decoder, "has_kernels", lambda _tensor: False)
     else:
         assert compiled.library() is not None, "no C++ compiler: see README"
     yield

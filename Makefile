@@ -5,7 +5,7 @@ export PYTHON
 # Hundreds of processes import the same packages: without bytecode on disk each compiles them anew, which doubles its start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup run test test-fast test-parallel test-s3 test-clusters test-stack test-night test-outages chaos test-gpu check fmt lint types bench
+.PHONY: setup run test test-fast test-parallel test-s3 test-clusters test-stack test-night test-outages chaos test-gpu check fmt lint types bench bench-gpu
 
 setup:  ## make .venv hold what the lock files name
 	@sh infra/setup.sh
@@ -66,3 +66,8 @@ bench: setup  ## every part beside its peer, then each other benchmark; bench/ev
 	@status=0; $(BIN)/python -m bench.speed || status=1; \
 	for file in $(filter-out bench/evidence.py bench/llama7b.py,$(wildcard bench/*.py)); do $(BIN)/python "$$file" || exit 1; done; \
 	exit $$status
+
+ON_GPU = rollout rollout_adapters rollout_ragged rollout_shared_prompt learning_step \
+	sft_step_quickstart reward_step_quickstart ppo_step_bfloat16 ppo_step_adapters ppo_step_adapters_memory
+bench-gpu: setup  ## rollouts and steps of a Llama with a billion random weights, on a GPU
+	@$(BIN)/python -m bench.speed --large $(ON_GPU)

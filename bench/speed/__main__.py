@@ -1,6 +1,6 @@
 """How fast the parts of a run are; one JSON line per row.
 
-    python -m bench.speed [NAME...] [--tiny] [--rounds N]
+    python -m bench.speed [NAME...] [--tiny | --large] [--rounds N]
 
     value      ours, the least of N turns; peer_value, the peer's in the same turns
     limit      a floor from the same run, of which the settings say what it is
@@ -29,7 +29,9 @@ def main(arguments: Sequence[str] | None = None, *, rows: Sequence[Row] = ROWS) 
     """Measure rows, print their lines, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="rows to measure; none takes all")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model and small numbers: shows that rows work")
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("--tiny", action="store_true", help="a tiny model and small numbers: shows that rows work")
+    model.add_argument("--large", action="store_true", help="a Llama of a billion random weights, for GPUs")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each call, of which the least counts")
     given = parser.parse_args(arguments)
     if given.rounds < 1:
@@ -37,7 +39,7 @@ def main(arguments: Sequence[str] | None = None, *, rows: Sequence[Row] = ROWS) 
     known = {row.name: row for row in rows}
     lines = []
     for name in given.names or known:
-        lines.append(_line(name, known, Run(given.tiny, given.rounds)))
+        lines.append(_line(name, known, Run(given.tiny, given.rounds, given.large)))
         sys.stdout.write(json.dumps(lines[-1]) + "\n")
         sys.stdout.flush()
     return 0 if all(map(is_complete, lines)) else 1

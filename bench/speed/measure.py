@@ -33,6 +33,8 @@ class Run(NamedTuple):
     """With a model and sizes for which every row takes seconds: it shows that rows work, not how fast anything is."""
     rounds: int
     """Turns of each call; the least counts."""
+    large: bool = False
+    """With a model for GPUs."""
 
 
 class Goal(NamedTuple):
@@ -119,6 +121,7 @@ def machine(run: Run) -> dict[str, Any]:
         "load": round(os.getloadavg()[0], 1),
         "rounds": run.rounds,
         "tiny": run.tiny,
+        "large": run.large,
     }
 
 

@@ -1,11 +1,11 @@
-"""The model that rows are measured with: SmolLM2-135M-Instruct, or a tiny one of the same form."""
+"""The model that rows are measured with: SmolLM2-135M-Instruct, or one of that form with random weights."""
 
 from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -29,8 +29,8 @@ _CHAT = (
 
 def directory(run: Run) -> Path:
     """Return the directory of model and tokenizer."""
-    if run.tiny:
-        return Path(_tiny().name)
+    if run.tiny or run.large:
+        return Path(_random("tiny" if run.tiny else "large").name)
     return locate_model("smollm2-135m-instruct", models_dir=settings().models_dir)
 
 
@@ -62,9 +62,21 @@ def random_ids(model: PreTrainedModel, rows: int, tokens: int) -> list[list[int]
     return torch.randint(len(_SPECIAL), vocabulary - 1, (rows, tokens), generator=generator).tolist()
 
 
+_FORMS: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 1024,
+    },
+    "large": {  # of Llama 3.2 1B
+        "vocab_size": 128_256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192,
+    },
+}  # fmt: skip
+
+
 @cache
-def _tiny() -> TemporaryDirectory[str]:
-    """Write a Llama of two layers with random weights, and a tokenizer whose tokens are bytes."""
+def _random(form: Literal["tiny", "large"]) -> TemporaryDirectory[str]:
+    """Write a Llama with random weights, and a tokenizer whose tokens are bytes."""
     place = TemporaryDirectory(prefix="rlhf-bench-")
     words = [*_SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(models.BPE(vocab={word: number for number, word in enumerate(words)}, merges=[]))
@@ -75,12 +87,9 @@ def _tiny() -> TemporaryDirectory[str]:
         tokenizer_object=tokenizer, bos_token=_SPECIAL[1], eos_token=_SPECIAL[2], pad_token=_SPECIAL[0],
         chat_template=_CHAT,
     ).save_pretrained(place.name)  # fmt: skip
-    config = LlamaConfig(
-        vocab_size=len(words), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=1024, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-        tie_word_embeddings=True,
-    )  # fmt: skip
+    sizes = {"vocab_size": len(words), **_FORMS[form]}
+    config = LlamaConfig(**sizes, bos_token_id=1, eos_token_id=2, pad_token_id=0, tie_word_embeddings=True)
     with torch.random.fork_rng(devices=[]), quiet():
         torch.manual_seed(0)
-        LlamaForCausalLM(config).save_pretrained(place.name)
+        LlamaForCausalLM(config).to(torch.float32 if form == "tiny" else torch.bfloat16).save_pretrained(place.name)
     return place

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from bench.speed import data, learning, logprobs, padding, ppo, rollouts, starts, supervised
+from bench.speed import data, growth, learning, logprobs, makers, padding, ppo, rollouts, starts, supervised
 from bench.speed.measure import Found, Goal, Row, Run
 
 GENERATE = "transformers' generate"
@@ -13,10 +13,12 @@ PLAIN = "logits and log_softmax in PyTorch"
 PPO = "TRL's PPOTrainer"
 PADDING: dict[str, Callable[[Run], Found]] = {
     "gsm8k_sft": partial(padding.sft, rows=data.gsm8k),
-    "gsm8k_ppo": partial(padding.scoring, rows=data.gsm8k),
+    "gsm8k_scoring": partial(padding.scoring, rows=data.gsm8k),
+    "gsm8k_learning": partial(padding.learning, rows=data.gsm8k),
     "hh_sft": partial(padding.sft, rows=data.hh),
     "hh_reward": padding.reward,
-    "hh_ppo": partial(padding.scoring, rows=data.hh),
+    "hh_scoring": partial(padding.scoring, rows=data.hh),
+    "hh_learning": partial(padding.learning, rows=data.hh),
 }
 
 
@@ -59,6 +61,18 @@ ROWS = (
     Row("ppo_step_adapters", "s", _faster(5), partial(ppo.seconds, dtype="bfloat16", adapters=True), PPO),
     Row("ppo_step_adapters_memory", "MB", _faster(2), ppo.megabytes, PPO),
     Row("learning_step", "s", _faster(2.5), learning.step, "transformers with peft's layers and torch's AdamW"),
+    *(
+        Row(f"growth_{name}", "slope", Goal("value", "<=", most), measure)
+        for name, most, measure in (
+            ("step_rows", 1.05, growth.batch),
+            ("step_length", 1.2, growth.length),  # attention's own grows as the square
+            ("step_weights", 1.05, growth.size),
+            ("ledger_makers", 1.1, makers.ledger),
+            ("episode_makers", 0.1, makers.episode),
+        )
+    ),
+    Row("simulator", "share", Goal("value", "<=", 0.1), makers.simulator),
+    Row("bring_up", "s", Goal("value", "<=", 8.0), starts.bring_up),
     Row("import_flows", "s", Goal("value", "<=", 2.0), starts.import_flows),
     Row("help", "s", Goal("value", "<=", 0.5), starts.print_help),
 )  # fmt: skip

@@ -278,6 +278,8 @@ class RunTrainer(GroupMember):
             self._progress = f"episode {ordinal(episode)}: {done} of {counted(total, 'chunk')} made"
 
         made, waits = self._rollouts.collect(episode, report)
+        if not self._config.max_staleness:
+            self.await_commit()  # of tensors that are changed from here on
         samples = [sample for chunk in made for sample in chunk.samples]
         self._progress = f"episode {ordinal(episode)}: learning from {counted(len(samples), 'sample')}"
         rows = in_key_order((Experience.from_numpy(chunk.experience), chunk.samples) for chunk in made)
@@ -299,14 +301,15 @@ class RunTrainer(GroupMember):
         self._episode.ends("synchronise")
 
     def _keep(self, episode: int, steps: Sequence[PPOStats]) -> None:
-        """Copy the state to host memory, and have it stored beside the next episode."""
+        """Have the state stored beside the next episode: in lockstep itself, as nothing is learnt in that time."""
         started = time.perf_counter()
         self.await_commit()  # the one before: it had all of this episode's time, and no third state is in memory
         self._episode.waited_s += time.perf_counter() - started
         _check_bases(self._learner)
         with self._peers.taking_part("state"):
             reached("snapshot")
-            snapshot, learner = self._learner.state()  # the learner's only pause
+            copied = self._config.max_staleness > 0
+            snapshot, learner = self._learner.state(copied=copied)  # the learner's only pause
         self._episode.ends("commit")
         now = self._episode
         rows, samples = now.collected

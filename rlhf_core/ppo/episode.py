@@ -210,10 +210,9 @@ class EpisodeLearner:
         return stats
 
     def _restated(self, experience: Experience) -> Experience:
-        if not self.is_shared:
-            return self.learner.recompute(experience)
-        batches = minibatch_order(seed=0, episode=0, epoch=0, samples=len(experience), batch_size=self._batch_size)
-        return self.learner.recompute(experience, shared=batches)
+        step = self._batch_size * self._accumulation_steps
+        first = minibatch_order(seed=0, episode=0, epoch=0, samples=len(experience), batch_size=step)
+        return self.learner.recompute(experience, first, shared=self.is_shared)
 
     @property
     def _batch_size(self) -> int:

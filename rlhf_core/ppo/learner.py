@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Self
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -23,9 +24,9 @@ from rlhf_core.ppo.metrics import PPOStats, stats_from
 from rlhf_core.ppo.minibatch import prepare
 from rlhf_core.ppo.order import Rows
 from rlhf_core.ppo.ptx import PtxSource
-from rlhf_core.ppo.step import StepContext, own_logprobs, shared_logprobs, step_all
+from rlhf_core.ppo.step import StepContext, first_logprobs, step_all
 from rlhf_core.strategy.ranks import ALONE, Ranks, current_ranks
-from rlhf_core.training.boosted import awake, exact, strategy_booster
+from rlhf_core.training.boosted import awake, exact, pass_tokens, strategy_booster
 from rlhf_core.training.modes import checkpoint_activations
 from rlhf_core.training.optim import Trained, make_trained, warmup_then_constant
 from rlhf_core.training.padding import PaddedBatch
@@ -133,6 +134,7 @@ class PPOLearner:
         if max_new_tokens is None and isinstance(config, RolloutConfig):
             max_new_tokens = config.max_new_tokens
         self._longest = max_new_tokens
+        self._pass_tokens = max(pass_tokens(trained.booster, self.device) for trained in self._roles.values())
         for trained in self._roles.values():
             trained.model.eval()
             if config.gradient_checkpointing:
@@ -200,11 +202,13 @@ class PPOLearner:
         """Return this rank's demonstrations of the next step, where the learner was built with some."""
         return None if self.ptx is None else self.ptx.batch(self.steps)
 
-    def recompute(self, experience: Experience, *, shared: Sequence[Rows] | None = None) -> Experience:
+    def recompute(
+        self, experience: Experience, minibatches: Sequence[Rows] | None = None, *, shared: bool = False
+    ) -> Experience:
         """Return experience with `action_log_probs` from the learner's own forward pass, on its device.
 
-        The maker's numbers come from another dtype and batch; with them, the ratio would not start at 1. Cut into
-        the micro-batches of the first pass, so that there it is 1 exactly.
+        The maker's numbers come from another dtype and batch; with them, the ratio would not start at 1. The rows are
+        cut as in the first pass, so that there it is 1 exactly.
 
         With `critic_init` reward_model the first call of a run also fits the critic's head to the returns of this
         experience, and restates what the critic said of it. Later calls do not: to recompute again what was restated,
@@ -212,18 +216,19 @@ class PPOLearner:
 
         Args:
             experience: this rank's rows; or all rows, the same on every rank, of which each recomputes its share.
-            shared: the minibatches of the first pass over rows that all ranks have; None if each has its own.
+            minibatches: rows of each step of the first pass; None learns all in one step.
+            shared: whether all ranks have all rows.
 
         Raises:
             TrainingError: on all ranks, if any has no rows.
         """
         if self.ranks.any(not len(experience)):
             raise TrainingError("expected experience with at least one response on every rank, got none; collect some")
-        batch = self._with_rescaled_values(self._on_device(experience), self.ranks if shared is None else ALONE)
+        batch = self._with_rescaled_values(self._on_device(experience), ALONE if shared else self.ranks)
         if "actor" not in self._roles:
             return batch
-        actor, context = self._roles["actor"], self._context()
-        own = own_logprobs(actor, batch, context) if shared is None else shared_logprobs(actor, batch, shared, context)
+        steps = [np.arange(len(batch))] if minibatches is None else minibatches
+        own = first_logprobs(self._roles["actor"], batch, steps, self.ranks if shared else ALONE, self._context())
         return batch.replace(action_log_probs=own)
 
     def training_step(self, experience: Experience, ptx: PaddedBatch | None = None) -> PPOStats:
@@ -245,15 +250,20 @@ class PPOLearner:
             config,
             ranks=self.ranks,
             longest=self._longest,
+            pass_tokens=self._pass_tokens,
             with_critic="critic" in self._roles,
         )
         figures = batch.figures | step_all(self._roles, batch, ptx, self._context())
         self.steps += 1
         return stats_from(figures)
 
-    def state(self) -> LearnerState:
-        """Return copies, in host memory, of all that a continuation to the bit needs; tensors on the first rank."""
-        state = state_tensors(self._roles, self.device, self.ranks)
+    def state(self, *, copied: bool = True) -> LearnerState:
+        """Return, in host memory, all that a continuation to the bit needs; tensors on the first rank.
+
+        Args:
+            copied: False: some tensors may be the learner's own, which its next step changes.
+        """
+        state = state_tensors(self._roles, self.device, self.ranks, copied=copied)
         return LearnerState(state.tensors, state.facts | {_FACTS: self.facts()})
 
     def facts(self) -> dict[str, Any]:
@@ -322,7 +332,7 @@ class PPOLearner:
         return self._roles.get(role)
 
     def _context(self) -> StepContext:
-        return StepContext(self.config, self.device, self._dtype, self.ranks, self._seed, self.steps)
+        return StepContext(self.config, self.device, self._dtype, self.ranks, self._seed, self.steps, self._pass_tokens)
 
     def _with_rescaled_values(self, batch: Experience, sharing: Ranks) -> Experience:
         """Fit the critic's head, where that is due, to the batch that these ranks share."""

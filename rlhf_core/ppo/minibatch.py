@@ -14,6 +14,7 @@ from rlhf_core.functional.advantages import share_explained
 from rlhf_core.functional.moments import Moments, deviation_sum, masked_sums, whiten_with
 from rlhf_core.functional.weights import aggregation_count, aggregation_weights, importance_weights
 from rlhf_core.strategy.ranks import Ranks
+from rlhf_core.training.micro_batches import Piece, pieces
 from rlhf_core.types import Experience
 
 WHITENED = frozenset({"gae", "reinforce_pp"})
@@ -61,7 +62,13 @@ def agreed_moments(columns: Sequence[Tensor], mask: Tensor, ranks: Ranks) -> lis
 
 
 def prepare(
-    batch: Experience, config: LearningConfig, *, ranks: Ranks, longest: int | None, with_critic: bool
+    batch: Experience,
+    config: LearningConfig,
+    *,
+    ranks: Ranks,
+    longest: int | None,
+    pass_tokens: int,
+    with_critic: bool,
 ) -> Minibatch:
     """Return the minibatch in micro-batches, its moments and denominator agreed between ranks.
 
@@ -70,6 +77,7 @@ def prepare(
         config: how to learn.
         ranks: who shares the minibatch.
         longest: tokens that a sum is divided by with `constant_length`.
+        pass_tokens: as for `cut`.
         with_critic: whether returns are needed.
 
     Raises:
@@ -101,17 +109,37 @@ def prepare(
         "explained_variance": explained.item() if with_critic else 0.0,
         "importance_weight": importance_mean,
     }
-    micros = _cut(batch, weights, importance, config.micro_batch_size)
+    micros = [
+        Micro(_rows_of(batch, piece), piece.take(weights), None if importance is None else piece.take(importance))
+        for piece in cut(batch, config, pass_tokens)
+    ]
     denominator = ranks.sum(aggregation_count(mask, aggregation=config.aggregation))
     return Minibatch(micros, denominator, tokens, figures)
 
 
-def _cut(batch: Experience, weights: Tensor, importance: Tensor | None, size: int) -> list[Micro]:
-    if not len(batch):  # the last minibatch of an episode may have fewer rows than there are ranks
-        return []
-    pieces = batch.split(size)
-    corrections = [None] * len(pieces) if importance is None else torch.split(importance, size)
-    return [Micro(*row) for row in zip(pieces, torch.split(weights, size), corrections, strict=True)]
+def cut(batch: Experience, config: LearningConfig, pass_tokens: int) -> list[Piece]:
+    """Return how rows that are learnt in one step go through a model: in micro-batches of like length.
+
+    Args:
+        batch: this rank's rows; there may be none, as an episode's last minibatch may have fewer rows than ranks.
+        config: with the largest micro-batch.
+        pass_tokens: as for `of_like_length`.
+    """
+    return pieces(
+        batch.sequences, batch.attention_mask, batch.num_actions, most=config.micro_batch_size, pass_tokens=pass_tokens
+    )
+
+
+def _rows_of(batch: Experience, piece: Piece) -> Experience:
+    by_token = {
+        name: piece.take(each) for name, each in batch.tensors().items() if each.shape == batch.action_mask.shape
+    }
+    return batch.replace(
+        **by_token,
+        sequences=piece.sequences,
+        attention_mask=piece.attention_mask,
+        policy_version=batch.policy_version[piece.rows],
+    )
 
 
 def _weights(mask: Tensor, config: LearningConfig, longest: int | None) -> Tensor:

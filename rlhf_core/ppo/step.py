@@ -21,7 +21,7 @@ from rlhf_core.models.actor import response_logits, response_logprobs, response_
 from rlhf_core.models.critic import response_values
 from rlhf_core.models.trunk import autocast
 from rlhf_core.phases import reached
-from rlhf_core.ppo.minibatch import Micro, Minibatch
+from rlhf_core.ppo.minibatch import Micro, Minibatch, cut
 from rlhf_core.ppo.order import Rows
 from rlhf_core.strategy.ranks import Ranks
 from rlhf_core.training.boosted import held_back, passes
@@ -42,6 +42,8 @@ class StepContext(NamedTuple):
     ranks: Ranks
     seed: int
     step: int
+    pass_tokens: int
+    """As for `minibatch.cut`."""
 
     def noise_seed(self, role: int) -> int:
         """Return the seed of this step's dropout in one of the models, on this rank."""
@@ -309,56 +311,48 @@ def go_backward(trained: Trained, loss: Tensor, context: StepContext) -> None:
     trained.booster.backward(loss * context.ranks.world_size, trained.optimizer)
 
 
-def own_logprobs(actor: Trained, batch: Experience, context: StepContext) -> Tensor:
-    """Return the log-probability of each response token of this rank's rows, [B A], zero on padding.
-
-    Cut into micro-batches as a step that learns these rows cuts them.
-
-    Args:
-        actor: as it was boosted; every rank makes equally many passes where they wait for each other.
-        batch: this rank's rows, on their device.
-        context: with temperature and arithmetic.
-    """
-    return _forward(actor, batch, batch.split(context.config.micro_batch_size), context)
-
-
-def shared_logprobs(actor: Trained, batch: Experience, minibatches: Sequence[Rows], context: StepContext) -> Tensor:
+def first_logprobs(
+    actor: Trained, batch: Experience, minibatches: Sequence[Rows], sharing: Ranks, context: StepContext
+) -> Tensor:
     """Return the log-probability of each response token, [B A], zero on padding; each rank computes its share.
 
     The share are the rows that the rank learns in the first pass, cut as they are there: the ratio is then 1 exactly.
 
     Args:
-        actor: as it was boosted.
-        batch: all rows, on their device, the same on every rank.
-        minibatches: rows of each minibatch of the first pass, of all ranks.
-        context: with ranks, temperature and arithmetic.
+        actor: as it was boosted; every rank makes equally many passes where they wait for each other.
+        batch: all rows, on their device, the same on every rank that shares them.
+        minibatches: rows of each step of the first pass, of all ranks that share them.
+        sharing: who shares the rows.
+        context: with temperature and arithmetic.
     """
-    ranks = context.ranks
-    shares = [[rows[rank :: ranks.world_size] for rows in minibatches] for rank in range(ranks.world_size)]
-    parts = [part for rows in shares[ranks.rank] for part in batch.select(rows).split(context.config.micro_batch_size)]
-    mine = batch.select(np.concatenate(shares[ranks.rank]))
-    gathered = ranks.gather(_forward(actor, mine, parts, context))
+    size = sharing.world_size
+    shares = [[rows[rank::size] for rows in minibatches] for rank in range(size)]
+    gathered = sharing.gather(_forward(actor, [batch.select(rows) for rows in shares[sharing.rank]], context))
     places = torch.as_tensor(np.concatenate([np.concatenate(share) for share in shares]), device=gathered.device)
     found = torch.empty_like(gathered)
     found[places] = gathered
     return found
 
 
-def _forward(actor: Trained, batch: Experience, parts: Sequence[Experience], context: StepContext) -> Tensor:
-    """Return the log-probabilities of a batch that was cut into parts; idle passes follow while others have more."""
-    found = [batch.action_log_probs[:0]]
-    idle = passes(actor.booster, len(parts), context.ranks) - len(parts)  # agreed on before the first of them
+def _forward(actor: Trained, batches: Sequence[Experience], context: StepContext) -> Tensor:
+    """Return the log-probabilities of all batches' rows; idle passes follow while other ranks have more to do."""
+    parts = [(batch, cut(batch, context.config, context.pass_tokens)) for batch in batches]
+    mine = sum(len(pieces) for _, pieces in parts)
+    idle = passes(actor.booster, mine, context.ranks) - mine  # agreed on before the first of them
+    found = []
     with torch.no_grad(), autocast(context.device, context.dtype):
-        for part in parts:
-            found.append(
-                response_logprobs(
+        for batch, pieces in parts:
+            logprobs = torch.zeros_like(batch.action_log_probs)
+            for piece in pieces:
+                read = response_logprobs(
                     actor.model,
-                    sequences=part.sequences,
-                    attention_mask=part.attention_mask,
-                    num_actions=part.num_actions,
+                    sequences=piece.sequences,
+                    attention_mask=piece.attention_mask,
+                    num_actions=piece.num_actions,
                     temperature=context.config.temperature,
                 )
-            )
+                piece.put(logprobs, read)
+            found.append(torch.where(batch.action_mask, logprobs, 0.0))
         for _ in range(idle):
             response_logprobs(actor.model, **idle_rows(context.device), temperature=1.0)
-    return torch.where(batch.action_mask, torch.cat(found), 0.0)
+    return torch.cat(found)

@@ -16,6 +16,7 @@ from rlhf_core.rewards.model import RLVRRewardModel
 from rlhf_core.rewards.process import RewardProcess, call_each
 from rlhf_core.rewards.resolve import RewardFunction
 from rlhf_core.rewards.verifying import Answered, Judge, Verdict
+from rlhf_core.training.micro_batches import Piece, pass_tokens_on, pieces
 from rlhf_core.types import Prompt
 
 VERIFIER = "verifier"
@@ -36,6 +37,13 @@ class ScoringBatch(NamedTuple):
     """[B S], True on tokens."""
     action_mask: Tensor
     """[B A], True on response tokens."""
+
+    def pieces(self, device: torch.device, most: int | None = None) -> list[Piece]:
+        """Return the rows as a model on this device reads them together, at most so many at a time."""
+        return pieces(
+            self.sequences, self.attention_mask, self.action_mask.shape[1],
+            most=most or len(self.sequences), pass_tokens=pass_tokens_on(device),
+        )  # fmt: skip
 
 
 class Judged(NamedTuple):
@@ -110,10 +118,12 @@ class TrainedScores:
                 "that was trained with the policy's tokenizer"
             )
         device = device_of(self._model)
+        raw = torch.zeros(len(batch.sequences))
         with torch.no_grad():
-            raw: Tensor = self._model(batch.sequences.to(device), batch.attention_mask.to(device))
-            scaled = self._model.standardise(raw)
-        return Judged(scaled.cpu(), {REWARD_MODEL: raw.cpu()})
+            for piece in batch.pieces(device):
+                raw[piece.rows] = self._model(piece.sequences.to(device), piece.attention_mask.to(device)).cpu()
+            scaled = self._model.standardise(raw.to(device))
+        return Judged(scaled.cpu(), {REWARD_MODEL: raw})
 
 
 class FunctionScores:

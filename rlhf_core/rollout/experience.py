@@ -6,7 +6,8 @@ What each model contributes is a function, so that the models may work in one pr
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -311,35 +312,36 @@ def token_logprobs(model: PreTrainedModel, batch: ScoringBatch, *, temperature: 
     device, width = device_of(model), batch.action_mask.shape[1]
     positions = width if forward_takes(model, "logits_to_keep") else batch.sequences.shape[1]
     rows = max(1, LOGITS_BYTES // (4 * positions * unwrapped(model).config.get_text_config().vocab_size))
-    with torch.no_grad(), autocast(device, getattr(torch, config.rollout_dtype)):
-        found = [
-            response_logprobs(
-                model,
-                sequences=sequences.to(device),
-                attention_mask=mask.to(device),
-                num_actions=width,
-                temperature=temperature,
-            ).cpu()
-            for sequences, mask in zip(
-                *(torch.split(each, rows) for each in (batch.sequences, batch.attention_mask)), strict=True
-            )
-        ]
-    return torch.where(batch.action_mask, torch.cat(found), 0.0)
+    read = partial(response_logprobs, model, temperature=temperature)
+    return _read(read, batch, device, config, most=rows)
 
 
 def state_values(critic: nn.Module | None, batch: ScoringBatch, *, config: RolloutConfig) -> Tensor:
     """Return the value of the state before each response token, [B A] on the CPU; zero on padding or without critic."""
     if critic is None:
         return torch.zeros(batch.action_mask.shape)
-    device = device_of(critic)
+    return _read(partial(response_values, critic), batch, device_of(critic), config)
+
+
+def _read(
+    read: Callable[..., Tensor],
+    batch: ScoringBatch,
+    device: torch.device,
+    config: RolloutConfig,
+    *,
+    most: int | None = None,
+) -> Tensor:
+    """Return what a model on a device says of each response token, [B A] on the CPU, zero on padding."""
+    found = torch.zeros(batch.action_mask.shape)
     with torch.no_grad(), autocast(device, getattr(torch, config.rollout_dtype)):
-        found = response_values(
-            critic,
-            sequences=batch.sequences.to(device),
-            attention_mask=batch.attention_mask.to(device),
-            num_actions=batch.action_mask.shape[1],
-        )
-    return torch.where(batch.action_mask, found.cpu(), 0.0)
+        for piece in batch.pieces(device, most):
+            said = read(
+                sequences=piece.sequences.to(device),
+                attention_mask=piece.attention_mask.to(device),
+                num_actions=piece.num_actions,
+            )
+            piece.put(found, said.cpu())
+    return torch.where(batch.action_mask, found, 0.0)
 
 
 def judged(scorer: Scorer, batch: ScoringBatch, *, device: torch.device, config: RolloutConfig) -> Scores:

@@ -131,11 +131,18 @@ def _buckets(gradients: Iterable[Tensor]) -> list[list[Tensor]]:
     return [bucket for kind in buckets.values() for bucket in kind]
 
 
-def weights(model: nn.Module, names: Sequence[str] | None, ranks: Ranks) -> dict[str, Tensor]:
-    """Return copies, in host memory, of the named trainable weights, or of all of them on the first rank."""
+def weights(model: nn.Module, names: Sequence[str] | None, ranks: Ranks, *, copied: bool = True) -> dict[str, Tensor]:
+    """Return the named trainable weights, or all of them on the first rank, in host memory.
+
+    Args:
+        model: of transformers or of ours.
+        names: None: all.
+        ranks: who trains together.
+        copied: False: what is in host memory already is returned itself.
+    """
     own = trainable_parameters(model)
     wanted = names if names is not None else own if ranks.is_first else ()
-    return {name: own[name].detach().to("cpu", copy=True) for name in wanted}
+    return {name: own[name].detach().to("cpu", copy=copied) for name in wanted}
 
 
 def load_weights(model: nn.Module, given: Mapping[str, Tensor]) -> None:
@@ -146,12 +153,12 @@ def load_weights(model: nn.Module, given: Mapping[str, Tensor]) -> None:
             own[name].copy_(tensor)
 
 
-def moments(model: nn.Module, optimizer: Any) -> Moments:
-    """Return copies, in host memory, of an optimizer's tensors by moment and weight."""
+def moments(model: nn.Module, optimizer: Any, *, copied: bool = True) -> Moments:
+    """Return an optimizer's tensors by moment and weight, in host memory, as `weights` does."""
     found: Moments = {}
     for name, parameter in trainable_parameters(model).items():
         for moment, tensor in optimizer.state[parameter].items():
-            found.setdefault(moment, {})[name] = tensor.detach().to("cpu", copy=True)
+            found.setdefault(moment, {})[name] = tensor.detach().to("cpu", copy=copied)
     return found
 
 

@@ -18,6 +18,7 @@ from rlhf_core.functional.moments import varies
 from rlhf_core.models.reward_model import RewardModel
 from rlhf_core.models.trunk import autocast, device_of, evaluating
 from rlhf_core.strategy.ranks import ALONE, Ranks
+from rlhf_core.training.micro_batches import of_like_length, pass_tokens_on
 from rlhf_core.training.padding import TokenIds, pad_right
 
 
@@ -169,9 +170,9 @@ def score_sequences(
 ) -> Tensor:
     """Return the raw score of each whole sequence, [B], in host memory; the model's mode comes out as it was."""
     device = device_of(reward_model)
-    scores = [torch.zeros(0)]
+    scores = torch.zeros(len(sequences))
+    lengths = [len(sequence) for sequence in sequences]
     with evaluating(reward_model), torch.no_grad(), autocast(device, autocast_dtype):
-        for start in range(0, len(sequences), batch_size):
-            ids, mask = pad_right(sequences[start : start + batch_size], device)
-            scores.append(reward_model(ids, mask).cpu())
-    return torch.cat(scores)
+        for places in of_like_length(lengths, batch_size, pass_tokens_on(device)):
+            scores[places] = reward_model(*pad_right([sequences[place] for place in places], device)).cpu()
+    return scores

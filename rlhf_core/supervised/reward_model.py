@@ -24,7 +24,9 @@ from rlhf_core.supervised.batches import PairBatch, pair_batch, pair_batch_of
 from rlhf_core.supervised.measures import PairMeasurement, measurement
 from rlhf_core.supervised.step import PairLoss, PairObjective, boosted_for_stage, stage_booster, train_epochs
 from rlhf_core.supervised.trainer import SupervisedTrainer
+from rlhf_core.training.boosted import pass_tokens
 from rlhf_core.training.checkpoint import write_json
+from rlhf_core.training.micro_batches import FEW_PASSES, of_like_length
 from rlhf_core.training.optim import Metrics, OnStep, Trained
 
 logger = logging.getLogger(__name__)
@@ -131,15 +133,16 @@ def train_reward_model(
     trained = boosted_for_stage(
         reward_model, booster, config, samples=len(kept), ranks=ranks, other_lrs={"head.": config.head_lr}
     )
-    size = config.micro_batch_size
 
     def micros(places: Iterable[int]) -> list[PairBatch]:
         mine = [kept[place] for place in places]
-        return [pair_batch(mine[start : start + size]) for start in range(0, len(mine), size)]
+        cut = of_like_length([pair.longest for pair in mine], config.micro_batch_size, FEW_PASSES)
+        return [pair_batch([mine[place] for place in each]) for each in cut]
 
+    cost = pass_tokens(trained.booster, device)
     history = train_epochs(
         trained,
-        PairObjective(device, autocast_dtype, loss=config.loss, centring=config.centring),
+        PairObjective(device, autocast_dtype, loss=config.loss, centring=config.centring, pass_tokens=cost),
         config,
         samples=len(kept),
         micros=micros,

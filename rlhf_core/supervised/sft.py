@@ -32,7 +32,8 @@ from rlhf_core.supervised.batches import (
 )
 from rlhf_core.supervised.step import TokenObjective, boosted_for_stage, kept_logits, stage_booster, train_epochs
 from rlhf_core.supervised.trainer import SupervisedTrainer
-from rlhf_core.training.boosted import rounds
+from rlhf_core.training.boosted import pass_tokens, rounds
+from rlhf_core.training.micro_batches import of_like_length, pass_tokens_on
 from rlhf_core.training.optim import Metrics, OnStep, Trained
 
 SHORT = 7
@@ -109,10 +110,11 @@ def train_sft(
         attach_lora(model, config.lora, seed=seed)
     trained = boosted_for_stage(model, booster, config, samples=len(rows), ranks=ranks)
     objective = TokenObjective(device, autocast_dtype)
+    cost = pass_tokens(trained.booster, device)
 
     def measure() -> Metrics:
         mine = rounds(
-            trained.booster, _micros(unseen[ranks.rank :: ranks.world_size], config), ranks,
+            trained.booster, _micros(unseen[ranks.rank :: ranks.world_size], config, cost), ranks,
             what="measure the held-out demonstrations",
         )  # fmt: skip
         return {"heldout_loss": _mean(_token_sums(trained.model, mine, objective), ranks).loss}
@@ -122,7 +124,7 @@ def train_sft(
         objective,
         config,
         samples=len(rows),
-        micros=lambda places: _micros([rows[place] for place in places], config),
+        micros=lambda places: _micros([rows[place] for place in places], config, cost),
         seed=seed,
         ranks=ranks,
         on_step=on_step,
@@ -140,7 +142,8 @@ def heldout_loss(
         DataError: if there is none, or one is too long or not as it should be.
     """
     rows = _checked(examples, config.max_length, model)
-    return mean_token_loss(model, _micros(rows, config), autocast_dtype=autocast_dtype)
+    batches = _micros(rows, config, pass_tokens_on(device_of(model)))
+    return mean_token_loss(model, batches, autocast_dtype=autocast_dtype)
 
 
 def mean_token_loss(model: nn.Module, batches: Iterable[TokenBatch], *, autocast_dtype: torch.dtype) -> TokenLoss:
@@ -173,11 +176,11 @@ def _mean(sums: Tensor, ranks: Ranks) -> TokenLoss:
     return TokenLoss(total / tokens, int(tokens))
 
 
-def _micros(rows: Sequence[MaskedTokens], config: SFTConfig) -> list[TokenBatch]:
-    size = config.micro_batch_size
+def _micros(rows: Sequence[MaskedTokens], config: SFTConfig, pass_tokens: int) -> list[TokenBatch]:
     if config.packing:
-        return packed_batches(rows, capacity=config.max_length, size=size)
-    return [token_batch(rows[start : start + size]) for start in range(0, len(rows), size)]
+        return packed_batches(rows, capacity=config.max_length, size=config.micro_batch_size)
+    cut = of_like_length([len(row.ids) for row in rows], config.micro_batch_size, pass_tokens)
+    return [token_batch([rows[place] for place in places]) for places in cut]
 
 
 def _checked(

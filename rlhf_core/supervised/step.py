@@ -21,6 +21,7 @@ from rlhf_core.strategy.booster import OwnBooster
 from rlhf_core.strategy.ranks import Ranks
 from rlhf_core.supervised.batches import PairBatch, TokenBatch
 from rlhf_core.training.boosted import held_back, passes, strategy_booster
+from rlhf_core.training.micro_batches import FEW_PASSES, of_like_length
 from rlhf_core.training.modes import training_mode, undisturbed
 from rlhf_core.training.optim import Metrics, OnStep, Trained, make_trained, take_step, warmup_then_decay
 
@@ -312,6 +313,7 @@ class PairObjective:
         loss: `log_sigmoid` or `log_exp`; or a function that returns the mean loss of chosen and rejected scores, from
             whose first argument margins are subtracted.
         centring: weight of the squared sum of a pair's scores; nothing for a function.
+        pass_tokens: as for `of_like_length`.
     """
 
     what = "reward model"
@@ -325,21 +327,29 @@ class PairObjective:
         *,
         loss: Literal["log_sigmoid", "log_exp"] | PairLoss = "log_sigmoid",
         centring: float = 0.0,
+        pass_tokens: int = FEW_PASSES,
     ) -> None:
         self.device = device
         self.autocast_dtype = autocast_dtype
         self._loss = loss
         self._centring = centring
+        self._pass_tokens = pass_tokens
 
     def count(self, micro: PairBatch) -> int:
         """Return the number of pairs."""
         return micro.pairs
 
     def scores(self, model: nn.Module, micro: PairBatch) -> tuple[Tensor, Tensor]:
-        """Return the scores of chosen and rejected sequences, [B] each, from one forward pass."""
-        with autocast(self.device, self.autocast_dtype):
-            scores = model(micro.input_ids.to(self.device), micro.attention_mask.to(self.device))
-        chosen, rejected = scores.flatten().float().chunk(2)
+        """Return the scores of chosen and rejected sequences, [B] each."""
+        width = micro.attention_mask.shape[1]
+        used = (width - micro.attention_mask.long().flip(1).argmax(dim=1)).tolist()  # columns up to a row's last token
+        found, order = [], []
+        for places in of_like_length(used, len(used), self._pass_tokens):
+            rows = [tensor[places, : used[places[-1]]].to(self.device) for tensor in micro[:2]]
+            with autocast(self.device, self.autocast_dtype):
+                found.append(model(*rows).flatten().float())
+            order += places
+        chosen, rejected = torch.cat(found)[torch.tensor(order).argsort()].chunk(2)
         return chosen, rejected
 
     def loss(self, model: nn.Module, micro: PairBatch, *, denominator: float) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ from rlhf_core.strategy import plain
 from rlhf_core.strategy.booster import Booster, OwnBooster, Precision, TrainedState
 from rlhf_core.strategy.factory import check_strategy, make_booster
 from rlhf_core.strategy.ranks import ALONE, Ranks, together
+from rlhf_core.training.micro_batches import FEW_PASSES, pass_tokens_on
 
 T = TypeVar("T")
 PRECISIONS: dict[torch.dtype, Precision] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -95,13 +96,24 @@ def load_weights(booster: Booster, model: nn.Module, tensors: Mapping[str, Tenso
         ours.load_weights(model, tensors)
 
 
-def held_state(booster: Booster, model: nn.Module, optimizer: Any, ranks: Ranks) -> TrainedState:
-    """Return all trainable weights and moments on the first rank, an empty state on the others."""
+def held_state(
+    booster: Booster, model: nn.Module, optimizer: Any, ranks: Ranks, *, copied: bool = True
+) -> TrainedState:
+    """Return all trainable weights and moments on the first rank, an empty state on the others.
+
+    Args:
+        booster: of the model.
+        model: as it was boosted.
+        optimizer: as it was boosted.
+        ranks: who trains together.
+        copied: as for `plain.weights`; what a strategy gathers is a copy in any case.
+    """
     ours = own(booster)
-    if ours is not None:
+    if ours is not None and (copied or not isinstance(ours, plain.PlainBooster)):
         return ours.state(model, optimizer)
     inner = unwrapped(model)
-    return TrainedState(plain.weights(inner, None, ranks), plain.moments(inner, optimizer) if ranks.is_first else {})
+    held = plain.moments(inner, optimizer, copied=copied) if ranks.is_first else {}
+    return TrainedState(plain.weights(inner, None, ranks, copied=copied), held)
 
 
 def load_held_state(booster: Booster, model: nn.Module, optimizer: Any, state: TrainedState) -> None:
@@ -127,6 +139,15 @@ def passes(booster: Booster, mine: int, ranks: Ranks) -> int:
     Called by all ranks.
     """
     return int(ranks.max(torch.tensor(mine)).item()) if equal_passes(booster) else mine
+
+
+def pass_tokens(booster: Booster, device: torch.device) -> int:
+    """Return what a pass through the boosted model costs beside its tokens, for `padding.of_like_length`.
+
+    Few passes are wanted where they wait for all ranks, and of another's booster, which may not accumulate gradients.
+    """
+    ours = own(booster)
+    return FEW_PASSES if ours is None or ours.equal_passes else pass_tokens_on(device)
 
 
 def rounds(booster: Booster, items: Iterable[T], ranks: Ranks, *, what: str) -> Iterator[T | None]:

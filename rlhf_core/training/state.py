@@ -21,7 +21,7 @@ _CPU_RANDOM_STATE, _CUDA_RANDOM_STATE = "random.cpu", "random.cuda"
 
 
 class LearnerState(NamedTuple):
-    """Copies in host memory."""
+    """In host memory."""
 
     tensors: dict[str, Tensor]
     """`actor.weights.<name>`, `actor.optimizer.<moment>.<name>`, `random.cpu`, of the second rank `random.cpu.1`."""
@@ -29,7 +29,9 @@ class LearnerState(NamedTuple):
     """Schedules and learning rates, as JSON holds them."""
 
 
-def state_tensors(roles: Mapping[str, Trained], device: torch.device, ranks: Ranks) -> LearnerState:
+def state_tensors(
+    roles: Mapping[str, Trained], device: torch.device, ranks: Ranks, *, copied: bool = True
+) -> LearnerState:
     """Return trainable weights, optimizer moments and steps, schedules, and torch's random state on every rank.
 
     Frozen weights are not in it: they are found where the model came from. Called by all ranks; only the first gets
@@ -39,11 +41,12 @@ def state_tensors(roles: Mapping[str, Trained], device: torch.device, ranks: Ran
         roles: what is trained, by name.
         device: of the models, whose random state is kept besides the CPU's.
         ranks: who trains together.
+        copied: as for `held_state`.
     """
     tensors = _random_tensors(device, ranks)
     facts: dict[str, Any] = {}
     for role, trained in roles.items():
-        weights, moments = held_state(trained.booster, trained.model, trained.optimizer, ranks)
+        weights, moments = held_state(trained.booster, trained.model, trained.optimizer, ranks, copied=copied)
         tensors |= prefixed(f"{role}.{_WEIGHTS}", weights)
         for moment, held in moments.items():
             tensors |= prefixed(f"{role}.{_MOMENTS}.{moment}", held)

@@ -16,10 +16,12 @@ from bench.speed.rows import ROWS
 NAMES = """
     rollout rollout_adapters rollout_ragged rollout_shared_prompt rollout_until_stop
     logprobs_49152 logprobs_49152_memory logprobs_128256 logprobs_128256_memory
-    padding_gsm8k_sft padding_gsm8k_ppo padding_hh_sft padding_hh_reward padding_hh_ppo
+    padding_gsm8k_sft padding_gsm8k_scoring padding_gsm8k_learning
+    padding_hh_sft padding_hh_reward padding_hh_scoring padding_hh_learning
     sft_step_quickstart sft_step_hh reward_step_quickstart reward_step_hh
     ppo_step_bfloat16 ppo_step_float32 ppo_step_adapters ppo_step_adapters_memory
-    learning_step import_flows help
+    learning_step import_flows help bring_up simulator
+    growth_step_rows growth_step_length growth_step_weights growth_ledger_makers growth_episode_makers
 """
 TWICE = Goal("ratio", ">=", 2.0)
 

@@ -15,6 +15,8 @@ from rlhf_core.models.critic import Critic
 from rlhf_core.models.lora import attach_lora, trainable_state
 from rlhf_core.ppo.episode import learn_episode
 from rlhf_core.ppo.learner import PPOLearner, PPOStats
+from rlhf_core.training import micro_batches
+from rlhf_core.training.micro_batches import PASS_TOKENS
 from rlhf_core.types import Experience
 from tests.reference import definitions
 from tests.tiny_llama import tiny_llama
@@ -128,10 +130,14 @@ def test_recomputed_logprobs_are_those_of_rows_without_padding(temperature: floa
     assert torch.equal(found[~tiny_experience().action_mask], torch.zeros(8 * 4 - TOKENS))
 
 
-def test_one_micro_batch_of_eight_gives_the_step_of_eight_of_one() -> None:
+@pytest.mark.parametrize(("size", "pass_tokens"), [(1, PASS_TOKENS), (3, PASS_TOKENS), (8, 0)])
+def test_one_micro_batch_of_eight_gives_the_step_of_several(
+    size: int, pass_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     results = []
-    for size in (8, 1):
-        ours = learner(micro_batch_size=size)
+    for each, cost in ((8, PASS_TOKENS), (size, pass_tokens)):
+        monkeypatch.setattr(micro_batches, "PASS_TOKENS", cost)
+        ours = learner(micro_batch_size=each)
         stats = ours.training_step(ours.recompute(tiny_experience()))
         results.append((stats, ours))
     (whole, first), (pieces, second) = results
@@ -146,7 +152,11 @@ def test_one_micro_batch_of_eight_gives_the_step_of_eight_of_one() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("lora", [None, LORA])
-def test_the_first_ratio_is_one_exactly(dtype: str, lora: LoRAConfig | None) -> None:
+@pytest.mark.parametrize("pass_tokens", [0, PASS_TOKENS])
+def test_the_first_ratio_is_one_exactly(
+    dtype: str, lora: LoRAConfig | None, pass_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(micro_batches, "PASS_TOKENS", pass_tokens)
     ours = learner(dtype=dtype, lora=lora, train_batch_size=4, micro_batch_size=2)
     stats = learn_episode(ours, tiny_experience(), seed=0, episode=0)
     assert (stats[0].approx_kl, stats[0].clip_fraction) == (0.0, 0.0)

@@ -241,4 +241,4 @@ def test_logits_never_exist_for_more_rows_than_fit(monkeypatch: pytest.MonkeyPat
     model.register_forward_hook(lambda _model, _inputs, output: rows.append(len(output.logits)))
     monkeypatch.setattr(making, "LOGITS_BYTES", 2 * 4 * width * model.config.vocab_size)
     torch.testing.assert_close(making.token_logprobs(model, batch, temperature=1.0, config=fp32), whole)
-    assert rows == [2, 2, 1]
+    assert sorted(rows) == [1, 2, 2]

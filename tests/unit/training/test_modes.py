@@ -8,6 +8,7 @@ import torch
 from rlhf_core.config import LoRAConfig
 from rlhf_core.ppo.step import StepContext
 from rlhf_core.strategy.ranks import Ranks
+from rlhf_core.training.micro_batches import FEW_PASSES
 from tests.unit.ppo.experience import tiny_experience
 from tests.unit.ppo.test_learner import CONFIG
 from tests.unit.ppo.test_options import gradients, learner, shifted
@@ -52,7 +53,7 @@ def test_dropout_depends_on_seed_and_step_and_on_nothing_else() -> None:
 
 def test_dropout_is_another_in_every_seed_step_rank_and_role() -> None:
     def seed(*, seed: int = 0, step: int = 0, rank: int = 0, role: int = 0) -> int:
-        context = StepContext(CONFIG, torch.device("cpu"), torch.float32, Ranks(rank, 4), seed, step)
+        context = StepContext(CONFIG, torch.device("cpu"), torch.float32, Ranks(rank, 4), seed, step, FEW_PASSES)
         return context.noise_seed(role)
 
     drawn = [seed(), seed(seed=1), seed(step=1), seed(rank=1), seed(role=1), seed(step=2), seed(rank=2)]

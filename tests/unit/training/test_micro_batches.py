@@ -1,0 +1,92 @@
+"""Rows of like length go through a model together: the cheapest cut, and every number where it belongs."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+import torch
+
+from rlhf_core.functional.logprobs import logprobs_from_logits
+from rlhf_core.models.actor import response_logprobs
+from rlhf_core.training.micro_batches import FEW_PASSES, PASS_TOKENS, of_like_length, pass_tokens_on, pieces
+from tests.tiny_llama import tiny_llama
+from tests.unit.ppo.experience import PROMPTS, RESPONSES, tiny_experience
+
+LENGTHS = [7, 30, 8, 2, 31, 9, 30]
+
+
+def cost(cut: list[list[int]], pass_tokens: int) -> int:
+    return sum(len(places) * max(LENGTHS[place] for place in places) + pass_tokens for places in cut)
+
+
+@pytest.mark.parametrize("most", [2, 3, 7])
+@pytest.mark.parametrize("pass_tokens", [0, 5, 20, FEW_PASSES])
+def test_no_other_cut_of_the_sorted_rows_costs_less(most: int, pass_tokens: int) -> None:
+    found = of_like_length(LENGTHS, most, pass_tokens)
+    order = [place for places in found for place in places]
+    assert order == [3, 0, 2, 5, 1, 6, 4]
+    assert all(len(places) <= most for places in found)
+    every = [
+        [order[start:end] for start, end in zip((0, *inner), (*inner, len(order)), strict=True)]
+        for number in range(len(order))
+        for inner in combinations(range(1, len(order)), number)
+    ]
+    possible = [cost(cut, pass_tokens) for cut in every if all(len(places) <= most for places in cut)]
+    assert cost(found, pass_tokens) == min(possible)
+    if pass_tokens == FEW_PASSES:
+        assert len(found) == -(-len(LENGTHS) // most)
+
+
+def test_rows_of_one_length_stay_in_their_order_and_no_rows_need_no_pass() -> None:
+    assert of_like_length([5] * 7, 3, PASS_TOKENS) in ([[0, 1, 2], [3, 4, 5], [6]], [[0], [1, 2, 3], [4, 5, 6]])
+    assert of_like_length([5] * 7, 8, PASS_TOKENS) == [[0, 1, 2, 3, 4, 5, 6]]
+    assert of_like_length([], 3, PASS_TOKENS) == []
+
+
+def test_passes_are_few_on_a_gpu() -> None:
+    assert pass_tokens_on(torch.device("cpu")) == PASS_TOKENS
+    assert pass_tokens_on(torch.device("cuda")) == FEW_PASSES
+
+
+@pytest.mark.parametrize("pass_tokens", [0, FEW_PASSES])
+def test_a_piece_has_its_rows_tokens_and_no_column_of_padding(pass_tokens: int) -> None:
+    batch = tiny_experience()
+    found = pieces(batch.sequences, batch.attention_mask, batch.num_actions, most=3, pass_tokens=pass_tokens)
+    assert sorted(torch.cat([piece.rows for piece in found]).tolist()) == list(range(8))
+    restored = torch.full_like(batch.values, -1.0)
+    for piece in found:
+        responses = [RESPONSES[row] for row in piece.rows]
+        for row, ids, mask in zip(piece.rows, piece.sequences, piece.attention_mask, strict=True):
+            assert ids[mask].tolist() == PROMPTS[row] + RESPONSES[row]
+            assert bool(mask[-1])
+        assert bool(piece.attention_mask.any(0).all())
+        assert piece.num_actions == max(map(len, responses))
+        taken = piece.take(batch.action_mask)
+        assert taken.sum(1).tolist() == list(map(len, responses))
+        piece.put(restored, piece.take(batch.values))
+    assert torch.equal(restored[batch.action_mask], batch.values[batch.action_mask])
+
+
+def test_a_response_without_tokens_and_a_row_of_one_token_are_read() -> None:
+    sequences = torch.tensor([[0, 5, 0, 0], [0, 6, 0, 0]])
+    (piece,) = pieces(sequences, sequences > 0, 2, most=2, pass_tokens=PASS_TOKENS)
+    assert piece.sequences[:, -1].tolist() == [5, 6]
+    assert piece.attention_mask.tolist() == [[False, True]] * 2
+    assert (piece.num_actions, piece.take(torch.ones(2, 2)).tolist()) == (1, [[0.0], [0.0]])
+
+
+def test_rows_in_pieces_have_the_log_probabilities_that_each_has_alone() -> None:
+    model, batch = tiny_llama(initializer_range=0.2), tiny_experience()
+    found = torch.zeros_like(batch.values)
+    with torch.no_grad():
+        for piece in pieces(batch.sequences, batch.attention_mask, batch.num_actions, most=8, pass_tokens=0):
+            read = response_logprobs(
+                model, sequences=piece.sequences, attention_mask=piece.attention_mask, num_actions=piece.num_actions,
+                temperature=1.0,
+            )  # fmt: skip
+            piece.put(found, read)
+        for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
+            logits = model(torch.tensor([prompt + response])).logits[:, len(prompt) - 1 : -1]
+            alone = logprobs_from_logits(logits, torch.tensor([response]), temperature=1.0)[0]
+            torch.testing.assert_close(found[row, : len(response)], alone, rtol=1e-5, atol=1e-5)

@@ -15,7 +15,7 @@ Phase = Literal[
     "between_steps",  # each trainer rank: the actor's step is taken, the critic's is not
     "publish",  # first trainer rank: a bucket of weights is about to be laid out
     "swap",  # maker: new weights have come whole, and replace the old ones
-    "snapshot",  # each trainer rank: the state is about to be copied to host memory
+    "snapshot",  # each trainer rank: the state is about to be taken
     "upload",  # first trainer rank: a blob of the state is about to be stored
     "manifest",  # first trainer rank: all blobs are stored, the manifest is not
 ]

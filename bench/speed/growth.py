@@ -37,11 +37,9 @@ def batch(run: Run) -> Found:
 
 def length(run: Run) -> Found:
     """Measure a step with longer and longer rows."""
-    sizes = (8, 16) if run.tiny else (64, 128, 256, 512)
-    calls = [
-        partial(_step, load(run, "bfloat16"), 4 if run.tiny else ROWS, size - PROMPT) for size in sizes if size > PROMPT
-    ]
-    return slope_of(_steps(run, calls, [size for size in sizes if size > PROMPT]))
+    sizes = (32, 64) if run.tiny else (64, 128, 256, 512)
+    calls = [partial(_step, load(run, "bfloat16"), 4 if run.tiny else ROWS, size - PROMPT) for size in sizes]
+    return slope_of(_steps(run, calls, sizes))
 
 
 def size(run: Run) -> Found:

@@ -147,7 +147,8 @@ def prepare(home: Path, report: Report, *, is_down: bool) -> None:
     data.mkdir(mode=0o700, exist_ok=True)
     # SeaweedFS reads the first of its directory's, the user's and the system's; the last two are not for this store.
     write_private(data / "security.toml", "# The environment says it all.\n")
-    _sweep_often(data)
+    if is_down:
+        _sweep_often(data)
     make_keys(home, report)
     secret = home / SECRET_FILE
     known = None if is_down else read_env_file(home / STACK_ENV).get("RLHF_S3_SECRET_KEY")
@@ -166,11 +167,16 @@ def _sweep_often(data: Path) -> None:
     """Have deleted room given back within two minutes: a run's states are gigabytes, the default is 17 minutes.
 
     The flags of the master count for half a minute, until SeaweedFS's own worker takes over with this file.
+
+    Raises:
+        ServiceError: if it cannot be written.
     """
     file = data / "admin" / "plugin" / "job_types" / "vacuum" / "config.pb"
-    if not file.is_file() or file.read_bytes() != _SWEEP:
+    try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         file.write_bytes(_SWEEP)
+    except OSError as error:
+        raise ServiceError(f"{file} cannot be written ({error.strerror}); move away what is there") from None
 
 
 def load_secret(home: Path) -> str:

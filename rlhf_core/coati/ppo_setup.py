@@ -71,7 +71,7 @@ def learning_config(
     accumulation_steps: int,
     **losses: float,
 ) -> LearningConfig:
-    """Return the configuration of the learner: a minibatch is a window of training batches, each a micro-batch."""
+    """Return the configuration of the learner: a minibatch is a window of training batches, and has as many passes."""
     for name, value in (("train_batch_size", train_batch_size), ("accumulation_steps", accumulation_steps)):
         if value < 1:
             raise ConfigError(f"{name} must be at least 1, got {value}")

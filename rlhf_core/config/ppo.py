@@ -201,7 +201,7 @@ class LearningConfig(SamplingConfig, PPOOptions):
     train_batch_size: Positive = 32
     """Samples per optimizer step of one trainer process."""
     micro_batch_size: Positive = 32
-    """Samples that go through the model at once."""
+    """Samples that go through the model at once, at most."""
     max_epochs: Positive = 1
     """Passes over an episode's experience."""
     eps_clip: float = Field(0.2, gt=0, lt=1)

@@ -17,7 +17,7 @@ class SFTConfig(AdapterTrainersConfig):
     batch_size: Positive = 16
     """Sequences per optimizer step of one trainer process."""
     micro_batch_size: Positive = 16
-    """Sequences that go through the model at once; with packing, rows of up to `max_length` tokens."""
+    """Sequences that go through the model at once, at most; with packing, rows of up to `max_length` tokens."""
     lr: float = Field(5e-5, gt=0)
     warmup_steps: int = Field(2, ge=0)
     """Linear warm-up, then linear decay to zero."""

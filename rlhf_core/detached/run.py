@@ -64,7 +64,10 @@ class StateKeeper(Protocol):
     """Keeps training states and the finished policy; the artifact store behind it is not the core's to know."""
 
     def commit_state(self, state: TrainingState, samples: list[Sample]) -> None:
-        """Store the state after `state.history[-1]`, and that episode's samples; return once nothing can lose it."""
+        """Store the state after `state.history[-1]`, and that episode's samples; return once nothing can lose it.
+
+        The tensors may be the learner's own: they stay as they are until this returns, and no longer.
+        """
 
     def last_state(self) -> TrainingState | None:
         """Return the last committed state, or None before the first."""
@@ -83,19 +86,23 @@ class _Episode:
         collected: what is learnt from.
         controls: that its rewards were made with.
         waits: seconds of waiting for the makers, by phase.
+        stored_s: seconds of waiting until the former state was stored.
     """
 
-    def __init__(self, collected: Collected, controls: EpisodeControls, waits: Mapping[str, float]) -> None:
+    def __init__(
+        self, collected: Collected, controls: EpisodeControls, waits: Mapping[str, float], stored_s: float = 0.0
+    ) -> None:
         self.collected, self.controls = collected, controls
-        self.seconds = dict(waits)
-        self.waited_s = 0.0
+        self.seconds = dict(waits) | {"commit": stored_s}
+        self.waited_s = stored_s
         """Of the other phases' time, what was spent waiting for makers and store."""
         self._since = time.perf_counter()
 
     def ends(self, phase: str) -> None:
         """Take the time since the phase before for this one's."""
         now = time.perf_counter()
-        self.seconds[phase], self._since = now - self._since, now
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._since
+        self._since = now
 
 
 @ray.remote(concurrency_groups=GROUPS | {"commit": 1})
@@ -278,12 +285,15 @@ class RunTrainer(GroupMember):
             self._progress = f"episode {ordinal(episode)}: {done} of {counted(total, 'chunk')} made"
 
         made, waits = self._rollouts.collect(episode, report)
+        started = time.perf_counter()
         if not self._config.max_staleness:
+            self._progress = f"episode {ordinal(episode)}: waiting until the state before it is stored"
             self.await_commit()  # of tensors that are changed from here on
+        stored_s = time.perf_counter() - started
         samples = [sample for chunk in made for sample in chunk.samples]
         self._progress = f"episode {ordinal(episode)}: learning from {counted(len(samples), 'sample')}"
         rows = in_key_order((Experience.from_numpy(chunk.experience), chunk.samples) for chunk in made)
-        self._episode = _Episode(Collected(rows, samples), self._rollouts.controls_of(episode), waits)
+        self._episode = _Episode(Collected(rows, samples), self._rollouts.controls_of(episode), waits, stored_s)
         return self._episode.collected
 
     def _with_peers(self, episode: int) -> AbstractContextManager[None]:
@@ -301,9 +311,9 @@ class RunTrainer(GroupMember):
         self._episode.ends("synchronise")
 
     def _keep(self, episode: int, steps: Sequence[PPOStats]) -> None:
-        """Have the state stored beside the next episode: in lockstep itself, as nothing is learnt in that time."""
+        """Have the state stored beside the next episode: in lockstep as it lies, for nothing is learnt in that time."""
         started = time.perf_counter()
-        self.await_commit()  # the one before: it had all of this episode's time, and no third state is in memory
+        self.await_commit()  # the one before, unless in lockstep: no third state is in memory
         self._episode.waited_s += time.perf_counter() - started
         _check_bases(self._learner)
         with self._peers.taking_part("state"):

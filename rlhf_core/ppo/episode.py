@@ -176,7 +176,8 @@ class EpisodeLearner:
             window = windows[place]
             if self.learner.config.correction == "decoupled" and any(number > 0 for number in window.begins):
                 # The trust region moves along with each pass; the values stay as the first call restated them.
-                self.learning = self.learning._replace(learnt=self._restated(self.learning.learnt))
+                learnt = self._restated(self.learning.learnt, number=max(window.begins))
+                self.learning = self.learning._replace(learnt=learnt)
             for number in window.begins:
                 self._hooks.on_pass_start(number)
             taken.append(self._take(window))
@@ -209,10 +210,13 @@ class EpisodeLearner:
         self._hooks.on_step_end(stats, experience)
         return stats
 
-    def _restated(self, experience: Experience) -> Experience:
-        step = self._batch_size * self._accumulation_steps
-        first = minibatch_order(seed=0, episode=0, epoch=0, samples=len(experience), batch_size=step)
-        return self.learner.recompute(experience, first, shared=self.is_shared)
+    def _restated(self, experience: Experience, *, number: int = 0) -> Experience:
+        """Return the rows as the learner sees them before a pass, cut as that pass is."""
+        batches = minibatch_order(
+            seed=self._seed, episode=self.position.episode, epoch=number, samples=len(experience),
+            batch_size=self._batch_size * self._accumulation_steps,
+        )  # fmt: skip
+        return self.learner.recompute(experience, batches, shared=self.is_shared)
 
     @property
     def _batch_size(self) -> int:

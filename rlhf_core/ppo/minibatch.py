@@ -126,7 +126,7 @@ def cut(batch: Experience, config: LearningConfig, pass_tokens: int) -> list[Pie
         pass_tokens: as for `of_like_length`.
     """
     return pieces(
-        batch.sequences, batch.attention_mask, batch.num_actions, most=config.micro_batch_size, pass_tokens=pass_tokens
+        batch.sequences, batch.attention_mask, batch.action_mask, most=config.micro_batch_size, pass_tokens=pass_tokens
     )
 
 
@@ -138,7 +138,7 @@ def _rows_of(batch: Experience, piece: Piece) -> Experience:
         **by_token,
         sequences=piece.sequences,
         attention_mask=piece.attention_mask,
-        policy_version=batch.policy_version[piece.rows],
+        policy_version=batch.policy_version[piece.rows.to(batch.policy_version.device)],
     )
 
 

@@ -41,7 +41,7 @@ class ScoringBatch(NamedTuple):
     def pieces(self, device: torch.device, most: int | None = None) -> list[Piece]:
         """Return the rows as a model on this device reads them together, at most so many at a time."""
         return pieces(
-            self.sequences, self.attention_mask, self.action_mask.shape[1],
+            self.sequences, self.attention_mask, self.action_mask,
             most=most or len(self.sequences), pass_tokens=pass_tokens_on(device),
         )  # fmt: skip
 
@@ -121,7 +121,8 @@ class TrainedScores:
         raw = torch.zeros(len(batch.sequences))
         with torch.no_grad():
             for piece in batch.pieces(device):
-                raw[piece.rows] = self._model(piece.sequences.to(device), piece.attention_mask.to(device)).cpu()
+                said = self._model(piece.sequences.to(device), piece.attention_mask.to(device))
+                raw[piece.rows] = said.float().cpu()
             scaled = self._model.standardise(raw.to(device))
         return Judged(scaled.cpu(), {REWARD_MODEL: raw})
 

@@ -174,5 +174,6 @@ def score_sequences(
     lengths = [len(sequence) for sequence in sequences]
     with evaluating(reward_model), torch.no_grad(), autocast(device, autocast_dtype):
         for places in of_like_length(lengths, batch_size, pass_tokens_on(device)):
-            scores[places] = reward_model(*pad_right([sequences[place] for place in places], device)).cpu()
+            found = reward_model(*pad_right([sequences[place] for place in places], device))
+            scores[places] = found.float().cpu()
     return scores

@@ -142,7 +142,7 @@ def passes(booster: Booster, mine: int, ranks: Ranks) -> int:
 
 
 def pass_tokens(booster: Booster, device: torch.device) -> int:
-    """Return what a pass through the boosted model costs beside its tokens, for `padding.of_like_length`.
+    """Return what a pass through the boosted model costs beside its tokens, for `of_like_length`.
 
     Few passes are wanted where they wait for all ranks, and of another's booster, which may not accumulate gradients.
     """

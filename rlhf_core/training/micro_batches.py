@@ -23,7 +23,7 @@ def pass_tokens_on(device: torch.device) -> int:
 
 
 def of_like_length(lengths: Sequence[int], most: int, pass_tokens: int) -> list[list[int]]:
-    """Return the places of rows that go through a model together, padded to the longest of them.
+    """Return the places of rows that go through a model together, padded to the longest of them; the longest first.
 
     Rows are sorted by length, those of one length in their order. Of all cuts this one has the least cost.
 
@@ -34,7 +34,7 @@ def of_like_length(lengths: Sequence[int], most: int, pass_tokens: int) -> list[
 
     Example:
         >>> of_like_length([9, 2, 9, 3], 4, pass_tokens=8)
-        [[1, 3], [0, 2]]
+        [[0, 2], [1, 3]]
     """
     order = sorted(range(len(lengths)), key=lambda place: lengths[place])
     least: list[tuple[int, int]] = [(0, 0)]  # for the first rows in that order: their cost, and where the last cut is
@@ -50,7 +50,7 @@ def of_like_length(lengths: Sequence[int], most: int, pass_tokens: int) -> list[
     end = len(order)
     while end:
         start = least[end][1]
-        found.insert(0, order[start:end])
+        found.append(order[start:end])
         end = start
     return found
 
@@ -59,13 +59,13 @@ class Piece(NamedTuple):
     """Rows of a padded batch that go through a model together, moved so that all end in the last column."""
 
     rows: Tensor
-    """[b], their places in the batch."""
+    """[b], their places in the batch; in host memory."""
     sequences: Tensor
     """[b s]"""
     attention_mask: Tensor
     """[b s], True on tokens."""
     columns: Tensor
-    """[b a], which column of the batch's responses stands here; below 0 where the response is shorter."""
+    """[b a], which column of the responses stands here, below 0 where one is shorter; in host memory."""
 
     @property
     def num_actions(self) -> int:
@@ -74,42 +74,48 @@ class Piece(NamedTuple):
 
     def take(self, numbers: Tensor) -> Tensor:
         """Return these rows of a tensor of one number for each response token, [B A], as [b a]."""
-        return numbers[self.rows].gather(1, self.columns.clamp(min=0)).masked_fill(self.columns < 0, 0)
+        columns = self.columns.to(numbers.device)
+        return numbers[self.rows.to(numbers.device)].gather(1, columns.clamp(min=0)).masked_fill(columns < 0, 0)
 
     def put(self, numbers: Tensor, found: Tensor) -> None:
         """Write what was found for these rows, [b a], to where it belongs in [B A]."""
-        is_there = self.columns >= 0
-        rows = self.rows[:, None].expand_as(self.columns)
-        numbers[rows[is_there], self.columns[is_there]] = found[is_there]
+        own = (self.columns >= 0).nonzero(as_tuple=True)  # in host memory: a GPU is not waited for
+        place = (self.rows[own[0]], self.columns[own])
+        source, target = ([index.to(found.device) for index in each] for each in (own, place))
+        numbers[tuple(target)] = found[tuple(source)].to(numbers.dtype)
 
 
-def pieces(sequences: Tensor, attention_mask: Tensor, num_actions: int, *, most: int, pass_tokens: int) -> list[Piece]:
-    """Return a batch cut by `of_like_length`: no column of a piece is padding alone.
+def pieces(
+    sequences: Tensor, attention_mask: Tensor, action_mask: Tensor, *, most: int, pass_tokens: int
+) -> list[Piece]:
+    """Return a batch cut by `of_like_length`, each piece as wide as its longest row, but two columns at least.
 
     Args:
         sequences: [B S], prompts padded left, responses right.
         attention_mask: [B S], True on tokens.
-        num_actions: width of the response part.
+        action_mask: [B A], True on response tokens; what counts is kept, though nobody attends to it.
         most: as for `of_like_length`.
         pass_tokens: as for `of_like_length`.
     """
-    width = sequences.shape[1]
-    attended = attention_mask.long()
-    begins, after = attended.argmax(dim=1), attended.flip(1).argmax(dim=1)  # padding before and after each row
+    width, most_actions = sequences.shape[1], action_mask.shape[1]
+    used = attention_mask.cpu()
+    used = torch.cat([used[:, :-most_actions], used[:, -most_actions:] | action_mask.cpu()], dim=1).long()
+    begins, after = used.argmax(dim=1), used.flip(1).argmax(dim=1)  # padding before and after each row
     found = []
     for places in of_like_length((width - begins - after).tolist(), most, pass_tokens):
-        rows = torch.tensor(places, device=sequences.device)
+        rows = torch.tensor(places)
         shift = after[rows, None]
-        actions = max(1, num_actions - int(shift.min()))
+        actions = max(1, most_actions - int(shift.min()))
         length = max(actions + 1, width - int((begins + after)[rows].min()))
-        source = torch.arange(width - length, width, device=sequences.device) - shift
-        there = source.clamp(min=0)
-        columns = torch.arange(num_actions - actions, num_actions, device=sequences.device) - shift
+        source = torch.arange(width - length, width) - shift
+        columns = torch.arange(most_actions - actions, most_actions) - shift
+        here, there = (each.to(sequences.device) for each in (rows, source))
+        there, is_there = there.clamp(min=0), there >= 0
         found.append(
             Piece(
                 rows,
-                sequences[rows].gather(1, there),
-                attention_mask[rows].gather(1, there) & (source >= 0),
+                sequences[here].gather(1, there),
+                attention_mask[here].gather(1, there) & is_there,
                 columns.clamp(min=-1),
             )
         )

@@ -16,6 +16,7 @@ from rlhf_core.ppo.episode import Position
 from rlhf_core.ppo.loop import Collected, Loop
 from rlhf_core.ppo.state import RolloutState
 from rlhf_core.types import EpisodeControls
+from tests.unit.ppo.experience import tiny_experience
 from tests.unit.ppo.test_loop import SAMPLE
 
 WAIT_S = 30.0
@@ -73,7 +74,7 @@ class IdleLearner:
 
 def trainer(keeper: SlowKeeper) -> Any:
     ours = IdleTrainer((), None, [], PPOConfig(), 0, keeper, None)
-    ours._learner = SimpleNamespace(state=lambda: ({}, {}), trained=lambda _role: None)
+    ours._learner = SimpleNamespace(state=lambda **_: ({}, {}), trained=lambda _role: None)
     ours._rollouts = SimpleNamespace(state=RolloutState)
     ours._loop = Loop(IdleLearner(), collect=ours._collect, publish=ours._publish, keep=ours._keep)
     ours.seen = []
@@ -102,3 +103,52 @@ def test_an_episode_that_failed_once_it_was_learnt_is_not_run_again_as_another(m
     with pytest.raises(TrainingError, match="failed in episode 1 once it had begun to learn it; build it anew"):
         ours.run_episode(0)
     assert (ours.seen, keeper.stored) == ([[]], [])
+
+
+class LearningTrainer(Trainer):  # type: ignore[misc]
+    """Collects eight samples for each episode."""
+
+    def _send(self, *_: Any, **__: Any) -> float:
+        return 0.0
+
+    def _figures(self, *_: Any) -> dict[str, float]:
+        return {}
+
+
+@pytest.mark.parametrize(("max_staleness", "stored"), [(0, [1]), (1, [])])
+def test_a_state_is_stored_before_its_tensors_change_or_is_a_copy(max_staleness: int, stored: list[int]) -> None:
+    keeper = SlowKeeper()
+    seen: list[list[int]] = []
+    told: list[bool] = []
+
+    class Watching(IdleLearner):
+        def begin(self, *_: Any) -> None:
+            seen.append(list(keeper.stored))
+            if self.position.episode:
+                keeper.may_finish.set()
+
+    def collect(_episode: int, _report: Any) -> Any:
+        return [SimpleNamespace(experience=tiny_experience().to_numpy(), samples=[SAMPLE] * 8)], {}
+
+    def state(*, copied: bool) -> Any:
+        told.append(copied)
+        return {}, {}
+
+    ours = LearningTrainer((), None, [], PPOConfig(max_staleness=max_staleness), 0, keeper, None)
+    ours._learner = SimpleNamespace(state=state, trained=lambda _role: None)
+    ours._rollouts = SimpleNamespace(state=RolloutState, collect=collect, controls_of=lambda _episode: CONTROLS)
+    ours._loop = Loop(Watching(), collect=ours._collect, publish=ours._publish, keep=ours._keep)
+    waits = ours.await_commit
+
+    def await_commit() -> int:
+        keeper.may_finish.set()  # by whoever waits, and nobody else: without a wait nothing is stored
+        done: int = waits()
+        return done
+
+    if not max_staleness:
+        ours.await_commit = await_commit
+    for episode in range(2):
+        ours.run_episode(episode)
+    assert waits() == 2
+    assert seen == [[], stored]
+    assert told == [bool(max_staleness)] * 2

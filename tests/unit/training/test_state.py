@@ -83,6 +83,17 @@ def test_a_state_holds_no_frozen_weight_and_does_not_follow_the_learner() -> Non
     assert all(torch.equal(tensor, kept[name]) for name, tensor in tensors.items())
 
 
+def test_a_state_that_is_no_copy_is_the_learners_own_memory() -> None:
+    ours = build("adapters with dropout")
+    run(ours, 0)
+    copies, own = ours.state().tensors, ours.state(copied=False).tensors
+    assert copies.keys() == own.keys()
+    assert all(torch.equal(tensor, copies[name]) for name, tensor in own.items())
+    assert {each.data_ptr() for each in own.values()} >= {
+        each.data_ptr() for each in ours.actor.parameters() if each.requires_grad
+    }
+
+
 def test_a_loaded_state_is_copied_and_not_written_into() -> None:
     first, second = build("full"), build("full")
     run(first, 0)

@@ -27,6 +27,7 @@ from rlhf_core.ppo.ptx import PtxSource
 from rlhf_core.ppo.step import StepContext, first_logprobs, step_all
 from rlhf_core.strategy.ranks import ALONE, Ranks, current_ranks
 from rlhf_core.training.boosted import awake, exact, pass_tokens, strategy_booster
+from rlhf_core.training.micro_batches import LIKE_LENGTH
 from rlhf_core.training.modes import checkpoint_activations
 from rlhf_core.training.optim import Trained, make_trained, warmup_then_constant
 from rlhf_core.training.padding import PaddedBatch
@@ -134,7 +135,9 @@ class PPOLearner:
         if max_new_tokens is None and isinstance(config, RolloutConfig):
             max_new_tokens = config.max_new_tokens
         self._longest = max_new_tokens
-        self._pass_tokens = max(pass_tokens(trained.booster, self.device) for trained in self._roles.values())
+        self._cost = max(pass_tokens(trained.booster, self.device) for trained in self._roles.values())
+        self._in_order = False
+        """Whether micro-batches are cut in the order of their rows, as before release 0.3."""
         for trained in self._roles.values():
             trained.model.eval()
             if config.gradient_checkpointing:
@@ -270,12 +273,15 @@ class PPOLearner:
         """Return, as JSON holds them, the facts that are in neither models, optimizers nor schedules.
 
         `adapters` tells how sets of adapters are computed, `kernels` with what library rollouts are made on this
-        machine: where these differ, so do last bits.
+        machine: where these differ, so do last bits. `rows` tells how micro-batches are cut.
         """
         line = None if self._line is None else self._line.facts()
         lora = next((adapter_config(trained.model) for trained in self._roles.values()), None)
         form = None if lora is None else IN_TURN if lora.dropout else JOINED
-        return {"steps": self.steps, "value_line": line, "adapters": form, "kernels": used_on(self.device)}
+        rows = None if self._in_order else LIKE_LENGTH
+        return {
+            "steps": self.steps, "value_line": line, "adapters": form, "kernels": used_on(self.device), "rows": rows
+        }  # fmt: skip
 
     def load_state(self, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
         """Go on from a state that `state` returned, under this strategy or another, with as many ranks or others.
@@ -307,6 +313,7 @@ class PPOLearner:
         except (LookupError, TypeError, ValueError) as error:
             raise ModelError("the stored training state is incomplete: it lacks the learner's own facts") from error
         self.steps, self._line = steps, value_line
+        self._in_order = facts.get("rows") != LIKE_LENGTH  # a run that an earlier release began ends as it would have
 
     def merged_weights(
         self, role: Literal["actor", "critic"], *, dtype: torch.dtype | None = None
@@ -330,6 +337,10 @@ class PPOLearner:
     def trained(self, role: Literal["actor", "critic"]) -> Trained | None:
         """Return actor or critic with what trains it; None where there is no such model."""
         return self._roles.get(role)
+
+    @property
+    def _pass_tokens(self) -> int | None:
+        return None if self._in_order else self._cost
 
     def _context(self) -> StepContext:
         return StepContext(self.config, self.device, self._dtype, self.ranks, self._seed, self.steps, self._pass_tokens)

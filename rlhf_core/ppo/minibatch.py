@@ -14,7 +14,7 @@ from rlhf_core.functional.advantages import share_explained
 from rlhf_core.functional.moments import Moments, deviation_sum, masked_sums, whiten_with
 from rlhf_core.functional.weights import aggregation_count, aggregation_weights, importance_weights
 from rlhf_core.strategy.ranks import Ranks
-from rlhf_core.training.micro_batches import Piece, pieces
+from rlhf_core.training.micro_batches import Piece, in_order, pieces
 from rlhf_core.types import Experience
 
 WHITENED = frozenset({"gae", "reinforce_pp"})
@@ -67,7 +67,7 @@ def prepare(
     *,
     ranks: Ranks,
     longest: int | None,
-    pass_tokens: int,
+    pass_tokens: int | None,
     with_critic: bool,
 ) -> Minibatch:
     """Return the minibatch in micro-batches, its moments and denominator agreed between ranks.
@@ -117,14 +117,16 @@ def prepare(
     return Minibatch(micros, denominator, tokens, figures)
 
 
-def cut(batch: Experience, config: LearningConfig, pass_tokens: int) -> list[Piece]:
+def cut(batch: Experience, config: LearningConfig, pass_tokens: int | None) -> list[Piece]:
     """Return how rows that are learnt in one step go through a model: in micro-batches of like length.
 
     Args:
         batch: this rank's rows; there may be none, as an episode's last minibatch may have fewer rows than ranks.
         config: with the largest micro-batch.
-        pass_tokens: as for `of_like_length`.
+        pass_tokens: as for `of_like_length`; None cuts them in their order.
     """
+    if pass_tokens is None:
+        return in_order(batch.sequences, batch.attention_mask, batch.num_actions, config.micro_batch_size)
     return pieces(
         batch.sequences, batch.attention_mask, batch.action_mask, most=config.micro_batch_size, pass_tokens=pass_tokens
     )

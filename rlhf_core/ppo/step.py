@@ -42,7 +42,7 @@ class StepContext(NamedTuple):
     ranks: Ranks
     seed: int
     step: int
-    pass_tokens: int
+    pass_tokens: int | None
     """As for `minibatch.cut`."""
 
     def noise_seed(self, role: int) -> int:

@@ -13,6 +13,8 @@ from torch import Tensor
 
 PASS_TOKENS = 64
 """What a pass through a model costs on a CPU beside its tokens, in tokens."""
+LIKE_LENGTH = "of like length"
+"""How rows are cut, in a training state."""
 FEW_PASSES = 1 << 40
 """In the place of `PASS_TOKENS`: not one pass more than has to be."""
 
@@ -83,6 +85,19 @@ class Piece(NamedTuple):
         place = (self.rows[own[0]], self.columns[own])
         source, target = ([index.to(found.device) for index in each] for each in (own, place))
         numbers[tuple(target)] = found[tuple(source)].to(numbers.dtype)
+
+
+def in_order(sequences: Tensor, attention_mask: Tensor, num_actions: int, size: int) -> list[Piece]:
+    """Return a batch as releases before 0.3 cut it: in its order, with all padding; a run of theirs ends so.
+
+    Dropout is drawn for places in a micro-batch: cut in another way, such a run would learn something else.
+    """
+    return [
+        Piece(rows, sequences[here], attention_mask[here], torch.arange(num_actions).expand(len(rows), -1))
+        for rows in torch.split(torch.arange(len(sequences)), size)
+        for here in [rows.to(sequences.device)]
+        if len(rows)
+    ]
 
 
 def pieces(

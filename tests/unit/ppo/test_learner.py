@@ -285,3 +285,16 @@ def test_merged_weights_have_the_names_of_models_without_adapters() -> None:
 )
 def test_the_state_tells_how_adapters_are_computed(lora: LoRAConfig | None, form: str | None) -> None:
     assert learner(lora=lora).facts()["adapters"] == form
+
+
+@pytest.mark.parametrize(("rows", "widths"), [(None, [7, 7, 7]), ("of like length", [4, 4, 7])])
+def test_a_run_that_an_earlier_release_began_goes_on_with_rows_as_that_cut_them(
+    rows: str | None, widths: list[int]
+) -> None:
+    ours = learner(micro_batch_size=3)
+    ours.load_facts({"steps": 0, "value_line": None, "rows": rows})
+    seen: list[int] = []
+    ours.actor.model.embed_tokens.register_forward_hook(lambda _, ids, __: seen.append(ids[0].shape[1]))
+    ours.recompute(tiny_experience())
+    assert sorted(seen) == widths
+    assert ours.facts()["rows"] == rows

@@ -76,7 +76,7 @@ def share(experience: Experience, ranks: Ranks) -> Experience:
 def near(ours: PPOLearner, experience: Experience) -> Experience:
     """Old log-probabilities near the actor's own, so that some ratios are clipped and the loss is not nearly zero."""
     new = ours.recompute(experience).action_log_probs.cpu()
-    shift = 0.4 * (experience.action_log_probs + 5.5)
+    shift = 0.4 * (experience.action_log_probs + 5.5) + 0.2 * experience.advantages
     return experience.replace(action_log_probs=torch.where(experience.action_mask, new - shift, 0.0))
 
 

@@ -1,8 +1,8 @@
 """Five steps of every stage in plain PyTorch, written out: one process, no booster, trainer or loss function of ours.
 
-Every minibatch goes through the model in one piece. Of ours are only models, adapters and data. Arithmetic is `fp32`;
-`autocast`: bfloat16 in forward passes over float32 weights; or `weights`: a copy of the weights in bfloat16, in which
-passes run and gradients come, while AdamW works on the float32 ones.
+Every minibatch goes through the model in one piece, in PPO each row alone and without padding. Of ours are only models,
+adapters and data. Arithmetic is `fp32`; `autocast`: bfloat16 in forward passes over float32 weights; or `weights`: a
+copy of the weights in bfloat16, in which passes run and gradients come, while AdamW works on the float32 ones.
 """
 
 from __future__ import annotations
@@ -162,13 +162,16 @@ def ppo(arithmetic: Arithmetic, lora: LoRAConfig | None) -> Found:
 
 def policy(actor: Written, rows: slice) -> tuple[Tensor, Tensor]:
     """Return log-probability and entropy of each response token of these rows, at the temperature 0.9."""
-    batch = experience()
-    ids, mask, width = batch.sequences[rows], batch.attention_mask[rows], batch.action_mask.shape[1]
-    places = (mask.long().cumsum(dim=1) - 1).clamp(min=0)  # prompts are padded on the left
-    with actor.autocast():
-        logits = actor.working(input_ids=ids, attention_mask=mask.long(), position_ids=places, use_cache=False).logits
-    every = (logits[:, -width - 1 : -1].float() / 0.9).log_softmax(dim=-1)
-    return every.gather(2, ids[:, -width:, None])[..., 0], -(every.exp() * every).sum(dim=-1)
+    found: list[tuple[Tensor, Tensor]] = []
+    width = experience().action_mask.shape[1]
+    for ids, response in unpadded(rows):
+        with actor.autocast():
+            logits = actor.working(input_ids=ids[None], use_cache=False).logits[0, -response - 1 : -1]
+        every = (logits.float() / 0.9).log_softmax(dim=-1)
+        read = every.gather(1, ids[-response:, None])[:, 0], -(every.exp() * every).sum(dim=-1)
+        found.append(tuple(functional.pad(each, (0, width - response)) for each in read))
+    logprobs, entropy = (torch.stack(each) for each in zip(*found, strict=True))
+    return logprobs, entropy
 
 
 def actor_losses(actor: Written, old: Tensor, rows: slice) -> tuple[Tensor, Tensor, float]:
@@ -192,8 +195,12 @@ def critic_loss(critic: Written, rows: slice) -> Tensor:
     """Half the larger of two squared errors; a mean over sequences of means over tokens."""
     batch = experience()
     mask, width = batch.action_mask[rows], batch.action_mask.shape[1]
-    with critic.autocast():
-        values = headed(critic.working, batch.sequences[rows], batch.attention_mask[rows].long())[:, -width - 1 : -1]
+    read = []
+    for ids, response in unpadded(rows):
+        with critic.autocast():
+            each = headed(critic.working, ids[None], torch.ones_like(ids)[None])[0, -response - 1 : -1]
+        read.append(functional.pad(each, (0, width - response)))
+    values = torch.stack(read)
     assert batch.returns is not None
     before, target = batch.values[rows], batch.returns[rows]
     kept = before + (values - before).clamp(-0.2, 0.2)
@@ -213,6 +220,17 @@ def padded(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
     width = max(map(len, rows))
     ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=stages.DEVICE)
     return ids, torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=stages.DEVICE)
+
+
+def unpadded(rows: slice) -> list[tuple[Tensor, int]]:
+    """Return the token ids of each row, and how many of them are its response."""
+    batch = experience()
+    return [
+        (ids[seen], int(acted.sum()))
+        for ids, seen, acted in zip(
+            batch.sequences[rows], batch.attention_mask[rows], batch.action_mask[rows], strict=True
+        )
+    ]
 
 
 def experience() -> Experience:

@@ -16,6 +16,7 @@ from tasks.parents import ancestors, base_model, base_of, resolve_reward_model
 from tasks.plan import settled_once
 from tasks.progress import Progress, say
 from tasks.results import SHOWN_CONFIDENCE, Parent, StageResult
+from tasks.scratch import scratch_directory
 from tasks.source import source_digest
 from tasks.stages import commit_stage, reuse_or_make, stage_key
 from tasks.task_errors import stage_task
@@ -191,17 +192,20 @@ def _asked(
     from rlhf_core.models.loading import load_tokenizer
     from rlhf_core.models.reward_model import RewardModel
 
-    directory = materialise(context, policy)
-    template = PromptTemplate(load_tokenizer(directory), config.template)
     progress = Progress("evaluate", len(problems), f"{policy.uri} problem")
-    with _judge(context, config, template, scorer) as judge:
-        base = base_of(context, config, policy)
-        model = load_policy(context, policy, base, "float32", shares_base=shares_base)
-        outcomes = evaluate(
-            model, template, problems, config.evaluation, judge, on_progress=lambda done, _total: progress.step(done)
-        )
-        check_bases(model, judge if isinstance(judge, RewardModel) else None)
-        return _Asked(outcomes, None if scorer else best_constant(problems, template, judge))
+    base = base_of(context, config, policy)
+    with scratch_directory(context.settings.home) as scratch:
+        if policy.digest != base.digest:  # adapters are evaluated once: in the cache they would only take room
+            files = context.store.fetch(ArtifactRef(policy.uri, policy.digest), scratch, keep=False)
+            policy = policy.model_copy(update={"path": str(files)})
+        template = PromptTemplate(load_tokenizer(materialise(context, policy)), config.template)
+        with _judge(context, config, template, scorer) as judge:
+            model = load_policy(context, policy, base, "float32", shares_base=shares_base)
+            outcomes = evaluate(
+                model, template, problems, config.evaluation, judge, on_progress=lambda done, _: progress.step(done)
+            )
+            check_bases(model, judge if isinstance(judge, RewardModel) else None)
+            return _Asked(outcomes, None if scorer else best_constant(problems, template, judge))
 
 
 @contextmanager

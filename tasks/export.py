@@ -55,7 +55,7 @@ def export(
             f"{directory} is not an empty directory; give an empty directory, or a new one, for {manifest.uri}"
         )
     files = store.cached(manifest.ref)
-    base = read_base(files, uri=manifest.uri)
+    base = read_base(store, manifest)
     assert base is not None  # the manifest names the file
     try:
         source = _base_directory(store, known, manifest, base, model, beside=None if merged else directory / BASE)

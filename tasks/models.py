@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
+    from infra.artifacts import ArtifactStore
+    from infra.artifacts.manifest import Manifest
     from rlhf_core.config import RewardModelConfig, SFTConfig
     from rlhf_core.models.base import Base
     from rlhf_core.models.reward_model import RewardModel
@@ -48,23 +50,20 @@ def write_base(directory: Path, base: Parent) -> None:
     (directory / BASE_FILE).write_text(json.dumps(note.model_dump(exclude_none=True)))
 
 
-def read_base(directory: Path, *, uri: str) -> NotedBase | None:
+def read_base(store: ArtifactStore, manifest: Manifest) -> NotedBase | None:
     """Return what a model's adapters are over; None if it is a whole model.
-
-    Args:
-        directory: of the model.
-        uri: of the model, for the error.
 
     Raises:
         ModelError: if the note cannot be read.
     """
-    file = directory / BASE_FILE
-    if not file.is_file():
+    if not manifest.has_adapters:
         return None
     try:
-        return NotedBase.model_validate_json(file.read_bytes())
+        return NotedBase.model_validate_json(store.read_bytes(manifest, BASE_FILE))
     except ValidationError as error:
-        raise ModelError(f"{BASE_FILE} of {uri} does not say what its adapters are over; it is damaged") from error
+        raise ModelError(
+            f"{BASE_FILE} of {manifest.uri} does not say what its adapters are over; it is damaged"
+        ) from error
 
 
 def opened_base(context: Context, base: Parent, arithmetic: str) -> Base:

@@ -11,7 +11,7 @@ from infra.errors import ReferenceNotFoundError
 from rlhf_core.config import PipelineConfig
 from rlhf_core.counting import counted
 from rlhf_core.errors import ConfigError, ModelError
-from tasks.context import Context, materialise, open_context
+from tasks.context import Context, open_context
 from tasks.models import read_base
 from tasks.plan import settled_once
 from tasks.progress import say
@@ -67,7 +67,7 @@ def base_of(context: Context, config: PipelineConfig, model: Parent) -> Parent:
     """
     if model.path:
         return model
-    noted = read_base(materialise(context, model), uri=model.uri)
+    noted = read_base(context.store, context.store.resolve(ArtifactRef(model.uri, model.digest)))
     base = Parent(uri=noted.uri, digest=noted.digest) if noted else model
     if not base.uri.startswith(EXTERNAL_PREFIX):
         return base

@@ -1,7 +1,7 @@
 """Adapters on disk, in peft's own format: `PeftModel.from_pretrained` loads what is written here.
 
 Frozen adapters, below those that were trained, lie in a directory of their own beside them, `below`: the bytes of what
-an earlier stage trained are the same in each later one. `read_joined` makes one set of both.
+an earlier stage trained are the same in each later one, a reward model among them. `read_joined` makes one set of both.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 BELOW = "below"
 """Directory of the frozen adapters."""
+_LANGUAGE_MODEL = "CAUSAL_LM"
 _PREFIX = "base_model.model."  # where the model is inside peft's wrapper
 _FACTORS = ("lora_A", "lora_B")
 # what peft can do and we cannot: a directory that asks for it is refused
@@ -80,7 +81,7 @@ def save_adapters(model: PreTrainedModel, directory: Path, *, base: str | None =
         raise ModelError("adapters of lora.init pissa are of no use without the weights that they changed; save merged")
     settings: dict[str, Any] = {
         "fan_in_fan_out": any(layer.fan_in_fan_out for layer in _layers(model)),  # GPT-2 keeps weights transposed
-        "task_type": None if model.get_output_embeddings() is None else "CAUSAL_LM",
+        "task_type": None if model.get_output_embeddings() is None else _LANGUAGE_MODEL,
         "base_model_name_or_path": base or model.name_or_path or None,
     }
     own = {_peft_name(name): tensor for name, tensor in trainable_state(model).items()}
@@ -90,6 +91,9 @@ def save_adapters(model: PreTrainedModel, directory: Path, *, base: str | None =
         target_modules=sorted(layers), **settings,
     )  # fmt: skip
     if (below := frozen_adapters(model)) is not None:
+        if settings["task_type"] is None:  # as the policy's own file has them, in which a transformer has a name
+            prefix, settings["task_type"] = f"{model.base_model_prefix}.", _LANGUAGE_MODEL
+            below = below._replace(factors={prefix + layer: both for layer, both in below.factors.items()})
         write_adapters(below, directory / BELOW, **settings)
 
 
@@ -145,8 +149,20 @@ def _partner(name: str) -> str:
 
 def read_joined(directory: Path) -> Adapters:
     """Return stored adapters and those below them as one set; raises what `read_adapters` raises."""
-    below = [read_adapters(directory / BELOW)] if is_adapter_directory(directory / BELOW) else []
-    return join_adapters(*below, read_adapters(directory))
+    return join_adapters(*_read_below(directory), read_adapters(directory))
+
+
+def _read_below(directory: Path) -> list[Adapters]:
+    """Return the frozen adapters below those of a directory, if there are any, under the names that those have."""
+    if not is_adapter_directory(directory / BELOW):
+        return []
+    below = read_adapters(directory / BELOW)
+    of, own = (
+        json.loads((each / CONFIG_FILE).read_bytes()).get("task_type") for each in (directory / BELOW, directory)
+    )
+    if of == own:  # earlier releases wrote a reward model's under its own names, too
+        return [below]
+    return [below._replace(factors={layer.partition(".")[2]: both for layer, both in below.factors.items()})]
 
 
 def write_merged(source: Path, adapters: Adapters, directory: Path, *, transposed: bool = False) -> None:
@@ -233,9 +249,9 @@ def load_adapters(model: PreTrainedModel, directory: Path) -> None:
     targets = {name.rpartition(f".{_FACTORS[0]}.")[0].removeprefix(_PREFIX) for name in tensors if _FACTORS[0] in name}
     stored = _read_config(directory / CONFIG_FILE, tuple(sorted(targets)))
     own = adapter_config(model)
-    if is_adapter_directory(directory / BELOW) and frozen_adapters(model) is None and own is None:
-        put_below(model, read_adapters(directory / BELOW))
     if own is None:
+        for below in _read_below(directory) if frozen_adapters(model) is None else ():
+            put_below(model, below)
         attach_lora(model, stored, seed=0)
     elif (own.r, own.alpha, own.bias) != (stored.r, stored.alpha, stored.bias):
         raise ModelError(

@@ -82,9 +82,10 @@ def test_a_chain_of_adapters_stores_the_base_nowhere_and_its_models_load_elsewhe
         assert manifest.has_adapters
         assert "model/small-llama" in {parent.uri for parent in manifest.parents}
         assert not [each.path for each in manifest.files if each.path.startswith("model")]
-    sft, policy = store.resolve("sft/quickstart"), store.resolve("policy/quickstart")
-    below = {each.path: each.sha256 for each in policy.files}[f"{BELOW}/{WEIGHTS_FILE}"]
-    assert below == {each.path: each.sha256 for each in sft.files}[WEIGHTS_FILE]  # stored once
+    sft = store.resolve("sft/quickstart")
+    for kind in ("policy", "reward-model"):
+        below = store.resolve(f"{kind}/quickstart").entry(f"{BELOW}/{WEIGHTS_FILE}")
+        assert below.sha256 == sft.entry(WEIGHTS_FILE).sha256  # stored once
     for form, loader in (("joined", AutoPeftModelForCausalLM), ("merged", AutoModelForCausalLM)):
         whole = ["--merged"] if form == "merged" else []
         fetched = stack.type("rlhf", "artifacts", "fetch", "policy/quickstart", str(tmp_path / form), *whole)

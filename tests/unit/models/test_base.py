@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from rlhf_core.config import LoRAConfig
 from rlhf_core.errors import BaseChangedError, ModelError
 from rlhf_core.models import base as bases
-from rlhf_core.models.adapters import load_adapters, read_joined, save_adapters, write_adapters
+from rlhf_core.models.adapters import BELOW, WEIGHTS_FILE, load_adapters, read_joined, save_adapters, write_adapters
 from rlhf_core.models.base import ALIGNMENT, WEIGHTS, Base, check_bases, load_base, open_base, over_same_weights
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.loading import load_causal_lm, model_digest
@@ -207,6 +207,24 @@ def test_stored_adapters_come_back_with_those_below_and_joined_for_peft(tmp_path
     source = AutoModelForCausalLM.from_pretrained(tmp_path / "llama-torch.bfloat16", dtype=torch.float32)
     theirs = PeftModel.from_pretrained(source, tmp_path / "joined").eval()
     torch.testing.assert_close(theirs(input_ids=IDS).logits, model(IDS).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_a_reward_model_stores_what_is_below_its_adapters_as_the_policy_did(tmp_path: Path) -> None:
+    """The same bytes, which the store has once; an earlier release's have the names of a transformer without a head."""
+    policy = randomised(stages(tmp_path, arithmetic=torch.float32), seed=5)
+    save_adapters(policy, tmp_path / "policy")
+    trunk = trunk_of(policy)
+    save_adapters(trunk, tmp_path / "reward-model")
+    stored = tmp_path / "reward-model" / BELOW
+    assert (stored / WEIGHTS_FILE).read_bytes() == (tmp_path / "policy" / BELOW / WEIGHTS_FILE).read_bytes()
+    below = frozen_adapters(trunk)
+    assert below is not None
+    for _ in range(2):
+        again = trunk_of(load_base(opened(tmp_path), arithmetic=torch.float32))
+        load_adapters(again, tmp_path / "reward-model")
+        assert torch.equal(again(IDS).last_hidden_state, trunk(IDS).last_hidden_state)
+        assert read_joined(tmp_path / "reward-model").factors.keys() == below.factors.keys()
+        write_adapters(below, stored)  # as an earlier release did
 
 
 def test_adapters_of_another_model_do_not_go_below(tmp_path: Path) -> None:

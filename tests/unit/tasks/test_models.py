@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from infra.artifacts.manifest import BASE_FILE
 from infra.artifacts.ref import EXTERNAL_PREFIX
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data import PromptTemplate
@@ -83,11 +84,17 @@ def test_a_base_from_the_hub_is_noted_with_its_name_and_revision(tmp_path: Path)
     snapshot.mkdir(parents=True)
     here = Parent(uri="model/llama", digest="1" * 64, path=str(snapshot))
     write_base(tmp_path, here)
-    assert read_base(tmp_path, uri="policy/p@1") == NotedBase(
-        uri=here.uri, digest=here.digest, hub=f"some/llama@{COMMIT}"
-    )
+    note = tmp_path / BASE_FILE
+    hub = f"some/llama@{COMMIT}"
+    assert NotedBase.model_validate_json(note.read_bytes()) == NotedBase(uri=here.uri, digest=here.digest, hub=hub)
     write_base(tmp_path, here.model_copy(update={"path": str(tmp_path)}))
-    assert read_base(tmp_path, uri="policy/p@1") == NotedBase(uri=here.uri, digest=here.digest)
+    assert NotedBase.model_validate_json(note.read_bytes()) == NotedBase(uri=here.uri, digest=here.digest)
+
+
+def test_a_reference_of_a_base_that_cannot_be_read_is_told_in_a_sentence(context: Context) -> None:
+    damaged = context.store.commit("policy", "x", {BASE_FILE: b"{}"})
+    with pytest.raises(ModelError, match=r"base\.json of policy/x@1 does not say what its adapters are over"):
+        read_base(context.store, context.store.resolve(damaged))
 
 
 @pytest.mark.parametrize("name", ["ada@corp/llama", "@scratch/llama", "llama"])

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from flows.presets import resolve
+from infra.artifacts.manifest import BASE_FILE
 from rlhf_core.config import LoRAConfig, PipelineConfig
-from rlhf_core.errors import ModelError
 from rlhf_core.models.adapters import load_adapters, save_adapters
 from rlhf_core.models.base import is_shared
 from rlhf_core.models.loading import load_causal_lm, load_tokenizer
@@ -157,17 +157,11 @@ def test_a_finished_policy_is_adapters_over_the_base_or_a_whole_model(
         else:
             assert run.base is not None
             noted = models.NotedBase(uri=run.base.uri, digest=run.base.digest)
-            assert models.read_base(tmp_path / "policy", uri="policy") == noted
+            assert models.NotedBase.model_validate_json((tmp_path / "policy" / BASE_FILE).read_bytes()) == noted
             found = load_causal_lm(directories["sft/tiny@1"], "float32")
             load_adapters(found, tmp_path / "policy")
         torch.testing.assert_close(found(input_ids=SEQUENCES).logits, expected, rtol=1e-4, atol=1e-4)
     assert load_tokenizer(tmp_path / "policy")
-
-
-def test_a_reference_of_a_base_that_cannot_be_read_is_told_in_a_sentence(tmp_path: Path) -> None:
-    (tmp_path / "base.json").write_text("{}")
-    with pytest.raises(ModelError, match=r"base\.json of policy/x@1 does not say what its adapters are over"):
-        models.read_base(tmp_path, uri="policy/x@1")
 
 
 def own_bytes() -> int:

@@ -153,7 +153,7 @@ def _published(pid: int) -> dict[int, int]:
     """Return the bytes of the files without a name that a process has open, by inode."""
     open_files = Path(f"/proc/{pid}/fd").iterdir()
     found = [file.stat() for file in open_files if os.readlink(file).startswith(f"/memfd:{LABEL}")]
-    return {each.st_ino: each.st_size for each in found}
+    return {each.st_ino: 512 * each.st_blocks for each in found}
 
 
 def _facts(file: Path) -> dict[str, int]:

@@ -3,8 +3,8 @@
 A caller is run instead of Python. It hands arguments, environment and files to the server, passes SIGTERM and SIGINT
 on, and ends as the process ends. From outside the process looks like any other: processes are known by their
 environment and, where one runs a module, by their command line, so its own are written over those it was forked with.
-The caller becomes Python itself where the server is gone or silent, where CUDA has begun in the server, and where the
-environment does not fit.
+The caller becomes Python itself where the server is gone or silent, where CUDA has begun in the server, where the
+environment does not fit, and while a server that stays imports anew, since a file that it had imported was changed.
 
     server     python -P -m infra.forked_processes serve SOCKET MODULE ..., or start
     caller     forking_python(SOCKET) FILE ..., or -mMODULE ...
@@ -144,10 +144,15 @@ def serve(address: str, modules: Sequence[str], *, stays: bool) -> NoReturn:
     Args:
         address: of its socket.
         modules: what is imported.
-        stays: True: this process serves, and its socket is there once it has imported; False: a child does, its socket
-            is there before that, and this process ends.
+        stays: True: this process serves, as long as the one that started it lives, and its socket is there once it has
+            imported; False: a child does, its socket is there before that, and this process ends.
     """
     os.close(os.pidfd_open(os.getpid()))  # an old system, or a container that forbids it, has no server
+    began, parent = time.time_ns(), os.getppid()
+    if stays:
+        _end_with(parent)
+    with suppress(FileNotFoundError):
+        os.unlink(f"{address}.new")  # of one that was killed
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"{address}.new")
         listener.listen(64)
@@ -164,18 +169,46 @@ def serve(address: str, modules: Sequence[str], *, stays: bool) -> NoReturn:
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody is waited for here
         if stays:
             os.rename(f"{address}.new", address)
-        while True:
-            caller, _ = listener.accept()
-            if os.fork() == 0:
-                listener.close()
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                try:
-                    _watch(caller)
-                except BaseException:
-                    traceback.print_exc()
-                finally:
-                    os._exit(1)
-            caller.close()
+        _fork(listener, _imported_files() if stays else {}, began)
+
+
+def _fork(listener: socket.socket, imported: Mapping[str, int], began: int) -> NoReturn:
+    """Fork a process for everyone who calls; begin anew when a file that was imported has changed since it began."""
+    while True:
+        caller, _ = listener.accept()
+        if any(_changed_at(file) != at or at > began for file, at in imported.items()):
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.execv(sys.executable, sys.orig_argv)  # its files are closed by that: the caller hears it
+        if os.fork() == 0:
+            listener.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            try:
+                _watch(caller)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(1)
+        caller.close()
+
+
+def _end_with(parent: int) -> None:
+    """Have this process killed when its parent ends."""
+    ctypes.CDLL(None).prctl(_KILL_WITH_PARENT, signal.SIGKILL)
+    if os.getppid() != parent:  # before that
+        os._exit(1)
+
+
+def _imported_files() -> dict[str, int]:
+    """Return when each file was changed that modules were imported from."""
+    files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+    return {file: _changed_at(file) for file in files if file and os.path.exists(file)}
+
+
+def _changed_at(file: str) -> int:
+    try:
+        return os.stat(file).st_mtime_ns
+    except OSError:  # it is gone
+        return 0
 
 
 def _watch(caller: socket.socket) -> NoReturn:
@@ -194,9 +227,7 @@ def _watch(caller: socket.socket) -> NoReturn:
     if process == 0:
         caller.close()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        ctypes.CDLL(None).prctl(_KILL_WITH_PARENT, signal.SIGKILL)
-        if os.getppid() != watcher:
-            os._exit(1)
+        _end_with(watcher)
         _become(wanted, files)
     for file in files:
         os.close(file)

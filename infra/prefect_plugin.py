@@ -1,7 +1,7 @@
 """What is done first in every process of Prefect: a worker and its flows learn to wait for a server that is away.
 
-A worker also learns to report each crash once, and to end the children of a run that it had to kill; a flow, to end
-its log with its sentence.
+A worker also learns to report each crash once, to end the children of a run that it had to kill, and to fork its flows
+(infra/forked_flows.py); a flow, to end its log with its sentence.
 
 A `prefect` command that a person types in the checkout does not wait: if no server answers, or one refuses, it prints
 one sentence. Prefect alone would print a traceback of eighty lines or, if no server is known, start a temporary one
@@ -94,6 +94,10 @@ def setup_environment(*, ctx: HookContext) -> SetupResult | None:
         if _is_worker(inherited_environment()):
             withhold_second_reports()
             cancel_children_too()
+            if address := inherited_environment().get("RLHF_FLOWS_SOCKET"):
+                from infra.forked_flows import fork_flows  # noqa: PLC0415 - as above
+
+                fork_flows(Path(address))
         else:
             withhold_tracebacks()
     asks = not limit_s and asks_the_server(sys.argv)

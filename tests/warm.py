@@ -34,7 +34,8 @@ def warm_processes(address: Path, imported: str, environment: Mapping[str, str] 
     """
     server = subprocess.Popen(
         server_command(address, [imported]),
-        env=server_environment(environment) | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": str(CHECKOUT)},
+        env=server_environment(environment)
+        | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join([str(CHECKOUT), environment.get("PYTHONPATH", "")])},
         start_new_session=True,
         stdin=subprocess.DEVNULL,
     )

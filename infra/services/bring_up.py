@@ -139,7 +139,7 @@ class _BringingUp:
         variables = self._variables(store, api_url)
         self._write_files(variables)
         make_work_pool(api_url)
-        its_worker = worker(self.home, api_url, variables)
+        its_worker = worker(self.home, self.state.socket_dir or self.home, api_url, variables)
         worker_stays = self._stays(its_worker)
         if not worker_stays:
             for settled in runs.settle_lost_runs(api_url, for_good=False):

@@ -48,11 +48,12 @@ def make_work_pool(api_url: str) -> None:
         prefect_api.call(api_url, "POST", "/work_pools/", {"name": WORK_POOL, "type": "process"})
 
 
-def worker(home: Path, api_url: str, environment: Mapping[str, str]) -> Service:
+def worker(home: Path, socket_dir: Path, api_url: str, environment: Mapping[str, str]) -> Service:
     """Return the worker as a service.
 
     Args:
         home: its log lies under it.
+        socket_dir: closed to others; the socket of the server that its flows are forked from lies there.
         api_url: the Prefect server's.
         environment: what flows need to find the artifact store.
     """
@@ -65,6 +66,7 @@ def worker(home: Path, api_url: str, environment: Mapping[str, str]) -> Service:
         "PREFECT_WORKER_HEARTBEAT_SECONDS": str(_HEARTBEAT_S),
         "PREFECT_CLIENT_SERVER_VERSION_CHECK_ENABLED": "false",
         "PYTHONUNBUFFERED": "1",
+        "RLHF_FLOWS_SOCKET": str(socket_dir / "flows"),
         **environment,
     }
     return Service(

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import copy
 import warnings
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
@@ -164,6 +166,19 @@ def put_below(model: PreTrainedModel, adapters: Adapters) -> None:
                 raise _other_model(model, name)
             for mine, given in zip(own, (a, b), strict=True):
                 mine.copy_(given)
+                _held_once(mine)
+
+
+_frozen: WeakValueDictionary[tuple[torch.Size, torch.device, int], nn.Parameter] = WeakValueDictionary()
+"""Frozen factors of this process, by shape, device and a checksum."""
+
+
+def _held_once(factor: nn.Parameter) -> None:
+    """Let a frozen factor lie where the same one of another model lies: policy, critic and reward model have SFT's."""
+    found = factor.shape, factor.device, zlib.adler32(factor.detach().cpu().numpy().data)
+    known = _frozen.setdefault(found, factor)
+    if torch.equal(known, factor):
+        factor.data = known.data
 
 
 def _other_model(model: nn.Module, layer: str) -> ModelError:

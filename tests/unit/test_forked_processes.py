@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -191,6 +192,39 @@ def test_what_the_server_imports_decides(tmp_path: Path, torch: str, is_forked: 
             with suppress(psutil.Error):
                 if str(tmp_path / "s") in each.cmdline():
                     each.kill()
+
+
+def test_a_server_that_stays_imports_anew_what_was_changed(tmp_path: Path) -> None:
+    module = tmp_path / "changing.py"
+    module.write_text("VALUE = 1")
+    os.utime(module, (1, 1))
+    told = "import sys\nfound = 10 * ('changing' in sys.modules)\nimport changing\nsys.exit(found + changing.VALUE)\n"
+    (tmp_path / "told.py").write_text(told)
+    with warm_processes(tmp_path / "s", "changing", {**os.environ, "PYTHONPATH": str(tmp_path)}):
+        caller = [*forking_python(tmp_path / "s").split(), "told.py"]
+        call = partial(subprocess.run, caller, cwd=tmp_path, timeout=60, check=False)
+        assert call().returncode == 11
+        module.write_text("VALUE = 2")
+        os.utime(module, (2, 2))
+        assert call().returncode == 2  # Python
+        deadline = time.monotonic() + 60
+        while call().returncode != 12:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+
+def test_a_server_that_stays_ends_with_who_started_it(tmp_path: Path) -> None:
+    command = server_command(tmp_path / "s", [])
+    starts = f"import subprocess, time; subprocess.Popen({command!r}); time.sleep(600)"
+    environment = server_environment(os.environ) | {"PYTHONPATH": str(CHECKOUT)}
+    with subprocess.Popen([sys.executable, "-c", starts], env=environment) as parent:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "s").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        [server] = psutil.Process(parent.pid).children()
+        parent.kill()
+    server.wait(timeout=60)
 
 
 def test_a_system_on_which_processes_cannot_be_watched_has_no_server(tmp_path: Path) -> None:

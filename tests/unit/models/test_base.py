@@ -20,7 +20,15 @@ from transformers.pytorch_utils import Conv1D
 from rlhf_core.config import LoRAConfig
 from rlhf_core.errors import BaseChangedError, ModelError
 from rlhf_core.models import base as bases
-from rlhf_core.models.adapters import BELOW, WEIGHTS_FILE, load_adapters, read_joined, save_adapters, write_adapters
+from rlhf_core.models.adapters import (
+    BELOW,
+    WEIGHTS_FILE,
+    load_adapters,
+    read_adapters,
+    read_joined,
+    save_adapters,
+    write_adapters,
+)
 from rlhf_core.models.base import ALIGNMENT, WEIGHTS, Base, check_bases, load_base, open_base, over_same_weights
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.loading import load_causal_lm, model_digest
@@ -225,6 +233,24 @@ def test_a_reward_model_stores_what_is_below_its_adapters_as_the_policy_did(tmp_
         assert torch.equal(again(IDS).last_hidden_state, trunk(IDS).last_hidden_state)
         assert read_joined(tmp_path / "reward-model").factors.keys() == below.factors.keys()
         write_adapters(below, stored)  # as an earlier release did
+
+
+def test_what_is_below_several_models_is_in_memory_once(tmp_path: Path) -> None:
+    save_adapters(randomised(stages(tmp_path), seed=5), tmp_path / "policy")
+    save_adapters(randomised(stages(tmp_path), seed=6), tmp_path / "other")
+    with torch.no_grad():  # another stage below it
+        other = read_adapters(tmp_path / "other" / BELOW)
+        write_adapters(
+            other._replace(alpha=1.0, factors={n: (a, b + 1) for n, (a, b) in other.factors.items()}),
+            tmp_path / "other" / BELOW,
+            task_type="CAUSAL_LM",
+        )
+    models = [load_base(opened(tmp_path), arithmetic=torch.bfloat16) for _ in range(3)]
+    for model, name in zip(models, ("policy", "policy", "other"), strict=True):
+        load_adapters(model, tmp_path / name)
+    places = [{b.data_ptr() for name, b in model.named_parameters() if ".lora_B.below." in name} for model in models]
+    assert places[0] == places[1]
+    assert places[0].isdisjoint(places[2])
 
 
 def test_adapters_of_another_model_do_not_go_below(tmp_path: Path) -> None:

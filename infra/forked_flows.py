@@ -14,6 +14,8 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from infra.forked_processes import forking_python, server_command, server_environment
 from infra.settings import CHECKOUT
 
@@ -49,6 +51,14 @@ def fork_flows(address: Path) -> None:
         usual(self, flow_run, deployment, **given)
 
     ProcessJobConfiguration.prepare_for_flow_run = prepare  # type: ignore[method-assign, assignment]
+
+
+def is_flow_server(process: psutil.Process) -> bool:
+    """Return whether flows are forked from this process, or it watches one of them."""
+    try:
+        return IMPORTED in process.cmdline()  # a flow has written its own command over it
+    except psutil.Error:
+        return False
 
 
 def _start(address: Path) -> subprocess.Popen[bytes]:

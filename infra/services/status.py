@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import psutil
 
+from infra.forked_flows import is_flow_server
 from infra.prefect_access import PASSWORD_FILE
 from infra.services import prefect_api, processes
 from infra.services.seaweed import is_healthy as store_is_healthy
@@ -78,8 +79,9 @@ def _service(name: str, state: StackState) -> tuple[ServiceStatus, list[psutil.P
     process = record.process()
     if process is None:
         return ServiceStatus(name, "died", record.address, None, 0, record.log), []
-    # The worker's children are flow runs, which have their own line.
-    members = [process] if name == "worker" else processes.tree(process)
+    members = processes.tree(process)
+    if name == "worker":  # flow runs, which descend from it, have their own line
+        members = [process, *(each for each in members if is_flow_server(each))]
     word = "running" if _is_well(name, state, process) else "not answering"
     line = ServiceStatus(name, word, record.address, process.pid, processes.memory_bytes(members), record.log)
     return line, members

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass
@@ -224,11 +224,13 @@ class LocalStack:
         told.unlink()
         return run, ClusterRecord.load(self.home / "clusters" / "held.json")
 
-    def start_run(self, deployment: str, *, at: str | None = None, **parameters: Any) -> str:
-        """Start a run of a deployment, now or at a time, and return its id."""
+    def start_run(
+        self, deployment: str, *, at: str | None = None, job: Mapping[str, Any] | None = None, **parameters: Any
+    ) -> str:
+        """Start a run of a deployment, now or at a time, with job variables, and return its id."""
         found = prefect_api.deployment(self.api_url, deployment)
         assert found is not None, deployment
-        body: dict[str, Any] = {"parameters": parameters}
+        body: dict[str, Any] = {"parameters": parameters, "job_variables": job}
         if at:
             body["state"] = {"type": "SCHEDULED", "state_details": {"scheduled_time": at}}
         return str(prefect_api.call(self.api_url, "POST", f"/deployments/{found['id']}/create_flow_run", body)["id"])

@@ -12,7 +12,8 @@ import pytest
 from websockets.sync.client import connect
 from websockets.typing import Subprotocol
 
-from infra.services import prefect_api
+from infra.forked_flows import is_flow_server
+from infra.services import prefect_api, runs
 from tests.integration.cluster_processes import wait_until_nothing_is_left
 from tests.integration.local_stack import LocalStack, read_json, wait_for
 
@@ -71,6 +72,31 @@ def test_the_prefect_command_finds_the_server_through_the_env_file(stack: LocalS
     assert result.returncode == 0, result.stderr
     for name in ("pipeline/quickstart", "pipeline/nightly", "ppo/llama7b", "reward-model/quickstart"):
         assert name in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("job", "is_forked"), [({}, True), ({"env": {"PREFECT_LOGGING_LEVEL": "DEBUG"}}, False)], ids=["usual", "its own"]
+)
+def test_a_run_is_forked_unless_it_has_an_environment_of_its_own(
+    stack: LocalStack, job: dict[str, Any], is_forked: bool
+) -> None:
+    assert stack.state.socket_dir is not None
+    wait_for((stack.state.socket_dir / "flows").exists, "the server that flows are forked from", timeout_s=120)
+    run = stack.start_run("pipeline/quickstart", job=job)
+    try:
+        [engine] = wait_for(
+            lambda: [each for each in runs.engines(stack.state.id) if each.environ()["PREFECT__FLOW_RUN_ID"] == run],
+            "the run's process",
+        )
+        watcher = engine.parent()
+        assert watcher is not None
+        assert is_flow_server(watcher) is is_forked
+        assert engine.cmdline()[1:3] == ["-m", "prefect.engine"]
+        wait_for(lambda: "RUNNING" in [each["type"] for each in stack.states(run)], "the run to begin")
+    finally:
+        stack.cancel(run)
+    assert stack.run_state(run) == "CANCELLED"
+    wait_for(lambda: not stack.processes_of(run), "the end of the run's processes", timeout_s=30)
 
 
 @pytest.mark.stack

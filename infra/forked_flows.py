@@ -13,6 +13,7 @@ import os
 import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import UUID
 
 import psutil
 
@@ -35,22 +36,30 @@ def fork_flows(address: Path) -> None:
     Args:
         address: of the server's socket, in a directory that is closed to others.
     """
-    from prefect.workers.process import ProcessJobConfiguration  # noqa: PLC0415 - half of Prefect, for workers alone
+    from prefect import Flow  # noqa: PLC0415 - half of Prefect, for workers alone
+    from prefect.workers import process as of_prefect  # noqa: PLC0415 - as above
 
-    usual = ProcessJobConfiguration.prepare_for_flow_run
-    server: subprocess.Popen[bytes] = _start(address)
+    process: Any = of_prefect
+    usual, load_flow = process.ProcessJobConfiguration.prepare_for_flow_run, process.load_flow_from_flow_run
+    server, ours, without_hooks = _start(address), set[UUID | None](), Flow(lambda: None, name="without hooks")
 
     def prepare(
         self: ProcessJobConfiguration, flow_run: FlowRun, deployment: DeploymentResponse | None = None, **given: Any
     ) -> None:
         nonlocal server
         if self.command is None and not self.env and deployment is not None and _is_ours(deployment):
-            if server.poll() is not None:  # it was killed, or could not import what was there then
+            ours.add(deployment.id)
+            if server.poll() is not None and address.exists():  # it had come up
                 server = _start(address)
             self.command = f"{forking_python(address)} -mprefect.engine"
         usual(self, flow_run, deployment, **given)
 
-    ProcessJobConfiguration.prepare_for_flow_run = prepare  # type: ignore[method-assign, assignment]
+    async def load(flow_run: FlowRun, *args: Any, **given: Any) -> Flow[Any, Any]:
+        """A crashed run's flow is loaded into the worker, where a command was given, for its hooks; ours have none."""
+        return without_hooks if flow_run.deployment_id in ours else await load_flow(flow_run, *args, **given)
+
+    process.ProcessJobConfiguration.prepare_for_flow_run = prepare
+    process.load_flow_from_flow_run = load
 
 
 def is_flow_server(process: psutil.Process) -> bool:

@@ -89,7 +89,9 @@ def call(address: str, arguments: list[str]) -> int:
                 signal.signal(number, signal.SIG_DFL)
             if select.select([woken], [], [], 0)[0]:
                 os.kill(os.getpid(), woken.recv(1)[0])
-            os.execv(sys.executable, [sys.executable, *arguments])
+            first, *others = arguments  # `-mMODULE` is two words from here on: the process is known by them
+            words = ["-m", first.removeprefix("-m")] if first.startswith("-m") else [first]
+            os.execv(sys.executable, [sys.executable, *words, *others])
         with suppress(OSError):  # Ray had this one killed first when memory is short, and meant the process
             _OOM_SCORE.write_text("0")
         while woken in select.select([server, woken], [], [])[0]:
@@ -151,13 +153,14 @@ def serve(address: str, modules: Sequence[str], *, stays: bool) -> NoReturn:
     began, parent = time.time_ns(), os.getppid()
     if stays:
         _end_with(parent)
+    new = f"{address}.{os.getpid()}"
     with suppress(FileNotFoundError):
-        os.unlink(f"{address}.new")  # of one that was killed
+        os.unlink(new)  # of one that was killed, or of this one, before it began anew
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(f"{address}.new")
+        listener.bind(new)
         listener.listen(64)
         if not stays:
-            os.rename(f"{address}.new", address)
+            os.rename(new, address)
             if os.fork():
                 os._exit(0)
         for module in modules:
@@ -168,16 +171,17 @@ def serve(address: str, modules: Sequence[str], *, stays: bool) -> NoReturn:
         gc.freeze()  # what all share is not looked through, and so not copied, each time one collects its garbage
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody is waited for here
         if stays:
-            os.rename(f"{address}.new", address)
-        _fork(listener, _imported_files() if stays else {}, began)
+            os.rename(new, address)
+        imported = _imported_files() if stays else {}
+        _fork(listener, imported, since=began, until=time.time_ns())
 
 
-def _fork(listener: socket.socket, imported: Mapping[str, int], began: int) -> NoReturn:
-    """Fork a process for everyone who calls; begin anew when a file that was imported has changed since it began."""
+def _fork(listener: socket.socket, imported: Mapping[str, int], *, since: int, until: int) -> NoReturn:
+    """Fork a process for everyone who calls; begin anew if a file has changed that was imported between these times."""
     while True:
         caller, _ = listener.accept()
-        if any(_changed_at(file) != at or at > began for file, at in imported.items()):
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        if any(_changed_at(file) != at or since < at <= until for file, at in imported.items()):
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # as a new process has it; watchers that end are its children
             os.execv(sys.executable, sys.orig_argv)  # its files are closed by that: the caller hears it
         if os.fork() == 0:
             listener.close()
@@ -234,8 +238,10 @@ def _watch(caller: socket.socket) -> NoReturn:
     _tell(caller, process)
     ended = os.pidfd_open(process)
     watched: list[Any] = [caller, ended]
-    if ended not in select.select(watched, [], [])[0]:
-        os.kill(process, signal.SIGKILL)  # the caller was killed
+    if ended not in select.select(watched, [], [])[0]:  # the caller was killed
+        with suppress(ProcessLookupError):  # it has no group of its own yet
+            os.killpg(process, signal.SIGKILL)
+        os.kill(process, signal.SIGKILL)
     _, status = os.waitpid(process, 0)
     _tell(caller, os.waitstatus_to_exitcode(status))
     os._exit(0)

@@ -94,7 +94,7 @@ def setup_environment(*, ctx: HookContext) -> SetupResult | None:
         if _is_worker(inherited_environment()):
             withhold_second_reports()
             cancel_children_too()
-            if address := inherited_environment().get("RLHF_FLOWS_SOCKET"):
+            if address := os.environ.pop("RLHF_FLOWS_SOCKET", None):  # this worker's alone
                 from infra.forked_flows import fork_flows  # noqa: PLC0415 - as above
 
                 fork_flows(Path(address))

@@ -195,7 +195,8 @@ def _asked(
     progress = Progress("evaluate", len(problems), f"{policy.uri} problem")
     base = base_of(context, config, policy)
     with scratch_directory(context.settings.home) as scratch:
-        if policy.digest != base.digest:  # adapters are evaluated once: in the cache they would only take room
+        if policy.digest != base.digest and policy.uri.startswith("policy/"):
+            # PPO's adapters are read once, here; in the cache they would only take room
             files = context.store.fetch(ArtifactRef(policy.uri, policy.digest), scratch, keep=False)
             policy = policy.model_copy(update={"path": str(files)})
         template = PromptTemplate(load_tokenizer(materialise(context, policy)), config.template)

@@ -157,10 +157,10 @@ def _read_below(directory: Path) -> list[Adapters]:
     if not is_adapter_directory(directory / BELOW):
         return []
     below = read_adapters(directory / BELOW)
-    of, own = (
+    of_below, own = (
         json.loads((each / CONFIG_FILE).read_bytes()).get("task_type") for each in (directory / BELOW, directory)
     )
-    if of == own:  # earlier releases wrote a reward model's under its own names, too
+    if of_below == own:  # earlier releases wrote a reward model's under its own names, too
         return [below]
     return [below._replace(factors={layer.partition(".")[2]: both for layer, both in below.factors.items()})]
 

@@ -164,21 +164,29 @@ def put_below(model: PreTrainedModel, adapters: Adapters) -> None:
             own = layers[name].lora_A[_BELOW].weight, layers[name].lora_B[_BELOW].weight
             if (own[0].shape, own[1].shape) != (a.shape, b.shape):
                 raise _other_model(model, name)
-            for mine, given in zip(own, (a, b), strict=True):
+            layer = name.removeprefix(f"{model.base_model_prefix}.")
+            for mine, given, which in zip(own, (a, b), "AB", strict=True):
                 mine.copy_(given)
-                _held_once(mine)
+                _share(mine, f"{layer} {which}")
 
 
-_frozen: WeakValueDictionary[tuple[torch.Size, torch.device, int], nn.Parameter] = WeakValueDictionary()
-"""Frozen factors of this process, by shape, device and a checksum."""
+_frozen: WeakValueDictionary[tuple[str, torch.Size, int], nn.Parameter] = WeakValueDictionary()
+"""Frozen factors of this process, by place, shape and a checksum."""
 
 
-def _held_once(factor: nn.Parameter) -> None:
-    """Let a frozen factor lie where the same one of another model lies: policy, critic and reward model have SFT's."""
-    found = factor.shape, factor.device, zlib.adler32(factor.detach().cpu().numpy().data)
-    known = _frozen.setdefault(found, factor)
-    if torch.equal(known, factor):
+def _share(factor: nn.Parameter, place: str) -> None:
+    """Let equal frozen factors of several models share memory: policy, critic and reward model have those of SFT.
+
+    Args:
+        factor: of one model.
+        place: where it is in each of them; equal factors of one model stay apart, or they could not be stored.
+    """
+    found = place, factor.shape, zlib.adler32(factor.detach().cpu().numpy().data)
+    known = _frozen.get(found)
+    if known is not None and known.device == factor.device and known.dtype == factor.dtype and known.equal(factor):
         factor.data = known.data
+    else:
+        _frozen[found] = factor
 
 
 def _other_model(model: nn.Module, layer: str) -> ModelError:

@@ -17,13 +17,16 @@ import psutil
 import pytest
 
 from infra.forked_processes import forking_python, server_command, server_environment
+from infra.process_record import is_live
 from infra.settings import CHECKOUT
 from tests.warm import warm_processes
 
 WAITING = """
-import atexit, os, signal, sys, time
+import atexit, os, signal, subprocess, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell started the tests in the background
 atexit.register(print, "at the end")
+child = subprocess.Popen(["sleep", "600"])
+atexit.register(child.kill)
 print(os.getpid(), flush=True)
 for _ in range(600):  # a signal may come just before a sleep, and does not end it then
     time.sleep(0.1)
@@ -89,13 +92,14 @@ def test_a_signal_is_passed_on(waiting: tuple[subprocess.Popen[str], psutil.Proc
     assert not process.is_running()
 
 
-def test_a_process_does_not_outlive_a_caller_that_is_killed(
+def test_a_process_does_not_outlive_a_caller_that_is_killed_nor_do_its_children(
     waiting: tuple[subprocess.Popen[str], psutil.Process],
 ) -> None:
     caller, process = waiting
+    [child] = process.children()
     caller.kill()
     deadline = time.monotonic() + 60
-    while process.is_running():
+    while process.is_running() or is_live(child):
         assert time.monotonic() < deadline, "the process lives on"
         time.sleep(0.05)
 
@@ -169,6 +173,13 @@ def test_a_signal_that_comes_before_a_process_is_there_is_not_lost(silent: list[
 
 def test_a_server_that_is_gone_makes_the_caller_python(tmp_path: Path) -> None:
     assert not _is_forked(forking_python(tmp_path / "s").split(), tmp_path)
+
+
+def test_python_too_is_known_by_its_module(tmp_path: Path) -> None:
+    (tmp_path / "words.py").write_text("import psutil; print(psutil.Process().cmdline()[1:])")
+    command = [*forking_python(tmp_path / "s").split(), "-mwords", "of", "its", "own"]
+    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
+    assert said.stdout.strip() == "['-m', 'words', 'of', 'its', 'own']"
 
 
 CUDA = "begun = False\nclass cuda:\n    _is_in_bad_fork = staticmethod(lambda: begun)\nset_num_threads = int\n"

@@ -253,6 +253,18 @@ def test_what_is_below_several_models_is_in_memory_once(tmp_path: Path) -> None:
     assert places[0].isdisjoint(places[2])
 
 
+def test_equal_factors_of_one_model_are_stored(tmp_path: Path) -> None:
+    """As where SFT changed nothing: B is 0 in all layers."""
+    model = load_base(opened(tmp_path), arithmetic=torch.bfloat16)
+    attach_lora(model, CONFIG, seed=0)
+    freeze_adapters(model)
+    attach_lora(model, CONFIG, seed=1)
+    save_adapters(model, tmp_path / "policy")
+    again = load_base(opened(tmp_path), arithmetic=torch.bfloat16)
+    load_adapters(again, tmp_path / "policy")
+    assert torch.equal(again(IDS).logits, model(IDS).logits)
+
+
 def test_adapters_of_another_model_do_not_go_below(tmp_path: Path) -> None:
     save_adapters(randomised(stages(tmp_path, "gpt2")), tmp_path / "policy")
     with pytest.raises(ModelError, match="do not fit this LlamaForCausalLM"):

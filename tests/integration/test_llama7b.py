@@ -86,6 +86,9 @@ def test_a_chain_of_adapters_stores_the_base_nowhere_and_its_models_load_elsewhe
     for kind in ("policy", "reward-model"):
         below = store.resolve(f"{kind}/quickstart").entry(f"{BELOW}/{WEIGHTS_FILE}")
         assert below.sha256 == sft.entry(WEIGHTS_FILE).sha256  # stored once
+    kept = {path.parent.name + path.name for path in (stack.home / "cache" / "artifacts" / "files").rglob("*")}
+    assert sft.entry(WEIGHTS_FILE).sha256 in kept
+    assert store.resolve("policy/quickstart").entry(WEIGHTS_FILE).sha256 not in kept  # evaluated once
     for form, loader in (("joined", AutoPeftModelForCausalLM), ("merged", AutoModelForCausalLM)):
         whole = ["--merged"] if form == "merged" else []
         fetched = stack.type("rlhf", "artifacts", "fetch", "policy/quickstart", str(tmp_path / form), *whole)

@@ -126,8 +126,8 @@ class Subscriber:
     def _replace(self, publication: Publication, own: Mapping[str, Tensor], received: Received) -> None:
         self.version = None  # should anything fail from here on, no version is held
         new = {slot.name: view(received.buckets, slot) for slot in publication.slots}
-        # An update is small, and would keep its file beside that of the weights which it leaves out.
-        can_keep = publication.fully and received.keep is not None
+        # One file is kept: where an update leaves out weights that lie in the former one, it is copied.
+        can_keep = received.keep is not None and self._lent <= new.keys()
         lent = {name for name in new if can_keep and _is_alike(own[name], new[name])}
         copied = [name for name in new if name not in lent]
         for name in lent:

@@ -31,6 +31,11 @@ def weights(seed: int = 0, width: int = 3) -> dict[str, Tensor]:
     return {name: torch.randn(p.shape, generator=generator) for name, p in own.items()}
 
 
+def update(seed: int = 0) -> dict[str, Tensor]:
+    """Values for what is trained: an update that leaves out the rest."""
+    return {name: value for name, value in weights(seed).items() if name != "actor.bias"}
+
+
 def held(models: Mapping[str, nn.Module]) -> dict[str, Tensor]:
     return {f"{role}.{n}": p.detach().clone() for role, model in models.items() for n, p in model.named_parameters()}
 

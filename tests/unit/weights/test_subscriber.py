@@ -10,7 +10,7 @@ import torch
 
 from rlhf_core.rollout.worker import MakerActor, StaleWeightsError
 from rlhf_core.weights import Publication, Publisher, Subscriber, WeightsError
-from tests.unit.weights.published import WAIT_S, assert_holds, held, models, weights
+from tests.unit.weights.published import WAIT_S, assert_holds, held, models, update, weights
 
 
 @pytest.fixture
@@ -125,14 +125,14 @@ def test_a_swap_that_fails_half_way_leaves_no_version(publisher: Publisher, monk
     own = models()
     subscriber = Subscriber(lambda: own)
     subscriber.take(publisher.publish(weights().items(), version=1), WAIT_S)
-    later = publisher.publish(weights(seed=1).items(), version=2, fully=False)  # these are copied
+    later = publisher.publish(update(seed=1).items(), version=2, fully=False)  # these are copied
     with monkeypatch.context() as patched:
         patched.setattr(torch.Tensor, "copy_", _run_out_of_memory_at_second(torch.Tensor.copy_))
         with pytest.raises(MemoryError):
             subscriber.take(later, WAIT_S)
     assert subscriber.version is None
     assert subscriber.take(later, WAIT_S) == 2
-    assert_holds(own, weights(seed=1))
+    assert_holds(own, weights() | update(seed=1))
 
 
 def test_a_maker_makes_nothing_with_weights_that_were_replaced_half_way(
@@ -142,7 +142,7 @@ def test_a_maker_makes_nothing_with_weights_that_were_replaced_half_way(
     maker = MakerActor("maker-0", lambda: SimpleNamespace(**own))  # type: ignore[arg-type, return-value]
     maker.build()
     maker.load_weights(publisher.publish(weights().items(), version=1), WAIT_S)
-    later = publisher.publish(weights(seed=1).items(), version=2, fully=False)  # these are copied
+    later = publisher.publish(update(seed=1).items(), version=2, fully=False)  # these are copied
     with monkeypatch.context() as patched:
         patched.setattr(torch.Tensor, "copy_", _run_out_of_memory_at_second(torch.Tensor.copy_))
         with pytest.raises(MemoryError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -313,9 +314,17 @@ def _longest_row(directory: Path, config: PipelineConfig, stage: Trained, meter:
 
 def _template(context: Context, config: PipelineConfig) -> PromptTemplate:
     from rlhf_core.data import PromptTemplate
+
+    base = base_model(context, config)
+    return PromptTemplate(_tokenizer(materialise(context, base), base.digest), config.template)
+
+
+@lru_cache(maxsize=1)
+def _tokenizer(directory: Path, digest: str) -> Any:  # noqa: ARG001 - tells models apart that lie there in turn
+    """Return a model's tokenizer, which a pipeline's stages ask for ten times."""
     from rlhf_core.models.loading import load_tokenizer
 
-    return PromptTemplate(load_tokenizer(materialise(context, base_model(context, config))), config.template)
+    return load_tokenizer(directory)
 
 
 def _limits(config: PipelineConfig) -> dict[str, int]:

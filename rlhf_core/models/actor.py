@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from rlhf_core.functional.logprobs import LogprobsAndEntropy, logprobs_and_entropy, logprobs_from_logits
 from rlhf_core.models.head_slices import read_logits
+from rlhf_core.models.token_tree import read_columns, tree_of
 from rlhf_core.models.trunk import forward_takes, model_inputs
 
 
@@ -67,5 +68,8 @@ def response_statistics(
 def _read(
     model: PreTrainedModel, rows: dict[str, Any], read: Callable[[Tensor, Tensor], Sequence[Tensor]]
 ) -> Sequence[Tensor]:
-    tokens = rows["sequences"][:, -rows["num_actions"] :]
+    sequences, actions = rows["sequences"], rows["num_actions"]
+    tokens, length = sequences[:, -actions:], sequences.shape[1]
+    if (tree := tree_of(model, sequences, rows["attention_mask"])) is not None:
+        return read_columns(model, tree, torch.arange(length - actions - 1, length - 1), tokens, read)
     return read_logits(model, partial(response_logits, model, **rows), tokens, read)

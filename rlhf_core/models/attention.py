@@ -45,8 +45,13 @@ def attend(
             kernel's.
         dropout: of the weights.
         scaling: of the scores.
-        options: others, which the kernel knows.
+        options: others, which the kernel knows; `token_tree`, where the tokens are those of a `TokenTree`, whose masks
+            then count.
     """
+    if (tree := options.pop("token_tree", None)) is not None:  # the row's tokens are those of several rows
+        query, key, value = (tree.in_rows(each[0].transpose(0, 1)).transpose(1, 2) for each in (query, key, value))
+        found, _ = attend(module, query, key, value, tree.seen, dropout, scaling, **options)
+        return tree.in_tree(found)[None], None
     if not _is_ours(module, query, key, attention_mask, dropout, options):
         attended: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options

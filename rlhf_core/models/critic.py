@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 from rlhf_core.models.heads import apply_head, load_with_head, save_with_head, zero_head
 from rlhf_core.models.reward_model import RewardModel
 from rlhf_core.models.saving import SHARD_SIZE
-from rlhf_core.models.trunk import copy_trunk, hidden_states
+from rlhf_core.models.token_tree import hidden_states
+from rlhf_core.models.trunk import copy_trunk
 
 
 class Critic(nn.Module):

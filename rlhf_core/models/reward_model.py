@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from rlhf_core.models.adapters import load_adapters, save_adapters
 from rlhf_core.models.heads import apply_head, load_head, load_with_head, random_head, save_head, save_with_head
 from rlhf_core.models.saving import SHARD_SIZE
-from rlhf_core.models.trunk import copy_trunk, hidden_states
+from rlhf_core.models.token_tree import hidden_states
+from rlhf_core.models.trunk import copy_trunk
 
 
 class RewardModel(nn.Module):

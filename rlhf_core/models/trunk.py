@@ -163,9 +163,3 @@ def checkpoint_gradients(model: Any) -> None:
             f"{type(inner).__name__} cannot compute activations again in the backward pass; "
             "set gradient_checkpointing to false"
         ) from error
-
-
-def hidden_states(trunk: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    """Return the trunk's last hidden state, [B S H]."""
-    hidden: Tensor = trunk(**model_inputs(trunk, input_ids, attention_mask)).last_hidden_state
-    return hidden

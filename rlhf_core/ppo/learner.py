@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -19,6 +19,7 @@ from rlhf_core.kernels.compiled import used_on
 from rlhf_core.models.adapted_linear import IN_TURN, JOINED
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.lora import adapter_config, merged_parameters
+from rlhf_core.models.token_tree import each_by_itself
 from rlhf_core.ppo.critic_start import ValueLine, start_critic
 from rlhf_core.ppo.metrics import PPOStats, stats_from
 from rlhf_core.ppo.minibatch import prepare
@@ -26,8 +27,8 @@ from rlhf_core.ppo.order import Rows
 from rlhf_core.ppo.ptx import PtxSource
 from rlhf_core.ppo.step import StepContext, first_logprobs, step_all
 from rlhf_core.strategy.ranks import ALONE, Ranks, current_ranks
-from rlhf_core.training.boosted import awake, exact, pass_tokens, strategy_booster
-from rlhf_core.training.micro_batches import LIKE_LENGTH
+from rlhf_core.training.boosted import awake, exact, pass_cost, strategy_booster
+from rlhf_core.training.micro_batches import AS_TREE, PassCost
 from rlhf_core.training.modes import checkpoint_activations
 from rlhf_core.training.optim import Trained, make_trained, warmup_then_constant
 from rlhf_core.training.padding import PaddedBatch
@@ -135,9 +136,11 @@ class PPOLearner:
         if max_new_tokens is None and isinstance(config, RolloutConfig):
             max_new_tokens = config.max_new_tokens
         self._longest = max_new_tokens
-        self._cost = max(pass_tokens(trained.booster, self.device) for trained in self._roles.values())
-        self._in_order = False
-        """Whether micro-batches are cut in the order of their rows, as before release 0.3."""
+        costs = [pass_cost(each.booster, each.model, self.device) for each in self._roles.values()]
+        self._cost = PassCost(max(cost.tokens for cost in costs), all(cost.is_tree for cost in costs))
+        self._rows: str | None = AS_TREE
+        """How rows are cut and computed; None: in their order, as before release 0.3. What is not as a tree is each row
+        by itself."""
         for trained in self._roles.values():
             trained.model.eval()
             if config.gradient_checkpointing:
@@ -227,11 +230,12 @@ class PPOLearner:
         """
         if self.ranks.any(not len(experience)):
             raise TrainingError("expected experience with at least one response on every rank, got none; collect some")
-        batch = self._with_rescaled_values(self._on_device(experience), ALONE if shared else self.ranks)
-        if "actor" not in self._roles:
-            return batch
-        steps = [np.arange(len(batch))] if minibatches is None else minibatches
-        own = first_logprobs(self._roles["actor"], batch, steps, self.ranks if shared else ALONE, self._context())
+        with self._as_begun():
+            batch = self._with_rescaled_values(self._on_device(experience), ALONE if shared else self.ranks)
+            if "actor" not in self._roles:
+                return batch
+            steps = [np.arange(len(batch))] if minibatches is None else minibatches
+            own = first_logprobs(self._roles["actor"], batch, steps, self.ranks if shared else ALONE, self._context())
         return batch.replace(action_log_probs=own)
 
     def training_step(self, experience: Experience, ptx: PaddedBatch | None = None) -> PPOStats:
@@ -253,10 +257,11 @@ class PPOLearner:
             config,
             ranks=self.ranks,
             longest=self._longest,
-            pass_tokens=self._pass_tokens,
+            cost=self._cost_as_begun,
             with_critic="critic" in self._roles,
         )
-        figures = batch.figures | step_all(self._roles, batch, ptx, self._context())
+        with self._as_begun():
+            figures = batch.figures | step_all(self._roles, batch, ptx, self._context())
         self.steps += 1
         return stats_from(figures)
 
@@ -273,14 +278,14 @@ class PPOLearner:
         """Return, as JSON holds them, the facts that are in neither models, optimizers nor schedules.
 
         `adapters` tells how sets of adapters are computed, `kernels` with what library rollouts are made on this
-        machine: where these differ, so do last bits. `rows` tells how micro-batches are cut.
+        machine: where these differ, so do last bits. `rows` tells how micro-batches are cut and computed.
         """
         line = None if self._line is None else self._line.facts()
         lora = next((adapter_config(trained.model) for trained in self._roles.values()), None)
         form = None if lora is None else IN_TURN if lora.dropout else JOINED
-        rows = None if self._in_order else LIKE_LENGTH
         return {
-            "steps": self.steps, "value_line": line, "adapters": form, "kernels": used_on(self.device), "rows": rows
+            "steps": self.steps, "value_line": line, "adapters": form, "kernels": used_on(self.device),
+            "rows": self._rows,
         }  # fmt: skip
 
     def load_state(self, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
@@ -313,7 +318,7 @@ class PPOLearner:
         except (LookupError, TypeError, ValueError) as error:
             raise ModelError("the stored training state is incomplete: it lacks the learner's own facts") from error
         self.steps, self._line = steps, value_line
-        self._in_order = facts.get("rows") != LIKE_LENGTH  # a run that an earlier release began ends as it would have
+        self._rows = facts.get("rows")  # a run that an earlier release began ends as it would have
 
     def merged_weights(
         self, role: Literal["actor", "critic"], *, dtype: torch.dtype | None = None
@@ -339,11 +344,16 @@ class PPOLearner:
         return self._roles.get(role)
 
     @property
-    def _pass_tokens(self) -> int | None:
-        return None if self._in_order else self._cost
+    def _cost_as_begun(self) -> PassCost | None:
+        return None if self._rows is None else self._cost if self._rows == AS_TREE else PassCost(self._cost.tokens)
+
+    def _as_begun(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._rows == AS_TREE else each_by_itself()
 
     def _context(self) -> StepContext:
-        return StepContext(self.config, self.device, self._dtype, self.ranks, self._seed, self.steps, self._pass_tokens)
+        return StepContext(
+            self.config, self.device, self._dtype, self.ranks, self._seed, self.steps, self._cost_as_begun
+        )
 
     def _with_rescaled_values(self, batch: Experience, sharing: Ranks) -> Experience:
         """Fit the critic's head, where that is due, to the batch that these ranks share."""

@@ -14,7 +14,7 @@ from rlhf_core.functional.advantages import share_explained
 from rlhf_core.functional.moments import Moments, deviation_sum, masked_sums, whiten_with
 from rlhf_core.functional.weights import aggregation_count, aggregation_weights, importance_weights
 from rlhf_core.strategy.ranks import Ranks
-from rlhf_core.training.micro_batches import Piece, in_order, pieces
+from rlhf_core.training.micro_batches import PassCost, Piece, in_order, pieces
 from rlhf_core.types import Experience
 
 WHITENED = frozenset({"gae", "reinforce_pp"})
@@ -67,7 +67,7 @@ def prepare(
     *,
     ranks: Ranks,
     longest: int | None,
-    pass_tokens: int | None,
+    cost: PassCost | None,
     with_critic: bool,
 ) -> Minibatch:
     """Return the minibatch in micro-batches, its moments and denominator agreed between ranks.
@@ -77,7 +77,7 @@ def prepare(
         config: how to learn.
         ranks: who shares the minibatch.
         longest: tokens that a sum is divided by with `constant_length`.
-        pass_tokens: as for `cut`.
+        cost: as for `micros_of`.
         with_critic: whether returns are needed.
 
     Raises:
@@ -111,25 +111,24 @@ def prepare(
     }
     micros = [
         Micro(_rows_of(batch, piece), piece.take(weights), None if importance is None else piece.take(importance))
-        for piece in cut(batch, config, pass_tokens)
+        for piece in micros_of(batch, config, cost)
     ]
     denominator = ranks.sum(aggregation_count(mask, aggregation=config.aggregation))
     return Minibatch(micros, denominator, tokens, figures)
 
 
-def cut(batch: Experience, config: LearningConfig, pass_tokens: int | None) -> list[Piece]:
-    """Return how rows that are learnt in one step go through a model: in micro-batches of like length.
+def micros_of(batch: Experience, config: LearningConfig, cost: PassCost | None) -> list[Piece]:
+    """Return how rows that are learnt in one step go through a model: in micro-batches.
 
     Args:
         batch: this rank's rows; there may be none, as an episode's last minibatch may have fewer rows than ranks.
         config: with the largest micro-batch.
-        pass_tokens: as for `of_like_length`; None cuts them in their order.
+        cost: of passes; None cuts them in their order.
     """
-    if pass_tokens is None:
+    if cost is None:
         return in_order(batch.sequences, batch.attention_mask, batch.num_actions, config.micro_batch_size)
-    return pieces(
-        batch.sequences, batch.attention_mask, batch.action_mask, most=config.micro_batch_size, pass_tokens=pass_tokens
-    )
+    masks = (batch.attention_mask, batch.action_mask)
+    return pieces(batch.sequences, *masks, most=config.micro_batch_size, cost=cost)
 
 
 def _rows_of(batch: Experience, piece: Piece) -> Experience:

@@ -21,10 +21,11 @@ from rlhf_core.models.actor import response_logits, response_logprobs, response_
 from rlhf_core.models.critic import response_values
 from rlhf_core.models.trunk import autocast
 from rlhf_core.phases import reached
-from rlhf_core.ppo.minibatch import Micro, Minibatch, cut
+from rlhf_core.ppo.minibatch import Micro, Minibatch, micros_of
 from rlhf_core.ppo.order import Rows
 from rlhf_core.strategy.ranks import Ranks
 from rlhf_core.training.boosted import held_back, passes
+from rlhf_core.training.micro_batches import PassCost
 from rlhf_core.training.modes import learning_mode
 from rlhf_core.training.optim import ReadyStep, Trained, make_ready
 from rlhf_core.training.padding import PaddedBatch
@@ -42,8 +43,8 @@ class StepContext(NamedTuple):
     ranks: Ranks
     seed: int
     step: int
-    pass_tokens: int | None
-    """As for `minibatch.cut`."""
+    cost: PassCost | None
+    """As for `minibatch.micros_of`."""
 
     def noise_seed(self, role: int) -> int:
         """Return the seed of this step's dropout in one of the models, on this rank."""
@@ -336,7 +337,7 @@ def first_logprobs(
 
 def _forward(actor: Trained, batches: Sequence[Experience], context: StepContext) -> Tensor:
     """Return the log-probabilities of all batches' rows; idle passes follow while other ranks have more to do."""
-    parts = [(batch, cut(batch, context.config, context.pass_tokens)) for batch in batches]
+    parts = [(batch, micros_of(batch, context.config, context.cost)) for batch in batches]
     mine = sum(len(pieces) for _, pieces in parts)
     idle = passes(actor.booster, mine, context.ranks) - mine  # agreed on before the first of them
     found = []

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlhf_core.counting import counted
 from rlhf_core.errors import DataError, ModelError
@@ -16,7 +16,7 @@ from rlhf_core.rewards.model import RLVRRewardModel
 from rlhf_core.rewards.process import RewardProcess, call_each
 from rlhf_core.rewards.resolve import RewardFunction
 from rlhf_core.rewards.verifying import Answered, Judge, Verdict
-from rlhf_core.training.micro_batches import Piece, pass_tokens_on, pieces
+from rlhf_core.training.micro_batches import Piece, cost_on, pieces
 from rlhf_core.types import Prompt
 
 VERIFIER = "verifier"
@@ -38,11 +38,11 @@ class ScoringBatch(NamedTuple):
     action_mask: Tensor
     """[B A], True on response tokens."""
 
-    def pieces(self, device: torch.device, most: int | None = None) -> list[Piece]:
-        """Return the rows as a model on this device reads them together, at most so many at a time."""
+    def pieces(self, model: nn.Module, most: int | None = None) -> list[Piece]:
+        """Return the rows as a model reads them together, at most so many at a time."""
         return pieces(
             self.sequences, self.attention_mask, self.action_mask,
-            most=most or len(self.sequences), pass_tokens=pass_tokens_on(device),
+            most=most or len(self.sequences), cost=cost_on(device_of(model), model),
         )  # fmt: skip
 
 
@@ -120,7 +120,7 @@ class TrainedScores:
         device = device_of(self._model)
         raw = torch.zeros(len(batch.sequences))
         with torch.no_grad():
-            for piece in batch.pieces(device):
+            for piece in batch.pieces(self._model):
                 said = self._model(piece.sequences.to(device), piece.attention_mask.to(device))
                 raw[piece.rows] = said.float().cpu()
             scaled = self._model.standardise(raw.to(device))

@@ -309,32 +309,32 @@ def read(
 
 def token_logprobs(model: PreTrainedModel, batch: ScoringBatch, *, temperature: float, config: RolloutConfig) -> Tensor:
     """Return what a policy thinks of each response token, [B A] on the CPU, zero on padding."""
-    device, width = device_of(model), batch.action_mask.shape[1]
+    width = batch.action_mask.shape[1]
     positions = width if forward_takes(model, "logits_to_keep") else batch.sequences.shape[1]
     rows = max(1, LOGITS_BYTES // (4 * positions * unwrapped(model).config.get_text_config().vocab_size))
     read = partial(response_logprobs, model, temperature=temperature)
-    return _read(read, batch, device, config, most=rows)
+    return _read(read, batch, model, config, most=rows)
 
 
 def state_values(critic: nn.Module | None, batch: ScoringBatch, *, config: RolloutConfig) -> Tensor:
     """Return the value of the state before each response token, [B A] on the CPU; zero on padding or without critic."""
     if critic is None:
         return torch.zeros(batch.action_mask.shape)
-    return _read(partial(response_values, critic), batch, device_of(critic), config)
+    return _read(partial(response_values, critic), batch, critic, config)
 
 
 def _read(
     read: Callable[..., Tensor],
     batch: ScoringBatch,
-    device: torch.device,
+    model: nn.Module,
     config: RolloutConfig,
     *,
     most: int | None = None,
 ) -> Tensor:
-    """Return what a model on a device says of each response token, [B A] on the CPU, zero on padding."""
-    found = torch.zeros(batch.action_mask.shape)
+    """Return what a model says of each response token, [B A] on the CPU, zero on padding."""
+    found, device = torch.zeros(batch.action_mask.shape), device_of(model)
     with torch.no_grad(), autocast(device, getattr(torch, config.rollout_dtype)):
-        for piece in batch.pieces(device, most):
+        for piece in batch.pieces(model, most):
             said = read(
                 sequences=piece.sequences.to(device),
                 attention_mask=piece.attention_mask.to(device),

@@ -18,7 +18,7 @@ from rlhf_core.functional.moments import varies
 from rlhf_core.models.reward_model import RewardModel
 from rlhf_core.models.trunk import autocast, device_of, evaluating
 from rlhf_core.strategy.ranks import ALONE, Ranks
-from rlhf_core.training.micro_batches import of_like_length, pass_tokens_on
+from rlhf_core.training.micro_batches import cost_on, cut
 from rlhf_core.training.padding import TokenIds, pad_right
 
 
@@ -171,9 +171,8 @@ def score_sequences(
     """Return the raw score of each whole sequence, [B], in host memory; the model's mode comes out as it was."""
     device = device_of(reward_model)
     scores = torch.zeros(len(sequences))
-    lengths = [len(sequence) for sequence in sequences]
     with evaluating(reward_model), torch.no_grad(), autocast(device, autocast_dtype):
-        for places in of_like_length(lengths, batch_size, pass_tokens_on(device)):
+        for places in cut(sequences, batch_size, cost_on(device, reward_model)):
             found = reward_model(*pad_right([sequences[place] for place in places], device))
             scores[places] = found.float().cpu()
     return scores

@@ -24,7 +24,7 @@ from rlhf_core.supervised.batches import PairBatch, pair_batch, pair_batch_of
 from rlhf_core.supervised.measures import PairMeasurement, measurement
 from rlhf_core.supervised.step import PairLoss, PairObjective, boosted_for_stage, stage_booster, train_epochs
 from rlhf_core.supervised.trainer import SupervisedTrainer
-from rlhf_core.training.boosted import pass_tokens
+from rlhf_core.training.boosted import pass_cost
 from rlhf_core.training.checkpoint import write_json
 from rlhf_core.training.micro_batches import FEW_PASSES, of_like_length
 from rlhf_core.training.optim import Metrics, OnStep, Trained
@@ -139,10 +139,11 @@ def train_reward_model(
         cut = of_like_length([pair.longest for pair in mine], config.micro_batch_size, FEW_PASSES)
         return [pair_batch([mine[place] for place in each]) for each in cut]
 
-    cost = pass_tokens(trained.booster, device)
+    cost = pass_cost(trained.booster, trained.model, device)
+    pass_tokens = FEW_PASSES if cost.is_tree else cost.tokens  # for the prompt that both responses of a pair follow
     history = train_epochs(
         trained,
-        PairObjective(device, autocast_dtype, loss=config.loss, centring=config.centring, pass_tokens=cost),
+        PairObjective(device, autocast_dtype, loss=config.loss, centring=config.centring, pass_tokens=pass_tokens),
         config,
         samples=len(kept),
         micros=micros,

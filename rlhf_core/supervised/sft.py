@@ -32,8 +32,8 @@ from rlhf_core.supervised.batches import (
 )
 from rlhf_core.supervised.step import TokenObjective, boosted_for_stage, kept_logits, stage_booster, train_epochs
 from rlhf_core.supervised.trainer import SupervisedTrainer
-from rlhf_core.training.boosted import pass_tokens, rounds
-from rlhf_core.training.micro_batches import of_like_length, pass_tokens_on
+from rlhf_core.training.boosted import pass_cost, rounds
+from rlhf_core.training.micro_batches import PassCost, cost_on, cut
 from rlhf_core.training.optim import Metrics, OnStep, Trained
 
 SHORT = 7
@@ -110,7 +110,7 @@ def train_sft(
         attach_lora(model, config.lora, seed=seed)
     trained = boosted_for_stage(model, booster, config, samples=len(rows), ranks=ranks)
     objective = TokenObjective(device, autocast_dtype)
-    cost = pass_tokens(trained.booster, device)
+    cost = pass_cost(trained.booster, trained.model, device)
 
     def measure() -> Metrics:
         mine = rounds(
@@ -142,7 +142,7 @@ def heldout_loss(
         DataError: if there is none, or one is too long or not as it should be.
     """
     rows = _checked(examples, config.max_length, model)
-    batches = _micros(rows, config, pass_tokens_on(device_of(model)))
+    batches = _micros(rows, config, cost_on(device_of(model), model))
     return mean_token_loss(model, batches, autocast_dtype=autocast_dtype)
 
 
@@ -176,11 +176,11 @@ def _mean(sums: Tensor, ranks: Ranks) -> TokenLoss:
     return TokenLoss(total / tokens, int(tokens))
 
 
-def _micros(rows: Sequence[MaskedTokens], config: SFTConfig, pass_tokens: int) -> list[TokenBatch]:
+def _micros(rows: Sequence[MaskedTokens], config: SFTConfig, cost: PassCost) -> list[TokenBatch]:
     if config.packing:
         return packed_batches(rows, capacity=config.max_length, size=config.micro_batch_size)
-    cut = of_like_length([len(row.ids) for row in rows], config.micro_batch_size, pass_tokens)
-    return [token_batch([rows[place] for place in places]) for places in cut]
+    together = cut([row.ids for row in rows], config.micro_batch_size, cost)
+    return [token_batch([rows[place] for place in places]) for places in together]
 
 
 def _checked(

@@ -15,7 +15,8 @@ from rlhf_core.errors import DataError
 from rlhf_core.functional.logprobs import logprobs_from_logits
 from rlhf_core.functional.losses import lm_loss, pairwise_loss
 from rlhf_core.models.head_slices import read_logits
-from rlhf_core.models.trunk import autocast, checkpoint_gradients, forward_takes, unwrapped
+from rlhf_core.models.token_tree import TokenTree, read_columns, tree_of
+from rlhf_core.models.trunk import autocast, checkpoint_gradients, forward_takes, position_ids, unwrapped
 from rlhf_core.ppo.order import minibatch_order
 from rlhf_core.strategy.booster import OwnBooster
 from rlhf_core.strategy.ranks import Ranks
@@ -269,14 +270,24 @@ def token_loss(
     # The token at position t is predicted at t - 1; where no row learns anything, no logits are computed.
     kept = batch.loss_mask.any(dim=0).nonzero().squeeze(1) - 1
     tokens, mask = (tensor[:, kept + 1].to(device) for tensor in (batch.input_ids, batch.loss_mask))
+
+    def read(logits: Tensor, wanted: Tensor) -> tuple[Tensor]:
+        return (logprobs_from_logits(logits, wanted, temperature=1.0),)
+
     with autocast(device, autocast_dtype):
-        (logprobs,) = read_logits(
-            model,
-            partial(kept_logits, model, batch, kept, device),
-            tokens,
-            lambda logits, wanted: (logprobs_from_logits(logits, wanted, temperature=1.0),),
-        )
+        if (tree := _tree_of(model, batch)) is not None:
+            (logprobs,) = read_columns(model, tree, kept, tokens, read)
+        else:
+            (logprobs,) = read_logits(model, partial(kept_logits, model, batch, kept, device), tokens, read)
     return lm_loss(logprobs=logprobs, mask=mask, denominator=denominator)
+
+
+def _tree_of(model: nn.Module, batch: TokenBatch) -> TokenTree | None:
+    """Return the rows as a tree; None where each may not attend to all that is before it, or is not counted from 0."""
+    mask = batch.attention_mask
+    if mask.dim() != batch.input_ids.dim() or not torch.equal(batch.position_ids, position_ids(mask)):
+        return None
+    return tree_of(model, batch.input_ids, mask)
 
 
 def kept_logits(model: nn.Module, batch: TokenBatch, kept: Tensor, device: torch.device) -> Tensor:

@@ -15,7 +15,7 @@ from rlhf_core.strategy import plain
 from rlhf_core.strategy.booster import Booster, OwnBooster, Precision, TrainedState
 from rlhf_core.strategy.factory import check_strategy, make_booster
 from rlhf_core.strategy.ranks import ALONE, Ranks, together
-from rlhf_core.training.micro_batches import FEW_PASSES, pass_tokens_on
+from rlhf_core.training.micro_batches import FEW_PASSES, PassCost, cost_on
 
 T = TypeVar("T")
 PRECISIONS: dict[torch.dtype, Precision] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -141,13 +141,13 @@ def passes(booster: Booster, mine: int, ranks: Ranks) -> int:
     return int(ranks.max(torch.tensor(mine)).item()) if equal_passes(booster) else mine
 
 
-def pass_tokens(booster: Booster, device: torch.device) -> int:
-    """Return what a pass through the boosted model costs beside its tokens, for `of_like_length`.
+def pass_cost(booster: Booster, model: Any, device: torch.device) -> PassCost:
+    """Return what passes through a boosted model cost.
 
     Few passes are wanted where they wait for all ranks, and of another's booster, which may not accumulate gradients.
     """
-    ours = own(booster)
-    return FEW_PASSES if ours is None or ours.equal_passes else pass_tokens_on(device)
+    ours, cost = own(booster), cost_on(device, model)
+    return cost._replace(tokens=FEW_PASSES) if ours is None or ours.equal_passes else cost
 
 
 def rounds(booster: Booster, items: Iterable[T], ranks: Ranks, *, what: str) -> Iterator[T | None]:

@@ -5,23 +5,59 @@ Losses are sums over rows, and what is read of a row does not depend on its comp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from rlhf_core.models.token_tree import alike, can_branch
+from rlhf_core.training.padding import TokenIds
+
 PASS_TOKENS = 64
 """What a pass through a model costs on a CPU beside its tokens, in tokens."""
-LIKE_LENGTH = "of like length"
-"""How rows are cut, in a training state."""
+AS_TREE = "of like length, as a tree"
+"""How rows are cut and computed, in a training state."""
 FEW_PASSES = 1 << 40
 """In the place of `PASS_TOKENS`: not one pass more than has to be."""
+_ATTENTION = 4000
+"""Attention costs a row of n tokens as much as n^2 over this in tokens; of a model 600 wide, and less of wider ones."""
 
 
-def pass_tokens_on(device: torch.device) -> int:
-    """Return what a pass costs on a device: a GPU would wait for the next one for longer than padding takes it."""
-    return PASS_TOKENS if device.type == "cpu" else FEW_PASSES
+class PassCost(NamedTuple):
+    """What passes through a model cost."""
+
+    tokens: int
+    """Of one beside its tokens, in tokens."""
+    is_tree: bool = False
+    """Whether what rows begin with in common costs once, and padding nothing (`models/token_tree.py`)."""
+
+
+def cost_on(device: torch.device, model: Any) -> PassCost:
+    """Return what passes cost on a device: a GPU would wait for the next one for longer than padding takes it."""
+    return PassCost(PASS_TOKENS, can_branch(model)) if device.type == "cpu" else PassCost(FEW_PASSES)
+
+
+def cut(rows: Sequence[TokenIds], most: int, cost: PassCost) -> list[list[int]]:
+    """Return the places of rows that go through a model together: of like length, or of like beginning if that is less.
+
+    Args:
+        rows: tokens of each.
+        most: rows of a pass, at most.
+        cost: of passes.
+    """
+    by_length = of_like_length([len(row) for row in rows], most, cost.tokens)
+    if not cost.is_tree:
+        return by_length
+    order = sorted(range(len(rows)), key=lambda place: list(rows[place]))
+    common = [0, *(alike(rows[one], rows[other]) for one, other in pairwise(order))]
+    by_beginning = _cheapest(order, most, lambda start, _: common[start] + cost.tokens)
+
+    def all_of(passes: list[list[int]]) -> float:
+        return sum(cost.tokens + _tree_tokens([rows[place] for place in places]) for places in passes)
+
+    return min(by_length, by_beginning, key=all_of)
 
 
 def of_like_length(lengths: Sequence[int], most: int, pass_tokens: int) -> list[list[int]]:
@@ -39,15 +75,20 @@ def of_like_length(lengths: Sequence[int], most: int, pass_tokens: int) -> list[
         [[0, 2], [1, 3]]
     """
     order = sorted(range(len(lengths)), key=lambda place: lengths[place])
-    least: list[tuple[int, int]] = [(0, 0)]  # for the first rows in that order: their cost, and where the last cut is
+    return _cheapest(order, most, lambda start, end: (end - start) * lengths[order[end - 1]] + pass_tokens)
+
+
+def _cheapest(order: list[int], most: int, price: Callable[[int, int], int]) -> list[list[int]]:
+    """Return neighbours together, the last first, so that the sum of prices is least.
+
+    Args:
+        order: what is cut.
+        most: of one part.
+        price: of those from a place in the order up to another.
+    """
+    least: list[tuple[int, int]] = [(0, 0)]  # of the first ones: what they cost, and where the last cut is
     for end in range(1, len(order) + 1):
-        longest = lengths[order[end - 1]]
-        least.append(
-            min(
-                (least[start][0] + (end - start) * longest + pass_tokens, start)
-                for start in range(max(0, end - most), end)
-            )
-        )
+        least.append(min((least[start][0] + price(start, end), start) for start in range(max(0, end - most), end)))
     found: list[list[int]] = []
     end = len(order)
     while end:
@@ -55,6 +96,12 @@ def of_like_length(lengths: Sequence[int], most: int, pass_tokens: int) -> list[
         found.append(order[start:end])
         end = start
     return found
+
+
+def _tree_tokens(rows: Sequence[TokenIds]) -> float:
+    """Return what rows cost as one tree, in tokens."""
+    common = sum(alike(one, other) for one, other in pairwise(sorted(map(list, rows))))
+    return sum(map(len, rows)) - common + len(rows) * max(map(len, rows)) ** 2 / _ATTENTION
 
 
 class Piece(NamedTuple):
@@ -100,24 +147,24 @@ def in_order(sequences: Tensor, attention_mask: Tensor, num_actions: int, size: 
     ]
 
 
-def pieces(
-    sequences: Tensor, attention_mask: Tensor, action_mask: Tensor, *, most: int, pass_tokens: int
-) -> list[Piece]:
-    """Return a batch cut by `of_like_length`, each piece as wide as its longest row, but two columns at least.
+def pieces(sequences: Tensor, attention_mask: Tensor, action_mask: Tensor, *, most: int, cost: PassCost) -> list[Piece]:
+    """Return a batch cut by `cut`, each piece as wide as its longest row, but two columns at least.
 
     Args:
         sequences: [B S], prompts padded left, responses right.
         attention_mask: [B S], True on tokens.
         action_mask: [B A], True on response tokens; what counts is kept, though nobody attends to it.
-        most: as for `of_like_length`.
-        pass_tokens: as for `of_like_length`.
+        most: as for `cut`.
+        cost: as for `cut`.
     """
     width, most_actions = sequences.shape[1], action_mask.shape[1]
     used = attention_mask.cpu()
     used = torch.cat([used[:, :-most_actions], used[:, -most_actions:] | action_mask.cpu()], dim=1).long()
     begins, after = used.argmax(dim=1), used.flip(1).argmax(dim=1)  # padding before and after each row
+    ids, ends = sequences.tolist(), (width - after).tolist()
+    tokens = [ids[row][begin : ends[row]] for row, begin in enumerate(begins.tolist())]
     found = []
-    for places in of_like_length((width - begins - after).tolist(), most, pass_tokens):
+    for places in cut(tokens, most, cost):
         rows = torch.tensor(places)
         shift = after[rows, None]
         actions = max(1, most_actions - int(shift.min()))

@@ -9,15 +9,16 @@ import torch
 
 from rlhf_core.functional.logprobs import logprobs_from_logits
 from rlhf_core.models.actor import response_logprobs
-from rlhf_core.training.micro_batches import FEW_PASSES, PASS_TOKENS, of_like_length, pass_tokens_on, pieces
+from rlhf_core.training.micro_batches import FEW_PASSES, PASS_TOKENS, PassCost, cost_on, cut, of_like_length, pieces
 from tests.tiny_llama import tiny_llama
+from tests.unit.models.architectures import tiny_causal_lm
 from tests.unit.ppo.experience import PROMPTS, RESPONSES, tiny_experience
 
 LENGTHS = [7, 30, 8, 2, 31, 9, 30]
 
 
-def cost(cut: list[list[int]], pass_tokens: int) -> int:
-    return sum(len(places) * max(LENGTHS[place] for place in places) + pass_tokens for places in cut)
+def cost(passes: list[list[int]], pass_tokens: int) -> int:
+    return sum(len(places) * max(LENGTHS[place] for place in places) + pass_tokens for places in passes)
 
 
 @pytest.mark.parametrize("most", [2, 3, 7])
@@ -32,7 +33,7 @@ def test_no_other_cut_of_the_sorted_rows_costs_less(most: int, pass_tokens: int)
         for number in range(len(order))
         for inner in combinations(range(1, len(order)), number)
     ]
-    possible = [cost(cut, pass_tokens) for cut in every if all(len(places) <= most for places in cut)]
+    possible = [cost(each, pass_tokens) for each in every if all(len(places) <= most for places in each)]
     assert cost(found, pass_tokens) == min(possible)
     if pass_tokens == FEW_PASSES:
         assert len(found) == -(-len(LENGTHS) // most)
@@ -44,15 +45,26 @@ def test_rows_of_one_length_stay_in_their_order_and_no_rows_need_no_pass() -> No
     assert of_like_length([], 3, PASS_TOKENS) == []
 
 
+def test_rows_of_one_prompt_go_together_where_what_they_have_in_common_costs_once() -> None:
+    rows = [[*[1 + n % 2] * 40, *range(3, 7 + 9 * (n // 2))] for n in range(8)]
+    assert sorted(map(sorted, cut(rows, 4, PassCost(PASS_TOKENS)))) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert sorted(map(sorted, cut(rows, 4, PassCost(PASS_TOKENS, is_tree=True)))) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert len(cut(rows, 8, PassCost(PASS_TOKENS, is_tree=True))) == 1
+    other = [[n, *range(9, 9 + length)] for n, length in enumerate([30, 900, 30, 900])]  # attention has padding
+    assert sorted(map(sorted, cut(other, 4, PassCost(PASS_TOKENS, is_tree=True)))) == [[0, 2], [1, 3]]
+    assert cut([], 4, PassCost(PASS_TOKENS, is_tree=True)) == []
+
+
 def test_passes_are_few_on_a_gpu() -> None:
-    assert pass_tokens_on(torch.device("cpu")) == PASS_TOKENS
-    assert pass_tokens_on(torch.device("cuda")) == FEW_PASSES
+    assert cost_on(torch.device("cpu"), tiny_llama()) == PassCost(PASS_TOKENS, is_tree=True)
+    assert cost_on(torch.device("cpu"), tiny_causal_lm("gpt2")) == PassCost(PASS_TOKENS)
+    assert cost_on(torch.device("cuda"), tiny_llama()) == PassCost(FEW_PASSES)
 
 
 @pytest.mark.parametrize("pass_tokens", [0, FEW_PASSES])
 def test_a_piece_has_its_rows_tokens_and_no_column_of_padding(pass_tokens: int) -> None:
     batch = tiny_experience()
-    found = pieces(batch.sequences, batch.attention_mask, batch.action_mask, most=3, pass_tokens=pass_tokens)
+    found = pieces(batch.sequences, batch.attention_mask, batch.action_mask, most=3, cost=PassCost(pass_tokens))
     assert sorted(torch.cat([piece.rows for piece in found]).tolist()) == list(range(8))
     restored = torch.full_like(batch.values, -1.0)
     for piece in found:
@@ -71,7 +83,7 @@ def test_a_piece_has_its_rows_tokens_and_no_column_of_padding(pass_tokens: int) 
 def test_a_response_without_tokens_and_a_row_of_one_token_are_read() -> None:
     sequences = torch.tensor([[0, 5, 0, 0], [0, 6, 0, 0]])
     none = torch.zeros(2, 2, dtype=torch.bool)
-    (piece,) = pieces(sequences, sequences > 0, none, most=2, pass_tokens=PASS_TOKENS)
+    (piece,) = pieces(sequences, sequences > 0, none, most=2, cost=PassCost(PASS_TOKENS))
     assert piece.sequences[:, -1].tolist() == [5, 6]
     assert piece.attention_mask.tolist() == [[False, True]] * 2
     assert (piece.num_actions, piece.take(torch.ones(2, 2)).tolist()) == (1, [[0.0], [0.0]])
@@ -81,7 +93,7 @@ def test_rows_in_pieces_have_the_log_probabilities_that_each_has_alone() -> None
     model, batch = tiny_llama(initializer_range=0.2), tiny_experience()
     found = torch.zeros_like(batch.values)
     with torch.no_grad():
-        for piece in pieces(batch.sequences, batch.attention_mask, batch.action_mask, most=8, pass_tokens=0):
+        for piece in pieces(batch.sequences, batch.attention_mask, batch.action_mask, most=8, cost=PassCost(0)):
             read = response_logprobs(
                 model, sequences=piece.sequences, attention_mask=piece.attention_mask, num_actions=piece.num_actions,
                 temperature=1.0,
@@ -97,7 +109,7 @@ def test_what_counts_is_kept_though_nobody_attends_to_it_and_holes_stay() -> Non
     sequences = torch.tensor([[0, 5, 6, 7, 2, 0], [4, 3, 8, 9, 1, 2]])
     attended = torch.tensor([[0, 1, 0, 1, 0, 0], [1, 1, 1, 1, 1, 1]]).bool()  # coati masks a stop token that pads, too
     counted = torch.tensor([[1, 1, 0], [1, 1, 1]]).bool()
-    (piece,) = pieces(sequences, attended, counted, most=2, pass_tokens=FEW_PASSES)
+    (piece,) = pieces(sequences, attended, counted, most=2, cost=PassCost(FEW_PASSES))
     assert piece.sequences[piece.rows.tolist().index(0)].tolist()[-4:] == [5, 6, 7, 2]
     assert piece.take(counted).sum() == counted.sum()
     assert piece.take(torch.where(counted, 1.0, float("nan"))).nansum() == counted.sum()

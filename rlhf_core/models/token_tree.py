@@ -1,0 +1,203 @@
+"""Tokens that stand after the same tokens go through a model once, and padding not at all.
+
+What a decoder makes of a token depends on those before it alone. So rows that begin alike, as samples of one prompt,
+the two responses of a pair or the prompts of one template do, are branches of a tree. Its tokens are one long row to
+the model; attention alone looks along rows, and gets them laid out as rows (`models/attention.py`). A token's gradient
+is the sum over its rows, as if each row had its own.
+
+For the forms of decoder that are known here, on a CPU, without dropout, which draws for each row anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.modules.dropout import _DropoutNd
+from transformers import (
+    LlamaForCausalLM,
+    LlamaModel,
+    MistralForCausalLM,
+    MistralModel,
+    PreTrainedModel,
+    Qwen2ForCausalLM,
+    Qwen2Model,
+    Qwen3ForCausalLM,
+    Qwen3Model,
+)
+
+from rlhf_core.models.head_slices import read_logits
+from rlhf_core.models.trunk import model_inputs, position_ids, unwrapped
+
+_FORMS = (
+    *(LlamaForCausalLM, LlamaModel, MistralForCausalLM, MistralModel),
+    *(Qwen2ForCausalLM, Qwen2Model, Qwen3ForCausalLM, Qwen3Model),
+)
+_each_by_itself: ContextVar[bool] = ContextVar("rows each by itself", default=False)
+
+
+class TokenTree(NamedTuple):
+    """The rows of a batch, as branches of one tree."""
+
+    input_ids: Tensor
+    """[1 T]"""
+    position_ids: Tensor
+    """[1 T]"""
+    at: Tensor
+    """[B S], which of them stands here; on padding any."""
+    first: Tensor
+    """[T], where in the batch, row after row, each stands first."""
+    seen: Tensor | None
+    """[B 1 S S], True where a token attends to another; None if it does to all before it, and there is no padding."""
+
+    def inputs(self) -> dict[str, Any]:
+        """Return the arguments of a forward pass over the tokens, as one row."""
+        return {
+            "input_ids": self.input_ids,
+            "position_ids": self.position_ids,
+            "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool),  # of this form transformers makes no other
+            "use_cache": False,
+            "token_tree": self,
+        }
+
+    def in_rows(self, found: Tensor) -> Tensor:
+        """Return what is there of each token, [T ...], where it stands in the batch, [B S ...]."""
+        laid: Tensor = _InRows.apply(found, self.at.flatten())  # type: ignore[no-untyped-call]
+        return laid.view(*self.at.shape, *found.shape[1:])
+
+    def in_tree(self, found: Tensor) -> Tensor:
+        """Return of what stands in the batch, [B S ...], that of each token, [T ...]."""
+        return found.flatten(0, 1).index_select(0, self.first)
+
+
+class _InRows(torch.autograd.Function):
+    """Rows of a matrix, some of them several times; gradients of these are added in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, found: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.number = len(found)
+        return found.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (places,), (gradient,) = ctx.saved_tensors, gradients
+        sums = torch.zeros(ctx.number, *gradient.shape[1:], dtype=torch.promote_types(gradient.dtype, torch.float32))
+        return sums.index_add_(0, places, gradient.to(sums.dtype)).to(gradient.dtype), None
+
+
+@contextmanager
+def each_by_itself() -> Iterator[None]:
+    """Have every row computed whole in the block, padding too, as releases before 0.3 did."""
+    before = _each_by_itself.set(True)
+    try:
+        yield
+    finally:
+        _each_by_itself.reset(before)
+
+
+def tree_of(model: Any, input_ids: Tensor, attention_mask: Tensor) -> TokenTree | None:
+    """Return a batch as a tree; None if the model is not known to be able to, or nothing would be saved.
+
+    Args:
+        model: a trunk or a causal language model, wrapped or not.
+        input_ids: [B S].
+        attention_mask: [B S], True on tokens; padding is on either side.
+    """
+    if _each_by_itself.get() or not _has_form(inner := unwrapped(model)):
+        return None
+    if any(each.training and _dropped(each) for each in inner.modules()):
+        return None
+    mask = attention_mask.bool()
+    found = _branches(input_ids.numpy(), mask.numpy())
+    if found is None:
+        return None
+    at, first = map(torch.from_numpy, found)
+    seen = None
+    if not mask.all():
+        width = mask.shape[1]
+        places = torch.arange(width)
+        # padding attends to itself: to nothing would be a division by zero
+        seen = ((places <= places[:, None]) & mask[:, None] | torch.eye(width, dtype=torch.bool))[:, None]
+    ids, places = (each.flatten()[first][None] for each in (input_ids, position_ids(mask)))
+    return TokenTree(ids, places, at, first, seen)
+
+
+def hidden_states(trunk: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """Return the trunk's last hidden state, [B S H]; any on padding."""
+    if (tree := tree_of(trunk, input_ids, attention_mask)) is not None:
+        return tree.in_rows(trunk(**tree.inputs()).last_hidden_state[0])
+    hidden: Tensor = trunk(**model_inputs(trunk, input_ids, attention_mask)).last_hidden_state
+    return hidden
+
+
+def read_columns(
+    model: Any, tree: TokenTree, columns: Tensor, tokens: Tensor, read: Callable[[Tensor, Tensor], Sequence[Tensor]]
+) -> list[Tensor]:
+    """Return what is read from the logits at some columns of every row; see `head_slices.read_logits`.
+
+    Args:
+        model: a causal language model, maybe wrapped.
+        tree: the rows.
+        columns: [A], where the logits stand that predict the tokens.
+        tokens: [B A].
+        read: as there.
+    """
+    kept = tree.at[:, columns].flatten()
+
+    def forward() -> Tensor:
+        logits: Tensor = model(**tree.inputs(), logits_to_keep=kept).logits
+        return logits
+
+    return [each.view(tokens.shape) for each in read_logits(model, forward, tokens.reshape(1, -1), read)]
+
+
+def can_branch(model: Any) -> bool:
+    """Return whether a model, a critic or reward model too, computes rows as a tree, also in training mode."""
+    inner = unwrapped(model)
+    inner = getattr(inner, "trunk", inner)
+    return _has_form(inner) and not any(map(_dropped, inner.modules()))
+
+
+def alike(one: Sequence[int] | np.ndarray, other: Sequence[int] | np.ndarray) -> int:
+    """Return how many tokens two rows begin with in common."""
+    length = min(len(one), len(other))
+    differ = np.asarray(one[:length]) != np.asarray(other[:length])
+    return int(differ.argmax()) if differ.any() else length
+
+
+def _has_form(inner: Any) -> bool:
+    if type(inner) not in _FORMS or inner.device.type != "cpu" or inner.config._attn_implementation != "sdpa":
+        return False
+    return getattr(inner.config, "sliding_window", None) is None
+
+
+def _dropped(module: Any) -> float:
+    """Return the share that a module drops in training mode."""
+    found: float = module.p if isinstance(module, _DropoutNd) else getattr(module, "attention_dropout", 0.0)
+    return found
+
+
+def _branches(ids: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return `at` and `first` of a tree; None if each place has its own token, or a row has gaps."""
+    rows, width = ids.shape
+    begins, counts = mask.argmax(axis=1), mask.sum(axis=1)
+    if any(not mask[row, begins[row] : begins[row] + counts[row]].all() for row in range(rows)):
+        return None
+    branches = [ids[row, begins[row] : begins[row] + counts[row]] for row in range(rows)]
+    at, first, number = np.zeros((rows, width), dtype=np.int64), [], 0
+    former = np.zeros(0, dtype=np.int64)  # the branch before, and its tokens in the tree
+    before = former
+    for row in sorted(range(rows), key=lambda row: branches[row].tolist()):
+        branch, begin = branches[row], begins[row]
+        common = alike(former, branch)
+        new = np.arange(number, number := number + len(branch) - common)
+        former, before = branch, np.concatenate([before[:common], new])
+        at[row, begin : begin + len(branch)] = before
+        first.append(row * width + begin + np.arange(common, len(branch)))
+    return None if number == ids.size else (at, np.concatenate(first))

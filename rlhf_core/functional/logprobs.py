@@ -2,7 +2,7 @@
 
 A float32 log-softmax over the vocabulary is the largest tensor of a training step: 8 responses of 1,000 tokens
 over 150,000 words are 4.8 GB. Here it exists for a slice of the tokens at a time, in the forward pass and in the
-backward pass, which computes it again from the logits.
+backward pass, which computes it again from the logits; for a word at a time where there are kernels.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from rlhf_core.functional.precision import at_least_float32
+from rlhf_core.kernels.compiled import call, has_kernels
 
 _SLICE_ELEMENTS = 1 << 24  # 64 MiB of float32 at a time
 _LEAST_LOGPROB = -1e4  # stands for -inf in p log p, so that words of probability zero add zero
@@ -140,7 +141,12 @@ class _TokenStatistics(torch.autograd.Function):
         logprobs, highest, logsum, spread = (
             torch.zeros(tokens.shape, dtype=dtype, device=logits.device) for _ in range(4)
         )
-        for at in _slices(logits):
+        by_kernel = dtype == torch.float32 and logits.stride(-1) == 1 and has_kernels(logits)
+        if by_kernel:
+            tokens, entropies = tokens.contiguous(), spread if with_entropy else None
+            found = (logprobs, highest, logsum, entropies)
+            call("read", logits.dtype, logits, tokens, temperature, *found, *_places(logits))
+        for at in () if by_kernel else _slices(logits):
             scaled = _scaled(logits[:, at], temperature)  # [B, a, V]
             highest[:, at] = scaled.amax(dim=-1)
             shifted = scaled - highest[:, at, None]
@@ -152,7 +158,7 @@ class _TokenStatistics(torch.autograd.Function):
         if not entropy_needs_grad:
             ctx.mark_non_differentiable(spread)
         ctx.save_for_backward(logits, tokens, highest, logsum, spread)
-        ctx.temperature, ctx.entropy_needs_grad = temperature, entropy_needs_grad
+        ctx.temperature, ctx.entropy_needs_grad, ctx.by_kernel = temperature, entropy_needs_grad, by_kernel
         return logprobs, spread
 
     @staticmethod
@@ -161,6 +167,13 @@ class _TokenStatistics(torch.autograd.Function):
         """Return dL/dz_v = (g (1[v = x] - p_v) - h p_v (log p_v + H)) / T, in the dtype of the logits."""
         logits, tokens, highest, logsum, spread = ctx.saved_tensors
         gradient = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        if ctx.by_kernel:
+            of_entropy = grad_entropy.contiguous() if ctx.entropy_needs_grad else None
+            call(
+                "pull", logits.dtype, logits, tokens, ctx.temperature, highest, logsum, spread,
+                grad_logprobs.contiguous(), of_entropy, gradient, *_places(logits),
+            )  # fmt: skip
+            return gradient, None, None, None, None
         for at in _slices(logits):
             every = _scaled(logits[:, at], ctx.temperature) - highest[:, at, None]
             every.sub_(logsum[:, at, None])
@@ -174,6 +187,12 @@ class _TokenStatistics(torch.autograd.Function):
             part.scatter_add_(-1, tokens[:, at, None], weight)
             gradient[:, at] = part.to(logits.dtype)
         return gradient, None, None, None, None
+
+
+def _places(logits: Tensor) -> tuple[int, ...]:
+    """Return where a kernel finds the logits of each token: their number, those of a row, strides, words."""
+    rows, actions, words = logits.shape
+    return rows * actions, actions, logits.stride(0), logits.stride(1), words
 
 
 def _slices(logits: Tensor) -> list[slice]:

@@ -29,6 +29,8 @@ _ARGUMENTS = {
     "gate": (_POINTER, _POINTER, _INTEGER, _INTEGER),
     "turn": (*(_POINTER,) * 5, _INTEGER, _INTEGER, *_SHAPE),
     "attend": (*(_POINTER,) * 5, _INTEGER, _INTEGER, _FLOAT, *_SHAPE),
+    "read": (_POINTER, _POINTER, _FLOAT, *(_POINTER,) * 4, *_SHAPE, _INTEGER),
+    "pull": (_POINTER, _POINTER, _FLOAT, *(_POINTER,) * 6, *_SHAPE, _INTEGER),
     "draw": (_POINTER, _POINTER, _FLOAT, _POINTER, _POINTER, _INTEGER, _INTEGER),
 }
 
@@ -59,7 +61,10 @@ def used_on(device: torch.device) -> str:
 
 
 def call(name: str, dtype: torch.dtype, *arguments: Tensor | float | None) -> None:
-    """Call a kernel; tensors, which must be contiguous, go by address. Threads are PyTorch's."""
+    """Call a kernel; tensors go by address, and are contiguous but for those whose strides it takes.
+
+    Threads are PyTorch's.
+    """
     loaded = library()
     assert loaded is not None, "has_kernels comes first"
     plain = [each.data_ptr() if isinstance(each, Tensor) else each for each in arguments]

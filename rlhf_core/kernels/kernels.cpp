@@ -1,5 +1,5 @@
 // What lies between the products of a decoding step, each as one pass over memory: norms, rotary angles, attention to
-// what was kept, gates, and the choice of a token.
+// what was kept, gates, and the choice of a token. And what learning and scoring read of a token's logits.
 //
 // A number is a float, or 16 bits of one (bfloat16). Arithmetic is in float; rounding to 16 bits happens where
 // transformers' layers round. A row's result depends on nothing but the row: not on other rows, nor on threads.
@@ -244,6 +244,83 @@ void draw(const T* logits, const float* numbers, float temperature, int64_t* tok
     }
 }
 
+// Where the logits of each token lie: a row of them in another batch row every `width` tokens.
+struct Places {
+    int64_t tokens, width, batch_stride, stride;
+
+    int64_t operator[](int64_t token) const { return token / width * batch_stride + token % width * stride; }
+};
+
+constexpr float least_log_prob = -1e4f;  // stands for -inf in p log p, so that words of probability zero add zero
+
+// Of each token its log-probability, and, where there is room for it, the entropy of what it comes from; the
+// largest score and log sum e^(score - largest) are kept for `pull`. Scores are logits over the temperature.
+template <typename T>
+void read(const T* logits, const int64_t* tokens, float temperature, float* log_probs, float* largest, float* log_sums,
+          float* entropies, Places places, int64_t words) {
+    constexpr int64_t block = 1024;
+#pragma omp parallel for schedule(static)
+    for (int64_t row = 0; row < places.tokens; ++row) {
+        const T* mine = logits + places[row];
+        float most = -INFINITY;
+#pragma omp simd reduction(max : most)
+        for (int64_t i = 0; i < words; ++i) {
+            float s = to_float(mine[i]) / temperature;
+            most = s > most ? s : most;
+        }
+        double total = 0.0, weighted = 0.0;
+        for (int64_t begin = 0; begin < words; begin += block) {
+            int64_t end = begin + block < words ? begin + block : words;
+            float sum = 0.0f, product = 0.0f;
+            if (entropies == nullptr) {
+#pragma omp simd reduction(+ : sum)
+                for (int64_t i = begin; i < end; ++i) sum += exponential(to_float(mine[i]) / temperature - most);
+            } else {
+#pragma omp simd reduction(+ : sum, product)
+                for (int64_t i = begin; i < end; ++i) {
+                    float s = to_float(mine[i]) / temperature - most;
+                    float e = exponential(s);
+                    sum += e;
+                    product += e * (s < least_log_prob ? least_log_prob : s);
+                }
+            }
+            total += sum;
+            weighted += product;
+        }
+        double log_sum = std::log(total);
+        largest[row] = most;
+        log_sums[row] = float(log_sum);
+        log_probs[row] = to_float(mine[tokens[row]]) / temperature - most - float(log_sum);
+        if (entropies != nullptr) entropies[row] = float(log_sum - weighted / total);
+    }
+}
+
+// The gradient of the logits from that of the log-probabilities and, where there is one, of the entropies.
+template <typename T>
+void pull(const T* logits, const int64_t* tokens, float temperature, const float* largest, const float* log_sums,
+          const float* entropies, const float* of_log_probs, const float* of_entropies, T* out, Places places,
+          int64_t words) {
+#pragma omp parallel for schedule(static)
+    for (int64_t row = 0; row < places.tokens; ++row) {
+        const T* mine = logits + places[row];
+        T* to = out + row * words;
+        float weight = of_log_probs[row] / temperature, most = largest[row], log_sum = log_sums[row];
+        float spread = 0.0f, more = 0.0f;
+        if (of_entropies != nullptr) {
+            spread = entropies[row];
+            more = of_entropies[row] / temperature;
+        }
+        auto at = [=](int64_t i) {
+            float log_prob = to_float(mine[i]) / temperature - most - log_sum;
+            float bounded = log_prob < least_log_prob ? least_log_prob : log_prob;
+            return -exponential(log_prob) * (weight + more * (bounded + spread));
+        };
+#pragma omp simd
+        for (int64_t i = 0; i < words; ++i) put(to[i], at(i));
+        put(to[tokens[row]], at(tokens[row]) + weight);
+    }
+}
+
 }  // namespace
 
 #define FOR_EACH_NUMBER(make) make(float, float) make(half, Half)
@@ -256,6 +333,20 @@ void draw(const T* logits, const float* numbers, float temperature, int64_t* tok
     void draw_##name(const T* logits, const float* numbers, float temperature, int64_t* tokens, float* log_probs,    \
                      int64_t rows, int64_t words) {                                                                  \
         draw<T>(logits, numbers, temperature, tokens, log_probs, rows, words);                                       \
+    }                                                                                                                \
+    void read_##name(const T* logits, const int64_t* tokens, float temperature, float* log_probs, float* largest,    \
+                     float* log_sums, float* entropies, int64_t rows, int64_t width, int64_t batch_stride,           \
+                     int64_t stride, int64_t words) {                                                                \
+        Places places{rows, width, batch_stride, stride};                                                            \
+        read<T>(logits, tokens, temperature, log_probs, largest, log_sums, entropies, places, words);                \
+    }                                                                                                                \
+    void pull_##name(const T* logits, const int64_t* tokens, float temperature, const float* largest,                \
+                     const float* log_sums, const float* entropies, const float* of_log_probs,                       \
+                     const float* of_entropies, T* out, int64_t rows, int64_t width, int64_t batch_stride,           \
+                     int64_t stride, int64_t words) {                                                                \
+        Places places{rows, width, batch_stride, stride};                                                            \
+        pull<T>(logits, tokens, temperature, largest, log_sums, entropies, of_log_probs, of_entropies, out, places,  \
+                words);                                                                                              \
     }                                                                                                                \
     void turn_##name(T* qkv, const T* cosines, const T* sines, T* keys, T* values, int64_t rows, int64_t at,         \
                      int64_t heads, int64_t shared, int64_t size, int64_t length) {                                  \

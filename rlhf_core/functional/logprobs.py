@@ -142,6 +142,7 @@ class _TokenStatistics(torch.autograd.Function):
             torch.zeros(tokens.shape, dtype=dtype, device=logits.device) for _ in range(4)
         )
         by_kernel = dtype == torch.float32 and logits.stride(-1) == 1 and has_kernels(logits)
+        by_kernel = by_kernel and bool(((tokens >= 0) & (tokens < logits.shape[-1])).all())  # else PyTorch refuses them
         if by_kernel:
             tokens, entropies = tokens.contiguous(), spread if with_entropy else None
             found = (logprobs, highest, logsum, entropies)

@@ -13,6 +13,15 @@ from tests.reference import definitions
 from tests.unit.functional.ragged import assert_close
 
 
+@pytest.fixture(autouse=True, params=["by kernels", "by PyTorch"])
+def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "by PyTorch":
+        monkeypatch.setattr(module, "has_kernels", lambda _: False)
+    else:
+        assert module.has_kernels(logits())
+    return str(request.param)
+
+
 def logits(*, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return (torch.randn(2, 3, 7, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
 
@@ -144,6 +153,33 @@ def test_half_precision_logits_get_half_precision_gradients_that_float32_would_r
     assert half.grad.dtype == torch.bfloat16
     exact = one_hot - torch.softmax(half.detach().float(), dim=-1)
     torch.testing.assert_close(half.grad.float(), exact, rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_large_vocabulary_is_as_near_to_exact_numbers_as_log_softmax(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(2)
+    scores = (torch.randn(3, 5, 50_001, generator=generator) * 4).to(dtype).requires_grad_()
+    tokens = torch.randint(0, 50_001, (3, 5), generator=generator)
+    pulls = [torch.randn(3, 5, generator=generator) for _ in range(2)]
+    found = logprobs_and_entropy(scores, tokens, temperature=0.7, entropy_needs_grad=True)
+    (pulls[0] * found.logprobs + pulls[1] * found.entropy).sum().backward()
+    exact = scores.detach().double().requires_grad_()
+    every = torch.log_softmax(exact / 0.7, dim=-1)
+    right = every.gather(-1, tokens[..., None]).squeeze(-1), -(every.exp() * every).sum(dim=-1)
+    (pulls[0] * right[0] + pulls[1] * right[1]).sum().backward()
+    for one, other in zip(found, right, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-6, atol=1e-5)
+    assert scores.grad is not None
+    assert exact.grad is not None
+    torch.testing.assert_close(
+        scores.grad.double(), exact.grad, rtol=2**-8 if dtype == torch.bfloat16 else 1e-4, atol=1e-8
+    )
+
+
+def test_a_token_that_is_no_word_is_refused() -> None:
+    for wrong in (7, -1):
+        with pytest.raises(RuntimeError, match="out of bounds"):
+            logprobs_from_logits(logits(), TOKENS + (wrong - TOKENS) * (TOKENS == 5), temperature=1.0)
 
 
 def test_words_that_cannot_come_add_nothing() -> None:

@@ -7,11 +7,14 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from rlhf_core.data.jsonl import from_jsonl, to_jsonl
 from rlhf_core.errors import DataError
 from rlhf_core.functional.intervals import mean_interval, wilson_interval
 from rlhf_core.generation import GenerationSettings, make_engine
 from rlhf_core.models.reward_model import RewardModel
+from rlhf_core.models.trunk import autocast, device_of
 from rlhf_core.rewards.sources import REWARD_MODEL, ScoringBatch, TrainedScores
 from rlhf_core.rewards.structure import filled_tags
 from rlhf_core.rewards.verifying import RIGHT, Answered, Judge
@@ -70,7 +73,7 @@ def evaluate_policy(
         model: a causal language model.
         template: how prompts are put and responses read.
         problems: at least one.
-        config: length of the responses, and how many are made at once.
+        config: length of the responses, how many are made at once, and in which arithmetic.
         judge: the data's verifier, left open, or a reward model, whose standardised score counts.
         on_progress: called with the number of problems done and of all, after each batch.
 
@@ -123,7 +126,8 @@ def _evaluate_batch(
         stop_strings=template.stop_strings,
     )
     prompts = [template.prompt_ids(problem.prompt) for problem in problems]
-    made = make_engine("native", model, tokenizer=template.tokenizer).generate(prompts, settings, uniforms=None)
+    with autocast(device_of(model), getattr(torch, config.dtype)):
+        made = make_engine("native", model, tokenizer=template.tokenizer).generate(prompts, settings, uniforms=None)
     tokens = made.sequences[:, -made.action_mask.shape[1] :]
     responses = [
         template.decode_response(row[mask].tolist()) for row, mask in zip(tokens, made.action_mask, strict=True)

@@ -201,7 +201,7 @@ def _asked(
             policy = policy.model_copy(update={"path": str(files)})
         template = PromptTemplate(load_tokenizer(materialise(context, policy)), config.template)
         with _judge(context, config, template, scorer) as judge:
-            model = load_policy(context, policy, base, "float32", shares_base=shares_base)
+            model = load_policy(context, policy, base, config.evaluation.dtype, shares_base=shares_base)
             outcomes = evaluate(
                 model, template, problems, config.evaluation, judge, on_progress=lambda done, _: progress.step(done)
             )

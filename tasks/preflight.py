@@ -87,6 +87,8 @@ def _on_processors(config: PipelineConfig, gpus: Mapping[Trained, int]) -> list[
         _, shares["ppo", "rollout_dtype"] = gpu_shares(cluster, gpus["ppo"], config.ppo.num_trainers)
     elif "reward_model" in gpus and not config.data.preferences:  # the flow's own process samples pairs
         shares["ppo", "rollout_dtype"] = available_gpus()
+    if "ppo" in gpus or not gpus:  # the flow's own process evaluates
+        shares["evaluation", "dtype"] = available_gpus()
     return [key for key, share in shares.items() if not share]
 
 

@@ -19,6 +19,8 @@ class EvaluationConfig(Config):
     max_new_tokens: Positive = 24
     """At least two more than the longest reference answer."""
     batch_size: Positive = 50
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Arithmetic of the answers."""
     judge: Literal["verifier", "reward_model"] = "verifier"
     """Who scores the answers: the verifier of `data.verifier`, or, where prompts have no answers, the reward model."""
 

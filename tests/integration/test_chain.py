@@ -55,6 +55,7 @@ def small(**further: object) -> dict[str, Any]:
         "sft.epochs": 15,
         "sft.lr": 1e-2,
         "sft.dtype": "float32",
+        "evaluation.dtype": "float32",
         "reward_model.max_new_tokens": 28,
         "reward_model.heldout_fraction": 0.5,
         "ppo.prompts_per_episode": 16,

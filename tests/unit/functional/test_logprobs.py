@@ -172,7 +172,7 @@ def test_a_large_vocabulary_is_as_near_to_exact_numbers_as_log_softmax(dtype: to
     assert scores.grad is not None
     assert exact.grad is not None
     torch.testing.assert_close(
-        scores.grad.double(), exact.grad, rtol=2**-8 if dtype == torch.bfloat16 else 1e-4, atol=1e-8
+        scores.grad.double(), exact.grad, rtol=2**-8 if dtype == torch.bfloat16 else 1e-4, atol=1e-7
     )
 
 

@@ -154,7 +154,7 @@ def test_where_bfloat16_is_slow_a_run_computes_in_float32_and_says_so(
     assert arithmetic(settle_arithmetic(context, preset(), {"sft": 0, "ppo": 0})) == [
         "float32", "bfloat16", "float32", "float32",
     ]  # fmt: skip
-    changed = "sft.dtype, ppo.dtype, ppo.rollout_dtype"
+    changed = "sft.dtype, ppo.dtype, ppo.rollout_dtype, evaluation.dtype"
     assert slow_bfloat16 == [f"this processor has no fast bfloat16: float32 for {changed}"]
 
 
@@ -169,8 +169,11 @@ def test_arithmetic_that_somebody_set_is_kept_and_its_price_is_told(context: Con
 def test_a_stage_with_gpus_stays_as_it_is_beside_one_without(context: Context, slow_bfloat16: list[str]) -> None:
     found = settle_arithmetic(context, preset(), {"sft": 0, "ppo": 1})
     assert arithmetic(found) == ["float32", "bfloat16", "bfloat16", "bfloat16"]
-    assert slow_bfloat16 == ["this processor has no fast bfloat16: float32 for sft.dtype"]
-    assert settle_arithmetic(context, preset(), {}) == preset()
+    assert slow_bfloat16 == ["this processor has no fast bfloat16: float32 for sft.dtype, evaluation.dtype"]
+    answers = settle_arithmetic(context, preset(), {})
+    assert arithmetic(answers) == ["bfloat16"] * 4
+    assert answers.evaluation.dtype == "float32"
+    assert settle_arithmetic(context, preset(), {"sft": 1}) == preset()
 
 
 def test_processes_that_are_given_no_gpu_compute_on_processors(context: Context, slow_bfloat16: list[str]) -> None:
@@ -179,7 +182,7 @@ def test_processes_that_are_given_no_gpu_compute_on_processors(context: Context,
     for cluster in ({"maker_gpus": 0.0}, {"trainer_gpus": 1.0}):  # the trainer has the only one
         found = settle_arithmetic(context, preset(cluster=cluster), {"ppo": 1})
         assert arithmetic(found) == ["bfloat16", "bfloat16", "bfloat16", "float32"]
-    assert slow_bfloat16[0] == "this processor has no fast bfloat16: float32 for ppo.dtype"
+    assert slow_bfloat16[0] == "this processor has no fast bfloat16: float32 for ppo.dtype, evaluation.dtype"
 
 
 @pytest.mark.usefixtures("slow_bfloat16")

@@ -1,4 +1,4 @@
-"""GSM8K and HH-RLHF as token ids, where RLHF_DATA_DIR says that they are."""
+"""The quickstart's rows as token ids; GSM8K's and HH-RLHF's, where RLHF_DATA_DIR says that they are."""
 
 from __future__ import annotations
 
@@ -8,17 +8,32 @@ from typing import Any
 
 from bench.speed.measure import NotHereError, Run
 from bench.speed.models import directory
+from flows.presets import resolve
 from infra.settings import settings
 from rlhf_core.config import TemplateConfig
 from rlhf_core.config.data import SourceConfig
 from rlhf_core.data import PromptTemplate
 from rlhf_core.data.encoding import EncodedPair, encode_demonstrations, encode_pairs
+from rlhf_core.data.gym import draw_problems
 from rlhf_core.data.reading import Access, Role, read_set
 from rlhf_core.models.loading import load_tokenizer
 from rlhf_core.supervised.batches import MaskedTokens
 
 ROWS = 512
 """Of a set, the first ones: enough for steady shares."""
+
+
+@cache
+def quickstart(run: Run, count: int) -> list[tuple[list[int], list[int]]]:
+    """Return prompts of the quickstart, which its template begins alike, and right responses."""
+    config = resolve("quickstart")
+    template = PromptTemplate(load_tokenizer(directory(run)), config.template)
+    problems = draw_problems(str(config.data.task), config.data.task_parameters, seed=0, count=count)
+    answers = [template.answer_text(str(each.answer)) for each in problems]
+    return [
+        (template.prompt_ids(each.prompt), template.response_ids(answer))
+        for each, answer in zip(problems, answers, strict=True)
+    ]
 
 
 @cache

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bench.speed.learning import PROMPT, RESPONSE, experience
+from bench.speed.learning import experience
 from bench.speed.measure import DEVICE, Found, Run, in_turns
 from bench.speed.models import OUR_ADAPTERS, load, with_adapters
 from flows.presets import resolve
@@ -18,6 +18,8 @@ from rlhf_core.models.critic import Critic
 from rlhf_core.ppo.learner import PPOLearner
 
 ROWS = 16
+PROMPT, RESPONSE = 21, 15
+"""Tokens of a row, about those of the quickstart."""
 VOCABULARY = 1024
 WIDTHS = (256, 384, 576, 864)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from bench.speed import data
 from bench.speed.measure import DEVICE, Found, Run, in_turns
 from bench.speed.models import OUR_ADAPTERS, load, with_adapters, with_peft
 from bench.speed.products import Products
@@ -14,9 +15,9 @@ from rlhf_core.functional.losses import policy_loss, value_loss
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.trunk import autocast, trunk_of
 from rlhf_core.ppo.learner import PPOLearner
+from rlhf_core.training.padding import pad_examples
 from rlhf_core.types import Experience
 
-PROMPT, RESPONSE = 21, 15
 DTYPE = torch.bfloat16
 
 
@@ -30,18 +31,21 @@ def step(run: Run) -> Found:
     critic = Critic.from_causal_lm(actor)
     with_adapters(critic.trunk)
     learner = PPOLearner.build(with_adapters(actor), critic, config, device=DEVICE)
-    made = experience(rows, PROMPT, RESPONSE, vocabulary=actor.config.vocab_size)
+    padded = pad_examples(data.quickstart(run, rows), torch.device("cpu"))
+    response = padded.action_mask.shape[1]
+    prompt = padded.sequences.shape[1] - response
+    made = experience(rows, prompt, response, vocabulary=actor.config.vocab_size).replace(**padded._asdict())
     batch = learner.recompute(made)
     peer = Peer(run, config)
 
     def floor() -> None:
         with torch.inference_mode():
             for _ in range(rows // micro):
-                products.learn(micro * (PROMPT + RESPONSE), micro * RESPONSE, learns_weights=False)  # the actor
-                products.learn(micro * (PROMPT + RESPONSE), 0, learns_weights=False)  # the critic
+                products.learn(micro * (prompt + response), micro * response, learns_weights=False)  # the actor
+                products.learn(micro * (prompt + response), 0, learns_weights=False)  # the critic
 
     ours, theirs, limit = in_turns(run.rounds, lambda: learner.training_step(batch), lambda: peer.step(batch), floor)
-    told = {"rows": rows, "tokens": rows * (PROMPT + RESPONSE), "micro_batch": micro, "rank": OUR_ADAPTERS.r}
+    told = {"rows": rows, "tokens": rows * (prompt + response), "micro_batch": micro, "rank": OUR_ADAPTERS.r}
     return Found(
         ours, theirs, limit, {"dtype": "bfloat16", **told, "limit": "products alone, those of adapters left out"}
     )

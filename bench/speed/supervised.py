@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from bench.speed import data, peers
 from bench.speed.measure import Found, Run, in_turns
-from bench.speed.models import load, random_ids
+from bench.speed.models import load
 from bench.speed.products import Products
 from rlhf_core.config import RewardModelConfig, SFTConfig
 from rlhf_core.data.encoding import EncodedPair
@@ -25,8 +25,6 @@ from rlhf_core.training.optim import Metrics, OnStep
 
 Lengths = Literal["quickstart", "hh"]
 DTYPE = torch.bfloat16
-PROMPT, RESPONSE = 21, 15
-"""Tokens of the quickstart's rows, about."""
 ROWS = {"quickstart": 16, "hh": 8}
 TINY_ROWS = 2
 
@@ -38,8 +36,8 @@ def sft(run: Run, lengths: Lengths) -> Found:
     if lengths == "hh":
         rows = data.hh(run)[:count]
     else:
-        learnt = [False] * PROMPT + [True] * RESPONSE
-        rows = [MaskedTokens(ids, learnt) for ids in random_ids(model, count, PROMPT + RESPONSE)]
+        parts = data.quickstart(run, count)
+        rows = [MaskedTokens(prompt + answer, [False] * len(prompt) + [True] * len(answer)) for prompt, answer in parts]
     tokens, scored = sum(len(row.ids) for row in rows), sum(sum(row.loss_mask) for row in rows)
     limit = _floor(run, model, tokens, scored)
     config = SFTConfig(
@@ -59,8 +57,9 @@ def reward(run: Run, lengths: Lengths) -> Found:
     if lengths == "hh":
         pairs = data.hh_pairs(run)[:count]
     else:
-        ids = random_ids(model, 2 * count, PROMPT + RESPONSE)
-        pairs = [EncodedPair(*sides) for sides in zip(ids[:count], ids[count:], strict=True)]
+        parts = data.quickstart(run, count)
+        others = [answer for _, answer in [*parts[1:], parts[0]]]
+        pairs = [EncodedPair(prompt + good, prompt + bad) for (prompt, good), bad in zip(parts, others, strict=True)]
     tokens = sum(len(side) for pair in pairs for side in pair[:2])
     limit = _floor(run, model, tokens, 0)
     longest = max(pair.longest for pair in pairs)

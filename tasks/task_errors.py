@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+import psutil
 from prefect import State, task
 from prefect.cache_policies import NO_CACHE
 from prefect.context import FlowRunContext
@@ -29,6 +30,8 @@ from tasks.run_log import run_logger
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun
 
+_WORTH_RETURNING = 64 << 20
+"""Bytes: to look for what is freed takes a second where Python holds much, as after PyTorch was imported."""
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -110,17 +113,25 @@ def _signals_as_themselves() -> Iterator[None]:
     raise behind  # out here, where it does not get the error for its own context
 
 
-def give_memory_back() -> None:
+def give_memory_back(since: int) -> None:
     """Return freed memory to the system: a flow's process stays beside the next stage's Ray cluster.
 
     glibc keeps what was freed in pieces; after a training stage that is gigabytes.
+
+    Args:
+        since: bytes that this process had before; nothing is done if it has hardly more.
     """
-    if "torch" not in sys.modules:
+    if "torch" not in sys.modules or memory_held() < since + _WORTH_RETURNING:
         return
     from rlhf_core.freed_memory import give_back
 
     gc.collect()
     give_back()
+
+
+def memory_held() -> int:
+    """Return the bytes of memory that this process has."""
+    return int(psutil.Process().memory_info().rss)
 
 
 def stage_task(*, name: str, **options: Any) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -147,6 +158,7 @@ def stage_task(*, name: str, **options: Any) -> Callable[[Callable[P, R]], Calla
 
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            held = memory_held()
             try:
                 result = prefect_task(*args, **kwargs)
             except Exception as error:
@@ -156,7 +168,7 @@ def stage_task(*, name: str, **options: Any) -> Callable[[Callable[P, R]], Calla
                 run_logger().error("%s", told)
                 raise CrashedRun(told) from error
             finally:
-                give_memory_back()
+                give_memory_back(held)
             if isinstance(result, State):  # Prefect hands the caller of a task the Failed state that it returned
                 raise FailedRun(result.message)
             return result

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
+import torch
 from prefect import State
 from prefect.exceptions import CrashedRun, FailedRun, TerminationSignal
 from prefect.states import StateType
@@ -16,7 +17,7 @@ from infra.services.automations import RESUMES
 from rlhf_core.errors import DataError
 from tasks import task_errors
 from tasks.failures import is_unattended
-from tasks.task_errors import in_one_sentence
+from tasks.task_errors import give_memory_back, in_one_sentence, memory_held
 
 
 def test_a_users_mistake_is_a_failed_state_with_its_sentence() -> None:
@@ -139,3 +140,17 @@ def test_an_error_without_a_signal_behind_it_stays_what_it_is() -> None:
 
     with pytest.raises(SystemError, match="a bug"):
         task()
+
+
+def test_freed_memory_goes_back_to_the_system_where_there_is_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    collected: list[None] = []
+    monkeypatch.setattr(task_errors.gc, "collect", lambda: collected.append(None))
+    give_memory_back(memory_held())
+    assert not collected
+    before = memory_held()
+    pieces = [torch.zeros(2000) for _ in range(30_000)]  # 240 MB, in pieces that glibc keeps
+    pieces = pieces[-1:]  # behind all others
+    assert memory_held() > before + (128 << 20)
+    give_memory_back(before)
+    assert collected == [None]
+    assert memory_held() < before + (64 << 20)

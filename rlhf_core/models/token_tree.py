@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,8 +42,9 @@ _FORMS = (
 _each_by_itself: ContextVar[bool] = ContextVar("rows each by itself", default=False)
 
 
-class TokenTree(NamedTuple):
-    """The rows of a batch, as branches of one tree."""
+@dataclass(frozen=True, eq=False, slots=True)
+class TokenTree:
+    """The rows of a batch, as branches of one tree; no tuple, into which ColossalAI would look for numbers to cast."""
 
     input_ids: Tensor
     """[1 T]"""

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 _WORTH_RETURNING = 64 << 20
 """Bytes: to look for what is freed takes a second where Python holds much, as after PyTorch was imported."""
+_held_then = 0
+"""Bytes that the process had when freed memory was returned last."""
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -113,20 +115,20 @@ def _signals_as_themselves() -> Iterator[None]:
     raise behind  # out here, where it does not get the error for its own context
 
 
-def give_memory_back(since: int) -> None:
+def give_memory_back() -> None:
     """Return freed memory to the system: a flow's process stays beside the next stage's Ray cluster.
 
     glibc keeps what was freed in pieces; after a training stage that is gigabytes.
-
-    Args:
-        since: bytes that this process had before; nothing is done if it has hardly more.
+    Nothing is done where the process has hardly more than after the last time.
     """
-    if "torch" not in sys.modules or memory_held() < since + _WORTH_RETURNING:
+    global _held_then  # noqa: PLW0603 - of the process
+    if "torch" not in sys.modules or memory_held() < _held_then + _WORTH_RETURNING:
         return
     from rlhf_core.freed_memory import give_back
 
     gc.collect()
     give_back()
+    _held_then = memory_held()
 
 
 def memory_held() -> int:
@@ -158,7 +160,6 @@ def stage_task(*, name: str, **options: Any) -> Callable[[Callable[P, R]], Calla
 
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            held = memory_held()
             try:
                 result = prefect_task(*args, **kwargs)
             except Exception as error:
@@ -168,7 +169,7 @@ def stage_task(*, name: str, **options: Any) -> Callable[[Callable[P, R]], Calla
                 run_logger().error("%s", told)
                 raise CrashedRun(told) from error
             finally:
-                give_memory_back(held)
+                give_memory_back()
             if isinstance(result, State):  # Prefect hands the caller of a task the Failed state that it returned
                 raise FailedRun(result.message)
             return result

@@ -142,7 +142,10 @@ class _TokenStatistics(torch.autograd.Function):
             torch.zeros(tokens.shape, dtype=dtype, device=logits.device) for _ in range(4)
         )
         by_kernel = dtype == torch.float32 and logits.stride(-1) == 1 and has_kernels(logits)
-        by_kernel = by_kernel and bool(((tokens >= 0) & (tokens < logits.shape[-1])).all())  # else PyTorch refuses them
+        fit = tokens.shape == logits.shape[:2] and tokens.device == logits.device
+        by_kernel = (
+            by_kernel and fit and bool(((tokens >= 0) & (tokens < logits.shape[-1])).all())
+        )  # or PyTorch refuses
         if by_kernel:
             tokens, entropies = tokens.contiguous(), spread if with_entropy else None
             found = (logprobs, highest, logsum, entropies)
@@ -171,7 +174,7 @@ class _TokenStatistics(torch.autograd.Function):
         if ctx.by_kernel:
             of_entropy = grad_entropy.contiguous() if ctx.entropy_needs_grad else None
             call(
-                "pull", logits.dtype, logits, tokens, ctx.temperature, highest, logsum, spread,
+                "read_backward", logits.dtype, logits, tokens, ctx.temperature, highest, logsum, spread,
                 grad_logprobs.contiguous(), of_entropy, gradient, *_places(logits),
             )  # fmt: skip
             return gradient, None, None, None, None

@@ -30,7 +30,7 @@ _ARGUMENTS = {
     "turn": (*(_POINTER,) * 5, _INTEGER, _INTEGER, *_SHAPE),
     "attend": (*(_POINTER,) * 5, _INTEGER, _INTEGER, _FLOAT, *_SHAPE),
     "read": (_POINTER, _POINTER, _FLOAT, *(_POINTER,) * 4, *_SHAPE, _INTEGER),
-    "pull": (_POINTER, _POINTER, _FLOAT, *(_POINTER,) * 6, *_SHAPE, _INTEGER),
+    "read_backward": (_POINTER, _POINTER, _FLOAT, *(_POINTER,) * 6, *_SHAPE, _INTEGER),
     "draw": (_POINTER, _POINTER, _FLOAT, _POINTER, _POINTER, _INTEGER, _INTEGER),
 }
 
@@ -55,7 +55,7 @@ def has_kernels(tensor: Tensor) -> bool:
 
 
 def used_on(device: torch.device) -> str:
-    """Return the name of the library that rollouts on a device are made with; `none` where PyTorch makes them."""
+    """Return the name of the library that is used on a device; `none` where PyTorch does its work."""
     loaded = library() if device.type == "cpu" else None
     return "none" if loaded is None else loaded.name
 
@@ -79,7 +79,7 @@ def library() -> Library | None:
     try:
         return _load()
     except (KernelError, OSError, AttributeError) as error:
-        log.warning("our library is not used, and sampling takes longer: %s", error)
+        log.warning("our library is not used, and all takes longer: %s", error)
         return None
 
 

@@ -254,7 +254,7 @@ struct Places {
 constexpr float least_log_prob = -1e4f;  // stands for -inf in p log p, so that words of probability zero add zero
 
 // Of each token its log-probability, and, where there is room for it, the entropy of what it comes from; the
-// largest score and log sum e^(score - largest) are kept for `pull`. Scores are logits over the temperature.
+// largest score and log sum e^(score - largest) are kept for `read_backward`. Scores are logits over the temperature.
 template <typename T>
 void read(const T* logits, const int64_t* tokens, float temperature, float* log_probs, float* largest, float* log_sums,
           float* entropies, Places places, int64_t words) {
@@ -272,17 +272,12 @@ void read(const T* logits, const int64_t* tokens, float temperature, float* log_
         for (int64_t begin = 0; begin < words; begin += block) {
             int64_t end = begin + block < words ? begin + block : words;
             float sum = 0.0f, product = 0.0f;
-            if (entropies == nullptr) {
-#pragma omp simd reduction(+ : sum)
-                for (int64_t i = begin; i < end; ++i) sum += exponential(to_float(mine[i]) / temperature - most);
-            } else {
 #pragma omp simd reduction(+ : sum, product)
-                for (int64_t i = begin; i < end; ++i) {
-                    float s = to_float(mine[i]) / temperature - most;
-                    float e = exponential(s);
-                    sum += e;
-                    product += e * (s < least_log_prob ? least_log_prob : s);
-                }
+            for (int64_t i = begin; i < end; ++i) {  // one loop, asked for entropies or not: the same bits
+                float s = to_float(mine[i]) / temperature - most;
+                float e = exponential(s);
+                sum += e;
+                product += e * (s < least_log_prob ? least_log_prob : s);
             }
             total += sum;
             weighted += product;
@@ -297,7 +292,7 @@ void read(const T* logits, const int64_t* tokens, float temperature, float* log_
 
 // The gradient of the logits from that of the log-probabilities and, where there is one, of the entropies.
 template <typename T>
-void pull(const T* logits, const int64_t* tokens, float temperature, const float* largest, const float* log_sums,
+void read_backward(const T* logits, const int64_t* tokens, float temperature, const float* largest, const float* log_sums,
           const float* entropies, const float* of_log_probs, const float* of_entropies, T* out, Places places,
           int64_t words) {
 #pragma omp parallel for schedule(static)
@@ -305,15 +300,15 @@ void pull(const T* logits, const int64_t* tokens, float temperature, const float
         const T* mine = logits + places[row];
         T* to = out + row * words;
         float weight = of_log_probs[row] / temperature, most = largest[row], log_sum = log_sums[row];
-        float spread = 0.0f, more = 0.0f;
+        float entropy = 0.0f, of_entropy = 0.0f;
         if (of_entropies != nullptr) {
-            spread = entropies[row];
-            more = of_entropies[row] / temperature;
+            entropy = entropies[row];
+            of_entropy = of_entropies[row] / temperature;
         }
         auto at = [=](int64_t i) {
             float log_prob = to_float(mine[i]) / temperature - most - log_sum;
             float bounded = log_prob < least_log_prob ? least_log_prob : log_prob;
-            return -exponential(log_prob) * (weight + more * (bounded + spread));
+            return -exponential(log_prob) * (weight + of_entropy * (bounded + entropy));
         };
 #pragma omp simd
         for (int64_t i = 0; i < words; ++i) put(to[i], at(i));
@@ -340,12 +335,12 @@ void pull(const T* logits, const int64_t* tokens, float temperature, const float
         Places places{rows, width, batch_stride, stride};                                                            \
         read<T>(logits, tokens, temperature, log_probs, largest, log_sums, entropies, places, words);                \
     }                                                                                                                \
-    void pull_##name(const T* logits, const int64_t* tokens, float temperature, const float* largest,                \
+    void read_backward_##name(const T* logits, const int64_t* tokens, float temperature, const float* largest,                \
                      const float* log_sums, const float* entropies, const float* of_log_probs,                       \
                      const float* of_entropies, T* out, int64_t rows, int64_t width, int64_t batch_stride,           \
                      int64_t stride, int64_t words) {                                                                \
         Places places{rows, width, batch_stride, stride};                                                            \
-        pull<T>(logits, tokens, temperature, largest, log_sums, entropies, of_log_probs, of_entropies, out, places,  \
+        read_backward<T>(logits, tokens, temperature, largest, log_sums, entropies, of_log_probs, of_entropies, out, places,  \
                 words);                                                                                              \
     }                                                                                                                \
     void turn_##name(T* qkv, const T* cosines, const T* sines, T* keys, T* values, int64_t rows, int64_t at,         \

@@ -1,11 +1,12 @@
-"""Tokens that stand after the same tokens go through a model once, and padding not at all.
+"""Tokens that stand after the same tokens go through a model's products once, and padding never.
 
 What a decoder makes of a token depends on those before it alone. So rows that begin alike, as samples of one prompt,
 the two responses of a pair or the prompts of one template do, are branches of a tree. Its tokens are one long row to
 the model; attention alone looks along rows, and gets them laid out as rows (`models/attention.py`). A token's gradient
 is the sum over its rows, as if each row had its own.
 
-For the forms of decoder that are known here, on a CPU, without dropout, which draws for each row anew.
+For the forms of decoder that are known here, on a CPU, without dropout, which draws for each row anew. The head goes
+over what is read of each row.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from transformers import (
     Qwen3Model,
 )
 
+from rlhf_core.models import attention  # noqa: F401 - knows what `token_tree` is among its arguments
 from rlhf_core.models.head_slices import read_logits
 from rlhf_core.models.trunk import model_inputs, position_ids, unwrapped
 
@@ -51,7 +53,7 @@ class TokenTree:
     position_ids: Tensor
     """[1 T]"""
     at: Tensor
-    """[B S], which of them stands here; on padding any."""
+    """[B S], which of them stands here; on padding the row's first or last."""
     first: Tensor
     """[T], where in the batch, row after row, each stands first."""
     seen: Tensor | None
@@ -109,11 +111,12 @@ def tree_of(model: Any, input_ids: Tensor, attention_mask: Tensor) -> TokenTree 
     Args:
         model: a trunk or a causal language model, wrapped or not.
         input_ids: [B S].
-        attention_mask: [B S], True on tokens; padding is on either side.
+        attention_mask: [B S], True on tokens; padding is on either side. What is read beside them is of the row's
+            first or last token.
     """
-    if _each_by_itself.get() or not _has_form(inner := unwrapped(model)):
+    if _each_by_itself.get() or input_ids.device.type != "cpu" or not has_form(model):
         return None
-    if any(each.training and _dropped(each) for each in inner.modules()):
+    if any(each.training and dropout_of(each) for each in unwrapped(model).modules()):
         return None
     mask = attention_mask.bool()
     found = _branches(input_ids.numpy(), mask.numpy())
@@ -152,8 +155,17 @@ def read_columns(
     """
     kept = tree.at[:, columns].flatten()
 
+    def keep(_: Any, given: tuple[Tensor]) -> tuple[Tensor]:
+        kept_states: Tensor = _InRows.apply(given[0][0], kept)  # type: ignore[no-untyped-call]
+        return (kept_states[None],)
+
     def forward() -> Tensor:
-        logits: Tensor = model(**tree.inputs(), logits_to_keep=kept).logits
+        # not by `logits_to_keep`: what is read several times would get its gradients added in any order
+        handle = unwrapped(model).get_output_embeddings().register_forward_pre_hook(keep)
+        try:
+            logits: Tensor = model(**tree.inputs()).logits
+        finally:
+            handle.remove()
         return logits
 
     return [each.view(tokens.shape) for each in read_logits(model, forward, tokens.reshape(1, -1), read)]
@@ -161,35 +173,39 @@ def read_columns(
 
 def can_branch(model: Any) -> bool:
     """Return whether a model, a critic or reward model too, computes rows as a tree, also in training mode."""
-    inner = unwrapped(model)
-    inner = getattr(inner, "trunk", inner)
-    return _has_form(inner) and not any(map(_dropped, inner.modules()))
+    return has_form(model) and not any(map(dropout_of, model.modules()))
 
 
-def alike(one: Sequence[int] | np.ndarray, other: Sequence[int] | np.ndarray) -> int:
+def common_length(one: Sequence[int] | np.ndarray, other: Sequence[int] | np.ndarray) -> int:
     """Return how many tokens two rows begin with in common."""
     length = min(len(one), len(other))
     differ = np.asarray(one[:length]) != np.asarray(other[:length])
     return int(differ.argmax()) if differ.any() else length
 
 
-def _has_form(inner: Any) -> bool:
+def has_form(model: Any) -> bool:
+    """Return whether a model, a critic or reward model too, computes rows as a tree where it drops nothing."""
+    for each in (model, getattr(model, "module", None)):  # a prompt that is learnt stands in front of each row
+        if getattr(getattr(each, "active_peft_config", None), "is_prompt_learning", False):
+            return False
+    inner = unwrapped(model)
+    inner = getattr(inner, "trunk", inner)
     if type(inner) not in _FORMS or inner.device.type != "cpu" or inner.config._attn_implementation != "sdpa":
         return False
     return getattr(inner.config, "sliding_window", None) is None
 
 
-def _dropped(module: Any) -> float:
+def dropout_of(module: Any) -> float:
     """Return the share that a module drops in training mode."""
     found: float = module.p if isinstance(module, _DropoutNd) else getattr(module, "attention_dropout", 0.0)
     return found
 
 
 def _branches(ids: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return `at` and `first` of a tree; None if each place has its own token, or a row has gaps."""
+    """Return `at` and `first` of a tree; None if each place has its own token, or a row has gaps or nothing."""
     rows, width = ids.shape
     begins, counts = mask.argmax(axis=1), mask.sum(axis=1)
-    if any(not mask[row, begins[row] : begins[row] + counts[row]].all() for row in range(rows)):
+    if not counts.all() or any(not mask[row, begins[row] : begins[row] + counts[row]].all() for row in range(rows)):
         return None
     branches = [ids[row, begins[row] : begins[row] + counts[row]] for row in range(rows)]
     at, first, number = np.zeros((rows, width), dtype=np.int64), [], 0
@@ -197,9 +213,11 @@ def _branches(ids: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray
     before = former
     for row in sorted(range(rows), key=lambda row: branches[row].tolist()):
         branch, begin = branches[row], begins[row]
-        common = alike(former, branch)
+        common = common_length(former, branch)
         new = np.arange(number, number := number + len(branch) - common)
         former, before = branch, np.concatenate([before[:common], new])
-        at[row, begin : begin + len(branch)] = before
+        at[row, :begin], at[row, begin : begin + len(branch)], at[row, begin + len(branch) :] = (
+            before[0], before, before[-1],
+        )  # fmt: skip
         first.append(row * width + begin + np.arange(common, len(branch)))
     return None if number == ids.size else (at, np.concatenate(first))

@@ -138,9 +138,8 @@ class PPOLearner:
         self._longest = max_new_tokens
         costs = [pass_cost(each.booster, each.model, self.device) for each in self._roles.values()]
         self._cost = PassCost(max(cost.tokens for cost in costs), all(cost.is_tree for cost in costs))
-        self._rows: str | None = AS_TREE
-        """How rows are cut and computed; None: in their order, as before release 0.3. What is not as a tree is each row
-        by itself."""
+        self._in_order = False
+        """Whether micro-batches are cut in the order of their rows, each computed by itself, as before release 0.3."""
         for trained in self._roles.values():
             trained.model.eval()
             if config.gradient_checkpointing:
@@ -285,7 +284,7 @@ class PPOLearner:
         form = None if lora is None else IN_TURN if lora.dropout else JOINED
         return {
             "steps": self.steps, "value_line": line, "adapters": form, "kernels": used_on(self.device),
-            "rows": self._rows,
+            "rows": None if self._in_order else AS_TREE,
         }  # fmt: skip
 
     def load_state(self, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
@@ -318,7 +317,7 @@ class PPOLearner:
         except (LookupError, TypeError, ValueError) as error:
             raise ModelError("the stored training state is incomplete: it lacks the learner's own facts") from error
         self.steps, self._line = steps, value_line
-        self._rows = facts.get("rows")  # a run that an earlier release began ends as it would have
+        self._in_order = facts.get("rows") != AS_TREE  # as a run goes on that an earlier release began
 
     def merged_weights(
         self, role: Literal["actor", "critic"], *, dtype: torch.dtype | None = None
@@ -345,10 +344,10 @@ class PPOLearner:
 
     @property
     def _cost_as_begun(self) -> PassCost | None:
-        return None if self._rows is None else self._cost if self._rows == AS_TREE else PassCost(self._cost.tokens)
+        return None if self._in_order else self._cost
 
     def _as_begun(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._rows == AS_TREE else each_by_itself()
+        return each_by_itself() if self._in_order else nullcontext()
 
     def _context(self) -> StepContext:
         return StepContext(

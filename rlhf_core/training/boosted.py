@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_core.config.strategy import StrategyName
+from rlhf_core.models.token_tree import can_branch
 from rlhf_core.models.trunk import unwrapped
 from rlhf_core.strategy import plain
 from rlhf_core.strategy.booster import Booster, OwnBooster, Precision, TrainedState
@@ -147,7 +148,8 @@ def pass_cost(booster: Booster, model: Any, device: torch.device) -> PassCost:
     Few passes are wanted where they wait for all ranks, and of another's booster, which may not accumulate gradients.
     """
     ours, cost = own(booster), cost_on(device, model)
-    return cost._replace(tokens=FEW_PASSES) if ours is None or ours.equal_passes else cost
+    few = ours is None or ours.equal_passes
+    return PassCost(FEW_PASSES if few else cost.tokens, is_tree=cost.is_tree and can_branch(model))
 
 
 def rounds(booster: Booster, items: Iterable[T], ranks: Ranks, *, what: str) -> Iterator[T | None]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlhf_core.models.token_tree import alike, can_branch
+from rlhf_core.models.token_tree import common_length, has_form
 from rlhf_core.training.padding import TokenIds
 
 PASS_TOKENS = 64
@@ -21,8 +21,8 @@ AS_TREE = "of like length, as a tree"
 """How rows are cut and computed, in a training state."""
 FEW_PASSES = 1 << 40
 """In the place of `PASS_TOKENS`: not one pass more than has to be."""
-_ATTENTION = 4000
-"""Attention costs a row of n tokens as much as n^2 over this in tokens; of a model 600 wide, and less of wider ones."""
+_ATTENTION_DIVISOR = 4000
+"""Attention costs a row of n tokens as much as n^2 over this tokens, in a model 600 wide; in wider ones less."""
 
 
 class PassCost(NamedTuple):
@@ -36,7 +36,7 @@ class PassCost(NamedTuple):
 
 def cost_on(device: torch.device, model: Any) -> PassCost:
     """Return what passes cost on a device: a GPU would wait for the next one for longer than padding takes it."""
-    return PassCost(PASS_TOKENS, can_branch(model)) if device.type == "cpu" else PassCost(FEW_PASSES)
+    return PassCost(PASS_TOKENS, has_form(model)) if device.type == "cpu" else PassCost(FEW_PASSES)
 
 
 def cut(rows: Sequence[TokenIds], most: int, cost: PassCost) -> list[list[int]]:
@@ -51,13 +51,13 @@ def cut(rows: Sequence[TokenIds], most: int, cost: PassCost) -> list[list[int]]:
     if not cost.is_tree:
         return by_length
     order = sorted(range(len(rows)), key=lambda place: list(rows[place]))
-    common = [0, *(alike(rows[one], rows[other]) for one, other in pairwise(order))]
+    common = [0, *(common_length(rows[one], rows[other]) for one, other in pairwise(order))]
     by_beginning = _cheapest(order, most, lambda start, _: common[start] + cost.tokens)
 
-    def all_of(passes: list[list[int]]) -> float:
+    def cost_of(passes: list[list[int]]) -> float:
         return sum(cost.tokens + _tree_tokens([rows[place] for place in places]) for places in passes)
 
-    return min(by_length, by_beginning, key=all_of)
+    return min(by_length, by_beginning, key=cost_of)
 
 
 def of_like_length(lengths: Sequence[int], most: int, pass_tokens: int) -> list[list[int]]:
@@ -100,8 +100,8 @@ def _cheapest(order: list[int], most: int, price: Callable[[int, int], int]) -> 
 
 def _tree_tokens(rows: Sequence[TokenIds]) -> float:
     """Return what rows cost as one tree, in tokens."""
-    common = sum(alike(one, other) for one, other in pairwise(sorted(map(list, rows))))
-    return sum(map(len, rows)) - common + len(rows) * max(map(len, rows)) ** 2 / _ATTENTION
+    common = sum(common_length(one, other) for one, other in pairwise(sorted(map(list, rows))))
+    return sum(map(len, rows)) - common + len(rows) * max(map(len, rows)) ** 2 / _ATTENTION_DIVISOR
 
 
 class Piece(NamedTuple):

@@ -176,6 +176,20 @@ def test_a_large_vocabulary_is_as_near_to_exact_numbers_as_log_softmax(dtype: to
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_asked_for_an_entropy_or_not_a_logprob_has_the_same_bits(dtype: torch.dtype) -> None:
+    scores = (torch.randn(4, 9, 5003, generator=torch.Generator().manual_seed(3)) * 4).to(dtype)
+    tokens = torch.randint(0, 5003, (4, 9), generator=torch.Generator().manual_seed(4))
+    alone = logprobs_from_logits(scores, tokens, temperature=0.9)
+    found = logprobs_and_entropy(scores, tokens, temperature=0.9, entropy_needs_grad=True)
+    assert torch.equal(alone, found.logprobs)
+
+
+def test_tokens_of_another_shape_are_refused() -> None:
+    with pytest.raises(RuntimeError):
+        module._TokenStatistics.apply(logits(), TOKENS[:, :2], 1.0, False, False)
+
+
 def test_a_token_that_is_no_word_is_refused() -> None:
     for wrong in (7, -1):
         with pytest.raises(RuntimeError, match="out of bounds"):

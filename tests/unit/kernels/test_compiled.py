@@ -68,7 +68,7 @@ def test_without_a_library_pytorch_does_the_work(
     monkeypatch.setattr(shutil, "which", partial(shutil.which, path=str(tmp_path)))
     with caplog.at_level(logging.WARNING):
         assert not compiled.has_kernels(torch.zeros(1))
-    assert re.search(f"our library is not used, and sampling takes longer: .*{said}", caplog.text)
+    assert re.search(f"our library is not used, and all takes longer: .*{said}", caplog.text)
     assert compiled.used_on(torch.device("cpu")) == "none"
     assert not list(tmp_path.rglob(".building-*"))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from peft import PromptTuningConfig, get_peft_model
 from torch import Tensor, nn
 
 from rlhf_core.config import LoRAConfig
@@ -110,6 +111,36 @@ def test_a_token_after_the_same_tokens_goes_through_the_model_once_and_padding_n
     assert read[1:] == [COMMON + OWN + ACTIONS + 8]
 
 
+def test_learning_twice_gives_the_same_bits() -> None:
+    model = tiny_llama(initializer_range=0.2, hidden_size=512)
+    prompt = torch.arange(3, 23).repeat(16, 1)
+    ids = torch.cat([prompt, torch.randint(3, 250, (16, 16), generator=torch.Generator().manual_seed(0))], dim=1)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        found = []
+        for _ in range(5):
+            model.zero_grad()
+            said = response_statistics(
+                model, sequences=ids, attention_mask=mask, num_actions=16, temperature=1.0, entropy_needs_grad=False
+            )
+            said.logprobs.sum().backward()
+            found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(each, found[0]) for each in found)
+
+
+def test_beside_a_row_its_own_first_and_last_tokens_are_read() -> None:
+    model, (ids, mask) = tiny_llama(), rows()
+    states = hidden_states(model.model, ids, mask)
+    for row, own in enumerate(mask):
+        first, last = int(own.long().argmax()), len(own) - 1 - int(own.flip(0).long().argmax())
+        assert (states[row, :first] == states[row, first]).all()
+        assert (states[row, last:] == states[row, last]).all()
+
+
 def test_demonstrations_lose_what_they_lose_row_by_row() -> None:
     ids, mask = rows()
     own = [row[here].tolist() for row, here in zip(ids, mask, strict=True)]
@@ -140,6 +171,9 @@ def test_what_a_tree_cannot_be_is_computed_row_by_row() -> None:
     attach_lora(model, LoRAConfig(r=4, dropout=0.1), seed=0)
     assert tree_of(model.train(), ids, mask) is None
     model = tiny_llama()
+    assert tree_of(model, ids, mask & (torch.arange(len(mask)) > 0)[:, None]) is None  # a row of padding alone
+    prompts = get_peft_model(tiny_llama(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    assert tree_of(prompts, ids, mask) is None
     gap = mask.clone()
     gap[0, 7] = False
     assert tree_of(model, ids, gap) is None

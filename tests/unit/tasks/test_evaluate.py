@@ -15,6 +15,7 @@ from rlhf_core.config import ModelConfig, PipelineConfig
 from rlhf_core.data import Problem, problems_to_jsonl
 from rlhf_core.errors import BaseChangedError, ConfigError, DataError, ModelError
 from rlhf_core.evaluation import outcomes_from_jsonl
+from rlhf_core.generation import sampling
 from rlhf_core.models.base import WEIGHTS, copies_of
 from rlhf_core.models.loading import model_digest
 from rlhf_core.models.reward_model import RewardModel
@@ -66,6 +67,18 @@ def test_the_best_constant_answer_stands_beside_the_accuracy(
     assert (again.uri, again.reused) == (made.uri, True)
     other = evaluate_policy.fn(config(problems="x.jsonl", verifier="gsm8k_reward_fn"), policy, data)
     assert (other.metrics["judge"], other.reused) == ("gsm8k_reward_fn", False)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_answers_are_computed_in_the_arithmetic_that_is_asked_for(
+    context: Context, policy: Parent, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, asked = [], config(problems="x.jsonl")
+    choose = sampling.choose_greedy
+    monkeypatch.setattr(sampling, "choose_greedy", lambda logits: seen.append(logits.dtype) or choose(logits))
+    answers = asked.evaluation.model_copy(update={"dtype": dtype})
+    evaluate_policy.fn(asked.model_copy(update={"evaluation": answers}), policy, dataset(context, CLOSED))
+    assert set(seen) == {getattr(torch, dtype)}
 
 
 def test_a_reward_model_judges_open_prompts_and_is_part_of_the_key(

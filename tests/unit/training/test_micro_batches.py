@@ -7,8 +7,11 @@ from itertools import combinations
 import pytest
 import torch
 
+from rlhf_core.config import LoRAConfig
 from rlhf_core.functional.logprobs import logprobs_from_logits
 from rlhf_core.models.actor import response_logprobs
+from rlhf_core.models.lora import attach_lora
+from rlhf_core.models.token_tree import can_branch, has_form
 from rlhf_core.training.micro_batches import FEW_PASSES, PASS_TOKENS, PassCost, cost_on, cut, of_like_length, pieces
 from tests.tiny_llama import tiny_llama
 from tests.unit.models.architectures import tiny_causal_lm
@@ -53,6 +56,15 @@ def test_rows_of_one_prompt_go_together_where_what_they_have_in_common_costs_onc
     other = [[n, *range(9, 9 + length)] for n, length in enumerate([30, 900, 30, 900])]  # attention has padding
     assert sorted(map(sorted, cut(other, 4, PassCost(PASS_TOKENS, is_tree=True)))) == [[0, 2], [1, 3]]
     assert cut([], 4, PassCost(PASS_TOKENS, is_tree=True)) == []
+
+
+def test_adapters_that_drop_are_scored_as_what_they_are_over_and_learnt_otherwise() -> None:
+    plain, adapted = tiny_llama(), tiny_llama()
+    attach_lora(adapted, LoRAConfig(r=2, dropout=0.1), seed=0)
+    assert cost_on(torch.device("cpu"), adapted) == cost_on(torch.device("cpu"), plain)
+    assert has_form(adapted)
+    assert not can_branch(adapted)
+    assert can_branch(plain)
 
 
 def test_passes_are_few_on_a_gpu() -> None:

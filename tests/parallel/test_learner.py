@@ -78,7 +78,7 @@ def strategies(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Found
 def assert_same(found: Found, alone: Found) -> None:
     """Numbers to 1e-5 relative, gradients to 1e-5 of the tensor's largest entry, weights to a step's length."""
     assert found.sentence == alone.sentence == ""
-    assert found.numbers == pytest.approx(alone.numbers, rel=1e-5, abs=1e-7)
+    assert found.numbers == pytest.approx(alone.numbers, rel=1e-5, abs=5e-7)  # terms of order 1 may cancel in a loss
     for name, tensor in found.tensors.items():  # the first rank has moments too
         expected, role = alone.tensors[name], name.split(".")[0]
         tolerance = 1e-5 * expected.abs().max().item()

@@ -122,7 +122,10 @@ def give_memory_back() -> None:
     Nothing is done where the process has hardly more than after the last time.
     """
     global _held_then  # noqa: PLW0603 - of the process
-    if "torch" not in sys.modules or memory_held() < _held_then + _WORTH_RETURNING:
+    if "torch" not in sys.modules:
+        return
+    if (held := memory_held()) < _held_then + _WORTH_RETURNING:
+        _held_then = min(_held_then, held)
         return
     from rlhf_core.freed_memory import give_back
 
@@ -132,8 +135,9 @@ def give_memory_back() -> None:
 
 
 def memory_held() -> int:
-    """Return the bytes of memory that this process has."""
-    return int(psutil.Process().memory_info().rss)
+    """Return the bytes of memory that this process has, without mapped files where the system tells."""
+    found = psutil.Process().memory_info()
+    return int(found.rss - getattr(found, "shared", 0))
 
 
 def stage_task(*, name: str, **options: Any) -> Callable[[Callable[P, R]], Callable[P, R]]:

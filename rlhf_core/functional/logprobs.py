@@ -143,9 +143,8 @@ class _TokenStatistics(torch.autograd.Function):
         )
         by_kernel = dtype == torch.float32 and logits.stride(-1) == 1 and has_kernels(logits)
         fit = tokens.shape == logits.shape[:2] and tokens.device == logits.device
-        by_kernel = (
-            by_kernel and fit and bool(((tokens >= 0) & (tokens < logits.shape[-1])).all())
-        )  # or PyTorch refuses
+        # others PyTorch refuses
+        by_kernel = by_kernel and fit and bool(((tokens >= 0) & (tokens < logits.shape[-1])).all())
         if by_kernel:
             tokens, entropies = tokens.contiguous(), spread if with_entropy else None
             found = (logprobs, highest, logsum, entropies)

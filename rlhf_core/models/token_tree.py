@@ -134,7 +134,7 @@ def tree_of(model: Any, input_ids: Tensor, attention_mask: Tensor) -> TokenTree 
 
 
 def hidden_states(trunk: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    """Return the trunk's last hidden state, [B S H]; any on padding."""
+    """Return the trunk's last hidden state, [B S H]; of a tree's padding, that of the row's first or last token."""
     if (tree := tree_of(trunk, input_ids, attention_mask)) is not None:
         return tree.in_rows(trunk(**tree.inputs()).last_hidden_state[0])
     hidden: Tensor = trunk(**model_inputs(trunk, input_ids, attention_mask)).last_hidden_state

@@ -1,8 +1,9 @@
 """Bytes per rank and step time of every strategy, against plain and DDP in the same run; one JSON line.
 
-    python bench/strategies.py [--rounds 5] [--steps 2] [--rows 8] [--tokens 256] [--precisions fp32,bf16]
+    python bench/strategies.py [--ranks 2] [--rounds 5] [--steps 2] [--rows 8] [--tokens 256] [--precisions fp32,bf16]
 
-A Llama of 30 million weights on two ranks over gloo, a thread each, and plain on one rank with all of the rows. The
+A Llama of 30 million weights on ranks over gloo, a thread each, and plain on one rank with all of the rows; `3d-2` cuts
+the model into two parts. Four ranks share two cores or have their own, which the line tells: `cores`. The
 ranks of all strategies stay, and take steps in turns, in another order in each round, so that what else the machine
 does meets all of them. `held_mb` is counted from the tensors that a rank has (`weights` with the float32 masters), and
 stands beside the formula's; `resident_mb` is what its process grew by, activations and buffers included. Ratios are
@@ -36,7 +37,7 @@ LIMIT = 1.10
 
 
 class Contender(NamedTuple):
-    """A strategy on a number of ranks."""
+    """A strategy, with the parts that it cuts a model into, on a number of ranks."""
 
     strategy: str
     ranks: int
@@ -47,15 +48,17 @@ class Contender(NamedTuple):
         return self.strategy if self.ranks > 1 else f"{self.strategy}_alone"
 
 
-CONTENDERS = (
-    Contender("plain", 1),
-    *(Contender(strategy, 2) for strategy in ("plain", "ddp", "zero2", "zero2_cpu", "gemini")),
-)
+CONTENDERS = {
+    2: ("plain", "ddp", "zero2", "zero2_cpu", "gemini", "3d-2"),
+    4: ("plain", "ddp", "zero2", "3d-2", "3d-4"),
+}
+"""By the number of ranks."""
 
 
 def arguments() -> argparse.Namespace:
     """Return the command line's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2, choices=CONTENDERS, help="of each strategy")
     parser.add_argument("--rounds", type=int, default=5, help="of each strategy's turn; medians are reported")
     parser.add_argument("--steps", type=int, default=2, help="of a turn")
     parser.add_argument("--rows", type=int, default=8, help="of a step, on all ranks together")
@@ -66,17 +69,18 @@ def arguments() -> argparse.Namespace:
 
 def measure(precision: str, given: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """Return the figures of all strategies in one precision."""
+    contenders = (Contender("plain", 1), *(Contender(strategy, given.ranks) for strategy in CONTENDERS[given.ranks]))
     standing: dict[Contender, RankSet] = {}
     figures: dict[str, Any] = {}
-    times: dict[str, dict[str, list[float]]] = {contender.name: {"step_s": [], "cpu_s": []} for contender in CONTENDERS}
+    times: dict[str, dict[str, list[float]]] = {contender.name: {"step_s": [], "cpu_s": []} for contender in contenders}
     try:
-        for contender in CONTENDERS:
+        for contender in contenders:
             standing[contender] = RankSet(contender.ranks)
             case = f"prepare:{contender.strategy}:{precision}:{given.rows}:{given.tokens}"
             figures[contender.name] = held(contender, precision, told(standing[contender], case, directory))
         for number in range(given.rounds):
-            turn = number % len(CONTENDERS)
-            for contender in CONTENDERS[turn:] + CONTENDERS[:turn]:
+            turn = number % len(contenders)
+            for contender in contenders[turn:] + contenders[:turn]:
                 found = told(standing[contender], f"steps:{given.steps}", directory)
                 for kind, seconds in times[contender.name].items():
                     seconds.append(max(each[kind] for each in found))
@@ -107,12 +111,14 @@ def told(ranks: RankSet, case: str, directory: Path) -> list[dict[str, float]]:
 def held(contender: Contender, precision: str, ranks: list[dict[str, float]]) -> dict[str, Any]:
     """Return megabytes of the rank that holds most, counted and by the formula."""
     parameters = int(ranks[0]["parameters"])
+    strategy, _, tp = contender.strategy.partition("-")
     needed = bytes_per_rank(
-        contender.strategy,  # type: ignore[arg-type]
+        strategy,  # type: ignore[arg-type]
         parameters=parameters,
         trained=parameters,
         world_size=contender.ranks,
         precision=precision,  # type: ignore[arg-type]
+        tp=int(tp or 1),
     )
     formula = {"weights": needed.weights + needed.master, "gradients": needed.gradients, "moments": needed.moments}
     return {
@@ -141,7 +147,7 @@ def main() -> int:
     """Measure and print the line."""
     given = arguments()
     line: dict[str, Any] = {"bench": "strategies", "cores": os.cpu_count(), "load": round(os.getloadavg()[0], 1)}
-    line |= {"threads_per_rank": 1, "rows": given.rows, "tokens": given.tokens}
+    line |= {"ranks": given.ranks, "threads_per_rank": 1, "rows": given.rows, "tokens": given.tokens}
     with tempfile.TemporaryDirectory() as directory:
         for precision in given.precisions.split(","):
             line[precision] = measure(precision, given, Path(directory))

@@ -177,6 +177,7 @@ def _demonstrations(context: Context, run: PPORun) -> Demonstrations | None:
     from rlhf_core.data.encoding import encode_demonstrations
     from rlhf_core.models.loading import default_device, load_tokenizer
     from rlhf_core.ppo.ptx import Demonstrations
+    from rlhf_core.training.boosted import ranks_of
 
     config = run.config
     if config.ppo.ptx_coef == 0:
@@ -184,4 +185,7 @@ def _demonstrations(context: Context, run: PPORun) -> Demonstrations | None:
     template = PromptTemplate(load_tokenizer(materialise(context, run.actor)), config.template)
     problems = problems_from_jsonl((materialise(context, run.dataset) / "sft.jsonl").read_bytes())
     examples = encode_demonstrations(problems, template)
-    return Demonstrations(examples, batch_size=config.ppo.ptx_batch_size, seed=config.seed, device=default_device())
+    return Demonstrations(
+        examples, batch_size=config.ppo.ptx_batch_size, seed=config.seed, device=default_device(),
+        ranks=ranks_of(config.ppo, None),
+    )  # fmt: skip

@@ -140,6 +140,7 @@ def preflight(
     config = settle_arithmetic(context, config, gpus)
     for stage in stages:
         check_trainers(config, [stage], gpus=gpus[stage])
+    check_parts(config, stages)
     here = [stage for stage in stages if address is None or not leaves_process(config, stage)]
     check_memory_for(config, settings().models_dir, stages=here)
     if actor is not None and actor != BASE_MODEL:
@@ -225,6 +226,7 @@ def check_trainers(config: PipelineConfig, stages: Sequence[Trained], *, gpus: i
                 num_trainers=settings.num_trainers,
                 adapters=getattr(settings, "lora", None) is not None,
                 accumulates=batch_size > settings.micro_batch_size or getattr(settings, "ptx_coef", 0) > 0,
+                tp=settings.tp,
             )
         except ConfigError as error:
             raise ConfigError(f"{stage}.strategy cannot be had: {error}") from error
@@ -240,6 +242,27 @@ def check_trainers(config: PipelineConfig, stages: Sequence[Trained], *, gpus: i
                 f"ppo.cluster.trainer_gpus is {share:g}, of which several fit on one; raise it above {_HALF}, or leave "
                 "it out"
             )
+
+
+def check_parts(config: PipelineConfig, stages: Sequence[Trained]) -> None:
+    """Check that the model can be cut as a stage's strategy 3d says; not one that is still in a hub.
+
+    Raises:
+        ConfigError: if it cannot; it names the stage.
+    """
+    from infra.settings import settings
+    from rlhf_core.models.locating import find_local
+    from rlhf_core.strategy.tensor_parallel import check_parts_of
+
+    cut = {stage: trainers.tp for stage in stages if (trainers := getattr(config, stage)).strategy == "3d"}
+    directory = find_local(config.model.path, models_dir=settings().models_dir) if cut else None
+    for stage, tp in cut.items():
+        if directory is None:
+            continue
+        try:
+            check_parts_of(directory, tp)
+        except ConfigError as error:
+            raise ConfigError(f"{stage}.strategy cannot be had: {error}") from error
 
 
 def check_verifier(config: PipelineConfig, allowed_modules: Sequence[str]) -> None:

@@ -120,7 +120,7 @@ class RewardModelTraining:
         model = RewardModel(trunk_of(load_to_train(context, self.policy, self.base, settings)))
         if settings.lora is not None:
             attach_lora(model.trunk, settings.lora, seed=seed)
-        batch_size = settings.batch_size * settings.num_trainers
+        batch_size = settings.batch_size * settings.dp
         progress = Progress("reward-model", settings.epochs * -(-len(training) // batch_size), "step")
         run = train_reward_model(
             model,

@@ -109,7 +109,7 @@ class SFTTraining:
         config, dtype = self.config, getattr(torch, self.config.sft.dtype)
         model = load_to_train(context, self.start, self.base, config.sft)
         before = heldout_loss(model, unseen, config.sft, autocast_dtype=dtype).loss if unseen else None
-        batch_size = config.sft.batch_size * config.sft.num_trainers
+        batch_size = config.sft.batch_size * config.sft.dp
         progress = Progress("sft", config.sft.epochs * -(-len(examples) // batch_size), "step")
         history, trained = train(
             model,

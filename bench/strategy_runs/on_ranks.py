@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlhf_core.models.trunk import autocast
 from rlhf_core.strategy.factory import make_booster
 from rlhf_core.strategy.ranks import Ranks
+from rlhf_core.supervised.batches import MaskedTokens, TokenBatch, token_batch
+from rlhf_core.supervised.step import token_loss
 from rlhf_core.training.optim import Trained, make_trained
 from tests.parallel.held import measured
 from tests.parallel.ranks import Found
+from tests.parallel.strategy_cases import laid_out
 
 MODEL: dict[str, Any] = {
     "vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8,
@@ -25,7 +27,7 @@ WARM_UP = 2
 """Steps before any is timed: buckets, chunks and the optimizer's state are made in the first."""
 _trained: list[Trained] = []
 """The one model of this process."""
-_ids: list[Tensor] = []
+_batches: list[TokenBatch] = []
 """This rank's rows."""
 
 
@@ -34,14 +36,16 @@ def prepare(ranks: Ranks, strategy: str, precision: str, rows: str, tokens: str)
 
     Args:
         ranks: who trains together.
-        strategy: by name.
+        strategy: by name; `3d-2` cuts the model into two parts.
         precision: fp32 or bf16.
         rows: of a step, on all ranks together.
         tokens: of a row.
     """
+    strategy, ranks = laid_out(ranks, strategy)
     draw = torch.Generator().manual_seed(0)
     everything = torch.randint(0, MODEL["vocab_size"], (int(rows), int(tokens)), generator=draw)
-    _ids.append(everything[ranks.rank :: ranks.world_size])
+    mine = [MaskedTokens(row, [True] * len(row)) for row in everything[ranks.rank :: ranks.world_size].tolist()]
+    _batches.append(token_batch(mine))
     before, counts = _resident(), []
 
     def make() -> Trained:
@@ -79,9 +83,8 @@ def _step(trained: Trained) -> None:
 
 
 def _loss(model: nn.Module, precision: str) -> Tensor:
-    with autocast(torch.device("cpu"), torch.bfloat16 if precision == "bf16" else torch.float32):
-        loss: Tensor = model(input_ids=_ids[0], labels=_ids[0], use_cache=False).loss
-    return loss
+    (batch,), dtype = _batches, torch.bfloat16 if precision == "bf16" else torch.float32
+    return token_loss(model, batch, denominator=batch.tokens, device=torch.device("cpu"), autocast_dtype=dtype)
 
 
 def _resident() -> int:

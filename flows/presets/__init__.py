@@ -27,7 +27,7 @@ from rlhf_core.errors import ConfigError, Fault, refuse_together
 DIRECTORY = Path(__file__).resolve().parent
 SOURCES = ("problems", "prompts", "demonstrations", "preferences", "evaluation")
 """Keys of `data` that name sets."""
-_OF_BATCHES = ("ppo.samples_per_prompt", "ppo.num_trainers", "ppo.buffer_limit")
+_OF_BATCHES = ("ppo.samples_per_prompt", "ppo.num_trainers", "ppo.tp", "ppo.buffer_limit")
 _PAIRS = "reward_model.pairs"
 _DATA = {f"data.{name}" for name in (*SOURCES, "task", "task_parameters")}
 _NUMBER = TypeAdapter(int)
@@ -168,8 +168,9 @@ def _sizes(values: Mapping[str, Any], fixed: tuple[frozenset[str], ...]) -> Size
         return None
     if any(value < lowest[key] for key, value in found.items()) or (most_pairs is not None and most_pairs < 1):
         return None
-    samples, trainers, limit = (found[key] for key in _OF_BATCHES)
-    return Sizes({key: found[key] for key in KEYS}, fixed, samples, trainers, limit, most_pairs)
+    samples, trainers, tp, limit = (found[key] for key in _OF_BATCHES)
+    # a number that tp does not divide, the configuration refuses
+    return Sizes({key: found[key] for key in KEYS}, fixed, samples, max(1, trainers // tp), limit, most_pairs)
 
 
 def _value(values: Mapping[str, Any], key: str) -> Any:

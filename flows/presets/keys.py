@@ -60,6 +60,7 @@ ELSEWHERE = {
     "*.dtype": "bf16 fp16 torch_dtype mixed_precision precision param_dtype",
     "*.gradient_checkpointing": "grad_checkpoint enable_gradient_checkpointing use_gradient_checkpointing",
     "*.num_trainers": "num_gpus world_size n_gpus_per_node num_processes nproc_per_node actor_num_gpus_per_node",
+    "*.tp": "tensor_parallel_size tensor_model_parallel_size tp_size",
     "ppo.cluster.num_makers": "num_rollout_workers vllm_num_engines num_inference_engines num_experience_makers",
     "*.strategy": "plugin deepspeed deepspeed_config zero_stage fsdp",
     "sft.packing": "use_packing packing_samples use_remove_padding",

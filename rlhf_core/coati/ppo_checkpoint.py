@@ -55,8 +55,9 @@ def write_state(directory: Path, state: TrainingState, loaders: Mapping[str, Any
     """Write what is common from the first rank; from each its own tensors, and where its loaders stand."""
     if ranks.is_first:
         write_json(directory / STATE, state_to_json(state))
-    save_file(state_tensors(state), directory / f"rank-{ranks.rank}.safetensors")
-    write_json(directory / f"rank-{ranks.rank}.json", loaders)
+    if ranks.speaks:
+        save_file(state_tensors(state), directory / f"rank-{ranks.rank}.safetensors")
+        write_json(directory / f"rank-{ranks.rank}.json", loaders)
 
 
 def read_state(checkpoint: Checkpoint, rank: int) -> TrainingState:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ from rlhf_core.rewards.sources import AnyRewardModel
 from rlhf_core.rollout.experience import ExperienceMaker
 from rlhf_core.rollout.samples import MadeExperience
 from rlhf_core.strategy.booster import Booster
-from rlhf_core.strategy.ranks import current_ranks, together
+from rlhf_core.strategy.ranks import Ranks, SharedState, current_ranks, share_state, together
 from rlhf_core.training.boosted import plain_model
 from rlhf_core.training.loaders import Batches
 from rlhf_core.training.optim import Trained
@@ -204,7 +205,8 @@ class PPOTrainer(OLTrainer):
             options, generation, train_batch_size=train_batch_size, accumulation_steps=accumulation_steps,
             eps_clip=eps_clip, value_clip=value_clip, vf_coef=vf_coef, ptx_coef=ptx_coef,
         )  # fmt: skip
-        self.ranks, self.device = current_ranks(), device_of(actor)
+        self.ranks: Ranks = getattr(actor_booster, "ranks", None) or current_ranks()
+        self.device = device_of(actor)
         self.tokenizer, self.seed, self.save_dir = tokenizer, seed, Path(save_dir) if save_dir is not None else None
         self.train_batch_size, self.accumulation_steps = train_batch_size, accumulation_steps
         self.sample_buffer, self.apply_loss_mask, self.ptx_coef = sample_buffer, apply_loss_mask, ptx_coef
@@ -316,13 +318,18 @@ class PPOTrainer(OLTrainer):
     def _make_experience(self, episode: int) -> MadeExperience:
         prompts, samples = self._numbers.number(self._fed.prompts())
         with self._resting.awake(), self.learner.awake():
-            made = together(
+            own = together(
                 self.ranks,
-                lambda: self.experience_maker.make_experience(
-                    prompts, samples, episode=episode, policy_version=episode, controls=self.controls.current()
+                lambda: (
+                    self.experience_maker.make_experience(
+                        prompts, samples, episode=episode, policy_version=episode, controls=self.controls.current()
+                    )
+                    if self.ranks.speaks
+                    else None
                 ),
                 what="make its experience",
             )
+        made = of_first(own, self.ranks.shards)
         self.episode.check(made.experience, made.samples)
         return made
 
@@ -365,4 +372,16 @@ class PPOTrainer(OLTrainer):
 
     def _keep_batch(self, write: Callable[[Path], None]) -> str:
         place = f"epoch-{self.position.episode}_step-{self.position.step}"
-        return keep_in(self.save_dir, f"{place}/rank-{self.ranks.rank}")(write)
+        return keep_in(self.save_dir, f"{place}/rank-{self.ranks.everyone.rank}")(write)
+
+
+def of_first(made: MadeExperience | None, shards: Ranks) -> MadeExperience:
+    """Return what the first of the processes that hold one model has made, on each of them."""
+    if shards.world_size == 1:
+        assert made is not None
+        return made
+    state = made and SharedState(made.experience.tensors(), {"samples": [asdict(sample) for sample in made.samples]})
+    found = share_state(state, shards)
+    assert found is not None
+    tensors: dict[str, Any] = {"returns": None, **found.tensors}
+    return MadeExperience(Experience(**tensors), [Sample(**sample) for sample in found.facts["samples"]])

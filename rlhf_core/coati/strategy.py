@@ -96,6 +96,7 @@ def make_strategy(
     seed: int = 42,
     device: torch.device | str | None = None,
     timeout_s: float = 600.0,
+    tp: int = 1,
 ) -> Strategy:
     """Return coati's interface over one of the strategies, and join the ranks that torchrun, or Ray, started.
 
@@ -106,14 +107,15 @@ def make_strategy(
         seed: of what is drawn: new models' weights, the order of rows.
         device: where models go; None takes the GPU where there is one.
         timeout_s: longest wait in any collective.
+        tp: processes that hold one model together, of strategy 3d.
 
     Raises:
         ConfigError: if the strategy cannot be had here.
     """
     where = default_device() if device is None else torch.device(device)
-    check_strategy(name, precision=precision, cuda=where.type == "cuda")
+    check_strategy(name, precision=precision, cuda=where.type == "cuda", tp=tp)
     new_booster = partial(make_booster, name, precision=precision, max_norm=max_norm, device=where)
-    return Strategy(name, new_booster, seed=seed, device=where, timeout_s=timeout_s)
+    return Strategy(name, new_booster, seed=seed, device=where, timeout_s=timeout_s, tp=tp)
 
 
 class Strategy:
@@ -127,29 +129,35 @@ class Strategy:
         seed: of what is drawn.
         device: where models go that are not trained.
         timeout_s: longest wait in any collective.
+        tp: processes that hold one model together, and have the same rows.
     """
 
     def __init__(
         self,
         name: StrategyName,
-        new_booster: Callable[[], OwnBooster],
+        new_booster: Callable[..., OwnBooster],
         *,
         seed: int = 42,
         device: torch.device | str = "cpu",
         timeout_s: float = 600.0,
+        tp: int = 1,
     ) -> None:
         self.name = name
         self.seed = seed
         self.device = torch.device(device)
-        self.new_booster = new_booster
-        self._timeout_s = timeout_s
+        self._new_booster = new_booster
+        self._timeout_s, self._tp = timeout_s, tp
         self._boosters: WeakKeyDictionary[object, OwnBooster] = WeakKeyDictionary()
         """By model and by optimizer, as `prepare` returned them, or by optimizer, as `new_optimizer` did."""
         self.setup_distributed()
 
     def setup_distributed(self) -> None:
         """Join the ranks of this process's environment; a process joins once, however often this is called."""
-        self.ranks = join(self._timeout_s)
+        self.ranks = join(self._timeout_s).laid_out(tp=self._tp)
+
+    def new_booster(self) -> OwnBooster:
+        """Return a booster for one model."""
+        return self._new_booster(ranks=self.ranks)
 
     @contextmanager
     def model_init_context(self) -> Iterator[None]:

@@ -128,14 +128,14 @@ class PPOOptions(Config):
 
 
 def batch_complaints(
-    values: Mapping[str, int], *, samples_per_prompt: int = 1, num_trainers: int = 1, buffer_limit: int = 0
+    values: Mapping[str, int], *, samples_per_prompt: int = 1, dp: int = 1, buffer_limit: int = 0
 ) -> list[str]:
     """Return what does not hold between an episode's prompts, its chunks and its batches, a sentence each.
 
     Args:
         values: by key; only relations between the given ones are looked at.
         samples_per_prompt: of `ppo`, as the others.
-        num_trainers: processes that learn from a batch each.
+        dp: models that learn side by side, from a batch each.
         buffer_limit: batches for which makers may run ahead; 0 sets no limit.
     """
     told = []
@@ -151,12 +151,12 @@ def batch_complaints(
         for key, size in ((CHUNK, chunk), (BATCH, batch))
         if size and samples % size
     ]
-    step = (batch or 0) * num_trainers
+    step = (batch or 0) * dp
     if step and samples % step and not samples % (batch or 1):
         told.append(
-            f"ppo.num_trainers is {num_trainers} and ppo.train_batch_size {batch}, so a step learns from {step} "
-            f"samples, which do not divide an episode's {samples} (prompts_per_episode x samples_per_prompt); lower "
-            "one of them"
+            f"ppo.train_batch_size is {batch} on each of {dp} (ppo.num_trainers over ppo.tp), so a step learns from "
+            f"{step} samples, which do not divide an episode's {samples} (prompts_per_episode x samples_per_prompt); "
+            "lower one of them"
         )
     room = buffer_limit * step
     if chunk and 0 < room < chunk:
@@ -235,8 +235,8 @@ class OverlapConfig(Config):
     """wait: makers begin nothing that could become older than max_staleness; drop: they go on, and what became too old
     is thrown away and its prompts are sampled again."""
     buffer_limit: int = Field(0, ge=0)
-    """Batches (train_batch_size x num_trainers samples) that may be ready or being made for later episodes; then the
-    makers wait. 0 sets no limit but that of max_staleness."""
+    """Batches (train_batch_size x num_trainers / tp samples) that may be ready or being made for later episodes; then
+    the makers wait. 0 sets no limit but that of max_staleness."""
     update_lora_weights: bool | None = None
     """Send makers only adapters and heads, which they hold beside the frozen weights, instead of merged weights. None
     does so where trainers and makers of a run share one frozen base: with adapters, under plain and ddp."""
@@ -262,7 +262,7 @@ class PPOConfig(RolloutConfig, LearningConfig, AdapterTrainersConfig, OverlapCon
         complaints = batch_complaints(
             {key: getattr(self, key.removeprefix("ppo.")) for key in BATCHES},
             samples_per_prompt=self.samples_per_prompt,
-            num_trainers=self.num_trainers,
+            dp=self.dp,
             buffer_limit=self.buffer_limit,
         )
         if complaints:

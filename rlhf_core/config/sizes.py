@@ -54,7 +54,7 @@ class Sizes:
     fixed: tuple[frozenset[str], ...]
     """Keys that keep their value; where that cannot be, the next set is tried."""
     samples_per_prompt: int = 1
-    num_trainers: int = 1
+    dp: int = 1
     buffer_limit: int = 0
     pairs: int | None = None
     """Most pairs that the reward model takes; None takes all."""
@@ -81,7 +81,7 @@ class Sizes:
 
     def relations(self) -> dict[str, int]:
         """Return what the batches have to agree with, by the names that `batch_complaints` takes."""
-        return {name: getattr(self, name) for name in ("samples_per_prompt", "num_trainers", "buffer_limit")}
+        return {name: getattr(self, name) for name in ("samples_per_prompt", "dp", "buffer_limit")}
 
 
 class Settled(NamedTuple):
@@ -109,7 +109,7 @@ def as_they_are(config: PipelineConfig) -> Sizes:
     splits, ppo = config.data.splits.model_dump(), config.ppo
     wanted = {split_key(name): size for name, size in splits.items()}
     wanted |= {key: getattr(ppo, key.removeprefix("ppo.")) for key in BATCHES}
-    relations = (ppo.samples_per_prompt, ppo.num_trainers, ppo.buffer_limit, config.reward_model.pairs)
+    relations = (ppo.samples_per_prompt, ppo.dp, ppo.buffer_limit, config.reward_model.pairs)
     return Sizes(wanted, (frozenset(KEYS),), *relations)
 
 
@@ -306,7 +306,7 @@ def _prompts_step(sizes: Sizes, fixed: frozenset[str]) -> int:
     samples = math.lcm(
         sizes.samples_per_prompt,
         sizes.wanted[CHUNK] if CHUNK in fixed else 1,
-        sizes.num_trainers * math.lcm(*(sizes.wanted[key] for key in (BATCH, MICRO) if key in fixed), 1),
+        sizes.dp * math.lcm(*(sizes.wanted[key] for key in (BATCH, MICRO) if key in fixed), 1),
     )
     return samples // sizes.samples_per_prompt
 
@@ -334,15 +334,15 @@ def _batches(sizes: Sizes, fixed: frozenset[str], *, most: int | None) -> dict[s
 
 def _batches_of(prompts: int, sizes: Sizes, fixed: frozenset[str]) -> dict[str, int] | None:
     """Return the batches that are nearest to what is wanted, of an episode of so many prompts."""
-    each, trainers, limit = sizes.samples_per_prompt, sizes.num_trainers, sizes.buffer_limit
+    each, models, limit = sizes.samples_per_prompt, sizes.dp, sizes.buffer_limit
     samples, micro = prompts * each, sizes.wanted[MICRO]
     chunk, batch = sizes.wanted[CHUNK], sizes.wanted[BATCH]
     if BATCH not in fixed:
         smallest_chunk = chunk if CHUNK in fixed else each
-        room_for_one = math.ceil(smallest_chunk / (limit * trainers)) if limit else 1
-        batch = _divisor(samples // trainers, max(batch, room_for_one), of=micro if MICRO in fixed else 1)
+        room_for_one = math.ceil(smallest_chunk / (limit * models)) if limit else 1
+        batch = _divisor(samples // models, max(batch, room_for_one), of=micro if MICRO in fixed else 1)
     if CHUNK not in fixed:
-        room = limit * batch * trainers
+        room = limit * batch * models
         chunk = _divisor(samples, min(chunk, room) if room else chunk, of=each)
     if MICRO not in fixed:
         micro = _divisor(batch, micro, of=1)

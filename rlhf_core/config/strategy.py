@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
+
+from pydantic import model_validator
 
 from rlhf_core.config.base import Config, Positive
 from rlhf_core.config.model import LoRAConfig
@@ -31,9 +33,31 @@ class TrainersConfig(Config):
 
     strategy: StrategyName = "plain"
     """How the trainers share the model: plain and ddp hold all of it on each; zero2 shards gradients and optimizer
-    state (zero2_cpu keeps them in host memory); gemini shards the weights too."""
+    state (zero2_cpu keeps them in host memory); gemini shards the weights too; 3d cuts each matrix into tp parts."""
     num_trainers: Positive = 1
-    """Trainer processes, each with rows of its own: a step learns from num_trainers batches."""
+    """Trainer processes. Each has rows of its own, under 3d every tp of them together: a step learns from num_trainers
+    / tp batches."""
+    tp: Positive = 1
+    """Trainers that hold one model together, of strategy 3d."""
+
+    @model_validator(mode="after")
+    def _cut_by_3d(self) -> Self:
+        if self.tp > 1 and self.strategy != "3d":
+            raise ValueError(
+                f"tp is {self.tp}, which cuts one model into parts, but the strategy is {self.strategy}; set strategy "
+                "to 3d, or tp to 1"
+            )
+        if self.num_trainers % self.tp:
+            raise ValueError(
+                f"tp is {self.tp}, but num_trainers {self.num_trainers} cannot be cut into groups of {self.tp} that "
+                f"hold a model each; choose a multiple of {self.tp}"
+            )
+        return self
+
+    @property
+    def dp(self) -> int:
+        """Models that are trained side by side, each from rows of its own."""
+        return self.num_trainers // self.tp
 
     @property
     def is_alone(self) -> bool:
@@ -43,7 +67,8 @@ class TrainersConfig(Config):
     @property
     def figures(self) -> dict[str, int | str]:
         """By how many processes and how a model is trained, for a stage's figures; nothing for one on its own."""
-        return {} if self.is_alone else {"trainers": self.num_trainers, "strategy": self.strategy}
+        parts = {"tp": self.tp} if self.tp > 1 else {}
+        return {} if self.is_alone else {"trainers": self.num_trainers, "strategy": self.strategy, **parts}
 
 
 class AdapterTrainersConfig(TrainersConfig):
@@ -64,7 +89,7 @@ class AdapterTrainersConfig(TrainersConfig):
             return "all weights are trained"
         if not self.lora.keeps_base:
             return f"lora.init {self.lora.init} with lora.bias {self.lora.bias} changes what is below the adapters"
-        return None if self.strategy in {"plain", "ddp"} else f"strategy {self.strategy} lays out weights itself"
+        return None if self.strategy in {"plain", "ddp", "3d"} else f"strategy {self.strategy} lays out weights itself"
 
 
 def refuse_sharded_adapters(stage: str, strategy: str, adapters: object) -> None:

@@ -22,7 +22,7 @@ from rlhf_core.data.reading.rows import RejectedRow, answer_text, stated_answer,
 from rlhf_core.data.transcripts import Message, marked_keys
 from rlhf_core.errors import DataError
 from rlhf_core.functional.losses import IGNORED
-from rlhf_core.strategy.ranks import current_ranks
+from rlhf_core.strategy.ranks import Ranks, current_ranks
 
 EncodePrompt = Callable[[Sequence[Message]], list[int]]
 EncodeDialogue = Callable[[Sequence[Message]], tuple[list[int], list[bool]]]
@@ -347,7 +347,13 @@ class DataCollatorForPromptDataset(DataCollatorForSupervisedDataset):
 
 
 def make_loader(
-    dataset: PromptDataset, collate: DataCollatorForSupervisedDataset, *, batch_size: int, seed: int, what: str
+    dataset: PromptDataset,
+    collate: DataCollatorForSupervisedDataset,
+    *,
+    batch_size: int,
+    seed: int,
+    what: str,
+    ranks: Ranks | None = None,
 ) -> DataLoader[Row]:
     """Return whole batches of this rank's rows, shuffled in each epoch.
 
@@ -357,14 +363,16 @@ def make_loader(
         batch_size: rows of a batch of one rank.
         seed: of the order.
         what: names the rows in an error, with the flag to change.
+        ranks: who shares the rows; None takes torch.distributed's default group.
 
     Raises:
         DataError: if there are not enough rows for one batch on each rank.
     """
-    sampler = StatefulDistributedSampler(dataset, seed=seed)
+    ranks = current_ranks() if ranks is None else ranks
+    sampler = StatefulDistributedSampler(dataset, ranks.world_size, ranks.rank, seed=seed)
     if len(sampler) < batch_size:
-        ranks = f" on each of {sampler.num_replicas} ranks" if sampler.num_replicas > 1 else ""
-        raise DataError(f"{len(dataset)} {what} do not fill one batch of {batch_size}{ranks}; lower it, or give more")
+        each = f" on each of {sampler.num_replicas} ranks" if sampler.num_replicas > 1 else ""
+        raise DataError(f"{len(dataset)} {what} do not fill one batch of {batch_size}{each}; lower it, or give more")
     return DataLoader(dataset, batch_size=batch_size, sampler=sampler, collate_fn=collate, drop_last=True)
 
 

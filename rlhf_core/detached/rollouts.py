@@ -110,7 +110,7 @@ class Rollouts:
         self._controls = ControlsByEpisode(
             controls, max_staleness=config.max_staleness, completed=completed, kept=kept.controls
         )
-        limit = config.buffer_limit * config.train_batch_size * config.num_trainers
+        limit = config.buffer_limit * config.train_batch_size * config.dp
         self.queue: LeaseQueue[Chunk, MadeChunk] = LeaseQueue(
             self._chunks,
             episodes=config.episodes,

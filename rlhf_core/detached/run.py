@@ -35,9 +35,9 @@ from rlhf_core.ppo.metrics import episode_metrics, staleness, step_means
 from rlhf_core.ppo.order import in_key_order
 from rlhf_core.ppo.published_weights import weights_to_publish
 from rlhf_core.ppo.state import EpisodeRecord, RolloutState, TrainingState
-from rlhf_core.ray_tools.group import GROUPS, GroupMember, Peers, SharedState, share_state
+from rlhf_core.ray_tools.group import GROUPS, GroupMember, Peers
 from rlhf_core.rollout import worker
-from rlhf_core.strategy.ranks import ALONE, current_ranks
+from rlhf_core.strategy.ranks import ALONE, SharedState, current_ranks, share_state
 from rlhf_core.types import EpisodeControls, Experience, Sample
 from rlhf_core.weights import Publisher
 

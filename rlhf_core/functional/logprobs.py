@@ -7,6 +7,7 @@ backward pass, which computes it again from the logits; for a word at a time whe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,15 @@ _SLICE_ELEMENTS = 1 << 24  # 64 MiB of float32 at a time
 _LEAST_LOGPROB = -1e4  # stands for -inf in p log p, so that words of probability zero add zero
 
 
+class VocabularyPart(NamedTuple):
+    """The words whose logits are here, where several processes have some each."""
+
+    first: int
+    """Of them."""
+    stack: Callable[[Tensor], Tensor]
+    """Returns a tensor of each process, in the order of their words, [processes ...]; all of them call it."""
+
+
 class LogprobsAndEntropy(NamedTuple):
     """Both from one pass over the logits; [B, A] each, in nats."""
 
@@ -28,7 +38,11 @@ class LogprobsAndEntropy(NamedTuple):
 
 
 def logprobs_from_logits(
-    logits: Float[Tensor, "B A V"], tokens: Int[Tensor, "B A"], *, temperature: float
+    logits: Float[Tensor, "B A V"],
+    tokens: Int[Tensor, "B A"],
+    *,
+    temperature: float,
+    part: VocabularyPart | None = None,
 ) -> Float[Tensor, "B A"]:
     """Return the log-probability of each token under its logits.
 
@@ -41,6 +55,7 @@ def logprobs_from_logits(
         logits: scores of every word of the vocabulary.
         tokens: the token whose log-probability is wanted, at each position.
         temperature: T of the policy, above 0; sampling and learning must use the same.
+        part: which words the logits are of; None: all. Each process gets the same result, and gradients of its words.
 
     Returns:
         Log-probabilities in nats, float32, at most 0.
@@ -53,11 +68,16 @@ def logprobs_from_logits(
         >>> logprobs_from_logits(logits, torch.tensor([[1]]), temperature=1.0).exp()
         tensor([[0.7500]])
     """
-    return _statistics(logits, tokens, temperature, with_entropy=False, entropy_needs_grad=False).logprobs
+    return _statistics(logits, tokens, temperature, part, with_entropy=False, entropy_needs_grad=False).logprobs
 
 
 def logprobs_and_entropy(
-    logits: Float[Tensor, "B A V"], tokens: Int[Tensor, "B A"], *, temperature: float, entropy_needs_grad: bool
+    logits: Float[Tensor, "B A V"],
+    tokens: Int[Tensor, "B A"],
+    *,
+    temperature: float,
+    entropy_needs_grad: bool,
+    part: VocabularyPart | None = None,
 ) -> LogprobsAndEntropy:
     """Return the log-probability of each token and the entropy of the distribution that it comes from.
 
@@ -72,6 +92,7 @@ def logprobs_and_entropy(
         tokens: the token whose log-probability is wanted, at each position.
         temperature: T of the policy, above 0.
         entropy_needs_grad: False if the entropy is only looked at, which saves work in the backward pass.
+        part: as for `logprobs_from_logits`.
 
     Returns:
         Both, in nats, float32 (float64 stays).
@@ -85,7 +106,7 @@ def logprobs_and_entropy(
         >>> found.entropy  # log 2
         tensor([[0.6931]])
     """
-    return _statistics(logits, tokens, temperature, with_entropy=True, entropy_needs_grad=entropy_needs_grad)
+    return _statistics(logits, tokens, temperature, part, with_entropy=True, entropy_needs_grad=entropy_needs_grad)
 
 
 def entropy(logits: Float[Tensor, "B A V"], *, temperature: float) -> Float[Tensor, "B A"]:
@@ -115,6 +136,7 @@ def _statistics(
     logits: Float[Tensor, "B A V"],
     tokens: Int[Tensor, "B A"],
     temperature: float,
+    part: VocabularyPart | None,
     *,
     with_entropy: bool,
     entropy_needs_grad: bool,
@@ -122,7 +144,7 @@ def _statistics(
     if not temperature > 0:
         raise ValueError(f"expected a temperature above 0, got {temperature}; greedy decoding needs no logprobs")
     return LogprobsAndEntropy(
-        *_TokenStatistics.apply(logits, tokens.long(), temperature, with_entropy, entropy_needs_grad)  # type: ignore[no-untyped-call]
+        *_TokenStatistics.apply(logits, tokens.long(), temperature, part, with_entropy, entropy_needs_grad)  # type: ignore[no-untyped-call]
     )
 
 
@@ -130,18 +152,30 @@ class _TokenStatistics(torch.autograd.Function):
     """Keeps logits and two numbers per token for the backward pass, not a log-softmax.
 
     With m = max_v z_v / T and s = log sum_v exp(z_v / T - m), log p_v = (z_v / T - m) - s: the same order as in
-    torch's log_softmax, which keeps the small log-probabilities of likely tokens exact.
+    torch's log_softmax, which keeps the small log-probabilities of likely tokens exact. Where the vocabulary is in
+    parts, m, s and the entropy become those of all words before they are kept: the backward pass is the same.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, tokens: Tensor, temperature: float, with_entropy: bool, entropy_needs_grad: bool
+        ctx: Any,
+        logits: Tensor,
+        tokens: Tensor,
+        temperature: float,
+        part: VocabularyPart | None,
+        with_entropy: bool,
+        entropy_needs_grad: bool,
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(logits.dtype, torch.float32)
         logprobs, highest, logsum, spread = (
             torch.zeros(tokens.shape, dtype=dtype, device=logits.device) for _ in range(4)
         )
         by_kernel = dtype == torch.float32 and logits.stride(-1) == 1 and has_kernels(logits)
+        is_here = None
+        if part is not None:
+            tokens = tokens - part.first
+            is_here = (tokens >= 0) & (tokens < logits.shape[-1])
+            tokens = torch.where(is_here, tokens, 0)
         fit = tokens.shape == logits.shape[:2] and tokens.device == logits.device
         # others PyTorch refuses
         by_kernel = by_kernel and fit and bool(((tokens >= 0) & (tokens < logits.shape[-1])).all())
@@ -158,6 +192,12 @@ class _TokenStatistics(torch.autograd.Function):
             if with_entropy:
                 every = shifted.sub_(logsum[:, at, None])
                 spread[:, at] = -(every.exp() * every.clamp_(min=_LEAST_LOGPROB)).sum(dim=-1)
+        if part is not None and is_here is not None:
+            score = _scaled(logits.gather(-1, tokens[..., None]).squeeze(-1), temperature)
+            logprobs, highest, logsum, spread = _over_parts(
+                part, torch.stack([highest, logsum, spread, torch.where(is_here, score, 0.0)])
+            )
+            tokens = torch.where(is_here, tokens, -1)
         if not entropy_needs_grad:
             ctx.mark_non_differentiable(spread)
         ctx.save_for_backward(logits, tokens, highest, logsum, spread)
@@ -166,7 +206,7 @@ class _TokenStatistics(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         """Return dL/dz_v = (g (1[v = x] - p_v) - h p_v (log p_v + H)) / T, in the dtype of the logits."""
         logits, tokens, highest, logsum, spread = ctx.saved_tensors
         gradient = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
@@ -176,7 +216,7 @@ class _TokenStatistics(torch.autograd.Function):
                 "read_backward", logits.dtype, logits, tokens, ctx.temperature, highest, logsum, spread,
                 grad_logprobs.contiguous(), of_entropy, gradient, *_places(logits),
             )  # fmt: skip
-            return gradient, None, None, None, None
+            return gradient, None, None, None, None, None
         for at in _slices(logits):
             every = _scaled(logits[:, at], ctx.temperature) - highest[:, at, None]
             every.sub_(logsum[:, at, None])
@@ -187,9 +227,27 @@ class _TokenStatistics(torch.autograd.Function):
                 part.mul_(pull.mul_(grad_entropy[:, at, None] / ctx.temperature).add_(weight).neg_())
             else:
                 part.mul_(-weight)
-            part.scatter_add_(-1, tokens[:, at, None], weight)
+            own = tokens[:, at, None]
+            part.scatter_add_(-1, own.clamp(min=0), torch.where(own < 0, 0.0, weight))
             gradient[:, at] = part.to(logits.dtype)
-        return gradient, None, None, None, None
+        return gradient, None, None, None, None, None
+
+
+def _over_parts(part: VocabularyPart, found: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return log-probability, m, s and entropy over all words.
+
+    With w the share of a part's words in the whole probability, H = sum_parts w (H_part - log w).
+
+    Args:
+        part: one of the parts.
+        found: [4 B A], of its words: m, s, entropy, and the token's z / T where it is one of them, else 0.
+    """
+    highest, logsum, spread, score = part.stack(found).unbind(dim=1)  # [parts B A]
+    most = highest.amax(dim=0)
+    total = (highest - most + logsum).logsumexp(dim=0)
+    log_share = (highest - most + logsum - total).clamp(min=_LEAST_LOGPROB)
+    entropy = (log_share.exp() * (spread - log_share)).sum(dim=0)
+    return score.sum(dim=0) - most - total, most, total, entropy
 
 
 def _places(logits: Tensor) -> tuple[int, ...]:

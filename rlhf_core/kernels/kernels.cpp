@@ -312,7 +312,7 @@ void read_backward(const T* logits, const int64_t* tokens, float temperature, co
         };
 #pragma omp simd
         for (int64_t i = 0; i < words; ++i) put(to[i], at(i));
-        put(to[tokens[row]], at(tokens[row]) + weight);
+        if (tokens[row] >= 0) put(to[tokens[row]], at(tokens[row]) + weight);  // else another process has the word
     }
 }
 

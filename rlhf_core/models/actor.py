@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 from rlhf_core.functional.logprobs import LogprobsAndEntropy, logprobs_and_entropy, logprobs_from_logits
 from rlhf_core.models.head_slices import read_logits
 from rlhf_core.models.token_tree import read_columns, tree_of
-from rlhf_core.models.trunk import forward_takes, model_inputs
+from rlhf_core.models.trunk import forward_takes, model_inputs, vocabulary_part
 
 
 def response_logits(model: PreTrainedModel, *, sequences: Tensor, attention_mask: Tensor, num_actions: int) -> Tensor:
-    """Return the logits that predict each response token, [B A V].
+    """Return the logits that predict each response token, [B A V]; of a model in parts, of this part's words.
 
     The head is applied at these positions only: over a vocabulary of 49152 words, the prompt's logits would
     cost more than the layers below.
@@ -44,8 +44,9 @@ def response_logprobs(
 ) -> Tensor:
     """Return the log-probability of each response token in float32, [B A]; meaningless on padding."""
     rows = {"sequences": sequences, "attention_mask": attention_mask, "num_actions": num_actions}
+    part = vocabulary_part(model)
     (found,) = _read(
-        model, rows, lambda logits, tokens: (logprobs_from_logits(logits, tokens, temperature=temperature),)
+        model, rows, lambda logits, tokens: (logprobs_from_logits(logits, tokens, temperature=temperature, part=part),)
     )
     return found
 
@@ -61,7 +62,10 @@ def response_statistics(
 ) -> LogprobsAndEntropy:
     """Return `response_logprobs`, to the bit, and the entropy of the distribution that each token comes from."""
     rows = {"sequences": sequences, "attention_mask": attention_mask, "num_actions": num_actions}
-    read = partial(logprobs_and_entropy, temperature=temperature, entropy_needs_grad=entropy_needs_grad)
+    read = partial(
+        logprobs_and_entropy, temperature=temperature, entropy_needs_grad=entropy_needs_grad,
+        part=vocabulary_part(model),
+    )  # fmt: skip
     return LogprobsAndEntropy(*_read(model, rows, read))
 
 

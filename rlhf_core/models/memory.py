@@ -13,6 +13,7 @@ A learner is what one rank holds to train one model (`bytes_per_rank`), by strat
     zero2         w P       w T / W     4 T / W    8 T / W      w: 4 in fp32, 2 in bf16 and fp16
     zero2_cpu     w P       w T / W     4 T / W    8 T / W      master and moments in host memory
     gemini        w P / W   w T / W     4 T / W    8 T / W      no master in fp32, where the weights are exact
+    3d            4 P / t   4 T / t     -          8 T / t      t parts; adapters: T (1 + 1 / t) / 2 in T / t's place
 
 With adapters the frozen base lies in a file that all processes of a machine map: it counts once, in the dtype that it
 is computed in, or was published in if that is smaller. With one GPU makers borrow the trainer's; with several it counts
@@ -97,28 +98,33 @@ class RankMemory(NamedTuple):
 
 
 def bytes_per_rank(
-    strategy: StrategyName, *, parameters: int, trained: int, world_size: int = 1, precision: Precision = "fp32"
+    strategy: StrategyName,
+    *,
+    parameters: int,
+    trained: int,
+    world_size: int = 1,
+    precision: Precision = "fp32",
+    tp: int = 1,
 ) -> RankMemory:
     """Return what one rank holds of one model.
 
     Args:
-        strategy: by name; `3d` has no formula yet.
+        strategy: by name.
         parameters: of the model, adapters and heads among them; tied ones once.
         trained: of these.
         world_size: ranks that train together.
         precision: of forward passes; under ZeRO and Gemini of the working weights and gradients too.
-
-    Raises:
-        ValueError: for `3d`.
+        tp: parts of each matrix under `3d`. Vectors, which each rank has whole, are left out: a thousandth of them.
 
     Example:
         >>> bytes_per_rank("zero2", parameters=1000, trained=1000, world_size=4, precision="bf16")
         RankMemory(weights=2000, gradients=500, master=1000, moments=2000, offloaded=False)
     """
-    if strategy == "3d":
-        raise ValueError("strategy 3d comes in a later release; what its ranks hold is not known yet")
     name = SAME_STRATEGY.get(strategy, strategy)
-    if name in {"plain", "ddp"}:
+    if name in {"plain", "ddp", "3d"}:
+        # of an adapter's two factors, the one that no heads or units are in is whole on each
+        parts = -(-trained // tp) if trained == parameters else (trained + -(-trained // tp)) // 2
+        parameters, trained = -(-(parameters - trained) // tp) + parts, parts
         return RankMemory(_EXACT * parameters, _EXACT * trained, 0, _MOMENTS * trained)
     working = _EXACT if precision == "fp32" else 2
     shard = -(-trained // world_size)
@@ -264,6 +270,7 @@ def _per_rank(config: _Trains, num_parameters: int, lora: LoRAConfig | None, sha
         trained=num_parameters if lora is None else adapters,
         world_size=config.num_trainers,
         precision=_PRECISIONS[config.dtype],
+        tp=config.tp,
     )
 
 

@@ -18,6 +18,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel
 
 from rlhf_core.errors import ModelError
+from rlhf_core.functional.logprobs import VocabularyPart
 
 _BY_ATTRIBUTE = ("dropout", "layerdrop")  # parts of the names under which architectures keep a probability
 
@@ -75,6 +76,17 @@ def forward_takes(model: Any, name: str) -> bool:
 @cache
 def _arguments(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
+
+
+PART_MARK = "vocabulary_part"
+"""Attribute of a language-model head that has the logits of some words alone."""
+
+
+def vocabulary_part(model: Any) -> VocabularyPart | None:
+    """Return which words a causal language model's logits are of; None: of all."""
+    head = unwrapped(model).get_output_embeddings()
+    part: VocabularyPart | None = getattr(head, PART_MARK, None)
+    return part
 
 
 def max_positions(model: Any) -> int | None:

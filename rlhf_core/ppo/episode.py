@@ -143,7 +143,7 @@ class EpisodeLearner:
                 is not finite.
         """
         if self.is_shared:
-            check_same(collected, self.learner.ranks)
+            check_same(collected, self.learner.ranks.everyone)
         ordered = sorted(samples, key=lambda sample: (sample.key, sample.index))
         self._samples = ordered if len(ordered) == len(collected) else []
         self.check(collected, self._samples)

@@ -27,7 +27,7 @@ from rlhf_core.ppo.order import Rows
 from rlhf_core.ppo.ptx import PtxSource
 from rlhf_core.ppo.step import StepContext, first_logprobs, step_all
 from rlhf_core.strategy.ranks import ALONE, Ranks, current_ranks
-from rlhf_core.training.boosted import awake, exact, pass_cost, strategy_booster
+from rlhf_core.training.boosted import awake, exact, pass_cost, ranks_of, strategy_booster
 from rlhf_core.training.micro_batches import AS_TREE, PassCost
 from rlhf_core.training.modes import checkpoint_activations
 from rlhf_core.training.optim import Trained, make_trained, warmup_then_constant
@@ -171,6 +171,7 @@ class PPOLearner:
         Raises:
             ConfigError: if the strategy cannot be had here.
         """
+        ranks = ranks_of(config, ranks)
         schedule = warmup_then_constant(config.warmup_steps)
         accumulates = config.train_batch_size > config.micro_batch_size or config.ptx_coef > 0
 

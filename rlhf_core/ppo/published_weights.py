@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from rlhf_core.config import PPOConfig
 from rlhf_core.models.lora import MergedWeight, each_merged
 from rlhf_core.ppo.learner import PPOLearner
-from rlhf_core.strategy.ranks import current_ranks
 from rlhf_core.training.boosted import exact, trained_on_first
 
 _ROLES: tuple[Literal["actor", "critic"], ...] = ("actor", "critic")
@@ -51,7 +50,7 @@ def trained_weights(learner: PPOLearner) -> Iterator[tuple[str, Tensor]]:
         trained = learner.trained(role)
         if trained is None:
             continue
-        for name, weight in trained_on_first(trained.booster, trained.model, current_ranks()).items():
+        for name, weight in trained_on_first(trained.booster, trained.model, learner.ranks).items():
             yield f"{role}.{name}", weight
 
 

@@ -1,7 +1,7 @@
 """A group of processes that train one model: how they come together as Ray actors, and how the first calls the others.
 
-Each is a `GroupMember`. `form_group` makes ranks of them, `Peers` has the other ranks take part in what the first does,
-and `share_state` gives them its state. A `RankActor` is the member of a group that does one piece of work and is done.
+Each is a `GroupMember`. `form_group` makes ranks of them, and `Peers` has the other ranks take part in what the first
+does. A `RankActor` is the member of a group that does one piece of work and is done.
 """
 
 from __future__ import annotations
@@ -11,17 +11,15 @@ import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
-import torch
 from ray.exceptions import RayActorError
-from torch import Tensor
 
 from rlhf_core.errors import LostRankError
 from rlhf_core.ray_tools.calls import find_actor, wait_for
 from rlhf_core.strategy.liveness import naming_lost_rank
-from rlhf_core.strategy.ranks import Ranks, current_ranks, join
+from rlhf_core.strategy.ranks import current_ranks, join
 from rlhf_core.strategy.rendezvous import Rendezvous, open_rendezvous
 
 GROUPS = {"status": 2, "compute": 1}
@@ -217,34 +215,3 @@ class Peers:
             except Exception:  # this rank lives; it failed because another one is gone
                 continue
         return f"one of {', '.join(self.names)}"
-
-
-class SharedState(NamedTuple):
-    """What a learner is restored from."""
-
-    tensors: Mapping[str, Tensor]
-    facts: Mapping[str, Any]
-
-
-def share_state(state: SharedState | None, ranks: Ranks) -> SharedState | None:
-    """Return the first rank's state on every rank; None if it has none.
-
-    Args:
-        state: of the first rank; not looked at on the others.
-        ranks: who shares it; called by all of them.
-    """
-    if ranks.world_size == 1:
-        return state
-    forms = {name: (list(tensor.shape), str(tensor.dtype)) for name, tensor in state.tensors.items()} if state else {}
-    found = ranks.broadcast_object(None if state is None else {"forms": forms, "facts": dict(state.facts)})
-    if found is None:
-        return None
-    tensors: dict[str, Tensor] = {}
-    for name, (shape, dtype) in found["forms"].items():
-        if state is not None and ranks.is_first:
-            tensor = state.tensors[name].contiguous()
-        else:
-            tensor = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
-        ranks.broadcast(tensor.reshape(-1).view(torch.uint8))  # as bytes: not every backend takes every dtype
-        tensors[name] = tensor
-    return SharedState(tensors, found["facts"])

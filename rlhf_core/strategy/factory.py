@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 INSTALL = "pip install --no-deps --no-build-isolation colossalai==0.5.0"
 """It asks for releases of torch and transformers that are years old: nothing that it names may be installed."""
-_COLOSSALAI = frozenset(get_args(StrategyName)) - {"plain"}
+_COLOSSALAI = frozenset(get_args(StrategyName)) - {"plain", "3d"}
 _ZERO = frozenset({"colossalai_zero2", "colossalai_zero2_cpu"})
 _ADAMS = frozenset({"Adam", "AdamW", "HybridAdam", "CPUAdam", "FusedAdam"})
 
@@ -32,6 +32,7 @@ def check_strategy(
     num_trainers: int = 1,
     adapters: bool = False,
     accumulates: bool = False,
+    tp: int = 1,
 ) -> None:
     """Check, before anything is loaded, that a strategy can do what is asked of it. Imports no torch.
 
@@ -42,18 +43,19 @@ def check_strategy(
         num_trainers: processes that train together.
         adapters: whether LoRA is trained.
         accumulates: whether an optimizer step has several backward passes.
+        tp: processes that hold one model together.
 
     Raises:
         ConfigError: if it cannot; one sentence.
     """
     if strategy not in get_args(StrategyName):
         raise ConfigError(f"strategy {strategy!r} is unknown; take one of {', '.join(get_args(StrategyName))}")
-    if strategy == "3d":
-        raise ConfigError(
-            "strategy 3d, which splits one model over ranks, comes in a later release; take gemini or zero2"
-        )
     if num_trainers < 1:
         raise ConfigError(f"expected at least 1 trainer process, got {num_trainers}")
+    if tp > 1 and strategy != "3d":
+        raise ConfigError(
+            f"strategy {strategy} does not cut one model into parts, but tp is {tp}; take 3d, or set tp to 1"
+        )
     if precision == "fp16" and not cuda:
         raise ConfigError("precision fp16 needs a GPU; take bf16, or fp32, on a CPU")
     if strategy == "gemini_auto" and not cuda:
@@ -117,8 +119,8 @@ def make_booster(
         strategy: by name.
         precision: of forward passes; under ZeRO and Gemini of the working weights too.
         max_norm: gradients are clipped to this norm over all weights and ranks; None never clips.
-        ranks: who trains together; None takes torch.distributed's default group. ColossalAI's strategies need one: a
-            process on its own enters a group of one.
+        ranks: who trains together, for 3d laid out; None takes torch.distributed's default group. ColossalAI's
+            strategies need one: a process on its own enters a group of one.
         device: where the weights are; None takes the GPU where there is one.
 
     Raises:
@@ -133,6 +135,15 @@ def make_booster(
     check_strategy(strategy, precision=precision, cuda=where.type == "cuda")
     if strategy == "plain":
         return PlainBooster(precision, max_norm, ranks)
+    if strategy == "3d":
+        from rlhf_core.strategy.ranks import current_ranks  # noqa: PLC0415
+        from rlhf_core.strategy.three_d import ThreeDBooster  # noqa: PLC0415
+
+        everyone = (current_ranks() if ranks is None else ranks).everyone
+        if everyone.world_size > 1:
+            _check_device(strategy, where, everyone)
+        booster: OwnBooster = ThreeDBooster(precision, max_norm, ranks)
+        return booster
     joined = _joined(strategy, ranks)
     _check_device(strategy, where, joined)
     return _colossal(strategy, precision, max_norm, joined)

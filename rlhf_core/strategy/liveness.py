@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple, Protocol
 
@@ -115,6 +115,8 @@ class Liveness:
         if not (dist.is_initialized() and dist.get_backend() == dist.Backend.GLOO):
             return
         self.has_hung_up = True
+        for let_go in before_closing:
+            let_go()
         traceback.clear_frames(error.__traceback__)
         with suppress(RuntimeError):  # it is broken already
             dist.destroy_process_group()
@@ -247,8 +249,15 @@ class Liveness:
 class _Group(Protocol):
     world_size: int
 
+    @property
+    def everyone(self) -> _Group: ...
+
 
 _current: Liveness | None = None
+
+
+before_closing: list[Callable[[], None]] = []
+"""Called before connections are closed: whoever else holds them lets them go."""
 
 
 def begin(monitor: Liveness) -> None:
@@ -299,7 +308,7 @@ def naming_lost_rank(ranks: _Group) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if ranks.world_size == 1 or isinstance(error, LostRankError):
+        if ranks.everyone.world_size == 1 or isinstance(error, LostRankError):
             raise
         if _current is not None and (is_connection_error(error) or _misses_group(error)):
             sentence = _current.who_is_lost()
@@ -310,4 +319,5 @@ def naming_lost_rank(ranks: _Group) -> Iterator[None]:
                 _current.gives_up_because(error)
             raise
         first = (str(error).splitlines() or [""])[0]
-        raise LostRankError(f"a rank of {ranks.world_size} is lost ({first}); the others' logs say more") from error
+        number = ranks.everyone.world_size
+        raise LostRankError(f"a rank of {number} is lost ({first}); the others' logs say more") from error

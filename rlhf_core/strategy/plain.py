@@ -77,7 +77,7 @@ class PlainOptimizer(CheckedOptimizer):
 
     def _global_norm(self) -> float:
         parameters = self.parameters()
-        _average(parameters, self.ranks)
+        average(parameters, self.ranks)
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if self.scale is not None:
             for gradient in gradients:
@@ -93,7 +93,7 @@ class PlainOptimizer(CheckedOptimizer):
         self.optim.step()
 
 
-def _average(parameters: Iterable[nn.Parameter], ranks: Ranks) -> None:
+def average(parameters: Iterable[nn.Parameter], ranks: Ranks) -> None:
     """Replace every gradient by its mean over ranks; a rank without one counts as zero."""
     if ranks.world_size == 1:
         return
@@ -176,6 +176,13 @@ def load_moments(model: nn.Module, optimizer: Any, given: Mapping[str, Mapping[s
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
+def load_optimizer_state(optimizer: Any, state: OptimizerState) -> None:
+    """Give the optimizer its moments by number, and the settings of its groups."""
+    own = optimizer.state_dict()["param_groups"]
+    groups = [mine | theirs for mine, theirs in zip(own, state.facts["param_groups"], strict=True)]
+    optimizer.load_state_dict(state.facts | {"param_groups": groups, "state": state.moments})
+
+
 class PlainBooster(BaseBooster):
     """Every rank holds the whole model; gradients are averaged once per optimizer step.
 
@@ -198,9 +205,8 @@ class PlainBooster(BaseBooster):
         lr_scheduler: Any = None,
     ) -> tuple[nn.Module, Any, Callable[..., Any] | None, Any, Any]:
         """Give every rank the weights of rank 0, and return all five as they are, the optimizer wrapped."""
-        if self.ranks.world_size > 1:
-            for tensor in own_tensors(model):
-                self.ranks.broadcast(tensor)
+        for tensor in own_tensors(model):
+            self.ranks.broadcast(tensor)
         wrapped = None
         if optimizer is not None:
             scaled = self.precision == "fp16"
@@ -241,9 +247,7 @@ class PlainBooster(BaseBooster):
         return OptimizerState(facts.pop("state"), facts)
 
     def _load_optimizer_state(self, optimizer: Any, state: OptimizerState) -> None:
-        own = optimizer.state_dict()["param_groups"]
-        groups = [mine | theirs for mine, theirs in zip(own, state.facts["param_groups"], strict=True)]
-        optimizer.load_state_dict(state.facts | {"param_groups": groups, "state": state.moments})
+        load_optimizer_state(optimizer, state)
 
     def _moments(self, model: nn.Module, optimizer: Any) -> Moments:
         return moments(model, optimizer) if self.ranks.is_first else {}

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_core.errors import TrainingError
+from rlhf_core.counting import counted
+from rlhf_core.errors import ConfigError, TrainingError
 from rlhf_core.strategy import liveness
 from rlhf_core.strategy.liveness import is_connection_error
 from rlhf_core.strategy.rendezvous import Rendezvous, devices_of_all, enter_rendezvous, use_interface_towards
@@ -28,19 +29,51 @@ class Ranks:
     Every collective is called by all ranks, in the same order. Tensors travel on the device that the backend works
     on (NCCL: this process's GPU, gloo: host memory) and come back on the device where they were.
 
+    Where several processes hold one model together (`laid_out`), they have the same rows, and are one rank here: they
+    differ in `shards`. Numbers are then added up between the ranks, while all processes agree and wait for each other.
+
     Args:
         rank: of this process, from 0.
-        world_size: processes altogether.
+        world_size: how many there are.
     """
+
+    shards: Ranks
+    """This process among those that hold one model together, each a part of it; alone where each holds all of it."""
+    everyone: Ranks
+    """This process among all of them."""
 
     def __init__(self, rank: int = 0, world_size: int = 1) -> None:
         self.rank = rank
         self.world_size = world_size
+        self._group: dist.ProcessGroup | None = None  # torch's default one
+        self.shards = self if rank == 0 and world_size == 1 else ALONE
+        self.everyone = self
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that writes and speaks for all."""
-        return self.rank == 0
+        """Whether this is the process that writes and speaks for all."""
+        return self.everyone.rank == 0
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this is the process that writes what is this rank's own."""
+        return self.shards.rank == 0
+
+    def laid_out(self, *, tp: int) -> Ranks:
+        """Return the same processes with every `tp` neighbours as one rank; called by all of them.
+
+        Raises:
+            ConfigError: if there are not a whole number of times as many.
+        """
+        if tp == self.shards.world_size:
+            return self
+        rank, number = self.everyone.rank, self.everyone.world_size
+        if number % tp:
+            raise ConfigError(
+                f"tp is {tp}, but {counted(number, 'process', 'processes')} cannot be cut into groups of {tp} that "
+                f"hold a model each; start a multiple of {tp}"
+            )
+        return self.everyone if tp == 1 else _laid_out(rank, number, tp)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum over ranks, the same on each, as a new tensor without a graph."""
@@ -52,9 +85,9 @@ class Ranks:
 
     def any(self, flag: bool) -> bool:
         """Return whether any rank says yes."""
-        if self.world_size == 1:
+        if self.everyone.world_size == 1:
             return flag
-        return bool(self.max(torch.tensor(int(flag))).item())
+        return bool(self.everyone.max(torch.tensor(int(flag))).item())
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Return the rows of all ranks, one rank after the other; ranks may differ in their number of rows."""
@@ -71,23 +104,32 @@ class Ranks:
         if self.world_size == 1:
             return
         carried = tensor.detach().to(_carrier()).contiguous()  # the tensor itself, if it lies there already
-        dist.all_reduce(carried)
+        dist.all_reduce(carried, group=self._group)
         if carried.data_ptr() != tensor.data_ptr():
             with torch.no_grad():
                 tensor.copy_(carried)
 
-    def broadcast(self, tensor: Tensor) -> None:
-        """Overwrite the tensor, in place, with that of rank 0."""
+    def stack(self, tensor: Tensor) -> Tensor:
+        """Return the tensors of all ranks, which have one shape: [ranks ...]."""
         if self.world_size == 1:
+            return tensor.detach()[None]
+        carried = tensor.detach().to(_carrier()).contiguous()[None]
+        everything = carried.new_empty((self.world_size, *tensor.shape))
+        dist.all_gather_single(everything, carried, group=self._group)
+        return everything.to(tensor.device)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Overwrite the tensor, in place, with that of the first process."""
+        if self.everyone.world_size == 1:
             return
         carried = tensor.detach().to(_carrier(), copy=True).contiguous()
-        dist.broadcast(carried, src=0)
+        dist.broadcast(carried, group=self.everyone._group, group_src=0)
         with torch.no_grad():
             tensor.copy_(carried)
 
     def broadcast_object(self, value: T) -> T:
-        """Return rank 0's value, which JSON must hold: nothing is pickled."""
-        if self.world_size == 1:
+        """Return the first process's value, which JSON must hold: nothing is pickled."""
+        if self.everyone.world_size == 1:
             return value
         body = json.dumps(value).encode() if self.is_first else b""
         length = torch.tensor(len(body))
@@ -100,19 +142,60 @@ class Ranks:
         return found
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
-        if self.world_size > 1:
-            self.sum(torch.zeros(1)).item()  # with NCCL, only reading the result waits
+        """Wait until every process is here."""
+        if self.everyone.world_size > 1:
+            self.everyone.sum(torch.zeros(1)).item()  # with NCCL, only reading the result waits
 
     def _reduced(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         if self.world_size == 1:
             return tensor.detach()
         carried = tensor.detach().to(_carrier(), copy=True).contiguous()
-        dist.all_reduce(carried, op=operation)
+        dist.all_reduce(carried, op=operation, group=self._group)
         return carried.to(tensor.device)
 
 
 ALONE = Ranks()
+
+
+_layouts: dict[int, Ranks] = {}
+"""Of this process's group, by the number of parts."""
+
+
+def _laid_out(rank: int, world_size: int, tp: int) -> Ranks:
+    """Make the groups: those who hold a model are neighbours, as they talk in every layer."""
+    if tp in _layouts:
+        return _layouts[tp]
+    models = [range(first, first + tp) for first in range(0, world_size, tp)]
+    found = Ranks(rank // tp, world_size // tp)
+    found.everyone, found.shards = Ranks(rank, world_size), Ranks(rank % tp, tp)
+    timeout = _longest_wait()
+    for members in models:
+        made = dist.new_group(list(members), timeout=timeout)
+        if rank in members:
+            found.shards._group = made
+    for place in range(tp):
+        made = dist.new_group([members[place] for members in models], timeout=timeout)
+        if place == rank % tp:
+            found._group = made
+    _layouts[tp] = found
+    return found
+
+
+def _longest_wait() -> timedelta:
+    """Return what the default group was given; what is new would wait as long as torch likes."""
+    device = torch.device("cuda" if "nccl" in dist.get_backend() else "cpu")
+    wait: timedelta = dist.group.WORLD._get_backend(device).options._timeout  # type: ignore[union-attr]
+    return wait
+
+
+def _forget_layouts() -> None:
+    """Let go of the groups, whose connections stay open as long as somebody holds them."""
+    for found in _layouts.values():
+        found._group = found.shards._group = None
+    _layouts.clear()
+
+
+liveness.before_closing.append(_forget_layouts)
 
 
 def current_ranks() -> Ranks:
@@ -188,6 +271,7 @@ def choose_backend(devices: Sequence[str]) -> tuple[str, str]:
 def leave() -> None:
     """Leave the group that `join` entered; nothing where there is none."""
     liveness.end()
+    _forget_layouts()
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 
@@ -230,3 +314,34 @@ def together(ranks: Ranks, work: Callable[[], T], *, what: str) -> T:
     if ranks.any(False):
         raise TrainingError(f"another rank could not {what}; its own message says why")
     return done
+
+
+class SharedState(NamedTuple):
+    """Tensors, and plain facts that JSON holds."""
+
+    tensors: Mapping[str, Tensor]
+    facts: Mapping[str, Any]
+
+
+def share_state(state: SharedState | None, ranks: Ranks) -> SharedState | None:
+    """Return the first process's state on every one; None if it has none.
+
+    Args:
+        state: of the first process; not looked at on the others.
+        ranks: who shares it; called by all of them.
+    """
+    if ranks.everyone.world_size == 1:
+        return state
+    forms = {name: (list(tensor.shape), str(tensor.dtype)) for name, tensor in state.tensors.items()} if state else {}
+    found = ranks.broadcast_object(None if state is None else {"forms": forms, "facts": dict(state.facts)})
+    if found is None:
+        return None
+    tensors: dict[str, Tensor] = {}
+    for name, (shape, dtype) in found["forms"].items():
+        if state is not None and ranks.is_first:
+            tensor = state.tensors[name].contiguous()
+        else:
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
+        ranks.broadcast(tensor.reshape(-1).view(torch.uint8))  # as bytes: not every backend takes every dtype
+        tensors[name] = tensor
+    return SharedState(tensors, found["facts"])

@@ -19,12 +19,12 @@ from rlhf_core.models.compatibility import check_vocabulary, vocabulary_size
 from rlhf_core.models.reward_model import RewardModel
 from rlhf_core.models.trunk import device_of, evaluating
 from rlhf_core.strategy.booster import Booster
-from rlhf_core.strategy.ranks import Ranks, current_ranks, together
+from rlhf_core.strategy.ranks import Ranks, together
 from rlhf_core.supervised.batches import PairBatch, pair_batch, pair_batch_of
 from rlhf_core.supervised.measures import PairMeasurement, measurement
 from rlhf_core.supervised.step import PairLoss, PairObjective, boosted_for_stage, stage_booster, train_epochs
 from rlhf_core.supervised.trainer import SupervisedTrainer
-from rlhf_core.training.boosted import pass_cost
+from rlhf_core.training.boosted import pass_cost, ranks_of
 from rlhf_core.training.checkpoint import write_json
 from rlhf_core.training.micro_batches import FEW_PASSES, of_like_length
 from rlhf_core.training.optim import Metrics, OnStep, Trained
@@ -126,7 +126,7 @@ def train_reward_model(
         ConfigError: before any training, if the strategy cannot be had here.
         TrainingError: if a loss or gradient is not finite.
     """
-    ranks = current_ranks() if ranks is None else ranks
+    ranks = ranks_of(config, ranks)
     kept = _checked(pairs, config.max_length, reward_model)
     device = device_of(reward_model)
     booster = stage_booster(config, dtype=autocast_dtype, device=device, ranks=ranks)

@@ -21,7 +21,7 @@ from rlhf_core.models.compatibility import check_vocabulary, vocabulary_size
 from rlhf_core.models.lora import attach_lora
 from rlhf_core.models.trunk import device_of, evaluating
 from rlhf_core.strategy.booster import Booster
-from rlhf_core.strategy.ranks import ALONE, Ranks, current_ranks
+from rlhf_core.strategy.ranks import ALONE, Ranks
 from rlhf_core.supervised.batches import (
     Demonstration,
     MaskedTokens,
@@ -32,7 +32,7 @@ from rlhf_core.supervised.batches import (
 )
 from rlhf_core.supervised.step import TokenObjective, boosted_for_stage, kept_logits, stage_booster, train_epochs
 from rlhf_core.supervised.trainer import SupervisedTrainer
-from rlhf_core.training.boosted import pass_cost, rounds
+from rlhf_core.training.boosted import pass_cost, ranks_of, rounds
 from rlhf_core.training.micro_batches import PassCost, cost_on, cut
 from rlhf_core.training.optim import Metrics, OnStep, Trained
 
@@ -100,7 +100,7 @@ def train_sft(
             had here.
         TrainingError: if a loss or gradient is not finite.
     """
-    ranks = current_ranks() if ranks is None else ranks
+    ranks = ranks_of(config, ranks)
     rows, unseen = _checked(examples, config.max_length, model), _checked(heldout, config.max_length, model, least=0)
     if config.packing:
         check_packing(model, longest=max(len(row.ids) for row in rows), vocabulary=vocabulary_size(model) or 1)

@@ -16,7 +16,14 @@ from rlhf_core.functional.logprobs import logprobs_from_logits
 from rlhf_core.functional.losses import lm_loss, pairwise_loss
 from rlhf_core.models.head_slices import read_logits
 from rlhf_core.models.token_tree import TokenTree, read_columns, tree_of
-from rlhf_core.models.trunk import autocast, checkpoint_gradients, forward_takes, position_ids, unwrapped
+from rlhf_core.models.trunk import (
+    autocast,
+    checkpoint_gradients,
+    forward_takes,
+    position_ids,
+    unwrapped,
+    vocabulary_part,
+)
 from rlhf_core.ppo.order import minibatch_order
 from rlhf_core.strategy.booster import OwnBooster
 from rlhf_core.strategy.ranks import Ranks
@@ -271,8 +278,10 @@ def token_loss(
     kept = batch.loss_mask.any(dim=0).nonzero().squeeze(1) - 1
     tokens, mask = (tensor[:, kept + 1].to(device) for tensor in (batch.input_ids, batch.loss_mask))
 
+    part = vocabulary_part(model)
+
     def read(logits: Tensor, wanted: Tensor) -> tuple[Tensor]:
-        return (logprobs_from_logits(logits, wanted, temperature=1.0),)
+        return (logprobs_from_logits(logits, wanted, temperature=1.0, part=part),)
 
     with autocast(device, autocast_dtype):
         if (tree := _tree_of(model, batch)) is not None:

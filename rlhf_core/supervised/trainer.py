@@ -211,7 +211,7 @@ class SupervisedTrainer(ABC, Generic[Micro]):
         except TrainingError as error:
             if self.save_dir is None:
                 raise
-            name = f"failed-batch-epoch-{epoch}_step-{self.step + 1}_rank-{self.ranks.rank}.safetensors"
+            name = f"failed-batch-epoch-{epoch}_step-{self.step + 1}_rank-{self.ranks.everyone.rank}.safetensors"
             raise with_place(
                 error, lambda file: self._keep(micros, file), self.save_dir / name, what="minibatch"
             ) from error
@@ -316,6 +316,8 @@ def write_supervised(save_dir: SaveDir, trained: Trained, position: Position, ra
             write_json(directory / "running_states.json", states)
 
     def write_rank(directory: Path) -> None:
+        if not ranks.speaks:
+            return
         named = prefixed(_RANDOM, position.random) | prefixed(_LOADER, position.loader.tensors)
         save_file({name: tensor.contiguous() for name, tensor in named.items()}, directory / _rank_file(ranks.rank))
         form = training_form(trained.optimizer, trained.scheduler)

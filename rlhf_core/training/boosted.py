@@ -9,13 +9,13 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from rlhf_core.config.strategy import StrategyName
+from rlhf_core.config.strategy import StrategyName, TrainersConfig
 from rlhf_core.models.token_tree import can_branch
 from rlhf_core.models.trunk import unwrapped
 from rlhf_core.strategy import plain
 from rlhf_core.strategy.booster import Booster, OwnBooster, Precision, TrainedState
 from rlhf_core.strategy.factory import check_strategy, make_booster
-from rlhf_core.strategy.ranks import ALONE, Ranks, together
+from rlhf_core.strategy.ranks import ALONE, Ranks, current_ranks, together
 from rlhf_core.training.micro_batches import FEW_PASSES, PassCost, cost_on
 
 T = TypeVar("T")
@@ -47,6 +47,15 @@ def strategy_booster(
     precision, device = PRECISIONS[dtype], torch.device(device)
     check_strategy(strategy, precision=precision, cuda=device.type == "cuda", accumulates=accumulates)
     return make_booster(strategy, precision=precision, max_norm=max_norm, ranks=ranks, device=device)
+
+
+def ranks_of(trainers: TrainersConfig, ranks: Ranks | None) -> Ranks:
+    """Return the processes of a configuration, laid out as it says; None takes torch.distributed's default group.
+
+    Raises:
+        ConfigError: if they cannot be.
+    """
+    return (current_ranks() if ranks is None else ranks).laid_out(tp=trainers.tp)
 
 
 def own(booster: Booster) -> OwnBooster | None:

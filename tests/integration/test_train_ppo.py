@@ -105,6 +105,22 @@ def test_gemini_goes_on_from_what_zero2_left(inputs: Path, zero2_run: subprocess
 
 
 @pytest.mark.integration
+@pytest.mark.parallel
+def test_two_ranks_hold_one_model_in_parts(inputs: Path) -> None:
+    done = _torchrun(inputs, RULES.replace("--plugin zero2", "--plugin 3d --tp 2 --save_path parts"))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert "episode 1/1: 32 samples" in done.stdout  # both have the same prompts
+    (checkpoint,) = (inputs / "parts/trainer").iterdir()
+    assert [each.name for each in sorted(checkpoint.glob("rank-*.json"))] == ["rank-0.json"]
+    Critic.from_pretrained(inputs / "parts/critic/modeling", torch.float32)
+    found, start = (
+        AutoModelForCausalLM.from_pretrained(at) for at in (inputs / "parts/actor/modeling", inputs / "model")
+    )
+    assert any(not torch.equal(a, b) for a, b in zip(found.parameters(), start.parameters(), strict=True))
+
+
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
@@ -114,7 +130,10 @@ def test_gemini_goes_on_from_what_zero2_left(inputs: Path, zero2_run: subprocess
             "error: nowhere.json cannot be read",
             marks=pytest.mark.parallel,
         ),
-        ("--plugin 3d", "error: --plugin 3d splits one model over ranks"),
+        ("--tp 2", "error: --tp 2 cuts one model into parts, which only --plugin 3d does"),
+        pytest.param(
+            "--plugin 3d --tp 4", "tp is 4, but 2 processes cannot be cut into groups of 4", marks=pytest.mark.parallel
+        ),
         pytest.param(  # found by both ranks, once torch is loaded and they have met
             "--pretrain math_prompts", "{inputs}/math_prompts is not a model", marks=pytest.mark.parallel
         ),

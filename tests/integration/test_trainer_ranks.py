@@ -29,6 +29,7 @@ PEER = "trainer-1"
 LR = 1e-3
 STEPS = 2 * 6 * 2
 """Episodes, passes, minibatches."""
+IN_PARTS: dict[str, Any] = {"strategy": "3d", "num_trainers": 2, "tp": 2}
 
 
 @pytest.fixture(scope="module")
@@ -97,14 +98,30 @@ def test_two_ranks_of_which_one_is_killed_learn_what_one_does_with_batches_of_tw
     assert passes(caught.value)
     assert any("are ended: rank 1 of 2 has ended (process " in line for line in caplog.messages), caplog.messages
     run.finish()
+    assert_as_alone(run)
+
+
+def assert_as_alone(run: Run, **changes: Any) -> None:
+    """What the run has come to is what one trainer comes to, with the same steps."""
     numbers, both = run.numbers(), run.tensors()
     run.begin()
-    with_ppo(run, strategy="plain", num_trainers=1, train_batch_size=8, micro_batch_size=8, ptx_batch_size=4)
+    alone = {"strategy": "plain", "num_trainers": 1, "tp": 1}
+    with_ppo(run, **alone, train_batch_size=8, micro_batch_size=8, ptx_batch_size=4, **changes)
     run.finish()
     for mine, theirs in zip(numbers, run.numbers(), strict=True):
         assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-5)
     for name, expected in run.tensors().items():
         torch.testing.assert_close(both[name], expected, rtol=0, atol=LR * STEPS * 0.01)
+
+
+@pytest.mark.parallel
+@pytest.mark.parametrize("critic", ["reward_model", "policy"])
+def test_two_ranks_hold_one_model_in_parts_and_learn_what_one_does(run: Run, critic: str) -> None:
+    """Adapters over a base that all map, actor and critic too; each trainer uses its part of it."""
+    run.begin()
+    with_ppo(run, **IN_PARTS, train_batch_size=8, ptx_batch_size=4, critic_init=critic)
+    run.finish()
+    assert_as_alone(run, critic_init=critic)
 
 
 @pytest.mark.parallel
@@ -122,7 +139,7 @@ LOST = r"rank 1 of 2 (\(trainer-1\) )?has ended|trainer-1 has ended"
 
 
 @pytest.mark.clusters
-@pytest.mark.parametrize("strategy", ["plain", "ddp", "zero2"])
+@pytest.mark.parametrize("strategy", ["plain", "ddp", "zero2", "3d"])
 @pytest.mark.parametrize(
     ("victim", "number", "doing", "sentence"),
     [
@@ -136,15 +153,15 @@ LOST = r"rank 1 of 2 (\(trainer-1\) )?has ended|trainer-1 has ended"
 def test_whichever_rank_is_lost_and_whenever_the_run_ends_with_the_same_bits(
     run: Run, undisturbed: dict[str, Any], strategy: str, victim: str, number: int, doing: str, sentence: str
 ) -> None:
-    undisturbed = undisturbed.setdefault(strategy, {})
+    undisturbed, tp = undisturbed.setdefault(strategy, {}), 2 if strategy == "3d" else 1
     cluster = run.config.ppo.cluster.model_copy(update={"collective_timeout_s": 10.0}).model_dump(mode="json")
     if not undisturbed:
         run.begin()
-        with_ppo(run, strategy=strategy, cluster=cluster)
+        with_ppo(run, strategy=strategy, tp=tp, cluster=cluster)
         run.finish()
         undisturbed.update(weights=run.weights(), numbers=run.numbers())
     run.begin()
-    with_ppo(run, strategy=strategy, cluster=cluster)
+    with_ppo(run, strategy=strategy, tp=tp, cluster=cluster)
     # A rank whose part in publishing was done before the signal is missed in the next episode: there must be one.
     struck = 0 if doing == "publishing" else 1
     for episode in range(struck):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rlhf_core.ray_tools.group import SharedState, share_state
-from rlhf_core.strategy.ranks import Ranks
+from rlhf_core.strategy.ranks import Ranks, SharedState, share_state
 from tests.parallel.ranks import Found
 
 

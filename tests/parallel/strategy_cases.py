@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_core.errors import LostRankError
+from rlhf_core.models.actor import response_logprobs
 from rlhf_core.models.lora import attach_lora, trainable_parameters
 from rlhf_core.strategy.factory import make_booster
 from rlhf_core.strategy.liveness import naming_lost_rank
@@ -77,12 +79,20 @@ def llama(*, hidden: int, layers: int, seed: int = 0) -> LlamaForCausalLM:
         return LlamaForCausalLM(config).to(stages.DEVICE)
 
 
+def laid_out(ranks: Ranks, strategy: str) -> tuple[str, Ranks]:
+    """Return a strategy's name, and who trains by it; `3d-2` cuts models into two parts."""
+    name, _, tp = strategy.partition("-")
+    return name, ranks.laid_out(tp=int(tp or 1))
+
+
 def trained_by(model: nn.Module, strategy: str, precision: str, ranks: Ranks) -> Trained:
+    strategy, ranks = laid_out(ranks, strategy)
     booster = make_booster(strategy, precision=precision, max_norm=stages.CLIP, ranks=ranks, device=stages.DEVICE)  # type: ignore[arg-type]
     return make_trained(model, lr=stages.LR, weight_decay=stages.DECAY, schedule=lambda _: 1.0, booster=booster)
 
 
-def loss_of(model: nn.Module) -> Tensor:
+def loss_of(model: Any) -> Tensor:
+    """Return the mean over all tokens but the first of each row, in whichever arithmetic it is called."""
     ids = IDS.to(stages.DEVICE)
-    loss: Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
-    return loss
+    rows = {"sequences": ids, "attention_mask": torch.ones_like(ids), "num_actions": ids.shape[1] - 1}
+    return -response_logprobs(model, **rows, temperature=1.0).mean()

@@ -17,7 +17,7 @@ from rlhf_core.supervised.step import token_loss
 from rlhf_core.training.optim import Trained, make_trained
 from tests.parallel import strategy_stages as stages
 from tests.parallel.ranks import Found
-from tests.parallel.strategy_cases import llama
+from tests.parallel.strategy_cases import laid_out, llama
 
 FORMS = {"file": False, "directory": True}
 """Unsharded and sharded, as `save_model(shard=)` has it."""
@@ -27,6 +27,7 @@ BEFORE = 2
 
 def write(ranks: Ranks, strategy: str, precision: str, directory: str) -> Found:
     """Two steps, a checkpoint in both forms, and the next step; the state is what the checkpoint must hold."""
+    strategy, ranks = laid_out(ranks, strategy)
     trained = _trained(ranks, strategy, precision)
     for _ in range(BEFORE):
         _step(trained, ranks)
@@ -37,6 +38,7 @@ def write(ranks: Ranks, strategy: str, precision: str, directory: str) -> Found:
 
 def read(ranks: Ranks, strategy: str, precision: str, directory: str) -> Found:
     """Of every checkpoint in the directory, in both forms: how many tensors came back otherwise, and the next step."""
+    strategy, ranks = laid_out(ranks, strategy)
     numbers = {}
     for written in sorted(each for each in Path(directory).iterdir() if each.is_dir()):
         for form in FORMS:
@@ -52,6 +54,7 @@ def read(ranks: Ranks, strategy: str, precision: str, directory: str) -> Found:
 
 def write_adapters(ranks: Ranks, strategy: str, precision: str, directory: str) -> Found:
     """Two steps of adapters, and their checkpoint; what the optimizer holds, and what the base holds still."""
+    strategy, ranks = laid_out(ranks, strategy)
     trained = _trained(ranks, strategy, precision, adapters=True)
     base = _frozen(trained)
     for _ in range(BEFORE):
@@ -59,7 +62,7 @@ def write_adapters(ranks: Ranks, strategy: str, precision: str, directory: str) 
     _save(trained, Path(directory))
     moved = sum(not torch.equal(tensor, base[name]) for name, tensor in _frozen(trained).items())
     members = [member for group in trained.optimizer.param_groups for member in group["params"]]
-    held = ranks.sum(torch.tensor(sum(member.numel() for member in members))).item()
+    held = ranks.everyone.sum(torch.tensor(sum(member.numel() for member in members))).item()
     state = trained.booster.state(trained.model, trained.optimizer)
     numbers = {
         "members": float(held),
@@ -72,6 +75,7 @@ def write_adapters(ranks: Ranks, strategy: str, precision: str, directory: str) 
 
 def read_adapters(ranks: Ranks, strategy: str, precision: str, directory: str) -> Found:
     """The unmerged checkpoint of adapters, from both forms: which tensors came back otherwise, and the next step."""
+    strategy, ranks = laid_out(ranks, strategy)
     numbers = {}
     for form in FORMS:
         trained = _trained(ranks, strategy, precision, adapters=True)
@@ -102,7 +106,8 @@ def _trained(ranks: Ranks, strategy: str, precision: str, *, adapters: bool = Fa
 
 
 def _step(trained: Trained, ranks: Ranks) -> dict[str, float]:
-    """One step from rows that are the same however many ranks share them; the numbers of all of them."""
+    """One step from rows that are the same however many ranks share them; how far it led, the first rank knows."""
+    before = trained.booster.weights(trained.model)
     rows = [as_masked(row) for row in stages.demonstrations()[: stages.ROWS]]
     mine = token_batch(rows[ranks.rank :: ranks.world_size])
     tokens = int(ranks.sum(torch.tensor(mine.tokens)).item())
@@ -119,7 +124,9 @@ def _step(trained: Trained, ranks: Ranks) -> dict[str, float]:
     trained.optimizer.zero_grad()
     trained.scheduler.step()
     mean = ranks.sum(loss.detach()).item() / ranks.world_size
-    return {"loss": mean, "grad_norm": trained.optimizer.get_grad_norm(), "lr": rate}
+    after = trained.booster.weights(trained.model)
+    length = sum(((tensor - before[name]) ** 2).sum().item() for name, tensor in after.items()) ** 0.5
+    return {"loss": mean, "grad_norm": trained.optimizer.get_grad_norm(), "lr": rate, "length": length}
 
 
 def _save(trained: Trained, directory: Path) -> None:
@@ -146,7 +153,8 @@ def _flat(state: TrainedState) -> dict[str, Tensor]:
 
 def _frozen(trained: Trained) -> dict[str, Tensor]:
     plain = trained.booster.plain(trained.model)
-    return {name: each.detach().clone() for name, each in plain.named_parameters() if not each.requires_grad}
+    with trained.booster.awake(trained.model):
+        return {name: each.detach().clone() for name, each in plain.named_parameters() if not each.requires_grad}
 
 
 def _unlike(state: TrainedState, written: Path) -> int:

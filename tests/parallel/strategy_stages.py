@@ -100,9 +100,21 @@ def scoring_model(ranks: Ranks) -> RewardModel:
     return model.to(DEVICE)
 
 
+def trainers(ranks: Ranks, strategy: str) -> dict[str, Any]:
+    """Return the options of trainers; `3d-2` cuts models into two parts."""
+    name, _, tp = strategy.partition("-")
+    return {"strategy": name, "num_trainers": ranks.everyone.world_size, "tp": int(tp or 1)}
+
+
+def share(ranks: Ranks, strategy: str) -> int:
+    """Return how many rows of a step each model learns from."""
+    given = trainers(ranks, strategy)
+    return ROWS * int(given["tp"]) // int(given["num_trainers"])
+
+
 def sft_config(ranks: Ranks, strategy: str, precision: str, **changes: Any) -> SFTConfig:
     options: dict[str, Any] = {
-        "strategy": strategy, "num_trainers": ranks.world_size, "batch_size": ROWS // ranks.world_size,
+        **trainers(ranks, strategy), "batch_size": share(ranks, strategy),
         "micro_batch_size": 2, "lr": LR, "warmup_steps": 2, "weight_decay": DECAY, "grad_clip": CLIP, "max_length": 16,
         "dtype": {"fp32": "float32", "bf16": "bfloat16"}[precision],
     }  # fmt: skip
@@ -111,7 +123,7 @@ def sft_config(ranks: Ranks, strategy: str, precision: str, **changes: Any) -> S
 
 def reward_model_config(ranks: Ranks, strategy: str, precision: str) -> RewardModelConfig:
     return RewardModelConfig(
-        strategy=strategy, num_trainers=ranks.world_size, batch_size=ROWS // ranks.world_size, micro_batch_size=2,
+        **trainers(ranks, strategy), batch_size=share(ranks, strategy), micro_batch_size=2,
         lr=LR, head_lr=OTHER_LR, warmup_steps=2, weight_decay=DECAY, grad_clip=CLIP, max_length=16, centring=0.1,
         dtype={"fp32": "float32", "bf16": "bfloat16"}[precision],
     )  # type: ignore[arg-type]  # fmt: skip
@@ -119,7 +131,7 @@ def reward_model_config(ranks: Ranks, strategy: str, precision: str) -> RewardMo
 
 def ppo_config(ranks: Ranks, strategy: str, precision: str, **changes: Any) -> PPOConfig:
     options: dict[str, Any] = {
-        "strategy": strategy, "num_trainers": ranks.world_size, "train_batch_size": ROWS // ranks.world_size,
+        **trainers(ranks, strategy), "train_batch_size": share(ranks, strategy),
         "micro_batch_size": 2, "prompts_per_episode": ROWS * STEPS, "chunk_size": ROWS, "lr": LR,
         "critic_lr": OTHER_LR, "warmup_steps": 2, "weight_decay": DECAY, "grad_clip": CLIP, "lora": None,
         "aggregation": "sequence_mean", "entropy_coef": 0.05, "eps_clip_high": 0.3, "temperature": 0.9,
@@ -204,9 +216,9 @@ class Watch:
                 moments = booster.state(model, optimizer).moments.get("exp_avg", {})  # type: ignore[attr-defined]
                 self._tensors |= {f"first.{role}.{name}": tensor for name, tensor in moments.items()}
 
-    def found(self, *roles: str) -> Found:
+    def found(self, *roles: str, steps: int = STEPS) -> Found:
         """Return all of it, with the weights as they are now."""
-        assert self._steps == STEPS
+        assert self._steps == steps
         assert tuple(self.trained) == roles
         for role, (model, _, _, booster) in self.trained.items():
             weights = booster.weights(model)  # type: ignore[attr-defined]

@@ -16,7 +16,6 @@ REFUSED = {
     "frozen": "strategy gemini trains all weights, but 1 are frozen",
     "optimizer:gemini": "strategy gemini takes steps with ColossalAI's HybridAdam alone, not with SGD",
     "made:gemini_auto:bf16": "there is no GPU; take gemini",
-    "made:3d:bf16": "strategy 3d, which splits one model over ranks, comes in a later release",
     "made:zero3:bf16": "strategy 'zero3' is unknown; take one of plain, ddp,",
     "made:plain:fp16": "precision fp16 needs a GPU",
     "made:zero2:fp16": "precision fp16 needs a GPU",
@@ -44,7 +43,7 @@ def test_every_rank_says_the_same_sentence(refused: list[dict[str, Found]], case
 
 @pytest.mark.parametrize(
     ("strategy", "world_size"),
-    [("plain", 2), ("ddp", 2), ("zero2", 2), ("zero2_cpu", 2), ("gemini", 2), ("zero2", 3), ("gemini", 3)],
+    [("plain", 2), ("ddp", 2), ("zero2", 2), ("zero2_cpu", 2), ("gemini", 2), ("3d-2", 2), ("zero2", 3), ("gemini", 3)],
 )
 def test_a_rank_that_dies_in_a_step_ends_the_others_by_its_name(tmp_path: Path, strategy: str, world_size: int) -> None:
     *others, dead = run_and_lose("tests.parallel.strategy_cases", f"dying:{strategy}", tmp_path, world_size=world_size)

@@ -29,7 +29,10 @@ def assert_memory(found: list[dict[str, Found]], run: str, *, slack: float = 0.0
     """See that every rank held in this run what the formula says, but for `slack` of it."""
     _, strategy, precision, _ = run.split(":")
     counts = {name: int(found[0][run].numbers[name]) for name in ("parameters", "trained")}
-    held = bytes_per_rank(strategy, precision=precision, world_size=len(found), **counts)  # type: ignore[arg-type]
+    strategy, _, tp = strategy.partition("-")
+    held = bytes_per_rank(
+        strategy, precision=precision, world_size=len(found), tp=int(tp or 1), **counts  # type: ignore[arg-type]
+    )  # fmt: skip
     wanted = {"weights": held.weights + held.master, "gradients": held.gradients, "moments": held.moments}
     # Gemini's chunks are not full: up to 5 % of a toy. What is missing at their end, the last rank has less of.
     slack = 0.05 if strategy == "gemini" else slack

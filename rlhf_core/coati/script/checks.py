@@ -82,7 +82,9 @@ def _check_rewards(args: Namespace) -> None:
 
 
 def _check_placement(args: Namespace) -> None:
-    for name in ("tp", "pp", "sp"):
+    if args.tp > 1 and args.plugin != "3d":
+        raise ConfigError(f"--tp {args.tp} cuts one model into parts, which only --plugin 3d does; set that, or --tp 1")
+    for name in ("pp", "sp"):
         if getattr(args, name) > 1:
             raise ConfigError(
                 f"--{name} {getattr(args, name)} splits one model over ranks, which is not supported; "
@@ -90,8 +92,6 @@ def _check_placement(args: Namespace) -> None:
             )
     if args.enable_sequence_parallelism:
         raise ConfigError("--enable_sequence_parallelism is not supported; leave it out")
-    if args.plugin == "3d":
-        raise ConfigError("--plugin 3d splits one model over ranks, and comes in a later release; take gemini or zero2")
     if args.lora_config and args.plugin in _GEMINI:
         raise ConfigError(f"--lora_config does not go with --plugin {args.plugin}; take zero2, ddp or plain")
     if args.plugin == "gemini_auto" and args.accumulation_steps > 1:

@@ -24,6 +24,7 @@ from rlhf_core.data.reading.messages import MessageView
 from rlhf_core.data.transcripts import Message
 from rlhf_core.errors import DataError
 from rlhf_core.rewards.resolve import BUILT_IN
+from rlhf_core.strategy.ranks import Ranks
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -41,13 +42,16 @@ class Loaders(NamedTuple):
     demonstrations: DataLoader[dict[str, Any]] | None
 
 
-def build_loaders(args: Namespace, conversation: Conversation, tell: Callable[[str], None]) -> Loaders:
+def build_loaders(
+    args: Namespace, conversation: Conversation, tell: Callable[[str], None], ranks: Ranks | None = None
+) -> Loaders:
     """Read and encode what the flags name.
 
     Args:
         args: the flags, checked.
         conversation: the template, with the policy's tokenizer.
         tell: is told how many rows were left out.
+        ranks: who shares them; None takes torch.distributed's default group.
 
     Raises:
         DataError: if a file has another form, too few rows are left, or functions have no answers to compare with.
@@ -69,8 +73,9 @@ def build_loaders(args: Namespace, conversation: Conversation, tell: Callable[[s
         batch_size=args.experience_batch_size,
         seed=args.seed,
         what="prompts (--experience_batch_size)",
+        ranks=ranks,
     )
-    return Loaders(loader, _demonstrations(args, conversation, tell))
+    return Loaders(loader, _demonstrations(args, conversation, tell, ranks))
 
 
 def prompt_ids(template: PromptTemplate, messages: Sequence[Message]) -> list[int]:
@@ -111,7 +116,7 @@ def _check_answers(args: Namespace, dialogues: Sequence[Dialogue], tell: Callabl
 
 
 def _demonstrations(
-    args: Namespace, conversation: Conversation, tell: Callable[[str], None]
+    args: Namespace, conversation: Conversation, tell: Callable[[str], None], ranks: Ranks | None
 ) -> DataLoader[dict[str, Any]] | None:
     if args.ptx_coef == 0:
         return None
@@ -133,4 +138,5 @@ def _demonstrations(
         batch_size=args.ptx_batch_size,
         seed=args.seed + _PTX_SEED,
         what="demonstrations (--ptx_batch_size)",
+        ranks=ranks,
     )

@@ -296,8 +296,8 @@ def _add_placement(group: argparse._ArgumentGroup) -> None:
         choices=PLUGINS,
         help="how ranks share the models: zero2 shards gradients and optimizer state, zero2_cpu keeps that state in "
         "host memory, gemini shards weights too, gemini_auto moves them between GPU and host; ddp and plain (ours) "
-        "shard nothing; 3d comes in a later release. None takes gemini on GPUs (zero2 with --lora_config), plain on a "
-        "CPU",
+        "shard nothing; 3d cuts every matrix into --tp parts. None takes gemini on GPUs (zero2 with --lora_config), "
+        "plain on a CPU",
     )
     add(
         "--mixed_precision",
@@ -311,7 +311,8 @@ def _add_placement(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="flash-attention kernels, on GPUs that have the library; else sdpa",
     )
-    for name, what in (("tp", "tensor"), ("pp", "pipeline"), ("sp", "sequence")):
+    add("--tp", type=positive, default=1, help="ranks that hold one model together and have the same rows, of 3d")
+    for name, what in (("pp", "pipeline"), ("sp", "sequence")):
         add(f"--{name}", type=positive, default=1, help=f"size of {what} parallelism; above 1 is refused here")
     add(
         "--sp_mode",
@@ -320,8 +321,8 @@ def _add_placement(group: argparse._ArgumentGroup) -> None:
         help="does nothing without sequence parallelism",
     )
     add("--enable_sequence_parallelism", action="store_true", help="refused here")
-    add("--zero_stage", type=int, choices=(0, 1, 2), default=0, help="of plugin 3d, which comes later")
-    add("--zero_cpu_offload", action="store_true", help="of plugin 3d, which comes later; see zero2_cpu")
+    add("--zero_stage", type=int, choices=(0, 1, 2), default=0, help="does nothing: 3d shards no moments")
+    add("--zero_cpu_offload", action="store_true", help="does nothing; see zero2_cpu")
 
 
 def _add_outputs(group: argparse._ArgumentGroup) -> None:

@@ -29,6 +29,7 @@ from rlhf_core.models.reward_model import RewardModel
 from rlhf_core.models.saving import save_model
 from rlhf_core.models.trunk import cast_weights, disable_dropout
 from rlhf_core.strategy.ranks import Ranks, together
+from rlhf_core.strategy.tensor_parallel import check_parts_of
 from rlhf_core.training.optim import Trained
 
 if TYPE_CHECKING:
@@ -78,6 +79,8 @@ def build_models(args: Namespace, device: torch.device, tell: Callable[[str], No
     # biases that train are of the base, whose weights must then be of their kind
     dtype = frozen if lora is not None and lora.bias == "none" else torch.float32
     directory = locate_model(args.pretrain, models_dir=MODELS_DIR.expanduser())
+    if args.plugin == "3d":
+        check_parts_of(_base_of(directory) if is_adapter_directory(directory) else directory, args.tp)
     tokenizer = load_tokenizer(_tokenizer_directory(args, directory))
     actor = load_policy(directory, dtype, device)
     check_same_tokenizer(actor, tokenizer, what=f"--pretrain {args.pretrain} and the tokenizer")

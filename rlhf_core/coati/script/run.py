@@ -82,6 +82,7 @@ def choose_plugin(args: Namespace, *, cuda: bool, num_ranks: int, tell: Callable
             num_trainers=num_ranks,
             adapters=args.lora_config is not None,
             accumulates=args.accumulation_steps > 1,
+            tp=args.tp,
         )
     except ConfigError as error:
         raise ConfigError(f"--plugin {strategy} cannot be had: {error}") from error
@@ -259,10 +260,11 @@ def run(args: Namespace) -> None:
 def _run(args: Namespace, ranks: Ranks) -> None:
     tell, device = teller(ranks), default_device()
     plugin = choose_plugin(args, cuda=device.type == "cuda", num_ranks=ranks.world_size, tell=tell)
+    ranks = ranks.laid_out(tp=args.tp)
     args = Namespace(**vars(args) | {"plugin": plugin.strategy})
     models = build_models(args, device, tell)
     conversation = setup_conversation_template(models.tokenizer, args.conversation_template_config)
-    loaders = build_loaders(args, conversation, tell)
+    loaders = build_loaders(args, conversation, tell, ranks)
     trainees = _trainees(args, models, plugin, ranks)
     record = record_of(args, loaders)
     callbacks = (RecordWriter(record, Path(args.save_path), ranks), EpisodeLine(args.num_episodes, ranks, tell))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
@@ -233,20 +232,3 @@ def _members(model: nn.Module, optimizer: torch.optim.Optimizer) -> Members:
             "that require a gradient, and no others"
         )
     return Members([own[member] for member in members], [len(group["params"]) for group in optimizer.param_groups])
-
-
-def host_copy(model: nn.Module, tensor_for: Callable[[str, Tensor], Tensor]) -> nn.Module:
-    """Return a copy of the module whose weights and buffers are what `tensor_for` returns.
-
-    Nothing of the model's is copied on its device.
-
-    Args:
-        model: without a booster around it; tied weights stay tied.
-        tensor_for: given the name and the model's own tensor, returns the copy's, a tensor of its own.
-    """
-    made: dict[int, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        made[id(parameter)] = nn.Parameter(tensor_for(name, parameter.detach()), requires_grad=parameter.requires_grad)
-    for name, buffer in model.named_buffers():
-        made[id(buffer)] = tensor_for(name, buffer.detach())
-    return copy.deepcopy(model, memo=dict(made))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.kernels.building import KernelError
 from rlhf_core.models.lora import adapter_config
 from rlhf_core.strategy.booster import Moments, Precision
-from rlhf_core.strategy.colossal.booster import ColossalBooster, ColossalOptimizer, Members, host_copy
+from rlhf_core.strategy.colossal.booster import ColossalBooster, ColossalOptimizer, Members
 from rlhf_core.strategy.colossal.compat import upstream
 from rlhf_core.strategy.colossal.compat.adam import hybrid_adam
 from rlhf_core.strategy.colossal.compat.gemini import (
@@ -27,6 +27,7 @@ from rlhf_core.strategy.colossal.compat.gemini import (
     rest,
 )
 from rlhf_core.strategy.ranks import Ranks, together
+from rlhf_core.strategy.twin import Twin, host_copy
 
 
 class Place(NamedTuple):
@@ -93,6 +94,7 @@ class Chunks:
 
     def working(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights that passes use, gathered chunk by chunk."""
+        self.rest()
         for chunk in chunks_of(self._model):
             # An offloaded shard may be older than its master, from which the next pass would take it.
             source = chunk if chunk.optim_sync_flag else chunk.paired_chunk
@@ -229,7 +231,7 @@ class GeminiBooster(ColossalBooster):
             free.
     """
 
-    _twin: nn.Module
+    _twin: Twin
     _chunks: Chunks
 
     def __init__(
@@ -245,8 +247,6 @@ class GeminiBooster(ColossalBooster):
                 "strategy gemini_auto places weights by the GPU memory that is free, but there is no GPU; take gemini"
             )
         self._placement = placement
-        self._openings = 0
-        """How many contexts of `awake` are open."""
         super().__init__(precision, max_norm, ranks)
 
     def _plugin(self) -> Any:
@@ -270,11 +270,10 @@ class GeminiBooster(ColossalBooster):
 
     def _boosted(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[nn.Module, Any]:
         _check(model, optimizer)
-        names = {name for name, _ in model.named_parameters()}
-        self._twin = host_copy(model, lambda name, tensor: self._absent(tensor.shape) if name in names else tensor)
+        self._twin = Twin(model, dict(model.named_parameters()), dtype=self.autocast_dtype, device=current_device())
         boosted: Any
         boosted, wrapped = super()._boosted(model, optimizer)
-        for theirs, own in zip(self._twin.modules(), model.modules(), strict=True):
+        for theirs, own in zip(self._twin.model.modules(), model.modules(), strict=True):
             theirs._buffers = own._buffers
         self._chunks = Chunks(boosted)
         return boosted, wrapped
@@ -291,23 +290,11 @@ class GeminiBooster(ColossalBooster):
 
     def plain(self, model: nn.Module) -> nn.Module:  # noqa: ARG002 - the protocol's
         """Return the twin; outside `awake` its weights are not numbers."""
-        return self._twin
+        return self._twin.model
 
-    @contextmanager
-    def awake(self, model: nn.Module) -> Iterator[None]:  # noqa: ARG002
+    def awake(self, model: nn.Module) -> AbstractContextManager[None]:  # noqa: ARG002
         """Return the context in which the twin has all weights, in the working precision; then they are freed."""
-        if not self._openings:
-            self._chunks.rest()
-            weights = dict(self._twin.named_parameters())
-            for name, tensor in self._chunks.working():
-                weights[name].data = tensor
-        self._openings += 1
-        try:
-            yield
-        finally:
-            self._openings -= 1
-            if not self._openings:
-                self._put_away()
+        return self._twin.awake(self._chunks.working)
 
     def weights(self, model: nn.Module, names: Sequence[str] | None = None) -> dict[str, Tensor]:  # noqa: ARG002
         """Return copies of weights, of their masters if they are rounded: as `OwnBooster` says."""
@@ -321,7 +308,7 @@ class GeminiBooster(ColossalBooster):
     def load_weights(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:  # noqa: ARG002
         """Overwrite this rank's parts of the weights that are named, and buffers."""
         self._chunks.rest()
-        buffers = dict(self._twin.named_buffers())
+        buffers = dict(self._twin.model.named_buffers())
         for name, tensor in weights.items():
             if name in buffers:
                 buffers[name].copy_(tensor)
@@ -336,15 +323,7 @@ class GeminiBooster(ColossalBooster):
         def tensor_for(name: str, tensor: Tensor) -> Tensor:
             return weights[name] if name in weights else tensor.to("cpu", copy=True)
 
-        yield host_copy(self._twin, tensor_for) if self.ranks.is_first else None
-
-    def _put_away(self) -> None:
-        for weight in self._twin.parameters():
-            weight.data = self._absent(weight.shape)
-
-    def _absent(self, shape: torch.Size) -> Tensor:
-        """Return what stands for a weight of the twin that is not there: of its shape, but without its memory."""
-        return torch.full((), torch.nan, dtype=self.autocast_dtype, device=current_device()).expand(shape)
+        yield host_copy(self._twin.model, tensor_for) if self.ranks.is_first else None
 
 
 def _check(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:

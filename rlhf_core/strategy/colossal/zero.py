@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from rlhf_core.strategy import plain
 from rlhf_core.strategy.booster import Moments, Precision
-from rlhf_core.strategy.colossal.booster import ColossalBooster, ColossalOptimizer, Members, host_copy
+from rlhf_core.strategy.colossal.booster import ColossalBooster, ColossalOptimizer, Members
 from rlhf_core.strategy.colossal.compat.zero import OrderedZero, OrderedZeroPlugin
 from rlhf_core.strategy.ranks import Ranks
+from rlhf_core.strategy.twin import host_copy
 
 
 @contextmanager

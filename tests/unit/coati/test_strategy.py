@@ -108,8 +108,10 @@ def test_what_was_not_prepared_is_refused(strategy: Strategy) -> None:
 def test_a_strategy_that_cannot_be_had_is_refused_when_it_is_made() -> None:
     with pytest.raises(ConfigError, match="precision fp16 needs a GPU"):
         make_strategy("plain", precision="fp16", device="cpu")
-    with pytest.raises(ConfigError, match="later release"):
-        make_strategy("3d", device="cpu")
+    with pytest.raises(ConfigError, match="strategy zero2 does not cut one model into parts, but tp is 2; take 3d"):
+        make_strategy("zero2", device="cpu", tp=2)
+    with pytest.raises(ConfigError, match="tp is 2, but 1 process cannot be cut into groups of 2"):
+        make_strategy("3d", device="cpu", tp=2)
 
 
 def test_models_made_in_its_context_are_those_of_its_seed_and_nobody_elses_numbers_change(strategy: Strategy) -> None:

@@ -87,8 +87,8 @@ def test_batches_follow_the_one_that_is_set(asked: dict[str, int], expected: tup
 
 
 def test_batches_follow_samples_trainers_and_the_buffer() -> None:
-    assert batches(settled(sizes(samples_per_prompt=5, num_trainers=1)))[1] % 5 == 0
-    assert batches(settled(sizes(num_trainers=3))) == (60, 30, 20, 20)
+    assert batches(settled(sizes(samples_per_prompt=5, dp=1)))[1] % 5 == 0
+    assert batches(settled(sizes(dp=3))) == (60, 30, 20, 20)
     asked = {"ppo.train_batch_size": 4}
     assert batches(settled(sizes(*asked, supplied=asked, buffer_limit=2))) == (64, 8, 4, 4)
 

@@ -187,7 +187,7 @@ def test_asked_for_an_entropy_or_not_a_logprob_has_the_same_bits(dtype: torch.dt
 
 def test_tokens_of_another_shape_are_refused() -> None:
     with pytest.raises(RuntimeError):
-        module._TokenStatistics.apply(logits(), TOKENS[:, :2], 1.0, False, False)
+        module._TokenStatistics.apply(logits(), TOKENS[:, :2], 1.0, None, False, False)
 
 
 def test_a_token_that_is_no_word_is_refused() -> None:

@@ -32,6 +32,7 @@ def test_a_part_is_rounded_up() -> None:
     assert bytes_per_rank("zero2", parameters=5, trained=5, world_size=2, precision="fp32").moments == 3 * 8
 
 
-def test_what_is_not_known_is_not_guessed() -> None:
-    with pytest.raises(ValueError, match="later release"):
-        bytes_per_rank("3d", parameters=1, trained=1)
+def test_parts_of_3d_by_hand() -> None:
+    """All weights: a half of each. Adapters: 400 frozen ones in halves, and of 600 the half that is cut in halves."""
+    assert tuple(bytes_per_rank("3d", parameters=1000, trained=1000, tp=2))[:4] == (2000, 2000, 0, 4000)
+    assert tuple(bytes_per_rank("3d", parameters=1000, trained=600, tp=2))[:4] == (2600, 1800, 0, 3600)

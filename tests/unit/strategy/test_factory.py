@@ -35,7 +35,7 @@ def said(caught: pytest.ExceptionInfo[ConfigError]) -> str:
 
 IMPOSSIBLE: dict[str, tuple[dict[str, Any], str]] = {
     "zero3": ({}, r"'zero3' is unknown; take one of plain, ddp, .*gemini_auto, 3d"),
-    "3d": ({}, "later release"),
+    "zero2_cpu": ({"tp": 2}, "strategy zero2_cpu does not cut one model into parts, but tp is 2; take 3d"),
     "plain": ({"precision": "fp16"}, "fp16 needs a GPU; take bf16"),
     "zero2": ({"precision": "fp16"}, "fp16 needs a GPU"),
     "gemini_auto": ({}, "there is no GPU; take gemini"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from rlhf_core.errors import LostRankError
 from rlhf_core.strategy import liveness
 from rlhf_core.strategy.liveness import Liveness, naming_lost_rank
-from rlhf_core.strategy.ranks import ALONE, current_ranks, join_alone, leave
+from rlhf_core.strategy.ranks import ALONE, Ranks, current_ranks, join_alone, leave
 from rlhf_core.strategy.rendezvous import GroupStore
 from tests.unit.strategy.lost_ranks import Fate, play
 
@@ -53,7 +52,7 @@ def test_a_rank_that_lost_another_stays_what_it_was_and_says_it_again(monkeypatc
         liveness.begin(monitor)
         with (
             pytest.raises(LostRankError, match="rank 0 of 2 has left"),
-            naming_lost_rank(SimpleNamespace(world_size=2)),
+            naming_lost_rank(Ranks(0, 2)),
         ):
             raise RuntimeError("gloo: closed")
         assert not dist.is_initialized()
@@ -128,10 +127,10 @@ def test_where_all_live_nobody_is_accused(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_what_neither_gloo_nor_nccl_raised_passes_through() -> None:
-    two = SimpleNamespace(world_size=2)
+    two = Ranks(0, 2)
     with pytest.raises(RuntimeError, match="shape"), naming_lost_rank(two):
         torch.ones(2) @ torch.ones(3, 3)  # the message has "shape" in it
     with pytest.raises(LostRankError, match="a rank of 2 is lost"), naming_lost_rank(two):
         raise RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer")
-    with pytest.raises(RuntimeError, match="gloo"), naming_lost_rank(SimpleNamespace(world_size=1)):
+    with pytest.raises(RuntimeError, match="gloo"), naming_lost_rank(Ranks(0, 1)):
         raise RuntimeError("gloo: alone there is nobody to lose")

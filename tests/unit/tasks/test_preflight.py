@@ -105,7 +105,12 @@ def of_trainers(stage: str, **settings: Any) -> PipelineConfig:
     ("stage", "settings", "gpus", "sentence"),
     [
         ("sft", {"strategy": "gemini_auto"}, 0, r"sft.strategy cannot be had: .*there is no GPU; take gemini"),
-        ("reward_model", {"strategy": "3d"}, 8, r"reward_model.strategy cannot be had: .*comes in a later release"),
+        (
+            "sft",
+            {"strategy": "3d", "num_trainers": 2, "tp": 2},
+            1,
+            r"sft.strategy 3d needs a GPU for each of 2 trainers",
+        ),
         ("ppo", {"strategy": "gemini_auto", "lora": None, "ptx_coef": 0.1}, 1, r"ppo.strategy .*does not accumulate"),
         ("ppo", {"strategy": "zero2", "num_trainers": 2}, 1, r"ppo.strategy zero2 needs a GPU for each of 2 trainers"),
         ("ppo", {"strategy": "gemini_auto", "lora": None, "cluster": {"trainer_gpus": 0}}, 8, "there is no GPU"),

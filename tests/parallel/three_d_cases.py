@@ -1,0 +1,159 @@
+"""Models in parts: every form over twenty steps, who holds what, what travels, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from rlhf_core.config import LoRAConfig
+from rlhf_core.functional import logprobs
+from rlhf_core.functional.logprobs import VocabularyPart
+from rlhf_core.models.lora import attach_lora
+from rlhf_core.strategy.factory import make_booster
+from rlhf_core.strategy.ranks import Ranks
+from rlhf_core.supervised import step as step_module
+from rlhf_core.supervised.sft import train_sft
+from tests.parallel import strategy_stages as stages
+from tests.parallel.ranks import Found
+from tests.parallel.strategy_cases import laid_out, loss_of, trained_by
+from tests.tiny_llama import tiny_llama
+
+EPOCHS = 4
+"""Of five steps each."""
+FORMS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": False}),
+    "llama_biased": (LlamaConfig, LlamaForCausalLM, {"attention_bias": True, "mlp_bias": True}),
+    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16, "tie_word_embeddings": True}),
+}
+"""Biases where there are some; heads in and behind one matrix of words; norms over heads."""
+
+
+def form(name: str, *, vocabulary: int = 259) -> PreTrainedModel:
+    """Return a tiny model; 259 words cannot be cut evenly."""
+    config, model, options = FORMS[name]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        made: PreTrainedModel = model(
+            config(
+                vocab_size=vocabulary, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+                num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=64, initializer_range=0.2,
+                **options,
+            )
+        )  # fmt: skip
+        for parameter in made.parameters():  # norms and biases begin as ones and zeros
+            if parameter.ndim == 1:
+                torch.nn.init.normal_(parameter, mean=1.0, std=0.2)
+    return made.eval().to(stages.DEVICE)
+
+
+def steps(ranks: Ranks, name: str, strategy: str, precision: str, checkpointing: str = "") -> Found:
+    """Twenty steps of SFT on all weights."""
+    config = stages.sft_config(ranks, strategy, precision, epochs=EPOCHS, gradient_checkpointing=bool(checkpointing))
+    with stages._watched(step_module) as watch:
+        train_sft(
+            form(name), stages.demonstrations(), config, seed=stages.SEED,
+            autocast_dtype=stages.DTYPES[precision], on_step=watch.step, ranks=ranks,
+        )  # fmt: skip
+    return watch.found("model", steps=EPOCHS * stages.STEPS)
+
+
+def words(ranks: Ranks, dtype: str, kernels: str) -> Found:
+    """Log-probabilities, entropies and gradients, each rank with its words' logits; tokens of every part."""
+    shards = ranks.laid_out(tp=ranks.world_size).shards
+    draw = torch.Generator().manual_seed(7)
+    whole = (3 * torch.randn(2, 9, 259, generator=draw)).to(getattr(torch, dtype))
+    tokens = torch.randint(0, 259, (2, 9), generator=draw)
+    weights = torch.randn(2, 2, 9, generator=draw)
+    start, stop = (259 * (shards.rank + each) // shards.world_size for each in (0, 1))
+    part = VocabularyPart(start, shards.stack)
+    here, gradient = read(whole[..., start:stop], tokens, weights, part, kernels=kernels == "yes")
+    expected, expected_gradient = read(whole, tokens, weights, None, kernels=kernels == "yes")
+    return Found(
+        tensors={
+            "found": here, "found.gradient": gradient, "whole": expected,
+            "whole.gradient": expected_gradient[..., start:stop],
+        }
+    )  # fmt: skip
+
+
+def read(
+    logits: Tensor, tokens: Tensor, weights: Tensor, part: VocabularyPart | None, *, kernels: bool
+) -> tuple[Tensor, Tensor]:
+    """Return both numbers of each token, and the gradient of their weighted sum."""
+    own = logits.clone().requires_grad_()
+    with patch.object(logprobs, "has_kernels", logprobs.has_kernels if kernels else lambda _: False):
+        found = logprobs.logprobs_and_entropy(own, tokens, temperature=0.7, entropy_needs_grad=True, part=part)
+        (torch.stack(found) * weights).sum().backward()
+    assert own.grad is not None
+    return torch.stack(found).detach(), own.grad
+
+
+def traffic(ranks: Ranks, strategy: str) -> Found:
+    """Bytes that this rank adds to the sums of its model, in a pass there and back."""
+    _, laid = laid_out(ranks, strategy)
+    model = form("llama", vocabulary=256)
+    trained = trained_by(model, strategy, "fp32", ranks)
+    given: list[int] = []
+    total = Ranks.sum
+
+    def counted(self: Ranks, tensor: Tensor) -> Tensor:
+        if self is laid.shards:
+            given.append(tensor.nbytes)
+        return total(self, tensor)
+
+    with patch.object(Ranks, "sum", counted):
+        loss = loss_of(trained.model)
+        there = sum(given)
+        trained.booster.backward(loss, trained.optimizer)
+    trained.optimizer.step()
+    return Found({"there": float(there), "back": float(sum(given) - there)})
+
+
+def refused(ranks: Ranks, what: str) -> Found:
+    """What cannot be cut says so in one sentence."""
+    laid = ranks.laid_out(tp=2)
+    if what == "world":
+        ranks.laid_out(tp=3)
+    model: Any = tiny_llama()
+    if what == "heads":
+        model = LlamaForCausalLM(
+            LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=1, vocab_size=9)
+        )
+    elif what == "form":
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=259, n_embd=32, n_layer=1, n_head=2))
+    elif what == "adapters":
+        attach_lora(model, LoRAConfig(r=2, alpha=4.0, target_modules=["q_proj", "embed_tokens"]), seed=0)
+    elif what == "none inside":
+        model = torch.nn.Linear(2, 2)
+    model, *_ = make_booster("3d", ranks=laid, device="cpu").boost(model)
+    loss = model(input_ids=torch.full((1, 3), ranks.rank)).logits  # other rows on each
+    return Found({"sum": loss.sum().item()})
+
+
+def waits(ranks: Ranks) -> Found:
+    """The longest waits of a group and of the groups in it, which are the same ones whenever they are asked for."""
+    laid = ranks.laid_out(tp=2)
+    assert ranks.laid_out(tp=2) is laid
+    assert laid.laid_out(tp=1).world_size == ranks.world_size
+    groups = {"all": dist.group.WORLD, "shards": laid.shards._group, "rank": laid._group}
+    device = torch.device(stages.DEVICE)
+    return Found({name: group._get_backend(device).options._timeout.total_seconds() for name, group in groups.items()})

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from rlhf_core.freed_memory import give_back
 from rlhf_core.models.loading import default_device
 
 DEVICE = default_device()
@@ -101,6 +102,7 @@ def line_of(row: Row, run: Run) -> dict[str, Any]:
         line["ratio"] = _short(ratio)
         line["met"] = row.goal and row.goal.is_met(ratio if row.goal.of == "ratio" else found.value)
     gc.collect()
+    give_back()  # a peer's trainers leave gigabytes, which later rows' peers would not find
     return line | {"settings": {**machine(run), **found.settings}}
 
 

@@ -113,6 +113,14 @@ def test_two_ranks_hold_one_model_in_parts(inputs: Path) -> None:
     assert "episode 1/1: 32 samples" in done.stdout  # both have the same prompts
     (checkpoint,) = (inputs / "parts/trainer").iterdir()
     assert [each.name for each in sorted(checkpoint.glob("rank-*.json"))] == ["rank-0.json"]
+    more = (
+        f"--checkpoint_path parts/actor/{checkpoint.name} --critic_checkpoint_path parts/critic/{checkpoint.name} "
+        "--save_path parts --num_episodes 2"
+    )
+    done = _torchrun(inputs, RULES.replace("--plugin zero2", f"--plugin 3d --tp 2 {more}"))
+    assert done.returncode == 0, done.stderr
+    assert f"going on from {checkpoint.name}" in done.stdout
+    assert "episode 2/2: 32 samples" in done.stdout
     Critic.from_pretrained(inputs / "parts/critic/modeling", torch.float32)
     found, start = (
         AutoModelForCausalLM.from_pretrained(at) for at in (inputs / "parts/actor/modeling", inputs / "model")

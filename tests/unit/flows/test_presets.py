@@ -192,6 +192,7 @@ def test_a_preset_trains_with_one_plain_process_unless_told_otherwise(preset: st
         ({"ppo.prompts_per_episode": "48"}, (48, 24, 24, 12)),  # a text that the configuration takes as a number
         ({"ppo.chunk_size": 7}, (56, 7, 28, 14)),
         ({"ppo.num_trainers": 3}, (60, 30, 20, 10)),
+        ({"ppo.num_trainers": 6, "ppo.strategy": "3d", "ppo.tp": 2}, (60, 30, 20, 10)),
         ({"data.splits.ppo": 20}, (20, 20, 20, 10)),
         ({"data.splits": {}}, (64, 32, 32, 16)),
     ],
@@ -338,6 +339,7 @@ def test_a_mistake_is_told_in_one_sentence(preset: str, overrides: dict[str, obj
         ("lora_alpha", "sft.lora.alpha reward_model.lora.alpha ppo.lora.alpha"),
         ("ppo.bf16", "ppo.dtype"),
         ("world_size", "sft.num_trainers reward_model.num_trainers ppo.num_trainers"),
+        ("tensor_parallel_size", "sft.tp reward_model.tp ppo.tp"),
         ("model_name_or_path", "model.path"),
         ("eval-dataset", "data.evaluation"),
         ("PPO.LR", "ppo.lr"),

@@ -230,6 +230,10 @@ def is_dataset(reference: str | None) -> bool:
     return reference is not None and reference.startswith("dataset/")
 
 
+_found_fit: set[tuple[str, str, str]] = set()
+"""Configuration, dataset, and what of it this process has found fit: the flows of a pipeline ask in turn."""
+
+
 @stage_task(name="check-data")
 def check_data(config: PipelineConfig, dataset: Parent, *, reads: tuple[str, ...]) -> None:
     """Refuse, before any training, a dataset that a later stage could not use.
@@ -254,6 +258,9 @@ def check_data(config: PipelineConfig, dataset: Parent, *, reads: tuple[str, ...
             f"{dataset.uri} holds {', '.join(sorted(held))}, but this run needs {', '.join(sorted(wanted - held))}; "
             "name a dataset of problems, such as the one that the flow `pipeline` stored"
         )
+    checked = {(config.model_dump_json(), dataset.digest, name) for name in reads}
+    if checked <= _found_fit:
+        return
     directory = materialise(context, dataset)
     splits = {
         name: problems_from_jsonl((directory / f"{name}.jsonl").read_bytes())
@@ -264,6 +271,7 @@ def check_data(config: PipelineConfig, dataset: Parent, *, reads: tuple[str, ...
     if PAIRS in held and "preferences" in reads:
         pairs = pairs_from_jsonl((directory / PAIRS).read_bytes())
     refuse_unfit(splits, pairs, config, TokenMeter(_template(context, config)), reads=reads)
+    _found_fit.update(checked)
 
 
 @stage_task(name="check-memory")
@@ -285,13 +293,15 @@ def check_rows_fit(config: PipelineConfig, dataset: Parent, stages: Sequence[Tra
     context, address = open_context(), address_of(config.ppo.cluster)
     size = size_of(config, context.settings.models_dir)
     here = [stage for stage in stages if address is None or not leaves_process(config, stage)]
-    if size is None or size.shape is None or not here:
+    checked = {(config.model_dump_json(), dataset.digest, f"memory of {stage}") for stage in here}
+    if size is None or size.shape is None or checked <= _found_fit:
         return
     directory, meter = materialise(context, dataset), TokenMeter(_template(context, config))
     for stage in here:
         row = _longest_row(directory, config, stage, meter)
         if row is not None and (warning := check_working_memory(config, stage, size, row)):
             say(stage.replace("_", "-"), warning)
+    _found_fit.update(checked)
 
 
 def _longest_row(directory: Path, config: PipelineConfig, stage: Trained, meter: TokenMeter) -> LongestRow | None:

@@ -17,6 +17,7 @@ from rlhf_core.errors import ConfigError, DataError, ModelError
 from rlhf_core.models import working_memory
 from rlhf_core.models.memory import MachineMemory
 from rlhf_core.models.working_memory import LongestRow
+from tasks import data as data_tasks
 from tasks.data import SPLITS, check_data, check_rows_fit, prepare_data, settled, with_data
 from tasks.progress import telling
 from tasks.stages import stage_result
@@ -124,6 +125,8 @@ def test_the_longest_rows_that_a_stage_learns_from_must_fit(
         assert seen["reward_model"].response == len("Kind 39.") + 1
     else:
         assert seen["sft"].response == len("I say 39.") + 1
+    check_rows_fit.fn(config, made.parent, ("sft",))  # type: ignore[attr-defined]  # by what this process knows
+    monkeypatch.setattr(data_tasks, "_found_fit", set())
     monkeypatch.setattr(working_memory, "machine_memory", lambda: MachineMemory(10**9))
     with pytest.raises(ModelError, match=r"the stage sft on .* needs about .* programs"):
         check_rows_fit.fn(config, made.parent, ("sft",))  # type: ignore[attr-defined]

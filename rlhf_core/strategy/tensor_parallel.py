@@ -164,6 +164,7 @@ class Division:
                     if parameter not in made:
                         made[parameter] = _part_of(parameter, cut)
                     module._parameters[key] = made[parameter]
+        self._names.clear()  # of whole weights, which nobody else may have
         inputs: dict[str, _SharedInput] = {}
         for name, (layer, style) in self._layers.items():
             shared = inputs.setdefault(name.rpartition(".")[0], _SharedInput(self.shards))

@@ -20,7 +20,6 @@ from rlhf_core.data.encoding import EncodedPair
 from rlhf_core.models.lora import trainable_parameters
 from rlhf_core.models.reward_model import RewardModel
 from rlhf_core.strategy.factory import make_booster
-from rlhf_core.strategy.plain import PlainBooster
 from rlhf_core.strategy.ranks import Ranks
 from rlhf_core.supervised.reward_model import RewardModelTrainer, train_reward_model
 from rlhf_core.supervised.sft import SFTTrainer, train_sft
@@ -29,6 +28,7 @@ from rlhf_core.training.boosted import plain_model, weights
 from rlhf_core.training.optim import Trained
 from tests.parallel.directories import directory_of_all
 from tests.parallel.ranks import Found
+from tests.parallel.strategy_cases import laid_out
 from tests.tiny_llama import tiny_llama
 from tests.unit.supervised.test_reward_model_trainer import collate as collate_pairs
 from tests.unit.supervised.test_reward_model_trainer import pairs
@@ -99,13 +99,14 @@ def reward_model(ranks: Ranks, strategy: str = "plain") -> Found:
     return _found(trained, history)
 
 
-def _boosted(model: nn.Module, strategy: str, *, adam: bool = False) -> tuple[Any, Any, Any, Any]:
+def _boosted(ranks: Ranks, model: nn.Module, strategy: str, *, adam: bool = False) -> tuple[Any, Any, Any, Any]:
     """SGD follows the gradient, not its sign: later steps can be compared too. Sharding strategies have Adam alone."""
-    if strategy in {"plain", "strict"} and not adam:
-        booster: Any = PlainBooster() if strategy == "plain" else StrictBooster()
+    booster: Any
+    if strategy in {"plain", "strict", "3d"} and not adam:
+        booster = StrictBooster() if strategy == "strict" else make_booster(strategy, ranks=ranks)  # type: ignore[arg-type]
         optimizer: Any = SGD([weight for weight in model.parameters() if weight.requires_grad], lr=0.01)
     else:
-        booster = make_booster(strategy)  # type: ignore[arg-type]
+        booster = make_booster(strategy, ranks=ranks)  # type: ignore[arg-type]
         groups = [{"params": list(model.parameters()), "lr": 1e-3, "weight_decay": 0.0}]
         optimizer = booster.new_optimizer(groups, betas=(0.9, 0.95))
     model, optim, _, _, scheduler = booster.boost(model, optimizer, lr_scheduler=LambdaLR(optimizer, lambda _: 1.0))
@@ -113,12 +114,14 @@ def _boosted(model: nn.Module, strategy: str, *, adam: bool = False) -> tuple[An
 
 
 def _sft_trainer(ranks: Ranks, strategy: str = "plain", *, adam: bool = False, **options: Any) -> SFTTrainer:
-    model, booster, optim, scheduler = _boosted(tiny_llama(initializer_range=0.2, seed=ranks.rank), strategy, adam=adam)
+    model, booster, optim, scheduler = _boosted(
+        ranks, tiny_llama(initializer_range=0.2, seed=ranks.rank), strategy, adam=adam
+    )
     return SFTTrainer(model, booster, optim, scheduler, **({"max_epochs": 2, "accumulation_steps": 2} | options))
 
 
 def _pair_trainer(ranks: Ranks, strategy: str = "plain", **options: Any) -> RewardModelTrainer:
-    model, booster, optim, scheduler = _boosted(_model(ranks), strategy)
+    model, booster, optim, scheduler = _boosted(ranks, _model(ranks), strategy)
     return RewardModelTrainer(model, booster, optim, None, scheduler, None, max_epochs=2, **options)
 
 
@@ -130,6 +133,7 @@ def _batches(rows: list[Any], ranks: Ranks, make: Any) -> list[dict[str, Any]]:
 
 def sft_trainer(ranks: Ranks, strategy: str = "plain") -> Found:
     """The second rank measures on fewer batches than the first."""
+    strategy, ranks = laid_out(ranks, strategy)
     ours = _sft_trainer(ranks, strategy)
     unseen = _batches(EXAMPLES[:3], ranks, collate)
     ours.fit(_batches(EXAMPLES, ranks, collate), [each for row in unseen for each in _apart(row)])
@@ -142,6 +146,7 @@ def _apart(batch: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def reward_model_trainer(ranks: Ranks, strategy: str = "plain") -> Found:
+    strategy, ranks = laid_out(ranks, strategy)
     ours = _pair_trainer(ranks, strategy)
     heldout = pairs(7, seed=2)
     ours.fit(
@@ -214,6 +219,7 @@ def an_evaluation_prompt_of_one_rank_is_learnt_on_the_other(ranks: Ranks) -> Fou
 
 def resumed(ranks: Ranks, strategy: str = "plain") -> Found:
     """The last two of four steps, from the checkpoint after the second."""
+    strategy, ranks = laid_out(ranks, strategy)
     batches = _batches(EXAMPLES, ranks, collate) * 2
     with directory_of_all(ranks) as directory:
         straight = _sft_trainer(ranks, strategy, save_interval=1, save_dir=directory)

@@ -24,7 +24,8 @@ STRATEGIES = ("ddp", "zero2", "gemini")
 SHARED = [*(f"episode:{strategy}" for strategy in STRATEGIES), "adapters:ddp", "adapters:zero2"]
 PROMPT = len("1 plus 1")
 """Tokens of each prompt: one for each letter."""
-RESUMED = [f"resumed:{strategy}" for strategy in STRATEGIES]
+RESUMED = [f"resumed:{strategy}" for strategy in (*STRATEGIES, "3d-2")]
+IN_PARTS = ["episode:3d-2", "adapters:3d-2"]
 
 
 def run(cases: Sequence[str], directory: Path, *, world_size: int = 2) -> list[dict[str, Found]]:
@@ -38,7 +39,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Found]]:
 
 @pytest.fixture(scope="module")
 def strategies(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Found]]:
-    return run([*SHARED, *RESUMED], tmp_path_factory.mktemp("strategies"))
+    return run([*SHARED, *IN_PARTS, *RESUMED], tmp_path_factory.mktemp("strategies"))
 
 
 def rows_of(found: Sequence[Found], step: int) -> list[tuple[int, ...]]:
@@ -81,6 +82,16 @@ def test_two_ranks_of_any_strategy_draw_and_learn_what_a_plain_one_does(
 ) -> None:
     alone = getattr(trainer_cases, case.split(":", maxsplit=1)[0])(ALONE)
     assert_draws_and_learns_the_same([found[case] for found in strategies], alone)
+
+
+@pytest.mark.parametrize("case", IN_PARTS)
+def test_two_ranks_that_hold_one_model_draw_and_learn_what_one_does(
+    strategies: list[dict[str, Found]], case: str
+) -> None:
+    first, second = (found[case] for found in strategies)
+    assert_draws_and_learns_the_same([first], getattr(trainer_cases, case.split(":", maxsplit=1)[0])(ALONE))
+    assert second.numbers == first.numbers
+    assert torch.equal(second.tensors["rows.0"], first.tensors["rows.0"])
 
 
 @pytest.mark.parametrize("case", ["episode", "adapters"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -22,19 +23,36 @@ STRATEGIES = ("plain", "ddp", "zero2", "zero2_cpu", "gemini")
 ROUNDED = ("zero2", "zero2_cpu", "gemini")
 """In bfloat16 their weights are too."""
 WITH_ADAPTERS = ("plain", "ddp", "zero2", "zero2_cpu")
-WORLDS = (2, 3)
-"""Three ranks have shares that no weight divides into evenly, and rows of which the last step has 3, 3 and 2."""
-
-RUNS = [f"steps:{stage}:{strategy}" for stage in stages.STAGES for strategy in STRATEGIES] + [
-    f"adapter_steps:{stage}:{strategy}" for stage in ("sft", "ppo") for strategy in WITH_ADAPTERS
-]
+IN_PARTS = ("3d-2",)
 
 
-@pytest.fixture(scope="module", params=WORLDS)
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Found]]:
-    cases = [f"{run}:{precision}" for run in RUNS for precision in ("fp32", "bf16")]
-    directory = tmp_path_factory.mktemp("strategies")
-    return run_on_ranks("tests.parallel.strategy_cases", cases, directory, world_size=request.param)
+def runs_of(strategies: Sequence[str], with_adapters: Sequence[str]) -> list[str]:
+    return [f"steps:{stage}:{strategy}" for stage in stages.STAGES for strategy in strategies] + [
+        f"adapter_steps:{stage}:{strategy}" for stage in ("sft", "ppo") for strategy in with_adapters
+    ]
+
+
+RUNS = {
+    2: runs_of((*STRATEGIES, *IN_PARTS), (*WITH_ADAPTERS, *IN_PARTS)),
+    3: runs_of(STRATEGIES, WITH_ADAPTERS),
+    4: runs_of(IN_PARTS, IN_PARTS),
+}
+"""By the number of ranks. Three have shares that no weight divides into evenly, and rows of which the last step has 3,
+3 and 2; four hold two models in parts, with rows of their own."""
+EACH = [(world_size, run) for world_size, runs in RUNS.items() for run in runs]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Found]]]:
+    return {
+        world_size: run_on_ranks(
+            "tests.parallel.strategy_cases",
+            [f"{run}:{precision}" for run in runs for precision in ("fp32", "bf16")],
+            tmp_path_factory.mktemp("strategies"),
+            world_size=world_size,
+        )
+        for world_size, runs in RUNS.items()
+    }
 
 
 @cache
@@ -50,15 +68,15 @@ def written(kind: str, stage: str, arithmetic: reference.Arithmetic) -> Found:
     return reference.trained(stage, arithmetic, adapters=kind == "adapter_steps")
 
 
-@pytest.mark.parametrize(("kind", "stage"), sorted({tuple(run.split(":")[:2]) for run in RUNS}))
+@pytest.mark.parametrize(("kind", "stage"), sorted({tuple(run.split(":")[:2]) for _, run in EACH}))
 def test_plain_is_pytorch_written_out(kind: str, stage: str) -> None:
     assert_fp32(alone(kind, stage), written(kind, stage, "fp32"))
 
 
-@pytest.mark.parametrize("run", RUNS)
-def test_five_steps_are_those_of_one_rank(found: list[dict[str, Found]], run: str) -> None:
+@pytest.mark.parametrize(("world_size", "run"), EACH)
+def test_five_steps_are_those_of_one_rank(found: dict[int, list[dict[str, Found]]], world_size: int, run: str) -> None:
     kind, stage, _ = run.split(":")
-    first, *others = (each[f"{run}:fp32"] for each in found)
+    first, *others = (each[f"{run}:fp32"] for each in found[world_size])
     assert first.numbers.keys() == alone(kind, stage).numbers.keys()
     assert_fp32(first, alone(kind, stage))
     assert_fp32(first, written(kind, stage, "fp32"))
@@ -66,10 +84,12 @@ def test_five_steps_are_those_of_one_rank(found: list[dict[str, Found]], run: st
         assert other.numbers == first.numbers
 
 
-@pytest.mark.parametrize("run", RUNS)
-def test_five_steps_in_bfloat16_are_no_farther_off_than_plain_ones(found: list[dict[str, Found]], run: str) -> None:
+@pytest.mark.parametrize(("world_size", "run"), EACH)
+def test_five_steps_in_bfloat16_are_no_farther_off_than_plain_ones(
+    found: dict[int, list[dict[str, Found]]], world_size: int, run: str
+) -> None:
     kind, stage, strategy = run.split(":")
-    first, *others = (each[f"{run}:bf16"] for each in found)
+    first, *others = (each[f"{run}:bf16"] for each in found[world_size])
     arithmetic: reference.Arithmetic = "weights" if strategy in ROUNDED else "autocast"
     rounded, exact = (written(kind, stage, which) for which in (arithmetic, "fp32"))
     assert_bf16(first, rounded, exact, times=2.0 if kind == "adapter_steps" else 1.0)

@@ -1,17 +1,14 @@
-"""Models in parts train every stage as one process does."""
+"""Models in parts: every form, who holds what, what travels, what is refused; the stages are in test_strategies.py."""
 
 from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from rlhf_core.strategy.ranks import ALONE
-from tests.parallel import strategy_reference as reference
-from tests.parallel import strategy_stages as stages
 from tests.parallel import three_d_cases
 from tests.parallel.closeness import assert_bf16, assert_fp32
 from tests.parallel.ranks import COLLECTIVE_S, Found, run_on_ranks
@@ -20,51 +17,6 @@ from tests.parallel.test_strategy_memory import assert_memory
 torch.set_num_threads(1)
 
 pytestmark = pytest.mark.parallel
-
-RUNS = [f"steps:{stage}:3d-2" for stage in stages.STAGES] + [f"adapter_steps:{stage}:3d-2" for stage in ("sft", "ppo")]
-
-
-@pytest.fixture(scope="module", params=[2, 4])
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Found]]:
-    """Two processes hold one model; four hold two, with rows of their own."""
-    cases = [f"{run}:{precision}" for run in RUNS for precision in ("fp32", "bf16")]
-    directory = tmp_path_factory.mktemp("three_d")
-    return run_on_ranks("tests.parallel.strategy_cases", cases, directory, world_size=request.param)
-
-
-@cache
-def alone(kind: str, stage: str) -> Found:
-    """Return what one plain rank finds in float32."""
-    options: dict[str, Any] = {"lora": stages.LORA} if kind == "adapter_steps" else {}
-    return stages.STAGES[stage](ALONE, "plain", "fp32", **options)
-
-
-@cache
-def written(kind: str, stage: str, arithmetic: reference.Arithmetic) -> Found:
-    """Return what PyTorch alone finds."""
-    return reference.trained(stage, arithmetic, adapters=kind == "adapter_steps")
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_five_steps_are_those_of_one_process(found: list[dict[str, Found]], run: str) -> None:
-    kind, stage, _ = run.split(":")
-    first, *others = (each[f"{run}:fp32"] for each in found)
-    assert first.numbers.keys() == alone(kind, stage).numbers.keys()
-    assert_fp32(first, alone(kind, stage))
-    assert_fp32(first, written(kind, stage, "fp32"))
-    for other in others:
-        assert other.numbers == first.numbers
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_five_steps_in_bfloat16_are_no_farther_off_than_plain_ones(found: list[dict[str, Found]], run: str) -> None:
-    kind, stage, _ = run.split(":")
-    first, *others = (each[f"{run}:bf16"] for each in found)
-    rounded, exact = (written(kind, stage, which) for which in ("autocast", "fp32"))
-    assert_bf16(first, rounded, exact, times=2.0 if kind == "adapter_steps" else 1.0)
-    for other in others:
-        assert other.numbers == first.numbers
-
 
 CASES = "tests.parallel.three_d_cases"
 HELD = [f"held:3d-2:{precision}:{what}" for precision in ("fp32", "bf16") for what in ("weights", "adapters")]

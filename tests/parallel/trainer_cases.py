@@ -19,6 +19,7 @@ from rlhf_core.strategy.factory import make_booster
 from rlhf_core.strategy.ranks import Ranks
 from tests.parallel.directories import directory_of_all
 from tests.parallel.ranks import Found
+from tests.parallel.strategy_cases import laid_out
 from tests.unit.coati.ppo_trainers import OPTIONS, encoded, padded, record_stats, trainer, weights
 from tests.unit.coati.test_ppo_trainer_refusals import Spoilt
 from tests.unit.training.strict_booster import StrictBooster
@@ -43,7 +44,7 @@ def two_batches(ranks: Ranks) -> list[dict[str, Any]]:
 
 def built(ranks: Ranks, strategy: str = "plain", **changes: Any) -> PPOTrainer:
     def make() -> Any:
-        return StrictBooster() if strategy == "strict" else make_booster(strategy)  # type: ignore[arg-type]
+        return StrictBooster() if strategy == "strict" else make_booster(strategy, ranks=ranks)  # type: ignore[arg-type]
 
     parameters: dict[str, Any] = {
         "train_batch_size": 4 // ranks.world_size,
@@ -72,11 +73,13 @@ def fitted(ours: PPOTrainer, *arguments: Any) -> Found:
 
 
 def episode(ranks: Ranks, strategy: str = "plain") -> Found:
+    strategy, ranks = laid_out(ranks, strategy)
     return fitted(built(ranks, strategy), 2, 1, 1, batches(ranks))
 
 
 def adapters(ranks: Ranks, strategy: str = "plain") -> Found:
     """The reference is the actor without its adapters; activations are computed again."""
+    strategy, ranks = laid_out(ranks, strategy)
     options = OPTIONS.model_copy(update={"gradient_checkpointing": True})
     return fitted(built(ranks, strategy, lora=LoRAConfig(r=2), options=options), 2, 1, 1, batches(ranks))
 
@@ -123,6 +126,7 @@ def spoilt_on_one(ranks: Ranks) -> Found:
 
 
 def resumed(ranks: Ranks, strategy: str = "plain") -> Found:
+    strategy, ranks = laid_out(ranks, strategy)
     straight = built(ranks, strategy)
     straight.fit(2, 1, 2, batches(ranks))
     with directory_of_all(ranks) as save_dir:

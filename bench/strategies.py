@@ -2,13 +2,13 @@
 
     python bench/strategies.py [--ranks 2] [--rounds 5] [--steps 2] [--rows 8] [--tokens 256] [--precisions fp32,bf16]
 
-A Llama of 30 million weights on ranks over gloo, a thread each, and plain on one rank with all of the rows; `3d-2` cuts
-the model into two parts. Four ranks share two cores or have their own, which the line tells: `cores`. The
-ranks of all strategies stay, and take steps in turns, in another order in each round, so that what else the machine
-does meets all of them. `held_mb` is counted from the tensors that a rank has (`weights` with the float32 masters), and
-stands beside the formula's; `resident_mb` is what its process grew by, activations and buffers included. Ratios are
-medians of the rounds' own, by the clock and, as `cpu`, by how long a rank's processor was busy, which tells the work
-where a machine does much else. `zero2_to_ddp` is held to at most 1.10.
+A Llama of 30 million weights on ranks over gloo, a thread each, and plain on one rank with all of the rows; `3d-tp2`
+cuts matrices into two parts, `3d-pp2` layers, `3d-sp2` rows. Four ranks share two cores or have their own, which the
+line tells: `cores`. The ranks of all strategies stay, and take steps in turns, in another order in each round, so that
+what else the machine does meets all of them. `held_mb` is counted from the tensors that a rank has (`weights` with the
+float32 masters), and stands beside the formula's; `resident_mb` is what its process grew by, activations and buffers
+included. Ratios are medians of the rounds' own, by the clock and, as `cpu`, by how long a rank's processor was busy,
+which tells the work where a machine does much else. `zero2_to_ddp` is held to at most 1.10.
 
 It fails if a number is missing; not if one is larger than it should be.
 """
@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rlhf_core.models.memory import bytes_per_rank
 from tests.parallel.ranks import Found, RankSet
+from tests.parallel.strategy_stages import named
 
 CASES = "bench.strategy_runs.on_ranks"
 TURN_S = 600.0
@@ -49,8 +50,8 @@ class Contender(NamedTuple):
 
 
 CONTENDERS = {
-    2: ("plain", "ddp", "zero2", "zero2_cpu", "gemini", "3d-2"),
-    4: ("plain", "ddp", "zero2", "3d-2", "3d-4"),
+    2: ("plain", "ddp", "zero2", "zero2_cpu", "gemini", "3d-tp2", "3d-pp2", "3d-sp2", "3d-tp2-sg2"),
+    4: ("plain", "ddp", "zero2", "3d-tp2", "3d-tp4", "3d-tp2-pp2", "3d-pp4"),
 }
 """By the number of ranks."""
 
@@ -111,14 +112,14 @@ def told(ranks: RankSet, case: str, directory: Path) -> list[dict[str, float]]:
 def held(contender: Contender, precision: str, ranks: list[dict[str, float]]) -> dict[str, Any]:
     """Return megabytes of the rank that holds most, counted and by the formula."""
     parameters = int(ranks[0]["parameters"])
-    strategy, _, tp = contender.strategy.partition("-")
+    strategy, parts = named(contender.strategy)
     needed = bytes_per_rank(
         strategy,  # type: ignore[arg-type]
         parameters=parameters,
         trained=parameters,
         world_size=contender.ranks,
         precision=precision,  # type: ignore[arg-type]
-        tp=int(tp or 1),
+        parts=parts,
     )
     formula = {"weights": needed.weights + needed.master, "gradients": needed.gradients, "moments": needed.moments}
     return {

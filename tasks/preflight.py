@@ -226,7 +226,7 @@ def check_trainers(config: PipelineConfig, stages: Sequence[Trained], *, gpus: i
                 num_trainers=settings.num_trainers,
                 adapters=getattr(settings, "lora", None) is not None,
                 accumulates=batch_size > settings.micro_batch_size or getattr(settings, "ptx_coef", 0) > 0,
-                tp=settings.tp,
+                parts=settings.parts,
             )
         except ConfigError as error:
             raise ConfigError(f"{stage}.strategy cannot be had: {error}") from error
@@ -254,13 +254,13 @@ def check_parts(config: PipelineConfig, stages: Sequence[Trained]) -> None:
     from rlhf_core.models.locating import find_local
     from rlhf_core.strategy.tensor_parallel import check_parts_of
 
-    cut = {stage: trainers.tp for stage in stages if (trainers := getattr(config, stage)).strategy == "3d"}
+    cut = {stage: trainers.parts for stage in stages if (trainers := getattr(config, stage)).strategy == "3d"}
     directory = find_local(config.model.path, models_dir=settings().models_dir) if cut else None
-    for stage, tp in cut.items():
+    for stage, parts in cut.items():
         if directory is None:
             continue
         try:
-            check_parts_of(directory, tp)
+            check_parts_of(directory, parts)
         except ConfigError as error:
             raise ConfigError(f"{stage}.strategy cannot be had: {error}") from error
 

@@ -36,7 +36,7 @@ def prepare(ranks: Ranks, strategy: str, precision: str, rows: str, tokens: str)
 
     Args:
         ranks: who trains together.
-        strategy: by name; `3d-2` cuts the model into two parts.
+        strategy: by name; `3d-tp2` cuts the matrices into two parts.
         precision: fp32 or bf16.
         rows: of a step, on all ranks together.
         tokens: of a row.

@@ -23,11 +23,12 @@ from rlhf_core.config.ppo import BATCHES, MICRO
 from rlhf_core.config.sizes import KEYS, LEAST, Sizes, settle, shortage
 from rlhf_core.config.sizes import SPLITS as SPLIT_SIZES
 from rlhf_core.errors import ConfigError, Fault, refuse_together
+from rlhf_core.strategy.parts import Parts
 
 DIRECTORY = Path(__file__).resolve().parent
 SOURCES = ("problems", "prompts", "demonstrations", "preferences", "evaluation")
 """Keys of `data` that name sets."""
-_OF_BATCHES = ("ppo.samples_per_prompt", "ppo.num_trainers", "ppo.tp", "ppo.buffer_limit")
+_OF_BATCHES = ("ppo.samples_per_prompt", "ppo.num_trainers", "ppo.tp", "ppo.pp", "ppo.sp", "ppo.buffer_limit")
 _PAIRS = "reward_model.pairs"
 _DATA = {f"data.{name}" for name in (*SOURCES, "task", "task_parameters")}
 _NUMBER = TypeAdapter(int)
@@ -168,9 +169,10 @@ def _sizes(values: Mapping[str, Any], fixed: tuple[frozenset[str], ...]) -> Size
         return None
     if any(value < lowest[key] for key, value in found.items()) or (most_pairs is not None and most_pairs < 1):
         return None
-    samples, trainers, tp, limit = (found[key] for key in _OF_BATCHES)
-    # a number that tp does not divide, the configuration refuses
-    return Sizes({key: found[key] for key in KEYS}, fixed, samples, max(1, trainers // tp), limit, most_pairs)
+    samples, trainers, tp, pp, sp, limit = (found[key] for key in _OF_BATCHES)
+    # a number of trainers that this does not divide, the configuration refuses
+    of_one_model = Parts(tp, pp, sp, _value(values, "ppo.sp_mode")).number
+    return Sizes({key: found[key] for key in KEYS}, fixed, samples, max(1, trainers // of_one_model), limit, most_pairs)
 
 
 def _value(values: Mapping[str, Any], key: str) -> Any:

@@ -61,6 +61,8 @@ ELSEWHERE = {
     "*.gradient_checkpointing": "grad_checkpoint enable_gradient_checkpointing use_gradient_checkpointing",
     "*.num_trainers": "num_gpus world_size n_gpus_per_node num_processes nproc_per_node actor_num_gpus_per_node",
     "*.tp": "tensor_parallel_size tensor_model_parallel_size tp_size",
+    "*.pp": "pipeline_parallel_size pipeline_model_parallel_size pp_size",
+    "*.sp": "sequence_parallel_size ulysses_sequence_parallel_size context_parallel_size ring_attn_size sp_size",
     "ppo.cluster.num_makers": "num_rollout_workers vllm_num_engines num_inference_engines num_experience_makers",
     "*.strategy": "plugin deepspeed deepspeed_config zero_stage fsdp",
     "sft.packing": "use_packing packing_samples use_remove_padding",

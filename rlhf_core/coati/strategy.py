@@ -25,6 +25,7 @@ from rlhf_core.models.loading import default_device
 from rlhf_core.models.lora import save_merged
 from rlhf_core.strategy.booster import OwnBooster
 from rlhf_core.strategy.factory import check_optimizer, check_strategy, make_booster
+from rlhf_core.strategy.parts import WHOLE, Parts
 from rlhf_core.strategy.plain import PlainBooster
 from rlhf_core.strategy.ranks import join, together
 
@@ -96,7 +97,7 @@ def make_strategy(
     seed: int = 42,
     device: torch.device | str | None = None,
     timeout_s: float = 600.0,
-    tp: int = 1,
+    parts: Parts = WHOLE,
 ) -> Strategy:
     """Return coati's interface over one of the strategies, and join the ranks that torchrun, or Ray, started.
 
@@ -107,15 +108,15 @@ def make_strategy(
         seed: of what is drawn: new models' weights, the order of rows.
         device: where models go; None takes the GPU where there is one.
         timeout_s: longest wait in any collective.
-        tp: processes that hold one model together, of strategy 3d.
+        parts: into which strategy 3d cuts a model.
 
     Raises:
         ConfigError: if the strategy cannot be had here.
     """
     where = default_device() if device is None else torch.device(device)
-    check_strategy(name, precision=precision, cuda=where.type == "cuda", tp=tp)
+    check_strategy(name, precision=precision, cuda=where.type == "cuda", parts=parts)
     new_booster = partial(make_booster, name, precision=precision, max_norm=max_norm, device=where)
-    return Strategy(name, new_booster, seed=seed, device=where, timeout_s=timeout_s, tp=tp)
+    return Strategy(name, new_booster, seed=seed, device=where, timeout_s=timeout_s, parts=parts)
 
 
 class Strategy:
@@ -129,7 +130,7 @@ class Strategy:
         seed: of what is drawn.
         device: where models go that are not trained.
         timeout_s: longest wait in any collective.
-        tp: processes that hold one model together, and have the same rows.
+        parts: into which a model is cut, one for each of the processes that hold it together.
     """
 
     def __init__(
@@ -140,20 +141,20 @@ class Strategy:
         seed: int = 42,
         device: torch.device | str = "cpu",
         timeout_s: float = 600.0,
-        tp: int = 1,
+        parts: Parts = WHOLE,
     ) -> None:
         self.name = name
         self.seed = seed
         self.device = torch.device(device)
         self._new_booster = new_booster
-        self._timeout_s, self._tp = timeout_s, tp
+        self._timeout_s, self._parts = timeout_s, parts
         self._boosters: WeakKeyDictionary[object, OwnBooster] = WeakKeyDictionary()
         """By model and by optimizer, as `prepare` returned them, or by optimizer, as `new_optimizer` did."""
         self.setup_distributed()
 
     def setup_distributed(self) -> None:
         """Join the ranks of this process's environment; a process joins once, however often this is called."""
-        self.ranks = join(self._timeout_s).laid_out(tp=self._tp)
+        self.ranks = join(self._timeout_s).laid_out(self._parts)
 
     def new_booster(self) -> OwnBooster:
         """Return a booster for one model."""

@@ -154,9 +154,9 @@ def batch_complaints(
     step = (batch or 0) * dp
     if step and samples % step and not samples % (batch or 1):
         told.append(
-            f"ppo.train_batch_size is {batch} on each of {dp} (ppo.num_trainers over ppo.tp), so a step learns from "
-            f"{step} samples, which do not divide an episode's {samples} (prompts_per_episode x samples_per_prompt); "
-            "lower one of them"
+            f"ppo.train_batch_size is {batch} on each of {dp} (ppo.num_trainers over those that hold one "
+            f"model), so a step learns from {step} samples, which do not divide an episode's {samples} "
+            "(prompts_per_episode x samples_per_prompt); lower one of them"
         )
     room = buffer_limit * step
     if chunk and 0 < room < chunk:
@@ -235,8 +235,8 @@ class OverlapConfig(Config):
     """wait: makers begin nothing that could become older than max_staleness; drop: they go on, and what became too old
     is thrown away and its prompts are sampled again."""
     buffer_limit: int = Field(0, ge=0)
-    """Batches (train_batch_size x num_trainers / tp samples) that may be ready or being made for later episodes; then
-    the makers wait. 0 sets no limit but that of max_staleness."""
+    """Batches (train_batch_size x num_trainers samples; under 3d fewer) that may be ready or being made for later
+    episodes; then the makers wait. 0 sets no limit but that of max_staleness."""
     update_lora_weights: bool | None = None
     """Send makers only adapters and heads, which they hold beside the frozen weights, instead of merged weights. None
     does so where trainers and makers of a run share one frozen base: with adapters, under plain and ddp."""

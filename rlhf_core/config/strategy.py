@@ -8,6 +8,7 @@ from pydantic import model_validator
 
 from rlhf_core.config.base import Config, Positive
 from rlhf_core.config.model import LoRAConfig
+from rlhf_core.strategy.parts import Parts, SequenceMode
 
 StrategyName = Literal[
     "plain",
@@ -33,31 +34,47 @@ class TrainersConfig(Config):
 
     strategy: StrategyName = "plain"
     """How the trainers share the model: plain and ddp hold all of it on each; zero2 shards gradients and optimizer
-    state (zero2_cpu keeps them in host memory); gemini shards the weights too; 3d cuts each matrix into tp parts."""
+    state (zero2_cpu keeps them in host memory); gemini shards the weights too; 3d cuts each matrix into tp parts,
+    the layers into pp stages and rows into sp parts."""
     num_trainers: Positive = 1
-    """Trainer processes. Each has rows of its own, under 3d every tp of them together: a step learns from num_trainers
-    / tp batches."""
+    """Trainer processes. Each has rows of its own, under 3d every tp x pp x sp of them together (tp x pp
+    in split_gather): a step learns from as many batches as there are such groups."""
     tp: Positive = 1
-    """Trainers that hold one model together, of strategy 3d."""
+    """Parts of each matrix, of strategy 3d."""
+    pp: Positive = 1
+    """Stages of layers, of strategy 3d."""
+    sp: Positive = 1
+    """Parts of each row's tokens between attention and attention, of strategy 3d."""
+    sp_mode: SequenceMode = "all_to_all"
+    """all_to_all: sp x as many trainers hold one model, each attends by its heads; split_gather: the tp trainers that
+    have parts of matrices have parts of rows too, and sp is tp."""
 
     @model_validator(mode="after")
     def _cut_by_3d(self) -> Self:
-        if self.tp > 1 and self.strategy != "3d":
+        parts = self.parts
+        if parts.fault:
+            raise ValueError(parts.fault)
+        if parts.sizes and self.strategy != "3d":
             raise ValueError(
-                f"tp is {self.tp}, which cuts one model into parts, but the strategy is {self.strategy}; set strategy "
-                "to 3d, or tp to 1"
+                f"{parts} cuts one model into parts, but the strategy is {self.strategy}; set strategy to 3d, or "
+                f"{' and '.join(parts.sizes)} to 1"
             )
-        if self.num_trainers % self.tp:
+        if self.num_trainers % parts.number:
             raise ValueError(
-                f"tp is {self.tp}, but num_trainers {self.num_trainers} cannot be cut into groups of {self.tp} that "
-                f"hold a model each; choose a multiple of {self.tp}"
+                f"a model in {parts} needs groups of {parts.number}, into which num_trainers {self.num_trainers} "
+                f"cannot be cut; choose a multiple of {parts.number}"
             )
         return self
 
     @property
+    def parts(self) -> Parts:
+        """Into how many one model is cut."""
+        return Parts(self.tp, self.pp, self.sp, self.sp_mode)
+
+    @property
     def dp(self) -> int:
         """Models that are trained side by side, each from rows of its own."""
-        return self.num_trainers // self.tp
+        return self.num_trainers // self.parts.number
 
     @property
     def is_alone(self) -> bool:
@@ -67,8 +84,9 @@ class TrainersConfig(Config):
     @property
     def figures(self) -> dict[str, int | str]:
         """By how many processes and how a model is trained, for a stage's figures; nothing for one on its own."""
-        parts = {"tp": self.tp} if self.tp > 1 else {}
-        return {} if self.is_alone else {"trainers": self.num_trainers, "strategy": self.strategy, **parts}
+        figures: dict[str, int | str] = {"trainers": self.num_trainers, "strategy": self.strategy}
+        figures.update(self.parts.sizes)
+        return {} if self.is_alone else figures
 
 
 class AdapterTrainersConfig(TrainersConfig):

@@ -46,8 +46,12 @@ def attend(
         dropout: of the weights.
         scaling: of the scores.
         options: others, which the kernel knows; `token_tree`, where the tokens are those of a `TokenTree`, whose masks
-            then count.
+            then count; `columns`, where they are some of each row's tokens.
     """
+    if (columns := options.pop("columns", None)) is not None:
+        query, key, value = map(columns.by_heads, (query, key, value))
+        found, _ = attend(module, query, key, value, attention_mask, dropout, scaling, **options)
+        return columns.by_tokens(found), None
     if (tree := options.pop("token_tree", None)) is not None:  # the row's tokens are those of several rows
         query, key, value = (tree.in_rows(each[0].transpose(0, 1)).transpose(1, 2) for each in (query, key, value))
         found, _ = attend(module, query, key, value, tree.seen, dropout, scaling, **options)

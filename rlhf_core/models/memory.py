@@ -55,6 +55,7 @@ from rlhf_core.config.strategy import GEMINI, SAME_STRATEGY, StrategyName
 from rlhf_core.counting import counted
 from rlhf_core.errors import ModelError
 from rlhf_core.models.shape import Shape, shape_of
+from rlhf_core.strategy.parts import WHOLE, Parts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -104,7 +105,7 @@ def bytes_per_rank(
     trained: int,
     world_size: int = 1,
     precision: Precision = "fp32",
-    tp: int = 1,
+    parts: Parts = WHOLE,
 ) -> RankMemory:
     """Return what one rank holds of one model.
 
@@ -114,7 +115,8 @@ def bytes_per_rank(
         trained: of these.
         world_size: ranks that train together.
         precision: of forward passes; under ZeRO and Gemini of the working weights and gradients too.
-        tp: parts of each matrix under `3d`. Vectors, which each rank has whole, are left out: a thousandth of them.
+        parts: under `3d`. Vectors, which each rank of a stage has whole, are left out: a thousandth of them; so is the
+            layer that some stages have more.
 
     Example:
         >>> bytes_per_rank("zero2", parameters=1000, trained=1000, world_size=4, precision="bf16")
@@ -123,8 +125,9 @@ def bytes_per_rank(
     name = SAME_STRATEGY.get(strategy, strategy)
     if name in {"plain", "ddp", "3d"}:
         # of an adapter's two factors, the one that no heads or units are in is whole on each
-        parts = -(-trained // tp) if trained == parameters else (trained + -(-trained // tp)) // 2
-        parameters, trained = -(-(parameters - trained) // tp) + parts, parts
+        own = -(-trained // parts.tp) if trained == parameters else (trained + -(-trained // parts.tp)) // 2
+        own = -(-own // parts.pp)
+        parameters, trained = -(-(parameters - trained) // parts.number) + own, own
         return RankMemory(_EXACT * parameters, _EXACT * trained, 0, _MOMENTS * trained)
     working = _EXACT if precision == "fp32" else 2
     shard = -(-trained // world_size)
@@ -270,7 +273,7 @@ def _per_rank(config: _Trains, num_parameters: int, lora: LoRAConfig | None, sha
         trained=num_parameters if lora is None else adapters,
         world_size=config.num_trainers,
         precision=_PRECISIONS[config.dtype],
-        tp=config.tp,
+        parts=config.parts,
     )
 
 

@@ -41,6 +41,8 @@ _FORMS = (
     *(LlamaForCausalLM, LlamaModel, MistralForCausalLM, MistralModel),
     *(Qwen2ForCausalLM, Qwen2Model, Qwen3ForCausalLM, Qwen3Model),
 )
+ROWS_APART = "rows_apart"
+"""Attribute of a transformer to which each row is one of its own."""
 _each_by_itself: ContextVar[bool] = ContextVar("rows each by itself", default=False)
 
 
@@ -191,6 +193,8 @@ def has_form(model: Any) -> bool:
     inner = unwrapped(model)
     inner = getattr(inner, "trunk", inner)
     if type(inner) not in _FORMS or inner.device.type != "cpu" or inner.config._attn_implementation != "sdpa":
+        return False
+    if getattr(inner.base_model, ROWS_APART, False):
         return False
     return getattr(inner.config, "sliding_window", None) is None
 

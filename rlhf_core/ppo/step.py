@@ -47,8 +47,8 @@ class StepContext(NamedTuple):
     """As for `minibatch.micros_of`."""
 
     def noise_seed(self, role: int) -> int:
-        """Return the seed of this step's dropout in one of the models, on this rank."""
-        keys = np.random.SeedSequence([self.seed, self.step, self.ranks.rank, role])
+        """Return the seed of this step's dropout in one of the models, on this process."""
+        keys = np.random.SeedSequence([self.seed, self.step, self.ranks.draws, role])
         return int(keys.generate_state(1)[0])
 
 

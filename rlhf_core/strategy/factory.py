@@ -9,6 +9,7 @@ from rlhf_core.config.strategy import GEMINI, SAME_STRATEGY, StrategyName
 from rlhf_core.counting import counted
 from rlhf_core.errors import ConfigError
 from rlhf_core.strategy.launch import launched_ranks
+from rlhf_core.strategy.parts import WHOLE, Parts
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +33,7 @@ def check_strategy(
     num_trainers: int = 1,
     adapters: bool = False,
     accumulates: bool = False,
-    tp: int = 1,
+    parts: Parts = WHOLE,
 ) -> None:
     """Check, before anything is loaded, that a strategy can do what is asked of it. Imports no torch.
 
@@ -43,7 +44,7 @@ def check_strategy(
         num_trainers: processes that train together.
         adapters: whether LoRA is trained.
         accumulates: whether an optimizer step has several backward passes.
-        tp: processes that hold one model together.
+        parts: into which one model is to be cut.
 
     Raises:
         ConfigError: if it cannot; one sentence.
@@ -52,9 +53,10 @@ def check_strategy(
         raise ConfigError(f"strategy {strategy!r} is unknown; take one of {', '.join(get_args(StrategyName))}")
     if num_trainers < 1:
         raise ConfigError(f"expected at least 1 trainer process, got {num_trainers}")
-    if tp > 1 and strategy != "3d":
+    if parts.number > 1 and strategy != "3d":
         raise ConfigError(
-            f"strategy {strategy} does not cut one model into parts, but tp is {tp}; take 3d, or set tp to 1"
+            f"strategy {strategy} does not cut one model into parts, but is asked for {parts}; take 3d, or set "
+            f"{' and '.join(parts.sizes)} to 1"
         )
     if precision == "fp16" and not cuda:
         raise ConfigError("precision fp16 needs a GPU; take bf16, or fp32, on a CPU")

@@ -95,12 +95,14 @@ class PlainOptimizer(CheckedOptimizer):
 
 def average(parameters: Iterable[nn.Parameter], ranks: Ranks) -> None:
     """Replace every gradient by its mean over ranks; a rank without one counts as zero."""
-    if ranks.world_size == 1:
+    if ranks.everyone.world_size == 1:
         return
     members = list(parameters)
-    # A weight that no rank used keeps no gradient, as on one rank: with one, weight decay would move it.
-    used = ranks.max(torch.tensor([int(member.grad is not None) for member in members])).tolist()
+    # A weight that no process used keeps no gradient, as on one rank: with one, weight decay would move it.
+    used = ranks.everyone.max(torch.tensor([int(member.grad is not None) for member in members])).tolist()
     gradients = [_flat_gradient(member) for member, is_used in zip(members, used, strict=True) if is_used]
+    if ranks.world_size == 1:
+        return
     for bucket in _buckets(gradients):
         flat = torch.cat(bucket)
         ranks.add_up(flat)

@@ -17,6 +17,7 @@ from rlhf_core.counting import counted
 from rlhf_core.errors import ConfigError, TrainingError
 from rlhf_core.strategy import liveness
 from rlhf_core.strategy.liveness import is_connection_error
+from rlhf_core.strategy.parts import Parts
 from rlhf_core.strategy.rendezvous import Rendezvous, devices_of_all, enter_rendezvous, use_interface_towards
 
 T = TypeVar("T")
@@ -39,6 +40,12 @@ class Ranks:
 
     shards: Ranks
     """This process among those that hold one model together, each a part of it; alone where each holds all of it."""
+    tensor: Ranks
+    """Of these, those that have the same layers, in parts."""
+    stages: Ranks
+    """Of these, those that have the same part of other layers."""
+    sequence: Ranks
+    """Of these, those that have other tokens between attention and attention."""
     everyone: Ranks
     """This process among all of them."""
 
@@ -46,7 +53,8 @@ class Ranks:
         self.rank = rank
         self.world_size = world_size
         self._group: dist.ProcessGroup | None = None  # torch's default one
-        self.shards = self if rank == 0 and world_size == 1 else ALONE
+        alone = self if rank == 0 and world_size == 1 else ALONE
+        self.shards = self.tensor = self.stages = self.sequence = alone
         self.everyone = self
 
     @property
@@ -59,21 +67,24 @@ class Ranks:
         """Whether this is the process that writes what is this rank's own."""
         return self.shards.rank == 0
 
-    def laid_out(self, *, tp: int) -> Ranks:
-        """Return the same processes with every `tp` neighbours as one rank; called by all of them.
+    @property
+    def draws(self) -> int:
+        """Which of the draws of dropout this process makes: those who have a matrix in parts drop the same."""
+        return self.everyone.rank // self.tensor.world_size
+
+    def laid_out(self, parts: Parts) -> Ranks:
+        """Return the same processes, with as many neighbours as one rank as there are parts; called by all of them.
 
         Raises:
             ConfigError: if there are not a whole number of times as many.
         """
-        if tp == self.shards.world_size:
-            return self
         rank, number = self.everyone.rank, self.everyone.world_size
-        if number % tp:
+        if number % parts.number:
             raise ConfigError(
-                f"tp is {tp}, but {counted(number, 'process', 'processes')} cannot be cut into groups of {tp} that "
-                f"hold a model each; start a multiple of {tp}"
+                f"a model in {parts} needs groups of {parts.number}, into which "
+                f"{counted(number, 'process', 'processes')} cannot be cut; start a multiple of {parts.number}"
             )
-        return self.everyone if tp == 1 else _laid_out(rank, number, tp)
+        return self.everyone if parts.number == 1 else _laid_out(rank, number, parts)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum over ranks, the same on each, as a new tensor without a graph."""
@@ -118,14 +129,48 @@ class Ranks:
         dist.all_gather_single(everything, carried, group=self._group)
         return everything.to(tensor.device)
 
+    def sum_to_each(self, tensor: Tensor) -> Tensor:
+        """Return this rank's of the sums over ranks, [...], of one tensor for each, [ranks ...]."""
+        if self.world_size == 1:
+            return tensor.detach()[0]
+        carried = tensor.detach().to(_carrier()).contiguous()
+        own = carried.new_empty((1, *carried.shape[1:]))
+        dist.reduce_scatter_single(own, carried, group=self._group)
+        return own[0].to(tensor.device)
+
+    def exchange(self, tensor: Tensor) -> Tensor:
+        """Return what each rank has for this one, of one tensor for each, [ranks ...]."""
+        if self.world_size == 1:
+            return tensor.detach()
+        carried = tensor.detach().to(_carrier()).contiguous()
+        found = torch.empty_like(carried)
+        dist.all_to_all_single(found, carried, group=self._group)
+        return found.to(tensor.device)
+
     def broadcast(self, tensor: Tensor) -> None:
         """Overwrite the tensor, in place, with that of the first process."""
-        if self.everyone.world_size == 1:
+        self.everyone.broadcast_from(tensor, 0)
+
+    def broadcast_from(self, tensor: Tensor, rank: int) -> None:
+        """Overwrite the tensor, in place, with that of a rank."""
+        if self.world_size == 1:
             return
         carried = tensor.detach().to(_carrier(), copy=True).contiguous()
-        dist.broadcast(carried, group=self.everyone._group, group_src=0)
+        dist.broadcast(carried, group=self._group, group_src=rank)
         with torch.no_grad():
             tensor.copy_(carried)
+
+    def send(self, tensor: Tensor, rank: int) -> Callable[[], object]:
+        """Begin to send a tensor to a rank, and return what waits until it may be forgotten."""
+        carried = tensor.detach().to(_carrier()).contiguous()
+        work = dist.isend(carried, group=self._group, group_dst=rank)
+        return lambda: (carried, work is None or work.wait())  # the tensor lives as long as somebody may wait
+
+    def receive(self, tensor: Tensor, rank: int) -> Tensor:
+        """Return what a rank sends, of the form of a tensor and on its device."""
+        carried = torch.empty(tensor.shape, dtype=tensor.dtype, device=_carrier())
+        dist.recv(carried, group=self._group, group_src=rank)
+        return carried.to(tensor.device)
 
     def broadcast_object(self, value: T) -> T:
         """Return the first process's value, which JSON must hold: nothing is pickled."""
@@ -157,27 +202,36 @@ class Ranks:
 ALONE = Ranks()
 
 
-_layouts: dict[int, Ranks] = {}
-"""Of this process's group, by the number of parts."""
+_layouts: dict[Parts, Ranks] = {}
+"""Of this process's group."""
 
 
-def _laid_out(rank: int, world_size: int, tp: int) -> Ranks:
-    """Make the groups: those who hold a model are neighbours, as they talk in every layer."""
-    if tp in _layouts:
-        return _layouts[tp]
-    models = [range(first, first + tp) for first in range(0, world_size, tp)]
-    found = Ranks(rank // tp, world_size // tp)
-    found.everyone, found.shards = Ranks(rank, world_size), Ranks(rank % tp, tp)
+def _laid_out(rank: int, world_size: int, parts: Parts) -> Ranks:
+    """Make the groups: those who hold a model are neighbours, the nearest those who talk in every layer."""
+    if parts in _layouts:
+        return _layouts[parts]
+    grid = torch.arange(world_size).view(-1, parts.pp, parts.copies, parts.tp)
     timeout = _longest_wait()
-    for members in models:
-        made = dist.new_group(list(members), timeout=timeout)
-        if rank in members:
-            found.shards._group = made
-    for place in range(tp):
-        made = dist.new_group([members[place] for members in models], timeout=timeout)
-        if place == rank % tp:
-            found._group = made
-    _layouts[tp] = found
+    made: dict[tuple[tuple[int, ...], ...], Ranks] = {}
+
+    def along(groups: Tensor) -> Ranks:
+        """Return this process among those in its row."""
+        rows = tuple(map(tuple, groups.tolist()))
+        if rows not in made:  # all make all groups, in one order
+            for members in rows:
+                group = dist.new_group(list(members), timeout=timeout) if len(members) > 1 else None
+                if rank in members:
+                    made[rows] = Ranks(members.index(rank), len(members))
+                    made[rows]._group = group
+        return made[rows]
+
+    models = along(grid.flatten(1).T)
+    found = Ranks(models.rank, models.world_size)
+    found._group, found.everyone = models._group, Ranks(rank, world_size)
+    found.shards, found.tensor = along(grid.flatten(1)), along(grid.flatten(0, 2))
+    found.stages, copies = along(grid.movedim(1, 3).flatten(0, 2)), along(grid.movedim(2, 3).flatten(0, 2))
+    found.sequence = found.tensor if parts.sp > 1 == parts.copies else copies
+    _layouts[parts] = found
     return found
 
 
@@ -191,7 +245,8 @@ def _longest_wait() -> timedelta:
 def _forget_layouts() -> None:
     """Let go of the groups, whose connections stay open as long as somebody holds them."""
     for found in _layouts.values():
-        found._group = found.shards._group = None
+        for each in (found, found.shards, found.tensor, found.stages, found.sequence):
+            each._group = None
     _layouts.clear()
 
 

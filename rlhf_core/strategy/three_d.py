@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -53,26 +53,31 @@ class ThreeDOptimizer(PlainOptimizer):
         members = self.parameters()
         plain.average(members, self.ranks)
         gradients = {self.names[member]: member.grad for member in members if member.grad is not None}
-        of_parts = [gradient for name, gradient in gradients.items() if name in self._division.cuts]
-        of_wholes = {name: gradient for name, gradient in gradients.items() if name not in self._division.cuts}
-        self._agree(of_wholes)
+        of_tokens = {name: each for name, each in gradients.items() if self._division.in_layer(name)}
+        self._agree(of_tokens, self._division.copies, of_tokens)
+        for among in dict.fromkeys((self.ranks.tensor, self.ranks.shards)):
+            alike = {name: each for name, each in gradients.items() if self._division.alike(name) is among}
+            self._agree(alike, among, self._division.summed)
         for gradient in gradients.values() if self.scale is not None else ():
             gradient.div_(self._factor)
-        squares = self.ranks.shards.sum(nn.utils.get_total_norm(of_parts) ** 2)
-        self._total = (squares + nn.utils.get_total_norm(of_wholes.values()).to(squares.device) ** 2).sqrt()
+        counted = [gradient for name, gradient in gradients.items() if self._division.counts(name)]
+        self._total = self.ranks.shards.sum(nn.utils.get_total_norm(counted).to(members[0].device) ** 2).sqrt()
         return self._total.item()  # the one wait for the device
 
-    def _agree(self, gradients: Mapping[str, Tensor]) -> None:
-        """Give weights that every process has whole the same gradients on each, to the bit.
+    @staticmethod
+    def _agree(gradients: Mapping[str, Tensor], among: Ranks, summed: Container[str]) -> None:
+        """Give weights that several processes have the same gradients on each, to the bit.
 
-        Of some, each process knows its share; of the others all of it, as long as its arithmetic can be repeated.
+        Args:
+            gradients: by name.
+            among: the processes.
+            summed: of which each process knows its share; of the others all, as far as its arithmetic can be repeated.
         """
-        shards = self.ranks.shards
-        if not gradients or shards.world_size == 1:
+        if not gradients or among.world_size == 1:
             return
-        times = (1 if name in self._division.summed else shards.world_size for name in gradients)
+        times = (1 if name in summed else among.world_size for name in gradients)
         flat = torch.cat([each.flatten() / number for each, number in zip(gradients.values(), times, strict=True)])
-        shards.add_up(flat)
+        among.add_up(flat)
         pieces = torch.split(flat, [each.numel() for each in gradients.values()])
         for gradient, piece in zip(gradients.values(), pieces, strict=True):
             gradient.copy_(piece.view(gradient.shape))
@@ -112,7 +117,7 @@ class ThreeDBooster(BaseBooster):
         """
         if self._shapes:
             raise ConfigError("this booster has a model already; make one booster for each model")
-        division = Division(model, self.ranks.shards)
+        division = Division(model, self.ranks)
         for tensor in own_tensors(model):
             self.ranks.broadcast(tensor)
         self._shapes = checkpoints.shapes(model)
@@ -130,6 +135,8 @@ class ThreeDBooster(BaseBooster):
     def backward(self, loss: Tensor, optimizer: Any) -> None:
         """Add the loss's gradients to the model's."""
         optimizer.backward(loss)
+        if (pipeline := self._division.pipeline) is not None:
+            pipeline.settle()
 
     def plain(self, model: nn.Module) -> nn.Module:  # noqa: ARG002 - the protocol's
         """Return the twin; outside `awake` what is cut is not numbers in it."""

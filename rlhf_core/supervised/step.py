@@ -136,7 +136,7 @@ def train_epochs(
         gradients_checkpointed(trained.model, active=config.gradient_checkpointing),
         training_mode(
             trained.model,
-            seed=seed + ranks.rank,  # ranks must not drop the same units
+            seed=seed + ranks.draws,  # ranks must not drop the same units
         ),
     ):
         for epoch in range(1, config.epochs + 1):  # from 1: the first pass is permuted too

@@ -55,7 +55,7 @@ def ranks_of(trainers: TrainersConfig, ranks: Ranks | None) -> Ranks:
     Raises:
         ConfigError: if they cannot be.
     """
-    return (current_ranks() if ranks is None else ranks).laid_out(tp=trainers.tp)
+    return (current_ranks() if ranks is None else ranks).laid_out(trainers.parts)
 
 
 def own(booster: Booster) -> OwnBooster | None:

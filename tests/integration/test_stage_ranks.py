@@ -166,16 +166,18 @@ def test_sft_under_every_strategy(store: ArtifactStore, model: Path, strategy: s
 
 @pytest.mark.parallel
 @pytest.mark.parametrize("stage", [sft, reward_model])
-def test_two_ranks_hold_one_model_in_parts(store: ArtifactStore, model: Path, stage: Any) -> None:
-    both = stage(store, model, strategy="3d", num_trainers=2, tp=2, batch_size=8)
-    assert both.metrics["tp"] == 2
+@pytest.mark.parametrize("size", ["tp", "pp", "sp"])
+def test_two_ranks_hold_one_model_in_parts(store: ArtifactStore, model: Path, stage: Any, size: str) -> None:
+    both = stage(store, model, strategy="3d", num_trainers=2, batch_size=8, **{size: 2})
+    assert both.metrics[size] == 2
     assert_alike(store, both, stage(store, model, batch_size=8))
 
 
 @pytest.mark.parallel
-def test_adapters_over_a_shared_base_in_parts(store: ArtifactStore, model: Path) -> None:
+@pytest.mark.parametrize("size", ["tp", "pp", "sp"])
+def test_adapters_over_a_shared_base_in_parts(store: ArtifactStore, model: Path, size: str) -> None:
     adapters = {"lora": {"r": 4}, "epochs": 2, "batch_size": 8}
-    both = sft(store, model, strategy="3d", num_trainers=2, tp=2, **adapters)
+    both = sft(store, model, strategy="3d", num_trainers=2, **{size: 2}, **adapters)
     assert store.resolve(both.uri).has_adapters
     assert_alike(store, both, sft(store, model, **adapters))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -106,8 +107,13 @@ def test_gemini_goes_on_from_what_zero2_left(inputs: Path, zero2_run: subprocess
 
 @pytest.mark.integration
 @pytest.mark.parallel
-def test_two_ranks_hold_one_model_in_parts(inputs: Path) -> None:
-    done = _torchrun(inputs, RULES.replace("--plugin zero2", "--plugin 3d --tp 2 --save_path parts"))
+@pytest.mark.parametrize(
+    "parts",
+    ["--tp 2", "--pp 2 --grad_checkpoint", "--sp 2 --sp_mode all_to_all", "--tp 2 --enable_sequence_parallelism"],
+)
+def test_two_ranks_hold_one_model_in_parts(inputs: Path, parts: str) -> None:
+    shutil.rmtree(inputs / "parts", ignore_errors=True)
+    done = _torchrun(inputs, RULES.replace("--plugin zero2", f"--plugin 3d {parts} --save_path parts"))
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert "episode 1/1: 32 samples" in done.stdout  # both have the same prompts
@@ -117,7 +123,7 @@ def test_two_ranks_hold_one_model_in_parts(inputs: Path) -> None:
         f"--checkpoint_path parts/actor/{checkpoint.name} --critic_checkpoint_path parts/critic/{checkpoint.name} "
         "--save_path parts --num_episodes 2"
     )
-    done = _torchrun(inputs, RULES.replace("--plugin zero2", f"--plugin 3d --tp 2 {more}"))
+    done = _torchrun(inputs, RULES.replace("--plugin zero2", f"--plugin 3d {parts} {more}"))
     assert done.returncode == 0, done.stderr
     assert f"going on from {checkpoint.name}" in done.stdout
     assert "episode 2/2: 32 samples" in done.stdout
@@ -138,9 +144,11 @@ def test_two_ranks_hold_one_model_in_parts(inputs: Path) -> None:
             "error: nowhere.json cannot be read",
             marks=pytest.mark.parallel,
         ),
-        ("--tp 2", "error: --tp 2 cuts one model into parts, which only --plugin 3d does"),
+        ("--tp 2", "error: --tp 2 would cut one model into parts, which only --plugin 3d does"),
         pytest.param(
-            "--plugin 3d --tp 4", "tp is 4, but 2 processes cannot be cut into groups of 4", marks=pytest.mark.parallel
+            "--plugin 3d --tp 4",
+            "tp 4 needs groups of 4, into which 2 processes cannot be",
+            marks=pytest.mark.parallel,
         ),
         pytest.param(  # found by both ranks, once torch is loaded and they have met
             "--pretrain math_prompts", "{inputs}/math_prompts is not a model", marks=pytest.mark.parallel

@@ -7,10 +7,12 @@ import re
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+import ray
 import torch
 
 from flows.presets import resolve
@@ -20,7 +22,7 @@ from rlhf_core.errors import LostRankError, TrainingError
 from tasks.failures import passes
 from tasks.ppo import ppo_episode
 from tasks.ppo_group import TRAINER
-from tests.integration.ppo_runs import Run, kill_when, on_a_cluster
+from tests.integration.ppo_runs import Run, act_when, kill_when, on_a_cluster
 from tests.tiny_llama import write_tiny_llama
 
 pytestmark = pytest.mark.integration
@@ -29,7 +31,12 @@ PEER = "trainer-1"
 LR = 1e-3
 STEPS = 2 * 6 * 2
 """Episodes, passes, minibatches."""
-IN_PARTS: dict[str, Any] = {"strategy": "3d", "num_trainers": 2, "tp": 2}
+IN_PARTS: dict[str, dict[str, Any]] = {
+    "tp2": {"strategy": "3d", "num_trainers": 2, "tp": 2},
+    "pp2": {"strategy": "3d", "num_trainers": 2, "pp": 2},
+    "sp2": {"strategy": "3d", "num_trainers": 2, "sp": 2},
+    "tp2-pp2": {"strategy": "3d", "num_trainers": 4, "tp": 2, "pp": 2},
+}
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +112,7 @@ def assert_as_alone(run: Run, **changes: Any) -> None:
     """What the run has come to is what one trainer comes to, with the same steps."""
     numbers, both = run.numbers(), run.tensors()
     run.begin()
-    alone = {"strategy": "plain", "num_trainers": 1, "tp": 1}
+    alone = {"strategy": "plain", "num_trainers": 1, "tp": 1, "pp": 1, "sp": 1}
     with_ppo(run, **alone, train_batch_size=8, micro_batch_size=8, ptx_batch_size=4, **changes)
     run.finish()
     for mine, theirs in zip(numbers, run.numbers(), strict=True):
@@ -115,11 +122,13 @@ def assert_as_alone(run: Run, **changes: Any) -> None:
 
 
 @pytest.mark.parallel
-@pytest.mark.parametrize("critic", ["reward_model", "policy"])
-def test_two_ranks_hold_one_model_in_parts_and_learn_what_one_does(run: Run, critic: str) -> None:
+@pytest.mark.parametrize(
+    ("parts", "critic"), [("tp2", "reward_model"), ("tp2", "policy"), ("pp2", "reward_model"), ("sp2", "policy")]
+)
+def test_ranks_that_hold_one_model_in_parts_learn_what_one_does(run: Run, parts: str, critic: str) -> None:
     """Adapters over a base that all map, actor and critic too; each trainer uses its part of it."""
     run.begin()
-    with_ppo(run, **IN_PARTS, train_batch_size=8, ptx_batch_size=4, critic_init=critic)
+    with_ppo(run, **IN_PARTS[parts], train_batch_size=8, ptx_batch_size=4, critic_init=critic)
     run.finish()
     assert_as_alone(run, critic_init=critic)
 
@@ -139,7 +148,7 @@ LOST = r"rank 1 of 2 (\(trainer-1\) )?has ended|trainer-1 has ended"
 
 
 @pytest.mark.clusters
-@pytest.mark.parametrize("strategy", ["plain", "ddp", "zero2", "3d"])
+@pytest.mark.parametrize("strategy", ["plain", "ddp", "zero2", "tp2", "pp2"])
 @pytest.mark.parametrize(
     ("victim", "number", "doing", "sentence"),
     [
@@ -153,15 +162,15 @@ LOST = r"rank 1 of 2 (\(trainer-1\) )?has ended|trainer-1 has ended"
 def test_whichever_rank_is_lost_and_whenever_the_run_ends_with_the_same_bits(
     run: Run, undisturbed: dict[str, Any], strategy: str, victim: str, number: int, doing: str, sentence: str
 ) -> None:
-    undisturbed, tp = undisturbed.setdefault(strategy, {}), 2 if strategy == "3d" else 1
+    undisturbed, trainers = undisturbed.setdefault(strategy, {}), IN_PARTS.get(strategy, {"strategy": strategy})
     cluster = run.config.ppo.cluster.model_copy(update={"collective_timeout_s": 10.0}).model_dump(mode="json")
     if not undisturbed:
         run.begin()
-        with_ppo(run, strategy=strategy, tp=tp, cluster=cluster)
+        with_ppo(run, **trainers, cluster=cluster)
         run.finish()
         undisturbed.update(weights=run.weights(), numbers=run.numbers())
     run.begin()
-    with_ppo(run, strategy=strategy, tp=tp, cluster=cluster)
+    with_ppo(run, **trainers, cluster=cluster)
     # A rank whose part in publishing was done before the signal is missed in the next episode: there must be one.
     struck = 0 if doing == "publishing" else 1
     for episode in range(struck):
@@ -177,3 +186,37 @@ def test_whichever_rank_is_lost_and_whenever_the_run_ends_with_the_same_bits(
     run.finish()
     assert run.numbers() == undisturbed["numbers"]
     assert run.weights() == undisturbed["weights"]
+
+
+@pytest.mark.clusters
+def test_two_of_four_ranks_that_hold_one_model_are_killed_and_the_run_ends_with_the_same_bits(
+    config: PipelineConfig, tmp_path: Path
+) -> None:
+    sizes = {**IN_PARTS["tp2-pp2"], "train_batch_size": 8, "ptx_batch_size": 4}
+    ppo = PPOConfig.model_validate(config.ppo.model_dump(mode="json") | sizes)
+    with on_a_cluster(config.model_copy(update={"ppo": ppo}), tmp_path) as run:
+        run.begin()
+        run.finish()
+        weights, numbers = run.weights(), run.numbers()
+        run.begin()
+        ppo_episode.fn(run.plan, 0)
+        kill_two(run)
+        run.finish()
+        assert run.numbers() == numbers
+        assert run.weights() == weights
+
+
+def kill_two(run: Run) -> None:
+    """Kill two trainers, one of each stage, in the second episode."""
+    with ThreadPoolExecutor(1) as pool:
+        attempt = pool.submit(ppo_episode.fn, run.plan, 1)
+        other = ray.get(ray.get_actor("trainer-3").ping.remote(), timeout=120)  # of each stage one
+
+        def kill_both(own: int) -> None:
+            for each in (own, other):
+                os.kill(each, signal.SIGKILL)
+
+        act_when(attempt, "episode 2: learning", kill_both, PEER)
+        with pytest.raises(LostRankError, match=r"rank [13] of 4 has ended|trainer-[13] has ended") as caught:
+            attempt.result(timeout=120)
+    assert passes(caught.value)

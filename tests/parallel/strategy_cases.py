@@ -21,6 +21,7 @@ from rlhf_core.training.optim import Trained, make_trained
 from tests.parallel import strategy_stages as stages
 from tests.parallel.held import measured
 from tests.parallel.ranks import Found
+from tests.parallel.strategy_stages import named
 
 IDS = torch.arange(32).view(2, 16)
 
@@ -53,7 +54,7 @@ def held(ranks: Ranks, strategy: str, precision: str, what: str) -> Found:
 
 def dying(ranks: Ranks, strategy: str) -> Found:
     """In its third step the last rank is killed; the others say who is gone, and how long they waited for it."""
-    trained = trained_by(llama(hidden=64, layers=1), strategy, "fp32", ranks)
+    trained = trained_by(llama(hidden=64, layers=2), strategy, "fp32", ranks)
     for step in range(100):
         if step == 2 and ranks.rank == ranks.world_size - 1:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -80,9 +81,9 @@ def llama(*, hidden: int, layers: int, seed: int = 0) -> LlamaForCausalLM:
 
 
 def laid_out(ranks: Ranks, strategy: str) -> tuple[str, Ranks]:
-    """Return a strategy's name, and who trains by it; `3d-2` cuts models into two parts."""
-    name, _, tp = strategy.partition("-")
-    return name, ranks.laid_out(tp=int(tp or 1))
+    """Return a strategy's name, and who trains by it."""
+    name, parts = named(strategy)
+    return name, ranks.laid_out(parts)
 
 
 def trained_by(model: nn.Module, strategy: str, precision: str, ranks: Ranks) -> Trained:

@@ -17,6 +17,7 @@ from rlhf_core.models.lora import attach_lora
 from rlhf_core.models.reward_model import RewardModel
 from rlhf_core.ppo.episode import learn_episode
 from rlhf_core.ppo.learner import PPOLearner
+from rlhf_core.strategy.parts import Parts
 from rlhf_core.strategy.ranks import Ranks
 from rlhf_core.supervised import reward_model as reward_model_module
 from rlhf_core.supervised import sft as sft_module
@@ -101,15 +102,26 @@ def scoring_model(ranks: Ranks) -> RewardModel:
 
 
 def trainers(ranks: Ranks, strategy: str) -> dict[str, Any]:
-    """Return the options of trainers; `3d-2` cuts models into two parts."""
-    name, _, tp = strategy.partition("-")
-    return {"strategy": name, "num_trainers": ranks.everyone.world_size, "tp": int(tp or 1)}
+    """Return the options of trainers."""
+    name, parts = named(strategy)
+    return {"strategy": name, "num_trainers": ranks.everyone.world_size, **parts._asdict()}
+
+
+def named(strategy: str) -> tuple[str, Parts]:
+    """Return what a strategy's name stands for: `3d-tp2-pp2` cuts matrices into two parts, and layers into stages.
+
+    `3d-sp2` cuts rows by heads, `3d-tp2-sg2` by split_gather.
+    """
+    name, *sizes = strategy.split("-")
+    found = {size[:2]: int(size[2:]) for size in sizes}
+    gathered = found.pop("sg", None)
+    mode: dict[str, Any] = {} if gathered is None else {"sp": gathered, "sp_mode": "split_gather"}
+    return name, Parts(**found, **mode)
 
 
 def share(ranks: Ranks, strategy: str) -> int:
     """Return how many rows of a step each model learns from."""
-    given = trainers(ranks, strategy)
-    return ROWS * int(given["tp"]) // int(given["num_trainers"])
+    return ROWS * named(strategy)[1].number // ranks.everyone.world_size
 
 
 def sft_config(ranks: Ranks, strategy: str, precision: str, **changes: Any) -> SFTConfig:

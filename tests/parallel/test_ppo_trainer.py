@@ -24,8 +24,8 @@ STRATEGIES = ("ddp", "zero2", "gemini")
 SHARED = [*(f"episode:{strategy}" for strategy in STRATEGIES), "adapters:ddp", "adapters:zero2"]
 PROMPT = len("1 plus 1")
 """Tokens of each prompt: one for each letter."""
-RESUMED = [f"resumed:{strategy}" for strategy in (*STRATEGIES, "3d-2")]
-IN_PARTS = ["episode:3d-2", "adapters:3d-2"]
+RESUMED = [f"resumed:{strategy}" for strategy in (*STRATEGIES, "3d-tp2", "3d-pp2")]
+IN_PARTS = [f"{case}:{strategy}" for strategy in ("3d-tp2", "3d-pp2", "3d-sp2") for case in ("episode", "adapters")]
 
 
 def run(cases: Sequence[str], directory: Path, *, world_size: int = 2) -> list[dict[str, Found]]:

@@ -23,7 +23,7 @@ STRATEGIES = ("plain", "ddp", "zero2", "zero2_cpu", "gemini")
 ROUNDED = ("zero2", "zero2_cpu", "gemini")
 """In bfloat16 their weights are too."""
 WITH_ADAPTERS = ("plain", "ddp", "zero2", "zero2_cpu")
-IN_PARTS = ("3d-2",)
+IN_PARTS = {2: ("3d-tp2", "3d-pp2", "3d-sp2", "3d-tp2-sg2"), 4: ("3d-tp2", "3d-pp2", "3d-tp2-pp2", "3d-pp2-sp2")}
 
 
 def runs_of(strategies: Sequence[str], with_adapters: Sequence[str]) -> list[str]:
@@ -33,12 +33,12 @@ def runs_of(strategies: Sequence[str], with_adapters: Sequence[str]) -> list[str
 
 
 RUNS = {
-    2: runs_of((*STRATEGIES, *IN_PARTS), (*WITH_ADAPTERS, *IN_PARTS)),
+    2: runs_of((*STRATEGIES, *IN_PARTS[2]), (*WITH_ADAPTERS, *IN_PARTS[2])),
     3: runs_of(STRATEGIES, WITH_ADAPTERS),
-    4: runs_of(IN_PARTS, IN_PARTS),
+    4: runs_of(IN_PARTS[4], IN_PARTS[4]),
 }
 """By the number of ranks. Three have shares that no weight divides into evenly, and rows of which the last step has 3,
-3 and 2; four hold two models in parts, with rows of their own."""
+3 and 2; four hold one model, or two with rows of their own."""
 EACH = [(world_size, run) for world_size, runs in RUNS.items() for run in runs]
 
 
@@ -92,7 +92,9 @@ def test_five_steps_in_bfloat16_are_no_farther_off_than_plain_ones(
     first, *others = (each[f"{run}:bf16"] for each in found[world_size])
     arithmetic: reference.Arithmetic = "weights" if strategy in ROUNDED else "autocast"
     rounded, exact = (written(kind, stage, which) for which in (arithmetic, "fp32"))
-    assert_bf16(first, rounded, exact, times=2.0 if kind == "adapter_steps" else 1.0)
+    # sums of parts are rounded before they are added
+    times = 2.0 if kind == "adapter_steps" else 1.5 if strategy.startswith("3d") else 1.0
+    assert_bf16(first, rounded, exact, times=times)
     for other in others:
         assert other.numbers == first.numbers
 

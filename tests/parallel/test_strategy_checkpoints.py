@@ -16,10 +16,11 @@ from tests.parallel.ranks import Found, run_on_ranks
 pytestmark = pytest.mark.parallel
 
 CASES = "tests.parallel.strategy_checkpoint_cases"
-STRATEGIES = ("plain", "ddp", "zero2", "zero2_cpu", "gemini", "3d-2")
-WITH_ADAPTERS = ("plain", "ddp", "zero2", "zero2_cpu", "3d-2")
+STRATEGIES = ("plain", "ddp", "zero2", "zero2_cpu", "gemini", "3d-tp2", "3d-pp2")
+WITH_ADAPTERS = ("plain", "ddp", "zero2", "zero2_cpu", "3d-tp2", "3d-pp2")
 READERS = [
-    (strategy, world_size) for strategy in STRATEGIES for world_size in ((2, 4) if strategy == "3d-2" else (1, 2, 3))
+    *((strategy, world_size) for strategy in STRATEGIES[:5] for world_size in (1, 2, 3)),
+    *(("3d-tp2", 2), ("3d-tp2", 4), ("3d-pp2", 2), ("3d-tp2-pp2", 4), ("3d-pp2-sp2", 4)),
 ]
 """By how many processes each reads."""
 FORMS = ("file", "directory")
@@ -105,8 +106,10 @@ def test_only_adapters_are_in_the_optimizer_and_only_they_move(adapters: Written
     held = found.numbers["members"]
     if strategy in {"plain", "ddp"}:
         assert held == 2 * trained  # each of two ranks has all of them
-    elif strategy == "3d-2":
+    elif strategy == "3d-tp2":
         assert trained < held < 2 * trained  # each of two has all of the side that no head or unit is on
+    elif strategy == "3d-pp2":
+        assert held == trained  # of which each of two has its own layers'
     else:
         assert trained <= held <= trained + found.numbers["tensors"]  # shares are filled up to the same length
     moments = {name.partition(".")[2] for name in found.tensors if name.startswith("exp_avg.")}

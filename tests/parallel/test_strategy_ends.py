@@ -43,7 +43,18 @@ def test_every_rank_says_the_same_sentence(refused: list[dict[str, Found]], case
 
 @pytest.mark.parametrize(
     ("strategy", "world_size"),
-    [("plain", 2), ("ddp", 2), ("zero2", 2), ("zero2_cpu", 2), ("gemini", 2), ("3d-2", 2), ("zero2", 3), ("gemini", 3)],
+    [
+        ("plain", 2),
+        ("ddp", 2),
+        ("zero2", 2),
+        ("zero2_cpu", 2),
+        ("gemini", 2),
+        ("3d-tp2", 2),
+        ("3d-pp2", 2),
+        ("3d-sp2", 2),
+        ("zero2", 3),
+        ("gemini", 3),
+    ],
 )
 def test_a_rank_that_dies_in_a_step_ends_the_others_by_its_name(tmp_path: Path, strategy: str, world_size: int) -> None:
     *others, dead = run_and_lose("tests.parallel.strategy_cases", f"dying:{strategy}", tmp_path, world_size=world_size)

@@ -6,6 +6,7 @@ import pytest
 
 from rlhf_core.models.memory import bytes_per_rank
 from tests.parallel.ranks import Found, run_on_ranks
+from tests.parallel.strategy_stages import named
 
 pytestmark = pytest.mark.parallel
 
@@ -29,9 +30,9 @@ def assert_memory(found: list[dict[str, Found]], run: str, *, slack: float = 0.0
     """See that every rank held in this run what the formula says, but for `slack` of it."""
     _, strategy, precision, _ = run.split(":")
     counts = {name: int(found[0][run].numbers[name]) for name in ("parameters", "trained")}
-    strategy, _, tp = strategy.partition("-")
+    strategy, parts = named(strategy)
     held = bytes_per_rank(
-        strategy, precision=precision, world_size=len(found), tp=int(tp or 1), **counts  # type: ignore[arg-type]
+        strategy, precision=precision, world_size=len(found), parts=parts, **counts  # type: ignore[arg-type]
     )  # fmt: skip
     wanted = {"weights": held.weights + held.master, "gradients": held.gradients, "moments": held.moments}
     # Gemini's chunks are not full: up to 5 % of a toy. What is missing at their end, the last rank has less of.

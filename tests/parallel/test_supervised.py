@@ -20,11 +20,12 @@ STEPS = ("sft", "sft_packed_adapters", "sft_with_nothing_for_the_second_rank", "
 RUNS = ("sft_trainer", "reward_model_trainer")
 STRICT = (*STEPS, *RUNS, "sft_uneven_with_dropout", "sft_checkpointed", "resumed")
 STRATEGIES = ("ddp", "zero2", "gemini")
+IN_PARTS = ("3d-tp2", "3d-pp2", "3d-sp2")
 SHARED = [
     f"{case}:{strategy}" for strategy in STRATEGIES
     for case in ("sft", "sft_checkpointed", "sft_with_nothing_for_the_second_rank", "reward_model")
 ] + ["sft_packed_adapters:ddp", "sft_packed_adapters:zero2"]  # fmt: skip
-SHARED_RUNS = [f"{case}:{strategy}" for strategy in (*STRATEGIES, "3d-2") for case in (*RUNS, "resumed")]
+SHARED_RUNS = [f"{case}:{strategy}" for strategy in (*STRATEGIES, *IN_PARTS) for case in (*RUNS, "resumed")]
 FAILS = [f"an_evaluation_that_fails_on_one_rank:{strategy}" for strategy in ("strict", *STRATEGIES)]
 ENDS = {
     "one_rank_ends_early": "ended on 1 of 2 ranks before the others",
@@ -104,9 +105,10 @@ def test_trainers_learn_measure_and_resume_under_any_strategy(strategies: list[d
     assert all(torch.equal(tensor, second.tensors[name]) for name, tensor in first.tensors.items())
 
 
+@pytest.mark.parametrize("strategy", IN_PARTS)
 @pytest.mark.parametrize("case", RUNS)
-def test_trainers_of_one_model_in_parts_are_one(strategies: list[dict[str, Found]], case: str) -> None:
-    assert_same(strategies[0][f"{case}:3d-2"], alone(case), atol=0.0)
+def test_trainers_of_one_model_in_parts_are_one(strategies: list[dict[str, Found]], case: str, strategy: str) -> None:
+    assert_same(strategies[0][f"{case}:{strategy}"], alone(case), atol=0.0)
 
 
 @pytest.mark.parametrize("case", [*STEPS, *RUNS, "resumed"])

@@ -25,8 +25,11 @@ from transformers import (
 from rlhf_core.config import LoRAConfig
 from rlhf_core.functional import logprobs
 from rlhf_core.functional.logprobs import VocabularyPart
+from rlhf_core.models import attention
+from rlhf_core.models.actor import response_logprobs
 from rlhf_core.models.lora import attach_lora
 from rlhf_core.strategy.factory import make_booster
+from rlhf_core.strategy.parts import Parts
 from rlhf_core.strategy.ranks import Ranks
 from rlhf_core.supervised import step as step_module
 from rlhf_core.supervised.sft import train_sft
@@ -78,7 +81,7 @@ def steps(ranks: Ranks, name: str, strategy: str, precision: str, checkpointing:
 
 def words(ranks: Ranks, dtype: str, kernels: str) -> Found:
     """Log-probabilities, entropies and gradients, each rank with its words' logits; tokens of every part."""
-    shards = ranks.laid_out(tp=ranks.world_size).shards
+    shards = ranks.laid_out(Parts(tp=ranks.world_size)).shards
     draw = torch.Generator().manual_seed(7)
     whole = (3 * torch.randn(2, 9, 259, generator=draw)).to(getattr(torch, dtype))
     tokens = torch.randint(0, 259, (2, 9), generator=draw)
@@ -128,16 +131,78 @@ def traffic(ranks: Ranks, strategy: str) -> Found:
     return Found({"there": float(there), "back": float(sum(given) - there)})
 
 
+def stages_of_four_layers(ranks: Ranks) -> Found:
+    """What a stage has of a model with four layers, and what it sends in a pass over five rows, there and back."""
+    _, laid = laid_out(ranks, "3d-pp2")
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=4,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    trained = trained_by(model, "3d-pp2", "fp32", ranks)
+    ids = torch.arange(80).view(5, 16)
+    sent: list[float] = []
+    send = Ranks.send
+
+    def counted(self: Ranks, tensor: Tensor, rank: int) -> Any:
+        assert self is laid.stages
+        sent.append(float(tensor.nbytes))
+        return send(self, tensor, rank)
+
+    with patch.object(Ranks, "send", counted):
+        found = response_logprobs(model, sequences=ids, attention_mask=ids >= 0, num_actions=15, temperature=1.0)
+        there = len(sent)
+        trained.booster.backward(found.mean(), trained.optimizer)
+    held = {name: each.nbytes for name, each in model.named_parameters() if each.numel()}
+    layers = sorted({int(name.split(".")[2]) for name in held if ".layers." in name})
+    trained.optimizer.step()
+    moments = sum(each.nbytes for state in trained.optimizer.state.values() for each in state.values() if each.ndim)
+    return Found(
+        {"there": sum(sent[:there]), "back": sum(sent[there:]), "messages": float(len(sent)), "moments": float(moments)}
+        | {f"layer {number}": 1.0 for number in layers}
+        | {"in layers": float(sum(size for name, size in held.items() if ".layers." in name))}
+        | {"bytes": float(sum(held.values()))}
+    )
+
+
+def columns(ranks: Ranks, strategy: str) -> Found:
+    """Shapes of what layers and attention are given, of 5 rows of 7 tokens."""
+    model = form("llama", vocabulary=256)
+    trained = trained_by(model, strategy, "fp32", ranks)
+    shapes: dict[str, float] = {}
+
+    def see(name: str, tensor: Tensor) -> None:
+        shapes.update({f"{name}.{dim}": float(size) for dim, size in enumerate(tensor.shape)})
+
+    layer: Any = model.model.layers[1]  # the first is given all columns, and takes its own
+    layer.register_forward_pre_hook(lambda _, given: see("layer", given[0]))
+    layer.self_attn.q_proj.register_forward_pre_hook(lambda _, given: see("queries", given[0]))
+    kernel = attention.sdpa_attention_forward
+
+    def seen(module: Any, query: Tensor, *others: Any, **options: Any) -> Any:
+        see("attention", query)
+        return kernel(module, query, *others, **options)
+
+    ids = torch.arange(35).view(5, 7)
+    with patch.object(attention, "sdpa_attention_forward", seen):
+        trained.model(input_ids=ids)
+    return Found(shapes)
+
+
 def refused(ranks: Ranks, what: str) -> Found:
     """What cannot be cut says so in one sentence."""
-    laid = ranks.laid_out(tp=2)
+    laid = ranks.laid_out(Parts(pp=2) if what == "layers" else Parts(sp=2) if what in {"eager", "sp"} else Parts(tp=2))
     if what == "world":
-        ranks.laid_out(tp=3)
+        ranks.laid_out(Parts(tp=3))
     model: Any = tiny_llama()
-    if what == "heads":
+    if what in {"heads", "sp"}:
         model = LlamaForCausalLM(
             LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=1, vocab_size=9)
         )
+    elif what == "layers":
+        model = tiny_llama(num_hidden_layers=1)
+    elif what == "eager":
+        model.set_attn_implementation("eager")
     elif what == "form":
         model = GPT2LMHeadModel(GPT2Config(vocab_size=259, n_embd=32, n_layer=1, n_head=2))
     elif what == "adapters":
@@ -150,10 +215,14 @@ def refused(ranks: Ranks, what: str) -> Found:
 
 
 def waits(ranks: Ranks) -> Found:
-    """The longest waits of a group and of the groups in it, which are the same ones whenever they are asked for."""
-    laid = ranks.laid_out(tp=2)
-    assert ranks.laid_out(tp=2) is laid
-    assert laid.laid_out(tp=1).world_size == ranks.world_size
-    groups = {"all": dist.group.WORLD, "shards": laid.shards._group, "rank": laid._group}
+    """The longest waits of a group and of the groups in it, which stay; and who draws what."""
+    laid = ranks.laid_out(Parts(tp=2))
+    assert ranks.laid_out(Parts(tp=2)) is laid
+    assert laid.laid_out(Parts(tp=1)).world_size == ranks.world_size
+    four = ranks.laid_out(Parts(pp=2, sp=2))
+    groups = {"all": dist.group.WORLD, "shards": laid.shards._group, "rank": laid._group} | {
+        "stages": four.stages._group, "columns": four.sequence._group
+    }  # fmt: skip
     device = torch.device(stages.DEVICE)
-    return Found({name: group._get_backend(device).options._timeout.total_seconds() for name, group in groups.items()})
+    waits = {name: group._get_backend(device).options._timeout.total_seconds() for name, group in groups.items()}
+    return Found(waits | {"draws": float(laid.draws), "draws of four": float(four.draws)})

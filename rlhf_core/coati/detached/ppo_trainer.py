@@ -171,8 +171,8 @@ class DetachedPPOTrainer(DetachedTrainer):
         self.strategy = strategy_fn()
         if (parts := self.strategy.ranks.shards.world_size) > 1:
             raise ConfigError(
-                f"makers send each detached trainer experience of its own, but with tp {parts} as many trainers hold "
-                "one model, and need the same; take zero2 or gemini, or the flow `ppo`"
+                f"makers send each detached trainer experience of its own, but {parts} trainers hold one model, and "
+                "need the same; take zero2 or gemini, or the flow `ppo`"
             )
         self._ranks = self.strategy.ranks
         own = RankFacts(self._name, self._holders.names, self.train_batch_size)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_core.data.reading.formats import json_fault
 from rlhf_core.errors import ConfigError
 from rlhf_core.rewards.resolve import resolve_reward_function
+from rlhf_core.strategy.parts import Parts
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -82,16 +83,14 @@ def _check_rewards(args: Namespace) -> None:
 
 
 def _check_placement(args: Namespace) -> None:
-    if args.tp > 1 and args.plugin != "3d":
-        raise ConfigError(f"--tp {args.tp} cuts one model into parts, which only --plugin 3d does; set that, or --tp 1")
-    for name in ("pp", "sp"):
-        if getattr(args, name) > 1:
-            raise ConfigError(
-                f"--{name} {getattr(args, name)} splits one model over ranks, which is not supported; "
-                f"set --{name} 1 and let torchrun's ranks share the data"
-            )
-    if args.enable_sequence_parallelism:
-        raise ConfigError("--enable_sequence_parallelism is not supported; leave it out")
+    parts = parts_of(args)
+    if parts.sizes and args.plugin != "3d":
+        flags = " and ".join(f"--{name} {size}" for name, size in parts.sizes.items())
+        raise ConfigError(
+            f"{flags} would cut one model into parts, which only --plugin 3d does; set that, or leave it out"
+        )
+    if parts.fault:
+        raise ConfigError(parts.fault)
     if args.lora_config and args.plugin in _GEMINI:
         raise ConfigError(f"--lora_config does not go with --plugin {args.plugin}; take zero2, ddp or plain")
     if args.plugin == "gemini_auto" and args.accumulation_steps > 1:
@@ -99,6 +98,22 @@ def _check_placement(args: Namespace) -> None:
             f"--plugin gemini_auto does not accumulate gradients, but --accumulation_steps is "
             f"{args.accumulation_steps}; set it to 1 or take another plugin"
         )
+
+
+def parts_of(args: Namespace) -> Parts:
+    """Return into what parts the flags cut a model.
+
+    Raises:
+        ConfigError: if sequences are to be cut in a way that is not known here, or into one part.
+    """
+    cuts_sequences = args.enable_sequence_parallelism or args.sp > 1
+    if cuts_sequences and args.sp_mode == "ring":
+        raise ConfigError("--sp_mode ring is not supported; take all_to_all or split_gather")
+    sp = args.tp if cuts_sequences and args.sp_mode == "split_gather" and args.sp == 1 else args.sp
+    if cuts_sequences and sp == 1:
+        by = "--tp" if args.sp_mode == "split_gather" else "--sp"
+        raise ConfigError(f"--enable_sequence_parallelism with --sp_mode {args.sp_mode} needs {by} above 1; set it")
+    return Parts(args.tp, args.pp, sp, args.sp_mode if cuts_sequences else "all_to_all")
 
 
 def _check_sizes(args: Namespace) -> None:

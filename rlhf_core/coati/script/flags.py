@@ -296,8 +296,8 @@ def _add_placement(group: argparse._ArgumentGroup) -> None:
         choices=PLUGINS,
         help="how ranks share the models: zero2 shards gradients and optimizer state, zero2_cpu keeps that state in "
         "host memory, gemini shards weights too, gemini_auto moves them between GPU and host; ddp and plain (ours) "
-        "shard nothing; 3d cuts every matrix into --tp parts. None takes gemini on GPUs (zero2 with --lora_config), "
-        "plain on a CPU",
+        "shard nothing; 3d cuts matrices into --tp parts, layers into --pp stages and rows into --sp parts. None takes "
+        "gemini on GPUs (zero2 with --lora_config), plain on a CPU",
     )
     add(
         "--mixed_precision",
@@ -311,16 +311,17 @@ def _add_placement(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="flash-attention kernels, on GPUs that have the library; else sdpa",
     )
-    add("--tp", type=positive, default=1, help="ranks that hold one model together and have the same rows, of 3d")
-    for name, what in (("pp", "pipeline"), ("sp", "sequence")):
-        add(f"--{name}", type=positive, default=1, help=f"size of {what} parallelism; above 1 is refused here")
+    add("--tp", type=positive, default=1, help="parts of every matrix, of 3d; as many ranks have the same rows")
+    add("--pp", type=positive, default=1, help="stages of layers, of 3d; as many ranks have the same rows")
+    add("--sp", type=positive, default=1, help="parts of every row's tokens, of 3d; ranks have the same rows")
     add(
         "--sp_mode",
         choices=("split_gather", "ring", "all_to_all"),
         default="split_gather",
-        help="does nothing without sequence parallelism",
+        help="all_to_all: --sp times as many ranks hold a model; split_gather: those that --tp counts cut the rows, "
+        "too; ring is refused",
     )
-    add("--enable_sequence_parallelism", action="store_true", help="refused here")
+    add("--enable_sequence_parallelism", action="store_true", help="cut rows by --sp_mode, as --sp above 1 does")
     add("--zero_stage", type=int, choices=(0, 1, 2), default=0, help="does nothing: 3d shards no moments")
     add("--zero_cpu_offload", action="store_true", help="does nothing; see zero2_cpu")
 

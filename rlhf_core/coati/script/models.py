@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from rlhf_core.coati.script.checks import read_lora
+from rlhf_core.coati.script.checks import parts_of, read_lora
 from rlhf_core.config import LoRAConfig
 from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.models.adapters import CONFIG_FILE, is_adapter_directory, load_adapters, save_adapters
@@ -80,7 +80,7 @@ def build_models(args: Namespace, device: torch.device, tell: Callable[[str], No
     dtype = frozen if lora is not None and lora.bias == "none" else torch.float32
     directory = locate_model(args.pretrain, models_dir=MODELS_DIR.expanduser())
     if args.plugin == "3d":
-        check_parts_of(_base_of(directory) if is_adapter_directory(directory) else directory, args.tp)
+        check_parts_of(_base_of(directory) if is_adapter_directory(directory) else directory, parts_of(args))
     tokenizer = load_tokenizer(_tokenizer_directory(args, directory))
     actor = load_policy(directory, dtype, device)
     check_same_tokenizer(actor, tokenizer, what=f"--pretrain {args.pretrain} and the tokenizer")

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from rlhf_core.coati.callbacks import Callback
 from rlhf_core.coati.ppo_trainer import PPOTrainer
-from rlhf_core.coati.script.checks import checkpoint_step
+from rlhf_core.coati.script.checks import checkpoint_step, parts_of
 from rlhf_core.coati.script.data import Loaders, build_loaders
 from rlhf_core.coati.script.models import Models, Trainees, build_models, save_outputs
 from rlhf_core.config import PPOOptions, RewardConfig
@@ -82,7 +82,7 @@ def choose_plugin(args: Namespace, *, cuda: bool, num_ranks: int, tell: Callable
             num_trainers=num_ranks,
             adapters=args.lora_config is not None,
             accumulates=args.accumulation_steps > 1,
-            tp=args.tp,
+            parts=parts_of(args),
         )
     except ConfigError as error:
         raise ConfigError(f"--plugin {strategy} cannot be had: {error}") from error
@@ -260,7 +260,7 @@ def run(args: Namespace) -> None:
 def _run(args: Namespace, ranks: Ranks) -> None:
     tell, device = teller(ranks), default_device()
     plugin = choose_plugin(args, cuda=device.type == "cuda", num_ranks=ranks.world_size, tell=tell)
-    ranks = ranks.laid_out(tp=args.tp)
+    ranks = ranks.laid_out(parts_of(args))
     args = Namespace(**vars(args) | {"plugin": plugin.strategy})
     models = build_models(args, device, tell)
     conversation = setup_conversation_template(models.tokenizer, args.conversation_template_config)

@@ -19,6 +19,7 @@ from rlhf_core.config import LoRAConfig
 from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.lora import attach_lora
+from rlhf_core.strategy.parts import Parts
 from rlhf_core.strategy.plain import PlainBooster
 from tests.tiny_llama import tiny_llama, tiny_tokenizer
 
@@ -108,10 +109,10 @@ def test_what_was_not_prepared_is_refused(strategy: Strategy) -> None:
 def test_a_strategy_that_cannot_be_had_is_refused_when_it_is_made() -> None:
     with pytest.raises(ConfigError, match="precision fp16 needs a GPU"):
         make_strategy("plain", precision="fp16", device="cpu")
-    with pytest.raises(ConfigError, match="strategy zero2 does not cut one model into parts, but tp is 2; take 3d"):
-        make_strategy("zero2", device="cpu", tp=2)
-    with pytest.raises(ConfigError, match="tp is 2, but 1 process cannot be cut into groups of 2"):
-        make_strategy("3d", device="cpu", tp=2)
+    with pytest.raises(ConfigError, match="strategy zero2 does not cut one model into parts, but is asked for tp 2"):
+        make_strategy("zero2", device="cpu", parts=Parts(tp=2))
+    with pytest.raises(ConfigError, match="a model in pp 2 needs groups of 2, into which 1 process cannot be cut"):
+        make_strategy("3d", device="cpu", parts=Parts(pp=2))
 
 
 def test_models_made_in_its_context_are_those_of_its_seed_and_nobody_elses_numbers_change(strategy: Strategy) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from rlhf_core.models.memory import bytes_per_rank
+from rlhf_core.strategy.parts import Parts
 
 # parameters 1000, of which 600 are trained, on 4 ranks: weights, gradients, master, moments
 BY_HAND: dict[tuple[Any, Any], tuple[int, int, int, int]] = {
@@ -34,5 +35,8 @@ def test_a_part_is_rounded_up() -> None:
 
 def test_parts_of_3d_by_hand() -> None:
     """All weights: a half of each. Adapters: 400 frozen ones in halves, and of 600 the half that is cut in halves."""
-    assert tuple(bytes_per_rank("3d", parameters=1000, trained=1000, tp=2))[:4] == (2000, 2000, 0, 4000)
-    assert tuple(bytes_per_rank("3d", parameters=1000, trained=600, tp=2))[:4] == (2600, 1800, 0, 3600)
+    two = Parts(tp=2)
+    assert tuple(bytes_per_rank("3d", parameters=1000, trained=1000, parts=two))[:4] == (2000, 2000, 0, 4000)
+    assert tuple(bytes_per_rank("3d", parameters=1000, trained=600, parts=two))[:4] == (2600, 1800, 0, 3600)
+    stages = Parts(pp=2)  # of adapters, too, each has those of its layers
+    assert tuple(bytes_per_rank("3d", parameters=1000, trained=600, parts=stages))[:4] == (2000, 1200, 0, 2400)

@@ -13,6 +13,7 @@ from torch import nn
 from rlhf_core.errors import ConfigError
 from rlhf_core.strategy import factory
 from rlhf_core.strategy.factory import check_optimizer, check_strategy, make_booster
+from rlhf_core.strategy.parts import Parts
 from rlhf_core.strategy.plain import PlainBooster
 from rlhf_core.strategy.ranks import Ranks, current_ranks, join_alone, leave
 
@@ -35,7 +36,10 @@ def said(caught: pytest.ExceptionInfo[ConfigError]) -> str:
 
 IMPOSSIBLE: dict[str, tuple[dict[str, Any], str]] = {
     "zero3": ({}, r"'zero3' is unknown; take one of plain, ddp, .*gemini_auto, 3d"),
-    "zero2_cpu": ({"tp": 2}, "strategy zero2_cpu does not cut one model into parts, but tp is 2; take 3d"),
+    "zero2_cpu": (
+        {"parts": Parts(tp=2, pp=2)},
+        "strategy zero2_cpu does not cut one model into parts, but is asked for tp 2 x pp 2; take 3d, or set tp and",
+    ),
     "plain": ({"precision": "fp16"}, "fp16 needs a GPU; take bf16"),
     "zero2": ({"precision": "fp16"}, "fp16 needs a GPU"),
     "gemini_auto": ({}, "there is no GPU; take gemini"),

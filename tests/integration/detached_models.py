@@ -24,6 +24,7 @@ from rlhf_core.coati.strategy import Strategy, make_strategy
 from rlhf_core.config import LoRAConfig, PPOOptions
 from rlhf_core.models.critic import Critic
 from rlhf_core.models.lora import attach_lora
+from rlhf_core.strategy.parts import Parts
 from rlhf_core.types import Experience
 from tests.tiny_llama import tiny_llama, tiny_tokenizer
 from tests.unit.coati.ppo_trainers import encoded, padded, reward_model
@@ -56,6 +57,14 @@ def cluster(directory: Path, name: str = "classes") -> Iterator[None]:
 
 def plain() -> Strategy:
     return make_strategy("plain", device="cpu")
+
+
+def in_parts() -> Strategy:
+    return make_strategy("3d", device="cpu", parts=Parts(tp=2))
+
+
+def in_stages() -> Strategy:
+    return make_strategy("3d", device="cpu", parts=Parts(pp=2))
 
 
 def actor() -> LlamaForCausalLM:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,6 +15,7 @@ import ray
 from rlhf_core.coati.detached.building import LearningOptions
 from rlhf_core.coati.detached.ppo_trainer import DetachedPPOTrainer
 from rlhf_core.coati.detached.scheduled_fit import DealingOptions
+from rlhf_core.coati.strategy import Strategy
 from rlhf_core.errors import ConfigError, LostRankError
 from tests.integration import equality
 from tests.integration.detached_models import (
@@ -25,6 +26,8 @@ from tests.integration.detached_models import (
     batches,
     cluster,
     end,
+    in_parts,
+    in_stages,
     maker,
     notes,
     plain,
@@ -51,7 +54,9 @@ def schedule(step: int) -> float:
     return 1 / (1 + 0.1 * step)  # as the trainers of `ppo_trainers` have it
 
 
-def ranks(makers: list[str], directory: Path) -> list[Any]:
+def ranks(
+    makers: list[str], directory: Path, strategy: Callable[[], Strategy] = plain, *, batch_size: int = 2
+) -> list[Any]:
     """Return the handles of two trainers that are one group's ranks."""
     port = str(free_port())
     made = []
@@ -61,7 +66,7 @@ def ranks(makers: list[str], directory: Path) -> list[Any]:
         }  # fmt: skip
         made.append(
             DetachedPPOTrainer.options(name=name, num_gpus=1, num_cpus=0).remote(
-                makers, plain, trained, env_info, train_batch_size=2, value_clip=0.2,
+                makers, strategy, trained, env_info, train_batch_size=batch_size, value_clip=0.2,
                 callbacks=[Notes(directory / name)], options=OPTIONS,
                 learning=LearningOptions(lr=LR, lr_schedule=schedule, max_new_tokens=4),
                 dealing=DealingOptions(seed=3, start_timeout_s=300.0),
@@ -70,8 +75,15 @@ def ranks(makers: list[str], directory: Path) -> list[Any]:
     return made
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_two_trainers_learn_what_one_does_with_batches_of_twice_the_size(count: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "count"),
+    [(plain, 1), (plain, 2), (in_parts, 2), (in_stages, 1)],
+)
+def test_two_trainers_learn_what_one_does_with_all_their_rows(
+    strategy: Callable[[], Strategy], count: int, tmp_path: Path
+) -> None:
+    """Each has its own half of a step's rows; those who hold one model together have all of them."""
+    rows = 2 if strategy is plain else 4
     names = [f"maker_{number}" for number in range(count)]
     ours = trainer(options=OPTIONS, seed=3, lr=LR, train_batch_size=4)
     stats = record_stats(ours)
@@ -80,13 +92,13 @@ def test_two_trainers_learn_what_one_does_with_batches_of_twice_the_size(count: 
     handles = [
         maker(name, TRAINERS, callbacks=[MakerNotes(tmp_path / name)], sync_models_from_trainers=True) for name in names
     ]
-    both = ranks(names, tmp_path)
+    both = ranks(names, tmp_path, strategy, batch_size=rows)
     ray.get([each.sync_models_to_remote_makers.remote() for each in both], timeout=LIMIT_S)
     steps = [10] * 2 if count == 2 else [20]
-    run(both, handles, batches, steps, 10, 2, 3)  # five episodes of two batches of two, on each
+    run(both, handles, batches, steps, 10, 2, 3)  # five episodes of two batches, on each
     for name in TRAINERS:
         found = notes(tmp_path / name)
-        assert [each["rows"] for each in found] == [2] * 30
+        assert [each["rows"] for each in found] == [rows] * 30
         assert [each["actor_loss"] for each in found] == pytest.approx(
             [each.actor_loss for each in stats], rel=1e-3, abs=2e-5
         )
@@ -95,7 +107,7 @@ def test_two_trainers_learn_what_one_does_with_batches_of_twice_the_size(count: 
         )
         mine = [(each["actor_loss"], each["critic_loss"]) for each in found]
         theirs = [(each.actor_loss, each.critic_loss) for each in stats]
-    equality.keep(f"coati's, 2 trainers x {count} makers (one with twice the batch)", mine, theirs)
+    equality.keep(f"coati's, 2 trainers ({strategy.__name__}) x {count} makers (one with all rows)", mine, theirs)
     made = [len((tmp_path / name).read_text()) for name in names]
     assert sum(made) == 20
     assert all(made)

@@ -87,8 +87,8 @@ class DetachedPPOTrainer(DetachedTrainer):
     are this fit's `update_steps` x `train_batch_size` samples, and whose `num_update_steps` are its `train_epochs`.
 
     Several trainers, each with its own `env_info`, are the ranks of one group: they train one model, an episode has
-    `update_steps` x `train_batch_size` samples for each, and the first leases for all. All methods but those of the
-    buffer are then called on every one of them.
+    `update_steps` x `train_batch_size` samples for each (under strategy 3d for each group that holds a model), and the
+    first leases for all. All methods but those of the buffer are then called on every one of them.
 
     Args:
         experience_maker_holder_name_list: names of the makers; may be empty.
@@ -169,12 +169,8 @@ class DetachedPPOTrainer(DetachedTrainer):
         if env_info is not None:
             set_dist_env(env_info)
         self.strategy = strategy_fn()
-        if (parts := self.strategy.ranks.shards.world_size) > 1:
-            raise ConfigError(
-                f"makers send each detached trainer experience of its own, but {parts} trainers hold one model, and "
-                "need the same; take zero2 or gemini, or the flow `ppo`"
-            )
         self._ranks = self.strategy.ranks
+        self._has_peers = self._ranks.everyone.world_size > 1
         own = RankFacts(self._name, self._holders.names, self.train_batch_size)
         with naming_lost_rank(self._ranks):  # where one cannot be built, the others do not wait for it
             self._group = tell_each_other(own, self._ranks)
@@ -307,14 +303,14 @@ class DetachedPPOTrainer(DetachedTrainer):
         place, state = self._loop.learner.position, self._save_dir
         # Not in it: each state replaces the whole directory.
         beside = None if state is None else state.absolute().with_name(f"{state.absolute().name}.failed")
-        return keep_in(beside, f"episode-{place.episode}_step-{place.step}/rank-{self._ranks.rank}")(write)
+        return keep_in(beside, f"episode-{place.episode}_step-{place.step}/rank-{self._ranks.everyone.rank}")(write)
 
     def _production(self, total_steps: int, update_steps: int, train_epochs: int) -> Production:
         found = super()._production(total_steps, update_steps, train_epochs)
         self.learner  # noqa: B018 - raises what building ended with
         agreed_plan(self._ranks, total_steps, update_steps, train_epochs, self._loop.episode)
         unsent = torch.tensor([int(self._loop.is_unpublished)])
-        self._loop.is_unpublished = bool(self._ranks.gather(unsent).any())  # all of them send
+        self._loop.is_unpublished = bool(self._ranks.everyone.gather(unsent).any())  # all of them send
         return found._replace(trainers=self._ranks.world_size)
 
     def _open_source(self, production: Production, began: int) -> Source:
@@ -322,11 +318,11 @@ class DetachedPPOTrainer(DetachedTrainer):
             return super()._open_source(production, began)
         name = self._group[0].name
         first = find_actor(name, self.dealing.start_timeout_s, what="the first rank's trainer")
-        who = f"rank 0 of {self._ranks.world_size} ({name})"
+        who = f"rank 0 of {self._ranks.everyone.world_size} ({name})"
         return FirstRanksExperience(first, who, self.dealing.start_timeout_s + self.dealing.experience_timeout_s)
 
     def _is_pushed(self) -> bool:
-        return self._ranks.world_size == 1 and super()._is_pushed()
+        return not self._has_peers and super()._is_pushed()
 
     def _check_makers(self, makers: Sequence[MakerFacts]) -> None:
         super()._check_makers(makers)

@@ -35,10 +35,10 @@ def tell_each_other(own: RankFacts, ranks: Ranks) -> list[RankFacts]:
     Raises:
         ConfigError: on all ranks, if they have different batches, or the first has no name to be found by.
     """
-    if ranks.world_size == 1:
+    if ranks.everyone.world_size == 1:
         return [own]
     line = torch.frombuffer(bytearray(json.dumps(own).encode() + b"\n"), dtype=torch.uint8)
-    lines = bytes(ranks.gather(line).tolist()).splitlines()
+    lines = bytes(ranks.everyone.gather(line).tolist()).splitlines()
     found = [RankFacts(name, tuple(holders), size) for name, holders, size in map(json.loads, lines)]
     sizes = [each.train_batch_size for each in found]
     if len(set(sizes)) > 1:
@@ -101,7 +101,7 @@ def agreed_plan(ranks: Ranks, *numbers: int) -> None:
     Raises:
         ConfigError: on all ranks, if they were not.
     """
-    plans = ranks.gather(torch.tensor([numbers])).tolist()
+    plans = ranks.everyone.gather(torch.tensor([numbers])).tolist()
     for rank, plan in enumerate(plans):
         if plan != plans[0]:
             raise ConfigError(

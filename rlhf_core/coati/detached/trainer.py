@@ -128,6 +128,8 @@ class DetachedTrainer(ABC):
         self.train_batch_size, self.buffer_limit = train_batch_size, buffer_limit
         self.callbacks, self.debug, self.dealing = tuple(callbacks), debug, dealing
         self._name = own_actor_name() or type(self).__name__
+        self._has_peers = False
+        """Other trainers learn from the same experience."""
         self._trouble: Exception | None = None
         """What is wrong with the arguments: Ray would hide it in a page of its own, so that later calls raise it."""
         try:
@@ -358,7 +360,7 @@ class DetachedTrainer(ABC):
         )
         source = scheduled(
             fit, self._holders.handles(), self.dealing, controls=self._controls, weights=self._weights,
-            is_shared=production.trainers > 1,
+            is_shared=self._has_peers,
         )  # fmt: skip
         self._scheduler = source.scheduler
         return source

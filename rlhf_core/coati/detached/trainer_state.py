@@ -48,7 +48,7 @@ def write_trainer_state(directory: Path, stored: Stored, ranks: Ranks) -> None:
         if ranks.is_first:
             save_file(state_tensors(stored.state), writing / _STATE)
             write_json(writing / _FACTS, state_to_json(stored.state))
-        if stored.demonstrations is not None:
+        if stored.demonstrations is not None and ranks.speaks:
             save_file(stored.demonstrations.tensors, writing / f"rank-{ranks.rank}.safetensors")
             write_json(writing / f"rank-{ranks.rank}.json", stored.demonstrations.facts)
 

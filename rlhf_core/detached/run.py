@@ -33,13 +33,14 @@ from rlhf_core.ppo.learner import PPOLearner, PPOStats
 from rlhf_core.ppo.loop import Collected, Loop
 from rlhf_core.ppo.metrics import episode_metrics, staleness, step_means
 from rlhf_core.ppo.order import in_key_order
-from rlhf_core.ppo.published_weights import weights_to_publish
+from rlhf_core.ppo.published_weights import pieces_to_publish, weights_to_publish
 from rlhf_core.ppo.state import EpisodeRecord, RolloutState, TrainingState
 from rlhf_core.ray_tools.group import GROUPS, GroupMember, Peers
 from rlhf_core.rollout import worker
 from rlhf_core.strategy.ranks import ALONE, SharedState, current_ranks, share_state
 from rlhf_core.types import EpisodeControls, Experience, Sample
 from rlhf_core.weights import Publisher
+from rlhf_core.weights.in_parts import write_pieces
 
 logger = logging.getLogger(__name__)
 
@@ -341,13 +342,15 @@ class RunTrainer(GroupMember):
         if completed is None:
             scheduler.await_up(self._config.cluster.start_timeout_s)
         self._publisher.retire(scheduler.versions_in_use)
-        with self._peers.taking_part("publish"):
-            publication = self._publisher.publish(
-                weights_to_publish(self._learner, self._config),
-                version=version,
-                fully=not self._config.sends_adapters,
-                nodes=scheduler.nodes,
-            )
+        facts: dict[str, Any] = {
+            "version": version, "fully": not self._config.sends_adapters, "nodes": scheduler.nodes
+        }  # fmt: skip
+        with self._peers.taking_part("publish", self._publisher.form):
+            publication = None
+            if (pieces := pieces_to_publish(self._learner, self._config)) is not None:
+                publication = self._publisher.publish_pieces(pieces, self._learner.ranks, **facts)
+            if publication is None:
+                publication = self._publisher.publish(weights_to_publish(self._learner, self._config), **facts)
         return self._rollouts.publish(publication, completed=completed)
 
     def _figures(self, seconds: Mapping[str, float], waited_s: float) -> dict[str, float]:
@@ -408,9 +411,16 @@ class TrainerRank(GroupMember):
             give_back()  # what the passes needed, before makers begin theirs
 
     @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]
-    def publish(self) -> None:
-        """Take part in gathering the weights that the first rank publishes."""
+    def publish(self, form: Mapping[str, Any]) -> None:
+        """Write this rank's parts of the weights that the first rank publishes, or take part in gathering them.
+
+        Args:
+            form: `Publisher.form` of the first rank.
+        """
         with self._working():
+            pieces = pieces_to_publish(self._learner, self._config)
+            if pieces is not None and write_pieces(pieces, self._learner.ranks, **form):
+                return
             for _ in weights_to_publish(self._learner, self._config):
                 pass
 

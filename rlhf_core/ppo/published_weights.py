@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_core.config import PPOConfig
-from rlhf_core.models.lora import MergedWeight, each_merged
+from rlhf_core.models.lora import MergedWeight, adapter_config, each_merged
 from rlhf_core.ppo.learner import PPOLearner
+from rlhf_core.strategy.booster import Piece
+from rlhf_core.strategy.three_d import ThreeDBooster
 from rlhf_core.training.boosted import exact, trained_on_first
 
 _ROLES: tuple[Literal["actor", "critic"], ...] = ("actor", "critic")
@@ -66,6 +68,29 @@ def weights_to_publish(learner: PPOLearner, config: PPOConfig) -> Iterator[tuple
     if config.sends_adapters:
         return trained_weights(learner)
     return published_weights(learner, getattr(torch, config.rollout_dtype))
+
+
+def pieces_to_publish(learner: PPOLearner, config: PPOConfig) -> list[Piece] | None:
+    """Return what this process has of `weights_to_publish`, where several hold a model in parts; else None.
+
+    None too where adapters are merged, which needs whole matrices.
+
+    Args:
+        learner: whose weights.
+        config: says which.
+    """
+    found: list[Piece] = []
+    for role in _ROLES:
+        trained = learner.trained(role)
+        if trained is None:
+            continue
+        if not isinstance(trained.booster, ThreeDBooster) or learner.ranks.shards.world_size == 1:
+            return None
+        if not config.sends_adapters and adapter_config(trained.model) is not None:
+            return None
+        own = trained.booster.pieces(trained.model, trained_only=config.sends_adapters)
+        found += [piece._replace(name=f"{role}.{piece.name}") for piece in own]
+    return found
 
 
 def _as_they_are(model: nn.Module) -> Iterator[MergedWeight]:

@@ -67,6 +67,17 @@ class TrainedState(NamedTuple):
     """Of the optimizer; a weight that was never used has none. `step` is one float32 number."""
 
 
+class Piece(NamedTuple):
+    """What this process has of a weight."""
+
+    name: str
+    shape: torch.Size
+    """Of the whole."""
+    dtype: torch.dtype
+    write: Callable[[Tensor], None]
+    """Copies it to where it is in a whole one, which it is given; nothing, if another process speaks for it."""
+
+
 class OwnBooster(Booster, Protocol):
     """A booster of this library: one for each model, which it boosts once; every method is called by all ranks.
 

@@ -274,6 +274,11 @@ class Division:
             return self.shards
         return self.tensor if self.in_layer(name) and cut.among.world_size == 1 else None
 
+    def shape(self, name: str, part: Tensor) -> torch.Size:
+        """Return the shape of the whole of a weight."""
+        cut = self.cuts.get(name)
+        return part.shape if cut is None else cut.shape
+
     def part(self, name: str, whole: Tensor) -> Tensor:
         """Return this process's part of a whole weight or moment, as a view."""
         cut = self.cuts.get(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from rlhf_core.models.base import own_tensors
 from rlhf_core.models.lora import trainable_parameters
 from rlhf_core.strategy import checkpoints, plain
 from rlhf_core.strategy.base_booster import BaseBooster
-from rlhf_core.strategy.booster import Moments, Precision
+from rlhf_core.strategy.booster import Moments, Piece, Precision
 from rlhf_core.strategy.checkpoints import OptimizerState
 from rlhf_core.strategy.plain import PlainOptimizer
 from rlhf_core.strategy.ranks import Ranks
@@ -152,6 +153,21 @@ class ThreeDBooster(BaseBooster):
         """Return copies of trainable weights: all on the first process, those that are named on every one."""
         own = trainable_parameters(model)
         return self._wholes({name: own[name] for name in (own if names is None else names)}, on_all=names is not None)
+
+    def pieces(self, model: nn.Module, *, trained_only: bool) -> Iterator[Piece]:
+        """Yield, of each weight of the model, what this process has of it; all processes the same ones.
+
+        Args:
+            model: as it was boosted.
+            trained_only: leave out what is frozen.
+        """
+
+        def write(name: str, own: nn.Parameter, whole: Tensor) -> None:
+            if self._division.counts(name):
+                self._division.part(name, whole).copy_(own.detach())
+
+        for name, own in trainable_parameters(model).items() if trained_only else model.named_parameters():
+            yield Piece(name, self._division.shape(name, own), own.dtype, partial(write, name, own))
 
     def load_weights(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
         """Overwrite this process's parts of the weights that are named, and buffers."""

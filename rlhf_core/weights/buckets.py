@@ -5,6 +5,7 @@ Tensors are cast while they are copied into a bucket. A bucket's checksum is com
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -142,18 +143,18 @@ def lay_out(
     with ThreadPoolExecutor(1, "checksums") as executor:
         layout = _Layout(writer, bucket_bytes, executor)
         for name, tensor in tensors:
-            layout.add(name, tensor, dtype_of(name, tensor, dtype))
+            layout.add(name, tensor, dtype_of(name, tensor.dtype, dtype))
         buckets = layout.buckets()
-    return Publication(version, fully, incarnation, tuple(layout.slots), buckets, writer.place())
+    return Publication(version, fully, incarnation, tuple(layout.plan.slots), buckets, writer.place())
 
 
-def dtype_of(name: str, tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that a tensor is sent in, if floating-point weights are sent in `dtype`.
+def dtype_of(name: str, own: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that a tensor of some dtype is sent in, if floating-point weights are sent in `dtype`.
 
     The critic's head stays in float32, as the makers' is: in bfloat16 a bias of 10.03 would become 10.
     """
-    if not tensor.is_floating_point():
-        return tensor.dtype
+    if not own.is_floating_point:
+        return own
     return torch.float32 if name.startswith(HEAD) else dtype
 
 
@@ -220,11 +221,36 @@ def read_only(body: memoryview) -> Tensor:
         return torch.frombuffer(body, dtype=torch.uint8)
 
 
+class Plan:
+    """Where tensors come to lie, one after the other.
+
+    Args:
+        bucket_bytes: as for `lay_out`.
+    """
+
+    def __init__(self, bucket_bytes: int) -> None:
+        self.slots: list[TensorSlot] = []
+        self.filled: list[int] = []
+        """Bytes of each bucket."""
+        self._bucket_bytes = bucket_bytes
+
+    def add(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> TensorSlot:
+        """Return the place of the next tensor: in the last bucket, if it fits there, or else in another."""
+        size = math.prod(shape) * dtype.itemsize
+        if not self.filled or (self.filled[-1] and _aligned(self.filled[-1]) + size > self._bucket_bytes):
+            self.filled.append(0)
+        start = _aligned(self.filled[-1])
+        self.filled[-1] = start + size
+        name_of_dtype = str(dtype).removeprefix("torch.")
+        self.slots.append(TensorSlot(name, tuple(shape), name_of_dtype, len(self.filled) - 1, start, size))
+        return self.slots[-1]
+
+
 class _Layout:
-    """Fills one bucket after the other, and notes where each tensor lies."""
+    """Fills one bucket after the other."""
 
     def __init__(self, writer: BucketWriter, bucket_bytes: int, executor: Executor) -> None:
-        self.slots: list[TensorSlot] = []
+        self.plan = Plan(bucket_bytes)
         self._writer, self._bucket_bytes, self._executor = writer, bucket_bytes, executor
         self._closed: list[tuple[int, Future[int]]] = []
         """Size and checksum of each bucket that is full."""
@@ -232,21 +258,19 @@ class _Layout:
         self._filled = 0
 
     def add(self, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
-        """Copy a tensor into the bucket that is open, if it fits there, or else into the next."""
-        size = tensor.numel() * dtype.itemsize
-        if self._open is not None and self._filled and _aligned(self._filled) + size > self._bucket_bytes:
+        """Copy a tensor to its place."""
+        slot = self.plan.add(name, tensor.shape, dtype)
+        if self._open is not None and slot.bucket > len(self._closed):
             self._close(self._open)
         if self._open is None:
             if len(self._closed) > 1:
                 self._closed[-2][1].result()  # from here on its room may be used again
             reached("publish")
-            self._open, self._filled = self._writer.open(max(size, self._bucket_bytes)), 0
-        start = _aligned(self._filled)
-        self._open[self._filled : start] = 0  # the room may have been used before, and the checksum covers the gap too
-        self._filled = start + size
-        self._open[start : self._filled].view(dtype).copy_(tensor.detach().reshape(-1))
-        name_of_dtype = str(dtype).removeprefix("torch.")
-        self.slots.append(TensorSlot(name, tuple(tensor.shape), name_of_dtype, len(self._closed), start, size))
+            self._open, self._filled = self._writer.open(max(slot.size, self._bucket_bytes)), 0
+        # the room may have been used before, and the checksum covers the gap too
+        self._open[self._filled : slot.offset] = 0
+        self._filled = slot.offset + slot.size
+        self._open[slot.offset : self._filled].view(dtype).copy_(tensor.detach().reshape(-1))
 
     def buckets(self) -> tuple[Bucket, ...]:
         """Close the last bucket; return all."""

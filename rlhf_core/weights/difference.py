@@ -34,7 +34,7 @@ class Change(NamedTuple):
 def cast(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> dict[str, Tensor]:
     """Return copies of weights, as they travel, in host memory."""
     return {
-        name: tensor.detach().to("cpu", dtype_of(name, tensor, dtype), copy=True).contiguous()
+        name: tensor.detach().to("cpu", dtype_of(name, tensor.dtype, dtype), copy=True).contiguous()
         for name, tensor in tensors
     }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -12,8 +12,11 @@ import ray
 import torch
 from torch import Tensor
 
+from rlhf_core.strategy.booster import Piece
+from rlhf_core.strategy.ranks import Ranks
 from rlhf_core.weights.buckets import BucketWriter, Difference, Publication, lay_out
 from rlhf_core.weights.difference import cast, changes, checksums
+from rlhf_core.weights.in_parts import lay_out_pieces
 from rlhf_core.weights.nccl import NcclSender, own_device
 from rlhf_core.weights.object_store import ObjectStoreSender
 from rlhf_core.weights.shared_memory import SharedMemorySender, has_shared_memory
@@ -77,6 +80,11 @@ class Publisher:
         self._guard = threading.Lock()
         """Versions may be retired by another thread than the one that publishes."""
 
+    @property
+    def form(self) -> dict[str, Any]:
+        """What all processes that write one publication must have in common."""
+        return {"dtype": self._dtype, "bucket_bytes": self._bucket_bytes}
+
     def publish(
         self, tensors: Iterable[tuple[str, Tensor]], *, version: int, fully: bool = True, nodes: Collection[str] = ()
     ) -> Publication:
@@ -98,6 +106,40 @@ class Publisher:
             return whole
         update = self._lay_out(changed.items(), version, nodes, fully=False)
         return replace(whole, difference=Difference(former.version, checksums(weights), update))
+
+    def publish_pieces(
+        self, pieces: Sequence[Piece], ranks: Ranks, *, version: int, fully: bool, nodes: Collection[str]
+    ) -> Publication | None:
+        """As `publish`, of what several processes hold in parts, in shared memory; the others call `write_pieces`.
+
+        Args:
+            pieces: of this process, the first.
+            ranks: all processes.
+            version: as for `publish`, as are those that follow.
+            fully: whether these are all weights.
+            nodes: Ray's ids.
+
+        Returns:
+            None, where the others return False, if they cannot all write to one place: then they are to be gathered.
+        """
+        with self._guard:
+            sender = self._sender(nodes)
+            writer = sender.begin() if isinstance(sender, SharedMemorySender) and not self._sparse else None
+        if writer is None:
+            ranks.broadcast_object(None)
+            return None
+        publication = None
+        try:
+            publication = lay_out_pieces(
+                pieces, writer, ranks, version=version, fully=fully, incarnation=self._incarnation, **self.form
+            )
+        finally:
+            with self._guard:
+                if publication is None:
+                    sender.free(writer)
+                else:
+                    self._kept.append(_Kept(version, writer, sender))
+        return publication
 
     def _lay_out(
         self, tensors: Iterable[tuple[str, Tensor]], version: int, nodes: Collection[str], *, fully: bool

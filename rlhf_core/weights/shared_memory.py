@@ -12,7 +12,7 @@ import fcntl
 import mmap
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -93,12 +93,46 @@ class SharedFile:
             os.ftruncate(self._descriptor, self._end)
             self._map, self._size, self._written = None, self._end, self._end
         fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        return self.where()
+
+    def where(self) -> SharedMemoryPlace:
+        """Return where the buckets are that were opened; they may be written still."""
         return SharedMemoryPlace(os.getpid(), self._descriptor, self._label, tuple(self._offsets))
 
     def release(self) -> None:
         """Close the file: its memory is free once no maker has it open."""
         self._map = None
         os.close(self._descriptor)
+
+
+def opened_for_writing(place: SharedMemoryPlace, sizes: Sequence[int]) -> list[Tensor]:
+    """Return the buckets of another process's file, for whoever writes them together with it.
+
+    Raises:
+        OSError: if it is not on this machine.
+    """
+    descriptor = os.open(f"/proc/{place.pid}/fd/{place.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        _check_label(descriptor, place)
+        shared = mmap.mmap(descriptor, 0)
+    finally:
+        os.close(descriptor)
+    return [
+        torch.frombuffer(shared, dtype=torch.uint8, count=size, offset=offset)
+        if size else torch.empty(0, dtype=torch.uint8)
+        for offset, size in zip(place.offsets, sizes, strict=True)
+    ]  # fmt: skip
+
+
+def _check_label(descriptor: int, place: SharedMemoryPlace) -> None:
+    """Check that a file is the one that is meant.
+
+    Raises:
+        FileNotFoundError: if it is not.
+    """
+    label = os.readlink(f"/proc/self/fd/{descriptor}")
+    if label != f"/memfd:{place.label} (deleted)":
+        raise FileNotFoundError(f"process {place.pid} has {label} where {place.label} was")
 
 
 class SharedMemorySender:
@@ -148,9 +182,7 @@ class _AttachedFile:
         self.descriptor = os.open(f"/proc/{place.pid}/fd/{place.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
         # The map has a descriptor of its own for what was opened here: a lock goes with the last tensor, not before.
         weakref.finalize(self, os.close, self.descriptor)
-        label = os.readlink(f"/proc/self/fd/{self.descriptor}")
-        if label != f"/memfd:{place.label} (deleted)":
-            raise FileNotFoundError(f"process {place.pid} has {label} where {place.label} was")
+        _check_label(self.descriptor, place)
         self.mapped = size
         self._map = mmap.mmap(self.descriptor, size, access=mmap.ACCESS_COPY)
 

@@ -124,6 +124,18 @@ def test_a_stage_has_its_own_layers_and_sends_its_rows_once_each_way(tmp_path: P
     assert (last["there"], last["back"], last["messages"]) == (0, states, 5)
 
 
+@pytest.mark.parametrize("what", ["weights", "adapters"])
+@pytest.mark.parametrize(("strategy", "world_size"), [("3d-tp2", 2), ("3d-pp2", 4), ("3d-tp2-pp2", 4), ("3d-sp2", 2)])
+def test_what_each_writes_for_makers_is_to_the_bit_what_one_gathers(
+    strategy: str, world_size: int, what: str, tmp_path: Path
+) -> None:
+    case = f"published:{strategy}:{what}"
+    first, *others = (each[case] for each in run_on_ranks(CASES, [case], tmp_path, world_size=world_size))
+    assert first.numbers["same"] == 1.0
+    assert first.numbers["buckets"] >= 1
+    assert all(each.numbers["pieces"] == first.numbers["pieces"] > 10 for each in others)
+
+
 @pytest.mark.parametrize(
     ("strategy", "expected"),
     [

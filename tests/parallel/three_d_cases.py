@@ -28,11 +28,14 @@ from rlhf_core.functional.logprobs import VocabularyPart
 from rlhf_core.models import attention
 from rlhf_core.models.actor import response_logprobs
 from rlhf_core.models.lora import attach_lora
+from rlhf_core.ppo.published_weights import pieces_to_publish, weights_to_publish
 from rlhf_core.strategy.factory import make_booster
 from rlhf_core.strategy.parts import Parts
 from rlhf_core.strategy.ranks import Ranks
 from rlhf_core.supervised import step as step_module
 from rlhf_core.supervised.sft import train_sft
+from rlhf_core.weights import Publisher
+from rlhf_core.weights.in_parts import write_pieces
 from tests.parallel import strategy_stages as stages
 from tests.parallel.ranks import Found
 from tests.parallel.strategy_cases import laid_out, loss_of, trained_by
@@ -187,6 +190,28 @@ def columns(ranks: Ranks, strategy: str) -> Found:
     with patch.object(attention, "sdpa_attention_forward", seen):
         trained.model(input_ids=ids)
     return Found(shapes)
+
+
+def published(ranks: Ranks, strategy: str, what: str) -> Found:
+    """Checksums of the buckets that all write together, and of those that the first gathers; who had how much."""
+    lora = stages.LORA if what == "adapters" else None
+    learner = stages.ppo_learner(ranks, strategy, "fp32", lora=lora)
+    config = stages.ppo_config(ranks, strategy, "fp32", lora=lora)
+    publisher = Publisher(transport="shared_memory", dtype=torch.bfloat16, bucket_bytes=1 << 16)
+    pieces, gathered = pieces_to_publish(learner, config), weights_to_publish(learner, config)
+    assert pieces is not None
+    facts: dict[str, Any] = {"version": 1, "fully": not config.sends_adapters, "nodes": ()}
+    if not ranks.is_first:
+        assert write_pieces(pieces, learner.ranks, **publisher.form)
+        assert list(gathered) == []
+        return Found({"pieces": float(len(pieces))})
+    together = publisher.publish_pieces(pieces, learner.ranks, **facts)
+    alone = publisher.publish(gathered, **facts)
+    assert together is not None
+    numbers = {"pieces": float(len(together.slots)), "buckets": float(len(together.buckets))}
+    numbers["same"] = float(together.slots == alone.slots and together.buckets == alone.buckets)
+    publisher.close()
+    return Found(numbers)
 
 
 def refused(ranks: Ranks, what: str) -> Found:

@@ -18,7 +18,7 @@ _LEAN, _LEAN_OF_END = 0.1, 0.5
 def brief_llama(*, seed: int = 0) -> LlamaForCausalLM:
     """Return a Llama of one layer that ends a response after some ten tokens."""
     config = tiny_llama().config
-    config.update({"num_hidden_layers": 1, "hidden_size": 32, "head_dim": 8, "intermediate_size": 64})
+    config.update({"num_hidden_layers": 2, "hidden_size": 32, "head_dim": 8, "intermediate_size": 64})
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config).eval()

@@ -13,7 +13,7 @@ A learner is what one rank holds to train one model (`bytes_per_rank`), by strat
     zero2         w P       w T / W     4 T / W    8 T / W      w: 4 in fp32, 2 in bf16 and fp16
     zero2_cpu     w P       w T / W     4 T / W    8 T / W      master and moments in host memory
     gemini        w P / W   w T / W     4 T / W    8 T / W      no master in fp32, where the weights are exact
-    3d            4 P / t   4 T / t     -          8 T / t      t parts; adapters: T (1 + 1 / t) / 2 in T / t's place
+    3d            4 P / t   4 T / t     -          8 T / t      t = tp pp; adapters: tp cuts one of two factors
 
 With adapters the frozen base lies in a file that all processes of a machine map: it counts once, in the dtype that it
 is computed in, or was published in if that is smaller. With one GPU makers borrow the trainer's; with several it counts
@@ -115,8 +115,8 @@ def bytes_per_rank(
         trained: of these.
         world_size: ranks that train together.
         precision: of forward passes; under ZeRO and Gemini of the working weights and gradients too.
-        parts: under `3d`. Vectors, which each rank of a stage has whole, are left out: a thousandth of them; so is the
-            layer that some stages have more.
+        parts: under `3d`. Left out are vectors, which each rank of a stage has whole, and the layer that some stages
+            have more; and that words are cut by sp, too.
 
     Example:
         >>> bytes_per_rank("zero2", parameters=1000, trained=1000, world_size=4, precision="bf16")
@@ -127,7 +127,7 @@ def bytes_per_rank(
         # of an adapter's two factors, the one that no heads or units are in is whole on each
         own = -(-trained // parts.tp) if trained == parameters else (trained + -(-trained // parts.tp)) // 2
         own = -(-own // parts.pp)
-        parameters, trained = -(-(parameters - trained) // parts.number) + own, own
+        parameters, trained = -(-(parameters - trained) // (parts.tp * parts.pp)) + own, own
         return RankMemory(_EXACT * parameters, _EXACT * trained, 0, _MOMENTS * trained)
     working = _EXACT if precision == "fp32" else 2
     shard = -(-trained // world_size)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 SequenceMode = Literal["all_to_all", "split_gather"]
 
@@ -26,9 +26,14 @@ class Parts(NamedTuple):
         return self.tp * self.pp * self.copies
 
     @property
+    def gathers(self) -> bool:
+        """Whether those that have the parts of matrices have the parts of rows."""
+        return self.sp > 1 and self.sp_mode == "split_gather"
+
+    @property
     def copies(self) -> int:
         """Processes that have the same weights, and other tokens."""
-        return self.sp if self.sp_mode == "all_to_all" else 1
+        return 1 if self.gathers else self.sp
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -38,7 +43,9 @@ class Parts(NamedTuple):
     @property
     def fault(self) -> str:
         """What excludes what, in a sentence; empty if nothing does."""
-        if self.sp_mode == "split_gather" and self.sp not in {1, self.tp}:
+        if self.sp_mode not in get_args(SequenceMode):
+            return f"sp_mode {self.sp_mode} is not supported; take {' or '.join(get_args(SequenceMode))}"
+        if self.gathers and self.sp != self.tp:
             return (
                 f"sp is {self.sp}, but split_gather cuts rows over the {self.tp} that have the parts of matrices; set "
                 "sp to tp, or sp_mode to all_to_all"
@@ -46,8 +53,9 @@ class Parts(NamedTuple):
         return ""
 
     def __str__(self) -> str:
-        """Return what is not 1: `tp 2 x pp 2`."""
-        return " x ".join(f"{name} {size}" for name, size in self.sizes.items()) or "one part"
+        """Return the sizes that multiply: `tp 2 x pp 2`."""
+        sizes = self.sizes | ({} if self.copies > 1 else {"sp": 1})
+        return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one part"
 
 
 WHOLE = Parts()

@@ -8,7 +8,7 @@ know that it has stages.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,8 +31,12 @@ def stage_of(layer: int, layers: int, stages: int) -> int:
     return next(stage for stage in range(stages) if layer < layers * (stage + 1) // stages)
 
 
+_WHOLE_ROWS = ("inputs_embeds", "past_key_values", "output_hidden_states", "output_attentions")
+"""Arguments of a trunk that ask for something else than the last hidden state of whole rows."""
+
+
 class Pipeline:
-    """This process's stage of a model.
+    """This process's stage of a model, which may be all layers, over its columns of a batch, which may be all.
 
     Args:
         trunk: a transformer, whole; the weights of others' layers may be cut away afterwards.
@@ -75,17 +79,25 @@ class Pipeline:
 
         Args:
             input_ids: [B S].
-            attention_mask: [B ...], as the trunk takes it.
-            position_ids: [B S].
+            attention_mask: [B ...] or [1 ...], as the trunk takes it.
+            position_ids: [B S] or [1 S].
             options: others.
+
+        Raises:
+            TrainingError: if something else is asked of it.
         """
+        others = {name: options.pop(name, None) for name in _WHOLE_ROWS}
+        asked = [name for name, value in others.items() if value is not None and value is not False]
+        if asked or options.get("return_dict") is False:
+            raise TrainingError(
+                "a model in stages, or with rows in parts, takes tokens of whole rows and returns their last hidden "
+                f"states, but was asked for {', '.join(asked) or 'return_dict False'}; use the strategy's plain model"
+            )
+        options["use_cache"] = False
         self.settle()
-        options.pop("inputs_embeds", None)
         embedded = _begin(self._words(input_ids), self)
         sizes = [len(each) for each in input_ids.tensor_split(min(len(input_ids), self._chunks))]
-        masks, positions = (
-            [None] * len(sizes) if each is None else torch.split(each, sizes) for each in (attention_mask, position_ids)
-        )
+        masks, positions = (_split(each, sizes) for each in (attention_mask, position_ids))
         found = []
         for rows, mask, places in zip(torch.split(embedded, sizes), masks, positions, strict=True):
             given = self._received(rows)
@@ -104,7 +116,7 @@ class Pipeline:
     def _sent_on(self, hidden: Tensor, dtype: torch.dtype) -> Tensor:
         """Send hidden states to the next stage; return what stands for them, or on the last one themselves."""
         if hidden.dtype != dtype:
-            raise TrainingError(f"expected layers to return {dtype}, as the words are, got {hidden.dtype}; take pp 1")
+            raise TrainingError(f"expected layers to return {dtype}, as the words are, got {hidden.dtype}; take zero2")
         return hidden if self.is_last else _send(hidden, self)
 
     def send(self, tensor: Tensor, stage: int) -> None:
@@ -123,6 +135,13 @@ class Pipeline:
         return torch.zeros((), device=like.device, requires_grad=learns)
 
 
+def _split(tensor: Tensor | None, sizes: list[int]) -> Sequence[Tensor | None]:
+    """Return what belongs to each part of the rows; what is for all of them is for each."""
+    if tensor is None or len(tensor) < sum(sizes):
+        return [tensor] * len(sizes)
+    return torch.split(tensor, sizes)
+
+
 def _pass_on(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
     return hidden_states
 
@@ -137,8 +156,10 @@ class _Begin(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        gradient = ctx.pipeline.columns.ranks.sum(gradients[0]).contiguous()  # of others' columns it is zero
-        ctx.pipeline.stages.broadcast_from(gradient, 0)
+        pipeline, gradient = ctx.pipeline, gradients[0].contiguous()
+        if pipeline.stages.rank == 0:  # of others' columns it is zero
+            gradient = pipeline.columns.ranks.sum(gradient)
+        pipeline.stages.broadcast_from(gradient, 0)
         return gradient, None
 
 
@@ -177,17 +198,19 @@ class _End(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, like: Tensor, _: Tensor, pipeline: Pipeline, *found: Tensor) -> Tensor:
         ctx.columns, ctx.sizes = pipeline.columns, [len(each) for each in found] if pipeline.is_last else None
-        ctx.stand_ins = () if pipeline.is_last else found
-        whole = torch.empty_like(like)
+        ctx.number = len(found)
         if pipeline.is_last:
             whole = pipeline.columns.together(torch.cat(found), like.shape[1])
+        else:
+            whole = torch.empty_like(like)
         pipeline.stages.broadcast_from(whole, pipeline.stages.world_size - 1)
         return whole
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        of_found = ctx.stand_ins if ctx.sizes is None else torch.split(ctx.columns.of(gradients[0]), ctx.sizes)
-        return None, None, None, *of_found
+        if ctx.sizes is None:
+            return None, None, None, *[gradients[0].new_zeros(())] * ctx.number
+        return None, None, None, *torch.split(ctx.columns.of(gradients[0]), ctx.sizes)
 
 
 _begin: Callable[[Tensor, Pipeline], Tensor] = _Begin.apply

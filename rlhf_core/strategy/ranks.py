@@ -17,7 +17,7 @@ from rlhf_core.counting import counted
 from rlhf_core.errors import ConfigError, TrainingError
 from rlhf_core.strategy import liveness
 from rlhf_core.strategy.liveness import is_connection_error
-from rlhf_core.strategy.parts import Parts
+from rlhf_core.strategy.parts import WHOLE, Parts
 from rlhf_core.strategy.rendezvous import Rendezvous, devices_of_all, enter_rendezvous, use_interface_towards
 
 T = TypeVar("T")
@@ -46,6 +46,8 @@ class Ranks:
     """Of these, those that have the same part of other layers."""
     sequence: Ranks
     """Of these, those that have other tokens between attention and attention."""
+    parts = WHOLE
+    """Into which each model is cut."""
     everyone: Ranks
     """This process among all of them."""
 
@@ -76,8 +78,10 @@ class Ranks:
         """Return the same processes, with as many neighbours as one rank as there are parts; called by all of them.
 
         Raises:
-            ConfigError: if there are not a whole number of times as many.
+            ConfigError: if there are not a whole number of times as many, or the parts exclude each other.
         """
+        if parts.fault:
+            raise ConfigError(parts.fault)
         rank, number = self.everyone.rank, self.everyone.world_size
         if number % parts.number:
             raise ConfigError(
@@ -164,7 +168,12 @@ class Ranks:
         """Begin to send a tensor to a rank, and return what waits until it may be forgotten."""
         carried = tensor.detach().to(_carrier()).contiguous()
         work = dist.isend(carried, group=self._group, group_dst=rank)
-        return lambda: (carried, work is None or work.wait())  # the tensor lives as long as somebody may wait
+
+        def wait(_held: Tensor = carried) -> None:  # the tensor lives as long as somebody may wait
+            if work is not None:
+                work.wait()
+
+        return wait
 
     def receive(self, tensor: Tensor, rank: int) -> Tensor:
         """Return what a rank sends, of the form of a tensor and on its device."""
@@ -230,7 +239,7 @@ def _laid_out(rank: int, world_size: int, parts: Parts) -> Ranks:
     found._group, found.everyone = models._group, Ranks(rank, world_size)
     found.shards, found.tensor = along(grid.flatten(1)), along(grid.flatten(0, 2))
     found.stages, copies = along(grid.movedim(1, 3).flatten(0, 2)), along(grid.movedim(2, 3).flatten(0, 2))
-    found.sequence = found.tensor if parts.sp > 1 == parts.copies else copies
+    found.sequence, found.parts = found.tensor if parts.gathers else copies, parts
     _layouts[parts] = found
     return found
 

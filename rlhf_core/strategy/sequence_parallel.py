@@ -28,7 +28,7 @@ class Columns:
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         self.width = 0
-        """Of the batch that the present layer is given, all columns together."""
+        """Of the batch that a layer attends in at present, all columns together."""
 
     def of(self, whole: Tensor) -> Tensor:
         """Return this process's of all columns, [B S ...], padding behind the last."""
@@ -73,7 +73,7 @@ class Columns:
         sent = padded.reshape(len(padded), number, each, *padded.shape[2:]).movedim(1, 0)
         return _exchange(sent, self.ranks).movedim(0, 2).flatten(2, 3)
 
-    def cut(self, layers: list[nn.Module], *, by_heads: bool) -> None:
+    def cut(self, layers: list[Any], *, by_heads: bool) -> None:
         """Have layers work on this process's columns; the first is given all of them.
 
         Args:
@@ -81,15 +81,16 @@ class Columns:
             by_heads: whether attention exchanges heads for tokens; else it is given all tokens.
         """
 
-        def enter(layer: nn.Module, given: tuple[Tensor], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        def attend(_: nn.Module, given: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             angles = options["position_embeddings"]
-            self.width = angles[0].shape[1]  # of this layer's batch, also when it is computed again
+            self.width = angles[0].shape[1]
             if by_heads:
                 options = options | {"position_embeddings": tuple(map(self.of, angles)), "columns": self}
-            return (self.of(given[0]) if layer is layers[0] else given[0],), options
+            return given, options
 
-        for each in layers:
-            each.register_forward_pre_hook(enter, with_kwargs=True)
+        layers[0].register_forward_pre_hook(lambda _, given: (self.of(given[0]), *given[1:]))
+        for each in layers:  # not the layer's own hooks: these are not called where it is computed again
+            each.self_attn.register_forward_pre_hook(attend, with_kwargs=True)
 
 
 def _padded(whole: Tensor, width: int) -> Tensor:

@@ -130,13 +130,13 @@ class Division:
     def __init__(self, model: nn.Module, ranks: Ranks) -> None:
         self.shards, self.tensor, self.stages = ranks.shards, ranks.tensor, ranks.stages
         self._columns = Columns(ranks.sequence)
-        self._gathers = ranks.sequence is ranks.tensor and ranks.tensor.world_size > 1
+        self._gathers = ranks.parts.gathers
         self.copies = ALONE if self._gathers else ranks.sequence
         """Who has the same parts of layers, of whose gradients each knows its own tokens' share."""
         self.cuts: dict[str, Cut] = {}
         """By the weight's name; what is not in it, every process has whole."""
         self.summed: set[str] = set()
-        """Weights that every process has whole, but of whose gradient each knows its own heads' or units' share."""
+        """Of what is whole in a layer: of whose gradient each process knows its own heads', units' or tokens' share."""
         self.pipeline: Pipeline | None = None
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         self._layers: dict[str, tuple[nn.Module, str]] = {}
@@ -144,7 +144,7 @@ class Division:
         if within is None:
             raise ConfigError(f"strategy 3d cuts models of transformers, and {type(model).__name__} has none inside")
         self._trunk = trunk = within.base_model
-        check_form(trunk.config, Parts(self.tensor.world_size, self.stages.world_size, self.copies.world_size))
+        check_form(trunk.config, ranks.parts)
         if self.copies.world_size > 1 and trunk.config._attn_implementation != "sdpa":
             raise ConfigError(
                 f"sp_mode all_to_all exchanges heads in sdpa, not in {trunk.config._attn_implementation}; load the "

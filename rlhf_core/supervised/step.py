@@ -136,7 +136,7 @@ def train_epochs(
         gradients_checkpointed(trained.model, active=config.gradient_checkpointing),
         training_mode(
             trained.model,
-            seed=seed + ranks.draws,  # ranks must not drop the same units
+            seed=seed + ranks.rank,  # ranks must not drop the same units
         ),
     ):
         for epoch in range(1, config.epochs + 1):  # from 1: the first pass is permuted too
@@ -186,19 +186,35 @@ def supervised_step(
     lr = trained.scheduler.get_last_lr()[0]
     sums = torch.zeros(1 + len(objective.reported))
     count = passes(trained.booster, len(micros), ranks)
-    for number in range(count):
-        with held_back(trained.booster, trained.model, trained.optimizer, is_last=number == count - 1):
-            if number >= len(micros):
-                _idle_pass(trained, objective)
-                continue
-            # Gradients are averaged over ranks, not added: hence the number of ranks.
-            loss, *reported = objective.loss(trained.model, micros[number], denominator=units / ranks.world_size)
-            trained.booster.backward(loss, trained.optimizer)
-            sums = sums.to(loss.device) + torch.stack([loss, *reported]).detach()
+    with _drawing_apart(ranks):
+        for number in range(count):
+            with held_back(trained.booster, trained.model, trained.optimizer, is_last=number == count - 1):
+                if number >= len(micros):
+                    _idle_pass(trained, objective)
+                    continue
+                # Gradients are averaged over ranks, not added: hence the number of ranks.
+                loss, *reported = objective.loss(trained.model, micros[number], denominator=units / ranks.world_size)
+                trained.booster.backward(loss, trained.optimizer)
+                sums = sums.to(loss.device) + torch.stack([loss, *reported]).detach()
     means = ranks.sum(sums) / ranks.world_size
     taken = take_step(trained, loss=means[0], what=objective.what, ranks=ranks)
     named = dict(zip(("loss", *objective.reported), means.tolist(), strict=True))
     return named | {"lr": float(lr), "grad_norm": taken.norm, objective.unit: float(units)}
+
+
+@contextmanager
+def _drawing_apart(ranks: Ranks) -> Iterator[None]:
+    """Let the stages and columns of one model drop by themselves, and come out with equal random states.
+
+    Loaders draw from these, and a checkpoint has those of one process.
+    """
+    if ranks.shards.world_size == ranks.tensor.world_size:
+        yield
+        return
+    seed = int(torch.randint(1 << 62, ()))
+    with undisturbed():
+        torch.manual_seed(seed + ranks.shards.rank // ranks.tensor.world_size)
+        yield
 
 
 def _idle_pass(trained: Trained, objective: Objective[Micro]) -> None:

@@ -113,10 +113,13 @@ def _boosted(ranks: Ranks, model: nn.Module, strategy: str, *, adam: bool = Fals
     return model, booster, optim, scheduler
 
 
-def _sft_trainer(ranks: Ranks, strategy: str = "plain", *, adam: bool = False, **options: Any) -> SFTTrainer:
-    model, booster, optim, scheduler = _boosted(
-        ranks, tiny_llama(initializer_range=0.2, seed=ranks.rank), strategy, adam=adam
-    )
+def _sft_trainer(
+    ranks: Ranks, strategy: str = "plain", *, adam: bool = False, dropout: float = 0.0, **options: Any
+) -> SFTTrainer:
+    made = tiny_llama(initializer_range=0.2, seed=ranks.rank)
+    if dropout:
+        attach_lora(made, LoRAConfig(r=2, dropout=dropout), seed=1)
+    model, booster, optim, scheduler = _boosted(ranks, made, strategy, adam=adam)
     return SFTTrainer(model, booster, optim, scheduler, **({"max_epochs": 2, "accumulation_steps": 2} | options))
 
 
@@ -217,14 +220,14 @@ def an_evaluation_prompt_of_one_rank_is_learnt_on_the_other(ranks: Ranks) -> Fou
     return _ends(_pair_trainer(ranks), [collate_pairs(mine)], [collate_pairs(evaluated)])
 
 
-def resumed(ranks: Ranks, strategy: str = "plain") -> Found:
-    """The last two of four steps, from the checkpoint after the second."""
+def resumed(ranks: Ranks, strategy: str = "plain", dropout: str = "0") -> Found:
+    """The last two of four steps, from the checkpoint after the second; of adapters, where these drop."""
     strategy, ranks = laid_out(ranks, strategy)
     batches = _batches(EXAMPLES, ranks, collate) * 2
     with directory_of_all(ranks) as directory:
-        straight = _sft_trainer(ranks, strategy, save_interval=1, save_dir=directory)
+        straight = _sft_trainer(ranks, strategy, dropout=float(dropout), save_interval=1, save_dir=directory)
         straight.fit(batches)
-        again = _sft_trainer(ranks, strategy)
+        again = _sft_trainer(ranks, strategy, dropout=float(dropout))
         again.load_checkpoint(directory / "epoch-0_step-2")
     again.fit(batches)
     assert again.history == straight.history[2:]

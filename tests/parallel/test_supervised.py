@@ -25,7 +25,9 @@ SHARED = [
     f"{case}:{strategy}" for strategy in STRATEGIES
     for case in ("sft", "sft_checkpointed", "sft_with_nothing_for_the_second_rank", "reward_model")
 ] + ["sft_packed_adapters:ddp", "sft_packed_adapters:zero2"]  # fmt: skip
-SHARED_RUNS = [f"{case}:{strategy}" for strategy in (*STRATEGIES, *IN_PARTS) for case in (*RUNS, "resumed")]
+SHARED_RUNS = [f"{case}:{strategy}" for strategy in (*STRATEGIES, *IN_PARTS) for case in (*RUNS, "resumed")] + [
+    f"resumed:{strategy}:0.3" for strategy in IN_PARTS
+]
 FAILS = [f"an_evaluation_that_fails_on_one_rank:{strategy}" for strategy in ("strict", *STRATEGIES)]
 ENDS = {
     "one_rank_ends_early": "ended on 1 of 2 ranks before the others",

@@ -28,6 +28,7 @@ from rlhf_core.functional.logprobs import VocabularyPart
 from rlhf_core.models import attention
 from rlhf_core.models.actor import response_logprobs
 from rlhf_core.models.lora import attach_lora
+from rlhf_core.models.trunk import checkpoint_gradients
 from rlhf_core.ppo.published_weights import pieces_to_publish, weights_to_publish
 from rlhf_core.strategy.factory import make_booster
 from rlhf_core.strategy.parts import Parts
@@ -46,11 +47,11 @@ EPOCHS = 4
 FORMS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": False}),
     "llama_biased": (LlamaConfig, LlamaForCausalLM, {"attention_bias": True, "mlp_bias": True}),
-    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
+    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": 4}),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16, "tie_word_embeddings": True}),
 }
-"""Biases where there are some; heads in and behind one matrix of words; norms over heads."""
+"""Biases where there are some; a window; heads in and behind one matrix of words; norms over heads."""
 
 
 def form(name: str, *, vocabulary: int = 259) -> PreTrainedModel:
@@ -71,15 +72,37 @@ def form(name: str, *, vocabulary: int = 259) -> PreTrainedModel:
     return made.eval().to(stages.DEVICE)
 
 
-def steps(ranks: Ranks, name: str, strategy: str, precision: str, checkpointing: str = "") -> Found:
-    """Twenty steps of SFT on all weights."""
-    config = stages.sft_config(ranks, strategy, precision, epochs=EPOCHS, gradient_checkpointing=bool(checkpointing))
+def steps(ranks: Ranks, name: str, strategy: str, precision: str, option: str = "") -> Found:
+    """Twenty steps of SFT on all weights; fewer of packed rows."""
+    changes = {"gradient_checkpointing": option == "checkpointing", "packing": option == "packing"}
+    config = stages.sft_config(ranks, strategy, precision, epochs=EPOCHS, **changes)
     with stages._watched(step_module) as watch:
         train_sft(
             form(name), stages.demonstrations(), config, seed=stages.SEED,
             autocast_dtype=stages.DTYPES[precision], on_step=watch.step, ranks=ranks,
         )  # fmt: skip
-    return watch.found("model", steps=EPOCHS * stages.STEPS)
+    return watch.found("model", steps=watch._steps if option == "packing" else EPOCHS * stages.STEPS)
+
+
+def widths(ranks: Ranks, strategy: str) -> Found:
+    """Two passes of different widths and one that learns nothing, then one backward, which computes both again."""
+    model = form("llama")
+    trained = trained_by(model, strategy, "fp32", ranks)
+    checkpoint_gradients(model)
+    model.train()
+
+    def mean(width: int) -> Tensor:
+        ids = torch.arange(3 * width).view(3, width)
+        rows = {"sequences": ids, "attention_mask": ids >= 0, "num_actions": width - 1}
+        return response_logprobs(model, **rows, temperature=1.0).mean()
+
+    loss = mean(7) + mean(12)
+    with torch.no_grad():
+        mean(3)
+    trained.booster.backward(loss, trained.optimizer)
+    trained.optimizer.step()
+    state = trained.booster.state(model, trained.optimizer)  # type: ignore[attr-defined]
+    return Found({"loss": loss.item()}, dict(state.moments.get("exp_avg", {})))
 
 
 def words(ranks: Ranks, dtype: str, kernels: str) -> Found:
@@ -226,6 +249,11 @@ def refused(ranks: Ranks, what: str) -> Found:
         )
     elif what == "layers":
         model = tiny_llama(num_hidden_layers=1)
+    elif what == "cache":
+        model, *_ = make_booster("3d", ranks=ranks.laid_out(Parts(pp=2)), device="cpu").boost(model)
+        model.generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=2)
+    elif what == "split_gather":
+        ranks.laid_out(Parts(sp=2, sp_mode="split_gather"))
     elif what == "eager":
         model.set_attn_implementation("eager")
     elif what == "form":

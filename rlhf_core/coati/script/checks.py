@@ -107,8 +107,6 @@ def parts_of(args: Namespace) -> Parts:
         ConfigError: if sequences are to be cut in a way that is not known here, or into one part.
     """
     cuts_sequences = args.enable_sequence_parallelism or args.sp > 1
-    if cuts_sequences and args.sp_mode == "ring":
-        raise ConfigError("--sp_mode ring is not supported; take all_to_all or split_gather")
     sp = args.tp if cuts_sequences and args.sp_mode == "split_gather" and args.sp == 1 else args.sp
     if cuts_sequences and sp == 1:
         by = "--tp" if args.sp_mode == "split_gather" else "--sp"

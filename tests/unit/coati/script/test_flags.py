@@ -124,7 +124,7 @@ MISTAKES: list[tuple[dict[str, str | None], list[str], str]] = [
     ),
     ({"--pp": "2", "--sp": "2", "--sp_mode": "all_to_all"}, [], "--pp 2 and --sp 2 would cut one model into parts"),
     ({"--sp": "2", "--plugin": "3d"}, [], "sp is 2, but split_gather cuts rows over the 1 that have the parts of"),
-    ({"--sp": "2", "--sp_mode": "ring", "--plugin": "3d"}, [], "--sp_mode ring is not supported; take all_to_all or"),
+    ({"--sp": "2", "--sp_mode": "ring", "--plugin": "3d"}, [], "sp_mode ring is not supported; take all_to_all or"),
     (
         {"--enable_sequence_parallelism": None, "--plugin": "3d"},
         [],

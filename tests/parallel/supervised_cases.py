@@ -17,8 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from rlhf_core.config import LoRAConfig, RewardModelConfig, SFTConfig
 from rlhf_core.data.encoding import EncodedPair
-from rlhf_core.models.lora import trainable_parameters
-from rlhf_core.models.lora import attach_lora
+from rlhf_core.models.lora import attach_lora, trainable_parameters
 from rlhf_core.models.reward_model import RewardModel
 from rlhf_core.strategy.factory import make_booster
 from rlhf_core.strategy.ranks import Ranks

@@ -156,9 +156,11 @@ class _Begin(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        pipeline, gradient = ctx.pipeline, gradients[0].contiguous()
+        pipeline = ctx.pipeline
         if pipeline.stages.rank == 0:  # of others' columns it is zero
-            gradient = pipeline.columns.ranks.sum(gradient)
+            gradient = pipeline.columns.ranks.sum(gradients[0]).contiguous()
+        else:
+            gradient = torch.empty(gradients[0].shape, dtype=gradients[0].dtype, device=gradients[0].device)
         pipeline.stages.broadcast_from(gradient, 0)
         return gradient, None
 

@@ -6,13 +6,14 @@ Nobody has the whole of it; the buckets, with their checksums, are those that on
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
 import torch
 from torch import Tensor
 
+from rlhf_core.phases import reached
 from rlhf_core.strategy.booster import Piece
+from rlhf_core.strategy.liveness import is_connection_error
 from rlhf_core.strategy.ranks import Ranks
 from rlhf_core.weights.buckets import Bucket, Plan, Publication, checksum, dtype_of, view
 from rlhf_core.weights.shared_memory import SharedFile, SharedMemoryPlace, opened_for_writing
@@ -47,7 +48,8 @@ def lay_out_pieces(
     plan = _plan(pieces, dtype, bucket_bytes)
     rooms = []
     for size in plan.filled:
-        rooms.append(file.open(size)[:size])
+        reached("publish")
+        rooms.append(file.open(max(size, 1))[:size])
         file.close(size)
     for slot, following in zip(plan.slots, plan.slots[1:], strict=False):
         if slot.bucket == following.bucket:  # the checksum covers the gap too
@@ -56,8 +58,7 @@ def lay_out_pieces(
     _write(pieces, plan, rooms)
     if ranks.any(False):
         return None
-    with ThreadPoolExecutor(1, "checksums") as executor:
-        buckets = tuple(map(Bucket, plan.filled, executor.map(checksum, rooms)))
+    buckets = tuple(map(Bucket, plan.filled, map(checksum, rooms)))
     return Publication(version, fully, incarnation, tuple(plan.slots), buckets, file.place())
 
 
@@ -79,6 +80,10 @@ def write_pieces(pieces: Sequence[Piece], ranks: Ranks, *, dtype: torch.dtype, b
             _write(pieces, plan, opened_for_writing(SharedMemoryPlace(**place), plan.filled))
     except OSError:  # of another machine
         return not ranks.any(True)
+    except Exception as error:
+        if not is_connection_error(error):
+            ranks.any(True)
+        raise
     return not ranks.any(False)
 
 

@@ -128,17 +128,18 @@ class Publisher:
         if writer is None:
             ranks.broadcast_object(None)
             return None
-        publication = None
         try:
             publication = lay_out_pieces(
                 pieces, writer, ranks, version=version, fully=fully, incarnation=self._incarnation, **self.form
             )
-        finally:
-            with self._guard:
-                if publication is None:
-                    sender.free(writer)
-                else:
-                    self._kept.append(_Kept(version, writer, sender))
+        except BaseException:
+            writer.release()  # another process may be writing still: it is not used again
+            raise
+        with self._guard:
+            if publication is None:
+                sender.free(writer)
+            else:
+                self._kept.append(_Kept(version, writer, sender))
         return publication
 
     def _lay_out(

@@ -96,7 +96,7 @@ class SharedFile:
         return self.where()
 
     def where(self) -> SharedMemoryPlace:
-        """Return where the buckets are that were opened; they may be written still."""
+        """Return where the buckets are that were opened."""
         return SharedMemoryPlace(os.getpid(), self._descriptor, self._label, tuple(self._offsets))
 
     def release(self) -> None:

@@ -137,6 +137,14 @@ def test_what_each_writes_for_makers_is_to_the_bit_what_one_gathers(
     assert first.numbers["same"] == 1.0
     assert first.numbers["buckets"] >= 1
     assert all(each.numbers["pieces"] == first.numbers["pieces"] > 10 for each in others)
+    assert all(each.numbers["written"] == 1.0 for each in (first, *others))
+
+
+def test_differences_are_gathered_by_all_in_step(tmp_path: Path) -> None:
+    case = "published:3d-tp2:differences"
+    for each in run_on_ranks(CASES, [case], tmp_path):
+        assert each[case].numbers["written"] == 0.0
+        assert each[case].numbers["pieces"] > 10
 
 
 @pytest.mark.parametrize(

@@ -220,18 +220,21 @@ def published(ranks: Ranks, strategy: str, what: str) -> Found:
     lora = stages.LORA if what == "adapters" else None
     learner = stages.ppo_learner(ranks, strategy, "fp32", lora=lora)
     config = stages.ppo_config(ranks, strategy, "fp32", lora=lora)
-    publisher = Publisher(transport="shared_memory", dtype=torch.bfloat16, bucket_bytes=1 << 16)
+    publisher = Publisher(
+        transport="shared_memory", dtype=torch.bfloat16, bucket_bytes=1 << 16, sparse=what == "differences"
+    )
     pieces, gathered = pieces_to_publish(learner, config), weights_to_publish(learner, config)
     assert pieces is not None
     facts: dict[str, Any] = {"version": 1, "fully": not config.sends_adapters, "nodes": ()}
     if not ranks.is_first:
-        assert write_pieces(pieces, learner.ranks, **publisher.form)
+        written = write_pieces(pieces, learner.ranks, **publisher.form)
         assert list(gathered) == []
-        return Found({"pieces": float(len(pieces))})
+        return Found({"pieces": float(len(pieces)), "written": float(written)})
     together = publisher.publish_pieces(pieces, learner.ranks, **facts)
     alone = publisher.publish(gathered, **facts)
-    assert together is not None
-    numbers = {"pieces": float(len(together.slots)), "buckets": float(len(together.buckets))}
+    if together is None:
+        return Found({"pieces": float(len(alone.slots)), "written": 0.0})
+    numbers = {"pieces": float(len(together.slots)), "buckets": float(len(together.buckets)), "written": 1.0}
     numbers["same"] = float(together.slots == alone.slots and together.buckets == alone.buckets)
     publisher.close()
     return Found(numbers)

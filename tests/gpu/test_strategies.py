@@ -25,7 +25,8 @@ pytestmark = [
 ]
 
 RANKS = min(2, torch.cuda.device_count()) or 1
-STRATEGIES = ("plain", "ddp", "zero2", "zero2_cpu", "gemini", *(["3d-tp2"] if RANKS == 2 else []))
+IN_PARTS = ("3d-tp2", "3d-pp2", "3d-sp2", "3d-tp2-sg2")
+STRATEGIES = ("plain", "ddp", "zero2", "zero2_cpu", "gemini", *(IN_PARTS if RANKS == 2 else ()))
 RUNS = [f"steps:{stage}:{strategy}" for stage in stages.STAGES for strategy in STRATEGIES]
 HELD = [f"held:{strategy}:bf16:weights" for strategy in STRATEGIES]
 REL = 1e-4

@@ -101,14 +101,19 @@ def average(parameters: Iterable[nn.Parameter], ranks: Ranks) -> None:
     # A weight that no process used keeps no gradient, as on one rank: with one, weight decay would move it.
     used = ranks.everyone.max(torch.tensor([int(member.grad is not None) for member in members])).tolist()
     gradients = [_flat_gradient(member) for member, is_used in zip(members, used, strict=True) if is_used]
+    add_up(gradients, ranks, divisor=ranks.world_size)
+
+
+def add_up(gradients: Iterable[Tensor], ranks: Ranks, *, divisor: int = 1) -> None:
+    """Overwrite flat gradients, in buckets, with their sums over ranks, divided."""
     if ranks.world_size == 1:
         return
     for bucket in _buckets(gradients):
         flat = torch.cat(bucket)
         ranks.add_up(flat)
-        flat.div_(ranks.world_size)
-        for piece, mean in zip(bucket, torch.split(flat, [piece.numel() for piece in bucket]), strict=True):
-            piece.copy_(mean)
+        flat.div_(divisor)
+        for piece, total in zip(bucket, torch.split(flat, [piece.numel() for piece in bucket]), strict=True):
+            piece.copy_(total)
 
 
 def _flat_gradient(parameter: nn.Parameter) -> Tensor:

@@ -74,14 +74,12 @@ class ThreeDOptimizer(PlainOptimizer):
             among: the processes.
             summed: of which each process knows its share; of the others all, as far as its arithmetic can be repeated.
         """
-        if not gradients or among.world_size == 1:
+        if among.world_size == 1:
             return
-        times = (1 if name in summed else among.world_size for name in gradients)
-        flat = torch.cat([each.flatten() / number for each, number in zip(gradients.values(), times, strict=True)])
-        among.add_up(flat)
-        pieces = torch.split(flat, [each.numel() for each in gradients.values()])
-        for gradient, piece in zip(gradients.values(), pieces, strict=True):
-            gradient.copy_(piece.view(gradient.shape))
+        for name, gradient in gradients.items():
+            if name not in summed:
+                gradient.div_(among.world_size)
+        plain.add_up((gradient.view(-1) for gradient in gradients.values()), among)
 
 
 class ThreeDBooster(BaseBooster):

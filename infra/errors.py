@@ -47,20 +47,27 @@ class InfraError(Exception):
 
     passes: ClassVar[bool] = False
     """Whether the same attempt may succeed later, although nobody fixes anything."""
+    ends_as: ClassVar[str] = "Failed"
+    """What a run that it ends is called: `Refused: ` or `Failed: ` and a few words, at most 40 characters in all."""
 
 
 class SettingsError(InfraError):
     """A setting (environment variable) is missing or wrong."""
 
+    ends_as = "Refused: settings"
+
 
 class StoreError(InfraError):
     """The artifact store cannot be reached, refuses, or does not hold what was asked for."""
+
+    ends_as = "Failed: artifact store"
 
 
 class StoreAwayError(StoreError):
     """The server of the artifact store was asked again and again until a deadline, and did not answer."""
 
     passes = True
+    ends_as = "Failed: artifact store out of reach"
 
 
 class StoreNotReadyError(StoreError):
@@ -71,6 +78,8 @@ class StoreNotReadyError(StoreError):
 
 class ReferenceNotFoundError(StoreError):
     """A reference names nothing in the store."""
+
+    ends_as = "Refused: unknown reference"
 
 
 class VersionExistsError(StoreError):
@@ -84,9 +93,13 @@ class LockLostError(StoreError):
 class ServiceError(InfraError):
     """A service of the local stack did not start, or is not there."""
 
+    ends_as = "Failed: local stack"
+
 
 class ClusterError(InfraError):
     """A Ray cluster did not start, or does not answer."""
+
+    ends_as = "Failed: Ray cluster"
 
 
 class ClusterNotReadyError(ClusterError):

@@ -12,46 +12,65 @@ class RlhfError(Exception):
 
     passes: ClassVar[bool] = False
     """Whether the same attempt may go well later, although nobody has repaired anything."""
+    ends_as: str = "Failed"
+    """What a run that it ends is called: `Refused: ` or `Failed: ` and a few words, at most 40 characters in all."""
+
+    def __init__(self, *told: str, ends_as: str | None = None) -> None:
+        super().__init__(*told)
+        if ends_as is not None:
+            self.ends_as = ends_as
 
 
 class ConfigError(RlhfError):
     """A preset, key or value in a configuration is not what it should be."""
 
+    ends_as = "Refused: configuration"
+
 
 class DataError(RlhfError):
     """A data file is missing, malformed, empty or of an unknown form."""
+
+    ends_as = "Refused: data"
 
 
 class DataAwayError(DataError):
     """The server that has a data file does not answer."""
 
     passes = True
+    ends_as = "Failed: data out of reach"
 
 
 class ModelError(RlhfError):
     """A model cannot be found, read, or held by this machine."""
+
+    ends_as = "Refused: model"
 
 
 class BaseChangedError(ModelError):
     """The file of a base was changed while models were mapped from it; it is copied anew, and nothing is lost."""
 
     passes = True
+    ends_as = "Failed: base model changed"
 
 
 class TrainingError(RlhfError):
     """Training cannot go on: a loss or gradient is not a finite number, or there is nothing to learn from."""
+
+    ends_as = "Failed: training"
 
 
 class LostRankError(TrainingError):
     """A process of a group that trains one model together is gone; a new group can go on from what was stored."""
 
     passes = True
+    ends_as = "Failed: lost a process"
 
 
 class NoRoomError(RlhfError):
     """A Ray cluster has no room for what is asked for, or has not given room back in time; it may have room later."""
 
     passes = True
+    ends_as = "Failed: no room in the Ray cluster"
 
 
 class Fault(NamedTuple):

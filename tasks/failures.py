@@ -103,6 +103,16 @@ def sentence(error: BaseException) -> str:
     return told
 
 
+def ends_as(error: BaseException) -> str:
+    """Return what a run is called that an expected error ends: words of a fixed list, where a message has figures."""
+    error = _inner(error)
+    if isinstance(error, RlhfError | InfraError):
+        return error.ends_as
+    if _is_of(error, _DIED):
+        return LostRankError.ends_as
+    return "Failed: server out of reach" if _is_away(error) else "Failed: timed out"
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of what was raised, here or inside an actor."""
     error = _inner(error)

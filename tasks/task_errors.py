@@ -17,7 +17,8 @@ import psutil
 from prefect import State, task
 from prefect.cache_policies import NO_CACHE
 from prefect.context import FlowRunContext
-from prefect.exceptions import CrashedRun, FailedRun, TerminationSignal
+from prefect.events import emit_event
+from prefect.exceptions import CrashedRun, FailedRun, Pause, TerminationSignal
 from prefect.states import Crashed, Failed
 
 from infra.errors import InfraError
@@ -36,12 +37,14 @@ _held_then = 0
 """Bytes that the process had when freed memory was returned last."""
 P = ParamSpec("P")
 R = TypeVar("R")
+E = TypeVar("E", FailedRun, CrashedRun)
 
 
 def in_one_sentence(function: Callable[P, R]) -> Callable[P, R]:
     """Let expected errors of a flow end it with their sentence: as Failed if they are final, as Crashed if they pass.
 
-    A flow that a task or subflow ends passes on its sentence, and how it ended. The outermost one is Crashed only if
+    The state's name is one of a few (`tasks.failures.ends_as`), since it is all that some commands show. A flow that a
+    task or subflow ends passes on its sentence, its name, and how it ended. The outermost one is Crashed only if
     it is started again; where nobody would, it has Failed. One that a signal ends has done neither, whatever came of
     the signal: Prefect records it as Cancelled or Crashed.
     """
@@ -51,20 +54,24 @@ def in_one_sentence(function: Callable[P, R]) -> Callable[P, R]:
         run = _flow_run()
         inner = run is not None and is_inner(run)
         try:
-            with contextlib.nullcontext() if inner else failures.attended_or_not(run), _signals_as_themselves():
+            with contextlib.ExitStack() as around:
+                if not inner:
+                    around.enter_context(failures.attended_or_not(run))
+                    around.enter_context(_telling_of_its_wait())
+                around.enter_context(_signals_as_themselves())
                 return function(*args, **kwargs)
         except FailedRun as error:
-            return Failed(message=str(error))  # type: ignore[return-value]
+            return _failed(str(error), _named(error))  # type: ignore[return-value]
         except CrashedRun as error:
-            told = str(error)
+            told, name = str(error), _named(error)
         except Exception as error:
             if not (passes := failures.passes(error)) and not isinstance(error, RlhfError | InfraError):
                 raise
-            told = failures.sentence(error)
+            told, name = failures.sentence(error), failures.ends_as(error)
             run_logger().error("%s", told)
             if not passes:
-                return Failed(message=told)  # type: ignore[return-value]
-        return Crashed(message=told) if inner else _ending(told, run)  # type: ignore[return-value]
+                return _failed(told, name)  # type: ignore[return-value]
+        return _crashed(told, name) if inner else _ending(told, name, run)  # type: ignore[return-value]
 
     return guarded
 
@@ -74,25 +81,67 @@ def _flow_run() -> FlowRun | None:
     return None if context is None else context.flow_run
 
 
-def _ending(told: str, run: FlowRun | None) -> State[Any]:
+@contextlib.contextmanager
+def _telling_of_its_wait() -> Iterator[None]:
+    """Tell the server that the process of a run ends which a person has suspended: its silence is no crash.
+
+    Prefect tells only when the run is suspended, and its process gives signs of life until its task has ended.
+    """
+    context = FlowRunContext.get()
+    try:
+        yield
+    except Pause:
+        _tell_that_it_waits(context)
+        raise
+    if context is not None and context.flow_run_suspension_request.is_requested():  # Prefect ends it after this
+        _tell_that_it_waits(context)
+
+
+def _tell_that_it_waits(context: FlowRunContext | None) -> None:
+    if context is not None and context.flow_run is not None:
+        emit_event("prefect.flow-run.Suspended", {"prefect.resource.id": f"prefect.flow-run.{context.flow_run.id}"})
+
+
+def _failed(told: str, name: str) -> State[Any]:
+    """Return the state of a task or flow that has failed, which raises its sentence and its name in the caller."""
+    return Failed(name=name, message=told, data=_with_name(FailedRun(told), name))
+
+
+def _crashed(told: str, name: str) -> State[Any]:
+    """Return the state of what may go well later: Prefect's automations know it by the name `Crashed`."""
+    return Crashed(message=told, data=_with_name(CrashedRun(told), name))
+
+
+def _with_name(error: E, name: str) -> E:
+    error.ends_as = name  # type: ignore[attr-defined]  # Prefect's errors carry the message of a state, not its name
+    return error
+
+
+def _named(error: FailedRun | CrashedRun) -> str:
+    return getattr(error, "ends_as", "Failed")
+
+
+def _ending(told: str, name: str, run: FlowRun | None) -> State[Any]:
     """Return how the outermost run ends that met what passes and has not passed.
 
     Args:
         told: what it was.
+        name: of its state, if it has failed.
         run: itself; None where Prefect runs nothing.
     """
     from infra.services.automations import RESTARTS, RESUMES
 
     if run is None or run.deployment_id is None or RESUMES not in run.tags:
-        return Failed(message=f"{told}; run it again when that has passed: it goes on from its last commit")
+        return _failed(f"{told}; run it again when that has passed: it goes on from its last commit", name)
     if run.run_count > RESTARTS:
         starts = counted(run.run_count, "start")
-        return Failed(
-            message=f"{told}; this was the last of {starts}, and the run is not started again by itself: start one "
-            "with the same parameters, and it goes on from the last commit"
+        return _failed(
+            f"{told}; this was the last of {starts}, and the run is not started again by itself: start one with the "
+            "same parameters, and it goes on from the last commit",
+            name,
         )
-    return Crashed(
-        message=f"{told}; this was start {run.run_count} of {RESTARTS + 1}, and the next goes on from the last commit"
+    return _crashed(
+        f"{told}; this was start {run.run_count} of {RESTARTS + 1}, and the next goes on from the last commit", name
     )
 
 
@@ -171,11 +220,11 @@ def stage_task(*, name: str, **options: Any) -> Callable[[Callable[P, R]], Calla
                     raise
                 told = failures.sentence(error) + (f" ({tried + 1} attempts)" if tried else "")
                 run_logger().error("%s", told)
-                raise CrashedRun(told) from error
+                raise _with_name(CrashedRun(told), failures.ends_as(error)) from error
             finally:
                 give_memory_back()
             if isinstance(result, State):  # Prefect hands the caller of a task the Failed state that it returned
-                raise FailedRun(result.message)
+                raise _with_name(FailedRun(str(result.message)), str(result.name))
             return result
 
         call.fn = function  # type: ignore[attr-defined]  # as Prefect's tasks have it: the plain function, for tests
@@ -196,6 +245,6 @@ def _final_ones_in_a_sentence(function: Callable[P, R]) -> Callable[P, R]:
             if failures.passes(error):
                 raise
             run_logger().error("%s", error)
-            return Failed(message=str(error))  # type: ignore[return-value]
+            return Failed(name=error.ends_as, message=str(error))  # type: ignore[return-value]
 
     return guarded

@@ -42,7 +42,10 @@ _SETTLED_S = 15.0
 """The server looks for silence every five seconds, and sets a state in less."""
 _YEAR_S = 365 * 24 * 3600.0
 _STATE = "prefect.flow-run."
-_ENDS = ("Completed", "Failed", "Cancelled", SKIPPED)
+_ENDS = ("Completed", "Failed", "Failed: *", "Refused: *", "TimedOut", "Cancelled", SKIPPED)
+"""How states are called in which a run ends, Crashed apart: a flow of ours gives a failure its name (`ends_as`)."""
+_WAITS = ("Paused", "Suspended")
+"""Of a run that waits for a person, perhaps without a process."""
 _TIMES = ("before it began", "once", "twice", "three times")
 """In the names of automations. A server knows its automations by name, so the word stays; it counts starts."""
 _RESTART = "A crashed run is started again"
@@ -88,6 +91,7 @@ def wanted(*, lost_after_s: float = LOST_AFTER_S, quiet_s: float = QUIET_S) -> l
         _at_crash(RESTARTS + 1),
         {
             "state": "FAILED",
+            "name": "Failed: crashed in every start",
             "message": f"The run crashed {_when(RESTARTS + 1)} and is not started again by itself: look for the "
             "reason in its log and the worker's, then start a run with the same parameters, which goes on from the "
             "last commit.",
@@ -97,7 +101,7 @@ def wanted(*, lost_after_s: float = LOST_AFTER_S, quiet_s: float = QUIET_S) -> l
         "A run that was lost with its worker has crashed",
         f"{ours} that has given no sign of life for {lost_after_s:g} s counts as crashed: its worker, which would have "
         "said so, is gone too.",
-        _at_silence(lost_after_s, after=("heartbeat",), signs=("heartbeat", "Scheduled", *_ENDS)),
+        _at_silence(lost_after_s, after=("heartbeat",), signs=("heartbeat", "Scheduled", *_WAITS, *_ENDS)),
         {
             "state": "CRASHED",
             "message": f"The run gave no sign of life for {lost_after_s:g} s: its process and its worker are gone.",

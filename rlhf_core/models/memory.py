@@ -70,6 +70,7 @@ BYTES = {"float32": 4, "bfloat16": 2}
 _EXACT = 4  # bytes of a float32
 _MOMENTS = 8  # Adam's two, in float32
 _MADE_IN = 4  # bytes per parameter of a model that is being made
+_TOO_LITTLE = "Refused: too little memory"
 _DISAGREE = 2  # a head that is stored twice makes a file of a small model half as large again, not twice as large
 _PRECISIONS: dict[str, Precision] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 # where a container's limit stands: version 2, then version 1 of Linux's control groups
@@ -331,7 +332,8 @@ def check_memory(
         raise ModelError(
             f"{counted(config.num_trainers, 'trainer')} and {counted(cluster.num_makers, 'maker')} are to have "
             f"{counted(gpus, 'GPU')}, but this machine has {len(machine.gpus)}; lower ppo.num_trainers, "
-            "ppo.cluster.trainer_gpus, maker_gpus or num_makers, or take a bigger machine"
+            "ppo.cluster.trainer_gpus, maker_gpus or num_makers, or take a bigger machine",
+            ends_as="Refused: too few GPUs",
         )
     need = required_memory(
         config, num_parameters, published_bytes=published_bytes, reward_adapters=reward_adapters, bases=bases,
@@ -353,7 +355,8 @@ def check_memory(
         f"PPO on {model} ({many(num_parameters)} parameters{doubt}) needs at least {gigabytes(need.total)} "
         f"({base}{gigabytes(need.trainer)} for the {'first ' if others else ''}trainer{others}, "
         f"{gigabytes(need.maker)} for each of {counted(need.num_makers, 'maker')}), but this machine has {machine}; "
-        f"{advice}take a smaller model (`-p model=PATH`) or a bigger machine"
+        f"{advice}take a smaller model (`-p model=PATH`) or a bigger machine",
+        ends_as=_TOO_LITTLE,
     )
 
 
@@ -417,7 +420,8 @@ def _check_stage(config: PipelineConfig, stage: Literal["sft", "reward_model"], 
         raise ModelError(
             f"training the stage {stage.replace('_', '-')} on {config.model.path} ({many(size.num_parameters)} "
             f"parameters{size.doubt}) needs at least {gigabytes(need.shared + count * (need.trainer + need.offloaded))}"
-            f", but this machine has {machine}; {advice}take a smaller model (`-p model=PATH`) or a bigger machine"
+            f", but this machine has {machine}; {advice}take a smaller model (`-p model=PATH`) or a bigger machine",
+            ends_as=_TOO_LITTLE,
         )
 
 

@@ -83,6 +83,7 @@ class MakersLostError(RlhfError):
     """No maker is left, or none answered within the deadline; a new group of actors may mend it."""
 
     passes = True
+    ends_as = "Failed: lost a process"
 
 
 class LeaseQueue(Generic[C, M]):

@@ -35,6 +35,7 @@ class WeightsError(RlhfError):
     """Published weights arrived damaged or too late, or do not fit the models that they are for."""
 
     passes = True
+    ends_as = "Failed: weights not received"
 
 
 @dataclass(frozen=True, slots=True)

@@ -253,9 +253,9 @@ class LocalStack:
         ours = {path: inside for path, inside in found.items() if inside.parts[0] != "store"}
         return {str(inside) for path, inside in ours.items() if secret.encode() in path.read_bytes()}
 
-    def set_state(self, run_id: str, state: str) -> None:
+    def set_state(self, run_id: str, state: str, **further: Any) -> None:
         """Put a run into a state, whatever it is in."""
-        body = {"state": {"type": state}, "force": True}
+        body = {"state": {"type": state, **further}, "force": True}
         prefect_api.call(self.api_url, "POST", f"/flow_runs/{run_id}/set_state", body)
 
     def history(self, run_id: str) -> list[str]:

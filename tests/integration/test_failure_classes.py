@@ -91,7 +91,10 @@ def test_what_is_final_stops_a_run_at_once_with_its_sentence(
 ) -> None:
     run = start(deployed, tmp_path, "bad data", store=store_proxy)
     await_end(deployed, run)
-    assert deployed.history(run) == ["Scheduled", *ONE_START, "Failed"]
+    assert deployed.history(run) == ["Scheduled", *ONE_START, "Refused: data"]
+    assert [(child["state_type"], child["state_name"]) for child in deployed.children(run)] == [
+        ("FAILED", "Refused: data")
+    ]
     assert deployed.message(run) == "row 3 of rows.jsonl has no answer"
     assert starts(tmp_path) == [1]
     wait_for(lambda: not deployed.processes_of(run), "the end of its process, which sends its last lines")

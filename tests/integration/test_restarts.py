@@ -43,7 +43,11 @@ def test_a_killed_run_is_started_again_once_as_the_same_run_and_ends_well(resumi
         (0, RESTARTING, "The run crashed before it began. It is started again in 30 s."),
         (1, RESTARTING, "The run crashed in start 1. It is started again in 30 s."),
         (3, RESTARTING, "The run crashed in start 3. It is started again in 30 s."),
-        (4, "Failed", "The run crashed in start 4 and is not started again by itself: look for the reason in its log"),
+        (
+            4,
+            "Failed: crashed in every start",
+            "The run crashed in start 4 and is not started again by itself: look for the reason in its log",
+        ),
     ],
 )
 def test_what_a_crash_is_followed_by_depends_on_the_number_of_starts(
@@ -106,21 +110,33 @@ def test_a_run_that_is_killed_four_times_has_failed(resuming: LocalStack, tmp_pa
         run.kill(start)
     run.await_state("FAILED")
     once_more = [*STARTED_AGAIN, *ONE_START]
-    assert resuming.history(run.id) == ["Scheduled", *ONE_START, *once_more * RESTARTS, "Crashed", "Failed"]
+    assert resuming.history(run.id) == [
+        "Scheduled",
+        *ONE_START,
+        *once_more * RESTARTS,
+        "Crashed",
+        "Failed: crashed in every start",
+    ]
     assert [number for _, number in run.starts()] == [1, 2, 3, 4]
 
 
 @pytest.mark.stack
-def test_a_run_that_is_lost_with_its_worker_is_noticed_and_goes_on_with_the_next_worker(
+def test_a_run_that_is_lost_with_its_worker_is_noticed_and_goes_on_with_the_next_worker_but_a_suspended_one_waits(
     own_stack: LocalStack, tmp_path: Path
 ) -> None:
     automations.install(own_stack.api_url, automations.wanted(lost_after_s=45))
-    run = WaitingRun(own_stack, tmp_path)
+    suspended = WaitingRun(own_stack, tmp_path / "suspended")
+    suspended.await_start(1)
+    own_stack.set_state(suspended.id, "PAUSED", name="Suspended", state_details={"pause_reschedule": True})
+    suspended.let_go()
+    wait_for(lambda: not own_stack.processes_of(suspended.id), "the end of the suspended run's process")
+    run = WaitingRun(own_stack, tmp_path / "lost")
     run.await_start(1)
     psutil.Process(own_stack.pids()["worker"]).kill()
     run.kill(1)
     run.await_state("SCHEDULED", timeout_s=180)
     assert own_stack.history(run.id)[-3:] == STARTED_AGAIN
+    assert suspended.history()[-1] == "Suspended", "which was silent for longer"
     own_stack.up()
     assert automations.faults(own_stack.api_url) == [], "`rlhf up` has put back what the test had changed"
     wait_for(lambda: len(run.starts()) == 2, "the second start", timeout_s=90)

@@ -258,7 +258,12 @@ TO_RESTART = [("CRASHED", automations.RESTARTING)]
             "The run crashed in start 2.",
         ),
         (["Running", "Crashed", "Restarting"], 1, [("SCHEDULED", None)], "Started again after a crash"),
-        (["Running", "Crashed"], 4, [("FAILED", None)], "The run crashed in start 4 and is not started again"),
+        (
+            ["Running", "Crashed"],
+            4,
+            [("FAILED", "Failed: crashed in every start")],
+            "The run crashed in start 4 and is not started again",
+        ),
     ],
 )
 def test_what_a_killed_server_had_to_do_about_a_crash_is_done(
@@ -339,7 +344,12 @@ NOT_AGAIN = "The run crashed, and the local stack was ended before it was starte
     [
         (["Running", "Crashed"], 1, [("CRASHED", None)], NOT_AGAIN),
         (["Running", "Crashed", "Restarting"], 1, [("CRASHED", None)], NOT_AGAIN),
-        (["Running", "Crashed"], 4, [("FAILED", None)], "The run crashed in start 4 and is not started again"),
+        (
+            ["Running", "Crashed"],
+            4,
+            [("FAILED", "Failed: crashed in every start")],
+            "The run crashed in start 4 and is not started again",
+        ),
         (["Running", "Crashed", "Restarting", "Scheduled", "Crashed"], 1, [], ""),
         (["Running", "Completed"], 1, [], ""),
     ],

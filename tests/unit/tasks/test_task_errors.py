@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import signal
 from typing import Any, NamedTuple
 
@@ -9,14 +10,15 @@ import httpx
 import pytest
 import torch
 from prefect import State
-from prefect.exceptions import CrashedRun, FailedRun, TerminationSignal
+from prefect.exceptions import FailedRun, TerminationSignal
 from prefect.states import StateType
 
-from infra.errors import ClusterError, StoreAwayError
+from infra.errors import ClusterError, InfraError, StoreAwayError
 from infra.services.automations import RESUMES
-from rlhf_core.errors import DataError
+from rlhf_core.errors import DataError, ModelError, RlhfError
+from rlhf_core.models import memory
 from tasks import task_errors
-from tasks.failures import is_unattended
+from tasks.failures import ends_as, is_unattended
 from tasks.task_errors import give_memory_back, in_one_sentence, memory_held
 
 
@@ -50,6 +52,14 @@ def ended_by(error: Exception, run: Run | None, monkeypatch: pytest.MonkeyPatch)
 
 
 AWAY = StoreAwayError("the store did not answer")
+NAME = "Failed: artifact store out of reach"
+
+
+def raised_by(error: Exception, monkeypatch: pytest.MonkeyPatch) -> Exception:
+    """Return what a subflow that an error ended raises in its caller: Prefect raises what lies in the state."""
+    data = ended_by(error, Run(deployment_id=None, tags=(), parent_task_run_id="t"), monkeypatch).data
+    assert isinstance(data, Exception)
+    return data
 
 
 @pytest.mark.parametrize(
@@ -57,10 +67,10 @@ AWAY = StoreAwayError("the store did not answer")
     [
         (Run(), "Crashed", "; this was start 1 of 4, and the next goes on from the last commit"),
         (Run(run_count=3), "Crashed", "; this was start 3 of 4, and the next goes on from the last commit"),
-        (Run(run_count=4), "Failed", "; this was the last of 4 starts, and the run is not started again by itself"),
-        (Run(tags=()), "Failed", "; run it again when that has passed: it goes on from its last commit"),
-        (Run(deployment_id=None), "Failed", "; run it again when that has passed: it goes on from its last commit"),
-        (None, "Failed", "; run it again when that has passed: it goes on from its last commit"),
+        (Run(run_count=4), NAME, "; this was the last of 4 starts, and the run is not started again by itself"),
+        (Run(tags=()), NAME, "; run it again when that has passed: it goes on from its last commit"),
+        (Run(deployment_id=None), NAME, "; run it again when that has passed: it goes on from its last commit"),
+        (None, NAME, "; run it again when that has passed: it goes on from its last commit"),
         (Run(deployment_id=None, tags=(), parent_task_run_id="t"), "Crashed", ""),
         (Run(parent_task_run_id="t"), "Crashed", "; this was start 1 of 4, and the next goes on from the last commit"),
     ],
@@ -68,19 +78,40 @@ AWAY = StoreAwayError("the store did not answer")
 def test_what_passes_leaves_a_run_to_be_started_again_where_somebody_does_that(
     run: Run | None, ends: str, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for error in (AWAY, CrashedRun(str(AWAY))):  # its own, or that of a task or subflow
+    for error in (AWAY, raised_by(AWAY, monkeypatch)):  # its own, or that of a task or subflow
         state = ended_by(error, run, monkeypatch)
         assert state.name == ends
         assert str(state.message).startswith(f"{AWAY}{says}")
 
 
-@pytest.mark.parametrize("error", [DataError("no row"), FailedRun("no row")])
-def test_what_is_final_ends_a_run_as_failed_whoever_started_it(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for run in (Run(), Run(run_count=4), None, Run(parent_task_run_id="t")):
-        state = ended_by(error, run, monkeypatch)
-        assert (state.type, state.message) == (StateType.FAILED, "no row")
+def test_what_is_final_ends_a_run_as_failed_whoever_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = DataError("no row")
+    users_own = FailedRun("no row")
+    for error, name in (
+        (refused, "Refused: data"),
+        (raised_by(refused, monkeypatch), "Refused: data"),
+        (users_own, "Failed"),
+    ):
+        for run in (Run(), Run(run_count=4), None, Run(parent_task_run_id="t")):
+            state = ended_by(error, run, monkeypatch)
+            assert (state.type, state.name, state.message) == (StateType.FAILED, name, "no row")
+
+
+def test_the_name_of_an_end_is_one_of_a_few_and_fits_a_line() -> None:
+    kinds: list[Any] = [RlhfError, InfraError]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    assert len(kinds) > 20
+    for name in {kind.ends_as for kind in kinds} | {memory._TOO_LITTLE}:
+        assert name == "Failed" or name.startswith(("Failed: ", "Refused: "))
+        assert len(name) <= 40
+    crash = httpx.ConnectError("refused")
+    assert (ends_as(crash), ends_as(TimeoutError())) == ("Failed: server out of reach", "Failed: timed out")
+
+
+def test_an_error_keeps_the_name_that_it_was_given_in_another_process() -> None:
+    error = ModelError("80 GB", ends_as="Refused: too little memory")
+    assert pickle.loads(pickle.dumps(error)).ends_as == "Refused: too little memory"
 
 
 def test_the_prefect_server_that_is_away_is_named_with_its_address(monkeypatch: pytest.MonkeyPatch) -> None:

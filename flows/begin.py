@@ -11,6 +11,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import ConfigError
 from tasks.context import Context, open_context
 from tasks.data import SPLITS, check_data, check_rows_fit, is_dataset, prepare_data, settle_dataset, settled, with_data
+from tasks.nights import check_data_are_named, tags_of_run
 from tasks.parents import wants_reward_model
 from tasks.plan import recalled, recorded, told_at
 from tasks.preflight import Trained, preflight, settle_models
@@ -70,6 +71,7 @@ def begin(
     data = settle_dataset(context, data)
     values = recalled(context, _question(preset), dict[str, Any], by_all=True) or preset_values(preset)
     draft = _draft(context, preset, data, values, parameters)
+    check_data_are_named(tags_of_run(), draft.config, data)
     stages = _training(draft.config, trains, reads, **given)
     config = preflight(draft.config, trains=trains, stages=stages, **given)
     draft = draft._replace(config=config)

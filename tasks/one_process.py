@@ -43,6 +43,7 @@ from infra.errors import LockLostError, StoreError
 from infra.services.automations import LOST_AFTER_S, RESTARTING, SKIPPED
 from infra.services.prefect_yaml import ONE_AT_A_TIME
 from tasks.context import is_inner, open_context
+from tasks.nights import missed
 from tasks.progress import say
 from tasks.taken_over import HELD, leave
 
@@ -97,7 +98,8 @@ def _work(held: Held, store: ArtifactStore, run: FlowRun, function: Callable[[],
     said: str | None = None
     try:
         deployment = _deployment_lock(store, run)
-        if deployment is not None and (reason := _Turn(store, deployment, run).refused()):
+        reason = missed(run) or (None if deployment is None else _Turn(store, deployment, run).refused())
+        if reason is not None:
             how, said = "failed", reason
             return Cancelled(name=SKIPPED, message=reason)  # type: ignore[return-value]
         result = function()

@@ -116,20 +116,23 @@ def _given(value: Any) -> str:
     return f"{shown:.{_LONGEST_SHOWN}}"
 
 
-def check_configuration(parameters: Mapping[str, Any]) -> None:
+def check_configuration(parameters: Mapping[str, Any], tags: Sequence[str] = ()) -> None:
     """Refuse parameters that the run would refuse at once; for a run that reads the presets of this checkout.
 
     Args:
         parameters: the deployment's own, and over them those that were given.
+        tags: the deployment's.
 
     Raises:
-        ConfigError: the preset or a key is unknown, or a value is out of its range. Sizes that exclude each other are
-            left to the run: it tells them together with what is wrong with the data.
+        ConfigError: the preset or a key is unknown, a value is out of its range, or no data are named. Sizes that
+            exclude each other are left to the run: it tells them together with what is wrong with the data.
     """
     from flows.presets import draft_of
+    from tasks.nights import check_data_are_named
 
     names = ("data", "model", "episodes", "seed", "overrides")
-    draft_of(parameters["preset"], **{name: parameters[name] for name in names if name in parameters})
+    draft = draft_of(parameters["preset"], **{name: parameters[name] for name in names if name in parameters})
+    check_data_are_named(tags, draft.config, parameters.get("data"))
 
 
 def placed(parameters: Mapping[str, Any], *, here: bool) -> dict[str, Any]:

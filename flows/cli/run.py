@@ -181,7 +181,9 @@ async def _start(client: Any, found: Any, deployment: str, parameters: dict[str,
     if "preset" in known:  # a flow of ours
         parameters = placed(parameters, here=here)
         if here:
-            check_configuration({"preset": known["preset"].get("default"), **found.parameters, **parameters})
+            check_configuration(
+                {"preset": known["preset"].get("default"), **found.parameters, **parameters}, found.tags
+            )
     try:
         return await client.create_flow_run_from_deployment(found.id, parameters=parameters)
     except HTTPStatusError as error:

@@ -82,6 +82,10 @@ def status(*, as_json: Json = False) -> int:
         for server in (line for line in lines if line.name == "server" and line.pid is not None):
             how = services.how_to_open_the_ui(known, server.address)
             console.print(how, highlight=False, markup=False, soft_wrap=True)
+            if server.state == "running":
+                for name, told in services.set_in_prefect(known).items():
+                    line = f"{name}, as set in Prefect: {'; '.join(told)}"
+                    console.print(line, highlight=False, markup=False, soft_wrap=True)
     return 0 if all(line.state in {"running", "none"} for line in lines) else 1
 
 

@@ -12,7 +12,7 @@ from infra.errors import ServiceError
 from infra.prefect_access import PASSWORD_FILE, know_stack_of
 from infra.process_record import describe
 from infra.services import automations, password, processes, runs, seaweed
-from infra.services.deployments import all_present, deploy, source_digest
+from infra.services.deployments import all_present, deploy, differences, source_digest
 from infra.services.ports import choose_port
 from infra.services.prefect_server import PREFECT_PORT, prefect_environment, prefect_server
 from infra.services.prefect_yaml import DeploymentEntry, read_prefect_yaml
@@ -382,9 +382,11 @@ class _BringingUp:
         told = {**prefect_environment(self.home, api_url), _AUTH: self.password}
         environment = stack_environment(self.state.id, told)
         log = self.home / "logs" / "deploy.log"
-        said = deploy(self.checkout, api_url, environment, log, entries, self.state.schedules)
-        self.state.schedules, self.state.deployed = said, digest
+        said = deploy(self.checkout, api_url, environment, log, entries, self.state.registered)
+        self.state.registered, self.state.deployed = said, digest
         self.state.save(self.home)
+        for name, kept in differences(api_url, entries).items():
+            self.report(f"{name} keeps what was set in Prefect: {'; '.join(kept)}")
 
 
 def _held(process: psutil.Process) -> str | None:

@@ -1,30 +1,40 @@
-"""Deployments: registered with the server when anything that they are made from has changed."""
+"""Deployments: registered with the server when anything that they are made from has changed.
+
+What a person has set in the UI stays: parameters, tags, schedules and job variables are merged three ways, from what
+`prefect.yaml` said when it was registered last, what it says now, and what the server has.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+import yaml
 
 from infra.errors import ServiceError
 from infra.services import prefect_api
-from infra.services.prefect_yaml import FILE_NAME, DeploymentEntry
+from infra.services.prefect_yaml import FILE_NAME, NAMELESS, DeploymentEntry, local_zone
 from infra.services.service import last_words
 
 _TIMEOUT_S = 180
 _WAITING = "AwaitingConcurrencySlot"
+_ABSENT: Final = object()
+Values = dict[str, Any]
+"""What a person can set of a deployment: `parameters`, `tags`, `schedules` and `job_variables`, each by name."""
 _SOURCES = ("flows/*.py", "flows/presets/*.yaml", "rlhf_core/config/*.py")
 
 
 def source_digest(checkout: Path) -> str:
     """Return a digest of all that deployments are made from: the file, presets, flows and the config's schema."""
     paths = [checkout / FILE_NAME, *(path for pattern in _SOURCES for path in sorted(checkout.glob(pattern)))]
-    digest = hashlib.sha256(f"{checkout} {version('prefect')}".encode())
+    digest = hashlib.sha256(f"{checkout} {version('prefect')} {local_zone()}".encode())
     for path in paths:
         digest.update(f"\n{path.relative_to(checkout)} {path.stat().st_size}\n".encode())
         digest.update(path.read_bytes())
@@ -42,12 +52,11 @@ def deploy(
     environment: Mapping[str, str],
     log: Path,
     entries: Mapping[str, DeploymentEntry],
-    said_before: Mapping[str, bool],
-) -> dict[str, bool]:
-    """Register all deployments of a checkout, and return what the file says of each schedule's being active.
+    said_before: Mapping[str, Values],
+) -> dict[str, Values]:
+    """Register all deployments of a checkout, and return what the file says of each.
 
-    A schedule that a person has switched on or off since stays so, unless the file has changed. Runs that wait to begin
-    stay too, also those of nights that were due while no worker ran.
+    Runs that wait to begin stay, also those of nights that were due while no worker ran.
 
     Args:
         checkout: where `prefect.yaml` lies.
@@ -60,23 +69,94 @@ def deploy(
     Raises:
         ServiceError: if Prefect refused one.
     """
-    says = {f"{name}/{each.slug}": each.active for name, entry in entries.items() for each in entry.schedules}
-    before = {
-        name: _schedules(prefect_api.deployment(api_url, name)) for name, entry in entries.items() if entry.schedules
-    }
+    says = {name: entry.values() for name, entry in entries.items()}
+    wanted = dict(says)
     for name in entries:
-        _keep_waiting_runs(api_url, name)
-    _run_prefect_deploy(checkout, environment, log)
-    for name, schedules in before.items():
-        deployment = prefect_api.deployment(api_url, name)
-        if deployment is None:
+        if (there := prefect_api.deployment(api_url, name)) is not None:
+            theirs = _values_of(there)
+            # Before we wrote down what the file said: what is on the server and not in the file is the user's.
+            before = said_before.get(name) or _of_both(says[name], theirs)
+            wanted[name] = _merged(before, theirs, says[name])
+            _keep_waiting_runs(api_url, name)
+    _run_prefect_deploy(checkout, environment, log, [entries[name].with_values(wanted[name]) for name in entries])
+    for name, values in wanted.items():
+        there = prefect_api.deployment(api_url, name)
+        if there is None:
             raise ServiceError(f"`prefect deploy --all` succeeded, but there is no deployment {name}")
-        for slug, schedule in _schedules(deployment).items():
-            key, old = f"{name}/{slug}", schedules.get(slug, schedule)
-            if old["active"] != schedule["active"] and says.get(key) == said_before.get(key):
-                path = f"/deployments/{deployment['id']}/schedules/{schedule['id']}"
-                prefect_api.call(api_url, "PATCH", path, {"active": old["active"]})
+        if (parameters := values["parameters"]) != there["parameters"]:  # Prefect took braces in them for its own
+            prefect_api.call(api_url, "PATCH", f"/deployments/{there['id']}", {"parameters": parameters})
     return says
+
+
+def differences(api_url: str, entries: Mapping[str, DeploymentEntry]) -> dict[str, list[str]]:
+    """Return what a person has set otherwise than the file has it, a phrase for each, by deployment.
+
+    Raises:
+        ServiceError: if the server does not answer.
+    """
+    found = {}
+    for name, entry in entries.items():
+        there = prefect_api.deployment(api_url, name)
+        told = [] if there is None else list(_told(entry.values(), _values_of(there)))
+        if told:
+            found[name] = told
+    return found
+
+
+def _told(file: Values, theirs: Values, place: str = "") -> Iterator[str]:
+    for key in sorted({*file, *theirs}):
+        ours, its = file.get(key, _ABSENT), theirs.get(key, _ABSENT)
+        where = f"{place}.{key}" if place else key
+        if ours == its:
+            continue
+        if isinstance(ours, dict) and isinstance(its, dict):
+            yield from _told(ours, its, where)
+        elif place == "tags":
+            yield f"tag {key!r} {'removed' if its is _ABSENT else 'added'}"
+        elif its is _ABSENT:
+            yield f"{where}: removed (the file has {ours!r})"
+        else:
+            yield f"{where}: {its!r}" + ("" if ours is _ABSENT else f" (the file has {ours!r})")
+
+
+def _values_of(deployment: Mapping[str, Any]) -> Values:
+    """Return what a person can set of a deployment, as the server has it, in the form of `DeploymentEntry.values`."""
+    schedules = {}
+    for number, each in enumerate(deployment["schedules"], start=1):
+        when = {key: value for key, value in each["schedule"].items() if value is not None and key != "day_or"}
+        when |= {"day_or": False} if each["schedule"].get("day_or") is False else {}
+        schedules[each.get("slug") or f"{NAMELESS}{number}"] = {
+            **when,
+            "active": each["active"],
+            "parameters": each["parameters"],
+        }
+    return {
+        "parameters": deployment["parameters"],
+        "tags": dict.fromkeys(deployment["tags"], True),
+        "schedules": schedules,
+        "job_variables": deployment["job_variables"],
+    }
+
+
+def _merged(before: Values, theirs: Values, now: Values) -> Values:
+    """Return what the file says now, but for all that differs on the server from what the file said before."""
+    result: Values = {}
+    for key in {**now, **theirs}:  # in the file's order
+        base, its, ours = (each.get(key, _ABSENT) for each in (before, theirs, now))
+        if all(isinstance(each, dict) for each in (base, its, ours)):
+            result[key] = _merged(base, its, ours)
+        elif (chosen := its if its != base else ours) is not _ABSENT:
+            result[key] = chosen
+    return result
+
+
+def _of_both(file: Values, theirs: Values) -> Values:
+    """Return what the file says of all that the server has, too."""
+    return {
+        key: _of_both(value, theirs[key]) if isinstance(value, dict) and isinstance(theirs[key], dict) else value
+        for key, value in file.items()
+        if key in theirs
+    }
 
 
 def _keep_waiting_runs(api_url: str, name: str) -> None:
@@ -103,10 +183,14 @@ def _keep_waiting_runs(api_url: str, name: str) -> None:
             prefect_api.call(api_url, "POST", f"/flow_runs/{run['id']}/set_state", {"state": state})
 
 
-def _run_prefect_deploy(checkout: Path, environment: Mapping[str, str], log: Path) -> None:
+def _run_prefect_deploy(
+    checkout: Path, environment: Mapping[str, str], log: Path, deployments: list[dict[str, Any]]
+) -> None:
     log.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", FILE_NAME]
-    with log.open("wb") as output:
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml", dir=log.parent) as file, log.open("wb") as output:
+        yaml.safe_dump({"deployments": deployments}, file)
+        file.flush()
+        command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", file.name]
         try:
             status = subprocess.run(
                 command,
@@ -122,7 +206,3 @@ def _run_prefect_deploy(checkout: Path, environment: Mapping[str, str], log: Pat
             raise ServiceError(f"`prefect deploy --all` did not end within {_TIMEOUT_S} s: {last_words(log)}") from None
     if status != 0:
         raise ServiceError(f"`prefect deploy --all` refused: {last_words(log)}")
-
-
-def _schedules(deployment: Mapping[str, Any] | None) -> dict[str, dict[str, Any]]:
-    return {each["slug"]: each for each in (deployment or {}).get("schedules", []) if each.get("slug")}

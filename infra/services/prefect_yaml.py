@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import re
+from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
+import tzlocal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_core import PydanticCustomError
 
@@ -16,7 +19,30 @@ from infra.strict_yaml import load_yaml
 FILE_NAME = "prefect.yaml"
 ONE_AT_A_TIME = "one-at-a-time"
 """Tag of deployments that skip a run while another of their runs is not done (`tasks.one_process`)."""
+NEEDS_DATA = "needs-data"
+"""Tag of deployments that refuse a preset's own problems (`tasks.nights`)."""
+_STARTS_WITHIN = re.compile(r"starts-within-(\d+)h")
+NAMELESS = "#"
+"""With a number, in place of the slug of a schedule that a person has made in the UI."""
 _Name = r"^[a-z0-9][a-z0-9-]*$"
+
+
+def hours_to_start(tags: Iterable[str]) -> int | None:
+    """Return how late a scheduled run of a deployment may start, in hours, by its tag `starts-within-6h`; None: ever.
+
+    Args:
+        tags: of the deployment.
+    """
+    found = [int(each[1]) for each in map(_STARTS_WITHIN.fullmatch, tags) if each]
+    return min(found, default=None)
+
+
+def local_zone() -> str:
+    """Return the name of this machine's time zone, such as `Europe/Berlin`; UTC where it says none."""
+    try:
+        return tzlocal.get_localzone_name() or "UTC"
+    except (LookupError, ValueError):  # it says two, or one that is not known here
+        return "UTC"
 
 
 class _Strict(BaseModel):
@@ -32,11 +58,12 @@ class WorkPoolEntry(_Strict):
 
 
 class ScheduleEntry(_Strict):
-    """When a deployment runs by itself; it must name its time zone, and say whether it is active."""
+    """When a deployment runs by itself; it must say whether it is active."""
 
     slug: str = Field(pattern=_Name)
     cron: str
-    timezone: str
+    timezone: str = Field(default_factory=local_zone)
+    """By default this machine's, when the deployment is registered."""
     active: bool
     parameters: dict[str, Any] = Field(default_factory=dict)
 
@@ -65,6 +92,38 @@ class DeploymentEntry(_Strict):
                 "away is crashed; give the deployment the tag `{tag}` instead, whose lock is in the artifact store",
                 {"tag": ONE_AT_A_TIME},
             )
+
+    @field_validator("tags")
+    @classmethod
+    def _time_to_start(cls, tags: tuple[str, ...]) -> tuple[str, ...]:
+        for tag in tags:
+            if tag.startswith("starts-within") and not _STARTS_WITHIN.fullmatch(tag):
+                raise PydanticCustomError("starts_within", "a time to start is written in hours: starts-within-6h")
+        return tags
+
+    def values(self) -> dict[str, Any]:
+        """Return what a person can set of the deployment in Prefect's UI, each by name."""
+        schedules = {each.slug: each.model_dump(exclude={"slug"}) for each in self.schedules}
+        return {
+            "parameters": self.parameters,
+            "tags": dict.fromkeys(self.tags, True),
+            "schedules": schedules,
+            "job_variables": self.work_pool.job_variables,
+        }
+
+    def with_values(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Return the entry as `prefect deploy` takes it, with other values in the form of `values`."""
+        schedules = [
+            when if slug.startswith(NAMELESS) else {"slug": slug, **when} for slug, when in values["schedules"].items()
+        ]
+        work_pool = self.work_pool.model_dump() | {"job_variables": values["job_variables"]}
+        return {
+            **self.model_dump(exclude={"concurrency_limit"}),
+            "parameters": values["parameters"],
+            "tags": list(values["tags"]),
+            "schedules": schedules,
+            "work_pool": work_pool,
+        }
 
 
 class _File(_Strict):

@@ -8,6 +8,7 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 from filelock import FileLock, Timeout
@@ -55,8 +56,8 @@ class StackState(BaseModel):
     services: dict[str, ServiceRecord] = Field(default_factory=dict)
     deployed: str | None = None
     """Digest of what the deployments were made from."""
-    schedules: dict[str, bool] = Field(default_factory=dict)
-    """Whether prefect.yaml said of each schedule that it is active, when it was last deployed."""
+    registered: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """What prefect.yaml said of each deployment when it was last registered: what differs since is a person's."""
 
     @classmethod
     def load(cls, home: Path) -> StackState:

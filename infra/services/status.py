@@ -10,10 +10,12 @@ import psutil
 from infra.forked_flows import is_flow_server
 from infra.prefect_access import PASSWORD_FILE
 from infra.services import prefect_api, processes
+from infra.services.deployments import differences
+from infra.services.prefect_yaml import read_prefect_yaml
 from infra.services.seaweed import is_healthy as store_is_healthy
 from infra.services.state import StackState
 from infra.services.worker import missing as missing_worker
-from infra.settings import Settings
+from infra.settings import CHECKOUT, Settings
 
 SERVICES = ("store", "server", "worker")
 
@@ -60,6 +62,16 @@ def running_api_url(settings: Settings) -> str | None:
     state = StackState.load(settings.home) if settings.home.is_dir() else StackState()
     server = state.services.get("server")
     return f"{server.address}/api" if server and server.process() else None
+
+
+def set_in_prefect(settings: Settings, checkout: Path = CHECKOUT) -> dict[str, list[str]]:
+    """Return what a person has set otherwise than `prefect.yaml` has it, a phrase for each, by deployment.
+
+    Raises:
+        ServiceError: if the server does not answer, or the file is not as it must be.
+    """
+    api_url = running_api_url(settings)
+    return {} if api_url is None else differences(api_url, read_prefect_yaml(checkout))
 
 
 def how_to_open_the_ui(settings: Settings, address: str) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -13,8 +15,10 @@ import pytest
 from infra.clusters import leftover_processes
 from infra.services import prefect_api
 from infra.services.ports import is_free
+from infra.services.prefect_yaml import local_zone
 from infra.services.runs import engines
 from tests.integration.local_stack import (
+    TINY_FLOWS,
     LocalStack,
     read_json,
     run_beside_usual_ports,
@@ -104,24 +108,79 @@ def test_down_ends_for_good_what_had_begun_and_a_run_that_had_not_is_due_after_t
     assert own_stack.run_state(begun) == "CRASHED"
 
 
-def test_schedules_that_a_person_switched_on_and_runs_that_wait_stay_when_deployments_change(
-    own_stack: LocalStack,
-) -> None:
-    before = prefect_api.deployment(own_stack.api_url, "pipeline/nightly")
-    assert before is not None
-    assert [schedule["active"] for schedule in before["schedules"]] == [False]
-    path = f"/deployments/{before['id']}/schedules/{before['schedules'][0]['id']}"
-    prefect_api.call(own_stack.api_url, "PATCH", path, {"active": True})
+def test_what_a_person_set_and_runs_that_wait_stay_when_deployments_change(own_stack: LocalStack) -> None:
+    def nightly() -> dict[str, Any]:
+        found = prefect_api.deployment(own_stack.api_url, "pipeline/nightly")
+        assert found is not None
+        return found
+
+    def see() -> dict[str, Any]:
+        found = nightly()
+        schedules = [(each["slug"], each["schedule"], each["active"]) for each in found["schedules"]]
+        kept = {name: found[name] for name in ("parameters", "tags", "job_variables", "paused", "description")}
+        return {**kept, "schedules": sorted(schedules, key=str)}
+
+    before = nightly()
+    [ours] = before["schedules"]
+    assert ours["active"] is False
+    assert ours["schedule"]["timezone"] == local_zone()
+    path = f"/deployments/{before['id']}"
+    prefect_api.call(own_stack.api_url, "PATCH", f"{path}/schedules/{ours['id']}", {"active": True})
+    hourly = {"cron": "5 * * * *", "timezone": "Asia/Tokyo"}
+    prefect_api.call(own_stack.api_url, "POST", f"{path}/schedules", [{"schedule": hourly, "active": False}])
+    template = "{{ message }} and {{ message.content }}"
+    edits = {
+        "parameters": {**before["parameters"], "data": "/mine.jsonl", "overrides": {"template.prompt": template}},
+        "tags": [*before["tags"], "mine"],
+        "job_variables": {"env": {"NIGHT": "1"}},
+    }
+    prefect_api.call(own_stack.api_url, "PATCH", path, edits)
+    set_by_hand = see()
     waiting = own_stack.start_run("pipeline/nightly", at="2099-01-01T00:00:00Z")
-    state = own_stack.state
-    state.deployed = "of another source"
-    state.save(own_stack.home)
-    assert "registering" in own_stack.up()
-    after = prefect_api.deployment(own_stack.api_url, "pipeline/nightly")
-    assert after is not None
-    assert [schedule["active"] for schedule in after["schedules"]] == [True]
+    for _ in range(2):
+        state = own_stack.state
+        state.deployed = "of another source"
+        state.save(own_stack.home)
+        said = own_stack.up()
+        assert "registering" in said
+        assert "pipeline/nightly keeps what was set in Prefect: " in said
+        assert see() == set_by_hand
+    shown = own_stack.type("rlhf", "status").stdout
+    assert "pipeline/nightly, as set in Prefect: job_variables.env: {'NIGHT': '1'}; parameters.data: '/mine.js" in shown
     assert own_stack.run_state(waiting) == "SCHEDULED"
     own_stack.delete_run(waiting)
+    prefect_api.call(own_stack.api_url, "DELETE", path)  # how a person goes back to the file
+    own_stack.up()
+    assert nightly()["tags"] == before["tags"]
+
+
+def test_one_night_runs_of_three_that_were_missed(own_stack: LocalStack, tmp_path: Path) -> None:
+    own_stack.deploy_tiny_flows(TINY_FLOWS, "working.yaml")
+    kill(psutil.Process(own_stack.pids()["worker"]))
+    found = prefect_api.deployment(own_stack.api_url, "working/working")
+    assert found is not None
+    path = f"/deployments/{found['id']}"
+    (tmp_path / "may-end").touch()
+    night = {"tags": ["starts-within-6h"], "parameters": {"directory": str(tmp_path)}}
+    prefect_api.call(own_stack.api_url, "PATCH", path, night)
+    schedule = {"schedule": {"interval": 2.0}, "active": True}
+    [made] = prefect_api.call(own_stack.api_url, "POST", f"{path}/schedules", [schedule])
+    where = {"deployments": {"id": {"any_": [found["id"]]}}}
+
+    def due() -> list[str]:
+        runs = prefect_api.flow_runs(own_stack.api_url, where)
+        now = datetime.now(UTC)
+        passed = [run for run in runs if datetime.fromisoformat(run["expected_start_time"]) < now]
+        return [str(run["id"]) for run in sorted(passed, key=lambda run: str(run["expected_start_time"]))]
+
+    wait_for(lambda: len(due()) >= 3, "three nights to be missed", timeout_s=120)
+    prefect_api.call(own_stack.api_url, "PATCH", f"{path}/schedules/{made['id']}", {"active": False})
+    *earlier, last = due()
+    own_stack.up()
+    wait_for(lambda: all(own_stack.is_over(run) for run in (*earlier, last)), "the nights to end", timeout_s=120)
+    assert own_stack.history(last)[-1] == "Completed"
+    assert {own_stack.history(run)[-1] for run in earlier} == {"Skipped"}
+    assert own_stack.message(earlier[0]).endswith("which is due by now too, takes its place")
 
 
 def test_down_ends_a_run_its_live_cluster_and_all_else_and_data_are_kept(own_stack: LocalStack, tmp_path: Path) -> None:

@@ -159,7 +159,9 @@ def test_a_key_that_stands_twice_is_refused_with_its_line(checkout: Path) -> Non
 
 
 def test_the_nights_runs_are_tagged_as_the_nights() -> None:
-    assert read_prefect_yaml(CHECKOUT)["pipeline/nightly"].tags == ("resumes", "one-at-a-time", "nightly")
+    assert read_prefect_yaml(CHECKOUT)["pipeline/nightly"].tags == (
+        *("resumes", "one-at-a-time", "needs-data", "starts-within-6h", "nightly"),
+    )
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,7 @@ class Stage:
         """Be the process of a run."""
         deployment = DEPLOYMENT if tags else None
         self.run = SimpleNamespace(
+            auto_scheduled=False,
             id=run,
             name=f"run-{run.int}",
             tags=list(tags),

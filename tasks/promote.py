@@ -42,8 +42,8 @@ def gate(config: PipelineConfig, evaluations: dict[str, StageResult]) -> Decisio
     opponent = str(incumbent.metrics["policy"])
     if candidate.metrics["policy_digest"] == incumbent.metrics["policy_digest"]:
         interval, promote = Interval(0.0, 0.0, 0.0), False
-        known = "is the champion already" if role == "champion" else f"holds the very weights of {opponent} ({role})"
-        reason = f"{policy} {known}"
+        is_champion = role == "champion"
+        reason = f"{policy} {_since(opponent) if is_champion else f'holds the very weights of {opponent} ({role})'}"
     else:
         interval, problems = _gain(incumbent, candidate, config.gate.confidence)
         promote = interval.low > config.gate.min_gain
@@ -65,6 +65,17 @@ def gate(config: PipelineConfig, evaluations: dict[str, StageResult]) -> Decisio
         low=interval.low,
         high=interval.high,
     )
+
+
+def _since(champion: str) -> str:
+    """Return since when a policy is the champion: an earlier run may have ended before it could say so."""
+    name, _, _ = champion.partition("@")
+    alias = open_context().store.aliases("policy", name.partition("/")[2]).get("champion")
+    moves = [] if alias is None else [move for move in alias.history if move.uri == champion]
+    if not moves:
+        return "is the champion already"
+    last = moves[-1]
+    return f"is the champion already, since {last.when:%Y-%m-%d %H:%M} UTC ({last.who}: {last.why})"
 
 
 @stage_task(name="promote")

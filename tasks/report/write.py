@@ -49,7 +49,7 @@ def report_text(facts: Facts, pictures: Mapping[str, bytes]) -> str:
     def shown(*names: str) -> list[str]:
         return [picture(CAPTIONS[name], name) for name in names if name in pictures]
 
-    parts = [f"# {facts.name}: {_verdict(facts.decision)}", _gate(facts)]
+    parts = [f"# {facts.name}: {facts.decision.policy} {_verdict(facts)}", _gate(facts)]
     parts += ["## Held-out problems, greedy answers", *shown(EVALUATION), evaluation_table(facts.evaluations)]
     parts.append(constant_sentence(facts.evaluations))
     if facts.changes is not None:
@@ -65,13 +65,15 @@ def report_text(facts: Facts, pictures: Mapping[str, bytes]) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _verdict(decision: Decision) -> str:
-    return f"{decision.policy} promoted" if decision.promote else f"{decision.policy} not promoted"
+def _verdict(facts: Facts) -> str:
+    if facts.decision.promote:
+        return "promoted"
+    return "is the champion already" if facts.champion == facts.decision.policy else "not promoted"
 
 
 def _gate(facts: Facts) -> str:
-    word = "**Promoted.**" if facts.decision.promote else "**Not promoted.**"
-    return f"{word} {facts.decision.reason}. Champion now: {facts.champion or 'none'}."
+    verdict = _verdict(facts).capitalize()
+    return f"**{verdict}.** {facts.decision.reason}. Champion now: {facts.champion or 'none'}."
 
 
 _WHAT = "a picture"

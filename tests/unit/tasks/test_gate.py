@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import UTC, datetime
 from math import sqrt
 
 import pytest
@@ -123,7 +124,19 @@ def test_a_champion_is_not_compared_with_itself(evaluation: Evaluation) -> None:
     same = evaluation("policy/test@1", "R" * 5)
     decision = gate.fn(config(), {"sft": evaluation("sft/test@1", "W" * 5), "ppo": same, "champion": same})
     assert not decision.promote
-    assert "champion already" in decision.reason
+    assert decision.reason == "policy/test@1 is the champion already"
+
+
+def test_a_run_that_comes_after_one_that_died_before_its_report_says_who_made_the_champion(
+    evaluation: Evaluation,
+) -> None:
+    store = open_default_store()
+    policy = store.commit("policy", "test", {"x": b"1"})
+    store.set_alias(policy.uri, "champion", why="+0.5 on 5 problems", who="run 1", expected=None)
+    same = evaluation(policy.uri, "RRRRR")
+    decision = gate.fn(config(), {"sft": evaluation("sft/test@1", "W" * 5), "ppo": same, "champion": same})
+    assert decision.reason.startswith(f"{policy.uri} is the champion already, since {datetime.now(UTC):%Y-%m-%d} ")
+    assert decision.reason.endswith(" UTC (run 1: +0.5 on 5 problems)")
 
 
 def test_promotion_moves_the_champion_and_says_why(evaluation: Evaluation) -> None:

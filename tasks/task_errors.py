@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import psutil
 from prefect import State, task
 from prefect.cache_policies import NO_CACHE
+from prefect.client.orchestration import get_client
 from prefect.context import FlowRunContext
-from prefect.events import emit_event
+from prefect.events import Event, RelatedResource, Resource
 from prefect.exceptions import CrashedRun, FailedRun, Pause, TerminationSignal
 from prefect.states import Crashed, Failed
 
@@ -98,8 +99,18 @@ def _telling_of_its_wait() -> Iterator[None]:
 
 
 def _tell_that_it_waits(context: FlowRunContext | None) -> None:
-    if context is not None and context.flow_run is not None:
-        emit_event("prefect.flow-run.Suspended", {"prefect.resource.id": f"prefect.flow-run.{context.flow_run.id}"})
+    run = None if context is None else context.flow_run
+    if run is None or run.deployment_id is None:
+        return
+    about = [("deployment", f"prefect.deployment.{run.deployment_id}")]
+    about += [("tag", f"prefect.tag.{tag}") for tag in run.tags]
+    event = Event(
+        event="prefect.flow-run.Suspended",
+        resource=Resource({"prefect.resource.id": f"prefect.flow-run.{run.id}"}),
+        related=[RelatedResource({"prefect.resource.role": role, "prefect.resource.id": each}) for role, each in about],
+    )
+    with get_client(sync_client=True) as client:  # unlike Prefect's own events, it waits for a server that is away
+        client.request("POST", "/events", json=[event.model_dump(mode="json")])
 
 
 def _failed(told: str, name: str) -> State[Any]:

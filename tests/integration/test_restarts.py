@@ -128,8 +128,19 @@ def test_a_run_that_is_lost_with_its_worker_is_noticed_and_goes_on_with_the_next
     suspended = WaitingRun(own_stack, tmp_path / "suspended")
     suspended.await_start(1)
     own_stack.set_state(suspended.id, "PAUSED", name="Suspended", state_details={"pause_reschedule": True})
+    heart = {
+        "event": {"name": ["prefect.flow-run.heartbeat"]},
+        "resource": {"id": [f"prefect.flow-run.{suspended.id}"]},
+    }
+
+    def beats() -> int:
+        found = prefect_api.call(own_stack.api_url, "POST", "/events/filter", {"filter": heart})
+        return len(found["events"])
+
+    before = beats()
+    wait_for(lambda: beats() > before, "a sign of life of the suspended run", timeout_s=90)
     suspended.let_go()
-    wait_for(lambda: not own_stack.processes_of(suspended.id), "the end of the suspended run's process")
+    wait_for(lambda: not own_stack.processes_of(suspended.id), "the end of the suspended run's process", timeout_s=90)
     run = WaitingRun(own_stack, tmp_path / "lost")
     run.await_start(1)
     psutil.Process(own_stack.pids()["worker"]).kill()

@@ -25,8 +25,8 @@ _TOLERANCE_S = 0.5
 _LEAST_WORDS = 5
 """Fewer are no sentence."""
 _PROMOTED = "promoted: "
-_BY_ANOTHER = "skipped: the run '"
-"""What follows is the other's name."""
+_BY_ANOTHER, _FOR_A_LATER = "skipped: the run '", "skipped: it was due at "
+"""The other run's name is the first word in quotes."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def _night(site: Site, due: float, runs: Sequence[Mapping[str, Any]], may_fail: 
     told = len(says.split()) >= _LEAST_WORDS
     if kind == "COMPLETED" and name == "Completed":
         return Night(site.name, due, "completed", says, **facts)
-    if name == SKIPPED and says.startswith(_BY_ANOTHER):
+    if name == SKIPPED and says.startswith((_BY_ANOTHER, _FOR_A_LATER)):
         return Night(site.name, due, "skipped", says, **facts)
     if told and kind in ("FAILED", "CRASHED") and says.startswith(may_fail):
         return Night(site.name, due, "failed", says, **facts)
@@ -217,13 +217,21 @@ def _champion_behind(store: ArtifactStore, policy: Manifest) -> str | None:
 
 
 def _skips(nights: Sequence[Night], runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return nights that were skipped although the run that they name was not at work, or was skipped itself."""
+    """Return nights that were skipped although the run that they name was not at work, or was skipped itself.
+
+    A night may also leave its place to a later one that was due by then.
+    """
     faults = []
     for night in nights:
         if night.outcome != "skipped":
             continue
         ended = night.ended or night.due
-        other = night.says.removeprefix(_BY_ANOTHER).partition("'")[0]
+        other = night.says.split("'")[1]
+        if night.says.startswith(_FOR_A_LATER):
+            due = [_seconds(run["expected_start_time"]) for run in runs if run["name"] == other]
+            if not any(night.due < each <= ended for each in due):
+                faults.append(f"{night.site}, {_clock(night.due)}: skipped for a later night that was not due")
+            continue
         others = [
             run
             for run in runs

@@ -6,15 +6,22 @@ import random
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import TypeVar
 
 import psutil
 
+from infra.errors import ServiceError
+
+from infra.services import prefect_api
 from tests.integration.local_stack import wait_for
-from tests.night.sites import Site
+from tests.night.sites import NIGHTLY, Site
 from tests.night.stages import STAGES
 from tests.night.typed import LOST_AFTER_S
 from tests.night.year import HELD_TIMEOUT_S, SERVICES, Victim, Year, send_signal
+
+T = TypeVar("T")
 
 POWER_CUTS = 2
 """With these, and a kill in each of the eight stages, each victim is killed ten times at least."""
@@ -47,6 +54,17 @@ class Mishap:
     killed: tuple[Victim, ...] = ()
     """Whom it kills, as often as each is named."""
     spares_flows: bool = False
+
+
+def answered(ask: Callable[[], T]) -> T:
+    """Return the server's answer, which another mishap may just have killed."""
+
+    def look() -> list[T]:
+        with suppress(ServiceError):
+            return [ask()]
+        return []
+
+    return wait_for(look, "the server's answer", timeout_s=HELD_TIMEOUT_S)[0]
 
 
 def kill(*victims: Victim, away_s: float) -> Callable[[Year, Site, str], None]:
@@ -139,6 +157,45 @@ def down_and_up(year: Year, site: Site, stage: str) -> None:
         year.stack.up()
 
 
+def redeploy(year: Year, site: Site, stage: str) -> None:
+    """Register the product's deployments anew beside a night, after a person has changed one: the change stays."""
+    with year.in_turn(site, stage):
+        api_url = year.stack.api_url
+        found = prefect_api.deployment(api_url, NIGHTLY)
+        assert found is not None
+        tags = [*found["tags"], f"mine-{len(found['tags'])}"]
+        prefect_api.call(api_url, "PATCH", f"/deployments/{found['id']}", {"tags": tags})
+        year.stack.forget(deployed=True)
+        year.stack.up()
+        site.desk.let_go()
+        after = prefect_api.deployment(api_url, NIGHTLY)
+        assert after is not None
+        assert sorted(after["tags"]) == sorted(tags)
+
+
+def upgrade(year: Year, site: Site, stage: str) -> None:
+    """Have the server and the worker be of an older release, so that `rlhf up` starts them anew."""
+    with year.in_turn(site, stage):
+        before = year.stack.service("server")
+        year.stack.forget(deployed=False)
+        year.stack.up()
+        assert year.stack.service("server") != before
+        site.desk.let_go()
+
+
+def suspend(year: Year, site: Site, stage: str) -> None:
+    """Suspend a night for longer than a run may be silent, and resume it, as a person does who is to approve."""
+    note = year.held(site, stage)
+    details = {"pause_reschedule": True}
+    answered(lambda: year.stack.set_state(note.run, "PAUSED", name="Suspended", state_details=details))
+    what = f"a suspended night of {site.name} to end its process"
+    wait_for(lambda: not psutil.pid_exists(note.pid), what, timeout_s=HELD_TIMEOUT_S)
+    site.desk.let_go()
+    time.sleep(STOPPED_S)
+    assert answered(lambda: year.stack.run(note.run))["state"]["name"] == "Suspended"
+    answered(lambda: year.stack.resume(note.run))
+
+
 def linger(year: Year, site: Site, stage: str) -> None:
     """Have a night last until after the next one is due."""
     year.held(site, stage)
@@ -192,6 +249,8 @@ def service_mishaps(chance: random.Random) -> list[Mishap]:
         Mishap("worker stopped", chance.choice(STOPPED_AT), stop("worker"), spares_flows=True),
         Mishap("machine asleep", chance.choice(STOPPED_AT), sleep_through),
         Mishap(DOWN, chance.choice(STOPPED_AT), down_and_up),
+        Mishap("deployments registered anew", chance.choice(STOPPED_AT), redeploy, spares_flows=True),
+        Mishap("upgrade", chance.choice(STOPPED_AT), upgrade, spares_flows=True),
     ]
     chance.shuffle(found)
     return found
@@ -202,6 +261,7 @@ def flow_mishaps(chance: random.Random) -> list[Mishap]:
     found = [Mishap("flow killed", stage, kill_flow, killed=("flow",)) for stage in STAGES]
     found += [Mishap("flow stopped", stage, stop_flow()) for stage in STOPPED_AT]
     found += [Mishap("night lasts into the next", stage, linger, spares_flows=True) for stage in STOPPED_AT[1:]]
+    found += [Mishap("suspended for a person", stage, suspend) for stage in STOPPED_AT[:2]]
     found += [Mishap("an error that passes", stage, meet_an_error, spares_flows=True) for stage in STOPPED_AT]
     found += [Mishap(SPOILT, "data", spoil) for _ in range(3)]
     chance.shuffle(found)

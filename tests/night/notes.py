@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from prefect.context import FlowRunContext
+
 HOLD_TIMEOUT_S = 600.0
 
 AFTER = "after"
@@ -31,6 +33,12 @@ class Note:
     what: str
     """`begins`, `committed`, `held`, `let go` or `failed`."""
     says: dict[str, Any] = field(default_factory=dict)
+
+
+def is_suspended() -> bool:
+    """Whether this process has heard that a person has suspended its run, and will end at its next border."""
+    context = FlowRunContext.get()
+    return context is not None and context.flow_run_suspension_request.is_requested()
 
 
 @dataclass(frozen=True)
@@ -95,13 +103,13 @@ class Desk:
             waits.unlink()
 
     def await_leave(self) -> None:
-        """Wait until the driver says so.
+        """Wait until the driver says so, or suspends the run.
 
         Raises:
             TimeoutError: if it does not.
         """
         deadline = time.monotonic() + HOLD_TIMEOUT_S
-        while (self.directory / f"hold-taken-{os.getpid()}").exists():
+        while (self.directory / f"hold-taken-{os.getpid()}").exists() and not is_suspended():
             if time.monotonic() > deadline:
                 raise TimeoutError(f"nobody let {self.directory.name} go within {HOLD_TIMEOUT_S:.0f} s")
             time.sleep(0.1)

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from infra.services import prefect_api
-from infra.services.prefect_yaml import read_prefect_yaml
+from infra.services.prefect_yaml import NEEDS_DATA, read_prefect_yaml
 from infra.settings import CHECKOUT
 from tests.night.notes import Desk
 
@@ -105,6 +105,7 @@ def deployments(sites: Sequence[Site], starts: Mapping[str, Start], fork: str) -
     """
     nightly = read_prefect_yaml(CHECKOUT)[NIGHTLY].model_dump(mode="json", exclude_none=True)
     kept = {name: nightly[name] for name in nightly if name not in {"description", "parameters", "schedules"}}
+    kept["tags"].remove(NEEDS_DATA)  # a site's lie at its desk
     found = [
         {
             **kept,

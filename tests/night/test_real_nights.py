@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from infra.services.prefect_yaml import read_prefect_yaml
+from infra.services.prefect_yaml import NEEDS_DATA, read_prefect_yaml
 from infra.settings import CHECKOUT
 from tests.integration.local_stack import wait_for
 from tests.integration.stages import EPISODES, at_stage, flow_process
@@ -41,7 +41,8 @@ def deploy(stack: NightStack, model: Path, *, episodes: int = EPISODES) -> None:
     """Register the product's nightly deployment, small, or register it anew."""
     nightly = read_prefect_yaml(CHECKOUT)[NIGHTLY].model_dump(mode="json", exclude_none=True)
     given = {"preset": "quickstart", "model": str(model), "episodes": episodes, "overrides": small(name=NAME)}
-    nightly |= {"name": NAME, "parameters": given, "schedules": []}
+    tags = [tag for tag in nightly["tags"] if tag != NEEDS_DATA]
+    nightly |= {"name": NAME, "parameters": given, "tags": tags, "schedules": []}
     file = stack.home / "small.yaml"
     file.write_text(yaml.safe_dump({"deployments": [nightly]}))
     stack.deploy_tiny_flows(CHECKOUT, str(file))

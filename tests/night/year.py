@@ -54,6 +54,21 @@ class NightStack(LocalStack):
         with turn(), usual_ports_occupied():  # one turn for both: who has them now may leave them in its own
             return self.rlhf("up")
 
+    def forget(self, *, deployed: bool) -> None:
+        """Have `rlhf up` find that its deployments are made from other files, or that its services are of before."""
+        state = self.state
+        if deployed:
+            state.deployed = "another source"
+        else:
+            for name in ("server", "worker"):
+                state.services[name] = state.services[name].model_copy(update={"fingerprint": "of an older release"})
+        state.save(self.home)
+
+    def resume(self, run_id: str) -> None:
+        """Let a suspended run go on, as its button in Prefect does."""
+        answer = prefect_api.call(self.api_url, "POST", f"/flow_runs/{run_id}/resume", {})
+        assert answer["status"] == "ACCEPT", answer
+
     def run(self, run_id: str) -> dict[str, Any]:
         """Return what the server says of a run."""
         found: dict[str, Any] = prefect_api.call(self.api_url, "GET", f"/flow_runs/{run_id}")

@@ -13,7 +13,6 @@ from typing import TypeVar
 import psutil
 
 from infra.errors import ServiceError
-
 from infra.services import prefect_api
 from tests.integration.local_stack import wait_for
 from tests.night.sites import NIGHTLY, Site

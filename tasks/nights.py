@@ -55,7 +55,8 @@ def check_data_are_named(tags: Collection[str], config: PipelineConfig, data: st
         raise ConfigError(
             f"this deployment learns from data of yours, and none are named: it would train on {config.data.task!r}, "
             "problems for trying the chain; set its parameter `data` to a path, pattern, s3:// address or hub name "
-            f"(in Prefect's UI, or with `-p data=...`), or take the tag {NEEDS_DATA!r} from it"
+            f"(in Prefect's UI, or with `-p data=...`), or take the tag {NEEDS_DATA!r} from it",
+            ends_as="Refused: no data named",
         )
 
 

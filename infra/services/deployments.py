@@ -1,7 +1,7 @@
 """Deployments: registered with the server when anything that they are made from has changed.
 
-What a person has set in the UI stays: parameters, tags, schedules and job variables are merged three ways, from what
-`prefect.yaml` said when it was registered last, what it says now, and what the server has.
+What a person has set in the UI stays: it is merged three ways, from what `prefect.yaml` said when it was registered
+last, what it says now, and what the server has.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TIMEOUT_S = 180
 _WAITING = "AwaitingConcurrencySlot"
 _ABSENT: Final = object()
 Values = dict[str, Any]
-"""What a person can set of a deployment: `parameters`, `tags`, `schedules` and `job_variables`, each by name."""
+"""What a person can set of a deployment, by name; `parameters`, `tags`, `schedules`, `job_variables` by theirs."""
 _SOURCES = ("flows/*.py", "flows/presets/*.yaml", "rlhf_core/config/*.py")
 
 
@@ -109,14 +109,16 @@ def _told(file: Values, theirs: Values, place: str = "") -> Iterator[str]:
         where = f"{place}.{key}" if place else key
         if ours == its:
             continue
-        if isinstance(ours, dict) and isinstance(its, dict):
-            yield from _told(ours, its, where)
+        if isinstance(its, dict):
+            yield from _told(ours if isinstance(ours, dict) else {}, its, where)
         elif place == "tags":
             yield f"tag {key!r} {'removed' if its is _ABSENT else 'added'}"
         elif its is _ABSENT:
-            yield f"{where}: removed (the file has {ours!r})"
+            yield f"{where} removed"
+        elif where.startswith("job_variables"):  # there may be secrets in them
+            yield f"{where} set"
         else:
-            yield f"{where}: {its!r}" + ("" if ours is _ABSENT else f" (the file has {ours!r})")
+            yield f"{where}: {its!r:.60}" + ("" if ours is _ABSENT else f" (the file has {ours!r:.60})")
 
 
 def _values_of(deployment: Mapping[str, Any]) -> Values:
@@ -130,7 +132,13 @@ def _values_of(deployment: Mapping[str, Any]) -> Values:
             "active": each["active"],
             "parameters": each["parameters"],
         }
+    limit: Any = (deployment["global_concurrency_limit"] or {}).get("limit")
+    if limit is not None and (options := deployment["concurrency_options"]):
+        limit = {"limit": limit, **{key: value for key, value in options.items() if value is not None}}
     return {
+        "description": deployment["description"],
+        "paused": deployment["paused"],
+        "concurrency_limit": limit,
         "parameters": deployment["parameters"],
         "tags": dict.fromkeys(deployment["tags"], True),
         "schedules": schedules,

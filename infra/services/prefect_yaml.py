@@ -105,6 +105,9 @@ class DeploymentEntry(_Strict):
         """Return what a person can set of the deployment in Prefect's UI, each by name."""
         schedules = {each.slug: each.model_dump(exclude={"slug"}) for each in self.schedules}
         return {
+            "description": self.description,
+            "paused": False,
+            "concurrency_limit": None,
             "parameters": self.parameters,
             "tags": dict.fromkeys(self.tags, True),
             "schedules": schedules,
@@ -116,10 +119,11 @@ class DeploymentEntry(_Strict):
         schedules = [
             when if slug.startswith(NAMELESS) else {"slug": slug, **when} for slug, when in values["schedules"].items()
         ]
-        work_pool = self.work_pool.model_dump() | {"job_variables": values["job_variables"]}
+        rest = dict(values)
+        work_pool = self.work_pool.model_dump() | {"job_variables": rest.pop("job_variables")}
         return {
-            **self.model_dump(exclude={"concurrency_limit"}),
-            "parameters": values["parameters"],
+            **self.model_dump(),
+            **rest,
             "tags": list(values["tags"]),
             "schedules": schedules,
             "work_pool": work_pool,

@@ -118,6 +118,7 @@ def test_what_a_person_set_and_runs_that_wait_stay_when_deployments_change(own_s
         found = nightly()
         schedules = [(each["slug"], each["schedule"], each["active"]) for each in found["schedules"]]
         kept = {name: found[name] for name in ("parameters", "tags", "job_variables", "paused", "description")}
+        kept["limit"] = (found["global_concurrency_limit"] or {}).get("limit")
         return {**kept, "schedules": sorted(schedules, key=str)}
 
     before = nightly()
@@ -133,6 +134,9 @@ def test_what_a_person_set_and_runs_that_wait_stay_when_deployments_change(own_s
         "parameters": {**before["parameters"], "data": "/mine.jsonl", "overrides": {"template.prompt": template}},
         "tags": [*before["tags"], "mine"],
         "job_variables": {"env": {"NIGHT": "1"}},
+        "description": "The night of mine.",
+        "paused": True,
+        "concurrency_limit": 2,
     }
     prefect_api.call(own_stack.api_url, "PATCH", path, edits)
     set_by_hand = see()
@@ -146,7 +150,8 @@ def test_what_a_person_set_and_runs_that_wait_stay_when_deployments_change(own_s
         assert "pipeline/nightly keeps what was set in Prefect: " in said
         assert see() == set_by_hand
     shown = own_stack.type("rlhf", "status").stdout
-    assert "pipeline/nightly, as set in Prefect: job_variables.env: {'NIGHT': '1'}; parameters.data: '/mine.js" in shown
+    assert "pipeline/nightly, as set in Prefect: concurrency_limit: 2 (the file has None); description: 'The n" in shown
+    assert "; job_variables.env.NIGHT set; parameters.data: '/mine.jsonl';" in shown
     assert own_stack.run_state(waiting) == "SCHEDULED"
     own_stack.delete_run(waiting)
     prefect_api.call(own_stack.api_url, "DELETE", path)  # how a person goes back to the file

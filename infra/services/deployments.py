@@ -74,8 +74,8 @@ def deploy(
     for name in entries:
         if (there := prefect_api.deployment(api_url, name)) is not None:
             theirs = _values_of(there)
-            # Before we wrote down what the file said: what is on the server and not in the file is the user's.
-            before = said_before.get(name) or _of_both(says[name], theirs)
+            # Of what an earlier release did not write down, all that differs is the person's.
+            before = _of_both(says[name], theirs) | said_before.get(name, {})
             wanted[name] = _merged(before, theirs, says[name])
             _keep_waiting_runs(api_url, name)
     _run_prefect_deploy(checkout, environment, log, [entries[name].with_values(wanted[name]) for name in entries])
@@ -83,8 +83,9 @@ def deploy(
         there = prefect_api.deployment(api_url, name)
         if there is None:
             raise ServiceError(f"`prefect deploy --all` succeeded, but there is no deployment {name}")
-        if (parameters := values["parameters"]) != there["parameters"]:  # Prefect took braces in them for its own
-            prefect_api.call(api_url, "PATCH", f"/deployments/{there['id']}", {"parameters": parameters})
+        braced = {key: values[key] for key in ("parameters", "job_variables") if values[key] != there[key]}
+        if braced:  # Prefect took double braces in them for places that it is to fill
+            prefect_api.call(api_url, "PATCH", f"/deployments/{there['id']}", braced)
     return says
 
 

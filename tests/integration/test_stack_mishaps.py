@@ -133,7 +133,7 @@ def test_what_a_person_set_and_runs_that_wait_stay_when_deployments_change(own_s
     edits = {
         "parameters": {**before["parameters"], "data": "/mine.jsonl", "overrides": {"template.prompt": template}},
         "tags": [*before["tags"], "mine"],
-        "job_variables": {"env": {"NIGHT": "1"}},
+        "job_variables": {"env": {"NIGHT": "{{ $KEPT }}"}},
         "description": "The night of mine.",
         "paused": True,
         "concurrency_limit": 2,

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from infra.clusters.driver import connect, disconnect
     from infra.clusters.existing import existing_resources, lease_existing
     from infra.clusters.lease import is_lost, lease_cluster, reap_orphans, release_cluster
+    from infra.clusters.output import output_of
     from infra.clusters.reaper import leftover_processes
     from infra.clusters.record import ClusterRecord
 
@@ -31,6 +32,7 @@ _HOME = {
     "lease_cluster": "lease",
     "lease_existing": "existing",
     "leftover_processes": "reaper",
+    "output_of": "output",
     "reap_orphans": "lease",
     "release_cluster": "lease",
 }
@@ -44,6 +46,7 @@ __all__ = [
     "lease_cluster",
     "lease_existing",
     "leftover_processes",
+    "output_of",
     "reap_orphans",
     "release_cluster",
 ]

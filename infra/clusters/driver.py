@@ -7,11 +7,12 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from typing import Any
 
 import ray
 from ray._private import auto_init_hook, ray_constants
+from ray._private.ray_logging import global_worker_stdstream_dispatcher
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
 from infra.clusters.control_server import ControlServer
@@ -58,7 +59,7 @@ def connect(record: ClusterRecord, timeout_s: float = 30.0, environment: Mapping
                 address=record.address,
                 namespace=record.namespace,
                 runtime_env=_runtime_env(record, environment),
-                log_to_driver=False,
+                log_to_driver=ours is None,  # one of ours has no log monitors, which would cost 100 MB
                 logging_level=logging.WARNING,
             )
         except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
@@ -66,6 +67,7 @@ def connect(record: ClusterRecord, timeout_s: float = 30.0, environment: Mapping
             raise (ClusterNotReadyError if away else ClusterError)(
                 f"{_described(record)} does not take this process as a driver: {_in_one_line(error)}; see {record.logs}"
             ) from error
+    global_worker_stdstream_dispatcher.remove_handler("ray_print_logs")  # `infra.clusters.output` takes the lines
     if record.kind == "local":
         call_before_end(record, disconnect)
 
@@ -154,21 +156,26 @@ def _at_its_address(record: ClusterRecord) -> Iterator[None]:
 def _runtime_env(record: ClusterRecord, environment: Mapping[str, str] | None) -> dict[str, Any] | None:
     """Return how this driver's actors start; None leaves it to Ray, or to whoever set the job's configuration."""
     found: dict[str, Any] = {}
-    if record.kind == "local" and record.fork_socket.exists() and JOB_CONFIG_VARIABLE not in os.environ:
+    is_free = JOB_CONFIG_VARIABLE not in os.environ
+    if record.kind == "local" and record.fork_socket.exists() and is_free:
         found["py_executable"] = forking_python(record.fork_socket)
-    if environment:  # not as `env_vars`: those Ray writes into its logs and on the command line that starts a worker
-        found["worker_process_setup_hook"] = _setter(environment)
+    if environment or is_free:  # not as `env_vars`: Ray writes those into its logs and on workers' command lines
+        found["worker_process_setup_hook"] = _setup(environment or {})
     return found or None
 
 
-def _setter(environment: Mapping[str, str]) -> Callable[[], None]:
+def _setup(environment: Mapping[str, str]) -> Callable[[], None]:
     """Return what each worker runs before its first task; it travels whole, so that nodes without our code can too."""
     told = dict(environment)
 
-    def set_variables() -> None:
+    def set_up() -> None:
         os.environ.update(told)
+        with suppress(ImportError):
+            from infra.clusters.actor_log import log_to_stderr  # noqa: PLC0415 - in the worker
 
-    return set_variables
+            log_to_stderr()
+
+    return set_up
 
 
 @contextmanager

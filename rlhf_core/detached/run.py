@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -162,6 +163,7 @@ class RunTrainer(GroupMember):
         self._progress = "starting"
         self._committer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="commit")
         self._commit: Future[None] | None = None
+        logger.info("process %d begins", os.getpid())
 
     @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]
     def build(self) -> None:
@@ -385,6 +387,7 @@ class TrainerRank(GroupMember):
         self._learner_fn = learner_fn
         self._learner: PPOLearner
         self._config, self._seed = config, seed
+        logger.info("process %d begins", os.getpid())
 
     @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]
     def build(self) -> None:

@@ -6,6 +6,7 @@ does. A `RankActor` is the member of a group that does one piece of work and is 
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections import deque
@@ -22,6 +23,7 @@ from rlhf_core.strategy.liveness import naming_lost_rank
 from rlhf_core.strategy.ranks import current_ranks, join
 from rlhf_core.strategy.rendezvous import Rendezvous, open_rendezvous
 
+logger = logging.getLogger(__name__)
 GROUPS = {"status": 2, "compute": 1}
 """Ray's threads for a member's methods: it answers while it works."""
 Tell = Callable[[str], None]
@@ -100,6 +102,7 @@ class RankActor(GroupMember):
     def __init__(self, work: Callable[[Tell], Any]) -> None:
         self._work = work
         self._lines: deque[str] = deque()
+        logger.info("process %d begins", os.getpid())
 
     @ray.method(concurrency_group="compute")  # type: ignore[untyped-decorator]
     def run(self) -> Any:

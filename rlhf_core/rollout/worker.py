@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from rlhf_core.rollout.samples import MadeChunk
 from rlhf_core.types import EpisodeControls, Experience, Prompt
 from rlhf_core.weights import Publication, Subscriber
 
+logger = logging.getLogger(__name__)
 GROUPS = {"status": 1, "compute": 1}
 """Ray's threads for a maker's methods: it answers while it works, and never takes weights in mid-chunk."""
 
@@ -44,6 +46,7 @@ class MakerActor:
         self._built: ExperienceMaker | None = None
         self._version: int | None = None
         self._subscriber = Subscriber(self._models)
+        logger.info("process %d begins", os.getpid())
 
     @ray.method(concurrency_group="status")  # type: ignore[untyped-decorator]
     def ping(self) -> int:

@@ -1,6 +1,7 @@
 """A user who has a cluster and runs something on it, and a process that holds a run of ours there."""
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -16,9 +17,9 @@ from infra.process_record import ProcessRecord
 from tests.integration.cluster_processes import GONE_WITHIN_S, run, says
 
 DRIVER = """
-import os, sys
+import logging, os, sys, time
 import ray
-from infra.clusters import lease_existing, release_cluster
+from infra.clusters import lease_existing, output_of, release_cluster
 from rlhf_core.ray_tools.placement import place
 from infra.errors import ClusterError
 address, stalled_after_s = sys.argv[1:]
@@ -33,9 +34,12 @@ except ClusterError as error:
     sys.exit(1)
 assert dict(os.environ) == before
 
+output = output_of(lease())
+
 @ray.remote
 class Guest:
     def facts(self):
+        logging.getLogger("rlhf_core").info("facts are told")
         return os.getpid(), os.environ.get("STORE_SECRET"), os.environ.get("OWN")
 
 own = {"runtime_env": {"env_vars": {"OWN": "own"}}}
@@ -44,6 +48,13 @@ trainer = Guest.options(name="trainer", lifetime="detached", **placed["trainer"]
 nameless = Guest.options(num_cpus=0).remote()
 facts = ray.get([trainer.facts.remote(), nameless.facts.remote()], timeout=60)
 assert [fact[1:] for fact in facts] == [("xyz", "own"), ("xyz", None)], facts
+heard, deadline = [], time.monotonic() + 60
+while sum("facts are told" in line for each in heard for line in each.lines) < 2:
+    assert time.monotonic() < deadline, heard
+    heard += output.read()
+    time.sleep(0.1)
+assert {each.process.split()[0] for each in heard} == {str(fact[0]) for fact in facts}, heard
+assert any(" INFO trainer rlhf_core: facts are told" in line for each in heard for line in each.lines), heard
 print(*(fact[0] for fact in facts), flush=True)
 then = input()
 if then == "raise":
@@ -63,6 +74,7 @@ if then == "again":
 @ray.remote(num_cpus=1)
 class Bystander:
     def pid(self) -> int:
+        sys.stderr.write("what others say\n")
         return os.getpid()
 
 
@@ -102,10 +114,15 @@ class User(NamedTuple):
 
 @contextmanager
 def as_users_start_them() -> Iterator[None]:
-    """Have clusters that are leased in this block be as one that a user starts: on the host's address, with a token."""
+    """Have clusters that are leased in this block be as one that a user starts.
+
+    It is on the host's address, with a token, and publishes what actors write.
+    """
+    ours = ray_head._command
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ray_head, "ON_LOOPBACK", {})
         patch.setattr(driver, "_at_its_address", lambda _: nullcontext())
+        patch.setattr(ray_head, "_command", lambda *all_of_it: [*ours(*all_of_it), "--include-log-monitor=true"])
         both = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")
         secrets = property(lambda record: dict(zip(both, ("token", str(record.token)), strict=True)))
         patch.setattr(ClusterRecord, "secrets", secrets)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple
 from urllib.parse import urlsplit
@@ -30,6 +31,9 @@ _OTHER_KEYS = ("s3_profile", "s3_credentials_block")
 _CHOICES = ("store_url", "s3_endpoint_url")
 _ALIASED = ("prefect_api_url", "prefect_api_auth_string")
 _SECRET = ("PREFECT_CLIENT_CUSTOM_HEADERS", "PREFECT_API_AUTH_STRING", "PREFECT_API_KEY", "RLHF_S3_SECRET_KEY")
+_SECRETS_NAME = re.compile(r"(KEY|SECRET|TOKEN|PASSWORD|PASSWD|AUTH|AUTH_STRING|CREDENTIALS)$", re.IGNORECASE)
+_SHORTEST_SECRET = 8
+"""Characters: a shorter one would be found in words that are none."""
 _AWS_NAMES = {
     "s3_endpoint_url": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
     "s3_access_key": ("AWS_ACCESS_KEY_ID",),
@@ -375,6 +379,17 @@ def _server(url: str) -> tuple[str, str | None, int | None]:
         loopback.ADDRESS if host in loopback.HOSTS else host,
         port or {"http": 80, "https": 443}.get(parts.scheme),
     )
+
+
+def secrets() -> set[str]:
+    """Return what no log may show: secret settings, and the values of variables that are secret by their names."""
+    known = settings()
+    found = {value for name, value in os.environ.items() if _SECRETS_NAME.search(name)}
+    values = [getattr(known, name) for name in Settings.model_fields]
+    values += known.prefect_client_custom_headers.values()
+    found |= {each.get_secret_value() for each in values if isinstance(each, SecretStr)}
+    found |= {each.rpartition(":")[2] for each in found}  # of user:password
+    return {each for each in found if len(each) >= _SHORTEST_SECRET}
 
 
 def inherited_environment(*, without_prefixes: tuple[str, ...] = ()) -> dict[str, str]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from infra.errors import ClusterError
 from infra.settings import settings
+from tasks.actor_lines import follow_actors, leave_actors
 from tasks.run_log import run_logger
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def lease_for(
     if address is None:
         if num_trainers > 1:
             _warn_of_trainers()
-        return lease_cluster(
+        record = lease_cluster(
             name,
             directory=context.settings.clusters_dir,
             num_cpus=num_cpus,
@@ -69,10 +70,13 @@ def lease_for(
             environment=environment,
             imported=IMPORTED,
         )
-    _check_object_store(address, object_store_mb)
-    return lease_existing(
-        name, address=address, environment=environment, packages=CODE, start_timeout_s=cluster.start_timeout_s
-    )
+    else:
+        _check_object_store(address, object_store_mb)
+        record = lease_existing(
+            name, address=address, environment=environment, packages=CODE, start_timeout_s=cluster.start_timeout_s
+        )
+    follow_actors(record)
+    return record
 
 
 @cache
@@ -88,6 +92,7 @@ def end_cluster(name: str) -> None:
     """
     from infra.clusters import release_cluster
 
+    leave_actors(name)
     try:
         release_cluster(name)  # which leaves the cluster too, and ends it even where Ray does not end
     except ClusterError as error:

@@ -21,6 +21,18 @@ def run_logger() -> Any:
         return get_logger("rlhf")
 
 
+def flow_logger() -> Any:
+    """Return the logger of the flow run that goes on here, also inside one of its tasks; an ordinary one elsewhere."""
+    if "prefect" in sys.modules:
+        from prefect.context import FlowRunContext
+        from prefect.logging.loggers import flow_run_logger
+
+        context = FlowRunContext.get()
+        if context is not None and context.flow_run is not None:
+            return flow_run_logger(context.flow_run, context.flow)
+    return run_logger()
+
+
 def own_flow_run() -> UUID | None:
     """Return the id of the flow run that goes on here; None outside of one."""
     if "prefect" not in sys.modules:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from websockets.sync.client import connect
 from websockets.typing import Subprotocol
 
+from infra.clusters.actor_log import LINES
 from infra.forked_flows import is_flow_server
 from infra.services import prefect_api, runs
 from tests.integration.cluster_processes import wait_until_nothing_is_left
@@ -43,6 +45,65 @@ async def main():
     await asyncio.gather(*(write() for _ in range(3)))
 
 asyncio.run(main())
+"""
+
+TALKING = """
+import logging, os, signal, threading, warnings
+from types import SimpleNamespace
+
+import ray
+from prefect import flow
+from prefect.runtime import flow_run
+
+from infra.clusters import connect
+from infra.settings import settings
+from rlhf_core.config import ClusterConfig
+from tasks.clusters import end_cluster, lease_for
+from tasks.task_errors import stage_task
+
+log = logging.getLogger("rlhf_core.talker")
+
+class Talker:
+    def talk(self):
+        log.info("the key is %s", os.environ["RLHF_S3_SECRET_KEY"])
+        warnings.warn("careful")
+
+    def flood(self):
+        for number in range(5000):
+            log.info("number %d", number)
+        log.error("and an error")
+        for thread in threading.enumerate():
+            if isinstance(thread, threading.Timer):  # says how many were left out
+                thread.join()
+
+    def die(self):
+        log.info("goodbye")
+        os.write(2, b"words of a library in C\\n")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+@stage_task(name="talk")
+def talk():
+    context = SimpleNamespace(settings=settings())
+    connect(lease_for("talking", ClusterConfig(), context, num_trainers=1, num_cpus=1, object_store_mb=80))
+    actor = ray.remote(num_cpus=0)(Talker)
+    trainer, maker = (actor.options(name=name).remote() for name in ("trainer", "maker-0"))
+    ray.get(trainer.talk.remote(), timeout=120)
+    ray.get(maker.talk.remote(), timeout=120)
+    ray.get(maker.flood.remote(), timeout=120)
+    try:
+        ray.get(trainer.die.remote(), timeout=120)
+    except ray.exceptions.RayActorError:
+        pass
+
+@flow
+def talking():
+    print(flow_run.id)
+    try:
+        talk()
+    finally:
+        end_cluster("talking")
+
+talking()
 """
 
 
@@ -163,6 +224,37 @@ def test_two_ups_at_once_make_one_stack(stack: LocalStack) -> None:
     before = stack.pids()
     assert stack.type("sh", "-c", "rlhf up & rlhf up && wait $!").returncode == 0
     assert stack.pids() == before
+
+
+def test_what_actors_say_is_in_the_runs_log_in_order_and_bounded_also_what_a_killed_one_said_last(
+    stack: LocalStack,
+) -> None:
+    result = stack.type(sys.executable, "-c", TALKING, cwd=stack.home, **stack.prefect_variables)
+    assert result.returncode == 0, result.stderr
+    where = {"logs": {"flow_run_id": {"any_": result.stdout.splitlines()[:1]}}, "sort": "TIMESTAMP_ASC", "limit": 200}
+
+    def lines() -> list[tuple[int, str]]:
+        found = prefect_api.call(stack.api_url, "POST", "/logs/filter", where)
+        return [(each["level"], each["message"]) for each in found if ": " in each["message"]]
+
+    def said(actor: str) -> list[tuple[int, str]]:
+        return [(level, text.removeprefix(f"{actor}: ")) for level, text in lines() if text.startswith(f"{actor}: ")]
+
+    wait_for(lambda: len(said("trainer")) >= 4, "what the actor said last")
+    key, warning, *others = said("trainer")
+    assert key == (logging.INFO, "the key is ***")
+    assert warning[0] == logging.WARNING
+    assert "UserWarning: careful" in warning[1]
+    assert others == [(logging.INFO, "goodbye"), (logging.WARNING, "words of a library in C")]
+    numbers = [text for _, text in said("maker-0") if text.startswith("number ")]
+    assert numbers == [f"number {number}" for number in range(LINES - 1)], "beside its first line"
+    assert said("maker-0")[-2:] == [
+        (logging.ERROR, "and an error"),
+        (logging.INFO, f"… {5000 - len(numbers)} lines were left out"),
+    ]
+    order = [text for _, text in lines()]
+    assert order.index("trainer: the key is ***") < order.index("maker-0: the key is ***")
+    assert order.index("maker-0: and an error") < order.index("trainer: goodbye")
 
 
 def test_a_run_finds_the_store_and_a_schedule_runs_by_itself(stack: LocalStack) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from infra.errors import SettingsError
-from infra.settings import STACK_ENV, settings
+from infra.settings import STACK_ENV, secrets, settings
 
 LOCAL = {
     "RLHF_STORE_URL": "s3://rlhf",
@@ -44,6 +44,20 @@ def test_the_local_stack_is_found_through_its_own_file(home: Path) -> None:
 @pytest.mark.usefixtures("home")
 def test_secrets_do_not_show_when_settings_are_printed() -> None:
     assert "local secret" not in repr(settings())
+
+
+@pytest.mark.usefixtures("home")
+def test_what_no_log_may_show_are_secret_settings_and_variables_that_are_secret_by_their_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PREFECT_API_AUTH_STRING", "somebody:password of the server")
+    monkeypatch.setenv("PREFECT_CLIENT_CUSTOM_HEADERS", '{"Gate": "asked for at the gate"}')
+    monkeypatch.setenv("HUB_TOKEN", "of some hub")
+    monkeypatch.setenv("SHORT_TOKEN", "none")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "not secret")
+    found = secrets()
+    assert found >= {"local secret", "password of the server", "asked for at the gate", "of some hub"}
+    assert not found & {"none", "not secret", "http://127.0.0.1:8333", "s3://rlhf"}
 
 
 @pytest.mark.usefixtures("home")

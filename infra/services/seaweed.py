@@ -230,16 +230,17 @@ def choose_ports(
     return ports
 
 
-def seaweed(home: Path, ports: Mapping[str, int], socket_dir: Path) -> Service:
+def seaweed(home: Path, ports: Mapping[str, int], socket_dir: Path, *, bind: str = "127.0.0.1") -> Service:
     """Return the object store as a service; `prepare` made what it needs.
 
     Args:
         home: all its data lie under it.
         ports: one for each of `PORT_NAMES`.
         socket_dir: a short, private directory.
+        bind: the address on which it listens.
     """
     data = home / "store"
-    flags = _flags(data, ports, socket_dir)
+    flags = _flags(data, ports, socket_dir, bind)
     address = f"http://127.0.0.1:{ports['s3']}"
     return Service(
         name="store",
@@ -261,12 +262,12 @@ def seaweed(home: Path, ports: Mapping[str, int], socket_dir: Path) -> Service:
     )
 
 
-def _flags(data: Path, ports: Mapping[str, int], socket_dir: Path) -> dict[str, object]:
+def _flags(data: Path, ports: Mapping[str, int], socket_dir: Path, bind: str) -> dict[str, object]:
     return {
         **CLOSED,
         "dir": data,
         "ip": "127.0.0.1",
-        "ip.bind": "127.0.0.1",
+        "ip.bind": bind,
         "bucket": BUCKET,
         "s3.port": ports["s3"],
         "s3.port.grpc": ports["s3_grpc"],

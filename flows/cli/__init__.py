@@ -40,6 +40,7 @@ app.command(
 app.command("flows.cli.stack:status", name="status", help="Show what runs, where, and how much memory it takes.")
 app.command("flows.cli.stack:doctor", name="doctor", help="Look for what would keep things from working.")
 app.command("flows.cli.stack:down", name="down", help="End everything of the local stack; data are kept.")
+app.command("flows.cli.stack:deploy", name="deploy", help="Register the deployments with another Prefect server.")
 app.command(
     "flows.cli.stack:automations", name="automations", help="Have another Prefect server start crashed runs again."
 )

@@ -1,4 +1,4 @@
-"""`rlhf up`, `down`, `status`, `doctor`: the local stack. `automations`: what a server that is not ours needs of it."""
+"""`rlhf up`, `down`, `status`, `doctor`: the local stack. `deploy`, `automations`: for a server that is not ours."""
 
 from __future__ import annotations
 
@@ -106,6 +106,25 @@ def doctor(*, as_json: Json = False) -> int:
         rows = [(each.name, each.verdict, each.seen, each.advice) for each in findings]
         _print_table(console, ("check", "verdict", "seen", "what to do"), rows)
     return 1 if any(finding.verdict == "wrong" for finding in findings) else 0
+
+
+def deploy(*, pool: str = "rlhf", image: str | None = None) -> int:
+    """Register all deployments of prefect.yaml with the Prefect server of PREFECT_API_URL.
+
+    It is for a server that `rlhf up` did not start: that one's are registered by `rlhf up`. Their runs go to the work
+    pool. One of type process runs them where its worker has this checkout, at this path; one of type docker or
+    kubernetes runs each in a container of an image. The server also starts crashed runs again from then on, as by
+    `rlhf automations`.
+
+    Args:
+        pool: name of the work pool; `rlhf`, of type process, is made if it is not there.
+        image: built from infra/deploy/Dockerfile, for a pool that runs containers.
+    """
+    from infra.services.deploy_elsewhere import deploy_elsewhere
+    from infra.settings import settings
+
+    deploy_elsewhere(settings(), pool, image, _teller(_console()))
+    return 0
 
 
 def automations() -> int:

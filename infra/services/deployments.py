@@ -53,6 +53,8 @@ def deploy(
     log: Path,
     entries: Mapping[str, DeploymentEntry],
     said_before: Mapping[str, Values],
+    *,
+    directory: str | None = None,
 ) -> dict[str, Values]:
     """Register all deployments of a checkout, and return what the file says of each.
 
@@ -65,6 +67,7 @@ def deploy(
         log: where its output goes.
         entries: the file's deployments.
         said_before: what this function returned the last time.
+        directory: where runs have the checkout; None: here.
 
     Raises:
         ServiceError: if Prefect refused one.
@@ -78,7 +81,10 @@ def deploy(
             before = _of_both(says[name], theirs) | said_before.get(name, {})
             wanted[name] = _merged(before, theirs, says[name])
             _keep_waiting_runs(api_url, name)
-    _run_prefect_deploy(checkout, environment, log, [entries[name].with_values(wanted[name]) for name in entries])
+    told: Values = {"deployments": [entries[name].with_values(wanted[name]) for name in entries]}
+    if directory is not None:
+        told["pull"] = [{"prefect.deployments.steps.set_working_directory": {"directory": directory}}]
+    _run_prefect_deploy(checkout, environment, log, told)
     for name, values in wanted.items():
         there = prefect_api.deployment(api_url, name)
         if there is None:
@@ -192,12 +198,10 @@ def _keep_waiting_runs(api_url: str, name: str) -> None:
             prefect_api.call(api_url, "POST", f"/flow_runs/{run['id']}/set_state", {"state": state})
 
 
-def _run_prefect_deploy(
-    checkout: Path, environment: Mapping[str, str], log: Path, deployments: list[dict[str, Any]]
-) -> None:
+def _run_prefect_deploy(checkout: Path, environment: Mapping[str, str], log: Path, told: Values) -> None:
     log.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", dir=log.parent) as file, log.open("wb") as output:
-        yaml.safe_dump({"deployments": deployments}, file)
+        yaml.safe_dump(told, file)
         file.flush()
         command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", file.name]
         try:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import prefect
 import pytest
 import ray
 from jsonschema import Draft7Validator, Draft202012Validator, ValidationError
@@ -194,7 +195,7 @@ def test_a_prefect_worker_is_told_what_ours_are() -> None:
 @pytest.mark.parametrize("section", ["Kubernetes, with KubeRay", "Machines over ssh, with `ray up`"])
 def test_the_readme_has_crashed_runs_started_again(section: str) -> None:
     _, _, steps = (DEPLOY / "README.md").read_text().partition(f"## {section}\n")
-    assert "rlhf automations" in steps.partition("\n## ")[0]
+    assert re.search(r"rlhf deploy'?`", steps.partition("\n## ")[0])  # which sees to that, too
 
 
 def test_nodes_run_the_ray_and_the_python_that_the_code_is_locked_to() -> None:
@@ -205,7 +206,12 @@ def test_nodes_run_the_ray_and_the_python_that_the_code_is_locked_to() -> None:
     assert project["requires-python"].startswith(f">={image[1]},")
 
 
+def test_the_readme_has_workers_installed_with_the_locked_prefect() -> None:
+    found = re.findall(r"prefect==([\d.]+)", (DEPLOY / "README.md").read_text())
+    assert set(found) == {prefect.__version__}
+
+
 def test_the_readme_names_every_file() -> None:
     readme = (DEPLOY / "README.md").read_text()
-    for path in [*KUBERNETES, *RAY_UP, DEPLOY / "Dockerfile"]:
+    for path in [*KUBERNETES, *RAY_UP, *DEPLOY.glob("compose/*.yaml"), *DEPLOY.glob("pools/*"), DEPLOY / "Dockerfile"]:
         assert str(path.relative_to(DEPLOY)) in readme, path
